@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,20 +36,11 @@ def chromium():
         browser.close()
 
 
-@contextmanager
 def served(session):
-    """The live page of a session, served from a thread."""
-    from qkscope.show.live.server import Server
+    """The live page of a session, served while the block lasts."""
+    from qkscope.show.live import Server
 
-    server = Server(session)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return Server(session)
 
 
 class Watched:
@@ -82,19 +72,3 @@ class Watched:
     def fits(self) -> bool:
         """Whether nothing but what scrolls by itself is wider than the window."""
         return self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-    def median_cost(self, selector: str, event: str, count: int = 25) -> float:
-        """Median milliseconds from an event on one of many elements to the layout that follows it."""
-        return self.page.evaluate(
-            """([selector, event, count]) => {
-              const all = [...document.querySelectorAll(selector)], times = [];
-              for (let i = 0; i < count; i += 1) {
-                const one = all[(i * 97) % all.length], start = performance.now();
-                one.dispatchEvent(new PointerEvent(event, { bubbles: true, clientX: 60, clientY: 60 }));
-                document.body.getBoundingClientRect();
-                times.push(performance.now() - start);
-              }
-              return times.sort((a, b) => a - b)[count >> 1];
-            }""",
-            [selector, event, count],
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope.show.page import write_report
 
-BUDGET_MS = 100  # what a reader does not notice
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 SCREENS = [("light", 1100, False), ("dark", 1100, True), ("phone", 390, False)]
 
@@ -123,10 +121,8 @@ def seen_from(page):
 
 def test_the_points_turn_by_mouse_by_keys_and_by_buttons(report):
     page = report.page
-    page.emulate_media(reduced_motion="reduce")
     stage = page.locator(".cloud .stage")
     stage.scroll_into_view_if_needed()
-    page.wait_for_timeout(1600)  # it has come to rest
     start, box = seen_from(page), stage.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.mouse.move(x, y)
@@ -197,33 +193,6 @@ def test_every_control_is_reached_by_tab_and_the_theme_can_be_turned(report):
     assert page.evaluate(background) != light
     page.locator("#theme").click()
     assert page.evaluate(background) == light
-
-
-def test_a_long_prompt_and_a_large_model_stay_quick(browser, tmp_path):
-    """2,000 tokens and 1,024 heads: pointing and recolouring cost less than a reader notices."""
-    rng = random.Random(0)
-    words = ["the", " cat", " sat", " on", "\n", " mat", ",", " and", " then", " slept"]
-    tokens = [{"position": i, "token": rng.choice(words), "attention": rng.random() / 1000, "logit": rng.gauss(0, 3)}
-              for i in range(2000)]  # fmt: skip
-    for row in tokens:
-        row |= {"order": rng.gauss(0, 2), "lexical": rng.gauss(0, 2)}
-        row["residual"] = row["logit"] - row["order"] - row["lexical"]
-    heads = [{"head": f"L{i}H{j}", "accuracy": rng.random(), "low": 0.0, "high": 1.0, "chance": 0.1, "row_accuracy":
-              rng.random(), "ratio": rng.random(), "mass": rng.random(), "n": 64} for i in range(32)
-             for j in range(32)]  # fmt: skip
-    large = Result("large", {"heads": heads, "tokens": tokens}, answer="A large page.")
-    watched = Watched(browser, write_report(tmp_path / "large.html", large).as_uri())
-    assert watched.page.locator(".map .cell").count() == 1024
-    assert watched.page.locator(".token").count() == 2000
-    costs = {
-        "point at a head": watched.median_cost(".map .cell", "pointermove"),
-        "point at a token": watched.median_cost(".token", "pointermove"),
-        "colour heads": watched.median_cost(".map .choices button", "click", 9),
-        "colour tokens": watched.median_cost(".tokens .choices button", "click", 9),
-    }
-    watched.shoot("report-large", full=False)
-    watched.page.close()
-    assert max(costs.values()) < BUDGET_MS, costs
 
 
 def test_the_widget_of_a_notebook_draws_itself(browser, results, tmp_path):

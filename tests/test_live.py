@@ -18,16 +18,12 @@ import torch
 import qkscope as qk
 from browser import Watched, served
 from qkscope import BadInput, Head
-from qkscope.analyses.decompose import decompose
 from qkscope.maths.bases import joint_basis
 from qkscope.runs.result import Result, plain_value
 from qkscope.show.blocks import blocks_of
-from qkscope.show.live.features import FeatureStore
-from qkscope.show.live.session import Session
-from qkscope_papers.families import tiny_model
+from qkscope.show.session import FeatureStore, Session
 
 PROMPT = "hat : O jam : Z cat : B jam :"
-BUDGET_MS = 100
 
 
 def ask(server, what, question=None, *, host=None, token=None, kind="application/json", raw=None, headers=()):
@@ -160,19 +156,11 @@ def test_what_discover_found_opens_here(nano, tmp_path):
     assert changed(session, 10, "L1H1", answer["key"], ["swap 3 discovered"])[1]["verdict"] != "vacuous"
 
 
-def test_a_folder_without_features_is_refused_before_a_model_is_loaded(tmp_path):
-    with pytest.raises(BadInput, match="decompose, discover or atlas wrote"):
-        qk.view(live=True, fit=tmp_path, browser=False)
-    Result("heads", {"heads": []}).write(tmp_path / "run")
-    with pytest.raises(BadInput, match="was written by heads"):
-        qk.view(live=True, fit=tmp_path / "run", browser=False)
-
-
 def test_a_model_whose_writers_cannot_be_told_apart_is_still_looked_into(scope, monkeypatch):
     def refuse(_scope):
         raise BadInput("its writers cannot be told apart.")
 
-    monkeypatch.setattr("qkscope.show.live.session.reader_of", refuse)
+    monkeypatch.setattr("qkscope.show.session.reader_of", refuse)
     session = Session(scope)
     session.look(PROMPT)
     answer = session.why(PROMPT, 10, "L1H1")
@@ -192,21 +180,16 @@ HERE = {"prompt": PROMPT, "query": 10, "head": "L1H3", "key": 2}
     ("what", "question", "says"),
     [
         ("look", {"prompt": " \n "}, "the prompt is empty"),
-        ("look", {"prompt": "hat"}, "has one token"),
         ("look", {"prompt": "hat " * 3000}, "the prompt has 3000 tokens"),
-        ("look", {"prompt": "h" * 500_000}, "characters: at most"),
-        ("look", {"prompt": PROMPT, "query": 0}, "sees only itself"),
         ("look", {"prompt": PROMPT, "query": 99}, "is out of range"),
         ("look", {"prompt": "a", "path": "/etc/passwd"}, "unexpected keyword argument 'path'"),
         ("why", {**HERE, "head": "<b>"}, "is not a head"),
-        ("why", {**HERE, "key": 11}, "is out of range"),
         ("change", {**HERE, "changes": []}, "from 1 to 20 changes"),
         ("change", {**HERE, "changes": ["explode"]}, "a change is cut, swap or hide"),
         ("change", {**HERE, "changes": ["swap 2"]}, "cannot be swapped with itself"),
         ("change", {**HERE, "changes": ["swap 99"]}, "not in sight"),
         ("change", {**HERE, "changes": ["swap 5 colour"]}, "nothing was fitted for 'colour'"),
         ("change", {**HERE, "changes": ["cut key L2H0"]}, "writes nothing that L1H3 reads"),
-        ("save", {**HERE, "changes": ["cut <b> L0H0"]}, "a change is cut, swap or hide"),
     ],
 )
 def test_bad_questions_are_answered_in_a_sentence(server, what, question, says):
@@ -261,7 +244,12 @@ def test_questions_at_once_are_answered_one_after_the_other(server):
         assert answers[prompt] == server.session.why(prompt, 7, "L1H3")["row"]
 
 
-def test_what_cannot_be_asked_about_is_refused(scope):
+def test_what_cannot_be_asked_about_is_refused(scope, tmp_path):
+    with pytest.raises(BadInput, match="decompose, discover or atlas wrote"):
+        qk.view(live=True, fit=tmp_path, browser=False)
+    Result("heads", {"heads": []}).write(tmp_path / "run")
+    with pytest.raises(BadInput, match="was written by heads"):
+        qk.view(live=True, fit=tmp_path / "run", browser=False)
     fit = qk.decompose(scope, qk.tasks.binding(4), "L1H3", 8, contrasts=["order"], space="pre_rope", replicates=9)
     with pytest.raises(BadInput, match="pre_rope vectors do not give the model's attention"):
         FeatureStore(fit)
@@ -269,9 +257,9 @@ def test_what_cannot_be_asked_about_is_refused(scope):
         Session(qk.Scope.from_model(scope.model, name="bare", check=False))
 
 
-def test_the_command_serves_until_it_is_stopped(scope, model, tmp_path):
-    decompose(scope, qk.tasks.binding(4), [Head(1, 3)], 16, out=tmp_path / "fit", contrasts=["order", "lexical"])
-    command = [sys.executable, "-m", "qkscope", "view", "--live", "--fit", str(tmp_path / "fit"), "--no-browser"]
+def test_the_command_serves_until_it_is_stopped():
+    """While one connection is idle and one waits for its answer."""
+    command = [sys.executable, "-m", "qkscope", "view", "--live", "--model", "nano:mixed", "--no-browser"]
     # a test run in the background of a shell is deaf to Ctrl-C, and so would its children be
     listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen,
@@ -280,10 +268,10 @@ def test_the_command_serves_until_it_is_stopped(scope, model, tmp_path):
         url = running.stdout.readline().strip()
         assert url.startswith("http://127.0.0.1:")
         address, _, token = url.removeprefix("http://").rstrip("/").partition("/")
-        connection = http.client.HTTPConnection(address, timeout=60)
-        connection.request("GET", f"/{token}/api/model")
-        assert json.loads(connection.getresponse().read())["fitted"] == ["L1H3"]
-        connection.close()
+        idle, busy = (http.client.HTTPConnection(address, timeout=60) for _ in range(2))
+        idle.request("GET", f"/{token}/api/model")
+        assert json.loads(idle.getresponse().read())["model"] == "nano:mixed"
+        busy.request("POST", f"/{token}/api/look", json.dumps({"prompt": PROMPT}), {"Content-Type": "application/json"})
     finally:
         running.send_signal(signal.SIGINT)
         _, errors = running.communicate(timeout=60)
@@ -295,8 +283,9 @@ def test_the_command_serves_until_it_is_stopped(scope, model, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def smol():
-    return qk.Scope.load("smollm2-135m")
+def live(nano):
+    with served(Session(nano)) as running:
+        yield running
 
 
 def drawn(watched, head=None, changes=None):
@@ -308,57 +297,56 @@ def drawn(watched, head=None, changes=None):
         watched.until(f"document.querySelectorAll('.change').length === {changes}")
 
 
-def test_ask_cut_undo_save_and_come_back_by_the_address(browser, nano, tmp_path):
+def test_ask_cut_undo_save_and_come_back_by_the_address(browser, live, nano, tmp_path):
     """Type, ask from a middle token, pick a head that nobody fitted, click a key, cut a writer, undo, save, reload."""
-    with served(Session(nano)) as server:
-        watched = Watched(browser, server.url, width=1280, height=800)
-        page = watched.page
-        drawn(watched)
-        page.fill("#prompt", PROMPT)
-        assert page.locator("#stale").is_visible()  # what stands below is of the old prompt
-        page.keyboard.press("Control+Enter")
-        watched.until("!document.body.classList.contains('stale')")
-        drawn(watched)
-        page.locator('#tokens .fill[data-i="8"]').click(modifiers=["Shift"])
-        watched.until("document.getElementById('asks-from').textContent === 'token 8'")
-        drawn(watched)
-        page.locator('#map .cell[data-at="2,1"]').click()
-        drawn(watched, "L2H1")
-        page.locator('#tokens .fill[data-i="5"]').click()
-        watched.until("location.hash.includes('k=5')")
-        drawn(watched)
-        theirs = qk.why(nano, PROMPT, "L2H1", 8, 5)
-        assert page.locator("#answer").inner_text() == theirs.answer
-        assert page.locator("#blocks .said dd").count() == len(theirs.tables["said"])
-        logit = f"{theirs.tables['check'][0]['logit']:+.1f}".replace("-", "−")
-        assert page.locator("#blocks .parts .value.sum").inner_text() == logit
-        before = page.locator("#keys").inner_text()
-        page.locator("[data-cut]").first.click()
-        drawn(watched, changes=1)
-        assert page.locator("#changed .tests b").inner_text() in ("supported", "not here", "unattended")
-        assert "random" in page.locator("#changed .tests .value").inner_text()
-        page.locator("#painted button", has_text="what the changes do").click()
-        page.locator("#hide").click()
-        drawn(watched, changes=2)
-        assert page.locator("#keys").inner_text() != before
-        changed, shown = page.url, page.locator("#moved").inner_text()
-        page.locator("#undo").click()
-        drawn(watched, changes=1)
-        page.locator("#undo").click()
-        drawn(watched, changes=0)
-        assert page.locator("#keys").inner_text() == before
-        with page.expect_download() as saved:
-            page.locator("#save").click()
-        saved.value.save_as(tmp_path / "why.html")
-        page.goto("about:blank")
-        page.goto(changed)  # the whole state
-        drawn(watched, "L2H1", 2)
-        assert page.locator("#moved").inner_text() == shown
-        assert page.locator("#asks-from").inner_text() == "token 8"
-        assert page.locator("#prompt").input_value() == PROMPT
-        assert watched.errors == []
-        assert all(url.startswith((server.url, "data:", "blob:", "about:")) for url in watched.requests)
-        page.close()
+    watched = Watched(browser, live.url, width=1280, height=800)
+    page = watched.page
+    drawn(watched)
+    page.fill("#prompt", PROMPT)
+    assert page.locator("#stale").is_visible()  # what stands below is of the old prompt
+    page.keyboard.press("Control+Enter")
+    watched.until("!document.body.classList.contains('stale')")
+    drawn(watched)
+    page.locator('#tokens .fill[data-i="8"]').click(modifiers=["Shift"])
+    watched.until("document.getElementById('asks-from').textContent === 'token 8'")
+    drawn(watched)
+    page.locator('#map .cell[data-at="2,1"]').click()
+    drawn(watched, "L2H1")
+    page.locator('#tokens .fill[data-i="5"]').click()
+    watched.until("location.hash.includes('k=5')")
+    drawn(watched)
+    theirs = qk.why(nano, PROMPT, "L2H1", 8, 5)
+    assert page.locator("#answer").inner_text() == theirs.answer
+    assert page.locator("#blocks .said dd").count() == len(theirs.tables["said"])
+    logit = f"{theirs.tables['check'][0]['logit']:+.1f}".replace("-", "−")
+    assert page.locator("#blocks .parts .value.sum").inner_text() == logit
+    before = page.locator("#keys").inner_text()
+    page.locator("[data-cut]").first.click()
+    drawn(watched, changes=1)
+    assert page.locator("#changed .tests b").inner_text() in ("supported", "not here", "unattended")
+    assert "random" in page.locator("#changed .tests .value").inner_text()
+    page.locator("#painted button", has_text="what the changes do").click()
+    page.locator("#hide").click()
+    drawn(watched, changes=2)
+    assert page.locator("#keys").inner_text() != before
+    changed, shown = page.url, page.locator("#moved").inner_text()
+    page.locator("#undo").click()
+    drawn(watched, changes=1)
+    page.locator("#undo").click()
+    drawn(watched, changes=0)
+    assert page.locator("#keys").inner_text() == before
+    with page.expect_download() as saved:
+        page.locator("#save").click()
+    saved.value.save_as(tmp_path / "why.html")
+    page.goto("about:blank")
+    page.goto(changed)  # the whole state
+    drawn(watched, "L2H1", 2)
+    assert page.locator("#moved").inner_text() == shown
+    assert page.locator("#asks-from").inner_text() == "token 8"
+    assert page.locator("#prompt").input_value() == PROMPT
+    assert watched.errors == []
+    assert all(url.startswith((live.url, "data:", "blob:", "about:")) for url in watched.requests)
+    page.close()
     offline = Watched(browser, (tmp_path / "why.html").as_uri())
     assert offline.page.locator("h1.answer").inner_text() == theirs.answer
     assert offline.errors == []
@@ -366,109 +354,75 @@ def test_ask_cut_undo_save_and_come_back_by_the_address(browser, nano, tmp_path)
     offline.page.close()
 
 
-def test_keys_alone_are_enough_and_focus_is_seen(browser, nano):
-    with served(Session(nano)) as server:
-        watched = Watched(browser, server.url)
-        page = watched.page
-        drawn(watched)
-        page.locator("#tokens .prompt").focus()
-        for key in ("Home", "ArrowRight", "ArrowRight", "q"):
-            page.keyboard.press(key)
-        watched.until("document.getElementById('asks-from').textContent === 'token 2'")
-        drawn(watched)
-        for key in ("Home", "ArrowRight", "Enter"):
-            page.keyboard.press(key)
-        watched.until("location.hash.includes('k=1')")
-        drawn(watched)
-        page.locator("#map svg").focus()
-        for key in ("ArrowRight", "ArrowRight", "Enter"):
-            page.keyboard.press(key)
-        drawn(watched)
-        page.keyboard.press("Tab")
-        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-        page.locator("[data-cut]").first.focus()
-        page.keyboard.press("Enter")
-        drawn(watched, changes=1)
-        assert page.evaluate("document.activeElement.dataset.cut") is not None
-        assert watched.errors == []
-        page.close()
+def test_keys_alone_are_enough_and_focus_is_seen(browser, live):
+    watched = Watched(browser, live.url)
+    page = watched.page
+    drawn(watched)
+    page.locator("#tokens .prompt").focus()
+    for key in ("Home", "ArrowRight", "ArrowRight", "q"):
+        page.keyboard.press(key)
+    watched.until("document.getElementById('asks-from').textContent === 'token 2'")
+    drawn(watched)
+    for key in ("Home", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    watched.until("location.hash.includes('k=1')")
+    drawn(watched)
+    page.locator("#map svg").focus()
+    for key in ("ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    drawn(watched)
+    page.keyboard.press("Tab")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.locator("[data-cut]").first.focus()
+    page.keyboard.press("Enter")
+    drawn(watched, changes=1)
+    assert page.evaluate("document.activeElement.dataset.cut") is not None
+    assert watched.errors == []
+    page.close()
 
 
-def test_what_the_reader_left_behind_is_not_shown(browser, nano):
+def test_what_the_reader_left_behind_is_not_shown(browser, live):
     """A key picked while a change is under way: the change is not shown for it."""
-    with served(Session(nano)) as server:
-        watched = Watched(browser, server.url)
-        page = watched.page
-        drawn(watched)
-        held, change = threading.Event(), server.questions["change"]
-        server.questions = {**server.questions, "change": lambda **asked: (held.wait(30), change(**asked))[1]}
-        page.locator("#hide").click()
-        page.locator('#tokens .fill[data-i="2"]').click()
-        watched.until("location.hash.includes('k=2')")
-        with page.expect_response("**/api/change"):
-            held.set()
+    watched = Watched(browser, live.url)
+    page = watched.page
+    drawn(watched)
+    held = []
+    page.route("**/api/change", lambda route: held.append(route))
+    page.locator("#hide").click()
+    page.locator('#tokens .fill[data-i="2"]').click()
+    watched.until("location.hash.includes('k=2')")
+    with page.expect_response("**/api/change"):
+        held[0].continue_()
+    page.wait_for_timeout(200)
+    assert page.locator(".change").count() == 0
+    assert "c=" not in page.url.partition("#")[2]
+    assert watched.errors == []
+    page.close()
+
+
+def test_a_prompt_is_text_a_bad_one_a_sentence_and_every_screen_is_enough(browser, live):
+    watched = Watched(browser, live.url, width=1280, height=800)
+    page = watched.page
+    drawn(watched)
+    page.locator("[data-cut]").first.click()
+    drawn(watched, changes=1)
+    for name, width, dark in (("light", 1280, False), ("dark", 1280, True), ("phone", 390, False)):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.emulate_media(color_scheme="dark" if dark else "light")
         page.wait_for_timeout(200)
-        assert page.locator(".change").count() == 0
-        assert "c=" not in page.url.partition("#")[2]
-        assert watched.errors == []
-        page.close()
-
-
-def test_a_prompt_is_text_a_bad_one_a_sentence_and_every_screen_is_enough(browser, smol):
-    with served(Session(smol)) as server:
-        watched = Watched(browser, server.url, width=1280, height=800)
-        page = watched.page
-        drawn(watched)
-        assert page.locator("#map .cell").count() == 270
-        page.locator("[data-cut]").first.click()
-        drawn(watched, changes=1)
-        for name, width, dark in (("light", 1280, False), ("dark", 1280, True), ("phone", 390, False)):
-            page.set_viewport_size({"width": width, "height": 844})
-            page.emulate_media(color_scheme="dark" if dark else "light")
-            page.wait_for_timeout(200)
-            watched.shoot(f"live-{name}")
-            assert watched.fits()
-        evil = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> 🐱 jam:"
-        page.fill("#prompt", evil)
-        page.keyboard.press("Control+Enter")
-        watched.until("document.getElementById('tokens').textContent.includes('script')")
-        drawn(watched)
-        shown = "".join(page.locator("#tokens .fill").evaluate_all("(all) => all.map((each) => each.textContent)"))
-        assert shown.replace("␣", " ").replace("∅", "") == evil  # pieces of one character read as it
-        page.locator("#tokens .token").first.hover()
-        assert page.evaluate("window.hacked") is None
-        assert page.locator("main img, main script").count() == 0
-        for given, says in (("   ", "the prompt is empty"), ("hat " * 3000, "tokens: at most 2048")):
-            page.fill("#prompt", given)
-            page.click("#look")
-            watched.until(f"document.getElementById('error').textContent.includes('{says}')")
-        page.fill("#prompt", "jam: Z\njam:")
-        page.click("#look")
-        page.wait_for_selector("#error", state="hidden")
-        assert [text for text in watched.errors if "400" not in text] == []  # the browser itself notes the refusals
-        page.close()
-
-
-def test_a_long_prompt_and_a_thousand_heads_stay_quick(browser, smol):
-    """2,000 tokens, and 1,024 heads: pointing at a token repaints the whole map, and is not noticed."""
-    shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 128,
-             "head_dim": 4, "intermediate_size": 64, "vocab_size": len(smol.tokenizer),
-             "max_position_embeddings": 2048}  # fmt: skip
-    large = qk.Scope.from_model(tiny_model("llama", **shape), smol.tokenizer, name="large", check=False)
-    with served(Session(large)) as server:
-        watched = Watched(browser, server.url)
-        page = watched.page
-        drawn(watched)
-        assert page.locator("#map .cell").count() == 1024
-        page.fill("#prompt", "cat sat on mat and " * 400)
-        page.click("#look")
-        watched.until("document.querySelectorAll('#tokens .token').length > 1990", 120)
-        watched.until("!document.body.classList.contains('busy')", 120)
-        costs = {
-            "point at a token": watched.median_cost("#tokens .fill", "pointermove"),
-            "point at a head": watched.median_cost("#map .cell", "pointermove"),
-        }
-        watched.shoot("live-large", full=False)
-        assert watched.errors == []
-        page.close()
-    assert max(costs.values()) < BUDGET_MS, costs
+        watched.shoot(f"live-{name}")
+        assert watched.fits()
+    page.fill("#prompt", "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> jam:")
+    page.keyboard.press("Control+Enter")
+    watched.until("document.getElementById('error').textContent.includes('<script>window.hacked')")  # it is quoted
+    assert page.locator("#tokens .token").first.inner_text() == "<s>"
+    assert page.locator("main img, main script, main s").count() == 0
+    assert page.evaluate("window.hacked") is None
+    page.fill("#prompt", "   ")
+    page.click("#look")
+    watched.until("document.getElementById('error').textContent.includes('the prompt is empty')")
+    page.fill("#prompt", "jam: Z\njam:")
+    page.click("#look")
+    page.wait_for_selector("#error", state="hidden")
+    assert [text for text in watched.errors if "400" not in text] == []  # the browser itself notes the refusals
+    page.close()

@@ -7,16 +7,16 @@ import hashlib
 import html
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import qkscope as qk
 from qkscope import BadInput
 from qkscope.analyses.clouds import clouds_of
+from qkscope.cli import app
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope.show.blocks import blocks_of
@@ -208,53 +208,34 @@ def test_a_report_is_made_of_results_in_a_file_that_can_be_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-SHAPES = {
-    "a list of tables": {"tables": []},
-    "rows of text": {"tables": {"a": "hello"}},
-    "rows of numbers": {"tables": {"a": [1, 2]}},
-    "no seconds": {"seconds": None},
-    "lacks parts": {"experiment": None, "tables": None},
-    "newer": {"schema": 99},
-}
+def damage(folder: Path, file: str, change) -> None:
+    text = (folder / file).read_bytes()
+    (folder / file).write_bytes(
+        change(text) if callable(change) else json.dumps({**json.loads(text), **change}).encode()
+    )
 
 
-def damage(folder: Path, how: str) -> Path:
-    some = Result("test/one", {}, arrays={"x": torch.arange(3)}).write(folder / "run")
-    text = (some / "results.json").read_text()
-    if how == "missing":
-        return folder / "nothing"
-    if how == "empty":
-        (some / "results.json").unlink()
-    elif how == "half-written":
-        (some / "results.json").write_text(text[: len(text) // 2])
-    elif how == "no manifest":
-        (some / "manifest.json").unlink()
-    elif how == "half-written arrays":
-        (some / "arrays.safetensors").write_bytes((some / "arrays.safetensors").read_bytes()[:20])
-    elif how in SHAPES:
-        (some / "results.json").write_text(json.dumps({**json.loads(text), **SHAPES[how]}))
-    return folder if how == "several" else some
-
-
-BAD = {
-    "missing": "there is no folder", "empty": "holds no results.json",
-    "half-written": "results.json is damaged or half-written",
-    "no manifest": "manifest.json is damaged or half-written", "half-written arrays": "is damaged or half-written",
-    **dict.fromkeys(SHAPES, "is damaged or half-written"),
-    "newer": "was written by a newer qkscope (schema 99; this one reads 1): update it",
-    "several": "holds 1 runs: name one of",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("how", "says"), BAD.items())
-def test_a_folder_that_is_not_whole_is_refused(tmp_path, how, says):
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("results.json", lambda text: text[: len(text) // 2], "results.json is damaged or half-written"),
+        ("manifest.json", lambda text: text[: len(text) // 2], "manifest.json is damaged or half-written"),
+        ("arrays.safetensors", lambda data: data[:20], "is damaged or half-written"),
+        ("results.json", {"tables": {"a": [1, 2]}}, "is damaged or half-written"),
+        ("results.json", {"experiment": None, "tables": None}, "is damaged or half-written"),
+        ("results.json", {"schema": 99}, "was written by a newer qkscope (schema 99; this one reads 1): update it"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(tmp_path, file, change, says):
+    folder = Result("test/one", {}, arrays={"x": torch.arange(3)}).write(tmp_path / "run")
+    with pytest.raises(BadInput, match="holds 1 runs: name one of"):
+        page_of(tmp_path)
+    damage(folder, file, change)
     with pytest.raises(BadInput, match=re.escape(says)):
-        page_of(damage(tmp_path, how))
-
-
-def view(*arguments):
-    command = [sys.executable, "-m", "qkscope", "view", "--no-browser", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+        page_of(folder)
+    (folder / "results.json").unlink()
+    with pytest.raises(BadInput, match=r"holds no results\.json"):
+        page_of(folder)
 
 
 def test_view_opens_our_own_page_and_draws_a_strangers_anew(tmp_path, monkeypatch, caplog):
@@ -263,9 +244,8 @@ def test_view_opens_our_own_page_and_draws_a_strangers_anew(tmp_path, monkeypatc
     result = Result("test/one", {}, answer="It is so.")
     files = {"report.html": report_html([result]), "figures/a.png": b"\x89PNG"}
     folder = result.write(tmp_path / "my run", files=files)
-    done = view(folder)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip() == (folder / "report.html").as_uri()
+    done = CliRunner().invoke(app, ["view", "--no-browser", str(folder)])
+    assert done.output.strip() == (folder / "report.html").as_uri()
     caplog.set_level("INFO")
     (folder / "figures" / "b.png").symlink_to("/etc/hostname")  # what a link points to is not the folder's
     (folder / "figures" / "c.png").write_bytes(b"<svg onload=alert(1)>")
@@ -292,6 +272,3 @@ def test_view_refuses_in_a_sentence():
     ):
         with pytest.raises(BadInput, match=says):
             qk.view(**arguments, browser=False)
-    done = view("/nowhere/at/all")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr

@@ -37,7 +37,7 @@ _HOME = {
     "swap_downstream": "qkscope.analyses.downstream",
     "thin_svd": "qkscope.maths.bases",
     "trace": "qkscope.analyses.trace.trace",
-    "view": "qkscope.show.live.server",
+    "view": "qkscope.show.live",
     "why": "qkscope.analyses.why.why",
     "write_gallery": "qkscope.show.gallery",
     "write_report": "qkscope.show.page",

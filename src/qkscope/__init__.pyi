@@ -23,7 +23,7 @@ from qkscope.maths.moments import Moments as Moments
 from qkscope.maths.subspace import Subspace as Subspace
 from qkscope.runs.result import Result as Result
 from qkscope.show.gallery import write_gallery as write_gallery
-from qkscope.show.live.server import view as view
+from qkscope.show.live import view as view
 from qkscope.show.page import write_report as write_report
 
 __version__: str

@@ -56,7 +56,7 @@ def view(
     browser : whether to open the page in a browser; its address is printed.
     """
     if not made:
-        from qkscope.show.live.server import view as open_view
+        from qkscope.show.live import view as open_view
 
         open_view(folder, live=live, model=model, fit=fit, port=port, browser=browser, say=say)
         return None

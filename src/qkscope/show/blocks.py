@@ -1,20 +1,33 @@
 """What there is to look at in a result, as blocks: words, rows, and the kind of chart that the page draws from them.
 
-A table is drawn by its columns, whoever made it (`TABLES`): heads with an accuracy are a map, conditions with attention
-before and after are bars, tokens with a logit are a prompt. Blocks are made of tables and arrays alone, so that a run
-folder that is read back gives the page it gave at first. Words are said here; scripts only draw.
+A table is drawn by its columns, whoever made it (`drawing`): heads with an accuracy are a map, conditions before and
+after are bars, tokens with a logit are a prompt. Blocks are made of tables and arrays alone, so that a run
+folder that is read back gives the page it gave at first. Words are said here, in the docstrings: the first line is the
+title of a block, the rest stands beside its chart. Scripts only draw.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from inspect import cleandoc
 from typing import Any
 
 from qkscope.analyses.clouds import clouds_of
 from qkscope.heads import Head
 from qkscope.runs.result import Result, plain_value
 from qkscope.show import Block, Row, Tables, counted, named, number
+
+SCRIPTS = {
+    "tokens": ["prompt.js"], "atlas": ["map.js", "atlas.js"],
+    **{kind: ["why.js"] for kind in ("said", "parts", "tests", "output")},
+}  # fmt: skip
+"""What draws a kind of block, where that is not the script of its name alone."""
+
+TABLES: list[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator[Block]]]] = [
+    (named.COLUMNS, named.atlas),
+]
+"""What a table is drawn as: the columns it is known by, and what makes its blocks."""
 
 _TOKEN = ("position", "token", "attention", "logit")
 _SCORES = ("row_accuracy", "accuracy", "ratio", "mass")
@@ -23,119 +36,172 @@ _VERDICTS = {
     "interaction": "depends on what is asked", "mean only": "not shown to depend on what is asked",
     "not above null": "not above chance", "untested": "could not be tested",
 }  # fmt: skip
-_COMMANDS = ("atlas",)  # blocks that say how to go on, which takes the model's name
+_RIVALS = {
+    "share": "share (this split)", "signed": "signed share", "norm": "length", "variance": "variance",
+    "patching": "attribution patching", "path": "path patching", "random": "random",
+}  # fmt: skip
+_COPIES = {
+    "dictionary": "the dictionary", "rotated": "rotated", "random": "random rows",
+    "features": "codes of other features", "tokens": "codes of other tokens",
+}  # fmt: skip
+_DICTIONARY = {
+    "pairs both": "pairs of features", "dictionary query": "parts of the query", "dictionary key": "of the key",
+}  # fmt: skip
+_SPLITS = {
+    "writers key": "writers of the key", "writers query": "writers of the query", "singular both": "singular vectors",
+    "features query": "features",
+}  # fmt: skip
 _PANELS = 24
 _STEPS = 999  # of a point's coordinate: finer than a screen shows
+
+Draw = Callable[[Block, Tables], Iterator[Block]]
 
 
 def blocks_of(result: Result) -> list[Block]:
     """Everything of a result that can be drawn, in the order in which one would tell it."""
     tables = plain_value(result.tables)
     drawn = [
-        block
+        replace(block, options={**block.options, "model": result.model})  # for the commands that a chart names
         for name, rows in tables.items()
         for columns, draw in TABLES
         if rows and columns <= set(rows[0])
         for block in draw(name, rows, tables)
     ]
-    drawn = [replace(b, options={**b.options, "model": result.model}) if b.kind in _COMMANDS else b for b in drawn]
     return [*drawn, *_points(result)]
 
 
-def _titled(title: str, name: str, usual: str) -> str:
-    return title if name == usual else f"{title} ({name.replace('_', ' ')})"
+def said(kind: str, draw: Callable[..., object], leads: bool = False) -> Block:
+    """Make a block without rows from a docstring: its first line is the title, the rest are the words."""
+    title, _, words = cleandoc(draw.__doc__ or "").partition("\n")
+    return Block(kind, title.removesuffix("."), " ".join(words.split()), [], leads=leads)
 
 
-# ---------------------------------------------------------------------- contrasts
+def drawing(kind: str, *columns: str, usual: str = "", leads: bool = False) -> Callable[[Draw], Draw]:
+    """Register what draws tables with these columns; a table of another than its usual name has it in the title."""
+
+    def register(draw: Draw) -> Draw:
+        block = said(kind, draw, leads)
+
+        def blocks(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+            which = f" ({name.replace('_', ' ')})" if usual and name != usual else ""
+            return draw(replace(block, title=block.title + which, rows=rows, table=name), tables)
+
+        TABLES.append(({*columns}, blocks))
+        return draw
+
+    return register
 
 
-def _map(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """A few heads of many are a table, and no map."""
-    heads = [Head.parse(row["head"]) for row in rows]
+@drawing("map", "head", "accuracy", "row_accuracy", "chance")
+def _map(block: Block, tables: Tables) -> Iterator[Block]:
+    """Every head.
+
+    How often each head attends to the right key, in colour. Point at a head, or use the arrow keys: its share of
+    prompts comes with a 95% interval and with what chance gives.
+    """
+    heads = [Head.parse(row["head"]) for row in block.rows]
     grid = (max(head.layer for head in heads) + 1) * (max(head.index for head in heads) + 1)
-    if 2 * len(rows) >= grid:
-        words = (
-            "How often each head attends to the right key, in colour. Point at a head, or use the arrow keys: its "
-            "share of prompts comes with a 95% interval and with what chance gives."
-        )
-        yield Block("map", "Every head", words, rows, {"scores": [s for s in _SCORES if s in rows[0]]}, name)
+    if 2 * len(heads) >= grid:  # a few heads of many are a table, and no map
+        yield replace(block, options={"scores": [score for score in _SCORES if score in block.rows[0]]})
 
 
-def _swaps(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    words = (
-        "The feature's coordinates are exchanged between the right key and another, the target. If the head uses the "
-        "feature, its attention moves to the target; the shift says how far (1: all of it). Subspaces of the same size "
-        "that were chosen otherwise stand below. Lines are 95% intervals over prompts."
-    )
-    said = {row["condition"]: _condition(row) for row in rows}
-    yield Block("swaps", _titled("Swapping features", name, "swap"), words, rows, {"conditions": said}, name)
+@drawing(
+    "swaps", "head", "condition", "orig_before", "target_before", "orig_after", "target_after", "shift", usual="swap"
+)
+def _swaps(block: Block, tables: Tables) -> Iterator[Block]:
+    """Swapping features.
+
+    The feature's coordinates are exchanged between the right key and another, the target. If the head uses the feature,
+    its attention moves to the target; the shift says how far (1: all of it). Subspaces of the same size that were
+    chosen otherwise stand below. Lines are 95% intervals over prompts.
+    """
+    yield replace(block, options={"conditions": {row["condition"]: _condition(row) for row in block.rows}})
 
 
 def _condition(row: Row) -> dict[str, Any]:
     """What a condition is called, whether it is a control, and the name whose colour it has."""
-    feature, kind = row.get("feature", row["condition"]).replace("_", " "), row.get("kind", "feature")
+    feature, kind = row.get("feature", row["condition"]), row.get("kind", "feature")
     other = "{}" if kind == "feature" else f"{{}}, {kind.replace('_', ' ')}"
-    of = kind if kind in _CONTROLS else row.get("feature", row["condition"])
-    return {"name": _CONTROLS.get(kind, other).format(feature), "control": kind in _CONTROLS, "of": of}
+    name = _CONTROLS.get(kind, other).format(feature.replace("_", " "))
+    return {"name": name, "control": kind in _CONTROLS, "of": kind if kind in _CONTROLS else feature}
 
 
-def _curve(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    words = "How far the attention moves when only the first k directions are swapped, with 95% intervals over prompts."
-    yield Block("curve", _titled("How many dimensions it takes", name, "curve"), words, rows, table=name)
+@drawing("curve", "head", "method", "k", "shift", "low", "high", usual="curve")
+def _curve(block: Block, tables: Tables) -> Iterator[Block]:
+    """How many dimensions it takes.
+
+    How far the attention moves when only the first k directions are swapped, with 95% intervals over prompts.
+    """
+    yield block
 
 
-def _tokens(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    parts = [c for c in rows[0] if c not in _TOKEN and all(isinstance(row.get(c), float | None) for row in rows)]
-    if not parts:
-        words = "The prompt as it reads, filled by the head's attention. The last token asks."
-        at = next(
-            (row["position"] for row in rows if row["position"] in {p["key"] for p in tables.get("parts", ())}), None
-        )
-        yield Block("tokens", _titled("Where it looks", name, "attention"), words, rows, {"parts": [], "key": at}, name)
-        return
-    words = (
-        "The prompt as it reads. Under each token: the parts of its attention logit, up for and down against; grey is "
-        "what no feature explains. The last token asks."
-    )
-    yield Block("tokens", _titled("One prompt, split", name, "tokens"), words, rows, {"parts": parts}, name)
+def _parts_of(rows: Sequence[Row]) -> list[str]:
+    return [c for c in rows[0] if c not in _TOKEN and all(isinstance(row.get(c), float | None) for row in rows)]
 
 
-def _spectra(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+@drawing("tokens", *_TOKEN, usual="attention")
+def _attention(block: Block, tables: Tables) -> Iterator[Block]:
+    """Where it looks.
+
+    The prompt as it reads, filled by the head's attention. The last token asks.
+    """
+    if not _parts_of(block.rows):
+        keys = {row["key"] for row in tables.get("parts", ())}
+        at = next((row["position"] for row in block.rows if row["position"] in keys), None)
+        yield replace(block, options={"parts": [], "key": at})
+
+
+@drawing("tokens", *_TOKEN, usual="tokens")
+def _tokens(block: Block, tables: Tables) -> Iterator[Block]:
+    """One prompt, split.
+
+    The prompt as it reads. Under each token: the parts of its attention logit, up for and down against; grey is what no
+    feature explains. The last token asks.
+    """
+    if parts := _parts_of(block.rows):
+        yield replace(block, options={"parts": parts})
+
+
+@drawing("spectra", "head", "contrast", "component", "value", "null_median", "null_high", "kept")
+def _spectra(block: Block, tables: Tables) -> Iterator[Block]:
+    """How many directions.
+
+    How much each direction of a contrast weighs at a head (singular values, the largest first). The band is what chance
+    gives, from its median to its 95% quantile, as far as directions were tested. Filled dots were kept. Directions that
+    hold for new words or prompts rebuild the contrast of those that were left out; where it says centred, what all
+    queries share was taken out first.
+    """
     facts = {(row["contrast"], row["head"]): row for row in tables.get("ranks", ())}
-    names = list(dict.fromkeys((row["contrast"], row["head"]) for row in rows))
+    names = list(dict.fromkeys((row["contrast"], row["head"]) for row in block.rows))
     panels = [_panel(facts[at]) for at in names[:_PANELS] if at in facts]
     more = f" {len(names) - len(panels)} more are in the table." if len(names) > len(panels) else ""
-    words = (
-        "How much each direction of a contrast weighs at a head (singular values, the largest first). The band is what "
-        "chance gives, from its median to its 95% quantile, as far as directions were tested. Filled dots were kept. "
-        "Directions that hold for new words or prompts rebuild the contrast of those that were left out; where it says "
-        f"centred, what all queries share was taken out first.{more}"
-    )
-    shown = [row for row in rows if (row["contrast"], row["head"]) in names[:_PANELS]]
+    shown = [row for row in block.rows if (row["contrast"], row["head"]) in names[:_PANELS]]
     if panels:
-        yield Block("spectra", "How many directions", words, shown, {"panels": panels}, name)
+        yield replace(block, words=block.words + more, rows=shown, options={"panels": panels})
 
 
 def _panel(facts: Row) -> dict[str, Any]:
     """A contrast at a head, and what is said of its directions."""
     new = f", {facts['rank_cv']} for new words" if "rank_cv" in facts else ""
     centred = ", centred" if facts.get("center", "none") != "none" else ""
-    return {
-        "head": facts["head"], "contrast": facts["contrast"],
-        "lines": [
-            f"{facts['contrast']} at {facts['head']}",
-            f"{counted(facts['rank'], 'direction')} kept",
-            f"{facts['detected']} above chance{new}",
-            f"{_VERDICTS.get(facts['verdict'], facts['verdict'])}{centred}",
-        ],
-    }  # fmt: skip
+    lines = [
+        f"{facts['contrast']} at {facts['head']}",
+        f"{counted(facts['rank'], 'direction')} kept",
+        f"{facts['detected']} above chance{new}",
+        f"{_VERDICTS.get(facts['verdict'], facts['verdict'])}{centred}",
+    ]
+    return {"head": facts["head"], "contrast": facts["contrast"], "lines": lines}
 
 
 def _points(result: Result) -> Iterator[Block]:
-    """Points that can be turned, in thousandths of the farthest; the script makes a row of each."""
+    """Keys and queries in the subspace.
+
+    Three principal components of the feature's subspace, in one scale. Drag to turn, or use the arrow keys; point at
+    one to read it.
+    """
     panels: list[dict[str, Any]] = []
     ways: list[dict[str, Any]] = []
-    for cloud in clouds_of(result):
+    for cloud in clouds_of(result):  # in thousandths of the farthest; the script makes a row of each
         sides = (cloud.keys, cloud.queries)
         unit = (max((float(side.abs().max()) for side in sides if side.numel()), default=0.0) or 1.0) / _STEPS
         keys, queries = ((side / unit).round().int().flatten().tolist() for side in sides)
@@ -144,82 +210,79 @@ def _points(result: Result) -> Iterator[Block]:
             ways.append(labels)
         at = ways.index(labels)
         panels.append({"name": cloud.title, "unit": unit, "keys": keys, "queries": queries, "labels": at})
-    words = (
-        "Three principal components of the feature's subspace, in one scale. Drag to turn, or use the arrow keys; "
-        "point at one to read it."
-    )
     if panels:
-        options = {"panels": panels, "labels": ways}
-        yield Block("cloud", "Keys and queries in the subspace", words, [], options, "clouds")
+        yield replace(said("cloud", _points), options={"panels": panels, "labels": ways}, table="clouds")
 
 
 # ---------------------------------------------------------------------- writers, and why
 
-_RIVALS = {
-    "share": "share (this split)", "signed": "signed share", "norm": "length", "variance": "variance",
-    "patching": "attribution patching", "path": "path patching", "random": "random",
-}  # fmt: skip
 
+@drawing(
+    "graph", "head", "id", "parent", "kind", "side", "writer", "layer", "position", "towards", "share", usual="graph"
+)
+def _graph(block: Block, tables: Tables) -> Iterator[Block]:
+    """Who wrote the query and the key.
 
-def _graph(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """One picture for each logit that was followed down."""
-    for root in (row for row in rows if row["kind"] == "root"):
-        prompt = [row for row in tables.get("prompt", ()) if row["head"] == root["head"]]
+    Solid lines lead down to who wrote the query and the key, to the tokens that these writers read, and to who wrote
+    there, as wide as their share of the logit; the rest is not drawn. Dashed lines lead to why a head looked where it
+    did, which is a logit of its own (main: writers with a fifth of it). Point at a place for its numbers; click it to
+    follow it.
+    """
+    for root in (row for row in block.rows if row["kind"] == "root"):
+        head, attention = root["head"], root["attention"]
+        prompt = [row for row in tables.get("prompt", ()) if row["head"] == head]
         key = next((row["token"] for row in prompt if row["position"] == root["towards"]), "the key")
-        unseen = " That is hardly any attention: what is drawn explains little." if root["attention"] < 0.05 else ""
+        unseen = " That is hardly any attention: what is drawn explains little." if attention < 0.05 else ""
         words = (
-            f"{root['head']} gives {key!r} {number(root['attention'], '.0%')} of its attention; its logit over the "
-            f"others is {number(root['value'], '.1f')}.{unseen} Solid lines lead down to who wrote the query and the "
-            "key, to the tokens that these writers read, and to who wrote there, as wide as their share of the logit; "
-            "the rest is not drawn. Dashed lines lead to why a head looked where it did, which is a logit of its own "
-            "(main: writers with a fifth of it). Point at a place for its numbers; click it to follow it."
+            f"{head} gives {key!r} {number(attention, '.0%')} of its attention; its logit over the others is "
+            f"{number(root['value'], '.1f')}.{unseen} {block.words}"
         )
-        own = [row for row in rows if row["head"] == root["head"]]
-        title = f"Who wrote the query and the key of {root['head']}"
-        title = title if name == "graph" else f"{title} ({name})"
-        leads = "said" not in tables  # where words lead, the picture comes last
-        yield Block("graph", title, words, own, {"prompt": prompt}, name, leads)
+        rows, leads = [row for row in block.rows if row["head"] == head], "said" not in tables  # words go before it
+        title = f"{block.title} of {head}"
+        yield replace(block, title=title, words=words, rows=rows, options={"prompt": prompt}, leads=leads)
 
 
-_EDGES = (
-    ("key", "cut", "Writers cut from the keys",
-     "How often the head still prefers the right key when the parts of the first writers are taken out of its keys and "
-     "take their mean instead."),
-    ("both", "keep", "Writers kept on both sides",
-     "How often it prefers the right key when only the first writers of its query and of its keys are as they are, and "
-     "all others take their mean."),
-)  # fmt: skip
+_EDGES = ("head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots")
 
 
-def _edges(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """How often the head is still right with the first writers cut from its keys, and with only the first ones kept."""
+@drawing("curve", *_EDGES)
+def _cut_edges(block: Block, tables: Tables) -> Iterator[Block]:
+    """Writers cut from the keys.
+
+    How often the head still prefers the right key when the parts of the first writers are taken out of its keys and
+    take their mean instead.
+    """
+    return _edges(block, tables, ("key", "cut"), "writers cut")
+
+
+@drawing("curve", *_EDGES)
+def _kept_edges(block: Block, tables: Tables) -> Iterator[Block]:
+    """Writers kept on both sides.
+
+    How often it prefers the right key when only the first writers of its query and of its keys are as they are, and all
+    others take their mean.
+    """
+    return _edges(block, tables, ("both", "keep"), "writers kept")
+
+
+def _edges(block: Block, tables: Tables, which: tuple[str, str], axis: str) -> Iterator[Block]:
     before = ", ".join(f"{row['head']} {number(row['accuracy'], '.0%')}" for row in tables.get("check", ()))
-    rule = f"Before: {before}. Writers were chosen on other words, by each rule; 95% intervals by word."
-    for side, kind, title, words in _EDGES:
-        wanted = (side, kind, "mean", "held")
-        own = [row for row in rows if (row["side"], row["kind"], row["replaced"], row["norms"]) == wanted]
-        options = {"axis": f"writers {kind if kind == 'cut' else 'kept'}", "value": "right", "of": "writers",
-                   "line": "by", "height": "accuracy", "names": _RIVALS}  # fmt: skip
-        if own:
-            yield Block("curve", title, f"{words} {rule}", own, options, name)
+    words = f"{block.words} Before: {before}. Writers were chosen on other words, by each rule; 95% intervals by word."
+    wanted = (*which, "mean", "held")
+    rows = [row for row in block.rows if (row["side"], row["kind"], row["replaced"], row["norms"]) == wanted]
+    options = {"axis": axis, "value": "right", "of": "writers", "line": "by", "height": "accuracy", "names": _RIVALS}
+    if rows:
+        yield replace(block, words=words, rows=rows, options=options)
 
 
-_COPIES = {
-    "dictionary": "the dictionary", "rotated": "rotated", "random": "random rows",
-    "features": "codes of other features", "tokens": "codes of other tokens",
-}  # fmt: skip
+@drawing("parts", "head", "side", "part", "value", "share", "low", "high")
+def _features(block: Block, tables: Tables) -> Iterator[Block]:
+    """What matched in features.
 
-
-_WAYS = {"pairs both": "pairs of features", "dictionary query": "parts of the query", "dictionary key": "of the key"}
-
-
-def _features(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """A logit split by a dictionary: its largest pairs of features, and the parts of each side."""
-    words = (
-        "The logit of the key over the others, split by the dictionary. Each bar begins where the one above it ends;"
-        " the last one is the logit. Error: what the dictionary misses of the stream; bias: its own and the model's;"
-        " after: what layers between the dictionary and the head added."
-    )
+    The logit of the key over the others, split by the dictionary. Each bar begins where the one above it ends; the last
+    one is the logit. Error: what the dictionary misses of the stream; bias: its own and the model's; after: what layers
+    between the dictionary and the head added.
+    """
     for check in tables["check"]:
         head, logit = check["head"], check["logit"]
         pairs = {
@@ -229,138 +292,127 @@ def _features(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]
         }
         inside = logit * next(row["explained"] for row in tables["copies"] if row["head"] == head)
         pairs |= {"other pairs of features": inside - sum(pairs.values()), "with error, bias, after": logit - inside}
-        drawn = [
+        rows = [
             {"head": head, "by": "pairs", "side": "both", "part": part, "value": value, "share": value / logit}
             for part, value in pairs.items()
         ]
-        drawn += [{**row, "by": "dictionary"} for row in rows if row["head"] == head]
-        yield Block("parts", f"What matched at {head}, in features", words, drawn, {"ways": _WAYS}, name)
+        rows += [{**row, "by": "dictionary"} for row in block.rows if row["head"] == head]
+        title = f"What matched at {head}, in features"
+        yield replace(block, title=title, rows=rows, options={"ways": _DICTIONARY})
 
 
-def _held(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """How much a dictionary's largest pairs hold, beside copies without meaning."""
-    words = (
-        "How much of all that is added to the logit, signs left out, the k largest pairs of features hold. A "
-        "dictionary that says something holds much in few pairs; copies of it without meaning (turned, with random "
-        "rows, with the codes of other features or of other tokens) show what any dictionary would hold. Lines: 95% "
-        "intervals by word; of copies, the lowest and the highest draw."
-    )
+@drawing("curve", "head", "kind", "k", "held", "low", "high")
+def _held(block: Block, tables: Tables) -> Iterator[Block]:
+    """Pairs of features, and of copies without meaning.
+
+    How much of all that is added to the logit, signs left out, the k largest pairs of features hold. A dictionary that
+    says something holds much in few pairs; copies of it without meaning (turned, with random rows, with the codes of
+    other features or of other tokens) show what any dictionary would hold. Lines: 95% intervals by word; of copies, the
+    lowest and the highest draw.
+    """
     options = {"axis": "pairs", "value": "held", "of": "pairs", "line": "kind", "height": "held", "names": _COPIES}
-    yield Block("curve", "Pairs of features, and of copies without meaning", words, rows, options, name)
+    yield replace(block, options=options)
 
 
-_SPLITS = {
-    "writers key": "writers of the key", "writers query": "writers of the query", "singular both": "singular vectors",
-    "features query": "features",
-}  # fmt: skip
+@drawing("said", "line", leads=True)
+def _said(block: Block, tables: Tables) -> Iterator[Block]:
+    """In words."""
+    yield block
 
 
-def _said(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """The lines of the answer, as a list."""
-    yield Block("said", "In words", "", rows, table=name, leads=True)
+@drawing("parts", "head", "query", "key", "part", "side", "value", "share", "by")
+def _parts(block: Block, tables: Tables) -> Iterator[Block]:
+    """What matched.
+
+    The logit of the key over the mean of the other tokens in sight, split. Each bar begins where the one above it ends;
+    the last one is the logit. A writer is the embedding, a head (L0H0) or the MLP of a layer (M0). Rest: all parts that
+    are not named.
+    """
+    there = {f"{row['by']} {row['side']}" for row in block.rows}
+    yield replace(block, options={"ways": {way: words for way, words in _SPLITS.items() if way in there}})
 
 
-def _parts(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """One logit, split in each way there is."""
-    words = (
-        "The logit of the key over the mean of the other tokens in sight, split. Each bar begins where the one above it"
-        " ends; the last one is the logit. A writer is the embedding, a head (L0H0) or the MLP of a layer (M0)."
-        " Rest: all parts that are not named."
+@drawing("tests", "head", "side", "k", "writers", "before", "after", "control_low", "control_high", "verdict")
+def _cuts(block: Block, tables: Tables) -> Iterator[Block]:
+    """Cuts.
+
+    Attention on the key with its strongest writers cut, in this head alone and with norms frozen: each one's part takes
+    its mean over the prompt's other tokens. The band is what random writers of the same layers leave, the line what
+    there was. Supported: the attention falls by more than a quarter, and further than with any of the random ones. Not
+    here: it does not. Unattended: under 5% was there to move.
+    """
+    sides = {"both": "cut from both", "key": "cut from the key", "query": "cut from the query"}
+    yield replace(block, rows=[{**row, "done": sides[row["side"]], **_beside(row)} for row in block.rows])
+
+
+@drawing("tests", "head", "position", "text", "before", "after", "low", "high", "goes_to", "cause")
+def _because(block: Block, tables: Tables) -> Iterator[Block]:
+    """Because: words changed.
+
+    Attention on the key with one word of the prompt changed into others that have as many tokens: half likely, half at
+    random. The bar is what is left, the band its 90% interval over these words, the line what there was. A word is a
+    cause (yes) where the whole band is below half of it, and open where the band straddles half.
+    """
+    yield replace(block, rows=[
+        {**row, "writers": f"{row['text'].strip() or row['text']!r} (token {row['position']})", "band": "90% interval",
+         "done": f"changed into {row['words']} others", "control_low": row["low"], "control_high": min(row["high"], 1.0),
+         "beside": f"goes to {row['goes_to']!r}", "verdict": {"yes": "shown", "open": "open"}.get(row["cause"], "no")}
+        for row in block.rows
+    ])  # fmt: skip
+
+
+@drawing("tests", "head", "side", "writers", "before", "changed", "restored", "others", "other_run", "whole_side")
+def _carriers(block: Block, tables: Tables) -> Iterator[Block]:
+    """Carried by.
+
+    The word is changed, and what these writers left in the unchanged prompt is put back into this head's key or query
+    alone, norms live. The bar is the attention then, the band reaches from what the change left to what 20 other sets
+    of writers of these layers bring back, the line is what there was before the change. Shown: half of what was lost
+    or more comes back, and a tenth at most with other writers, or with theirs of another changed prompt.
+    """
+    yield replace(block, rows=[
+        {**row, "done": f"put back into the {row['side']}, {row['text'].strip()} (token {row['position']}) changed",
+         "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "others",
+         "control_high": max(row["changed"], row["others"]), "beside": f"changed {number(row['changed'], '.0%')}"}
+        for row in block.rows
+    ])  # fmt: skip
+
+
+def _beside(row: Row) -> dict[str, str]:
+    """The words for what random changes left."""
+    low, high = (number(row[end], ".0%") for end in ("control_low", "control_high"))
+    return {"beside": "" if row["control_high"] is None else f"control {low} to {high}"}
+
+
+@drawing("output", "head", "key", "token", "before", "without_key", "without_other", "direct")
+def _output(block: Block, tables: Tables) -> Iterator[Block]:
+    """What it does.
+
+    Chances of the next token, as they are and where the head may not look at the key (the whole model runs on). The
+    line is the same without another key, the next most attended. Straight: what the head adds to the token's logit by
+    what it read at the key, the last norm held.
+    """
+    yield replace(block, options={"after": "without this attention"})
+
+
+@drawing("tests", "head", "changes", "before", "after", "control_low", "control_high", "moved", "verdict")
+def _changes(block: Block, tables: Tables) -> Iterator[Block]:
+    """What if.
+
+    Attention on the key with these changes: in this head, at this token. The band is what random changes of the same
+    size leave, the line what there was. Supported: it falls by more than a quarter, and further than with any of the
+    random ones. Vacuous: a whole key was exchanged, which is all that the head sees of a token.
+    """
+    yield replace(
+        block, rows=[{**row, "writers": row["changes"], "k": 1, "done": "", **_beside(row)} for row in block.rows]
     )
-    there = {f"{row['by']} {row['side']}" for row in rows}
-    ways = {way: said for way, said in _SPLITS.items() if way in there}
-    yield Block("parts", "What matched", words, rows, {"ways": ways}, name)
 
 
-def _cuts(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """Writers cut and exchanged, beside random ones."""
-    words = (
-        "Attention on the key with its strongest writers cut: each one's part takes its mean over the prompt's other"
-        " tokens. The band is what random writers of the same layers leave, the line what there was. Exchanged: the"
-        " parts change places with another token's, and the attention there is drawn. Supported: the attention moves by"
-        " more than a quarter, and further than with any of the random ones. Not here: it does not. Unattended: under"
-        " 5% was there to move. Vacuous: all writers were exchanged, which shows nothing."
-    )
-    exchanged = [
-        {**row, "side": "exchanged", "before": row["other_before"], "after": row["other_after"], "random_low": 0.0}
-        for row in tables.get("swaps", ())
-        if "other_after" in row
-    ]
-    yield Block("tests", "Causal tests", words, [_test(row) for row in (*rows, *exchanged)], table=name)
+@drawing("output", "token", "before", "after")
+def _next_tokens(block: Block, tables: Tables) -> Iterator[Block]:
+    """So what: the next token.
 
-
-def _test(row: Row) -> Row:
-    """A row with the words for what was done, and for what random writers left."""
-    if row["side"] == "exchanged":
-        done = f"exchanged with {row['other_token'].strip()} (token {row['other']})"
-        return {**row, "done": done, "beside": f"random at most {number(row['random_high'], '.0%')}"}
-    done = "cut from both" if row["side"] == "both" else f"cut from the {row['side']}"
-    return {**row, "done": done, "beside": _random(row)}
-
-
-def _random(row: Row) -> str:
-    low, high = (number(row[end], ".0%") for end in ("random_low", "random_high"))
-    return "" if row["random_high"] is None else f"random {low} to {high}"
-
-
-def _output(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """Next tokens before and after."""
-    words = (
-        "Chances of the next token, as they are and where the head may not look at the key (the whole model runs on)."
-        " The line is the same without another key, the next most attended. Straight: what the head adds to the token's"
-        " logit by what it read at the key, the last norm held."
-    )
-    yield Block("output", "What it does", words, rows, {"after": "without this attention"}, name)
-
-
-def _changes(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """Attention on the key before and after some changes, beside random changes of the same size."""
-    words = (
-        "Attention on the key with these changes: in this head, at this token. The band is what random changes of the"
-        " same size leave, the line what there was. Supported: it falls by more than a quarter, and further than with"
-        " any of the random ones. Vacuous: a whole key was exchanged, which is all that the head sees of a token."
-    )
-    shown = [{**row, "writers": row["changes"], "k": 1, "done": "", "beside": _random(row)} for row in rows]
-    yield Block("tests", "What if", words, shown, table=name)
-
-
-def _next_tokens(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    words = "Probability of the next token as it is, and with these changes: the model runs on from this head."
-    shown = [
-        {"token": row["token"], "before": row["before"], "without_key": row["after"], "without_other": None,
-         "direct": None}
-        for row in rows
-    ]  # fmt: skip
-    yield Block("output", "So what: the next token", words, shown, {"after": "with the changes"}, name)
-
-
-# ---------------------------------------------------------------------- the lists
-
-TABLES: Sequence[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator[Block]]]] = (
-    ({"head", "accuracy", "row_accuracy", "chance"}, _map),
-    ({"head", "condition", "orig_before", "target_before", "orig_after", "target_after", "shift"}, _swaps),
-    ({"head", "method", "k", "shift", "low", "high"}, _curve),
-    ({*_TOKEN}, _tokens),
-    ({"head", "contrast", "component", "value", "null_median", "null_high", "kept"}, _spectra),
-    (named.COLUMNS, named.atlas),
-    ({"head", "id", "parent", "kind", "side", "writer", "layer", "position", "towards", "share"}, _graph),
-    ({"head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots"}, _edges),
-    ({"head", "side", "part", "value", "share", "low", "high"}, _features),
-    ({"head", "kind", "k", "held", "low", "high"}, _held),
-    ({"line"}, _said),
-    ({"head", "query", "key", "part", "side", "value", "share", "by"}, _parts),
-    ({"head", "side", "k", "writers", "before", "after", "control_low", "control_high", "verdict"}, _cuts),
-    ({"head", "key", "token", "before", "without_key", "without_other", "direct"}, _output),
-    ({"head", "changes", "before", "after", "random_low", "random_high", "moved", "verdict"}, _changes),
-    ({"token", "before", "after"}, _next_tokens),
-)
-"""What a table is drawn as: the columns it is known by, and what makes its blocks."""
-
-SCRIPTS = {
-    "map": ["map.js"], "swaps": ["swaps.js"], "curve": ["curve.js"], "tokens": ["prompt.js"], "spectra": ["spectra.js"],
-    "atlas": ["map.js", "atlas.js"],
-    "cloud": ["cloud.js"],
-    "graph": ["graph.js"], "said": ["why.js"], "parts": ["why.js"], "tests": ["why.js"],
-    "output": ["why.js"],
-}  # fmt: skip
-"""What draws each kind of block."""
+    Probability of the next token as it is, and with these changes: the model runs on from this head.
+    """
+    rows = [{**row, "without_key": row["after"], "without_other": None, "direct": None} for row in block.rows]
+    yield replace(block, rows=rows, options={"after": "with the changes"})

@@ -13,12 +13,11 @@ import logging
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -40,21 +39,16 @@ _PIXELS, _COLOURS = (640, 300), 48  # of a figure: as sharp as a dense screen sh
 _MARK, _BACK = '<span class="name">qkscope</span>', '<a class="name" href="../index.html#run-{}">← all runs</a>'
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A run: its page, and what the index shows of it."""
+class _Run(NamedTuple):
+    """A run: its page, and what the index shows of it; ``data`` is what the page's script draws on its card."""
 
     card: Mapping[str, Any]
     block: Block | None
+    data: str
     picture: str
     page: str
     heads: Sequence[Mapping[str, Any]]
     claims: Sequence[Claim]
-
-    @property
-    def data(self) -> str:
-        """What the page's script draws on its card, as JSON."""
-        return page.script_json(self.block.to_json()) if self.block else ""
 
 
 @checked_call
@@ -89,23 +83,25 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
     for sentence in left:
         log.warning("%s", sentence)
     cards = [run.card for run in runs]
-    order = lambda row: (row["model"] or "", *map(int, re.findall(r"\d+", row["head"])))  # noqa: E731
-    heads = sorted((row for run in runs for row in run.heads), key=order)
-    claims = [row for run in runs for row in _claim_rows(run)]
+    heads = sorted((row for run in runs for row in run.heads), key=_by_head)
+    claims = [
+        {"run": run.card["run"], "page": f"{run.card['page']}#claim-{i}", "model": run.card["model"],
+         **claim.to_json(), "verdict": claim.verdict}
+        for run in runs
+        for i, claim in enumerate(run.claims, 1)
+    ]  # fmt: skip
+    choices = {"model": _several(card["model"] for card in cards), "what": _several(card["verb"] for card in cards)}
+    models = choices["model"]
+    of = f" of {', '.join(models[:-1])}{' and ' * (len(models) > 1)}{models[-1]}" if models else ""
+    held = count_claims([claim for run in runs for claim in run.claims])
+    answer = f"{counted(len(runs), 'run')}{of}{f'; {held}' if held else ''}."
     tables: dict[str, Sequence[Mapping[str, Any]]] = {"runs": cards, "heads": heads, "claims": claims}
-    result = Result(GALLERY, tables, answer=_answer(runs), provenance=provenance(runs=[card["run"] for card in cards]))
-    index = page.render(
-        "gallery.html",
-        [*page.scripts_of([run.block for run in runs if run.block]), "gallery.js"],
-        ["page.css", "gallery.css"],
-        title=title or "gallery",
-        answer=result.answer,
-        runs=runs,
-        heads=[(key, list(rows)) for key, rows in groupby(heads, itemgetter("model", "head"))],
-        claims=claims,
-        left=left,
-        choices={"model": _several(card["model"] for card in cards), "what": _several(card["verb"] for card in cards)},
-    )
+    result = Result(GALLERY, tables, answer=answer, provenance=provenance(runs=[card["run"] for card in cards]))
+    scripts = [*page.scripts_of([run.block for run in runs if run.block]), "gallery.js"]
+    by_head = [(key, list(rows)) for key, rows in groupby(heads, itemgetter("model", "head"))]
+    told = {"runs": runs, "heads": by_head, "claims": claims, "left": left, "choices": choices}
+    styles = ["page.css", "gallery.css"]
+    index = page.render("gallery.html", scripts, styles, title=title or "gallery", answer=answer, **told)
     pages = {run.card["page"]: run.page for run in runs}
     return result.write(out, files={"index.html": page.remembered(index), **pages}) / "index.html"
 
@@ -123,8 +119,8 @@ def _read(folders: Sequence[str | Path], out: Path) -> tuple[list[_Run], list[st
             raise BadInput(f"there is no folder {given}: name one that holds runs of qkscope.")
         inside = list(_below(given))
         if not inside:
-            name = given.resolve().name
-            left.append(f"{name} is left out: it holds no run; name a folder that a qkscope command wrote.")
+            none = "it holds no run; name a folder that a qkscope command wrote."
+            left.append(f"{given.resolve().name} is left out: {none}")
         for folder in (folder for folder in inside if folder.resolve() not in seen):
             seen.add(folder.resolve())
             parts = folder.relative_to(given).parts or (given.resolve().name,)
@@ -162,9 +158,9 @@ def _run(folder: Path, name: str) -> _Run | None:
     with page.drawn_from(folder):
         card = _card(name, result, date)
         picture = next(filter(None, map(_shrunk, page.pictures_of(folder).values())), "")
-        blocks = [block for kind in _SMALL for block in blocks_of(result) if block.kind == kind]
-        block = blocks[0] if blocks and not picture else None
-        return _Run(card, block, picture, text, _head_rows(card, result), result.claims)
+        blocks = [block for kind in _SMALL for block in blocks_of(result) if block.kind == kind and not picture]
+        block, data = (blocks[0], page.script_json(blocks[0].to_json())) if blocks else (None, "")
+        return _Run(card, block, data, picture, text, _head_rows(card, result), result.claims)
 
 
 def _shrunk(content: bytes) -> str:
@@ -191,11 +187,8 @@ def _free_name(parts: Sequence[str], taken: Container[str]) -> str:
 # ---------------------------------------------------------------------- what the index shows
 
 
-def _answer(runs: Sequence[_Run]) -> str:
-    models = _several(run.card["model"] for run in runs)
-    of = f" of {', '.join(models[:-1])}{' and ' * (len(models) > 1)}{models[-1]}" if models else ""
-    held = count_claims([claim for run in runs for claim in run.claims])
-    return f"{counted(len(runs), 'run')}{of}{f'; {held}' if held else ''}."
+def _by_head(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["model"] or "", *map(int, re.findall(r"\d+", row["head"]))
 
 
 def _several(values: Iterable[Any]) -> list[str]:
@@ -227,9 +220,3 @@ def _head_rows(card: Mapping[str, Any], result: Result) -> list[dict[str, Any]]:
          "page": f"{card['page']}#{head if head in elsewhere else place[head]}"}
         for head in heads
     ]  # fmt: skip
-
-
-def _claim_rows(run: _Run) -> Iterator[dict[str, Any]]:
-    for i, claim in enumerate(run.claims, 1):
-        place = {"run": run.card["run"], "page": f"{run.card['page']}#claim-{i}", "model": run.card["model"]}
-        yield {**place, **claim.to_json(), "verdict": claim.verdict}

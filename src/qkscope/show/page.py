@@ -36,13 +36,12 @@ from qkscope.show.blocks import SCRIPTS, blocks_of
 
 log = logging.getLogger(__name__)
 
-_STATIC = Path(__file__).parent / "static"
+STATIC = Path(__file__).parent / "static"
 _ROWS = 200  # of a table written out; the chart's and the folder's data are whole
 _GROWS = (
     "window.addEventListener('message',e=>{if(e.source===this.contentWindow&&e.data>0)"
     "this.style.height=Math.min(e.data,5000)+'px'})"
 )
-_LARGEST, _LARGEST_PICTURE, _MOST_PICTURES = 1 << 28, 1 << 25, 50  # bytes of a page of ours, and of a figure
 _NAMED = 6  # runs that a refusal names
 _HEAD = re.compile(r"\bL\d+H\d+\b(?! is a head)")  # where words explain what a name like it means, they speak of none
 _PROMPTS = ("tokens", "graph")  # blocks that show a prompt
@@ -90,46 +89,27 @@ def write_report(
     return path
 
 
-def report_html(
-    results: Sequence[Result],
-    pictures: Mapping[str, bytes] | None = None,
-    *,
-    title: str = "",
-) -> str:
-    """The page as text. Everything from a result is escaped.
-
-    Parameters
-    ----------
-    pictures : PNG files by caption, inlined.
-    """
+def report_html(results: Sequence[Result], pictures: Mapping[str, bytes] | None = None, *, title: str = "") -> str:
+    """The page as text, with PNG files by caption. Everything from a result is escaped."""
     return remembered(_render(results, pictures or {}, title))
 
 
 def remembered(page: str) -> str:
     """The page, noted as drawn here; where the cache cannot be written, it is drawn anew when it is viewed."""
     with suppress(OSError):
-        _notes().parent.mkdir(parents=True, exist_ok=True)
-        with _notes().open("a", encoding="ascii") as file:
-            file.write(_hash(page.encode("utf-8", "backslashreplace")) + "\n")
+        notes = cache_dir("pages", "drawn.txt")
+        notes.parent.mkdir(parents=True, exist_ok=True)
+        with notes.open("a", encoding="ascii") as file:
+            file.write(hashlib.sha256(page.encode("utf-8", "backslashreplace")).hexdigest() + "\n")
     return page
 
 
 def drawn_here(path: Path) -> bool:
     """Whether this file is a page that we have drawn, bit for bit."""
-    try:
-        if not path.is_file() or path.stat().st_size > _LARGEST:
-            return False
-        return _hash(path.read_bytes()) in _notes().read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return False
-
-
-def _notes() -> Path:
-    return cache_dir("pages", "drawn.txt")
-
-
-def _hash(page: bytes) -> str:
-    return hashlib.sha256(page).hexdigest()
+    with suppress(OSError, ValueError):
+        notes = cache_dir("pages", "drawn.txt").read_text(encoding="ascii")
+        return hashlib.sha256(path.read_bytes()).hexdigest() in notes.split()
+    return False
 
 
 def widget_html(result: Result) -> str:
@@ -151,24 +131,15 @@ def _render(results: Sequence[Result], pictures: Mapping[str, bytes], title: str
     blocks = [block for section in sections for block, _ in section["blocks"]]
     drawn = {block.table for block in blocks}  # a picture that is called after one of these tables shows the same
     shown = {name: base64.b64encode(data).decode() for name, data in pictures.items() if name not in drawn}
-    return render(
-        "page.html",
-        scripts_of(blocks),
-        ["page.css"],
-        title=title or results[0].experiment,
-        lead=results[0],
-        sections=sections,
-        held=count_claims([claim for result in results for claim in result.claims]),
-        pictures=shown,
-        charts=bool(blocks or shown),
-        about=_about(results),
-        bare=bare,
-    )
+    held = count_claims([claim for result in results for claim in result.claims])
+    given = {"title": title or results[0].experiment, "lead": results[0], "charts": bool(blocks or shown), "bare": bare}
+    told = {"sections": sections, "held": held, "pictures": shown, "about": _about(results)}
+    return render("page.html", scripts_of(blocks), ["page.css"], **given, **told)
 
 
 def scripts_of(blocks: Sequence[Block]) -> list[str]:
     """The scripts that draw these blocks, in the order in which they are to run."""
-    own = (name for block in blocks for name in SCRIPTS[block.kind])
+    own = (name for block in blocks for name in SCRIPTS.get(block.kind, [f"{block.kind}.js"]))
     return [*dict.fromkeys(["base.js", "colours.js", *own, "page.js"])]
 
 
@@ -183,23 +154,14 @@ def render(template: str, scripts: Sequence[str], styles: Sequence[str], **given
 
 def _section(result: Result) -> dict[str, Any]:
     """A result's blocks, each with its data as JSON, and its tables."""
-    blocks: list[Block] = blocks_of(result)
-    tables = {
-        name: {"rows": rows[:_ROWS], "total": len(rows), "columns": _columns(rows), "places": {}}
-        for name, rows in plain_value(result.tables).items()
-        if rows
-    }
-    shown = [(block, {"data": script_json(block.to_json())}) for block in blocks]
+    tables = {}
+    for name, rows in plain_value(result.tables).items():
+        columns = {column: isinstance(value, int | float) for row in reversed(rows) for column, value in row.items()}
+        ordered = {column: columns[column] for row in rows for column in row}
+        if rows:
+            tables[name] = {"rows": rows[:_ROWS], "total": len(rows), "columns": ordered, "places": {}}
+    shown = [(block, {"data": script_json(block.to_json())}) for block in blocks_of(result)]
     return {"result": result, "blocks": shown, "tables": tables, "claims": [claim.to_json() for claim in result.claims]}
-
-
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """Every column that some row has, and whether its first value is a number."""
-    first: dict[str, Any] = {}
-    for row in rows:
-        for name, value in row.items():
-            first.setdefault(name, value)
-    return {name: isinstance(value, int | float) for name, value in first.items()}
 
 
 def script_json(value: Any) -> Markup:
@@ -210,8 +172,7 @@ def script_json(value: Any) -> Markup:
 
 def _about(results: Sequence[Result]) -> dict[str, Any]:
     """What made the page: the command, then the facts that all results share, then each manifest."""
-    first = results[0]
-    made = {**first.provenance}
+    first, made = results[0], results[0].provenance
     facts = {
         "command": made.get("command"), "model": first.model, "preset": first.preset, "seed": first.seed,
         "seconds": round(sum(result.seconds for result in results), 1), "threads": made.get("threads"),
@@ -300,9 +261,7 @@ def drawn_from(folder: Path) -> Iterator[None]:
 def pictures_of(folder: Path) -> dict[str, bytes]:
     """The folder's own figures, and nothing that a link there points to."""
     files = [path for path in sorted(folder.glob("figures/*.png")) if path.is_file() and not path.is_symlink()]
-    small = [path for path in files if path.stat().st_size <= _LARGEST_PICTURE]
-    read = {path.stem: path.read_bytes() for path in small[:_MOST_PICTURES]}
-    return {name: content for name, content in read.items() if content.startswith(b"\x89PNG")}
+    return {path.stem: path.read_bytes() for path in files if path.read_bytes().startswith(b"\x89PNG")}
 
 
 # ---------------------------------------------------------------------- scripts, styles and templates
@@ -311,17 +270,12 @@ def pictures_of(folder: Path) -> dict[str, bytes]:
 @cache
 def asset(name: str) -> str:
     """A style sheet or script of ours, as text."""
-    return (_STATIC / name).read_text(encoding="utf-8")
+    return (STATIC / name).read_text(encoding="utf-8")
 
 
 @cache
 def _templates() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_STATIC),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = Environment(loader=FileSystemLoader(STATIC), autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     environment.filters["number"] = number
     return environment

@@ -109,14 +109,10 @@ const qk = (() => {
       buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(names[i] === name)));
       change(name);
     };
-    const buttons = names.map((name) =>
-      make(
-        "button",
-        { type: "button", "aria-pressed": String(name === chosen), onclick: () => press(name) },
-        colours[name] ? swatch(colours[name]) : null,
-        show(name),
-      ),
-    );
+    const buttons = names.map((name) => {
+      const given = { type: "button", "aria-pressed": String(name === chosen), onclick: () => press(name) };
+      return make("button", given, colours[name] ? swatch(colours[name]) : null, show(name));
+    });
     return [make("span", { class: "of" }, label), ...buttons];
   };
   // buttons for the heads of some rows, where there are several; gives the rows of the one that is pressed
@@ -132,20 +128,12 @@ const qk = (() => {
   };
   // a button that puts a name into a set, or takes it out
   const toggle = (set, name, pressed, change, given, ...children) => {
-    const button = make(
-      "button",
-      {
-        type: "button",
-        "aria-pressed": String(pressed()),
-        ...given,
-        onclick() {
-          if (!set.delete(name)) set.add(name);
-          button.setAttribute("aria-pressed", String(pressed()));
-          change();
-        },
-      },
-      ...children,
-    );
+    const onclick = () => {
+      if (!set.delete(name)) set.add(name);
+      button.setAttribute("aria-pressed", String(pressed()));
+      change();
+    };
+    const button = make("button", { type: "button", "aria-pressed": String(pressed()), ...given, onclick }, ...children);
     return button;
   };
   const legend = (...entries) =>

@@ -1,19 +1,15 @@
 "use strict";
-// Keys and queries as points in space, on a canvas: dragged, pinched or turned by keys. A name in the legend hides its
+// Keys and queries as points in space, on a canvas: dragged or turned by keys. A name in the legend hides its
 // points; pointing at one reads it out. Axes are principal components in one scale, and near points are larger.
 (() => {
   const { make, choose, viridis, isDark, tip } = qk;
   const START = { round: 0.7, up: 0.4, zoom: 1 };
   const TURN = 0.15, // radians of an arrow key
-    REACH = 14, // pixels around the pointer
-    SWING = 1400; // milliseconds: what comes into sight turns a little, so that one sees it is deep
+    REACH = 14; // pixels around the pointer
 
   // a row for each point, with its label in every colouring
   function* pointsOf({ name, unit, keys, queries }, colourings) {
-    for (const [side, flat, of] of [
-      ["key", keys, "keys"],
-      ["query", queries, "queries"],
-    ])
+    for (const [side, flat, of] of [["key", keys, "keys"], ["query", queries, "queries"]])
       for (let i = 0; 3 * i < flat.length; i += 1) {
         const [x, y, z] = flat.slice(3 * i, 3 * i + 3).map((value) => Number((value * unit).toPrecision(4)));
         const labels = Object.entries(colourings).map(([by, each]) => [by, each.names[each[of][i]] ?? null]);
@@ -38,12 +34,10 @@
       role: "application",
       "aria-label": "Keys and queries in three dimensions. Arrow keys turn, plus and minus zoom, 0 turns back.",
     });
-    const zoomed = (title, by) => make("button", { type: "button", "aria-label": title, title, onclick: () => zoom(by) });
-    const [nearer, farther] = [zoomed("Nearer", 1.25), zoomed("Farther", 0.8)];
-    const back = make("button", { type: "button", title: "As at first", onclick: home }, "reset");
-    nearer.textContent = "+";
-    farther.textContent = "−";
-    const stage = make("div", { class: "stage" }, canvas, make("div", { class: "zoom" }, nearer, farther, back));
+    const button = (title, text, onclick) => make("button", { type: "button", "aria-label": title, title, onclick }, text);
+    const [nearer, farther] = [button("Nearer", "+", () => zoom(1.25)), button("Farther", "−", () => zoom(0.8))];
+    const buttons = make("div", { class: "zoom" }, nearer, farther, button("As at first", "reset", home));
+    const stage = make("div", { class: "stage" }, canvas, buttons);
     const bar = make("div", { class: "choices" }),
       legend = make("div", { class: "legend" });
     element.replaceChildren(bar, legend, stage);
@@ -52,8 +46,7 @@
       by = Object.keys(labels[panels[0].labels])[0],
       view = { ...START },
       points = [],
-      room = null,
-      swing = 0;
+      room = null;
     const hidden = new Set();
 
     function pick() {
@@ -153,19 +146,16 @@
     }
 
     function turn(round, up) {
-      swing = 0;
       tip.hide();
       view.round += round;
       view.up = Math.max(-1.5, Math.min(1.5, view.up + up));
       draw();
     }
     function zoom(by) {
-      swing = 0;
       view.zoom = Math.max(0.4, Math.min(8, view.zoom * by));
       draw();
     }
     function home() {
-      swing = 0;
       view = { ...START };
       draw();
     }
@@ -184,30 +174,23 @@
       tip.show([[best.row.side], ...known.map((way) => [way, best.row[way] ?? "other"])], event.clientX, event.clientY);
     }
 
-    // one finger or the mouse turns, two fingers zoom; up and down with one finger scrolls the page (page.css)
-    const held = new Map();
-    let moved = 0;
+    // a finger or the mouse turns; up and down with a finger scrolls the page (page.css)
+    let held = null,
+      moved = 0;
     canvas.addEventListener("pointerdown", (event) => {
-      if (!held.size) moved = 0;
-      held.set(event.pointerId, event);
+      [held, moved] = [event, 0];
       canvas.setPointerCapture(event.pointerId);
     });
     canvas.addEventListener("pointermove", (event) => {
-      const before = held.get(event.pointerId);
-      if (!before) return read(event);
-      const [dx, dy] = [event.clientX - before.clientX, event.clientY - before.clientY];
-      const apart = () => {
-        const [a, b] = [...held.values()];
-        return Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
-      };
-      const wide = held.size > 1 ? apart() : 0;
-      held.set(event.pointerId, event);
+      if (!held) return read(event);
+      const [dx, dy] = [event.clientX - held.clientX, event.clientY - held.clientY];
+      held = event;
       moved += Math.hypot(dx, dy);
       if (moved > 4) turn(-dx * 0.008, dy * 0.008);
-      if (wide > 0) zoom(apart() / wide);
     });
     const release = (event) => {
-      if (held.delete(event.pointerId) && event.type === "pointerup" && moved <= 4) read(event);
+      if (held && event.type === "pointerup" && moved <= 4) read(event);
+      held = null;
     };
     canvas.addEventListener("pointerup", release);
     canvas.addEventListener("pointercancel", release);
@@ -236,19 +219,5 @@
     pick();
     new ResizeObserver(draw).observe(stage);
     document.addEventListener("qk-theme", paint);
-    if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
-    new IntersectionObserver((seen, watcher) => {
-      if (!seen.some((each) => each.isIntersecting)) return;
-      watcher.disconnect();
-      swing = performance.now();
-      const step = (now) => {
-        if (!swing) return; // the reader turns it
-        const left = Math.max(0, 1 - (now - swing) / SWING) ** 3;
-        view.round = START.round - 0.6 * left;
-        draw();
-        if (left > 0) requestAnimationFrame(step);
-      };
-      requestAnimationFrame(step);
-    }).observe(stage);
   };
 })();

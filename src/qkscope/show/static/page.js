@@ -27,10 +27,7 @@
     return done;
   };
   qk.copyButtons = (place, rows) => {
-    for (const [name, text] of [
-      ["CSV", () => csv(rows())],
-      ["JSON", () => JSON.stringify(rows(), null, 1)],
-    ]) {
+    for (const [name, text] of [["CSV", () => csv(rows())], ["JSON", () => JSON.stringify(rows(), null, 1)]]) {
       const onclick = async () => {
         button.textContent = (await qk.copied(text())) ? "copied" : "not allowed";
         setTimeout(() => (button.textContent = name), 1200);

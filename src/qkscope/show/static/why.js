@@ -61,29 +61,26 @@
       place = make("div", { class: "why tests" }),
       sizes = [...new Set(rows.map(({ k }) => k))].filter(Boolean);
     let size = sizes.includes(2) ? 2 : sizes[0];
-    const colour = ({ side }) => (side === "exchanged" ? "var(--target)" : "var(--original)");
     const test = (each) =>
       row(
         [each.writers, make("small", {}, each.done)],
         [
-          ...(each.random_high === null ? [] : [span("band", each.random_low, each.random_high)]),
-          span("bar", 0, each.after, colour(each)),
+          ...(each.control_high === null ? [] : [span("band", each.control_low, each.control_high)]),
+          span("bar", 0, each.after, "var(--original)"),
           mark(each.before),
         ],
         [
           `${percent(each.before)} → ${percent(each.after)}`,
           make("small", {}, each.beside),
-          make("b", { class: each.verdict === "supported" ? "good" : "soft" }, each.verdict ?? ""),
+          make("b", { class: ["supported", "shown", "yes"].includes(each.verdict) ? "good" : "soft" }, each.verdict ?? ""),
         ],
       );
     const show = () => place.replaceChildren(...own().filter(({ k }) => !k || k === size).flatMap(test));
     const own = qk.byHead(rows, bar, show);
     if (sizes.length > 1) bar.append(...choose("writers cut", sizes, size, (next) => ((size = next), show()), String));
-    const exchanged = rows.some(({ side }) => side === "exchanged");
     const shown = legend(
       [swatch("var(--original)"), "on the key, after"],
-      ...(exchanged ? [[swatch("var(--target)"), "on the other token, after"]] : []),
-      [swatch("", "band"), "random"],
+      [swatch("", "band"), rows[0]?.band ?? "random"],
       [swatch("var(--ink)", "line"), "before"],
     );
     element.replaceChildren(bar, shown, place);
@@ -102,7 +99,7 @@
         ],
         [
           `${percent(each.before, 1)} → ${percent(each.without_key, 1)}`,
-          each.direct === null ? "" : make("small", {}, `straight ${signed(each.direct)}`),
+          each.direct === null ? "" : make("small", {}, `direct ${signed(each.direct)}`),
         ],
       );
     const shown = [[swatch("var(--original)"), "as it is"], [swatch("var(--target)"), after]];
