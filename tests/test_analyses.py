@@ -31,8 +31,8 @@ from qkscope.maths.moments import Moments
 from qkscope.maths.significance import wilson
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import swapped_keys
+from qkscope.runs.folder import read_tensors
 from qkscope.runs.result import Result
-from qkscope.runs.store import read_tensors
 from qkscope.tasks.task import ANSWER, Task
 from qkscope.tasks.words import OBJECTS
 from qkscope_papers.families import tiny_model

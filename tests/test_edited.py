@@ -13,9 +13,8 @@ from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import load
 from qkscope.analyses.fit_folder import read_job, sums_file, task_of
 from qkscope.capture.scope import Scope
-from qkscope.runs.provenance import made
-from qkscope.runs.result import Result
-from qkscope.runs.store import read_manifest, read_tensors, write_tensors
+from qkscope.runs.folder import read_manifest, read_tensors, write_tensors
+from qkscope.runs.result import Result, made
 
 DEEP = "[" * 100_000 + "]" * 100_000
 JOB = {"contrasts": ["order"], "batch_size": 4}

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from qkscope import BadInput
 from qkscope.analyses.fit_folder import read_job, task_of
+from qkscope.runs.folder import read_tensors, write_tensors
 from qkscope.runs.result import Result, plain_value
-from qkscope.runs.store import read_tensors, write_tensors
 from qkscope.runs.work import parse_part
 from qkscope.show.page import report_html, script_json, write_report
 

@@ -19,8 +19,7 @@ from qkscope.analyses.fit import load
 from qkscope.analyses.fit_folder import sums_file
 from qkscope.capture.scope import Scope
 from qkscope.runs.folder import add_to_run, check_folder, file_name, write_file
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
+from qkscope.runs.result import Result, provenance
 from qkscope.show.page import write_report
 from qkscope.tasks.words import OBJECTS
 

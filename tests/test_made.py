@@ -15,9 +15,8 @@ import pytest
 from qkscope import BadInput, attribute, cli, decompose, swap, swap_downstream, tasks
 from qkscope.analyses.fit import load
 from qkscope.capture.scope import Scope
-from qkscope.runs.provenance import made, provenance
-from qkscope.runs.result import Result
-from qkscope.runs.store import read_tensors
+from qkscope.runs.folder import read_tensors
+from qkscope.runs.result import Result, made, provenance
 from tiny_llama import write_tiny_llama
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -15,9 +15,8 @@ from qkscope import BadInput, Moments, Scope, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import load
 from qkscope.analyses.fit_folder import ContrastSums, read_job, sums_file, task_of
-from qkscope.runs.provenance import made
-from qkscope.runs.result import Result
-from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.folder import read_tensors, write_tensors
+from qkscope.runs.result import Result, made
 from qkscope.tasks.words import OBJECTS
 from tiny_llama import write_tiny_llama
 

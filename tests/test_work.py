@@ -22,8 +22,7 @@ from qkscope import BadInput, Scope
 from qkscope.analyses.fit_folder import sums_file
 from qkscope.runs import work as work_module
 from qkscope.runs.folder import write_file
-from qkscope.runs.verb import is_part
-from qkscope.runs.work import Stage, Work, parse_part, torchrun_process
+from qkscope.runs.work import Stage, Work, is_part, parse_part, torchrun_process
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
 TEXTS = [unit[0].text for unit in qk.tasks.induction().draw("fit", "answer", 400)]

@@ -27,7 +27,7 @@ from qkscope.analyses.names.study import Study, documents_of, passages_of
 from qkscope.capture.gather import Plan
 from qkscope.capture.tap import Call
 from qkscope.draws import derived_seed
-from qkscope.runs.provenance import provenance
+from qkscope.runs.result import provenance
 from qkscope.runs.work import Work
 from qkscope.tasks.sides import LENGTH, Passage, check_apart
 from qkscope.tasks.texts import read_documents

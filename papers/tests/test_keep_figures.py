@@ -9,8 +9,7 @@ import pytest
 from qkscope import BadInput
 from qkscope.errors import Terminated
 from qkscope.runs.claims import Claim
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
+from qkscope.runs.result import Result, provenance
 from qkscope_papers import registry
 from qkscope_papers.registry import EMBEDDED, Entry, Experiment, Figure, Settings, reproduce
 

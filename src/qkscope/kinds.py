@@ -169,5 +169,13 @@ def came(value: Any) -> str:
     """A value in a message: itself, cut where it is long; of an array its shape and type."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:79]}…"
+    return cut(" ".join(repr(value).split()), 80)
+
+
+def cut(text: str, most: int) -> str:
+    """The text, or as many of its characters as that, the last one an ellipsis.
+
+    >>> cut("unbelievable", 8)
+    'unbelie…'
+    """
+    return text if len(text) <= most else f"{text[: most - 1]}…"

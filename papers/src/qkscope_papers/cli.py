@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli.shell import All, Json, Out, Seed, command, print_end, print_json, print_result, print_rows
+from qkscope.cli import All, Json, Out, Seed, command, print_end, print_json, print_result, print_rows
 from qkscope.cli.views import VIEWS, View, where
 from qkscope.errors import BadInput
 

@@ -28,8 +28,7 @@ from qkscope.heads import Head, Writer
 from qkscope.kinds import Seed, checked_class
 from qkscope.linear.reader import Reader
 from qkscope.runs.result import Result
-from qkscope.runs.verb import current_work, verb
-from qkscope.runs.work import Work
+from qkscope.runs.work import Work, current_work, verb
 from qkscope.tasks.sides import LENGTH, Passage
 from qkscope.tasks.texts import text_hash
 

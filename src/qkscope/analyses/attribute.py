@@ -27,7 +27,7 @@ from qkscope.kinds import Count, checked_class
 from qkscope.maths.attribution import RESIDUAL, Attribution, Split, attribute_logits, part_name, split_rows
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
-from qkscope.runs.verb import verb
+from qkscope.runs.work import verb
 
 
 @checked_class

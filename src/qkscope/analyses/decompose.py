@@ -21,8 +21,7 @@ from qkscope.maths.moments import Moments
 from qkscope.maths.significance import NullKind
 from qkscope.maths.subspace import Rank
 from qkscope.maths.sums import Center
-from qkscope.runs.verb import current_work, verb
-from qkscope.runs.work import BatchPart, Stage, out_of_memory
+from qkscope.runs.work import BatchPart, Stage, current_work, out_of_memory, verb
 from qkscope.tasks.task import Contrast, Task
 
 MOST_REPLICATES = 100_000

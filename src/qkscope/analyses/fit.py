@@ -31,8 +31,7 @@ from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import FEW_UNITS, VERDICTS, Controls, Verdict, run_controls
 from qkscope.maths.subspace import Rank, Subspace
 from qkscope.maths.sums import Center
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result, write_result
+from qkscope.runs.result import Result, provenance, write_result
 from qkscope.tasks.task import Task
 
 _SHOWN_SPECTRUM = 16  # singular values, at the least

@@ -29,10 +29,8 @@ from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.relative import rotated_terms
 from qkscope.maths.significance import clustered_bootstrap
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
-from qkscope.runs.verb import verb
-from qkscope.runs.work import stream
+from qkscope.runs.result import Result, provenance
+from qkscope.runs.work import stream, verb
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 

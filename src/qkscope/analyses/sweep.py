@@ -26,11 +26,9 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, Seed, checked_call
-from qkscope.runs.folder import MANIFEST, check_folder, file_name, read_json
+from qkscope.runs.folder import MANIFEST, check_folder, file_name, read_json, read_tensors, write_tensors
 from qkscope.runs.progress import doing
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import write_result
-from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.result import provenance, write_result
 from qkscope.runs.work import Work
 from qkscope.tasks.task import Task
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.kinds import came, checked_class
-from qkscope.runs.store import check_shapes, read_tensors, tensor_bytes, write_tensors
+from qkscope.runs.folder import read_tensors, tensor_bytes, write_tensors
 
 Center = Literal["none", "query", "both"]  # what is taken out of ΔC: nothing, the mean query, or the mean key too
 
@@ -68,7 +68,9 @@ class Accumulator(ABC):
         path : the file, for the message.
         device : where the sums are kept.
         """
-        check_shapes(path, lambda: cls.from_manifest(manifest, "meta").tensors(), tensors)
+        promised = cls.from_manifest(manifest, "meta").tensors()  # which take no memory: it may promise anything
+        if {name: x.shape for name, x in promised.items()} != {name: x.shape for name, x in tensors.items()}:
+            raise BadInput(f"{path} is damaged: a tensor is missing or of another shape; make it again, elsewhere.")
         made = cls.from_manifest(manifest, device)
         for name, mine in made.tensors().items():
             mine.copy_(tensors[name])

@@ -35,7 +35,7 @@ from qkscope.maths.singular import SingularBasis
 from qkscope.maths.swap import Condition, Method
 from qkscope.runs.progress import doing
 from qkscope.runs.result import Result
-from qkscope.runs.verb import current_work, verb
+from qkscope.runs.work import current_work, verb
 from qkscope.tasks.sides import LENGTH, Passage
 from qkscope.tasks.task import ANSWER, Task, Unit
 from qkscope.tasks.texts import text_hash

@@ -31,7 +31,7 @@ from qkscope.linear.many import values_of
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run
 from qkscope.maths.writers import relative_weights
-from qkscope.runs.provenance import provenance
+from qkscope.runs.result import provenance
 from qkscope.tasks.task import Task, Unit
 from qkscope.tasks.texts import Document, text_hash
 

@@ -32,7 +32,7 @@ from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.writers import METRICS, draw_alike, first_by
-from qkscope.runs.provenance import provenance
+from qkscope.runs.result import provenance
 from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 

@@ -33,7 +33,7 @@ from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
-from qkscope.runs.verb import current_work, verb
+from qkscope.runs.work import current_work, verb
 from qkscope.tasks.task import Task
 
 

@@ -30,7 +30,7 @@ from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.attribution import Split
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
-from qkscope.runs.verb import verb
+from qkscope.runs.work import verb
 
 HEADS, _TRIED = 5, 12  # heads told of, and heads that are tried: those that push the likeliest token most
 _LEVEL = 0.1  # a logit that is no higher than the others'
