@@ -157,14 +157,11 @@ def test_a_writer_prints_as_it_is_parsed():
     assert (min(writers), max(writers)) == (writers[0], writers[-1])
 
 
-def test_the_command_shows_ten_of_each_side_beside_each_other(scope):
-    found = qk.trace(scope, "hat is in A", "L1H3", neurons=True)
-    shown, rows, _ = views.shown(found.experiment, found.tables, found.main)
-    assert (len(shown.cells), rows) == (10, 20)
-    for heading, side in (("neuron of the key", "key"), ("neuron of the query", "query")):
-        column = shown.headings.index(heading)
-        names = [row["writer"] for row in found.table("neurons") if row["side"] == side]
-        assert [cells[column] for cells in shown.cells] == names
+def test_the_command_shows_the_first_of_each_side(scope):
+    result = qk.trace(scope, "hat is in A", "L1H3", neurons=True)
+    rows, _, count, _ = views.shown(result.experiment, result.tables, result.main)
+    neurons = {side: [row for row in result.table("neurons") if row["side"] == side] for side in ("key", "query")}
+    assert (rows, count) == ([*neurons["key"][:5], *neurons["query"][:5]], 20)
 
 
 def test_half_precision_gives_the_same_neurons_nearly():

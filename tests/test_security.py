@@ -25,7 +25,7 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-@pytest.mark.parametrize("claim", [{"replicates": 10**7}, {"replicates": 10**30}, {"d_head": 10**5}, {"d_head": "16"}])
+@pytest.mark.parametrize("claim", [{"replicates": 10**7}, {"d_head": 10**5}])
 def test_a_manifest_that_claims_much_takes_no_memory(tmp_path, claim):
     about = {"model": "m", "space": "post_rope", "n": 1}
     moments = Moments(["L0H0"], ["order"], 4, nulls=["sign_flip"], replicates=3, about=about)

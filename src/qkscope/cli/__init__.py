@@ -110,7 +110,7 @@ def main() -> None:
     sys.stdout = printing = _Stdout(stdout)
     try:
         app()
-    except (BadInput, UnicodeEncodeError) as error:  # half a surrogate is no text
+    except (BadInput, UnicodeEncodeError, OSError) as error:  # half a surrogate is no text; a name may be too long
         typer.echo(plain_text(f"qkscope: {error}"), err=True)
         sys.exit(2)
     except (SystemExit, KeyboardInterrupt) as ended:

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 RESULTS, MANIFEST, PAGE, WORK = "results.json", "manifest.json", "report.html", ".work"
+_STAGED = "new-"
 _LARGEST_JSON = 1 << 28  # bytes
 _LONGEST_NAME = 180  # bytes of a file's name, of the 255 that disks take
 
@@ -145,20 +147,24 @@ def _lay_down(folder: Path, contents: Mapping[str, str | bytes], manifest: dict[
     data = {name: _encoded(content) for name, content in contents.items()}
     files = manifest["files"] | {name: _sha256(content) for name, content in data.items()}
     data[MANIFEST] = _encoded(_as_json({**manifest, "files": dict(sorted(files.items()))}))
-    with writing(folder):
-        (folder / WORK).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder / WORK) as staged:
-            for number, content in enumerate(data.values()):
-                Path(staged, str(number)).write_bytes(content)
-            for name in sorted(old, key=lambda name: name != RESULTS):
-                (folder / name).unlink(missing_ok=True)
-            places = [(name, Path(staged, str(number))) for number, name in enumerate(data)]
-            for name, file in sorted(places, key=lambda place: (place[0] != MANIFEST, place[0] == RESULTS)):
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                file.replace(folder / name)
-    for empty in sorted({folder / WORK, *((folder / name).parent for name in old)} - {folder}, reverse=True):
-        with suppress(OSError):  # not empty: other files, or the pieces of a run that is not finished
-            empty.rmdir()
+    places = sorted(data, key=lambda name: (name != MANIFEST, name == RESULTS))
+    try:
+        with writing(folder):
+            (folder / WORK).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=_STAGED, dir=folder / WORK) as staged:
+                for number, name in enumerate(places):
+                    Path(staged, str(number)).write_bytes(data[name])
+                for name in sorted(old, key=lambda name: name != RESULTS):
+                    (folder / name).unlink(missing_ok=True)
+                for number, name in enumerate(places):
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    Path(staged, str(number)).replace(folder / name)
+    finally:
+        for left in (folder / WORK).glob(f"{_STAGED}*"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        for empty in sorted({folder / WORK, *((folder / name).parent for name in old)} - {folder}, reverse=True):
+            with suppress(OSError):  # not empty: other files, or the pieces of a run that is not finished
+                empty.rmdir()
 
 
 @contextmanager
@@ -277,17 +283,16 @@ def read_tensors(
         raise BadInput(f"there is no file {path}.")
     try:
         with safe_open(path, framework="pt") as file:
-            header: dict[str, Any] = json.loads(file.metadata()["qkscope"])
+            header = json.loads(file.metadata()["qkscope"])
+            schema, what, manifest = int(header["schema"]), str(header["kind"]), dict(header["manifest"])
+            about = dict(manifest.get("about") or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        about = dict(header["manifest"].get("about") or {})
-        _check_schema(path, header["schema"])
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, BadInput):
-            raise
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         raise BadInput(f"{path} is damaged or not a qkscope file: make it again, or name another.") from None
-    if kind is not None and header["kind"] != kind:
-        raise BadInput(f"{path} holds {header['kind']}, not {kind}.")
+    _check_schema(path, schema)
+    if kind not in (None, what):
+        raise BadInput(f"{path} holds {what}, not {kind}.")
     for field, want in (expect or {}).items():
         if about.get(field) != want:
             raise BadInput(f"{path} was made with another {field}: {about.get(field)} there, {want} here.")
-    return tensors, header["manifest"]
+    return tensors, manifest
