@@ -37,6 +37,12 @@ def every_file() -> list[Path]:
     return [*SOURCE.rglob("*.py"), *PAPERS.rglob("*.py")]
 
 
+def _home(name: str) -> str:
+    """The module of a public name; a room or a noun is its own."""
+    home = qkscope._HOME.get(name, "qkscope")
+    return f"qkscope.{name}" if home == "qkscope" else home
+
+
 @cache
 def modules(path: Path) -> set[str]:
     """What a file imports, wherever in it, and by whatever form of words."""
@@ -46,7 +52,7 @@ def modules(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports by dots"
-            public = {alias.name: qkscope._HOME.get(alias.name, f"qkscope.{alias.name}") for alias in node.names}
+            public = {alias.name: _home(alias.name) for alias in node.names}
             names |= set(public.values()) if node.module == "qkscope" else {node.module or ""}
     return names
 

@@ -32,9 +32,8 @@ Count = Annotated[int, AtLeast(1)]
 Prompts = Annotated[int, Interval(ge=1, le=1_000_000)]
 Natural = Annotated[int, AtLeast(0)]
 Share = Annotated[float, Interval(ge=0, le=1)]
-Seed = Annotated[
-    int, Interval(ge=-(2**62), le=2**62)
-]  # generators take 64 bits, and what is derived from a seed must fit too
+Seed = Annotated[int, Interval(ge=-(2**62), le=2**62)]
+"""Generators take 64 bits, and what is derived from a seed must fit too."""
 
 _CONTAINERS = (list, tuple, dict, set, Sequence, Mapping)
 _AS_THEY_ARE = (Any, Literal, Callable, Path, None, types.NoneType)
@@ -114,9 +113,8 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     hints: dict[str, Any] = dict.fromkeys(signature.parameters, Any)
     for name in hints.keys() & inner.__annotations__.keys():
-        alone = type("Alone", (), {"__annotations__": {name: inner.__annotations__[name]}})
         with suppress(NameError):  # it names what only a type checker sees
-            hints[name] = _typed(typing.get_type_hints(alone, inner.__globals__, include_extras=True)[name])
+            hints[name] = _typed(eval(inner.__annotations__[name], inner.__globals__))
     parameters = [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
     vars(given)["__signature__"], given.__annotations__ = signature.replace(parameters=parameters), hints
     check = validate_call(given)
@@ -125,12 +123,11 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return check(*args, **kwargs)
         except ValidationError as error:
+            signature.bind(*args, **kwargs)  # where an argument is one too many or too few, Python says it
             errors = error.errors(include_url=False)
         shown, place = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2], errors[0]["loc"][0]
-        if "argument" in errors[0]["type"]:  # one too many or too few
-            raise BadInput(f"{shown}: {errors[0]['msg'].lower()} {place!r}.")
-        depth = max(len(wrong["loc"]) for wrong in errors if wrong["loc"][0] == place)
-        deepest = [wrong for wrong in errors if wrong["loc"][0] == place and len(wrong["loc"]) == depth]
+        own = [wrong for wrong in errors if wrong["loc"][0] == place]
+        deepest = [wrong for wrong in own if len(wrong["loc"]) == max(len(wrong["loc"]) for wrong in own)]
         name = list(hints)[min(place, len(hints) - 1)] if isinstance(place, int) else place
         wanted = " or ".join(dict.fromkeys(wrong["msg"].removeprefix("Input should be ") for wrong in deepest))
         for theirs, ours in _WORDS.items():
@@ -149,10 +146,8 @@ def _typed(hint: Any) -> Any:
         return Annotated[_typed(inside[0]), *inside[1:]]
     if origin in (Union, types.UnionType):
         return functools.reduce(operator.or_, map(_typed, inside))
-    if hint in (int, float):
+    if hint in (int, float, bool, str, bytes):
         return Annotated[hint, Strict(), BeforeValidator(_plain)]
-    if hint in (bool, str, bytes):
-        return Annotated[hint, Strict()]
     if (origin or hint) in _AS_THEY_ARE or not isinstance(origin or hint, type):
         return hint
     if origin in _CONTAINERS and inside:

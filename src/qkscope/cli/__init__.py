@@ -253,7 +253,7 @@ def print_end(*written: str | Path | None, then: str, as_json: bool = False) -> 
     if as_json:
         return
     typer.echo()
-    for out in filter(None, written):
+    for out in (place for place in written if place is not None):
         pages = [page for page in (Path(out) / "report.html", Path(out) / "index.html") if page.is_file()]
         say(f"The page: {pages[0]}" if pages else f"Written to {out}.")
     typer.echo(f"Next: {plain_text(then)}")

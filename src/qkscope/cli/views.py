@@ -137,7 +137,7 @@ def _cell(source: Source, row: Row, digits: int | None = None) -> str:
     if isinstance(source, str) and source.endswith("±"):
         name = source.rstrip("±")
         ends = (f"{name}_low", f"{name}_high") if f"{name}_low" in row else ("low", "high")
-        values = [row.get(column) for column in (name, *ends)]
+        values: list[Any] = [row.get(column) for column in (name, *ends)]
         if all(map(_is_number, values)):  # two decimals, more only of large ones, and never -0.00
             return "{} [{}, {}]".format(*(f"{round(x, 2) + 0.0:.2f}" if abs(x) < 100 else f"{x:.0f}" for x in values))
     return cell(_value(source, row), digits)

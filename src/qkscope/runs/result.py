@@ -20,7 +20,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from qkscope import __version__
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_class
 from qkscope.runs import folder as disk
@@ -197,8 +196,8 @@ def provenance(**asked: Any) -> dict[str, Any]:
     """What made a result: command, what was asked, versions, threads. No time, no host: a rerun gives the same."""
     import torch
 
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "qkscope": __version__}
-    versions |= {package: version(package) for package in ("transformers", "numpy", "safetensors")}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions |= {package: version(package) for package in ("qkscope", "transformers", "numpy", "safetensors")}
     program = Path(sys.argv[0]).parts[-2:]
     typed = program[-1:] == ("qkscope",) or program == ("qkscope", "__main__.py")  # and not pytest
     command = shlex.join(["qkscope", *sys.argv[1:]]) if typed else None
