@@ -71,7 +71,7 @@ COMMANDS = {
     "decompose binding --heads L9H0 --out OUT --model MODEL": "L9H0 does not exist",
     "decompose binding --heads L1H1 --out OUT --contrasts a": "no contrast 'a'",
     "decompose binding --heads L1H1 --out OUT --space rope": "space of decompose should be 'post_rope'",
-    "decompose binding --heads L1H1 --out OUT --center query": "a file of your own",
+    "decompose binding --heads L1H1 --out OUT --center query": "--center is not for binding: Of a .jsonl file",
     "decompose binding --heads L1H1 --out OUT --part 5/4": "a part is i/n",
     "decompose binding --heads L1H1 --out FULL/thesis.tex": "is a file: name a folder for",
     "decompose binding --heads L1H1 --out /proc/nowhere": "cannot be written",

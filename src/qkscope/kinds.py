@@ -126,8 +126,8 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
             signature.bind(*args, **kwargs)  # where an argument is one too many or too few, Python says it
             errors = error.errors(include_url=False)
         shown, place = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2], errors[0]["loc"][0]
-        own = [wrong for wrong in errors if wrong["loc"][0] == place]
-        deepest = [wrong for wrong in own if len(wrong["loc"]) == max(len(wrong["loc"]) for wrong in own)]
+        here = [wrong for wrong in errors if wrong["loc"][0] == place]
+        deepest = [wrong for wrong in here if len(wrong["loc"]) == max(len(wrong["loc"]) for wrong in here)]
         name = list(hints)[min(place, len(hints) - 1)] if isinstance(place, int) else place
         wanted = " or ".join(dict.fromkeys(wrong["msg"].removeprefix("Input should be ") for wrong in deepest))
         for theirs, ours in _WORDS.items():

@@ -87,8 +87,6 @@ def _options(
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 All = Annotated[bool, typer.Option("--all", help="Print every table with all its rows and columns.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder for the results and the page.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.")]
 
 
 # ---------------------------------------------------------------------- the entry point

@@ -198,9 +198,9 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
         "tokens": parts.tables["tokens"], "why": [{"line": asked.answer}, *asked.tables["said"]],
     }  # fmt: skip
     answer, claims = _findings(heads[0], control, tables)
-    made_by = provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=0)
+    about = provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=0)
     seconds = time.perf_counter() - start
-    result = Result("demo", tables, claims, model=scope.name, seconds=seconds, answer=answer, provenance=made_by)
+    result = Result("demo", tables, claims, model=scope.name, seconds=seconds, answer=answer, provenance=about)
     page = report_html([replace(result, tables={}), ranking, fit, swaps, parts, asked], title="demo")
     result.write(out, files={"report.html": page})
     return result

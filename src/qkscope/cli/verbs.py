@@ -25,7 +25,7 @@ import typer
 
 import qkscope
 from qkscope import tasks
-from qkscope.cli import app, print_end, print_result
+from qkscope.cli import All, Json, app, print_end, print_result
 from qkscope.cli.begin import NEXT
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -78,7 +78,7 @@ class Parameter(NamedTuple):
 
     def takes(self, kind: str) -> bool:
         """Whether this name stands anywhere in the annotation."""
-        return any(re.search(rf"\b{kind}\b", one) for one in self.kinds)
+        return re.search(rf"\b{kind}\b", " ".join(self.kinds)) is not None
 
 
 @cache
@@ -88,24 +88,20 @@ def _tree(module: str) -> ast.Module:
 
 
 @cache
-def signature(home: str) -> tuple[str, tuple[Parameter, ...]]:
+def signature(home: str) -> tuple[str, list[Parameter]]:
     """What a function does, by its docstring's first paragraphs, and its parameters."""
     module, _, name = home.partition(":")
-    node = next(one for one in _tree(module).body if isinstance(one, ast.FunctionDef) and one.name == name)
+    node = next(part for part in _tree(module).body if isinstance(part, ast.FunctionDef) and part.name == name)
     does, _, rest = (ast.get_docstring(node) or "").partition("\n\nParameters\n")
     entries = re.finditer(r"^(\*?\w+(?:, \w+)*) : (.*(?:\n +.*)*)", rest.partition("\n\n")[0], re.MULTILINE)
-    texts = {one: _plain(entry[2]) for entry in entries for one in entry[1].split(", ")}
+    texts = {named: _plain(entry[2]) for entry in entries for named in entry[1].split(", ")}
     plain, only = node.args.args, node.args.kwonlyargs
     defaults = [None] * (len(plain) - len(node.args.defaults)) + [*node.args.defaults, *node.args.kw_defaults]
-    parameters = tuple(
-        Parameter(
-            one.arg,
-            tuple(ast.unparse(one.annotation or one).split(" | ")),
-            _constant(default, module),
-            texts.get(one.arg, ""),
-        )
-        for one, default in zip([*plain, *only], defaults, strict=True)
-    )
+    parameters = [
+        Parameter(arg.arg, tuple(str(kind).split(" | ")), _constant(default, module), texts.get(arg.arg, ""))
+        for arg, default in zip([*plain, *only], defaults, strict=True)
+        for kind in [ast.unparse(arg.annotation or arg)]
+    ]
     return "\n\n".join(map(_plain, does.split("\n\n"))), parameters
 
 
@@ -121,13 +117,14 @@ def _constant(node: ast.expr | None, module: str) -> Any:
         return _NEEDED if node is None else None
     if not isinstance(node, ast.Name):
         return ast.literal_eval(node)
-    for one in _tree(module).body:
-        if isinstance(one, ast.ImportFrom) and node.id in {alias.name for alias in one.names}:
-            return _constant(node, str(one.module))
-        names = ast.unparse(one.targets[0]).strip("()").split(", ") if isinstance(one, ast.Assign) else []
-        if isinstance(one, ast.Assign) and node.id in names:
-            value = ast.literal_eval(one.value)
-            return value[names.index(node.id)] if len(names) > 1 else value
+    for line in _tree(module).body:
+        if isinstance(line, ast.ImportFrom) and node.id in {alias.name for alias in line.names}:
+            return _constant(node, str(line.module))
+        if isinstance(line, ast.Assign):
+            names = ast.unparse(line.targets[0]).strip("()").split(", ")
+            if node.id in names:
+                value = ast.literal_eval(line.value)
+                return value[names.index(node.id)] if len(names) > 1 else value
     raise NameError(f"{module} has no constant {node.id}")
 
 
@@ -149,8 +146,8 @@ def _option(
     """An option or an argument; ``read`` says what its text is read as."""
     if read:
         more["callback"] = lambda value: None if value is None else _READ[read](value)
-    made: Any = typer.Argument(help=text, **more) if argument else typer.Option(*flags, help=text, **more)
-    kind = Annotated[kind | None if default is None else kind, made]
+    info: Any = typer.Argument(help=text, **more) if argument else typer.Option(*flags, help=text, **more)
+    kind = Annotated[kind | None if default is None else kind, info]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
@@ -169,10 +166,10 @@ _OF_TASK = [
     _option("seed", int, 0, "Seed of every draw."),
     _option("chat", bool, False, "Put prompts into the model's chat template.", "--chat"),
 ]
-_SHARED = {one.name: one for one in [*_OF_MODEL, *_OF_TASK]}
+_SHARED = {option.name: option for option in [*_OF_MODEL, *_OF_TASK]}
 _OF_ALL = [
-    _option("everything", bool, False, "Print every table with all its rows and columns.", "--all"),
-    _option("as_json", bool, False, "Print the result as JSON instead of tables.", "--json"),
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+    for name, kind in (("everything", All), ("as_json", Json))
 ]
 _TYPES = {"int": int, "Count": int, "Seed": int, "str": str, "bool": bool, "list[Path]": list[Path]}
 
@@ -332,14 +329,12 @@ def make_task(values: Mapping[str, Any]) -> Any:
         makers[name] = partial(tasks.from_jsonl, name)
     if name not in makers:
         raise BadInput(f"there is no task {name!r}: take {_TASKS} of your own.")
-    given = {}
-    for flag, called in (("size", {"entities", "categories", "length"}), ("form", {"form"}), ("center", {"center"})):
-        takes = {one: called & set(inspect.signature(maker).parameters) for one, maker in makers.items()}
-        if values[flag] is not None and not takes[name]:
-            among = ", ".join(one for one, names in takes.items() if names) or "a file of your own"
-            raise BadInput(f"--{flag} is for {among}: the prompts of {name} have one {flag}.")
-        if values[flag] is not None:
-            given[takes[name].pop()] = values[flag]
+    takes = inspect.signature(makers[name]).parameters
+    size = next((size for size in ("entities", "categories", "length") if size in takes), "size")
+    given = {name: values[flag] for flag, name in (("size", size), ("form", "form"), ("center", "center"))}
+    given = {name: value for name, value in given.items() if value is not None}
+    if unknown := given.keys() - takes.keys():
+        raise BadInput(f"--{min(unknown)} is not for {name}: {_SHARED[min(unknown)].annotation.__metadata__[0].help}")
     return makers[name](seed=values["seed"], chat=values["chat"], **given)
 
 
@@ -348,14 +343,14 @@ def make_task(values: Mapping[str, Any]) -> Any:
 
 def _parameters(name: str) -> list[Parameter]:
     """Those of a verb; ``--out`` is needed, or has a place, where it would be a pity to lose what takes minutes."""
-    own = signature(VERBS[name].home)[1]
-    return [one._replace(default=VERBS[name].out or one.default) if one.name == "out" else one for one in own]
+    home, _, out = VERBS[name]
+    return [p._replace(default=out or p.default) if p.name == "out" else p for p in signature(home)[1]]
 
 
 def run(name: str, values: Values) -> None:
     """Run a verb with what was typed, and print what it gives."""
     everything, as_json = values.pop("everything", False), values.pop("as_json", False)
-    given = {one.name: argument(one, values) for one in _parameters(name) if typed(one)}
+    given = {parameter.name: argument(parameter, values) for parameter in _parameters(name) if typed(parameter)}
     module, _, function = VERBS[name].home.partition(":")
     verb = getattr(import_module(module), function)
     result = verb(**{name: value for name, value in given.items() if value is not None})
@@ -366,15 +361,16 @@ def run(name: str, values: Values) -> None:
 
 
 def _add_commands() -> None:
-    last = {*_SHARED, "out", "part", *(one.name for one in _OF_ALL)}
+    last = {*_SHARED, "out", "part", *(option.name for option in _OF_ALL)}
     for name, (home, panel, _) in VERBS.items():
-        own = {one.name: one for parameter in _parameters(name) for one in typed(parameter)}
-        own |= {} if name in ("fetch", "schema") else {one.name: one for one in _OF_ALL}
+        options = [option for parameter in _parameters(name) for option in typed(parameter)]
+        options += [] if name in ("fetch", "schema") else _OF_ALL
+        unique = {option.name: option for option in options}.values()
 
         def command(verb: str = name, /, **values: Any) -> None:  # an option may be called as we are
             run(verb, values)
 
-        vars(command)["__signature__"] = inspect.Signature(sorted(own.values(), key=lambda one: one.name in last))
+        vars(command)["__signature__"] = inspect.Signature(sorted(unique, key=lambda option: option.name in last))
         app.command(name, help=signature(home)[0], rich_help_panel=panel)(command)
 
 
