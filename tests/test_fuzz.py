@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qkscope import BadInput
-from qkscope.analyses.fit_folder import read_job, task_of
+from qkscope.analyses.fit_folder import read_job
 from qkscope.runs.folder import read_tensors, write_tensors
 from qkscope.runs.result import Result, plain_value
 from qkscope.show.page import report_html, script_json, write_report
@@ -40,25 +40,6 @@ def test_a_job_file(tmp_path, value):
     (tmp_path / "manifest.json").write_text(json.dumps(value))
     with pytest.raises(BadInput):
         read_job(tmp_path)
-
-
-_JOB = {
-    "weights": "", "tokenizer": "", "dtype": "", "replicates": 9, "model": "m", "task": "binding", "task_seed": 0,
-    "asked": {"entities": 4}, "heads": ["L0H0"], "n": 4, "contrasts": ["order"], "space": "post_rope",
-    "batch_size": 4, "seed": 0,
-}  # fmt: skip
-
-
-@many
-@given(st.sampled_from(sorted(_JOB)), json_values)
-def test_a_job_file_with_one_odd_field(tmp_path, field, value):
-    """Whatever a field was changed to, the job is read or refused; its task is made again or refused."""
-    manifest = {"schema": 1, "experiment": "decompose/binding", "files": {}, "asked": {**_JOB, field: value}}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    try:
-        task_of(read_job(tmp_path), tmp_path)
-    except BadInput as error:
-        sentence(error)
 
 
 @many
