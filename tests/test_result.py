@@ -107,11 +107,8 @@ def test_a_claim_reads_back_as_it_was_written(ours, control, low, high, rule):
     [
         ({"reason": "cosmic rays"}, "'cosmic rays' is no reason for a claim to fail"),
         ({"rule": "ours / 0 > 1"}, "cannot be decided"),
-        ({"rule": "(" * 250 + "ours" + ")" * 250 + " > 0"}, "cannot be decided"),
         ({"rule": "-" * 100_000 + "ours > 0"}, "cannot be decided"),
-        ({"rule": "ours" + " + ours" * 20_000 + " > 0"}, "cannot be decided"),
         ({"rule": 7}, ""),
-        ({"ours": "many"}, ""),
         ({"holds": False}, "is stored as False, and its rule says True"),
     ],
 )
@@ -143,29 +140,19 @@ def test_rules_are_not_programs(rule):
 
 
 def some_result(**kwargs):
-    return Result(
-        experiment="test/one",
-        tables={
-            "t": [{"head": "L0H0", "value": float("nan"), "n": 3, "ok": True, "text": "<script>alert(1)</script>"}]
-        },
-        claims=[Claim("c", "p", 2.0, 1.0, "ours > control")],
-        arrays={"x": torch.arange(3)},
-        **kwargs,
-    )
+    claim, row = Claim("c", "p", 2.0, 1.0, "ours > control"), {"head": "L0H0", "value": float("nan"), "n": 3}
+    return Result("test/one", {"t": [row]}, [claim], {"x": torch.arange(3)}, **kwargs)
 
 
-def test_results_are_json_with_null_for_nan(tmp_path):
+def test_results_are_json_with_null_for_nan_and_read_back(tmp_path):
     folder = some_result().write(tmp_path / "run", files={"figures/a.png": b"png"})
-    text = (folder / "results.json").read_text()
-    assert "NaN" not in text
-    stored = json.loads(text)
-    assert stored["schema"] == 1
-    assert stored["tables"]["t"][0]["value"] is None
-    assert stored["claims"][0]["holds"] is True
-    assert json.loads((folder / "manifest.json").read_text())["schema"] == 1
+    stored = json.loads((folder / "results.json").read_text(), parse_constant=pytest.fail)
+    assert (stored["schema"], stored["tables"]["t"][0]["value"], stored["claims"][0]["holds"]) == (1, None, True)
     assert {p.name for p in folder.rglob("*") if p.is_file()} == {
         "results.json", "manifest.json", "arrays.safetensors", "a.png",
     }  # fmt: skip
+    again = Result.read(folder)
+    assert (again.to_json(), again.arrays["x"].tolist()) == (stored, [0, 1, 2])
 
 
 def test_a_run_replaces_a_run(tmp_path):
