@@ -114,7 +114,8 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
     hints: dict[str, Any] = dict.fromkeys(signature.parameters, Any)
     for name in hints.keys() & inner.__annotations__.keys():
         with suppress(NameError):  # it names what only a type checker sees
-            hints[name] = _typed(eval(inner.__annotations__[name], inner.__globals__))
+            alone = types.SimpleNamespace(__annotations__={name: inner.__annotations__[name]})
+            hints[name] = _typed(typing.get_type_hints(alone, inner.__globals__, include_extras=True)[name])
     parameters = [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
     vars(given)["__signature__"], given.__annotations__ = signature.replace(parameters=parameters), hints
     check = validate_call(given)

@@ -33,7 +33,7 @@ from qkscope.capture.files import check_report, file_hash, folder_hash, read_con
 from qkscope.capture.packages import EMBEDDED, packaged_file
 from qkscope.capture.spaces import swapped
 from qkscope.capture.tap import SERVED
-from qkscope.errors import BadInput, check_device, check_name_length
+from qkscope.errors import BadInput, check_device
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +78,7 @@ def locate(name: str | Path, revision: str | None = None) -> Place:
     if model.lower() in EMBEDDED:
         return Place(model, revision, packaged_file(model.lower()))
     gguf = model.lower().endswith(".gguf")
-    try:
-        there, folder = path.exists(), path.is_dir()
-    except OSError as error:
-        check_name_length(error)
-        raise
+    there, folder = path.exists(), path.is_dir()
     if folder or (gguf and path.is_file()):  # a folder of no model is refused when it is opened
         return Place(model, revision, path / revision if revision else path)
     if gguf or there or model.startswith(("/", ".", "~")) or model.count("/") > 1:

@@ -360,8 +360,7 @@ def verb(kind: str, *, beside: str = "") -> Callable[[Callable[P, R]], Callable[
                         raise PartDone  # of torchrun, and there is nothing to share
                     result = replace(function(*args, **kwargs), seconds=time.perf_counter() - start)
             except PartDone as done:
-                empty: Callable[..., R] = typing.get_type_hints(function)["return"]
-                return empty(experiment=kind, tables={}, answer=str(done))
+                return typing.cast(R, Result(kind, {}, answer=str(done)))
             finally:
                 _WORK.reset(token)
             if out is not None and not (work.together and work.part[0]):
