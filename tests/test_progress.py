@@ -48,7 +48,7 @@ def test_a_log_gets_a_line_a_minute_over_all_passes(clock, caplog):
     with progress.doing("fitting L1H0"):
         run_in(clock, 30.0)
     assert len(caplog.messages) == 16
-    assert caplog.messages[-2] == "fitting L1H0: 29 of 32 examples, 1 min 30 s left"
+    assert caplog.messages[-2] == "fitting L1H0: 29 of 32 examples, 0:01:30 left"
 
 
 def test_silence_is_kept(clock, caplog, capsys):

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 
 log = logging.getLogger(__name__)
@@ -82,21 +83,9 @@ def counting(total: int, what: str = "examples", shown: bool | None = None) -> I
             nonlocal done
             done += count
             left = (time.monotonic() - started) / max(done, 1) * (total - done)
-            name(f"{done:,} of {total:,} {what}, " + (f"{in_words(left)} left" if left else "all done"))
+            name(f"{done:,} of {total:,} {what}, " + (f"{timedelta(seconds=round(left))} left" if left else "all done"))
 
         yield advance
-
-
-def in_words(seconds: float) -> str:
-    """A time as one says it.
-
-    >>> in_words(8.4), in_words(125), in_words(7300)
-    ('8 s', '2 min 5 s', '2 h 1 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def plain_text(text: str) -> str:
