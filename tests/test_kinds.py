@@ -46,6 +46,7 @@ def call(
         ({"side": "left"}, "side of call should be 'query' or 'key', but got 'left'."),
         ({"span": (0, 1, 2)}, "span of call should"),
         ({"labels": [1]}, "labels of call should be a valid dictionary, but got [1]."),
+        ({"sides": "key"}, "call: unexpected keyword argument 'sides'."),
         ({"whole": "yes"}, "whole of call should be a valid boolean, but got 'yes'."),
     ],
 )

@@ -124,9 +124,10 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return check(*args, **kwargs)
         except ValidationError as error:
-            signature.bind(*args, **kwargs)  # where an argument is one too many or too few, Python says it
             errors = error.errors(include_url=False)
         shown, place = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2], errors[0]["loc"][0]
+        if "argument" in errors[0]["type"]:  # one too many or too few; the live page sends what a browser sends
+            raise BadInput(f"{shown}: {errors[0]['msg'].lower()} {place!r}.")
         here = [wrong for wrong in errors if wrong["loc"][0] == place]
         deepest = [wrong for wrong in here if len(wrong["loc"]) == max(len(wrong["loc"]) for wrong in here)]
         name = list(hints)[min(place, len(hints) - 1)] if isinstance(place, int) else place
