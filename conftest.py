@@ -1,11 +1,12 @@
-"""What tests share: one thread, a cache of their own, and a tiny Llama on disk and in a scope.
+"""What tests share: one thread, a cache of their own, a tiny Llama on disk and in a scope, and the command line.
 
 One thread because on tensors this small, threads of parallel tests only wait for each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,20 @@ def browser() -> Iterator[Any]:
 
     with chromium() as opened:
         yield opened
+
+
+@pytest.fixture
+def qkscope(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: its exit code, what it printed and what it complained about."""
+    from qkscope import cli
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+            patched.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
+            cli.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run

@@ -186,7 +186,9 @@ def test_every_head_is_tried_and_the_rival_is_told(nano):
     changes = [abs(row["difference"]) for row in rows]
     assert changes == sorted(changes, reverse=True)
     for row in rows:
-        assert row["direction"] == ("neither" if abs(row["difference"]) < 0.1 else "for" if row["difference"] < 0 else "against")
+        assert row["direction"] == (
+            "neither" if abs(row["difference"]) < 0.1 else "for" if row["difference"] < 0 else "against"
+        )
     other = qk.why(nano, PROMPT, versus="B")
     assert "rather than 'B'" in other.answer
     with pytest.raises(BadInput, match="is the next token itself"):

@@ -166,7 +166,7 @@ def test_the_commands_write_a_ranking_and_a_site_of_it(tmp_path):
     ranked = CliRunner().invoke(app, ["heads", "binding", "-n", "4", "--model", "nano:mixed", "--out", run])
     assert f"The page: {run}/report.html" in ranked.output
     made = CliRunner().invoke(app, ["gallery", run, "--out", site])
-    assert made.output.startswith("1 run of nano:mixed. 0.1 MB.")
+    assert made.output.startswith("1 run of nano:mixed.")
     assert f"The page: {site}/index.html" in made.output
     refused = CliRunner().invoke(app, ["heads", "binding", "-n", "4", "--model", "nano:mixed", "--out", site])
     assert "holds a run of gallery, not of heads" in str(refused.exception)

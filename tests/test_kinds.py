@@ -46,8 +46,8 @@ def call(
         ({"side": "left"}, "side of call should be 'query' or 'key', but got 'left'."),
         ({"span": (0, 1, 2)}, "span of call should"),
         ({"labels": [1]}, "labels of call should be a valid dictionary, but got [1]."),
-        ({"whole": "yes"}, "whole of call should be a valid boolean, but got 'yes'."),
         ({"sides": "key"}, "call: unexpected keyword argument 'sides'."),
+        ({"whole": "yes"}, "whole of call should be a valid boolean, but got 'yes'."),
     ],
 )
 def test_what_an_annotation_does_not_allow_is_one_sentence(given, says):

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qkscope import BadInput, attribute, cli, decompose, swap, swap_downstream, tasks
+from qkscope import BadInput, attribute, decompose, swap, swap_downstream, tasks
 from qkscope.analyses.fit import load
 from qkscope.capture.scope import Scope
-from qkscope.runs.provenance import made, provenance
-from qkscope.runs.result import Result
-from qkscope.runs.store import read_tensors
+from qkscope.runs.folder import read_tensors
+from qkscope.runs.result import Result, made, provenance
 from tiny_llama import write_tiny_llama
-
-ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def qkscope(*arguments: object) -> str:
-    command = [sys.executable, "-m", "qkscope", *map(str, arguments)]
-    done = subprocess.run(command, env=ALONE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def loaded(model: str, revision: str | None) -> Scope:
@@ -38,12 +25,12 @@ def facts(rows: list[dict]) -> dict[str, dict]:
     return {row["what"]: row for row in rows}
 
 
-def test_saying_the_printed_command_again_gives_the_same_bits(tmp_path):
+def test_saying_the_printed_command_again_gives_the_same_bits(tmp_path, qkscope):
     """On a shipped nano model, into a folder with a blank in its name, which a shell must not split."""
     out, again = tmp_path / "a run", tmp_path / "again"
     job = ["binding", "--size", 4, "--heads", "L1H1,L2H0", "-n", 48, "--contrasts", "order,lexical"]
     qkscope("decompose", *job, "--model", "nano:mixed", "--out", out)
-    said = facts(json.loads(qkscope("view", out, "--made", "--check", "--json"))["tables"]["made"])
+    said = facts(json.loads(qkscope("view", out, "--made", "--check", "--json")[1])["tables"]["made"])
     assert all(said[name]["same"] is True for name in ("weights", "tokenizer", "torch", "transformers", "threads"))
     assert said["model"]["there"] == "nano:mixed"
     program, *arguments = shlex.split(said["command"]["there"])
@@ -96,7 +83,7 @@ def test_what_was_made_with_other_weights_or_another_tokenizer_is_refused(models
         decompose(one, task, ["L1H3"], 16, out=tmp_path / "fit", contrasts=["lexical"], batch_size=4)
 
 
-def test_what_differs_here_is_said(models, tmp_path, monkeypatch, capsys):
+def test_what_differs_here_is_said(models, tmp_path, qkscope):
     """A folder from another machine; a fit and its sums; and what Python made, which no command can repeat."""
     about = provenance(model=str(models[0]), weights="other", tokenizer="other", words=["long"] * 100)
     about = {**about, "command": "qkscope heads 'my file.jsonl'", "versions": {**about["versions"], "torch": "1.0"}}
@@ -104,12 +91,7 @@ def test_what_differs_here_is_said(models, tmp_path, monkeypatch, capsys):
     found = facts(made(tmp_path / "run", load=loaded))
     assert [name for name, row in found.items() if row["same"] is False] == ["weights", "tokenizer", "torch", "threads"]
     assert found["torch"]["there"] == "1.0"
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "argv", ["qkscope", "view", str(tmp_path / "run"), "--made"])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-    assert not stop.value.code
-    answer, *lines = capsys.readouterr().out.splitlines()
+    answer, *lines = qkscope("view", tmp_path / "run", "--made")[1].splitlines()
     assert answer.startswith("Here it is otherwise: torch ")
     assert lines[0] == "  command: qkscope heads 'my file.jsonl'"
     assert max(map(len, lines)) < 140

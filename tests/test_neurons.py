@@ -154,6 +154,13 @@ def test_a_writer_prints_as_it_is_parsed():
     assert (min(writers), max(writers)) == (writers[0], writers[-1])
 
 
+def test_the_command_shows_the_first_of_each_side(scope):
+    result = qk.trace(scope, "hat is in A", "L1H3", neurons=True)
+    rows, _, count, _ = views.shown(result.experiment, result.tables, result.main)
+    neurons = {side: [row for row in result.table("neurons") if row["side"] == side] for side in ("key", "query")}
+    assert (rows, count) == ([*neurons["key"][:5], *neurons["query"][:5]], 20)
+
+
 def test_half_precision_gives_the_same_neurons_nearly():
     rows = []
     for dtype in (torch.float32, torch.bfloat16):

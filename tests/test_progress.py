@@ -5,10 +5,12 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
 
+from qkscope import cli
 from qkscope.runs import progress
 from qkscope.runs.work import stream
 
@@ -19,11 +21,12 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """A line of this test alone, and a clock that moves when it is told to."""
+def clock(monkeypatch, caplog):
+    """A clock that moves when it is told to, and no line logged yet."""
     now = [1000.0]
-    monkeypatch.setattr(progress, "_LINE", progress._Line())
+    monkeypatch.setattr(progress, "_LOGGED", [])
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    caplog.set_level("INFO")
     return now
 
 
@@ -36,7 +39,6 @@ def run_in(clock: list[float], seconds: float, batches: int = 32, **options: obj
 
 
 def test_a_log_gets_a_line_a_minute_over_all_passes(clock, caplog):
-    caplog.set_level("INFO")
     run_in(clock, 1.0)  # half a minute: nothing to say
     assert caplog.messages == []
     for _ in range(10):  # ten more passes, five minutes and twenty seconds
@@ -46,42 +48,27 @@ def test_a_log_gets_a_line_a_minute_over_all_passes(clock, caplog):
     with progress.doing("fitting L1H0"):
         run_in(clock, 30.0)
     assert len(caplog.messages) == 16
-    assert caplog.messages[-2] == "fitting L1H0: 29 of 32 examples, 1 min 30 s left"
+    assert caplog.messages[-2] == "fitting L1H0: 29 of 32 examples, 0:01:30 left"
 
 
 def test_silence_is_kept(clock, caplog, capsys):
-    caplog.set_level("INFO")
     run_in(clock, 100.0, progress=False)
-    assert caplog.messages == []
-    assert capsys.readouterr().err == ""
+    assert (caplog.messages, capsys.readouterr().err) == ([], "")
 
 
-def test_a_terminal_shows_one_line_that_is_gone_at_the_end(clock, monkeypatch, caplog):
-    caplog.set_level("INFO")
+def test_a_terminal_shows_one_line_below_what_is_logged_and_it_is_gone_at_the_end(monkeypatch, caplog):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", "40")
-    with progress.doing("a step with a long name that does not fit"):
-        run_in(clock, 1.0, 4)
-    run_in(clock, 61.0, 4)
+    with progress.doing("a step"), progress.counting(2) as advance:
+        advance(2)
+        time.sleep(0.5)  # it is drawn anew four times a second
+        cli._Stderr().emit(logging.LogRecord("qkscope", logging.INFO, "", 0, "said", None, None))
     written = screen.getvalue()
-    assert "\n" not in written
-    assert max(map(len, written.split("\r"))) < 40
-    assert "1 of 4 examples, 3 min 3 s left" in written
-    assert written.endswith("\r")
-    assert written.split("\r")[-2].strip() == ""
+    assert "\x1b[2Ksaid\n" in written
+    assert "a step: 2 of 2 examples, all done" in written
+    assert written.endswith("\x1b[2K")
     assert caplog.messages == []
-
-
-def test_a_logged_line_stands_below_what_was_there(clock, monkeypatch):
-    from qkscope import cli
-
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    handler = cli._Stderr()
-    progress.tell("half")
-    handler.emit(logging.LogRecord("qkscope", logging.INFO, "", 0, "said", None, None))
-    assert screen.getvalue() == "\rhalf\r    \rsaid\n"
 
 
 def test_other_libraries_are_not_heard_from_the_command_line():
@@ -103,8 +90,6 @@ def test_other_libraries_are_not_heard_from_the_command_line():
 
 
 def test_whoever_asks_for_warnings_hears_them(monkeypatch):
-    from qkscope import cli
-
     monkeypatch.setattr(sys, "warnoptions", ["default"])
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")

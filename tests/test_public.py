@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import qkscope as qk
@@ -39,13 +37,3 @@ def gaps() -> list[str]:
 
 def test_every_public_parameter_is_documented_and_every_public_name_has_an_example():
     assert gaps() == []
-
-
-if __name__ == "__main__":
-    print("\n".join(gaps()))
-
-
-def test_the_stub_for_type_checkers_says_where_public_names_live():
-    stub = ast.parse((Path(qk.__file__).parent / "__init__.pyi").read_text())
-    homes = {name.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names}
-    assert homes == {**qk._HOME, "tasks": "qkscope"}

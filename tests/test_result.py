@@ -18,11 +18,6 @@ from qkscope.heads import parse_heads
 from qkscope.runs.claims import Claim, rule_holds
 from qkscope.runs.result import Result
 
-
-def command(*arguments, **kwargs):
-    return subprocess.run([sys.executable, "-m", "qkscope", *arguments], capture_output=True, text=True, **kwargs)
-
-
 # ---------------------------------------------------------------- heads
 
 
@@ -112,11 +107,8 @@ def test_a_claim_reads_back_as_it_was_written(ours, control, low, high, rule):
     [
         ({"reason": "cosmic rays"}, "'cosmic rays' is no reason for a claim to fail"),
         ({"rule": "ours / 0 > 1"}, "cannot be decided"),
-        ({"rule": "(" * 250 + "ours" + ")" * 250 + " > 0"}, "cannot be decided"),
         ({"rule": "-" * 100_000 + "ours > 0"}, "cannot be decided"),
-        ({"rule": "ours" + " + ours" * 20_000 + " > 0"}, "cannot be decided"),
         ({"rule": 7}, ""),
-        ({"ours": "many"}, ""),
         ({"holds": False}, "is stored as False, and its rule says True"),
     ],
 )
@@ -148,66 +140,34 @@ def test_rules_are_not_programs(rule):
 
 
 def some_result(**kwargs):
-    return Result(
-        experiment="test/one",
-        tables={
-            "t": [{"head": "L0H0", "value": float("nan"), "n": 3, "ok": True, "text": "<script>alert(1)</script>"}]
-        },
-        claims=[Claim("c", "p", 2.0, 1.0, "ours > control")],
-        arrays={"x": torch.arange(3)},
-        **kwargs,
-    )
+    claim, row = Claim("c", "p", 2.0, 1.0, "ours > control"), {"head": "L0H0", "value": float("nan"), "n": 3}
+    return Result("test/one", {"t": [row]}, [claim], {"x": torch.arange(3)}, **kwargs)
 
 
-def test_results_are_json_with_null_for_nan(tmp_path):
+def test_results_are_json_with_null_for_nan_and_read_back(tmp_path):
     folder = some_result().write(tmp_path / "run", files={"figures/a.png": b"png"})
-    text = (folder / "results.json").read_text()
-    assert "NaN" not in text
-    stored = json.loads(text)
-    assert stored["schema"] == 1
-    assert stored["tables"]["t"][0]["value"] is None
-    assert stored["claims"][0]["holds"] is True
-    assert json.loads((folder / "manifest.json").read_text())["schema"] == 1
+    stored = json.loads((folder / "results.json").read_text(), parse_constant=pytest.fail)
+    assert (stored["schema"], stored["tables"]["t"][0]["value"], stored["claims"][0]["holds"]) == (1, None, True)
     assert {p.name for p in folder.rglob("*") if p.is_file()} == {
         "results.json", "manifest.json", "arrays.safetensors", "a.png",
     }  # fmt: skip
+    again = Result.read(folder)
+    assert (again.to_json(), again.arrays["x"].tolist()) == (stored, [0, 1, 2])
 
 
-def test_a_run_replaces_a_run_and_nothing_else(tmp_path):
+def test_a_run_replaces_a_run(tmp_path):
     folder = some_result().write(tmp_path / "run", files={"old": "x"})
     some_result(seed=1).write(folder)
-    assert json.loads((folder / "results.json").read_text())["seed"] == 1
+    assert Result.read(folder).seed == 1
     assert not (folder / "old").exists()
-    assert [p.name for p in tmp_path.iterdir()] == ["run"]
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.tex").write_text("years of work")
-    with pytest.raises(BadInput, match="holds other files"):
-        some_result().write(mine)
-    assert (mine / "thesis.tex").read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="is a file"):
-        some_result().write(tmp_path / "file")
-    with pytest.raises(BadInput, match="cannot be written"):
-        some_result().write(tmp_path / "file" / "below")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine", "run"]
+    for place, says in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "below", "cannot be written")):
+        with pytest.raises(BadInput, match=says):
+            some_result().write(place)
 
 
 # ---------------------------------------------------------------- the shell
-
-
-def test_help_is_instant_and_needs_no_torch():
-    code = (
-        "import sys; sys.argv = ['qkscope', '--help']\n"
-        "from qkscope.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "demo" in done.stdout
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -220,11 +180,11 @@ def test_importing_the_package_imports_nothing_heavy():
         _ = qkscope.nonsense
 
 
-def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path):
+def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path, qkscope):
     """The whole main job, on few prompts: what it finds is in the numbers already, if not in every interval."""
-    done = command("demo", "--n", "24", "--out", str(tmp_path / "demo"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("L18H6 finds the box by the word asked for")
+    code, printed, complaint = qkscope("demo", "--n", 24, "--out", tmp_path / "demo")
+    assert (code, complaint) == (0, "")
+    assert printed.startswith("L18H6 finds the box by the word asked for")
     stored = json.loads((tmp_path / "demo" / "results.json").read_text())
     swap = {(row["head"], row["condition"]): row for row in stored["tables"]["swap"]}
     assert swap["L18H6", "both"]["orig_after"] < 0.3 < swap["L18H6", "random_both"]["orig_after"]
@@ -236,31 +196,16 @@ def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path):
     for kind in ("map", "spectra", "swaps", "curve", "cloud", "tokens", "said", "parts", "tests", "output", "graph"):
         assert f'class="block {kind}"' in page
     assert stored["answer"].split(":")[0] in page
-    said = done.stdout.splitlines()
+    said = printed.splitlines()
     assert len(said) <= 40
     assert any(line.startswith("Why, of one prompt: L18H6 at ':' (token 17) attends to ' Z'") for line in said)
     assert said[-1].startswith("Next: qkscope why ")
 
 
-def test_json_goes_to_stdout_alone():
-    done = command("svd", "--model", "nano:mixed", "--json")
-    assert json.loads(done.stdout)["tables"]["heads"][0]["head"] == "L0H0"
-    assert done.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["demo", "--out", "/proc/nowhere/demo"], "cannot be written"),
-        (["nonsense"], "No such command"),
-    ],
-)
-def test_bad_input_is_a_sentence_and_exit_code_2(arguments, says):
-    done = command(*arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+def test_json_goes_to_stdout_alone(qkscope):
+    _, out, said = qkscope("svd", "--model", "nano:mixed", "--json")
+    assert json.loads(out)["tables"]["heads"][0]["head"] == "L0H0"
+    assert said == ""
 
 
 def test_a_result_is_shown_in_one_line_whatever_its_kind():
@@ -275,7 +220,7 @@ def test_a_result_is_shown_in_one_line_whatever_its_kind():
     assert repr(claim) == "<Claim more than chance | ours 0.5, control 0.1 | ours > control: holds>"
 
 
-def test_a_table_as_a_frame_or_a_sentence(monkeypatch):
+def test_a_table_as_a_frame(monkeypatch):
     class Frames:
         DataFrame = list
 
@@ -284,6 +229,3 @@ def test_a_table_as_a_frame_or_a_sentence(monkeypatch):
     assert (result.to_pandas(), result.to_pandas("c")) == ([{"b": 1}], [{"d": 2}])
     with pytest.raises(BadInput, match="there is no table 'e' in this result: there is a, c"):
         result.to_pandas("e")
-    monkeypatch.setitem(sys.modules, "pandas", None)  # as if it were not installed
-    with pytest.raises(BadInput, match="pandas is not installed"):
-        result.to_pandas()

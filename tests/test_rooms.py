@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import qkscope
@@ -36,6 +37,13 @@ def every_file() -> list[Path]:
     return [*SOURCE.rglob("*.py"), *PAPERS.rglob("*.py")]
 
 
+def _home(name: str) -> str:
+    """The module of a public name; a room or a noun is its own."""
+    home = qkscope._HOME.get(name, "qkscope")
+    return f"qkscope.{name}" if home == "qkscope" else home
+
+
+@cache
 def modules(path: Path) -> set[str]:
     """What a file imports, wherever in it, and by whatever form of words."""
     names = set()
@@ -44,7 +52,7 @@ def modules(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports by dots"
-            public = {alias.name: qkscope._HOME.get(alias.name, f"qkscope.{alias.name}") for alias in node.names}
+            public = {alias.name: _home(alias.name) for alias in node.names}
             names |= set(public.values()) if node.module == "qkscope" else {node.module or ""}
     return names
 
@@ -74,7 +82,7 @@ def test_nothing_of_the_instrument_knows_the_papers():
     for path in SOURCE.rglob("*.py"):
         assert not any(name.startswith("qkscope_papers") for name in modules(path)), path
     loaders = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if "entry_points(" in path.read_text()]
-    assert loaders == [Path("cli/shell.py")]
+    assert loaders == [Path("cli/__init__.py")]
 
 
 def test_the_papers_stand_on_the_instrument_and_on_no_command_but_their_own():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from qkscope.capture.tokens import token_texts
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_writers
 from qkscope.maths.writers import different, draw_alike
-from qkscope.runs import progress
 
 PROMPT = "hat jam cat pen hat jam"
 
@@ -65,11 +62,10 @@ def test_no_head_reaches_what_it_equals(score, shown):
     assert no_head(0.3, {"accuracy": score}) == ("No head reaches 30%: ", shown)
 
 
-def test_heads_below_chance_are_not_listed(nano):
+def test_heads_below_chance_are_not_listed(nano, qkscope):
     rows = qk.find_heads(nano, qk.tasks.ioi(seed=0), n=16, progress=False).tables["heads"]
     below = [row["head"] for row in rows if 0.1 <= row["accuracy"] <= row["chance"]]
-    command = ["heads", "ioi", "--model", "nano:mixed", "-n", "16", "--threshold", "0.1"]
-    said = subprocess.run([sys.executable, "-m", "qkscope", *command], capture_output=True, text=True).stdout
+    said = qkscope("heads", "ioi", "--model", "nano:mixed", "-n", 16, "--threshold", 0.1)[1]
     assert below
     assert not [head for head in below if re.search(rf"^{head} ", said, re.MULTILINE)]
 
@@ -91,22 +87,6 @@ def test_the_legend_names_a_head_of_this_model(nano):
     found = qk.why(nano, PROMPT, "L1H0")
     named = set(re.findall(r"L(\d+)H\d+", str(found)))
     assert all(int(layer) < nano.n_layers for layer in named)
-
-
-def test_progress_never_says_that_nothing_is_left_and_goes_on(capsys):
-    with progress.counting(2, shown=True) as advance:
-        for _ in range(2):
-            progress._LINE.said = float("-inf")
-            advance(1)
-    said = capsys.readouterr().err
-    assert "0 s left" not in said.split("2 of 2")[1]
-    assert "all done" in said
-
-
-def test_discover_names_the_head_it_tests(nano, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_REFRESH", 0.0)
-    qk.discover(nano, qk.tasks.induction(), "L1H1", 200, test=60, sizes=[], changes=0, progress=True)
-    assert "testing L1H1 (1 of 1 heads)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from qkscope import BadInput, Moments, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import load, read_job, sums_file, task_of
 from qkscope.capture.scope import Scope
-from qkscope.runs.provenance import made
-from qkscope.runs.result import Result
-from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.folder import read_tensors, write_tensors
+from qkscope.runs.result import Result, made
 from qkscope.tasks.words import OBJECTS
 
 JOB = {"contrasts": ["order"], "batch_size": 4}

@@ -11,18 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 import qkscope as qk
-from kills import survive
 from qkscope import BadInput, Scope
 from qkscope.analyses.fit import sums_file
-from qkscope.runs import work as work_module
-from qkscope.runs.folder import write_file
-from qkscope.runs.verb import is_part
+from qkscope.runs import folder as folder_module
 from qkscope.runs.work import Stage, Work, parse_part, torchrun_process
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -49,22 +47,30 @@ def quick(verb, *given, **asked):
     return lambda scope, fit, **options: verb(scope, *given, progress=False, **asked, **options)
 
 
+def held_out(verb, **asked):
+    return lambda scope, fit, **options: verb(
+        scope, qk.tasks.binding(5).test(24), fit, batch_size=4, progress=False, **asked, **options
+    )
+
+
 VERBS = {
     "decompose": lambda scope, fit, **options: decompose(scope, **options),
     "heads": quick(qk.find_heads, qk.tasks.induction(), 24, batch_size=4),
     "trace": quick(qk.trace, qk.tasks.induction(8), "L1H0,L2H1", 24, draws=3, batch_size=4),
     "trace of all heads": quick(qk.trace, qk.tasks.induction(8), "all", 24, batch_size=4),
     "trace of texts": quick(qk.trace, TEXTS, "all", 48),
-    "swap": lambda scope, fit, **options: qk.swap(
-        scope, qk.tasks.binding(5).test(24), fit, batch_size=4, draws=4, progress=False, **options
-    ),
-    "downstream": lambda scope, fit, **options: qk.swap_downstream(
-        scope, qk.tasks.binding(5).test(24), fit, batch_size=4, progress=False, **options
-    ),
+    "swap": held_out(qk.swap, draws=4),
+    "downstream": held_out(qk.swap_downstream),
     "atlas": quick(qk.atlas, TEXTS, 160, test=40, batch_size=8),
     "discover": quick(qk.discover, qk.tasks.induction(), "L1H1", 160, test=40, sizes=(1,), draws=4),
 }
 WITH_PARTS = [name for name in VERBS if name not in ("atlas", "discover")]
+
+
+@pytest.fixture(scope="module")
+def whole(nano, fit):
+    """What each verb gives undisturbed, asked once."""
+    return cache(lambda verb: VERBS[verb](nano, fit))
 
 
 def numbers(result) -> dict:
@@ -72,29 +78,28 @@ def numbers(result) -> dict:
     return {name: value for name, value in result.to_json().items() if name != "seconds"}
 
 
-def die_after(monkeypatch, pieces: int) -> None:
+def stop_after(monkeypatch, pieces: int, error: BaseException) -> None:
     """Stop the process, so to speak, when it has written so many pieces and is about to write another."""
     left = [pieces]
 
-    def dying(*given):
+    def dying(*given, real=folder_module.write_file):
         left[0] -= 1
         if left[0] < 0:
-            raise SystemExit("killed")
-        write_file(*given)
+            raise error
+        real(*given)
 
-    monkeypatch.setattr(work_module, "write_file", dying)
+    monkeypatch.setattr(folder_module, "write_file", dying)
 
 
 # ---------------------------------------------------------------- stopped, and gone on with
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_goes_on_where_it_died_and_writes_its_folder(verb, nano, fit, tmp_path, monkeypatch):
+def test_a_verb_goes_on_where_it_died_and_writes_its_folder(verb, nano, fit, whole, tmp_path, monkeypatch):
     run, out = VERBS[verb], tmp_path / "run"
-    whole = run(nano, fit)
     for pieces in (1, 1):
         with monkeypatch.context() as patch:
-            die_after(patch, pieces)
+            stop_after(patch, pieces, SystemExit("killed"))
             with pytest.raises(SystemExit):
                 run(nano, fit, out=out)
     before = {path: path.stat().st_mtime_ns for path in out.glob(".work/*/*.safetensors")}
@@ -103,30 +108,10 @@ def test_a_verb_goes_on_where_it_died_and_writes_its_folder(verb, nano, fit, tmp
         patch.setattr(Work, "finish", lambda self: None)  # leave the pieces to be looked at
         again = run(nano, fit, out=out)
     assert {path: path.stat().st_mtime_ns for path in before} == before, "finished pieces are not made again"
-    assert numbers(again) == numbers(whole)
-    assert again.arrays.keys() == whole.arrays.keys()
+    assert numbers(again) == numbers(whole(verb)) == numbers(qk.load(out))
+    assert again.arrays.keys() == whole(verb).arrays.keys()
     assert (out / "report.html").is_file()
     assert again.seconds > 0
-    assert numbers(qk.load(out)) == numbers(whole)
-    run(nano, fit, out=out)
-    assert not (out / ".work").exists()
-
-
-@pytest.mark.parametrize("verb", ["trace", "atlas"])
-def test_a_killed_command_ends_with_the_results_of_one_left_alone(verb, tmp_path):
-    """``python tests/kills.py 20`` kills more often, and `decompose` too."""
-    assert max(survive(verb, 1, 1, tmp_path), default=0.0) < 60
-
-
-def in_a_process(run) -> int:
-    """Fork: a real process that can be killed, without starting Python and torch again each time."""
-    child = os.fork()
-    if child == 0:
-        try:
-            run()
-        finally:
-            os._exit(0)
-    return child
 
 
 def same_sums(folder: Path, other: Path) -> bool:
@@ -135,23 +120,34 @@ def same_sums(folder: Path, other: Path) -> bool:
     )
 
 
-def test_twenty_kills_at_random_moments_change_no_bit(scope, tmp_path):
+@pytest.fixture(scope="module")
+def undisturbed(scope, tmp_path_factory) -> Path:
+    """The folder of `decompose`."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    decompose(scope, out=out)
+    return out
+
+
+@pytest.mark.parametrize(("verb", "kills"), [("decompose", 8), ("trace", 1), ("atlas", 1)])
+def test_kills_at_random_moments_change_no_number(verb, kills, nano, fit, whole, tmp_path):
+    """Of a forked process, which starts neither Python nor torch again."""
     start = time.perf_counter()
-    decompose(scope, out=tmp_path / "whole")
+    VERBS[verb](nano, fit, out=tmp_path / "whole")
     seconds, draw, killed = time.perf_counter() - start, random.Random(0), 0
-    tables = json.loads((tmp_path / "whole" / "results.json").read_text())["tables"]
-    while killed < 20:
+    while killed < kills:
         out = tmp_path / f"run{killed}"
-        child = in_a_process(lambda out=out: decompose(scope, out=out))
+        child = os.fork()
+        if child == 0:
+            try:
+                VERBS[verb](nano, fit, out=out)
+            finally:
+                os._exit(0)
         time.sleep(draw.uniform(0, seconds))
         os.kill(child, signal.SIGKILL)
         killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])  # one that was quicker than we does not count
-        decompose(scope, out=out)
-        assert same_sums(out, tmp_path / "whole")
-        assert json.loads((out / "results.json").read_text())["tables"] == tables
-        assert sorted(path.name for path in out.iterdir()) == sorted(
-            path.name for path in (tmp_path / "whole").iterdir()
-        )
+        VERBS[verb](nano, fit, out=out)
+        assert numbers(qk.load(out)) == numbers(whole(verb))
+        assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
         shutil.rmtree(out)
 
 
@@ -170,23 +166,13 @@ def test_a_disk_that_refuses_in_the_end_takes_no_work_away(scope, tmp_path, monk
             decompose(scope, out=tmp_path / "run")
     monkeypatch.setattr(Stage, "make", lambda *given: pytest.fail("a piece was made twice"))
     assert decompose(scope, out=tmp_path / "run").subspaces
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "lexical.safetensors", "manifest.json", "order.safetensors", "report.html", "results.json",
-    ]  # fmt: skip
+    assert not (tmp_path / "run" / ".work").exists()
 
 
 @pytest.mark.parametrize("pieces", [0, 1])
 def test_what_is_done_is_called_saved_only_if_it_is(scope, tmp_path, caplog, monkeypatch, pieces):
     caplog.set_level(logging.INFO)
-    left = [pieces]
-
-    def stopping(*given, real=Stage.make):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return real(*given)
-
-    monkeypatch.setattr(Stage, "make", stopping)
+    stop_after(monkeypatch, pieces, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         decompose(scope, out=tmp_path / "run")
     assert ("What is done is saved in" in caplog.text) is bool(pieces)
@@ -211,74 +197,50 @@ def test_a_scheduler_stops_a_command_with_its_own_code(model, tmp_path):
 
 
 @pytest.mark.parametrize("verb", WITH_PARTS)
-def test_parts_of_one_folder_are_the_whole_in_any_order(verb, nano, fit, tmp_path):
+def test_parts_of_one_folder_are_the_whole_in_any_order(verb, nano, fit, whole, tmp_path):
     run = VERBS[verb]
     *parts, last = (run(nano, fit, out=tmp_path / "run", part=(i, 3)) for i in (2, 3, 1))  # counted from 1 here
-    assert all(is_part(part) and "pieces are there" in part.answer for part in parts)
-    assert numbers(last) == numbers(run(nano, fit))
-    assert numbers(qk.load(tmp_path / "run")) == numbers(last)
-    assert not (tmp_path / "run" / ".work").exists()
+    assert all(not part.tables and "pieces are there" in part.answer for part in parts)
+    assert numbers(last) == numbers(whole(verb)) == numbers(qk.load(tmp_path / "run"))
     late = run(nano, fit, out=tmp_path / "run", part=(1, 3))
-    assert is_part(late) or numbers(late) == numbers(last)  # a fit is read, of others nothing is left to do
+    assert not late.tables or numbers(late) == numbers(last)  # a fit is read, of others nothing is left to do
     assert not (tmp_path / "run" / ".work").exists()
 
 
-def test_a_command_without_part_makes_what_parts_left(scope, tmp_path):
+def test_a_command_without_part_makes_what_parts_left(scope, undisturbed, tmp_path):
     """And where another part began to add up, but was killed, it adds up."""
-    decompose(scope, out=tmp_path / "whole")
     decompose(scope, out=tmp_path / "run", part=(1, 2))
     (work,) = (tmp_path / "run" / ".work").iterdir()
     (work / "adding").mkdir()
     said = decompose(scope, out=tmp_path / "run", part=(0, 2)).answer
     assert said == "Another part adds them up; if it was stopped, run the command without --part."
     decompose(scope, out=tmp_path / "run")
-    assert same_sums(tmp_path / "run", tmp_path / "whole")
+    assert same_sums(tmp_path / "run", undisturbed)
 
 
 def test_parts_that_make_no_sense_are_refused(scope, tmp_path):
-    for part in ((-1, 2), (3, 2), (0, 0)):
-        with pytest.raises(BadInput, match="a part is i/n"):
-            decompose(scope, out=tmp_path / "run", part=part)
     with pytest.raises(BadInput, match="name it with out"):
         decompose(scope, part=(0, 2))
     assert "0 of 15 pieces are there" in decompose(scope, out=tmp_path / "run", part=(49, 50)).answer  # none is its own
     assert sorted(parse_part(f"{i}/3") for i in (0, 1, 2)) == sorted(parse_part(f"{i}/3") for i in (1, 2, 3))
-    for text in ("", "3", "4/3", "-1/3", "1/0", "a/b", "1/2/3"):
+    for part in ("", "3", "4/3", "-1/3", "1/0", "a/b", "1/2/3", (-1, 2)):
         with pytest.raises(BadInput, match="a part is i/n"):
-            parse_part(text)
+            parse_part(part)
 
 
-COMMAND = ["decompose", "binding", "--size", 4, "--heads", "L1H3,L0H1", "-n", 40, "--contrasts", "order,lexical"]
-
-
-def test_torchrun_gives_the_bits_of_one_process(model, scope, tmp_path):
-    decompose(scope, out=tmp_path / "whole")
-    asked = [*COMMAND, "--replicates", 9, "--batch-size", 4, "--model", model, "--device", "cpu", "--json"]
+def test_torchrun_gives_the_bits_of_one_process(model, undisturbed, tmp_path, monkeypatch):
+    asked = ["decompose", "binding", "--size", 4, "--heads", "L1H3,L0H1", "-n", 40, "--contrasts", "order,lexical"]
+    asked += ["--replicates", 9, "--batch-size", 4, "--model", model, "--device", "cpu", "--json"]
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qkscope"]
     command = [sys.executable, "-m", *torchrun, *map(str, asked), "--out", str(tmp_path / "run")]
-    for _ in range(2):  # a finished fit is read
-        done = subprocess.run(command, env=ALONE, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["experiment"] == "decompose/binding"  # one process speaks
-        assert same_sums(tmp_path / "run", tmp_path / "whole")
-        assert not (tmp_path / "run" / ".work").exists()
-
-
-def test_only_torchrun_is_torchrun(monkeypatch):
-    """Other launchers number their processes too, and shells keep what an earlier one said."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value, process in (
-        ("RANK", "1", None),
-        ("WORLD_SIZE", "4", None),
-        ("MASTER_ADDR", "127.0.0.1", None),
-        ("MASTER_PORT", "29500", None),  # left over in a shell: nobody would come
-        ("TORCHELASTIC_RUN_ID", "none", (1, 4)),
-        ("WORLD_SIZE", "1", None),
-        ("WORLD_SIZE", "four", None),
-    ):
+    done = subprocess.run(command, env=ALONE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["experiment"] == "decompose/binding"  # one process speaks
+    assert same_sums(tmp_path / "run", undisturbed)
+    assert not (tmp_path / "run" / ".work").exists()
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4")):  # other launchers number their processes too
         monkeypatch.setenv(name, value)
-        assert torchrun_process() == process
+    assert torchrun_process() is None
 
 
 # ---------------------------------------------------------------- pieces
@@ -314,15 +276,16 @@ def test_sums_are_added_in_order_whoever_made_them(nano, tmp_path):
 
 def test_pieces_of_other_work_are_left_alone_and_damaged_ones_made_again(nano, tmp_path, caplog):
     first = Work(tmp_path).begin(nano, ["a"], verb="x", n=1)
-    made = first.once("piece", lambda: {"rows": [{"p": 0.1 + 0.2, "nan": float("nan")}], "t": torch.arange(3.0)})
-    assert first.once("piece", lambda: pytest.fail("made twice"))["rows"][0]["p"] == made["rows"][0]["p"]
+    made = first.once("piece", lambda: {"rows": [{"p": 0.1 + 0.2, "nan": float("nan")}], "t": torch.arange(6.0)[::2]})
+    read = first.once("piece", lambda: pytest.fail("made twice"))
+    assert (read["rows"][0]["p"], read["t"].tolist()) == (made["rows"][0]["p"], [0.0, 2.0, 4.0])
     other = Work(tmp_path).begin(nano, ["a"], verb="x", n=2)
     assert other.once("piece", lambda: "mine") == "mine"
     other.finish()
     (path,) = first.folder.glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-3])
     assert first.once("piece", lambda: "again") == "again"
-    assert "cannot be read, so this piece is made again" in caplog.text
+    assert "This piece is made again" in caplog.text
     first.finish()
     assert list(tmp_path.iterdir()) == []
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
 from qkscope import BadInput
-from qkscope.errors import Terminated
 from qkscope.runs.claims import Claim
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
+from qkscope.runs.result import Result, provenance
 from qkscope_papers import registry
 from qkscope_papers.registry import EMBEDDED, Entry, Experiment, Figure, Settings, reproduce
 
@@ -21,7 +20,7 @@ STOP: list[str] = []
 def run(settings: Settings) -> Result:
     """A figure that takes no time."""
     if settings.figure in STOP:
-        raise Terminated
+        signal.raise_signal(signal.SIGTERM)
     RUN.append(settings.figure)
     claim = Claim(f"{settings.figure} stands", "", 2.0, 1.0, "ours > control")
     return Result(f"lee2026/{settings.figure}", {}, [claim], preset=settings.preset, model=settings.model,

@@ -20,7 +20,7 @@ from qkscope.capture.load import locate, nano_steps
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.maths.significance import wilson
-from qkscope.runs.store import read_manifest, read_tensors
+from qkscope.runs.folder import read_tensors
 from qkscope.tasks.task import ANSWER, pools
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS
 from qkscope_papers.nano.score import CLAIMED, Exam, claimed_task
@@ -260,7 +260,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(broken)])
     deadline = time.monotonic() + 300
-    while not (broken / STATE).exists() or read_manifest(broken / STATE)["step"] < 16:  # tensors may be replaced
+    while not (broken / STATE).exists() or read_tensors(broken / STATE)[1]["step"] < 16:  # tensors may be replaced
         assert process.poll() is None, "the run ended before it could be killed: make it longer"
         assert time.monotonic() < deadline
         time.sleep(0.01)

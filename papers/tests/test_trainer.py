@@ -15,7 +15,7 @@ import torch
 
 from qkscope import BadInput
 from qkscope.errors import Terminated
-from qkscope.runs.store import read_tensors
+from qkscope.runs.folder import read_tensors
 from qkscope_papers import fleet
 from qkscope_papers.fleet import train_all
 from qkscope_papers.lee2026.toy.retrieval import Retrieval, RetrievalHead

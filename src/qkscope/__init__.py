@@ -1,6 +1,7 @@
 """qkscope: why did this attention head attend to that token?
 
-Public names are imported on first use, so that ``import qkscope`` and ``qkscope --help`` stay instant.
+Public names are imported on first use, so that ``import qkscope`` and ``qkscope --help`` stay instant. Which there are,
+and where they live, stands in ``__init__.pyi``, which type checkers and editors read too.
 
 The nouns that all share: `errors`, `kinds` (calls checked against their annotations), `draws` (random numbers by
 address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a subspace as an edit). The rooms, each
@@ -10,48 +11,25 @@ papers, their toys, nano training and the bench are a second distribution, `qksc
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "BadInput": "qkscope.errors",
-    "Dictionary": "qkscope.maths.dictionaries",
-    "Example": "qkscope.examples",
-    "Head": "qkscope.heads",
-    "Moments": "qkscope.maths.moments",
-    "Result": "qkscope.runs.result",
-    "Scope": "qkscope.capture.scope",
-    "Subspace": "qkscope.maths.subspace",
-    "alignment": "qkscope.maths.attribution",
-    "atlas": "qkscope.analyses.atlas",
-    "attribute": "qkscope.analyses.attribute",
-    "decompose": "qkscope.analyses.decompose",
-    "find_heads": "qkscope.analyses.find",
-    "load": "qkscope.analyses.fit",
-    "relative_attention": "qkscope.analyses.relative",
-    "singular_basis": "qkscope.analyses.relative",
-    "sparsity": "qkscope.analyses.sparsity",
-    "swap": "qkscope.analyses.swap",
-    "swap_downstream": "qkscope.analyses.downstream",
-    "thin_svd": "qkscope.maths.bases",
-    "trace": "qkscope.analyses.trace.trace",
-    "view": "qkscope.show.live",
-    "why": "qkscope.analyses.why.why",
-    "write_gallery": "qkscope.show.gallery",
-    "write_report": "qkscope.show.page",
-    "tasks": "qkscope.tasks",
-}
-
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+_HOME = {name: home for home, name in re.findall(r"^from (\S+) import (\w+)", _STUB, re.MULTILINE)}
 __all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'qkscope' has no attribute {name!r}")
-    module = import_module(_HOME[name])
-    globals()[name] = value = module if name == "tasks" else getattr(module, name)
+    tasks = _HOME[name] == __name__  # a room, and no name of one
+    globals()[name] = value = (
+        import_module(f"{__name__}.{name}") if tasks else getattr(import_module(_HOME[name]), name)
+    )
     return value
 
 

@@ -5,7 +5,6 @@ The command line turns it into a sentence on stderr and exit code 2; everything 
 
 from __future__ import annotations
 
-import errno
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,13 +17,6 @@ class BadInput(ValueError):
 
 class Terminated(KeyboardInterrupt):
     """A scheduler asked us to stop (SIGTERM): as if Ctrl-C had been pressed, but for the exit code."""
-
-
-def check_name_length(error: OSError) -> None:
-    """Say in a sentence that a file's name is too long, where that is what went wrong."""
-    if error.errno == errno.ENAMETOOLONG:
-        shown = str(error.filename)[:60]
-        raise BadInput(f"the name {shown}… is longer than a disk takes: choose a shorter one.") from None
 
 
 def check_device(device: str | torch.device) -> torch.device:

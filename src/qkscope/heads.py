@@ -119,16 +119,14 @@ class Writer:
         """
         if isinstance(text, Writer):
             return text
-        if isinstance(text, Head):
-            return cls(text.layer, "head", (text.index,))
+        if isinstance(text, Head) or _PATTERN.fullmatch(text):
+            head = Head.parse(text)
+            return cls(head.layer, "head", (head.index,))
         if text in (EMBEDDING, BIAS):
             return cls(-1, "embedding") if text == EMBEDDING else cls(_LAST, "bias")
-        if head := _PATTERN.fullmatch(text):
-            return cls.parse(Head(int(head[1]), int(head[2])))
         part = _PART.fullmatch(text)
         if part is None:
-            said = f"{text[:40]!r} is not a writer"
-            raise BadInput(f"{said}: write a head like L17H8, an MLP like M9, a neuron like M9.N120.")
+            raise BadInput(f"{text[:40]!r} is not a writer: write a head as L17H8, an MLP as M9, a neuron as M9.N120.")
         index = tuple(int(number) for number in part.groups()[1:] if number is not None)
         return cls(int(part[1]), "mlp" if part[3] is None else "neuron", index)
 

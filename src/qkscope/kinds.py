@@ -32,9 +32,8 @@ Count = Annotated[int, AtLeast(1)]
 Prompts = Annotated[int, Interval(ge=1, le=1_000_000)]
 Natural = Annotated[int, AtLeast(0)]
 Share = Annotated[float, Interval(ge=0, le=1)]
-Seed = Annotated[
-    int, Interval(ge=-(2**62), le=2**62)
-]  # generators take 64 bits, and what is derived from a seed must fit too
+Seed = Annotated[int, Interval(ge=-(2**62), le=2**62)]
+"""Generators take 64 bits, and what is derived from a seed must fit too."""
 
 _CONTAINERS = (list, tuple, dict, set, Sequence, Mapping)
 _AS_THEY_ARE = (Any, Literal, Callable, Path, None, types.NoneType)
@@ -114,8 +113,8 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     hints: dict[str, Any] = dict.fromkeys(signature.parameters, Any)
     for name in hints.keys() & inner.__annotations__.keys():
-        alone = type("Alone", (), {"__annotations__": {name: inner.__annotations__[name]}})
         with suppress(NameError):  # it names what only a type checker sees
+            alone = types.SimpleNamespace(__annotations__={name: inner.__annotations__[name]})
             hints[name] = _typed(typing.get_type_hints(alone, inner.__globals__, include_extras=True)[name])
     parameters = [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
     vars(given)["__signature__"], given.__annotations__ = signature.replace(parameters=parameters), hints
@@ -127,10 +126,10 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
         except ValidationError as error:
             errors = error.errors(include_url=False)
         shown, place = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2], errors[0]["loc"][0]
-        if "argument" in errors[0]["type"]:  # one too many or too few
+        if "argument" in errors[0]["type"]:  # one too many or too few; the live page sends what a browser sends
             raise BadInput(f"{shown}: {errors[0]['msg'].lower()} {place!r}.")
-        depth = max(len(wrong["loc"]) for wrong in errors if wrong["loc"][0] == place)
-        deepest = [wrong for wrong in errors if wrong["loc"][0] == place and len(wrong["loc"]) == depth]
+        here = [wrong for wrong in errors if wrong["loc"][0] == place]
+        deepest = [wrong for wrong in here if len(wrong["loc"]) == max(len(wrong["loc"]) for wrong in here)]
         name = list(hints)[min(place, len(hints) - 1)] if isinstance(place, int) else place
         wanted = " or ".join(dict.fromkeys(wrong["msg"].removeprefix("Input should be ") for wrong in deepest))
         for theirs, ours in _WORDS.items():
@@ -149,10 +148,8 @@ def _typed(hint: Any) -> Any:
         return Annotated[_typed(inside[0]), *inside[1:]]
     if origin in (Union, types.UnionType):
         return functools.reduce(operator.or_, map(_typed, inside))
-    if hint in (int, float):
+    if hint in (int, float, bool, str, bytes):
         return Annotated[hint, Strict(), BeforeValidator(_plain)]
-    if hint in (bool, str, bytes):
-        return Annotated[hint, Strict()]
     if (origin or hint) in _AS_THEY_ARE or not isinstance(origin or hint, type):
         return hint
     if origin in _CONTAINERS and inside:
@@ -169,5 +166,13 @@ def came(value: Any) -> str:
     """A value in a message: itself, cut where it is long; of an array its shape and type."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:79]}…"
+    return cut(" ".join(repr(value).split()), 80)
+
+
+def cut(text: str, most: int) -> str:
+    """The text, or as many of its characters as that, the last one an ellipsis.
+
+    >>> cut("unbelievable", 8)
+    'unbelie…'
+    """
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli.shell import All, Json, Out, Seed, command, print_end, print_json, print_result, print_rows
+from qkscope.cli import All, Json, command, print_end, print_json, print_result, print_rows
 from qkscope.cli.views import VIEWS, View, where
 from qkscope.errors import BadInput
 
@@ -26,6 +26,8 @@ app.add_typer(toy, name="toy", rich_help_panel=PANEL)
 train = typer.Typer(help="Train small language models on the tasks' texts.", no_args_is_help=True)
 app.add_typer(train, name="train", rich_help_panel=PANEL)
 
+Out = Annotated[Path, typer.Option("--out", help="Folder for the results and the page.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.")]
 TrainDevice = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="CPU threads; all cores by default.")]
 HeadWidth = Annotated[int, typer.Option("--d-head", help="Width of the head.")]

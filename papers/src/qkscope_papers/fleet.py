@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from qkscope.errors import BadInput
 from qkscope.runs.folder import kept_if_stopped
-from qkscope.runs.progress import clear, tell
+from qkscope.runs.progress import doing
 from qkscope.runs.result import Result
 from qkscope_papers.registry import Experiment, Figure, Settings, figure
 from qkscope_papers.trainer import Outcome, Trainer
@@ -30,8 +32,13 @@ from qkscope_papers.trainer import Outcome, Trainer
 C = TypeVar("C")
 
 _WARM_UP = 2
-TRAINED = r"[^/]+\.safetensors"
-"""What a folder of trained toys holds."""
+
+
+def check_trained(folder: Path) -> None:
+    """Refuse a folder that holds anything but trained toys, or what a killed run was writing of one."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or path.parent != folder or not re.search(r"\.safetensors(\w{8}\.part)?$", path.name):
+            raise BadInput(f"{folder} holds other files than trained toys, {path.name}: name a new folder.")
 
 
 @contextmanager
@@ -61,14 +68,14 @@ def toy_figures(
 
 
 class Progress:
-    """How far the trainers are, in one line."""
+    """How far the trainers are, in one line that ``tell`` shows."""
 
-    def __init__(self, trainers: Sequence[Trainer]) -> None:
-        self.trainers, self.started = list(trainers), time.monotonic()
+    def __init__(self, trainers: Sequence[Trainer], tell: Callable[[str], None]) -> None:
+        self.trainers, self.tell, self.started = list(trainers), tell, time.monotonic()
 
     def __call__(self) -> None:
-        """Say where things stand, if it is time to."""
-        tell(self.line())
+        """Say where things stand."""
+        self.tell(self.line())
 
     def line(self) -> str:
         """How many heads still train, at which steps, since when."""
@@ -82,15 +89,14 @@ class Progress:
 
 def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[Outcome]:
     """Train everything to its end; `workers` CPU threads (as many as cores by default)."""
-    progress = Progress(trainers)
     saved = [trainer.checkpoint for trainer in trainers if trainer.checkpoint is not None]
     where = saved[0].parent if saved else Path()
-    with kept_if_stopped(where, lambda: any(path.exists() for path in saved)):
+    with kept_if_stopped(where, lambda: any(path.exists() for path in saved)), doing("training") as tell:
+        progress = Progress(trainers, tell)
         if all(trainer.task.device.type == "cuda" for trainer in trainers):
             _run_graphs(trainers, progress)
         else:
             _run_threads(trainers, progress, workers or _cores())
-    clear()
     return [trainer.result() for trainer in trainers]
 
 

@@ -28,8 +28,7 @@ from qkscope.kinds import checked_call
 from qkscope.runs.claims import Claim
 from qkscope.runs.folder import MANIFEST, check_folder, kept_if_stopped, read_json
 from qkscope.runs.progress import doing
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
+from qkscope.runs.result import Result, provenance
 from qkscope_papers.tables import Row
 
 log = logging.getLogger(__name__)

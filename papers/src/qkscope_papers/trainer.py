@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.kinds import Count, checked_class
-from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.folder import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 

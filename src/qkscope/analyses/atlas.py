@@ -33,7 +33,7 @@ from qkscope.kinds import Count, Seed, checked_class
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.progress import doing
 from qkscope.runs.result import Result
-from qkscope.runs.verb import current_work, verb
+from qkscope.runs.work import current_work, verb
 from qkscope.tasks.sides import Passage, split
 from qkscope.tasks.texts import Document, python_texts, text_hash
 

@@ -27,7 +27,7 @@ from qkscope.kinds import checked_class
 from qkscope.maths.attribution import Split, attribute_logits, part_name, split_rows
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
-from qkscope.runs.verb import verb
+from qkscope.runs.work import verb
 
 _BAR = 40  # characters of the longest bar
 

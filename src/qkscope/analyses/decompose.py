@@ -25,8 +25,7 @@ from qkscope.kinds import Count, Interval, Seed
 from qkscope.maths.significance import Center, NullKind, lag_one
 from qkscope.maths.subspace import Rank
 from qkscope.runs.folder import RESULTS, read_run
-from qkscope.runs.verb import current_work, verb
-from qkscope.runs.work import BatchPart, Stage, out_of_memory
+from qkscope.runs.work import BatchPart, Stage, current_work, out_of_memory, verb
 from qkscope.tasks.task import Contrast, Task
 
 ALIKE = 0.01

@@ -31,9 +31,8 @@ from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.swap import Condition, swapped_keys
-from qkscope.runs.provenance import provenance
-from qkscope.runs.verb import current_work, verb
-from qkscope.runs.work import Stage
+from qkscope.runs.result import provenance
+from qkscope.runs.work import Stage, current_work, verb
 from qkscope.tasks.task import ANSWER, UnitsToTest
 
 _NAMED = 4  # candidates in a sentence

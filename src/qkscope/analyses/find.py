@@ -24,10 +24,8 @@ from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.kinds import Count, Prompts, Share, checked_class
 from qkscope.maths.significance import clustered_bootstrap, wilson
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
-from qkscope.runs.verb import current_work, verb
-from qkscope.runs.work import Stage
+from qkscope.runs.result import Result, provenance
+from qkscope.runs.work import Stage, current_work, verb
 from qkscope.tasks.task import ANSWER, Task
 
 THRESHOLD = 0.30

@@ -29,8 +29,7 @@ from qkscope.maths.moments import Covariance, Moments
 from qkscope.maths.significance import Center
 from qkscope.maths.subspace import Rank, Subspace
 from qkscope.runs.folder import MANIFEST, WORK, check_unchanged, file_name, read_json, read_run
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result, write_result
+from qkscope.runs.result import Result, provenance, write_result
 from qkscope.tasks.task import Task
 
 _SHOWN_SPECTRUM = 16  # singular values, at the least

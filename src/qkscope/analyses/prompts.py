@@ -26,7 +26,7 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
-from qkscope.runs.provenance import provenance
+from qkscope.runs.result import provenance
 from qkscope.runs.work import stream
 from qkscope.tasks.task import ASKED, Contrast, Task, Unit
 

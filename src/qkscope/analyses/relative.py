@@ -34,7 +34,7 @@ from qkscope.maths import relative as measure
 from qkscope.maths.attribution import split_rows
 from qkscope.maths.singular import SingularBasis, basis_of_weights, singular_coordinates
 from qkscope.runs.result import Result
-from qkscope.runs.verb import verb
+from qkscope.runs.work import verb
 from qkscope.tasks.task import ANSWER
 
 log = logging.getLogger(__name__)

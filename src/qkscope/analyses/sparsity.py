@@ -37,10 +37,8 @@ from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.relative import rotated_terms
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.progress import doing
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
-from qkscope.runs.verb import current_work, verb
-from qkscope.runs.work import stream
+from qkscope.runs.result import Result, provenance
+from qkscope.runs.work import current_work, stream, verb
 from qkscope.tasks.task import ANSWER, Task, Unit
 
 _COPYING = ("binding", "induction", "ioi")  # tasks whose answer is the word at the right key

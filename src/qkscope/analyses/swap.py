@@ -31,10 +31,8 @@ from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, Method, SwapRows, draw_targets
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
-from qkscope.runs.verb import current_work, verb
-from qkscope.runs.work import Stage, Work
+from qkscope.runs.result import Result, provenance
+from qkscope.runs.work import Stage, Work, current_work, verb
 from qkscope.tasks.task import ANSWER, ASKED, Unit, UnitsToTest
 
 SIZES = (1, 2, 4, 8, 12)

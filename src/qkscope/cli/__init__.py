@@ -1,33 +1,95 @@
 """The command line: a thin shell over functions. A command is made from a function's signature and docstring.
 
 Nothing heavy is imported until a verb runs, so that ``qkscope --help`` answers at once. Bad input is one sentence on
-stderr and exit code 2. In reading order: `verbs` (commands from signatures), `begin` (verbs that the command line alone
-has, and the next command of each), `shell` (the app, and how results are printed), `views` (which rows and columns, and
-how they are fitted into a line). Verbs of other distributions join by entry points (`shell.Verbs`).
+stderr and exit code 2. Here are the app, its entry point, and how results are printed: the answer, one small table, the
+next command. In reading order: `views` (which rows and columns, and how they are fitted into a line), `verbs` (commands
+from signatures), `begin` (verbs that the command line alone has, and the next command of each). Verbs of other
+distributions join by entry points (`Verbs`).
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
+import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, TextIO
 
 import typer
+from rich.console import Console
+from typer.core import TyperGroup
+from typer.main import get_command
 
-import qkscope.cli.verbs  # noqa: F401  (commands register themselves)
 from qkscope import __version__
-from qkscope.cli.shell import app
-from qkscope.errors import BadInput, Terminated, check_name_length
-from qkscope.runs.progress import clear, plain_text
+from qkscope.cli import views
+from qkscope.errors import BadInput, Terminated
+from qkscope.runs.progress import plain_text
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
+_OF_PAPERS = ("reproduce", "toy", "train", "bench", "models")
+_WHOLE = 100_000  # columns of a line that nobody wraps
+
+
+class Verbs(TyperGroup):
+    """Our verbs, and those of other distributions (entry points ``qkscope.commands``), loaded when they are asked for.
+
+    An entry point names a `typer.Typer`, as ``qkscope_papers.cli:app``; ours come first where names are the same.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all verbs."""
+        for entry in entry_points(group="qkscope.commands"):
+            for name, verb in get_command(entry.load()).commands.items():  # type: ignore[attr-defined]
+                self.commands.setdefault(name, verb)
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb of this name; None where there is none."""
+        if cmd_name not in self.commands and cmd_name not in self.list_commands(ctx) and cmd_name in _OF_PAPERS:
+            raise BadInput(f"{cmd_name} needs the papers: run `pip install qkscope-papers`.")
+        return super().get_command(ctx, cmd_name)
+
+
+app = typer.Typer(
+    cls=Verbs,
+    name="qkscope",
+    help="Why did this attention head attend to that token?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Why did this attention head attend to that token?"""
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
+All = Annotated[bool, typer.Option("--all", help="Print every table with all its rows and columns.")]
+
+
+# ---------------------------------------------------------------------- the entry point
 
 
 def main() -> None:
@@ -36,16 +98,17 @@ def main() -> None:
     Where nothing can be printed, a verb goes on and writes its files; then that is said, and the exit code is 1.
     """
     _listen_to_ourselves()
-    before, stdout = signal.signal(signal.SIGTERM, _terminate), sys.stdout
+    before, stdout, terminated = signal.getsignal(signal.SIGTERM), sys.stdout, []
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        terminated.append(number)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
     sys.stdout = printing = _Stdout(stdout)
     try:
-        _check_arguments(sys.argv[1:])
-        try:
-            app()
-        except OSError as error:
-            check_name_length(error)
-            raise
-    except BadInput as error:
+        app()
+    except (BadInput, UnicodeEncodeError, OSError) as error:  # half a surrogate is no text; a name may be too long
         typer.echo(plain_text(f"qkscope: {error}"), err=True)
         sys.exit(2)
     except (SystemExit, KeyboardInterrupt) as ended:
@@ -57,11 +120,11 @@ def main() -> None:
             typer.echo(f"qkscope: not all could be printed ({printing.failed}){written}.", err=True)
             sys.exit(1)
         typer.echo("qkscope: stopped.", err=True)
-        sys.exit(_TERMINATED if _was_terminated(ended) else _INTERRUPTED)
+        sys.exit(_TERMINATED if terminated else _INTERRUPTED)
     finally:
         printing.flush()
         sys.stdout = stdout
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Stdout:
@@ -106,49 +169,111 @@ def _listen_to_ourselves() -> None:
     logging.getLogger("qkscope").setLevel(logging.INFO)
 
 
-class _Stderr(logging.StreamHandler[TextIO]):
-    """Lines on stderr, each below what was there: the line that is written over goes first.
-
-    What is logged may quote a folder or a model: nothing in it steers the terminal.
-    """
+class _Stderr(logging.Handler):
+    """Lines on stderr, above the one that says how far a run is; nothing that they quote steers the terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        clear()
-        super().emit(record)
-
-    def format(self, record: logging.LogRecord) -> str:
-        return plain_text(record.getMessage())
+        print(plain_text(record.getMessage()), file=sys.stderr)  # noqa: T201
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+# ---------------------------------------------------------------------- how results are printed
 
 
-def _was_terminated(error: BaseException | None) -> bool:
-    """Whether a scheduler asked for the end: the shell below us turns every interruption into one exit code."""
-    while error is not None and not isinstance(error, Terminated):
-        error = error.__cause__ or error.__context__
-    return error is not None
+def print_result(result: Any, as_json: bool, everything: bool = False) -> None:
+    """The answer and the one table that supports it, or every table; or all of it as JSON.
+
+    Of several processes under torchrun the first alone has a result to print.
+    """
+    if as_json and (result.tables or result.answer):
+        print_json(result.to_json())
+    elif result.tables or result.answer:
+        claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
+        say("\n".join([result.answer, *(f"  {row['line']}" for row in result.tables.get("said", ()))]))
+        print_tables(result.experiment, {**result.tables, "claims": claims}, everything, result.main)
 
 
-def _check_arguments(arguments: list[str]) -> None:
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise BadInput(f"{argument!a} is not text in UTF-8: write it anew, or rename the file.") from None
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+def print_rows(
+    verb: str, rows: Sequence[Mapping[str, Any]], answer: str, as_json: bool, everything: bool = False
 ) -> None:
-    """Why did this attention head attend to that token?"""
+    """As `print_result`, of a verb that gives rows; as JSON ``{"rows": [...]}``."""
+    if as_json:
+        print_json({"rows": list(rows)})
+    else:
+        say(answer)
+        print_tables(verb, {"rows": rows}, everything)
+
+
+def print_tables(verb: str, tables: Mapping[str, Any], everything: bool = False, main: str = "") -> None:
+    """What a verb shows of its tables (`qkscope.cli.views`), or all of them in full."""
+    if everything:
+        console = Console(width=None if sys.stdout.isatty() else _WHOLE)
+        for name, rows in tables.items():
+            if rows:
+                say(f"\n{name}")
+                columns = {column: column for column in rows[0]}
+                console.print(*views.drawn(rows, columns, console.width, whole=True), sep="\n\n")
+    elif shown := views.shown(verb, tables, main):
+        rows, columns, count, note = shown
+        console = Console()
+        console.print("", *views.drawn(rows, columns, console.width), sep="\n")
+        if note:
+            say(note, wrapped=True)
+        say((f"{len(rows)} of {count} rows; " if len(rows) < count else "") + "--all prints everything.")
+
+
+def print_json(value: Any) -> None:
+    """JSON on stdout, and nothing else there; JSON writes out most of what would steer a terminal, but not all."""
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    typer.echo(re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text))
+
+
+def say(text: str, wrapped: bool | None = None) -> None:
+    """Lines for people; what they quote from a folder does not steer the terminal.
+
+    Parameters
+    ----------
+    text : the lines.
+    wrapped : whether long ones are broken between words; on a terminal, if not given: a pipe takes whole lines.
+    """
+    whole = not (sys.stdout.isatty() if wrapped is None else wrapped)
+    Console(highlight=False, markup=False, emoji=False).print(plain_text(text), soft_wrap=whole)
+
+
+def print_end(*written: str | Path | None, then: str, as_json: bool = False) -> None:
+    """Where the pages are (or what was written), and the next command to type.
+
+    Parameters
+    ----------
+    written : folders or files; None where nothing was written.
+    then : the next command.
+    as_json : then nothing but JSON is printed.
+    """
+    if as_json:
+        return
+    typer.echo()
+    for out in (place for place in written if place is not None):
+        pages = [page for page in (Path(out) / "report.html", Path(out) / "index.html") if page.is_file()]
+        say(f"The page: {pages[0]}" if pages else f"Written to {out}.")
+    typer.echo(f"Next: {plain_text(then)}")
+
+
+def command(verb: str, *arguments: object, **options: object) -> str:
+    """A command to type: its arguments, and its options where the verb has them and would not take them anyway.
+
+    >>> command("decompose", "binding", heads="L18H6", out="my runs", seed=1, key=3)
+    "qkscope decompose binding --heads L18H6 --out 'my runs' --seed 1"
+    """
+    known = {parameter.name: parameter for parameter in get_command(app).get_command(None, verb).params}  # type: ignore[attr-defined]
+    words = ["qkscope", verb, *map(str, arguments)]
+    for name, value in options.items():
+        if name not in known or value is None or value is False or value == known[name].default:
+            continue
+        texts = list(map(str, value)) if isinstance(value, list) else [str(value)]
+        if known[name].param_type_name == "argument":
+            words += texts
+        else:
+            words += [known[name].opts[0], *([] if value is True else [",".join(texts)])]
+    return shlex.join(word.replace("\n", "\\n") for word in words)
+
+
+from qkscope.cli import verbs as verbs  # noqa: E402  (commands register themselves, on the app above)

@@ -6,15 +6,14 @@ prompt, with claims. Words for finding, fitting and testing are disjoint. Nothin
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkscope.cli.shell import command, print_end, print_json, say
-from qkscope.cli.views import shorten
+from qkscope.cli import command, print_end, print_json, say
 from qkscope.errors import BadInput
+from qkscope.kinds import cut
 
 if TYPE_CHECKING:
     from qkscope.capture.scope import Scope
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 _HEADS = 3
-_LONGEST_PROMPT = 300  # characters, in a command to type
-Rows = Mapping[Any, Mapping[str, Any]]
 
 
 # ---------------------------------------------------------------------- pages and files
@@ -61,25 +58,17 @@ def view(
         open_view(folder, live=live, model=model, fit=fit, port=port, browser=browser, say=say)
         return None
     from qkscope.capture.scope import Scope
-    from qkscope.runs.provenance import made as facts_of
     from qkscope.runs.result import Result
+    from qkscope.runs.result import made as facts_of
 
     if folder is None or live:
         raise BadInput("name the run folder whose making is asked for, without --live.")
     rows = facts_of(folder, load=(lambda model, revision: Scope.load(model, revision=revision)) if check else None)
     differs = [f"{row['what']} {row['here']}" for row in rows if row["same"] is False]
     answer = f"Here it is otherwise: {', '.join(differs)}." if differs else "What can be compared is the same here."
-    return Result("made", {"made": rows, "said": [{"line": _fact(row)} for row in rows]}, answer=answer)
-
-
-def _fact(row: Mapping[str, Any]) -> str:
-    if row["what"] != "command":
-        return f"{row['what']}: {shorten(str(row['there']), 100)}"
-    try:  # anybody may have written it, and it may be pasted: quoted anew it runs nothing else
-        words = shlex.split(row["there"].replace("\n", "\\n"))
-    except ValueError:
-        words = []
-    return f"command: {shlex.join(words)}" if words[:1] == ["qkscope"] else "command: none of ours"
+    texts = {row["what"]: str(row["there"]) for row in rows}
+    told = [{"line": f"{what}: {text if what == 'command' else cut(text, 100)}"} for what, text in texts.items()]
+    return Result("made", {"made": rows, "said": told}, answer=answer)
 
 
 def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
@@ -96,9 +85,7 @@ def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
     from qkscope.runs.result import Result
     from qkscope.show.gallery import write_gallery
 
-    index = write_gallery(out, *folders, title=title)
-    result, size = Result.read(out), sum(path.stat().st_size for path in (index, *Path(out).glob("runs/*.html")))
-    return replace(result, answer=f"{result.answer} {size / 1e6:.1f} MB.")
+    return Result.read(write_gallery(out, *folders, title=title).parent)
 
 
 def svd(
@@ -113,22 +100,19 @@ def svd(
     out : a .safetensors file for the singular vectors.
     """
     from qkscope.analyses.relative import singular_basis
-    from qkscope.runs.folder import check_writable
+    from qkscope.runs.folder import read_tensors
     from qkscope.runs.result import Result
-    from qkscope.runs.store import check_replaceable
 
-    if out is not None:
-        if Path(out).is_dir() or Path(out).suffix != ".safetensors":
-            raise BadInput(f"{out} should be a file that ends in .safetensors.")
-        check_replaceable(Path(out), "singular_basis")
-        check_writable(Path(out).absolute().parent)
+    if out is not None and Path(out).suffix != ".safetensors":
+        raise BadInput(f"{out} should be a file that ends in .safetensors.")
+    if out is not None and Path(out).exists():
+        read_tensors(out, "singular_basis")  # refused where it is something else: it may be somebody's weights
     basis = singular_basis(scope, heads)
-    rows = basis.table()
     if out is not None:
         basis.save(out)
-    ranks = [f"{rank:.1f}" for rank in sorted(row["effective_rank"] for row in rows)]
-    what = f"matrices of {len(rows)} heads have {ranks[0]} to" if len(rows) > 1 else f"matrix of {rows[0]['head']} has"
-    answer = f"The QK {what} {ranks[-1]} effective dimensions."
+    rows = basis.table()
+    ranks = sorted(row["effective_rank"] for row in rows)
+    answer = f"QK matrices of {len(rows)} heads: {ranks[0]:.1f} to {ranks[-1]:.1f} effective dimensions."
     return Result("svd", {"heads": rows}, answer=answer, model=scope.name)
 
 
@@ -157,13 +141,11 @@ def schema(verb: str) -> None:
     known = json.loads(Path(__file__).with_name("schemas.json").read_text())
     if verb not in known:
         raise BadInput(f"there is no schema of {verb!r}: take one of {', '.join(known)}.")
-    whole = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"qkscope {verb} --json",
-        "required": [*_FIELDS, "tables"], **_record(_FIELDS),
-    }  # fmt: skip
+    result = _record(_FIELDS)
     tables = {table: {"type": "array", "items": _record(columns)} for table, columns in known[verb].items()}
-    whole["properties"]["tables"] = {"type": "object", "properties": tables}
-    print_json(whole)
+    result["properties"]["tables"] = {"type": "object", "properties": tables}
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    print_json({"$schema": draft, "title": f"qkscope {verb} --json", "required": [*_FIELDS, "tables"], **result})
 
 
 _FIELDS = {
@@ -197,8 +179,7 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
 
     from qkscope import Scope, attribute, decompose, find_heads, swap, tasks, why
     from qkscope.runs.progress import doing
-    from qkscope.runs.provenance import provenance
-    from qkscope.runs.result import Result
+    from qkscope.runs.result import Result, provenance
     from qkscope.show.page import report_html
 
     start, scope, task = time.perf_counter(), Scope.load("smollm2-135m"), tasks.binding(entities=9, form="list")
@@ -211,70 +192,53 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
         fit = decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     with doing("swapping them on held-out prompts"):
         swaps = swap(scope, task.test(n), fit, heads, clouds=True)
-    parts = attribute(scope, PROMPT, heads[0], fit)
-    asked = why(scope, PROMPT, heads[0], features=fit)
-    swapped = {row["condition"]: row for row in swaps.table() if row["head"] == heads[0]}
-    result = Result(
-        experiment="demo",
-        answer=_answer(heads[0], swapped),
-        tables={
-            "heads": best[:12],
-            "ranks": fit.table(),
-            "swap": swaps.table(),
-            "curve": swaps.tables["curve"],
-            "tokens": parts.tables["tokens"],
-            "why": [{"line": asked.answer}, *asked.tables["said"]],
-        },
-        claims=_claims(
-            next(row for row in best if row["head"] == heads[0]),
-            swapped,
-            {row["method"]: row for row in swaps.tables["curve"] if row["head"] == heads[0] and row["k"] == 2},
-            {row["head"]: row for row in fit.table() if row["contrast"] == "lexical"},
-            control,
-        ),
-        model=scope.name,
-        seconds=time.perf_counter() - start,
-        provenance=provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=0),
-    )
+    parts, asked = attribute(scope, PROMPT, heads[0], fit), why(scope, PROMPT, heads[0], features=fit)
+    tables = {
+        "heads": best[:12], "ranks": fit.table(), "swap": swaps.table(), "curve": swaps.tables["curve"],
+        "tokens": parts.tables["tokens"], "why": [{"line": asked.answer}, *asked.tables["said"]],
+    }  # fmt: skip
+    answer, claims = _findings(heads[0], control, tables)
+    about = provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=0)
+    seconds = time.perf_counter() - start
+    result = Result("demo", tables, claims, model=scope.name, seconds=seconds, answer=answer, provenance=about)
     page = report_html([replace(result, tables={}), ranking, fit, swaps, parts, asked], title="demo")
     result.write(out, files={"report.html": page})
     return result
 
 
-def _answer(head: str, rows: Rows) -> str:
-    both, lexical, random = (rows[name] for name in ("both", "lexical", "random_both"))
-    return (
+def _findings(head: str, control: str, tables: Mapping[str, Any]) -> tuple[str, list[Claim]]:
+    """What the best head shows, in a sentence and as claims; ``control`` is a head at chance."""
+    from qkscope.runs.claims import Claim
+
+    best = next(row for row in tables["heads"] if row["head"] == head)
+    swapped = {row["condition"]: row for row in tables["swap"] if row["head"] == head}
+    both, lexical, random, key_pca = (swapped[name] for name in ("both", "lexical", "random_both", "key_pca_both"))
+    at_two = {row["method"]: row["shift"] for row in tables["curve"] if row["head"] == head and row["k"] == 2}
+    ranks = {row["head"]: float(row["rank_99"]) for row in tables["ranks"] if row["contrast"] == "lexical"}
+    answer = (
         f"{head} finds the box by the word asked for: exchange its lexical feature ({lexical['rank']} dimensions) "
         f"between two boxes, and its attention on the right one falls from {both['orig_before']:.2f} to "
         f"{lexical['orig_after']:.2f} while the other gets {lexical['target_after']:.2f} (with order as well "
         f"{both['orig_after']:.2f} and {both['target_after']:.2f}); random subspaces of that size leave "
         f"{random['orig_after']:.2f}."
     )
-
-
-def _claims(best: Mapping[str, Any], swapped: Rows, at_two: Rows, lexical: Rows, control: str) -> list[Claim]:
-    """What the best head shows: its score, its swaps by condition, two dimensions by method, lexical ranks by head."""
-    from qkscope.runs.claims import Claim
-
-    head, both, random, key_pca = best["head"], *(swapped[name] for name in ("both", "random_both", "key_pca_both"))
-    return [
+    return answer, [
         Claim(f"{head} attends to the right box", "at least 30% of prompts", best["low"], best["chance"],
               "ours >= 0.3 and ours > 2 * control"),
         Claim("swapping both features moves the attention to the target; random subspaces do not", "the majority",
               both["target_after"], random["target_after"], "ours >= 0.3 and ours > 2 * control"),
         Claim("two dimensions of the lexical feature move more than two principal components of the keys", "",
-              at_two["lexical"]["shift"], at_two["key_pca"]["shift"], "ours > control"),
+              at_two["lexical"], at_two["key_pca"], "ours > control"),
         Claim("all its dimensions move more than as many principal components of the keys (control: key PCA)", "",
               both["shift"], key_pca["shift"], "ours > control"),
         Claim(f"the 99% rank tells {head} from {control}, a head at chance", "lexical rank 9-10",
-              float(lexical[head]["rank_99"]), float(lexical[control]["rank_99"]), "ours != control"),
+              ranks[head], ranks[control], "ours != control"),
     ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------- the next command
 
 _SCOPE = ("model", "device", "dtype")
-_ASKED = (*_SCOPE, "form", "size", "seed", "chat")
 
 
 def _some(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -294,26 +258,12 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
 
 
 def _after_heads(values: Mapping[str, Any], result: Result) -> str:
-    """Decompose the first heads; where no head does the task another form of it, or what heads do without one."""
-    rows, own = result.table(), _some(values, *_ASKED)
-    named = [row["head"] for row in rows if row["reaches"]][:2]
-    if named:
-        place = Path("runs") / Path(values["task"]).stem
-        return command("decompose", values["task"], heads=",".join(named), out=place, **own)
-    if values["task"] == "binding":
-        return command("heads", "binding", **own | {"form": "sentence" if own["form"] in (None, "list") else None})
-    return command("atlas", **_some(values, *_SCOPE))
-
-
-def _after_swap(values: Mapping[str, Any], result: Result) -> str:
-    """Ask why of a prompt of the test, or open the page where none fits into a line."""
-    from qkscope.analyses.fit import read_job, task_of
-
-    example = task_of(read_job(values["fit"]), values["fit"]).test(1)[0][0]
-    text = None if example.text is None else example.text[: max((stop for _, stop in example.queries), default=None)]
-    if text is None or len(text) > _LONGEST_PROMPT:
-        return command("view", values["fit"])
-    return command("why", text, **_some(values, "fit", "device", "dtype"))
+    """Decompose the first heads; where no head does the task, see what heads do without one."""
+    named = ",".join([row["head"] for row in result.table() if row["reaches"]][:2])
+    if not named:
+        return command("atlas", **_some(values, *_SCOPE))
+    place, same = Path("runs") / Path(values["task"]).stem, _some(values, *_SCOPE, "form", "size", "seed", "chat")
+    return command("decompose", values["task"], heads=named, out=place, **same)
 
 
 def _after_demo(values: Mapping[str, Any], result: Result) -> str:
@@ -326,16 +276,16 @@ def _after_trace(values: Mapping[str, Any], result: Result) -> str:
 
 
 def _after_atlas(values: Mapping[str, Any], result: Result) -> str:
-    """Ask why of a look of the head that two equal words decide most often."""
-    rows = sorted(
-        result.tables["atlas"],
-        key=lambda row: (row["kind"] not in ("induction", "duplicate token"), -(row["share"] or 0)),
-    )
-    return (
-        command("view", values["out"])
-        if not rows
-        else command("why", "PROMPT", head=rows[0]["head"], **_some(values, *_SCOPE))
-    )
+    """Ask why of the strongest look of a head that has a reason."""
+    looks = sorted(result.tables["examples"], key=lambda row: (row["job"] != "induction", -row["attention"]))
+    if not looks:
+        return command("view", values["out"])
+    text = "".join(looks[0]["tokens"][: looks[0]["query"] + 1])
+    return command("why", text, head=looks[0]["head"], **_some(values, *_SCOPE))
+
+
+def _then_view(values: Mapping[str, Any], result: Result) -> str:
+    return command("view", values.get("out") or values.get("fit") or values["folder"])
 
 
 NEXT: dict[str, Callable[[Mapping[str, Any], Any], str]] = {
@@ -343,11 +293,8 @@ NEXT: dict[str, Callable[[Mapping[str, Any], Any], str]] = {
     "trace": _after_trace,
     "heads": _after_heads,
     "decompose": lambda values, result: command("swap", values["out"], **_some(values, "device", "dtype")),
-    "swap": _after_swap,
     "atlas": _after_atlas,
-    "sparsity": lambda values, result: command("view", values["out"]),
-    "view": lambda values, result: command("view", values["folder"]),
     "demo": _after_demo,
     "svd": lambda values, result: command("sparsity", "ioi", out="runs/ioi", **_some(values, *_SCOPE)),
-    "gallery": lambda values, result: command("view", values["out"]),
+    **dict.fromkeys(("swap", "sparsity", "view", "gallery"), _then_view),
 }

@@ -15,7 +15,7 @@ import ast
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +25,7 @@ import typer
 
 import qkscope
 from qkscope import tasks
-from qkscope.cli import shell
+from qkscope.cli import All, Json, app, print_end, print_result
 from qkscope.cli.begin import NEXT
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -77,7 +77,7 @@ class Parameter(NamedTuple):
 
     def takes(self, kind: str) -> bool:
         """Whether this name stands anywhere in the annotation."""
-        return any(re.search(rf"\b{kind}\b", one) for one in self.kinds)
+        return re.search(rf"\b{kind}\b", " ".join(self.kinds)) is not None
 
 
 @cache
@@ -87,19 +87,20 @@ def _tree(module: str) -> ast.Module:
 
 
 @cache
-def signature(home: str) -> tuple[str, tuple[Parameter, ...]]:
+def signature(home: str) -> tuple[str, list[Parameter]]:
     """What a function does, by its docstring's first paragraphs, and its parameters."""
     module, _, name = home.partition(":")
-    node = next(one for one in _tree(module).body if isinstance(one, ast.FunctionDef) and one.name == name)
+    node = next(part for part in _tree(module).body if isinstance(part, ast.FunctionDef) and part.name == name)
     does, _, rest = (ast.get_docstring(node) or "").partition("\n\nParameters\n")
-    found = re.finditer(r"^(\*?\w+(?:, \w+)*) : (.*(?:\n +.*)*)", rest.partition("\n\n")[0], re.MULTILINE)
-    said = {one: _plain(text[2]) for text in found for one in text[1].split(", ")}
+    entries = re.finditer(r"^(\*?\w+(?:, \w+)*) : (.*(?:\n +.*)*)", rest.partition("\n\n")[0], re.MULTILINE)
+    texts = {named: _plain(entry[2]) for entry in entries for named in entry[1].split(", ")}
     plain, only = node.args.args, node.args.kwonlyargs
     defaults = [None] * (len(plain) - len(node.args.defaults)) + [*node.args.defaults, *node.args.kw_defaults]
-    parameters = tuple(
-        Parameter(one.arg, tuple(_alternatives(one.annotation)), _constant(default, module), said.get(one.arg, ""))
-        for one, default in zip([*plain, *only], defaults, strict=True)
-    )
+    parameters = [
+        Parameter(arg.arg, tuple(str(kind).split(" | ")), _constant(default, module), texts.get(arg.arg, ""))
+        for arg, default in zip([*plain, *only], defaults, strict=True)
+        for kind in [ast.unparse(arg.annotation or arg)]
+    ]
     return "\n\n".join(map(_plain, does.split("\n\n"))), parameters
 
 
@@ -109,42 +110,24 @@ def _plain(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _alternatives(node: ast.expr | None) -> Iterator[str]:
-    if isinstance(node, ast.BinOp):
-        yield from [*_alternatives(node.left), *_alternatives(node.right)]
-    elif node is not None:
-        yield ast.unparse(node)
-
-
 def _constant(node: ast.expr | None, module: str) -> Any:
     """A default: what is written, or what this module (or the one that it imports from) calls by this name."""
     if node is None or isinstance(node, ast.Lambda):
         return _NEEDED if node is None else None
     if not isinstance(node, ast.Name):
         return ast.literal_eval(node)
-    for one in _tree(module).body:
-        if isinstance(one, ast.ImportFrom) and node.id in {alias.name for alias in one.names}:
-            return _constant(node, str(one.module))
-        names = ast.unparse(one.targets[0]).strip("()").split(", ") if isinstance(one, ast.Assign) else []
-        if isinstance(one, ast.Assign) and node.id in names:
-            value = ast.literal_eval(one.value)
-            return value[names.index(node.id)] if len(names) > 1 else value
+    for line in _tree(module).body:
+        if isinstance(line, ast.ImportFrom) and node.id in {alias.name for alias in line.names}:
+            return _constant(node, str(line.module))
+        if isinstance(line, ast.Assign):
+            names = ast.unparse(line.targets[0]).strip("()").split(", ")
+            if node.id in names:
+                value = ast.literal_eval(line.value)
+                return value[names.index(node.id)] if len(names) > 1 else value
     raise NameError(f"{module} has no constant {node.id}")
 
 
 # ---------------------------------------------------------------------- what a parameter becomes
-
-
-def _option(name: str, kind: Any, default: Any, text: str, *flags: str, **more: Any) -> inspect.Parameter:
-    made: Any = typer.Option(*(flags or [f"--{name.replace('_', '-')}"]), help=text, **more)
-    kind = Annotated[kind | None if default is None else kind, made]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-def _argument(name: str, kind: Any, default: Any, text: str, **more: Any) -> inspect.Parameter:
-    kind = Annotated[kind | None if default is None else kind, typer.Argument(help=text, **more)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
 
 _READ: dict[str, Callable[[str], Any]] = {
     "prompt": lambda text: Example(text=text.replace("\\n", "\n")).text,  # an empty one is refused
@@ -156,28 +139,36 @@ _READ: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _reading(what: str) -> Callable[[str | None], Any]:
-    return lambda value: None if value is None else _READ[what](value)
+def _option(
+    name: str, kind: Any, default: Any, text: str, *flags: str, read: str = "", argument: bool = False, **more: Any
+) -> inspect.Parameter:
+    """An option or an argument; ``read`` says what its text is read as."""
+    if read:
+        more["callback"] = lambda value: None if value is None else _READ[read](value)
+    info: Any = typer.Argument(help=text, **more) if argument else typer.Option(*flags, help=text, **more)
+    kind = Annotated[kind | None if default is None else kind, info]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
+_argument = partial(_option, argument=True)
+_MODELS = "Hub id, folder, .gguf file, smollm2-135m, gemma3-270m, or nano:mixed."
+_FORMS = "list, sentence or question (binding); bullets or find (filter); ABBA, BABA or single (ioi)."
 _OF_MODEL = [
-    _option("model", str, None, "Hub id, folder, .gguf file, smollm2-135m, gemma3-270m, or nano:mixed.",
-            show_default=MODEL),
+    _option("model", str, None, _MODELS, show_default=MODEL),
     _option("device", str, None, "cpu, cuda, cuda:1, or auto: spread over all GPUs."),
     _option("dtype", str, None, "float32, bfloat16, ...; as the weights are stored."),
-]  # fmt: skip
+]
 _OF_TASK = [
-    _option("form", str, None,
-            "list, sentence or question (binding); bullets or find (filter); ABBA, BABA or single (ioi)."),
+    _option("form", str, None, _FORMS),
     _option("size", int, None, "Entities (binding), categories (filter) or words (induction)."),
     _option("center", str, None, "Of a .jsonl file: none, query or both."),
     _option("seed", int, 0, "Seed of every draw."),
-    _option("chat", bool, False, "Put prompts into the model's chat template."),
-]  # fmt: skip
-_SHARED = {one.name: one for one in [*_OF_MODEL, *_OF_TASK]}
+    _option("chat", bool, False, "Put prompts into the model's chat template.", "--chat"),
+]
+_SHARED = {option.name: option for option in [*_OF_MODEL, *_OF_TASK]}
 _OF_ALL = [
-    _option("everything", bool, False, "Print every table with all its rows and columns.", "--all"),
-    _option("as_json", bool, False, "Print the result as JSON instead of tables.", "--json"),
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+    for name, kind in (("everything", All), ("as_json", Json))
 ]
 _TYPES = {"int": int, "Count": int, "Seed": int, "str": str, "bool": bool, "list[Path]": list[Path]}
 
@@ -188,21 +179,22 @@ def typed(parameter: Parameter) -> list[inspect.Parameter]:
     if parameter.takes("Scope"):
         return _OF_MODEL
     if parameter.takes("Texts"):
-        told = "Text files and folders, or python (its own texts)"
-        task, prompt = parameter.takes("Task"), parameter.takes("Example")
-        sources = _argument("sources", list[str], None, f"A task ({_TASKS}); {told.lower()}." if task else f"{told}.")
-        single = _option("prompt", str, None, "One prompt instead; \\n is a line break.", callback=_reading("prompt"))
-        return [sources, *([single] if prompt else []), *(_OF_TASK if task else [])]
+        task, told = parameter.takes("Task"), "Text files and folders, or python (its own texts)."
+        sources = _argument(
+            "sources", list[str], None, f"A task ({_TASKS}); {told[0].lower()}{told[1:]}" if task else told
+        )
+        single = _option("prompt", str, None, "One prompt instead; \\n is a line break.", read="prompt")
+        return [sources, *([single] if parameter.takes("Example") else []), *(_OF_TASK if task else [])]
     if parameter.takes("Task"):
         return [_argument("task", str, _NEEDED, f"{_TASKS}."), *_OF_TASK]
     if parameter.takes("Example"):
-        return [_argument("prompt", str, _NEEDED, "The prompt; \\n is a line break.", callback=_reading("prompt"))]
+        return [_argument("prompt", str, _NEEDED, "The prompt; \\n is a line break.", read="prompt")]
     if parameter.takes("Head") and not kinds[0].startswith("Mapping"):
         named = "heads" if parameter.takes("Sequence") else "head"
-        return [_option(named, str, default, text, callback=_reading(named))]
+        return [_option(named, str, default, text, read=named)]
+    if parameter.takes("Fit") and name == "fit":
+        return [_argument("fit", Path, _NEEDED, "A folder that decompose wrote.")]
     if parameter.takes("Fit"):
-        if name == "fit":
-            return [_argument("fit", Path, _NEEDED, "A folder that decompose wrote.")]
         return [_option("fit", Path, None, "A folder that decompose wrote: its features split the logit too.")]
     if parameter.takes("UnitsToTest"):
         return [_option("n", int, 256, "Prompts to test on.", "--n", "-n")]
@@ -213,27 +205,20 @@ def typed(parameter: Parameter) -> list[inspect.Parameter]:
         return [_option(name, str, None, f"DIR:CONTRAST. {text}")]
     if name == "part":
         part = "Make every N-th piece of the work, from the I-th on; all parts share --out, and the last adds them up."
-        return [_option(name, str, None, part, metavar="I/N", callback=_reading("part"))]
-    if name in _SHARED and (name != "model" or default is _NEEDED) and not parameter.takes("Mapping"):
+        return [_option(name, str, None, part, metavar="I/N", read="part")]
+    if parameter.takes("Mapping") or name == "progress":
+        return []
+    if name in _SHARED and (name != "model" or default is _NEEDED):
         return [_SHARED[name]]
-    return _plainly_typed(parameter)
-
-
-def _plainly_typed(parameter: Parameter) -> list[inspect.Parameter]:
-    """A number, a text, a flag, a path or a token."""
-    name, kinds, default, text = parameter
     read = "token" if {"int", "str", "None"} == set(kinds) else "names" if kinds[0] == "Sequence[str]" else ""
     kind: Any = Path if "Path" in kinds else str if read else _TYPES.get(kinds[0])
     if isinstance(default, bool | int | float | str) and kind is not Path:
         kind = type(default)
-    if kind is None or name == "progress" or parameter.takes("Mapping"):
-        return []
-    if name == "folder" or (default is _NEEDED and name != "out"):
-        return [_argument(name, kind, default, text)]
     if kind is bool:
         return [_option(name, bool, bool(default), text, f"--{name}/--no-{name}" if default else f"--{name}")]
-    more: Any = {"callback": _reading(read)} if read else {}
-    return [_option(name, kind, default, text, *(["--n", "-n"] if name == "n" else []), **more)]
+    if name == "folder" or (default is _NEEDED and name != "out"):
+        return [_argument(name, kind, default, text)]
+    return [_option(name, kind, default, text, *(["--n", "-n"] if name == "n" else []), read=read)] if kind else []
 
 
 # ---------------------------------------------------------------------- from what was typed to arguments
@@ -243,36 +228,35 @@ def argument(parameter: Parameter, values: Values) -> Any:
     """What a function is given for a parameter; None where nothing was typed."""
     name, value = parameter.name, values.get(parameter.name)
     if parameter.takes("Scope"):
-        values["scope"] = _scope(values)
-        return values["scope"]
-    if parameter.takes("Texts") or parameter.takes("Task"):
-        return _source(parameter, values)
-    if parameter.takes("Head") and parameter.takes("Sequence"):
-        return values.get("heads")
-    if parameter.takes("Fit"):
-        return _fit(values["fit"], values)
-    if parameter.takes("UnitsToTest"):
+        values["scope"] = value = _scope(values)
+    elif parameter.takes("Texts") or parameter.takes("Task"):
+        value = _source(parameter, values)
+    elif parameter.takes("Head") and parameter.takes("Sequence"):
+        value = values.get("heads")
+    elif parameter.takes("Fit"):
+        value = _fit(values["fit"], values)
+    elif parameter.takes("UnitsToTest"):
         from qkscope.analyses.fit import read_job, task_of
 
         if values["out"] is None and os.access(values["fit"], os.W_OK):
             values["out"] = values["fit"]  # its page then shows the swaps too
         values["clouds"] = values["out"] is not None
-        return task_of(read_job(values["fit"]), values["fit"]).test(values["n"])
-    if parameter.takes("Dictionary"):
+        value = task_of(read_job(values["fit"]), values["fit"]).test(values["n"])
+    elif parameter.takes("Dictionary"):
         from qkscope.maths.dictionaries import Dictionary
 
         if value is None and values["dictionary_layer"] is not None:
             raise BadInput("--dictionary-layer says where a dictionary stands: name it with --dictionary.")
-        return value and Dictionary.load(value, layer=values["dictionary_layer"])
-    if name == "feature" and value:
+        value = value and Dictionary.load(value, layer=values["dictionary_layer"])
+    elif name == "feature" and value:
         folder, _, contrast = value.rpartition(":")
         if not folder:
             raise BadInput(f"--feature is DIR:CONTRAST, as runs/binding:lexical, but got {value!r}.")
-        return _fit(Path(folder), values, contrast)
-    if name == "model" and parameter.default is _NEEDED:
-        return value or MODEL
-    if name == "chat":  # a task says itself whether its prompts are chat
-        return None if "task" in values else value or None
+        value = _fit(Path(folder), values, contrast)
+    elif name == "model" and parameter.default is _NEEDED:
+        value = value or MODEL
+    elif name == "chat" and ("task" in values or not value):  # a task says itself whether its prompts are chat
+        value = None
     return value
 
 
@@ -302,18 +286,15 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
     if folder is None:
         return None
     from qkscope.analyses.fit import load, read_job
-    from qkscope.analyses.swap import check_swappable
 
     job, named = read_job(folder), values.get("heads") or values.get("head")
     heads = named if isinstance(named, list) else [] if named in (None, "all") else [named]
     if contrast and len(heads) != 1:
         raise BadInput(f"a feature is of one head, and {folder} has {', '.join(job['heads'])}: name one with --heads.")
-    for head in heads:
-        if str(head) not in job["heads"]:
-            raise BadInput(f"{folder} was not fitted at {head}: there is {', '.join(job['heads'])}.")
+    if missing := [str(head) for head in heads if str(head) not in job["heads"]]:
+        raise BadInput(f"{folder} was not fitted at {missing[0]}: there is {', '.join(job['heads'])}.")
     if contrast and contrast not in job["contrasts"]:
         raise BadInput(f"{folder} has no contrast {contrast!r}: it has {', '.join(job['contrasts'])}.")
-    check_swappable(job["space"], values.get("downstream", False))
     fit: Any = load(folder, values["scope"])
     return fit[contrast, heads[0]] if contrast else fit
 
@@ -324,16 +305,15 @@ def _source(parameter: Parameter, values: Values) -> Any:
 
     if "sources" not in values:
         return make_task(values)
-    sources, prompt = values["sources"] or [], values.get("prompt")
+    sources, prompt, task = values["sources"] or [], values.get("prompt"), parameter.takes("Task")
     if parameter.takes("Example") and (prompt is None) == (not sources):
         raise BadInput("name a task or text files, or one prompt with --prompt, and not both.")
     named = [source for source in sources if source in tasks.BUILT_IN or source.lower().endswith(".jsonl")]
-    if named and parameter.takes("Task") and len(sources) == 1:
+    if named and task and len(sources) == 1:
         values["task"] = sources[0]
         return make_task(values)
     if named:
-        instead = "name it alone" if parameter.takes("Task") else "name text files"
-        raise BadInput(f"{named[0]} is a task: {instead}.")
+        raise BadInput(f"{named[0]} is a task: name {'it alone' if task else 'text files'}.")
     for source in sources:
         if source != PYTHON and not Path(source).exists():
             raise BadInput(f"there is no task and no file {source!r}: name {_TASKS}, text files, or {PYTHON}.")
@@ -347,52 +327,49 @@ def make_task(values: Mapping[str, Any]) -> Any:
         makers[name] = partial(tasks.from_jsonl, name)
     if name not in makers:
         raise BadInput(f"there is no task {name!r}: take {_TASKS} of your own.")
-    given = {}
-    for flag, called in (("size", {"entities", "categories", "length"}), ("form", {"form"}), ("center", {"center"})):
-        takes = {one: called & set(inspect.signature(maker).parameters) for one, maker in makers.items()}
-        if values[flag] is not None and not takes[name]:
-            among = ", ".join(one for one, names in takes.items() if names) or "a file of your own"
-            raise BadInput(f"--{flag} is for {among}: the prompts of {name} have one {flag}.")
-        if values[flag] is not None:
-            given[takes[name].pop()] = values[flag]
+    takes = inspect.signature(makers[name]).parameters
+    size = next((size for size in ("entities", "categories", "length") if size in takes), "size")
+    given = {name: values[flag] for flag, name in (("size", size), ("form", "form"), ("center", "center"))}
+    given = {name: value for name, value in given.items() if value is not None}
+    if unknown := given.keys() - takes.keys():
+        raise BadInput(f"--{min(unknown)} is not for {name}: {_SHARED[min(unknown)].annotation.__metadata__[0].help}")
     return makers[name](seed=values["seed"], chat=values["chat"], **given)
 
 
 # ---------------------------------------------------------------------- commands
 
 
+def _parameters(name: str) -> list[Parameter]:
+    """Those of a verb; ``--out`` is needed, or has a place, where it would be a pity to lose what takes minutes."""
+    home, _, out = VERBS[name]
+    return [p._replace(default=out or p.default) if p.name == "out" else p for p in signature(home)[1]]
+
+
 def run(name: str, values: Values) -> None:
     """Run a verb with what was typed, and print what it gives."""
     everything, as_json = values.pop("everything", False), values.pop("as_json", False)
-    given = {one.name: argument(one, values) for one in _parameters(name) if typed(one)}
+    given = {parameter.name: argument(parameter, values) for parameter in _parameters(name) if typed(parameter)}
     module, _, function = VERBS[name].home.partition(":")
     verb = getattr(import_module(module), function)
     result = verb(**{name: value for name, value in given.items() if value is not None})
-    if result is None or not result.answer:  # nothing to print, or another process of torchrun prints it
-        return
-    shell.print_result(result, as_json, everything)
-    if not as_json and result.tables:  # of a part there are none
-        shell.print_end(given.get("out"), then=NEXT[name](values, result))
+    if result is not None and result.answer:  # otherwise there is nothing to print, or another process prints it
+        print_result(result, as_json, everything)
+        if result.tables:  # of a part there are none
+            print_end(given.get("out"), then="" if as_json else NEXT[name](values, result), as_json=as_json)
 
 
-def _parameters(name: str) -> list[Parameter]:
-    """Those of a verb; ``--out`` is needed, or has a place, where it would be a pity to lose what takes minutes."""
-    own = signature(VERBS[name].home)[1]
-    return [one._replace(default=VERBS[name].out or one.default) if one.name == "out" else one for one in own]
-
-
-def add_commands() -> None:
-    """Put every verb on the command line."""
-    last = {*_SHARED, "out", "part", *(one.name for one in _OF_ALL)}
+def _add_commands() -> None:
+    last = {*_SHARED, "out", "part", *(option.name for option in _OF_ALL)}
     for name, (home, panel, _) in VERBS.items():
-        own = {one.name: one for parameter in _parameters(name) for one in typed(parameter)}
-        own |= {} if name in ("fetch", "schema") else {one.name: one for one in _OF_ALL}
+        options = [option for parameter in _parameters(name) for option in typed(parameter)]
+        options += [] if name in ("fetch", "schema") else _OF_ALL
+        unique = {option.name: option for option in options}.values()
 
         def command(verb: str = name, /, **values: Any) -> None:  # an option may be called as we are
             run(verb, values)
 
-        vars(command)["__signature__"] = inspect.Signature(sorted(own.values(), key=lambda one: one.name in last))
-        shell.app.command(name, help=signature(home)[0], rich_help_panel=panel)(command)
+        vars(command)["__signature__"] = inspect.Signature(sorted(unique, key=lambda option: option.name in last))
+        app.command(name, help=signature(home)[0], rich_help_panel=panel)(command)
 
 
-add_commands()
+_add_commands()

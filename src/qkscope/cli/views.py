@@ -2,24 +2,26 @@
 
 A view names the table that answers a verb's question, its columns, and what their headings mean. A verb may have
 several: the first whose table is there is printed. Without any, a result's claims are printed, or the first six columns
-in which the rows of its main table differ. Texts are shortened at a word, numbers never.
+in which the rows of its main table differ. Texts give way to narrow lines, numbers never.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from rich.box import Box
 from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
 
 from qkscope.runs.progress import plain_text
 
 MOST_COLUMNS, MOST_ROWS = 6, 10
-_GAP = "  "
 _SHORTEST = 12  # what a text keeps before a column is left out for want of room
+_RULE = Box("\n".join(["    ", "    ", " ─  ", *["    "] * 5]) + "\n")  # below the headings alone
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -46,98 +48,8 @@ class View:
     pick: Callable[[Rows], Rows] = list
 
 
-class Table(NamedTuple):
-    """Texts of a table, and which of its columns hold numbers."""
-
-    headings: list[str]
-    cells: list[list[str]]
-    numeric: list[bool]
-
-    @classmethod
-    def of(cls, rows: Rows, columns: Mapping[str, Source], digits: int | None = None) -> Table:
-        """The cells of some rows, to so many digits; by default as many as tell something, with their intervals."""
-        cells = [[_cell(source, row, digits) for source in columns.values()] for row in rows]
-        numeric = [any(_is_number(_value(source, row)) for row in rows) for source in columns.values()]
-        return cls([plain_text(heading) for heading in columns], cells, numeric)
-
-    def take(self, columns: Sequence[int]) -> Table:
-        """Some of its columns."""
-        cells = [[row[i] for i in columns] for row in self.cells]
-        return Table([self.headings[i] for i in columns], cells, [self.numeric[i] for i in columns])
-
-    def widths(self) -> list[int]:
-        """Of every column in full."""
-        return [max(map(cell_len, column)) for column in zip(self.headings, *self.cells, strict=True)]
-
-    def lines(self, widths: Sequence[int]) -> list[str]:
-        """Heading, rule and rows, each cell as wide as its column."""
-        short = [[shorten(text, wide) for text, wide in zip(row, widths, strict=True)] for row in self.cells]
-        found = []
-        for row in [self.headings, ["─" * wide for wide in widths], *short]:
-            blanks = [" " * (wide - cell_len(text)) for text, wide in zip(row, widths, strict=True)]
-            cells = zip(row, blanks, self.numeric, strict=True)
-            found.append(_GAP.join(blank + text if right else text + blank for text, blank, right in cells).rstrip())
-        return found
-
-    def fitted(self, width: int) -> list[str]:
-        r"""Lines of at most this width: texts give way first, the widest before others, then the last columns.
-
-        >>> table = Table(["claim", "ours"], [["two of them move more than one", "0.5"]], [False, True])
-        >>> print(*table.fitted(24), sep="\n")
-        claim               ours
-        ──────────────────  ────
-        two of them move …   0.5
-        """
-        widths = self.widths()
-        least = [
-            max(cell_len(heading), wide if number else min(wide, _SHORTEST))
-            for heading, wide, number in zip(self.headings, widths, self.numeric, strict=True)
-        ]
-        while _total(widths) > width and widths != least:
-            widest = max((i for i in range(len(widths)) if widths[i] > least[i]), key=widths.__getitem__)
-            widths[widest] -= 1
-        if _total(widths) <= width or len(widths) == 1:
-            return self.lines(widths)
-        return self.take(range(len(widths) - 1)).fitted(width)
-
-    def entire(self, width: int | None) -> list[str]:
-        """Every column in full: one below the other where they do not stand side by side, the first one repeated."""
-        widths, groups = self.widths(), [[0]]
-        for i in range(1, len(widths)):
-            if width and len(groups[-1]) > 1 and _total([widths[j] for j in [*groups[-1], i]]) > width:
-                groups.append([0])
-            groups[-1].append(i)
-        return "\n\n".join("\n".join(self.take(group).lines([widths[i] for i in group])) for group in groups).split(
-            "\n"
-        )
-
-
-def _total(widths: Sequence[int]) -> int:
-    return sum(widths) + len(_GAP) * (len(widths) - 1)
-
-
-def shorten(text: str, width: int) -> str:
-    """The text, or as many of its words as fit, with an ellipsis.
-
-    >>> shorten("the token before it", 12), shorten("L18H6,L17H5,L3H1", 12), shorten("unbelievable", 8)
-    ('the token …', 'L18H6,L17H5…', 'unbelie…')
-    """
-    if cell_len(text) <= width:
-        return text
-    cut = text
-    while cell_len(cut) > width - 1:
-        cut = cut[:-1]
-    words = re.match(r".*[\s,;/]", cut)
-    if words and words[0].strip() and not re.match(r"[\s,;/]", text[len(cut) :]):  # else it ends with a word
-        cut = words[0]
-    return cut.rstrip(",;/") + "…"
-
-
-# ---------------------------------------------------------------------- which rows and columns
-
-
-def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Table, int, str] | None:
-    """The one table that a verb prints, how many rows there are in all, and what its headings mean.
+def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, dict[str, Source], int, str] | None:
+    """The rows and columns of the one table that a verb prints, how many rows there are, and what its headings mean.
 
     Parameters
     ----------
@@ -153,16 +65,48 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Table,
     view = view or View("", ", ".join(f"{name}?" for name in rows[0]))
     picked = list(view.pick(rows))[:MOST_ROWS]
     sources = _sources(view.columns) if isinstance(view.columns, str) else view.columns
-    differ = [len(picked) == 1 or len({_cell(source, row) for row in picked}) > 1 for source in sources.values()]
-    kept = [item for item, differs in zip(sources.items(), differ, strict=True) if differs or item[0][-1] != "?"]
-    named = {heading.rstrip("?"): source for heading, source in (kept or list(sources.items()))[:MOST_COLUMNS]}
-    return Table.of(picked, named), len(rows), view.note
+    kept = {
+        heading.rstrip("?"): source
+        for heading, source in sources.items()
+        if heading[-1] != "?" or len(picked) == 1 or len({_cell(source, row) for row in picked}) > 1
+    }
+    return picked, dict(list((kept or sources).items())[:MOST_COLUMNS]), len(rows), view.note
 
 
 def _sources(columns: str) -> dict[str, Source]:
     """Headings and columns of ``"head?, share±, after=orig_after"``."""
     named = (name.partition("=") for name in columns.split(", "))
     return {heading.rstrip("±"): column or heading.rstrip("?") for heading, _, column in named}
+
+
+def drawn(rows: Rows, columns: Mapping[str, Source], width: int, *, whole: bool = False) -> Iterator[Table]:
+    """Tables that stand one below the other where the columns do not fit side by side, the first column repeated.
+
+    Parameters
+    ----------
+    columns : headings, and where their cells come from.
+    width : of a line, in characters.
+    whole : whether texts are left in full, numbers have four digits, and columns that do not fit come below; otherwise
+        these are left out.
+    """
+    cells = [[_cell(source, row, 4 if whole else None) for row in rows] for source in columns.values()]
+    numeric = [any(_is_number(_value(source, row)) for row in rows) for source in columns.values()]
+    needed, groups = list[int](), [[0]]
+    for i, heading in enumerate(columns):
+        longest = max(map(cell_len, cells[i]))
+        needed.append(max(cell_len(heading), longest if whole or numeric[i] else min(longest, _SHORTEST)) + 2)
+        if i and len(groups[-1]) > 1 and sum(needed[j] for j in [*groups[-1], i]) > width + 2:
+            groups.append([0])
+        groups[-1] += [i] if i else []
+    for group in groups if whole else groups[:1]:
+        table = Table(box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for i in group:
+            table.add_column(
+                Text(plain_text(list(columns)[i])), justify="right" if numeric[i] else "left", no_wrap=numeric[i]
+            )
+        for texts in zip(*(cells[i] for i in group), strict=True):
+            table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in texts))
+        yield table
 
 
 def cell(value: Any, digits: int | None = None) -> str:
@@ -190,34 +134,20 @@ def _value(source: Source, row: Row) -> Any:
 
 
 def _cell(source: Source, row: Row, digits: int | None = None) -> str:
-    text = cell(_value(source, row), digits)
-    if text and isinstance(source, str) and source.endswith("±"):
+    if isinstance(source, str) and source.endswith("±"):
         name = source.rstrip("±")
         ends = (f"{name}_low", f"{name}_high") if f"{name}_low" in row else ("low", "high")
-        if all(_is_number(row.get(end)) for end in ends):
-            return "{} [{}, {}]".format(*(_two(row[column]) for column in (name, *ends)))
-    return text
-
-
-def _two(value: Any) -> str:
-    """A number beside its interval: two decimals, more only of large ones."""
-    return f"{round(value, 2) + 0.0:.2f}" if abs(value) < 100 else f"{value:.0f}"  # never -0.00
+        values: list[Any] = [row.get(column) for column in (name, *ends)]
+        if all(map(_is_number, values)):  # two decimals, more only of large ones, and never -0.00
+            return "{} [{}, {}]".format(*(f"{round(x, 2) + 0.0:.2f}" if abs(x) < 100 else f"{x:.0f}" for x in values))
+    return cell(_value(source, row), digits)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _swapped(rows: Rows) -> Rows:
-    """Of every head its features beside random subspaces and key PCA; of many heads, the joint feature alone."""
-    joint = [row["feature"] for row in rows if row["kind"] == "feature"][-1]
-    places = {name: place for place, name in enumerate(dict.fromkeys((row["head"], row["feature"]) for row in rows))}
-    shown = [row for row in rows if row["kind"] in ("feature", "random", "key_pca")]
-    shown.sort(key=lambda row: places[row["head"], row["feature"]])  # each beside its controls
-    of_joint = [row for row in shown if row["feature"] == joint]
-    fewer = [row for row in shown if row["feature"] == joint or row["kind"] == "feature"]
-    least = [row for row in of_joint if row["kind"] != "key_pca"]
-    return next((rows for rows in (shown, fewer, of_joint) if len(rows) <= MOST_ROWS), least)
+# ---------------------------------------------------------------------- which rows
 
 
 def by(column: str, largest: bool = True) -> Callable[[Rows], Rows]:
@@ -230,11 +160,23 @@ def where(column: str, value: Any) -> Callable[[Rows], Rows]:
     return lambda rows: [row for row in rows if row[column] == value] or rows
 
 
+def _swapped(rows: Rows) -> Rows:
+    """Of every head its features beside random subspaces and key PCA; of many heads, the joint feature alone."""
+    joint = [row["feature"] for row in rows if row["kind"] == "feature"][-1]
+    places = list(dict.fromkeys((row["head"], row["feature"]) for row in rows))
+    told = [row for row in rows if row["kind"] in ("feature", "random", "key_pca")]
+    told.sort(key=lambda row: places.index((row["head"], row["feature"])))  # each beside its controls
+    of_joint = [row for row in told if row["feature"] == joint]
+    fewer = [row for row in told if row["feature"] == joint or row["kind"] == "feature"]
+    least = [row for row in of_joint if row["kind"] != "key_pca"]
+    return next((rows for rows in (told, fewer, of_joint) if len(rows) <= MOST_ROWS), least)
+
+
 def _spread(rows: Rows) -> Rows:
     """The circuit's rows from the first to the last step, evenly."""
-    own = [row for row in rows if row["circuit"]] or list(rows)
-    places = {round(i * (len(own) - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)}
-    return [own[place] for place in sorted(places)]
+    circuit = [row for row in rows if row["circuit"]] or list(rows)
+    places = {round(i * (len(circuit) - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)}
+    return [circuit[place] for place in sorted(places)]
 
 
 def _first_writers(rows: Rows) -> Rows:
@@ -244,16 +186,6 @@ def _first_writers(rows: Rows) -> Rows:
         groups.setdefault((row["head"], row["side"]), []).append(row)
     most = max(MOST_ROWS // max(len(groups), 1), 1)
     return [row for group in sorted(groups, key=lambda group: group[1]) for row in groups[group][:most]]
-
-
-def _both_sides(rows: Rows) -> Rows:
-    """Of every head the first neuron of its key beside the first of its query, and so on."""
-    groups: dict[str, list[list[Row]]] = {}
-    for row in rows:
-        groups.setdefault(row["head"], [[], []])[row["side"] == "query"].append(row)
-    most = max(MOST_ROWS // max(len(groups), 1), 1)
-    pairs = [pair for sides in groups.values() for pair in list(zip(*sides, strict=True))[:most]]
-    return [{**key, "query": query["writer"], "of_query": query["share"]} for key, query in pairs]
 
 
 _SWAPS = (
@@ -270,10 +202,9 @@ VIEWS: dict[str, Sequence[View]] = {
     "made": [],
     "trace": [
         View(
-            "neurons",
-            "head?, neuron of the key=writer, share, at=token, neuron of the query=query, its share=of_query",
+            "neurons", "head?, side, neuron=writer, share, at=token",
             "share: of the logit of the key over the others; at: the key token that most of it is from; M9.N120: neuron"
-            " 120 of the MLP of layer 9.", _both_sides,
+            " 120 of the MLP of layer 9.", _first_writers,
         ),
         View(
             "feature_pairs", "head?, feature of the query=query_feature, of the key=key_feature, value±, share",

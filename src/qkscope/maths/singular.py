@@ -25,7 +25,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_class
 from qkscope.maths.bases import Projector, heads_at_once, thin_svd
-from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.folder import read_tensors, write_tensors
 
 _NULL = 1e-7  # relative size under which a direction of W_Q is not there
 _PROBES = 8

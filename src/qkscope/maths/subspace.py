@@ -21,7 +21,7 @@ from qkscope.hooks import Does, Hook
 from qkscope.kinds import Count, Natural, checked_class
 from qkscope.maths.bases import checked_svd, energy_rank, principal_cosines
 from qkscope.maths.controls import Controls
-from qkscope.runs.store import read_tensors, write_tensors
+from qkscope.runs.folder import read_tensors, write_tensors
 
 Side = Literal["query", "key"]
 Rank = int | Literal["energy", "null"]

@@ -3,7 +3,7 @@
 A folder is written file by file, and never over anybody's files. A long verb works in pieces, and the same call makes
 what is missing of them.
 
-In reading order: `claims` (a statement, its numbers, the rule that decides), `result` (tables, arrays and claims),
-`folder` (whose a folder is; reading and writing), `store` (tensors and a manifest in one file), `provenance` (what made
-a run), `progress` (how far it is), `work` (pieces: kept, taken up, shared), `verb` (the frame of every verb).
+In reading order: `claims` (a statement, its numbers, the rule that decides), `folder` (whose a folder is; reading and
+writing; files of tensors), `result` (tables, arrays and claims; what made them), `progress` (how far a run is), `work`
+(pieces: kept, taken up, shared; the frame of every verb).
 """

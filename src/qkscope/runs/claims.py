@@ -14,12 +14,11 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from qkscope.errors import BadInput
 
-SOURCES = ("stated", "implied", "ours")
 _STEPS = 64  # places of an interval at which a rule is asked
 REASONS = ("refuted", "small model", "other setting", "not run here")
 
@@ -85,19 +84,14 @@ class Claim:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; ``reason`` and ``why`` are empty unless it fails."""
-        fails = self.holds is False
         reason = "not run here" if _missing(self.ours) else self.reason
-        return {
-            "claim": self.claim, "source": self.source, "paper": self.paper, "ours": self.ours, "low": self.low,
-            "high": self.high, "control": self.control, "rule": self.rule, "holds": self.holds,
-            "reason": reason if fails else "", "why": self.why if fails else "", "changed": self.changed,
-        }  # fmt: skip
+        failure = {"reason": reason, "why": self.why} if self.holds is False else {"reason": "", "why": ""}
+        return {**asdict(self), "source": self.source, "holds": self.holds, **failure}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Claim:
         """A claim as a run folder holds it; refused where its rule does not say of it what the folder does."""
-        names = ("claim", "paper", "ours", "control", "rule", "low", "high", "why", "changed")
-        claim = cls(**{name: row[name] for name in names}, reason=row["reason"] or REASONS[0])
+        claim = cls(**{field.name: row[field.name] for field in fields(cls)} | {"reason": row["reason"] or REASONS[0]})
         if claim.holds is not row["holds"]:
             raise BadInput(f"the claim {claim.claim!r} is stored as {row['holds']}, and its rule says {claim.holds}.")
         return claim
@@ -106,9 +100,8 @@ class Claim:
 def count_claims(claims: Sequence[Claim]) -> str:
     """How many hold and how many are ties, in words; nothing where there are none."""
     verdicts = [claim.verdict for claim in claims]
-    ties = verdicts.count("tie")
-    said = f"{verdicts.count('holds')} of {len(claims)} claims hold"
-    return "" if not claims else said + (f", {ties} {'is a tie' if ties == 1 else 'are ties'}" if ties else "")
+    ties = {0: "", 1: ", 1 is a tie"}.get(verdicts.count("tie"), f", {verdicts.count('tie')} are ties")
+    return f"{verdicts.count('holds')} of {len(claims)} claims hold{ties}" if claims else ""
 
 
 def rule_verdict(
@@ -119,11 +112,11 @@ def rule_verdict(
     >>> rule_verdict("ours > control", 0.5, 0.4, low=0.45, high=0.55), rule_verdict("ours > 0", 0.1, None, -0.1, 0.3)
     (True, None)
     """
-    there = [ours]
+    places = [ours]
     if low is not None and high is not None and not _missing(low + high):
-        there += [low + (high - low) * i / _STEPS for i in range(_STEPS + 1)]
-    said = {rule_holds(rule, {"ours": value, "control": control}) for value in there}
-    return said.pop() if len(said) == 1 else None
+        places += [low + (high - low) * i / _STEPS for i in range(_STEPS + 1)]
+    verdicts = {rule_holds(rule, {"ours": value, "control": control}) for value in places}
+    return verdicts.pop() if len(verdicts) == 1 else None
 
 
 def _missing(value: float | None) -> bool:
@@ -146,36 +139,35 @@ def rule_holds(rule: str, values: Mapping[str, float | None]) -> bool:
     """
     try:
         tree = ast.parse(rule, mode="eval").body
-        used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in _CALLS]
-        if any(name in values and _missing(values[name]) for name in used):
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        if any(_missing(values[name]) for name in used & values.keys()):
             return False
-        held = _evaluate(tree, values, rule)
+        holds = _evaluate(tree, values)
     except (SyntaxError, ArithmeticError, MemoryError, RecursionError) as error:  # nested without end, or x / 0
-        raise BadInput(
-            f"the rule {rule[:80]!r} cannot be decided ({error}): write a comparison of ours and control."
-        ) from None
-    if not isinstance(held, bool):
-        raise BadInput(f"the rule {rule!r} compares nothing: it should be true or false.")
-    return held
+        why = f"cannot be decided ({error})"
+    else:
+        if isinstance(holds, bool):
+            return holds
+        why = "is neither true nor false"
+    raise BadInput(f"the rule {rule[:80]!r} {why}: write a comparison of ours and control.")
 
 
-def _evaluate(node: ast.expr, values: Mapping[str, float | None], rule: str) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in values:
-        return values[node.id]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_evaluate(node.operand, values, rule)
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        return _BINARY[type(node.op)](_evaluate(node.left, values, rule), _evaluate(node.right, values, rule))
-    if isinstance(node, ast.BoolOp):
-        parts = [_evaluate(part, values, rule) for part in node.values]
-        return all(parts) if isinstance(node.op, ast.And) else any(parts)
-    if isinstance(node, ast.Compare) and all(type(op) in _BINARY for op in node.ops):
-        terms = [_evaluate(term, values, rule) for term in (node.left, *node.comparators)]
-        return all(_BINARY[type(op)](a, b) for op, a, b in zip(node.ops, terms, terms[1:], strict=False))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLS and not node.keywords:
-        return _CALLS[node.func.id](*(_evaluate(argument, values, rule) for argument in node.args))
-    raise BadInput(
-        f"the rule {rule!r} uses {ast.unparse(node)!r}: only ours, control, numbers and comparisons may stand there."
-    )
+def _evaluate(node: ast.expr, values: Mapping[str, float | None]) -> Any:
+    """The value of an expression of numbers, these names, arithmetic, comparisons, and, or, abs, min and max."""
+    match node:
+        case ast.Constant(value=int() | float()):
+            return node.value
+        case ast.Name() if node.id in values:
+            return values[node.id]
+        case ast.UnaryOp(op=ast.USub()):
+            return -_evaluate(node.operand, values)
+        case ast.BinOp() if type(node.op) in _BINARY:
+            return _BINARY[type(node.op)](_evaluate(node.left, values), _evaluate(node.right, values))
+        case ast.BoolOp():
+            return (all if isinstance(node.op, ast.And) else any)([_evaluate(part, values) for part in node.values])
+        case ast.Compare() if all(type(op) in _BINARY for op in node.ops):
+            terms = [_evaluate(term, values) for term in (node.left, *node.comparators)]
+            return all(_BINARY[type(op)](a, b) for op, a, b in zip(node.ops, terms, terms[1:], strict=False))
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CALLS:
+            return _CALLS[name](*(_evaluate(argument, values) for argument in node.args))
+    raise SyntaxError(f"{ast.unparse(node)} is none of ours, control, numbers and comparisons")

@@ -1,9 +1,11 @@
-"""A run's folder: written file by file, and never over anything that is not ours.
+"""A run's folder: written file by file, and never over anything that is not ours; and files of tensors.
 
 ``manifest.json`` lists the files that a run wrote, each with its sha256. A folder is written into if it is new or
 empty, or if all that it holds is listed and has not changed since; a link is never ours. New files are laid down
 inside ``.work`` first. Then the old ones go, the new manifest comes, and the new files are renamed into their places,
 ``results.json`` last: whenever a run is killed, what is there is listed, and a folder without results is not whole.
+
+Tensors stand with a manifest in one safetensors file, written whole or not at all, and never read as something else.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from qkscope.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
 RESULTS, MANIFEST, PAGE, WORK = "results.json", "manifest.json", "report.html", ".work"
-_PART = r"[0-9a-f]{8}\.part"  # how the name ends of what a killed run was writing
 _STAGED = "new-"
 _LARGEST_JSON = 1 << 28  # bytes
 _LONGEST_NAME = 180  # bytes of a file's name, of the 255 that disks take
@@ -38,104 +42,86 @@ _LONGEST_NAME = 180  # bytes of a file's name, of the 255 that disks take
 # ---------------------------------------------------------------- whose folder it is
 
 
-def check_folder(folder: str | Path, kind: str | None = None, *, state: str = "(?!)") -> Path:
+def check_folder(folder: str | Path, kind: str | None = None) -> Path:
     """The folder, if a run may be written there: ask before long work.
 
     Parameters
     ----------
     kind : of run, as its ``experiment`` begins (``demo``, ``lee2026/fig9``): a folder of another kind is refused.
-    state : names of files that belong there unlisted, as a regular expression.
     """
     folder = Path(folder)
     if folder.is_file():
         raise BadInput(f"{folder} is a file: name a folder for the results.")
-    check_writable(folder)
+    if folder.is_symlink() and not folder.exists():
+        raise BadInput(f"{folder} is a link to a folder that is not there: name another folder.")
+    with writing(folder):  # asked of what is there already: a run that is refused later leaves no empty folder behind
+        above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        tempfile.TemporaryFile(dir=above).close()
     experiment = read_run(folder).get("experiment")
-    if kind is not None and experiment is not None and experiment != kind and not experiment.startswith(f"{kind}/"):
+    if kind and experiment and not f"{experiment}/".startswith(f"{kind}/"):
         raise BadInput(f"{folder} holds a run of {experiment}, not of {kind}: name a new folder.")
-    _own_files(folder, state)
+    _listed_files(folder)
     return folder
-
-
-def check_writable(folder: Path) -> None:
-    """Ask before long work, of what is there already: a run that is refused later leaves no empty folder behind."""
-    place = folder.absolute()
-    try:
-        there = next(path for path in (place, *place.parents) if path.exists())
-        tempfile.TemporaryFile(dir=there).close()
-        if there != place and place.is_symlink():
-            raise BadInput(f"{folder} is a link to a folder that is not there: name another folder.")
-    except OSError as error:
-        raise BadInput(f"{folder} cannot be written ({error.strerror}): choose another folder.") from None
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """The manifest of a run folder; empty where there is none of ours."""
-    try:
+    with suppress(BadInput):
         manifest = read_json(folder / MANIFEST)
-    except BadInput:
-        return {}
-    named = isinstance(manifest.get("experiment"), str) and isinstance(manifest.get("files"), dict)
-    return manifest if named else {}
+        return manifest if "files" in manifest else {}
+    return {}
 
 
-def _own_files(folder: Path, state: str = "(?!)") -> dict[str, str]:
+def _listed_files(folder: Path) -> dict[str, str]:
     """The files of the folder's last run that are there, with their hashes; refused where anything else is."""
-    manifest = read_run(folder)
-    names = [name for name in _inside(folder) if not (name == MANIFEST and manifest)]
-    for name in names:
-        if (folder / name).is_symlink() or not re.fullmatch(f"({state})({_PART})?", name):
-            if name not in manifest.get("files", ()) or (folder / name).is_symlink():
-                raise BadInput(f"{folder} holds other files than a run, {name}: name a new folder.")
-            check_unchanged(folder, name, manifest)
-    return {name: manifest["files"][name] for name in names if name in manifest.get("files", ())}
+    manifest, listed = read_run(folder), dict[str, str]()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_symlink() and (path.is_dir() or name.startswith(f"{WORK}/") or (name == MANIFEST and manifest)):
+            continue
+        if path.is_symlink() or name not in manifest.get("files", ()):
+            raise BadInput(f"{folder} holds other files than a run, {name}: name a new folder.")
+        check_unchanged(folder, name, manifest)
+        listed[name] = manifest["files"][name]
+    return listed
 
 
 def check_unchanged(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
     """Refuse a file that is not the one that a run wrote and listed in its manifest under this name."""
+    if not is_unchanged(folder, name, manifest):
+        raise BadInput(f"{folder / name} is not what a run wrote there: keep it elsewhere, or name a new folder.")
+
+
+def is_unchanged(folder: Path, name: str, manifest: Mapping[str, Any]) -> bool:
+    """Whether a file is the one that a run wrote and listed in its manifest under this name."""
     path = folder / name
-    try:
-        # a pipe would never end
-        whole = path.is_file() and not path.is_symlink() and _sha256(path) == manifest.get("files", {}).get(name)
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}): choose another folder.") from None
-    if not whole:
-        raise BadInput(f"{path} is not what a run wrote there: keep it elsewhere, or name a new folder.")
+    listed = path.is_file() and not path.is_symlink() and name in manifest.get("files", ())
+    return listed and _sha256(path.read_bytes()) == manifest["files"][name]
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _inside(folder: Path) -> Iterator[str]:
-    """Every file in a folder by its relative name, of our work the links alone; none is followed."""
-    for place, folders, files in os.walk(folder):
-        base = Path(place).relative_to(folder)
-        links = [name for name in (*folders, *files) if os.path.islink(os.path.join(place, name))]
-        folders.sort()
-        for name in sorted(links if WORK in base.parts[:1] else {*files, *links}):
-            yield (base / name).as_posix()
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 # ---------------------------------------------------------------- writing into it
 
 
 def write_run(
-    folder: Path, experiment: str, contents: Mapping[str, str | bytes], about: Mapping[str, Any], *, keep: str = "(?!)"
+    folder: Path, results: Mapping[str, Any], files: Mapping[str, str | bytes], about: Mapping[str, Any], keep: str
 ) -> None:
     """Write a run's files into its folder, and take away those of its last writing that are made no more.
 
     Parameters
     ----------
-    contents : by relative name; all of them are on the disk before the first takes its place.
+    results : as JSON has them.
+    files : others by relative name; all of them are on the disk before the first takes its place.
     about : what else the manifest says.
     keep : names of the last writing that stay as they are, as a regular expression.
     """
-    own = _own_files(folder)
-    kept = {name: digest for name, digest in own.items() if re.fullmatch(keep, name) and name not in contents}
-    manifest = {"schema": SCHEMA, "experiment": experiment, **about, "files": kept}
-    _lay_down(folder, contents, manifest, [name for name in own if name not in kept])
+    listed, contents = _listed_files(folder), {RESULTS: _as_json(results), **files}
+    kept = {name: digest for name, digest in listed.items() if re.fullmatch(keep, name) and name not in contents}
+    manifest = {"schema": SCHEMA, "experiment": results["experiment"], **about, "files": kept}
+    _lay_down(folder, contents, manifest, [name for name in listed if name not in kept])
 
 
 def add_to_run(folder: Path, contents: Mapping[str, str | bytes], experiment: str | None = None) -> None:
@@ -147,47 +133,38 @@ def add_to_run(folder: Path, contents: Mapping[str, str | bytes], experiment: st
     experiment : of the run, where it has written nothing yet.
     """
     manifest = {"schema": SCHEMA, "experiment": experiment, "files": {}, **read_run(folder)}
-    there = [name for name in contents if os.path.lexists(folder / name)]
-    for name in there:
+    old = [name for name in contents if os.path.lexists(folder / name)]
+    for name in old:
         check_unchanged(folder, name, manifest)
-    _lay_down(folder, contents, manifest, there)
+    _lay_down(folder, contents, manifest, old)
 
 
 def _lay_down(folder: Path, contents: Mapping[str, str | bytes], manifest: dict[str, Any], old: list[str]) -> None:
     """Replace old files by new ones; whenever it stops, what is there is listed."""
-    for name in (*contents, WORK):
-        parts = Path(name).parts
-        if Path(name).is_absolute() or ".." in parts:
-            raise BadInput(f"a file of a run is named from inside its folder, but got {name!r}.")
-        if any(folder.joinpath(*parts[:i]).is_symlink() for i in range(1, len(parts) + 1)):
-            raise BadInput(f"{folder / name} leads elsewhere by a link: name a new folder.")
+    for path in (folder / name for name in (*contents, WORK)):
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise BadInput(f"{path} leads out of its folder: name a new folder.")
     data = {name: _encoded(content) for name, content in contents.items()}
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
-    data[MANIFEST] = _encoded(as_json({**manifest, "files": dict(sorted({**manifest["files"], **hashes}.items()))}))
-    work, fresh = folder / WORK, not folder.exists()
-    with writing(folder):
-        work.mkdir(parents=True, exist_ok=True)
-        for left in work.glob(f"{_STAGED}*"):  # by a run that was killed
+    files = manifest["files"] | {name: _sha256(content) for name, content in data.items()}
+    data[MANIFEST] = _encoded(_as_json({**manifest, "files": dict(sorted(files.items()))}))
+    places = sorted(data, key=lambda name: (name != MANIFEST, name == RESULTS))
+    try:
+        with writing(folder):
+            (folder / WORK).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=_STAGED, dir=folder / WORK) as staged:
+                for number, name in enumerate(places):
+                    Path(staged, str(number)).write_bytes(data[name])
+                for name in sorted(old, key=lambda name: name != RESULTS):
+                    (folder / name).unlink(missing_ok=True)
+                for number, name in enumerate(places):
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    Path(staged, str(number)).replace(folder / name)
+    finally:
+        for left in (folder / WORK).glob(f"{_STAGED}*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
-        staged = Path(tempfile.mkdtemp(prefix=_STAGED, dir=work))
-        try:
-            for number, content in enumerate(data.values()):
-                (staged / str(number)).write_bytes(content)
-            for name in sorted(old, key=lambda name: name != RESULTS):
-                (folder / name).unlink(missing_ok=True)
-            places = [(name, staged / str(number)) for number, name in enumerate(data)]
-            for name, file in sorted(places, key=lambda place: (place[0] != MANIFEST, place[0] == RESULTS)):
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                file.replace(folder / name)
-            for above in {parent for name in old for parent in list(Path(name).parents)[:-1]}:
-                with suppress(OSError):  # not empty
-                    (folder / above).rmdir()
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-            with suppress(OSError):  # the pieces of a run that is not finished
-                work.rmdir()
-                if fresh:
-                    folder.rmdir()  # where nothing could be written
+        for empty in sorted({folder / WORK, *((folder / name).parent for name in old)} - {folder}, reverse=True):
+            with suppress(OSError):  # not empty: other files, or the pieces of a run that is not finished
+                empty.rmdir()
 
 
 @contextmanager
@@ -216,8 +193,7 @@ def _encoded(content: str | bytes) -> bytes:
     return content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
 
 
-def as_json(value: Any) -> str:
-    """A file of a run as text."""
+def _as_json(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n"
 
 
@@ -228,9 +204,7 @@ def file_name(name: str) -> str:
     ('a%2Fb', 137)
     """
     quoted = quote(name, safe="")
-    if len(quoted) <= _LONGEST_NAME:
-        return quoted
-    return f"{quoted[:120]}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+    return quoted if len(quoted) <= _LONGEST_NAME else f"{quoted[:120]}-{_sha256(quoted.encode())[:16]}"
 
 
 @contextmanager
@@ -250,21 +224,22 @@ def kept_if_stopped(folder: Path, kept: Callable[[], bool]) -> Iterator[None]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file of a run folder; refused if it is damaged or of a newer qkscope."""
     stored: Any = None
-    size = path.stat().st_size if path.is_file() else 0  # a pipe or a device would never end
     with suppress(OSError, ValueError, RecursionError):  # cut off, or nested without end
-        stored = json.loads(path.read_text(encoding="utf-8")) if 0 < size <= _LARGEST_JSON else None
-    schema = stored.get("schema") if isinstance(stored, dict) else None
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise BadInput(
-            f"{path.parent} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update it."
-        )
-    whole = isinstance(stored, dict) and type(schema) is int
-    if not whole or any(not isinstance(stored.get(name, {}), dict) for name in ("asked", "versions")):
+        if path.is_file() and path.stat().st_size <= _LARGEST_JSON:  # a pipe would never end
+            stored = json.loads(path.read_text(encoding="utf-8"))
+    whole = isinstance(stored, dict) and type(stored.get("schema")) is int
+    if not whole or not all(isinstance(stored.get(name, {}), dict) for name in ("asked", "versions", "files")):
         raise BadInput(f"{path} is damaged or half-written: run the command that made it again.")
+    _check_schema(path.parent, stored["schema"])
     if stored.get("command") is not None and not is_command(stored["command"]):
         log.warning("%s gives a command that qkscope would not have written: it is left out.", path)
         stored["command"] = None
     return stored
+
+
+def _check_schema(path: Path, schema: int) -> None:
+    if schema > SCHEMA:
+        raise BadInput(f"{path} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update it.")
 
 
 def is_command(text: Any) -> bool:
@@ -273,8 +248,51 @@ def is_command(text: Any) -> bool:
     >>> is_command("qkscope heads 'my file.jsonl'"), is_command("qkscope heads ioi; rm -r ~")
     (True, False)
     """
-    try:
+    with suppress(ValueError, AttributeError):  # a quotation without end, or no text
         parts = shlex.split(text)
-    except (ValueError, AttributeError, TypeError):  # a quotation without end, or no text
-        return False
-    return parts[:1] == ["qkscope"] and text == shlex.join(parts) and text.isprintable()
+        return parts[:1] == ["qkscope"] and text == shlex.join(parts) and text.isprintable()
+    return False
+
+
+# ---------------------------------------------------------------- files of tensors
+
+
+def write_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+    """Write to a temporary name beside ``path``, then rename: a reader never sees half a file."""
+    with writing(Path(path)):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_file(Path(path), tensor_bytes(kind, tensors, manifest))
+
+
+def tensor_bytes(kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> bytes:
+    """The content of such a file; of the same tensors, the same bytes: safetensors shuffles entries of a header."""
+    from safetensors.torch import save
+
+    header = json.dumps({"schema": SCHEMA, "kind": kind, "manifest": manifest}, sort_keys=True)
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, {"qkscope": header})
+
+
+def read_tensors(
+    path: str | Path, kind: str | None = None, expect: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file of this kind; refuse another kind, a newer schema, or one made from something else than expected."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(f"there is no file {path}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads(file.metadata()["qkscope"])
+            schema, what, manifest = int(header["schema"]), str(header["kind"]), dict(header["manifest"])
+            about = dict(manifest.get("about") or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
+        raise BadInput(f"{path} is damaged or not a qkscope file: make it again, or name another.") from None
+    _check_schema(path, schema)
+    if kind not in (None, what):
+        raise BadInput(f"{path} holds {what}, not {kind}.")
+    for field, want in (expect or {}).items():
+        if about.get(field) != want:
+            raise BadInput(f"{path} was made with another {field}: {about.get(field)} there, {want} here.")
+    return tensors, manifest

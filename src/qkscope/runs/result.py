@@ -1,25 +1,32 @@
-"""What every analysis and experiment returns: tables, arrays, claims, and where they come from.
+"""What every analysis and experiment returns: tables, arrays, claims; and what made it (`provenance`, `made`).
 
 A run folder holds ``results.json`` (tables and claims), ``manifest.json`` (provenance), ``arrays.safetensors`` and
-``report.html``. How it is written, and never over anybody's files, is in `qkscope.runs.folder`.
+``report.html``. How it is written, and never over anybody's files, is in `qkscope.runs.folder`. What made a result is
+its command, what was asked, versions and threads. No time, no host: a rerun says the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from qkscope.errors import BadInput
 from qkscope.kinds import checked_class
+from qkscope.runs import folder as disk
 from qkscope.runs.claims import Claim, count_claims
-from qkscope.runs.folder import MANIFEST, RESULTS, SCHEMA, as_json, check_folder, read_json, write_run
 
-_OF_THE_FOLDER = ("schema", "experiment", "files", "before")  # what a manifest says besides what made the result
+_STORED = ("experiment", "preset", "model", "seed", "seconds", "answer", "claims", "tables")
+_FOLDER = ("schema", "experiment", "files")  # what a manifest says besides what made the result
 
 
 @checked_class
@@ -68,10 +75,9 @@ class Result:
     def __repr__(self) -> str:
         """One line: what it is, of which model, its tables with their rows, and the answer."""
         tables = ", ".join(f"{name} ({len(rows)})" for name, rows in self.tables.items()) or "no tables"
-        said = [self.experiment, *([self.model] if self.model else []), tables]
-        claims = [count_claims(self.claims)] if self.claims else []
-        answer = [shorten(self.answer, 100, placeholder=" …")] if self.answer else []
-        return f"<{type(self).__name__} {' | '.join([*said, *claims, *answer])}>"
+        answer = shorten(self.answer, 100, placeholder=" …")
+        parts = filter(None, (self.experiment, self.model, tables, count_claims(self.claims), answer))
+        return f"<{type(self).__name__} {' | '.join(parts)}>"
 
     def table(self, name: str | None = None) -> list[dict[str, Any]]:
         """The rows of one table.
@@ -87,8 +93,7 @@ class Result:
         """
         chosen = (self.main or next(iter(self.tables), "")) if name is None else name
         if chosen not in self.tables:
-            there = ", ".join(self.tables) or "none"
-            raise BadInput(f"there is no table {chosen!r} in this result: there is {there}.")
+            raise BadInput(f"there is no table {chosen!r} in this result: there is {', '.join(self.tables) or 'none'}.")
         return [dict(row) for row in self.tables[chosen]]
 
     def to_pandas(self, table: str | None = None) -> Any:
@@ -104,21 +109,13 @@ class Result:
            head  accuracy
         0  L1H0       0.5
         """
-        rows = self.table(table)
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            raise BadInput("pandas is not installed: install it, or read the rows from result.tables.") from None
-        return pandas.DataFrame(rows)
+        return import_module("pandas").DataFrame(self.table(table))
 
     def to_json(self) -> dict[str, Any]:
         """The contract's JSON: NaN and infinities are null."""
-        found = {
-            "schema": SCHEMA, "experiment": self.experiment, "preset": self.preset, "model": self.model,
-            "seed": self.seed, "seconds": self.seconds, "answer": self.answer,
-            "claims": [claim.to_json() for claim in self.claims], "tables": self.tables,
-        }  # fmt: skip
-        return {name: plain_value(value) for name, value in found.items()}
+        fields = {name: getattr(self, name) for name in _STORED}
+        claims = [claim.to_json() for claim in self.claims]
+        return {"schema": disk.SCHEMA, **plain_value({**fields, "claims": claims})}
 
     def _repr_html_(self) -> str:
         """What a notebook shows. The page is a room below this one, so it is found by name."""
@@ -143,26 +140,20 @@ class Result:
         folder = Path(folder)
         if not folder.is_dir():
             raise BadInput(f"there is no folder {folder}: name one that a qkscope command wrote.")
-        if not (folder / RESULTS).is_file():
+        if not (folder / disk.RESULTS).is_file():
             raise BadInput(f"{folder} holds no results.json, so no finished run: run the command that writes it again.")
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        stored, manifest = (read_json(folder / name) for name in (RESULTS, MANIFEST))
+        stored, manifest = (disk.read_json(folder / name) for name in (disk.RESULTS, disk.MANIFEST))
         arrays = folder / "arrays.safetensors"
         try:
-            claims = [Claim.from_json(row) for row in stored["claims"]]
-            result = Result(
-                **{name: stored[name] for name in ("experiment", "tables", "preset", "model", "seed", "seconds")},
-                claims=claims,
-                answer=stored.get("answer", ""),
-                provenance={name: value for name, value in manifest.items() if name not in _OF_THE_FOLDER},
-                arrays=dict(load_file(arrays)) if arrays.exists() else {},
+            fields = {name: stored[name] for name in _STORED}
+            return Result(
+                **{**fields, "claims": [Claim.from_json(row) for row in stored["claims"]]},
+                provenance={name: value for name, value in manifest.items() if name not in _FOLDER},
+                arrays=disk.read_tensors(arrays, "arrays")[0] if arrays.exists() else {},
             )
-        except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             why = f" ({str(error).rstrip('.')})" if isinstance(error, BadInput) else ""
             raise BadInput(f"{folder} is damaged or half-written{why}: run the command that made it again.") from None
-        return result
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
         """Write the run folder; one that holds anything but a run of this kind is refused and left as it is.
@@ -172,24 +163,14 @@ class Result:
         folder : a new one, or one of an earlier run of this kind.
         files : further files by relative name (report.html, figures/…).
         """
-        return write_result(self, folder, files)
+        return write_result(self, folder, files or {})
 
 
-def write_result(
-    result: Result,
-    folder: str | Path,
-    files: Mapping[str, str | bytes] | None = None,
-    *,
-    keep: str = "(?!)",
-) -> Path:
-    """What `Result.write` does, in a folder that keeps more; ``keep`` as in `write_run`."""
-    folder = check_folder(folder, result.experiment.partition("/")[0])
-    contents: dict[str, str | bytes] = {RESULTS: as_json(result.to_json()), **(files or {})}
-    if result.arrays:
-        from safetensors.torch import save
-
-        contents["arrays.safetensors"] = save({k: v.detach().cpu().contiguous() for k, v in result.arrays.items()})
-    write_run(folder, result.experiment, contents, plain_value(result.provenance), keep=keep)
+def write_result(result: Result, folder: str | Path, files: Mapping[str, str | bytes], *, keep: str = "(?!)") -> Path:
+    """What `Result.write` does, in a folder that keeps more: ``keep`` as in `write_run`."""
+    folder = disk.check_folder(folder, result.experiment.partition("/")[0])
+    arrays = {"arrays.safetensors": disk.tensor_bytes("arrays", result.arrays, {})} if result.arrays else {}
+    disk.write_run(folder, result.to_json(), {**files, **arrays}, plain_value(result.provenance), keep)
     return folder
 
 
@@ -206,3 +187,55 @@ def plain_value(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numbers of numpy and torch
         return plain_value(value.tolist())
     return str(value)
+
+
+# ---------------------------------------------------------------- what made a result
+
+
+def provenance(**asked: Any) -> dict[str, Any]:
+    """What made a result: command, what was asked, versions, threads. No time, no host: a rerun gives the same."""
+    import torch
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions |= {package: version(package) for package in ("qkscope", "transformers", "numpy", "safetensors")}
+    program = Path(sys.argv[0]).parts[-2:]
+    typed = program[-1:] == ("qkscope",) or program == ("qkscope", "__main__.py")  # and not pytest
+    command = shlex.join(["qkscope", *sys.argv[1:]]) if typed else None
+    return {"command": command, "asked": asked, "versions": versions, "threads": torch.get_num_threads()}
+
+
+def made(path: str | Path, *, load: Callable[[str, str | None], Any] | None = None) -> list[dict[str, Any]]:
+    """One row ``{"what", "there", "here", "same"}`` per fact; what is not compared has nothing ``here``.
+
+    Parameters
+    ----------
+    path : a run folder, or a .safetensors file of ours.
+    load : gives the scope of a model by name and revision, to compare its weights and its tokenizer too.
+    """
+    path, here = Path(path), provenance()
+    if path.suffix == ".safetensors":
+        manifest = disk.read_tensors(path)[1]
+        stored = {"asked": manifest.get("about") or manifest.get("moments", {}).get("about")}
+    elif (path / disk.MANIFEST).is_file():
+        stored = disk.read_json(path / disk.MANIFEST)
+    else:
+        raise BadInput(f"{path} holds no manifest.json: name a folder or a .safetensors file that qkscope wrote.")
+    asked, files = stored.get("asked") or {}, stored.get("files") or {}
+    command = re.sub(r" --part \S+", "", stored.get("command") or "") or None  # a part alone makes no run
+    versions = {name: stored.get("versions", {}).get(name) for name in here["versions"]}
+    there = {"command": command, **asked, **versions, "threads": stored.get("threads"), "files": len(files) or None}
+    now = {
+        **here["versions"],
+        "threads": here["threads"],
+        "files": sum(disk.is_unchanged(path, f, stored) for f in files),
+    }
+    if load is not None:
+        if not isinstance(asked.get("model"), str) or not isinstance(asked.get("weights"), str):
+            raise BadInput(f"{path} names no single model that could be compared.")
+        scope = load(asked["model"], asked.get("revision"))
+        now |= {"weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
+    return [
+        {"what": what, "there": value, "here": now.get(what), "same": value == now[what] if what in now else None}
+        for what, value in there.items()
+        if value is not None
+    ]

@@ -1,40 +1,48 @@
-"""Work in pieces: resuming, several processes and job arrays by one idea.
+"""Work in pieces: resuming, several processes and job arrays by one idea; and the frame of every verb.
 
 The work of a long verb is a fixed list of batches, cut into a fixed list of pieces. A finished piece is one file in
 ``OUT/.work/ASKED``, written to a temporary name and renamed; ASKED is a hash of all that decides the numbers (weights,
 tokenizer, examples, options, seed, versions), so that stale pieces cannot mix. The same command again makes what is
 missing. Of several processes on one folder each makes every n-th piece: torchrun says which, or ``part=(3, 16)``. When
 all are there they are added in order, so the numbers do not depend on who made what, bit for bit.
+
+A verb is a public function that returns a `Result`. With ``out`` it writes its folder itself, page included; the folder
+is checked before anything runs. A verb that takes ``part`` shares its pieces among processes.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import logging
 import os
 import re
 import shutil
 import time
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from qkscope.errors import BadInput
-from qkscope.runs.folder import WORK, file_name, read_run, write_file, writing
+from qkscope.kinds import checked_call
+from qkscope.runs import folder as disk
 from qkscope.runs.progress import counting
-from qkscope.runs.provenance import provenance
+from qkscope.runs.result import Result, provenance
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R", bound=Result)
 T = TypeVar("T")
 
 PIECES = 16
@@ -81,11 +89,11 @@ class Stage:
         size = max(-(-len(self.batches) // PIECES), _LEAST)
         return [self.batches[start : start + size] for start in range(0, len(self.batches), size)]
 
-    def make(self, memory: _Memory, advance: Callable[[int], None], number: int) -> dict[str, Any]:
+    def make(self, number: int, advance: Callable[[int], None]) -> dict[str, Any]:
         """One piece: what its batches give, and their sums."""
         for tensor in self.sums.values():
             tensor.zero_()
-        parts = (part for batch in self.groups[number] for part in memory.run(batch, self.run, advance))
+        parts = _fitting(self.groups[number], self.run, advance)
         return {"values": [self.add(part) for part in parts], "sums": dict(self.sums)}
 
     def total(self, pieces: Iterable[Mapping[str, Any]]) -> list[Any]:
@@ -94,8 +102,8 @@ class Stage:
         for piece in pieces:
             values += piece["values"]
             for name, tensor in piece["sums"].items():
-                own = tensor.cpu()
-                totals[name] = self.merge(name, totals[name], own) if name in totals else own.clone()
+                term = tensor.cpu()
+                totals[name] = self.merge(name, totals[name], term) if name in totals else term.clone()
         for name, total in totals.items():
             self.sums.setdefault(name, torch.empty_like(total)).copy_(total)
         return values
@@ -116,7 +124,7 @@ class Work:
             raise BadInput("a part leaves its pieces in a folder that all parts share: name it with out.")
         process = None if out is None or part is not None else torchrun_process()
         self.together = process is not None  # the others run now, and can be waited for
-        self.part = process or checked_part(part or (0, 1))
+        self.part = process or parse_part(part or (0, 1))
         self.folder: Path | None = None
         self.device: torch.device | str = "cpu"
 
@@ -132,23 +140,26 @@ class Work:
         self.device = scope.device
         if self.out is None:
             return self
-        said = {
-            "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash, "dtype": str(scope.model.dtype),
-            "device": torch.device(scope.device).type, "model": scope.name, "examples": _hash(repr(examples)), **asked,
-        }  # fmt: skip
-        return self.open(said)
+        model = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
+        kind = {"dtype": str(scope.model.dtype), "device": torch.device(scope.device).type}
+        return self.open({**model, **kind, "examples": _hash(repr(examples)), **asked})
 
     def open(self, asked: Mapping[str, Any]) -> Work:
         """As `begin`, of work that these facts tell from other work, and the versions."""
         assert self.out is not None
-        said = {**asked, "versions": provenance()["versions"]}
-        self.folder = self.out / WORK / _hash(json.dumps(said, sort_keys=True, default=str))
+        facts = {**asked, "versions": provenance()["versions"]}
+        self.folder = self.out / disk.WORK / _hash(json.dumps(facts, sort_keys=True, default=str))
         waits = self.part[0] > 0 if self.together else self.part[1] > 1
-        if waits and read_run(self.out).get("work") == self.folder.name:
+        if waits and disk.read_run(self.out).get("work") == self.folder.name:
             raise PartDone("" if self.together else f"All parts are done and added up in {self.out}.")
-        if any(self.folder.glob("*.safetensors")):
+        if self.begun:
             log.info("Going on from what is done in %s.", self.folder)
         return self
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are pieces already."""
+        return self.folder is not None and any(self.folder.iterdir() if self.folder.is_dir() else ())
 
     def finish(self) -> None:
         """The whole is written: the pieces have done their work."""
@@ -157,16 +168,11 @@ class Work:
             with suppress(OSError):  # there is other work
                 self.folder.parent.rmdir()
 
-    @property
-    def asked(self) -> dict[str, str]:
-        """What a manifest says of the pieces that the result was made of."""
-        return {} if self.folder is None else {"work": self.folder.name}
-
     # ------------------------------------------------------------------ pieces
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """What ``make`` gives, or gave in an earlier run: plain values and tensors in dicts and lists (no tuples)."""
-        return next(self._pieces(name, 1, lambda _: make()))
+        return self._piece(name, 0, make)
 
     def run(self, stages: Sequence[Stage], progress: bool | None = None, *, last: bool = False) -> list[list[Any]]:
         """Make what is missing of some stages, and add up each; what its batches gave comes back, in order.
@@ -176,17 +182,18 @@ class Work:
         progress : as in `stream`.
         last : whether nothing is shared after this: a part then ends here, unless all pieces are there.
         """
-        (index, of), memory = self.part, _Memory()
-        every = [(stage.name, number) for stage in stages for number in range(len(stage.groups))]
-        todo = [group for stage in stages for i, group in enumerate(stage.groups) if not self._is_there(stage.name, i)]
-        with counting(sum(len(batch) for group in todo for batch in group), shown=progress) as advance:
-            makes = {stage.name: partial(stage.make, memory, advance) for stage in stages}
-            if of > 1:
-                for name, number in every[index::of]:
-                    if not self._is_there(name, number):
-                        self._write(name, number, makes[name](number))
-                self._meet(every, last)
-            return [stage.total(self._pieces(stage.name, len(stage.groups), makes[stage.name])) for stage in stages]
+        every = [(stage, number) for stage in stages for number in range(len(stage.groups))]
+        missing = [stage.groups[i] for stage, i in every if not self._is_there(stage.name, i)]
+        with counting(sum(len(batch) for group in missing for batch in group), shown=progress) as advance:
+
+            def piece(stage: Stage, number: int) -> Any:
+                return self._piece(stage.name, number, lambda: stage.make(number, advance))
+
+            if self.part[1] > 1:
+                for stage, number in every[self.part[0] :: self.part[1]]:
+                    piece(stage, number)
+                self._meet([(stage.name, number) for stage, number in every], last)
+            return [stage.total(piece(stage, number) for number in range(len(stage.groups))) for stage in stages]
 
     def _meet(self, every: Sequence[tuple[str, int]], last: bool) -> None:
         """Wait for the other processes of torchrun; end a part that is not the one to add up, the first to see all."""
@@ -207,45 +214,33 @@ class Work:
                     "Another part adds them up; if it was stopped, run the command without --part."
                 ) from None
 
-    def _pieces(self, name: str, count: int, make: Callable[[int], Any]) -> Iterator[Any]:
-        """Every piece in order: read where it is there, made where it is not."""
-        for number in range(count):
-            piece = self._read(name, number)
-            if piece is None:
-                piece = make(number)
-                self._write(name, number, piece)
-            yield piece
-
-    # ------------------------------------------------------------------ files
-
-    def _path(self, name: str, number: int) -> Path | None:
-        return None if self.folder is None else self.folder / f"{file_name(name)}-{number}.safetensors"
+    def _path(self, name: str, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{disk.file_name(name)}-{number}.safetensors"
 
     def _is_there(self, name: str, number: int) -> bool:
-        path = self._path(name, number)
-        return path is not None and path.exists()
+        return self.folder is not None and self._path(name, number).exists()
 
-    def _write(self, name: str, number: int, value: Any) -> None:
-        path, tensors = self._path(name, number), dict[str, Tensor]()
-        if path is not None:
-            plain = json.dumps(_apart(value, tensors))
-            with writing(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(path, save(tensors, {"value": plain}))
+    def _piece(self, name: str, number: int, make: Callable[[], Any]) -> Any:
+        """A piece: read where it is there, made and written where it is not."""
+        if self._is_there(name, number):
+            try:
+                stored, manifest = disk.read_tensors(self._path(name, number), "piece")
+                tensors = {name: x if name.startswith("cpu") else x.to(self.device) for name, x in stored.items()}
+                back = lambda value: tensors[value[_TENSOR]] if value.keys() == {_TENSOR} else value  # noqa: E731
+                return json.loads(manifest["value"], object_hook=back)
+            except BadInput as error:
+                log.warning("%s This piece is made again.", error)
+        value, apart = make(), dict[str, Tensor]()
 
-    def _read(self, name: str, number: int) -> Any:
-        """A finished piece; None where there is none that can be read."""
-        path = self._path(name, number)
-        if path is None or not path.exists():
-            return None
-        try:
-            with safe_open(path, framework="pt") as file:
-                read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-                tensors = {name: x if name.startswith("cpu") else x.to(self.device) for name, x in read.items()}
-                return _together(json.loads(file.metadata()["value"]), tensors)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-            log.warning("%s cannot be read, so this piece is made again.", path)
-            return None
+        def put_apart(tensor: Tensor) -> dict[str, str]:
+            apart[f"{tensor.device.type} {len(apart)}"] = tensor.detach().cpu().clone()
+            return {_TENSOR: next(reversed(apart))}
+
+        if self.folder is not None:
+            plain = json.dumps(value, default=put_apart)
+            disk.write_tensors(self._path(name, number), "piece", apart, {"value": plain})
+        return value
 
 
 # ---------------------------------------------------------------- batches and memory
@@ -260,33 +255,26 @@ def stream(batches: list[list[int]], run: Callable[[list[int]], T], progress: bo
     run : runs one batch.
     progress : whether to say how far it is; if not given, on a terminal, and once a minute in a log.
     """
-    memory = _Memory()
     with counting(sum(map(len, batches)), shown=progress) as advance:
-        for batch in batches:
-            yield from (part.value for part in memory.run(batch, run, advance))
+        yield from (part.value for part in _fitting(batches, run, advance))
 
 
-class _Memory:
-    """How many examples fit into memory at once, as far as was seen."""
-
-    def __init__(self) -> None:
-        self.most: int | None = None
-
-    def run(
-        self, batch: list[int], run: Callable[[list[int]], T], advance: Callable[[int], None]
-    ) -> Iterator[BatchPart[T]]:
-        """Run a batch in as many parts as it takes."""
+def _fitting(
+    batches: Iterable[list[int]], run: Callable[[list[int]], T], advance: Callable[[int], None]
+) -> Iterator[BatchPart[T]]:
+    """Run each batch in as many parts as memory takes."""
+    most: int | None = None  # examples that fit at once, as far as was seen
+    for batch in batches:
         while batch:
-            some = batch[: self.most]
+            some = batch[:most]
             try:
                 value = run(some)
             except (MemoryError, RuntimeError) as error:
                 if len(some) < 2 or not out_of_memory(error):
                     raise
-                self.most = len(some) // 2
-                log.warning("out of memory: going on with batches of %d", self.most)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                most = len(some) // 2
+                log.warning("out of memory: going on with batches of %d", most)
+                torch.cuda.empty_cache()
                 continue
             batch = batch[len(some) :]
             advance(len(some))
@@ -301,69 +289,91 @@ def out_of_memory(error: BaseException) -> bool:
 # ---------------------------------------------------------------- several processes
 
 
-def parse_part(text: str) -> tuple[int, int]:
-    """``i/n`` as two numbers, counted as in `checked_part`.
+def parse_part(part: str | tuple[int, int]) -> tuple[int, int]:
+    """A part ``i/n``, counted from 0 or from 1: part n of n is part 0, so that both ways of counting cover all of them.
 
-    >>> parse_part("3/16")
-    (3, 16)
-    """
-    numbers = re.fullmatch(r"\s*(\d{1,6})\s*/\s*(\d{1,6})\s*", text)
-    return checked_part((int(numbers[1]), int(numbers[2])) if numbers else (0, 0), text)
-
-
-def checked_part(part: tuple[int, int], said: object = None) -> tuple[int, int]:
-    """A part, counted from 0 or from 1: part n of n is part 0, so that both ways of counting cover all of them.
-
-    >>> checked_part((0, 4)), checked_part((3, 4)), checked_part((4, 4))
+    >>> parse_part("0/4"), parse_part((3, 4)), parse_part("4/4")
     ((0, 4), (3, 4), (0, 4))
     """
-    i, n = part
-    if not 0 <= i <= n or n < 1:
-        raise BadInput(f"a part is i/n, as 0/4 to 3/4 or 1/4 to 4/4, but got {said or part}.")
+    text = part if isinstance(part, str) else "/".join(map(str, part))
+    numbers = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip())
+    i, n = map(int, numbers.groups()) if numbers else (1, 0)
+    if i > n or n < 1:
+        raise BadInput(f"a part is i/n, as 0/4 to 3/4 or 1/4 to 4/4, but got {text}.")
     return i % n, n
 
 
 def torchrun_process() -> tuple[int, int] | None:
-    """Which process of how many this is, where torchrun started it; it also says where the processes meet."""
-    rank, world, port = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    numbered = rank.isdecimal() and world.isdecimal() and port.isdecimal() and "MASTER_ADDR" in os.environ
-    if not numbered or not int(rank) < int(world) > 1:
+    """Which process of how many this is, where torchrun started it: others number their processes too."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         return None
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # left over from something else: nobody would come to meet us
-        log.warning("RANK and WORLD_SIZE are set, but torchrun did not start this process: it does all alone.")
-        return None
-    return int(rank), int(world)
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def torchrun_device(device: str | None) -> str | None:
     """The device of this process: under torchrun each takes a GPU of its own, unless another device was named."""
-    process = torchrun_process()
-    if process is None or device not in (None, "cuda") or not torch.cuda.is_available():
+    if torchrun_process() is None or device not in (None, "cuda") or not torch.cuda.is_available():
         return device
-    local = os.environ.get("LOCAL_RANK", "")
-    return f"cuda:{(int(local) if local.isdecimal() else process[0]) % torch.cuda.device_count()}"
+    return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
 
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON can have it, with its tensors taken out: by the kind of device they belong on, and a number."""
-    if isinstance(value, Tensor):
-        name = f"{value.device.type} {len(tensors)}"
-        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return {_TENSOR: name}
-    if isinstance(value, Mapping):
-        return {str(key): _apart(item, tensors) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_apart(item, tensors) for item in value]
-    return value
+# ---------------------------------------------------------------- the frame of a verb
+
+_WORK: ContextVar[Work] = ContextVar("work")
 
 
-def _together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {_TENSOR}:
-            return tensors[value[_TENSOR]]
-        return {name: _together(item, tensors) for name, item in value.items()}
-    return [_together(item, tensors) for item in value] if isinstance(value, list) else value
+def current_work() -> Work:
+    """The pieces of the verb that runs; of none, where nothing is kept."""
+    return _WORK.get(Work())
+
+
+def verb(kind: str, *, beside: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a public verb: time, folder, pieces and page; its arguments are checked against their annotations.
+
+    Parameters
+    ----------
+    kind : of its folders, as their ``experiment`` begins.
+    beside : the name of an argument whose own folder (``kept_in``) may be ``out``: then its page is drawn anew and
+        tells both results.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @checked_call
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            start, given = time.perf_counter(), signature.bind(*args, **kwargs).arguments
+            out, other = given.get("out"), given.get(beside)
+            home = other is not None and out is not None and other.kept_in == Path(out)
+            if out is not None:
+                disk.check_folder(out, None if home else kind)
+            work = Work(out, given.get("part"))
+            token = _WORK.set(work)
+            try:
+                with disk.kept_if_stopped(Path(out or ""), lambda: work.begun):
+                    if work.part[0] > 0 and "part" not in signature.parameters:
+                        raise PartDone  # of torchrun, and there is nothing to share
+                    result = replace(function(*args, **kwargs), seconds=time.perf_counter() - start)
+            except PartDone as done:
+                return typing.cast(R, Result(kind, {}, answer=str(done)))
+            finally:
+                _WORK.reset(token)
+            if out is not None and not (work.together and work.part[0]):
+                page = import_module("qkscope.show.page")  # a room below this one, so it is found by name
+                if home:
+                    disk.add_to_run(Path(out), {disk.PAGE: page.report_html([result, other])})
+                else:
+                    pieces = {} if work.folder is None else {"work": work.folder.name}
+                    result = replace(result, provenance={**result.provenance, **pieces})
+                    result.write(out, files={disk.PAGE: page.report_html([result])})
+                work.finish()
+            return result
+
+        return run
+
+    return decorate

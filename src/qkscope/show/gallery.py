@@ -25,8 +25,7 @@ from qkscope.errors import BadInput
 from qkscope.kinds import checked_call
 from qkscope.runs.claims import Claim, count_claims
 from qkscope.runs.folder import RESULTS, WORK, check_folder, read_run
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
+from qkscope.runs.result import Result, provenance
 from qkscope.show import Block, page
 from qkscope.show.blocks import blocks_of
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qkscope.capture.scope import Scope
-from qkscope.runs.store import read_tensors
+from qkscope.runs.folder import read_tensors
 from qkscope_papers.bench.harness import Row, Seconds, not_here, row
 
 _PROMPTS = 1536

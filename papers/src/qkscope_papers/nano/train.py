@@ -31,11 +31,9 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput, check_device
 from qkscope.kinds import AtLeast, Count, Natural, checked_call, checked_class
 from qkscope.runs.claims import Claim
-from qkscope.runs.folder import add_to_run, check_folder, kept_if_stopped, writing
+from qkscope.runs.folder import add_to_run, check_folder, kept_if_stopped, read_tensors, tensor_bytes, writing
 from qkscope.runs.progress import counting, doing
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result, write_result
-from qkscope.runs.store import read_tensors, tensor_bytes
+from qkscope.runs.result import Result, provenance, write_result
 from qkscope_papers.nano.score import CLAIMED, Exam, claimed_task
 from qkscope_papers.nano.text import BOS, CONTEXT, PAD, TextRows, Texts, nano_tokenizer, stacked, vocabulary, word_ids
 

@@ -34,9 +34,8 @@ from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import SIDES, Tally, first_by, strongest_pairs
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
-from qkscope.runs.verb import current_work, verb
+from qkscope.runs.result import Result, provenance
+from qkscope.runs.work import current_work, verb
 from qkscope.tasks.task import Task, Unit
 from qkscope.tasks.texts import text_hash
 

@@ -36,7 +36,7 @@ from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.attribution import Split
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
-from qkscope.runs.verb import verb
+from qkscope.runs.work import verb
 
 _GOES_ON = 5  # tokens of the continuation that are shown
 

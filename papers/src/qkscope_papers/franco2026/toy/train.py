@@ -15,9 +15,8 @@ import torch
 from qkscope.errors import BadInput, check_device
 from qkscope.kinds import Count, checked_call
 from qkscope.runs.folder import check_folder
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
-from qkscope_papers.fleet import TRAINED
+from qkscope.runs.result import Result, provenance
+from qkscope_papers.fleet import check_trained
 from qkscope_papers.franco2026.toy.measure import alignment_rows, divergence_and_error
 from qkscope_papers.franco2026.toy.stack import ToyCell
 from qkscope_papers.franco2026.toy.superposition import FOUR_PAIRS, Pair, Reading, Superposition
@@ -73,7 +72,7 @@ def train_superposition(
         tasks[f"p={one_p:g} λ={one_weight:g}"] = made
     out = Path(out)
     folder = check_folder(out / "superposition", "toy/superposition")
-    check_folder(out / "toys", state=TRAINED)
+    check_trained(out / "toys")
     start = time.perf_counter()
     named = [
         (config, ToyCell(task, seed, steps, lr, every=every)) for config, task in tasks.items() for seed in range(seeds)

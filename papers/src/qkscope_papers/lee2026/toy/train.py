@@ -10,9 +10,8 @@ from typing import Any
 from qkscope.errors import BadInput, check_device
 from qkscope.kinds import Count, checked_call
 from qkscope.runs.folder import check_folder
-from qkscope.runs.provenance import provenance
-from qkscope.runs.result import Result
-from qkscope_papers.fleet import TRAINED
+from qkscope.runs.result import Result, provenance
+from qkscope_papers.fleet import check_trained
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope_papers.lee2026.toy.retrieval import AS_WRITTEN, Retrieval, Variant
 from qkscope_papers.lee2026.toy.stack import HeadCell
@@ -52,7 +51,7 @@ def train_retrieval(
     cells = _cells(grids, tuple(ranks), variant, d_head, seeds, scales)
     out = Path(out)
     folder = check_folder(out / "retrieval", "toy/retrieval")
-    check_folder(out / "heads", state=TRAINED)
+    check_trained(out / "heads")
     start = time.perf_counter()
     recipe = Recipe(steps=steps)
     trained = train_heads(cells, out / "heads", lr=lr, recipe=recipe, device=device, workers=workers)
