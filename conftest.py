@@ -5,6 +5,7 @@ One thread because on tensors this small, threads of parallel tests only wait fo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from qkscope import Scope
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: it would retry a wrong name for 23 s
 
 
 @pytest.fixture(autouse=True, scope="session")
