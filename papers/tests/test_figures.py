@@ -174,8 +174,8 @@ def test_binding_swaps_hold_every_condition_beside_its_baselines_and_both_estima
 def test_every_number_that_a_swap_is_judged_by_is_there_and_a_random_model_binds_nothing(llama, qwen):
     for result in (llama["fig9"], llama["fig7"], qwen["fig19"], qwen["fig20"]):
         assert [claim.claim for claim in result.claims if claim.ours is None] == []
-    moved = [claim.holds for claim in llama["fig9"].claims if claim.claim.startswith("swapping both moves the majority")]
-    assert moved == [False, False]
+    both = [claim for claim in llama["fig9"].claims if claim.claim.startswith("swapping both moves the majority")]
+    assert [claim.holds for claim in both] == [False, False]
 
 
 def test_filter_swaps_cut_categories_at_one_direction_each(llama, qwen):

@@ -1,15 +1,28 @@
-"""What the figures of lee2026 measure of language models: how heads are chosen, and how clouds are compared."""
+"""What figures measure of language models: how heads are chosen, clouds compared, prompts drawn, means bounded."""
 
 from __future__ import annotations
 
+import math
+import re
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from qkscope import BadInput, tasks
 from qkscope.analyses.clouds import principal
 from qkscope.analyses.find import Ranking
+from qkscope.analyses.sparsity import Sparsity
 from qkscope.heads import Head
+from qkscope.tasks.ioi import TEMPLATES
+from qkscope_papers.franco2026 import model_sparsity
+from qkscope_papers.franco2026.isotropy import read_dictionary
+from qkscope_papers.franco2026.model_sparsity import relabelled
+from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep, revisions_of
+from qkscope_papers.franco2026.prompts import clusters_of, prompts_of, text_task
 from qkscope_papers.lee2026.language import choose_heads, for_choice
 from qkscope_papers.lee2026.points import align, nearest_centroid, separation
+from qkscope_papers.registry import EMBEDDED, NANO, figure_of, reproduce
 from qkscope_papers.tables import Estimate
 
 
@@ -104,3 +117,104 @@ def test_nearest_centroid_needs_points_it_does_not_know():
     known = torch.tensor([[0.0, 0.0], [0.2, 0.0], [5.0, 5.0]])
     assert nearest_centroid(known, torch.tensor([0, 0, 1]), torch.tensor([[1.0, 0.0], [4.0, 4.0]]),
                             torch.tensor([0, 0])) == 0.5  # fmt: skip
+
+
+# ---------------------------------------------------------------------- franco2026
+
+
+def test_every_prompt_has_one_template():
+    found = clusters_of(tasks.ioi(seed=3), 128)
+    assert set(found.tolist()) == set(range(len(TEMPLATES)))
+    for i, unit in zip(found.tolist(), tasks.ioi(seed=3).test(len(found)), strict=True):
+        parts = re.split(r"\{\w+\}", TEMPLATES[i])
+        assert all(part in unit[0].text for part in parts)
+        others = [t for t in TEMPLATES if all(part in unit[0].text for part in re.split(r"\{\w+\}", t))]
+        assert others == [TEMPLATES[i]]
+
+
+def test_a_mean_is_as_sure_as_its_templates_are_many():
+    generator = torch.Generator().manual_seed(0)
+    clusters = torch.arange(128) % 8
+    values = torch.randn(8, generator=generator, dtype=torch.float64)[clusters].expand(3, -1)
+    by_template, by_prompt = (
+        Sweep(None, [], {}, own, "ioi").mean(values, [0, 2]) for own in (clusters, torch.arange(128))
+    )
+    assert by_template.mean == by_prompt.mean == pytest.approx(float(values.mean()))
+    widths = [found.high - found.low for found in (by_template, by_prompt)]
+    assert widths[0] > 2.5 * widths[1], "16 prompts of a template say the same"
+    one = Sweep(None, [], {}, torch.zeros(128), "ioi").mean(values, [0])
+    assert math.isnan(one.low), "of one template there is nothing to draw anew"
+
+
+def test_a_failure_is_laid_to_the_model_where_it_is_not_the_papers():
+    def reason(model, prompts="ioi"):
+        return Sweep(Sparsity("sparsity/ioi", {}, model=model), [], {}, torch.zeros(1), prompts).unlike(PYTHIA)[0]
+
+    assert [reason(model) for model in (PYTHIA, NANO, EMBEDDED)] == ["refuted", "small model", "other setting"]
+    assert reason(PYTHIA, "text") == "other setting"
+    assert reason(PYTHIA, "single") == "refuted", "the paper's own prompt"
+
+
+def test_natural_text_is_asked_where_a_token_stands_again():
+    words: dict[str, int] = {}
+    task = text_task(lambda text: [words.setdefault(word, len(words)) for word in text.split()], 0)
+    units = task.test(40)
+    for (example,) in units:
+        ids, at = example.ids, {name: start for name, (start, _) in example.roles.items()}
+        assert at["END"] == len(ids) - 1
+        assert ids[at["MATCH"]] == ids[-1]
+        assert ids[-1] not in ids[at["NEXT"] : -1], "the last earlier place"
+        assert (at["PREV"], at["NEXT"]) == (at["END"] - 1, at["MATCH"] + 1)
+    assert len(set(clusters_of(task, 40).tolist())) > 5
+    runs = [{ids[i : i + 8] for (x,) in drawn for ids in [x.ids] for i in range(len(ids) - 7)}
+            for drawn in (units, task.choose(40))]  # fmt: skip
+    assert not runs[0] & runs[1], "heads are chosen on other text"
+    with pytest.raises(BadInput, match="knows the words of its own tasks alone"):
+        prompts_of("text", NANO, None, 0)
+
+
+def test_each_model_has_its_checkpoints(tmp_path):
+    assert revisions_of("gpt2", "paper") is None
+    assert revisions_of(EMBEDDED, "default") is None
+    assert revisions_of("nano:mixed@0", "default") is None
+    assert revisions_of(PYTHIA, "smoke") == "step0,step1000,step143000"
+    assert len((revisions_of(PYTHIA, "paper") or "").split(",")) == 144
+    (tmp_path / "run").mkdir()
+    assert revisions_of(str(tmp_path / "run"), "default") == "all"
+    assert figure_of("franco2026", "bridge").model == EMBEDDED
+
+
+def test_a_decoder_is_read_from_a_file(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    decoder = torch.randn(32, 8, generator=generator)
+    file = tmp_path / "sae.safetensors"
+    save_file({"W_dec": decoder, "W_enc": decoder.T.contiguous(), "b_dec": torch.zeros(8)}, file)
+    ((name, read),) = read_dictionary(file).items()
+    assert name == "sae.safetensors:W_dec"
+    assert torch.equal(read, decoder)
+    result = reproduce("franco2026", ["fig20"], preset="smoke", out=tmp_path / "out", model=str(file))["fig20"]
+    (row,) = result.tables["isotropy"]
+    assert (row["n"], row["d"]) == (32, 8)
+    assert (result.claims[0].source, result.claims[0].control) == ("stated", pytest.approx(row["random"]))
+    save_file({"a": decoder, "b": decoder.clone()}, tmp_path / "two.safetensors")
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    for name, says in (("two", "one decoder matrix"), ("bad", "damaged"), ("none", "there is no file")):
+        with pytest.raises(BadInput, match=says):
+            read_dictionary(tmp_path / f"{name}.safetensors")
+
+
+def test_relabelling_counts_the_ways_to_deal_the_labels(monkeypatch):
+    assert relabelled([-3.0, -2.0, math.nan], [0.0, 1.0]) == pytest.approx(1 / 6)
+    assert relabelled([0.0, 1.0], [-3.0, -2.0]) == 1.0, "the highest mean of all: every relabelling is as low"
+    assert relabelled([1.0, 1.0], [1.0, 1.0]) == 1.0, "ties count against"
+    assert math.isnan(relabelled([], [1.0]))
+    # units of one kind: p is uniform, so few are small
+    found = [
+        relabelled(x[:6].tolist(), x[6:].tolist())
+        for x in torch.randn(200, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ]
+    assert 0.0 < sum(p < 0.05 for p in found) / 200 < 0.1
+    # drawn relabellings come close to all of them, and never give 0
+    exact = relabelled([-1.0, -0.5, 0.2], [0.1, 0.6, 0.9])
+    monkeypatch.setattr(model_sparsity, "MOST", 19)
+    assert 1 / 19 <= relabelled([-1.0, -0.5, 0.2], [0.1, 0.6, 0.9]) < exact + 0.3

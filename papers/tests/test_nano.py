@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,17 +17,15 @@ from safetensors.torch import load_file
 import qkscope as qk
 from qkscope.capture.load import locate, nano_steps
 from qkscope.errors import BadInput
-from qkscope.examples import Example
-from qkscope.maths.significance import wilson
 from qkscope.runs.store import read_manifest, read_tensors
-from qkscope.tasks.task import ANSWER, pools
+from qkscope.tasks.task import pools
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS
 from qkscope_papers.nano.score import CLAIMED, Exam, claimed_task
 from qkscope_papers.nano.text import PAD, TextRows, Texts, nano_tokenizer, vocabulary, word_ids
-from qkscope_papers.nano.train import STATE, NanoRecipe, NanoTrainer, train_nano
+from qkscope_papers.nano.train import STATE, NanoRecipe, NanoTrainer
 
 TINY = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp": 32, "rows": 20, "prompts": 4}
-LONG = {**TINY, "steps": 64, "check_every": 8, "solved": 0.0}
+LONG = {**TINY, "steps": 40, "check_every": 8, "solved": 0.0}
 CPU = torch.device("cpu")
 KIND = "nano training"
 
@@ -55,69 +52,42 @@ def tokens(ids: torch.Tensor) -> list[str]:
 # ---------------------------------------------------------------------- the shipped models
 
 
-def test_shipped_checkpoints_are_small_different_and_load_by_name(last):
+def accuracy(scope: qk.Scope, name: str, n: int = 128) -> float:
+    return Exam.of(claimed_task(name), scope.tokenizer, n, CPU).score(scope.model)["accuracy"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints() -> list[qk.Scope]:
+    return [qk.Scope.load(f"nano:mixed@{step}", device="cpu", check=False) for step in nano_steps("mixed")]
+
+
+def test_shipped_checkpoints_are_small_different_and_load_by_name(last, checkpoints):
     steps = nano_steps("mixed")
     assert steps == sorted(steps)
-    assert steps[0] == 0
-    assert len(steps) >= 12
-    sizes = []
-    for step in steps:
-        folder = locate(f"nano:mixed@{step}").path
-        sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
-        assert (folder / "model.safetensors").stat().st_size <= 2_000_000
-    assert sum(sizes) <= 20_000_000
-    scopes = [qk.Scope.load(f"nano:mixed@{step}", device="cpu", check=False) for step in steps]
-    assert len({scope.weights_hash for scope in scopes}) == len(steps)
-    assert [scope.revision for scope in scopes] == [str(step) for step in steps]
+    assert (steps[0], len(steps) >= 12) == (0, True)
+    folders = [locate(f"nano:mixed@{step}").path for step in steps]
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) <= 20_000_000
+    assert len({scope.weights_hash for scope in checkpoints}) == len(steps)
+    assert [scope.revision for scope in checkpoints] == [str(step) for step in steps]
     again = qk.Scope.load("nano:mixed", revision=str(steps[3]), device="cpu")
-    assert again.weights_hash == scopes[3].weights_hash
-    assert (last.name, last.revision, last.weights_hash) == ("nano:mixed", str(steps[-1]), scopes[-1].weights_hash)
+    assert again.weights_hash == checkpoints[3].weights_hash
+    assert (last.name, last.revision, last.weights_hash) == ("nano:mixed", str(steps[-1]), checkpoints[-1].weights_hash)
     assert last.model.dtype == torch.float32  # computed with in full, whatever they are stored in
 
 
 @pytest.mark.parametrize("name", CLAIMED)
-def test_the_last_checkpoint_does_what_it_claims(last, name):
+def test_the_last_checkpoint_does_what_it_claims_and_the_first_knows_nothing(checkpoints, name):
     """On prompts no training saw: all of ``ioi``'s have a new pair of names, and contexts of nine never come twice."""
-    found = Exam.of(claimed_task(name), last.tokenizer, 192, CPU).score(last.model)
-    assert found["accuracy"] >= 0.95
-    assert found["chance"] <= 0.5 + 1e-6
-    other = Exam.of(claimed_task(name, seed=7), last.tokenizer, 64, CPU).score(last.model)
-    assert other["accuracy"] >= 0.95
+    assert accuracy(checkpoints[-1], name) >= 0.95
+    assert accuracy(checkpoints[0], name) < 0.1
 
 
-def test_the_first_checkpoint_knows_nothing():
-    """No better than chance; worse where it can be: with tied embeddings it says the last word again."""
-    scope = qk.Scope.load("nano:mixed@0", device="cpu")
-    for name in CLAIMED:
-        found = Exam.of(claimed_task(name), scope.tokenizer, 128, CPU).score(scope.model)
-        low, high = wilson(round(found["choice"] * 128), 128, z=3.3)  # eight tasks: one in a thousand each
-        assert low <= found["chance"], name
-        assert found["chance"] <= high or name == "induction", name
-        assert found["accuracy"] < 0.1, name
-
-
-def test_the_indirect_object_is_learned_within_the_shipped_steps():
+def test_the_indirect_object_is_learned_within_the_shipped_steps(checkpoints):
     """Some checkpoints choose at random between the two names, some are on the way, and the last ones are right."""
-    found = []
-    for step in nano_steps("mixed"):
-        scope = qk.Scope.load(f"nano:mixed@{step}", device="cpu", check=False)
-        found.append(Exam.of(claimed_task("ioi"), scope.tokenizer, 128, CPU).score(scope.model)["accuracy"])
+    found = [accuracy(scope, "ioi") for scope in checkpoints]
     assert sum(0.4 <= accuracy <= 0.62 for accuracy in found) >= 2
     assert sum(0.62 < accuracy < 0.95 for accuracy in found) >= 2
     assert sum(accuracy >= 0.95 for accuracy in found) >= 3
-
-
-def test_a_scope_sees_what_the_exam_scored(last):
-    """Left padding, the start token and explicit positions change no answer."""
-    task = claimed_task("ioi")
-    examples = [unit[0] for unit in task.test(64)]
-    encoded = last.encode(examples)
-    assert bool((encoded.inputs["input_ids"] == last.tokenizer.bos_token_id).sum(dim=1).eq(1).all())
-    said = last.model(**encoded.inputs).logits[:, -1].argmax(-1)
-    right = [next(key for key in example.keys if key.label(ANSWER) > 0) for example in examples]
-    wanted = torch.tensor([word_ids()[e.piece(key.span)] for e, key in zip(examples, right, strict=True)])
-    exam = Exam.of(task, last.tokenizer, 64, CPU).score(last.model)
-    assert float((said == wanted).float().mean()) == exam["accuracy"]
 
 
 @pytest.mark.parametrize("form", ["sentence", "question"])
@@ -126,21 +96,6 @@ def test_a_head_finds_the_box(last, form):
     assert best["accuracy"] > 0.9 > 6 * best["chance"]
     untrained = qk.Scope.load("nano:mixed@0", device="cpu")
     assert qk.find_heads(untrained, qk.tasks.binding(form=form), n=48, progress=False).tables["heads"][0]["high"] < 0.45
-
-
-def test_in_lists_the_box_is_looked_up_from_the_word(last):
-    """One token before the last: the word already asks, and the colon copies what the word has found."""
-    examples = []
-    for example, *_ in qk.tasks.binding(form="list").choose(48):
-        word = example.text.splitlines()[-1].removesuffix(":")
-        start = example.text.rindex(word)
-        examples += [example, replace(example, queries=((start, start + len(word)),))]
-    found = next(iter(last.capture(examples, batch_size=len(examples))))
-    looked = found.attention().argmax(dim=-1)  # b h, among the boxes
-    right = found.labels[ANSWER].gather(1, looked) > 0
-    at_colon, at_word = right[0::2].float().mean(dim=0), right[1::2].float().mean(dim=0)
-    assert at_word.max() > 0.9
-    assert at_colon.max() < 0.4
 
 
 # ---------------------------------------------------------------------- tokenizer and texts
@@ -153,12 +108,6 @@ def test_prompts_survive_the_tokenizer(last, name):
         assert last.tokenizer.unk_token_id not in ids
         assert last.tokenizer.decode(ids, skip_special_tokens=True) == example.text
         assert ids == nano_tokenizer()(example.text)["input_ids"]
-
-
-def test_every_word_of_the_tasks_is_one_token():
-    words = {*OBJECTS, *BOXES, *NAMES, *PLACES, *THINGS, *FIVE, *(w for own in CATEGORIES.values() for w in own)}
-    assert words <= set(vocabulary())
-    assert all(len(nano_tokenizer()(word)["input_ids"]) == 2 for word in words)  # the start token and the word
 
 
 @pytest.mark.parametrize("name", CLAIMED)
@@ -260,13 +209,13 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(broken)])
     deadline = time.monotonic() + 300
-    while not (broken / STATE).exists() or read_manifest(broken / STATE)["step"] < 16:  # tensors may be replaced
+    while not (broken / STATE).exists() or read_manifest(broken / STATE)["step"] < 8:  # tensors may be replaced
         assert process.poll() is None, "the run ended before it could be killed: make it longer"
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert 16 <= read_tensors(broken / STATE, KIND)[1]["step"] < LONG["steps"]
+    assert 8 <= read_tensors(broken / STATE, KIND)[1]["step"] < LONG["steps"]
     for folder in (whole, broken):
         NanoTrainer(folder, NanoRecipe(**LONG), 3, CPU).run()
     one, other = (read_tensors(path / STATE, KIND) for path in (whole, broken))
@@ -281,33 +230,33 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
 # ---------------------------------------------------------------------- bad input
 
 
-def test_names_and_steps_that_are_not_there():
-    with pytest.raises(BadInput, match="there is no nano model 'giga': there is mixed"):
-        qk.Scope.load("nano:giga")
-    with pytest.raises(BadInput, match=r"nano:mixed has no revision '7': there is 0, "):
-        qk.Scope.load("nano:mixed@7")
-    with pytest.raises(BadInput, match="has no revision 'main'"):
-        qk.Scope.load("nano:mixed", revision="main")
-    with pytest.raises(BadInput, match="give one of them"):
-        qk.Scope.load("nano:mixed@0", revision="100")
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("nano:giga", {}, "there is no nano model 'giga': there is mixed"),
+        ("nano:mixed@7", {}, r"nano:mixed has no revision '7': there is 0, "),
+        ("nano:mixed@0", {"revision": "100"}, "give one of them"),
+    ],
+)
+def test_names_and_steps_that_are_not_there(name, options, says):
+    with pytest.raises(BadInput, match=says):
+        qk.Scope.load(name, **options)
 
 
 def test_a_word_without_a_token_is_named(last):
     with pytest.raises(BadInput, match="none for 'zebras'"):
-        last.encode([Example(text="hat: A\nzebras: B\nhat:")])
+        last.encode([qk.Example(text="hat: A\nzebras: B\nhat:")])
 
 
-def test_training_that_cannot_be(tmp_path):
-    with pytest.raises(BadInput, match="learning rate"):
-        train_nano(tmp_path / "new", lr=math.nan)
-    assert not (tmp_path / "new").exists()
-    NanoTrainer(tmp_path / "run", NanoRecipe(**TINY, steps=2, check_every=1), 0, CPU).run()
-    with pytest.raises(BadInput, match="another seed"):
-        NanoTrainer(tmp_path / "run", NanoRecipe(**TINY, steps=2, check_every=1), 1, CPU)
-    with pytest.raises(BadInput, match="another recipe"):
-        NanoTrainer(tmp_path / "run", NanoRecipe(**{**TINY, "rows": 30}, steps=2, check_every=1), 0, CPU)
-    with pytest.raises(BadInput, match="more than the 1 asked for"):
-        NanoTrainer(tmp_path / "run", NanoRecipe(**TINY, steps=1, check_every=1), 0, CPU)
+@pytest.mark.parametrize(
+    ("recipe", "seed", "says"),
+    [({}, 1, "another seed"), ({"rows": 30}, 0, "another recipe"), ({"steps": 1}, 0, "more than the 1 asked for")],
+)
+def test_a_folder_of_another_training_is_refused(tmp_path, recipe, seed, says):
+    short = {**TINY, "steps": 2, "check_every": 1}
+    NanoTrainer(tmp_path, NanoRecipe(**short), 0, CPU).run()
+    with pytest.raises(BadInput, match=says):
+        NanoTrainer(tmp_path, NanoRecipe(**{**short, **recipe}), seed, CPU)
 
 
 def test_a_missing_first_token_is_said_of_prompts_and_not_of_the_self_check(own_cache, caplog):
