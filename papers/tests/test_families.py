@@ -1,4 +1,4 @@
-"""Tiny models: the same weights for the same seed, attention that is not uniform, and a verdict that is true of each."""
+"""Tiny models: the same weights for the same seed, attention far from uniform, and a verdict that is true of each."""
 
 import pytest
 import torch

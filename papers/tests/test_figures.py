@@ -18,7 +18,6 @@ from qkscope_papers.franco2026.anisotropy import START
 from qkscope_papers.franco2026.cells import WORK, ToyWork
 from qkscope_papers.franco2026.model_sparsity import relabelled
 from qkscope_papers.franco2026.model_sweep import SweepWork
-from qkscope_papers.franco2026.toy.trained import stacks
 from qkscope_papers.registry import NANO, Settings, figure_of, reproduce
 
 TINY = ToyWork(60, 60, 20, 60, 20, 5e-3, 20, 60, 5, 2, 2, 2, 24, 3, 3)
@@ -213,15 +212,6 @@ def cells_of(figure, settings):
     """The toys a figure was registered with, by configuration; theorems have none."""
     asked = figure_of("franco2026", figure).asked
     return asked["cells"](settings) if "cells" in asked else {}
-
-
-@pytest.mark.parametrize("preset", ["smoke", "default", "paper"])
-def test_each_sweep_is_one_call_of_few_stacks(preset, tmp_path):
-    settings = Settings(preset, tmp_path)
-    for figure in ("fig12", "fig14", "fig15", "fig16", "fig17", "fig18"):
-        cells = [cell for found in cells_of(figure, settings).values() for cell in found]
-        shapes = {"fig15": 5, "fig17": 6}.get(figure, 1)
-        assert len(stacks(cells)) <= WORK[preset].seeds * shapes, "p, λ, d_head and readings stand side by side"
 
 
 def test_figures_share_their_toys(toys, out):

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from qkscope import BadInput, tasks
-from qkscope.analyses.clouds import principal
 from qkscope.analyses.find import Ranking
 from qkscope.analyses.sparsity import Sparsity
 from qkscope.heads import Head
@@ -103,14 +102,6 @@ def test_separation_is_the_chance_of_being_above():
     assert separation(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])) == 1  # folded: apart is apart
     assert separation(torch.tensor([1.0, 1.0]), torch.tensor([1.0])) == 0.5  # ties count half
     assert separation(torch.tensor([2.0, 0.0]), torch.tensor([1.0])) == 0.5
-
-
-def test_principal_components_keep_distances_and_pad_what_is_not_there():
-    x = torch.randn(9, 2, generator=torch.Generator().manual_seed(1)).double()
-    found = principal(x)
-    assert found.shape == (9, 3)
-    assert torch.allclose(torch.cdist(found, found), torch.cdist(x, x))
-    assert not found[:, 2].any()
 
 
 def test_nearest_centroid_needs_points_it_does_not_know():

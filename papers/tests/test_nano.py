@@ -90,14 +90,6 @@ def test_the_indirect_object_is_learned_within_the_shipped_steps(checkpoints):
     assert sum(accuracy >= 0.95 for accuracy in found) >= 3
 
 
-@pytest.mark.parametrize("form", ["sentence", "question"])
-def test_a_head_finds_the_box(last, form):
-    best = qk.find_heads(last, qk.tasks.binding(form=form), n=48, progress=False).tables["heads"][0]
-    assert best["accuracy"] > 0.9 > 6 * best["chance"]
-    untrained = qk.Scope.load("nano:mixed@0", device="cpu")
-    assert qk.find_heads(untrained, qk.tasks.binding(form=form), n=48, progress=False).tables["heads"][0]["high"] < 0.45
-
-
 # ---------------------------------------------------------------------- tokenizer and texts
 
 

@@ -1,6 +1,5 @@
 """Facts about payload retrieval: ΔC and G equal their closed forms, ceilings are what counting gives."""
 
-import logging
 import math
 
 import pytest
@@ -72,15 +71,6 @@ def test_an_untrained_head_already_has_the_right_ranks():
     signs = draw_signs(0, torch.arange(99)[:, None], torch.arange(20_000)).float()
     assert [pair[1] for pair in head_ranks(head, signs, seed=0)] == [2, 3]
     assert [int(torch.linalg.matrix_rank(head.delta(k))) for k in range(2)] == [2, 3]
-
-
-def test_three_latents_each_have_their_rank_and_share_no_delta():
-    head = untrained((2, 3, 1), d_head=12)
-    assert [int(torch.linalg.matrix_rank(head.delta(k))) for k in range(3)] == [2, 3, 1]
-    for k in range(3):
-        sampled = head.sampled_delta(k, 40_000, 0)
-        assert float((sampled - head.delta(k)).norm() / head.delta(k).norm()) < 0.05
-    assert head.interactions().shape == (6, 6)
 
 
 def test_logits_are_the_interactions_of_the_latents():
@@ -185,12 +175,3 @@ def test_a_head_travels_with_its_encoders_and_is_refused_with_others(tmp_path):
     torch.testing.assert_close(loaded.delta(0), head.delta(0))
     with pytest.raises(BadInput, match="another encoders"):
         RetrievalHead.load(tmp_path / "head", encoders=head.encoders.task.encoders(seed=1))
-
-
-def test_crowded_latents_are_warned_about_not_refused(caplog):
-    with caplog.at_level(logging.WARNING):
-        Retrieval((9, 9)).warn_if_crowded(8)
-        Retrieval((20, 20)).warn_if_crowded(32)
-        assert [r.message.count("expect superposition") for r in caplog.records] == [1, 1]
-        Retrieval((5, 5)).warn_if_crowded(8)
-    assert len(caplog.records) == 2

@@ -11,17 +11,17 @@ import time
 
 import pytest
 import torch
+from superposed import FROZEN, TOYS
 
 from qkscope import BadInput
 from qkscope.errors import Terminated
 from qkscope.runs.store import read_tensors
 from qkscope_papers import fleet
 from qkscope_papers.fleet import train_all
-from qkscope_papers.franco2026.toy.stack import SuperpositionStack, ToyCell
-from qkscope_papers.franco2026.toy.superposition import Superposition, distort, isotropic_dictionary
+from qkscope_papers.franco2026.toy.stack import SuperpositionStack
 from qkscope_papers.lee2026.toy.retrieval import Retrieval, RetrievalHead
 from qkscope_papers.lee2026.toy.stack import HeadCell, RetrievalStack
-from qkscope_papers.lee2026.toy.trained import _groups, all_grids, train_heads
+from qkscope_papers.lee2026.toy.trained import train_heads
 from qkscope_papers.trainer import Recipe, Stack, Trainer, TrainingTask
 
 CELLS = [
@@ -30,15 +30,6 @@ CELLS = [
     HeadCell(Retrieval((1, 1), payload_scale=1.0), 4),
 ]
 CONTINUOUS = [HeadCell(Retrieval(cell.task.ranks, "continuous"), cell.d_head, cell.seed) for cell in CELLS]
-SMALL = {"n": 6, "d": 4, "d_head": 4, "pairs": ((0, 2, 6.0), (1, 3, 4.0))}
-TOYS = [
-    ToyCell(Superposition(**SMALL)),
-    ToyCell(Superposition(**{**SMALL, "d_head": 2, "p": 0.2})),
-    ToyCell(Superposition(**{**SMALL, "reading": "B", "weight": 2.0, "scaled": True})),
-    ToyCell(Superposition(**{**SMALL, "weight": 0.0, "p": 1.0})),
-    ToyCell(Superposition(**{**SMALL, "pairs": ((0, 0, -3.0), (5, 1, 2.0))})),
-]
-FROZEN = [ToyCell(Superposition.frozen(distort(isotropic_dictionary(), 5.0, 0), scaled=True))]
 SHORT = Recipe(steps=60, validate_every=20)
 
 
@@ -149,7 +140,7 @@ def test_a_diverging_model_stops_alone_and_is_named(caplog):
 
 def train_long(path):
     recipe = Recipe(steps=600, validate_every=20, patience=40, min_delta=0.02)
-    Trainer(stacked(CELLS[::2]), 3e-3, recipe, checkpoint=path, checkpoint_seconds=0).run()
+    Trainer(stacked(CELLS[::2]), 3e-3, recipe, checkpoint=path, checkpoint_seconds=0, keep_history=True).run()
     return read_tensors(path, "training")
 
 
@@ -241,13 +232,6 @@ def test_trained_heads_are_kept_and_shared(tmp_path):
     assert isinstance(again[0].head, RetrievalHead)
     other = train_heads(CELLS[:1], tmp_path, lr=2e-3, recipe=recipe)
     assert not torch.allclose(other[0].head.W_K, first[0].head.W_K), "another learning rate is another head"
-
-
-def test_the_four_grids_make_a_hundred_cells_in_few_stacks():
-    cells = all_grids(seeds=2)
-    assert len(set(cells)) == 200
-    assert sum(cell.seed == 0 and cell.task.total_rank < cell.d_head for cell in cells) == 40
-    assert [len(_groups(cells, merge_widths=merge)) for merge in (False, True)] == [8, 4]
 
 
 def test_fleet_equals_one_after_the_other():
