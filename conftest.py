@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from qkscope import Scope
+import qkscope
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: it would retry a wrong name for 23 s
 
@@ -47,9 +47,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scope(model: Path) -> Scope:
+def scope(model: Path) -> qkscope.Scope:
     """The tiny Llama, looked into."""
-    return Scope.load(model, device="cpu")
+    return qkscope.Scope.load(model, device="cpu")
 
 
 @pytest.fixture(scope="module")
