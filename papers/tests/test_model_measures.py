@@ -17,11 +17,11 @@ from qkscope.tasks.ioi import TEMPLATES
 from qkscope_papers.franco2026 import model_sparsity
 from qkscope_papers.franco2026.isotropy import read_dictionary
 from qkscope_papers.franco2026.model_sparsity import relabelled
-from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep, revisions_of
+from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep
 from qkscope_papers.franco2026.prompts import clusters_of, prompts_of, text_task
 from qkscope_papers.lee2026.language import choose_heads, for_choice
-from qkscope_papers.lee2026.points import align, nearest_centroid, separation
-from qkscope_papers.registry import EMBEDDED, NANO, figure_of, reproduce
+from qkscope_papers.lee2026.points import align, separation
+from qkscope_papers.registry import EMBEDDED, NANO, reproduce
 from qkscope_papers.tables import Estimate
 
 
@@ -104,12 +104,6 @@ def test_separation_is_the_chance_of_being_above():
     assert separation(torch.tensor([2.0, 0.0]), torch.tensor([1.0])) == 0.5
 
 
-def test_nearest_centroid_needs_points_it_does_not_know():
-    known = torch.tensor([[0.0, 0.0], [0.2, 0.0], [5.0, 5.0]])
-    assert nearest_centroid(known, torch.tensor([0, 0, 1]), torch.tensor([[1.0, 0.0], [4.0, 4.0]]),
-                            torch.tensor([0, 0])) == 0.5  # fmt: skip
-
-
 # ---------------------------------------------------------------------- franco2026
 
 
@@ -162,17 +156,6 @@ def test_natural_text_is_asked_where_a_token_stands_again():
     assert not runs[0] & runs[1], "heads are chosen on other text"
     with pytest.raises(BadInput, match="knows the words of its own tasks alone"):
         prompts_of("text", NANO, None, 0)
-
-
-def test_each_model_has_its_checkpoints(tmp_path):
-    assert revisions_of("gpt2", "paper") is None
-    assert revisions_of(EMBEDDED, "default") is None
-    assert revisions_of("nano:mixed@0", "default") is None
-    assert revisions_of(PYTHIA, "smoke") == "step0,step1000,step143000"
-    assert len((revisions_of(PYTHIA, "paper") or "").split(",")) == 144
-    (tmp_path / "run").mkdir()
-    assert revisions_of(str(tmp_path / "run"), "default") == "all"
-    assert figure_of("franco2026", "bridge").model == EMBEDDED
 
 
 def test_a_decoder_is_read_from_a_file(tmp_path):

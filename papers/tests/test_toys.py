@@ -132,14 +132,6 @@ def test_a_small_toy_learns_to_attend_and_aligns():
     assert float(s[2] / s[1]) < 0.1
 
 
-def test_targets_can_be_any_matrix():
-    M = torch.zeros(6, 6)
-    M[1, 4], M[0, 0] = 3.0, -5.0
-    task = Superposition.with_target(M, n=6, d=4, d_head=2)
-    assert task.pairs == ((0, 0, -5.0), (1, 4, 3.0))
-    torch.testing.assert_close(task.target(), M)
-
-
 # ---------------------------------------------------------------------- what figures measure
 
 
