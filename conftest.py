@@ -5,6 +5,7 @@ One thread because on tensors this small, threads of parallel tests only wait fo
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from qkscope import Scope
+import qkscope
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: it would retry a wrong name for 23 s
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -45,9 +48,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scope(model: Path) -> Scope:
+def scope(model: Path) -> qkscope.Scope:
     """The tiny Llama, looked into."""
-    return Scope.load(model, device="cpu")
+    return qkscope.Scope.load(model, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +63,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def qkscope(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def qkscope(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """The command line in this process: its exit code, what it printed and what it complained about."""
     from qkscope import cli
 

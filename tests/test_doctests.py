@@ -1,14 +1,28 @@
-"""The examples in docstrings run and print what they say."""
+"""The examples in docstrings run and print what they say; they share the models that they load."""
 
 import doctest
+import functools
 import importlib
 import pkgutil
 
 import pytest
 
 import qkscope
+import qkscope_papers
 
-MODULES = [m.name for m in pkgutil.walk_packages(qkscope.__path__, "qkscope.") if not m.name.endswith("__main__")]
+MODULES = [
+    module.name
+    for package in (qkscope, qkscope_papers)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if not module.name.endswith("__main__")
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _load_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qkscope.Scope, "load", staticmethod(functools.cache(qkscope.Scope.load)))
+        yield
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -18,5 +32,4 @@ def test_examples_in_docstrings_run(name):
 
 def test_there_are_examples():
     finder = doctest.DocTestFinder()
-    count = sum(bool(t.examples) for name in MODULES for t in finder.find(importlib.import_module(name)))
-    assert count >= 15
+    assert sum(bool(t.examples) for name in MODULES for t in finder.find(importlib.import_module(name))) >= 15

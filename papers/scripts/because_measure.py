@@ -184,7 +184,13 @@ def summary(where: str, head: object, seed: int, own: list[tuple[Reason, list[di
         any(row["position"] < reason.look.key and row["end"] == reason.look.key for row in reason.causes)
         for reason in reasons
     ]
-    carry = [row for _, rows in own for row in rows]
+    carry, shares = [row for _, rows in own for row in rows], ("restored", "others", "other_run")
+
+    def share(side: str, name: str) -> list[float]:
+        """Of what was lost, how much comes back."""
+        rows = [row for row in carry if row["side"] == side]
+        return [(row[name] - row["changed"]) / (row["before"] - row["changed"]) for row in rows]
+
     return {
         "where": where, "head": str(head), "seed": seed, "looks": len(own), "same word": shown("same word"),
         "same word, letters": shown("same word", True), "follows": shown("follows"), "position": shown("position"),
@@ -195,12 +201,7 @@ def summary(where: str, head: object, seed: int, own: list[tuple[Reason, list[di
         "cause before key": mean(before_key), "causes": mean([len(reason.causes) for reason in reasons]),
         "many causes": mean([len(reason.causes) > 4 for reason in reasons]),
         "carriers": len(carry), "carriers shown": mean([row["verdict"] == "shown" for row in carry]),
-        "carriers by side": {
-            side: [mean([row["share"] for row in carry if row["side"] == side]),
-                   mean([(row["others"] - row["changed"]) / (row["before"] - row["changed"]) for row in carry if row["side"] == side]),
-                   mean([(row["other_run"] - row["changed"]) / (row["before"] - row["changed"]) for row in carry if row["side"] == side])]
-            for side in ("key", "query")
-        },
+        "carriers by side": {side: [mean(share(side, name)) for name in shares] for side in ("key", "query")},
         "first carriers": [row["writers"] for row in carry if row["side"] == "key"][:8],
     }  # fmt: skip
 

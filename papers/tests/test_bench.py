@@ -1,62 +1,82 @@
-"""Bench rows of tracing and of reasons: registered under their names, and timed on a model of ours."""
+"""Bench rows of tracing and of reasons give ratios, and leave no hook behind; the figure of the bridge; on a nano."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 
 import qkscope as qk
 from qkscope.analyses.because import Look
 from qkscope.analyses.prompts import batches_of
-from qkscope.heads import Head
 from qkscope_papers.bench import harness, models
+from qkscope_papers.franco2026.bridge import bridge
+
+
+@pytest.fixture(scope="module")
+def scope() -> qk.Scope:
+    return qk.Scope.load("nano:mixed", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_is_left(scope):
+    def hooks():
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in scope.model.modules())
+
+    before = hooks()
+    yield
+    assert hooks() == before
 
 
 @pytest.mark.parametrize("heads", ["L1H0", "all"])
-def test_tracing_gives_a_finite_ratio(heads: str) -> None:
-    scope = qk.Scope.load("nano:mixed", device="cpu")
+def test_tracing_gives_a_finite_ratio(scope, heads):
     read = [head for head in scope.parse(heads) if head.layer > 0]
     units = qk.tasks.binding(4).test(8)
     batches = [scope.encode([units[i][0] for i in part]) for part in batches_of(units, 4)]
-    hooks = _hooks(scope)
     seconds = models.trace_seconds(scope, read, batches, repeats=2)
-    row = seconds.overhead("")
-    assert math.isfinite(row["ratio"])
-    assert row["ratio"] == seconds.ours / seconds.plain > 0
-    assert _hooks(scope) == hooks == 0
+    assert math.isfinite(seconds.overhead("")["ratio"])
+    assert seconds.overhead("")["ratio"] == seconds.ours / seconds.plain > 0
 
 
-def test_the_plain_side_ends_where_queries_and_keys_exist() -> None:
+def test_the_plain_side_ends_where_queries_and_keys_exist(scope):
     """A ratio that compares with more of the forward than is needed would flatter us."""
-    scope = qk.Scope.load("nano:mixed", device="cpu")
-    units = qk.tasks.binding(4).test(2)
     ran: list[str] = []
     layers = scope.model.base_model.layers
     watched = [
         layer.self_attn.o_proj.register_forward_hook(lambda *_, i=i: ran.append(f"L{i}"))
         for i, layer in enumerate(layers)
     ]
-    batch = scope.encode([unit[0] for unit in units])
+    batch = scope.encode([unit[0] for unit in qk.tasks.binding(4).test(2)])
     models.forward_to(scope, [batch], layers[1].self_attn)()
     for hook in watched:
         hook.remove()
     assert ran == ["L0"]
 
 
-def test_reasons_give_a_finite_ratio() -> None:
-    scope = qk.Scope.load("nano:mixed", device="cpu")
+def test_reasons_give_a_finite_ratio(scope):
     ids = scope.encode(["hat: O jam: Z jam:"]).inputs["input_ids"][0]
-    seconds = models.because_seconds(scope, ids, [Look(Head(2, 3), 8, 7)], 8, 2)
+    seconds = models.because_seconds(scope, ids, [Look(qk.Head(2, 3), 8, 7)], 8, 2)
     assert math.isfinite(seconds.faster("")["ratio"])
-    assert seconds.ours > 0 < seconds.plain
-    assert _hooks(scope) == 0
-
-
-def test_tracing_and_reasons_have_rows() -> None:
     assert {"trace_one", "trace_all", "because", "atlas_overhead"} <= set(harness._ROWS)
-    assert Head(18, 6) in qk.Scope.load("smollm2-135m", device="cpu").heads()
 
 
-def _hooks(scope: qk.Scope) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in scope.model.modules())
+def test_the_bridge_from_a_feature_to_singular_vectors(scope):
+    task = qk.tasks.binding(5, form="sentence")
+    fit = qk.decompose(scope, task, "L1H0,L2H0", n=64, contrasts=["lexical"], space="query_frame", batch_size=16)
+    basis = qk.singular_basis(scope, "L1H0,L2H0")
+    tables, arrays = bridge(scope, fit, basis, task.test(32), sizes=(1, 8), draws=3, batch_size=16)
+    row = tables["alignment"][0]
+    assert row["vectors"] < row["vectors_rotated"] / 1.5  # few singular vectors, many rotated ones
+    assert row["key"] > row["key_random"]
+    # keys know the prompts: their axes are the control that random ones are not
+    assert row["vectors_key_pca"] < row["vectors_random"] / 1.5
+    assert row["key_key_pca"] > row["key_random"]
+    torch.testing.assert_close(fit["lexical", "L1H0"].cov_k, fit.sums["lexical"].cov_k.matrix()[0])
+    shift = {(r["method"], r["k"]): r["shift"] for r in tables["curve"] if r["head"] == "L1H0"}
+    assert shift["singular", 8] > shift["random", 8]
+    assert shift["singular", 8] > shift["singular", 1]
+    assert float(arrays["carried/lexical/L1H0"].sum()) == pytest.approx(row["total"])
+    with pytest.raises(qk.BadInput, match="space='query_frame'"):
+        bridge(scope, replace(fit, space="post_rope"), basis, task.test(4))

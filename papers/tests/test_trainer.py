@@ -6,21 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
 import pytest
 import torch
+from superposed import FROZEN, TOYS
 
 from qkscope import BadInput
 from qkscope.errors import Terminated
 from qkscope.runs.folder import read_tensors
 from qkscope_papers import fleet
 from qkscope_papers.fleet import train_all
+from qkscope_papers.franco2026.toy.stack import SuperpositionStack
 from qkscope_papers.lee2026.toy.retrieval import Retrieval, RetrievalHead
 from qkscope_papers.lee2026.toy.stack import HeadCell, RetrievalStack
-from qkscope_papers.lee2026.toy.trained import _groups, all_grids, train_heads
+from qkscope_papers.lee2026.toy.trained import train_heads
 from qkscope_papers.trainer import Recipe, Stack, Trainer, TrainingTask
 
 CELLS = [
@@ -28,13 +29,14 @@ CELLS = [
     HeadCell(Retrieval((4, 2), noise=0.1), 16, seed=1),
     HeadCell(Retrieval((1, 1), payload_scale=1.0), 4),
 ]
+CONTINUOUS = [HeadCell(Retrieval(cell.task.ranks, "continuous"), cell.d_head, cell.seed) for cell in CELLS]
 SHORT = Recipe(steps=60, validate_every=20)
-TWINS = [HeadCell(Retrieval((2, 2), "discrete"), 8, seed) for seed in (0, 1)]
-LONG = Recipe(steps=200, validate_every=5, patience=100)
 
 
-def stacked(cells, **options):
-    return RetrievalStack(cells, batch=64, validation=(2, 64), **options)
+def stacked(cells):
+    if isinstance(cells[0], HeadCell):
+        return RetrievalStack(cells, batch=64, validation=(2, 64))
+    return SuperpositionStack(cells, tokens=64, validation=128)
 
 
 class Quadratic(TrainingTask):
@@ -64,9 +66,8 @@ class Quadratic(TrainingTask):
         return {"targets": self.targets.tolist()}
 
 
-@pytest.mark.parametrize("variant", ["discrete", "continuous"])
-def test_gradients_by_hand_are_those_of_autograd(variant):
-    cells = [HeadCell(Retrieval(c.task.ranks, variant), c.d_head, c.seed) for c in CELLS]
+@pytest.mark.parametrize("cells", [CELLS, CONTINUOUS, TOYS, FROZEN], ids=["discrete", "continuous", "toys", "frozen"])
+def test_gradients_by_hand_are_those_of_autograd(cells):
     task = stacked(cells)
     params = task.start()
     params.flat.mul_(3)  # away from the flat start
@@ -78,17 +79,17 @@ def test_gradients_by_hand_are_those_of_autograd(variant):
     assert float(by_autograd.flat.abs().max()) > 1e-3
 
 
-def test_the_loss_is_the_heads_own_cross_entropy():
-    """The shared-feature algebra gives what embedding, projecting and attending step by step gives."""
-    task = stacked(CELLS)
-    batch = task.draw(torch.Generator().manual_seed(0))
-    for i, cell in enumerate(CELLS):
-        head = cell.untrained()
-        x_k, x_q = batch.f_k @ task.T_k[i], batch.f_q @ task.T_q[i]
-        scores = head.scale * torch.einsum("nh,nth->nt", head.queries(x_q), head.keys(x_k))
-        out = torch.einsum("nt,nth->nh", scores.softmax(-1), x_k @ head.W_V.mT) @ head.W_O.mT
-        plain = torch.nn.functional.cross_entropy(out, batch.target)
-        assert float(task.loss(task.start().named(), batch)[i]) == pytest.approx(float(plain), abs=1e-5)
+@pytest.mark.parametrize(("cells", "names"), [(CELLS, ["W_Q", "W_K", "W_V"]), (TOYS, ["W", "W_Q"])])
+def test_many_models_train_as_each_would_alone(cells, names):
+    rates = [1e-3 * (i + 1) for i in range(len(cells))]
+    together = Trainer(stacked(cells), rates, SHORT, seed=5).run()
+    for i, (cell, rate) in enumerate(zip(cells, rates, strict=True)):
+        alone = Trainer(stacked([cell]), rate, SHORT, seed=5).run()
+        for name in names:
+            rows = len(alone.params[name][0])
+            torch.testing.assert_close(together.params[name][i][:rows], alone.params[name][0], rtol=1e-3, atol=1e-5)
+            assert float(together.params[name][i][rows:].abs().sum()) == 0.0, "padding stays padding"
+        assert float((alone.params[names[0]][0] - getattr(cell.untrained(), names[0])).abs().max()) > 1e-2
 
 
 def test_one_step_is_torchs_adamw():
@@ -109,19 +110,6 @@ def test_one_step_is_torchs_adamw():
             optimiser.step()
             schedule.step()
         torch.testing.assert_close(trainer.params["w"][i], w.detach(), rtol=1e-4, atol=1e-6)
-
-
-def test_many_models_train_as_each_would_alone():
-    together = Trainer(stacked(CELLS), [1e-3, 3e-3, 1e-2], SHORT, seed=5).run()
-    for i, (cell, rate) in enumerate(zip(CELLS, [1e-3, 3e-3, 1e-2], strict=True)):
-        # The validation set follows the first cell's seed; the batches follow the trainer's.
-        alone = Trainer(stacked([cell]), rate, SHORT, seed=5).run()
-        h = cell.d_head
-        for name in ("W_Q", "W_K", "W_V"):
-            torch.testing.assert_close(together.params[name][i][:h], alone.params[name][0], rtol=1e-3, atol=1e-5)
-            assert float(together.params[name][i][h:].abs().sum()) == 0.0, "padding stays padding"
-        moved = float((alone.params["W_Q"][0] - cell.untrained().W_Q).abs().max())
-        assert moved > 1e-2
 
 
 def test_models_stop_one_by_one_and_leave_the_rest_undisturbed():
@@ -150,20 +138,10 @@ def test_a_diverging_model_stops_alone_and_is_named(caplog):
     torch.testing.assert_close(found.params["W_Q"][0][:8], alone.params["W_Q"][0], rtol=1e-3, atol=1e-5)
 
 
-SCRIPT = textwrap.dedent(
-    """
-    import sys, torch
-    torch.set_num_threads(1)
-    from qkscope_papers.lee2026.toy.retrieval import Retrieval
-    from qkscope_papers.lee2026.toy.stack import HeadCell, RetrievalStack
-    from qkscope_papers.trainer import Recipe, Trainer
-    cells = [HeadCell(Retrieval((2, 3)), 8), HeadCell(Retrieval((1, 1)), 4)]
-    task = RetrievalStack(cells, batch=64, validation=(2, 64))
+def train_long(path):
     recipe = Recipe(steps=600, validate_every=20, patience=40, min_delta=0.02)
-    trainer = Trainer(task, [3e-3, 3e-3], recipe, checkpoint=sys.argv[1], checkpoint_seconds=0)
-    trainer.run()
-    """
-)
+    Trainer(stacked(CELLS[::2]), 3e-3, recipe, checkpoint=path, checkpoint_seconds=0, keep_history=True).run()
+    return read_tensors(path, "training")
 
 
 def _step(path):
@@ -176,28 +154,30 @@ def _step(path):
 
 def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path):
     """Kill -9 in the middle of training, start again, and get bit by bit what an unbroken run gives."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    subprocess.run([sys.executable, "-c", SCRIPT, str(whole)], check=True)
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(broken)])
-    deadline = time.monotonic() + 60
+    code = "import sys, torch; torch.set_num_threads(1); sys.path.insert(0, sys.argv[2])\n"
+    code += "from test_trainer import train_long; train_long(sys.argv[1])"
+    broken = tmp_path / "broken"
+    process = subprocess.Popen([sys.executable, "-c", code, str(broken), os.path.dirname(__file__)])
+    whole, about = train_long(tmp_path / "whole")
+    deadline = time.monotonic() + 120
     while _step(broken) < 60:
         assert process.poll() is None, "the run ended before it could be killed: make it longer"
         assert time.monotonic() < deadline
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    stopped, finished = (read_tensors(path, "training")[1]["step"] for path in (broken, whole))
-    assert 60 <= stopped < finished
-    subprocess.run([sys.executable, "-c", SCRIPT, str(broken)], check=True)
-    one, other = (read_tensors(path, "training")[0] for path in (whole, broken))
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name].nan_to_num(), other[name].nan_to_num()), name
+    assert 60 <= _step(broken) < about["step"]
+    again, _ = train_long(broken)
+    assert whole.keys() == again.keys()
+    for name in whole:
+        assert torch.equal(whole[name].nan_to_num(), again[name].nan_to_num()), name
 
 
 def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
-    whole = train_heads(TWINS, tmp_path / "whole", recipe=LONG)
+    twins = [HeadCell(Retrieval((2, 2), "discrete"), 8, seed) for seed in (0, 1)]
+    recipe = Recipe(steps=60, validate_every=5)
+    whole = train_heads(twins, tmp_path / "whole", recipe=recipe)
 
     def terminate(number, frame):
         raise Terminated
@@ -217,23 +197,22 @@ def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, caplog, mon
     try:
         monkeypatch.setattr(fleet, "train_all", stopped)
         with pytest.raises(Terminated):
-            train_heads(TWINS, tmp_path / "stopped", recipe=LONG)
+            train_heads(twins, tmp_path / "stopped", recipe=recipe)
     finally:
         monkeypatch.undo()
         signal.signal(signal.SIGTERM, before)
     assert "the same command goes on from there" in caplog.text
     kept = [read_tensors(path, "training")[1]["step"] for path in (tmp_path / "stopped").glob("training-*")]
     assert len(kept) == 2
-    assert 0 < max(kept) < LONG.steps, "well before the half minute between states"
-    again = train_heads(TWINS, tmp_path / "stopped", recipe=LONG)
+    assert 0 < max(kept) < recipe.steps, "well before the half minute between states"
+    again = train_heads(twins, tmp_path / "stopped", recipe=recipe)
     for one, other in zip(whole, again, strict=True):
         torch.testing.assert_close(one.head.W_Q, other.head.W_Q, rtol=0, atol=0)
         assert one.loss == other.loss
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    trainer = Trainer(stacked(CELLS), 1e-3, SHORT, checkpoint=tmp_path / "c", checkpoint_seconds=0)
-    trainer.run()
+    Trainer(stacked(CELLS), 1e-3, SHORT, checkpoint=tmp_path / "c", checkpoint_seconds=0).run()
     with pytest.raises(BadInput, match="another recipe"):
         Trainer(stacked(CELLS), 1e-3, Recipe(steps=61), checkpoint=tmp_path / "c")
     with pytest.raises(BadInput, match="another task"):
@@ -245,24 +224,14 @@ def test_trained_heads_are_kept_and_shared(tmp_path):
     recipe = Recipe(steps=40, validate_every=20)
     first = train_heads(CELLS, tmp_path, lr=1e-3, recipe=recipe, workers=2)
     assert [found.steps for found in first] == [40, 40, 40]
-    files = sorted(tmp_path.iterdir())
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert len(files) == 3, "one file per head, and no checkpoint left"
-    before = [path.stat().st_mtime_ns for path in files]
     again = train_heads(CELLS[::-1], tmp_path, lr=1e-3, recipe=recipe)
-    assert [path.stat().st_mtime_ns for path in files] == before
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == files
     torch.testing.assert_close(again[2].head.W_K, first[0].head.W_K)
     assert isinstance(again[0].head, RetrievalHead)
     other = train_heads(CELLS[:1], tmp_path, lr=2e-3, recipe=recipe)
     assert not torch.allclose(other[0].head.W_K, first[0].head.W_K), "another learning rate is another head"
-
-
-def test_the_four_grids_make_a_hundred_cells_in_few_stacks():
-    cells = all_grids(seeds=2)
-    assert len(set(cells)) == 200
-    below = [c for c in cells if c.seed == 0 and c.task.total_rank < c.d_head]
-    assert len(below) == 40
-    assert len(_groups(cells, merge_widths=False)) == 8
-    assert len(_groups(cells, merge_widths=True)) == 4
 
 
 def test_fleet_equals_one_after_the_other():
@@ -273,13 +242,15 @@ def test_fleet_equals_one_after_the_other():
         torch.testing.assert_close(found.params["W_Q"], alone.params["W_Q"])
 
 
-def test_bad_input_gets_a_sentence():
-    for rate in (-1.0, 0.0, math.nan, math.inf):
-        with pytest.raises(BadInput, match="positive, finite learning rates"):
-            Trainer(stacked(CELLS), [1e-3, rate, 1e-3])
-    with pytest.raises(BadInput, match="cannot share batches"):
-        RetrievalStack([CELLS[0], HeadCell(Retrieval((2, 2), keys=4), 8)])
-    with pytest.raises(BadInput, match="at least one"):
-        RetrievalStack([])
-    with pytest.raises(BadInput, match=r"be .constant. or .cosine."):
-        Recipe(schedule="linear")
+BAD = [
+    (lambda: Trainer(stacked(CELLS), [1e-3, math.nan, 1e-3]), "positive, finite learning rates"),
+    (lambda: RetrievalStack([CELLS[0], HeadCell(Retrieval((2, 2), keys=4), 8)]), "cannot share batches"),
+    (lambda: SuperpositionStack([TOYS[0], *FROZEN]), "cannot share a stack"),
+    (lambda: RetrievalStack([]), "at least one"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), BAD, ids=[says for _, says in BAD])
+def test_bad_input_gets_a_sentence(call, says):
+    with pytest.raises(BadInput, match=says):
+        call()

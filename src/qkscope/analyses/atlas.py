@@ -187,7 +187,8 @@ def _look_rows(scope: Scope, heads: Sequence[Head], passage: Passage, seed: int)
     reasons = Because(again, looks, seed, WORDS, WORDS).reasons(follow=False, near=False)
     return [
         {"head": str(r.look.head), "job": job_of(r), "query": r.look.query, "key": r.look.key, "attention": r.before,
-         "group": passage.group, "document": passage.document, "tokens": texts, "causes": [row["position"] for row in r.causes]}
+         "group": passage.group, "document": passage.document, "tokens": texts,
+         "causes": [row["position"] for row in r.causes]}
         for r in reasons
     ]  # fmt: skip
 
@@ -225,12 +226,14 @@ def _head_row(
     attracts = Counter(
         sight.passage.ids[int(sight.keys[h, q])] for sight in sights for q in sight.looks[h].nonzero()[:, 0].tolist()
     )
+    group = scope.facts.layers[head.layer].n_heads // scope.facts.layers[head.layer].n_kv_heads
     return {
-        "head": str(head), "layer": head.layer, "index": head.index, "kind": kind, "name": "rests on the first token" if rests else told,
-        "share": None if rests else jobs[0][1] / len(looks), "low": float(low[0]), "high": float(high[0]), "looks": len(looks),
-        "leaves": leaves, "offset": offsets.most_common(1)[0][0] if offsets else None,
+        "head": str(head), "layer": head.layer, "index": head.index, "kind": kind,
+        "name": "rests on the first token" if rests else told, "share": None if rests else jobs[0][1] / len(looks),
+        "low": float(low[0]), "high": float(high[0]), "looks": len(looks), "leaves": leaves,
+        "offset": offsets.most_common(1)[0][0] if offsets else None,
         "tokens": " ".join(repr(text) for text in token_texts_of(scope, [i for i, _ in attracts.most_common(5)])),
-        "key_head": f"L{head.layer}K{head.kv(scope.facts.layers[head.layer].n_heads // scope.facts.layers[head.layer].n_kv_heads)}",
+        "key_head": f"L{head.layer}K{head.kv(group)}",
     }  # fmt: skip
 
 
@@ -278,7 +281,8 @@ def score_rows(
         made.append({
             "head": row["head"], "kind": row["kind"], "looks": len(every), "name": float(every[:, 0].mean()),
             **{name: float(every[:, 1 + i].mean()) for i, name in enumerate(BASELINES)}, "gain": float(gain.mean()),
-            "low": float(low[0]), "high": float(high[0]), "log_loss": float(loss[0].mean()), "with_name": float(loss[1].mean()),
+            "low": float(low[0]), "high": float(high[0]), "log_loss": float(loss[0].mean()),
+            "with_name": float(loss[1].mean()),
             "loss_change": float(less.mean()), "loss_low": float(ends[0][0]), "loss_high": float(ends[1][0]),
         })  # fmt: skip
     return made

@@ -1,8 +1,8 @@
 """Because: the words that decide where heads look, found by putting other words in their place.
 
-A look is a head, a query p and a key t with attention a(p, t). Every word in sight is replaced by others (`Alternatives`)
-and the model runs again: a word is a *cause* where the 90% interval of what is left, over alternatives, is below half of
-a(p, t). The relations between causes are tests of their own, each beside a control:
+A look is a head, a query p and a key t with attention a(p, t). Every word in sight is replaced by others
+(`Alternatives`) and the model runs again: a word is a *cause* where the 90% interval of what is left, over
+alternatives, is below half of a(p, t). The relations between causes are tests of their own, each beside a control:
 
 - *same word*: two causes with one text; each changed alone breaks the attention, both changed into one other word do
   not, and both changed into two different words do.

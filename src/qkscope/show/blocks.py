@@ -355,7 +355,8 @@ def _because(block: Block, tables: Tables) -> Iterator[Block]:
     """
     yield replace(block, rows=[
         {**row, "writers": f"{row['text'].strip() or row['text']!r} (token {row['position']})", "band": "90% interval",
-         "done": f"changed into {row['words']} others", "control_low": row["low"], "control_high": min(row["high"], 1.0),
+         "done": f"changed into {row['words']} others", "control_low": row["low"],
+         "control_high": min(row["high"], 1.0),
          "beside": f"goes to {row['goes_to']!r}", "verdict": {"yes": "shown", "open": "open"}.get(row["cause"], "no")}
         for row in block.rows
     ])  # fmt: skip

@@ -33,8 +33,8 @@ def atlas(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
     """Every head on a map and in a line, which opens: its looks as text, the deciding words marked."""
     words = (
         "Each head is named by what decides where it looks, tested by changing every word of passages: its jobs, with "
-        "their shares of its looks. Click a head on the map, a kind to see its heads alone, a column to sort, a line to "
-        "open it."
+        "their shares of its looks. Click a head on the map, a kind to see its heads alone, a column to sort, a line "
+        "to open it."
     )
     scores = {row["head"]: row for row in tables.get("scores", ())}
     looks: dict[str, list[Row]] = {}

@@ -99,7 +99,7 @@ def early_stop() -> Row:
 
 
 def because_seconds(scope: Scope, ids: Tensor, looks: Sequence[Look], count: int, screen: int) -> Seconds:
-    """What decides some looks, against every word changed into as many others with plain forwards; CPU seconds on one."""
+    """What decides some looks, against every word changed as often with plain forwards; CPU seconds on one."""
     again = Again.of(scope, ids)
     every = Because(again, looks, count=count, screen=screen)
     prompts = [every.put((word, other)) for word in every.words for other in every.others.of(word, count)]

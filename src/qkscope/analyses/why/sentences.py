@@ -57,7 +57,8 @@ def because(one: PromptTrace, reason: Reason) -> str:
             near = "stands there and again" if a <= one.key < end else near
             both = f"with another word in one place at most {left['alone']}, with one other word in both"
             part = "" if row["verdict"] == "shown" else " in part"
-            return f",{part} because {text} {near} (tokens {a} and {b}): {both} {left['together']} (two different words {left['different']})"
+            other = f"(two different words {left['different']})"
+            return f",{part} because {text} {near} (tokens {a} and {b}): {both} {left['together']} {other}"
         case "position":
             back = one.asked.query - one.key
             moved = f"a word put in after it leaves {left['alone']} there and {left['together']} at the same distance"
@@ -108,9 +109,10 @@ def lines_of(
     """What stands behind the answer: a line each."""
     lines = [where_line(one)]
     if reason is not None and one.attends:
-        lines += [_words(reason), *_relations(reason), *map(_carrier, carriers)]
+        lines += [_words(reason), *_relations(reason), *(_carrier(row) for row in carriers)]
     if one.attends:
-        lines += [_cut(cut) for side in ("key", "query") if (cut := named_cut(cuts, side)) is not None]
+        named = [cut for side in ("key", "query") if (cut := named_cut(cuts, side)) is not None]
+        lines += [_cut(cut) for cut in sorted(named, key=lambda cut: cut["after"])[:1]]
     return [line for line in (*lines, does_line(pushed), _returned(returns)) if line]
 
 
@@ -126,47 +128,46 @@ def _words(reason: Reason) -> str:
     if not named:
         return f"Words changed: none of {reason.tried} takes half of the attention away."
     words = ", ".join(
-        f"{row['text']!r} (token {row['position']}) leaves {row['after']:.0%}{' (open)' * (row['cause'] == 'open')}"
+        f"{row['text']!r} (token {row['position']}) {row['after']:.0%}{' (open)' * (row['cause'] == 'open')}"
         for row in named
     )
-    return f"Words changed: {words}, of {reason.tried} tried; the attention goes to {named[0]['goes_to']!r}."
+    return f"Words changed leave: {words} (of {reason.tried} tried); it goes to {named[0]['goes_to']!r}."
 
 
 def _relations(reason: Reason) -> list[str]:
-    lines = []
+    """The tests that the answer does not tell: another pair of equal words, and where the attention follows."""
+    lines, pairs = [], [row for row in reason.relations if row["kind"] == "same word" and row["together"] is not None]
+    for row in pairs[1:2]:
+        left = [_share(row[name], reason) for name in ("together", "alone", "different")]
+        lines.append(
+            f"Same word: {row['text']!r} (tokens {row['positions']}): both by one other word {left[0]}, one place at"
+            f" most {left[1]}, two different words {left[2]}: {row['verdict']}."
+        )
     for row in reason.relations:
-        if row["kind"] == "same word" and row["together"] is not None:
-            left = [_share(row[name], reason) for name in ("together", "alone", "different")]
+        if row["kind"] == "follows" and row["together"] is not None:
             lines.append(
-                f"Same word: {row['text']!r} (tokens {row['positions']}) changed in both places into one other word:"
-                f" {left[0]} (in one place at most {left[1]}, into two different words {left[2]}): {row['verdict']}."
-            )
-        elif row["kind"] == "follows" and row["together"] is not None:
-            lines.append(
-                f"Follows: {row['text']!r} (token {row['positions']}) changed into {row['words']} other words of the prompt:"
-                f" {_share(row['together'], reason)} goes where the reason says (a word not in the prompt:"
+                f"Follows: {row['text']!r} (token {row['positions']}) becomes another word of the prompt (of"
+                f" {row['words']}): {_share(row['together'], reason)} goes where the reason says (control"
                 f" {_share(row['control'], reason)}): {row['verdict']}."
             )
     return lines
 
 
 def _carrier(row: Row) -> str:
+    side = row["side"]
     return (
-        f"Carried by: {row['writers']} put back into its {row['side']} after {row['text']!r} (token {row['position']})"
-        f" is changed: {row['changed']:.0%} to {row['restored']:.0%} (20 other sets {row['others']:.0%}, theirs of another"
-        f" changed run {row['other_run']:.0%}, the whole {row['side']} {row['whole_side']:.0%}): {row['verdict']}."
+        f"Carried by: {row['text']!r} (token {row['position']}) changed {row['changed']:.0%}; {row['writers']} put back"
+        f" into the {side} {row['restored']:.0%} (20 others {row['others']:.0%}, from another run"
+        f" {row['other_run']:.0%}, whole {side} {row['whole_side']:.0%}): {row['verdict']}."
     )
 
 
 def _cut(cut: Row) -> str:
     live = "" if cut.get("live") is None else f", norms live {cut['live']:.0%}"
-    tested = (
-        few_controls(cut)
-        if cut["verdict"] == "untested"
-        else f"{controls_of(cut)}: {cut['control_low']:.0%} to {cut['control_high']:.0%}"
-    )
+    tested = f"{controls_of(cut)}: {cut['control_low']:.0%} to {cut['control_high']:.0%}"
+    tested = few_controls(cut) if cut["verdict"] == "untested" else tested
     return (
-        f"Cut: {cut['writers']} from the {cut['side']}, in this head alone, norms frozen: {cut['before']:.0%} to"
+        f"Cut: {cut['writers']} from the {cut['side']}, this head alone, norms frozen: {cut['before']:.0%} to"
         f" {cut['after']:.0%}{live} ({tested}): {cut['verdict']}."
     )
 
@@ -176,15 +177,14 @@ def does_line(pushed: Sequence[Row]) -> str:
     if not pushed:
         return ""
     best = pushed[0]
-    text = f"What it does: hidden, the next token {best['token']!r} goes from {best['before']:.1%} to {best['without_key']:.1%}"
+    text = f"What it does: hidden, {best['token']!r} goes from {best['before']:.1%} to {best['without_key']:.1%}"
     if best["without_other"] is not None:
-        text += f" (its second token hidden instead: {best['without_other']:.1%})"
+        text += f" (its second token instead: {best['without_other']:.1%})"
     direct = [row for row in pushed if row["direct"] is not None]
     if direct and max(abs(row["direct"]) for row in direct[:5]) >= 0.1:
         most = [best, *sorted((row for row in direct if row is not best), key=lambda row: -row["direct"])][:3]
-        text += "; direct effect on the logits: " + ", ".join(
-            "{!r} {:+.1f}".format(row["token"], row["direct"]) for row in most
-        )
+        named = ", ".join("{!r} {:+.1f}".format(row["token"], row["direct"]) for row in most)
+        text += f"; direct effect on the logits: {named}"
     elif direct:
         text += "; no direct effect on any likely token: it acts through later heads"
     return text + "."
@@ -194,8 +194,9 @@ def _returned(row: Row | None) -> str:
     if row is None:
         return ""
     return (
-        f"The reason's share: with {row['text']!r} (token {row['position']}) changed, {row['token']!r} has"
-        f" {row['changed']:.1%}; with only this head's attention as before, {row['restored']:.1%} (unchanged {row['before']:.1%})."
+        f"The reason's share: {row['text']!r} (token {row['position']}) changed, {row['token']!r} has"
+        f" {row['changed']:.1%}; with only this head's attention as before {row['restored']:.1%} (unchanged"
+        f" {row['before']:.1%})."
     )
 
 
@@ -203,16 +204,15 @@ def heads_answer(output: Output, rows: Sequence[Row], says: str) -> str:
     """The next token and its rival, and how many heads decide between them."""
     chance, rival = float(output.chances[output.best]), float(output.chances[output.rival])
     told = (
-        f"The next token after {output.asked.tokens[output.asked.query]!r} is {output.answer!r} ({chance:.1%}) rather than"
-        f" {output.token(output.rival)!r} ({rival:.1%}), by {output.difference:.1f} in logits."
+        f"The next token after {output.asked.tokens[output.asked.query]!r} is {output.answer!r} ({chance:.1%}) rather"
+        f" than {output.token(output.rival)!r} ({rival:.1%}), by {output.difference:.1f} in logits."
     )
     matter = {way: [row["head"] for row in rows if row["direction"] == way] for way in ("for", "against")}
+    tried = f"Hide each head's main token in turn ({len(rows)} tried):"
     if not any(matter.values()):
-        return f"{told} No single head matters: hiding any one of {len(rows)} heads' main token changes that by less than 0.1."
+        return f"{told} {tried} no single head matters, none changes that by 0.1."
     parts = [
-        f"{len(heads)} {way} it ({', '.join(heads[:3])}{', …' * (len(heads) > 3)})"
-        for way, heads in matter.items()
-        if heads
+        f"{len(own)} {way} it ({', '.join(own[:3])}{', …' * (len(own) > 3)})" for way, own in matter.items() if own
     ]
     going = f" It goes on: {says!r}." if says else ""
-    return f"{told}{going} Each of {len(rows)} heads' main token hidden in turn: {' and '.join(parts)} change it by 0.1 or more."
+    return f"{told}{going} {tried} {' and '.join(parts)} change that by 0.1 or more."

@@ -1,17 +1,16 @@
-"""Figures of franco2026's toy and theory: their measures on toys made by hand, and one of each kind end to end."""
+"""The toy of superposition: its data, its loss, its training, and what figures measure of toys made by hand."""
 
-import json
 import math
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from superposed import FROZEN, SMALL, TOYS
 
+from qkscope import BadInput
 from qkscope.maths.relative import key_difference
-from qkscope_papers.franco2026.anisotropy import START, anisotropy_row
-from qkscope_papers.franco2026.cells import WORK, ToyWork
+from qkscope_papers.franco2026.anisotropy import anisotropy_row
+from qkscope_papers.franco2026.cells import WORK
 from qkscope_papers.franco2026.decomposition import strengths
 from qkscope_papers.franco2026.dictionary import split, true_among
 from qkscope_papers.franco2026.dynamics import checkpoints, onset_rows, order_agreement
@@ -21,24 +20,119 @@ from qkscope_papers.franco2026.rope import band_rows
 from qkscope_papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope_papers.franco2026.toy.alignment import whiten
 from qkscope_papers.franco2026.toy.measure import alignment_rows, divergence_and_error
-from qkscope_papers.franco2026.toy.stack import ToyCell
-from qkscope_papers.franco2026.toy.superposition import Positional, Superposition, Toy, distort, isotropic_dictionary
-from qkscope_papers.franco2026.toy.trained import ToyRun, stacks
-from qkscope_papers.registry import Settings, figure_of, reproduce
+from qkscope_papers.franco2026.toy.stack import SuperpositionStack, ToyCell
+from qkscope_papers.franco2026.toy.superposition import (
+    Positional,
+    Superposition,
+    Toy,
+    band_frequencies,
+    distort,
+    isotropic_dictionary,
+    rotated_logits,
+)
+from qkscope_papers.franco2026.toy.trained import ToyRun, stacks, train_toys
+from qkscope_papers.registry import Settings
+from qkscope_papers.trainer import Trainer
 
-ALIGNMENT = {
-    "config", "seed", "step", "pair", "side", "matched", "best", "best_random", "singular_value", "target_logit",
-    "feature_norm", "control",
-}  # fmt: skip
-SPARSITY = {
-    "step", "present", "sparsity", "low", "high", "rotated", "rotated_low", "rotated_high", "difference_low",
-    "difference_high", "count", "count_low", "count_high", "count_tol",
-}  # fmt: skip
-FIGURES = [
-    "fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7a", "fig13", "fig17", "fig18", "fig22", "fig23",
-    "feature_pairs", "thm3",
-]  # fmt: skip
-TINY = ToyWork(60, 60, 20, 60, 20, 5e-3, 20, 60, 5, 2, 2, 2, 24, 3, 3)
+ROPE = ToyCell(
+    Superposition(**SMALL, context=5, rope=True, positional=(Positional(4, 5, 3.0, 1),)), steps=40, every=20
+)  # fmt: skip
+
+
+def test_strengths_are_zero_or_uniform():
+    task = Superposition(p=0.3)
+    x = task.strengths(torch.rand(200_000, generator=torch.Generator().manual_seed(0)))
+    present = x[x > 0]
+    assert len(present) / len(x) == pytest.approx(0.3, abs=0.01)
+    assert float(present.mean()) == pytest.approx(0.5, abs=0.01)
+    assert float(present.var()) == pytest.approx(1 / 12, abs=0.005)
+
+
+@pytest.mark.parametrize("cell", [*TOYS, *FROZEN, ROPE], ids=lambda cell: cell.name)
+def test_the_loss_is_the_toys_own(cell):
+    """Embedding, reading back and attending, token by token, gives what the stack computes."""
+    task = SuperpositionStack([cell], tokens=64, validation=128)
+    batch = task.draw(torch.Generator().manual_seed(1))
+    toy, t = cell.untrained(), cell.task
+    x = t.strengths(batch.uniform)
+    contexts = len(x) // (1 + t.context)
+    x_q, x_k = x[:contexts], x[contexts:].view(contexts, t.context, t.n)
+    logits, target = (f(x_q, x_k, batch.offsets) for f in (toy.logits, toy.target_logits))
+    head = torch.nn.functional.cross_entropy(logits, target.softmax(-1))
+    error = (toy.reconstruct(x) - x).square().mean()
+    w_rec, w_att = t.loss_weights
+    plain = w_rec * error + w_att * head
+    assert float(task.loss(task.start().named(), batch)[0]) == pytest.approx(float(plain), rel=1e-5)
+
+
+def test_logits_and_targets_are_bilinear_in_the_strengths():
+    toy = TOYS[0].untrained()
+    x_q, x_k = torch.rand(3, 6, dtype=torch.float64), torch.rand(3, 4, 6, dtype=torch.float64)
+    W = toy.W.double()
+    plain = torch.einsum("bi,ij,btj->bt", x_q, W.mT @ toy.omega @ W, x_k)
+    torch.testing.assert_close(toy.logits(x_q, x_k), plain)
+    x_q, x_k = torch.zeros(1, 6), torch.zeros(1, 2, 6)
+    x_q[0, 0], x_k[0, 1, 2] = 0.5, 0.5
+    torch.testing.assert_close(toy.target_logits(x_q, x_k), torch.tensor([[0.0, 1.5]]))
+
+
+def test_rotated_logits_are_those_of_rotated_vectors():
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(3, 6, generator=generator), torch.randn(3, 4, 6, generator=generator)
+    frequencies = band_frequencies(6).float()
+
+    def rotate(x, position):
+        angle = position[..., None] * frequencies
+        even, odd = x[..., 0::2], x[..., 1::2]
+        turned = (even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos())
+        return torch.stack(turned, dim=-1).flatten(-2)
+
+    at, keys = torch.tensor([3, 0, 7]), torch.arange(4).expand(3, 4)
+    plain = torch.einsum("bh,bth->bt", rotate(q, at), rotate(k, keys))
+    torch.testing.assert_close(rotated_logits(q, k, at[:, None] - keys, frequencies), plain, rtol=1e-4, atol=1e-4)
+
+
+def test_checkpoints_are_kept_from_the_start_and_toys_are_shared(tmp_path):
+    cells = [*TOYS[:2], *FROZEN, ROPE, ToyCell(TOYS[0].task, seed=1, steps=40, every=20)]
+    assert len(stacks(cells)) == 4, "shapes, frozen or not, RoPE and seeds train apart"
+    found = train_toys(cells, tmp_path, workers=2)
+    for cell, trained in zip(cells, found, strict=True):
+        assert trained.steps == [0, 20, 40]
+        start = cell.untrained()
+        for name in ("W", "W_Q", "W_K"):
+            torch.testing.assert_close(getattr(trained.at(0), name), getattr(start, name).float())
+        assert float((trained.toy.W_Q - trained.at(1).W_Q).abs().max()) > 1e-4
+        moved = float((trained.toy.W - trained.at(0).W).abs().max())
+        assert (moved == 0) == (cell.task.dictionary is not None), "a frozen dictionary stays as it is"
+    assert len(list(tmp_path.iterdir())) == len(cells), "one file per toy, and no checkpoint left"
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    again = train_toys(cells[::-1], tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    torch.testing.assert_close(again[-1].toy.W, found[0].toy.W)
+    assert not torch.allclose(found[0].toy.W, found[4].toy.W), "another seed is another start and other tokens"
+
+
+def test_a_small_toy_learns_to_attend_and_aligns():
+    """Two pairs among six features: after training the top singular vectors point along them, before they do not."""
+    cell = ToyCell(Superposition(**{**SMALL, "p": 0.4}), steps=2000, every=500, lr=5e-3)
+    task = SuperpositionStack([cell], tokens=256, validation=256)
+    trainer = Trainer(task, cell.lr, cell.recipe(), keep_history=True)
+    trained = trainer.run()
+    toys = [task.toys({name: value[check] for name, value in trained.history.items()})[0] for check in (0, -1)]
+
+    def matched(toy):
+        u, _, v = toy.basis()
+        unit = toy.W.double() / toy.W.double().norm(dim=0)
+        return [min(float((unit[:, q] @ u[:, i]).abs()), float((unit[:, k] @ v[:, i]).abs()))
+                for i, (q, k, _) in enumerate(toy.task.pairs)]  # fmt: skip
+
+    assert min(matched(toys[1])) > 0.95
+    assert max(matched(toys[0])) < 0.9
+    s = toys[1].basis().s
+    assert float(s[2] / s[1]) < 0.1
+
+
+# ---------------------------------------------------------------------- what figures measure
 
 
 def aligned_toy(**options):
@@ -53,7 +147,6 @@ def aligned_toy(**options):
 def test_an_aligned_toy_reads_as_aligned():
     rows = alignment_rows("by hand", 0, 0, aligned_toy())
     assert len(rows) == 8
-    assert set(rows[0]) >= ALIGNMENT
     for row in rows:
         assert row["matched"] == pytest.approx(1.0, abs=1e-6)
         assert row["singular_value"] == pytest.approx(row["target_logit"], rel=1e-5)
@@ -71,6 +164,16 @@ def test_pairs_to_be_avoided_take_their_singular_vector_by_size():
     for row in rows:
         assert row["matched"] == pytest.approx(1.0, abs=1e-6)
         assert row["singular_value"] == pytest.approx(abs(row["target_logit"]), rel=1e-5)
+
+
+def test_surplus_features_are_matched_to_the_last_vector():
+    """Five pairs along three axes, Ω = diag(3, 2, 1, 0, 0): the last three share the third vector."""
+    task = Superposition(n=10, d=5, d_head=3, pairs=tuple((i, i + 5, 9.0 - i) for i in range(5)))
+    head = torch.diag(torch.tensor([3.0, 2.0, 1.0]).sqrt()) @ torch.eye(5)[:3]
+    W = torch.eye(5)[:, [0, 1, 2, 2, 2] * 2]
+    rows = alignment_rows("by hand", 0, 0, Toy(W, torch.zeros(10), head, head, task))
+    assert [row["singular_value"] for row in rows[::2]] == pytest.approx([3, 2, 1, 1, 1])
+    assert all(row["matched"] == pytest.approx(1.0) for row in rows)
 
 
 def test_token_pairs_hold_what_they_say():
@@ -101,8 +204,10 @@ def test_terms_of_an_aligned_toy_are_the_pairs_and_sum_to_the_relative_logit():
 
 def test_sparsity_of_an_aligned_toy_counts_its_pairs_and_a_rotation_loses_them():
     toy = aligned_toy()
-    rows = {name: sparsity_row(toy, draw_token_pairs(toy.task, name, 200, seed=3), TINY, 0) for name in ("one", "two")}
-    assert set(rows["one"]) >= SPARSITY - {"step", "present"}
+    rows = {
+        name: sparsity_row(toy, draw_token_pairs(toy.task, name, 200, seed=3), WORK["smoke"], 0)
+        for name in ("one", "two")
+    }
     assert rows["one"]["sparsity"] == pytest.approx(0.1, abs=1e-3)
     assert rows["one"]["count_tol"] == 1
     assert rows["one"]["sparsity"] < rows["two"]["sparsity"] < rows["two"]["rotated_low"]
@@ -163,33 +268,6 @@ def test_onsets_are_the_last_time_a_pair_falls_short():
     assert checkpoints(101, 6)[-1] == 100
 
 
-def cells_of(figure, settings):
-    """The toys a figure was registered with, by configuration; theorems have none."""
-    asked = figure_of("franco2026", figure).asked
-    return asked["cells"](settings) if "cells" in asked else {}
-
-
-@pytest.mark.parametrize("preset", ["smoke", "default", "paper"])
-def test_each_sweep_is_one_call_of_few_stacks(preset, tmp_path):
-    settings = Settings(preset, tmp_path)
-    for figure in ("fig12", "fig14", "fig15", "fig16", "fig17", "fig18"):
-        cells = [cell for found in cells_of(figure, settings).values() for cell in found]
-        seeds = WORK[preset].seeds
-        shapes = {"fig15": 5, "fig17": 6}.get(figure, 1)
-        assert len(stacks(cells)) <= seeds * shapes, "p, λ, d_head and readings stand side by side"
-    names = set(cells_of("fig16", settings))
-    assert names == {"d_head=10", "d_head=8", "d_head=6", "d_head=4"}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A figure of each kind end to end on a few steps of training: what is computed, not what is found."""
-    out = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(WORK, "smoke", TINY)
-        return out, reproduce("franco2026", FIGURES, preset="smoke", out=out)
-
-
 def test_the_true_dictionary_of_an_aligned_toy_has_the_true_pairs_alone():
     toy = aligned_toy()
     generator = torch.Generator().manual_seed(0)
@@ -205,49 +283,6 @@ def test_the_true_dictionary_of_an_aligned_toy_has_the_true_pairs_alone():
     torch.testing.assert_close(true.numbers[:, 0], turned.numbers[:, 0])  # the logit is the same, however it is split
 
 
-def test_every_figure_has_its_folder_numbers_and_picture(tiny):
-    out, results = tiny
-    for figure in results:
-        folder = out / "franco2026" / figure
-        found = json.loads((folder / "results.json").read_text())
-        assert found["claims"]
-        for claim in found["claims"]:
-            assert claim["control"] is not None or claim["ours"] is None, claim["claim"]
-        assert (folder / "figures" / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_tables_of_alignment_have_controls_and_chance(tiny):
-    _, results = tiny
-    for figure in ("fig2", "fig3", "fig4", "fig13", "fig17", "fig18", "fig22", "fig23"):
-        rows = results[figure].tables["alignment"]
-        assert set(rows[0]) >= ALIGNMENT
-        assert {row["control"] for row in rows} == {True, False}
-        assert all(row["step"] == 0 for row in rows if row["control"])
-        assert all(0 < row["best_random"] < 1 for row in rows)
-    rows = results["fig7a"].tables["sparsity"]
-    assert set(rows[0]) >= SPARSITY
-    assert {row["present"] for row in rows} == {"one", "two", "none"}
-
-
-def test_the_run_of_figure_3_keeps_more_checkpoints_than_the_sweeps(tiny):
-    _, results = tiny
-    steps = {figure: {row["step"] for row in results[figure].tables["alignment"]} for figure in ("fig3", "fig13")}
-    assert steps == {"fig3": set(range(0, 61, 5)), "fig13": {0, 20, 60}}
-    assert results["fig3"].arrays["steps"].tolist() == list(range(0, 61, 5))
-    assert {row["learned"] for row in results["fig3"].tables["onsets"]} - {0.0, 20.0, 40.0, 60.0}, (
-        "a step between the sweeps' checkpoints"
-    )
-
-
-def test_controls_of_figure_23_are_the_same_features_untrained(tiny):
-    rows, (on_last, fitting, _) = tiny[1]["fig23"].tables["alignment"], tiny[1]["fig23"].claims
-    untrained = [row for row in rows if row["control"]]
-    on_own = [row["on_own"] for row in untrained if not row["surplus"]]
-    assert fitting.control == pytest.approx(sum(on_own) / len(on_own))
-    last = [row["on_last"] for row in untrained if row["surplus"]]
-    assert on_last.control == pytest.approx(sum(last) / len(last))
-
-
 def test_a_term_of_figure_6_goes_with_the_pair_of_its_rank(tmp_path):
     task = Superposition(pairs=((0, 4, 15.0), (1, 5, 24.0), (2, 6, 18.0)))
     path = [Toy.untrained(task, 0), aligned_toy(pairs=task.pairs)]
@@ -261,55 +296,17 @@ def test_a_term_of_figure_6_goes_with_the_pair_of_its_rank(tmp_path):
     assert "strength of its own pair is 1.000, " in found.answer
 
 
-def test_theorem_3_holds_of_queries_and_of_keys(tiny):
-    found = tiny[1]["thm3"]
-    assert [claim.holds for claim in found.claims] == [True] * 4
-    assert max(row["query_overlap"] for row in found.tables["orthogonalisation"] if row["mu"] > 0) < 1e-6
+BAD = [
+    (lambda: Superposition(d_head=11), "cannot be wider than a token: d_head is 11, but d is 10"),
+    (lambda: Superposition(pairs=((0, 4, 24.0), (0, 4, 3.0))), r"\(0, 4\) is given twice"),
+    (lambda: Superposition(positional=(Positional(0, 1, 1.0, 1),)), "set rope"),
+    (lambda: Superposition(rope=True, d_head=9), "make it even"),
+    (lambda: Superposition(rope=True, positional=(Positional(0, 1, 1.0, 5),)), "bands 0 to 4"),
+    (lambda: Superposition(dictionary=((0.0,) * 20,) * 9), "10 rows of 20, but got 9 rows of"),
+]
 
 
-def test_no_claim_of_a_figure_stands_with_another_one(tiny):
-    said = [claim.claim for result in tiny[1].values() for claim in result.claims if not claim.claim.startswith("...")]
-    assert len(set(said)) == len(said)
-    assert {claim.source for result in tiny[1].values() for claim in result.claims} == {"stated", "implied", "ours"}
-    for result in tiny[1].values():
-        for claim in result.claims:
-            assert claim.source != "stated" or re.match(r"Sec\.|App\.|[A-G]\.\d|Theorem|Corollary", claim.paper), claim
-
-
-def test_every_column_is_defined_in_the_docs(tiny):
-    page = (Path(__file__).parents[1] / "docs" / "results-franco2026.md").read_text().partition("## Columns")[2]
-    named = set(re.findall(r"`([a-z_0-9]+)`", page)) | {f"band_{i}" for i in range(5)}
-    ends = re.compile(r"_(sd|untrained|low|high)$")
-    for result in tiny[1].values():
-        for table, rows in result.tables.items():
-            missing = {ends.sub("", column) for row in rows for column in row} - named
-            assert table in named, table
-            assert not missing, f"{result.experiment}, {table}: {missing}"
-
-
-def test_figure_3_trains_both_readings_of_the_loss_as_long_as_the_paper(tiny, tmp_path):
-    cells = cells_of("fig3", Settings("paper", tmp_path))
-    assert {cell.steps for own in cells.values() for cell in own} == {10_000}
-    assert {cell.task.reading for own in cells.values() for cell in own} == {"B", "C"}
-    (order, aligned, learned) = tiny[1]["fig3"].claims
-    for claim in (order, aligned, learned):
-        better, other = re.search(r"reading (\w) of the loss; control: reading (\w)", claim.claim).groups()
-        assert {better, other} == {"B", "C"}
-    assert aligned.ours >= aligned.control, "a statement is decided on the reading that it fits better"
-
-
-def test_figure_4_shows_other_starts_of_the_head(tiny):
-    found = tiny[1]["fig4"]
-    starts = {row["start"]: row for row in found.tables["starts"]}
-    assert {START, 0.18} <= set(starts)
-    chosen = next(claim for claim in found.claims if "chosen to reproduce" in claim.claim)
-    assert (chosen.ours, chosen.low, chosen.high) == tuple(starts[START][name] for name in ("raw", "low", "high"))
-
-
-def test_figures_share_their_toys(tiny, monkeypatch):
-    out, results = tiny
-    monkeypatch.setitem(WORK, "smoke", TINY)
-    files = list((out / "superposition").iterdir())
-    settings = Settings("smoke", out)
-    used = {cell for figure in results for cells in cells_of(figure, settings).values() for cell in cells}
-    assert len(files) == len(used)
+@pytest.mark.parametrize(("call", "says"), BAD, ids=[says for _, says in BAD])
+def test_bad_settings_get_a_sentence(call, says):
+    with pytest.raises(BadInput, match=says):
+        call()

@@ -1,9 +1,11 @@
-"""Facts about figures that are finished: they are read and not run again, and shown when a later one is stopped."""
+"""Facts about figures by name: which there are, and that finished ones are read and shown, not run again."""
 
 from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -11,7 +13,18 @@ from qkscope import BadInput
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result, provenance
 from qkscope_papers import registry
-from qkscope_papers.registry import EMBEDDED, Entry, Experiment, Figure, Settings, reproduce
+from qkscope_papers.registry import (
+    _FIGURES,
+    EMBEDDED,
+    PAPERS,
+    Entry,
+    Experiment,
+    Figure,
+    Settings,
+    figure_of,
+    figures_of,
+    reproduce,
+)
 
 RUN: list[str] = []
 STOP: list[str] = []
@@ -27,41 +40,34 @@ def run(settings: Settings) -> Result:
                   seed=settings.seed, provenance=provenance(figure=settings.figure))  # fmt: skip
 
 
-def draw(result: Result) -> dict[str, str | bytes]:
-    """Its page."""
-    return {"report.html": result.experiment}
-
-
-@pytest.fixture(autouse=True)
-def paper(monkeypatch):
+@pytest.fixture
+def quick(monkeypatch):
     experiment = Experiment(run)
-    experiment.drawing(draw)
-    quick = Figure("quick", experiment, {}, None, EMBEDDED)
+    experiment.drawing(lambda result: {"report.html": result.experiment})
+    figure = Figure("quick", experiment, {}, None, EMBEDDED)
     named = dict.fromkeys(("fig2", "fig3", "fig4"), Entry(__name__, "quick"))
     monkeypatch.setattr(registry, "figures_of", lambda paper: named)
-    monkeypatch.setattr(registry, "figure_of", lambda paper, name: quick)
+    monkeypatch.setattr(registry, "figure_of", lambda paper, name: figure)
     RUN.clear()
     STOP.clear()
 
 
-def test_finished_figures_are_not_run_again(tmp_path, caplog):
+def test_finished_figures_are_not_run_again(quick, tmp_path, caplog):
     caplog.set_level("INFO")
     first = reproduce("lee2026", ["fig2", "fig3"], preset="smoke", out=tmp_path)
-    assert RUN == ["fig2", "fig3"]
     again = reproduce("lee2026", ["all"], preset="smoke", out=tmp_path)
     assert RUN == ["fig2", "fig3", "fig4"]
     assert f"Finished in {tmp_path / 'lee2026'} already, and not run again (again does): fig2, fig3." in caplog.text
     assert list(again) == ["fig2", "fig3", "fig4"]
-    assert {k: r.to_json() for k, r in again.items() if k in first} == {k: r.to_json() for k, r in first.items()}
-    RUN.clear()
+    assert {name: again[name].to_json() for name in first} == {name: first[name].to_json() for name in first}
     for other in ({"preset": "default"}, {"seed": 1}, {"model": "nano:mixed"}, {"again": True}):
-        reproduce("lee2026", ["fig2"], **{"preset": "smoke", "out": tmp_path, **other})
-        assert RUN.pop() == "fig2", other
-        reproduce("lee2026", ["fig2"], preset="smoke", out=tmp_path)  # each took the place of the one before
         RUN.clear()
+        reproduce("lee2026", ["fig2"], **{"preset": "smoke", "out": tmp_path, **other})
+        assert RUN == ["fig2"], other
+        reproduce("lee2026", ["fig2"], preset="smoke", out=tmp_path)  # each took the place of the one before
 
 
-def test_another_version_or_a_half_written_folder_is_run(tmp_path):
+def test_another_version_or_a_half_written_folder_is_run(quick, tmp_path):
     reproduce("lee2026", ["fig2"], preset="smoke", out=tmp_path)
     folder = tmp_path / "lee2026" / "fig2"
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -76,16 +82,43 @@ def test_another_version_or_a_half_written_folder_is_run(tmp_path):
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_run_that_is_stopped_shows_and_keeps_what_is_done(tmp_path, qkscope, as_json):
+def test_a_run_that_is_stopped_shows_and_keeps_what_is_done(quick, tmp_path, qkscope, as_json):
     STOP.append("fig4")
     command = ["reproduce", "lee2026", "all", "--preset", "smoke", "--out", tmp_path, *(["--json"] if as_json else [])]
     code, out, said = qkscope(*command)
     assert (code, "stopped" in said) == (143, True)
-    if as_json:
-        assert [one["claims"][0]["claim"] for one in json.loads(out)["results"]] == ["fig2 stands", "fig3 stands"]
-    else:
-        assert "fig2 stands" in out
-        assert "fig3 stands" in out
+    shown = [result["claims"][0]["claim"] for result in json.loads(out)["results"]] if as_json else out
+    assert "fig2 stands" in shown
+    assert "fig3 stands" in shown
     STOP.clear()
     code, out, _ = qkscope(*command)
     assert (code, RUN, "fig2 stands" in out) == (0, ["fig2", "fig3", "fig4"], True)
+
+
+def test_figures_are_listed_in_their_order_by_the_names_they_are_registered_with():
+    assert list(figures_of("franco2026"))[5:9] == ["fig6", "fig7a", "fig7b", "fig8"]
+    assert list(figures_of("franco2026"))[-5:] == ["bridge", "feature_pairs", "thm1", "thm2", "thm3"]
+    for paper in PAPERS:
+        for name in figures_of(paper):
+            assert figure_of(paper, name).experiment.draw is not None, name
+        assert {name: entry.title for name, entry in figures_of(paper).items()} == {
+            name: figure.title for name, figure in _FIGURES[paper].items()
+        }
+
+
+def test_a_name_is_told_or_refused_without_loading_a_model_library():
+    code = """
+import sys
+from qkscope import BadInput
+from qkscope_papers.registry import list_experiments, reproduce
+assert len(list_experiments()) >= 48
+for wrong in (dict(figures=["fig99"]), dict(figures=["fig9"], device="nope")):
+    try:
+        reproduce("lee2026", **wrong)
+    except BadInput:
+        continue
+    raise AssertionError(wrong)
+assert "transformers" not in sys.modules and "matplotlib" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
