@@ -243,7 +243,7 @@ def test_a_batch_that_memory_cut_into_parts_still_counts_as_one(scope, task, tmp
     monkeypatch.setattr(Scope, "capture_inputs", small_memory)
     options = {"contrasts": ["order"], "batch_size": 4, "replicates": 3, "out": tmp_path / "cut"}
     cut = decompose(scope, task, "L1H3", 20, **options)
-    assert len(calls) == 11  # 4 does not fit; then ten times 2
+    assert len(calls) == 13  # each of three pieces finds that 4 do not fit; besides, ten times 2
     mine, theirs = cut.sums["order"].tensors(), plain.sums["order"].tensors()
     assert "flips/order" in mine
     for name, tensor in mine.items():
@@ -909,7 +909,7 @@ def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused
         assert code == 0, err
         assert json.loads(out)["tables"]
     code, _, err = qkscope("decompose", "mine.jsonl", "--heads", "L1H3", "--out", "fit2", "--size", "4")
-    assert (code, "--size is for binding, filter" in err) == (2, True)
+    assert (code, "--size is not for mine.jsonl: Entities (binding)" in err) == (2, True)
     code, before, _ = qkscope("swap", "fit", "--json")
     Path("mine.jsonl").write_text("\n".join(map(json.dumps, lines[:-2])))
     code, _, err = qkscope(
