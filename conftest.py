@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import qkscope
+import qkscope as qk
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: it would retry a wrong name for 23 s
 
@@ -48,9 +48,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scope(model: Path) -> qkscope.Scope:
+def scope(model: Path) -> qk.Scope:
     """The tiny Llama, looked into."""
-    return qkscope.Scope.load(model, device="cpu")
+    return qk.Scope.load(model, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def qkscope(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     from qkscope import cli
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
-            patched.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
             cli.main()
         said = capsys.readouterr()
         return int(ended.value.code or 0), said.out, said.err

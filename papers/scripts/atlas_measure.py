@@ -1,4 +1,4 @@
-"""An atlas on documents, timed, and what its induction heads are worth: ablated together, beside random sets of their layers.
+"""An atlas on documents, timed, and what its induction heads are worth: ablated together, beside random sets.
 
 python papers/scripts/atlas_measure.py [TEXTS] --out atlas.json [--model MODEL] [--device cuda] [--n 40]
 """
@@ -36,7 +36,8 @@ def main() -> None:
     kept = [row["head"] for row in rows if row["kind"] == "induction"]
     made = {
         "answer": names.answer, "seconds": seconds, "kinds": Counter(row["kind"] for row in rows),
-        "induction": kept, "labels": labels(scope, rows), "ablated": ablated(scope, kept), "atlas": rows, "scores": scores,
+        "induction": kept, "labels": labels(scope, rows), "ablated": ablated(scope, kept), "atlas": rows,
+        "scores": scores,
     }  # fmt: skip
     asked.out.write_text(json.dumps(made, indent=0, default=str))
     print(json.dumps({k: v for k, v in made.items() if k not in ("atlas", "scores")}, default=str))
@@ -92,7 +93,8 @@ def labels(scope: qk.Scope, rows: list[dict]) -> dict[str, float]:
         weights = call.attention(list(range(call.q.shape[1])))[:, :, at]
         index = torch.arange(len(at), device=at.device)
         scored[call.layer] = {
-            "previous token": weights[:, :, index, at - 1].mean((0, 2)), "duplicate token": weights[:, :, index, at - half].mean((0, 2)),
+            "previous token": weights[:, :, index, at - 1].mean((0, 2)),
+            "duplicate token": weights[:, :, index, at - half].mean((0, 2)),
             "induction": weights[:, :, index, at - half + 1].mean((0, 2)),
         }  # fmt: skip
 

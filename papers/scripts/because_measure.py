@@ -180,10 +180,7 @@ def summary(where: str, head: object, seed: int, own: list[tuple[Reason, list[di
     def mean(values: list[float]) -> float | None:
         return sum(values) / len(values) if values else None
 
-    before_key = [
-        any(row["position"] < reason.look.key and row["end"] == reason.look.key for row in reason.causes)
-        for reason in reasons
-    ]
+    before_key = [any(row["position"] < reason.look.key == row["end"] for row in reason.causes) for reason in reasons]
     carry, shares = [row for _, rows in own for row in rows], ("restored", "others", "other_run")
 
     def share(side: str, name: str) -> list[float]:

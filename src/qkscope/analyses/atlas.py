@@ -382,6 +382,6 @@ def _answer(rows: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, Any
     ahead = sum(row["low"] > 0 for row in other)
     return (
         f"{len(rows)} heads by what decides where they look, on {fit} passages: {told}. On {tested} passages of other"
-        f" documents, of {len(other)} heads whose name is no offset, {ahead} are predicted better by it than by their best"
-        " offset (95% interval by document)."
+        f" documents, of {len(other)} heads whose name is no offset, {ahead} are predicted better by it than by their"
+        " best offset (95% interval by document)."
     )

@@ -258,12 +258,14 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
 
 
 def _after_heads(values: Mapping[str, Any], result: Result) -> str:
-    """Decompose the first heads; where no head does the task, see what heads do without one."""
+    """Decompose the first heads; where no head does the task another form of it, or what heads do without one."""
     named = ",".join([row["head"] for row in result.table() if row["reaches"]][:2])
-    if not named:
-        return command("atlas", **_some(values, *_SCOPE))
-    place, same = Path("runs") / Path(values["task"]).stem, _some(values, *_SCOPE, "form", "size", "seed", "chat")
-    return command("decompose", values["task"], heads=named, out=place, **same)
+    same = _some(values, *_SCOPE, "form", "size", "seed", "chat")
+    if named:
+        return command("decompose", values["task"], heads=named, out=Path("runs") / Path(values["task"]).stem, **same)
+    if values["task"] == "binding":
+        return command("heads", "binding", **same | {"form": "sentence" if same["form"] in (None, "list") else None})
+    return command("atlas", **_some(values, *_SCOPE))
 
 
 def _after_demo(values: Mapping[str, Any], result: Result) -> str:

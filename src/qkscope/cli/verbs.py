@@ -286,6 +286,7 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
     if folder is None:
         return None
     from qkscope.analyses.fit import load, read_job
+    from qkscope.analyses.swap import check_swappable
 
     job, named = read_job(folder), values.get("heads") or values.get("head")
     heads = named if isinstance(named, list) else [] if named in (None, "all") else [named]
@@ -295,6 +296,7 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
         raise BadInput(f"{folder} was not fitted at {missing[0]}: there is {', '.join(job['heads'])}.")
     if contrast and contrast not in job["contrasts"]:
         raise BadInput(f"{folder} has no contrast {contrast!r}: it has {', '.join(job['contrasts'])}.")
+    check_swappable(job["space"], values.get("downstream", False))
     fit: Any = load(folder, values["scope"])
     return fit[contrast, heads[0]] if contrast else fit
 

@@ -262,7 +262,7 @@ def stream(batches: list[list[int]], run: Callable[[list[int]], T], progress: bo
 def _fitting(
     batches: Iterable[list[int]], run: Callable[[list[int]], T], advance: Callable[[int], None]
 ) -> Iterator[BatchPart[T]]:
-    """Run each batch in as many parts as memory takes."""
+    """Run each batch in as many parts as memory takes: asked anew for each piece, so that none depends on another."""
     most: int | None = None  # examples that fit at once, as far as was seen
     for batch in batches:
         while batch:
