@@ -170,12 +170,10 @@ def summary(where: str, head: object, seed: int, own: list[tuple[Reason, list[di
     same = [row for reason in reasons for row in reason.relations if row["kind"] == "same word" and row["words"]]
     letters = [row for row in same if row["text"].strip().isalnum()]
 
-    def shown(kind: str, letters_only: bool = False) -> float:
-        return sum(
-            any(row["kind"] == kind and row["verdict"] == "shown" and (not letters_only or row["text"].strip().isalnum())
-                for row in reason.relations)
-            for reason in reasons
-        ) / n  # fmt: skip
+    def shown(kind: str, words: bool = False) -> float:
+        rows = ([row for row in reason.relations if row["kind"] == kind] for reason in reasons)
+        fit = (any(r["verdict"] == "shown" and (not words or r["text"].strip().isalnum()) for r in own) for own in rows)
+        return sum(fit) / n
 
     def mean(values: list[float]) -> float | None:
         return sum(values) / len(values) if values else None

@@ -258,9 +258,9 @@ class Because:
         for a, b in pairs:
             both = []
             for ids in dict.fromkeys(self.others.of(b, WORDS) + self.others.of(a, WORDS)):
-                forms = [lexicon.variant(ids, word.text) for word in (a, b)]
-                if all(form is not None and len(form) == len(word) for form, word in zip(forms, (a, b), strict=True)):
-                    both.append(forms)
+                x, y = (lexicon.variant(ids, word.text) for word in (a, b))
+                if x is not None and y is not None and (len(x), len(y)) == (len(a), len(b)):
+                    both.append((x, y))
             both = both[:WORDS] if len(both) >= _LEAST else []
             counts[a, b] = len(both)
             prompts += [self.put((a, x), (b, y)) for x, y in both]

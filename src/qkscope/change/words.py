@@ -217,7 +217,7 @@ class Alternatives:
         block = ord(word.text.strip()[:1] or "?") & ~0xFFF
         points = block + torch.randint(0x1000, (_CHARACTERS,), generator=draws)
         texts = [word.text.replace(word.text.strip()[:1], chr(point)) for point in points.tolist()]
-        ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text.strip().isalnum()]  # type: ignore[union-attr]
+        ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text.strip().isalnum()]
         return list(dict.fromkeys(one for one in ids if len(one) == len(word)))[:count]
 
     def _generator(self, word: Word) -> torch.Generator:

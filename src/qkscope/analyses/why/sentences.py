@@ -53,12 +53,12 @@ def because(one: PromptTrace, reason: Reason) -> str:
         case "same word":
             a, b = (int(place) for place in row["positions"].split(", "))
             end = next(word["end"] for word in reason.words if word["position"] == a)
-            near = "stands just before it and again" if end == one.key else "stands twice"
-            near = "stands there and again" if a <= one.key < end else near
+            stands = "stands just before it and again" if end == one.key else "stands twice"
+            stands = "stands there and again" if a <= one.key < end else stands
             both = f"with another word in one place at most {left['alone']}, with one other word in both"
             part = "" if row["verdict"] == "shown" else " in part"
             other = f"(two different words {left['different']})"
-            return f",{part} because {text} {near} (tokens {a} and {b}): {both} {left['together']} {other}"
+            return f",{part} because {text} {stands} (tokens {a} and {b}): {both} {left['together']} {other}"
         case "position":
             back = one.asked.query - one.key
             moved = f"a word put in after it leaves {left['alone']} there and {left['together']} at the same distance"
@@ -86,7 +86,7 @@ def _share(value: float | None, reason: Reason) -> str:
 
 
 def _carried(carriers: Sequence[Row]) -> str:
-    told = {}
+    told: dict[str, list[str]] = {}
     for row in (row for row in carriers if row["verdict"] == "shown"):
         what = f"{row['writers'].replace(', ', ' and ')} carried {row['text'].strip()!r} into its {row['side']}"
         told.setdefault(what, []).append(f"changed {row['changed']:.0%}, their part put back {row['restored']:.0%}")

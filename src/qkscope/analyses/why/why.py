@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ from qkscope.analyses.why.carriers import Carriers
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.parts import part_rows
 from qkscope.capture.scope import Scope
-from qkscope.capture.tap import Call
-from qkscope.change.again import Again, prompt_of
+from qkscope.change.again import Again
 from qkscope.change.writers import attention_with, mean_parts, vectors_with
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -58,36 +58,27 @@ class Why(Result):
         ----------
         other : an answer to the same question of another prompt, head or model.
         """
-        keys = {
-            "heads": ("head", "difference"),
-            "writers": ("side", "writer", "share"),
-            "because": ("text", "after"),
+        columns = {
+            "heads": ("head", "difference"), "writers": ("side", "writer", "share"), "because": ("text", "after"),
             "attention": ("token", "attention"),
-        }
-        rows = []
-        for table, (*names, number) in keys.items():
+        }  # fmt: skip
+        rows: list[dict[str, Any]] = []
+        for table, (*names, number) in columns.items():
             here, there = (
-                {tuple(row[n] for n in names): row[number] for row in result.tables.get(table, ())}
-                for result in (self, other)
+                {tuple(row[name] for name in names): row[number] or 0.0 for row in answer.tables.get(table, ())}
+                for answer in (self, other)
             )
-            for key in here.keys() | there.keys():
-                a, b = here.get(key), there.get(key)
-                rows.append(
-                    {
-                        "table": table,
-                        "what": " ".join(map(str, key)),
-                        "column": number,
-                        "this": a,
-                        "other": b,
-                        "change": (b or 0.0) - (a or 0.0),
-                    }
-                )
+            rows += [
+                {"table": table, "what": " ".join(map(str, key)), "column": number, "this": here.get(key),
+                 "other": there.get(key), "change": there.get(key, 0.0) - here.get(key, 0.0)}
+                for key in here.keys() | there.keys()
+            ]  # fmt: skip
         rows.sort(key=lambda row: -abs(row["change"]))
         return Result("why/diff", {"diff": rows}, answer=f"{self.answer}\n{other.answer}", model=self.model)
 
     def to_networkx(self) -> Any:
         """The graph of writers and what they read, as a `networkx.DiGraph` from children to their parents."""
-        import networkx
+        networkx = import_module("networkx")
 
         graph = networkx.DiGraph()
         for row in self.tables.get("graph", ()):
@@ -270,9 +261,8 @@ def _returns(
     word, chances = words[causes[0]["position"]], []
     row = one.rows.logits()[0, 0]
     for ids in because.others.of(word, because.count)[:count]:
-        inputs, calls = prompt_of(output.scope, because.put((word, ids))[None]), dict[int, Call]()
-        output.scope.watch(inputs, lambda call, calls=calls: calls.__setitem__(call.layer, call))
-        logits = Again(output.scope, inputs, calls).run_rows(one.asked.query, [None, (one.head, row)]).logits
+        again = Again.of(output.scope, because.put((word, ids)))
+        logits = again.run_rows(one.asked.query, [None, (one.head, row)]).logits
         chances.append(logits.float().softmax(-1)[:, output.best])
     changed, restored = torch.stack(chances).mean(0).tolist()
     return {
