@@ -205,12 +205,13 @@ class Because:
         for n in ((mean < _SCREENED) & self._sees(word)).nonzero()[:, 0].tolist():
             before, ends = float(self.attention[n]), (float(low[n]), float(high[n]))
             cause = "yes" if ends[1] < _LEFT else "open" if ends[0] < _LEFT else "no"
-            yield n, {
+            row = {
                 "head": str(self.looks[n].head), "position": word.start, "end": word.stop, "text": word.text,
                 "before": before, "after": float(mean[n]) * before, "low": max(ends[0], 0.0) * before,
                 "high": ends[1] * before, "words": len(left), "goes_to": self.texts[int(to[n])],
                 "goes_to_position": int(to[n]), "cause": cause,
             }  # fmt: skip
+            yield n, row
 
     # ------------------------------------------------------------------ relations
 
