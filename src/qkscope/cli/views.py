@@ -60,7 +60,7 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, 
     known = VIEWS.get(verb, VIEWS.get(verb.partition("/")[0], VIEWS[""]))
     view = next((view for view in known if tables.get(view.table)), None)
     rows = tables[view.table] if view else tables.get(main) or next((rows for rows in tables.values() if rows), [])
-    if not rows or not known:
+    if not rows or not known or (view is None and tables.get("said")):  # lines say it all
         return None
     view = view or View("", ", ".join(f"{name}?" for name in rows[0]))
     picked = list(view.pick(rows))[:MOST_ROWS]
@@ -198,7 +198,11 @@ VIEWS: dict[str, Sequence[View]] = {
         "claims", "claim, source, ours±, control, verdict, reason",
         "source: the paper states or implies it, or it is ours; tie: the 95% interval leaves it open.",
     )],
-    "why": [],  # its lines say it all
+    "why": [View(
+        "heads", "head, looks at=token, attention, probability, difference, direction",
+        "probability: of the next token with what the head looks at hidden; difference: by how much the logit of the "
+        "next token less its rival's changes then.",
+    )],
     "made": [],
     "trace": [
         View(
