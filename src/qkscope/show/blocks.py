@@ -19,7 +19,7 @@ from qkscope.runs.result import Result, plain_value
 from qkscope.show import Block, Row, Tables, counted, named, number
 
 SCRIPTS = {
-    "tokens": ["prompt.js"], "atlas": ["map.js", "atlas.js"],
+    "tokens": ["prompt.js"], "atlas": ["map.js", "passage.js", "atlas.js"],
     **{kind: ["why.js"] for kind in ("said", "parts", "tests", "output")},
 }  # fmt: skip
 """What draws a kind of block, where that is not the script of its name alone."""
@@ -351,7 +351,7 @@ def _because(block: Block, tables: Tables) -> Iterator[Block]:
 
     Attention on the key with one word of the prompt changed into others that have as many tokens: half likely, half at
     random. The bar is what is left, the band its 90% interval over these words, the line what there was. A word is a
-    cause (yes) where the whole band is below half of it, and open where the band straddles half.
+    cause (shown) where the whole band is below half of it, and open where the band straddles half.
     """
     yield replace(block, rows=[
         {**row, "writers": f"{row['text'].strip() or row['text']!r} (token {row['position']})", "band": "90% interval",
@@ -373,8 +373,9 @@ def _carriers(block: Block, tables: Tables) -> Iterator[Block]:
     """
     yield replace(block, rows=[
         {**row, "done": f"put back into the {row['side']}, {row['text'].strip()} (token {row['position']}) changed",
-         "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "others",
-         "control_high": max(row["changed"], row["others"]), "beside": f"changed {number(row['changed'], '.0%')}"}
+         "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "changed, to others",
+         "control_high": max(row["changed"], row["others"]),
+         "beside": f"changed {number(row['changed'], '.0%')}, others {number(row['others'], '.0%')}"}
         for row in block.rows
     ])  # fmt: skip
 
@@ -390,7 +391,7 @@ def _output(block: Block, tables: Tables) -> Iterator[Block]:
     """What it does.
 
     Chances of the next token, as they are and where the head may not look at the key (the whole model runs on). The
-    line is the same without another key, the next most attended. Straight: what the head adds to the token's logit by
+    line is the same without another key, the next most attended. Direct: what the head adds to the token's logit by
     what it read at the key, the last norm held.
     """
     yield replace(block, options={"after": "without this attention"})

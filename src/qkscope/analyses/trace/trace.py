@@ -220,7 +220,7 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
         if (cut := named_cut(cuts)) is not None:
             said += (
                 f" With {cut['writers']} cut from the key, the attention there is {cut['after']:.0%}"
-                f" ({controls_of(cut)}: {cut['random']:.0%}): {cut['verdict']}."
+                f" ({controls_of(cut)}: {cut['control']:.0%}): {cut['verdict']}."
             )
     if neurons:
         wanted = [] if isinstance(neurons, bool) else parse_writers(neurons)

@@ -16,22 +16,12 @@
   };
   const numeric = (name) => ["share", "leaves", "offset"].includes(name);
 
-  const passage = (look) =>
-    make(
-      "blockquote",
-      {},
-      ...look.tokens.slice(0, look.query + 1).map((token, i) => {
-        const kind = i === look.query && i === look.key ? "both" : i === look.query ? "query" : i === look.key ? "key" : look.causes.includes(i) ? "cause" : "";
-        const text = token.replaceAll("\n", " ↵ ");
-        return kind ? make("mark", { class: kind }, text) : text;
-      }),
-    );
   const quoted = (text) => `'${text.replaceAll("'", "'\\''").replaceAll("\n", "\\n")}'`;
   const example = (row, look, model) =>
     make(
       "div",
       { class: "example" },
-      passage(look),
+      qk.passage(look),
       make("p", { class: "facts" }, `${look.job}: ${percent(look.attention)} of its attention, in ${look.document}. Why? `, make("code", { class: "command" }, `qkscope why ${quoted(look.tokens.slice(0, look.query + 1).join(""))} --head ${row.head}${!model || model === "smollm2-135m" ? "" : ` --model ${quoted(model)}`}`)),
     );
 
@@ -57,6 +47,7 @@
       if (whether && !inside.childNodes.length)
         inside.append(
           make("p", { class: "sentence" }, `${row.head} (key head ${row.key_head}): ${row.name}, ${row.looks} looks.` + (score ? ` On ${score.looks} looks in other documents its name says the token in ${percent(score.name)}, its best offset in ${percent(score.offset)}, a table of tokens in ${percent(score.tokens)}.` : "")),
+          ...(looks[row.head] ? [qk.marks(looks[row.head])] : []),
           ...(looks[row.head] ?? []).map((look) => example(row, look, model)),
         );
       line.querySelector("button").setAttribute("aria-expanded", String(whether));
