@@ -49,12 +49,6 @@ def test_every_claim_on_the_results_page_was_decided_by_its_rule():
         assert between(page, place) == text, "run: python papers/scripts/results.py"
 
 
-def test_the_tables_of_names_are_those_that_were_measured():
-    known = json.loads((ROOT / "docs" / "names.json").read_text())
-    for name, table in script("names_page").tables(known).items():
-        assert between(ROOT / "docs" / "names.md", name) == table, "run: python papers/scripts/names_page.py"
-
-
 def test_the_tables_of_two_models_are_those_that_were_measured():
     made = script("two_models")
     known = json.loads(made.STORE.read_text())

@@ -97,10 +97,8 @@ class Because:
         self.ids = again.ids.cpu()
         self.others = Alternatives(again, seed)
         self.last = max(look.head.layer for look in looks)
-        self.before = torch.stack([
-            again.calls[look.head.layer].rows(look.head.index, torch.tensor([0]), torch.tensor([look.query]))
-            .attention()[0, 0].cpu().float() for look in looks
-        ])  # fmt: skip
+        rows = [again.row(look.query, look.head).attention()[0, 0].cpu().float() for look in looks]
+        self.before = torch.stack(rows)
         self.attention = self._at_keys(self.before[None])[0]
         furthest = max(look.query for look in looks)
         self.words = [word for word in self.others.words if 0 < word.start <= furthest]

@@ -251,7 +251,7 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
     same = _some(values, "prompt", "query", "chat", *_SCOPE)
     if values["head"] is None:
         rows = result.tables["heads"]
-        return command("why", **same, head=next((r for r in rows if r["without_key"] < r["before"]), rows[0])["head"])
+        return command("why", **same, head=next((r for r in rows if r["direction"] == "for"), rows[0])["head"])
     if values["head"].layer == 0:  # the embedding alone writes there: nothing to trace
         return command("why", **same)
     return command("trace", **same, heads=values["head"], key=values["key"])

@@ -2,7 +2,7 @@
 // All heads: a map to find one, and a line for each. A kind filters, a column sorts, a word searches, a click on a line
 // opens it: looks as text, with the token that asks, the one looked at, and the words that decide marked.
 (() => {
-  const { make, choose, viridis, percent } = qk;
+  const { make, choose, viridis, percent, fixed } = qk;
   const FEW = 30; // lines before one asks for all
   const span = (row) => (row.low === null ? "" : ` [${percent(row.low)}, ${percent(row.high)}]`);
   // title, what it means, its cell, and what it is sorted by
@@ -11,7 +11,7 @@
     name: ["jobs", "what decides where it looks, with the share of its looks", (row) => row.name, (row) => row.name],
     share: ["share", "of its looks, the first job's, with the 95% interval by document", (row) => (row.share === null ? "–" : percent(row.share) + span(row)), (row) => row.share],
     leaves: ["leaves", "how often it gives .3 or more to a token that is not the first", (row) => percent(row.leaves), (row) => row.leaves],
-    offset: ["offset", "its commonest distance", (row) => row.offset ?? "–", (row) => row.offset],
+    offset: ["offset", "its commonest distance", (row) => (row.offset === null ? "–" : fixed(row.offset, 0)), (row) => row.offset],
     tokens: ["words", "tokens that it looks at most often", (row) => row.tokens, (row) => row.tokens],
   };
   const numeric = (name) => ["share", "leaves", "offset"].includes(name);
@@ -22,7 +22,7 @@
       "div",
       { class: "example" },
       qk.passage(look),
-      make("p", { class: "facts" }, `${look.job}: ${percent(look.attention)} of its attention, in ${look.document}. Why? `, make("code", { class: "command" }, `qkscope why ${quoted(look.tokens.slice(0, look.query + 1).join(""))} --head ${row.head}${!model || model === "smollm2-135m" ? "" : ` --model ${quoted(model)}`}`)),
+      make("p", { class: "facts" }, `${look.job}: ${percent(look.attention)} of its attention, in ${look.document}. Why? `, make("code", { class: "command" }, `qkscope why ${quoted(look.text)} --head ${row.head}${!model || model === "smollm2-135m" ? "" : ` --model ${quoted(model)}`}`)),
     );
 
   qk.charts.atlas = (element, rows, { families, of, scores, looks, model }) => {
@@ -53,7 +53,7 @@
       line.querySelector("button").setAttribute("aria-expanded", String(whether));
     }
     const search = make("input", { type: "search", "aria-label": "search", placeholder: "L18, induction, a word of a text …", oninput: () => filter() });
-    const words = new Map(rows.map((row) => [row, [row.head, row.name, row.tokens, ...(looks[row.head] ?? []).map((look) => look.tokens.join(""))].join("\n").toLowerCase()]));
+    const words = new Map(rows.map((row) => [row, [row.head, row.name, row.tokens, ...(looks[row.head] ?? []).map((look) => look.text)].join("\n").toLowerCase()]));
     function filter() {
       const word = search.value.trim().toLowerCase();
       let count = 0;

@@ -235,8 +235,7 @@
     $("answer").textContent = result.answer;
     $("about").textContent = answer.about ? `${model.folder}: ${answer.about}` : "";
     const passage = (row) => {
-      const text = row.tokens.slice(0, row.query + 1).join(""),
-        onclick = () => quietly(look(text, { head: state.head })),
+      const onclick = () => quietly(look(row.text, { head: state.head })),
         quote = qk.passage(row);
       quote.append(make("button", { type: "button", onclick }, "look at it"));
       return quote;

@@ -14,14 +14,14 @@
     return make("p", { class: "facts marks" }, ...named.flatMap(mark));
   };
 
-  // on one line: a break is a mark
-  qk.passage = (look) =>
-    make(
-      "blockquote",
-      {},
-      ...look.tokens.slice(0, look.query + 1).map((token, i) => {
-        const [name, text] = [kind(look, i), token.replaceAll("\n", " ↵ ")];
-        return name ? make("mark", { class: name }, text) : text;
-      }),
-    );
+  // on one line: a break is a mark; some tokenizers leave out the blanks between words
+  qk.passage = (look) => {
+    const tokens = look.tokens.slice(0, look.query + 1),
+      gap = tokens.join("").endsWith(look.text) ? "" : " ";
+    const pieces = tokens.flatMap((token, i) => {
+      const [name, text] = [kind(look, i), token.replaceAll("\n", " ↵ ")];
+      return [name ? make("mark", { class: name }, text) : text, gap];
+    });
+    return make("blockquote", {}, ...pieces);
+  };
 })();
