@@ -19,7 +19,7 @@ from qkscope.runs.result import Result, plain_value
 from qkscope.show import Block, Row, Tables, counted, number, reasons
 
 SCRIPTS = {
-    "tokens": ["prompt.js"], "atlas": ["map.js", "atlas.js"],
+    "tokens": ["prompt.js"], "atlas": ["map.js", "passage.js", "atlas.js"],
     **{kind: ["why.js"] for kind in ("said", "parts", "tests", "output")},
 }  # fmt: skip
 """What draws a kind of block, where that is not the script of its name alone."""
@@ -358,7 +358,7 @@ def _output(block: Block, tables: Tables) -> Iterator[Block]:
     """What it does.
 
     Chances of the next token, as they are and where the head may not look at the key (the whole model runs on). The
-    line is the same without another key, the next most attended. Straight: what the head adds to the token's logit by
+    line is the same without another key, the next most attended. Direct: what the head adds to the token's logit by
     what it read at the key, the last norm held.
     """
     yield replace(block, options={"after": "without this attention"})

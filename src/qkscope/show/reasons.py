@@ -81,8 +81,9 @@ def carriers(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
     )
     shown = [
         {**row, "done": f"put back into the {row['side']}, {row['text'].strip()} (token {row['position']}) changed",
-         "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "others",
-         "control_high": max(row["changed"], row["others"]), "beside": f"changed {number(row['changed'], '.0%')}"}
+         "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "changed, to others",
+         "control_high": max(row["changed"], row["others"]),
+         "beside": f"changed {number(row['changed'], '.0%')}, others {number(row['others'], '.0%')}"}
         for row in rows
     ]  # fmt: skip
     yield Block("tests", "Carried by", said, shown, table=name)
