@@ -38,10 +38,10 @@ gemma: setup
 demo: setup
 	@$(BIN)/qkscope demo
 
-# One offline site of twelve small runs. Each is made once, so that a stopped one goes on; Gemma's are left out without it.
+# One offline site of eleven small runs. Each is made once, so that a stopped one goes on; Gemma's are left out without it.
 SHOWN   := runs/gallery
 GEMMA   := $(addprefix $(SHOWN)/,$(addsuffix /results.json,gemma-heads gemma-why))
-RUNS    := $(addprefix $(SHOWN)/,$(addsuffix /results.json,demo why why-names trace nano-heads nano-fit nano-discover nano-sparsity lee2026/fig4 franco2026/fig2))
+RUNS    := $(addprefix $(SHOWN)/,$(addsuffix /results.json,demo why why-names trace nano-heads nano-fit nano-sparsity lee2026/fig4 franco2026/fig2))
 BOXES   := hat: O\njam: Z\ncat: B\njam:
 NAMES   := When Mary and John went to the store, John gave a drink to
 PLACE    = $(@D)
@@ -52,13 +52,12 @@ gallery: $(RUNS) $(GEMMA)
 
 $(SHOWN)/demo/results.json:          VERB = demo
 $(SHOWN)/why/results.json:           VERB = why '$(BOXES)' --head L18H6
-$(SHOWN)/why-names/results.json:     VERB = why '$(NAMES)'
+$(SHOWN)/why-names/results.json:     VERB = why '$(NAMES)' --versus ' John'
 $(SHOWN)/trace/results.json:         VERB = trace binding --heads L18H6 -n 16 --no-whole
 $(SHOWN)/gemma-heads/results.json:   VERB = heads ioi -n 32 --model gemma3-270m
 $(SHOWN)/gemma-why/results.json:     VERB = why '$(NAMES)' --head L12H1 --model gemma3-270m
 $(SHOWN)/nano-heads/results.json:    VERB = heads binding --form sentence -n 64 --model nano:mixed
 $(SHOWN)/nano-fit/results.json:      VERB = decompose binding --form sentence --heads L1H0,L1H1 -n 64 --model nano:mixed
-$(SHOWN)/nano-discover/results.json: VERB = discover induction --heads L1H1,L2H0 --model nano:mixed
 $(SHOWN)/nano-sparsity/results.json: VERB = sparsity ioi --revisions all -n 32 --model nano:mixed
 $(SHOWN)/lee2026/fig4/results.json:    VERB = reproduce lee2026 fig4 --preset smoke
 $(SHOWN)/franco2026/fig2/results.json: VERB = reproduce franco2026 fig2 --preset smoke

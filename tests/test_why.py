@@ -255,4 +255,4 @@ def test_a_folder_of_another_verb_says_what_to_give(tmp_path):
     Result("trace/heads", {}, answer="").write(tmp_path / "found")
     done = CliRunner().invoke(app, ["why", "hat:", "--fit", str(tmp_path / "found")])
     assert isinstance(done.exception, BadInput)
-    assert "but a run of trace/heads: name the folder of a fit" in str(done.exception)
+    assert "but a run of trace/heads: name one of a fit" in str(done.exception)

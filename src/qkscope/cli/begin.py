@@ -249,11 +249,13 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
     if values["fit"]:
         return command("view", live=True, fit=values["fit"])
     same = _some(values, "prompt", "query", "chat", *_SCOPE)
+    rival = _some(values, "versus")  # trace's is another: a key
     if values["head"] is None:
         rows = result.tables["heads"]
-        return command("why", **same, head=next((r for r in rows if r["direction"] == "for"), rows[0])["head"])
+        first = next((row for row in rows if row["direction"] == "for"), rows[0])
+        return command("why", **same, **rival, head=first["head"])
     if values["head"].layer == 0:  # the embedding alone writes there: nothing to trace
-        return command("why", **same)
+        return command("why", **same, **rival)
     return command("trace", **same, heads=values["head"], key=values["key"])
 
 

@@ -60,7 +60,7 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, 
     known = VIEWS.get(verb, VIEWS.get(verb.partition("/")[0], VIEWS[""]))
     view = next((view for view in known if tables.get(view.table)), None)
     rows = tables[view.table] if view else tables.get(main) or next((rows for rows in tables.values() if rows), [])
-    if not rows or not known:
+    if not rows or not known or (view is None and tables.get("said")):  # lines say it all
         return None
     view = view or View("", ", ".join(f"{name}?" for name in rows[0]))
     picked = list(view.pick(rows))[:MOST_ROWS]
@@ -205,9 +205,9 @@ VIEWS: dict[str, Sequence[View]] = {
         "source: the paper states or implies it, or it is ours; tie: the 95% interval leaves it open.",
     )],
     "why": [View(  # with a head its lines say it all
-        "heads", "head, looks at=token, attention, P=probability, difference, direction",
-        "P: of the next token with the head's main token hidden; difference: what that changes of its logit less its "
-        "rival's.", _for_and_against,
+        "heads", "head, looks at=token, attention, probability, difference, direction",
+        "probability: of the next token with what the head looks at hidden; difference: by how much the logit of the "
+        "next token less its rival's changes then.", _for_and_against,
     )],
     "made": [],
     "trace": [
