@@ -312,6 +312,12 @@ def test_ask_cut_undo_save_and_come_back_by_the_address(browser, live, nano, tmp
     page.keyboard.press("Control+Enter")
     watched.until("!document.body.classList.contains('stale')")
     drawn(watched)
+    matter = qk.why(nano, PROMPT).tables["heads"]
+    for way in ("for", "against"):
+        own = [row["head"] for row in matter if row["direction"] == way][:5]
+        shown = page.locator(f"#{way} button").all_inner_texts()
+        assert [text.split(" ")[0] for text in shown] == own
+        assert page.locator(f"#{way}").is_visible() is bool(own)
     page.locator('#tokens .fill[data-i="8"]').click(modifiers=["Shift"])
     watched.until("document.getElementById('asks-from').textContent === 'token 8'")
     drawn(watched)
