@@ -83,13 +83,14 @@ class Carriers:
         others = [float(self._put_back(runs[i], self.run, side, draws).mean()) for i in tested]
         pairs = [(i, half + (i - half + 1) % (len(runs) - half)) for i in tested]
         other_run = [float(self._put_back(runs[i], runs[j], side, [writers])[0]) for i, j in pairs]
-        mean = {
-            name: sum(values) / len(values)
-            for name, values in {
-                "changed": left, "restored": restored, "others": others, "other_run": other_run,
-                "whole_side": whole[side][half:],
-            }.items()
-        }  # fmt: skip
+        means: dict[str, list[float]] = {
+            "changed": left,
+            "restored": restored,
+            "others": others,
+            "other_run": other_run,
+            "whole_side": whole[side][half:],
+        }
+        mean = {name: sum(values) / len(values) for name, values in means.items()}
         gap = self.reason.before - mean["changed"]
         share = {name: (mean[name] - mean["changed"]) / gap if gap > 0 else 0.0 for name in mean}
         shown = share["restored"] >= _RESTORED and max(share["others"], share["other_run"]) <= _CONTROL
