@@ -312,6 +312,12 @@ def test_ask_cut_undo_save_and_come_back_by_the_address(browser, live, nano, tmp
     page.keyboard.press("Control+Enter")
     watched.until("!document.body.classList.contains('stale')")
     drawn(watched)
+    matter = qk.why(nano, PROMPT).tables["heads"]
+    for way in ("for", "against"):
+        own = [row["head"] for row in matter if row["direction"] == way][:5]
+        shown = page.locator(f"#{way} button").all_inner_texts()
+        assert [text.split(" ")[0] for text in shown] == own
+        assert page.locator(f"#{way}").is_visible() is bool(own)
     page.locator('#tokens .fill[data-i="8"]').click(modifiers=["Shift"])
     watched.until("document.getElementById('asks-from').textContent === 'token 8'")
     drawn(watched)
@@ -329,7 +335,7 @@ def test_ask_cut_undo_save_and_come_back_by_the_address(browser, live, nano, tmp
     page.locator("[data-cut]").first.click()
     drawn(watched, changes=1)
     assert page.locator("#changed .tests b").inner_text() in ("supported", "not here", "unattended")
-    assert "random" in page.locator("#changed .tests .value").inner_text()
+    assert "control" in page.locator("#changed .tests .value").inner_text()
     page.locator("#painted button", has_text="what the changes do").click()
     page.locator("#hide").click()
     drawn(watched, changes=2)

@@ -198,7 +198,7 @@ def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path, qkscope)
     assert stored["answer"].split(":")[0] in page
     said = printed.splitlines()
     assert len(said) <= 40
-    assert any(line.startswith("Why, of one prompt: L18H6 at ':' (token 17) attends to ' Z'") for line in said)
+    assert any(line.startswith("Why, of one prompt: L18H6 at ':' (token 17) looks at ' Z'") for line in said)
     assert said[-1].startswith("Next: qkscope why ")
 
 

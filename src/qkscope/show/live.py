@@ -93,7 +93,7 @@ def view(
         say(server.url)
         show(server.url)
         while True:
-            time.sleep(60)
+            time.sleep(0.2)  # Ctrl-C may reach a thread that answers: it is seen when this one wakes
     return server.url
 
 
