@@ -50,6 +50,8 @@ class Carriers:
 
     def rows(self) -> list[dict[str, Any]]:
         """The table ``carriers``: of the two words that are the same, or of the strongest causes about the key."""
+        if len(self.names) < 2:  # the embedding alone writes there: nobody to choose among
+            return []
         words = {word.start: word for word in self.because.words}
         same = next((row for row in self.reason.relations if row["kind"] == "same word"), None)
         if same is not None:
