@@ -68,9 +68,10 @@ def qkscope(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     from qkscope import cli
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
         said = capsys.readouterr()
         return int(ended.value.code or 0), said.out, said.err
 

@@ -113,7 +113,7 @@ CALLS = {
     'qk.thin_svd(torch.full((2, 3), float("nan")), torch.ones(2, 3))': "a matrix with NaN or infinite entries",
     'qk.relative_attention(scope, "hat: A", "L1H3", query=99)': "there is no token 99",
     # without labels
-    'qk.discover(scope, ["hat"], "L1H3")': "a split needs 12 documents or more, but got 1",
+    'qk.atlas(scope, ["hat"])': "a split needs 12 documents or more, but got 1",
     # who wrote it, and why
     'qk.trace(scope, ["hat", "jam"], "L1H3")': "no text is long enough to ask in",
     'qk.trace(other, "hat: A jam", "L1H3", feature=lex)': "the feature was made with other weights",
@@ -123,7 +123,7 @@ CALLS = {
     # files, pages, sums
     'qk.write_gallery("OUT", "FULL")': "it holds no run; name a folder that a qkscope command wrote.",
     'qk.view("FULL", live=True)': "the live page looks into a model",
-    'qk.view(live=True, fit="none")': "none holds no features: name a folder that decompose, discover or atlas wrote",
+    'qk.view(live=True, fit="none")': "none holds no features: name a folder that decompose or atlas wrote",
     'qk.Moments.load("broken.jsonl")': "broken.jsonl is damaged or not a qkscope file: make it again",
     'moments.null_deltas("sign_flip", "order", "L1H3")': "no sign_flip replicates were carried for L1H3",
 }
@@ -158,7 +158,7 @@ def place(manifest, model, tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_bad_command_gets_a_sentence_before_a_model_is_loaded(place, monkeypatch, capsys, command):
     before, arguments = sorted(place.rglob("*")), [word.replace("_", " ") for word in command.split()]
-    nowhere = arguments[0] in ("heads", "decompose", "discover", "atlas", "sparsity", "svd", "trace", "why")
+    nowhere = arguments[0] in ("heads", "decompose", "atlas", "sparsity", "svd", "trace", "why")
     nowhere = nowhere and "--model" not in arguments and "--fit" not in arguments
     monkeypatch.setattr(sys, "argv", ["qkscope", *arguments, *(["--model", "/nowhere/model"] if nowhere else [])])
     with pytest.raises(SystemExit) as stop:
@@ -219,5 +219,4 @@ def test_any_seed_of_62_bits_serves_every_verb(names, seed):
     qk.swap(scope, names["units"], names["fit"], "L1H3", seed=seed, draws=2, downstream=True)
     qk.alignment(qk.singular_basis(scope, ["L1H3"], cache=False), names["lex"], draws=2, seed=seed)
     qk.relative_attention(scope, "hat: A", "L1H3", draws=2, seed=seed)
-    qk.discover(scope, task, "L1H3", 160, test=40, draws=2, sizes=(), changes=4, seed=seed)
     qk.sparsity(scope, task, "L0H0", 4, draws=2, seed=seed)

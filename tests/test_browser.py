@@ -272,12 +272,15 @@ def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
         own = [row["part"] for row in why.tables["parts"] if (row["by"], row["side"]) == (by, side)]
         assert page.locator("section.parts .name").all_text_contents() == [*own, "logit"]
         assert page.locator("section.parts .value.sum").inner_text() == logit
+    words, carried, cuts = (page.locator("section.tests", has_text=title) for title in ("Because", "Carried by", "Cuts"))
+    causes = {"yes": "shown", "open": "open", "no": "no"}
+    assert words.locator(".value b").all_text_contents() == [causes[row["cause"]] for row in why.tables["because"]]
+    assert carried.locator(".value b").all_text_contents() == [row["verdict"] for row in why.tables["carriers"]]
     for size in (1, 3):
-        page.locator("section.tests .choices button", has_text=str(size)).click()
+        cuts.locator(".choices button", has_text=str(size)).click()
         own = [row["verdict"] for row in why.tables["cuts"] if row["k"] == size]
-        own += [row["verdict"] for row in why.tables["swaps"]]
-        assert page.locator("section.tests .value b").all_text_contents() == own
-        assert page.locator("section.tests .band:not(.swatch)").count() == len(own)
+        assert cuts.locator(".value b").all_text_contents() == own
+        assert cuts.locator(".band:not(.swatch)").count() == len(own)
 
 
 def test_a_writer_in_the_graph_is_read_out_and_followed_by_pointer_and_by_keys(answer, why):
@@ -306,3 +309,32 @@ def test_a_writer_in_the_graph_is_read_out_and_followed_by_pointer_and_by_keys(a
         counts[name] = page.locator(".graph .line.why").count()
     assert counts["none"] == 0
     assert counts["main"] <= counts["all"]
+
+
+def test_an_atlas_is_searched_filtered_sorted_and_opened(browser, tmp_path):
+    texts = [unit[0].text for unit in qk.tasks.induction().test(300)]
+    found = qk.atlas(qk.Scope.load("nano:mixed"), texts, 8, test=8, length=32, progress=False)
+    watched = Watched(browser, write_report(tmp_path / "atlas.html", found).as_uri())
+    page, rows = watched.page, found.table()
+    lines = page.locator(".atlas tbody:visible")
+    assert (lines.count(), page.locator(".atlas .cell").count()) == (len(rows), len(rows))
+    chip = page.locator('.atlas [data-name="induction"]')
+    chip.click()
+    assert lines.count() == sum(row["kind"] == "induction" for row in rows)
+    chip.click()
+    page.locator(".atlas th button", has_text="leaves").click()
+    assert lines.first.get_attribute("data-head") == max(rows, key=lambda row: row["leaves"])["head"]
+    page.locator(".atlas input").fill("l1h1")
+    look = next(row for row in found.tables["examples"] if row["head"] == "L1H1")
+    assert lines.count() == 1
+    lines.locator("button").click()
+    assert lines.locator("blockquote").first.locator("mark.query, mark.both").inner_text() == look["tokens"][look["query"]]
+    assert lines.locator("blockquote mark.cause").count() > 0
+    assert "cause decides" in lines.locator(".marks").inner_text()
+    for name, width, dark in SCREENS:
+        page.set_viewport_size({"width": width, "height": 844})
+        page.emulate_media(color_scheme="dark" if dark else "light")
+        watched.shoot(f"atlas-{name}")
+        assert watched.fits()
+    assert watched.errors == []
+    page.close()

@@ -204,6 +204,7 @@ def test_a_heads_output_can_be_set(nano):
         (lambda s: s.ablate("L0H9"), "L0H9"),
         (lambda s: s.replace(40, "cat"), "token 40 is not there: the prompt has"),
         (lambda s: s.replace(2, "jam cat"), "'jam cat' is 2 tokens here"),
+        (lambda s: s.replace(2, "zebras"), "no token for 'zebras'"),
     ],
 )
 def test_a_change_that_cannot_be_made_is_refused_in_words(nano, change, said):

@@ -25,10 +25,10 @@ NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% e
     [
         (NESTED, "takes more than"),
         ("{{ messages[0].content }}{{ ''.__class__.__mro__ }}", "fails with SecurityError"),
-        ("{{ messages[0].content }}{{ 'a' * 999999999999999 }}", "fails with MemoryError"),
+        ("{{ messages[0].content }}{{ 'a' * 10 ** 10 }}", "is more than a template needs"),
         ("{{ messages[0].content }}{{ range(10 ** 9) }}", "fails with OverflowError"),
         ("{{ messages[0].content }}{{ raise_exception('no') }}", "fails with TemplateError"),
-        ("{{ messages[0].content }}{{ 'a' * 2000000 }}", r"makes 2,000,\d+ characters of"),
+        ("{{ messages[0].content }}{{ ('a' * 1000000) ~ ('a' * 1000000) }}", r"makes 2,000,\d+ characters of"),
         (None, "ask without chat"),
     ],
 )

@@ -47,9 +47,7 @@ def test_a_file_of_a_run_stays_inside_its_folder(tmp_path, name):
     assert not list(tmp_path.rglob("*"))
 
 
-DISCOVER = ["discover", "induction", "--model", "nano:mixed", "--heads", "L1H0", "--n", 160]
 EVERY = {
-    "discover": DISCOVER,
     "atlas": ["atlas", "--model", "nano:mixed"],
     "demo": ["demo"],
     "decompose": ["decompose", "binding", "--heads", "L1H3"],
@@ -73,7 +71,7 @@ def test_a_thesis_survives_every_command(command, tmp_path, qkscope, no_model):
 def test_a_fit_is_no_place_for_another_kind_of_run(scope, tmp_path, qkscope, no_model):
     fitted(scope, tmp_path / "fit")
     before = contents(tmp_path)
-    for arguments, kind in ((DISCOVER, "discover"), (["demo"], "demo"), (["atlas"], "atlas")):
+    for arguments, kind in ((["demo"], "demo"), (["atlas"], "atlas")):
         code, _, said = qkscope(*arguments, "--out", tmp_path / "fit")
         assert (code, f"holds a run of decompose/binding, not of {kind}: name a new folder." in said) == (2, True)
     assert contents(tmp_path) == before

@@ -92,5 +92,4 @@ def test_an_lm_head_of_several_layers_shows_no_straight_way() -> None:
     scope = Scope.from_model(tiny_model("bert (decoder)"), check=False)
     prompt = Example(ids=tuple(range(10, 30)))
     assert all(row["direct"] is None for row in why(scope, prompt, scope.heads()[-1], draws=2).tables["output"])
-    with pytest.raises(BadInput, match="what stands between its residual stream and its logits is not linear"):
-        why(scope, prompt)
+    assert len(why(scope, prompt).tables["heads"]) == len(scope.heads())

@@ -21,7 +21,7 @@ from qkscope import BadInput, Head
 from qkscope.maths.bases import joint_basis
 from qkscope.runs.result import Result, plain_value
 from qkscope.show.blocks import blocks_of
-from qkscope.show.session import FeatureStore, Session
+from qkscope.show.session import EXAMPLES, FeatureStore, Session
 
 PROMPT = "hat : O jam : Z cat : B jam :"
 
@@ -95,7 +95,7 @@ def test_the_answer_is_whys_result_and_a_cut_by_hand_is_its_cut(session, scope, 
     cut = next(row for row in theirs.tables["cuts"] if row["side"] == "key" and row["k"] == 2)
     texts = [f"cut key {name}" for name in cut["writers"].split(", ")]
     reply, row = changed(session, at, "L1H1", mine["key"], texts)
-    for name in ("before", "after", "random", "random_low", "random_high"):
+    for name in ("before", "after", "control", "control_low", "control_high"):
         assert row[name] == pytest.approx(cut[name], abs=1e-4), name
     assert row["verdict"] == cut["verdict"]
     assert [block["kind"] for block in reply["blocks"]] == ["tests", "output"]
@@ -142,18 +142,23 @@ def test_features_of_a_fit_split_the_logit(session, fit):
     assert session.describe()["fitted"] == ["L1H3", "L0H1"]
 
 
-def test_what_discover_found_opens_here(nano, tmp_path):
-    """Its directions are of the query's frame: they split the logit, and the head has a name."""
-    found = qk.discover(nano, qk.tasks.induction(), ["L1H1"], 200, test=40, sizes=[], progress=False)
+def test_what_an_atlas_says_of_a_head_stands_here(nano, tmp_path):
+    texts = [unit[0].text for unit in qk.tasks.induction().test(300)]
+    found = qk.atlas(nano, texts, 8, test=8, heads=["L1H1"], length=32, progress=False)
     session = Session(nano, FeatureStore.read(found.write(tmp_path / "found"), nano))
     answer = session.why(PROMPT, 10, "L1H1")
-    rows = answer["result"]["tables"]["parts"]
-    parts = {row["part"]: row["value"] for row in rows if row["by"] == "features"}
-    assert set(parts) == {"discovered", "rest"}
-    assert sum(parts.values()) == pytest.approx(answer["result"]["tables"]["check"][0]["logit"], abs=1e-3)
-    assert (session.describe()["fitted"], session.describe()["names"]) == (["L1H1"], {"L1H1": "after a copy"})
-    assert answer["about"] == found.table()[0]["sentence"]
-    assert changed(session, 10, "L1H1", answer["key"], ["swap 3 discovered"])[1]["verdict"] != "vacuous"
+    assert session.describe()["names"] == {"L1H1": "induction"}
+    assert answer["about"] == f"On text: {found.table()[0]['name']}."
+    assert answer["texts"] == [row for row in found.to_json()["tables"]["examples"] if row["head"] == "L1H1"]
+    assert session.why(PROMPT, 10, "L1H0")["texts"] == []
+
+
+def test_every_head_of_an_example_is_answered(nano):
+    """Those of the first layer, too, which read the embedding alone."""
+    session = Session(nano)
+    at = session.look(EXAMPLES[0])["query"]
+    for head in session.describe()["heads"]:
+        assert session.why(EXAMPLES[0], at, head)["result"]["tables"]["attention"]
 
 
 def test_a_model_whose_writers_cannot_be_told_apart_is_still_looked_into(scope, monkeypatch):
@@ -245,7 +250,7 @@ def test_questions_at_once_are_answered_one_after_the_other(server):
 
 
 def test_what_cannot_be_asked_about_is_refused(scope, tmp_path):
-    with pytest.raises(BadInput, match="decompose, discover or atlas wrote"):
+    with pytest.raises(BadInput, match="decompose or atlas wrote"):
         qk.view(live=True, fit=tmp_path, browser=False)
     Result("heads", {"heads": []}).write(tmp_path / "run")
     with pytest.raises(BadInput, match="was written by heads"):

@@ -38,8 +38,7 @@ def results():
         "swap": qk.swap(scope, task.test(12), fit, sizes=[1, 2], clouds=True),
         "attribute": qk.attribute(scope, PROMPT, "L2H0", fit),
         "sparsity": qk.sparsity(scope, task, n=4),
-        "discover": qk.discover(scope, qk.tasks.induction(), "L1H1", 200, test=40, sizes=(1, 2), progress=False),
-        "atlas": qk.atlas(scope, texts, 200, test=60, progress=False),
+        "atlas": qk.atlas(scope, texts, 8, test=8, length=32, progress=False),
         "why": qk.why(scope, PROMPT, "L2H3", draws=4),
         "trace": qk.trace(scope, PROMPT, "L2H3"),
     }
@@ -47,8 +46,8 @@ def results():
 
 KINDS = {
     "heads": ["map"], "decompose": ["spectra"], "swap": ["swaps", "curve", "cloud"], "attribute": ["tokens"],
-    "sparsity": [], "discover": ["cards", "curve"], "atlas": ["atlas", "reads"],
-    "why": ["said", "tokens", "parts", "tests", "output", "graph"], "trace": ["tests", "graph", "tokens"],
+    "sparsity": [], "atlas": ["atlas"],
+    "why": ["said", "tokens", "tests", "tests", "parts", "tests", "output", "graph"], "trace": ["tests", "graph", "tokens"],
 }  # fmt: skip
 
 
@@ -134,8 +133,16 @@ def test_charts_hold_the_numbers_of_the_tables(results):
     controls = results["decompose"]["lexical", "L2H0"].controls
     assert [row["value"] for row in lexical] == list(controls.spectrum[: len(lexical)])
     assert sum(row["kept"] for row in lexical) == results["decompose"]["lexical", "L2H0"].rank
-    verdicts = [row["verdict"] for table in ("cuts", "swaps") for row in results["why"].tables[table]]
-    assert [row["verdict"] for row in data["tests"]["rows"]] == verdicts
+    drawn = {block.table: block.rows for block in blocks_of(results["why"]) if block.kind == "tests"}
+    assert list(drawn) == ["because", "carriers", "cuts"]
+    for table, after in (("because", "after"), ("carriers", "restored"), ("cuts", "after")):
+        own = results["why"].tables[table]
+        assert [row["after"] for row in drawn[table]] == [row[after] for row in own]
+    assert [row["verdict"] == "shown" for row in drawn["because"]] == [
+        row["cause"] == "yes" for row in results["why"].tables["because"]
+    ]
+    for table in ("carriers", "cuts"):
+        assert [row["verdict"] for row in drawn[table]] == [row["verdict"] for row in results["why"].tables[table]]
 
 
 def test_points_lie_in_the_features_subspace_and_know_their_labels(results):
@@ -173,7 +180,7 @@ def test_a_page_is_told_in_order(results):
     assert page.count('id="claims"') == 1
     assert "<details open" not in page
     assert "<details open" in report_html([lead])  # what has no picture shows its table
-    page = report_html([results["discover"]], {"curve": b"\x89PNG 1", "other": b"\x89PNG 2"})
+    page = report_html([results["swap"]], {"curve": b"\x89PNG 1", "other": b"\x89PNG 2"})
     assert re.findall(r'<img alt="(\w+)"', page) == ["other"]  # a picture of what is drawn already is left out
 
 

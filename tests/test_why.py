@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 import qkscope as qk
 from qkscope.analyses.trace.prompt import Probe, Question
-from qkscope.analyses.why.parts import Output, part_rows, singular_terms
-from qkscope.analyses.why.why import answer_of
+from qkscope.analyses.why.output import Output
+from qkscope.analyses.why.parts import part_rows, singular_terms
+from qkscope.analyses.why.sentences import answer_of
 from qkscope.capture.scope import Scope
 from qkscope.capture.tokens import token_texts
 from qkscope.cli import app
@@ -123,7 +124,7 @@ def test_without_the_attention_is_what_a_run_with_that_logit_masked_gives(nano):
     with torch.no_grad():
         by_hand = nano.model(**one.asked.inputs).logits[0, one.asked.query]
     hook.remove()
-    (found,) = output.removed([(head, one.key)])
+    (found,) = output.hidden([(head, one.key)])
     assert torch.allclose(found, by_hand, atol=1e-4)
     assert not torch.allclose(found, output.logits, atol=1e-2)
 
@@ -169,55 +170,37 @@ def test_every_family_is_answered(tiny):
     assert {"attention", "parts", "writers", "cuts", "output"} <= set(found.tables)
     assert sums(found.tables["parts"])["writers", "key"] == pytest.approx(found.tables["check"][0]["logit"], abs=1e-3)
     assert found.tables["check"][0]["sum_error"] < 1e-4
-    assert str(found).count("\n") <= 12
+    assert found.tables["cuts"][0].keys() >= {"side", "writers", "before", "after", "control_low", "control_high"}
 
 
-def test_without_a_head_those_that_change_the_next_token_are_told(tiny):
+def test_without_a_head_every_head_is_tried(tiny):
     found = qk.why(tiny, IDS)
     asked = Question.of(tiny, IDS, None, False)
     with torch.no_grad():
-        true = tiny.model(**asked.inputs).logits[0, asked.query].softmax(-1)
-    assert found.tables["heads"][0]["before"] == pytest.approx(float(true.max()), abs=1e-5)
+        true = tiny.model(**asked.inputs).logits[0, asked.query]
     assert repr(str(int(true.argmax()))) in found.answer
-    sizes = [abs(row["before"] - row["without_key"]) for row in found.tables["heads"]]
-    assert sizes == sorted(sizes, reverse=True)
-    seen = [row for row in found.tables["heads"] if f"{row['before']:.1%}" != f"{row['without_key']:.1%}"]
-    said = [row["line"] for row in found.tables["said"]]
-    assert [line.split()[0] for line in said] == [row["head"] for row in seen]
-    assert ["acts against it" in line for line in said] == [row["without_key"] > row["before"] for row in seen]
-    assert ("No single head matters here" in found.answer) == (sizes[0] < 0.01)
+    rows = found.tables["heads"]
+    assert len(rows) == len(tiny.heads())
+    assert ("no single head matters" in found.answer) == all(row["direction"] == "neither" for row in rows)
 
 
-def test_heads_whose_change_is_not_seen_are_not_listed(nano):
-    found = qk.why(nano, PROMPT)
-    assert "No single head matters here: it changes by less than 1 percentage point" in found.answer
-    assert found.answer.endswith("any one of the 12 that push it most may not look at its key.")
-    said = str(found).splitlines()[1:]
-    assert said
-    assert not [line for line in said if "Without that: 100.0%" in line]
-    assert any(f"{row['without_key']:.1%}" == "100.0%" for row in found.tables["heads"])
-
-
-def test_next_is_a_head_that_acts_for_the_token():
-    prompt = "When Mary and John went to the store, John gave a drink to"
-    printed = CliRunner().invoke(app, ["why", prompt]).stdout.splitlines()
-    lines = [line.split() for line in printed if " looks at " in line]
-    against = [" (acts against it); the head's direct effect on its logit: " in line for line in printed[1:6]]
-    assert against[0]
-    assert not all(against)
-    assert printed[-1].endswith(f"--head {lines[against.index(False)][0]}")
+def test_heads_that_decide_ioi_are_told_for_and_against(smollm2):
+    """By hiding each head's main token, against the rival: name movers and the heads that keep John away."""
+    found = qk.why(smollm2, "When Mary and John went to the store, John gave a drink to")
+    assert "' Mary' (92.3%) rather than ' John'" in found.answer
+    first = [row["head"] for row in found.tables["heads"] if row["direction"] == "for"][:3]
+    assert {"L23H3", "L20H0"} <= set(first)
+    assert next(row for row in found.tables["heads"] if row["head"] == "L24H4")["direction"] == "against"
 
 
 def test_next_of_a_head_of_the_first_layer_is_no_trace():
     arguments = ["why", "hat: O jam: Z jam:", "--model", "nano:mixed"]
     printed = CliRunner().invoke(app, [*arguments, "--head", "L0H0"]).stdout
-    assert "only the embedding writes" in printed
     assert printed.splitlines()[-1] == "Next: qkscope why 'hat: O jam: Z jam:' --model nano:mixed"
 
 
 def test_a_head_of_the_first_layer_reads_the_embedding(nano):
     found = qk.why(nano, PROMPT, "L0H1", draws=2)
-    assert "embedding" in str(found)
     assert {row["part"] for row in found.tables["parts"] if row["by"] == "writers"} == {"embedding", "bias", "rest"}
 
 
@@ -235,7 +218,6 @@ def test_a_number_of_tokens_is_too_small_or_too_large(nano):
     with pytest.raises(BadInput, match="tokens"):
         qk.why(nano, "hat: O " * 4000, "L1H0")
     found = qk.why(nano, "hat", "L1H0", draws=2)  # the query is the only key besides the first
-    assert "no other token to compare" in str(found)
     assert "graph" not in found.tables
 
 
@@ -250,19 +232,9 @@ def test_a_head_that_rests_on_the_first_token_says_so(nano):
     one = Probe(nano, PROMPT).head("L1H0")
     one.attention = torch.full_like(one.attention, 0.001)
     one.attention[0] = 0.98
-    answer = answer_of(one, one.cut_rows(2, 0))
+    answer = answer_of(one, None, [], Output(one.run, one.asked), [])
     assert "rests on the first token (98%)" in answer
     assert "has 0.1%" in answer
-
-
-def test_a_cut_that_leaves_more_than_a_quarter_names_a_part_of_it(nano):
-    """The same supported cut, with what it leaves set on both sides of a quarter."""
-    one = Probe(nano, PROMPT).head("L2H3")
-    row = next(row for row in one.cut_rows(2, 0) if (row["side"], row["k"]) == ("key", 2))
-    for share, part in ((0.0, False), (0.2, False), (0.3, True), (0.46, True), (0.7, True)):
-        cut = {**row, "after": share * row["before"], "verdict": "supported"}
-        assert (", in part for what " in answer_of(one, [cut])) == part
-        assert " wrote there: without that " in answer_of(one, [cut])
 
 
 def test_pieces_of_a_character_are_read_whole_or_named(smollm2):
@@ -279,21 +251,8 @@ def test_pieces_of_a_character_are_read_whole_or_named(smollm2):
     assert "\ufffd" not in told
 
 
-def test_the_prompt_of_the_readme_is_answered_without_a_fit(smollm2):
-    found = qk.why(smollm2, PROMPT, "L18H6")
-    assert "attends to ' Z' (token 6), 94%" in found.answer
-    strongest = [row["part"] for row in found.tables["parts"] if (row["by"], row["side"]) == ("writers", "key")]
-    assert {"L17H8", "L16H0"} <= set(strongest[:3])
-    cut = next(row for row in found.tables["cuts"] if row["side"] == "key" and row["k"] == 2)
-    assert (set(cut["writers"].split(", ")), cut["verdict"]) == ({"L17H8", "L16H0"}, "supported")
-    assert cut["after"] < 0.05 < 0.5 < cut["random_low"]
-    assert found.tables["output"][0]["token"] == " Z"
-    assert "' Z' (token 6), 94%, for what " in found.answer
-    assert "; direct effect on the logits from this key: ' Z' " in str(found)
-
-
 def test_a_folder_of_another_verb_says_what_to_give(tmp_path):
-    Result("discover/heads", {}, answer="").write(tmp_path / "found")
+    Result("trace/heads", {}, answer="").write(tmp_path / "found")
     done = CliRunner().invoke(app, ["why", "hat:", "--fit", str(tmp_path / "found")])
     assert isinstance(done.exception, BadInput)
-    assert "but a run of discover/heads: name the folder of a fit" in str(done.exception)
+    assert "but a run of trace/heads: name one of a fit" in str(done.exception)

@@ -260,10 +260,10 @@ def test_figures_of_training_run_on_a_nano_by_default(swept):
 
 def test_one_sweep_serves_them_all_and_is_found_again(swept, out):
     (folder,) = (out / "swept" / "franco2026" / "sweeps").iterdir()
-    stamps = {file: file.stat().st_mtime_ns for file in (folder / "checkpoints").iterdir()}
+    stamps = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     model_sweep._swept.cache_clear()
     reproduce("franco2026", ["fig9b"], preset="smoke", out=out / "swept", again=True)
-    assert stamps == {file: file.stat().st_mtime_ns for file in (folder / "checkpoints").iterdir()}
+    assert stamps == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
 
 
 def test_a_model_with_one_checkpoint_has_no_training_to_show(swept, tmp_path):

@@ -188,9 +188,15 @@ def _look_rows(scope: Scope, heads: Sequence[Head], passage: Passage, seed: int)
     return [
         {"head": str(r.look.head), "job": job_of(r), "query": r.look.query, "key": r.look.key, "attention": r.before,
          "group": passage.group, "document": passage.document, "tokens": texts,
+         "text": _prompt_of(scope, passage.ids[: r.look.query + 1]),
          "causes": [row["position"] for row in r.causes]}
         for r in reasons
     ]  # fmt: skip
+
+
+def _prompt_of(scope: Scope, ids: Sequence[int]) -> str:
+    """What to type for these tokens: without those that the tokenizer puts in front of a text."""
+    return str(scope.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def job_of(reason: Reason) -> str:

@@ -36,6 +36,7 @@ WORDS, SCREEN = 8, 2  # alternatives of a word, and those that every word is scr
 _LEFT, _SCREENED = 0.5, 0.75  # of the attention: a cause leaves less; what two alternatives leave more of is none
 _GAIN, _LEAST = 0.25, 6  # by how much a pair must restore more than its controls, with so many words
 _FEW = 4  # causes that are a reason
+_SAID = {True: "shown", False: "not shown"}
 _INSERTED = 2  # words that are put in after a key, where many looks share a passage
 _TOKENS, _ON_A_GPU = {"cpu": 2**10}, 2**15  # run together
 
@@ -97,10 +98,8 @@ class Because:
         self.ids = again.ids.cpu()
         self.others = Alternatives(again, seed)
         self.last = max(look.head.layer for look in looks)
-        self.before = torch.stack([
-            again.calls[look.head.layer].rows(look.head.index, torch.tensor([0]), torch.tensor([look.query]))
-            .attention()[0, 0].cpu().float() for look in looks
-        ])  # fmt: skip
+        rows = [again.row(look.query, look.head).attention()[0, 0].cpu().float() for look in looks]
+        self.before = torch.stack(rows)
         self.attention = self._at_keys(self.before[None])[0]
         furthest = max(look.query for look in looks)
         self.words = [word for word in self.others.words if 0 < word.start <= furthest]
@@ -207,12 +206,13 @@ class Because:
         for n in ((mean < _SCREENED) & self._sees(word)).nonzero()[:, 0].tolist():
             before, ends = float(self.attention[n]), (float(low[n]), float(high[n]))
             cause = "yes" if ends[1] < _LEFT else "open" if ends[0] < _LEFT else "no"
-            yield n, {
+            row = {
                 "head": str(self.looks[n].head), "position": word.start, "end": word.stop, "text": word.text,
                 "before": before, "after": float(mean[n]) * before, "low": max(ends[0], 0.0) * before,
                 "high": ends[1] * before, "words": len(left), "goes_to": self.texts[int(to[n])],
                 "goes_to_position": int(to[n]), "cause": cause,
             }  # fmt: skip
+            yield n, row
 
     # ------------------------------------------------------------------ relations
 
@@ -278,10 +278,8 @@ class Because:
         together, low, high = (float(value) for value in interval(results[0][:, n]))
         different = float(results[1][:, n].mean())
         shown = alone < _LEFT < together and min(together - alone, together - different) >= _GAIN
-        return relation(
-            "same word", text, positions, alone=alone, together=together, different=different, low=low, high=high,
-            words=len(results[0]), verdict="shown" if shown else "not shown",
-        )  # fmt: skip
+        ends = {"low": low, "high": high, "words": len(results[0]), "verdict": _SAID[shown]}
+        return relation("same word", text, positions, alone=alone, together=together, different=different, **ends)
 
     def _follows(self, n: int, pair: tuple[Word, Word], without: Float[Tensor, "m n t"]) -> dict[str, Any]:
         """The later word becomes another word of the prompt: does the attention go where that one stands?"""
@@ -304,10 +302,8 @@ class Because:
         here = float(rows[:, look.key].mean())
         control = float(without[:, n, [key for _, key in chosen]].mean() / self.attention[n])
         shown = there >= _LEFT and here < _LEFT and there - control >= _GAIN
-        return relation(
-            "follows", b.text, [b.start], alone=here, together=there, control=control, words=len(chosen),
-            verdict="shown" if shown else "not shown",
-        )  # fmt: skip
+        ends = {"words": len(chosen), "verdict": _SAID[shown]}
+        return relation("follows", b.text, [b.start], alone=here, together=there, control=control, **ends)
 
     def _moved(self, still: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Looks that no word decides: a word put in after the key, and attention at the same distance."""
@@ -326,10 +322,8 @@ class Because:
             left = rows[keys[key], i] / self.attention[n]
             same, old = float(left[:, key + 1].mean()), float(left[:, key].mean())
             shown = same >= _LEFT and old < _LEFT
-            made[n] = relation(
-                "position", self.texts[key], [key], alone=old, together=same, words=len(left),
-                verdict="shown" if shown else "not shown",
-            )  # fmt: skip
+            ends = {"words": len(left), "verdict": _SAID[shown]}
+            made[n] = relation("position", self.texts[key], [key], alone=old, together=same, **ends)
         return made
 
     def _whole_rows(self, prompts: Int[Tensor, "b t"], own: Sequence[int]) -> Float[Tensor, "b n t"]:

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
+from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from qkscope.capture import inputs as feed
 from qkscope.capture.inputs import PaddingSide
 from qkscope.capture.pick import Places
+from qkscope.capture.spaces import swapped
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
 
@@ -239,8 +241,10 @@ class Encoder:
                 outcome.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(_SECONDS)
+        products = (SandboxedEnvironment, "intercepted_binops", frozenset({"*", "**"}))
+        with swapped(products, (SandboxedEnvironment, "call_binop", _product)):
+            thread.start()
+            thread.join(_SECONDS)
         if not outcome:
             why = f"takes more than {_SECONDS} s"
         elif isinstance(outcome[0], Exception):
@@ -308,6 +312,14 @@ class Encoder:
     def _show(self, ids: tuple[int, ...]) -> str:
         tokens = self.tokenizer.convert_ids_to_tokens(list(ids)) if self.tokenizer is not None else list(ids)
         return str(tokens if len(tokens) <= 120 else [*tokens[:60], "...", *tokens[-60:]])
+
+
+def _product(_environment: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:
+    """A product in a template: one call that makes a text of any length would outlast every limit of time."""
+    sizes = [abs(side) if isinstance(side, int | float) else len(side) for side in (left, right)]
+    if (operator == "**" and sizes[1] > 64) or (operator == "*" and sizes[0] * sizes[1] > _ADDED):
+        raise ValueError(f"{sizes[0]} {operator} {sizes[1]} is more than a template needs")
+    return left**right if operator == "**" else left * right
 
 
 def _trim(example: Example, span: Span) -> Span:

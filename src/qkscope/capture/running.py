@@ -132,6 +132,8 @@ class Runner(Shape):
             new = [text] if isinstance(text, int) else self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(new) != 1:
                 raise BadInput(f"{text!r} is {len(new)} tokens here, and one is replaced by one: take another word.")
+            if new[0] == self.encoder.unknown:
+                raise BadInput(f"this model has no token for {text!r}: take a word that it was trained on.")
             for row in range(len(ids)):
                 ids[row, self.column(ids[row], mask[row].bool(), place)] = new[0]
         return ids

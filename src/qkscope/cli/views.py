@@ -179,6 +179,12 @@ def _spread(rows: Rows) -> Rows:
     return [circuit[place] for place in sorted(places)]
 
 
+def _for_and_against(rows: Rows) -> Rows:
+    """The first heads for the next token, then those against it."""
+    groups = [[row for row in rows if row["direction"] == way] for way in ("for", "against")]
+    return [row for group in groups for row in group[: MOST_ROWS // 2]] or rows[:3]
+
+
 def _first_writers(rows: Rows) -> Rows:
     """The first writers of each head and side, as many of each as there is room for; keys first."""
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -198,10 +204,10 @@ VIEWS: dict[str, Sequence[View]] = {
         "claims", "claim, source, ours±, control, verdict, reason",
         "source: the paper states or implies it, or it is ours; tie: the 95% interval leaves it open.",
     )],
-    "why": [View(
+    "why": [View(  # with a head its lines say it all
         "heads", "head, looks at=token, attention, probability, difference, direction",
         "probability: of the next token with what the head looks at hidden; difference: by how much the logit of the "
-        "next token less its rival's changes then.",
+        "next token less its rival's changes then.", _for_and_against,
     )],
     "made": [],
     "trace": [

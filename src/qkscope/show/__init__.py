@@ -4,10 +4,10 @@ In come results, or run folders read back; out go pages that need no network, an
 tables and arrays alone, so that it is the same whenever it is made.
 
 Reading order: `Block` (one thing to look at), `blocks` (what a table is drawn as, and what is said beside it),
-`named` (the same of heads by name), `page` (blocks, claims, tables and what made them as one page), ``static/`` (a
-script per kind of block, on `base.js` and `colours.js`; `page.css`; templates), `gallery` (many runs as one site),
-`figures` (the look of matplotlib figures), `session` (what the live page asks of a model: the same blocks of a prompt
-that somebody types, and what if), `live` (its server: loopback, a token in the address; `view` opens any page).
+`reasons` (the same of words, carriers and the atlas), `page` (blocks, claims, tables and what made them as one page),
+``static/`` (a script per kind of block, on `base.js` and `colours.js`; `page.css`; templates), `gallery` (many runs as
+one site), `figures` (the look of matplotlib figures), `session` (the same blocks of a prompt that somebody types), and
+`live`, which serves them.
 """
 
 from __future__ import annotations

@@ -16,16 +16,18 @@ from typing import Any
 from qkscope.analyses.clouds import clouds_of
 from qkscope.heads import Head
 from qkscope.runs.result import Result, plain_value
-from qkscope.show import Block, Row, Tables, counted, named, number
+from qkscope.show import Block, Row, Tables, counted, number, reasons
 
 SCRIPTS = {
-    "tokens": ["prompt.js"], "atlas": ["map.js", "atlas.js"],
+    "tokens": ["prompt.js"], "atlas": ["map.js", "passage.js", "atlas.js"],
     **{kind: ["why.js"] for kind in ("said", "parts", "tests", "output")},
 }  # fmt: skip
 """What draws a kind of block, where that is not the script of its name alone."""
 
 TABLES: list[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator[Block]]]] = [
-    (named.COLUMNS, named.atlas),
+    (reasons.NAMED, reasons.atlas),
+    (reasons.WORDS, reasons.words),
+    (reasons.CARRIED, reasons.carriers),
 ]
 """What a table is drawn as: the columns it is known by, and what makes its blocks."""
 
@@ -345,40 +347,6 @@ def _cuts(block: Block, tables: Tables) -> Iterator[Block]:
     yield replace(block, rows=[{**row, "done": sides[row["side"]], **_beside(row)} for row in block.rows])
 
 
-@drawing("tests", "head", "position", "text", "before", "after", "low", "high", "goes_to", "cause")
-def _because(block: Block, tables: Tables) -> Iterator[Block]:
-    """Because: words changed.
-
-    Attention on the key with one word of the prompt changed into others that have as many tokens: half likely, half at
-    random. The bar is what is left, the band its 90% interval over these words, the line what there was. A word is a
-    cause (yes) where the whole band is below half of it, and open where the band straddles half.
-    """
-    yield replace(block, rows=[
-        {**row, "writers": f"{row['text'].strip() or row['text']!r} (token {row['position']})", "band": "90% interval",
-         "done": f"changed into {row['words']} others", "control_low": row["low"],
-         "control_high": min(row["high"], 1.0),
-         "beside": f"goes to {row['goes_to']!r}", "verdict": {"yes": "shown", "open": "open"}.get(row["cause"], "no")}
-        for row in block.rows
-    ])  # fmt: skip
-
-
-@drawing("tests", "head", "side", "writers", "before", "changed", "restored", "others", "other_run", "whole_side")
-def _carriers(block: Block, tables: Tables) -> Iterator[Block]:
-    """Carried by.
-
-    The word is changed, and what these writers left in the unchanged prompt is put back into this head's key or query
-    alone, norms live. The bar is the attention then, the band reaches from what the change left to what 20 other sets
-    of writers of these layers bring back, the line is what there was before the change. Shown: half of what was lost
-    or more comes back, and a tenth at most with other writers, or with theirs of another changed prompt.
-    """
-    yield replace(block, rows=[
-        {**row, "done": f"put back into the {row['side']}, {row['text'].strip()} (token {row['position']}) changed",
-         "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "others",
-         "control_high": max(row["changed"], row["others"]), "beside": f"changed {number(row['changed'], '.0%')}"}
-        for row in block.rows
-    ])  # fmt: skip
-
-
 def _beside(row: Row) -> dict[str, str]:
     """The words for what random changes left."""
     low, high = (number(row[end], ".0%") for end in ("control_low", "control_high"))
@@ -390,7 +358,7 @@ def _output(block: Block, tables: Tables) -> Iterator[Block]:
     """What it does.
 
     Chances of the next token, as they are and where the head may not look at the key (the whole model runs on). The
-    line is the same without another key, the next most attended. Straight: what the head adds to the token's logit by
+    line is the same without another key, the next most attended. Direct: what the head adds to the token's logit by
     what it read at the key, the last norm held.
     """
     yield replace(block, options={"after": "without this attention"})

@@ -26,14 +26,14 @@ from qkscope.kinds import checked_call
 from qkscope.runs.claims import Claim, count_claims
 from qkscope.runs.folder import RESULTS, WORK, check_folder, read_run
 from qkscope.runs.result import Result, provenance
-from qkscope.show import Block, page
+from qkscope.show import Block, counted, page
 from qkscope.show.blocks import blocks_of
 
 log = logging.getLogger(__name__)
 
 GALLERY = "gallery"
 _FEW = 12  # heads of a table that speaks of each
-_SMALL = ("graph", "map", "swaps", "curve", "spectra", "parts", "tokens", "reads")  # charts whose data is small
+_SMALL = ("graph", "map", "swaps", "curve", "spectra", "parts", "tokens")  # charts whose data is small
 _PIXELS, _COLOURS = (640, 300), 48  # of a figure: as sharp as a dense screen shows
 _MARK, _BACK = '<span class="name">qkscope</span>', '<a class="name" href="../index.html#run-{}">← all runs</a>'
 
@@ -211,7 +211,7 @@ def _head_rows(card: Mapping[str, Any], result: Result) -> list[dict[str, Any]]:
     answer, rows = {"line": result.answer}, [row for rows in result.tables.values() for row in rows]
     small = [row for rows in result.tables.values() if len(page.heads_in(rows)) <= _FEW for row in rows]
     heads, elsewhere = page.heads_in([answer, *claims, *small]), page.heads_in([answer, *rows])
-    names = {row["head"]: row["name"] for row in rows if {"head", "name"} <= set(row)}
+    names = {row["head"]: row["name"] for row in rows if "head" in row and isinstance(row.get("name"), str)}
     place = {head: f"claim-{i}" for i, claim in enumerate(claims, 1) for head in page.heads_in([claim])}
     verb = "" if card["verb"] in card["run"] else card["verb"]
     return [

@@ -302,7 +302,7 @@ class WhatIf:
         judged = "vacuous" if whole else verdict(before, after, torch.tensor(random))
         changed = {
             "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
-            "random": sum(random) / len(random) if random else None, "control_low": min(random, default=None),
+            "control": sum(random) / len(random) if random else None, "control_low": min(random, default=None),
             "control_high": max(random, default=None), "sets": len(random), "moved": moved,
             "moved_random": max(beside, default=None), "verdict": None if self.hidden else judged,
         }  # fmt: skip

@@ -1,9 +1,10 @@
 """Why did this head attend to that token: one question about one prompt, one answer.
 
-In come a model and a prompt that somebody just typed; out goes a `Why`: where the head looks, what matched, who wrote
-it there, whether causal tests support it, and what it changes. Files in reading order:
+In come a model and a prompt that somebody just typed; out goes a `Why`: because of which words the head looks there,
+who carried them, what cutting the strongest writers does, and what the head changes. Files in reading order:
 
-- ``why``: the verb, and the answer in words
-- ``parts``: its tables: the relative logit split by writers, by singular vectors and by features; a swap of the
-  strongest writers' parts; what a head writes for the next token, and what changes where it may not look
+- ``why``: the verb; ``sentences``: the answer in words
+- ``carriers``: a word changed, and what few writers wrote put back
+- ``output``: the next token, its rival, and every head tried
+- ``parts``: the relative logit split by writers, by singular vectors and by features
 """

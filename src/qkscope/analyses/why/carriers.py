@@ -50,7 +50,7 @@ class Carriers:
 
     def rows(self) -> list[dict[str, Any]]:
         """The table ``carriers``: of the two words that are the same, or of the strongest causes about the key."""
-        if len(self.names) < 2:  # the embedding alone writes there: nobody to choose among
+        if len(self.names) < 2:  # the first layer reads the embedding alone
             return []
         words = {word.start: word for word in self.because.words}
         same = next((row for row in self.reason.relations if row["kind"] == "same word"), None)
@@ -102,6 +102,8 @@ class Carriers:
     def _choose(self, runs: Sequence[Run], side: Side, left: float) -> list[str]:
         """The writer that brings back most by itself, and the one that adds most to it, if that is much."""
         first = self._best(runs, side, [[name] for name in self.names])
+        if len(self.names) < 2:  # in the first layer the embedding alone writes
+            return first[0]
         second = self._best(runs, side, [[first[0][0], name] for name in self.names if name != first[0][0]])
         more = second[1] - first[1] > _SECOND * (self.reason.before - left)
         return second[0] if more else first[0]

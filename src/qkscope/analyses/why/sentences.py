@@ -104,7 +104,7 @@ def _direction(output: Output, pushed: Sequence[Row]) -> str:
 
 def lines_of(
     one: PromptTrace, reason: Reason | None, carriers: Sequence[Row], cuts: Sequence[Row], pushed: Sequence[Row],
-    returns: Row | None,
+    returns: Row | None, parts: Sequence[Row] = (),
 ) -> list[str]:  # fmt: skip
     """What stands behind the answer: a line each."""
     lines = [where_line(one)]
@@ -113,6 +113,8 @@ def lines_of(
     if one.attends:
         named = [cut for side in ("key", "query") if (cut := named_cut(cuts, side)) is not None]
         lines += [_cut(cut) for cut in sorted(named, key=lambda cut: cut["after"])[:1]]
+    features = ", ".join(f"{row['part']} {row['share'] or 0:.0%}" for row in parts if row["by"] == "features")
+    lines.append(f"By features: {features} of a logit of {one.total:.1f}." if features else "")
     return [line for line in (*lines, does_line(pushed), _returned(returns)) if line]
 
 

@@ -2,7 +2,7 @@
 // All heads: a map to find one, and a line for each. A kind filters, a column sorts, a word searches, a click on a line
 // opens it: looks as text, with the token that asks, the one looked at, and the words that decide marked.
 (() => {
-  const { make, choose, viridis, percent } = qk;
+  const { make, choose, viridis, percent, fixed } = qk;
   const FEW = 30; // lines before one asks for all
   const span = (row) => (row.low === null ? "" : ` [${percent(row.low)}, ${percent(row.high)}]`);
   // title, what it means, its cell, and what it is sorted by
@@ -11,28 +11,18 @@
     name: ["jobs", "what decides where it looks, with the share of its looks", (row) => row.name, (row) => row.name],
     share: ["share", "of its looks, the first job's, with the 95% interval by document", (row) => (row.share === null ? "–" : percent(row.share) + span(row)), (row) => row.share],
     leaves: ["leaves", "how often it gives .3 or more to a token that is not the first", (row) => percent(row.leaves), (row) => row.leaves],
-    offset: ["offset", "its commonest distance", (row) => row.offset ?? "–", (row) => row.offset],
+    offset: ["offset", "its commonest distance", (row) => (row.offset === null ? "–" : fixed(row.offset, 0)), (row) => row.offset],
     tokens: ["words", "tokens that it looks at most often", (row) => row.tokens, (row) => row.tokens],
   };
   const numeric = (name) => ["share", "leaves", "offset"].includes(name);
 
-  const passage = (look) =>
-    make(
-      "blockquote",
-      {},
-      ...look.tokens.slice(0, look.query + 1).map((token, i) => {
-        const kind = i === look.query && i === look.key ? "both" : i === look.query ? "query" : i === look.key ? "key" : look.causes.includes(i) ? "cause" : "";
-        const text = token.replaceAll("\n", " ↵ ");
-        return kind ? make("mark", { class: kind }, text) : text;
-      }),
-    );
   const quoted = (text) => `'${text.replaceAll("'", "'\\''").replaceAll("\n", "\\n")}'`;
   const example = (row, look, model) =>
     make(
       "div",
       { class: "example" },
-      passage(look),
-      make("p", { class: "facts" }, `${look.job}: ${percent(look.attention)} of its attention, in ${look.document}. Why? `, make("code", { class: "command" }, `qkscope why ${quoted(look.tokens.slice(0, look.query + 1).join(""))} --head ${row.head}${!model || model === "smollm2-135m" ? "" : ` --model ${quoted(model)}`}`)),
+      qk.passage(look),
+      make("p", { class: "facts" }, `${look.job}: ${percent(look.attention)} of its attention, in ${look.document}. Why? `, make("code", { class: "command" }, `qkscope why ${quoted(look.text)} --head ${row.head}${!model || model === "smollm2-135m" ? "" : ` --model ${quoted(model)}`}`)),
     );
 
   qk.charts.atlas = (element, rows, { families, of, scores, looks, model }) => {
@@ -57,12 +47,13 @@
       if (whether && !inside.childNodes.length)
         inside.append(
           make("p", { class: "sentence" }, `${row.head} (key head ${row.key_head}): ${row.name}, ${row.looks} looks.` + (score ? ` On ${score.looks} looks in other documents its name says the token in ${percent(score.name)}, its best offset in ${percent(score.offset)}, a table of tokens in ${percent(score.tokens)}.` : "")),
+          ...(looks[row.head] ? [qk.marks(looks[row.head])] : []),
           ...(looks[row.head] ?? []).map((look) => example(row, look, model)),
         );
       line.querySelector("button").setAttribute("aria-expanded", String(whether));
     }
     const search = make("input", { type: "search", "aria-label": "search", placeholder: "L18, induction, a word of a text …", oninput: () => filter() });
-    const words = new Map(rows.map((row) => [row, [row.head, row.name, row.tokens, ...(looks[row.head] ?? []).map((look) => look.tokens.join(""))].join("\n").toLowerCase()]));
+    const words = new Map(rows.map((row) => [row, [row.head, row.name, row.tokens, ...(looks[row.head] ?? []).map((look) => look.text)].join("\n").toLowerCase()]));
     function filter() {
       const word = search.value.trim().toLowerCase();
       let count = 0;

@@ -90,7 +90,8 @@ const qk = (() => {
   const redraw = (element, render) => {
     let width = 0;
     const again = () => {
-      const now = Math.floor(element.clientWidth);
+      const { paddingLeft, paddingRight } = getComputedStyle(element),
+        now = Math.floor(element.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight));
       if (now > 0 && now !== width) {
         width = now;
         render(now);

@@ -16,8 +16,10 @@
       "subject": "turquoise", "name": "purple", "year": "turquoise", "half": "purple", "gender": "turquoise", "person": "purple",
       "key_pca": "gold", "cov_qk": "navy", "cov_qk_moving": "navy", "omega_svd": "sand", "random": "grey", "sham": "grey",
       "both": "ink", "all": "ink", "ceiling": "ink", "logit": "ink", "residual": "pale", "attention": "blue",
-      "the right key": "blue", "another key": "pale", "distance": "navy", "certain keys": "gold", "same token": "rust",
-      "after a copy": "turquoise", "token pairs": "purple", "not named": "pale", "block": "rust"
+      "the right key": "blue", "another key": "pale",
+      "induction": "turquoise", "duplicate token": "rust", "same word": "wine", "previous token": "navy", "position": "petrol",
+      "self": "violet", "key word": "gold", "query word": "purple", "key and query words": "olive", "few words": "sand",
+      "no few words": "blue", "no single word": "grey", "sink": "pale"
     },
     "others": ["violet", "olive", "petrol", "wine"],
     "spare": ["turquoise", "purple"],

@@ -219,18 +219,23 @@
     const { result, blocks } = answer,
       matter = seen.result.tables.heads;
     $("matter").textContent = seen.result.answer;
-    const entry = ({ head, key, before, without_key: after }) => [
-      `${called(head)} → ${token(key)} ${percent(before)} → ${percent(after)}`,
+    const entry = ({ head, key, difference, probability }) => [
+      `${called(head)} → ${token(key)} ${difference > 0 ? "+" : ""}${fixed(difference, 1)}, ${percent(probability)}`,
       head === state.head && key === state.key,
       () => why(head, key),
     ];
-    list($("heads"), "", matter.map(entry));
+    for (const way of ["for", "against"]) {
+      const own = matter.filter(({ direction }) => direction === way);
+      list($(way), `${way} it; hidden:`, own.slice(0, MOST).map(entry));
+      if (own.length > MOST) $(way).append(make("span", { class: "of" }, `and ${own.length - MOST} more`));
+      $(way).hidden = !own.length;
+    }
     $("head").textContent = state.head;
     $("key").textContent = token(state.key);
     $("answer").textContent = result.answer;
     $("about").textContent = answer.about ? `${model.folder}: ${answer.about}` : "";
     const passage = (row) => {
-      const onclick = () => quietly(look(row.text, { head: state.head, query: row.query_at, key: row.key_at })),
+      const onclick = () => quietly(look(row.text, { head: state.head })),
         quote = qk.passage(row);
       quote.append(make("button", { type: "button", onclick }, "look at it"));
       return quote;

@@ -1,37 +1,27 @@
 "use strict";
-// A text with the token that asks and the key it attends to marked.
+// A look as text: the token that asks, the one looked at, and the words that decide are marked.
 (() => {
   const { make } = qk;
-  const MEANT = { query: " the token that asks", key: " the one it attends to most", both: " one that attends to itself" };
-  const same = (row) => row.query_start === row.key_start && row.query_stop === row.key_stop;
+  const MEANT = { query: " asks", key: " is looked at", both: " looks at itself", cause: " decides" };
+  const kind = ({ query, key, causes }, i) =>
+    i === query ? (i === key ? "both" : "query") : i === key ? "key" : causes.includes(i) ? "cause" : "";
 
-  // what the marks in some texts mean
-  qk.marks = (texts) => {
-    const names = [...(texts.some((row) => !same(row)) ? ["query", "key"] : []), ...(texts.some(same) ? ["both"] : [])];
-    return names.length
-      ? make(
-          "p",
-          { class: "facts marks" },
-          "In the texts: ",
-          ...names.flatMap((name, i) => [i ? ", " : "", make("mark", { class: name }, name), MEANT[name]]),
-          ".",
-        )
-      : null;
+  // what the marks in some looks mean
+  qk.marks = (looks) => {
+    const there = new Set(looks.flatMap((look) => look.tokens.slice(0, look.query + 1).map((_, i) => kind(look, i))));
+    const named = Object.keys(MEANT).filter((name) => there.has(name)),
+      mark = (name, i) => [i ? ", " : "", make("mark", { class: name }, name), MEANT[name]];
+    return make("p", { class: "facts marks" }, ...named.flatMap(mark));
   };
 
-  // on one line: a break is a mark
-  const plain = (letters) => letters.join("").replaceAll("\n", " ↵ ");
-  qk.passage = (row) => {
-    const spans = ["query", "key"].map((side) => ({ side, start: row[`${side}_start`], stop: row[`${side}_stop`] }));
-    const marks = same(row) ? [{ ...spans[0], side: "both" }] : spans.sort((a, b) => a.start - b.start || a.stop - b.stop);
-    const letters = [...row.text], // places are of characters, not of the halves of one
-      pieces = [];
-    let last = 0;
-    for (const { side, start, stop } of marks) {
-      if (start < last) continue;
-      pieces.push(plain(letters.slice(last, start)), make("mark", { class: side }, plain(letters.slice(start, stop))));
-      last = stop;
-    }
-    return make("blockquote", {}, ...pieces, plain(letters.slice(last)));
+  // on one line: a break is a mark; some tokenizers leave out the blanks between words
+  qk.passage = (look) => {
+    const tokens = look.tokens.slice(0, look.query + 1),
+      gap = tokens.join("").endsWith(look.text) ? "" : " ";
+    const pieces = tokens.flatMap((token, i) => {
+      const [name, text] = [kind(look, i), token.replaceAll("\n", " ↵ ")];
+      return [name ? make("mark", { class: name }, text) : text, gap];
+    });
+    return make("blockquote", {}, ...pieces);
   };
 })();

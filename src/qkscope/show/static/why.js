@@ -16,7 +16,7 @@
 
   qk.charts.said = (element, rows) => {
     const items = rows.map(({ line }) => {
-      const [, name, rest] = /^([A-Z][a-z ]+): (.*)$/s.exec(line) ?? [null, "", line];
+      const [, name, rest] = /^([A-Z][a-z' ]+): (.*)$/s.exec(line) ?? [null, "", line];
       return [name, rest];
     });
     const named = ([name, rest], i) => [
@@ -80,7 +80,7 @@
     if (sizes.length > 1) bar.append(...choose("writers cut", sizes, size, (next) => ((size = next), show()), String));
     const shown = legend(
       [swatch("var(--original)"), "on the key, after"],
-      [swatch("", "band"), rows[0]?.band ?? "random"],
+      ...(rows.some((each) => each.control_high !== null) ? [[swatch("", "band"), rows[0].band ?? "random"]] : []),
       [swatch("var(--ink)", "line"), "before"],
     );
     element.replaceChildren(bar, shown, place);

@@ -1,0 +1,89 @@
+"""Reasons: the words that decide a look, who carried them, and every head by what decides where it looks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from qkscope.show import Block, Row, Tables, number
+
+FAMILIES = {
+    "induction": "looks behind an earlier copy of its word", "duplicate token": "looks at an earlier copy of its word",
+    "same word": "two equal words decide, elsewhere", "previous token": "looks one token back, whatever stands there",
+    "position": "looks a fixed number of tokens back", "self": "looks at itself",
+    "key word": "looks at certain words, whatever asks", "query word": "the word that asks decides",
+    "key and query words": "both words decide", "few words": "one to four other words decide",
+    "no few words": "more than four words decide", "no single word": "no single word decides",
+    "sink": "rests on the first token",
+}  # fmt: skip
+"""What heads of each kind do."""
+WORDS = {"head", "position", "text", "before", "after", "low", "high", "goes_to", "cause"}
+CARRIED = {"head", "side", "writers", "before", "changed", "restored", "others", "other_run", "whole_side"}
+NAMED = {"head", "layer", "index", "kind", "name", "share", "looks", "leaves", "offset", "tokens"}
+
+
+def family_of(kind: str) -> str:
+    """The family of a head's kind: positions are one.
+
+    >>> family_of("position -2"), family_of("induction")
+    ('position', 'induction')
+    """
+    return "position" if kind.startswith("position") else kind
+
+
+def atlas(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """Every head on a map and in a line, which opens: its looks as text, the deciding words marked."""
+    words = (
+        "Each head is named by what decides where it looks, tested by changing every word of passages: its jobs, with "
+        "their shares of its looks. Click a head on the map, a kind to see its heads alone, a column to sort, a line "
+        "to open it."
+    )
+    scores = {row["head"]: row for row in tables.get("scores", ())}
+    looks: dict[str, list[Row]] = {}
+    for row in tables.get("examples", ()):
+        looks.setdefault(row["head"], []).append(row)
+    counts = Counter(family_of(row["kind"]) for row in rows)
+    options = {
+        "families": {family: [text, counts[family]] for family, text in FAMILIES.items() if counts[family]},
+        "of": {row["head"]: family_of(row["kind"]) for row in rows},
+        "scores": {head: {k: row[k] for k in ("name", "offset", "tokens", "looks")} for head, row in scores.items()},
+        "looks": looks,
+    }
+    yield Block("atlas", "Every head", words, rows, options, name, leads=True)
+
+
+def words(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """Words that were changed, with what is left of the attention."""
+    said = (
+        "Attention on the key with one word of the prompt changed into others that have as many tokens: half likely, "
+        "half at random. The bar is what is left, the band its 90% interval over these words, the line what there was. "
+        "A word is a cause (shown) where the whole band is below half of it, and open where the band straddles half."
+    )
+    verdicts = {"yes": "shown", "open": "open"}
+    shown = [
+        {**row, "writers": f"{row['text'].strip() or row['text']!r} (token {row['position']})", "band": "90% interval",
+         "done": f"changed into {row['words']} others", "control_low": row["low"],
+         "control_high": min(row["high"], 1.0), "beside": f"goes to {row['goes_to']!r}",
+         "verdict": verdicts.get(row["cause"], "no")}
+        for row in rows
+    ]  # fmt: skip
+    yield Block("tests", "Because: words changed", said, shown, table=name, leads=True)
+
+
+def carriers(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+    """Writers that brought a word to the head."""
+    said = (
+        "The word is changed, and what these writers left in the unchanged prompt is put back into this head's key or "
+        "query alone, norms live. The bar is the attention then, the band reaches from what the change left to what 20 "
+        "other sets of writers of these layers bring back, the line is what there was before the change. Shown: half "
+        "of what was lost or more comes back, and a tenth at most with other writers, or with theirs of another "
+        "changed prompt."
+    )
+    shown = [
+        {**row, "done": f"put back into the {row['side']}, {row['text'].strip()} (token {row['position']}) changed",
+         "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "changed, to others",
+         "control_high": max(row["changed"], row["others"]),
+         "beside": f"changed {number(row['changed'], '.0%')}, others {number(row['others'], '.0%')}"}
+        for row in rows
+    ]  # fmt: skip
+    yield Block("tests", "Carried by", said, shown, table=name)
