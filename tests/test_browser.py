@@ -272,7 +272,9 @@ def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
         own = [row["part"] for row in why.tables["parts"] if (row["by"], row["side"]) == (by, side)]
         assert page.locator("section.parts .name").all_text_contents() == [*own, "logit"]
         assert page.locator("section.parts .value.sum").inner_text() == logit
-    words, carried, cuts = (page.locator("section.tests", has_text=title) for title in ("Because", "Carried by", "Cuts"))
+    words, carried, cuts = (
+        page.locator("section.tests", has_text=title) for title in ("Because", "Carried by", "Cuts")
+    )
     causes = {"yes": "shown", "open": "open", "no": "no"}
     assert words.locator(".value b").all_text_contents() == [causes[row["cause"]] for row in why.tables["because"]]
     assert carried.locator(".value b").all_text_contents() == [row["verdict"] for row in why.tables["carriers"]]
@@ -328,7 +330,9 @@ def test_an_atlas_is_searched_filtered_sorted_and_opened(browser, tmp_path):
     look = next(row for row in found.tables["examples"] if row["head"] == "L1H1")
     assert lines.count() == 1
     lines.locator("button").click()
-    assert lines.locator("blockquote").first.locator("mark.query, mark.both").inner_text() == look["tokens"][look["query"]]
+    assert (
+        lines.locator("blockquote").first.locator("mark.query, mark.both").inner_text() == look["tokens"][look["query"]]
+    )
     assert lines.locator("blockquote mark.cause").count() > 0
     assert "cause decides" in lines.locator(".marks").inner_text()
     for name, width, dark in SCREENS:

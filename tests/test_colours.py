@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from qkscope.show.figures import colours_of, palette
 from qkscope.show.page import asset
+from qkscope_papers.figures import colours_of, palette
 
 # Machado, Oliveira and Fernandes (2009): how linear RGB looks to who has no red, or no green, receptors
 EYES = {

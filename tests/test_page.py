@@ -47,7 +47,8 @@ def results():
 KINDS = {
     "heads": ["map"], "decompose": ["spectra"], "swap": ["swaps", "curve", "cloud"], "attribute": ["tokens"],
     "sparsity": [], "atlas": ["atlas"],
-    "why": ["said", "tokens", "tests", "tests", "parts", "tests", "output", "graph"], "trace": ["tests", "graph", "tokens"],
+    "why": ["said", "tokens", "tests", "tests", "parts", "tests", "output", "graph"],
+    "trace": ["tests", "graph", "tokens"],
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import qkscope as qk
 from planted_model import READER, planted
 from qkscope.analyses.find import no_head
 from qkscope.analyses.trace.verdicts import FEW
-from qkscope.capture.tokens import token_texts
+from qkscope.capture.encode import token_texts
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_writers
 from qkscope.maths.writers import different, draw_alike

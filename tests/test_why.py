@@ -13,8 +13,8 @@ from qkscope.analyses.trace.prompt import Probe, Question
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.parts import part_rows, singular_terms
 from qkscope.analyses.why.sentences import answer_of
+from qkscope.capture.encode import token_texts
 from qkscope.capture.scope import Scope
-from qkscope.capture.tokens import token_texts
 from qkscope.cli import app
 from qkscope.errors import BadInput
 from qkscope.examples import Example

@@ -14,7 +14,7 @@ from typing import Any
 from pages import DOCS
 
 from qkscope.maths.significance import wilson
-from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure, palette, styled
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure, palette, styled
 
 FIGURE = DOCS / "figures" / "circuit.png"
 TOKENS = ("wheel", ":", "Z", "wheel", ":")  # the end of a prompt: the key stands at 2, the query at 4

@@ -111,7 +111,7 @@ class Figure:
 
     def draw(self, result: Result) -> dict[str, str | bytes]:
         """Its files, drawn in our style."""
-        from qkscope.show.figures import styled
+        from qkscope_papers.figures import styled
 
         assert self.experiment.draw is not None, f"nothing draws {result.experiment}"
         with styled():

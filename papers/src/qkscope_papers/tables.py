@@ -72,7 +72,7 @@ def distinct(rows: Iterable[Mapping[str, Any]], *names: str) -> list[Any]:
 
 def files_of(result: Result, figure: Figure) -> Files:
     """The figure under its own name as PNG and PDF, and the page that shows it."""
-    from qkscope.show.figures import with_page  # matplotlib: who only lists figures need not wait for it
+    from qkscope_papers.figures import with_page  # matplotlib: who only lists figures need not wait for it
 
     return with_page(result, {figure_name(result): figure})
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from qkscope.analyses.because import Because, Look, Reason
 from qkscope.analyses.prompts import made_with
+from qkscope.capture.encode import token_texts
 from qkscope.capture.scope import Scope
-from qkscope.capture.tokens import token_texts
 from qkscope.change.again import Again
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput

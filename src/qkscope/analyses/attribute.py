@@ -16,10 +16,10 @@ from torch import Tensor
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.analyses.swap import default_features
+from qkscope.capture.encode import token_texts
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.capture.tokens import token_texts
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from qkscope.analyses.circuits import QUERY, locate, rows_from
 from qkscope.analyses.prompts import check_same_model, made_with
+from qkscope.capture.encode import token_texts
 from qkscope.capture.files import cache_dir
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
-from qkscope.capture.tokens import token_texts
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example

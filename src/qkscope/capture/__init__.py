@@ -7,14 +7,13 @@ gives as `AttentionRows`), and patched runs (`Edit`).
 Its files, in reading order. The way of a batch through a model:
 
 - ``scope``: `Scope`, a model that can be looked into; every other file is a part of what it does
-- ``encode``: examples as padded ids, marks as token positions
+- ``encode``: examples as padded ids, marks as token positions, and what a token reads as
 - ``inputs``: what a model is fed, what it is asked for, and marks that mean what they say
 - ``tap``: every attention call passes through us, nothing copied
 - ``own_code``: the same for families with attention code of their own, watched while it runs
 - ``spaces``: before the rotation, after it, and in the query's frame
 - ``pick``: what there is to pick, where, and what was picked: queries and keys, and the log-sum-exp of everything else
 - ``gather``: how they are taken layer by layer; layers that are alike wait, and are done together
-- ``tokens``: what a token is before any context, and what it reads as
 - ``patch``: other keys, queries, logits or outputs in chosen heads, and the model runs on
 - ``running``: runs under the tap, watched, patched, continued; writers ablated, keys hidden, tokens replaced, for a
   ``with`` block

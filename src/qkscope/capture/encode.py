@@ -34,6 +34,7 @@ _SENTINEL = "qkscope content"
 _PLAIN = "ask without chat (no --chat, chat=False)"
 _SECONDS, _ADDED = 5, 1 << 20  # that a chat template may take, and characters that it may add to a prompt
 _CHUNK = 256
+PIECE = "(part of a character)"
 
 
 @dataclass(frozen=True)
@@ -340,3 +341,22 @@ def choose_side(wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], p
         return harmless[0]
     moved = f"{name} counts positions by columns, so padding on the {wanted} would move its prompts"
     raise BadInput(f"{moved}: leave padding_side out, or say {harmless[0]!r}.")
+
+
+def token_texts(scope: Any, ids: Sequence[int]) -> list[str]:
+    """What each token reads as; a character cut in pieces is shown at its first piece, whole."""
+    if scope.tokenizer is None:
+        return [str(i) for i in ids]
+    texts: list[str] = []
+    while len(texts) < len(ids):
+        some = ids[len(texts) : len(texts) + 8]
+        reads = ((n, _decoded(scope.tokenizer, some[:n])) for n in range(1, len(some) + 1))
+        count, text = next(((n, text) for n, text in reads if not text.endswith("�")), (1, PIECE))
+        texts += [text, *[""] * (count - 1)]
+    return texts
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of some tokens, with the blank before a word, which SentencePiece leaves out where a text begins."""
+    text, first = tokenizer.decode(ids), tokenizer.convert_ids_to_tokens(ids[0])
+    return f" {text}" if str(first).startswith("▁") and not text.startswith(" ") else text

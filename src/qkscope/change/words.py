@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from qkscope.capture.encode import PIECE, token_texts
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.capture.tokens import PIECE, token_texts
 from qkscope.change.again import Again
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput

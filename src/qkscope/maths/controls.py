@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -31,7 +31,6 @@ from qkscope.maths.moments import Moments
 from qkscope.maths.significance import Center, NullKind, Statistic, centred_delta, false_discovery, head_p_values
 
 Verdict = Literal["interaction", "mean only", "not above null", "untested"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 FEW_UNITS = 10
 LEVEL = 0.05  # of the tests
 _UNITS_A_DIRECTION = 4  # few units span few directions: with most projected out, replicates have no room left

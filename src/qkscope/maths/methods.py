@@ -62,16 +62,6 @@ def cov_qk(cov_q: Float[Tensor, "h d d"], cov_k: Float[Tensor, "h d d"]) -> Meth
     return leading(checked_svd(cov_q @ cov_k)[2])
 
 
-def moving(delta: Float[Tensor, "*h d d"]) -> Method:
-    """The directions whose exchange between attended and other keys moves the most logit.
-
-    >>> moving(torch.diag(torch.tensor([1.0, 3.0, 2.0])))(1).left[:, 0].abs()
-    tensor([0., 1., 0.], dtype=torch.float64)
-    """
-    delta = delta.to(torch.float64)
-    return leading(torch.linalg.eigh((delta + delta.mT) / 2)[1].flip(-1))
-
-
 def random(heads: Sequence[Head], d_head: int, draws: int, seed: int) -> Method:
     """``draws`` random subspaces of every head, each head's from a stream of its own."""
     seeds = [derived_seed(seed, "random", head.layer, head.index) for head in heads]

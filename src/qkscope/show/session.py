@@ -32,8 +32,8 @@ from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question, reader_o
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.analyses.why.parts import feature_rows
 from qkscope.analyses.why.why import answer_probe
+from qkscope.capture.encode import token_texts
 from qkscope.capture.scope import Scope
-from qkscope.capture.tokens import token_texts
 from qkscope.change.again import Again, Row
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput

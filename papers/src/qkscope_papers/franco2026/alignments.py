@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from qkscope.draws import derived_seed
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import before_and_after, divergence_and_error

@@ -16,7 +16,7 @@ from typing import Any
 
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import WORK, Cells, toy_figure, train
 from qkscope_papers.franco2026.theory import sharp_bound, theorem2_bound
 from qkscope_papers.franco2026.toy.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten

@@ -39,8 +39,8 @@ from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, SwapRows
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, colours_of, new_figure
 from qkscope.tasks.task import Unit
+from qkscope_papers.figures import INK, ORIGINAL, REST, colours_of, new_figure
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Files, Row, files_of, model_name, over_runs, pick
 

@@ -17,7 +17,7 @@ from qkscope.draws import derived_seed
 from qkscope.maths.relative import rotated_terms, sparsity
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, new_figure
 from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
 from qkscope_papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope_papers.franco2026.toy.superposition import by_logit

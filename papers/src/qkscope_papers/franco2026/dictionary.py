@@ -19,7 +19,7 @@ from qkscope.maths.dictionaries import BIAS, ERROR, NULLS, NUMBERS, Coded, Dicti
 from qkscope.maths.writers import relative_weights
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
 from qkscope_papers.franco2026.token_pairs import draw_token_pairs
 from qkscope_papers.franco2026.toy.superposition import Toy

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, new_figure
+from qkscope_papers.figures import INK, new_figure
 from qkscope_papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, train, watched
 from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import alignment_rows

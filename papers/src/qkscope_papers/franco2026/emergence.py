@@ -21,7 +21,7 @@ from qkscope.maths.relative import (
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.figures import ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, ToyWork, toy_figure, train
 from qkscope_papers.franco2026.dynamics import checkpoints
 from qkscope_papers.franco2026.token_pairs import PRESENT, Present, TokenPairs, coordinates, draw_token_pairs

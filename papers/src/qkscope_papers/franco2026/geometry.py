@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import new_figure
+from qkscope_papers.figures import new_figure
 from qkscope_papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
 from qkscope_papers.franco2026.toy.alignment import cosines, gram, isotropy_error
 from qkscope_papers.franco2026.toy.superposition import Superposition, Toy

@@ -18,7 +18,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.model_sweep import revisions_of
 from qkscope_papers.registry import EMBEDDED, NANO, Settings, figure
 from qkscope_papers.tables import Files, Row, files_of

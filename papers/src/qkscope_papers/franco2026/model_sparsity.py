@@ -23,7 +23,7 @@ from qkscope.analyses.circuits import Edge
 from qkscope.heads import Head
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep, swept
 from qkscope_papers.franco2026.prompts import KINDS
 from qkscope_papers.registry import NANO, Settings, figure

@@ -20,7 +20,7 @@ from qkscope.maths.relative import sparsity
 from qkscope.maths.significance import wilson
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep, swept
 from qkscope_papers.franco2026.prompts import KINDS
 from qkscope_papers.registry import NANO, Settings, figure

@@ -14,7 +14,7 @@ import torch
 from qkscope.draws import derived_seed
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import new_figure
+from qkscope_papers.figures import new_figure
 from qkscope_papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import before_and_after, divergence_and_error

@@ -10,7 +10,7 @@ import matplotlib
 from qkscope.maths.significance import wilson
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, REST, new_figure
+from qkscope_papers.figures import INK, REST, new_figure
 from qkscope_papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, toys_of, toys_over, train
 from qkscope_papers.franco2026.toy.measure import before_and_after
 from qkscope_papers.franco2026.toy.superposition import Superposition

@@ -20,7 +20,7 @@ from qkscope.draws import derived_seed
 from qkscope.maths.bases import checked_svd
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.fleet import one_thread
 from qkscope_papers.franco2026.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
 from qkscope_papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten

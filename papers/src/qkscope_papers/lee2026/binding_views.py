@@ -22,7 +22,7 @@ from qkscope.analyses.fit import Fit
 from qkscope.heads import Head
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import new_figure
+from qkscope_papers.figures import new_figure
 from qkscope_papers.lee2026.language import ESTIMATORS, Estimator, FigureSession, session_of
 from qkscope_papers.lee2026.points import Points, capture_points, nearest_hits, share_of, view
 from qkscope_papers.registry import Settings, figure

@@ -23,9 +23,9 @@ from qkscope.maths.methods import key_pca
 from qkscope.maths.subspace import Side
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import new_figure
 from qkscope.tasks.filter import POOLED
 from qkscope.tasks.task import Task
+from qkscope_papers.figures import new_figure
 from qkscope_papers.lee2026.language import FigureSession, HeadChoice, session_of
 from qkscope_papers.lee2026.points import Points, capture_points, nearest_centroid, nearest_hits, share_of, view
 from qkscope_papers.registry import Settings, figure

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import REST, new_figure
+from qkscope_papers.figures import REST, new_figure
 from qkscope_papers.lee2026.language import ESTIMATORS, FigureSession, session_of
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Estimate, Files, Row, column, distinct, files_of, mean, model_name, over_runs, pick

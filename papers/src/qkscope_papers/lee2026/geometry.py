@@ -22,7 +22,7 @@ from qkscope.draws import derived_seed
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import new_figure
+from qkscope_papers.figures import new_figure
 from qkscope_papers.lee2026.cells import WAS_IMPLIED, WORK, Cells, example_head, toy_figure, train
 from qkscope_papers.lee2026.toy.retrieval import RetrievalHead
 from qkscope_papers.registry import Settings

@@ -21,7 +21,7 @@ from qkscope.draws import derived_seed
 from qkscope.maths.bases import random_bases
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope_papers.lee2026.toy.retrieval import Retrieval, asymmetry, cross_variable, off_diagonal
 from qkscope_papers.lee2026.toy.trained import HeadRun

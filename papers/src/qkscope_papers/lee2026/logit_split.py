@@ -20,7 +20,7 @@ from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
 from qkscope.maths.bases import random_bases
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, colours_of, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, colours_of, new_figure
 from qkscope_papers.lee2026.binding_views import FEATURES, binding_points
 from qkscope_papers.lee2026.language import ESTIMATORS, session_of
 from qkscope_papers.lee2026.points import Points, share_of

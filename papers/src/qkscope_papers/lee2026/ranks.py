@@ -21,7 +21,7 @@ from qkscope.maths.bases import energy_rank
 from qkscope.maths.controls import rank_above
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, new_figure
+from qkscope_papers.figures import INK, new_figure
 from qkscope_papers.lee2026.cells import WAS_IMPLIED, WORK, Cells, side_by_side, toy_figure, train, whole_grids
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope_papers.lee2026.toy.retrieval import RetrievalHead, Variant

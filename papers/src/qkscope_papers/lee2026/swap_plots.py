@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, REST, TARGET, colours_of, line_of, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, colours_of, line_of, new_figure
 from qkscope_papers.tables import Files, Row, distinct, files_of, model_name, pick
 
 Shown = Sequence[tuple[str, str]]  # conditions and their labels

@@ -28,7 +28,7 @@ from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, SwapEffect, draw_targets, swap_attention
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.show.figures import INK, ORIGINAL, TARGET, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, TARGET, new_figure
 from qkscope_papers.lee2026.cells import (
     WAS_IMPLIED,
     WORK,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from qkscope.analyses.trace.prompt import PromptTrace
 from qkscope.analyses.trace.rows import HeadRows
-from qkscope.capture.tokens import token_texts
+from qkscope.capture.encode import token_texts
 from qkscope.heads import Head, Writer
 from qkscope.linear.run import Direction, Side
 

@@ -22,10 +22,9 @@ from torch import Tensor
 from qkscope.analyses.trace.rows import ATTENDED, HeadRows
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.attention import soft
-from qkscope.capture.encode import Encoding
+from qkscope.capture.encode import Encoding, token_texts
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.capture.tokens import token_texts
 from qkscope.change.writers import mean_parts, vectors_with
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
@@ -195,12 +194,6 @@ class PromptTrace(HeadRows):
         """The attention row with some writers' parts replaced by their means over the prompt's other tokens."""
         away = self.away(writers)
         return self.changed({self.key: -away["key"]}, -away["query"])
-
-    def exchanged(self, other: int) -> Float[Tensor, "c 2 d"]:
-        """What the key, and another token's key, gain where a writer's parts of the stream there change places."""
-        pairs = ((self.key, other), (other, self.key))
-        gains = [self._gains("key", at, mean_parts(self.run, self.head.layer, [of])) for at, of in pairs]
-        return torch.stack(gains, dim=1)
 
     def changed(self, keys: Mapping[int, Float[Tensor, " d"]], query: Tensor | float = 0.0) -> Float[Tensor, " t"]:
         """The attention row with vectors added to some keys, and to the query."""

@@ -19,7 +19,7 @@ from qkscope.analyses.because import Because, Reason
 from qkscope.capture.pick import Places
 from qkscope.change.again import prompt_of
 from qkscope.change.words import Word
-from qkscope.change.writers import attention_with, mean_parts, vectors_with
+from qkscope.change.writers import attention_with, restore
 from qkscope.draws import derived_seed
 from qkscope.heads import parse_writers
 from qkscope.linear.run import Run, Side
@@ -83,13 +83,11 @@ class Carriers:
         others = [float(self._put_back(runs[i], self.run, side, draws).mean()) for i in tested]
         pairs = [(i, half + (i - half + 1) % (len(runs) - half)) for i in tested]
         other_run = [float(self._put_back(runs[i], runs[j], side, [writers])[0]) for i, j in pairs]
-        mean = {
-            name: sum(values) / len(values)
-            for name, values in {
-                "changed": left, "restored": restored, "others": others, "other_run": other_run,
-                "whole_side": whole[side][half:],
-            }.items()
+        runs_of = {
+            "changed": left, "restored": restored, "others": others, "other_run": other_run,
+            "whole_side": whole[side][half:],
         }  # fmt: skip
+        mean = {name: sum(values) / len(values) for name, values in runs_of.items()}
         gap = self.reason.before - mean["changed"]
         share = {name: (mean[name] - mean["changed"]) / gap if gap > 0 else 0.0 for name in mean}
         shown = share["restored"] >= _RESTORED and max(share["others"], share["other_run"]) <= _CONTROL
@@ -127,10 +125,7 @@ class Carriers:
 
     def _put_back(self, run: Run, source: Run, side: Side, sets: Sequence[Sequence[str]]) -> Float[Tensor, " x"]:
         """Attention on the key with some writers' parts of another run in this head's key or query."""
-        token = self.key if side == "key" else self.query
-        made = vectors_with(run, self.head, side, token, mean_parts(source, self.head.layer, [token]), sets)
-        keys, q = ({token: made}, None) if side == "key" else (None, made)
-        return attention_with(run, self.head, self.query, q=q, keys=keys)[:, self.key]
+        return restore(run, source, self.head, self.query, self.key, sets, side=side)[:, self.key]
 
     def _whole(self, run: Run, side: Side) -> float:
         """The same with the whole key, or query, of the unchanged run."""

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.prompt import PromptTrace, Question
-from qkscope.capture.tokens import PIECE, token_texts
+from qkscope.capture.encode import PIECE, token_texts
 from qkscope.change.again import Again
 from qkscope.change.words import shape_of
 from qkscope.errors import BadInput

@@ -103,9 +103,14 @@ def _direction(output: Output, pushed: Sequence[Row]) -> str:
 
 
 def lines_of(
-    one: PromptTrace, reason: Reason | None, carriers: Sequence[Row], cuts: Sequence[Row], pushed: Sequence[Row],
-    returns: Row | None, parts: Sequence[Row] = (),
-) -> list[str]:  # fmt: skip
+    one: PromptTrace,
+    reason: Reason | None,
+    carriers: Sequence[Row],
+    cuts: Sequence[Row],
+    pushed: Sequence[Row],
+    returns: Row | None,
+    parts: Sequence[Row] = (),
+) -> list[str]:
     """What stands behind the answer: a line each."""
     lines = [where_line(one)]
     if reason is not None and one.attends:

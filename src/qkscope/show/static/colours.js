@@ -1,7 +1,7 @@
 "use strict";
 // One colour for each name, wherever it is drawn: known names have their own, a reader's own names take one by their
 // letters, and keep it as long as the page is open; of one that is taken, a deeper one. Each colour is for white paper and for dark. What stands between the
-// marks is JSON: show/figures.py reads it for figures, and says the same rule.
+// marks is JSON: the papers' figures.py reads it for figures, and says the same rule.
 (() => {
   const TABLE = /* table */ {
     "hues": {
