@@ -265,16 +265,11 @@ class Because:
             counts[a, b] = len(both)
             prompts += [self.put((a, x), (b, y)) for x, y in both]
             prompts += [self.put((a, x), (b, both[(i + 1) % len(both)][1])) for i, (x, _) in enumerate(both)]
-        left = (
-            iter(self.left(prompts).split([count for n in counts.values() for count in (n, n)]))
-            if prompts
-            else iter(())
-        )
-        return (
-            {pair: (next(left), next(left)) if count else None for pair, count in counts.items()}
-            if prompts
-            else dict.fromkeys(pairs)
-        )
+        if not prompts:
+            return dict.fromkeys(pairs)
+        sizes = [size for count in counts.values() if count for size in (count, count)]  # pairs without words have none
+        left = iter(self.left(prompts).split(sizes))
+        return {pair: (next(left), next(left)) if count else None for pair, count in counts.items()}
 
     def _same_row(self, n: int, pair: tuple[Word, Word], alone: float, results: Any) -> dict[str, Any]:
         text, positions = pair[0].text, [word.start for word in pair]
