@@ -88,7 +88,8 @@ def rotate(rotary, q, k):
         return q, k
     width = rotary.q.shape[-1]
     length = (rotary.cos.square() + rotary.sin.square()).sqrt()  # YaRN scales what it turns: W holds that
-    turned = rotary.function(q[..., :width], k[..., :width], rotary.cos / length, rotary.sin / length)
+    tables = rotary.cos / length, rotary.sin / length
+    turned = [rotary.function(x[..., :width], x[..., :width], *tables)[0] for x in (q, k)]
     return tuple(torch.cat([part, x[..., width:]], dim=-1) for part, x in zip(turned, (q, k), strict=True))
 
 
