@@ -14,7 +14,7 @@ NOUNS = ["errors", "kinds", "draws", "heads", "examples", "attention", "hooks"]
 ROOMS = [*NOUNS, "runs", "tasks", "capture", "linear", "change", "maths", "analyses", "show", "cli"]
 """In the order of the design: a room imports itself and those above it."""
 PAPERS = SOURCE.parents[1] / "papers" / "src" / "qkscope_papers"
-LINES, FILES = 14606, 110
+LINES, FILES = 14_601, 110
 """Code lines and files that the instrument has: bounds that go down, never up."""
 ALONE = {
     "runs": {"runs", *NOUNS},
@@ -115,7 +115,8 @@ def code_lines(path: Path) -> int:
 
 
 def test_code_grows_only_by_what_it_replaces():
-    """The instrument's bounds are what it has today, to be lowered with it: the aim is 14,500 lines in 110 files."""
+    """The instrument's bounds are what it has today, to be lowered with it: the aims are 13,000 in 105 without reasons
+    and the atlas, and 14,500 in 110 with them."""
     instrument = list(SOURCE.rglob("*.py"))
     assert sum(map(code_lines, instrument)) <= LINES
     assert len(instrument) <= FILES
