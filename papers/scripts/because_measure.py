@@ -1,10 +1,12 @@
 """How often each reason is found, on tasks and text where it should be, and on random weights where it should not.
 
-    python papers/scripts/because_measure.py TEXTS --out because.json [--model MODEL] [--device cuda] [--looks 64]
+    python papers/scripts/because_measure.py looks.jsonl --texts FOLDER [--model MODEL] [--device cuda] [--only text]
+    python papers/scripts/because_measure.py looks.jsonl --say
 
-Looks on text: attention above .4 on a token that is not the first, drawn at random among them, one a passage of 80
-tokens for each head. Random weights: the model's shape, freshly initialised, W_Q and W_K scaled until half of the
-heads' largest weights are above .9.
+The first command appends a line for every look as it is measured; the second prints the rates of a file, or of several
+joined, with 95% intervals. Looks on text: attention above .4 on a token that is not the first, drawn at random among
+them (``text``), or the largest (``peaks``), one a passage of 80 tokens for each head. Random weights: the model's shape,
+freshly initialised, W_Q and W_K scaled until half of the heads' largest weights are above .9.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import json
 import random
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from scipy.stats import binomtest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import qkscope as qk
 from qkscope.analyses.because import Because, Look, Reason
@@ -29,182 +33,230 @@ from qkscope.change.again import Again
 from qkscope.heads import Head
 from qkscope.tasks.texts import read_documents
 
-TASKS = {"binding": ("L18H6", "L17H5"), "induction": ("L17H4", "L18H6"), "ioi": ("L23H0", "L24H4")}
-TEXT = ("L16H0", "L14H3", "L17H3", "L17H4", "L18H6", "L23H0", "L24H4")
+HEADS = {
+    "smollm2-135m": {
+        "binding": "L18H6 L17H5", "induction": "L17H4 L18H6", "ioi": "L23H0 L24H4",
+        "text": "L16H0 L14H3 L17H3 L17H4 L18H6 L23H0 L24H4",
+    },
+    "gemma3-270m": {"binding": "L5H1", "induction": "L5H2 L5H1", "ioi": "L12H1 L17H2", "text": "L5H1 L5H2 L12H1"},
+}  # fmt: skip
 LENGTH, ATTENDED, BEGUN = 80, 0.4, 20
+Record = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("texts", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--texts", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device")
     parser.add_argument("--looks", type=int, default=64)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--random", type=int, default=25, help="passages on random weights, 20 looks each")
-    parser.add_argument("--only", default="tasks,text,random")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--passages", type=int, default=25, help="on random weights, 20 looks each")
+    parser.add_argument("--only", default="binding,induction,ioi,text,peaks,random")
+    parser.add_argument("--shape", type=Path, help="folder with a config and a tokenizer: random weights alone")
+    parser.add_argument("--say", action="store_true")
     asked = parser.parse_args()
-    scope = qk.Scope.load(asked.model, device=asked.device)
-    made: list[dict[str, Any]] = []
-    for seed in range(asked.seeds):
-        if "tasks" in asked.only:
-            made += tasks(scope, asked.looks, seed)
-        if "text" in asked.only:
-            made += texts(scope, asked.texts, asked.looks, seed)
-        if "random" in asked.only:
-            made += at_random(scope, asked.texts, asked.random, seed)
-        asked.out.write_text(json.dumps(made, indent=0))
+    if asked.say:
+        say([json.loads(line) for line in asked.out.read_text().splitlines()])
+        return
+    scope = None if asked.shape else qk.Scope.load(asked.model, device=asked.device)
+    heads = HEADS["gemma3-270m" if "gemma" in asked.model else "smollm2-135m"]
+    with asked.out.open("a") as file:
+        for seed in map(int, asked.seeds.split(",")):
+            for where in asked.only.split(","):
+                start = time.time()
+                if where == "random":
+                    records = at_random(scope, asked.shape, asked.device, asked.texts, asked.passages, seed)
+                elif where in ("text", "peaks"):
+                    records = texts(scope, heads["text"], asked.texts, asked.looks, seed, where == "peaks")
+                else:
+                    records = task(scope, where, heads[where], asked.looks, seed)
+                for i, record in enumerate(records):
+                    about = {"model": asked.model, "where": where, "seed": seed}
+                    print(json.dumps(about | record), file=file, flush=True)
+                    if i % 16 == 0:
+                        print(f"{where} seed {seed}: look {i + 1}, {time.time() - start:.0f} s", flush=True)
 
 
-def tasks(scope: qk.Scope, count: int, seed: int) -> list[dict[str, Any]]:
-    rows = []
-    for name, heads in TASKS.items():
-        start, kept = time.time(), defaultdict(list)
-        for unit in getattr(qk.tasks, name)(seed=3 + seed).test(2 * count):
-            ids = scope.encode([unit[0]]).inputs["input_ids"][0]
-            again, query = Again.of(scope, ids), len(ids) - 1
-            looks = [look for head in heads if (look := main_look(again, Head.parse(head), query, 0.3)) is not None]
-            looks = [look for look in looks if len(kept[look.head]) < count]
-            if looks:
-                because = Because(again, looks, seed)
-                for reason in because.reasons():
-                    kept[reason.look.head].append(
-                        (reason, carried(scope, because, reason) if name == "binding" else [])
-                    )
-        rows += [summary(name, head, seed, own) for head, own in kept.items()]
-        say(rows[-len(kept) :], start)
-    return rows
+# ---------------------------------------------------------------------- looks
 
 
-def texts(scope: qk.Scope, folder: Path, count: int, seed: int) -> list[dict[str, Any]]:
-    draws, start, kept = random.Random(seed), time.time(), defaultdict(list)
-    for ids in passages(scope, folder, draws, 8 * count):
-        again = Again.of(scope, ids)
-        looks = []
-        for head in map(Head.parse, TEXT):
-            if len(kept[head]) < count and (look := drawn_look(again, head, draws)) is not None:
+def task(scope: qk.Scope, name: str, heads: str, count: int, seed: int) -> Iterator[Record]:
+    """Looks of the last token of a task's prompts."""
+    kept: dict[Head, int] = defaultdict(int)
+    for number, unit in enumerate(getattr(qk.tasks, name)(seed=3 + seed).test(2 * count)):
+        ids = scope.encode([unit[0]]).inputs["input_ids"][0]
+        again, query = Again.of(scope, ids), len(ids) - 1
+        looks = [look for head in heads.split() if (look := main_look(again, Head.parse(head), query)) is not None]
+        looks = [look for look in looks if kept[look.head] < count]
+        for look in looks:
+            kept[look.head] += 1
+        carried = 1 if name == "binding" and number < count // 2 else 0
+        for record in records(scope, again, looks, seed, carried):
+            yield record | {"prompt": number}
+
+
+def texts(scope: qk.Scope, heads: str, folder: Path, count: int, seed: int, peaks: bool) -> Iterator[Record]:
+    """Looks on natural text, drawn at random or at each head's largest attention."""
+    draws, kept = random.Random(seed), defaultdict[Head, int](int)
+    for ids in passages(scope.tokenizer, folder, draws, 6 * count):
+        again, looks = Again.of(scope, ids.to(scope.device)), []
+        for head in map(Head.parse, heads.split()):
+            if kept[head] < count and (look := drawn_look(again, head, draws, peaks=peaks)) is not None:
                 looks.append(look)
-        if looks:
-            for reason in Because(again, looks, seed).reasons():
-                kept[reason.look.head].append((reason, []))
-        if all(len(kept[Head.parse(head)]) >= count for head in TEXT):
-            break
-    rows = [summary("text", head, seed, own) for head, own in kept.items()]
-    say(rows, start)
-    return rows
+                kept[head] += 1
+        yield from records(scope, again, looks, seed)
 
 
-def at_random(scope: qk.Scope, folder: Path, count: int, seed: int) -> list[dict[str, Any]]:
-    draws, start = random.Random(seed), time.time()
+def at_random(
+    scope: qk.Scope | None, shape: Path | None, device: str | None, folder: Path, count: int, seed: int
+) -> Iterator[Record]:
+    """Looks of all heads on random weights of a model's shape."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(scope.model.config).to(scope.device, torch.float32).eval()
-    wild = qk.Scope.from_model(model, scope.tokenizer, name="random", check=False)
-    some = list(passages(scope, folder, draws, count))
-    scale = peaked(wild, some[0])
-    own = []
+    config = scope.model.config if scope else AutoConfig.from_pretrained(shape)
+    tokenizer = scope.tokenizer if scope else AutoTokenizer.from_pretrained(shape)
+    model = AutoModelForCausalLM.from_config(config).to(device or "cpu", torch.float32).eval()
+    wild = qk.Scope.from_model(model, tokenizer, name="random", check=False)
+    draws = random.Random(seed)
+    some = [ids.to(wild.device) for ids in passages(tokenizer, folder, draws, count)]
+    peaked(wild, some[0])
     for ids in some:
-        again = Again.of(wild, ids)
-        heads = draws.sample(list(wild.heads()), 60)
+        again, heads = Again.of(wild, ids), draws.sample(list(wild.heads()), 60)
         looks = [look for head in heads if (look := drawn_look(again, head, draws, 0.3)) is not None][:20]
-        if looks:
-            because = Because(again, looks, seed)
-            own += [
-                (reason, carried(wild, because, reason) if i < 4 else []) for i, reason in enumerate(because.reasons())
-            ]
-    row = summary("random weights", "all", seed, own) | {"scale": scale}
-    say([row], start)
-    return [row]
+        yield from records(wild, again, looks, seed, carried=4)
 
 
-def peaked(scope: qk.Scope, ids: torch.Tensor) -> float:
+def peaked(scope: qk.Scope, ids: torch.Tensor) -> None:
     """Scale W_Q and W_K until the median head's median largest weight is above .9."""
-    total = 1.0
     while True:
         again, tops = Again.of(scope, ids), []
         for call in again.calls.values():
             tops.append(call.attention(list(range(call.q.shape[1])))[0, :, BEGUN:].amax(-1).median(-1).values.median())
         if float(torch.stack(tops).median()) > 0.9:
-            return total
+            return
         with torch.no_grad():
             for name, weight in scope.model.named_parameters():
                 if "q_proj" in name or "k_proj" in name:
                     weight *= 1.25
-        total *= 1.25
 
 
-def passages(scope: qk.Scope, folder: Path, draws: random.Random, count: int) -> Any:
+def passages(tokenizer: Any, folder: Path, draws: random.Random, count: int) -> Iterator[torch.Tensor]:
     documents = list(read_documents([folder]))
     for i in range(count):
-        ids = scope.tokenizer(documents[i % len(documents)].text).input_ids
+        ids = tokenizer(documents[i % len(documents)].text).input_ids
         at = draws.randrange(max(len(ids) - LENGTH, 1))
-        yield torch.tensor(ids[at : at + LENGTH], device=scope.device)
+        yield torch.tensor(ids[at : at + LENGTH])
 
 
-def main_look(again: Again, head: Head, query: int, least: float) -> Look | None:
-    row = again.calls[head.layer].rows(head.index, torch.tensor([0]), torch.tensor([query])).attention()[0, 0]
+def main_look(again: Again, head: Head, query: int, least: float = 0.3) -> Look | None:
+    row = again.row(query, head).attention()[0, 0]
     key = 1 + int(row[1:].argmax())
     return Look(head, query, key) if float(row[key]) >= least else None
 
 
-def drawn_look(again: Again, head: Head, draws: random.Random, least: float = ATTENDED) -> Look | None:
+def drawn_look(
+    again: Again, head: Head, draws: random.Random, least: float = ATTENDED, peaks: bool = False
+) -> Look | None:
     weights = again.calls[head.layer].attention([head.index])[0, 0].clone()
     weights[:, 0] = 0
     top = weights[BEGUN:].max(-1)
     places = (top.values > least).nonzero()[:, 0].tolist()
     if not places:
         return None
-    at = draws.choice(places)
+    at = int(top.values.argmax()) if peaks else draws.choice(places)
     return Look(head, BEGUN + at, int(top.indices[at]))
 
 
-def carried(scope: qk.Scope, because: Because, reason: Reason) -> list[dict[str, Any]]:
+def records(scope: qk.Scope, again: Again, looks: Sequence[Look], seed: int, carried: int = 0) -> Iterator[Record]:
+    """What is found of each look."""
+    if not looks:
+        return
+    because = Because(again, looks, seed)
+    asked = [word.core for word in because.words if word.core[:1].isalnum()][-1:]
+    ends = [word.stop for word in because.words if [word.core] == asked]
+    for i, reason in enumerate(because.reasons()):
+        rows = carriers(scope, because, reason, seed) if i < carried else []
+        yield {
+            "head": str(reason.look.head), "before": reason.before, "kind": reason.kind, "tried": reason.tried,
+            "causes": len(reason.causes), "asked": asked[0] if asked else "",
+            "at a copy": any(end <= reason.look.key <= end + 1 for end in ends[:-1]),
+            "cause before key": any(row["position"] < reason.look.key == row["end"] for row in reason.causes),
+            "relations": reason.relations, "carriers": rows,
+        }  # fmt: skip
+
+
+def carriers(scope: qk.Scope, because: Because, reason: Reason, seed: int) -> list[Record]:
     inputs, row = because.again.inputs, torch.zeros(1, dtype=torch.long, device=scope.device)
     places = Places.everywhere(row, torch.full_like(row, reason.look.query), inputs["attention_mask"])
     run = reader_of(scope).record(inputs, places, deep=True, last=reason.look.head.layer)
-    return Carriers(run, because, reason).rows()
+    return Carriers(run, because, reason, seed).rows()
 
 
-def summary(where: str, head: object, seed: int, own: list[tuple[Reason, list[dict[str, Any]]]]) -> dict[str, Any]:
-    reasons, n = [reason for reason, _ in own], max(len(own), 1)
-    same = [row for reason in reasons for row in reason.relations if row["kind"] == "same word" and row["words"]]
-    letters = [row for row in same if row["text"].strip().isalnum()]
-
-    def shown(kind: str, words: bool = False) -> float:
-        rows = ([row for row in reason.relations if row["kind"] == kind] for reason in reasons)
-        fit = (any(r["verdict"] == "shown" and (not words or r["text"].strip().isalnum()) for r in own) for own in rows)
-        return sum(fit) / n
-
-    def mean(values: list[float]) -> float | None:
-        return sum(values) / len(values) if values else None
-
-    before_key = [any(row["position"] < reason.look.key == row["end"] for row in reason.causes) for reason in reasons]
-    carry, shares = [row for _, rows in own for row in rows], ("restored", "others", "other_run")
-
-    def share(side: str, name: str) -> list[float]:
-        """Of what was lost, how much comes back."""
-        rows = [row for row in carry if row["side"] == side]
-        return [(row[name] - row["changed"]) / (row["before"] - row["changed"]) for row in rows]
-
-    return {
-        "where": where, "head": str(head), "seed": seed, "looks": len(own), "same word": shown("same word"),
-        "same word, letters": shown("same word", True), "follows": shown("follows"), "position": shown("position"),
-        "key word": shown("key word"), "query word": shown("query word"), "self": shown("self"),
-        "alone": mean([row["alone"] for row in letters or same]),
-        "together": mean([row["together"] for row in letters or same]),
-        "different": mean([row["different"] for row in letters or same]),
-        "cause before key": mean(before_key), "causes": mean([len(reason.causes) for reason in reasons]),
-        "many causes": mean([len(reason.causes) > 4 for reason in reasons]),
-        "carriers": len(carry), "carriers shown": mean([row["verdict"] == "shown" for row in carry]),
-        "carriers by side": {side: [mean(share(side, name)) for name in shares] for side in ("key", "query")},
-        "first carriers": [row["writers"] for row in carry if row["side"] == "key"][:8],
-    }  # fmt: skip
+# ---------------------------------------------------------------------- rates
 
 
-def say(rows: list[dict[str, Any]], start: float) -> None:
-    for row in rows:
-        short = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
-        print(json.dumps(short), f"{time.time() - start:.0f} s", flush=True)
+def say(looks: list[Record]) -> None:
+    """Print the rates of every head and place, all seeds together and the range of seeds beside it."""
+    groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for look in looks:
+        groups[look["model"], look["where"], "all" if look["where"] == "random" else look["head"]].append(look)
+    for (model, where, head), own in sorted(groups.items()):
+        print(f"\n{model} {where} {head}: {len(own)} looks, {mean([look['causes'] for look in own]):.1f} causes")
+        marks = {
+            "same word": lambda look: shown(look, "same word"),
+            "same word, letters": lambda look: any(row["text"].strip().isalnum() for row in pairs(look, "shown")),
+            "same word, asked": lambda look: any(row["text"].strip().lower() == look["asked"] for row in pairs(look, "shown")),  # noqa: E501
+            **{kind: (lambda look, kind=kind: shown(look, kind)) for kind in ("follows", "position", "self", "key word", "query word")},  # noqa: E501
+            "more than four causes": lambda look: look["causes"] > 4,
+            "no cause": lambda look: look["causes"] == 0,
+            "cause just before the key": lambda look: look["cause before key"],
+        }  # fmt: skip
+        for name, mark in marks.items():
+            print(f"  {name:28s} {rate([bool(mark(look)) for look in own], [look['seed'] for look in own])}")
+        tested = [row for look in own for row in strongest(look)]
+        if tested:
+            left = {name: mean([row[name] for row in tested]) for name in ("alone", "together", "different")}
+            print("  left of the attention        " + ", ".join(f"{name} {value:.2f}" for name, value in left.items()))
+        carried = [(look, row) for look in own for row in look["carriers"]]
+        if carried:
+            print(f"  carriers shown               {rate([row['verdict'] == 'shown' for _, row in carried])}")
+            for side in ("key", "query"):
+                rows = [row for _, row in carried if row["side"] == side]
+                share = {name: mean([back(row, name) for row in rows]) for name in ("restored", "others", "other_run", "whole_side")}  # noqa: E501
+                print(f"  put back into the {side:11s}" + ", ".join(f"{name} {value:.2f}" for name, value in share.items()) + f" ({len(rows)})")  # noqa: E501
+                names: dict[str, int] = defaultdict(int)
+                for row in rows:
+                    names[row["writers"]] += 1
+                print("     ", sorted(names.items(), key=lambda item: -item[1])[:4])
+
+
+def pairs(look: Record, verdict: str) -> list[Record]:
+    return [row for row in look["relations"] if row["kind"] == "same word" and row["verdict"] == verdict]
+
+
+def strongest(look: Record) -> list[Record]:
+    return [row for row in look["relations"] if row["kind"] == "same word" and row["together"] is not None][:1]
+
+
+def shown(look: Record, kind: str) -> bool:
+    return any(row["kind"] == kind and row["verdict"] == "shown" for row in look["relations"])
+
+
+def back(row: Record, name: str) -> float:
+    """Of what was lost, how much comes back."""
+    return float((row[name] - row["changed"]) / (row["before"] - row["changed"]))
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def rate(marks: Sequence[bool], seeds: Sequence[int] = ()) -> str:
+    ends = binomtest(sum(marks), len(marks)).proportion_ci(method="wilson")
+    each = [mean([mark for mark, seed in zip(marks, seeds, strict=True) if seed == s]) for s in sorted(set(seeds))]
+    by_seed = f"; seeds {', '.join(f'{value:.0%}' for value in each)}" if len(each) > 1 else ""
+    return f"{mean(marks):.1%} [{ends.low:.1%}, {ends.high:.1%}]  {sum(marks)} of {len(marks)}{by_seed}"
 
 
 if __name__ == "__main__":

@@ -102,7 +102,10 @@ class Because:
         self.before = torch.stack(rows)
         self.attention = self._at_keys(self.before[None])[0]
         furthest = max(look.query for look in looks)
-        self.words = [word for word in self.others.words if 0 < word.start <= furthest]
+        usable = self.others.lexicon.usable
+        self.words = [
+            word for word in self.others.words if word.start <= furthest and (word.start or usable[self.ids[0]])
+        ]  # a first token that no text has, as <bos>, stays
         self.texts = [self.others.lexicon.text(i) for i in self.ids.tolist()]
         self._of_layer: dict[int, list[int]] = {}
         for n, look in enumerate(looks):

@@ -159,11 +159,11 @@ class Alternatives:
         self.cores = {word.core for word in self.words}
         self.barred = torch.zeros(self.lexicon.size, dtype=torch.bool)
         self.barred[[i for core in self.cores for i in self.lexicon.by_core.get(core, ())]] = True
-        self._kept: dict[tuple[int, int], list[Ids]] = {}
+        self._kept: dict[tuple[int, int, int], list[Ids]] = {}
 
     def of(self, word: Word, count: int = 8) -> list[Ids]:
         """So many other words for one, likely and drawn ones in turn; fewer where there are no more of its shape."""
-        key = word.start, count
+        key = word.start, word.stop, count
         if key not in self._kept:
             if any(self.lexicon.texts[i] == PIECE for i in self.ids[word.start : word.stop]):
                 likely, drawn = list[Ids](), self._characters(word, count)
@@ -189,9 +189,11 @@ class Alternatives:
 
     def _likely(self, word: Word, count: int) -> list[Ids]:
         """The likeliest first pieces of its shape, each continued by the likeliest pieces of their shapes."""
+        if word.start == 0:  # nothing comes before it
+            return []
         ranked = self._ranked[word.start - 1]
         first = ranked[self.lexicon.like(self.ids[word.start], self.barred)[ranked]][:count]
-        if not len(first) or word.start == 0:
+        if not len(first):
             return []
         made = first[:, None].to(self.again.ids)
         for at in range(word.start + 1, word.stop):
