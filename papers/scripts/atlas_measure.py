@@ -1,6 +1,13 @@
-"""An atlas on documents, timed, and what its induction heads are worth: ablated together, beside random sets.
+"""What the atlas' names are worth: predictions on documents that nothing was chosen on, labels, ablations, random weights.
 
-python papers/scripts/atlas_measure.py [TEXTS] --out atlas.json [--model MODEL] [--device cuda] [--n 40]
+    python papers/scripts/atlas_measure.py look FOLDER --kind python [--texts DIR] [--model MODEL] [--device cuda]
+    python papers/scripts/atlas_measure.py look FOLDER --kind random0 --random 0 [--device cuda]
+    python papers/scripts/atlas_measure.py score FOLDER --kind python --on python-test,packages-test [--model MODEL]
+
+``look`` writes, passage by passage, the looks of all heads with their reasons (documents to fit on), and where every head
+looks (documents to choose, fit and test on); ``--looks 0`` leaves the reasons out. ``score`` names the heads from these
+files and prints how well names predict, their areas under the curve against labels from repeated random tokens, and
+what is left of copying with the heads named *induction* ablated, beside random heads of the same layers.
 """
 
 from __future__ import annotations
@@ -12,44 +19,136 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import because_measure
 import torch
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import roc_auc_score
+from transformers import AutoModelForCausalLM
 
 import qkscope as qk
-from qkscope.analyses.atlas import atlas
+from qkscope.analyses import atlas
 from qkscope.change.again import prompt_of
-from qkscope.tasks.texts import read_documents
+from qkscope.draws import derived_seed
+from qkscope.maths.significance import clustered_bootstrap
+from qkscope.tasks.sides import Passage, split
+from qkscope.tasks.texts import python_texts, read_documents
+
+JOBS = (atlas.PREVIOUS, atlas.DUPLICATE, atlas.INDUCTION)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("texts", nargs="*", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("what", choices=("look", "score"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--texts", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device")
-    parser.add_argument("--n", type=int, default=40)
+    parser.add_argument("--random", type=int)
+    parser.add_argument("--looks", type=int, default=40)
+    parser.add_argument("--passages", type=int, default=60)
+    parser.add_argument("--on", default="")
     asked = parser.parse_args()
-    scope, start = qk.Scope.load(asked.model, device=asked.device), time.time()
-    names = atlas(scope, read_documents(asked.texts) if asked.texts else None, asked.n, test=asked.n)
-    seconds = time.time() - start
-    rows, scores = names.table(), names.tables["scores"]
-    kept = [row["head"] for row in rows if row["kind"] == "induction"]
-    made = {
-        "answer": names.answer, "seconds": seconds, "kinds": Counter(row["kind"] for row in rows),
-        "induction": kept, "labels": labels(scope, rows), "ablated": ablated(scope, kept), "atlas": rows,
-        "scores": scores,
-    }  # fmt: skip
-    asked.out.write_text(json.dumps(made, indent=0, default=str))
-    print(json.dumps({k: v for k, v in made.items() if k not in ("atlas", "scores")}, default=str))
-    other = [s for s in scores if not s["kind"].startswith(("position", "no ", "previous", "self", "sink"))]
-    for name, own in (("no offset", other), ("all", scores)):
-        better = sum(s["low"] > 0 for s in own) / max(len(own), 1)
-        less = sum(s["loss_high"] < 0 for s in own) / max(len(own), 1)
-        mean = {
-            k: round(sum(s[k] for s in own) / max(len(own), 1), 3)
-            for k in ("name", "offset", "previous", "itself", "tokens", "log_loss", "with_name")
-        }
-        print(name, len(own), f"better than the offset {better:.2f}, lower log-loss {less:.2f}", mean)
+    scope = qk.Scope.load(asked.model, device=asked.device)
+    if asked.random is not None:
+        torch.manual_seed(asked.random)
+        model = AutoModelForCausalLM.from_config(scope.model.config).to(scope.device, torch.float32).eval()
+        scope = qk.Scope.from_model(model, scope.tokenizer, name="random", check=False)
+    (look if asked.what == "look" else score)(scope, asked)
+
+
+def look(scope: qk.Scope, asked: argparse.Namespace) -> None:
+    """Write the looks of all heads."""
+    documents = read_documents([asked.texts]) if asked.texts else python_texts(docstrings=True)
+    sides = split(documents, lambda text: scope.tokenizer(text, verbose=False)["input_ids"], length=64, seed=0)
+    heads, start = tuple(scope.parse(None)), time.time()
+    if asked.random is not None:
+        because_measure.peaked(scope, torch.tensor(sides["fit"][0].ids, device=scope.device))
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    for side, passages in sides.items():
+        whole = [passage for passage in passages if len(passage.ids) > 16]
+        order = torch.Generator().manual_seed(derived_seed(0, "passages", side))
+        some = [whole[i] for i in torch.randperm(len(whole), generator=order).tolist()[: asked.passages]]
+        keys, attention = torch.zeros(2, len(some), len(heads), 64)
+        for i, passage in enumerate(some):
+            sight = atlas.Sight.of(scope, heads, passage)
+            keys[i, :, : len(passage.ids)], attention[i, :, : len(passage.ids)] = sight.keys.float(), sight.attention
+        name = str(asked.folder / f"{asked.kind}-{side}")
+        save_file({"keys": keys.to(torch.uint8), "attention": attention.half()}, name + ".safetensors")
+        Path(name + ".json").write_text(json.dumps([[p.document, p.group, p.ids] for p in some]))
+        if side == "fit" and asked.looks:
+            with Path(name + "-looks.jsonl").open("w") as file:
+                for i, passage in enumerate(some[: asked.looks]):
+                    for row in atlas.look_rows(scope, heads, passage, derived_seed(0, "atlas", i)):
+                        row = {name: value for name, value in row.items() if name not in ("tokens", "text")}
+                        print(json.dumps(row), file=file, flush=True)
+                    print(f"{asked.kind}: passage {i + 1}, {time.time() - start:.0f} s", flush=True)
+
+
+def sights(folder: Path, name: str) -> list[atlas.Sight]:
+    tensors, made = load_file(folder / f"{name}.safetensors"), []
+    for i, (document, group, ids) in enumerate(json.loads((folder / f"{name}.json").read_text())):
+        keys, attention = (tensors[which][i, :, : len(ids)] for which in ("keys", "attention"))
+        made.append(atlas.Sight(Passage(document, group, tuple(ids)), keys.long(), attention.float()))
+    return made
+
+
+def score(scope: qk.Scope, asked: argparse.Namespace) -> None:
+    """Name heads, and say what the names are worth."""
+    looks = [json.loads(line) for line in (asked.folder / f"{asked.kind}-fit-looks.jsonl").open()]
+    if asked.random is not None:
+        first = Counter(look["job"] for look in looks)
+        kinds = Counter(Counter(x["job"] for x in looks if x["head"] == str(h)).most_common(1)[0][0] for h in scope.heads())  # noqa: E501
+        print(f"{asked.kind}: kinds of heads {dict(kinds)}; jobs of looks {dict(first)}")
+        return
+    fit = sights(asked.folder, f"{asked.kind}-fit")[: asked.looks]
+    rows = [
+        atlas.head_row(scope, head, h, [look for look in looks if look["head"] == str(head)], fit)
+        for h, head in enumerate(scope.heads())
+    ]
+    jobs = atlas.job_rows(rows, looks)
+    print(f"{asked.kind}: {dict(Counter(row['kind'] for row in rows))}")
+    for kind in JOBS:
+        print(f"  {kind}: " + "; ".join(f"{row['head']} {row['name']}" for row in rows if row["kind"] == kind))
+    for name in filter(None, asked.on.split(",")):
+        test = sights(asked.folder, name)
+        said(atlas.score_rows(rows, jobs, fit, test), name)
+        pooled(rows, jobs, fit, test)
+    labels(scope, jobs)
+    ablated(scope, [row["head"] for row in rows if row["kind"] == atlas.INDUCTION])
+
+
+def said(scores: list[dict[str, Any]], on: str) -> None:
+    """How often the name is right, beside the baselines."""
+    for text, some in (
+        ("names that are no offset", [row for row in scores if not row["kind"].startswith(atlas.NO_RULE)]),
+        ("all heads", scores),
+    ):
+        n = len(some)
+        means = {name: round(sum(row[name] for row in some) / n, 3) for name in ("name", *atlas.BASELINES)}
+        better, worse = sum(row["low"] > 0 for row in some), sum(row["high"] < 0 for row in some)
+        lower, higher = sum(row["loss_high"] < 0 for row in some), sum(row["loss_low"] > 0 for row in some)
+        print(f"  on {on}, {text} ({n}): better than the best offset {better / n:.0%}, worse {worse / n:.0%}; {means};")
+        print(f"    log-loss lower with the name at {lower} heads, higher at {higher}")
+
+
+def pooled(rows: list[Any], jobs: list[Any], fit: list[atlas.Sight], test: list[atlas.Sight]) -> None:
+    """Log-loss over all heads without and with the name; the interval is by document."""
+    without, changes, groups = [], [], []
+    for h, row in enumerate(rows):
+        shares = {job["job"]: job["share"] for job in jobs if job["head"] == row["head"]}
+        losses = atlas.Guesses(h, dict(list(shares.items())[:3]), fit).losses(fit, test)
+        without.append(losses[0])
+        changes.append(losses[1] - losses[0])
+        groups += [sight.passage.group for sight in test for _ in range(int(sight.looks[h].sum()))]
+    change = torch.cat(changes).double()
+    low, high = clustered_bootstrap(change[:, None], torch.tensor(groups))
+    print(f"    all looks: log-loss {torch.cat(without).mean():.3f}, with the name {change.mean():+.3f} [{low[0]:+.3f}, {high[0]:+.3f}]")  # noqa: E501
+
+
+# ---------------------------------------------------------------------- repeated random tokens
 
 
 def repeated(scope: qk.Scope, count: int = 16, length: int = 32) -> torch.Tensor:
@@ -57,67 +156,45 @@ def repeated(scope: qk.Scope, count: int = 16, length: int = 32) -> torch.Tensor
     return torch.cat([ids, ids], dim=1).to(scope.device)
 
 
-def accuracy(scope: qk.Scope, ids: torch.Tensor, heads: list[str]) -> float:
-    half = ids.shape[1] // 2
-    with torch.no_grad(), ExitStack() as stack:
-        if heads:
-            stack.enter_context(scope.ablate(*heads))
-        model = stack.enter_context(scope.patched([]))
-        logits = model(**prompt_of(scope, ids), use_cache=False).logits
-    return float((logits[:, half:-1].argmax(-1) == ids[:, half + 1 :]).float().mean())
+def labels(scope: qk.Scope, jobs: list[dict[str, Any]]) -> None:
+    """Areas under the curve of each job's share against labels from repeated random tokens (attention above .3)."""
+    ids, scored = repeated(scope), dict[int, dict[str, torch.Tensor]]()
+    half, index = ids.shape[1] // 2, torch.arange(ids.shape[1] // 2 - 2, device=ids.device)
+    at = half + 1 + index
 
-
-def ablated(scope: qk.Scope, heads: list[str]) -> dict[str, object]:
-    ids, draws = repeated(scope), random.Random(0)
-    before = accuracy(scope, ids, [])
-    sets = []
-    for _ in range(20 if heads else 0):
-        sets.append(
-            accuracy(scope, ids, [f"{head.partition('H')[0]}H{draws.randrange(scope.n_heads)}" for head in heads])
-        )
-    return {
-        "before": before,
-        "induction": accuracy(scope, ids, heads),
-        "random": sorted(sets),
-        "L16H0": accuracy(scope, ids, ["L16H0"]),
-    }
-
-
-def labels(scope: qk.Scope, rows: list[dict]) -> dict[str, float]:
-    """Area under the curve of each job's share against labels from repeated random tokens (attention above .3)."""
-    ids = repeated(scope)
-    half, scored = ids.shape[1] // 2, {}
-    at = torch.arange(half + 1, 2 * half - 1, device=ids.device)
-
-    def visit(call: object) -> None:
+    def visit(call: Any) -> None:
         weights = call.attention(list(range(call.q.shape[1])))[:, :, at]
-        index = torch.arange(len(at), device=at.device)
-        scored[call.layer] = {
-            "previous token": weights[:, :, index, at - 1].mean((0, 2)),
-            "duplicate token": weights[:, :, index, at - half].mean((0, 2)),
-            "induction": weights[:, :, index, at - half + 1].mean((0, 2)),
-        }  # fmt: skip
+        targets = zip(JOBS, (at - 1, at - half, at - half + 1), strict=True)
+        scored[call.layer] = {job: weights[:, :, index, key].mean((0, 2)) for job, key in targets}
 
     scope.watch(prompt_of(scope, ids), visit)
-    out = {}
-    for name in ("previous token", "duplicate token", "induction"):
-        truth = [float(scored[row["layer"]][name][row["index"]]) > 0.3 for row in rows]
-        share = [
-            next(
-                (float(part.split()[-1].rstrip("%")) for part in row["name"].split(", ") if part.startswith(name)), 0.0
-            )
-            for row in rows
-        ]
-        pairs = [
-            (a > b) + 0.5 * (a == b)
-            for a, t in zip(share, truth, strict=True)
-            if t
-            for b, u in zip(share, truth, strict=True)
-            if not u
-        ]
-        out[name] = round(sum(pairs) / max(len(pairs), 1), 3)
-        out[f"{name} heads"] = sum(truth)
-    return out
+    for job in JOBS:
+        truth = [float(scored[head.layer][job][head.index]) > 0.3 for head in scope.heads()]
+        share = {row["head"]: row["share"] for row in jobs if row["job"] == job}
+        area = roc_auc_score(truth, [share.get(str(head), 0.0) for head in scope.heads()])
+        print(f"  labels from repeated random tokens, {job} ({sum(truth)} heads): area under the curve {area:.3f}")
+
+
+def ablated(scope: qk.Scope, heads: list[str]) -> None:
+    """Accuracy on the second copy with heads ablated together, beside random sets of the same layers."""
+
+    def accuracy(some: list[str]) -> float:
+        ids = repeated(scope)
+        with torch.no_grad(), ExitStack() as stack:
+            if some:
+                stack.enter_context(scope.ablate(*some))
+            model = stack.enter_context(scope.patched([]))
+            logits = model(**prompt_of(scope, ids), use_cache=False).logits
+        half = ids.shape[1] // 2
+        return float((logits[:, half:-1].argmax(-1) == ids[:, half + 1 :]).float().mean())
+
+    draws, before = random.Random(0), accuracy([])
+    sets = sorted(
+        accuracy([f"{head.partition('H')[0]}H{draws.randrange(scope.n_heads)}" for head in heads]) for _ in range(20)
+    )
+    together, single = accuracy(heads), {head: round(accuracy([head]) / before - 1, 2) for head in [*heads, "L16H0"]}
+    print(f"  second copy right {before:.2f}; {len(heads)} induction heads ablated {together:.2f} ({together / before - 1:+.0%});")  # noqa: E501
+    print(f"    20 random sets: median {sets[10] / before - 1:+.0%}, {sets[0] / before - 1:+.0%} to {sets[-1] / before - 1:+.0%}; each alone {single}")  # noqa: E501
 
 
 if __name__ == "__main__":

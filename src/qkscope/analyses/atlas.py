@@ -35,16 +35,19 @@ from qkscope.runs.progress import doing
 from qkscope.runs.result import Result
 from qkscope.runs.work import current_work, verb
 from qkscope.tasks.sides import Passage, split
-from qkscope.tasks.texts import Document, python_texts, text_hash
+from qkscope.tasks.texts import Document, package_texts, python_texts, text_hash
 
 Texts: TypeAlias = Sequence[str] | Annotated[Sequence[Document], "a list of documents"] | None
-INDUCTION, DUPLICATE, PREVIOUS, SINK = "induction", "duplicate token", "previous token", "sink"
+INDUCTION, DUPLICATE, PREVIOUS, PUNCTUATION, SINK = (
+    "induction", "duplicate token", "previous token", "punctuation", "sink",
+)  # fmt: skip
 LENGTH, WORDS = 64, 4  # tokens of a passage, and alternatives of each word
 _BEGUN = 16  # the first token that asks: the ones before it see little
 _ATTENDED = 0.3
 _EACH = 2  # looks of a head in a passage
 _FEW = 4  # looks under which a head rests on the first token
 _SHOWN = 3  # jobs of a name, examples of a head
+NO_RULE = (PREVIOUS, "self", SINK, "position", "no ", "few ")  # kinds that say an offset, or nothing
 BASELINES = ("offset", "previous", "itself", "tokens")
 """Ways to say which token a head looks at, besides its name; all are fitted on the same passages."""
 
@@ -75,7 +78,8 @@ def atlas(
     Parameters
     ----------
     scope : the model.
-    texts : documents, or strings that are documents of their own; if not given, the texts that come with Python.
+    texts : documents, or strings that are documents of their own; if not given, the texts that come with Python, and
+        names are scored on what installed packages say of themselves.
     n, test : passages whose words are changed, and others, of other documents, on which names are scored.
     heads : heads by name; all by default.
     length : the most tokens of a passage.
@@ -92,27 +96,29 @@ def atlas(
     'induction'
     """
     chosen, documents, work = tuple(scope.parse(heads)), documents_of(texts), current_work()
-    fit, tested = passages_of(scope, documents, (n, test), length, seed)
+    other = package_texts() if texts is None else documents
+    fit, tested = passages_of(scope, documents, n, length, seed), passages_of(scope, other, test, length, seed, "test")
     work.begin(scope, [fit, tested], heads=[str(head) for head in chosen], length=length, seed=seed, words=WORDS)
     looks: list[dict[str, Any]] = []
     for i, passage in enumerate(fit):
         with doing(f"changing the words of passage {i + 1} of {len(fit)}", progress):
             looks += work.once(
-                f"passage {i}", partial(_look_rows, scope, chosen, passage, derived_seed(seed, "atlas", i))
+                f"passage {i}", partial(look_rows, scope, chosen, passage, derived_seed(seed, "atlas", i))
             )
     seen = {
         side: [Sight.of(scope, chosen, passage) for passage in own] for side, own in (("fit", fit), ("test", tested))
     }
     rows = [
-        _head_row(scope, head, h, [row for row in looks if row["head"] == str(head)], seen["fit"])
+        head_row(scope, head, h, [row for row in looks if row["head"] == str(head)], seen["fit"])
         for h, head in enumerate(chosen)
     ]
-    scores = score_rows(scope, rows, seen["fit"], seen["test"], seed)
+    jobs = job_rows(rows, looks)
+    scores = score_rows(rows, jobs, seen["fit"], seen["test"])
     examples = [row for head in chosen for row in _examples(looks, str(head))]
     return Atlas(
         experiment="atlas",
         answer=_answer(rows, scores, len(fit), len(tested)),
-        tables={"atlas": rows, "scores": scores, "jobs": _job_rows(rows, looks), "examples": examples},
+        tables={"atlas": rows, "scores": scores, "jobs": jobs, "examples": examples},
         seed=seed,
         **made_with(scope, text=text_hash(documents), n=len(fit), test=len(tested), length=length),
     )
@@ -130,18 +136,15 @@ def documents_of(texts: Texts) -> tuple[Document, ...]:
 
 
 def passages_of(
-    scope: Scope, documents: Sequence[Document], counts: tuple[int, int], length: int, seed: int
-) -> tuple[list[Passage], list[Passage]]:
-    """Passages to fit on and to test on, drawn at random from documents that share no text."""
+    scope: Scope, documents: Sequence[Document], count: int, length: int, seed: int, side: str = "fit"
+) -> list[Passage]:
+    """Passages of one side of some documents, drawn at random; sides share no text."""
     if scope.tokenizer is None:
         raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
     encode = lambda text: scope.tokenizer(text, verbose=False)["input_ids"]  # noqa: E731
-    sides, drawn = split(documents, encode, length=length, seed=seed), []
-    for side, count in zip(("fit", "test"), counts, strict=True):
-        whole = [passage for passage in sides[side] if len(passage.ids) > _BEGUN]
-        order = torch.Generator().manual_seed(derived_seed(seed, "passages", side))
-        drawn.append([whole[i] for i in torch.randperm(len(whole), generator=order).tolist()[:count]])
-    return drawn[0], drawn[1]
+    whole = [x for x in split(documents, encode, length=length, seed=seed)[side] if len(x.ids) > _BEGUN]
+    order = torch.Generator().manual_seed(derived_seed(seed, "passages", side))
+    return [whole[i] for i in torch.randperm(len(whole), generator=order).tolist()[:count]]
 
 
 # ---------------------------------------------------------------------- looks and their reasons
@@ -159,12 +162,16 @@ class Sight:
     def of(cls, scope: Scope, heads: Sequence[Head], passage: Passage, again: Again | None = None) -> Sight:
         """Run a passage, unless it was."""
         again = again or Again.of(scope, torch.tensor(passage.ids, device=scope.device))
-        top = []
-        for head in heads:
-            weights = again.calls[head.layer].attention([head.index])[0, 0].float().cpu()
-            weights[:, 0] = 0
-            top.append(weights.max(-1))
-        return cls(passage, torch.stack([one.indices for one in top]), torch.stack([one.values for one in top]))
+        keys, attention = torch.zeros(2, len(heads), len(passage.ids))
+        by_layer: dict[int, list[int]] = {}
+        for h, head in enumerate(heads):
+            by_layer.setdefault(head.layer, []).append(h)
+        for layer, own in by_layer.items():
+            weights = again.calls[layer].attention([heads[h].index for h in own])[0].float()
+            weights[..., 0] = 0
+            most = weights.max(-1)
+            keys[own], attention[own] = most.indices.float().cpu(), most.values.cpu()
+        return cls(passage, keys.long(), attention)
 
     @property
     def looks(self) -> Bool[Tensor, "h t"]:
@@ -172,7 +179,7 @@ class Sight:
         return (self.attention >= _ATTENDED) & (torch.arange(self.keys.shape[1]) >= _BEGUN)
 
 
-def _look_rows(scope: Scope, heads: Sequence[Head], passage: Passage, seed: int) -> list[dict[str, Any]]:
+def look_rows(scope: Scope, heads: Sequence[Head], passage: Passage, seed: int) -> list[dict[str, Any]]:
     """A look of each head in a passage, with what decides it."""
     again = Again.of(scope, torch.tensor(passage.ids, device=scope.device))
     sight, draws = Sight.of(scope, heads, passage, again), torch.Generator().manual_seed(seed)
@@ -209,11 +216,13 @@ def job_of(reason: Reason) -> str:
         return DUPLICATE if start <= look.key < end else INDUCTION if end <= look.key <= end + 1 else "same word"
     if kind == "position":
         return PREVIOUS if look.query - look.key == 1 else f"position {look.key - look.query}"
-    shown = {row["kind"] for row in reason.relations if row["verdict"] == "shown"}
-    return "key and query words" if {"key word", "query word"} <= shown else kind
+    shown = {row["kind"]: row["text"] for row in reason.relations if row["verdict"] == "shown"}
+    if {"key word", "query word"} <= shown.keys():
+        return "key and query words"
+    return PUNCTUATION if kind == "key word" and not any(map(str.isalnum, shown[kind])) else kind
 
 
-def _head_row(
+def head_row(
     scope: Scope, head: Head, h: int, looks: Sequence[Mapping[str, Any]], sights: Sequence[Sight]
 ) -> dict[str, Any]:
     asked = sum(int(sight.looks[h].sum()) for sight in sights)
@@ -248,7 +257,7 @@ def token_texts_of(scope: Scope, ids: Sequence[int]) -> list[str]:
     return [token_texts(scope, [i])[0] for i in ids]
 
 
-def _job_rows(rows: Sequence[Mapping[str, Any]], looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def job_rows(rows: Sequence[Mapping[str, Any]], looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     made = []
     for row in rows:
         own = [look for look in looks if look["head"] == row["head"]]
@@ -267,112 +276,120 @@ def _examples(looks: Sequence[Mapping[str, Any]], head: str) -> list[dict[str, A
 
 
 def score_rows(
-    scope: Scope, rows: Sequence[Mapping[str, Any]], fit: Sequence[Sight], test: Sequence[Sight], seed: int
+    rows: Sequence[Mapping[str, Any]], jobs: Sequence[Mapping[str, Any]], fit: Sequence[Sight], test: Sequence[Sight]
 ) -> list[dict[str, Any]]:
     """How often each head's name, and each baseline, says to which token it looks, on looks of unseen documents."""
     made = []
     for h, row in enumerate(rows):
-        guess = Guesses(row, h, fit)
-        told = [guess.hits(sight) for sight in test]
-        every = torch.cat([hits for hits in told])
-        if len(every) < _FEW:
+        shares = {job["job"]: job["share"] for job in jobs if job["head"] == row["head"]}
+        guess = Guesses(h, dict(list(shares.items())[:_SHOWN]), fit)
+        hits = torch.cat([guess.hits(sight) for sight in test])
+        if len(hits) < _FEW:
             continue
-        groups = torch.repeat_interleave(
-            torch.tensor([s.passage.group for s in test]), torch.tensor([len(hits) for hits in told])
-        )
-        gain = (every[:, 0] - every[:, 1]).double()
+        groups = torch.cat([torch.full((int(sight.looks[h].sum()),), sight.passage.group) for sight in test])
+        gain, without, with_name = (hits[:, 0] - hits[:, 1]).double(), *guess.losses(fit, test)
         low, high = clustered_bootstrap(gain[:, None], groups)
-        loss = guess.losses(fit, test)
-        less, *ends = loss[1] - loss[0], *clustered_bootstrap((loss[1] - loss[0])[:, None].double(), groups)
+        ends = clustered_bootstrap((with_name - without)[:, None].double(), groups)
         made.append({
-            "head": row["head"], "kind": row["kind"], "looks": len(every), "name": float(every[:, 0].mean()),
-            **{name: float(every[:, 1 + i].mean()) for i, name in enumerate(BASELINES)}, "gain": float(gain.mean()),
-            "low": float(low[0]), "high": float(high[0]), "log_loss": float(loss[0].mean()),
-            "with_name": float(loss[1].mean()),
-            "loss_change": float(less.mean()), "loss_low": float(ends[0][0]), "loss_high": float(ends[1][0]),
+            "head": row["head"], "kind": row["kind"], "looks": len(hits), "name": float(hits[:, 0].mean()),
+            **{name: float(hits[:, 1 + i].mean()) for i, name in enumerate(BASELINES)}, "gain": float(gain.mean()),
+            "low": float(low[0]), "high": float(high[0]), "log_loss": float(without.mean()),
+            "with_name": float(with_name.mean()), "loss_low": float(ends[0][0]), "loss_high": float(ends[1][0]),
         })  # fmt: skip
     return made
 
 
 class Guesses:
-    """Ways to say where one head looks, fitted on some passages.
+    """Ways to say where one head looks, fitted on some passages; each gives every token in sight a chance.
 
     Parameters
     ----------
-    row : of the head, with its kind.
-    h : its number.
+    h : the head's number.
+    jobs : what its name says, with shares: each job is a rule, the name their mixture.
     fit : passages to fit on.
     """
 
-    def __init__(self, row: Mapping[str, Any], h: int, fit: Sequence[Sight]) -> None:
-        self.kind, self.h, self.offset = row["kind"], h, -1 if row["offset"] is None else int(row["offset"])
-        self.offsets: Counter[int] = Counter()
-        self.drawn: Counter[int] = Counter()
-        self.there: Counter[int] = Counter()
+    def __init__(self, h: int, jobs: Mapping[str, float], fit: Sequence[Sight]) -> None:
+        self.h, self.jobs = h, jobs
+        self.drawn, self.there = Counter[int](), Counter[int]()
+        length = max((len(sight.passage.ids) for sight in fit), default=1)
+        self.offsets, self.asked = torch.zeros(length), dict[int, Tensor]()
+        late = 0
         for sight in fit:
-            for q in sight.looks[h].nonzero()[:, 0].tolist():
-                key = int(sight.keys[h, q])
-                self.offsets[key - q] += 1
-                self.drawn[sight.passage.ids[key]] += 1
-                self.there.update(sight.passage.ids[1 : q + 1])
+            ids, queries = sight.passage.ids, sight.looks[h].nonzero()[:, 0]
+            keys = sight.keys[h, queries]
+            for q, key in zip(queries.tolist(), keys.tolist(), strict=True):
+                self.asked.setdefault(ids[q], torch.zeros(length))[q - key] += 1
+                self.drawn[ids[key]] += 1
+                late += (ids[key] in ids[1:key]) - (ids[key] in ids[key + 1 : q + 1])
+            self.offsets += torch.bincount(queries - keys, minlength=length)
+            for i, token in enumerate(ids[1:], 1):  # every look that sees it
+                self.there[token] += int((queries >= i).sum())
+        self.late = 1 if late > 0 else -1  # of equal tokens: the last, or the first
+        smooth = self.offsets + 0.5 / (1 + torch.arange(length))
+        self.profile = smooth / smooth.sum()
 
-    def rate(self, token: int) -> float:
-        """How often a token in sight is the one that is looked at."""
-        return (self.drawn[token] + 0.1) / (self.there[token] + 10)
-
-    def named(self, ids: Sequence[int], q: int) -> int:
-        """The token that the name says."""
-        copies = [i for i in range(1, q) if ids[i] == ids[q]]
-        match self.kind:
-            case "induction" if copies:
-                return copies[-1] + 1
-            case "duplicate token" | "same word" if copies:
-                return copies[-1]
-            case "previous token":
-                return q - 1
-            case "self":
-                return q
-            case "key word" | "key and query words":
-                return max(range(1, q + 1), key=lambda i: (self.rate(ids[i]), i))
-        return q + self.offset if q + self.offset > 0 else q
-
-    def all(self, ids: Sequence[int], q: int) -> list[int]:
-        """What the name and every baseline say."""
-        by_token = max(range(1, q + 1), key=lambda i: (self.rate(ids[i]), i))
-        return [self.named(ids, q), q + self.offset if q + self.offset > 0 else q, q - 1, q, by_token]
+    def chances(self, sight: Sight) -> Float[Tensor, "l m t"]:
+        """At every look of a passage: all tokens alike, the offset, previous, itself, tokens; and the name."""
+        ids, at = torch.tensor(sight.passage.ids), torch.arange(len(sight.passage.ids))
+        q = sight.looks[self.h].nonzero()
+        seen = ((at >= 1) & (at <= q)).float()
+        rates = torch.tensor([(self.drawn[i] + 0.1) / (self.there[i] + 10) for i in ids.tolist()])
+        ways = {
+            "alike": seen, "offset": self.profile[(q - at).clamp(0, len(self.profile) - 1)] * seen,
+            PREVIOUS: (at == q - 1).float(), "self": (at == q).float(),
+            "tokens": seen * (rates + 1e-6 * self.late * at),
+        }  # fmt: skip
+        ways = {name: _sums_to_one(way) for name, way in ways.items()}
+        same = ((ids == ids[q]) & (at >= 1) & (at < q)).float()
+        recent = same * 0.5 ** (same.flip(1).cumsum(1).flip(1) - 1)  # each copy half as likely as the next one
+        none = torch.zeros(len(self.profile))
+        asked = torch.stack([3 * self.profile + self.asked.get(int(ids[i]), none) for i in q[:, 0]]) if len(q) else seen
+        rules = {
+            INDUCTION: recent.roll(1, 1), DUPLICATE: recent, "same word": recent, PREVIOUS: ways[PREVIOUS],
+            "self": ways["self"], "key word": ways["tokens"], PUNCTUATION: ways["tokens"],
+            "key and query words": ways["tokens"],
+            "query word": asked.gather(1, (q - at).clamp(0, len(self.profile) - 1)) * seen * rates,
+        }  # fmt: skip
+        name = torch.zeros_like(seen)
+        for job, share in self.jobs.items():
+            back = job.removeprefix("position -")
+            rule = (at == q - int(back)).float() if back.isdigit() else rules.get(job, ways["offset"])
+            name += share * _sums_to_one(rule)
+        name = torch.where(name.sum(1, keepdim=True) > 0, name, ways["offset"])
+        return torch.stack([*ways.values(), _sums_to_one(name)], dim=1)
 
     def hits(self, sight: Sight) -> Float[Tensor, "l m"]:
-        """Which of them are right, at every look of a passage."""
-        places = sight.looks[self.h].nonzero()[:, 0].tolist()
-        rows = [
-            [float(guess == int(sight.keys[self.h, q])) for guess in self.all(sight.passage.ids, q)] for q in places
-        ]
-        return torch.tensor(rows).reshape(len(places), 1 + len(BASELINES))
+        """Whether the name, and each baseline, is right at every look of a passage."""
+        q, chances = sight.looks[self.h].nonzero()[:, 0], self.chances(sight)
+        best = chances.argmax(2)
+        offset = q - int(self.offsets.argmax())
+        guesses = torch.stack([best[:, -1], torch.where(offset > 0, offset, q), q - 1, q, best[:, 4]], dim=1)
+        return (guesses == sight.keys[self.h, q][:, None]).float()
 
-    def losses(self, fit: Sequence[Sight], test: Sequence[Sight]) -> tuple[Tensor, Tensor]:
-        """Log-loss of a mixture of the baselines at every tested look, without and with the name among them."""
-        chances = [torch.cat([self._chances(sight) for sight in side]) for side in (fit, test)]
-        losses = []
-        for columns in (slice(0, -1), slice(0, None)):
-            own, tested = chances[0][:, columns], chances[1][:, columns]
-            weights = torch.full((own.shape[1],), 1 / own.shape[1])
-            for _ in range(50):  # expectation maximisation of the mixture's weights
-                parts = own * weights
-                weights = (parts / parts.sum(1, keepdim=True)).mean(0) if len(own) else weights
-            losses.append(-(tested @ weights).log())
+    def losses(self, fit: Sequence[Sight], test: Sequence[Sight]) -> tuple[Float[Tensor, " l"], Float[Tensor, " l"]]:
+        """Log-loss of a mixture of the baselines at every tested look, without and with the name among them.
+
+        The mixture's weights are fitted on passages that the parts were not: on each half by tables of the other.
+        """
+        halves = [(Guesses(self.h, self.jobs, fit[i::2]), fit[1 - i :: 2]) for i in (0, 1)]
+        own = torch.cat([guess._of_key(sight) for guess, half in halves for sight in half])
+        tested, losses = torch.cat([self._of_key(sight) for sight in test]), []
+        for size in (own.shape[1] - 1, own.shape[1]):
+            weights = torch.full((size,), 1 / size)
+            for _ in range(50):  # expectation maximisation, one look shared among all ways to begin with
+                parts = own[:, :size] * weights
+                weights = ((parts / parts.sum(1, keepdim=True)).sum(0) + 1 / size) / (len(own) + 1)
+            losses.append(-(tested[:, :size] @ weights).log())
         return losses[0], losses[1]
 
-    def _chances(self, sight: Sight) -> Float[Tensor, "l m"]:
-        """What each way says of the token that is looked at: all alike, offsets, previous, itself, tokens; the name."""
-        rows, ids, total = [], sight.passage.ids, sum(self.offsets.values())
-        for q in sight.looks[self.h].nonzero()[:, 0].tolist():
-            key = int(sight.keys[self.h, q])
-            rates = sum(self.rate(ids[i]) for i in range(1, q + 1))
-            rows.append([
-                1 / q, self.offsets[key - q] / max(total, 1), float(key == q - 1), float(key == q),
-                self.rate(ids[key]) / rates, float(key == self.named(ids, q)),
-            ])  # fmt: skip
-        return torch.tensor(rows).reshape(len(rows), 6)
+    def _of_key(self, sight: Sight) -> Float[Tensor, "l m"]:
+        keys = sight.keys[self.h, sight.looks[self.h].nonzero()[:, 0]]
+        return self.chances(sight).gather(2, keys[:, None, None].expand(-1, 6, 1))[..., 0]
+
+
+def _sums_to_one(chances: Float[Tensor, "l t"]) -> Float[Tensor, "l t"]:
+    return chances / chances.sum(1, keepdim=True).clamp_min(1e-30)
 
 
 # ---------------------------------------------------------------------- in words
@@ -383,8 +400,7 @@ def _answer(rows: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, Any
         return " ".join(f"{row['head']}: {row['name']} ({row['looks']} looks)." for row in rows)
     kinds = Counter("position" if row["kind"].startswith("position") else row["kind"] for row in rows)
     told = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common(8))
-    fixed = (PREVIOUS, "self")
-    other = [row for row in scores if row["kind"] not in fixed and not row["kind"].startswith(("position", "no "))]
+    other = [row for row in scores if not row["kind"].startswith(NO_RULE)]
     ahead = sum(row["low"] > 0 for row in other)
     return (
         f"{len(rows)} heads by what decides where they look, on {fit} passages: {told}. On {tested} passages of other"

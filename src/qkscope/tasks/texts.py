@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 
 from qkscope.errors import BadInput
@@ -71,6 +72,22 @@ def python_texts(docstrings: bool = False) -> tuple[Document, ...]:
 
     documents = [Document(f"topic {name}", text.strip("\n")) for name, text in sorted(topics.items())]
     return (*documents, *(_docstrings() if docstrings else ()))
+
+
+@cache
+def package_texts() -> tuple[Document, ...]:
+    """What installed packages say of themselves: a third kind of text, by other hands, that every machine has.
+
+    Examples
+    --------
+    >>> any(document.name == "package torch" for document in package_texts())
+    True
+    """
+    said = {
+        f"package {package.metadata['Name'].lower()}": str(package.metadata.get_payload() or "").strip("\n")
+        for package in distributions()
+    }
+    return tuple(Document(name, text) for name, text in sorted(said.items()) if len(text) >= _LEAST_SECTION)
 
 
 def _docstrings() -> list[Document]:
