@@ -196,7 +196,7 @@ def test_pushes_of_all_writers_and_biases_sum_to_a_tokens_logit_over_the_mean(fa
         for head in scope.heads():
             W = run.reader.output_weights(head.layer)[0][head.index]
             z = run.heads[head.layer][0, 0].unflatten(0, (-1, W.shape[1]))[head.index]
-            direct = direct_effect(run, head.layer, (W @ z)[None])[0]
+            direct = direct_effect(run, [head.layer], (W @ z)[None])[0]
             assert float(direct[token] - direct.mean()) == pytest.approx(float(pushed[str(head)]), abs=1e-5 * largest)
 
 
@@ -217,4 +217,4 @@ def test_where_logits_are_no_linear_function_of_the_stream_nothing_is_pushed():
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     run = asked_of(Scope.from_model(model, check=False))
     assert direct_effects(run, 17) is None
-    assert direct_effect(run, 1, torch.ones(1, 64)) is None
+    assert direct_effect(run, [1], torch.ones(1, 64)) is None

@@ -1,12 +1,12 @@
-"""What the atlas' names are worth: predictions on documents that nothing was chosen on, labels, ablations, random weights.
+"""What the names of an atlas are worth: predictions on unseen documents, labels, ablations, random weights.
 
     python papers/scripts/atlas_measure.py look FOLDER --kind python [--texts DIR] [--model MODEL] [--device cuda]
     python papers/scripts/atlas_measure.py look FOLDER --kind random0 --random 0 [--device cuda]
     python papers/scripts/atlas_measure.py score FOLDER --kind python --on python-test,packages-test [--model MODEL]
 
-``look`` writes, passage by passage, the looks of all heads with their reasons (documents to fit on), and where every head
-looks (documents to choose, fit and test on); ``--looks 0`` leaves the reasons out. ``score`` names the heads from these
-files and prints how well names predict, their areas under the curve against labels from repeated random tokens, and
+``look`` writes, passage by passage, the looks of all heads with their reasons (documents to fit on), and where every
+head looks (documents to choose, fit and test on); ``--looks 0`` leaves the reasons out. ``score`` names the heads from
+these files and prints how well names predict, their areas under the curve against labels from repeated random tokens, and
 what is left of copying with the heads named *induction* ablated, beside random heads of the same layers.
 """
 
@@ -100,7 +100,9 @@ def score(scope: qk.Scope, asked: argparse.Namespace) -> None:
     looks = [json.loads(line) for line in (asked.folder / f"{asked.kind}-fit-looks.jsonl").open()]
     if asked.random is not None:
         first = Counter(look["job"] for look in looks)
-        kinds = Counter(Counter(x["job"] for x in looks if x["head"] == str(h)).most_common(1)[0][0] for h in scope.heads())  # noqa: E501
+        kinds = Counter(
+            Counter(x["job"] for x in looks if x["head"] == str(h)).most_common(1)[0][0] for h in scope.heads()
+        )
         print(f"{asked.kind}: kinds of heads {dict(kinds)}; jobs of looks {dict(first)}")
         return
     fit = sights(asked.folder, f"{asked.kind}-fit")[: asked.looks]
@@ -145,7 +147,8 @@ def pooled(rows: list[Any], jobs: list[Any], fit: list[atlas.Sight], test: list[
         groups += [sight.passage.group for sight in test for _ in range(int(sight.looks[h].sum()))]
     change = torch.cat(changes).double()
     low, high = clustered_bootstrap(change[:, None], torch.tensor(groups))
-    print(f"    all looks: log-loss {torch.cat(without).mean():.3f}, with the name {change.mean():+.3f} [{low[0]:+.3f}, {high[0]:+.3f}]")  # noqa: E501
+    ends = f"{change.mean():+.3f} [{low[0]:+.3f}, {high[0]:+.3f}]"
+    print(f"    all looks: log-loss {torch.cat(without).mean():.3f}, with the name {ends}")
 
 
 # ---------------------------------------------------------------------- repeated random tokens
@@ -192,9 +195,10 @@ def ablated(scope: qk.Scope, heads: list[str]) -> None:
     sets = sorted(
         accuracy([f"{head.partition('H')[0]}H{draws.randrange(scope.n_heads)}" for head in heads]) for _ in range(20)
     )
-    together, single = accuracy(heads), {head: round(accuracy([head]) / before - 1, 2) for head in [*heads, "L16H0"]}
-    print(f"  second copy right {before:.2f}; {len(heads)} induction heads ablated {together:.2f} ({together / before - 1:+.0%});")  # noqa: E501
-    print(f"    20 random sets: median {sets[10] / before - 1:+.0%}, {sets[0] / before - 1:+.0%} to {sets[-1] / before - 1:+.0%}; each alone {single}")  # noqa: E501
+    together, single = accuracy(heads), {head: f"{accuracy([head]) / before - 1:+.0%}" for head in [*heads, "L16H0"]}
+    print(f"  second copy right {before:.2f}; {len(heads)} induction heads ablated {together / before - 1:+.0%};")
+    low, median, high = (f"{sets[i] / before - 1:+.0%}" for i in (0, 10, -1))
+    print(f"    20 random sets: median {median}, {low} to {high}; each alone {single}")
 
 
 if __name__ == "__main__":

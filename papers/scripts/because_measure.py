@@ -5,8 +5,8 @@
 
 The first command appends a line for every look as it is measured; the second prints the rates of a file, or of several
 joined, with 95% intervals. Looks on text: attention above .4 on a token that is not the first, drawn at random among
-them (``text``), or the largest (``peaks``), one a passage of 80 tokens for each head. Random weights: the model's shape,
-freshly initialised, W_Q and W_K scaled until half of the heads' largest weights are above .9.
+them (``text``), or the largest (``peaks``), one a passage of 80 tokens for each head. Random weights: the model's
+shape, freshly initialised, W_Q and W_K scaled until half of the heads' largest weights are above .9.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ HEADS = {
     "gemma3-270m": {"binding": "L5H1", "induction": "L5H2 L5H1", "ioi": "L12H1 L17H2", "text": "L5H1 L5H2 L12H1"},
 }  # fmt: skip
 LENGTH, ATTENDED, BEGUN = 80, 0.4, 20
+KINDS = ("follows", "position", "self", "key word", "query word")
 Record = dict[str, Any]
 
 
@@ -206,8 +207,8 @@ def say(looks: list[Record]) -> None:
         marks = {
             "same word": lambda look: shown(look, "same word"),
             "same word, letters": lambda look: any(row["text"].strip().isalnum() for row in pairs(look, "shown")),
-            "same word, asked": lambda look: any(row["text"].strip().lower() == look["asked"] for row in pairs(look, "shown")),  # noqa: E501
-            **{kind: (lambda look, kind=kind: shown(look, kind)) for kind in ("follows", "position", "self", "key word", "query word")},  # noqa: E501
+            "same word, asked": lambda look: look["asked"] in {row["text"].strip().lower() for row in pairs(look, "shown")},
+            **{kind: (lambda look, kind=kind: shown(look, kind)) for kind in KINDS},
             "more than four causes": lambda look: look["causes"] > 4,
             "no cause": lambda look: look["causes"] == 0,
             "cause just before the key": lambda look: look["cause before key"],
@@ -223,8 +224,15 @@ def say(looks: list[Record]) -> None:
             print(f"  carriers shown               {rate([row['verdict'] == 'shown' for _, row in carried])}")
             for side in ("key", "query"):
                 rows = [row for _, row in carried if row["side"] == side]
-                share = {name: mean([back(row, name) for row in rows]) for name in ("restored", "others", "other_run", "whole_side")}  # noqa: E501
-                print(f"  put back into the {side:11s}" + ", ".join(f"{name} {value:.2f}" for name, value in share.items()) + f" ({len(rows)})")  # noqa: E501
+                share = {
+                    name: mean([back(row, name) for row in rows])
+                    for name in ("restored", "others", "other_run", "whole_side")
+                }
+                print(
+                    f"  put back into the {side:11s}"
+                    + ", ".join(f"{name} {value:.2f}" for name, value in share.items())
+                    + f" ({len(rows)})"
+                )
                 names: dict[str, int] = defaultdict(int)
                 for row in rows:
                     names[row["writers"]] += 1

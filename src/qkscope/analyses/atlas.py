@@ -23,13 +23,16 @@ from torch import Tensor
 
 from qkscope.analyses.because import Because, Look, Reason
 from qkscope.analyses.prompts import made_with
+from qkscope.analyses.trace.prompt import reader_of
 from qkscope.capture.encode import token_texts
+from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.change.again import Again
+from qkscope.change.again import Again, prompt_of
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, Seed, checked_class
+from qkscope.linear.direct import direct_effect
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.progress import doing
 from qkscope.runs.result import Result
@@ -102,9 +105,8 @@ def atlas(
     looks: list[dict[str, Any]] = []
     for i, passage in enumerate(fit):
         with doing(f"changing the words of passage {i + 1} of {len(fit)}", progress):
-            looks += work.once(
-                f"passage {i}", partial(look_rows, scope, chosen, passage, derived_seed(seed, "atlas", i))
-            )
+            changed = partial(look_rows, scope, chosen, passage, derived_seed(seed, "atlas", i))
+            looks += [row | {"passage": i} for row in work.once(f"passage {i}", changed)]
     seen = {
         side: [Sight.of(scope, chosen, passage) for passage in own] for side, own in (("fit", fit), ("test", tested))
     }
@@ -115,6 +117,7 @@ def atlas(
     jobs = job_rows(rows, looks)
     scores = score_rows(rows, jobs, seen["fit"], seen["test"])
     examples = [row for head in chosen for row in _examples(looks, str(head))]
+    _promote(scope, fit, rows, examples)
     return Atlas(
         experiment="atlas",
         answer=_answer(rows, scores, len(fit), len(tested)),
@@ -225,6 +228,7 @@ def job_of(reason: Reason) -> str:
 def head_row(
     scope: Scope, head: Head, h: int, looks: Sequence[Mapping[str, Any]], sights: Sequence[Sight]
 ) -> dict[str, Any]:
+    """A row of the table ``atlas``: a head's kind and name by its looks, its offset, its tokens."""
     asked = sum(int(sight.looks[h].sum()) for sight in sights)
     leaves = asked / max(sum(sight.keys.shape[1] - _BEGUN for sight in sights), 1)
     jobs = Counter(row["job"] for row in looks).most_common()
@@ -248,7 +252,7 @@ def head_row(
         "low": float(low[0]), "high": float(high[0]), "looks": len(looks), "leaves": leaves,
         "offset": offsets.most_common(1)[0][0] if offsets else None,
         "tokens": " ".join(repr(text) for text in token_texts_of(scope, [i for i, _ in attracts.most_common(5)])),
-        "key_head": f"L{head.layer}K{head.kv(group)}",
+        "promotes": "", "key_head": f"L{head.layer}K{head.kv(group)}",
     }  # fmt: skip
 
 
@@ -258,6 +262,7 @@ def token_texts_of(scope: Scope, ids: Sequence[int]) -> list[str]:
 
 
 def job_rows(rows: Sequence[Mapping[str, Any]], looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The table ``jobs``: how often each reason decides where a head looks."""
     made = []
     for row in rows:
         own = [look for look in looks if look["head"] == row["head"]]
@@ -270,6 +275,29 @@ def _examples(looks: Sequence[Mapping[str, Any]], head: str) -> list[dict[str, A
     """The strongest looks of a head, as text."""
     own = sorted((row for row in looks if row["head"] == head), key=lambda row: -row["attention"])[:_SHOWN]
     return [{name: value for name, value in row.items() if name != "group"} for row in own]
+
+
+def _promote(
+    scope: Scope, passages: Sequence[Passage], rows: Sequence[dict[str, Any]], examples: Sequence[Mapping[str, Any]]
+) -> None:
+    """Add the tokens that each head promotes: those whose logits its strongest look raises most, by direct effect."""
+    by_head, reader = {row["head"]: row for row in rows}, reader_of(scope)
+    strongest = {row["head"]: row for row in reversed(examples)}.values()
+    for i in sorted({row["passage"] for row in strongest}):
+        looks = [(Head.parse(row["head"]), row["query"], row["key"]) for row in strongest if row["passage"] == i]
+        inputs, zeros = prompt_of(scope, torch.tensor(passages[i].ids)[None]), torch.zeros(len(looks), dtype=torch.long)
+        nothing, queries = zeros[:, None][:, :0], torch.tensor([query for _, query, _ in looks])
+        places = Places(*(x.to(scope.device) for x in (zeros, queries, nothing, nothing.bool())))
+        run, written = reader.record(inputs, places, deep=True, logits=True), []
+        for head, query, key in looks:
+            call = run.calls[head.layer]
+            rows_of = call.rows(head.index, zeros[:1].to(call.q.device), torch.tensor([query], device=call.q.device))
+            v = call.v[0, run.kv(head, "v"), key].float() * rows_of.attention()[0, 0, key]
+            written.append((reader.output_weights(head.layer)[0][head.index].to(v) @ v).to(run.row.device))
+        raised = direct_effect(run, [head.layer for head, *_ in looks], torch.stack(written))
+        for (head, *_), logits in zip(looks, () if raised is None else raised, strict=raised is not None):
+            best = (logits - logits.mean()).topk(_SHOWN).indices.tolist()
+            by_head[str(head)]["promotes"] = " ".join(map(repr, token_texts_of(scope, best)))
 
 
 # ---------------------------------------------------------------------- names as predictions

@@ -303,7 +303,7 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
 
 def _source(parameter: Parameter, values: Values) -> Any:
     """A task, documents of files and folders (or of Python), or one prompt."""
-    from qkscope.tasks.texts import python_texts, read_documents
+    from qkscope.tasks.texts import read_documents
 
     if "sources" not in values:
         return make_task(values)
@@ -319,7 +319,7 @@ def _source(parameter: Parameter, values: Values) -> Any:
     for source in sources:
         if source != PYTHON and not Path(source).exists():
             raise BadInput(f"there is no task and no file {source!r}: name {_TASKS}, text files, or {PYTHON}.")
-    return prompt or (python_texts(docstrings=True) if sources in ([], [PYTHON]) else read_documents(sources))
+    return prompt or (None if sources in ([], [PYTHON]) else read_documents(sources))
 
 
 def make_task(values: Mapping[str, Any]) -> Any:

@@ -7,6 +7,8 @@ backward for all; that map, transposed by one more gradient, pushes what a head 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,15 +16,15 @@ from torch import Tensor
 from qkscope.linear.run import Answer, Direction, Run
 
 
-def direct_effect(run: Run, layer: int, written: Float[Tensor, "n d_model"]) -> Float[Tensor, "n v"] | None:
-    """What vectors that heads of a layer write at the query add to the next token's logits.
+def direct_effect(run: Run, layers: Sequence[int], written: Float[Tensor, "n d_model"]) -> Float[Tensor, "n v"] | None:
+    """What vectors that heads write at the query add to the next token's logits.
 
     None where what stands between the last block and the logits is not linear.
 
     Parameters
     ----------
     run : with logits.
-    layer : of the heads.
+    layers : of each row's head.
     written : behind W_O.
     """
     assert run.logits is not None
@@ -31,7 +33,8 @@ def direct_effect(run: Run, layer: int, written: Float[Tensor, "n d_model"]) -> 
         answer = _pulled(run, along)
         if answer is None:
             return None
-        (effect,) = torch.autograd.grad((answer.heads[layer][:, 0] * written).sum(), along)
+        along_heads = torch.stack([answer.heads[layer][i, 0] for i, layer in enumerate(layers)])
+        (effect,) = torch.autograd.grad((along_heads * written).sum(), along)
     return effect.to(run.row.device)
 
 

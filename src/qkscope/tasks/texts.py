@@ -83,8 +83,8 @@ def package_texts() -> tuple[Document, ...]:
     >>> any(document.name == "package torch" for document in package_texts())
     True
     """
-    said = {
-        f"package {package.metadata['Name'].lower()}": str(package.metadata.get_payload() or "").strip("\n")
+    said = {  # behind the first empty line of its metadata
+        f"package {package.metadata['Name'].lower()}": (package.read_text("METADATA") or "").partition("\n\n")[2]
         for package in distributions()
     }
     return tuple(Document(name, text) for name, text in sorted(said.items()) if len(text) >= _LEAST_SECTION)

@@ -99,7 +99,7 @@ class Output:
         layer = one.head.layer
         v = self.run.calls[layer].v[0, self.run.kv(one.head, "v"), one.key].float() * one.attention[one.key]
         W = self.run.reader.output_weights(layer)[0][one.head.index].to(v)
-        pushed = direct_effect(self.run, layer, (W @ v)[None].to(self.run.row.device))
+        pushed = direct_effect(self.run, [layer], (W @ v)[None].to(self.run.row.device))
         return None if pushed is None else (pushed[0] - pushed[0].mean()).cpu()  # a constant changes no probability
 
     def rows(self, one: PromptTrace) -> list[dict[str, Any]]:
