@@ -37,7 +37,7 @@ def test_induction_heads_of_a_model_trained_on_copies_are_named(names):
 def reason_of(kind, query, key, start=0, end=0, text="w"):
     row = relation(kind, text, [start, query], verdict="shown")
     word = {"position": start, "end": end, "cause": "yes", "after": 0.0}
-    return Reason(Look(Head(0, 0), query, key), 0.9, 5, [word], [row])
+    return Reason(Look(Head(0, 0), query, key), 0.9, 5, 5, [word], [row])
 
 
 @pytest.mark.parametrize(

@@ -219,3 +219,23 @@ def test_a_pair_without_other_words_takes_nothing_from_the_next(nano, monkeypatc
     assert both[pairs[0]] is None
     for ours, theirs in zip(both[pairs[1]], alone, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_the_first_word_is_tried_and_a_token_has_other_alternatives_than_its_word(smollm2):
+    ids = ids_of(smollm2, "jam: Z\nhat: O\nunhappiness: B\njam:")
+    because = Because(Again.of(smollm2, ids), [Look(Head(18, 6), len(ids) - 1, 2)])
+    assert because.words[0].text == "jam"
+    pairs = [row for row in because.reasons()[0].relations if row["kind"] == "same word"]
+    assert {"jam": "shown"}.items() <= {row["text"].strip(): row["verdict"] for row in pairs}.items()
+    long = next(word for word in because.words if len(word) > 1)
+    token = Word(long.start, long.start + 1, because.texts[long.start])
+    assert {len(ids) for ids in because.others.of(long)} == {len(long)}
+    assert {len(ids) for ids in because.others.of(token)} == {1}
+
+
+def test_of_a_long_prompt_copies_and_near_words_are_tried(nano, monkeypatch):
+    monkeypatch.setattr("qkscope.analyses.because._AFFORDABLE", 70)
+    because = Because(Again.of(nano, ids_of(nano, PROMPT)), [Look(Head(2, 3), 11, 6)])
+    reason = because.reasons()[0]
+    assert 0 < reason.tried < reason.seen
+    assert {4, 10} <= {word.start for word in because.words}, "both places of the word that is asked about"

@@ -6,8 +6,8 @@
 
 ``look`` writes, passage by passage, the looks of all heads with their reasons (documents to fit on), and where every
 head looks (documents to choose, fit and test on); ``--looks 0`` leaves the reasons out. ``score`` names the heads from
-these files and prints how well names predict, their areas under the curve against labels from repeated random tokens, and
-what is left of copying with the heads named *induction* ablated, beside random heads of the same layers.
+these files and prints how well names predict, their areas under the curve against labels from repeated random tokens,
+and what is left of copying with the heads named *induction* ablated, beside random heads of the same layers.
 """
 
 from __future__ import annotations

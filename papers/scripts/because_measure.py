@@ -207,7 +207,7 @@ def say(looks: list[Record]) -> None:
         marks = {
             "same word": lambda look: shown(look, "same word"),
             "same word, letters": lambda look: any(row["text"].strip().isalnum() for row in pairs(look, "shown")),
-            "same word, asked": lambda look: look["asked"] in {row["text"].strip().lower() for row in pairs(look, "shown")},
+            "same word, asked": lambda look: any(core(row) == look["asked"] for row in pairs(look, "shown")),
             **{kind: (lambda look, kind=kind: shown(look, kind)) for kind in KINDS},
             "more than four causes": lambda look: look["causes"] > 4,
             "no cause": lambda look: look["causes"] == 0,
@@ -245,6 +245,10 @@ def pairs(look: Record, verdict: str) -> list[Record]:
 
 def strongest(look: Record) -> list[Record]:
     return [row for row in look["relations"] if row["kind"] == "same word" and row["together"] is not None][:1]
+
+
+def core(row: Record) -> str:
+    return str(row["text"].strip().lower())
 
 
 def shown(look: Record, kind: str) -> bool:

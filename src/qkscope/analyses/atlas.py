@@ -366,7 +366,7 @@ class Guesses:
         ways = {
             "alike": seen, "offset": self.profile[(q - at).clamp(0, len(self.profile) - 1)] * seen,
             PREVIOUS: (at == q - 1).float(), "self": (at == q).float(),
-            "tokens": seen * (rates + 1e-6 * self.late * at),
+            "tokens": seen * rates * (1 + 1e-4 * self.late * at),
         }  # fmt: skip
         ways = {name: _sums_to_one(way) for name, way in ways.items()}
         same = ((ids == ids[q]) & (at >= 1) & (at < q)).float()

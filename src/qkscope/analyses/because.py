@@ -39,6 +39,7 @@ _FEW = 4  # causes that are a reason
 _SAID = {True: "shown", False: "not shown"}
 _INSERTED = 2  # words that are put in after a key, where many looks share a passage
 _TOKENS, _ON_A_GPU = {"cpu": 2**10}, 2**15  # run together
+_AFFORDABLE = 2**16  # tokens that the screen may run: two alternatives of every word of 256 tokens
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Reason:
     Attributes
     ----------
     before : attention of the look.
-    tried : words that were changed.
+    tried, seen : words that were changed, of so many in sight.
     words : rows of the table ``because``, strongest first.
     relations : rows of the table ``relation``, in the order of precedence.
     """
@@ -65,6 +66,7 @@ class Reason:
     look: Look
     before: float
     tried: int
+    seen: int
     words: list[dict[str, Any]] = field(default_factory=list)
     relations: list[dict[str, Any]] = field(default_factory=list)
 
@@ -103,14 +105,31 @@ class Because:
         self.attention = self._at_keys(self.before[None])[0]
         furthest = max(look.query for look in looks)
         usable = self.others.lexicon.usable
-        self.words = [
+        self.seen = [
             word for word in self.others.words if word.start <= furthest and (word.start or usable[self.ids[0]])
         ]  # a first token that no text has, as <bos>, stays
+        self.words = self._affordable(self.seen, furthest)
         self.texts = [self.others.lexicon.text(i) for i in self.ids.tolist()]
         self._of_layer: dict[int, list[int]] = {}
         for n, look in enumerate(looks):
             self._of_layer.setdefault(look.head.layer, []).append(n)
         self._queries = torch.tensor([look.query for look in looks])
+
+    def _affordable(self, words: list[Word], furthest: int) -> list[Word]:
+        """All words; of a long prompt copies of what stands at keys and queries, then near ones, within a budget."""
+        places = {place for look in self.looks for place in (look.key, look.query)}
+        cores = {word.core for word in words if any(word.start - 2 < place <= word.stop for place in places)}
+
+        def rank(word: Word) -> tuple[bool, int]:
+            return word.core not in cores, min(abs(word.start - place) for place in places)
+
+        left, kept = _AFFORDABLE, []
+        for word in sorted(words, key=rank):
+            left -= self.screen * (furthest + 1 - word.start)
+            if left < 0:
+                break
+            kept.append(word)
+        return sorted(kept, key=_start)
 
     # ------------------------------------------------------------------ changed prompts
 
@@ -174,7 +193,9 @@ class Because:
             for word, (left, rows) in zip(suspects, more, strict=True)
         }
         reasons = [
-            Reason(look, float(a), sum(word.start <= look.query for word in self.words))
+            Reason(
+                look, float(a), *(sum(word.start <= look.query for word in some) for some in (self.words, self.seen))
+            )
             for look, a in zip(self.looks, self.attention, strict=True)
         ]
         for word in suspects:
