@@ -222,11 +222,11 @@ def test_a_pair_without_other_words_takes_nothing_from_the_next(nano, monkeypatc
 
 
 def test_the_first_word_is_tried_and_a_token_has_other_alternatives_than_its_word(smollm2):
-    ids = ids_of(smollm2, "jam: Z\nhat: O\nunhappiness: B\njam:")
-    because = Because(Again.of(smollm2, ids), [Look(Head(18, 6), len(ids) - 1, 2)])
-    assert because.words[0].text == "jam"
+    ids = ids_of(smollm2, "crown: Z\nhat: O\nunhappiness: B\nfork: K\ncrown:")
+    because = Because(Again.of(smollm2, ids), [Look(Head(18, 6), len(ids) - 1, 3)])
+    assert because.words[0].text == "crown"
     pairs = [row for row in because.reasons()[0].relations if row["kind"] == "same word"]
-    assert {"jam": "shown"}.items() <= {row["text"].strip(): row["verdict"] for row in pairs}.items()
+    assert {"crown": "shown"}.items() <= {row["text"].strip(): row["verdict"] for row in pairs}.items()
     long = next(word for word in because.words if len(word) > 1)
     token = Word(long.start, long.start + 1, because.texts[long.start])
     assert {len(ids) for ids in because.others.of(long)} == {len(long)}
