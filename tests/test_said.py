@@ -31,7 +31,7 @@ def test_one_writer_is_named_where_one_has_everything(seed):
     found = qk.why(scope, prompt, READER)
     key = [row for row in found.tables["cuts"] if row["side"] == "key"]
     assert [(row["k"], row["writers"]) for row in key] == [(1, str(writer))]
-    assert f" {writer} carried 'jam' into its key (" in found.answer
+    assert f" {writer} carried 'jam' into its key" in found.answer
     assert re.search(rf"Its key is written by {writer} \(\d+%\), its query", qk.trace(scope, prompt, READER).answer)
 
 

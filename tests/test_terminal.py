@@ -46,6 +46,11 @@ def fitted(tmp_path_factory):
     return out, done
 
 
+def following(text: str) -> str:
+    """The next command, which a narrow line breaks between its words as a shell does."""
+    return text.partition("Next: ")[2].replace("\\\n    ", "").strip()
+
+
 def check(text: str) -> list[str]:
     """The heading and the rows of one table of at most six columns and ten rows, 80 wide, between answer and next."""
     ((heading, rule, *rest),) = tables(text)
@@ -54,7 +59,7 @@ def check(text: str) -> list[str]:
     assert len(rule.split()) <= 6
     assert max(map(len, (heading, rule, *rows))) <= 80
     assert text.splitlines()[0] not in ("", heading)
-    assert re.match(r"Next: qkscope \w+", text.splitlines()[-1])
+    assert re.match(r"qkscope \w+", following(text))
     return [heading, *rows]
 
 
@@ -62,7 +67,7 @@ def test_heads_prints_its_answer_a_small_table_and_a_next_command_that_runs(prin
     monkeypatch.chdir(tmp_path)
     text = printed("heads", *BINDING, "-n", 16)
     check(text)
-    then = shlex.split(text.splitlines()[-1].removeprefix("Next: qkscope "))
+    then = shlex.split(following(text).removeprefix("qkscope "))
     assert then[0] == "decompose"
     check(printed(*then, "-n", 16, "--replicates", 19))
 
@@ -72,7 +77,7 @@ def test_a_fit_says_where_its_page_is_and_nobody_else_says_anything(fitted):
     assert done.returncode == 0, done.stderr
     check(done.stdout)
     assert f"The page: {out / 'report.html'}" in done.stdout
-    assert done.stdout.splitlines()[-1] == f"Next: qkscope swap {out}"
+    assert following(done.stdout) == f"qkscope swap {out}"
     assert done.stderr == ""
 
 
@@ -95,8 +100,8 @@ def test_why_splits_by_the_features_of_a_fit_at_its_first_head(printed, fitted):
     prompt = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
     text = printed("why", prompt, "--fit", fitted[0])
     assert text == printed("why", prompt, "--fit", fitted[0], "--head", "L1H0", "--model", "nano:mixed")
-    assert "By features: " in text
-    assert text.splitlines()[-1] == f"Next: qkscope view --live --fit {fitted[0]}"
+    assert "By features  " in text
+    assert following(text) == f"qkscope view --live --fit {fitted[0]}"
 
 
 def test_why_of_a_fit_with_another_model_is_refused(qkscope, fitted):
@@ -118,7 +123,7 @@ def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(printed, t
     asked = ["trace", "--prompt", r"hat: O\njam: Z\njam:", "--heads", "L2H3", "--key", -2, "--model", "nano:mixed"]
     text = printed(*asked)
     assert " different sets of random heads: " in " ".join(text.split())
-    then = text.splitlines()[-1].removeprefix("Next: ")
+    then = following(text)
     assert (
         then
         == r"qkscope trace --prompt 'hat: O\njam: Z\njam:' --heads L2H3 --key -2 --model nano:mixed --out runs/trace"
@@ -126,7 +131,7 @@ def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(printed, t
     kept = printed(*shlex.split(then)[1:])
     assert "The page: runs/trace/report.html" in kept
     assert kept.splitlines()[-1] == "Next: qkscope view runs/trace"
-    assert json.loads(printed(*asked, "--json"))["answer"] in text
+    assert " ".join(json.loads(printed(*asked, "--json"))["answer"].split()) in " ".join(text.split())
 
 
 def test_sparsity_and_svd_print_one_small_table(printed, tmp_path):

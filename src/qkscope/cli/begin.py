@@ -248,15 +248,38 @@ def _some(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
 def _after_why(values: Mapping[str, Any], result: Result) -> str:
     if values["fit"]:
         return command("view", live=True, fit=values["fit"])
+    if result.experiment == "why/prompts":
+        return _after_prompts(values, result)
     same = _some(values, "prompt", "query", "chat", *_SCOPE)
     rival = _some(values, "versus")  # trace's is another: a key
     if values["head"] is None:
-        rows = result.tables["heads"]
-        first = next((row for row in rows if row["direction"] == "for"), rows[0])
-        return command("why", **same, **rival, head=first["head"])
+        return command("why", **same, **rival, head=_telling(result))
+    carried = [row for row in result.tables.get("carriers", ()) if row["verdict"] == "shown"]
+    carriers = [(name, row["side"]) for row in carried for name in row["writers"].split(", ") if "H" in name]
+    if carriers:  # and why did that one look there?
+        name, side = carriers[0]
+        at = {"query": result.tables["output"][0]["key"]} if side == "key" else {}
+        return command("why", **{**same, **rival, **at, "head": name})
     if values["head"].layer == 0:  # the embedding alone writes there: nothing to trace
         return command("why", **same, **rival)
     return command("trace", **same, heads=values["head"], key=values["key"])
+
+
+def _after_prompts(values: Mapping[str, Any], result: Result) -> str:
+    """Why of a prompt in which a head looks at something; where none was named, reasons of the first heads."""
+    same = _some(values, "chat", *_SCOPE)
+    if "decides" in result.tables:
+        first = ",".join(row["head"] for row in result.tables["decides"][:2])
+        return command("why", values["prompt"], heads=first, **same)
+    row = max(result.tables["prompts"], key=lambda row: float(row["attention"]))
+    return command("why", result.tables["answers"][row["prompt"]]["said"], head=row["head"], **same)
+
+
+def _telling(result: Result) -> str:
+    """The head to ask about: one that helps and looks at the answer or at its rival, rather than at itself."""
+    places = ["answer", "rival", "", "itself"]
+    helps = [row for row in result.tables["heads"] if row["direction"] == "for"][:10]
+    return str(min(helps or result.tables["heads"][:1], key=lambda row: places.index(row["at"]))["head"])
 
 
 def _after_heads(values: Mapping[str, Any], result: Result) -> str:

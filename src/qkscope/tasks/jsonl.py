@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NotRequired
+from typing import Any, Literal, NamedTuple, NotRequired, TypeVar
 
 from typing_extensions import TypedDict  # pydantic reads Python's own from 3.12 on
 
@@ -36,6 +36,7 @@ from qkscope.tasks.task import ANSWER, USES, Center, Contrast, Task, Unit, Use, 
 from qkscope.tasks.texts import read_text
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class PieceSchema(TypedDict):
@@ -62,6 +63,26 @@ class LineSchema(TypedDict):
     group: NotRequired[str | int | None]
     use: NotRequired[Use | None]
     answers: NotRequired[AnswersSchema | None]
+
+
+class PromptSchema(TypedDict):
+    """One line of a file of prompts; what else a line of a task has is read over."""
+
+    prompt: str
+    query: NotRequired[str | PieceSchema | None]
+    answer: NotRequired[str | list[str] | None]
+    answers: NotRequired[AnswersSchema | None]
+    keys: NotRequired[Any]
+    group: NotRequired[Any]
+    use: NotRequired[Any]
+
+
+class Prompt(NamedTuple):
+    """A prompt, the answers that are right (none where they are not known), and where it was read."""
+
+    example: Example
+    right: tuple[str, ...]
+    where: str
 
 
 class _Line(NamedTuple):
@@ -95,7 +116,7 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     ['mine']
     """
     text = read_text(Path(path), "a file with one JSON object per line")
-    lines = [_line(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = [_checked(LineSchema, line, f"{path}, line {n}", _line) for n, line in _numbered(text)]
     if not lines:
         raise BadInput(f"{path} holds no examples: write one JSON object per line.")
     names = list(dict.fromkeys(name for line in lines for key in line.example.keys for name in key.labels))
@@ -125,6 +146,25 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     first = not chat and any(not before.strip() for before, key in keys if any(key.labels.values()))
     every = {name: Contrast(name, "as labelled", center=center, paired=paired[name]) for name in contrasts}
     return Task("jsonl", every, draw, seed, chat, asked, notes, first)
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts of a file, one JSON object per line: ``{"prompt": …}``, with ``"answer": " Mary"`` where it is known."""
+    text = read_text(Path(path), "a file with one JSON object per line")
+    made = [_checked(PromptSchema, line, f"{path}, line {n}", _prompt) for n, line in _numbered(text)]
+    if not made:
+        raise BadInput(f'{path} holds no prompts: write one JSON object per line, as {{"prompt": "…"}}.')
+    return made
+
+
+def _prompt(line: PromptSchema, where: str) -> Prompt:
+    right = line.get("answer") or (line.get("answers") or {"right": []})["right"]
+    example = Example(line["prompt"], queries=_queries(line["prompt"], line.get("query")), where=where)
+    return Prompt(example, (right,) if isinstance(right, str) else tuple(right), where)
+
+
+def _numbered(text: str) -> list[tuple[int, str]]:
+    return [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 @cache
@@ -185,21 +225,25 @@ def _paired(contrast: str, groups: Sequence[Sequence[_Line]]) -> bool:
 
 
 @cache
-def _reader() -> Any:
+def _reader(schema: Any) -> Any:
     from pydantic import TypeAdapter
 
-    for schema in (PieceSchema, AnswersSchema, LineSchema):
-        schema.__pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[union-attr]
-    return TypeAdapter(LineSchema)
+    for each in (PieceSchema, AnswersSchema, schema):
+        each.__pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[union-attr]
+    return TypeAdapter(schema)
 
 
-def _line(text: str, where: str) -> _Line:
+def _line(line: LineSchema, where: str) -> _Line:
+    group = line.get("group")
+    return _Line(_example(line, where), f"line {where}" if group is None else f"group {group}", line.get("use"))
+
+
+def _checked(schema: Any, text: str, where: str, make: Callable[[Any, str], T]) -> T:
+    """What a line says, or a sentence with its place that says what is wrong."""
     from pydantic import ValidationError
 
     try:
-        line: LineSchema = _reader().validate_json(text)
-        group = line.get("group")
-        return _Line(_example(line, where), f"line {where}" if group is None else f"group {group}", line.get("use"))
+        return make(_reader(schema).validate_json(text), where)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         place = ", ".join([where, *(str(part + 1 if isinstance(part, int) else part) for part in wrong["loc"])])
@@ -215,10 +259,14 @@ def _example(line: LineSchema, where: str) -> Example:
         raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
     if not any(sign for key in keys for sign in key.labels.values()):
         raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
-    queries = () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
+    queries = _queries(prompt, query)
     sides = (answers["right"], answers["wrong"]) if answers else ()
     said = [(side,) if isinstance(side, str) else tuple(dict.fromkeys(side)) for side in sides]
     return Example(prompt, queries=queries, keys=keys, answers=Answers(*said) if said else None, where=where)
+
+
+def _queries(prompt: str, query: str | PieceSchema | None) -> tuple[Span, ...]:
+    return () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
 
 
 def _span(prompt: str, piece: PieceSchema) -> Span:
