@@ -283,16 +283,10 @@ def print_json(value: Any) -> None:
     typer.echo(re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
-def say(text: str, wrapped: bool | None = None) -> None:
-    """Lines for people; what they quote from a folder does not steer the terminal.
-
-    Parameters
-    ----------
-    text : the lines.
-    wrapped : whether long ones are broken between words; on a terminal, if not given: a pipe takes whole lines.
-    """
-    whole = not (sys.stdout.isatty() if wrapped is None else wrapped)
-    Console(highlight=False, markup=False, emoji=False).print(plain_text(text), soft_wrap=whole)
+def say(text: str) -> None:
+    """Lines for people, broken between words on a terminal; what they quote from a folder does not steer it."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(plain_text(text), soft_wrap=not sys.stdout.isatty())
 
 
 def print_end(*written: str | Path | None, then: str, as_json: bool = False) -> None:
@@ -314,18 +308,10 @@ def end_lines(*written: str | Path | None, then: str) -> list[str]:
         pages = [page for page in (Path(out) / "report.html", Path(out) / "index.html") if page.is_file()]
         lines.append(plain_text(f"The page: {pages[0]}" if pages else f"Written to {out}."))
     lines.append("Next:")
-    if cell_len(f"Next: {then}") <= width:
-        return [*lines[:-1], f"Next: {plain_text(then)}"]
-    parts = list[str]()
     for word in map(shlex.quote, shlex.split(plain_text(then))):
-        if parts and re.fullmatch("--[a-z]+", parts[-1]) and not word.startswith("--"):
-            parts[-1] += f" {word}"  # an option and its value stay together
-        else:
-            parts.append(word)
-    for part in parts:
-        if cell_len(f"{lines[-1]} {part} \\") > width:
+        if cell_len(f"{lines[-1]} {word} \\") > width:
             lines[-1:] = [f"{lines[-1]} \\", "   "]
-        lines[-1] += f" {part}"
+        lines[-1] += f" {word}"
     return lines
 
 

@@ -16,7 +16,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -355,8 +354,7 @@ def run(name: str, values: Values) -> None:
     everything, as_json = values.pop("everything", False), values.pop("as_json", False)
     given = {parameter.name: argument(parameter, values) for parameter in _parameters(name) if typed(parameter)}
     module, _, function = VERBS[name].home.partition(":")
-    watched = doing(name) if "scope" in given else nullcontext()  # a line that says how far it is
-    with watched:
+    with doing(name, None if "scope" in given else False):  # a line that says how far it is
         verb = getattr(import_module(module), function)
         result = verb(**{name: value for name, value in given.items() if value is not None})
     if result is not None and result.answer:  # otherwise there is nothing to print, or another process prints it

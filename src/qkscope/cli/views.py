@@ -211,8 +211,8 @@ VIEWS: dict[str, Sequence[View]] = {
     )],
     "why/prompts": [
         View(
-            "reasons", "head, reason=kind, prompts=count, of=prompts, share±",
-            "of: prompts where the head gives .3 or more to a token that is not the first; 95% interval of the share.",
+            "reasons", "head, reason=kind, prompts=count, of=prompts, share±, attention",
+            "of: prompts where the head gives .3 or more to a token that is not the first; share: 95% interval.",
         ),
         View(
             "decides", "head, for, against, of=prompts, lead changes by=difference",

@@ -9,7 +9,8 @@
 ``query`` the last token asks. ``group`` names lines that belong together (a prompt and its copy): they are one random
 unit. ``use`` (choose, fit or test) puts a line into one pool; lines without it are dealt out by what they say. Keys
 labelled ``answer`` decide what counts as right; in lines without such labels, the first contrast that labels them does.
-``answers`` names what the model may go on with: ``{"right": " is", "wrong": [" are"]}``.
+``answers`` names what the model may go on with: ``{"right": " is", "wrong": [" are"]}``. A file of prompts for `why`
+needs none of it: ``{"prompt": "…"}`` is enough, with ``"answer": " Mary"`` where the right one is known.
 
 Each line labelled for a contrast has + and − keys of it, or each group does and no line: then the group's signs are
 flipped together under the null, instead of the labels within a line.
@@ -21,11 +22,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NotRequired, TypeVar
+from typing import Any, Literal, NamedTuple, NotRequired
 
 from typing_extensions import TypedDict  # pydantic reads Python's own from 3.12 on
 
@@ -36,7 +37,6 @@ from qkscope.tasks.task import ANSWER, USES, Center, Contrast, Task, Unit, Use, 
 from qkscope.tasks.texts import read_text
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class PieceSchema(TypedDict):
@@ -58,37 +58,19 @@ class LineSchema(TypedDict):
     """One line of the file."""
 
     prompt: str
-    keys: list[PieceSchema]
+    keys: NotRequired[list[PieceSchema]]
     query: NotRequired[str | PieceSchema | None]
     group: NotRequired[str | int | None]
     use: NotRequired[Use | None]
     answers: NotRequired[AnswersSchema | None]
-
-
-class PromptSchema(TypedDict):
-    """One line of a file of prompts; what else a line of a task has is read over."""
-
-    prompt: str
-    query: NotRequired[str | PieceSchema | None]
     answer: NotRequired[str | list[str] | None]
-    answers: NotRequired[AnswersSchema | None]
-    keys: NotRequired[Any]
-    group: NotRequired[Any]
-    use: NotRequired[Any]
-
-
-class Prompt(NamedTuple):
-    """A prompt, the answers that are right (none where they are not known), and where it was read."""
-
-    example: Example
-    right: tuple[str, ...]
-    where: str
 
 
 class _Line(NamedTuple):
     example: Example
     group: str
     use: Use | None
+    right: tuple[str, ...]
 
     def signs(self, contrast: str) -> set[Sign]:
         return {key.label(contrast) for key in self.example.keys} - {0}
@@ -115,10 +97,7 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     >>> list(task.contrasts)
     ['mine']
     """
-    text = read_text(Path(path), "a file with one JSON object per line")
-    lines = [_checked(LineSchema, line, f"{path}, line {n}", _line) for n, line in _numbered(text)]
-    if not lines:
-        raise BadInput(f"{path} holds no examples: write one JSON object per line.")
+    text, lines = _read(path)
     names = list(dict.fromkeys(name for line in lines for key in line.example.keys for name in key.labels))
     contrasts = [name for name in names if name != ANSWER] or names
     groups: dict[str, list[_Line]] = {}
@@ -148,23 +127,17 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     return Task("jsonl", every, draw, seed, chat, asked, notes, first)
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts of a file, one JSON object per line: ``{"prompt": …}``, with ``"answer": " Mary"`` where it is known."""
+def read_prompts(path: str | Path) -> list[tuple[Example, tuple[str, ...]]]:
+    """Prompts of a file, and the answers that are right, where lines name some: they need no keys."""
+    return [(line.example, line.right) for line in _read(path, marked=False)[1]]
+
+
+def _read(path: str | Path, marked: bool = True) -> tuple[str, list[_Line]]:
     text = read_text(Path(path), "a file with one JSON object per line")
-    made = [_checked(PromptSchema, line, f"{path}, line {n}", _prompt) for n, line in _numbered(text)]
-    if not made:
-        raise BadInput(f'{path} holds no prompts: write one JSON object per line, as {{"prompt": "…"}}.')
-    return made
-
-
-def _prompt(line: PromptSchema, where: str) -> Prompt:
-    right = line.get("answer") or (line.get("answers") or {"right": []})["right"]
-    example = Example(line["prompt"], queries=_queries(line["prompt"], line.get("query")), where=where)
-    return Prompt(example, (right,) if isinstance(right, str) else tuple(right), where)
-
-
-def _numbered(text: str) -> list[tuple[int, str]]:
-    return [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = [_line(line, f"{path}, line {n}", marked) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise BadInput(f"{path} holds no examples: write one JSON object per line.")
+    return text, lines
 
 
 @cache
@@ -225,25 +198,23 @@ def _paired(contrast: str, groups: Sequence[Sequence[_Line]]) -> bool:
 
 
 @cache
-def _reader(schema: Any) -> Any:
+def _reader() -> Any:
     from pydantic import TypeAdapter
 
-    for each in (PieceSchema, AnswersSchema, schema):
-        each.__pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[union-attr]
-    return TypeAdapter(schema)
+    for schema in (PieceSchema, AnswersSchema, LineSchema):
+        schema.__pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[union-attr]
+    return TypeAdapter(LineSchema)
 
 
-def _line(line: LineSchema, where: str) -> _Line:
-    group = line.get("group")
-    return _Line(_example(line, where), f"line {where}" if group is None else f"group {group}", line.get("use"))
-
-
-def _checked(schema: Any, text: str, where: str, make: Callable[[Any, str], T]) -> T:
-    """What a line says, or a sentence with its place that says what is wrong."""
+def _line(text: str, where: str, marked: bool) -> _Line:
     from pydantic import ValidationError
 
     try:
-        return make(_reader(schema).validate_json(text), where)
+        line: LineSchema = _reader().validate_json(text)
+        group, example = line.get("group"), _example(line, where, marked)
+        right = line.get("answer") or (example.answers.right if example.answers else ())
+        right = (right,) if isinstance(right, str) else tuple(right)
+        return _Line(example, f"line {where}" if group is None else f"group {group}", line.get("use"), right)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         place = ", ".join([where, *(str(part + 1 if isinstance(part, int) else part) for part in wrong["loc"])])
@@ -252,21 +223,17 @@ def _checked(schema: Any, text: str, where: str, make: Callable[[Any, str], T]) 
         raise BadInput(f"{where}: {error}") from None
 
 
-def _example(line: LineSchema, where: str) -> Example:
+def _example(line: LineSchema, where: str, marked: bool) -> Example:
     prompt, query, answers = line["prompt"], line.get("query"), line.get("answers")
-    keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line["keys"])
+    keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line.get("keys", ()))
     if len({key.span for key in keys}) < len(keys):
         raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
-    if not any(sign for key in keys for sign in key.labels.values()):
+    if marked and not any(sign for key in keys for sign in key.labels.values()):
         raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
-    queries = _queries(prompt, query)
+    queries = () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
     sides = (answers["right"], answers["wrong"]) if answers else ()
     said = [(side,) if isinstance(side, str) else tuple(dict.fromkeys(side)) for side in sides]
     return Example(prompt, queries=queries, keys=keys, answers=Answers(*said) if said else None, where=where)
-
-
-def _queries(prompt: str, query: str | PieceSchema | None) -> tuple[Span, ...]:
-    return () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
 
 
 def _span(prompt: str, piece: PieceSchema) -> Span:

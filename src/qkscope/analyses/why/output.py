@@ -147,11 +147,15 @@ class Output:
             for i in dict.fromkeys([*likely, *more])
         ]  # fmt: skip
 
+    def look(self, head: Head) -> tuple[int, Float[Tensor, " t"]]:
+        """The token that a head attends to most from where is asked, the first left out, and its row of attention."""
+        row = self.again.row(self.asked.query, head).attention()[0, 0].cpu()
+        return 1 + int(row[1 : self.asked.query + 1].argmax()), row
+
     def head_rows(self) -> list[dict[str, Any]]:
         """The table ``heads``: every head with its main key hidden, the largest change of the difference first."""
         heads, query = list(self.scope.heads()), self.asked.query
-        looks = [self.again.row(query, head).attention()[0, 0].cpu() for head in heads]
-        keys = [1 + int(row[1 : query + 1].argmax()) for row in looks]
+        keys, looks = zip(*map(self.look, heads), strict=True)
         logits = self.hidden(list(zip(heads, keys, strict=True)))
         change = logits[:, self.best] - logits[:, self.rival] - self.difference
         chances = logits.softmax(-1)[:, self.best]

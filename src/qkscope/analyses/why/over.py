@@ -24,13 +24,14 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.significance import wilson
 from qkscope.runs.work import Stage, current_work
-from qkscope.tasks.jsonl import Prompt
 
 LOOKS, FEW = 0.3, 5
 """Attention from which on a head looks at a token, and prompts of each group under which reasons are not compared."""
 NO_LOOK = "no look"
 _NAMED = 3  # heads and reasons of a sentence
 
+Prompt = tuple[Example, tuple[str, ...]]
+"""A prompt, and the answers that are right; none where they are not known."""
 Row = dict[str, Any]
 
 
@@ -64,57 +65,47 @@ class Prompts:
         asked = {"query": self.query, "versus": self.versus, "chat": self.chat, "carriers": self.carriers}
         named = None if self.heads is None else [str(head) for head in self.heads]
         work = current_work().begin(self.scope, list(self.prompts), verb="why", heads=named, seed=self.seed, **asked)
-        stage = Stage("prompts", [[i] for i in range(len(self.prompts))], lambda numbers: self._rows(numbers[0]))
+        stage = Stage("prompts", [[i] for i in range(len(self.prompts))], lambda numbers: self._tables(numbers[0]))
         (parts,) = work.run([stage], last=True)
-        rows, carried = ([row for part in parts for row in part[name]] for name in ("rows", "carriers"))
+        made = {name: [row for part in parts for row in part[name]] for name in parts[0]}
         if self.heads is None:
-            return {"decides": _decides(rows, len(self.prompts)), "answers": [part["answer"] for part in parts]}
-        heads = [[row for row in rows if row["head"] == str(head)] for head in self.heads]
-        made = {
-            "reasons": [row for own in heads for row in _reasons(own)],
-            "differs": [row for own in heads for row in _differs(own)],
-            "prompts": rows,
-            "answers": [part["answer"] for part in parts],
-            "carriers": carried,
-        }
-        return {name: table for name, table in made.items() if table}
+            return {"decides": _decides(made["heads"], len(parts)), "answers": made["answers"]}
+        heads = [[row for row in made["prompts"] if row["head"] == name] for name in named or ()]
+        counted = {"reasons": map(_reasons, heads), "differs": map(_differs, heads)}
+        made = {name: [row for rows in each for row in rows] for name, each in counted.items()} | made
+        return {name: rows for name, rows in made.items() if rows}
 
-    def _rows(self, i: int) -> dict[str, Any]:
-        example, right, where = self.prompts[i]
+    def _tables(self, i: int) -> dict[str, list[Row]]:
+        """The rows that one prompt gives."""
+        example, right = self.prompts[i]
         last = max((head.layer for head in self.heads or ()), default=0) if self.carriers else 0
         try:
             probe = Probe(self.scope, example, self.scope.place(example, self.query, chat=self.chat), self.chat, last)
             if probe.asked.query < 2:
                 raise BadInput("besides the first token a head sees itself alone: give a longer prompt.")
             output = Output(probe.run, probe.asked, self.versus)
-            firsts = {first_token(self.scope, text) for a in right for text in (a, f" {a.strip()}")}
+            firsts = {first_token(self.scope, text) for answer in right for text in (answer, f" {answer.strip()}")}
         except BadInput as error:
-            raise BadInput(f"{where}: {error}") from None
+            raise BadInput(f"{example.where or f'prompt {i + 1}'}: {error}") from None
         told = {"prompt": i, "right": output.best in firsts if firsts else None}
-        answer = {**told, "said": example.text or example.show(), "next": output.name(output.best)[0]}
+        answers = [{**told, "said": example.text or example.show(), "next": output.name(output.best)[0]}]
         if self.heads is None:
-            return {"rows": output.head_rows(), "carriers": [], "answer": answer}
-        looks = [self._look(output, head) for head in self.heads]
-        rows = [
-            {**told, "head": str(look.head), "key": look.key, "token": whole(probe.asked.tokens, look.key),
-             "attention": attention, "kind": NO_LOOK, "text": ""}
-            for look, attention in looks
-        ]  # fmt: skip
-        at = [n for n, (_, attention) in enumerate(looks) if attention >= LOOKS]
-        because = Because(output.again, [looks[n][0] for n in at], self.seed) if at else None
-        carried: list[Row] = []
-        for n, reason in zip(at, because.reasons() if because else (), strict=True):
+            return {"heads": output.head_rows(), "answers": answers}
+        looks, rows, carried = list[Look](), dict[Head, Row](), list[Row]()
+        for head in self.heads:
+            key, attention = output.look(head)
+            rows[head] = {
+                **told, "head": str(head), "key": key, "token": whole(probe.asked.tokens, key),
+                "attention": float(attention[key]), "kind": NO_LOOK, "text": "",
+            }  # fmt: skip
+            looks += [Look(head, probe.asked.query, key)] if float(attention[key]) >= LOOKS else []
+        because = Because(output.again, looks, self.seed) if looks else None
+        for reason in because.reasons() if because else ():
             first = next((row for row in reason.relations if row["verdict"] == "shown"), {"text": ""})
-            rows[n] |= {"kind": reason.kind, "text": first["text"]}
-            if self.carriers and because is not None:
+            rows[reason.look.head] |= {"kind": reason.kind, "text": first["text"]}
+            if self.carriers and because:
                 carried += [{"prompt": i, **row} for row in Carriers(probe.run, because, reason, self.seed).rows()]
-        return {"rows": rows, "carriers": carried, "answer": answer}
-
-    def _look(self, output: Output, head: Head) -> tuple[Look, float]:
-        query = output.asked.query
-        row = output.again.row(query, head).attention()[0, 0]
-        key = 1 + int(row[1 : query + 1].argmax())
-        return Look(head, query, key), float(row[key])
+        return {"prompts": list(rows.values()), "carriers": carried, "answers": answers}
 
 
 def prompts_of(texts: str | Example | Sequence[str | Example]) -> list[Prompt]:
@@ -123,7 +114,7 @@ def prompts_of(texts: str | Example | Sequence[str | Example]) -> list[Prompt]:
     if not texts:
         raise BadInput("there are no prompts: give at least one.")
     every = [Example(text) if isinstance(text, str) else text for text in texts]
-    return [Prompt(e, e.answers.right if e.answers else (), e.where or f"prompt {i}") for i, e in enumerate(every)]
+    return [(example, example.answers.right if example.answers else ()) for example in every]
 
 
 # ---------------------------------------------------------------------- counts
@@ -155,8 +146,8 @@ def _differs(rows: Sequence[Row]) -> list[Row]:
             a, b = right.count(kind) / n, wrong.count(kind) / m
             (low_a, high_a), (low_b, high_b) = wilson(a * n, n), wilson(b * m, m)
             low, high = a - b - hypot(a - low_a, high_b - b), a - b + hypot(high_a - a, b - low_b)
-            row |= {"right": a, "wrong": b, "difference": a - b, "low": low, "high": high}
-            row["verdict"] = "differs" if low > 0 or high < 0 else "not shown"
+            verdict = "differs" if low > 0 or high < 0 else "not shown"
+            row |= {"right": a, "wrong": b, "difference": a - b, "low": low, "high": high, "verdict": verdict}
         made.append(row)
     return made
 
@@ -186,8 +177,9 @@ def over_answer(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         told.append(f"{row['head']} is for the next token in {row['for']} and against it in {row['against']}")
     first = {row["head"]: row for row in reversed(tables.get("reasons", ()))}  # of each head its commonest reason
     for row in list(reversed(first.values()))[:_NAMED]:
-        often = f"most often by {row['kind']} ({row['count']}; 95%: {row['low'] or 0:.0%} to {row['high'] or 1:.0%})"
-        told.append(f"{row['head']} looks at a token in {row['prompts']}" + (f", {often}" if row["count"] else ""))
+        ends = f"(95% interval {row['low'] or 0:.0%} to {row['high'] or 0:.0%})"
+        often = f", its reason {row['kind']} in {row['count']} {ends}" if row["count"] else ""
+        told.append(f"{row['head']} looks at a token in {row['prompts']}{often}")
     compared = tables.get("differs", ())
     differs = [row for row in compared if row["verdict"] == "differs"]
     for row in differs[:_NAMED]:

@@ -12,7 +12,6 @@ from typing import Any
 from qkscope.analyses.because import Because, Reason
 from qkscope.analyses.trace.prompt import PromptTrace, Question
 from qkscope.analyses.trace.rows import ATTENDED
-from qkscope.analyses.trace.verdicts import controls_of, few_controls, named_cut
 from qkscope.analyses.why.output import Output, quoted, whole
 
 Row = Mapping[str, Any]
@@ -134,7 +133,6 @@ def lines_of(
     because: Because | None,
     reason: Reason | None,
     carriers: Sequence[Row],
-    cuts: Sequence[Row],
     pushed: Sequence[Row],
     returns: Row | None,
     parts: Sequence[Row] = (),
@@ -142,15 +140,11 @@ def lines_of(
     """What stands behind the answer: a line each."""
     features = ", ".join(f"{row['part']} {row['share'] or 0:.0%}" for row in parts if row["by"] == "features")
     lines = [f"By features: {features} of a logit of {one.total:.1f}." if features else ""]
-    if because is not None and reason is not None and one.attends:
+    if because is not None and reason is not None:
         lines += [*_relations(reason), *_carriers(carriers), does_line(pushed), _words(one, because, reason)]
     else:
         lines.append(does_line(pushed))
-    lines.append(where_line(one))
-    if one.attends:
-        named = [cut for side in ("key", "query") if (cut := named_cut(cuts, side)) is not None]
-        lines += [_cut(cut) for cut in sorted(named, key=lambda cut: cut["after"])[:1]]
-    return [line for line in (*lines, _returned(returns)) if line]
+    return [line for line in (*lines, where_line(one), _returned(returns)) if line]
 
 
 def where_line(one: PromptTrace) -> str:
@@ -216,16 +210,6 @@ def _carriers(carriers: Sequence[Row]) -> Iterator[str]:
             for row in rows
         )
         yield f"Carried by: {_and(writers.split(', '))} put back in its {side}: {words}: {verdict}."
-
-
-def _cut(cut: Row) -> str:
-    live = "" if cut.get("live") is None else f", norms live {cut['live']:.0%}"
-    tested = f"control: {controls_of(cut)} {cut['control_low']:.0%} to {cut['control_high']:.0%}"
-    tested = few_controls(cut) if cut["verdict"] == "untested" else tested
-    return (
-        f"Cut: {cut['writers']} set to their mean in this head's {cut['side']}: {cut['before']:.0%} →"
-        f" {cut['after']:.0%}{live} ({tested}): {cut['verdict']}."
-    )
 
 
 def does_line(pushed: Sequence[Row]) -> str:

@@ -258,7 +258,7 @@ def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], dep
         "prompt": graph.prompt,
         "check": check,
     }
-    lines = sentences.lines_of(one, because, reason, carriers, cuts, pushed, returns, parts)
+    lines = sentences.lines_of(one, because, reason, carriers, pushed, returns, parts)
     return sentences.answer_of(one, reason, carriers, output, pushed), lines, {k: v for k, v in tables.items() if v}
 
 
