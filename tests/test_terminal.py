@@ -1,5 +1,6 @@
 """What commands print for people: the answer, one small table, the page and the next command; `--all` for the rest."""
 
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from qkscope import cli
 from qkscope.cli import verbs, views
+from qkscope.runs.result import Result
 
 BINDING = ["binding", "--model", "nano:mixed", "--form", "sentence", "--size", "4"]
 RULE = re.compile(r"─+( ─+)*")
@@ -228,6 +230,67 @@ def test_a_schema_names_every_column_that_a_verb_gives(printed):
         assert set(result) == set(schema["required"])
         for name, rows in result["tables"].items():
             assert set(rows[0]) <= set(schema["properties"]["tables"]["properties"][name]["items"]["properties"])
+
+
+# ---------------------------------------------------------------- why
+
+SAID = [
+    "Same word: ' John', one replaced leaves at most 39%, both by the same word 64%, by different words 39%: not shown.",
+    "Carried by: L20H0 and L19H2 put back in its query: ' John' (token 3) 33% → 60% (control 34%): shown.",
+    *["Effect: P(' Mary') 92.3% → 88.9% without this look; direct effect in logits: ' Mary' +1.5."] * 9,
+]
+
+
+@pytest.fixture
+def why_result():
+    answer = "L23H0 at ' to' (token 13) looks at ' Mary' (token 1), 69%, in part because ' John' stands twice. " * 2
+    return Result("why", {"said": [{"line": line} for line in SAID]}, answer=answer)
+
+
+def test_why_takes_fourteen_lines_and_breaks_no_token(why_result, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    end = cli.end_lines(
+        None, then="qkscope why 'When Mary and John went to the store, John gave a drink to' --head L20H0"
+    )
+    cli.print_result(why_result, False, False, end)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= cli.MOST_LINES
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if line.endswith("'") and line.count("'") % 2]  # no line ends inside a token
+    assert "--all prints the rest." in lines
+    assert shlex.split(following("\n".join(lines)))[-2:] == ["--head", "L20H0"]
+    cli.print_result(why_result, False, True, end)
+    assert capsys.readouterr().out.count("Effect") > 9
+
+
+def test_on_a_terminal_the_answer_is_bold_and_verdicts_have_colours(why_result, monkeypatch):
+    class Screen(io.StringIO):
+        def isatty(self):
+            return True
+
+    for name, value in {"COLUMNS": "120", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", Screen())
+    cli.print_result(why_result, False)
+    text = sys.stdout.getvalue()
+    assert text.startswith("\x1b[1mL23H0 at ' to'")
+    assert "\x1b[33mnot shown\x1b[0m" in text
+    assert "\x1b[32mshown\x1b[0m" in text
+    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
+    assert 80 < max(map(len, plain.splitlines())) <= 100
+
+
+def test_why_over_prompts_prints_a_table_and_a_next_command_that_runs(printed, tmp_path):
+    prompts = [{"prompt": "hat: O\njam: Z\ncat: B\njam:"}, {"prompt": "hat: O\njam: Z\ncat: B\nhat:"}]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    text = printed("why", tmp_path / "mine.jsonl", "--model", "nano:mixed")
+    check(text)
+    then = shlex.split(following(text))[1:]
+    counted = printed(*then)
+    check(counted)
+    assert "looks at" in printed(*shlex.split(following(counted))[1:])
+    assert "looks at" in printed("why", prompts[0]["prompt"], "--heads", "L1H0", "--model", "nano:mixed")
 
 
 # ---------------------------------------------------------------- where nothing can be printed

@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from rich.cells import cell_len
 from typer.testing import CliRunner
 
 import qkscope as qk
+from qkscope import cli
 from qkscope.analyses.trace.prompt import Probe, Question
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.over import Prompts, _differs
@@ -193,6 +195,25 @@ def test_heads_that_decide_ioi_are_told_for_and_against(smollm2):
     first = [row["head"] for row in found.tables["heads"] if row["direction"] == "for"][:3]
     assert {"L23H3", "L20H0"} <= set(first)
     assert next(row for row in found.tables["heads"] if row["head"] == "L24H4")["direction"] == "against"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "head", "told"),
+    [
+        ("When Mary and John went to the store, John gave a drink to", "L24H4", "It works against ' Mary'"),
+        ("def area(width, height): return width *", "L23H0", "L20H0, L19H2 and L20H8 carried 'width' into its query"),
+        ("王芳和李明去了商店。李明把一瓶水给了", "L10H2", "looks at '给' (token 33)"),
+    ],
+)
+def test_three_questions_are_answered_in_fourteen_lines(smollm2, capsys, monkeypatch, prompt, head, told):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = qk.why(smollm2, prompt, head, draws=2)
+    assert told in found.answer
+    assert "(part of a character)" not in str(found)
+    cli.print_result(found, False, end=cli.end_lines(None, then=f"qkscope why '{prompt}' --head {head}"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 14
+    assert max(map(cell_len, lines)) <= 80
 
 
 def test_next_of_a_head_of_the_first_layer_is_no_trace():

@@ -252,17 +252,18 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
         return _after_prompts(values, result)
     same = _some(values, "prompt", "query", "chat", *_SCOPE)
     rival = _some(values, "versus")  # trace's is another: a key
-    if values["head"] is None:
+    if "heads" in result.tables:
         return command("why", **same, **rival, head=_telling(result))
+    head = values["head"] or values["heads"][0]
     carried = [row for row in result.tables.get("carriers", ()) if row["verdict"] == "shown"]
     carriers = [(name, row["side"]) for row in carried for name in row["writers"].split(", ") if "H" in name]
     if carriers:  # and why did that one look there?
         name, side = carriers[0]
         at = {"query": result.tables["output"][0]["key"]} if side == "key" else {}
         return command("why", **{**same, **rival, **at, "head": name})
-    if values["head"].layer == 0:  # the embedding alone writes there: nothing to trace
+    if head.layer == 0:  # the embedding alone writes there: nothing to trace
         return command("why", **same, **rival)
-    return command("trace", **same, heads=values["head"], key=values["key"])
+    return command("trace", **same, heads=head, key=values["key"])
 
 
 def _after_prompts(values: Mapping[str, Any], result: Result) -> str:

@@ -147,7 +147,7 @@ def why(
     Why
         ``tables["attention"]``, ``["because"]``, ``["relation"]``, ``["carriers"]``, ``["writers"]``, ``["cuts"]``,
         ``["output"]``, ``["parts"]``, ``["graph"]``; without a head ``["heads"]``; of many prompts ``["reasons"]``,
-        ``["looks"]``, ``["differs"]`` and ``["prompts"]``, or ``["decides"]``.
+        ``["differs"]``, ``["prompts"]`` and ``["answers"]``, or ``["decides"]``.
 
     Examples
     --------
