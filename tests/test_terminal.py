@@ -235,7 +235,7 @@ def test_a_schema_names_every_column_that_a_verb_gives(printed):
 # ---------------------------------------------------------------- why
 
 SAID = [
-    "Same word: ' John', one replaced leaves at most 39%, both by the same word 64%, by different words 39%: not shown.",
+    "Same word: ' John', one replaced leaves at most 39%, both by the same word 64%, by different ones 39%: not shown.",
     "Carried by: L20H0 and L19H2 put back in its query: ' John' (token 3) 33% → 60% (control 34%): shown.",
     *["Effect: P(' Mary') 92.3% → 88.9% without this look; direct effect in logits: ' Mary' +1.5."] * 9,
 ]

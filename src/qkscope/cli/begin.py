@@ -195,7 +195,7 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
     parts, asked = attribute(scope, PROMPT, heads[0], fit), why(scope, PROMPT, heads[0], features=fit)
     tables = {
         "heads": best[:12], "ranks": fit.table(), "swap": swaps.table(), "curve": swaps.tables["curve"],
-        "tokens": parts.tables["tokens"], "why": [{"line": asked.answer}, *asked.tables["said"]],
+        "tokens": parts.tables["tokens"], "said": [{"line": f"Why: {asked.answer}"}, *asked.tables["said"][:3]],
     }  # fmt: skip
     answer, claims = _findings(heads[0], control, tables)
     about = provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=0)
@@ -294,11 +294,6 @@ def _after_heads(values: Mapping[str, Any], result: Result) -> str:
     return command("atlas", **_some(values, *_SCOPE))
 
 
-def _after_demo(values: Mapping[str, Any], result: Result) -> str:
-    say("\nWhy, of one prompt: " + "\n  ".join(row["line"] for row in result.tables["why"]))
-    return command("why", PROMPT)
-
-
 def _after_trace(values: Mapping[str, Any], result: Result) -> str:
     return command("view", values["out"]) if values["out"] else command("trace", **{**values, "out": "runs/trace"})
 
@@ -322,7 +317,7 @@ NEXT: dict[str, Callable[[Mapping[str, Any], Any], str]] = {
     "heads": _after_heads,
     "decompose": lambda values, result: command("swap", values["out"], **_some(values, "device", "dtype")),
     "atlas": _after_atlas,
-    "demo": _after_demo,
+    "demo": lambda values, result: command("why", PROMPT),
     "svd": lambda values, result: command("sparsity", "ioi", out="runs/ioi", **_some(values, *_SCOPE)),
     **dict.fromkeys(("swap", "sparsity", "view", "gallery"), _then_view),
 }
