@@ -210,6 +210,7 @@ def test_three_questions_are_answered_in_fourteen_lines(smollm2, capsys, monkeyp
     found = qk.why(smollm2, prompt, head, draws=2)
     assert told in found.answer
     assert "(part of a character)" not in str(found)
+    assert smollm2.place(prompt, "给" if head == "L10H2" else -1) == (32 if head == "L10H2" else -1)
     cli.print_result(found, False, end=cli.end_lines(None, then=f"qkscope why '{prompt}' --head {head}"))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 14

@@ -223,7 +223,8 @@ def does_line(pushed: Sequence[Row]) -> str:
     if best["direct"] is not None:
         named = ", ".join(f"{quoted(row['token'])} {round(row['direct'], 1) + 0.0:+.1f}" for row in (best, rival))
         small = max(abs(best["direct"]), abs(rival["direct"])) < _MOVES
-        text += "; no direct effect, it acts through later layers" if small else f"; direct effect in logits: {named}"
+        moves = ", it acts through later layers" * (abs(best["without_key"] - best["before"]) >= 0.01)
+        text += f"; no direct effect{moves}" if small else f"; direct effect in logits: {named}"
     return text + "."
 
 
