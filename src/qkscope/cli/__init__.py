@@ -189,26 +189,13 @@ class _Stderr(logging.Handler):
 def print_result(result: Any, as_json: bool, everything: bool = False, end: Sequence[str] = ()) -> None:
     """The answer, and the lines or the one table that support it, or every table; or all of it as JSON.
 
-    Of several processes under torchrun the first alone has a result to print. Of `why` so many lines are printed that
-    there are `MOST_LINES` with those at the end.
+    Of several processes under torchrun the first alone has a result to print.
     """
     if as_json and (result.tables or result.answer):
         print_json(result.to_json())
     elif result.tables or result.answer:
         claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
-        tables, said = {**result.tables, "claims": claims}, [row["line"] for row in result.tables.get("said", ())]
-        answer, lines = laid(_text(result.answer, "bold")), _lines(said)
-        table = [] if everything else _main_table(result.experiment, tables, result.main)
-        room = MOST_LINES if result.experiment == "why" and not everything else 10**6
-        while said and len(answer) + len(lines) + len(table) + len(end) >= room:
-            said = said[:-1]
-            lines = [*_lines(said), "--all prints the rest."]
-        spare = room - len(answer) - len(lines) - len(table) - len(end)  # for empty lines between
-        typer.echo("\n".join([*answer, *lines, *[""] * bool(table and spare > 0), *table]))
-        if everything:
-            print_tables(result.experiment, tables, everything)
-        if end:
-            typer.echo("\n".join([*[""] * (spare > bool(table)), *end]))
+        _print(result.experiment, {**result.tables, "claims": claims}, result.answer, everything, result.main, end)
 
 
 def print_rows(
@@ -218,21 +205,29 @@ def print_rows(
     if as_json:
         print_json({"rows": list(rows)})
     else:
-        say(answer)
-        print_tables(verb, {"rows": rows}, everything)
+        _print(verb, {"rows": rows}, answer, everything)
 
 
-def print_tables(verb: str, tables: Mapping[str, Any], everything: bool = False) -> None:
-    """What a verb shows of its tables (`qkscope.cli.views`), or all of them in full."""
-    if not everything:
-        typer.echo("\n".join(["", *_main_table(verb, tables)]))
-        return
+def _print(
+    verb: str, tables: Mapping[str, Any], answer: str, everything: bool, main: str = "", end: Sequence[str] = ()
+) -> None:
+    """Answer, lines and table; of `why` so many lines that there are `MOST_LINES` with those at the end."""
+    first, said = laid(_text(answer, "bold")), [row["line"] for row in tables.get("said", ())]
+    lines, table = _lines(said), [] if everything else _main_table(verb, tables, main)
+    room = MOST_LINES if verb == "why" and not everything else 10**6
+    while said and len(first) + len(lines) + len(table) + len(end) >= room:
+        said = said[:-1]
+        lines = [*_lines(said), "--all prints the rest."]
+    spare = room - len(first) - len(lines) - len(table) - len(end)  # for empty lines between
+    typer.echo("\n".join([*first, *lines, *[""] * bool(table and spare > 0), *table]))
     console = Console(width=None if sys.stdout.isatty() else _WHOLE)
-    for name, rows in tables.items():
+    for name, rows in tables.items() if everything else ():
         if rows:
             say(f"\n{name}")
             columns = {column: column for column in rows[0]}
             console.print(*views.drawn(rows, columns, console.width, whole=True), sep="\n\n")
+    if end:
+        typer.echo("\n".join([*[""] * (spare > bool(table)), *end]))
 
 
 def _main_table(verb: str, tables: Mapping[str, Any], main: str = "") -> list[str]:

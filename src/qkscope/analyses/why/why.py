@@ -245,19 +245,11 @@ def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], dep
         say("cutting writers")
         cuts, graph = _with_live(one, one.cut_rows(draws, seed)), trace_graph(one, depth)
     tables = {
-        "attention": one.token_rows(),
-        "because": reason.words if reason else [],
-        "relation": reason.relations if reason else [],
-        "carriers": carriers,
-        "parts": parts,
-        "writers": one.tally.writer_rows(one.head, one.writers),
-        "cuts": cuts,
-        "output": pushed,
-        "returns": [returns] if returns else [],
-        "graph": graph.rows,
-        "prompt": graph.prompt,
-        "check": check,
-    }
+        "attention": one.token_rows(), "because": reason.words if reason else [],
+        "relation": reason.relations if reason else [], "carriers": carriers, "parts": parts,
+        "writers": one.tally.writer_rows(one.head, one.writers), "cuts": cuts, "output": pushed,
+        "returns": [returns] if returns else [], "graph": graph.rows, "prompt": graph.prompt, "check": check,
+    }  # fmt: skip
     lines = sentences.lines_of(one, because, reason, carriers, pushed, returns, parts)
     return sentences.answer_of(one, reason, carriers, output, pushed), lines, {k: v for k, v in tables.items() if v}
 
