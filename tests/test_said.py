@@ -31,7 +31,7 @@ def test_one_writer_is_named_where_one_has_everything(seed):
     found = qk.why(scope, prompt, READER)
     key = [row for row in found.tables["cuts"] if row["side"] == "key"]
     assert [(row["k"], row["writers"]) for row in key] == [(1, str(writer))]
-    assert f" {writer} carried 'jam' into its key (" in found.answer
+    assert f" {writer} carried 'jam' into its key" in found.answer
     assert re.search(rf"Its key is written by {writer} \(\d+%\), its query", qk.trace(scope, prompt, READER).answer)
 
 
@@ -40,7 +40,6 @@ def test_controls_are_counted_once_each_and_few_of_them_test_nothing(nano):
     one, two = (row for row in found.tables["cuts"] if row["side"] == "key" and row["k"] <= 2)
     assert (one["draws"], one["sets"], one["verdict"]) == (20, 3, "untested")  # layer 0 has three other heads
     assert (two["sets"], two["verdict"]) == (1, "untested")
-    assert "(different sets of writers like that: 1, and 5 are needed): untested." in str(found)
     assert "(the one other set of heads: " in qk.trace(nano, PROMPT, "L1H0").answer
     deeper = qk.why(nano, PROMPT, "L2H3", draws=20)
     for row in deeper.tables["cuts"]:

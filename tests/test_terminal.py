@@ -1,5 +1,6 @@
 """What commands print for people: the answer, one small table, the page and the next command; `--all` for the rest."""
 
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from qkscope import cli
 from qkscope.cli import verbs, views
+from qkscope.runs.result import Result
 
 BINDING = ["binding", "--model", "nano:mixed", "--form", "sentence", "--size", "4"]
 RULE = re.compile(r"─+( ─+)*")
@@ -46,6 +48,11 @@ def fitted(tmp_path_factory):
     return out, done
 
 
+def following(text: str) -> str:
+    """The next command, which a narrow line breaks between its words as a shell does."""
+    return text.partition("Next: ")[2].replace("\\\n    ", "").strip()
+
+
 def check(text: str) -> list[str]:
     """The heading and the rows of one table of at most six columns and ten rows, 80 wide, between answer and next."""
     ((heading, rule, *rest),) = tables(text)
@@ -54,7 +61,7 @@ def check(text: str) -> list[str]:
     assert len(rule.split()) <= 6
     assert max(map(len, (heading, rule, *rows))) <= 80
     assert text.splitlines()[0] not in ("", heading)
-    assert re.match(r"Next: qkscope \w+", text.splitlines()[-1])
+    assert re.match(r"qkscope \w+", following(text))
     return [heading, *rows]
 
 
@@ -62,7 +69,7 @@ def test_heads_prints_its_answer_a_small_table_and_a_next_command_that_runs(prin
     monkeypatch.chdir(tmp_path)
     text = printed("heads", *BINDING, "-n", 16)
     check(text)
-    then = shlex.split(text.splitlines()[-1].removeprefix("Next: qkscope "))
+    then = shlex.split(following(text).removeprefix("qkscope "))
     assert then[0] == "decompose"
     check(printed(*then, "-n", 16, "--replicates", 19))
 
@@ -72,7 +79,7 @@ def test_a_fit_says_where_its_page_is_and_nobody_else_says_anything(fitted):
     assert done.returncode == 0, done.stderr
     check(done.stdout)
     assert f"The page: {out / 'report.html'}" in done.stdout
-    assert done.stdout.splitlines()[-1] == f"Next: qkscope swap {out}"
+    assert following(done.stdout) == f"qkscope swap {out}"
     assert done.stderr == ""
 
 
@@ -95,8 +102,8 @@ def test_why_splits_by_the_features_of_a_fit_at_its_first_head(printed, fitted):
     prompt = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
     text = printed("why", prompt, "--fit", fitted[0])
     assert text == printed("why", prompt, "--fit", fitted[0], "--head", "L1H0", "--model", "nano:mixed")
-    assert "By features: " in text
-    assert text.splitlines()[-1] == f"Next: qkscope view --live --fit {fitted[0]}"
+    assert "By features  " in text
+    assert following(text) == f"qkscope view --live --fit {fitted[0]}"
 
 
 def test_why_of_a_fit_with_another_model_is_refused(qkscope, fitted):
@@ -118,7 +125,7 @@ def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(printed, t
     asked = ["trace", "--prompt", r"hat: O\njam: Z\njam:", "--heads", "L2H3", "--key", -2, "--model", "nano:mixed"]
     text = printed(*asked)
     assert " different sets of random heads: " in " ".join(text.split())
-    then = text.splitlines()[-1].removeprefix("Next: ")
+    then = following(text)
     assert (
         then
         == r"qkscope trace --prompt 'hat: O\njam: Z\njam:' --heads L2H3 --key -2 --model nano:mixed --out runs/trace"
@@ -126,7 +133,7 @@ def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(printed, t
     kept = printed(*shlex.split(then)[1:])
     assert "The page: runs/trace/report.html" in kept
     assert kept.splitlines()[-1] == "Next: qkscope view runs/trace"
-    assert json.loads(printed(*asked, "--json"))["answer"] in text
+    assert " ".join(json.loads(printed(*asked, "--json"))["answer"].split()) in " ".join(text.split())
 
 
 def test_sparsity_and_svd_print_one_small_table(printed, tmp_path):
@@ -223,6 +230,67 @@ def test_a_schema_names_every_column_that_a_verb_gives(printed):
         assert set(result) == set(schema["required"])
         for name, rows in result["tables"].items():
             assert set(rows[0]) <= set(schema["properties"]["tables"]["properties"][name]["items"]["properties"])
+
+
+# ---------------------------------------------------------------- why
+
+SAID = [
+    "Same word: ' John', one replaced leaves at most 39%, both by the same word 64%, by different ones 39%: not shown.",
+    "Carried by: L20H0 and L19H2 put back in its query: ' John' (token 3) 33% → 60% (control 34%): shown.",
+    *["Effect: P(' Mary') 92.3% → 88.9% without this look; direct effect in logits: ' Mary' +1.5."] * 9,
+]
+
+
+@pytest.fixture
+def why_result():
+    answer = "L23H0 at ' to' (token 13) looks at ' Mary' (token 1), 69%, in part because ' John' stands twice. " * 2
+    return Result("why", {"said": [{"line": line} for line in SAID]}, answer=answer)
+
+
+def test_why_takes_fourteen_lines_and_breaks_no_token(why_result, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    end = cli.end_lines(
+        None, then="qkscope why 'When Mary and John went to the store, John gave a drink to' --head L20H0"
+    )
+    cli.print_result(why_result, False, False, end)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= cli.MOST_LINES
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if line.endswith("'") and line.count("'") % 2]  # no line ends inside a token
+    assert "--all prints the rest." in lines
+    assert shlex.split(following("\n".join(lines)))[-2:] == ["--head", "L20H0"]
+    cli.print_result(why_result, False, True, end)
+    assert capsys.readouterr().out.count("Effect") > 9
+
+
+def test_on_a_terminal_the_answer_is_bold_and_verdicts_have_colours(why_result, monkeypatch):
+    class Screen(io.StringIO):
+        def isatty(self):
+            return True
+
+    for name, value in {"COLUMNS": "120", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", Screen())
+    cli.print_result(why_result, False)
+    text = sys.stdout.getvalue()
+    assert text.startswith("\x1b[1mL23H0 at ' to'")
+    assert "\x1b[33mnot shown\x1b[0m" in text
+    assert "\x1b[32mshown\x1b[0m" in text
+    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
+    assert 80 < max(map(len, plain.splitlines())) <= 100
+
+
+def test_why_over_prompts_prints_a_table_and_a_next_command_that_runs(printed, tmp_path):
+    prompts = [{"prompt": "hat: O\njam: Z\ncat: B\njam:"}, {"prompt": "hat: O\njam: Z\ncat: B\nhat:"}]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    text = printed("why", tmp_path / "mine.jsonl", "--model", "nano:mixed")
+    check(text)
+    then = shlex.split(following(text))[1:]
+    counted = printed(*then)
+    check(counted)
+    assert "looks at" in printed(*shlex.split(following(counted))[1:])
+    assert "looks at" in printed("why", prompts[0]["prompt"], "--heads", "L1H0", "--model", "nano:mixed")
 
 
 # ---------------------------------------------------------------- where nothing can be printed

@@ -6,11 +6,14 @@ import json
 
 import pytest
 import torch
+from rich.cells import cell_len
 from typer.testing import CliRunner
 
 import qkscope as qk
+from qkscope import cli
 from qkscope.analyses.trace.prompt import Probe, Question
 from qkscope.analyses.why.output import Output
+from qkscope.analyses.why.over import Prompts, _differs
 from qkscope.analyses.why.parts import part_rows, singular_terms
 from qkscope.analyses.why.sentences import answer_of
 from qkscope.capture.encode import token_texts
@@ -19,6 +22,7 @@ from qkscope.cli import app
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.maths.significance import wilson
 from qkscope.runs.result import Result
 from qkscope_papers.families import tiny_model
 
@@ -193,6 +197,26 @@ def test_heads_that_decide_ioi_are_told_for_and_against(smollm2):
     assert next(row for row in found.tables["heads"] if row["head"] == "L24H4")["direction"] == "against"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "head", "told"),
+    [
+        ("When Mary and John went to the store, John gave a drink to", "L24H4", "It works against ' Mary'"),
+        ("def area(width, height): return width *", "L23H0", "L20H0, L19H2 and L20H8 carried 'width' into its query"),
+        ("王芳和李明去了商店。李明把一瓶水给了", "L10H2", "looks at '给' (token 33)"),
+    ],
+)
+def test_three_questions_are_answered_in_fourteen_lines(smollm2, capsys, monkeypatch, prompt, head, told):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = qk.why(smollm2, prompt, head, draws=2)
+    assert told in found.answer
+    assert "(part of a character)" not in str(found)
+    assert smollm2.place(prompt, "给" if head == "L10H2" else -1) == (32 if head == "L10H2" else -1)
+    cli.print_result(found, False, end=cli.end_lines(None, then=f"qkscope why '{prompt}' --head {head}"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 14
+    assert max(map(cell_len, lines)) <= 80
+
+
 def test_next_of_a_head_of_the_first_layer_is_no_trace():
     arguments = ["why", "hat: O jam: Z jam:", "--model", "nano:mixed"]
     printed = CliRunner().invoke(app, [*arguments, "--head", "L0H0"]).stdout
@@ -244,9 +268,9 @@ def test_pieces_of_a_character_are_read_whole_or_named(smollm2):
     at = next(i for i, text in enumerate(texts) if "🧿" in text)
     assert texts[at + 1] == ""
     found = qk.why(smollm2, Example(ids=tuple(ids[: at + 1])), "L3H1", draws=2)  # ends inside it
-    assert "part of a character" in found.answer
+    assert "a part of a character" in found.answer
     found = qk.why(smollm2, "a 🧿 b", "L3H1", query=at + 2 if at + 2 < len(ids) else -1, key=at + 1, draws=2)
-    assert f"token {at + 1} (inside a character)" in found.answer
+    assert f"' 🧿' (token {at + 1})" in found.answer
     told = json.dumps([found.answer, found.to_json()["tables"]], ensure_ascii=False)
     assert "\ufffd" not in told
 
@@ -256,3 +280,118 @@ def test_a_folder_of_another_verb_says_what_to_give(tmp_path):
     done = CliRunner().invoke(app, ["why", "hat:", "--fit", str(tmp_path / "found")])
     assert isinstance(done.exception, BadInput)
     assert "but a run of trace/heads: name one of a fit" in str(done.exception)
+
+
+# ---------------------------------------------------------------------- over many prompts
+
+BOXES = ["hat: O\njam: Z\ncat: B\njam:", "hat: O\njam: Z\ncat: B\nhat:", "pen: K\ncat: B\njam: Z\ncat:"]
+HEADS = ["L1H0", "L2H3"]
+
+
+@pytest.fixture(scope="module")
+def over(nano):
+    return qk.why(nano, BOXES, heads=HEADS)
+
+
+def test_reasons_over_prompts_are_those_of_each_prompt(nano, over):
+    rows = over.tables["prompts"]
+    assert [(row["prompt"], row["head"]) for row in rows] == [(i, head) for i in range(3) for head in HEADS]
+    for row in rows:
+        alone = qk.why(nano, BOXES[row["prompt"]], row["head"], draws=2)
+        attended = max((r for r in alone.tables["attention"] if r["position"]), key=lambda r: r["attention"])
+        assert (row["key"], row["attention"]) == (attended["position"], pytest.approx(attended["attention"], abs=1e-6))
+        shown = [r["kind"] for r in alone.tables.get("relation", ()) if r["verdict"] == "shown"]
+        assert row["kind"] == ("no look" if row["attention"] < 0.3 else shown[0])
+
+
+def test_counts_and_intervals_are_of_the_prompts_where_a_head_looks(over):
+    for row in over.tables["reasons"]:
+        own = [r for r in over.tables["prompts"] if r["head"] == row["head"]]
+        assert row["count"] == sum(r["kind"] == row["kind"] for r in own)
+        assert row["prompts"] == sum(r["kind"] != "no look" for r in own)
+        assert (row["low"], row["high"]) == wilson(row["count"], row["prompts"])
+        assert f"{row['head']} looks at a token in {row['prompts']}" in over.answer
+    assert over.table() == over.tables["reasons"]
+
+
+def test_a_run_over_prompts_that_was_stopped_goes_on_and_parts_are_added_up(nano, over, tmp_path, monkeypatch):
+    made = []
+    rows = Prompts._tables
+
+    def stops(self, i):
+        made.append(i)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return rows(self, i)
+
+    monkeypatch.setattr(Prompts, "_tables", stops)
+    with pytest.raises(KeyboardInterrupt):
+        qk.why(nano, BOXES, heads=HEADS, out=tmp_path / "stopped")
+    again = qk.why(nano, BOXES, heads=HEADS, out=tmp_path / "stopped")
+    assert made == [0, 1, 2, 2]  # two prompts are a piece
+    assert (again.tables, again.answer) == (over.tables, over.answer)
+    assert qk.why(nano, BOXES, heads=HEADS, out=tmp_path / "parts", part=(1, 2)).tables == {}
+    whole = qk.why(nano, BOXES, heads=HEADS, out=tmp_path / "parts", part=(0, 2))
+    assert whole.tables == over.tables
+    assert (tmp_path / "parts" / "report.html").is_file()
+
+
+def test_heads_that_decide_most_often_are_counted_over_prompts(nano):
+    found = qk.why(nano, BOXES[:2])
+    alone = [qk.why(nano, prompt).tables["heads"] for prompt in BOXES[:2]]
+    for row in found.tables["decides"]:
+        own = [r for rows in alone for r in rows if r["head"] == row["head"]]
+        assert [row["for"], row["against"]] == [sum(r["direction"] == way for r in own) for way in ("for", "against")]
+        assert row["difference"] == pytest.approx(sum(r["difference"] for r in own) / 2, abs=1e-5)
+
+
+def test_right_and_wrong_answers_are_told_apart(nano, tmp_path):
+    lines = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(BOXES, "ZOK", strict=True)]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    found = qk.why(nano, str(path), heads="L1H0")
+    said = [qk.why(nano, prompt).answer for prompt in BOXES]
+    assert [row["right"] for row in found.tables["answers"]] == [
+        f"is '{line['answer']}'" in answer for line, answer in zip(lines, said, strict=True)
+    ]
+    assert {row["verdict"] for row in found.tables["differs"]} == {"too few"}
+    assert "too few to compare (5 of each are needed)" in found.answer
+
+
+def test_a_reason_that_goes_with_right_answers_differs():
+    def rows(kind, right, count):
+        return [{"head": "L1H0", "kind": kind, "right": right}] * count
+
+    own = [*rows("same word", True, 18), *rows("position", True, 2), *rows("same word", False, 3)]
+    found = {row["kind"]: row for row in _differs([*own, *rows("position", False, 17)])}
+    same = found["same word"]
+    assert (same["right"], same["wrong"], same["verdict"]) == (0.9, 0.15, "differs")
+    assert 0.4 < same["low"] < same["difference"] < same["high"] < 0.9
+    assert found["position"]["low"] == pytest.approx(-same["high"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no examples"),
+        ('{"prompt": "hat"}', "line 1: besides the first token a head sees itself alone"),
+        ('{"prompt": 3}', "line 1, prompt: Input should be a valid string"),
+        ('{"promt": "hat:"}', "line 1, prompt: Field required"),
+        ('{"prompt": "hat: O hat:", "answer": " "}', "no text of this model"),
+    ],
+)
+def test_a_file_of_prompts_that_cannot_be_asked_is_refused_in_words(nano, tmp_path, text, said):
+    (tmp_path / "mine.jsonl").write_text(text)
+    with pytest.raises(BadInput, match=said):
+        qk.why(nano, str(tmp_path / "mine.jsonl"), heads="L1H0")
+
+
+def test_of_many_prompts_no_key_is_asked_about_and_heads_are_named_once(nano):
+    with pytest.raises(BadInput, match="asked about in one prompt"):
+        qk.why(nano, BOXES, heads="L1H0", key=3)
+    with pytest.raises(BadInput, match="named once"):
+        qk.why(nano, BOXES, "L1H0", heads="L1H0")
+    with pytest.raises(BadInput, match="L9H0 does not exist"):
+        qk.why(nano, BOXES, heads="L9H0")
+    with pytest.raises(BadInput, match="no prompts"):
+        qk.why(nano, [], heads="L1H0")

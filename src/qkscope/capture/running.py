@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkscope.capture.blocks import read_blocks
-from qkscope.capture.encode import Encoder, Encoding
+from qkscope.capture.encode import Encoder, Encoding, token_texts
 from qkscope.capture.inputs import forward, logits_of
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Places, Shape
@@ -147,7 +147,8 @@ class Runner(Shape):
             return columns[place]
         text, _, number = place.rpartition("#")
         text, number = (text, number) if text and number.isdigit() else (place, "")
-        read = {} if self.tokenizer is None else {c: self.tokenizer.decode([int(ids[c])]) for c in columns}
+        texts = [] if self.tokenizer is None else token_texts(self, ids[columns].tolist())
+        read = dict(zip(columns, texts, strict=False))
         exact = [c for c, token in read.items() if token == text]
         there = exact or [c for c, token in read.items() if token.strip() == text]
         if not there or (number and not 0 < int(number) <= len(there)):

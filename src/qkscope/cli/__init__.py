@@ -25,7 +25,10 @@ from types import FrameType
 from typing import Annotated, Any, TextIO
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -37,7 +40,11 @@ from qkscope.runs.progress import plain_text
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
 _OF_PAPERS = ("reproduce", "toy", "train", "bench", "models")
-_WHOLE = 100_000  # columns of a line that nobody wraps
+_WHOLE, _WIDEST = 100_000, 100  # columns of a line that nobody wraps, and of sentences on a wide terminal
+MOST_LINES = 14
+"""Of an answer of `why`, the page and the next command with it; ``--all`` prints the rest."""
+_HELD = "\ue000"  # stands for the blank of a quoted token, so that no line breaks there
+_VERDICTS = {"green": "shown|supported", "yellow": "not shown|not here", "dim": "untested|unattended|vacuous"}
 
 
 class Verbs(TyperGroup):
@@ -179,8 +186,8 @@ class _Stderr(logging.Handler):
 # ---------------------------------------------------------------------- how results are printed
 
 
-def print_result(result: Any, as_json: bool, everything: bool = False) -> None:
-    """The answer and the one table that supports it, or every table; or all of it as JSON.
+def print_result(result: Any, as_json: bool, everything: bool = False, end: Sequence[str] = ()) -> None:
+    """The answer, and the lines or the one table that support it, or every table; or all of it as JSON.
 
     Of several processes under torchrun the first alone has a result to print.
     """
@@ -188,8 +195,7 @@ def print_result(result: Any, as_json: bool, everything: bool = False) -> None:
         print_json(result.to_json())
     elif result.tables or result.answer:
         claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
-        say("\n".join([result.answer, *(f"  {row['line']}" for row in result.tables.get("said", ()))]))
-        print_tables(result.experiment, {**result.tables, "claims": claims}, everything, result.main)
+        _print(result.experiment, {**result.tables, "claims": claims}, result.answer, everything, result.main, end)
 
 
 def print_rows(
@@ -199,26 +205,71 @@ def print_rows(
     if as_json:
         print_json({"rows": list(rows)})
     else:
-        say(answer)
-        print_tables(verb, {"rows": rows}, everything)
+        _print(verb, {"rows": rows}, answer, everything)
 
 
-def print_tables(verb: str, tables: Mapping[str, Any], everything: bool = False, main: str = "") -> None:
-    """What a verb shows of its tables (`qkscope.cli.views`), or all of them in full."""
-    if everything:
-        console = Console(width=None if sys.stdout.isatty() else _WHOLE)
-        for name, rows in tables.items():
-            if rows:
-                say(f"\n{name}")
-                columns = {column: column for column in rows[0]}
-                console.print(*views.drawn(rows, columns, console.width, whole=True), sep="\n\n")
-    elif shown := views.shown(verb, tables, main):
-        rows, columns, count, note = shown
-        console = Console()
-        console.print("", *views.drawn(rows, columns, console.width), sep="\n")
-        if note:
-            say(note, wrapped=True)
-        say((f"{len(rows)} of {count} rows; " if len(rows) < count else "") + "--all prints everything.")
+def _print(
+    verb: str, tables: Mapping[str, Any], answer: str, everything: bool, main: str = "", end: Sequence[str] = ()
+) -> None:
+    """Answer, lines and table; of `why` so many lines that there are `MOST_LINES` with those at the end."""
+    first, said = laid(_text(answer, "bold")), [row["line"] for row in tables.get("said", ())]
+    lines, table = _lines(said), [] if everything else _main_table(verb, tables, main)
+    room = MOST_LINES if verb == "why" and not everything else 10**6
+    while said and len(first) + len(lines) + len(table) + len(end) >= room:
+        said = said[:-1]
+        lines = [*_lines(said), "--all prints the rest."]
+    spare = room - len(first) - len(lines) - len(table) - len(end)  # for empty lines between
+    typer.echo("\n".join([*first, *lines, *[""] * bool(table and spare > 0), *table]))
+    console = Console(width=None if sys.stdout.isatty() else _WHOLE)
+    for name, rows in tables.items() if everything else ():
+        if rows:
+            say(f"\n{name}")
+            columns = {column: column for column in rows[0]}
+            console.print(*views.drawn(rows, columns, console.width, whole=True), sep="\n\n")
+    if end:
+        typer.echo("\n".join([*[""] * (spare > bool(table)), *end]))
+
+
+def _main_table(verb: str, tables: Mapping[str, Any], main: str = "") -> list[str]:
+    """The lines of the one table that a verb prints; none where lines say it all."""
+    chosen = views.shown(verb, tables, main)
+    if chosen is None:
+        return []
+    rows, columns, count, note = chosen
+    more = (f"{len(rows)} of {count} rows; " if len(rows) < count else "") + "--all prints everything."
+    return laid(*views.drawn(rows, columns, _console().width), *filter(None, [note, more]))
+
+
+def _console() -> Console:
+    """As wide as the terminal, but for sentences no wider than `_WIDEST`; 80 columns where there is none."""
+    return Console(width=min(Console().width, _WIDEST), highlight=False, markup=False, emoji=False)
+
+
+def laid(*parts: Any) -> list[str]:
+    """The lines that texts and tables take; bold and colours where a terminal shows them."""
+    console = _console()
+    with console.capture() as text:
+        console.print(*parts, sep="\n")
+    return [line.rstrip() for line in text.get().replace(_HELD, " ").splitlines()]
+
+
+def _text(text: str, style: str = "") -> Text:
+    """A sentence that is broken between words, but not inside the quotes of a token; verdicts have their colours."""
+    held = re.sub(r"(?<!\w)'( +)(?=[^']+')", lambda match: match[0].replace(" ", _HELD), plain_text(text))
+    made = Text(held, style=style)
+    for colour, words in _VERDICTS.items():
+        made.highlight_regex(rf"(?<=: )({words})\b", colour)
+    return made
+
+
+def _lines(said: Sequence[str]) -> list[str]:
+    """Lines ``Name: text`` as rows, their texts below each other; others as they are."""
+    named = [re.fullmatch(r"([A-Z][\w' ]*): (.*)", line, re.DOTALL) for line in said]
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    for match in filter(None, named):
+        grid.add_row(Text(match[1], style="bold dim"), _text(match[2]))
+    return laid(grid) if said and all(named) else [f"  {plain_text(line)}" for line in said]
 
 
 def print_json(value: Any) -> None:
@@ -227,34 +278,36 @@ def print_json(value: Any) -> None:
     typer.echo(re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
-def say(text: str, wrapped: bool | None = None) -> None:
-    """Lines for people; what they quote from a folder does not steer the terminal.
-
-    Parameters
-    ----------
-    text : the lines.
-    wrapped : whether long ones are broken between words; on a terminal, if not given: a pipe takes whole lines.
-    """
-    whole = not (sys.stdout.isatty() if wrapped is None else wrapped)
-    Console(highlight=False, markup=False, emoji=False).print(plain_text(text), soft_wrap=whole)
+def say(text: str) -> None:
+    """Lines for people, broken between words on a terminal; what they quote from a folder does not steer it."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(plain_text(text), soft_wrap=not sys.stdout.isatty())
 
 
 def print_end(*written: str | Path | None, then: str, as_json: bool = False) -> None:
-    """Where the pages are (or what was written), and the next command to type.
+    """Print `end_lines`, unless nothing but JSON is printed."""
+    if not as_json:
+        typer.echo("\n".join(["", *end_lines(*written, then=then)]))
+
+
+def end_lines(*written: str | Path | None, then: str) -> list[str]:
+    """Where the pages are (or what was written), and the next command, folded between its words so that it can be run.
 
     Parameters
     ----------
     written : folders or files; None where nothing was written.
     then : the next command.
-    as_json : then nothing but JSON is printed.
     """
-    if as_json:
-        return
-    typer.echo()
+    lines, width = [], _console().width
     for out in (place for place in written if place is not None):
         pages = [page for page in (Path(out) / "report.html", Path(out) / "index.html") if page.is_file()]
-        say(f"The page: {pages[0]}" if pages else f"Written to {out}.")
-    typer.echo(f"Next: {plain_text(then)}")
+        lines.append(plain_text(f"The page: {pages[0]}" if pages else f"Written to {out}."))
+    lines.append("Next:")
+    for word in map(shlex.quote, shlex.split(plain_text(then))):
+        if cell_len(f"{lines[-1]} {word} \\") > width:
+            lines[-1:] = [f"{lines[-1]} \\", "   "]
+        lines[-1] += f" {word}"
+    return lines
 
 
 def command(verb: str, *arguments: object, **options: object) -> str:

@@ -195,7 +195,7 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
     parts, asked = attribute(scope, PROMPT, heads[0], fit), why(scope, PROMPT, heads[0], features=fit)
     tables = {
         "heads": best[:12], "ranks": fit.table(), "swap": swaps.table(), "curve": swaps.tables["curve"],
-        "tokens": parts.tables["tokens"], "why": [{"line": asked.answer}, *asked.tables["said"]],
+        "tokens": parts.tables["tokens"], "said": [{"line": f"Why: {asked.answer}"}, *asked.tables["said"][:3]],
     }  # fmt: skip
     answer, claims = _findings(heads[0], control, tables)
     about = provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=0)
@@ -248,15 +248,39 @@ def _some(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
 def _after_why(values: Mapping[str, Any], result: Result) -> str:
     if values["fit"]:
         return command("view", live=True, fit=values["fit"])
+    if result.experiment == "why/prompts":
+        return _after_prompts(values, result)
     same = _some(values, "prompt", "query", "chat", *_SCOPE)
     rival = _some(values, "versus")  # trace's is another: a key
-    if values["head"] is None:
-        rows = result.tables["heads"]
-        first = next((row for row in rows if row["direction"] == "for"), rows[0])
-        return command("why", **same, **rival, head=first["head"])
-    if values["head"].layer == 0:  # the embedding alone writes there: nothing to trace
+    if "heads" in result.tables:
+        return command("why", **same, **rival, head=_telling(result))
+    head = values["head"] or values["heads"][0]
+    carried = [row for row in result.tables.get("carriers", ()) if row["verdict"] == "shown"]
+    carriers = [(name, row["side"]) for row in carried for name in row["writers"].split(", ") if "H" in name]
+    if carriers:  # and why did that one look there?
+        name, side = carriers[0]
+        at = {"query": result.tables["output"][0]["key"]} if side == "key" else {}
+        return command("why", **{**same, **rival, **at, "head": name})
+    if head.layer == 0:  # the embedding alone writes there: nothing to trace
         return command("why", **same, **rival)
-    return command("trace", **same, heads=values["head"], key=values["key"])
+    return command("trace", **same, heads=head, key=values["key"])
+
+
+def _after_prompts(values: Mapping[str, Any], result: Result) -> str:
+    """Why of a prompt in which a head looks at something; where none was named, reasons of the first heads."""
+    same = _some(values, "chat", *_SCOPE)
+    if "decides" in result.tables:
+        first = ",".join(row["head"] for row in result.tables["decides"][:2])
+        return command("why", values["prompt"], heads=first, **same)
+    row = max(result.tables["prompts"], key=lambda row: float(row["attention"]))
+    return command("why", result.tables["answers"][row["prompt"]]["said"], head=row["head"], **same)
+
+
+def _telling(result: Result) -> str:
+    """The head to ask about: one that helps and looks at the answer or at its rival, rather than at itself."""
+    places = ["answer", "rival", "", "itself"]
+    helps = [row for row in result.tables["heads"] if row["direction"] == "for"][:10]
+    return str(min(helps or result.tables["heads"][:1], key=lambda row: places.index(row["at"]))["head"])
 
 
 def _after_heads(values: Mapping[str, Any], result: Result) -> str:
@@ -268,11 +292,6 @@ def _after_heads(values: Mapping[str, Any], result: Result) -> str:
     if values["task"] == "binding":
         return command("heads", "binding", **same | {"form": "sentence" if same["form"] in (None, "list") else None})
     return command("atlas", **_some(values, *_SCOPE))
-
-
-def _after_demo(values: Mapping[str, Any], result: Result) -> str:
-    say("\nWhy, of one prompt: " + "\n  ".join(row["line"] for row in result.tables["why"]))
-    return command("why", PROMPT)
 
 
 def _after_trace(values: Mapping[str, Any], result: Result) -> str:
@@ -298,7 +317,7 @@ NEXT: dict[str, Callable[[Mapping[str, Any], Any], str]] = {
     "heads": _after_heads,
     "decompose": lambda values, result: command("swap", values["out"], **_some(values, "device", "dtype")),
     "atlas": _after_atlas,
-    "demo": _after_demo,
+    "demo": lambda values, result: command("why", PROMPT),
     "svd": lambda values, result: command("sparsity", "ioi", out="runs/ioi", **_some(values, *_SCOPE)),
     **dict.fromkeys(("swap", "sparsity", "view", "gallery"), _then_view),
 }

@@ -25,11 +25,12 @@ import typer
 
 import qkscope
 from qkscope import tasks
-from qkscope.cli import All, Json, app, print_end, print_result
+from qkscope.cli import All, Json, app, end_lines, print_result
 from qkscope.cli.begin import NEXT
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
+from qkscope.runs.progress import doing
 
 MODEL = "smollm2-135m"
 PYTHON = "python"  # what Python's own texts are called: its help topics, English that needs no download
@@ -188,7 +189,7 @@ def typed(parameter: Parameter) -> list[inspect.Parameter]:
     if parameter.takes("Task"):
         return [_argument("task", str, _NEEDED, f"{_TASKS}."), *_OF_TASK]
     if parameter.takes("Example"):
-        return [_argument("prompt", str, _NEEDED, "The prompt; \\n is a line break.", read="prompt")]
+        return [_argument("prompt", str, _NEEDED, "The prompt (\\n breaks a line); or a .jsonl file.", read="prompt")]
     if parameter.takes("Head") and not kinds[0].startswith("Mapping"):
         named = "heads" if parameter.takes("Sequence") else "head"
         return [_option(named, str, default, text, read=named)]
@@ -274,7 +275,8 @@ def _scope(values: Values) -> Any:
         def __init__(self) -> None: ...
 
         def __getattr__(self, name: str) -> Any:
-            self.__dict__ |= vars(Scope.load(model, dtype=values["dtype"], **place))
+            with doing(f"loading {model}"):
+                self.__dict__ |= vars(Scope.load(model, dtype=values["dtype"], **place))
             self.__class__ = Scope  # type: ignore[assignment]
             return getattr(self, name)
 
@@ -352,12 +354,13 @@ def run(name: str, values: Values) -> None:
     everything, as_json = values.pop("everything", False), values.pop("as_json", False)
     given = {parameter.name: argument(parameter, values) for parameter in _parameters(name) if typed(parameter)}
     module, _, function = VERBS[name].home.partition(":")
-    verb = getattr(import_module(module), function)
-    result = verb(**{name: value for name, value in given.items() if value is not None})
+    with doing(name, None if "scope" in given else False):  # a line that says how far it is
+        verb = getattr(import_module(module), function)
+        result = verb(**{name: value for name, value in given.items() if value is not None})
     if result is not None and result.answer:  # otherwise there is nothing to print, or another process prints it
-        print_result(result, as_json, everything)
-        if result.tables:  # of a part there are none
-            print_end(given.get("out"), then="" if as_json else NEXT[name](values, result), as_json=as_json)
+        ends = result.tables and not as_json  # of a part there are none
+        end = end_lines(given.get("out"), then=NEXT[name](values, result)) if ends else []
+        print_result(result, as_json, everything, end)
 
 
 def _add_commands() -> None:

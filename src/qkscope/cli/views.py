@@ -180,9 +180,9 @@ def _spread(rows: Rows) -> Rows:
 
 
 def _for_and_against(rows: Rows) -> Rows:
-    """The first heads for the next token, then those against it."""
-    groups = [[row for row in rows if row["direction"] == way] for way in ("for", "against")]
-    return [row for group in groups for row in group[: MOST_ROWS // 2]] or rows[:3]
+    """The first three heads for the next token, then the first two against it."""
+    groups = [[row for row in rows if row["direction"] == way][:most] for way, most in (("for", 3), ("against", 2))]
+    return [row for group in groups for row in group] or rows[:3]
 
 
 def _first_writers(rows: Rows) -> Rows:
@@ -205,10 +205,20 @@ VIEWS: dict[str, Sequence[View]] = {
         "source: the paper states or implies it, or it is ours; tie: the 95% interval leaves it open.",
     )],
     "why": [View(  # with a head its lines say it all
-        "heads", "head, looks at=token, attention, probability, difference, direction",
-        "probability: of the next token with what the head looks at hidden; difference: by how much the logit of the "
-        "next token less its rival's changes then.", _for_and_against,
+        "heads", {"head": "head", "looks at": lambda row: repr(row["token"]), "attention": "attention",
+                  "P without it": "probability", "lead changes by": "difference", "it is": "direction"},
+        pick=_for_and_against,
     )],
+    "why/prompts": [
+        View(
+            "reasons", "head, reason=kind, prompts=count, of=prompts, share±, attention",
+            "of: prompts where the head gives .3 or more to a token that is not the first; share: 95% interval.",
+        ),
+        View(
+            "decides", "head, for, against, of=prompts, lead changes by=difference",
+            "for, against: prompts where hiding the head's main token changes the lead over the rival by 0.1 or more.",
+        ),
+    ],
     "made": [],
     "trace": [
         View(

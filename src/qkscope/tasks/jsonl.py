@@ -9,7 +9,8 @@
 ``query`` the last token asks. ``group`` names lines that belong together (a prompt and its copy): they are one random
 unit. ``use`` (choose, fit or test) puts a line into one pool; lines without it are dealt out by what they say. Keys
 labelled ``answer`` decide what counts as right; in lines without such labels, the first contrast that labels them does.
-``answers`` names what the model may go on with: ``{"right": " is", "wrong": [" are"]}``.
+``answers`` names what the model may go on with: ``{"right": " is", "wrong": [" are"]}``. A file of prompts for `why`
+needs none of it: ``{"prompt": "…"}`` is enough, with ``"answer": " Mary"`` where the right one is known.
 
 Each line labelled for a contrast has + and − keys of it, or each group does and no line: then the group's signs are
 flipped together under the null, instead of the labels within a line.
@@ -57,17 +58,19 @@ class LineSchema(TypedDict):
     """One line of the file."""
 
     prompt: str
-    keys: list[PieceSchema]
+    keys: NotRequired[list[PieceSchema]]
     query: NotRequired[str | PieceSchema | None]
     group: NotRequired[str | int | None]
     use: NotRequired[Use | None]
     answers: NotRequired[AnswersSchema | None]
+    answer: NotRequired[str | list[str] | None]
 
 
 class _Line(NamedTuple):
     example: Example
     group: str
     use: Use | None
+    right: tuple[str, ...]
 
     def signs(self, contrast: str) -> set[Sign]:
         return {key.label(contrast) for key in self.example.keys} - {0}
@@ -94,10 +97,7 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     >>> list(task.contrasts)
     ['mine']
     """
-    text = read_text(Path(path), "a file with one JSON object per line")
-    lines = [_line(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise BadInput(f"{path} holds no examples: write one JSON object per line.")
+    text, lines = _read(path)
     names = list(dict.fromkeys(name for line in lines for key in line.example.keys for name in key.labels))
     contrasts = [name for name in names if name != ANSWER] or names
     groups: dict[str, list[_Line]] = {}
@@ -125,6 +125,19 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     first = not chat and any(not before.strip() for before, key in keys if any(key.labels.values()))
     every = {name: Contrast(name, "as labelled", center=center, paired=paired[name]) for name in contrasts}
     return Task("jsonl", every, draw, seed, chat, asked, notes, first)
+
+
+def read_prompts(path: str | Path) -> list[tuple[Example, tuple[str, ...]]]:
+    """Prompts of a file, and the answers that are right, where lines name some: they need no keys."""
+    return [(line.example, line.right) for line in _read(path, marked=False)[1]]
+
+
+def _read(path: str | Path, marked: bool = True) -> tuple[str, list[_Line]]:
+    text = read_text(Path(path), "a file with one JSON object per line")
+    lines = [_line(line, f"{path}, line {n}", marked) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise BadInput(f"{path} holds no examples: write one JSON object per line.")
+    return text, lines
 
 
 @cache
@@ -193,13 +206,15 @@ def _reader() -> Any:
     return TypeAdapter(LineSchema)
 
 
-def _line(text: str, where: str) -> _Line:
+def _line(text: str, where: str, marked: bool) -> _Line:
     from pydantic import ValidationError
 
     try:
         line: LineSchema = _reader().validate_json(text)
-        group = line.get("group")
-        return _Line(_example(line, where), f"line {where}" if group is None else f"group {group}", line.get("use"))
+        group, example = line.get("group"), _example(line, where, marked)
+        right = line.get("answer") or (example.answers.right if example.answers else ())
+        right = (right,) if isinstance(right, str) else tuple(right)
+        return _Line(example, f"line {where}" if group is None else f"group {group}", line.get("use"), right)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         place = ", ".join([where, *(str(part + 1 if isinstance(part, int) else part) for part in wrong["loc"])])
@@ -208,12 +223,12 @@ def _line(text: str, where: str) -> _Line:
         raise BadInput(f"{where}: {error}") from None
 
 
-def _example(line: LineSchema, where: str) -> Example:
+def _example(line: LineSchema, where: str, marked: bool) -> Example:
     prompt, query, answers = line["prompt"], line.get("query"), line.get("answers")
-    keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line["keys"])
+    keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line.get("keys", ()))
     if len({key.span for key in keys}) < len(keys):
         raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
-    if not any(sign for key in keys for sign in key.labels.values()):
+    if marked and not any(sign for key in keys for sign in key.labels.values()):
         raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
     queries = () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
     sides = (answers["right"], answers["wrong"]) if answers else ()

@@ -125,8 +125,3 @@ def controls_of(row: Mapping[str, Any]) -> str:
     """Name the random writers beside a cut or a swap, and how many different sets of them there were."""
     kinds = "MLPs" if "L" not in row["writers"] else "heads" if "M" not in row["writers"] else "writers"
     return f"{row['sets']} different sets of random {kinds}" if row["sets"] > 1 else f"the one other set of {kinds}"
-
-
-def few_controls(row: Mapping[str, Any]) -> str:
-    """Why a cut is untested."""
-    return f"different sets of writers like that: {row['sets']}, and {FEW} are needed"

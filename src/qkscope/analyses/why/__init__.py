@@ -7,4 +7,5 @@ who carried them, what cutting the strongest writers does, and what the head cha
 - ``carriers``: a word changed, and what few writers wrote put back
 - ``output``: the next token, its rival, and every head tried
 - ``parts``: the relative logit split by writers, by singular vectors and by features
+- ``over``: how often each reason over many prompts, and which heads decide most often
 """

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.prompt import PromptTrace, Question
 from qkscope.capture.encode import PIECE, token_texts
-from qkscope.change.again import Again
+from qkscope.capture.scope import Scope
+from qkscope.change.again import Again, prompt_of
 from qkscope.change.words import shape_of
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -26,6 +28,29 @@ from qkscope.linear.run import Run
 TOKENS = 5
 _PIECES = 4  # tokens that a character may be cut into
 _MATTERS = 0.1  # in logits: a head that changes the difference to the rival by less is neither for nor against
+
+
+def quoted(text: str) -> str:
+    r"""A word or token as a sentence shows it, blanks and line breaks written out.
+
+    >>> print(quoted(" Mary"), quoted("\n"))
+    ' Mary' '\n'
+    """
+    return "a part of a character" if text == PIECE else repr(text)
+
+
+def whole(tokens: Sequence[str], i: int) -> str:
+    """What a token reads as; a later piece of a character, as the whole of it."""
+    return next((tokens[j] for j in range(i, -1, -1) if tokens[j]), tokens[i])
+
+
+def first_token(scope: Scope, text: str) -> int:
+    """The first token of a text that is no blank."""
+    ids = [] if scope.tokenizer is None else scope.tokenizer.encode(text, add_special_tokens=False)
+    named = [i for i in ids if token_texts(scope, [i])[0].strip()]
+    if not named:
+        raise BadInput(f"{text!r} is no text of this model's tokens: name a word, as ' John'.")
+    return int(named[0])
 
 
 class Output:
@@ -44,16 +69,10 @@ class Output:
         self.logits = run.logits[0].detach().float().cpu()
         self.chances = self.logits.softmax(-1)
         self.best = int(self.logits.argmax())
-        self.rival = self._default_rival() if versus is None else self._named(versus)
+        self._names: dict[int, tuple[str, int]] = {}
+        self.rival = self._default_rival() if versus is None else first_token(self.scope, versus)
         if self.rival == self.best:
             raise BadInput(f"{versus!r} is the next token itself: name another one as its rival.")
-
-    def _named(self, text: str) -> int:
-        ids = [] if self.scope.tokenizer is None else self.scope.tokenizer.encode(text, add_special_tokens=False)
-        whole = [i for i in ids if token_texts(self.scope, [i])[0].strip()]
-        if not whole:
-            raise BadInput(f"{text!r} is no text of this model's tokens: name a word, as ' John'.")
-        return int(whole[0])
 
     def _default_rival(self) -> int:
         """The likeliest other word of the prompt, one of the answer's shape first."""
@@ -76,14 +95,24 @@ class Output:
         """What a token of the vocabulary reads as."""
         return token_texts(self.scope, [i])[0]
 
-    @cached_property
-    def answer(self) -> str:
-        """The next token as it reads; a part of a character is completed by going on."""
-        text = self.token(self.best)
-        if text != PIECE or self.asked.query != len(self.asked.tokens) - 1:
-            return text
-        ids = self.scope.generate(self.asked.inputs, _PIECES)[0].tolist()  # type: ignore[union-attr]
-        return token_texts(self.scope, ids)[0]
+    def name(self, i: int) -> tuple[str, int]:
+        """What a next token reads as, and of how many tokens; a part of a character is completed by going on."""
+        if i not in self._names:
+            text, size = self.token(i), 1
+            if text == PIECE and self.asked.query == len(self.asked.tokens) - 1:
+                ids = torch.cat([self.asked.inputs["input_ids"][0], torch.tensor([i], device=self.scope.device)])
+                more = self.scope.generate(prompt_of(self.scope, ids[None]), _PIECES - 1)[0].tolist()  # type: ignore[union-attr]
+                pieces = token_texts(self.scope, [i, *more])
+                size = next((n for n, piece in enumerate(pieces[1:], 1) if piece), len(pieces))
+                text = pieces[0]
+            self._names[i] = text, size
+        return self._names[i]
+
+    def told(self, i: int, chance: bool = False) -> str:
+        """A next token as a sentence names it, with its probability if wanted."""
+        text, size = self.name(i)
+        more = [f"{size} tokens"] * (size > 1) + [f"{float(self.chances[i]):.1%}"] * chance
+        return quoted(text) + (f" ({', '.join(more)})" if more else "")
 
     @cached_property
     def again(self) -> Again:
@@ -107,28 +136,34 @@ class Output:
         control = [one.most_attended(one.free)] if one.free else []
         logits = self.hidden([(one.head, key) for key in (one.key, *control)])
         after, pushed = logits.softmax(-1), self.from_key(one)
-        shown = [*self.chances.topk(TOKENS).indices.tolist(), self.rival]
-        if pushed is not None:
-            shown += pushed.topk(3).indices.tolist()
+        likely = [*self.chances.topk(TOKENS).indices.tolist(), self.rival]
+        more = [] if pushed is None else pushed.topk(3).indices.tolist()
         return [
-            {"head": str(one.head), "key": one.key, "token": self.token(i), "id": i, "before": float(self.chances[i]),
+            {"head": str(one.head), "key": one.key, "token": self.name(i)[0] if i in likely else self.token(i), "id": i,
+             "before": float(self.chances[i]),
              "without_key": float(after[0, i]), "without_other": float(after[1, i]) if control else None,
              "direct": None if pushed is None else float(pushed[i]), "rival": i == self.rival,
              "difference": float(logits[0, self.best] - logits[0, i]) if i == self.rival else None}
-            for i in dict.fromkeys(shown)
+            for i in dict.fromkeys([*likely, *more])
         ]  # fmt: skip
+
+    def look(self, head: Head) -> tuple[int, Float[Tensor, " t"]]:
+        """The token that a head attends to most from where is asked, the first left out, and its row of attention."""
+        row = self.again.row(self.asked.query, head).attention()[0, 0].cpu()
+        return 1 + int(row[1 : self.asked.query + 1].argmax()), row
 
     def head_rows(self) -> list[dict[str, Any]]:
         """The table ``heads``: every head with its main key hidden, the largest change of the difference first."""
         heads, query = list(self.scope.heads()), self.asked.query
-        looks = [self.again.row(query, head).attention()[0, 0].cpu() for head in heads]
-        keys = [1 + int(row[1 : query + 1].argmax()) for row in looks]
+        keys, looks = zip(*map(self.look, heads), strict=True)
         logits = self.hidden(list(zip(heads, keys, strict=True)))
         change = logits[:, self.best] - logits[:, self.rival] - self.difference
         chances = logits.softmax(-1)[:, self.best]
+        at = {self.name(self.rival)[0].strip(): "rival", self.name(self.best)[0].strip(): "answer"}
         rows = [
-            {"head": str(head), "key": key, "token": self.asked.tokens[key], "attention": float(row[key]),
+            {"head": str(head), "key": key, "token": whole(self.asked.tokens, key), "attention": float(row[key]),
              "first": float(row[0]), "probability": float(chance), "difference": float(moved),
+             "at": at.get(whole(self.asked.tokens, key).strip(), "itself" if key == query else ""),
              "direction": "neither" if abs(float(moved)) < _MATTERS else "for" if moved < 0 else "against"}
             for head, key, row, chance, moved in zip(heads, keys, looks, chances, change, strict=True)
         ]  # fmt: skip

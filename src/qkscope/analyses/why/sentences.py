@@ -1,30 +1,31 @@
-"""An answer of `why` in words: first the reason, then what was tested, a line each.
+"""An answer of `why` in words: first the reason, who carried it and what the head does; then the tests, a line each.
 
-Every sentence says who, what, how much, and beside what control; a verdict is *shown*, *not shown* or *untested*.
+Every line says who, what, how much, and beside what control; a verdict is *shown*, *not shown* or *untested*. Lines
+stand in the order in which they matter: a terminal shows the first ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qkscope.analyses.because import Reason
-from qkscope.analyses.trace.prompt import PromptTrace
+from qkscope.analyses.because import Because, Reason
+from qkscope.analyses.trace.prompt import PromptTrace, Question
 from qkscope.analyses.trace.rows import ATTENDED
-from qkscope.analyses.trace.verdicts import controls_of, few_controls, named_cut
-from qkscope.analyses.why.output import Output
+from qkscope.analyses.why.output import Output, quoted, whole
 
 Row = Mapping[str, Any]
 _AWAY = 0.95  # with so much attention on the first token a head rests
 _SHOWN = 4  # words of a line
+_MOVES = 0.1  # logits: a head that changes the answer's lead by less hardly changes it
 
 
 def answer_of(
     one: PromptTrace, reason: Reason | None, carriers: Sequence[Row], output: Output, pushed: Sequence[Row]
 ) -> str:
-    """The reason in one sentence, who carried it, and what the head does for the answer."""
+    """The reason and who carried it in one sentence, and what the head does for the answer in another."""
     attention, first = float(one.attention[one.key]), float(one.attention[0])
-    asking, key = f"{one.head} at {one.token(one.asked.query)}", one.token(one.key)
+    asking, key = f"{one.head} at {_token(one.asked, one.asked.query)}", _token(one.asked, one.key)
     if first > _AWAY and attention < ATTENDED:
         return (
             f"{asking} rests on the first token ({first:.0%}): it attends to nothing here ({key} has {attention:.1%})."
@@ -34,46 +35,60 @@ def answer_of(
     if one.key == 0:
         return f"{asking} gives {attention:.0%} to the first token, which draws attention whatever it says."
     where = f"{asking} looks at {key}, {attention:.0%}"
+    if one.others == [one.asked.query]:
+        return f"{where}: it sees the first token and itself alone, so there is nothing to choose; ask a longer prompt."
     if first > attention:
         where += f" (though most, {first:.0%}, rests on the first token)"
-    told = [f"{where}{because(one, reason) if reason else ''}.", _carried(carriers), _direction(output, pushed)]
-    return " ".join(sentence for sentence in told if sentence)
+    why = because(one, reason, carriers) if reason else ""
+    return f"{where}{why}{_carried(carriers)}. {_direction(output, pushed)}".rstrip()
 
 
-def because(one: PromptTrace, reason: Reason) -> str:
-    """The first relation that was shown, in words, with its numbers."""
-    row = next((row for row in reason.relations if row["verdict"] == "shown"), None)
+def because(one: PromptTrace, reason: Reason, carriers: Sequence[Row] = ()) -> str:
+    """The first relation that was shown, in words; two equal words that nearly pass, where nothing better did."""
+    shown = [row for row in reason.relations if row["verdict"] == "shown"]
     near = next((row for row in reason.relations if row["kind"] == "same word" and nearly_same(row)), None)
-    if row is None or (near is not None and row["kind"] in ("no single word", "few words")):
-        row = near or row
+    carried = {row["text"].strip().lower() for row in carriers if row["verdict"] == "shown"}
+    kinds = {row["kind"]: row for row in reversed(shown)}
+    words = [_own_word(one, kinds[kind], reason) for kind in ("key word", "query word") if kind in kinds]
+    row, also = shown[0] if shown else near, ""
+    if near is not None and row is not None:
+        if row["kind"] in ("no single word", "few words"):
+            row = near
+        elif row["kind"] in ("key word", "query word") and near["text"].strip().lower() in carried:
+            row, also = near, f", in part because of {' and '.join(words)}"
     if row is None:
         return ""
-    text, left = repr(row["text"]), {name: _share(row[name], reason) for name in ("alone", "together", "different")}
     match row["kind"]:
         case "same word":
             a, b = (int(place) for place in row["positions"].split(", "))
             end = next(word["end"] for word in reason.words if word["position"] == a)
             stands = "stands just before it and again" if end == one.key else "stands twice"
             stands = "stands there and again" if a <= one.key < end else stands
-            both = f"with another word in one place at most {left['alone']}, with one other word in both"
             part = "" if row["verdict"] == "shown" else " in part"
-            other = f"(two different words {left['different']})"
-            return f",{part} because {text} {stands} (tokens {a} and {b}): {both} {left['together']} {other}"
+            return f",{part} because {quoted(row['text'])} {stands} (tokens {a} and {b}){also}"
         case "position":
-            back = one.asked.query - one.key
-            moved = f"a word put in after it leaves {left['alone']} there and {left['together']} at the same distance"
+            back, left = one.asked.query - one.key, [_share(row[name], reason) for name in ("alone", "together")]
+            moved = f"with a word put in after it {left[0]} stays there and {left[1]} goes to the same distance"
             return f", by position ({back} token{'s' * (back > 1)} back): {moved}"
         case "self":
-            return ": at itself"
+            return ", which is itself"
         case "key word" | "query word":
-            at = "it says" if row["kind"] == "key word" else "the query says"
-            return f", because {at} {text}: with another word there {left['alone']}"
+            return f", because of {' and '.join(words)}"
         case "few words":
-            words = ", ".join(f"{word['text']!r} (token {word['position']})" for word in reason.causes)
-            return f", because of {words}: with any of them changed, less than half of that"
+            named = ", ".join(f"{quoted(word['text'])} (token {word['position']})" for word in reason.causes)
+            return f", because of {named}: with any one of them replaced less than half of that is left"
         case "no few words":
-            return f": {len(reason.causes)} words matter to it, and no few of them are the reason"
-    return ": no single word decides it (no change of one word reliably takes half of that away)"
+            return f": {len(reason.causes)} words matter to it, too many to name a reason"
+    likely = [row for row in reason.words if row["after"] < 0.5 * reason.before][:2]
+    if likely:
+        named = ", ".join(f"{quoted(row['text'])} (token {row['position']}) {row['after']:.0%}" for row in likely)
+        return f": no single word is certain to decide it (replaced, these leave less than half on average: {named})"
+    return f": no single word decides it (none of {reason.tried} takes half of that away when replaced)"
+
+
+def _own_word(one: PromptTrace, row: Row, reason: Reason) -> str:
+    at = "there" if row["kind"] == "key word" else "it looks from"
+    return f"the word {at}, {quoted(row['text'])} (another one leaves {_share(row['alone'], reason)})"
 
 
 def nearly_same(row: Row) -> bool:
@@ -85,12 +100,22 @@ def _share(value: float | None, reason: Reason) -> str:
     return "" if value is None else f"{value * reason.before:.0%}"
 
 
+def _token(asked: Question, i: int) -> str:
+    """A token with its place; a later piece of a character reads as the whole of it."""
+    return f"{quoted(whole(asked.tokens, i))} (token {i})"
+
+
 def _carried(carriers: Sequence[Row]) -> str:
-    told: dict[str, list[str]] = {}
+    """Who carried each word into which side, those of its several places together."""
+    told: dict[tuple[str, str], list[str]] = {}
     for row in (row for row in carriers if row["verdict"] == "shown"):
-        what = f"{row['writers'].replace(', ', ' and ')} carried {row['text'].strip()!r} into its {row['side']}"
-        told.setdefault(what, []).append(f"changed {row['changed']:.0%}, their part put back {row['restored']:.0%}")
-    return " ".join(f"{what} ({'; '.join(numbers)})." for what, numbers in told.items())
+        told.setdefault((row["text"].strip() or row["text"], row["side"]), []).extend(row["writers"].split(", "))
+    return "".join(f"; {_and(names)} carried {quoted(text)} into its {side}" for (text, side), names in told.items())
+
+
+def _and(names: Sequence[str]) -> str:
+    *some, last = dict.fromkeys(names)
+    return f"{', '.join(some)} and {last}" if some else last
 
 
 def _direction(output: Output, pushed: Sequence[Row]) -> str:
@@ -98,102 +123,108 @@ def _direction(output: Output, pushed: Sequence[Row]) -> str:
     if rival is None or rival["difference"] is None:
         return ""
     before, after = output.difference, rival["difference"]
-    does = "Helps" if after < before - 0.1 else "Acts against" if after > before + 0.1 else "Hardly changes"
-    return f"{does} {output.answer!r} against {rival['token']!r}: difference {before:.1f} → {after:.1f} without it."
+    does = "helps" if after < before - _MOVES else "works against" if after > before + _MOVES else "hardly changes"
+    best, other = output.told(output.best), output.told(output.rival)
+    return f"It {does} {best}: lead over {other} {before:.1f} in logits, {after:.1f} without this look."
 
 
 def lines_of(
     one: PromptTrace,
+    because: Because | None,
     reason: Reason | None,
     carriers: Sequence[Row],
-    cuts: Sequence[Row],
     pushed: Sequence[Row],
     returns: Row | None,
     parts: Sequence[Row] = (),
 ) -> list[str]:
     """What stands behind the answer: a line each."""
-    lines = [where_line(one)]
-    if reason is not None and one.attends:
-        lines += [_words(reason), *_relations(reason), *(_carrier(row) for row in carriers)]
-    if one.attends:
-        named = [cut for side in ("key", "query") if (cut := named_cut(cuts, side)) is not None]
-        lines += [_cut(cut) for cut in sorted(named, key=lambda cut: cut["after"])[:1]]
     features = ", ".join(f"{row['part']} {row['share'] or 0:.0%}" for row in parts if row["by"] == "features")
-    lines.append(f"By features: {features} of a logit of {one.total:.1f}." if features else "")
-    return [line for line in (*lines, does_line(pushed), _returned(returns)) if line]
+    lines = [f"By features: {features} of a logit of {one.total:.1f}." if features else ""]
+    if because is not None and reason is not None:
+        lines += [*_relations(reason), *_carriers(carriers), does_line(pushed), _words(one, because, reason)]
+    else:
+        lines.append(does_line(pushed))
+    return [line for line in (*lines, where_line(one), _returned(returns)) if line]
 
 
 def where_line(one: PromptTrace) -> str:
-    """The tokens that get most attention."""
-    ranked = sorted((i for i in one.others), key=lambda i: -float(one.attention[i]))[:_SHOWN]
-    keys = ", ".join(f"{one.asked.tokens[i]!r} {float(one.attention[i]):.0%}" for i in ranked)
-    return f"Where it looks: {keys}; the first token has {float(one.attention[0]):.0%}."
+    """The tokens that get most attention, pieces of a character together."""
+    given: dict[str, float] = {}
+    for i in one.others:
+        start = next((j for j in range(i, -1, -1) if one.asked.tokens[j]), i)
+        name = _token(one.asked, start)
+        given[name] = given.get(name, 0.0) + float(one.attention[i])
+    ranked = sorted(given, key=lambda name: -given[name])[:_SHOWN]
+    keys = ", ".join(f"{name} {given[name]:.0%}" for name in ranked if given[name] >= 0.005)
+    return f"Looks at: {keys or 'nothing else'}; the first token {float(one.attention[0]):.0%}."
 
 
-def _words(reason: Reason) -> str:
+def _words(one: PromptTrace, because: Because, reason: Reason) -> str:
     named = [row for row in reason.words if row["after"] < 0.5 * reason.before][:_SHOWN]
+    alone = [quoted(word.text) for word in because.words if not because.others.of(word, because.count)]
+    none = f"; no other word of its shape for {', '.join(dict.fromkeys(alone))}" if alone else ""
     if not named:
-        return f"Words changed: none of {reason.tried} takes half of the attention away."
-    words = ", ".join(
-        f"{row['text']!r} (token {row['position']}) {row['after']:.0%}{' (open)' * (row['cause'] == 'open')}"
+        return f"Words: none of {reason.tried} takes half of the attention away when replaced{none}."
+    told = ", ".join(
+        f"{quoted(row['text'])} (token {row['position']}) {row['after']:.0%}"
+        + (f" (not certain, {row['low']:.0%} to {row['high']:.0%})" if row["cause"] == "open" else "")
         for row in named
     )
-    return f"Words changed leave: {words} (of {reason.tried} tried); it goes to {named[0]['goes_to']!r}."
+    to = _token(one.asked, named[0]["goes_to_position"])
+    return f"Words: of {reason.tried} replaced in turn these leave less than half: {told}; it goes to {to}{none}."
 
 
 def _relations(reason: Reason) -> list[str]:
-    """The tests that the answer does not tell: another pair of equal words, and where the attention follows."""
-    lines, pairs = [], [row for row in reason.relations if row["kind"] == "same word" and row["together"] is not None]
-    for row in pairs[1:2]:
-        left = [_share(row[name], reason) for name in ("together", "alone", "different")]
+    """Pairs of equal words, and whether the attention follows another word."""
+    lines = []
+    for row in [row for row in reason.relations if row["kind"] == "same word"][:2]:
+        pair = f"Same word: {quoted(row['text'])}"
+        if row["together"] is None:
+            lines.append(f"{pair} (tokens {row['positions']}), for want of words that fit both places: untested.")
+            continue
+        alone, both, different = (_share(row[name], reason) for name in ("alone", "together", "different"))
+        few = " (one alone leaves over half)" if row["alone"] >= 0.5 and nearly_same(row) else ""
         lines.append(
-            f"Same word: {row['text']!r} (tokens {row['positions']}): both by one other word {left[0]}, one place at"
-            f" most {left[1]}, two different words {left[2]}: {row['verdict']}."
+            f"{pair}, one replaced leaves at most {alone}, both by the same word {both}, by different words"
+            f" {different}: {row['verdict']}{few}."
         )
     for row in reason.relations:
         if row["kind"] == "follows" and row["together"] is not None:
             lines.append(
-                f"Follows: {row['text']!r} (token {row['positions']}) becomes another word of the prompt (of"
-                f" {row['words']}): {_share(row['together'], reason)} goes where the reason says (control"
+                f"Follows: {quoted(row['text'])} (token {row['positions']}) made another word of the prompt"
+                f" ({row['words']} tried), {_share(row['together'], reason)} goes where that one leads (control"
                 f" {_share(row['control'], reason)}): {row['verdict']}."
             )
     return lines
 
 
-def _carrier(row: Row) -> str:
-    side = row["side"]
-    return (
-        f"Carried by: {row['text']!r} (token {row['position']}) changed {row['changed']:.0%}; {row['writers']} put back"
-        f" into the {side} {row['restored']:.0%} (20 others {row['others']:.0%}, from another run"
-        f" {row['other_run']:.0%}, whole {side} {row['whole_side']:.0%}): {row['verdict']}."
-    )
-
-
-def _cut(cut: Row) -> str:
-    live = "" if cut.get("live") is None else f", norms live {cut['live']:.0%}"
-    tested = f"{controls_of(cut)}: {cut['control_low']:.0%} to {cut['control_high']:.0%}"
-    tested = few_controls(cut) if cut["verdict"] == "untested" else tested
-    return (
-        f"Cut: {cut['writers']} from the {cut['side']}, this head alone, norms frozen: {cut['before']:.0%} to"
-        f" {cut['after']:.0%}{live} ({tested}): {cut['verdict']}."
-    )
+def _carriers(carriers: Sequence[Row]) -> Iterator[str]:
+    """A line for the same writers and side, with every word that they carried."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in carriers:
+        groups.setdefault((row["writers"], row["side"], row["verdict"]), []).append(row)
+    for (writers, side, verdict), rows in groups.items():
+        words = ", ".join(
+            f"{quoted(row['text'])} (token {row['position']}) {row['changed']:.0%} → {row['restored']:.0%} (control"
+            f" {max(row['others'], row['other_run']):.0%})"
+            for row in rows
+        )
+        yield f"Carried by: {_and(writers.split(', '))} put back in its {side}: {words}: {verdict}."
 
 
 def does_line(pushed: Sequence[Row]) -> str:
-    """What hiding the key changes of the next token, and the head's direct effect."""
+    """What hiding the key changes of the next token, and the head's direct effect on it and its rival."""
     if not pushed:
         return ""
-    best = pushed[0]
-    text = f"What it does: hidden, {best['token']!r} goes from {best['before']:.1%} to {best['without_key']:.1%}"
+    best, rival = pushed[0], next((row for row in pushed if row["rival"]), pushed[0])
+    text = f"Effect: P({quoted(best['token'])}) {best['before']:.1%} → {best['without_key']:.1%} without this look"
     if best["without_other"] is not None:
-        text += f" (its second token instead: {best['without_other']:.1%})"
-    direct = [row for row in pushed if row["direct"] is not None]
-    if direct and max(abs(row["direct"]) for row in direct[:5]) >= 0.1:
-        most = [best, *sorted((row for row in direct if row is not best), key=lambda row: -row["direct"])][:3]
-        named = ", ".join("{!r} {:+.1f}".format(row["token"], row["direct"]) for row in most)
-        text += f"; direct effect on the logits: {named}"
-    elif direct:
-        text += "; no direct effect on any likely token: it acts through later heads"
+        text += f" (control, its second token: {best['without_other']:.1%})"
+    if best["direct"] is not None:
+        named = ", ".join(f"{quoted(row['token'])} {round(row['direct'], 1) + 0.0:+.1f}" for row in (best, rival))
+        small = max(abs(best["direct"]), abs(rival["direct"])) < _MOVES
+        moves = ", it acts through later layers" * (abs(best["without_key"] - best["before"]) >= 0.01)
+        text += f"; no direct effect{moves}" if small else f"; direct effect in logits: {named}"
     return text + "."
 
 
@@ -201,25 +232,20 @@ def _returned(row: Row | None) -> str:
     if row is None:
         return ""
     return (
-        f"The reason's share: {row['text']!r} (token {row['position']}) changed, {row['token']!r} has"
-        f" {row['changed']:.1%}; with only this head's attention as before {row['restored']:.1%} (unchanged"
+        f"Share: with {quoted(row['text'])} (token {row['position']}) replaced, P({quoted(row['token'])}) is"
+        f" {row['changed']:.1%}; with this head's attention alone put back {row['restored']:.1%} (before"
         f" {row['before']:.1%})."
     )
 
 
 def heads_answer(output: Output, rows: Sequence[Row], says: str) -> str:
     """The next token and its rival, and how many heads decide between them."""
-    chance, rival = float(output.chances[output.best]), float(output.chances[output.rival])
-    told = (
-        f"The next token after {output.asked.tokens[output.asked.query]!r} is {output.answer!r} ({chance:.1%}) rather"
-        f" than {output.token(output.rival)!r} ({rival:.1%}), by {output.difference:.1f} in logits."
-    )
-    matter = {way: [row["head"] for row in rows if row["direction"] == way] for way in ("for", "against")}
+    after = quoted(whole(output.asked.tokens, output.asked.query))
+    best, rival = (output.told(i, chance=True) for i in (output.best, output.rival))
+    told = f"The next token after {after} is {best} rather than {rival}, ahead by {output.difference:.1f} in logits"
+    told += f"; it goes on {quoted(says)}." if says else "."
+    matter = {way: sum(row["direction"] == way for row in rows) for way in ("for", "against")}
     tried = f"Hide each head's main token in turn ({len(rows)} tried):"
     if not any(matter.values()):
         return f"{told} {tried} no single head matters, none changes that by 0.1."
-    parts = [
-        f"{len(own)} {way} it ({', '.join(own[:3])}{', …' * (len(own) > 3)})" for way, own in matter.items() if own
-    ]
-    going = f" It goes on: {says!r}." if says else ""
-    return f"{told}{going} {tried} {' and '.join(parts)} change that by 0.1 or more."
+    return f"{told} {tried} {matter['for']} heads are for it, {matter['against']} against (by 0.1 or more)."

@@ -7,11 +7,11 @@ heads decide between the two, every one of them tried.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,19 +25,23 @@ from qkscope.analyses.trace.verdicts import no_sum
 from qkscope.analyses.why import sentences
 from qkscope.analyses.why.carriers import Carriers
 from qkscope.analyses.why.output import Output
+from qkscope.analyses.why.over import Prompts, over_answer, prompts_of
 from qkscope.analyses.why.parts import part_rows
 from qkscope.capture.scope import Scope
 from qkscope.change.again import Again
 from qkscope.change.writers import attention_with, mean_parts, vectors_with
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head
+from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.attribution import Split
 from qkscope.maths.subspace import Subspace
+from qkscope.runs.progress import doing
 from qkscope.runs.result import Result
-from qkscope.runs.work import verb
+from qkscope.runs.work import PartDone, current_work, verb
+from qkscope.tasks.jsonl import read_prompts
 
+Heads: TypeAlias = Sequence[str | Head]
 _GOES_ON = 5  # tokens of the continuation that are shown
 
 
@@ -46,7 +50,10 @@ _GOES_ON = 5  # tokens of the continuation that are shown
 class Why(Result):
     """The answer: in words (`str`), in tables, and as a page."""
 
-    main = "attention"
+    @property
+    def main(self) -> str:  # type: ignore[override]
+        """The table that answers: of one head, of all heads, or of many prompts."""
+        return next((name for name in ("attention", "heads", "reasons", "decides") if name in self.tables), "")
 
     def __str__(self) -> str:
         return "\n".join([self.answer, *(f"  {row['line']}" for row in self.tables.get("said", ()))])
@@ -91,11 +98,14 @@ class Why(Result):
 @verb("why")
 def why(
     scope: Scope,
-    prompt: str | Example,
-    head: str | Head | None = None,
+    prompt: str | Example | Sequence[str | Example],
+    head: str | Head | Heads | None = None,
     query: int | str | None = None,
     key: int | str | None = None,
     *,
+    heads: str | Head | Sequence[str | Head] | None = None,
+    n: Count | None = None,
+    carriers: bool = False,
     versus: str | None = None,
     features: Fit | Mapping[str, Subspace] | None = None,
     chat: bool = False,
@@ -104,18 +114,24 @@ def why(
     seed: Seed = 0,
     split: Split = "sequential",
     out: str | Path | None = None,
+    part: tuple[int, int] | None = None,
 ) -> Why:
     """Say why a head attended to a token: because of which words, carried by whom, and what it does.
+
+    Of many prompts: how often each reason decides where heads look; without heads, which decide most often.
 
     Parameters
     ----------
     scope : the model.
-    prompt : any text.
+    prompt : any text; of many prompts a list, or a .jsonl file of lines like ``{"prompt": "…", "answer": " Mary"}``.
     head : like L18H6; without one, those that decide the next token are told, every head tried (of a fit, its first
         head is asked).
     query : the token that asks, by place (from the end where negative) or by its text (``" John"``, ``"to#2"``); the
         last one by default.
     key : the token attended to; by default the one that the head attends to most besides the first.
+    heads : several heads, like L18H6,L23H0, to count their reasons over many prompts.
+    n : of many prompts, the first so many; all by default.
+    carriers : of many prompts, whether to look for who carried the words too, which is slow.
     versus : the rival of the next token, as ``" John"``; by default the likeliest other word of the prompt.
     features : a fit, or subspaces of this head by name, to split the logit by as well.
     chat : whether the prompt goes into the chat template.
@@ -123,13 +139,15 @@ def why(
     draws : random writers beside each cut.
     seed : of them, and of other words.
     split : among features: ``sequential``, ``average`` over all orders, or ``oblique``.
-    out : folder for the result and its page; nothing is written by default.
+    out : folder for the result and its page, where many prompts go on if they were stopped; none by default.
+    part : as in `decompose`, of many prompts.
 
     Returns
     -------
     Why
         ``tables["attention"]``, ``["because"]``, ``["relation"]``, ``["carriers"]``, ``["writers"]``, ``["cuts"]``,
-        ``["output"]``, ``["parts"]``, ``["graph"]``; without a head ``["heads"]``.
+        ``["output"]``, ``["parts"]``, ``["graph"]``; without a head ``["heads"]``; of many prompts ``["reasons"]``,
+        ``["differs"]``, ``["prompts"]`` and ``["answers"]``, or ``["decides"]``.
 
     Examples
     --------
@@ -138,6 +156,22 @@ def why(
     >>> [(row["text"], row["cause"]) for row in answer.tables["because"]][0]
     (':', 'yes')
     """
+    if head is not None and heads is not None:
+        raise BadInput("heads are named once: as head or as heads.")
+    named = heads if head is None else head
+    chosen = None if named is None else parse_heads(named)
+    file = isinstance(prompt, str) and prompt.lower().endswith(".jsonl")
+    if file or not isinstance(prompt, str | Example) or (chosen is not None and len(chosen) > 1):
+        if features is not None or key is not None:
+            raise BadInput("features and a key are asked about in one prompt, with one head.")
+        every = (read_prompts(str(prompt)) if file else prompts_of(prompt))[:n]
+        asked = None if chosen is None else [scope.check(each) for each in chosen]
+        tables = Prompts(scope, every, asked, query, versus, chat, carriers, seed).tables()
+        about = {"prompts": len(every), "heads": None if asked is None else [str(each) for each in asked]}
+        return Why("why/prompts", tables, seed=seed, answer=over_answer(tables), **made_with(scope, **about))
+    if current_work().part[0] > 0:
+        raise PartDone
+    head = chosen[0] if chosen else None
     if isinstance(features, Fit):  # asked as it was fitted
         chat, head = chat or features.chat, features.heads[0] if head is None else head
     query, key = (scope.place(prompt, token, chat=chat) for token in (query, key))
@@ -161,7 +195,8 @@ def answer_probe(
     if head is None:
         if key is not None:
             raise BadInput("a key is asked about with a head: name one, or leave the key out.")
-        rows, last = output.head_rows(), probe.asked.query == len(probe.asked.tokens) - 1
+        with doing("hiding each head's main token"):
+            rows, last = output.head_rows(), probe.asked.query == len(probe.asked.tokens) - 1
         says = probe.scope.generate(probe.prompt, _GOES_ON) if last and isinstance(probe.prompt, str) else ""
         answer, lines, tables = sentences.heads_answer(output, rows, str(says)), list[str](), {"heads": rows}
     else:
@@ -202,25 +237,20 @@ def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], dep
     if (wrong := no_sum(one.head, one.error, output.scope.model.dtype)) is not None:
         lines = [sentences.where_line(one), sentences.does_line(pushed)]
         return wrong, lines, {"attention": one.token_rows(), "output": pushed, "check": check}
-    because, reason = _because(one, seed)
-    carriers = [] if because is None or reason is None else Carriers(one.run, because, reason, seed).rows()
-    returns = None if because is None or reason is None else _returns(one, output, because, reason)
-    cuts, graph = _with_live(one, one.cut_rows(draws, seed)), trace_graph(one, depth)
+    with doing("changing words") as say:
+        because, reason = _because(one, seed)
+        say("putting writers back")
+        carriers = [] if because is None or reason is None else Carriers(one.run, because, reason, seed).rows()
+        returns = None if because is None or reason is None else _returns(one, output, because, reason)
+        say("cutting writers")
+        cuts, graph = _with_live(one, one.cut_rows(draws, seed)), trace_graph(one, depth)
     tables = {
-        "attention": one.token_rows(),
-        "because": reason.words if reason else [],
-        "relation": reason.relations if reason else [],
-        "carriers": carriers,
-        "parts": parts,
-        "writers": one.tally.writer_rows(one.head, one.writers),
-        "cuts": cuts,
-        "output": pushed,
-        "returns": [returns] if returns else [],
-        "graph": graph.rows,
-        "prompt": graph.prompt,
-        "check": check,
-    }
-    lines = sentences.lines_of(one, reason, carriers, cuts, pushed, returns, parts)
+        "attention": one.token_rows(), "because": reason.words if reason else [],
+        "relation": reason.relations if reason else [], "carriers": carriers, "parts": parts,
+        "writers": one.tally.writer_rows(one.head, one.writers), "cuts": cuts, "output": pushed,
+        "returns": [returns] if returns else [], "graph": graph.rows, "prompt": graph.prompt, "check": check,
+    }  # fmt: skip
+    lines = sentences.lines_of(one, because, reason, carriers, pushed, returns, parts)
     return sentences.answer_of(one, reason, carriers, output, pushed), lines, {k: v for k, v in tables.items() if v}
 
 
@@ -266,6 +296,6 @@ def _returns(
         chances.append(logits.float().softmax(-1)[:, output.best])
     changed, restored = torch.stack(chances).mean(0).tolist()
     return {
-        "head": str(one.head), "position": word.start, "text": word.text, "token": output.token(output.best),
+        "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],
         "before": float(output.chances[output.best]), "changed": changed, "restored": restored,
     }  # fmt: skip
