@@ -364,24 +364,22 @@ def _output(block: Block, tables: Tables) -> Iterator[Block]:
     yield replace(block, options={"after": "without this attention"})
 
 
-@drawing("tests", "head", "changes", "before", "after", "control_low", "control_high", "moved", "verdict")
+@drawing("tests", "head", "changes", "before", "after", "control_low", "control_high", "verdict")
 def _changes(block: Block, tables: Tables) -> Iterator[Block]:
     """What if.
 
-    Attention on the key with these changes: in this head, at this token. The band is what random changes of the same
-    size leave, the line what there was. Supported: it falls by more than a quarter, and further than with any of the
-    random ones. Vacuous: a whole key was exchanged, which is all that the head sees of a token.
+    The head's attention on the key with these changes. The band is what others of the same size leave (other heads of
+    the layer ablated, or unable to look there; of an MLP, those of other layers), the line what there was. Supported:
+    it falls by more than a quarter, and further than with any of them.
     """
-    yield replace(
-        block, rows=[{**row, "writers": row["changes"], "k": 1, "done": "", **_beside(row)} for row in block.rows]
-    )
+    yield replace(block, rows=[{**row, "writers": row["changes"], "done": "", **_beside(row)} for row in block.rows])
 
 
 @drawing("output", "token", "before", "after")
 def _next_tokens(block: Block, tables: Tables) -> Iterator[Block]:
     """So what: the next token.
 
-    Probability of the next token as it is, and with these changes: the model runs on from this head.
+    Probability of the next token as it is, and with these changes.
     """
     rows = [{**row, "without_key": row["after"], "without_other": None, "direct": None} for row in block.rows]
     yield replace(block, rows=rows, options={"after": "with the changes"})
