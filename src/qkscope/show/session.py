@@ -353,7 +353,7 @@ class WhatIf:
         made = {
             "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
             "control_low": min(left, default=None), "control_high": max(left, default=None), "sets": len(left),
-            "verdict": verdict(before, after, torch.tensor(left)) if left and not own else None, "token": output.answer,
+            "verdict": verdict(before, after, torch.tensor(left)) if left and not own else None, "answer": output.answer,
             "rival": output.token(rival), "difference": output.difference, "difference_after": apart[0],
             "difference_low": min(apart[1:], default=None), "difference_high": max(apart[1:], default=None),
             "probability": float(chances[0][best]), "probability_after": float(chances[1][best]),
@@ -373,7 +373,7 @@ class WhatIf:
         beside = f" (control: {low:.1f} to {high:.1f}, {row['sets']} others in its place)" if row["sets"] else ""
         return (
             f"With {row['changes']}: attention of {row['head']} on {self.trace.token(self.trace.key)} goes from "
-            f"{row['before']:.0%} to {row['after']:.0%}{seen}. {row['token']!r} goes from {row['probability']:.1%} to "
+            f"{row['before']:.0%} to {row['after']:.0%}{seen}. {row['answer']!r} goes from {row['probability']:.1%} to "
             f"{row['probability_after']:.1%}, its logit over {row['rival']!r} from {row['difference']:.1f} to "
             f"{row['difference_after']:.1f}{beside}."
         )

@@ -176,7 +176,7 @@
     const last = seen.query === seen.tokens.length - 1;
     $("after").textContent = last ? "Next" : `After ${token(seen.query)} (token ${seen.query})`;
     $("best").textContent = piece(best.token);
-    $("chance").textContent = percent(best.probability);
+    $("chance").textContent = percent(best.probability, best.probability > 0.98 ? 1 : 0);
     const named = (text) => piece(text).toLowerCase(),
       words = seen.tokens.slice(0, seen.query + 1).filter((text) => /[\p{L}\p{N}]/u.test(text)),
       rivals = [rival.token, ...others.map((row) => row.token), ...words],
@@ -486,8 +486,8 @@
     $("moved").replaceChildren(
       ...(row
         ? [
-            number(`P(${piece(row.token)})`, percent(row.probability), percent(row.probability_after)),
-            number(`${piece(row.token)} − ${piece(row.rival)}`, signed(row.difference), signed(row.difference_after)),
+            number(`P(${piece(row.answer)})`, percent(row.probability), percent(row.probability_after)),
+            number(`${piece(row.answer)} − ${piece(row.rival)}`, signed(row.difference), signed(row.difference_after)),
             number(`${row.head} on ${token(step().key)}`, percent(row.before), percent(row.after)),
           ]
         : [there ? "…" : "nothing is changed: type over a word, hide a token from a head, or ablate one"]),
@@ -513,7 +513,8 @@
     const { head, query, key } = step(),
       quoted = JSON.stringify, // a string of JSON is one of Python
       rival = query === seen.query && state.versus !== null ? `, versus=${quoted(state.versus)}` : "",
-      ask = `print(qk.why(scope, ${quoted(state.prompt)}, "${head}", query=${query}, key=${key}${rival}))`;
+      sees = has(`hide ${head} ${key} ${query}`) ? "" : `, key=${key}`, // what is hidden cannot be asked about
+      ask = `print(qk.why(scope, ${quoted(state.prompt)}, "${head}", query=${query}${sees}${rival}))`;
     const given = ([name, args]) => (name === "hide" ? [quoted(args[0]), `key=${args[1]}`, `query=${args[2]}`] : args.map((each) => quoted(each))),
       calls = (changed?.calls ?? []).map((call) => `scope.${call[0]}(${given(call).join(", ")})`);
     const lines = calls.length ? [`with ${calls.join(", ")}:`, `    ${ask}`] : [ask];

@@ -50,10 +50,10 @@
   };
   // a block that came after the page, folded
   qk.block = (data, open = true) => {
-    const words = data.words ? make("p", { class: "words" }, data.words) : null,
+    const words = data.words ? make("details", { class: "words" }, make("summary", {}, "How to read it"), data.words) : null,
       chart = make("div", { class: "chart" }),
-      copy = make("div", { class: "copy" }),
-      block = make("details", { class: `fold block ${data.kind}` }, make("summary", {}, data.title), chart, words, copy);
+      below = make("div", { class: "below" }, words, make("div", { class: "copy" })),
+      block = make("details", { class: `fold block ${data.kind}` }, make("summary", {}, data.title), chart, below);
     block.open = open;
     fill(block, data);
     return block;
