@@ -205,7 +205,6 @@ HERE = {"prompt": PROMPT, "query": 10, "head": "L1H3", "key": 2}
         ("look", {"prompt": PROMPT, "query": 99}, "is out of range"),
         ("look", {"prompt": "a", "path": "/etc/passwd"}, "unexpected keyword argument 'path'"),
         ("why", {**HERE, "head": "<b>"}, "is not a head"),
-        ("change", {**HERE, "changes": []}, "from 1 to 20 changes"),
         ("look", {"prompt": PROMPT, "versus": " "}, "is no text of this model's tokens"),
         ("change", {**HERE, "changes": ["explode"]}, "a change is ablate, hide or replace"),
         ("change", {**HERE, "changes": ["ablate nobody"]}, "nobody"),

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from inspect import cleandoc
 from typing import Any
 
 from qkscope.analyses.clouds import clouds_of
 from qkscope.heads import Head
 from qkscope.runs.result import Result, plain_value
-from qkscope.show import Block, Row, Tables, counted, number, reasons
+from qkscope.show import Block, Row, Tables, counted, number, reasons, said
 
 SCRIPTS = {
     "tokens": ["prompt.js"], "atlas": ["map.js", "passage.js", "atlas.js"],
@@ -70,12 +69,6 @@ def blocks_of(result: Result) -> list[Block]:
         for block in draw(name, rows, tables)
     ]
     return [*drawn, *_points(result)]
-
-
-def said(kind: str, draw: Callable[..., object], leads: bool = False) -> Block:
-    """Make a block without rows from a docstring: its first line is the title, the rest are the words."""
-    title, _, words = cleandoc(draw.__doc__ or "").partition("\n")
-    return Block(kind, title.removesuffix("."), " ".join(words.split()), [], leads=leads)
 
 
 def drawing(kind: str, *columns: str, usual: str = "", leads: bool = False) -> Callable[[Draw], Draw]:

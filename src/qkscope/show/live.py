@@ -181,8 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.server.session.describe()
         if name and name not in _FILES:
             raise _Refusal(404, "There is nothing at this address: open the one that qkscope view printed.")
-        file = name or "live.html"
-        return asset(file).encode(), _TYPES[Path(file).suffix]
+        return asset(name or "live.html").encode(), _TYPES[Path(name or "live.html").suffix]
 
     def _post(self, name: str, body: bytes) -> Any:
         if len(body) > _LARGEST:

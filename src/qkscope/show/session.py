@@ -16,15 +16,18 @@ whole, and every run of the model asks whether somebody still waits for it (`Ses
 from __future__ import annotations
 
 import base64
+import operator
 import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -58,7 +61,6 @@ EXAMPLES = (
     "The war lasted from the year 1743 to the year 17",
 )
 _LONGEST = 2048  # tokens
-_CHANGES = 20
 _TEXTS = 3  # of a head that a folder names
 _OTHERS = 8  # heads or MLPs that take the place of one
 _CHANGE = re.compile(r"(ablate) (\S+)|(hide) (\S+) (\d+) (\d+)|(replace) (\d+) (.+)", re.S)
@@ -82,8 +84,7 @@ class FeatureStore:
         self.texts: dict[Head, list[dict[str, Any]]] = {}
         if fit is not None:
             check_swappable(fit.space, downstream=True)
-            names = default_features(fit.contrasts)
-            self.of = {head: {name: fit[name, head] for name in names} for head in fit.heads}
+            self.of = {head: {name: fit[name, head] for name in default_features(fit.contrasts)} for head in fit.heads}
 
     @classmethod
     def read(cls, folder: str | Path, scope: Scope) -> FeatureStore:
@@ -92,8 +93,7 @@ class FeatureStore:
         if result.experiment.startswith("decompose"):
             return cls(load(folder, scope), str(folder))
         check_same_model(result.provenance, scope, str(folder))
-        for row in result.tables.get("atlas", []):
-            store.about[Head.parse(row["head"])] = dict(row)
+        store.about = {Head.parse(row["head"]): dict(row) for row in result.tables.get("atlas", [])}
         for row in result.tables.get("examples", []):
             store.texts.setdefault(Head.parse(row["head"]), []).append(dict(row))
         return store
@@ -121,8 +121,7 @@ class Session:
         self.features = features or FeatureStore()
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int, int], str] = lambda runs, place: f"{runs} runs"
-        self._runs: dict[object, Probe] = {}  # the last few
-        self._answers: dict[object, tuple[Result, PromptTrace]] = {}
+        self._kept_probe, self._kept_answer = lru_cache(_KEPT)(self._probe), lru_cache(_KEPT)(self._answer)
         try:
             self.no_writers = ""
             reader_of(scope)
@@ -152,11 +151,10 @@ class Session:
 
     def describe(self) -> dict[str, Any]:
         """The model, its heads, and what is known of them already."""
-        store = self.features
         return {
             "model": self.scope.name, "heads": [str(head) for head in self.heads], "examples": EXAMPLES,
-            "fitted": [str(head) for head in store.of], "folder": store.folder,
-            "names": {str(head): row["kind"] for head, row in store.about.items()},
+            "fitted": [str(head) for head in self.features.of], "folder": self.features.folder,
+            "names": {str(head): row["kind"] for head, row in self.features.about.items()},
         }  # fmt: skip
 
     def look(self, prompt: str, query: int | None = None, versus: str | None = None) -> dict[str, Any]:
@@ -187,7 +185,8 @@ class Session:
         self, prompt: str, query: int, head: str, key: int | None = None, versus: str | None = None
     ) -> dict[str, Any]:
         """Why a head looks from one token at another: the result of `why`, and what folders know of the head."""
-        result, trace = self._why(prompt, query, head, key, versus)
+        trace = self._trace(prompt, query, head, key)
+        result = self._kept_answer(prompt, trace.asked.query, head, trace.key, versus)
         about, texts = self.features.about.get(trace.head), self.features.texts.get(trace.head, [])
         on_text = {"texts": texts[:_TEXTS], "about": f"On text: {about['name']}." if about else ""}
         return {**_shown(result), **_where(trace), **on_text}
@@ -196,9 +195,7 @@ class Session:
         self, prompt: str, query: int, head: str, key: int, changes: Sequence[str], versus: str | None = None
     ) -> dict[str, Any]:
         """The head's row with some changes made, all heads after it and the next token, beside other changes."""
-        if not 0 < len(changes) <= _CHANGES:
-            raise BadInput(f"from 1 to {_CHANGES} changes are made at once, but got {len(changes)}.")
-        what_if = WhatIf(self, prompt, self._why(prompt, query, head, key, versus)[1], changes, versus)
+        what_if = WhatIf(self, prompt, self._trace(prompt, query, head, key), changes, versus)
         self.doing = lambda runs, place: f"changed: {runs} runs"
         result, run = what_if.result()
         row = run.attention[0, self.heads.index(what_if.trace.head)].tolist()
@@ -214,7 +211,7 @@ class Session:
         self, prompt: str, query: int, head: str, key: int, changes: Sequence[str] = (), versus: str | None = None
     ) -> dict[str, Any]:
         """One offline page of the answer, and of the changes."""
-        result, trace = self._why(prompt, query, head, key, versus)
+        trace, result = self._trace(prompt, query, head, key), self._kept_answer(prompt, query, head, key, versus)
         asked = {"head": head, "query": query, "key": key, "versus": versus, "model": self.scope.name}
         options = [f"--{name}={value}" for name, value in asked.items() if value is not None]
         told = {**result.provenance, "command": shlex.join(["qkscope", "why", prompt, *options])}
@@ -225,53 +222,46 @@ class Session:
 
     # ------------------------------------------------------------------ runs and answers, the last few kept
 
-    def ask(self, prompt: str, query: int | None, calls: object = ()) -> Probe:
-        """Run a prompt with one token asking; ``calls`` say what is in force meanwhile."""
+    def ask(self, prompt: str, query: int | None) -> Probe:
+        """Run a prompt with one token asking."""
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
         asked = Question.of(self.scope, prompt, query, chat=False)
         limit = getattr(self.scope.model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
         if len(asked.tokens) > (longest := min(_LONGEST, limit)):
             raise BadInput(f"the prompt has {len(asked.tokens)} tokens: at most {longest} are looked at here.")
-        name = prompt, asked.query, str(calls)
-        if name not in self._runs:
-            probe: Any
-            if self.no_writers:  # all that needs no writers works with as much of a probe
-                again = Again.of(self.scope, asked.inputs["input_ids"][0])
-                columns = torch.cat([asked.places.query[:, None], asked.places.keys], dim=1)
-                reader: Any = SimpleNamespace(scope=self.scope)
-                run = Run(reader, asked.places.row, columns, asked.inputs, calls=dict(again.calls))
-                run.logits = again.run_rows(asked.query, [None]).logits
-                probe = SimpleNamespace(scope=self.scope, prompt=prompt, asked=asked, run=run)
-            else:
-                probe = Probe(self.scope, prompt, asked.query)
-            self._runs = {**dict(list(self._runs.items())[-_KEPT:]), name: probe}
-        return self._runs[name]
+        return self._kept_probe(prompt, asked.query)
 
-    def _why(
-        self, prompt: str, query: int, head: str, key: int | None, versus: str | None
-    ) -> tuple[Result, PromptTrace]:
-        """Answer for one head at one token; where it looks is told at once."""
+    def _probe(self, prompt: str, query: int) -> Any:
+        if not self.no_writers:
+            return Probe(self.scope, prompt, query)
+        asked = Question.of(self.scope, prompt, query, chat=False)  # what needs no writers works with as much of one
+        again, reader = Again.of(self.scope, asked.inputs["input_ids"][0]), cast(Any, SimpleNamespace(scope=self.scope))
+        columns = torch.cat([asked.places.query[:, None], asked.places.keys], dim=1)
+        logits = again.run_rows(query, [None]).logits
+        run = Run(reader, asked.places.row, columns, asked.inputs, calls=dict(again.calls), logits=logits)
+        return SimpleNamespace(scope=self.scope, prompt=prompt, asked=asked, run=run)
+
+    def _trace(self, prompt: str, query: int, head: str, key: int | None) -> PromptTrace:
         at, probe = self.scope.check(head), self.ask(prompt, query)
-        asked, features = probe.asked, self.features.of.get(at, {})
-        trace = PromptTrace(probe.run, asked, at, key)
-        name = prompt, asked.query, at, trace.key, versus
-        if name not in self._answers:
-            self.tell({"early": {**_where(trace), "answer": trace.where()}})
-            words = words_of(self.scope, asked.inputs["input_ids"][0].tolist())
-            seen = [word.start for word in words if 0 < word.start <= asked.query]
-            self.doing = lambda runs, place: (
-                f"changing word {sum(start <= place for start in seen)} of {len(seen)}" if place else f"{runs} runs"
-            )
-            if self.no_writers:
-                lines, parts = [{"line": self.no_writers}], feature_rows(trace, features)
-                tables = {"said": lines, "attention": trace.token_rows(), "parts": parts}
-                told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked.told(prompt))
-                result = Result("why", tables, answer=trace.where(), **told)
-            else:
-                result = answer_probe(probe, at, trace.key, features or None, versus=versus)
-            self._answers = {**dict(list(self._answers.items())[-_KEPT:]), name: (result, trace)}
-        return self._answers[name]
+        return PromptTrace(probe.run, probe.asked, at, key)
+
+    def _answer(self, prompt: str, query: int, head: str, key: int, versus: str | None) -> Result:
+        """Why one head looks at one token; where it looks is told at once."""
+        trace = self._trace(prompt, query, head, key)
+        asked, features = trace.asked, self.features.of.get(trace.head, {})
+        self.tell({"early": {**_where(trace), "answer": trace.where()}})
+        words = words_of(self.scope, asked.inputs["input_ids"][0].tolist())
+        seen = [word.start for word in words if 0 < word.start <= query]
+        self.doing = lambda runs, place: (
+            f"changing word {sum(start <= place for start in seen)} of {len(seen)}" if place else f"{runs} runs"
+        )
+        if not self.no_writers:
+            return answer_probe(self.ask(prompt, query), trace.head, key, features or None, versus=versus)
+        lines, parts = [{"line": self.no_writers}], feature_rows(trace, features)
+        told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked.told(prompt))
+        tables = {"said": lines, "attention": trace.token_rows(), "parts": parts}
+        return Result("why", tables, answer=trace.where(), **told)
 
     def _go_on(self, ids: Int[Tensor, " t"], count: int) -> list[int]:
         """The tokens that follow a prompt."""
@@ -280,10 +270,9 @@ class Session:
 
 def _where(trace: PromptTrace) -> dict[str, Any]:
     """A head's row of attention, and the token it is asked about."""
-    row, pattern = trace.attention[: trace.asked.query + 1].tolist(), None
-    if len(trace.asked.tokens) <= _SMALL:
-        pattern = _pattern(trace.run, trace.head)
-    return {"head": str(trace.head), "query": trace.asked.query, "key": trace.key, "row": row, "pattern": pattern}
+    query, pattern = trace.asked.query, _pattern(trace.run, trace.head) if len(trace.asked.tokens) <= _SMALL else None
+    row = trace.attention[: query + 1].tolist()
+    return {"head": str(trace.head), "query": query, "key": trace.key, "row": row, "pattern": pattern}
 
 
 def _pattern(run: Run, head: Head) -> str:
@@ -332,7 +321,7 @@ class WhatIf:
                 return f"{''.join(tokens[int(key) : int(key) + 1])!r} (token {key}) hidden from {head}"
             case ["replace", place, other]:
                 at, ids = int(place), self.scope.tokenizer(other, add_special_tokens=False)["input_ids"]
-                size = 1 + next((i for i, piece in enumerate(tokens[at + 1 :]) if piece), 0)  # of one character
+                size = 1 + sum(1 for _ in takewhile(operator.not_, tokens[at + 1 :]))  # pieces of one character
                 if len(ids) != size:
                     sizes = f"{other!r} is {len(ids)} tokens here, and what it replaces is {size}"
                     raise BadInput(f"{sizes}: take a word of as many, so that nothing moves, or change the prompt.")
@@ -348,20 +337,19 @@ class WhatIf:
         left = [float(other.attention[0, place, key]) for other in others]
         apart = [float(other.logits[0, best] - other.logits[0, rival]) for other in (run, *others)]
         before, after = float(trace.attention[key]), float(run.attention[0, place, key])
-        chances = output.chances, run.logits[0].float().softmax(-1)
+        old, new = output.chances, run.logits[0].float().softmax(-1)
         own = ("hide", (str(trace.head), key, trace.asked.query)) in self.calls  # nothing else could come out
         made = {
             "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
             "control_low": min(left, default=None), "control_high": max(left, default=None), "sets": len(left),
-            "verdict": verdict(before, after, torch.tensor(left)) if left and not own else None, "answer": output.answer,
-            "rival": output.token(rival), "difference": output.difference, "difference_after": apart[0],
-            "difference_low": min(apart[1:], default=None), "difference_high": max(apart[1:], default=None),
-            "probability": float(chances[0][best]), "probability_after": float(chances[1][best]),
+            "verdict": verdict(before, after, torch.tensor(left)) if left and not own else None,
+            "answer": output.answer, "rival": output.token(rival), "difference": output.difference,
+            "difference_after": apart[0], "difference_low": min(apart[1:], default=None),
+            "difference_high": max(apart[1:], default=None), "probability": float(old[best]),
+            "probability_after": float(new[best]),
         }  # fmt: skip
-        shown = dict.fromkeys([*(i for each in chances for i in each.topk(TOKENS).indices.tolist()), rival])
-        rows = [
-            {"token": output.token(i), "before": float(chances[0][i]), "after": float(chances[1][i])} for i in shown
-        ]
+        shown = dict.fromkeys([*(i for each in (old, new) for i in each.topk(TOKENS).indices.tolist()), rival])
+        rows = [{"token": output.token(i), "before": float(old[i]), "after": float(new[i])} for i in shown]
         asked = {"head": str(trace.head), "query": trace.asked.query, "key": key, "changes": self.texts}
         told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked)
         return Result("what if", {"changes": [made], "next": rows}, answer=self._sentence(made), **told), run
@@ -388,12 +376,9 @@ class WhatIf:
 
     def _alike(self) -> Iterator[list[Call]]:
         """The same with another head of the layer, or the MLP of another layer, in the place of one."""
-        at = next((i for i, (name, _) in enumerate(self.calls) if name != "replace"), None)
-        if at is not None:
-            name, (writer, *rest) = self.calls[at]
-            mine, layers = Writer.parse(writer), range(self.scope.n_layers)
+        for at, (name, (writer, *rest)) in [each for each in enumerate(self.calls) if each[1][0] != "replace"][:1]:
+            mine = Writer.parse(writer)
+            near = sorted(range(self.scope.n_layers), key=lambda layer: abs(layer - mine.layer))[1:]
             others = [str(head) for head in self.session.heads if head.layer == mine.layer and head != mine.head]
-            if mine.head is None:
-                others = [f"M{layer}" for layer in sorted(layers, key=lambda layer: abs(layer - mine.layer))[1:]]
-            for other in others[:_OTHERS]:
+            for other in (others if mine.head else [f"M{layer}" for layer in near])[:_OTHERS]:
                 yield [*self.calls[:at], (name, (other, *rest)), *self.calls[at + 1 :]]
