@@ -10,7 +10,7 @@ address is the whole state:
 
 They are what `Scope` changes in a ``with`` block, so that the page can be copied as Python. Beside them stand others of
 the same size: other heads of the layer, or the MLPs of other layers. What is known early is told before the answer is
-whole, and every run of the model asks whether somebody still waits for it (`Session.told`).
+whole, and every layer that runs asks whether somebody still waits for it (`Session.told`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkscope.analyses.fit import Fit, load
 from qkscope.analyses.prompts import check_same_model, made_with
@@ -43,6 +43,7 @@ from qkscope.analyses.why.parts import feature_rows
 from qkscope.analyses.why.why import answer_probe
 from qkscope.capture.encode import PIECE, token_texts
 from qkscope.capture.scope import Scope
+from qkscope.capture.tap import cleared
 from qkscope.change.again import Again, TokenRun, prompt_of
 from qkscope.change.words import words_of
 from qkscope.errors import BadInput
@@ -120,7 +121,7 @@ class Session:
         self.scope, self.heads = scope, list(scope.heads())
         self.features = features or FeatureStore()
         self.tell: Tell = lambda early: None
-        self.doing: Callable[[int, int], str] = lambda runs, place: f"{runs} runs"
+        self.doing: Callable[[int, int], str] = lambda runs, place: f"{runs} runs of the model"
         self._kept_probe, self._kept_answer = lru_cache(_KEPT)(self._probe), lru_cache(_KEPT)(self._answer)
         try:
             self.no_writers = ""
@@ -130,7 +131,7 @@ class Session:
 
     @contextmanager
     def told(self, tell: Tell) -> Iterator[None]:
-        """Tell what is known early, and how far the work is: at every run of the model, so that raising ends it."""
+        """Tell what is known early, and how far the work is; every layer that runs asks, so that raising ends it."""
         runs, last = 0, 0.0
 
         def step(_module: Any, _args: Any, given: dict[str, Any]) -> None:
@@ -141,12 +142,14 @@ class Session:
             early, last = ({"doing": self.doing(runs, place)}, now) if now - last > _EVERY else ({}, last)
             tell(early)
 
-        self.tell, self.doing = tell, lambda runs, place: f"{runs} runs"
-        hook = self.scope.model.base_model.register_forward_pre_hook(step, with_kwargs=True)
+        self.tell, self.doing = tell, lambda runs, place: f"{runs} runs of the model"
+        lists = [part for part in self.scope.model.modules() if isinstance(part, nn.ModuleList)]
+        blocks = next((part for part in lists if len(part) == self.scope.n_layers), ())
+        hooks = [self.scope.model.base_model.register_forward_pre_hook(step, with_kwargs=True)]
         try:
-            yield
+            with cleared([*hooks, *(block.register_forward_pre_hook(lambda *_: tell({})) for block in blocks)]):
+                yield
         finally:
-            hook.remove()
             self.tell = lambda early: None
 
     def describe(self) -> dict[str, Any]:
@@ -162,24 +165,19 @@ class Session:
         probe = self.ask(prompt, query)
         asked, output = probe.asked, Output(probe.run, probe.asked, versus)
         rows = torch.cat([output.again.row(asked.query, head).attention()[0].cpu() for head in self.heads])
-        ids, best = output.again.ids, output.chances.topk(TOKENS).indices.tolist()
+        seen = {"tokens": asked.tokens, "query": asked.query, "attention": _bytes(rows[:, : asked.query + 1])}
 
-        def row(i: int) -> dict[str, Any]:
-            text = output.token(i)
-            if text == PIECE:  # read with what follows it
-                after = torch.cat([ids[: asked.query + 1], torch.tensor([i]).to(ids)])
-                text = token_texts(self.scope, [i, *self._go_on(after, 3)])[0]
-            return {"token": text, "id": i, "probability": float(output.chances[i])}
+        def following(reads: Callable[[int], str]) -> dict[str, Any]:
+            best = [*output.chances.topk(TOKENS).indices.tolist(), output.rival]
+            told = [{"token": reads(i), "id": i, "probability": float(output.chances[i])} for i in best]
+            return {"next": told[:-1], "rival": told[-1], "difference": output.difference}
 
-        says = self._go_on(ids, _GOES_ON) if asked.query == len(asked.tokens) - 1 else []
-        seen = {
-            "tokens": asked.tokens, "query": asked.query, "attention": _bytes(rows[:, : asked.query + 1]),
-            "next": [row(i) for i in best], "rival": row(output.rival), "difference": output.difference,
-            "says": self.scope.tokenizer.decode(says),
-        }  # fmt: skip
-        self.tell({"early": seen})
+        self.tell({"early": {**seen, **following(output.token)}})
         self.doing = lambda runs, place: f"{min(runs, len(self.heads))} of {len(self.heads)} heads tried"
-        return {**seen, "result": answer_probe(probe, versus=versus).to_json()}
+        result, last = answer_probe(probe, versus=versus).to_json(), len(asked.tokens) - 1
+        says = self._go_on(output.again.ids, _GOES_ON) if asked.query == last < _SMALL else []
+        told = {"result": result, "says": self.scope.tokenizer.decode(says)}
+        return {**seen, **following(partial(self.reads, output)), **told}
 
     def why(
         self, prompt: str, query: int, head: str, key: int | None = None, versus: str | None = None
@@ -252,16 +250,26 @@ class Session:
         asked, features = trace.asked, self.features.of.get(trace.head, {})
         self.tell({"early": {**_where(trace), "answer": trace.where()}})
         words = words_of(self.scope, asked.inputs["input_ids"][0].tolist())
-        seen = [word.start for word in words if 0 < word.start <= query]
-        self.doing = lambda runs, place: (
-            f"changing word {sum(start <= place for start in seen)} of {len(seen)}" if place else f"{runs} runs"
-        )
+        seen = [word.start for word in words if word.start <= query]
+
+        def doing(runs: int, place: int) -> str:  # from a word on, its changes run; at the query alone, other tests
+            word = f"changing word {sum(start <= place for start in seen)} of {len(seen)}, "
+            return f"{word if 0 < place < query else ''}{runs} runs of the model"
+
+        self.doing = doing
         if not self.no_writers:
             return answer_probe(self.ask(prompt, query), trace.head, key, features or None, versus=versus)
         lines, parts = [{"line": self.no_writers}], feature_rows(trace, features)
         told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked.told(prompt))
         tables = {"said": lines, "attention": trace.token_rows(), "parts": parts}
         return Result("why", tables, answer=trace.where(), **told)
+
+    def reads(self, output: Output, i: int) -> str:
+        """What a next token reads as; a part of a character, with what follows it."""
+        if output.token(i) != PIECE:
+            return output.token(i)
+        ids = output.again.ids[: output.asked.query + 1]
+        return token_texts(self.scope, [i, *self._go_on(torch.cat([ids, torch.tensor([i]).to(ids)]), 3)])[0]
 
     def _go_on(self, ids: Int[Tensor, " t"], count: int) -> list[int]:
         """The tokens that follow a prompt."""
@@ -338,15 +346,15 @@ class WhatIf:
         apart = [float(other.logits[0, best] - other.logits[0, rival]) for other in (run, *others)]
         before, after = float(trace.attention[key]), float(run.attention[0, place, key])
         old, new = output.chances, run.logits[0].float().softmax(-1)
-        own = ("hide", (str(trace.head), key, trace.asked.query)) in self.calls  # nothing else could come out
+        own = any(given[0] == str(trace.head) for _, given in self.calls)  # says nothing of where it looks by itself
         made = {
             "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
             "control_low": min(left, default=None), "control_high": max(left, default=None), "sets": len(left),
             "verdict": verdict(before, after, torch.tensor(left)) if left and not own else None,
-            "answer": output.answer, "rival": output.token(rival), "difference": output.difference,
-            "difference_after": apart[0], "difference_low": min(apart[1:], default=None),
-            "difference_high": max(apart[1:], default=None), "probability": float(old[best]),
-            "probability_after": float(new[best]),
+            "answer": self.session.reads(output, best), "rival": self.session.reads(output, rival),
+            "difference": output.difference, "difference_after": apart[0],
+            "difference_low": min(apart[1:], default=None), "difference_high": max(apart[1:], default=None),
+            "probability": float(old[best]), "probability_after": float(new[best]),
         }  # fmt: skip
         shown = dict.fromkeys([*(i for each in (old, new) for i in each.topk(TOKENS).indices.tolist()), rival])
         rows = [{"token": output.token(i), "before": float(old[i]), "after": float(new[i])} for i in shown]

@@ -8,7 +8,8 @@
   const MODES = { key: "ask why it is looked at", query: "ask from here", type: "type over it" };
   const SHOWN = { for: 6, against: 4 }, // heads of each kind, before the others are asked for
     MOST = 5, // buttons in a line
-    MULTIPLES = 12; // small patterns
+    MULTIPLES = 12, // small patterns
+    NARROW = 1024; // pixels under which the reason stands below the heads
   const OPEN = ["In words", "Because: words changed", "Carried by"]; // folds that are open at first
   const EMPTY = { prompt: "", query: null, versus: null, path: [], changes: [] };
   let state = EMPTY, // path: steps of head, query and key, each a writer of the one before
@@ -31,7 +32,12 @@
     $("error").hidden = !sentence;
   };
   const say = (text) => ($("state").textContent = text);
-  const token = (i) => piece(seen.tokens[i]);
+  // a token as it reads; a further piece of a character names it
+  const token = (i) => {
+    let first = i;
+    while (first > 0 && seen.tokens[first] === "") first--;
+    return piece(seen.tokens[first]) + (first < i ? "…" : "");
+  };
   const step = () => state.path.at(-1);
   const signed = (value, digits = 1) => (value > 0 ? "+" : "") + fixed(value, digits);
   const called = (head) => (model.names[head] ? `${head} (${model.names[head]})` : head);
@@ -99,6 +105,7 @@
     const show = (part) => {
       const fresh = !seen || prompt !== state.prompt;
       if (fresh || part.query !== state.query) answer = changed = null;
+      $("reason").classList.toggle("waiting", !answer);
       seen = { ...part, bytes: qk.bytes(part.attention) };
       state = { ...state, prompt, query: part.query, versus };
       if (fresh) drawTokens();
@@ -177,11 +184,15 @@
     $("after").textContent = last ? "Next" : `After ${token(seen.query)} (token ${seen.query})`;
     $("best").textContent = piece(best.token);
     $("chance").textContent = percent(best.probability, best.probability > 0.98 ? 1 : 0);
-    const named = (text) => piece(text).toLowerCase(),
-      words = seen.tokens.slice(0, seen.query + 1).filter((text) => /[\p{L}\p{N}]/u.test(text)),
-      rivals = [rival.token, ...others.map((row) => row.token), ...words],
-      options = rivals.filter((text, i) => rivals.indexOf(text) === i && named(text) !== named(best.token) && text.trim());
-    $("versus").replaceChildren(...options.map((text) => make("option", { value: text }, visible(text.trim()))));
+    // a word may be a token with and one without a blank before it: the one like the answer is meant
+    const rivals = new Map(),
+      alike = (text) => text.startsWith(" ") === best.token.startsWith(" "),
+      words = seen.tokens.slice(0, seen.query + 1).filter((text) => /[\p{L}\p{N}]/u.test(text));
+    for (const text of [...others.map((row) => row.token), ...words])
+      if (text.trim() && (!rivals.has(text.trim()) || alike(text))) rivals.set(text.trim(), text);
+    rivals.delete(best.token.trim());
+    rivals.set(rival.token.trim(), rival.token);
+    $("versus").replaceChildren(...[...rivals].map(([name, text]) => make("option", { value: text }, visible(name))));
     $("versus").value = rival.token;
     $("difference").textContent = `${piece(best.token)} − ${piece(rival.token)} ${signed(seen.difference)} in logits`;
     $("others").replaceChildren(
@@ -193,7 +204,7 @@
         }),
       ),
     );
-    $("says").textContent = seen.says ? `goes on: “${seen.says.trim()}”` : "";
+    $("says").textContent = seen.says ? `goes on: “${seen.says.trim()}”` : "\u00a0";
   }
   const versus = (text) => move({ versus: text, path: state.path.slice(0, 1) });
 
@@ -208,7 +219,10 @@
     const line = (row) => {
       const { head, key, difference, probability } = row,
         points = Math.round(100 * (probability - chance)),
-        onclick = () => move({ path: [{ head, query: seen.query, key }] }),
+        onclick = () => {
+          move({ path: [{ head, query: seen.query, key }] });
+          if (innerWidth < NARROW) $("reason").scrollIntoView({ behavior: "smooth" });
+        },
         wide = `${((100 * Math.abs(difference)) / most).toFixed(1)}%`;
       const bar = make("i", { style: { width: wide, background: `var(${difference < 0 ? "--original" : "--target"})` } });
       return make(
@@ -244,7 +258,7 @@
           {},
           title("head"),
           title("looks at"),
-          title("ΔP", { class: "n" }, `points of probability of ${best} where the head may not look there`),
+          title("ΔP, pts", { class: "n" }, `points of probability of ${best} where the head may not look there`),
           title(`Δ ${best} − ${piece(seen.rival.token)}`, { class: "n", colspan: 2 }, "logits, where the head may not look there"),
         ),
       ),
@@ -265,6 +279,7 @@
   // ------------------------------------------------------------------ why
   function draw() {
     const { head, query, key } = step();
+    $("reason").classList.remove("waiting");
     drawHeads();
     drawTrail();
     $("answer").replaceChildren(...qk.rich(typeof answer.answer === "string" ? answer.answer : answer.result.answer));
@@ -281,6 +296,7 @@
           ],
         });
     view.note(causes);
+    view.put(typed());
     const kinds = new Set([...causes.values()].map(({ kind }) => kind)),
       marks = [["asks", "asks"], ["key", "looked at"], ["cause", "decides: changed, most of the look is gone"], ["open", "may decide"]];
     $("marks").replaceChildren(
@@ -354,6 +370,7 @@
     grid = null;
   }
   function pick(i, how) {
+    if (!answer) return undefined;
     if (how === "type") return view.edit(i);
     setMode("key");
     const { head, query } = step();
@@ -365,7 +382,7 @@
     mode = next;
     const set = (name) => (mode = name),
       buttons = choose("Click a token to", Object.keys(MODES), mode, set, (name) => MODES[name]);
-    $("mode").replaceChildren(...buttons, make("span", { class: "hint" }, "two clicks type over it"));
+    $("mode").replaceChildren(...buttons, make("span", { class: "hint" }, "a double click types over it"));
   }
   const has = (text) => state.changes.includes(text);
   const toggle = (text) => move({ changes: has(text) ? state.changes.filter((each) => each !== text) : [...state.changes, text] });
@@ -497,17 +514,15 @@
     $("changed").replaceChildren(...(row ? changed.blocks.map((block) => qk.block(block)) : []));
     for (const each of document.querySelectorAll("[data-change]")) each.setAttribute("aria-pressed", String(has(each.dataset.change)));
   }
-  // the prompt as it reads with the words that were typed over others; a first token that the model adds is not in it
+  // words that were typed over others, by place
+  const typed = () =>
+    new Map(state.changes.map((text) => /^replace (\d+) (.*)$/s.exec(text)).filter(Boolean).map(([, place, text]) => [Number(place), text]));
+  // the prompt as it reads with them: tokens end as it does, and some tokenizers leave out the blanks between words
   function rewritten() {
-    const texts = [...seen.tokens],
-      joined = texts.join(""),
-      from = state.prompt.length && joined.endsWith(state.prompt) ? "" : null;
-    for (const change of state.changes) {
-      const [, place, text] = /^replace (\d+) (.*)$/s.exec(change) ?? [];
-      if (text !== undefined) texts[place] = text;
-    }
-    const first = /^<.*>$/.test(texts[0]) ? 1 : 0;
-    return texts.slice(first).join(from === null ? " " : "");
+    const others = typed(),
+      gap = seen.tokens.join("").endsWith(state.prompt) ? "" : " ",
+      first = /^<.*>$/.test(seen.tokens[0]) ? 1 : 0; // the model's own beginning is not typed
+    return seen.tokens.map((text, i) => others.get(i) ?? text).slice(first).join(gap);
   }
   function python() {
     const { head, query, key } = step(),
@@ -553,6 +568,7 @@
     event.target.value = "";
     $("ask").requestSubmit();
   });
+  addEventListener("resize", edited);
   $("versus").addEventListener("change", (event) => versus(event.target.value));
   $("save").addEventListener("click", () => quietly(save().catch((error) => refuse(error.message))));
   $("python").addEventListener("click", () => copy(python()));

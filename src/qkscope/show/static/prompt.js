@@ -44,9 +44,10 @@
         `${solid("var(--line)")} 0 ${middle - 0.5}px / 100% 1px no-repeat`,
       ].join(", ");
     };
+    const shape = (text, i) => (text === "" && i ? "·" : visible(text)); // a further piece of a character
     const tokens = rows.map((row, i) => {
       const kind = `token${row.token.trim() === "" ? " white" : ""}${i === rows.length - 1 ? " asks" : ""}`,
-        fill = make("span", { class: "fill", "data-i": i }, visible(row.token)),
+        fill = make("span", { class: "fill", "data-i": i }, shape(row.token, i)),
         token = make("span", { class: kind, "data-i": i }, fill);
       if (parts.length) {
         token.style.background = bars(row);
@@ -165,6 +166,12 @@
           for (const kind of ["cause", "open"]) token.classList.toggle(kind, notes.get(i)?.kind === kind);
         });
       },
+      // other words in the place of some
+      put: (texts) =>
+        tokens.forEach((token, i) => {
+          if (token.firstChild.dataset.i !== undefined) token.firstChild.textContent = shape(texts.get(i) ?? rows[i].token, i);
+          token.classList.toggle("typed", texts.has(i));
+        }),
       // from somewhere else: these tokens are meant
       point: (...meant) => tokens.forEach((token, i) => token.classList.toggle("on", meant.includes(i))),
       edit,

@@ -19,7 +19,7 @@
   const verdict = (word) => make("b", { class: GOOD.includes(word) ? "good" : word === "open" ? "open" : "soft" }, word ?? "");
   qk.rich ??= (text) => [text];
   const judged = (text) => {
-    const [, before, word, after] = /^(.*: )(supported|shown|not shown|not here|untested|open)(\.?)$/s.exec(text) ?? [];
+    const [, before, word, after] = /^(.*: )(supported|shown|not shown|not here|untested|open)((?:[ .].*)?)$/s.exec(text) ?? [];
     return word ? [...qk.rich(before), verdict(word), after] : qk.rich(text);
   };
 
