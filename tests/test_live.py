@@ -493,34 +493,38 @@ def test_the_address_is_the_whole_state_and_a_bad_one_gives_a_sentence_and_the_p
         assert page.locator("h1").inner_text().split()[1] == "Z"
 
 
-def test_where_it_looks_comes_first_and_cancel_ends_the_work(watched, live, monkeypatch):
-    """The reason waits for a gate; meanwhile the row is there, and Cancel closes the connection that asks."""
+@pytest.mark.parametrize(("head", "instead"), [("L0H2", ""), ("L0H1", "L1H3")])
+def test_where_it_looks_comes_first_and_whoever_leaves_ends_the_work(watched, monkeypatch, head, instead):
+    """The reason waits for a gate; meanwhile the row is there, and Escape or another head closes the connection."""
     page, gate, ended = watched.page, threading.Event(), threading.Event()
     answer_probe = session_module.answer_probe
 
-    def slow(probe, head=None, *given, **options):
-        if str(head) == "L0H2":
+    def at_gate(probe, asked=None, *given, **options):
+        if str(asked) == head:
             gate.wait(60)
-            try:
-                return answer_probe(probe, head, *given, **options)
-            except ConnectionError:
-                ended.set()
-                raise
-        return answer_probe(probe, head, *given, **options)
+        try:
+            return answer_probe(probe, asked, *given, **options)
+        except ConnectionError:
+            ended.set()
+            raise
 
-    monkeypatch.setattr(session_module, "answer_probe", slow)
-    row_of(page, "L0H2").click()
-    watched.until("document.title.startsWith('L0H2 → ')")
-    assert page.locator("#answer").inner_text().startswith("L0H2 at ':' gives")
+    monkeypatch.setattr(session_module, "answer_probe", at_gate)
+    row_of(page, head).click()
+    watched.until(f"document.title.startsWith('{head} → ')")
+    assert page.locator("#answer").inner_text().startswith(f"{head} at ':' gives")
     assert page.locator("#tokens .token.key").count() == 1
     assert page.locator("#cancel").is_visible()
-    page.keyboard.press("Escape")
-    assert "Cancelled" in page.locator("#doing").inner_text()
+    if instead:
+        row_of(page, instead).click()
+    else:
+        page.keyboard.press("Escape")
+        assert "Cancelled" in page.locator("#doing").inner_text()
     page.wait_for_timeout(200)
     gate.set()
     assert ended.wait(60)
-    page.locator("#doing button").click()
-    drawn(watched, "L0H2")
+    if not instead:
+        page.locator("#doing button").click()
+    drawn(watched, instead or head)
     assert page.locator("#blocks .said dd").count() > 0
 
 

@@ -197,14 +197,13 @@
     $("difference").textContent = `${piece(best.token)} − ${piece(rival.token)} ${signed(seen.difference)} in logits`;
     $("others").replaceChildren(
       make("span", { class: "of" }, "or"),
-      ...others.map((row) =>
-        button(`${piece(row.token)} ${percent(row.probability, row.probability < 0.1 ? 1 : 0)}`, () => versus(row.token), {
-          "aria-pressed": String(row.id === rival.id),
-          title: `rather than ${row.token}`,
-        }),
-      ),
+      ...others.map((row) => {
+        const words = `${piece(row.token)} ${percent(row.probability, row.probability < 0.1 ? 1 : 0)}`,
+          given = { "aria-pressed": String(row.id === rival.id), title: `rather than ${row.token}` };
+        return row.token.trim() ? button(words, () => versus(row.token), given) : make("span", {}, words);
+      }),
     );
-    $("says").textContent = seen.says ? `goes on: “${seen.says.trim()}”` : "\u00a0";
+    $("says").textContent = seen.says ? `goes on: “${visible(seen.says.trim())}”` : "\u00a0";
   }
   const versus = (text) => move({ versus: text, path: state.path.slice(0, 1) });
 
