@@ -379,8 +379,9 @@ def test_the_reason_is_whys_with_its_words_marked(watched, nano):
     theirs = qk.why(nano, PROMPT, "L1H1", 11, 4)
     assert page.locator("#answer").inner_text() == theirs.answer
     assert page.locator("#blocks .said dd").count() == len(theirs.tables["said"])
-    causes = [r for r in theirs.tables.get("because", []) if r["cause"] == "yes"]
-    assert page.locator("#tokens .token.cause").count() == sum(r["end"] - r["position"] for r in causes)
+    causes = [row for row in theirs.tables.get("because", []) if row["cause"] == "yes"]
+    shown = page.locator("#tokens .token.cause").evaluate_all("(all) => all.map((each) => Number(each.dataset.i))")
+    assert set(shown) == {i for row in causes for i in range(row["position"], row["end"])}
     for cause in causes[:1]:
         page.locator(f'#tokens .fill[data-i="{cause["position"]}"]').hover()
         told = page.locator("#tip").inner_text()

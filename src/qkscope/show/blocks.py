@@ -365,7 +365,8 @@ def _changes(block: Block, tables: Tables) -> Iterator[Block]:
     the layer ablated, or unable to look there; of an MLP, those of other layers), the line what there was. Supported:
     it falls by more than a quarter, and further than with any of them.
     """
-    yield replace(block, rows=[{**row, "writers": row["changes"], "done": "", **_beside(row)} for row in block.rows])
+    told = {"done": "", "band": "others in its place"}
+    yield replace(block, rows=[{**row, "writers": row["changes"], **told, **_beside(row)} for row in block.rows])
 
 
 @drawing("output", "token", "before", "after")

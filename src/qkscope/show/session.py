@@ -67,7 +67,7 @@ _OTHERS = 8  # heads or MLPs that take the place of one
 _CHANGE = re.compile(r"(ablate) (\S+)|(hide) (\S+) (\d+) (\d+)|(replace) (\d+) (.+)", re.S)
 _GOES_ON = 5  # tokens of the continuation
 _SMALL = 300  # tokens up to which a head's pattern comes with its answer
-_KEPT = 4  # prompts, and answers, that are kept
+_RUNS, _KEPT = 2, 32  # runs, which are large, and answers that are kept
 _EVERY = 0.2  # seconds between two lines about what is under way
 
 Tell = Callable[[dict[str, Any]], None]
@@ -122,7 +122,7 @@ class Session:
         self.features = features or FeatureStore()
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int, int], str] = lambda runs, place: f"{runs} runs of the model"
-        self._kept_probe, self._kept_answer = lru_cache(_KEPT)(self._probe), lru_cache(_KEPT)(self._answer)
+        self._kept_probe, self._kept_answer = lru_cache(_RUNS)(self._probe), lru_cache(_KEPT)(self._answer)
         try:
             self.no_writers = ""
             reader_of(scope)

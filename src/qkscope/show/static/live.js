@@ -9,6 +9,7 @@
   const SHOWN = { for: 6, against: 4 }, // heads of each kind, before the others are asked for
     MOST = 5, // buttons in a line
     MULTIPLES = 12, // small patterns
+    NEARLY = 0.25, // of the attention: two equal words that restore so much more than each alone, though not by the rule
     NARROW = 1024; // pixels under which the reason stands below the heads
   const OPEN = ["In words", "Because: words changed", "Carried by"]; // folds that are open at first
   const EMPTY = { prompt: "", query: null, versus: null, path: [], changes: [] };
@@ -284,16 +285,7 @@
     $("answer").replaceChildren(...qk.rich(typeof answer.answer === "string" ? answer.answer : answer.result.answer));
     if (answer.result) $("doing").hidden = true;
     view.ask(changed ? changed.row : answer.row, query, key);
-    const causes = new Map();
-    for (const row of answer.result?.tables.because ?? [])
-      for (let i = row.position; i < row.end; i++)
-        causes.set(i, {
-          kind: { yes: "cause", open: "open" }[row.cause] ?? "",
-          lines: [
-            ["changed", `${percent(row.before)} → ${percent(row.after)}`],
-            ["it goes to", piece(row.goes_to)],
-          ],
-        });
+    const causes = words(answer.result?.tables ?? {});
     view.note(causes);
     view.put(typed());
     const kinds = new Set([...causes.values()].map(({ kind }) => kind)),
@@ -310,6 +302,27 @@
     drawChanges();
     drawPattern();
     if ($("patterns-fold").open) quietly(drawPatterns());
+  }
+  // words that decide, by token: those that break the look when changed, and two equal ones that do so together
+  function words({ because = [], relation = [] }) {
+    const causes = new Map();
+    for (const row of because)
+      for (let i = row.position; i < row.end; i++)
+        causes.set(i, {
+          kind: { yes: "cause", open: "open" }[row.cause] ?? "",
+          lines: [
+            ["changed", `${percent(row.before)} → ${percent(row.after)}`],
+            ["it goes to", piece(row.goes_to)],
+          ],
+        });
+    for (const { kind, verdict, positions, together, alone, different } of relation)
+      if (kind === "same word" && together !== null && (verdict === "shown" || together - Math.max(alone, different) >= NEARLY))
+        for (const i of positions.split(", ").map(Number)) {
+          const { kind: before = "", lines = [] } = causes.get(i) ?? {},
+            both = [`${positions} by the same other word`, percent(together * answer.row[step().key])];
+          causes.set(i, { kind: verdict === "shown" ? "cause" : before || "open", lines: [...lines, both] });
+        }
+    return causes;
   }
   // Mary ‹ L23H0 ‹ L20H0 ‹ John
   function drawTrail() {
