@@ -426,6 +426,13 @@ def test_a_word_is_typed_over_and_undone_by_a_key(watched, nano):
         after = nano.model(**nano.encode([PROMPT]).inputs).logits[0, -1].softmax(-1)
     assert f"99.8% → {float(after[224]):.1%}" in page.locator("#changed-fold").text_content()
     assert state_of(page)["c"] == ["replace 4 cat"]
+    page.locator('#tokens .fill[data-i="4"]').dblclick()
+    page.keyboard.type("xyzzy")
+    page.keyboard.press("Enter")
+    watched.until("document.getElementById('error').textContent.includes('xyzzy')")  # the model has no such word
+    drawn(watched, changes=0)
+    page.go_back()
+    drawn(watched, changes=1)
     page.locator("#ablate").click()
     drawn(watched, changes=2)
     page.keyboard.press("Control+z")

@@ -147,7 +147,11 @@
         if (mine !== turn) return;
         changed = { ...next, bytes: qk.bytes(next.attention) };
       } catch (error) {
-        if (mine === turn) state = { ...state, changes: changes.slice(0, -1) };
+        if (mine === turn && error.name !== "AbortError") {
+          state = { ...state, changes: changes.slice(0, -1) }; // as before the one that was refused
+          write("replace");
+          draw();
+        }
         throw error;
       }
     } else changed = null;
@@ -339,22 +343,23 @@
     );
   }
   // names of heads in words are links: why did that one look where it did?
-  qk.rich = (text) =>
+  qk.rich = (text, side) =>
     text.split(/(\bL\d+H\d+\b)/).map((part, i) => {
-      if (i % 2 === 0 || part === step()?.head || !places.has(part)) return part;
-      const from = reads(part);
+      if (i % 2 === 0 || !step() || part === step().head || !places.has(part)) return part;
+      const from = reads(part, side);
       if (from === null) return part;
       const looked = from === seen.query ? favourite(part) : null,
         words = looked === null ? `why did ${part} look where it did, from ${token(from)}?` : `why did ${part} look at ${token(looked)}?`;
       return button(part, () => move({ path: [...state.path, { head: part, query: from, key: looked }] }), { class: "link", title: words });
     });
   // where a writer read what it wrote into this head's query or key; the first token sees nothing but itself
-  function reads(writer) {
+  function reads(writer, side) {
     const { query, key } = step(),
       tables = answer?.result?.tables ?? {};
     const carried = (tables.carriers ?? []).find((row) => row.writers.split(", ").includes(writer)),
       [part] = (tables.parts ?? []).filter((row) => row.part === writer).sort((a, b) => Math.abs(b.value) - Math.abs(a.value)),
-      at = (carried ?? part)?.side === "key" ? key : query;
+      meant = side === "key" || side === "query" ? side : (carried ?? part)?.side,
+      at = meant === "key" ? key : query;
     return at > 0 && Number(/^L(\d+)/.exec(writer)[1]) < Number(/^L(\d+)/.exec(step().head)[1]) ? at : null;
   }
   const favourite = (head) => {
@@ -484,6 +489,7 @@
     });
   }
   async function drawPatterns() {
+    if (!$("patterns").firstChild) $("patterns").textContent = "… when the model is free";
     const rows = seen.result?.tables.heads ?? [],
       heads = [...new Set([step().head, ...rows.slice(0, MULTIPLES).map(({ head }) => head)])].slice(0, MULTIPLES),
       { patterns } = await qk.ask("patterns", { prompt: state.prompt, heads });

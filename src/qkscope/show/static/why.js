@@ -14,7 +14,7 @@
     make("div", { class: `value ${kind}` }, ...[value].flat()),
   ];
 
-  // text with its verdicts coloured; a page that can go on makes links of the heads that it names
+  // text with its verdicts coloured; a page that can go on makes links of the heads that it names, as writers of a side
   const GOOD = ["supported", "shown", "yes"];
   const verdict = (word) => make("b", { class: GOOD.includes(word) ? "good" : word === "open" ? "open" : "soft" }, word ?? "");
   qk.rich ??= (text) => [text];
@@ -53,7 +53,7 @@
       const track = (from, to, fill) => [mark(x(0)), span("bar", x(Math.min(from, to)), x(Math.max(from, to)), fill)];
       const value = (each) => [signed(each.value), make("small", {}, percent(each.share)), button(each) ?? ""];
       place.replaceChildren(
-        ...steps.flatMap(([each, from, to]) => row(qk.rich(each.part), track(from, to, colour(each)), value(each))),
+        ...steps.flatMap(([each, from, to]) => row(qk.rich(each.part, each.side), track(from, to, colour(each)), value(each))),
         ...row("logit", track(0, sum, "var(--ink)"), signed(sum), "sum"),
       );
     };
@@ -72,7 +72,7 @@
     let size = sizes.includes(2) ? 2 : sizes[0];
     const test = (each) =>
       row(
-        [...qk.rich(each.writers), make("small", {}, each.done)],
+        [...qk.rich(each.writers, each.side), make("small", {}, each.done)],
         [
           ...(each.control_high === null ? [] : [span("band", each.control_low, each.control_high)]),
           span("bar", 0, each.after, "var(--original)"),
