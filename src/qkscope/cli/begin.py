@@ -44,12 +44,12 @@ def view(
     Parameters
     ----------
     folder : a run folder, as demo, decompose or reproduce write; with --made also a .safetensors file of ours.
-    live : look into a model: ask why of any token, cut, swap, hide.
+    live : look into a model: what comes next, which heads decide it, why, and what if.
     made : say what made the run: the command to type again, model, seed, versions, and whether they are the same here.
     check : with --made: also load the model and compare its weights and its tokenizer.
     model : with --live: hub id, folder, .gguf file, smollm2-135m or gemma3-270m.
     fit : with --live: what decompose or atlas wrote.
-    port : with --live: a fixed port; any free one by default.
+    port : with --live: a fixed port, whose address stays; any free one by default.
     browser : whether to open the page in a browser; its address is printed.
     """
     if not made:

@@ -12,8 +12,9 @@ one site), `session` (the same blocks of a prompt that somebody types), and `liv
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import cleandoc
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -35,6 +36,12 @@ class Block:
     def to_json(self) -> dict[str, Any]:
         """What a page's script draws."""
         return {name: getattr(self, name) for name in ("kind", "title", "words", "rows", "options")}
+
+
+def said(kind: str, draw: Callable[..., object], leads: bool = False) -> Block:
+    """Make a block without rows from a docstring: its first line is the title, the rest are the words."""
+    title, _, words = cleandoc(draw.__doc__ or "").partition("\n")
+    return Block(kind, title.removesuffix("."), " ".join(words.split()), [], leads=leads)
 
 
 def counted(count: int, what: str) -> str:

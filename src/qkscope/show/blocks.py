@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from inspect import cleandoc
 from typing import Any
 
 from qkscope.analyses.clouds import clouds_of
 from qkscope.heads import Head
 from qkscope.runs.result import Result, plain_value
-from qkscope.show import Block, Row, Tables, counted, number, reasons
+from qkscope.show import Block, Row, Tables, counted, number, reasons, said
 
 SCRIPTS = {
     "tokens": ["prompt.js"], "atlas": ["map.js", "passage.js", "atlas.js"],
@@ -70,12 +69,6 @@ def blocks_of(result: Result) -> list[Block]:
         for block in draw(name, rows, tables)
     ]
     return [*drawn, *_points(result)]
-
-
-def said(kind: str, draw: Callable[..., object], leads: bool = False) -> Block:
-    """Make a block without rows from a docstring: its first line is the title, the rest are the words."""
-    title, _, words = cleandoc(draw.__doc__ or "").partition("\n")
-    return Block(kind, title.removesuffix("."), " ".join(words.split()), [], leads=leads)
 
 
 def drawing(kind: str, *columns: str, usual: str = "", leads: bool = False) -> Callable[[Draw], Draw]:
@@ -364,24 +357,23 @@ def _output(block: Block, tables: Tables) -> Iterator[Block]:
     yield replace(block, options={"after": "without this attention"})
 
 
-@drawing("tests", "head", "changes", "before", "after", "control_low", "control_high", "moved", "verdict")
+@drawing("tests", "head", "changes", "before", "after", "control_low", "control_high", "verdict")
 def _changes(block: Block, tables: Tables) -> Iterator[Block]:
     """What if.
 
-    Attention on the key with these changes: in this head, at this token. The band is what random changes of the same
-    size leave, the line what there was. Supported: it falls by more than a quarter, and further than with any of the
-    random ones. Vacuous: a whole key was exchanged, which is all that the head sees of a token.
+    The head's attention on the key with these changes. The band is what others of the same size leave (other heads of
+    the layer ablated, or unable to look there; of an MLP, those of other layers), the line what there was. Supported:
+    it falls by more than a quarter, and further than with any of them.
     """
-    yield replace(
-        block, rows=[{**row, "writers": row["changes"], "k": 1, "done": "", **_beside(row)} for row in block.rows]
-    )
+    told = {"done": "", "band": "others in its place"}
+    yield replace(block, rows=[{**row, "writers": row["changes"], **told, **_beside(row)} for row in block.rows])
 
 
 @drawing("output", "token", "before", "after")
 def _next_tokens(block: Block, tables: Tables) -> Iterator[Block]:
     """So what: the next token.
 
-    Probability of the next token as it is, and with these changes: the model runs on from this head.
+    Probability of the next token as it is, and with these changes.
     """
     rows = [{**row, "without_key": row["after"], "without_other": None, "direct": None} for row in block.rows]
     yield replace(block, rows=rows, options={"after": "with the changes"})

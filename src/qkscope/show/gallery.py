@@ -195,13 +195,12 @@ def _several(values: Iterable[Any]) -> list[str]:
 
 
 def _card(name: str, result: Result, date: str) -> dict[str, Any]:
-    """What is said of a run; where its answer announces lines, also the first of them."""
-    lines, asked = result.tables.get("said") or (), result.provenance.get("asked") or {}
-    first = f" {lines[0]['line']}" if result.answer.endswith(":") and lines else ""
+    """What is said of a run."""
+    asked = result.provenance.get("asked") or {}
     return {
         "run": name, "page": f"runs/{name}.html", "verb": result.experiment.partition("/")[0],
         "experiment": result.experiment, "preset": result.preset, "model": result.model, "date": date,
-        "answer": result.answer + first, "prompt": asked.get("prompt"), "claims": count_claims(result.claims),
+        "answer": result.answer, "prompt": asked.get("prompt"), "claims": count_claims(result.claims),
     }  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """The live page's server, and `view`: the one call that opens any page.
 
-Loopback only, a secret in the address, and nothing but a fixed list of files and questions. A request is answered only
-if its Host is ours (another site's page cannot reach us under its own name), its path starts with the token, and a
-question is JSON (which a foreign form cannot send). No path is ever looked up on the disk.
+Loopback only, and nothing but a fixed list of files and questions. A request is answered only if its Host is ours
+(another site's page cannot reach us under its own name), a question is JSON (which a foreign form cannot send), and the
+path starts with a secret; a port that somebody chose has none, so that its address stays. No path is ever looked up on
+the disk. An answer is a line of JSON; what is known early comes in lines before it, and a reader who closes the
+connection ends the work.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hmac
 import json
 import logging
 import secrets
+import select
 import socket
 import threading
 import time
@@ -61,7 +64,7 @@ def view(
     live : whether to look into a model instead.
     model : what to look into: the fit's model by default, or the embedded one.
     fit : a folder that decompose or atlas wrote, for what it knows of heads; none is needed.
-    port : of the live page, up to 65535; 0 is any that is free.
+    port : of the live page, up to 65535, at an address that stays; 0 is any that is free, behind a secret path.
     browser : whether to open the reader's browser.
     say : told the address before it is opened or served.
 
@@ -107,19 +110,20 @@ class Server(ThreadingHTTPServer):
     daemon_threads = False
 
     def __init__(self, session: Session, port: int = 0) -> None:
-        self.session, self.token = session, secrets.token_urlsafe(18)
+        self.session, self.path = session, "/" if port else f"/{secrets.token_urlsafe(18)}/"
         self.turn = threading.Lock()  # the model answers one question at a time
         self._connections: set[Any] = set()
         self._loop = threading.Thread(target=self.serve_forever, args=(0.1,))
         self.questions: Mapping[str, Callable[..., dict[str, Any]]] = {
-            f"api/{ask.__name__}": ask for ask in (session.look, session.why, session.change, session.save)
+            f"api/{ask.__name__}": ask
+            for ask in (session.look, session.why, session.change, session.patterns, session.save)
         }
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
             raise BadInput(f"port {port} cannot be used ({error.strerror}): choose another.") from None
         self.hosts = [f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")]  # what Host may say
-        self.url = f"http://{self.hosts[0]}/{self.token}/"
+        self.url = f"http://{self.hosts[0]}{self.path}"
 
     def __enter__(self) -> Server:
         self._loop.start()
@@ -162,6 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "qkscope", ""
     timeout = 60
+    early = False  # whether a part of the answer was sent
 
     def do_GET(self) -> None:
         self._reply(self._get)
@@ -175,9 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
         if name == "api/model":
             return self.server.session.describe()
         if name and name not in _FILES:
-            raise _Refusal(404, "there is nothing at this address.")
-        file = name or "live.html"
-        return asset(file).encode(), _TYPES[Path(file).suffix]
+            raise _Refusal(404, "There is nothing at this address: open the one that qkscope view printed.")
+        return asset(name or "live.html").encode(), _TYPES[Path(name or "live.html").suffix]
 
     def _post(self, name: str, body: bytes) -> Any:
         if len(body) > _LARGEST:
@@ -190,44 +194,64 @@ class _Handler(BaseHTTPRequestHandler):
             asked = None
         if not isinstance(asked, dict):
             raise _Refusal(400, "the question is not a JSON object.")
-        with self.server.turn:
+        with self.server.turn, self.server.session.told(self._tell):
             if name not in self.server.questions:
                 raise _Refusal(404, "there is no such question.")
             return self.server.questions[name](**asked)
 
     def _allowed(self) -> str:
-        """The path behind the token, if the request may be answered."""
+        """The path behind the secret, if the request may be answered."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if host not in self.server.hosts or (origin is not None and origin != f"http://{host}"):
-            raise _Refusal(403, "this page is served to this machine only.")
-        token, slash, name = self.path.split("?", 1)[0].removeprefix("/").partition("/")
-        if not hmac.compare_digest(token.encode(), self.server.token.encode()) or not slash:
-            raise _Refusal(404, "the address lacks its token: open the one that qkscope view printed.")
-        return name
+            raise _Refusal(403, "This page is served to this machine only.")
+        path, secret = self.path.split("?", 1)[0], self.server.path
+        if not hmac.compare_digest(path[: len(secret)].encode(), secret.encode()):
+            raise _Refusal(404, "There is nothing at this address: open the one that qkscope view printed.")
+        return path[len(secret) :]
 
     def _reply(self, answer: Callable[[str], Any]) -> None:
         """Send a file with its type, an answer as JSON, or the sentence of a refusal."""
+        self.early = False
         try:
             status, value = 200, answer(self._allowed())
         except _Refusal as refusal:
             status, value = refusal.args[0], {"error": refusal.args[1]}
         except BadInput as error:
             status, value = 400, {"error": str(error)}
+        except ConnectionError:  # the reader left while we were looking
+            self.close_connection = True
+            return
         except Exception:
             log.exception("a question failed")
             status, value = 500, {"error": "this went wrong; the terminal says more."}
-        if not isinstance(value, tuple):
-            value = json.dumps(plain_value(value), allow_nan=False).encode(), "application/json"
-        body, kind = value
-        self.send_response(status)
-        own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
-        for name, text in {**_HEADERS, **own}.items():
-            self.send_header(name, text)
-        try:
-            self.end_headers()
+        if status != 200 and self.command == "GET":
+            value = f"<!doctype html><title>qkscope</title><p>{value['error']}</p>".encode(), "text/html"
+        body, kind = value if isinstance(value, tuple) else (_line(value), "application/json")
+        with suppress(ConnectionError):
+            if not self.early:
+                self._head(status, kind, {"Content-Length": str(len(body))})
             self.wfile.write(body)
-        except ConnectionError:  # the reader closed the page while we were looking
-            self.close_connection = True
+
+    def _head(self, status: int, kind: str, more: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, text in {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8", **more}.items():
+            self.send_header(name, text)
+        self.end_headers()
+
+    def _tell(self, early: dict[str, Any]) -> None:
+        """Send a line before the answer; whoever has left ends the work."""
+        if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionAbortedError
+        if early and not self.early:
+            self.early = self.close_connection = True
+            self._head(200, "application/x-ndjson", {"Connection": "close"})
+        if early:
+            self.wfile.write(_line(early))
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
+
+
+def _line(value: Any) -> bytes:
+    """A line of JSON."""
+    return json.dumps(plain_value(value), allow_nan=False).encode() + b"\n"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from qkscope.show import Block, Row, Tables, number
+from qkscope.show import Block, Row, Tables, number, said
 
 FAMILIES = {
     "induction": "looks behind an earlier copy of its word", "duplicate token": "looks at an earlier copy of its word",
@@ -32,12 +33,11 @@ def family_of(kind: str) -> str:
 
 
 def atlas(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """Every head on a map and in a line, which opens: its looks as text, the deciding words marked."""
-    words = (
-        "Each head is named by what decides where it looks, tested by changing every word of passages: its jobs, with "
-        "their shares of its looks. Click a head on the map, a kind to see its heads alone, a column to sort, a line "
-        "to open it."
-    )
+    """Every head.
+
+    Each head is named by what decides where it looks, tested by changing every word of passages: its jobs, with their
+    shares of its looks. Click a head on the map, a kind to see its heads alone, a column to sort, a line to open it.
+    """
     scores = {row["head"]: row for row in tables.get("scores", ())}
     looks: dict[str, list[Row]] = {}
     for row in tables.get("examples", ()):
@@ -49,16 +49,16 @@ def atlas(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
         "scores": {head: {k: row[k] for k in ("name", "offset", "tokens", "looks")} for head, row in scores.items()},
         "looks": looks,
     }
-    yield Block("atlas", "Every head", words, rows, options, name, leads=True)
+    yield replace(said("atlas", atlas, leads=True), rows=rows, options=options, table=name)
 
 
 def words(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """Words that were changed, with what is left of the attention."""
-    said = (
-        "Attention on the key with one word of the prompt changed into others that have as many tokens: half likely, "
-        "half at random. The bar is what is left, the band its 90% interval over these words, the line what there was. "
-        "A word is a cause (shown) where the whole band is below half of it, and open where the band straddles half."
-    )
+    """Because: words changed.
+
+    Attention on the key with one word of the prompt changed into others that have as many tokens: half likely, half at
+    random. The bar is what is left, the band its 90% interval over these words, the line what there was. A word is a
+    cause (shown) where the whole band is below half of it, and open where the band straddles half.
+    """
     verdicts = {"yes": "shown", "open": "open"}
     shown = [
         {**row, "writers": f"{row['text'].strip() or row['text']!r} (token {row['position']})", "band": "90% interval",
@@ -67,18 +67,17 @@ def words(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
          "verdict": verdicts.get(row["cause"], "no")}
         for row in rows
     ]  # fmt: skip
-    yield Block("tests", "Because: words changed", said, shown, table=name, leads=True)
+    yield replace(said("tests", words, leads=True), rows=shown, table=name)
 
 
 def carriers(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-    """Writers that brought a word to the head."""
-    said = (
-        "The word is changed, and what these writers left in the unchanged prompt is put back into this head's key or "
-        "query alone, norms live. The bar is the attention then, the band reaches from what the change left to what 20 "
-        "other sets of writers of these layers bring back, the line is what there was before the change. Shown: half "
-        "of what was lost or more comes back, and a tenth at most with other writers, or with theirs of another "
-        "changed prompt."
-    )
+    """Carried by.
+
+    The word is changed, and what these writers left in the unchanged prompt is put back into this head's key or query
+    alone, norms live. The bar is the attention then, the band reaches from what the change left to what 20 other sets
+    of writers of these layers bring back, the line is what there was before the change. Shown: half of what was lost
+    or more comes back, and a tenth at most with other writers, or with theirs of another changed prompt.
+    """
     shown = [
         {**row, "done": f"put back into the {row['side']}, {row['text'].strip()} (token {row['position']}) changed",
          "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "changed, to others",
@@ -86,4 +85,4 @@ def carriers(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
          "beside": f"changed {number(row['changed'], '.0%')}, others {number(row['others'], '.0%')}"}
         for row in rows
     ]  # fmt: skip
-    yield Block("tests", "Carried by", said, shown, table=name)
+    yield replace(said("tests", carriers), rows=shown, table=name)

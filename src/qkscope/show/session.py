@@ -1,49 +1,56 @@
-"""What the live page asks of a model: where heads look, why one looks there, and what if it did not.
+"""What the live page asks of a model: the next token and who decides it, why a head looks somewhere, and what if.
 
 Answers are the results of `qkscope.why` and of `WhatIf`, with the blocks that a saved page draws of them. A question
-names the prompt, the token that asks, the head and the key; a change is a few words, so that the page's address is the
-whole state:
+names the prompt, the token that asks, the rival, the head and the key; a change is a few words, so that the page's
+address is the whole state:
 
-- ``cut key L17H8``: this writer's part of the key (or of the ``query``) takes its mean over the prompt's other tokens;
-- ``swap 14``, ``swap 14 order,lexical``: the key changes places with that of token 14, whole or in some features;
-- ``hide``: the key is hidden from this head at this token.
+- ``ablate L17H8``: a head or an MLP puts out its mean over the other tokens;
+- ``hide L18H6 4 13``: a head (here at token 13) may not look at a key (token 4);
+- ``replace 9  Peter``: another token, or a character of as many pieces, stands there.
 
-The changed row is computed in closed form, for all changes together, and the model runs on from it. Beside it stand
-random changes of the same size: writers of the same layers, subspaces of the same rank, other tokens; for a hidden key,
-the layer's other heads that lose it.
+They are what `Scope` changes in a ``with`` block, so that the page can be copied as Python. Beside them stand others of
+the same size: other heads of the layer, or the MLPs of other layers. What is known early is told before the answer is
+whole, and every layer that runs asks whether somebody still waits for it (`Session.told`).
 """
 
 from __future__ import annotations
 
 import base64
+import operator
+import re
+import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from qkscope.analyses.fit import Fit, load
 from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.analyses.swap import check_swappable, default_features
 from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question, reader_of
-from qkscope.analyses.trace.verdicts import FEW, verdict
+from qkscope.analyses.trace.verdicts import verdict
+from qkscope.analyses.why.output import TOKENS, Output
 from qkscope.analyses.why.parts import feature_rows
 from qkscope.analyses.why.why import answer_probe
-from qkscope.capture.encode import token_texts
+from qkscope.capture.encode import PIECE, token_texts
 from qkscope.capture.scope import Scope
-from qkscope.change.again import Again, Row
-from qkscope.draws import derived_seed
+from qkscope.capture.tap import cleared
+from qkscope.change.again import Again, TokenRun, prompt_of
+from qkscope.change.words import words_of
 from qkscope.errors import BadInput
-from qkscope.heads import Head, parse_writers
+from qkscope.heads import Head, Writer
 from qkscope.kinds import checked_class
 from qkscope.linear.run import Run
-from qkscope.maths.bases import Projector, joint_basis, random_bases
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import swapped_keys
-from qkscope.maths.writers import draw_alike
 from qkscope.runs.folder import RESULTS
 from qkscope.runs.result import Result
 from qkscope.show.blocks import blocks_of
@@ -55,11 +62,17 @@ EXAMPLES = (
     "The war lasted from the year 1743 to the year 17",
 )
 _LONGEST = 2048  # tokens
-_CHANGES = 20
 _TEXTS = 3  # of a head that a folder names
-_SEED = 0  # of every draw
-_DRAWS, _RUN = 20, 8  # random changes beside one, and how many of them run through the model
-_NEXT = 8  # next tokens shown
+_OTHERS = 8  # heads or MLPs that take the place of one
+_CHANGE = re.compile(r"(ablate) (\S+)|(hide) (\S+) (\d+) (\d+)|(replace) (\d+) (.+)", re.S)
+_GOES_ON = 5  # tokens of the continuation
+_SMALL = 300  # tokens up to which a head's pattern comes with its answer
+_RUNS, _KEPT = 2, 32  # runs, which are large, and answers that are kept
+_EVERY = 0.2  # seconds between two lines about what is under way
+
+Tell = Callable[[dict[str, Any]], None]
+Call = tuple[str, tuple[Any, ...]]
+"""A method of `Scope` that changes the model for a block, and its arguments."""
 
 
 class FeatureStore:
@@ -72,8 +85,7 @@ class FeatureStore:
         self.texts: dict[Head, list[dict[str, Any]]] = {}
         if fit is not None:
             check_swappable(fit.space, downstream=True)
-            names = default_features(fit.contrasts)
-            self.of = {head: {name: fit[name, head] for name in names} for head in fit.heads}
+            self.of = {head: {name: fit[name, head] for name in default_features(fit.contrasts)} for head in fit.heads}
 
     @classmethod
     def read(cls, folder: str | Path, scope: Scope) -> FeatureStore:
@@ -82,8 +94,7 @@ class FeatureStore:
         if result.experiment.startswith("decompose"):
             return cls(load(folder, scope), str(folder))
         check_same_model(result.provenance, scope, str(folder))
-        for row in result.tables.get("atlas", []):
-            store.about[Head.parse(row["head"])] = dict(row)
+        store.about = {Head.parse(row["head"]): dict(row) for row in result.tables.get("atlas", [])}
         for row in result.tables.get("examples", []):
             store.texts.setdefault(Head.parse(row["head"]), []).append(dict(row))
         return store
@@ -100,24 +111,6 @@ def features_result(folder: str | Path) -> Result:
     return result
 
 
-class LiveRun(NamedTuple):
-    """A prompt run with one token asking; without a probe where the model's writers cannot be told apart."""
-
-    asked: Question
-    run: Run
-    again: Again
-    probe: Probe | None
-
-
-class LiveAnswer(NamedTuple):
-    """Why one head looks at one key, and what changes of its row need."""
-
-    result: Result
-    trace: PromptTrace
-    again: Again
-    features: Mapping[str, Subspace]
-
-
 @checked_class
 class Session:
     """A model that is looked into; its server asks one question at a time."""
@@ -125,112 +118,173 @@ class Session:
     def __init__(self, scope: Scope, features: FeatureStore | None = None) -> None:
         if scope.tokenizer is None:
             raise BadInput(f"{scope.name} has no tokenizer, so that no prompt can be typed: add one to its folder.")
-        self.scope = scope
+        self.scope, self.heads = scope, list(scope.heads())
         self.features = features or FeatureStore()
-        self._run: tuple[object, LiveRun] | None = None  # the last prompt, and the last answer
-        self._answer: tuple[object, LiveAnswer] | None = None
+        self.tell: Tell = lambda early: None
+        self.doing: Callable[[int, int], str] = lambda runs, place: f"{runs} runs of the model"
+        self._kept_probe, self._kept_answer = lru_cache(_RUNS)(self._probe), lru_cache(_KEPT)(self._answer)
         try:
-            self._no_writers = ""
+            self.no_writers = ""
             reader_of(scope)
         except BadInput as error:  # the rest can be shown all the same
-            self._no_writers = str(error)
+            self.no_writers = str(error)
+
+    @contextmanager
+    def told(self, tell: Tell) -> Iterator[None]:
+        """Tell what is known early, and how far the work is; every layer that runs asks, so that raising ends it."""
+        runs, last = 0, 0.0
+
+        def step(_module: Any, _args: Any, given: dict[str, Any]) -> None:
+            nonlocal runs, last
+            ids, places, now = given.get("input_ids"), given.get("position_ids"), time.monotonic()
+            runs += 1 if ids is None else len(ids)
+            place = 0 if places is None else int(places[0, 0]) - self.scope.facts.first_position
+            early, last = ({"doing": self.doing(runs, place)}, now) if now - last > _EVERY else ({}, last)
+            tell(early)
+
+        self.tell, self.doing = tell, lambda runs, place: f"{runs} runs of the model"
+        lists = [part for part in self.scope.model.modules() if isinstance(part, nn.ModuleList)]
+        blocks = next((part for part in lists if len(part) == self.scope.n_layers), ())
+        hooks = [self.scope.model.base_model.register_forward_pre_hook(step, with_kwargs=True)]
+        try:
+            with cleared([*hooks, *(block.register_forward_pre_hook(lambda *_: tell({})) for block in blocks)]):
+                yield
+        finally:
+            self.tell = lambda early: None
 
     def describe(self) -> dict[str, Any]:
         """The model, its heads, and what is known of them already."""
-        store = self.features
         return {
-            "model": self.scope.name, "heads": [str(head) for head in self.scope.heads()],
-            "fitted": [str(head) for head in store.of], "examples": EXAMPLES, "folder": store.folder,
-            "names": {str(head): row["kind"] for head, row in store.about.items()},
+            "model": self.scope.name, "heads": [str(head) for head in self.heads], "examples": EXAMPLES,
+            "fitted": [str(head) for head in self.features.of], "folder": self.features.folder,
+            "names": {str(head): row["kind"] for head, row in self.features.about.items()},
         }  # fmt: skip
 
-    def look(self, prompt: str, query: int | None = None) -> dict[str, Any]:
-        """Tokens, the attention of every head from one of them (a byte each), and which heads matter there."""
-        start, live = time.perf_counter(), self._ask(prompt, query)
-        at, heads = live.asked.query, list(self.scope.heads())
-        attention = torch.cat([live.again.row(at, head).attention()[0].cpu() for head in heads])[:, : at + 1]
-        try:
-            if live.probe is None:
-                raise BadInput(self._no_writers)
-            result: Result = answer_probe(live.probe)
-            first = result.tables["heads"][0]
-        except BadInput as error:  # of some families it cannot be said which heads matter
-            result = Result("why", {"heads": []}, answer=str(error))
-            elsewhere = attention[:, 1:].max(dim=1)  # many heads rest on the first token
-            best = int(elsewhere.values.argmax())
-            first = {"head": str(heads[best]), "key": 1 + int(elsewhere.indices[best])}
-        return {
-            "tokens": live.asked.tokens, "query": at, "attention": _bytes(attention), "result": result.to_json(),
-            "first": {name: first[name] for name in ("head", "key")}, "seconds": time.perf_counter() - start,
-        }  # fmt: skip
+    def look(self, prompt: str, query: int | None = None, versus: str | None = None) -> dict[str, Any]:
+        """Tokens, the next one and its rival, the attention of every head (a byte each), and which heads decide."""
+        probe = self.ask(prompt, query)
+        asked, output = probe.asked, Output(probe.run, probe.asked, versus)
+        rows = torch.cat([output.again.row(asked.query, head).attention()[0].cpu() for head in self.heads])
+        seen = {"tokens": asked.tokens, "query": asked.query, "attention": _bytes(rows[:, : asked.query + 1])}
 
-    def why(self, prompt: str, query: int, head: str, key: int | None = None) -> dict[str, Any]:
+        def following(reads: Callable[[int], str]) -> dict[str, Any]:
+            best = [*output.chances.topk(TOKENS).indices.tolist(), output.rival]
+            told = [{"token": reads(i), "id": i, "probability": float(output.chances[i])} for i in best]
+            return {"next": told[:-1], "rival": told[-1], "difference": output.difference}
+
+        self.tell({"early": {**seen, **following(output.token)}})
+        self.doing = lambda runs, place: f"{min(runs, len(self.heads))} of {len(self.heads)} heads tried"
+        result, last = answer_probe(probe, versus=versus).to_json(), len(asked.tokens) - 1
+        says = self._go_on(output.again.ids, _GOES_ON) if asked.query == last < _SMALL else []
+        told = {"result": result, "says": self.scope.tokenizer.decode(says)}
+        return {**seen, **following(partial(self.reads, output)), **told}
+
+    def why(
+        self, prompt: str, query: int, head: str, key: int | None = None, versus: str | None = None
+    ) -> dict[str, Any]:
         """Why a head looks from one token at another: the result of `why`, and what folders know of the head."""
-        result, trace, _, features = self._why(prompt, query, head, key)
-        at, store = trace.head, self.features
-        python = (
-            "import qkscope as qk\n\n"
-            f"scope = qk.Scope.load({self.scope.name!r})\n"
-            f'print(qk.why(scope, {prompt!r}, "{at}", query={trace.asked.query}, key={trace.key}))\n'
-        )
-        return {
-            **_shown(result), "head": str(at), "key": trace.key, "python": python, "fitted": list(features),
-            "row": trace.attention[: trace.asked.query + 1].tolist(), "texts": store.texts.get(at, [])[:_TEXTS],
-            "about": f"On text: {about['name']}." if (about := store.about.get(at)) else "",
-        }  # fmt: skip
+        trace = self._trace(prompt, query, head, key)
+        result = self._kept_answer(prompt, trace.asked.query, head, trace.key, versus)
+        about, texts = self.features.about.get(trace.head), self.features.texts.get(trace.head, [])
+        on_text = {"texts": texts[:_TEXTS], "about": f"On text: {about['name']}." if about else ""}
+        return {**_shown(result), **_where(trace), **on_text}
 
-    def change(self, prompt: str, query: int, head: str, key: int, changes: Sequence[str]) -> dict[str, Any]:
-        """The head's row with some changes made, all heads after it and the next token, beside random changes."""
-        if not 0 < len(changes) <= _CHANGES:
-            raise BadInput(f"from 1 to {_CHANGES} changes are made at once, but got {len(changes)}.")
-        what_if = WhatIf(self._why(prompt, query, head, key), changes)
-        result, attention = what_if.result()
-        row = attention[list(self.scope.heads()).index(what_if.trace.head)].tolist()
-        return {**_shown(result), "row": row, "attention": _bytes(attention), "words": what_if.words}
+    def change(
+        self, prompt: str, query: int, head: str, key: int, changes: Sequence[str], versus: str | None = None
+    ) -> dict[str, Any]:
+        """The head's row with some changes made, all heads after it and the next token, beside other changes."""
+        what_if = WhatIf(self, prompt, self._trace(prompt, query, head, key), changes, versus)
+        self.doing = lambda runs, place: f"changed: {runs} runs"
+        result, run = what_if.result()
+        row = run.attention[0, self.heads.index(what_if.trace.head)].tolist()
+        told = {"words": what_if.words, "calls": what_if.calls, "row": row, "attention": _bytes(run.attention[0])}
+        return {**_shown(result), **told}
 
-    def save(self, prompt: str, query: int, head: str, key: int, changes: Sequence[str] = ()) -> dict[str, Any]:
+    def patterns(self, prompt: str, heads: Sequence[str]) -> dict[str, Any]:
+        """The whole attention pattern of some heads [t, t], a byte each."""
+        run = self.ask(prompt, None).run
+        return {"patterns": {head: _pattern(run, self.scope.check(head)) for head in heads}}
+
+    def save(
+        self, prompt: str, query: int, head: str, key: int, changes: Sequence[str] = (), versus: str | None = None
+    ) -> dict[str, Any]:
         """One offline page of the answer, and of the changes."""
-        answer = self._why(prompt, query, head, key)
-        changed = [WhatIf(answer, changes).result()[0]] if changes else []
-        name = f"why {answer.trace.head}"
-        return {"html": report_html([answer.result, *changed], title=name), "name": f"{name.replace(' ', '-')}.html"}
+        trace, result = self._trace(prompt, query, head, key), self._kept_answer(prompt, query, head, key, versus)
+        asked = {"head": head, "query": query, "key": key, "versus": versus, "model": self.scope.name}
+        options = [f"--{name}={value}" for name, value in asked.items() if value is not None]
+        told = {**result.provenance, "command": shlex.join(["qkscope", "why", prompt, *options])}
+        changed = [WhatIf(self, prompt, trace, changes, versus).result()[0]] if changes else []
+        title = f"{trace.head} → {trace.asked.tokens[trace.key].strip()}"
+        html = report_html([replace(result, provenance=told), *changed], title=title)
+        return {"html": html, "name": f"why-{trace.head}.html"}
 
-    def _ask(self, prompt: str, query: int | None) -> LiveRun:
-        """Run a prompt with one token asking; the last one is kept."""
+    # ------------------------------------------------------------------ runs and answers, the last few kept
+
+    def ask(self, prompt: str, query: int | None) -> Probe:
+        """Run a prompt with one token asking."""
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
         asked = Question.of(self.scope, prompt, query, chat=False)
         limit = getattr(self.scope.model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
-        longest, name = min(_LONGEST, limit), (prompt, asked.query)
-        if len(asked.tokens) > longest:
+        if len(asked.tokens) > (longest := min(_LONGEST, limit)):
             raise BadInput(f"the prompt has {len(asked.tokens)} tokens: at most {longest} are looked at here.")
-        if self._run is None or self._run[0] != name:
-            probe = None if self._no_writers else Probe(self.scope, prompt, asked.query)
-            if probe is None:
-                columns = torch.cat([asked.places.query[:, None], asked.places.keys], dim=1)
-                run = Run(None, asked.places.row, columns, asked.inputs)  # type: ignore[arg-type]
-                self.scope.watch(asked.inputs, lambda call: run.calls.__setitem__(call.layer, call))
-            else:
-                asked, run = probe.asked, probe.run
-            self._run = name, LiveRun(asked, run, Again(self.scope, asked.inputs, run.calls), probe)
-        return self._run[1]
+        return self._kept_probe(prompt, asked.query)
 
-    def _why(self, prompt: str, query: int, head: str, key: int | None) -> LiveAnswer:
-        """Answer for one head at one token; the last answer is kept."""
-        live, at = self._ask(prompt, query), self.scope.check(head)
-        name = (prompt, live.asked.query, at, key)
-        if self._answer is None or self._answer[0] != name:
-            trace = PromptTrace(live.run, live.asked, at, key)
-            features = self.features.of.get(at, {})
-            if live.probe is None:
-                lines, parts = [{"line": self._no_writers}], feature_rows(trace, features)
-                tables = {"said": lines, "attention": trace.token_rows(), "parts": parts}
-                told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **live.asked.told(prompt))
-                result = Result("why", tables, answer=trace.where(), **told)
-            else:
-                result = answer_probe(live.probe, at, trace.key, features or None)
-            self._answer = (*name[:3], trace.key), LiveAnswer(result, trace, live.again, features)
-        return self._answer[1]
+    def _probe(self, prompt: str, query: int) -> Any:
+        if not self.no_writers:
+            return Probe(self.scope, prompt, query)
+        asked = Question.of(self.scope, prompt, query, chat=False)  # what needs no writers works with as much of one
+        again, reader = Again.of(self.scope, asked.inputs["input_ids"][0]), cast(Any, SimpleNamespace(scope=self.scope))
+        columns = torch.cat([asked.places.query[:, None], asked.places.keys], dim=1)
+        logits = again.run_rows(query, [None]).logits
+        run = Run(reader, asked.places.row, columns, asked.inputs, calls=dict(again.calls), logits=logits)
+        return SimpleNamespace(scope=self.scope, prompt=prompt, asked=asked, run=run)
+
+    def _trace(self, prompt: str, query: int, head: str, key: int | None) -> PromptTrace:
+        at, probe = self.scope.check(head), self.ask(prompt, query)
+        return PromptTrace(probe.run, probe.asked, at, key)
+
+    def _answer(self, prompt: str, query: int, head: str, key: int, versus: str | None) -> Result:
+        """Why one head looks at one token; where it looks is told at once."""
+        trace = self._trace(prompt, query, head, key)
+        asked, features = trace.asked, self.features.of.get(trace.head, {})
+        self.tell({"early": {**_where(trace), "answer": trace.where()}})
+        words = words_of(self.scope, asked.inputs["input_ids"][0].tolist())
+        seen = [word.start for word in words if word.start <= query]
+
+        def doing(runs: int, place: int) -> str:  # from a word on, its changes run; at the query alone, other tests
+            word = f"changing word {sum(start <= place for start in seen)} of {len(seen)}, "
+            return f"{word if 0 < place < query else ''}{runs} runs of the model"
+
+        self.doing = doing
+        if not self.no_writers:
+            return answer_probe(self.ask(prompt, query), trace.head, key, features or None, versus=versus)
+        lines, parts = [{"line": self.no_writers}], feature_rows(trace, features)
+        told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked.told(prompt))
+        tables = {"said": lines, "attention": trace.token_rows(), "parts": parts}
+        return Result("why", tables, answer=trace.where(), **told)
+
+    def reads(self, output: Output, i: int) -> str:
+        """What a next token reads as; a part of a character, with what follows it."""
+        if output.token(i) != PIECE:
+            return output.token(i)
+        ids = output.again.ids[: output.asked.query + 1]
+        return token_texts(self.scope, [i, *self._go_on(torch.cat([ids, torch.tensor([i]).to(ids)]), 3)])[0]
+
+    def _go_on(self, ids: Int[Tensor, " t"], count: int) -> list[int]:
+        """The tokens that follow a prompt."""
+        return [int(i) for i in self.scope.generate(prompt_of(self.scope, ids[None]), count)[0]]
+
+
+def _where(trace: PromptTrace) -> dict[str, Any]:
+    """A head's row of attention, and the token it is asked about."""
+    query, pattern = trace.asked.query, _pattern(trace.run, trace.head) if len(trace.asked.tokens) <= _SMALL else None
+    row = trace.attention[: query + 1].tolist()
+    return {"head": str(trace.head), "query": query, "key": trace.key, "row": row, "pattern": pattern}
+
+
+def _pattern(run: Run, head: Head) -> str:
+    return _bytes(run.calls[head.layer].attention([head.index])[0, 0])
 
 
 def _shown(result: Result) -> dict[str, Any]:
@@ -244,136 +298,95 @@ def _bytes(attention: Float[Tensor, "h t"]) -> str:
 
 
 class WhatIf:
-    """One head's row of attention at one token with some changes, and the same with random ones.
+    """A prompt with some changes made, beside changes of the same size.
 
     Parameters
     ----------
-    answer : the row, and the head's features by name, as the dot product sees them.
+    session : whose model.
+    prompt : the prompt.
+    trace : one head's row.
     changes : the words of each.
+    versus : the rival of the next token.
     """
 
-    def __init__(self, answer: LiveAnswer, changes: Sequence[str]) -> None:
-        _, self.trace, self.again, self.features = answer
-        self.texts, self.hidden = list(changes), False
-        self.cut: dict[str, list[int]] = {"query": [], "key": []}  # places of writers, by side
-        self.swaps: list[tuple[int, Projector, bool]] = []  # with which token, in what, whether in features
-        self.words = list(map(self._parse, changes))
+    def __init__(
+        self, session: Session, prompt: str, trace: PromptTrace, changes: Sequence[str], versus: str | None = None
+    ) -> None:
+        self.session, self.scope, self.prompt, self.texts = session, session.scope, prompt, list(changes)
+        self.trace, self.output = trace, Output(trace.run, trace.asked, versus)
+        self.calls: list[Call] = []
+        self.words = [self._parse(text) for text in changes]
 
     def _parse(self, text: str) -> str:
         """Take up one change; returns it as a sentence names it."""
-        trace, key = self.trace, self.trace.token(self.trace.key)
-        match text.split(" ", 2):
-            case ["hide"]:
-                self.hidden = True
-                return f"{key} hidden from {trace.head}"
-            case ["cut", "query" | "key" as side, writer]:
-                if not trace.told_apart:
-                    raise BadInput("this model's writers cannot be told apart, so that none can be cut.")
-                if writer not in trace.writers[:-1]:
-                    nothing = f"{writer[:40]!r} writes nothing that {trace.head} reads"
-                    raise BadInput(f"{nothing}: choose a writer from the list.")
-                self.cut[side] = list(dict.fromkeys([*self.cut[side], trace.writers.index(writer)]))
-                return f"{writer} cut from the {side}"
-            case ["swap", place, *rest] if place.isdecimal():
-                other, names = int(place), [name for each in rest for name in each.split(",")]
-                if other == trace.key:
-                    raise BadInput("a token cannot be swapped with itself: choose another.")
-                if other not in (0, *trace.against):
-                    raise BadInput(f"token {place} is not in sight of the token that asks: choose an earlier one.")
-                if unknown := [name for name in names if name not in self.features]:
-                    there = ", ".join(self.features) or "nothing"
-                    raise BadInput(f"nothing was fitted for {unknown[0]!r} at {trace.head}: there is {there}.")
-                bases = [self.features[name].basis("key") for name in names]
-                basis = joint_basis(bases) if bases else torch.eye(trace.rows.d_head)
-                self.swaps.append((other, Projector.orthogonal(basis), bool(names)))
-                return f"{key} swapped with {trace.token(other)} in {', '.join(names) or 'its whole key'}"
-        raise BadInput(f"a change is cut, swap or hide, but got {text[:60]!r}.")
+        found, tokens = _CHANGE.fullmatch(text), self.trace.asked.tokens
+        match [] if found is None else [group for group in found.groups() if group is not None]:
+            case ["ablate", writer]:
+                self.calls.append(("ablate", (writer,)))
+                return f"{writer} ablated"
+            case ["hide", head, key, query]:
+                self.calls.append(("hide", (head, int(key), int(query))))
+                return f"{''.join(tokens[int(key) : int(key) + 1])!r} (token {key}) hidden from {head}"
+            case ["replace", place, other]:
+                at, ids = int(place), self.scope.tokenizer(other, add_special_tokens=False)["input_ids"]
+                size = 1 + sum(1 for _ in takewhile(operator.not_, tokens[at + 1 :]))  # pieces of one character
+                if len(ids) != size:
+                    sizes = f"{other!r} is {len(ids)} tokens here, and what it replaces is {size}"
+                    raise BadInput(f"{sizes}: take a word of as many, so that nothing moves, or change the prompt.")
+                self.calls += [("replace", (at + i, other if size == 1 else ids[i])) for i in range(size)]
+                return f"{''.join(tokens[at : at + 1])!r} (token {at}) replaced by {other!r}"
+        raise BadInput(f"a change is ablate, hide or replace, but got {text[:60]!r}.")
 
-    def result(self) -> tuple[Result, Float[Tensor, "h t"]]:
-        """What changes do to the row and to the next token, beside random changes; and every head's attention after."""
-        trace, scope, key = self.trace, self.again.scope, self.trace.key
-        row, controls = self._logits(self.cut, [swap[:2] for swap in self.swaps]), self._controls()
-        run = self.again.run_rows(trace.asked.query, [None, (trace.head, row), *controls[:_RUN]])
-        before, after = float(trace.attention[key]), float(trace.attend(row)[key])
-        random = [float(trace.attend(logits)[key]) for head, logits in controls if head == trace.head]
-        chances = run.logits.softmax(-1)
-        moved, *beside = ((chances[1:] - chances[:1]).abs().sum(-1) / 2).tolist()  # total variation
-        whole = any(projector.rank >= trace.rows.d_head for _, projector, _ in self.swaps)  # all that the head sees
-        judged = "vacuous" if whole else verdict(before, after, torch.tensor(random))
-        changed = {
+    def result(self) -> tuple[Result, TokenRun]:
+        """What changes do to the row and to the next token, beside others."""
+        trace, key, output = self.trace, self.trace.key, self.output
+        place, best, rival = self.session.heads.index(trace.head), output.best, output.rival
+        run, others = self._run(self.calls), [self._run(calls) for calls in self._alike()]
+        left = [float(other.attention[0, place, key]) for other in others]
+        apart = [float(other.logits[0, best] - other.logits[0, rival]) for other in (run, *others)]
+        before, after = float(trace.attention[key]), float(run.attention[0, place, key])
+        old, new = output.chances, run.logits[0].float().softmax(-1)
+        own = any(given[0] == str(trace.head) for _, given in self.calls)  # says nothing of where it looks by itself
+        made = {
             "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
-            "control": sum(random) / len(random) if random else None, "control_low": min(random, default=None),
-            "control_high": max(random, default=None), "sets": len(random), "moved": moved,
-            "moved_random": max(beside, default=None), "verdict": None if self.hidden else judged,
+            "control_low": min(left, default=None), "control_high": max(left, default=None), "sets": len(left),
+            "verdict": verdict(before, after, torch.tensor(left)) if left and not own else None,
+            "answer": self.session.reads(output, best), "rival": self.session.reads(output, rival),
+            "difference": output.difference, "difference_after": apart[0],
+            "difference_low": min(apart[1:], default=None), "difference_high": max(apart[1:], default=None),
+            "probability": float(old[best]), "probability_after": float(new[best]),
         }  # fmt: skip
-        best = sorted(chances[:2].topk(_NEXT).indices.flatten().unique().tolist(), key=lambda i: -chances[:2, i].max())
-        next_tokens = [
-            {"token": name, "before": float(chances[0, i]), "after": float(chances[1, i])}
-            for name, i in zip(token_texts(scope, best[:_NEXT]), best, strict=False)
-        ]
-        asked: dict[str, Any] = {
-            "head": str(trace.head), "query": trace.asked.query, "key": key, "changes": self.texts,
-        }  # fmt: skip
-        answer, told = self._sentence(changed), made_with(scope, tokenizer=scope.tokenizer_hash, **asked)
-        return Result("what if", {"changes": [changed], "next": next_tokens}, answer=answer, **told), run.attention[1]
+        shown = dict.fromkeys([*(i for each in (old, new) for i in each.topk(TOKENS).indices.tolist()), rival])
+        rows = [{"token": output.token(i), "before": float(old[i]), "after": float(new[i])} for i in shown]
+        asked = {"head": str(trace.head), "query": trace.asked.query, "key": key, "changes": self.texts}
+        told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked)
+        return Result("what if", {"changes": [made], "next": rows}, answer=self._sentence(made), **told), run
 
     def _sentence(self, row: Mapping[str, Any]) -> str:
-        control, judged = "", f": {row['verdict']}" if row["verdict"] else ""
-        if row["sets"]:
-            control = (
-                f" (control: {row['control_low']:.0%} to {row['control_high']:.0%} in {row['sets']} random changes)"
-            )
-        beside = f" (control: at most {row['moved_random']:.0%})" if row["moved_random"] is not None else ""
+        low, high = row["control_low"], row["control_high"]
+        seen = f" (control: {low:.0%} to {high:.0%}): {row['verdict']}" if row["verdict"] else ""
+        low, high = row["difference_low"], row["difference_high"]
+        beside = f" (control: {low:.1f} to {high:.1f}, {row['sets']} others in its place)" if row["sets"] else ""
         return (
-            f"With {row['changes']}: attention on {self.trace.token(self.trace.key)} goes from {row['before']:.0%} to "
-            f"{row['after']:.0%}{control}{judged}. {row['moved']:.0%} of the next token's probability moves{beside}."
+            f"With {row['changes']}: attention of {row['head']} on {self.trace.token(self.trace.key)} goes from "
+            f"{row['before']:.0%} to {row['after']:.0%}{seen}. {row['answer']!r} goes from {row['probability']:.1%} to "
+            f"{row['probability_after']:.1%}, its logit over {row['rival']!r} from {row['difference']:.1f} to "
+            f"{row['difference_after']:.1f}{beside}."
         )
 
-    def _logits(self, cut: Mapping[str, Sequence[int]], swaps: Sequence[tuple[int, Projector]]) -> Float[Tensor, " t"]:
-        """The row's logits with writers cut and keys exchanged, as the softmax sees them."""
-        key, keys, q = self.trace.key, self.trace.rows.k[0, 0].cpu().clone(), self.trace.rows.q[0, 0].cpu()
-        if any(cut.values()):
-            away = self.trace.away(cut)
-            keys[key] -= away["key"].to(keys)
-            q = q - away["query"].to(q)
-        for other, projector in swaps:
-            pair = swapped_keys(keys[key], keys[other], projector)
-            keys[key], keys[other] = pair[0].clone(), pair[1].clone()
-        logits = self.trace.row_of(keys, q)
-        if self.hidden:
-            logits[key] = -torch.inf
-        return logits
+    def _run(self, calls: Sequence[Call]) -> TokenRun:
+        """The prompt with such changes in force."""
+        with ExitStack() as stack:
+            for name, given in calls:
+                stack.enter_context(getattr(self.scope, name)(*given))
+            asked = Question.of(self.scope, self.prompt, self.trace.asked.query, chat=False)
+            return Again.of(self.scope, asked.inputs["input_ids"][0]).run_rows(asked.query, [None])
 
-    def _controls(self) -> list[Row]:
-        """Different rows changed in the same way and size, at random; of a key hidden alone, other heads without it."""
-        trace, query, key = self.trace, self.trace.asked.query, self.trace.key
-        if not self.swaps and not any(self.cut.values()):
-            others = [
-                head for head in self.again.scope.heads() if head.layer == trace.head.layer and head != trace.head
-            ]
-            others.sort(key=lambda head: -float(self.again.row(query, head).attention()[0, 0, key]))
-            return [self.again.without(query, head, key) for head in others[:_DRAWS]]
-        layers = parse_writers(trace.writers[:-1]) if trace.told_apart else []
-        rows: dict[object, Row] = {}  # by what was drawn: of few writers alike, many draws are one
-        for draw in range(_DRAWS):
-            cut = {  # the draws that `why` puts beside a cut
-                side: draw_alike(chosen, layers, derived_seed(_SEED, "cut", side, len(chosen), draw), FEW)
-                for side, chosen in self.cut.items()
-            }
-            swaps = [swap for given in self.swaps if (swap := self._random_swap(*given, draw)) is not None]
-            drawn = str(([sorted(places) for places in cut.values()], [other for other, _ in swaps]))
-            name = draw if any(in_features for *_, in_features in self.swaps) else drawn
-            rows.setdefault(name, (trace.head, self._logits(cut, swaps)))
-        return list(rows.values())
-
-    def _random_swap(
-        self, other: int, projector: Projector, in_features: bool, draw: int
-    ) -> tuple[int, Projector] | None:
-        """Another subspace of its rank; of whole keys, another token."""
-        seed = derived_seed(_SEED, "what if", "swap", draw)
-        if in_features:
-            basis = random_bases(self.trace.rows.d_head, int(projector.rank), 1, seed)[0]
-            return other, Projector.orthogonal(basis)
-        free = [i for i in self.trace.against if i != other]
-        generator = torch.Generator().manual_seed(seed)
-        return (free[int(torch.randint(len(free), (1,), generator=generator))], projector) if free else None
+    def _alike(self) -> Iterator[list[Call]]:
+        """The same with another head of the layer, or the MLP of another layer, in the place of one."""
+        for at, (name, (writer, *rest)) in [each for each in enumerate(self.calls) if each[1][0] != "replace"][:1]:
+            mine = Writer.parse(writer)
+            near = sorted(range(self.scope.n_layers), key=lambda layer: abs(layer - mine.layer))[1:]
+            others = [str(head) for head in self.session.heads if head.layer == mine.layer and head != mine.head]
+            for other in (others if mine.head else [f"M{layer}" for layer in near])[:_OTHERS]:
+                yield [*self.calls[:at], (name, (other, *rest)), *self.calls[at + 1 :]]

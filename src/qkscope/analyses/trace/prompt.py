@@ -141,11 +141,6 @@ class PromptTrace(HeadRows):
         return max(tokens, key=lambda i: float(row[i]))
 
     @property
-    def told_apart(self) -> bool:
-        """Whether there was a reader, so that writers can be told apart."""
-        return self.run.reader is not None
-
-    @property
     def free(self) -> list[int]:
         """Tokens in sight that are neither the first, the key nor the query."""
         return [i for i in self.others if i not in (self.key, self.asked.query)]

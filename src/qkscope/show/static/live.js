@@ -1,176 +1,437 @@
 "use strict";
-// Type a prompt; any token asks, any head answers, a click on a token says why, and what if not. Answers are results with
-// the blocks of a saved page. The address is the whole state. All text goes in as text.
+// Type a prompt: what comes next and rather than what, which heads decide it, why each looks where it does, and what if.
+// One function goes anywhere (`go`): the address is the whole state, and every click is a step of the back button.
+// Answers are results with the blocks of a saved page. All text goes in as text.
 (() => {
-  const { make, map, choose, fixed, percent, visible, piece } = qk;
+  const { make, choose, fixed, percent, visible, piece } = qk;
   const $ = (id) => document.getElementById(id);
-  const MODES = { key: "looked at", query: "asks", swap: "swapped with it" };
-  const MOST = 5; // buttons in a line
-  const state = { prompt: "", query: null, head: null, key: null, changes: [] };
-  let model = null,
-    seen = null, // where all heads look
+  const MODES = { key: "ask why it is looked at", query: "ask from here", type: "type over it" };
+  const SHOWN = { for: 6, against: 4 }, // heads of each kind, before the others are asked for
+    MOST = 5, // buttons in a line
+    MULTIPLES = 12, // small patterns
+    NEARLY = 0.25, // of the attention: two equal words that restore so much more than each alone, though not by the rule
+    NARROW = 1024; // pixels under which the reason stands below the heads
+  const OPEN = ["In words", "Because: words changed", "Carried by"]; // folds that are open at first
+  const EMPTY = { prompt: "", query: null, versus: null, path: [], changes: [] };
+  let state = EMPTY, // path: steps of head, query and key, each a writer of the one before
+    model = null,
+    seen = null, // the next token, and where all heads look
     answer = null, // why this one looks there
     changed = null, // what the changes do
-    view = null,
-    grid = null,
+    view = null, // of the prompt
+    grid = null, // of all heads
     places = null, // of heads in what the server sends
     mode = "key",
-    features = "", // those in which a key is swapped
     painted = "attention",
     watched = -1,
+    all = false, // whether all heads that decide are listed
     turn = 0; // answers to an older question are not shown
+  const folds = new Map(OPEN.map((title) => [title, true]));
 
-  async function ask(what, question) {
-    document.body.classList.add("busy");
-    try {
-      const headers = { "Content-Type": "application/json" },
-        sent = question ? { method: "POST", headers, body: JSON.stringify(question) } : {};
-      const reply = await fetch(`api/${what}`, sent),
-        value = await reply.json();
-      if (!reply.ok) throw new Error(value.error);
-      refuse("");
-      return value;
-    } catch (error) {
-      refuse(error instanceof TypeError ? "qkscope does not answer any more: start it again." : error.message);
-      throw error;
-    } finally {
-      document.body.classList.remove("busy");
-    }
-  }
   const refuse = (sentence) => {
     $("error").textContent = sentence;
     $("error").hidden = !sentence;
   };
-  const quietly = (promise) => promise.catch(() => {}); // the sentence stands in the page
   const say = (text) => ($("state").textContent = text);
-  const about = () => ({ prompt: state.prompt, query: state.query, head: state.head, key: state.key });
-  const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  const token = (i) => piece(seen.tokens[i]);
+  // a token as it reads; a further piece of a character names it
+  const token = (i) => {
+    let first = i;
+    while (first > 0 && seen.tokens[first] === "") first--;
+    return piece(seen.tokens[first]) + (first < i ? "…" : "");
+  };
+  const step = () => state.path.at(-1);
+  const signed = (value, digits = 1) => (value > 0 ? "+" : "") + fixed(value, digits);
+  const called = (head) => (model.names[head] ? `${head} (${model.names[head]})` : head);
+  const button = (words, onclick, given = {}) => make("button", { type: "button", onclick, ...given }, ...[words].flat());
 
   // ------------------------------------------------------------------ the address
-  function write() {
-    const given = { p: state.prompt, q: state.query, h: state.head, k: state.key };
-    if (state.changes.length) given.c = state.changes.join(";");
-    history.replaceState(null, "", `#${new URLSearchParams(given)}`);
-  }
-  function read() {
+  const address = () => {
+    const given = new URLSearchParams({ p: state.prompt, q: state.query });
+    if (state.versus !== null) given.set("v", state.versus);
+    for (const { head, query, key } of state.path) given.append("s", `${head}.${query}.${key}`);
+    for (const change of state.changes) given.append("c", change);
+    return `#${given}`;
+  };
+  const read = () => {
     const given = new URLSearchParams(location.hash.slice(1)),
-      place = (name) => (/^\d+$/.test(given.get(name) || "") ? Number(given.get(name)) : null),
-      changes = (given.get("c") || "").split(";").filter(Boolean);
+      number = (text) => (/^\d+$/.test(text ?? "") ? Number(text) : null);
     if (!given.get("p")) return null;
-    return { prompt: given.get("p"), query: place("q"), head: given.get("h"), key: place("k"), changes };
-  }
+    const path = given.getAll("s").map((text) => {
+      const [head, query, key] = text.split(".");
+      return { head, query: number(query) ?? 0, key: number(key) };
+    });
+    return { prompt: given.get("p"), query: number(given.get("q")), versus: given.get("v"), path, changes: given.getAll("c") };
+  };
+  const write = (how) => {
+    const to = address();
+    if (how === "push" && to !== location.hash) history.pushState(null, "", to);
+    else if (how !== "stay") history.replaceState(null, "", to);
+    document.title = `${step().head} → ${token(step().key)} · qkscope`;
+  };
 
-  // ------------------------------------------------------------------ questions
-  // one after the other: where heads look, why this one looks there, what the changes do
-  async function look(prompt, { query = null, head = null, key = null, changes = [] } = {}) {
-    const mine = ++turn;
-    say("looking");
-    $("look").disabled = true;
+  // ------------------------------------------------------------------ one way to go anywhere
+  // where heads look, then why this one looks there, then what the changes do; each is drawn as it comes
+  async function go(next, how = "push") {
+    const mine = ++turn,
+      wanted = { ...EMPTY, ...next };
+    qk.cancel();
+    refuse("");
+    busy(true);
+    const doing = (text) => mine === turn && progress(text),
+      ask = (what, question, early) => qk.ask(what, question, { doing, early: (part) => mine === turn && early(part) });
     try {
-      const next = await ask("look", query === null ? { prompt } : { prompt, query });
+      await look(wanted, ask, mine);
       if (mine !== turn) return;
+      const first = seen.result.tables.heads[0];
+      if (!wanted.path.length) wanted.path = [{ head: first.head, query: seen.query, key: first.key }];
+      await why(wanted, ask, mine, how);
+      if (mine !== turn) return;
+      await change(wanted, ask, mine);
+      if (mine === turn && wanted.changes.length) write(how === "push" ? "replace" : how);
+    } catch (error) {
+      if (mine !== turn || error.name === "AbortError") return;
+      refuse(error.message);
+      throw error;
+    } finally {
+      if (mine === turn) busy(false);
+    }
+  }
+  const quietly = (promise) => promise.catch(() => {}); // the sentence stands in the page
+  const move = (change) => quietly(go({ ...state, ...change }));
+
+  async function look({ prompt, query, versus }, ask, mine) {
+    const same = seen?.result && prompt === state.prompt && query === state.query && versus === state.versus;
+    if (same) return;
+    const question = { prompt, ...(query === null ? {} : { query }), ...(versus === null ? {} : { versus }) };
+    const show = (part) => {
       const fresh = !seen || prompt !== state.prompt;
-      seen = { ...next, bytes: bytes(next.attention) };
-      Object.assign(state, { prompt, query: next.query });
+      if (fresh || part.query !== state.query) answer = changed = null;
+      $("reason").classList.toggle("waiting", !answer);
+      seen = { ...part, bytes: qk.bytes(part.attention) };
+      state = { ...state, prompt, query: part.query, versus };
       if (fresh) drawTokens();
       edited();
       $("seen").hidden = false;
-      await why(head ?? next.first.head, head ? key : next.first.key, changes);
-      say(`${seen.tokens.length} tokens, ${seen.seconds.toFixed(2)} s`);
-    } finally {
-      $("look").disabled = false;
-      if ($("state").textContent === "looking") say("");
-    }
+      drawNext();
+      drawHeads();
+    };
+    const whole = await ask("look", question, show);
+    if (mine === turn) show(whole);
   }
-  async function why(head, key = null, changes = []) {
-    const mine = ++turn,
-      question = { prompt: state.prompt, query: state.query, head };
-    const next = await ask("why", key === null ? question : { ...question, key });
-    if (mine !== turn) return;
-    answer = next;
-    changed = null;
-    watched = -1;
-    Object.assign(state, { head: next.head, key: next.key, changes: [] });
-    drawWhy();
-    draw();
-    if (changes.length) await change(changes);
-  }
-  async function change(changes) {
-    const mine = ++turn;
-    let next = null;
-    if (changes.length) {
-      say("changing");
-      try {
-        next = await ask("change", { ...about(), changes });
-      } finally {
-        if (mine === turn) say("");
+  async function why(wanted, ask, mine, how) {
+    const { head, query, key } = wanted.path.at(-1),
+      rival = query === seen.query && state.versus !== null ? { versus: state.versus } : {},
+      question = { prompt: state.prompt, query, head, ...(key === null ? {} : { key }), ...rival };
+    let shown = false;
+    const show = (part) => {
+      if (!shown) {
+        const last = { head: part.head, query: part.query, key: part.key };
+        state = { ...state, path: [...wanted.path.slice(0, -1), last], changes: wanted.changes };
+        write(how);
       }
-      if (mine !== turn) return;
-    }
-    changed = next && { ...next, bytes: bytes(next.attention) };
-    state.changes = changes;
+      shown = true;
+      answer = part;
+      changed = null;
+      watched = -1;
+      draw();
+    };
+    const whole = await ask("why", question, show);
+    if (mine === turn) show(whole);
+  }
+  async function change({ changes }, ask, mine) {
+    if (changes.length) {
+      const { head, query, key } = step(),
+        rival = query === seen.query && state.versus !== null ? { versus: state.versus } : {};
+      try {
+        const next = await ask("change", { prompt: state.prompt, query, head, key, changes, ...rival }, () => {});
+        if (mine !== turn) return;
+        changed = { ...next, bytes: qk.bytes(next.attention) };
+      } catch (error) {
+        if (mine === turn && error.name !== "AbortError") {
+          state = { ...state, changes: changes.slice(0, -1) }; // as before the one that was refused
+          write("replace");
+          draw();
+        }
+        throw error;
+      }
+    } else changed = null;
     draw();
   }
-  const toggle = (text) => {
-    const others = state.changes.filter((each) => each !== text);
-    quietly(change(others.length < state.changes.length ? others : [...others, text]));
-  };
+  function busy(on) {
+    document.body.classList.toggle("busy", on);
+    $("cancel").hidden = !on;
+    progress(on ? "looking" : "");
+    if (!on && seen) say(`${seen.tokens.length} tokens`);
+  }
+  function progress(text) {
+    say(text ? `… ${text}` : "");
+    $("doing").hidden = !text || !answer || Boolean(answer.result);
+    $("doing").textContent = text ? `The reason is being looked for: ${text}` : "";
+  }
+  function cancel() {
+    if (!document.body.classList.contains("busy")) return;
+    turn++;
+    qk.cancel();
+    busy(false);
+    say("cancelled");
+    if (answer && !answer.result) {
+      $("doing").textContent = "Cancelled: this is where the head looks, without a reason. ";
+      $("doing").append(button("Look for it", () => move({})));
+      $("doing").hidden = false;
+    }
+  }
 
-  // ------------------------------------------------------------------ drawing
+  // ------------------------------------------------------------------ the next token, and who decides it
+  function drawNext() {
+    const [best, ...others] = seen.next,
+      rival = seen.rival;
+    const last = seen.query === seen.tokens.length - 1;
+    $("after").textContent = last ? "Next" : `After ${token(seen.query)} (token ${seen.query})`;
+    $("best").textContent = piece(best.token);
+    $("chance").textContent = percent(best.probability, best.probability > 0.98 ? 1 : 0);
+    // a word may be a token with and one without a blank before it: the one like the answer is meant
+    const rivals = new Map(),
+      alike = (text) => text.startsWith(" ") === best.token.startsWith(" "),
+      words = seen.tokens.slice(0, seen.query + 1).filter((text) => /[\p{L}\p{N}]/u.test(text));
+    for (const text of [...others.map((row) => row.token), ...words])
+      if (text.trim() && (!rivals.has(text.trim()) || alike(text))) rivals.set(text.trim(), text);
+    rivals.delete(best.token.trim());
+    rivals.set(rival.token.trim(), rival.token);
+    $("versus").replaceChildren(...[...rivals].map(([name, text]) => make("option", { value: text }, visible(name))));
+    $("versus").value = rival.token;
+    $("difference").textContent = `${piece(best.token)} − ${piece(rival.token)} ${signed(seen.difference)} in logits`;
+    $("others").replaceChildren(
+      make("span", { class: "of" }, "or"),
+      ...others.map((row) => {
+        const words = `${piece(row.token)} ${percent(row.probability, row.probability < 0.1 ? 1 : 0)}`,
+          given = { "aria-pressed": String(row.id === rival.id), title: `rather than ${row.token}` };
+        return row.token.trim() ? button(words, () => versus(row.token), given) : make("span", {}, words);
+      }),
+    );
+    $("says").textContent = seen.says ? `goes on: “${visible(seen.says.trim())}”` : "\u00a0";
+  }
+  const versus = (text) => move({ versus: text, path: state.path.slice(0, 1) });
+
+  function drawHeads() {
+    const rows = seen.result?.tables.heads,
+      best = piece(seen.next[0].token);
+    $("tried").textContent = rows ? `${rows.length} tried` : "";
+    if (!rows) return $("heads").replaceChildren(make("p", { class: "soft" }, "every head is being tried …"));
+    const most = Math.max(0.1, ...rows.map(({ difference }) => Math.abs(difference))),
+      chance = seen.next[0].probability,
+      picked = ({ head }) => state.path[0]?.head === head;
+    const line = (row) => {
+      const { head, key, difference, probability } = row,
+        points = Math.round(100 * (probability - chance)),
+        onclick = () => {
+          move({ path: [{ head, query: seen.query, key }] });
+          if (innerWidth < NARROW) $("reason").scrollIntoView({ behavior: "smooth" });
+        },
+        wide = `${((100 * Math.abs(difference)) / most).toFixed(1)}%`;
+      const bar = make("i", { style: { width: wide, background: `var(${difference < 0 ? "--original" : "--target"})` } });
+      return make(
+        "tr",
+        { class: picked(row) ? "picked" : null, onclick },
+        make("td", {}, button(head, () => {}, { "aria-pressed": String(picked(row)), title: called(head) })),
+        make("td", { class: "at" }, token(key)),
+        make("td", { class: "n", title: `${percent(chance, 1)} → ${percent(probability, 1)}` }, points > 0 ? `+${points}` : fixed(points, 0)),
+        make("td", { class: "bar" }, bar),
+        make("td", { class: "n" }, signed(difference)),
+      );
+    };
+    const heading = (text) => make("tr", {}, make("th", { colspan: 5, scope: "rowgroup" }, text));
+    const body = ["for", "against"].flatMap((way) => {
+      const own = rows.filter(({ direction }) => direction === way);
+      return own.length ? [heading(`${way} ${best}`), ...own.slice(0, all ? own.length : SHOWN[way]).map(line)] : [];
+    });
+    const listed = new Set(body.map((row) => row.querySelector("button")?.textContent)),
+      mine = rows.find((row) => picked(row) && !listed.has(row.head)),
+      matter = rows.filter(({ direction }) => direction !== "neither").length,
+      more = matter - listed.size + 1;
+    if (mine) body.push(heading(mine.direction === "neither" ? "neither" : mine.direction), line(mine));
+    if (!matter) body.push(heading("no single head changes it by 0.1"));
+    const title = (words, given = {}, tip = null) => make("th", { scope: "col", title: tip, ...given }, words);
+    const table = make(
+      "table",
+      { class: "heads" },
+      make(
+        "thead",
+        {},
+        make(
+          "tr",
+          {},
+          title("head"),
+          title("looks at"),
+          title("ΔP, pts", { class: "n" }, `points of probability of ${best} where the head may not look there`),
+          title(`Δ ${best} − ${piece(seen.rival.token)}`, { class: "n", colspan: 2 }, "logits, where the head may not look there"),
+        ),
+      ),
+      make("tbody", {}, ...body),
+    );
+    const toggle = button(all ? "fewer" : `${more} more`, () => {
+      all = !all;
+      drawHeads();
+    });
+    $("heads").replaceChildren(
+      make("p", { class: "words" }, "Each head in turn may not look at its main token: what becomes of the answer."),
+      table,
+      ...(all || more > 0 ? [make("div", { class: "choices" }, toggle)] : []),
+    );
+    return undefined;
+  }
+
+  // ------------------------------------------------------------------ why
   function draw() {
-    write();
-    $("asker").textContent = token(state.query);
-    $("asks-from").textContent = `token ${state.query}`;
-    const row = changed ? changed.row : answer.row;
-    view.ask(row, state.query, state.key);
-    const others = [...row.keys()].filter((i) => i > 0).sort((a, b) => row[b] - row[a]);
-    const key = (i) => [`${token(i)} ${percent(row[i])}`, i === state.key, () => why(state.head, i)];
-    const first = make("span", { class: "of" }, `the first token, where heads rest: ${percent(row[0])}`);
-    list($("keys"), `${state.head} looks most at`, others.slice(0, MOST).map(key));
-    $("keys").append(first);
+    const { head, query, key } = step();
+    $("reason").classList.remove("waiting");
+    drawHeads();
+    drawTrail();
+    $("answer").replaceChildren(...qk.rich(typeof answer.answer === "string" ? answer.answer : answer.result.answer));
+    if (answer.result) $("doing").hidden = true;
+    view.ask(changed ? changed.row : answer.row, query, key);
+    const causes = words(answer.result?.tables ?? {});
+    view.note(causes);
+    view.put(typed());
+    const kinds = new Set([...causes.values()].map(({ kind }) => kind)),
+      marks = [["asks", "asks"], ["key", "looked at"], ["cause", "decides: changed, most of the look is gone"], ["open", "may decide"]];
+    $("marks").replaceChildren(
+      ...marks
+        .filter(([kind]) => kinds.has(kind) || kind === "asks" || kind === "key")
+        .map(([kind, words]) => make("span", {}, make("span", { class: `token ${kind}` }, "word"), ` ${words}`)),
+      make("span", {}, `the first token, where heads rest: ${percent((changed ? changed.row : answer.row)[0])}`),
+    );
+    drawOffers();
+    drawBlocks();
     drawMap();
     drawChanges();
-    for (const button of document.querySelectorAll("[data-cut]")) press(button);
+    drawPattern();
+    if ($("patterns-fold").open) quietly(drawPatterns());
   }
-  // a line of buttons: what each says, whether it is pressed, and what it asks
-  function list(place, label, entries) {
-    const button = ([words, pressed, onclick]) =>
-      make("button", { type: "button", "aria-pressed": String(pressed), onclick: () => quietly(onclick()) }, words);
-    place.replaceChildren(make("span", { class: "of" }, label), ...entries.map(button));
+  // words that decide, by token: those that break the look when changed, and two equal ones that do so together
+  function words({ because = [], relation = [] }) {
+    const causes = new Map();
+    for (const row of because)
+      for (let i = row.position; i < row.end; i++)
+        causes.set(i, {
+          kind: { yes: "cause", open: "open" }[row.cause] ?? "",
+          lines: [
+            ["changed", `${percent(row.before)} → ${percent(row.after)}`],
+            ["it goes to", piece(row.goes_to)],
+          ],
+        });
+    for (const { kind, verdict, positions, together, alone, different } of relation)
+      if (kind === "same word" && together !== null && (verdict === "shown" || together - Math.max(alone, different) >= NEARLY))
+        for (const i of positions.split(", ").map(Number)) {
+          const { kind: before = "", lines = [] } = causes.get(i) ?? {},
+            both = [`${positions} by the same other word`, percent(together * answer.row[step().key])];
+          causes.set(i, { kind: verdict === "shown" ? "cause" : before || "open", lines: [...lines, both] });
+        }
+    return causes;
   }
+  // Mary ‹ L23H0 ‹ L20H0 ‹ John
+  function drawTrail() {
+    const steps = state.path.flatMap(({ head, query }, i) => {
+      const words = query === seen.query ? head : `${head} at ${token(query)}`,
+        to = () => move({ path: state.path.slice(0, i + 1) });
+      return [button(words, to, { "aria-current": i === state.path.length - 1 ? "step" : null }), "‹"];
+    });
+    $("trail").replaceChildren(
+      button(piece(seen.next[0].token), () => move({ path: [] }), { title: "back to the next token" }),
+      "‹",
+      ...steps,
+      make("span", { class: "piece", id: "key" }, token(step().key)),
+    );
+  }
+  // names of heads in words are links: why did that one look where it did?
+  qk.rich = (text, side) =>
+    text.split(/(\bL\d+H\d+\b)/).map((part, i) => {
+      if (i % 2 === 0 || !step() || part === step().head || !places.has(part)) return part;
+      const from = reads(part, side);
+      if (from === null) return part;
+      const looked = from === seen.query ? favourite(part) : null,
+        words = looked === null ? `why did ${part} look where it did, from ${token(from)}?` : `why did ${part} look at ${token(looked)}?`;
+      return button(part, () => move({ path: [...state.path, { head: part, query: from, key: looked }] }), { class: "link", title: words });
+    });
+  // where a writer read what it wrote into this head's query or key; the first token sees nothing but itself
+  function reads(writer, side) {
+    const { query, key } = step(),
+      tables = answer?.result?.tables ?? {};
+    const carried = (tables.carriers ?? []).find((row) => row.writers.split(", ").includes(writer)),
+      [part] = (tables.parts ?? []).filter((row) => row.part === writer).sort((a, b) => Math.abs(b.value) - Math.abs(a.value)),
+      meant = side === "key" || side === "query" ? side : (carried ?? part)?.side,
+      at = meant === "key" ? key : query;
+    return at > 0 && Number(/^L(\d+)/.exec(writer)[1]) < Number(/^L(\d+)/.exec(step().head)[1]) ? at : null;
+  }
+  const favourite = (head) => {
+    const row = [...seen.bytes.slice(places.get(head) * (seen.query + 1), (places.get(head) + 1) * (seen.query + 1))];
+    return row.reduce((best, value, i) => (i > 0 && value > row[best] ? i : best), 1);
+  };
+
   function drawTokens() {
-    const focused = $("tokens").contains(document.activeElement),
-      watch = (i) => {
-        watched = i <= state.query ? i : -1;
-        requestAnimationFrame(drawMap);
-      };
+    const watch = (i) => {
+      watched = i <= state.query ? i : -1;
+      if ($("map-fold").open) requestAnimationFrame(drawMap);
+    };
     $("prompt").value = state.prompt;
     view = qk.prompt($("tokens"), {
       rows: seen.tokens.map((text, position) => ({ token: text, position, attention: null })),
       onlook: watch,
       onleave: () => watch(-1),
-      onpick: (i, asks) => quietly(pick(i, asks ? "query" : mode)),
+      onpick: (i, asks) => pick(i, asks ? "query" : mode),
+      onedit: (i, text) => {
+        setMode("key");
+        const others = state.changes.filter((each) => !each.startsWith(`replace ${i} `));
+        move({ changes: [...others, `replace ${i} ${text}`] });
+      },
     });
-    if (focused) view.focus();
     grid = null;
   }
-  async function pick(i, how) {
+  function pick(i, how) {
+    if (!answer) return undefined;
+    if (how === "type") return view.edit(i);
     setMode("key");
-    if (how === "query") return look(state.prompt, { query: i, head: state.head });
-    if (i > state.query) {
-      const later = `${token(i)} stands after the token that asks, which sees only what is before it.`;
-      return refuse(`${later} Shift-click makes it the one that asks.`);
-    }
-    refuse("");
-    return how === "swap" ? change([...state.changes, `swap ${i}${features ? ` ${features}` : ""}`]) : why(state.head, i);
+    const { head, query } = step();
+    if (how === "query") return move({ query: i, path: [{ head, query: i, key: null }], changes: [] });
+    if (i <= query) return move({ path: [...state.path.slice(0, -1), { head, query, key: i }] });
+    return refuse(`${token(i)} stands after the token that asks, which sees only what is before it. Shift-click asks from it.`);
   }
   function setMode(next) {
     mode = next;
     const set = (name) => (mode = name),
-      buttons = choose("a click picks the token that is", Object.keys(MODES), mode, set, (name) => MODES[name]);
-    $("mode").replaceChildren(...buttons, make("span", { class: "hint" }, "shift-click: asks"));
+      buttons = choose("Click a token to", Object.keys(MODES), mode, set, (name) => MODES[name]);
+    $("mode").replaceChildren(...buttons, make("span", { class: "hint" }, "a double click types over it"));
   }
+  const has = (text) => state.changes.includes(text);
+  const toggle = (text) => move({ changes: has(text) ? state.changes.filter((each) => each !== text) : [...state.changes, text] });
+  const offer = (text, words, id = null) => button(words, () => toggle(text), { id, "data-change": text, "aria-pressed": String(has(text)) });
+  function drawOffers() {
+    const { head, query, key } = step();
+    $("offers").replaceChildren(
+      make("span", { class: "of" }, "What if"),
+      offer(`hide ${head} ${key} ${query}`, `${head} could not look at ${token(key)}`, "hide"),
+      offer(`ablate ${head}`, `${head} were ablated`, "ablate"),
+    );
+  }
+  function drawBlocks() {
+    $("about").textContent = answer.about ? `${model.folder}: ${answer.about}` : "";
+    const passage = (row) => {
+      const quote = qk.passage(row),
+        to = { prompt: row.text, path: [{ head: step().head, query: row.query, key: null }], query: row.query };
+      quote.append(button("look at it", () => quietly(go(to))));
+      return quote;
+    };
+    $("texts").replaceChildren(...(answer.texts ?? []).map(passage));
+    const ablate = ({ by, part }) => (by === "writers" && /^[LM]\d/.test(part) ? offer(`ablate ${part}`, "ablate") : null);
+    const fold = (block) => {
+      const made = qk.block({ ...block, options: { ...block.options, button: ablate } }, folds.get(block.title) ?? false);
+      made.addEventListener("toggle", () => folds.set(block.title, made.open));
+      return made;
+    };
+    const shown = (answer.blocks ?? []).filter(({ kind }) => kind !== "tokens"); // the prompt stands above
+    $("blocks").replaceChildren(...shown.map(fold));
+  }
+
+  // ------------------------------------------------------------------ all heads, and whole patterns, on demand
   const pale = (share) => `color-mix(in srgb, var(--original) ${(100 * Math.min(1, share)).toFixed(1)}%, var(--wash))`;
   const apart = (share) => {
     const [hue, far] = [share < 0.5 ? "var(--target)" : "var(--original)", Math.min(100, 200 * Math.abs(share - 0.5))];
@@ -178,109 +439,119 @@
   };
   function drawMap() {
     if (!answer) return;
-    const key = watched >= 0 ? watched : state.key,
-      cell = (head) => places.get(head) * (state.query + 1) + key,
+    const mine = step().query === seen.query ? step().key : favourite(step().head),
+      key = watched >= 0 ? watched : mine;
+    $("watched").textContent = token(key);
+    if (!$("map-fold").open) return;
+    const cell = (head) => places.get(head) * (seen.query + 1) + key,
       before = ({ head }) => seen.bytes[cell(head)] / 255,
-      gained = (row) => changed.bytes[cell(row.head)] / 255 - before(row),
-      difference = painted === "difference" && changed,
+      comparable = changed && step().query === seen.query,
+      gained = (row) => changed.bytes[places.get(row.head) * seen.tokens.slice(0, seen.query + 1).length + key] / 255 - before(row),
+      difference = painted === "difference" && comparable,
       value = difference ? gained : before;
     const rooted = (row) => Math.sign(value(row)) * Math.sqrt(Math.abs(value(row))), // so that little is seen, too
-      look = difference ? ["√ change", [-1, 1], apart] : ["√ attention", [0, 1], pale];
-    $("watched").textContent = token(key);
-    $("painted").hidden = !changed;
+      shade = difference ? ["√ change", [-1, 1], apart] : ["√ attention", [0, 1], pale];
+    $("painted").hidden = !comparable;
+    const onpick = (head) => move({ path: [{ head, query: seen.query, key: seen.bytes[cell(head)] > 12 ? key : null }] });
     if (!grid)
-      grid = map($("map"), {
+      grid = qk.map($("map"), {
         rows: model.heads.map((head) => ({ head })),
         value: rooted,
-        title: look[0],
-        range: look[1],
-        paint: look[2],
+        title: shade[0],
+        range: shade[1],
+        paint: shade[2],
         lines: (row) => [
           [row.head],
           [`attention on ${$("watched").textContent}`, fixed(before(row))],
           ...(model.names[row.head] ? [["name", model.names[row.head]]] : []),
         ],
         marked: model.fitted,
-        picked: state.head,
-        onpick: (head) => quietly(why(head)),
+        picked: step().head,
+        onpick: (head) => move({ path: [{ head, query: seen.query, key: null }] }),
       });
-    else grid.repaint(rooted, ...look);
-    grid.pick(state.head);
+    else grid.repaint(rooted, ...shade);
+    grid.pick(step().head);
     const order = model.heads.map((head) => ({ head })).sort((a, b) => Math.abs(value(b)) - Math.abs(value(a)));
-    const entry = (row) => {
-      const words = `${called(row.head)} ${fixed(value(row))}`;
-      return [words, row.head === state.head, () => why(row.head, key)];
-    };
-    list($("best"), difference ? "most changed" : "most", order.slice(0, MOST).map(entry));
+    const entry = (row) => button(`${called(row.head)} ${fixed(value(row))}`, () => onpick(row.head), { "aria-pressed": String(row.head === step().head) });
+    $("most").replaceChildren(make("span", { class: "of" }, difference ? "most changed" : "most"), ...order.slice(0, MOST).map(entry));
   }
-  const called = (head) => (model.names[head] ? `${head} (${model.names[head]})` : head);
+  async function drawPattern() {
+    if (!$("pattern-fold").open || !answer) return;
+    const { head } = step(),
+      bytes = answer.pattern ?? (await qk.ask("patterns", { prompt: state.prompt, heads: [head] })).patterns[head];
+    if (head !== step().head) return;
+    qk.pattern($("pattern"), {
+      bytes: qk.bytes(bytes),
+      tokens: seen.tokens,
+      asks: step().query,
+      onlook: (query, key) => (query === null ? view.point() : view.point(query, key)),
+      onpick: (query, key) => query > 0 && move({ path: [...state.path.slice(0, -1), { head, query, key }] }),
+    });
+  }
+  async function drawPatterns() {
+    if (!$("patterns").firstChild) $("patterns").textContent = "… when the model is free";
+    const rows = seen.result?.tables.heads ?? [],
+      heads = [...new Set([step().head, ...rows.slice(0, MULTIPLES).map(({ head }) => head)])].slice(0, MULTIPLES),
+      { patterns } = await qk.ask("patterns", { prompt: state.prompt, heads });
+    const small = (head) => {
+      const place = make("span", { class: "small" }),
+        to = () => move({ path: [{ head, query: seen.query, key: null }] });
+      const made = button([head, place], to, { class: "multiple", "aria-pressed": String(head === step().head) });
+      requestAnimationFrame(() => qk.pattern(place, { bytes: qk.bytes(patterns[head]), tokens: seen.tokens, small: true }));
+      return made;
+    };
+    $("patterns").replaceChildren(...heads.map(small));
+  }
 
-  function drawWhy() {
-    const { result, blocks } = answer,
-      matter = seen.result.tables.heads;
-    $("matter").textContent = seen.result.answer;
-    const entry = ({ head, key, difference, probability }) => [
-      `${called(head)} → ${token(key)} ${difference > 0 ? "+" : ""}${fixed(difference, 1)}, ${percent(probability)}`,
-      head === state.head && key === state.key,
-      () => why(head, key),
-    ];
-    for (const way of ["for", "against"]) {
-      const own = matter.filter(({ direction }) => direction === way);
-      list($(way), `${way} it; hidden:`, own.slice(0, MOST).map(entry));
-      if (own.length > MOST) $(way).append(make("span", { class: "of" }, `and ${own.length - MOST} more`));
-      $(way).hidden = !own.length;
-    }
-    $("head").textContent = state.head;
-    $("key").textContent = token(state.key);
-    $("answer").textContent = result.answer;
-    $("about").textContent = answer.about ? `${model.folder}: ${answer.about}` : "";
-    const passage = (row) => {
-      const onclick = () => quietly(look(row.text, { head: state.head })),
-        quote = qk.passage(row);
-      quote.append(make("button", { type: "button", onclick }, "look at it"));
-      return quote;
-    };
-    $("texts").replaceChildren(...answer.texts.map(passage));
-    const shown = blocks.filter(({ kind }) => kind !== "tokens"), // the prompt stands above
-      cuttable = (block) => qk.block({ ...block, options: { ...block.options, button: cut } });
-    $("blocks").replaceChildren(...shown.map(cuttable));
-  }
-  // a writer can be cut, and put back
-  function cut({ by, side, part }) {
-    if (by !== "writers" || part === "rest" || part === "bias") return null;
-    const text = `cut ${side} ${part}`;
-    return press(make("button", { type: "button", "data-cut": text, onclick: () => toggle(text) }));
-  }
-  function press(button) {
-    const pressed = state.changes.includes(button.dataset.cut);
-    button.setAttribute("aria-pressed", String(pressed));
-    button.textContent = pressed ? "restore" : "cut";
-    return button;
-  }
+  // ------------------------------------------------------------------ what if
   function drawChanges() {
-    const key = token(state.key),
-      hidden = state.changes.includes("hide"),
-      pressed = { type: "button", id: "hide", "aria-pressed": String(hidden), onclick: () => toggle("hide") },
-      some = ["", ...answer.fitted];
-    if (!some.includes(features)) features = "";
-    const set = (name) => (features = name),
-      ways = some.length > 1 ? choose("in", some, features, set, (name) => name || "its whole key") : [];
-    $("offers").replaceChildren(
-      make("button", pressed, `hide ${key} from ${state.head}`),
-      make("button", { type: "button", id: "swap", onclick: () => setMode("swap") }, `swap ${key} with …`),
-      ...ways,
-      make("span", { class: "hint" }, "or cut a writer"),
+    const there = state.changes.length > 0,
+      undo = (id, words, rest) => button(words, () => move({ changes: rest }), { id }),
+      words = (i) => changed?.words[i] ?? state.changes[i];
+    const chip = (text, i) => button(`${words(i)} ×`, () => toggle(text), { class: "change", "aria-label": `undo: ${words(i)}` });
+    const replaced = state.changes.some((text) => text.startsWith("replace "));
+    document.body.classList.toggle("changed", there);
+    $("changes").replaceChildren(
+      ...state.changes.map(chip),
+      ...(there ? [undo("undo", ["Undo ", make("kbd", {}, "Ctrl Z")], state.changes.slice(0, -1)), undo("clear", "Clear", [])] : []),
+      ...(replaced ? [button("Ask about the changed prompt", () => quietly(go({ prompt: rewritten(), versus: null })), { id: "take" })] : []),
     );
-    const undo = (id, label, rest) => make("button", { type: "button", id, onclick: () => quietly(change(rest)) }, label);
-    const made = (text, i) => {
-      const given = { type: "button", class: "change", "aria-label": `undo: ${changed.words[i]}` };
-      return make("button", { ...given, onclick: () => toggle(text) }, `${changed.words[i]} ×`);
-    };
-    const last = [undo("undo", "Undo", state.changes.slice(0, -1)), undo("clear", "Clear", [])];
-    $("changes").replaceChildren(...state.changes.map(made), ...(state.changes.length ? last : []));
-    const acts = "A change acts on this head's attention at this token alone; the model then runs on.";
-    $("moved").textContent = changed ? changed.result.answer : `Nothing is changed. ${acts}`;
-    $("changed").replaceChildren(...(changed ? changed.blocks.map(qk.block) : []));
+    const row = changed?.result.tables.changes[0],
+      number = (text, from, to) => make("span", { class: "moved" }, `${text} `, make("b", {}, `${from} → ${to}`));
+    $("moved").replaceChildren(
+      ...(row
+        ? [
+            number(`P(${piece(row.answer)})`, percent(row.probability), percent(row.probability_after)),
+            number(`${piece(row.answer)} − ${piece(row.rival)}`, signed(row.difference), signed(row.difference_after)),
+            number(`${row.head} on ${token(step().key)}`, percent(row.before), percent(row.after)),
+          ]
+        : [there ? "…" : "nothing is changed: type over a word, hide a token from a head, or ablate one"]),
+    );
+    $("changed-fold").hidden = !row;
+    $("changed-answer").textContent = row ? changed.result.answer : "";
+    $("changed").replaceChildren(...(row ? changed.blocks.map((block) => qk.block(block)) : []));
+    for (const each of document.querySelectorAll("[data-change]")) each.setAttribute("aria-pressed", String(has(each.dataset.change)));
+  }
+  // words that were typed over others, by place
+  const typed = () =>
+    new Map(state.changes.map((text) => /^replace (\d+) (.*)$/s.exec(text)).filter(Boolean).map(([, place, text]) => [Number(place), text]));
+  // the prompt as it reads with them: tokens end as it does, and some tokenizers leave out the blanks between words
+  function rewritten() {
+    const others = typed(),
+      gap = seen.tokens.join("").endsWith(state.prompt) ? "" : " ",
+      first = /^<.*>$/.test(seen.tokens[0]) ? 1 : 0; // the model's own beginning is not typed
+    return seen.tokens.map((text, i) => others.get(i) ?? text).slice(first).join(gap);
+  }
+  function python() {
+    const { head, query, key } = step(),
+      quoted = JSON.stringify, // a string of JSON is one of Python
+      rival = query === seen.query && state.versus !== null ? `, versus=${quoted(state.versus)}` : "",
+      sees = has(`hide ${head} ${key} ${query}`) ? "" : `, key=${key}`, // what is hidden cannot be asked about
+      ask = `print(qk.why(scope, ${quoted(state.prompt)}, "${head}", query=${query}${sees}${rival}))`;
+    const given = ([name, args]) => (name === "hide" ? [quoted(args[0]), `key=${args[1]}`, `query=${args[2]}`] : args.map((each) => quoted(each))),
+      calls = (changed?.calls ?? []).map((call) => `scope.${call[0]}(${given(call).join(", ")})`);
+    const lines = calls.length ? [`with ${calls.join(", ")}:`, `    ${ask}`] : [ask];
+    return ["import qkscope as qk", "", `scope = qk.Scope.load(${quoted(model.model)})`, ...lines, ""].join("\n");
   }
 
   // ------------------------------------------------------------------ what can be pressed
@@ -293,15 +564,18 @@
     $("prompt").rows = lines > 12 ? 3 : Math.min(6, lines);
   }
   async function save() {
-    const page = await ask("save", { ...about(), changes: state.changes }),
+    const { head, query, key } = step(),
+      rival = query === seen.query && state.versus !== null ? { versus: state.versus } : {};
+    const page = await qk.ask("save", { prompt: state.prompt, query, head, key, changes: state.changes, ...rival }),
       address = URL.createObjectURL(new Blob([page.html], { type: "text/html" }));
     make("a", { href: address, download: page.name }).click();
     setTimeout(() => URL.revokeObjectURL(address), 10000);
-    $("done").textContent = `saved ${page.name}`;
+    say(`saved ${page.name}`);
   }
+  const copy = async (text) => say((await qk.copied(text)) ? "copied" : "the browser does not let a page copy");
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    quietly(look($("prompt").value));
+    quietly(go({ prompt: $("prompt").value }));
   });
   $("prompt").addEventListener("input", edited);
   $("prompt").addEventListener("keydown", (event) => {
@@ -312,18 +586,39 @@
     event.target.value = "";
     $("ask").requestSubmit();
   });
-  $("save").addEventListener("click", () => quietly(save()));
-  $("python").addEventListener("click", async () => {
-    const refused = "the browser does not let a page copy: copy the address instead";
-    $("done").textContent = (await qk.copied(answer.python)) ? "copied" : refused;
+  addEventListener("resize", edited);
+  $("versus").addEventListener("change", (event) => versus(event.target.value));
+  $("save").addEventListener("click", () => quietly(save().catch((error) => refuse(error.message))));
+  $("python").addEventListener("click", () => copy(python()));
+  $("link").addEventListener("click", () => copy(location.href));
+  $("cancel").addEventListener("click", cancel);
+  $("map-fold").addEventListener("toggle", drawMap);
+  $("pattern-fold").addEventListener("toggle", () => quietly(drawPattern()));
+  $("patterns-fold").addEventListener("toggle", () => $("patterns-fold").open && quietly(drawPatterns()));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") cancel();
+    const typing = event.target.matches("input, textarea, select");
+    if (event.key.toLowerCase() === "z" && (event.ctrlKey || event.metaKey) && !typing && state.changes.length) {
+      event.preventDefault();
+      move({ changes: state.changes.slice(0, -1) });
+    }
   });
-  addEventListener("hashchange", () => {
+  // an address that cannot be shown gives its sentence, and the page of its prompt, or of an example
+  async function load(given, how) {
+    try {
+      await go(given, how);
+    } catch (error) {
+      await go({ prompt: given.prompt }, "replace").catch(() => go({ prompt: model.examples[0] }, "replace"));
+      refuse(error.message);
+    }
+  }
+  addEventListener("popstate", () => {
     const given = read();
-    if (given) quietly(look(given.prompt, given));
+    if (given) quietly(load(given, "stay"));
   });
   quietly(
     (async () => {
-      model = await ask("model");
+      model = await qk.ask("model");
       const facts = [model.model, `${model.heads.length} heads`, model.folder];
       $("model").textContent = facts.filter(Boolean).join(" · ");
       $("examples").append(...model.examples.map((text, i) => make("option", { value: i }, visible(text).slice(0, 60))));
@@ -337,7 +632,7 @@
       $("painted").replaceChildren(...choose("coloured by", Object.keys(names), painted, paint, (name) => names[name]));
       const given = read() ?? { prompt: model.examples[0] };
       $("prompt").value = given.prompt;
-      await look(given.prompt, given);
-    })(),
+      await load(given, "replace");
+    })().catch((error) => refuse(error.message)),
   );
 })();

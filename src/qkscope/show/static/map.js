@@ -31,7 +31,8 @@
       const left = 38,
         top = 18,
         room = Math.floor((width - left - 4) / layers);
-      const cell = Math.max(8, Math.min(heads > 16 ? 15 : 24, room));
+      const least = onpick && innerWidth < 736 ? 22 : 8, // that a finger hits
+        cell = Math.max(least, Math.min(heads > 16 ? 15 : 24, room));
       const [w, h] = [left + layers * cell + 4, top + heads * cell + 58];
       cells = new Map();
       const every = (count) => Math.max(1, Math.ceil(22 / cell), Math.ceil(count / 16));

@@ -48,12 +48,13 @@
       place.replaceChildren(make("p", { class: "words" }, "These numbers cannot be drawn; they can be copied."));
     }
   };
-  // a block that came after the page
-  qk.block = (data) => {
-    const head = make("div", { class: "head" }, make("h2", {}, data.title), make("div", { class: "copy" })),
-      words = make("details", { class: "words" }, make("summary", {}, "How to read it"), data.words),
+  // a block that came after the page, folded
+  qk.block = (data, open = true) => {
+    const words = data.words ? make("details", { class: "words" }, make("summary", {}, "How to read it"), data.words) : null,
       chart = make("div", { class: "chart" }),
-      block = make("section", { class: `block ${data.kind}` }, head, data.words ? words : null, chart);
+      below = make("div", { class: "below" }, words, make("div", { class: "copy" })),
+      block = make("details", { class: `fold block ${data.kind}` }, make("summary", {}, data.title), chart, below);
+    block.open = open;
     fill(block, data);
     return block;
   };

@@ -6,15 +6,19 @@
   const TEXT = 28.5,
     STRIP = 40,
     BAR = 6,
-    STEP = 7;
+    STEP = 7,
+    TWICE = 230; // milliseconds in which a second click may come
   const solid = (colour) => `linear-gradient(${colour},${colour})`;
 
-  // rows: token, attention, logit and parts of each token; onlook(i), onleave(), onpick(i, whether it is to ask)
-  qk.prompt = (element, { rows, parts = [], onlook, onleave = () => {}, onpick = null }) => {
+  // rows: token, attention, logit and parts of each token; onlook(i), onleave(), onpick(i, whether it is to ask),
+  // onedit(i, text): what was typed over a token
+  qk.prompt = (element, { rows, parts = [], onlook, onleave = () => {}, onpick = null, onedit = null }) => {
     const colours = qk.partColours(["attention", "logit", ...parts]),
-      keys = onpick ? "Arrow keys move, Enter picks, q asks from a token." : "Arrow keys move.";
+      keys = onpick ? "Arrow keys move, Enter picks, q asks from a token, e types over it." : "Arrow keys move.";
     let shown = "attention",
-      at = -1;
+      at = -1,
+      notes = new Map(), // of tokens, more lines to read
+      wait = null; // a click may be the first of two
     const box = make("div", {
       class: "prompt",
       tabindex: 0,
@@ -40,9 +44,10 @@
         `${solid("var(--line)")} 0 ${middle - 0.5}px / 100% 1px no-repeat`,
       ].join(", ");
     };
+    const shape = (text, i) => (text === "" && i ? "·" : visible(text)); // a further piece of a character
     const tokens = rows.map((row, i) => {
       const kind = `token${row.token.trim() === "" ? " white" : ""}${i === rows.length - 1 ? " asks" : ""}`,
-        fill = make("span", { class: "fill", "data-i": i }, visible(row.token)),
+        fill = make("span", { class: "fill", "data-i": i }, shape(row.token, i)),
         token = make("span", { class: kind, "data-i": i }, fill);
       if (parts.length) {
         token.style.background = bars(row);
@@ -72,6 +77,7 @@
         ["attention", fixed(row.attention, 3)],
         ...(known ? [["logit", fixed(row.logit)]] : []),
         ...parts.map((name) => [name, fixed(row[name]), colours[name]]),
+        ...(notes.get(i)?.lines ?? []),
       ];
       if (!quiet) tip.show(lines, x, y);
       onlook(i);
@@ -82,11 +88,46 @@
     };
     const place = ({ target }) => (target.dataset.i === undefined ? null : Number(target.dataset.i));
     qk.follow(box, place, look, leave);
+    // a token with the pieces of its character becomes a field: Enter takes what was typed, Escape does not
+    const edit = (i) => {
+      while (i > 0 && rows[i].token === "") i--;
+      const [text, fill] = [rows[i].token, tokens[i].firstChild],
+        input = make("input", { class: "over", size: Math.max(3, text.length), "aria-label": `Type over ${visible(text)}` });
+      let open = true;
+      const end = (typed) => {
+        if (!open) return;
+        open = false;
+        tokens[i].replaceChildren(fill);
+        box.focus({ preventScroll: true });
+        if (typed && typed !== text.trim()) onedit(i, /^\s*/.exec(text)[0] + typed);
+      };
+      input.value = text.trim();
+      input.addEventListener("blur", () => end(""));
+      input.addEventListener("keydown", (event) => {
+        event.stopPropagation();
+        if (event.key === "Enter" || event.key === "Escape") end(event.key === "Enter" ? input.value.trim() : "");
+      });
+      tip.hide();
+      tokens[i].replaceChildren(input);
+      input.focus();
+      input.select();
+    };
     box.addEventListener("click", (event) => {
-      if (onpick && place(event) !== null) onpick(place(event), event.shiftKey);
+      const i = place(event);
+      clearTimeout(wait);
+      if (onpick && i !== null && event.detail < 2)
+        wait = setTimeout(() => onpick(i, event.shiftKey), onedit && !event.shiftKey ? TWICE : 0);
+    });
+    box.addEventListener("dblclick", (event) => {
+      clearTimeout(wait);
+      if (onedit && place(event) !== null) edit(place(event));
     });
     box.addEventListener("keydown", (event) => {
       const picks = event.key === "Enter" || event.key === "q";
+      if (event.key === "e" && at >= 0 && onedit) {
+        event.preventDefault();
+        return edit(at);
+      }
       if (picks && at >= 0 && onpick) return onpick(at, event.key === "q" || event.shiftKey);
       const step = { ArrowLeft: -1, ArrowRight: 1, Home: -1e9, End: 1e9 }[event.key];
       if (step === undefined) return undefined;
@@ -118,6 +159,22 @@
         paint();
         element.scrollTop = tokens[key].offsetTop - element.clientHeight / 2; // of a long prompt
       },
+      // tokens by place: a kind that colours them, and lines to read
+      note(given) {
+        notes = given;
+        tokens.forEach((token, i) => {
+          for (const kind of ["cause", "open"]) token.classList.toggle(kind, notes.get(i)?.kind === kind);
+        });
+      },
+      // other words in the place of some
+      put: (texts) =>
+        tokens.forEach((token, i) => {
+          if (token.firstChild.dataset.i !== undefined) token.firstChild.textContent = shape(texts.get(i) ?? rows[i].token, i);
+          token.classList.toggle("typed", texts.has(i));
+        }),
+      // from somewhere else: these tokens are meant
+      point: (...meant) => tokens.forEach((token, i) => token.classList.toggle("on", meant.includes(i))),
+      edit,
       focus: () => box.focus({ preventScroll: true }),
     };
   };

@@ -14,6 +14,15 @@
     make("div", { class: `value ${kind}` }, ...[value].flat()),
   ];
 
+  // text with its verdicts coloured; a page that can go on makes links of the heads that it names, as writers of a side
+  const GOOD = ["supported", "shown", "yes"];
+  const verdict = (word) => make("b", { class: GOOD.includes(word) ? "good" : word === "open" ? "open" : "soft" }, word ?? "");
+  qk.rich ??= (text) => [text];
+  const judged = (text) => {
+    const [, before, word, after] = /^(.*: )(supported|shown|not shown|not here|untested|open)((?:[ .].*)?)$/s.exec(text) ?? [];
+    return word ? [...qk.rich(before), verdict(word), after] : qk.rich(text);
+  };
+
   qk.charts.said = (element, rows) => {
     const items = rows.map(({ line }) => {
       const [, name, rest] = /^([A-Z][a-z' ]+): (.*)$/s.exec(line) ?? [null, "", line];
@@ -21,7 +30,7 @@
     });
     const named = ([name, rest], i) => [
       make("dt", {}, i && items[i - 1][0] === name ? "" : name),
-      make("dd", {}, rest),
+      make("dd", {}, ...judged(rest)),
     ];
     element.replaceChildren(make("dl", { class: "lines" }, ...items.flatMap(named)));
   };
@@ -44,7 +53,7 @@
       const track = (from, to, fill) => [mark(x(0)), span("bar", x(Math.min(from, to)), x(Math.max(from, to)), fill)];
       const value = (each) => [signed(each.value), make("small", {}, percent(each.share)), button(each) ?? ""];
       place.replaceChildren(
-        ...steps.flatMap(([each, from, to]) => row(each.part, track(from, to, colour(each)), value(each))),
+        ...steps.flatMap(([each, from, to]) => row(qk.rich(each.part, each.side), track(from, to, colour(each)), value(each))),
         ...row("logit", track(0, sum, "var(--ink)"), signed(sum), "sum"),
       );
     };
@@ -63,7 +72,7 @@
     let size = sizes.includes(2) ? 2 : sizes[0];
     const test = (each) =>
       row(
-        [each.writers, make("small", {}, each.done)],
+        [...qk.rich(each.writers, each.side), make("small", {}, each.done)],
         [
           ...(each.control_high === null ? [] : [span("band", each.control_low, each.control_high)]),
           span("bar", 0, each.after, "var(--original)"),
@@ -72,7 +81,7 @@
         [
           `${percent(each.before)} → ${percent(each.after)}`,
           make("small", {}, each.beside),
-          make("b", { class: ["supported", "shown", "yes"].includes(each.verdict) ? "good" : "soft" }, each.verdict ?? ""),
+          verdict(each.verdict),
         ],
       );
     const show = () => place.replaceChildren(...own().filter(({ k }) => !k || k === size).flatMap(test));
@@ -89,6 +98,11 @@
 
   qk.charts.output = (element, rows, { after }) => {
     const most = Math.max(1e-9, ...rows.flatMap((each) => [each.before, each.without_key, each.without_other ?? 0]));
+    // where a small chance becomes many times as large, the bars hardly show it
+    const times = ({ before, without_key: after }) => {
+      const [low, high] = [before, after].sort((a, b) => a - b);
+      return high > 0.005 && high / low >= 3 ? make("small", {}, `${after > before ? "×" : "÷"}${fixed(Math.min(high / low, 999), 0)}`) : "";
+    };
     const token = (each) =>
       row(
         piece(each.token),
@@ -99,6 +113,7 @@
         ],
         [
           `${percent(each.before, 1)} → ${percent(each.without_key, 1)}`,
+          times(each),
           each.direct === null ? "" : make("small", {}, `direct ${signed(each.direct)}`),
         ],
       );
