@@ -15,9 +15,9 @@ from qkscope.analyses.trace.verdicts import CANCELS
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
-from qkscope.linear.direct import direct_effect, direct_effects
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run
+from qkscope.linear.split import direct_effect, direct_effects
 from qkscope_papers.families import sum_error
 
 IDS = qk.Example(ids=tuple(range(3, 14)))

@@ -23,12 +23,17 @@ from qkscope.capture.inputs import check_visible, notes_of
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
 from qkscope.runs.result import provenance
 from qkscope.runs.work import stream
 from qkscope.tasks.task import ASKED, Contrast, Task, Unit
+from qkscope.tasks.texts import Texts, cut_texts
+
+_LENGTH = 96  # tokens of a passage
+_FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
 
 
 def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
@@ -88,6 +93,26 @@ def units_hash(units: Sequence[Unit]) -> str:
     for unit in units:
         digest.update(repr(unit).encode("utf-8", "backslashreplace"))
     return digest.hexdigest()[:32]
+
+
+def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
+    """Up to n passages at random as token ids, with a random query in each and the number of its text as cluster.
+
+    What is too short to ask in, or a copy, is left out.
+    """
+    if scope.tokenizer is None:
+        raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
+    pieces, generator = cut_texts(texts), torch.Generator().manual_seed(derived_seed(seed, "texts"))
+    order = torch.randperm(len(pieces), generator=generator).tolist()[:n]
+    first: dict[tuple[int, ...], Unit] = {}  # passages that differ only where they are cut off are copies
+    for i, (text, number) in enumerate(pieces[place] for place in order):
+        ids = tuple(scope.tokenizer(text, truncation=True, max_length=_LENGTH, verbose=False)["input_ids"])
+        if len(ids) > _FIRST_QUERY and ids not in first:
+            place = _FIRST_QUERY + derived_seed(seed, "queries", i) % (len(ids) - _FIRST_QUERY)
+            first[ids] = (Example(ids=ids, queries=((place, place + 1),), cluster=number),)
+    if not first:
+        raise BadInput("no text is long enough to ask in: give longer ones.")
+    return list(first.values())
 
 
 def capture_units(

@@ -30,7 +30,7 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import Count, Seed, checked_call
 from qkscope.linear.weights import head_weights
-from qkscope.maths import relative as measure
+from qkscope.maths import singular as measure
 from qkscope.maths.attribution import split_rows
 from qkscope.maths.singular import SingularBasis, basis_of_weights, singular_coordinates
 from qkscope.runs.result import Result

@@ -34,8 +34,8 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, Seed, checked_class
-from qkscope.maths.relative import rotated_terms
 from qkscope.maths.significance import clustered_bootstrap
+from qkscope.maths.singular import rotated_terms
 from qkscope.runs.progress import doing
 from qkscope.runs.result import Result, provenance
 from qkscope.runs.work import current_work, stream, verb

@@ -23,8 +23,8 @@ from qkscope.capture.tap import Call, Stop, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import BIAS, EMBEDDING, Head, Writer
 from qkscope.linear.layer import Kind, stream_of
-from qkscope.linear.neurons import last_modules
 from qkscope.linear.run import KINDS, Run, Side
+from qkscope.linear.split import last_modules
 from qkscope.linear.weights import BlockCall, Form, form_of, recorded
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from qkscope.capture.gather import Picker
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.tap import Call
 from qkscope.heads import BIAS, EMBEDDING, Head
-from qkscope.linear.layer import ClosedForm, Kind, Layer, alike, stream_of
+from qkscope.linear.layer import AffineLayer, ClosedForm, Kind, alike, stream_of
 
 if TYPE_CHECKING:
     from qkscope.linear.reader import Reader
@@ -109,7 +109,7 @@ class Run:
     calls: dict[int, Call] = field(default_factory=dict)
     left: Float[Tensor, "b t d_model"] | None = None
     logits: Float[Tensor, "n v"] | None = None
-    _layers: dict[Any, Layer] = field(default_factory=dict, init=False)
+    _layers: dict[Any, AffineLayer] = field(default_factory=dict, init=False)
 
     @cached_property
     def captured(self) -> Capture:
@@ -144,7 +144,7 @@ class Run:
 
     # ------------------------------------------------------------------ one layer
 
-    def layer(self, layer: int, slots: Sequence[int] | slice) -> Layer:
+    def layer(self, layer: int, slots: Sequence[int] | slice) -> AffineLayer:
         """A layer's own code at some slots."""
         key = layer, str(slots)
         if key not in self._layers:
@@ -152,7 +152,7 @@ class Run:
                 del self._layers[next(iter(self._layers))]
             block, columns = self.reader.blocks[layer].module, self.columns[:, slots]
             given, true = self.called[layer], self.calls[layer]
-            self._layers[key] = Layer(self.reader.scope, layer, block, given, true, self.row, columns)
+            self._layers[key] = AffineLayer(self.reader.scope, layer, block, given, true, self.row, columns)
         return self._layers[key]
 
     def kv(self, head: Head, of: Literal["k", "v"] = "k") -> int:

@@ -7,7 +7,7 @@ With ``x̂`` the layer's normalised input *without* gain and a constant 1 append
 where W holds the norm's gain, its bias and the projection's bias (last column), and QK-norm's gain and centring. Where
 the norm centres, ``1ᵀ x̂ = 0`` for every token, and no row of W reads anything along **1**. s is 1, or the one scalar
 per token and head that QK-norm leaves; c is 0, or QK-norm's own bias. W is the gradient of the layer's own code at the
-first token, where a rotation turns nothing, with every norm's scalar set to 1 (`Layer.unit`).
+first token, where a rotation turns nothing, with every norm's scalar set to 1 (`AffineLayer.unit`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, block_of, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.linear.layer import Kind, Layer, stream_of
+from qkscope.linear.layer import AffineLayer, Kind, stream_of
 
 _FAR = 16  # times an input of usual length, so that vectors that are clipped somewhere show that they are
 _CLOSE = 1e-3  # how far vectors may be from the form above, of their length
@@ -179,7 +179,7 @@ class Form:
     qk_normed : whether QK-norm leaves a scalar for each token and head.
     """
 
-    layer: Layer
+    layer: AffineLayer
     offsets: dict[Kind, Float[Tensor, "h d_head"]]
     norms: list[Norm]
     before: Norm | None
@@ -194,16 +194,17 @@ class Form:
         self, kind: Kind, heads: Sequence[int]
     ) -> tuple[Float[Tensor, "n d_head d_model"], Float[Tensor, "n d_head"]]:
         """W and a of some heads."""
-        return torch.cat([self.layer.jacobian(kind, head)[0] for head in heads]), self.layer.constants[kind][
-            0, 0, heads
-        ]
+        W = torch.cat([self.layer.jacobian(kind, head)[0] for head in heads])
+        return W, self.layer.constants[kind][0, 0, heads]
 
 
 def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
     """Ask a layer for its form, or refuse it with the reason."""
     stream, row = stream_of(*called.given), torch.zeros(1, 1, dtype=torch.long)
     ends = (0, stream.shape[1] - 1)
-    layer, last = (Layer(scope, number, called.block, called.given, called.call, row[0], row + end) for end in ends)
+    layer, last = (
+        AffineLayer(scope, number, called.block, called.given, called.call, row[0], row + end) for end in ends
+    )
     family = scope.model.config.model_type
     if not layer.reads("k"):
         raise BadInput(

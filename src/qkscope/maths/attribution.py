@@ -38,9 +38,8 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, checked_call
 from qkscope.maths.bases import checked_svd, oblique_projectors, principal_cosines
-from qkscope.maths.relative import random_rotations, reconstruction_count, sparsity
 from qkscope.maths.significance import p_value
-from qkscope.maths.singular import SingularBasis
+from qkscope.maths.singular import SingularBasis, random_rotations, reconstruction_count, sparsity
 from qkscope.maths.subspace import Subspace
 
 RESIDUAL = "residual"

@@ -36,7 +36,7 @@ from torch.nn.functional import normalize
 
 from qkscope.errors import BadInput
 from qkscope.kinds import Count, Natural, checked_class
-from qkscope.maths.relative import random_rotations
+from qkscope.maths.singular import random_rotations
 
 ERROR, AFTER, BIAS = "error", "after", "bias"
 """The parts of a stream that are no features: what the dictionary misses, what was added after it, what is constant."""

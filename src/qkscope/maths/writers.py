@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.attention import AttentionRows
+from qkscope.attention import AttentionRows, soft
 from qkscope.heads import Head, Writer
 from qkscope.maths.significance import clustered_bootstrap
 
@@ -71,7 +71,7 @@ def metrics(
     measured = [
         (attention.gather(-1, columns) * right).sum(-1),
         attention.gather(-1, first[:, None].expand(-1, attention.shape[1], 1))[..., 0],
-        (own.softmax(-1) * right).sum(-1),
+        (soft(own) * right).sum(-1),
         right.expand_as(own).gather(-1, own.argmax(-1, keepdim=True))[..., 0].to(q),
         (at_named * relative_weights(signs)[:, None].to(q)).sum(-1),
     ]

@@ -30,9 +30,9 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head, Writer, parse_writers
-from qkscope.linear.neurons import first_neurons
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run, Side
+from qkscope.linear.split import first_neurons
 from qkscope.maths.writers import SIDES, Tally, different, draw_alike, first_by
 
 CUTS = (1, 2, 3, 5)

@@ -23,9 +23,9 @@ from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.linear.many import values_of
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Direction, Parts, Run, named
+from qkscope.linear.split import values_of
 from qkscope.maths.writers import SIDES, Measurement, Side, Tally, metrics, relative_weights
 from qkscope.runs.work import Stage, Work
 from qkscope.tasks.task import ANSWER, Unit
