@@ -117,9 +117,8 @@ def attribute(
     shown = ", ".join(f"{name} {best[name]:.2f}" for name in parts.parts)
     bias = float(captured.bias[0, 0, best["position"]])
     ranks = {part_name(name): subspace.rank for name, subspace in ordered}
-    shares, backward = (
-        {name: _share(part, parts.logits) for name, part in way.parts.items()} for way in (parts, reverse)
-    )
+    orders = (parts, reverse)
+    shares, backward = ({name: _share(part, parts.logits) for name, part in order.parts.items()} for order in orders)
     answer = (
         f"{head} gives {best['attention']:.2f} of its attention to {best['token']!r} (token {best['position']}): "
         f"logit {best['logit']:.2f} = {shown}{f', and {bias:+.2f} for the distance' if bias else ''}."
@@ -146,9 +145,8 @@ def features_of(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dic
             raise BadInput(f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head.")
     spaces: set[Any] = {subspace.about.get("space", "post_rope") for subspace in features.values()}
     if len(spaces) != 1:
-        raise BadInput(
-            f"no feature was given, or of different spaces ({', '.join(sorted(spaces))}): name those of one."
-        )
+        there = ", ".join(sorted(spaces))
+        raise BadInput(f"no feature was given, or of different spaces ({there}): name those of one.")
     return dict(features), spaces.pop()
 
 

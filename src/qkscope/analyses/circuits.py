@@ -137,9 +137,7 @@ def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"]) -> Places:
     return Places.everywhere(row, columns.flatten().to(mask.device), mask)
 
 
-def find_circuit(
-    scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_size: int = 32, progress: bool | None = None
-) -> list[Edge]:
+def find_circuit(scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_size: int = 32) -> list[Edge]:
     """For each duty of the task the heads that do it most, on prompts for choosing.
 
     A head's score is its mean attention from the query role to the key role, less that to the other named roles, so
@@ -164,7 +162,7 @@ def find_circuit(
             out.append(own[..., keys.index(duty.key)] - rest)
         return torch.stack(out, dim=1)
 
-    scores = torch.cat(list(stream(batches_of(units, batch_size), run, progress))).double().mean(0)
+    scores = torch.cat(list(stream(batches_of(units, batch_size), run))).double().mean(0)
     best = scores.argsort(dim=-1, descending=True)[:, :top]
     return [Edge(scope.heads()[i], duty) for duty, own in zip(duties, best.tolist(), strict=True) for i in own]
 

@@ -314,9 +314,7 @@ def draw_pairs(units: Sequence[Unit], batch_size: int = 32, seed: int = 0) -> Pa
         labels[row, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
     right, wrong = labels > 0, labels < 0
     for row in (~(right.any(1) & wrong.any(1))).nonzero()[:1, 0].tolist():
-        raise BadInput(
-            f"a swap needs keys labelled {ANSWER!r} 1 and -1, but there are not both in {examples[row].show(80)}."
-        )
+        raise BadInput(f"a swap needs keys labelled {ANSWER!r} 1 and -1, and {examples[row].show(80)} has not both.")
     unit, member = torch.tensor(rows).unbind(1)
 
     def draw(what: str, beside: Tensor, allowed: Tensor) -> Tensor:
@@ -354,6 +352,6 @@ def capture_rows(
     def run(indices: list[int]) -> dict[str, Any]:
         return dict(vars(capture(indices).captured.rows()))
 
-    (parts,) = (work or Work()).run([Stage("rows", pairs.batches, run)], progress, last=True)
+    parts = (work or Work()).run(Stage("rows", pairs.batches, run), progress, last=True)
     rows = AttentionRows.cat([AttentionRows(**part) for part in parts])
     return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others)

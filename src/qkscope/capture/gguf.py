@@ -49,9 +49,8 @@ def dequantised(file: Path, digest: str) -> Path:
         Path(alone, "model.gguf").symlink_to(file.resolve())  # what lies beside the file is none of its business
         silent = (modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors)
         with swapped((gguf, "GGUFReader", lambda *_: reader), silent):  # reading it takes seconds
-            model, report = AutoModelForCausalLM.from_pretrained(
-                alone, dtype=torch.float32, output_loading_info=True, **options
-            )
+            whole = options | {"dtype": torch.float32, "output_loading_info": True}
+            model, report = AutoModelForCausalLM.from_pretrained(alone, **whole)
             tokenizer = AutoTokenizer.from_pretrained(alone, **options) if rules else None
     _check_whole(file, reader, fields, model, report)
     # the weights are plain floats now, but transformers refuses to save a model marked as quantised

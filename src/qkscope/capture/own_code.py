@@ -135,9 +135,7 @@ class _Watch(TorchFunctionMode):
         served = self.serve(run=lambda: self._heads(out), causal=False, weights=lambda: softmax, **seen)
         return served.reshape(out.shape)
 
-    def _fused(
-        self, func: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
+    def _fused(self, func: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
         mask = attn_mask
         if mask is not None and mask.dtype != torch.bool:
             mask = self._counted(mask.float().expand(*mask.shape[:2], q.shape[2], -1), additive(mask) == -torch.inf)

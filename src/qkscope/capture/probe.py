@@ -246,9 +246,8 @@ def _without_attention(model: Any, calls: list[Call]) -> dict[int, str]:
         why = f"its cross-attention layers ({len(silent)} of {expected}) run only beside an image"
         raise refusal(model, f"{why}, and qkscope gives it text alone")
     usual, attentions = {type(part) for block in seeing for part in block.children()}, {type(part) for part in called}
-    instead = {
-        i: [type(part).__name__ for part in block.children() if type(part) not in usual] for i, block in silent.items()
-    }
+    others = {i: [type(part) for part in block.children()] for i, block in silent.items()}
+    instead = {i: [kind.__name__ for kind in kinds if kind not in usual] for i, kinds in others.items()}
     alike = any(type(part) in attentions for block in silent.values() for part in block.modules())
     if len(calls) != len(seeing) or alike or not all(instead.values()):
         why = f"{len(calls)} attention calls come from {expected} layers"

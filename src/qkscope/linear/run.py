@@ -235,9 +235,7 @@ class Run:
         whole[:, -1] += layer.constants[kind][:, :, index].to(whole)
         return whole
 
-    def live(
-        self, head: Head, side: Side, x: Float[Tensor, "x n p d_model"], slots: Any = None
-    ) -> Float[Tensor, "x n p d"]:
+    def live(self, head: Head, side: Side, x: Float[Tensor, "x n p e"], slots: Any = None) -> Float[Tensor, "x n p d"]:
         """What a head makes of other streams at the places of a side, its norms running."""
         at, kind = self.at(side) if slots is None else slots, KINDS[side]
         return self.layer(head.layer, at).pushed(x)[kind][..., self.index(head, kind), :].to(x)

@@ -34,6 +34,7 @@ from qkscope.linear.layer import Kind, stream_of
 from qkscope.linear.run import Answer, Direction, Parts, Run
 
 _ROOM = 2**25  # bytes of writers and of directions at once, for each layer that asks with others
+_NEURONS = 10  # named of a side
 
 Values = tuple[list[Head], Float[Tensor, "n h c"], Float[Tensor, "n h c"]]
 
@@ -240,9 +241,7 @@ def _parts(run: Run, layer: int) -> dict[Writer, nn.Module]:
     return {Writer.parse(run.reader.part_name(i, part)): part for i, part in before}
 
 
-def first_neurons(
-    run: Run, asked: Direction, named: Sequence[Writer] = (), count: int = 10
-) -> list[tuple[Writer, float, int]]:
+def first_neurons(run: Run, asked: Direction, named: Sequence[Writer] = ()) -> list[tuple[Writer, float, int]]:
     """The neurons that say most in a direction, or those named, of one prompt.
 
     Returns
@@ -252,11 +251,11 @@ def first_neurons(
     found = []
     for mlp, parts in neuron_parts(run, asked):
         values, slots = parts[0].sum(0), asked.slots[parts[0].abs().argmax(0)]
-        largest = values.abs().topk(min(count, len(values))).indices.tolist()
+        largest = values.abs().topk(min(_NEURONS, len(values))).indices.tolist()
         chosen = [writer.index[-1] for writer in named if writer.mlp == mlp] if named else largest
         found += [(Writer(mlp.layer, "neuron", (*mlp.index, i)), float(values[i]), int(slots[i])) for i in chosen]
     found.sort(key=lambda row: -abs(row[1]))
-    return found if named else found[:count]
+    return found if named else found[:_NEURONS]
 
 
 def check_neurons(run: Run, head: Head, named: Sequence[Writer]) -> list[Writer]:
@@ -271,9 +270,8 @@ def check_neurons(run: Run, head: Head, named: Sequence[Writer]) -> list[Writer]
         if writer.kind != "neuron":
             raise BadInput(f"{writer} is no neuron: write one like M9.N120.")
         if writer.mlp not in parts:
-            raise BadInput(
-                f"{writer} does not write before {head} in {model}: take one of {', '.join(map(str, parts))}."
-            )
+            there = ", ".join(map(str, parts))
+            raise BadInput(f"{writer} does not write before {head} in {model}: take one of {there}.")
         if writer.mlp in without:
             raise BadInput(f"{writer.mlp} has no neurons to name: {why}.")
         width = run.neurons[parts[writer.mlp]].shape[-1]

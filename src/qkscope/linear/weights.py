@@ -125,9 +125,8 @@ def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
         for kind, (heads, slots) in rows.items():
             W = _without_constants(form, *form.matrices(kind, heads))
             found[kind] |= zip(slots, zip(W, form.offsets[kind][heads], strict=True), strict=True)
-    W_Q, c_Q, W_K, c_K = (
-        torch.stack([own[slot][i].to(device) for slot in sorted(own)]) for own in found.values() for i in (0, 1)
-    )
+    sides = [zip(*(of[slot] for slot in sorted(of)), strict=True) for of in found.values()]
+    W_Q, c_Q, W_K, c_K = (torch.stack([x.to(device) for x in part]) for side in sides for part in side)
     scale = torch.tensor([called[head.layer].call.scale for head in wanted]).to(c_Q)
     return HeadWeights(tuple(wanted), W_Q, W_K, torch.tensor(layout.kv_of_head, device=device), scale, c_Q, c_K)
 
@@ -190,9 +189,7 @@ class Form:
         """Whether the norm before W subtracts the mean."""
         return any(norm.centres for norm in self.norms)
 
-    def matrices(
-        self, kind: Kind, heads: Sequence[int]
-    ) -> tuple[Float[Tensor, "n d_head d_model"], Float[Tensor, "n d_head"]]:
+    def matrices(self, kind: Kind, heads: Sequence[int]) -> tuple[Float[Tensor, "n d e"], Float[Tensor, "n d"]]:
         """W and a of some heads."""
         W = torch.cat([self.layer.jacobian(kind, head)[0] for head in heads])
         return W, self.layer.constants[kind][0, 0, heads]
@@ -201,10 +198,8 @@ class Form:
 def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
     """Ask a layer for its form, or refuse it with the reason."""
     stream, row = stream_of(*called.given), torch.zeros(1, 1, dtype=torch.long)
-    ends = (0, stream.shape[1] - 1)
-    layer, last = (
-        AffineLayer(scope, number, called.block, called.given, called.call, row[0], row + end) for end in ends
-    )
+    given = scope, number, called.block, called.given, called.call, row[0]
+    layer, last = (AffineLayer(*given, row + end) for end in (0, stream.shape[1] - 1))
     family = scope.model.config.model_type
     if not layer.reads("k"):
         raise BadInput(

@@ -80,7 +80,7 @@ class SingularBasis:
     Examples
     --------
     >>> import qkscope as qk
-    >>> basis = qk.singular_basis(qk.Scope.load("nano:mixed"), "L1H3", cache=False)
+    >>> basis = qk.singular_basis(qk.Scope.load("nano:mixed"), "L1H3")
     >>> basis
     SingularBasis(L1H3: 24 vectors each)
     >>> basis["L1H3"].read.shape
@@ -288,9 +288,7 @@ def largest_place(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
     return torch.where(terms.isnan().any(-1), torch.nan, place)
 
 
-def null_count(
-    terms: Float[Tensor, "*b m"], tolerance: float = 1.0, draws: int = 20, seed: int = 0
-) -> Float[Tensor, "*b"]:
+def null_count(terms: Float[Tensor, "*b m"], tolerance: float = 1.0, draws: int = 20, seed: int = 0) -> Tensor:
     """Mean reconstruction count of random terms with the same sum and the same norm."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn((draws, *terms.shape), generator=generator, dtype=torch.float64).to(terms)

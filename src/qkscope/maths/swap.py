@@ -26,6 +26,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector
 from qkscope.maths.significance import clustered_bootstrap
+from qkscope.runs.result import Rows
 
 #: A way to choose k directions of every head; see `qkscope.maths.methods`.
 Method = Callable[[int | Sequence[int]], Projector]
@@ -54,6 +55,9 @@ class Condition(NamedTuple):
             return self.feature
         parts = (self.feature, self.kind) if self.kind in _VERSIONS else (self.kind, self.feature)
         return "_".join(part for part in parts if part)
+
+
+Pair = tuple[Condition, Condition]  # to be compared
 
 
 def swapped_keys(k_orig: Tensor, k_target: Tensor, projector: Projector) -> tuple[Tensor, Tensor]:
@@ -148,16 +152,14 @@ class SwapRows:
         assert self.others is not None
         return swap_attention(self.rows, *self.others, projector, read=(self.orig, self.target))
 
-    def table(self, conditions: Mapping[Condition, Projector], *, seed: int = 0) -> list[dict[str, Any]]:
+    def table(self, conditions: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:
         """One row per head and condition, with what each gains over random subspaces of its size."""
         effects = {what: self.swap(p, sham=what.kind == "sham") for what, p in conditions.items()}
         random = {what: Condition(what.feature, "random") for what in conditions if what.kind not in ("random", "sham")}
         against = {what: other for what, other in random.items() if other in conditions}
         return swap_table(effects, self.heads, self.cluster, against=against, seed=seed)
 
-    def paired(
-        self, pairs: Sequence[tuple[Condition, Condition]], effects: Mapping[Condition, Projector], *, seed: int = 0
-    ) -> list[dict[str, Any]]:
+    def paired(self, pairs: Sequence[Pair], effects: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:
         """How much more one condition shifts than another on the same rows, with the interval of the difference."""
         shifts = {what: self.swap(effects[what]).shift.double() for what in dict.fromkeys(c for p in pairs for c in p)}
         table = []
@@ -171,9 +173,7 @@ class SwapRows:
             ]  # fmt: skip
         return table
 
-    def curve(
-        self, methods: Mapping[Any, Method], sizes: Sequence[int], *, against: str | Pairs = None, seed: int = 0
-    ) -> list[dict[str, Any]]:
+    def curve(self, methods: Mapping[Any, Method], sizes: Sequence[int], *, against: Any = None, seed: int = 0) -> Rows:
         """One row per size, head and method.
 
         ``against`` names the method that the others' gains are over, or one for each; there are no gains without.

@@ -173,9 +173,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadInput(
-            f"{path} cannot be written ({error.strerror or error}): make room, or choose another place."
-        ) from None
+        why = error.strerror or error
+        raise BadInput(f"{path} cannot be written ({why}): make room, or choose another place.") from None
 
 
 def write_file(path: Path, content: str | bytes) -> None:

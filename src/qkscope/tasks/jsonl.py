@@ -145,9 +145,8 @@ def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
     """
     home: dict[tuple[int, str], int] = {}
     shared = [(line.group, str(line.example.text)) for line in lines]
-    clusters = connected(
-        len(lines), [(i, home.setdefault(x, i)) for i, two in enumerate(shared) for x in enumerate(two)]
-    )
+    links = [(i, home.setdefault(x, i)) for i, two in enumerate(shared) for x in enumerate(two)]
+    clusters = connected(len(lines), links)
     prompts: dict[int, set[str]] = {}
     said: dict[int, _Line] = {}
     for cluster, line in zip(clusters, lines, strict=True):

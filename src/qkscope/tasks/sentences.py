@@ -85,7 +85,7 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         if form == "single" and use == "test":
-            yield (_gift(TEMPLATES[0], "BABA", _SINGLE["io"], _SINGLE["subject"], _SINGLE, contrast, 0),)
+            yield (_gift(TEMPLATES[0], ("BABA", _SINGLE["io"], _SINGLE["subject"]), _SINGLE, contrast, 0),)
             return
         for cluster in count():
             order = form if form in ("ABBA", "BABA") else ("ABBA", "BABA")[cluster % 2]
@@ -95,7 +95,7 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
             # of a subject's copy the text is the same up to the second mention, then the other name
             copies = {"subject": ("BABA" if order == "ABBA" else "ABBA", subject, io), "name": (order, third, subject)}
             drawn = [(order, io, subject), *(copies[name] for name in copies if name == contrast)]
-            yield tuple(_gift(template, *names, fill, contrast, cluster) for names in drawn)
+            yield tuple(_gift(template, names, fill, contrast, cluster) for names in drawn)
 
     contrasts = (
         Contrast("subject", "the name mentioned once / the name mentioned twice"),
@@ -104,9 +104,8 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
     return from_walk("ioi", seed, contrasts, walk, {"form": form, "chat": chat}, address=(form,))
 
 
-def _gift(
-    template: str, order: str, io: str, subject: str, fill: dict[str, str], contrast: str, cluster: int
-) -> Example:
+def _gift(template: str, names: tuple[str, str, str], fill: dict[str, str], contrast: str, cluster: int) -> Example:
+    order, io, subject = names
     words = {"A": io, "B": subject} if order == "ABBA" else {"A": subject, "B": io}
     body, last = re.fullmatch(r"(.*?)(\w+)", template, re.DOTALL).groups()  # type: ignore[union-attr]
     draft, before = Draft(), ""

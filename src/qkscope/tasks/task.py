@@ -94,11 +94,6 @@ class Task:
     notes: tuple[str, ...] = ()
     starts_with_key: bool = False
 
-    def __post_init__(self) -> None:
-        for name in self.contrasts:
-            if not name.strip() or not name.isprintable():
-                raise BadInput(f"a contrast cannot be called {name!r}, which cannot be shown: rename it.")
-
     def choose(self, n: Count) -> Sequence[Unit]:
         """Units for scoring heads.
 

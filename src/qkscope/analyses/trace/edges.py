@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from qkscope.analyses.prompts import batches_of, words_of
 from qkscope.analyses.trace.rows import HeadRows, Pass, Tables, answer_signs
 from qkscope.capture.encode import Encoding
-from qkscope.capture.inputs import answer_ids
+from qkscope.capture.inputs import answer_tokens
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture
 from qkscope.change.whole import held_at, noted, summed_outputs
@@ -38,8 +38,9 @@ from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Side
 from qkscope.maths.writers import METRICS, SIDES, Measurement, Tally, draw_alike, first_by, metrics, strongest_pairs
+from qkscope.runs.result import Rows
 from qkscope.runs.work import stream
-from qkscope.tasks.task import ANSWER, Unit
+from qkscope.tasks.task import Unit
 
 ORDERS = ("share", "signed", "norm", "variance", "patching", "path")
 RANDOM = "random"
@@ -266,9 +267,7 @@ class EdgeTest:
 # ---------------------------------------------------------------------- whole heads
 
 
-def whole_heads(
-    how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit], units: Sequence[Unit]
-) -> list[dict[str, Any]]:
+def whole_heads(how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit], units: Sequence[Unit]) -> Rows:
     """Take out the first one, two and three head writers, and as many others of their layers."""
     reader, scope, words = how.reader, how.reader.scope, words_of(units)
     writers = parse_writers(reader.writers(head.layer))
@@ -327,10 +326,6 @@ def _measured(how: Pass, encoded: Encoding, captured: Capture) -> Float[Tensor, 
     assert captured.logits is not None
     named = encoded.places.keys.masked_fill(~encoded.places.key_mask, 0)
     measured = metrics(captured.rows().of_head(0), named, answer_signs(encoded))[0]
-    tokens, right = encoded.inputs["input_ids"].gather(1, named), encoded.labels[ANSWER] > 0
-    answers = answer_ids(how.reader.scope, encoded.examples, how.chat)
-    chances = []
-    for row, own in enumerate(captured.logits.softmax(-1)):
-        answer = answers[int(encoded.example[row])]
-        chances.append(own[tokens[row][right[row]] if answer is None else answer[0]].sum())
-    return torch.cat([measured, torch.stack(chances)[:, None]], dim=1).cpu()
+    tokens, signs = answer_tokens(how.reader.scope.encoder, encoded, how.chat)
+    chances = captured.logits.softmax(-1).cpu().gather(1, tokens) * (signs > 0)
+    return torch.cat([measured.cpu(), chances.sum(1, keepdim=True)], dim=1)

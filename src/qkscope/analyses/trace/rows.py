@@ -307,7 +307,7 @@ class Pass:
             return [measured.kept for measured in given]
 
         stage = Stage(name, batches_of(units, self.batch_size), run, sums, merge=merge_sums)
-        kept = self.job.run([stage], self.progress, last=last)[0]
+        kept = self.job.run(stage, self.progress, last=last)
         for (head, _, of), total in ((name.partition(" "), total) for name, total in sums.items()):
             tallies[Head.parse(head)].sums[of] = total
         return tallies, [list(column) for column in zip(*kept, strict=True)]

@@ -229,10 +229,8 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
         wanted = [] if isinstance(neurons, bool) else parse_writers(neurons)
         without = ", ".join(map(str, check_neurons(one.run, one.head, wanted)))
         tables["neurons"] = one.neuron_rows(wanted)
-        first = {
-            row["side"]: f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})"
-            for row in reversed(tables["neurons"])
-        }
+        rows = {row["side"]: row for row in reversed(tables["neurons"])}
+        first = {side: f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})" for side, row in rows.items()}
         said += f" The first neuron of its key is {first['key']}, of its query {first['query']}."
         said += f" {without}: no neurons to name." if without else ""
     return said, tables
@@ -302,9 +300,7 @@ def _task_features(
     chosen = choose_features(how, choosing, dictionary)
     tests = {head: FeatureTest(head, dictionary, own, draws, how.seed) for head, own in chosen.items()}
     tallies, kept = how.add_up("features", units, {h: test.measure for h, test in tests.items()}, last=True)
-    every = [
-        test.tables(tallies[head], torch.cat(needed)) for (head, test), needed in zip(tests.items(), kept, strict=True)
-    ]
+    every = [tests[head].tables(tallies[head], torch.cat(needed)) for head, needed in zip(tests, kept, strict=True)]
     said = [says_pairs(says_right(own["check"][0]), own) for own in every]
     return " ".join(said), join_tables(every)
 
