@@ -108,11 +108,9 @@ def attribute(
     parts = attribute_logits(q, k, scale, bases, split)
     reverse = attribute_logits(q, k, scale, dict(reversed(bases.items())))
     attention, logits = captured.attention()[0, 0].tolist(), parts.logits.tolist()
-    columns = {"attention": attention, "logit": logits, **{name: part.tolist() for name, part in parts.parts.items()}}
-    rows = [
-        {"position": i, "token": text, **{name: values[i] for name, values in columns.items()}}
-        for i, text in enumerate(token_texts(scope, ids))
-    ]
+    columns: dict[str, Any] = {"position": range(len(ids)), "token": token_texts(scope, ids), "attention": attention}
+    columns |= {"logit": logits, **{name: part.tolist() for name, part in parts.parts.items()}}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     best = max(rows, key=lambda row: row["attention"])
     shown = ", ".join(f"{name} {best[name]:.2f}" for name in parts.parts)
     bias = float(captured.bias[0, 0, best["position"]])

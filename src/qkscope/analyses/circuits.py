@@ -25,8 +25,8 @@ from qkscope.heads import Head
 from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 
+#: Roles of every task: its own query, and its right key (``answer``).
 QUERY = "query"
-"""Roles of every task: its own query, and its right key (``answer``)."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ def _duty(role: str, way: str) -> Duty:
 
 
 _TABLE = tomllib.loads(files("qkscope.analyses").joinpath("circuits.toml").read_text("utf-8"))
+#: What to look for in a model whose circuit nobody has published, by task.
 DUTIES = {task: tuple(_duty(*row) for row in duties.items()) for task, duties in _TABLE["duties"].items()}
-"""What to look for in a model whose circuit nobody has published, by task."""
+#: Published circuits, by model and task.
 CIRCUITS = {
     (name, found["task"]): [
         Edge(Head.parse(f"L{head.replace('.', 'H')}"), _duty(role, way))
@@ -66,7 +67,6 @@ CIRCUITS = {
     for model, found in _TABLE["circuits"].items()
     for name in (model, found["also"])
 }
-"""Published circuits, by model and task."""
 _ANSWERING = Duty("answer", QUERY, ANSWER)
 
 

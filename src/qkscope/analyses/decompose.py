@@ -28,8 +28,8 @@ from qkscope.runs.folder import RESULTS, read_run
 from qkscope.runs.work import Stage, current_work, out_of_memory, verb
 from qkscope.tasks.task import Contrast, Task
 
+#: The p-value from which on a file's neighbours are said to be alike.
 ALIKE = 0.01
-"""The p-value from which on a file's neighbours are said to be alike."""
 _HEADS, _UNITS, _LEAST = 8, 512, 12  # looked at for that, at most, and under how many units nothing is said
 Replicates = Annotated[int, Interval(ge=1, le=100_000)]
 
@@ -110,10 +110,8 @@ def decompose(
     else:
         common: Any = {"group_size": scope.group_size, "replicates": replicates, "seed": seed, "device": scope.device}
         try:
-            sums = {
-                name: ContrastSums(chosen, [name], scope.d_head, nulls=_nulls(task.contrasts[name]), **common)
-                for name in names
-            }
+            nulls = {name: _nulls(task.contrasts[name]) for name in names}
+            sums = {name: ContrastSums(chosen, [name], scope.d_head, nulls=nulls[name], **common) for name in names}
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise

@@ -39,11 +39,11 @@ _KINDS = {
     "mean only": "the keys differ, and that it depends on what is asked is not shown (which a weak one would not)",
     "not above null": "nothing is above chance",
 }
+#: What a fit was asked for, as its manifest says it.
 _JOB = (
     "model", "weights", "dtype", "tokenizer", "task", "asked", "task_seed", "heads", "n", "contrasts", "space",
     "batch_size", "replicates", "seed",
 )  # fmt: skip
-"""What a fit was asked for, as its manifest says it."""
 
 
 class ContrastSums(Moments):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -66,8 +66,7 @@ def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:
             raise BadInput(f"{what} was made with other {part} than {scope.name} has here: load the same model.")
 
 
-@dataclass(frozen=True)
-class UnitBatch:
+class UnitBatch(NamedTuple):
     """Capture rows, and which unit and which of its prompts each row belongs to."""
 
     captured: Capture

@@ -9,8 +9,8 @@ no key, and takes no part. Where a family caps its logits, r is the logit before
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -64,8 +64,7 @@ def singular_basis(scope: Scope, heads: str | Head | Sequence[str | Head] | None
 TOLERANCE = 0.99
 
 
-@dataclass(frozen=True)
-class RelativeRows:
+class RelativeRows(NamedTuple):
     """Terms of rows (an example and one of its queries) and heads; NaN where a query does not see the key.
 
     ``terms = query · s · key``, with ``query = α`` (QK-norm's scalar included), ``key = γ / σ`` times the call's scale.

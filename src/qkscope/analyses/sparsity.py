@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -227,8 +227,7 @@ def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Flo
 # ---------------------------------------------------------------------- over training
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """One checkpoint: its name in the run, and what `Scope.load` takes. ``weights`` is known for local files."""
 
     label: str

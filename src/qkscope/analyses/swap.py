@@ -36,8 +36,8 @@ from qkscope.runs.work import Stage, Work, current_work, verb
 from qkscope.tasks.task import ANSWER, ASKED, Unit, UnitsToTest
 
 SIZES = (1, 2, 4, 8, 12)
+#: A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped.
 Basis = Subspace | Tensor
-"""A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped."""
 
 
 @checked_class

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -33,8 +33,7 @@ _CHUNK = 256
 PIECE = "(part of a character)"
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """One example as ids, with the token positions of its queries and keys."""
 
     ids: tuple[int, ...]

@@ -233,10 +233,9 @@ def check_report(name: str, report: Mapping[str, Any]) -> None:
         (unused, "have no place in the model its config describes"),
     ):
         if keys:
-            raise BadInput(
-                f"{name} does not fit its config: {len(keys)} weights such as {min(keys)} {wrong}, so it would compute "
-                "something else: mend the config (its number of layers, its biases), or download the model again."
-            )
+            why = f"{len(keys)} weights such as {min(keys)} {wrong}, so it would compute something else"
+            mend = "mend the config (its number of layers, its biases), or download the model again"
+            raise BadInput(f"{name} does not fit its config: {why}: {mend}.")
 
 
 # ---------------------------------------------------------------- models inside installed packages
@@ -270,6 +269,7 @@ class Package:
 
 
 _PINS = Path(__file__).parents[1] / "data" / "packages"
+#: Names that stand for the GGUF file in installed packages.
 EMBEDDED: Mapping[str, Package] = {
     "smollm2-135m": Package(_PINS / "smollm2-135m.txt", "SmolLM2-135M-Instruct (Apache-2.0), 93 MB"),
     "gemma3-270m": Package(
@@ -279,7 +279,6 @@ EMBEDDED: Mapping[str, Package] = {
         "the Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
     ),
 }
-"""Names that stand for the GGUF file in installed packages."""
 
 
 def packaged_file(name: str) -> Path:

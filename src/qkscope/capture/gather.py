@@ -35,8 +35,7 @@ class Plan:
     kv_slots: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What each layer gives to which slots, and which key head (in order of first use) each head reads."""
 
     plans: dict[int, Plan]

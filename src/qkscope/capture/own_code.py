@@ -32,8 +32,8 @@ _PRODUCTS = ("matmul", "__matmul__", "bmm")
 _C = 1024.0  # far from 0, so that a cap or a clamp shows, and a power of two, so that a scale stays exact
 
 
+#: Gets a way to the model's own output (``run``), and what was seen as the fields of `Call`; gives the output.
 Serve = Callable[..., Float[Tensor, "b h s e"]]
-"""Gets a way to the model's own output (``run``), and what was seen as the fields of `Call`; gives the output."""
 
 
 def additive(mask: Tensor) -> Float[Tensor, "..."]:

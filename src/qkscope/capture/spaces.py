@@ -26,8 +26,8 @@ Space = Literal["post_rope", "pre_rope", "query_frame"]
 SPACES: tuple[Space, ...] = get_args(Space)
 _CLASS = object()  # an attribute that the class has, not the object
 
+#: Rotary types whose frequencies depend on the length of the prompt: one rotation per offset does not exist there.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary types whose frequencies depend on the length of the prompt: one rotation per offset does not exist there."""
 
 
 @dataclass

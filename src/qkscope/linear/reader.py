@@ -63,10 +63,9 @@ class Reader:
         self.columns = {head: column for column, head in enumerate(self.heads)}
         for name, weight in scope.model.named_parameters():
             if not weight.is_floating_point():
-                raise BadInput(
-                    f"{scope.name} cannot be traced: {name} is stored in {weight.dtype}, and what writers give is split"
-                    " by gradients, which need numbers with a fraction; load the model without quantisation."
-                )
+                why = "what writers give is split by gradients, which need numbers with a fraction"
+                stored = f"{name} is stored in {weight.dtype}, and {why}; load the model without quantisation"
+                raise BadInput(f"{scope.name} cannot be traced: {stored}.")
         self.blocks = read_blocks(scope.model, scope.facts.layer_of)
         self._norms: dict[nn.Module, Norm] = {}
         self._said: dict[Any, Any] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -35,8 +35,7 @@ _KEPT = 4096  # tokens of layers whose graphs are kept ready to be asked again: 
 _ROWS = 128  # of attention, made at once: a row has a copy of all keys
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """Vectors at p places, split among writers: ``values`` is Float [n, c, p, d]."""
 
     writers: list[str]
@@ -48,8 +47,7 @@ def named(pieces: Sequence[Parts]) -> Float[Tensor, "n c p d"]:
     return torch.cat([piece.values for piece in pieces if piece.writers != [BIAS]], dim=1)
 
 
-@dataclass(frozen=True)
-class Direction:
+class Direction(NamedTuple):
     """What is asked of the stream that enters a layer, at some slots: ``Σ_p vectors·x(p) + constants``."""
 
     layer: int

@@ -100,9 +100,8 @@ def head_weights(model: Any, heads: str | Head | Sequence[str | Head] | None = N
     except (BadInput, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a layer asked so may fail in any way: that it has no weights is then the news
-        raise BadInput(
-            f"{kind} has no weights to read: a layer, asked for its queries and keys alone, failed with {error!r}."
-        ) from error
+        why = f"a layer, asked for its queries and keys alone, failed with {error!r}"
+        raise BadInput(f"{kind} has no weights to read: {why}.") from error
 
 
 class BlockCall(NamedTuple):
@@ -165,8 +164,7 @@ def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
     return found
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """One layer's vectors at the first token with every norm's scalar at 1, ``W x + a + c``.
 
     Attributes
@@ -202,10 +200,8 @@ def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
     layer, last = (AffineLayer(*given, row + end) for end in (0, stream.shape[1] - 1))
     family = scope.model.config.model_type
     if not layer.reads("k"):
-        raise BadInput(
-            f"{family} has no weights to read in every layer: some have no keys of their own but read those of a layer"
-            " before them; ask for heads of the others."
-        )
+        why = "some have no keys of their own but read those of a layer before them; ask for heads of the others"
+        raise BadInput(f"{family} has no weights to read in every layer: {why}.")
     qk_norms = set(layer.norms.ran) & set(called.call.module.modules())
     draw = torch.randn((8, 1, 1, stream.shape[-1]), generator=torch.Generator().manual_seed(number)).to(stream.device)
     x = torch.nn.functional.layer_norm(draw, draw.shape[-1:])

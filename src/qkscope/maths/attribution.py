@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, permutations
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -60,8 +60,7 @@ def part_name(feature: str) -> str:
     return f"'{feature}'" if feature in (RESIDUAL, "position", "token", "attention", "logit") else feature
 
 
-@dataclass(frozen=True)
-class Attribution:
+class Attribution(NamedTuple):
     """Parts of the logits of one head: ``parts[name]`` per key; they sum to ``logits``."""
 
     logits: Float[Tensor, "*n k"]

@@ -300,7 +300,12 @@ class Moments:
         return {"heads": [str(head) for head in self.heads], **asked, "about": json.loads(json.dumps(self.about))}
 
     def merge(self, *others: Moments) -> Self:
-        """New sums with the data of all: addition, so neither order nor grouping matters (to rounding)."""
+        """New sums with the data of all: addition, so neither order nor grouping matters (to rounding).
+
+        Parameters
+        ----------
+        others : sums of the same job.
+        """
         merged, job = deepcopy(self), self.manifest()
         for other in others:
             theirs = other.manifest()
@@ -316,12 +321,24 @@ class Moments:
         return tensor_bytes(self.kind, self.tensors(), self.manifest())
 
     def save(self, path: str | Path) -> None:
-        """Write sums and manifest to one safetensors file."""
+        """Write sums and manifest to one safetensors file.
+
+        Parameters
+        ----------
+        path : of the file.
+        """
         write_tensors(path, self.kind, self.tensors(), self.manifest())
 
     @classmethod
     def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None, device: Device = "cpu") -> Self:
-        """Read a file that `save` wrote; refuse one whose ``about`` differs from what ``expect`` says."""
+        """Read a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : of the file.
+        expect : what its ``about`` has to say; a file that says otherwise is refused.
+        device : where the sums go.
+        """
         tensors, manifest = read_tensors(path, cls.kind, expect)
         held = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         try:  # asked of tensors without memory, as a manifest may promise anything

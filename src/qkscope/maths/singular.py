@@ -28,7 +28,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -45,8 +45,7 @@ _NULL = 1e-7  # relative size under which a direction of W_Q is not there
 _PROBES = 8
 
 
-@dataclass(frozen=True)
-class HeadBasis:
+class HeadBasis(NamedTuple):
     """Singular vectors of one head: ``Ω = U diag(S) Vᵀ``, biases in the last row of U and V; ``read = W_Q U``."""
 
     U: Float[Tensor, "d m"]
@@ -180,10 +179,8 @@ def basis_of_weights(
         parts.append([x.cpu() for x in (u.float(), s, v.float(), q @ u, error)])
     U, S, V, read, error = (torch.cat(part) for part in zip(*parts, strict=True))
     if bool((error > 1e-6).any()):
-        raise BadInput(
-            f"the singular vectors of {heads[int(error.argmax())]} do not multiply out to its weights (error "
-            f"{float(error.max()):.1e}): look for numbers that are not finite among them."
-        )
+        worst = f"{heads[int(error.argmax())]} do not multiply out to its weights (error {float(error.max()):.1e})"
+        raise BadInput(f"the singular vectors of {worst}: look for numbers that are not finite among them.")
     return SingularBasis(tuple(heads), U, S, V, read, scale.cpu(), c_q.cpu(), error, tuple(rotary), about or {})
 
 

@@ -212,9 +212,7 @@ def swap_attention(
     difference = rows.keys_of_heads(target) - rows.keys_of_heads(orig)
     scale = torch.as_tensor(rows.scale, dtype=rows.q.dtype, device=rows.q.device)
     inside = torch.einsum("nhd,shdr->snhr", difference, right)
-    to_orig = scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(orig), left, inside)
-    to_target = -scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(target), left, inside)
-
+    moves = scale * torch.einsum("nhd,shdr,snhr->snh", rows.q, left, inside)  # to the original, and from the target
     before = rows.products()
     slots, (watched, wanted) = torch.arange(before.shape[-1], device=before.device), read or (orig, target)
 
@@ -226,8 +224,8 @@ def swap_attention(
 
     attention = rows.attention(before)
     first, first_named, drawn = rows.largest(before), attention.argmax(-1), []
-    for up, down in zip(to_orig, to_target, strict=True):  # a draw at a time keeps memory at one copy of the rows
-        change = up[..., None] * at(orig) + down[..., None] * at(target)
+    for move in moves:  # a draw at a time keeps memory at one copy of the rows
+        change = move[..., None] * at(orig) - move[..., None] * at(target)
         after = rows.attention(before + change)
         flipped = (first == watched[:, None]) & (rows.largest(before + change) == wanted[:, None])
         flipped_named = (first_named == watched[:, None]) & (after.argmax(-1) == wanted[:, None])

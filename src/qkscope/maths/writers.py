@@ -18,8 +18,8 @@ from qkscope.attention import AttentionRows, soft
 from qkscope.heads import Head, Writer
 from qkscope.maths.significance import clustered_bootstrap
 
+#: Attention on the right keys and on the first token, softmax and accuracy among the named keys, relative logit.
 METRICS = ("attention", "first", "among", "accuracy", "logit")
-"""Attention on the right keys and on the first token, softmax and accuracy among the named keys, relative logit."""
 
 Side = Literal["query", "key"]
 SIDES: tuple[Side, Side] = ("query", "key")

@@ -25,8 +25,8 @@ from qkscope.kinds import checked_class
 from qkscope.runs import folder as disk
 from qkscope.runs.claims import Claim, count_claims
 
+#: A table.
 Rows = list[dict[str, Any]]
-"""A table."""
 _STORED = ("experiment", "preset", "model", "seed", "seconds", "answer", "claims", "tables")
 _FOLDER = ("schema", "experiment", "files")  # what a manifest says besides what made the result
 

@@ -45,8 +45,8 @@ P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
 T = TypeVar("T")
 
+#: The most pieces of a list of batches.
 PIECES = 16
-"""The most pieces of a list of batches."""
 _LEAST = 2  # batches of a piece: adding up and writing are little beside them
 _TENSOR = "tensor"
 

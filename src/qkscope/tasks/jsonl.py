@@ -159,10 +159,8 @@ def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
     names = {cluster: _digest("\0".join(sorted(texts)))[:16] for cluster, texts in prompts.items()}
     free = sorted((cluster for cluster in names if cluster not in said), key=lambda c: _digest(f"{seed}/{names[c]}"))
     uses = {c: USES[i % len(USES)] for i, c in enumerate(free)} | {c: line.use for c, line in said.items()}
-    return [
-        line._replace(use=uses[cluster], example=replace(line.example, cluster=names[cluster]))
-        for cluster, line in zip(clusters, lines, strict=True)
-    ]
+    placed = zip(clusters, lines, strict=True)
+    return [line._replace(use=uses[c], example=replace(line.example, cluster=names[c])) for c, line in placed]
 
 
 def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:

@@ -26,6 +26,7 @@ USES: tuple[Use, ...] = ("choose", "fit", "test")
 Center = Literal["none", "query", "both"]
 ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
 Unit = tuple[Example, ...]
+Units = Sequence[Unit]
 UnitsToTest = Sequence[Unit]
 
 

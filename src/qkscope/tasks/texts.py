@@ -53,8 +53,8 @@ class Document:
     text: str
 
 
+#: Passages, or documents to cut into them.
 Texts: TypeAlias = Sequence[str] | Annotated[Sequence[Document], "a list of documents"]
-"""Passages, or documents to cut into them."""
 
 
 @cache

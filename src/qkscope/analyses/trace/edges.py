@@ -16,10 +16,9 @@ readers. MLPs are live, or held at what they put out before, their answers to th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -54,8 +53,7 @@ _KINDS = (("live", "chosen"), ("held", "chosen"), ("live", "random"))
 _ACCURACY = METRICS.index("accuracy")
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What the words for choosing say about one head.
 
     Attributes
@@ -174,8 +172,8 @@ def path_effects(rows: HeadRows, seed: int) -> dict[Side, Float[Tensor, "n c"]]:
 # ---------------------------------------------------------------------- cut and kept
 
 
+#: Which edges are replaced, how they were chosen, and what with: the first columns of the table ``edges``.
 Edge = dict[str, Any]
-"""Which edges are replaced, how they were chosen, and what with: the first columns of the table ``edges``."""
 
 
 def all_edges(writers: int) -> list[Edge]:

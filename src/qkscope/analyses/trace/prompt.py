@@ -192,15 +192,9 @@ class PromptTrace(HeadRows):
 
     def cut(self, writers: Mapping[str, Sequence[int]]) -> Float[Tensor, " t"]:
         """The attention row with some writers' parts replaced by their means over the prompt's other tokens."""
-        away = self.away(writers)
-        return self.changed({self.key: -away["key"]}, -away["query"])
-
-    def changed(self, keys: Mapping[int, Float[Tensor, " d"]], query: Tensor | float = 0.0) -> Float[Tensor, " t"]:
-        """The attention row with vectors added to some keys, and to the query."""
-        own = self.rows.k[0, 0].clone()
-        for place, vector in keys.items():
-            own[place] += vector
-        return self.attend(self.row_of(own, self.rows.q[0, 0] + query))
+        away, keys = self.away(writers), self.rows.k[0, 0].clone()
+        keys[self.key] -= away["key"]
+        return self.attend(self.row_of(keys, self.rows.q[0, 0] - away["query"]))
 
     def row_of(self, keys: Float[Tensor, "t d"], query: Float[Tensor, " d"]) -> Float[Tensor, " t"]:
         """The row's logits with other keys and another query, as the softmax sees them."""

@@ -30,8 +30,8 @@ from qkscope.maths.writers import SIDES, Measurement, Side, Tally, metrics, rela
 from qkscope.runs.work import Stage, Work
 from qkscope.tasks.task import ANSWER, Unit
 
+#: A key with less attention than this is said to be unattended before anything is traced to it.
 ATTENDED = 0.05
-"""A key with less attention than this is said to be unattended before anything is traced to it."""
 Tables = dict[str, list[dict[str, Any]]]
 _PLACES, _EACH = 128, 10  # tokens of all prompts whose writers are held at once, and of each prompt at least
 _CONDITIONS = {"held": 128, "live": 8}  # that are measured at once, norms held and norms running

@@ -36,7 +36,7 @@ from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import SIDES, Measurement, Tally, first_by, strongest_pairs
 from qkscope.runs.result import Result, provenance
 from qkscope.runs.work import current_work, verb
-from qkscope.tasks.task import Task, Unit
+from qkscope.tasks.task import Task, Units
 from qkscope.tasks.texts import Texts, text_hash
 
 _SOURCES, _FOLLOWED = 48, 4  # prompts on which sources are looked for, and writers of each side that are followed
@@ -160,7 +160,7 @@ def trace(
         name, about = "prompt", about | probe.asked.told(what)
     else:
         how = Pass(Reader(scope, heads), False, _TEXTS, seed, projectors, (), current_work(), progress)
-        choosing: Sequence[Unit] = ()
+        choosing: Units = ()
         if isinstance(what, Task):
             how = replace(how, chat=what.chat, batch_size=batch_size)
             choosing, units = what.choose(n) if named else (), what.test(n)
@@ -239,7 +239,7 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
 # ---------------------------------------------------------------------- all heads
 
 
-def _first_writers(how: Pass, units: Sequence[Unit], named: bool) -> tuple[str, Tables]:
+def _first_writers(how: Pass, units: Units, named: bool) -> tuple[str, Tables]:
     """First writers of every head, over a task's prompts (whose keys are ``named``) or over texts; no edge is cut.
 
     On texts the key is the token that the head attends to most besides the first, against all the others that the query
@@ -276,9 +276,7 @@ def _first_writers(how: Pass, units: Sequence[Unit], named: bool) -> tuple[str, 
 # ---------------------------------------------------------------------- a task
 
 
-def _task_writers(
-    how: Pass, choosing: Sequence[Unit], units: Sequence[Unit], draws: int, depth: int, whole: bool
-) -> tuple[str, Tables]:
+def _task_writers(how: Pass, choosing: Units, units: Units, draws: int, depth: int, whole: bool) -> tuple[str, Tables]:
     """Writers chosen on some words, edges and whole heads taken out on others, and what the first writers read."""
     reader, chosen = how.reader, choose_writers(how, choosing)
     tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], how.seed, draws) for h in reader.heads}
@@ -292,9 +290,7 @@ def _task_writers(
     return answer, join_tables(every)
 
 
-def _task_features(
-    how: Pass, choosing: Sequence[Unit], units: Sequence[Unit], dictionary: Dictionary, draws: int
-) -> tuple[str, Tables]:
+def _task_features(how: Pass, choosing: Units, units: Units, dictionary: Dictionary, draws: int) -> tuple[str, Tables]:
     """Pairs of features chosen on some words, all else on others."""
     how = replace(how, layers=[dictionary.layer])
     chosen = choose_features(how, choosing, dictionary)
@@ -305,7 +301,7 @@ def _task_features(
     return " ".join(said), join_tables(every)
 
 
-def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], depth: int) -> Tables:
+def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int) -> Tables:
     """Which tokens the first writers read, on some prompts; and one prompt's graph."""
     reader, every = how.reader, []
     firsts = [unit[:1] for unit in units[:_SOURCES]]
@@ -341,10 +337,8 @@ def _answer(tables: Tables) -> str:
         )
     if keep:
         over = ", which overshoots" if keep["overshoots"] else ""
-        text += (
-            f" Five writers a side kept, all others replaced: {keep['accuracy']:.0%} right, {keep['logit_kept']:.0%} of"
-            f" the logit{over}."
-        )
+        left = f"{keep['accuracy']:.0%} right, {keep['logit_kept']:.0%} of the logit{over}"
+        text += f" Five writers a side kept, all others replaced: {left}."
     return text
 
 
