@@ -55,25 +55,22 @@ class Cloud:
 
 
 def make_clouds(
-    swapped: SwapRows,
-    examples: Sequence[Example],
-    subspaces: Mapping[tuple[str, Head], Subspace],
-    words: Sequence[str] = (),
+    swaps: SwapRows, examples: Sequence[Example], subspaces: Mapping[tuple[str, Head], Subspace], words: Sequence[str]
 ) -> tuple[dict[str, Tensor], Rows]:
     """Arrays and table of the first heads' features.
 
     Parameters
     ----------
-    swapped : rows of held-out prompts, with the right key of each.
+    swaps : rows of held-out prompts, with the right key of each.
     examples : the example of each row.
     subspaces : features by name and head.
     words : the vocabulary that keys are told apart by.
     """
-    n, rows = min(len(swapped), _PROMPTS), swapped.rows
+    n, rows = min(len(swaps), _PROMPTS), swaps.rows
     mask = rows.present()[:n]
     per = mask.sum(dim=1)  # keys of each query
     kv = torch.arange(rows.q.shape[1]) if rows.kv_of_head is None else rows.kv_of_head
-    colourings = _colourings(examples[:n], swapped.orig[:n], mask, words)
+    colourings = _colourings(examples[:n], swaps.orig[:n], mask, words)
     labels = {
         f"{side}_labels": torch.tensor([getattr(c, part) for c in colourings.values()], dtype=torch.int16).mT
         for side, part in (("key", "keys"), ("query", "queries"))
@@ -81,7 +78,7 @@ def make_clouds(
     arrays: dict[str, Tensor] = {}
     table: Rows = []
     for (name, head), subspace in list(subspaces.items())[:_CLOUDS]:
-        column, title = list(swapped.heads).index(head), f"{name} at {head}"
+        column, title = list(swaps.heads).index(head), f"{name} at {head}"
         q = subspace.project(rows.q[:n, column].double(), "query").repeat_interleave(per, dim=0)
         k = subspace.project(rows.k[:n, kv[column]].double(), "key")[mask]
         queries, keys = principal(torch.cat([q, k])).float().split([len(q), len(k)])

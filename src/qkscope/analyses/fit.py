@@ -26,8 +26,7 @@ from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.controls import FEW_UNITS, run_controls
 from qkscope.maths.moments import Covariance, Moments
-from qkscope.maths.significance import Center
-from qkscope.maths.subspace import Rank, Subspace
+from qkscope.maths.subspace import Subspace
 from qkscope.runs.folder import MANIFEST, WORK, check_unchanged, file_name, read_json, read_run
 from qkscope.runs.result import Result, provenance, write_result
 from qkscope.tasks.task import Task
@@ -186,12 +185,7 @@ def load(folder: str | Path, scope: Scope | None = None) -> Result:
 
 
 def fit_of(
-    sums: Mapping[str, ContrastSums],
-    task: Task,
-    about: Mapping[str, Any],
-    *,
-    rank: Rank | Mapping[str, Rank] = "energy",
-    center: Mapping[str, Center] | None = None,
+    sums: Mapping[str, ContrastSums], task: Task, about: Mapping[str, Any], *, rank: Any = "energy", center: Any = None
 ) -> Fit:
     """Subspaces and their controls from finished sums: no model is needed any more."""
     subspaces: dict[tuple[str, Head], Subspace] = {}

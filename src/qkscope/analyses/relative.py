@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -109,11 +109,7 @@ class RelativeRows(NamedTuple):
 
 
 def relative_rows(
-    captured: Capture,
-    attended: Int[Tensor, "b h"],
-    basis: SingularBasis,
-    rows: Sequence[int] | slice = slice(None),
-    heads: Sequence[int] | None = None,
+    captured: Capture, attended: Tensor, basis: SingularBasis, rows: Any = slice(None), heads: Any = None
 ) -> RelativeRows:
     """Split the relative attention of rows that were captured in the query's frame with every key of their sequence.
 

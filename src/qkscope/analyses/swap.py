@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -38,6 +38,7 @@ from qkscope.tasks.task import ANSWER, ASKED, Unit, UnitsToTest
 SIZES = (1, 2, 4, 8, 12)
 #: A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped.
 Basis = Subspace | Tensor
+Own = Mapping[str, Basis | Mapping[str | Head, Basis]]
 
 
 @checked_class
@@ -175,8 +176,7 @@ def check_swappable(space: str, downstream: bool = False) -> None:
         raise BadInput("a patched run writes post_rope keys: fit in post_rope to swap downstream.")
 
 
-@dataclass(frozen=True)
-class Features:
+class Features(NamedTuple):
     """What is swapped at which heads: fitted features, and subspaces of one's own."""
 
     heads: list[Head]
@@ -187,12 +187,7 @@ class Features:
 
     @classmethod
     def of(
-        cls,
-        scope: Scope,
-        fit: Fit,
-        heads: str | Head | Sequence[str | Head] | None,
-        features: Sequence[str] | None = None,
-        subspaces: Mapping[str, Basis | Mapping[str | Head, Basis]] | None = None,
+        cls, scope: Scope, fit: Fit, heads: Any, features: Sequence[str] | None = None, subspaces: Own | None = None
     ) -> Features:
         """As `swap` is asked for them; what was not fitted is refused before the model runs."""
         own, names = dict(subspaces or {}), default_features(fit.contrasts) if features is None else list(features)
@@ -279,8 +274,7 @@ def _subspace(name: str, given: Basis | Mapping[str | Head, Basis], head: Head, 
 # ---------------------------------------------------------------------- which keys change places
 
 
-@dataclass(frozen=True)
-class Pairs:
+class Pairs(NamedTuple):
     """The keys that change places: a row for each query of each held-out prompt, in the order in which batches run."""
 
     batches: list[list[int]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -58,54 +58,31 @@ class Encoding:
         (sequences, tokens), (queries, keys) = self.inputs["input_ids"].shape, self.places.keys.shape
         return f"Encoding({sequences} sequences of {tokens} tokens, {queries} queries, {keys} keys each at most)"
 
-    def at(self, places: Places | None) -> Encoding:
-        """The same batch with other places, whose rows are those of the batch; None leaves it as it is."""
-        if places is None or places is self.places:
-            return self
-        return replace(self, places=places, example=places.row, labels={})
-
     def everywhere(self) -> Places:
         """The same queries, with every token of each one's own sequence as a key."""
         return Places.everywhere(self.places.row, self.places.query, self.inputs["attention_mask"])
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Examples with their tokens, not yet padded."""
+Prompt = tuple[Example, Tokens]
 
-    examples: list[Example]
-    tokens: list[Tokens]
 
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    @cached_property
-    def contrasts(self) -> list[str]:
-        """The names of their labels."""
-        return sorted({name for example in self.examples for key in example.keys for name in key.labels})
-
-    def batches(self, size: int) -> list[list[int]]:
-        """Indices by length, so that little is padded; the list is fixed, so that shards agree on it."""
-        order = sorted(range(len(self)), key=lambda i: (len(self.tokens[i].ids), i))
-        return [order[start : start + size] for start in range(0, len(order), size)]
-
-    def batch(
-        self, indices: Sequence[int], side: PaddingSide, pad_id: int, positions: bool, device: torch.device
-    ) -> Encoding:
-        """Some of them as one padded batch, with `position_ids` where the model takes them."""
-        inputs = feed.pad_rows([torch.tensor(self.tokens[i].ids) for i in indices], pad_id, side, positions)
-        inputs = {name: value.to(device) for name, value in inputs.items()}
-        rows = [(row, i, query) for row, i in enumerate(indices) for query in self.tokens[i].queries]
-        batch_row, example, query = torch.tensor(rows).to(device).unbind(1)
-        shift = inputs["attention_mask"].argmax(dim=1)[batch_row]
-        keys = [torch.tensor(self.tokens[i].keys, dtype=torch.long) for _, i, _ in rows]
-        at = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)
-        labels = {}
-        for name in self.contrasts:
-            signs = [torch.tensor([key.label(name) for key in self.examples[i].keys]) for _, i, _ in rows]
-            labels[name] = pad_sequence(signs, batch_first=True).to(device, torch.int8)
-        places = Places(batch_row, shift + query, (at + shift[:, None]).masked_fill(at < 0, 0), at >= 0)
-        return Encoding(inputs, places, example, labels, self.examples)
+def padded(
+    prompts: Sequence[Prompt], side: PaddingSide, pad_id: int, positions: bool, device: torch.device
+) -> Encoding:
+    """Prompts as one padded batch, with `position_ids` where the model takes them."""
+    inputs = feed.pad_rows([torch.tensor(tokens.ids) for _, tokens in prompts], pad_id, side, positions)
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    rows = [(row, query) for row, (_, tokens) in enumerate(prompts) for query in tokens.queries]
+    row, query = torch.tensor(rows).to(device).unbind(1)
+    shift = inputs["attention_mask"].argmax(dim=1)[row]
+    keys = [torch.tensor(prompts[i][1].keys, dtype=torch.long) for i, _ in rows]
+    at = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)
+    labels = {}
+    for name in sorted({name for example, _ in prompts for key in example.keys for name in key.labels}):
+        signs = [torch.tensor([key.label(name) for key in prompts[i][0].keys]) for i, _ in rows]
+        labels[name] = pad_sequence(signs, batch_first=True).to(device, torch.int8)
+    places = Places(row, shift + query, (at + shift[:, None]).masked_fill(at < 0, 0), at >= 0)
+    return Encoding(inputs, places, row, labels, [example for example, _ in prompts])
 
 
 @dataclass
@@ -158,12 +135,12 @@ class Encoder:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return self.tokenizer.unk_token_id if type(getattr(backend, "model", None)).__name__ == "WordLevel" else None  # type: ignore[union-attr]
 
-    def prompts(self, examples: Sequence[Example | str], chat: bool) -> Prompts:
+    def prompts(self, examples: Sequence[Example | str], chat: bool) -> list[Prompt]:
         """Examples with their tokens; a plain string is an example without marks."""
         listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
         if not listed:
             raise BadInput("there are no examples: give at least one.")
-        return Prompts(listed, self.tokenise(listed, chat))
+        return list(zip(listed, self.tokenise(listed, chat), strict=True))
 
     def tokenise(self, examples: Sequence[Example], chat: bool = False) -> list[Tokens]:
         """Ids and token positions of every example, unpadded."""

@@ -26,10 +26,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -241,8 +240,7 @@ def check_report(name: str, report: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------- models inside installed packages
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """A GGUF file in one package, or cut into one part for each of several.
 
     `pins` is a file of requirements, one line a package in the order of its parts; `terms` are what its user agrees to.

@@ -247,12 +247,7 @@ class Picker:
             tops.append(logits.amax(-1))
         return _cat(sums, 0), _cat(tops, 0)
 
-    def finish(
-        self,
-        example: Int[Tensor, "b"],
-        labels: Mapping[str, Int[Tensor, "b k"]],
-        logits: Float[Tensor, "b v"] | None = None,
-    ) -> Capture:
+    def finish(self, example: Int[Tensor, "b"], labels: Mapping[str, Tensor], logits: Tensor | None = None) -> Capture:
         """The batch, after the forward."""
         if not bool(self.q.sum(dtype=torch.float64).isfinite()):
             raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")

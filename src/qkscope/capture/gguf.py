@@ -11,10 +11,9 @@ without its ``<bos>`` is another model: after "... John gave a drink to" it says
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import torch
@@ -105,8 +104,7 @@ def _stretched_as_llama3(config: Any, factors: Tensor) -> bool:
     return ruled.shape == given.shape and bool(torch.allclose(ruled, given, rtol=1e-3, atol=0))
 
 
-@dataclass(frozen=True)
-class TokenRules:
+class TokenRules(NamedTuple):
     """A file's rules for tokens: the ids of its special ones, their spelling, and what is added to a text."""
 
     ids: Mapping[str, int]

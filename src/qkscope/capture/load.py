@@ -119,12 +119,7 @@ def check_revisions(model: str, names: Sequence[str]) -> None:
 
 
 def load(
-    name: str | Path,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
-    device_map: Any | None = None,
-    revision: str | None = None,
-    attn: str | None = None,
+    name: str | Path, device: Any, dtype: Any, device_map: Any, revision: str | None, attn: str | None
 ) -> tuple[Any, Any | None, str, str | None, str | None]:
     """A model, its tokenizer, name and revision, and the hash of its files, or None where not all of them were found.
 

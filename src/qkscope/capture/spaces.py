@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 Space = Literal["post_rope", "pre_rope", "query_frame"]
@@ -63,12 +63,7 @@ class Rotary:
         return q, k
 
     def turn_back(
-        self,
-        q: Float[Tensor, "n h d"],
-        k: Float[Tensor, "n g m d"],
-        batch: Int[Tensor, "n"],
-        position: Int[Tensor, "n"],
-        offset: int = 0,
+        self, q: Float[Tensor, "n h d"], k: Float[Tensor, "n g m d"], batch: Tensor, position: Tensor, offset: int = 0
     ) -> tuple[Float[Tensor, "n h d"], Float[Tensor, "n g m d"]]:
         """Rotate n queries, and the m keys each of them looks at, back by the query's own position.
 
@@ -85,12 +80,7 @@ class Rotary:
         return turned[0][:, :, 0], turned[1]
 
     def turn(
-        self,
-        x: Float[Tensor, "n h m d"],
-        batch: Int[Tensor, "n"],
-        positions: Int[Tensor, "n m"],
-        offset: int = 0,
-        back: bool = False,
+        self, x: Float[Tensor, "n h m d"], batch: Tensor, positions: Tensor, offset: int = 0, back: bool = False
     ) -> Float[Tensor, "n h m d"]:
         """Rotate vectors as this layer rotates what stands at m places of n rows of the batch; h of them at each.
 

@@ -311,9 +311,7 @@ def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s 
 
 
 @contextmanager
-def _interface(
-    model: Any, configs: dict[int, Any], show: Callable[[Call], None], layers: Mapping[int, int] | None
-) -> Iterator[None]:
+def _interface(model: Any, configs: dict[int, Any], show: Callable[[Call], None], layers: Any) -> Iterator[None]:
     """Show the calls of transformers' attention interface."""
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from qkscope.linear.run import Run
 
 Kind = Literal["q", "k", "v"]
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a block is called with
 _AGREES = 1e-4  # how far vectors of some tokens run alone may be from those of the whole prompt, of the largest
 _ROOM = 2**26  # numbers that gradients of several directions may take at once
 
@@ -54,14 +55,7 @@ class AffineLayer:
     """
 
     def __init__(
-        self,
-        scope: Scope,
-        layer: int,
-        block: nn.Module,
-        given: tuple[tuple[Any, ...], dict[str, Any]],
-        true: Call,
-        row: Int[Tensor, " n"],
-        columns: Int[Tensor, "n p"],
+        self, scope: Scope, layer: int, block: nn.Module, given: Given, true: Call, row: Tensor, columns: Tensor
     ) -> None:
         self.scope, self.layer, self.block, self.given, self.true = scope, layer, block, given, true
         self.hidden = stream_of(*given)

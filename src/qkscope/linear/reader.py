@@ -53,14 +53,12 @@ class Reader:
 
     Attributes
     ----------
-    waits : whether the device waits for its orders (a GPU): a call costs more than what it does, so that few are made.
-    columns : the place of each head among them.
+    together : layers in one product: a GPU waits for its orders, and a call costs more than what it does.
     """
 
     def __init__(self, scope: Scope, heads: Sequence[Head]) -> None:
         self.scope, self.heads = scope, list(heads)
         self.layers = sorted({head.layer for head in heads})
-        self.columns = {head: column for column, head in enumerate(self.heads)}
         for name, weight in scope.model.named_parameters():
             if not weight.is_floating_point():
                 why = "what writers give is split by gradients, which need numbers with a fraction"
@@ -70,12 +68,7 @@ class Reader:
         self._norms: dict[nn.Module, Norm] = {}
         self._said: dict[Any, Any] = {}
         self.device = input_device(scope.model)
-        self.waits = self.device.type != "cpu"
-
-    @property
-    def together(self) -> int:
-        """Layers in one product."""
-        return 64 if self.waits else 4
+        self.together = 4 if self.device.type == "cpu" else 64
 
     def index(self, numbers: list[int]) -> Int[Tensor, " n"]:
         """Numbers on the model's device, brought there once."""

@@ -23,7 +23,7 @@ from qkscope.capture.gather import Picker
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.tap import Call
 from qkscope.heads import BIAS, EMBEDDING, Head
-from qkscope.linear.layer import AffineLayer, ClosedForm, Kind, alike, stream_of
+from qkscope.linear.layer import AffineLayer, ClosedForm, Given, Kind, alike, stream_of
 
 if TYPE_CHECKING:
     from qkscope.linear.reader import Reader
@@ -103,7 +103,7 @@ class Run:
     gave: dict[nn.Module, Tensor] = field(default_factory=dict)
     given: dict[nn.Module, Tensor] = field(default_factory=dict)
     neurons: dict[nn.Module, Tensor] = field(default_factory=dict)
-    called: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    called: dict[int, Given] = field(default_factory=dict)
     calls: dict[int, Call] = field(default_factory=dict)
     left: Float[Tensor, "b t d_model"] | None = None
     logits: Float[Tensor, "n v"] | None = None
@@ -210,9 +210,7 @@ class Run:
             return closed.pull(along)
         return vectors, said
 
-    def read(
-        self, head: Head, side: Side, pieces: Sequence[Parts], slots: Sequence[int] | None = None
-    ) -> Float[Tensor, "n c p d"]:
+    def read(self, head: Head, side: Side, pieces: Sequence[Parts], slots: Any = None) -> Float[Tensor, "n c p d"]:
         """A head's queries or keys at the places of that side, split among writers, as the dot product sees them.
 
         Parameters
@@ -293,12 +291,7 @@ class Run:
         return Direction(head.layer, slots, vectors[:, 0], constants[:, 0])
 
     def ask(
-        self,
-        head: Head,
-        query: int,
-        keys: Int[Tensor, " p"],
-        weights: Float[Tensor, "n p"],
-        projector: Float[Tensor, "d d"] | None = None,
+        self, head: Head, query: int, keys: Tensor, weights: Float[Tensor, "n p"], projector: Tensor | None = None
     ) -> tuple[Float[Tensor, " n"], dict[Side, Direction]]:
         """A relative logit ``Σ_t w_t scale q·k_t``, before any soft-cap, and the directions it asks in.
 

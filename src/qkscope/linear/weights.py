@@ -27,7 +27,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, block_of, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.linear.layer import AffineLayer, Kind, stream_of
+from qkscope.linear.layer import AffineLayer, Given, Kind, stream_of
 
 _FAR = 16  # times an input of usual length, so that vectors that are clipped somewhere show that they are
 _CLOSE = 1e-3  # how far vectors may be from the form above, of their length
@@ -108,7 +108,7 @@ class BlockCall(NamedTuple):
     """A block, what it was called with, its attention call, and the norm whose output entered it, if one's did."""
 
     block: nn.Module
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    given: Given
     call: Call
     before: nn.Module | None
 
@@ -134,7 +134,7 @@ def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
 def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
     """How each layer up to the last one wanted is called with two tokens."""
     names = {id(module): name for name, module in scope.model.named_modules()}
-    given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    given: dict[nn.Module, Given] = {}
     calls: dict[int, Call] = {}
     made: dict[int, tuple[nn.Module, Tensor]] = {}  # an id means something only while its tensor lives
     stop = Stop()
@@ -240,9 +240,7 @@ def _misfit(live: Tensor, turned: Tensor, linear: Tensor, offset: Tensor, dtype:
     return ""
 
 
-def _without_constants(
-    form: Form, J: Float[Tensor, "n d_head d_model"], a: Float[Tensor, "n d_head"]
-) -> Float[Tensor, "n d_head d_model+1"]:
+def _without_constants(form: Form, J: Float[Tensor, "n d e"], a: Float[Tensor, "n d"]) -> Float[Tensor, "n d e+1"]:
     """W, less what it reads of the part of its input that is the same for every token, and a behind it.
 
     Where what enters is a norm's output as it is (post-norm models) and the norm centres, ``n·x`` is the same for all

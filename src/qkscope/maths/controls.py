@@ -48,11 +48,7 @@ class RankTest(NamedTuple):
 
 
 def rank_above(
-    delta: Float[Tensor, "d d"],
-    nulls: Float[Tensor, "r d d"],
-    alpha: float = LEVEL,
-    max_rank: int | None = None,
-    size: float = 0.0,
+    delta: Float[Tensor, "d d"], nulls: Tensor, alpha: float = LEVEL, max_rank: int | None = None, size: float = 0.0
 ) -> RankTest:
     """Number of components of ΔC above the null, tested in order with the found ones deflated.
 

@@ -231,8 +231,7 @@ def _nearest(unit: Float[Tensor, "f d"], x: Float[Tensor, "n p d"], coded: Coded
 # ---------------------------------------------------------------------- pairs
 
 
-@dataclass(frozen=True)
-class FeatureTerms:
+class FeatureTerms(NamedTuple):
     """One relative logit: every part of the query with every part of the weighted keys.
 
     Parameters

@@ -297,11 +297,7 @@ def null_count(terms: Float[Tensor, "*b m"], tolerance: float = 1.0, draws: int 
 
 
 def rotated_terms(
-    query: Float[Tensor, "*b m"],
-    s: Float[Tensor, "*b m"],
-    difference: Float[Tensor, "*b m"],
-    draws: int = 20,
-    seed: int = 0,
+    query: Float[Tensor, "*b m"], s: Tensor, difference: Float[Tensor, "*b m"], draws: int = 20, seed: int = 0
 ) -> Float[Tensor, "draws *b m"]:
     """Terms over ``U R_1`` and ``V R_2``, independent random rotations: spectrum and rank stay, the directions do not.
 

@@ -67,8 +67,7 @@ def swapped_keys(k_orig: Tensor, k_target: Tensor, projector: Projector) -> tupl
     return k_orig + moved, k_target - moved
 
 
-@dataclass(frozen=True)
-class SwapEffect:
+class SwapEffect(NamedTuple):
     """Attention on the original and the target key, before and after; ``draws`` > 1 for random subspaces.
 
     ``flipped``: of all tokens of the row, the original key had the most attention, and the target has it afterwards;

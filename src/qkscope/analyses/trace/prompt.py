@@ -104,13 +104,7 @@ class PromptTrace(HeadRows):
     """
 
     def __init__(
-        self,
-        run: Run,
-        asked: Question,
-        head: Head,
-        key: int | None = None,
-        versus: int | Sequence[int] | None = None,
-        projector: Float[Tensor, "d d"] | None = None,
+        self, run: Run, asked: Question, head: Head, key: int | None = None, versus: Any = None, projector: Any = None
     ) -> None:
         super().__init__(run, head, torch.zeros_like(run.columns[:, 1:]), projector, 1 + asked.query)
         self.asked, self.attention = asked, self.rows.attention()[0, 0]
@@ -302,8 +296,7 @@ class Probe:
     query : the token that asks; the last one by default, or the one marked.
     chat : whether it goes into the chat template.
     last : the last layer whose heads are asked about: writers are kept up to there; of all layers by default.
-    logits : whether the model runs on to its logits.
-    options : more of `Reader.record`.
+    options : more of `Reader.record`; by default the model runs on to its logits.
 
     Examples
     --------
@@ -319,14 +312,12 @@ class Probe:
         query: int | None = None,
         chat: bool = False,
         last: int | None = None,
-        *,
-        logits: bool = True,
         **options: Any,
     ) -> None:
         self.scope, self.prompt = scope, prompt
         self.asked, self.reader = Question.of(scope, prompt, query, chat), reader_of(scope)
         inputs, places = self.asked.inputs, self.asked.places
-        self.run = self.reader.record(inputs, places, deep=True, logits=logits, last=last, **options)
+        self.run = self.reader.record(inputs, places, deep=True, last=last, **{"logits": True, **options})
 
     def head(
         self, head: str | Head, key: int | None = None, versus: int | None = None, projector: Tensor | None = None
