@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.capture.files import weights_part
-from qkscope.capture.inputs import check_visible, notes_of
+from qkscope.capture.inputs import FIRST_TOKEN, check_visible
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -28,7 +28,6 @@ from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
 from qkscope.runs.result import provenance
-from qkscope.runs.work import stream
 from qkscope.tasks.task import ASKED, Contrast, Task, Unit
 from qkscope.tasks.texts import Texts, cut_texts
 
@@ -38,7 +37,8 @@ _FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
 
 def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
     """What an analysis was made from, for manifests and for refusing to mix."""
-    notes = notes_of(scope, task)
+    first = task.starts_with_key and not scope.encoder.adds_first
+    notes = [*task.notes, *([FIRST_TOKEN] if first else [])]
     return {
         "model": scope.name, "revision": scope.revision, "weights": scope.weights_hash,
         "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
@@ -112,13 +112,6 @@ def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
     if not first:
         raise BadInput("no text is long enough to ask in: give longer ones.")
     return list(first.values())
-
-
-def capture_units(
-    scope: Scope, units: Sequence[Unit], heads: Sequence[Head], batch_size: int = 32, **how: Any
-) -> Iterator[UnitBatch]:
-    """Stream the units batch by batch; one that does not fit into memory comes in parts, each of whole units."""
-    return stream(batches_of(units, batch_size), unit_runner(scope, units, heads, **how))
 
 
 def unit_runner(

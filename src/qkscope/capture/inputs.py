@@ -28,7 +28,6 @@ from qkscope.heads import Head
 
 if TYPE_CHECKING:
     from qkscope.capture.encode import Encoder, Encoding
-    from qkscope.capture.scope import Scope
 
 PaddingSide = Literal["left", "right"]
 SIDES: tuple[PaddingSide, ...] = ("left", "right")
@@ -162,12 +161,6 @@ def place_of(example: Example, key: int) -> str:
     """A key in a message: its line and number, or its prompt."""
     piece = example.piece(example.keys[key].span)
     return f"{example.where or 'in ' + example.show(80)}, key {key + 1} ({piece!r})"
-
-
-def notes_of(scope: Scope, task: Any) -> list[str]:
-    """What a reader of a task's results with this model must know: the task's own notes, and of first tokens."""
-    first = task.starts_with_key and not scope.encoder.adds_first
-    return [*task.notes, *([FIRST_TOKEN] if first else [])]
 
 
 def check_visible(encoded: Encoding, heads: Sequence[Head], bias: Tensor, by_some: bool = False) -> None:
