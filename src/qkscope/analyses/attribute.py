@@ -7,7 +7,6 @@ first, and order-free beside it; what no feature explains is the residual.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import checked_class
 from qkscope.maths.attribution import Split, attribute_logits, part_name, split_rows
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
@@ -32,8 +30,6 @@ from qkscope.runs.work import verb
 _BAR = 40  # characters of the longest bar
 
 
-@checked_class
-@dataclass(frozen=True)
 class Explanation(Result):
     """Logits of one prompt's tokens, split among features."""
 

@@ -8,7 +8,6 @@ the first right and the first wrong one are the two; of keys, those that are swa
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.swap import Condition, swapped_keys
+from qkscope.runs.folder import sha256
 from qkscope.runs.result import provenance
 from qkscope.runs.work import Stage, current_work, verb
 from qkscope.tasks.task import UnitsToTest
@@ -129,7 +129,7 @@ def swap_downstream(
     asked = {
         "verb": "downstream", "heads": [str(h) for h in what.heads], "features": what.names, "draws": draws,
         "batch_size": batch_size, "seed": seed, "chat": fit.chat,  # and a fit of the same name may have been made anew:
-        "projectors": hashlib.sha256(torch.cat(factors).numpy().tobytes()).hexdigest(),
+        "projectors": sha256(torch.cat(factors).numpy().tobytes()),
     }  # fmt: skip
     work = current_work().begin(scope, list(units), **asked)
     pieces = work.run(Stage("answers", pairs.batches, run), progress, last=True)

@@ -9,7 +9,6 @@ that mostly looks at the first token, or at itself, can be accurate among candid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +32,6 @@ Score = Literal["accuracy", "row_accuracy", "ratio", "mass"]
 
 
 @checked_class
-@dataclass(frozen=True)
 class Ranking(Result):
     """Heads, best first."""
 

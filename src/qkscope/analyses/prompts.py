@@ -27,6 +27,7 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
+from qkscope.runs.folder import sha256
 from qkscope.runs.result import provenance
 from qkscope.tasks.task import ASKED, Contrast, Task, Unit
 from qkscope.tasks.texts import Texts, cut_texts
@@ -88,10 +89,7 @@ def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
 
 def units_hash(units: Sequence[Unit]) -> str:
     """Fingerprint of the examples: their text, marks and labels."""
-    digest = hashlib.sha256()
-    for unit in units:
-        digest.update(repr(unit).encode("utf-8", "backslashreplace"))
-    return digest.hexdigest()[:32]
+    return sha256("".join(map(repr, units)))[:32]
 
 
 def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:

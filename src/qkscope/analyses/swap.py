@@ -8,7 +8,6 @@ the same units and seed give the same, in whatever batches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import Count, Seed, checked_class
+from qkscope.kinds import Count, Seed
 from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.subspace import Subspace
@@ -41,8 +40,6 @@ Basis = Subspace | Tensor
 Own = Mapping[str, Basis | Mapping[str | Head, Basis]]
 
 
-@checked_class
-@dataclass(frozen=True)
 class Swaps(Result):
     """Attention before and after, per head and condition; and the keys and queries as points, for the page."""
 

@@ -60,7 +60,6 @@ class Normed:
 class Scaled:
     """A learned number for each coordinate."""
 
-    module: nn.Module
     gain: Tensor
     inner: Node
 
@@ -172,7 +171,7 @@ class _Seen:
             if is_norm(module) or gain is not None:
                 inner = self.explain(self.given[module], inside | {module})
                 if inner is not None and not isinstance(inner, Part):
-                    return Normed(module, inner) if gain is None else Scaled(module, gain, inner)
+                    return Normed(module, inner) if gain is None else Scaled(gain, inner)
         alone = [module for module in makers if not self._attends(module)]
         # a block may end inside a module of its own, which adds the stream; dropout may be called for other parts, too
         if alone and target is not self.left:

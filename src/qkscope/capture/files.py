@@ -36,7 +36,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.kinds import verb_under_way
-from qkscope.runs.folder import write_file
+from qkscope.runs.folder import sha256, write_file
 
 if TYPE_CHECKING:
     from qkscope.capture.scope import Scope
@@ -102,7 +102,7 @@ def file_hash(path: Path) -> str:
     """
     stamp = path.stat()
     about = f"{path.resolve()} {[stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino, stamp.st_dev]}"
-    memo = cache_dir("hashes", f"{_sha(about)}.json")
+    memo = cache_dir("hashes", f"{sha256(about)}.json")
     digest = read_json(memo)
     if not isinstance(digest, str):
         with path.open("rb") as file:
@@ -112,18 +112,14 @@ def file_hash(path: Path) -> str:
     return digest
 
 
-def _sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def files_hash(files: Iterable[Path]) -> str:
     """One hash for the weight files of a model, whatever folder they are in."""
-    return _sha("\n".join(sorted(f"{path.name} {file_hash(path)}" for path in files)))
+    return sha256("\n".join(sorted(f"{path.name} {file_hash(path)}" for path in files)))
 
 
 def model_hash(weights: str, config: Mapping[str, Any]) -> str:
     """The hash of a model's weights with that of its config behind it."""
-    return f"{weights}-{_sha(json.dumps(_that_matters(config), sort_keys=True, default=str))[:16]}"
+    return f"{weights}-{sha256(json.dumps(_that_matters(config), sort_keys=True, default=str))[:16]}"
 
 
 def weights_part(digest: str) -> str:
@@ -140,7 +136,7 @@ def _that_matters(config: Any) -> Any:
 @torch.no_grad()
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """One hash for named tensors, of their bits."""
-    return _sha("".join(f"{name} {tuple(x.shape)} {x.dtype} {_checksum(x)}\n" for name, x in tensors))
+    return sha256("".join(f"{name} {tuple(x.shape)} {x.dtype} {_checksum(x)}\n" for name, x in tensors))
 
 
 def _checksum(tensor: Tensor) -> list[int]:
@@ -163,7 +159,7 @@ def tokenizer_hash(tokenizer: Any | None) -> str | None:
     rules = dict(sorted(tokenizer.get_vocab().items())) if backend is None else json.loads(backend.to_str())
     if backend is not None:
         rules = {name: rules[name] for name in rules if name not in ("padding", "truncation")}  # state, not rules
-    return _sha(json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True))
+    return sha256(json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True))
 
 
 class Fingerprint:

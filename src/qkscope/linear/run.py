@@ -262,7 +262,7 @@ class Run:
                 return [Parts(self.reader.head_names(layer), parts), *self._constant(bias)]
             case Part(module):
                 return [Parts([self.reader.part_name(layer, module)], self.gave[module][:, None])]
-            case Scaled(_, gain, inner):
+            case Scaled(gain, inner):
                 return [Parts(p.writers, p.values * gain.to(p.values)) for p in self._through(layer, inner, entered)]
             case Sum(terms):
                 every = [(number, piece) for number, term in terms for piece in self._through(layer, term, entered)]
@@ -340,7 +340,7 @@ class Run:
                 _add(answer.parts, name, g)
                 if module in self.gave:
                     _add(answer.values, name, (self.gave[module][:, slots] * g).sum(-1))
-            case Scaled(_, gain, inner):
+            case Scaled(gain, inner):
                 return self._back(answer, slots, layer, inner, g * gain.to(g))
             case Sum(terms):
                 every = [self._back(answer, slots, layer, term, g * number) for number, term in terms]

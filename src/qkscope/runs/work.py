@@ -13,7 +13,6 @@ is checked before anything runs. A verb that takes ``part`` shares its pieces am
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import json
 import logging
@@ -135,13 +134,13 @@ class Work:
             return self
         model = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
         kind = {"dtype": str(scope.model.dtype), "device": torch.device(scope.device).type}
-        return self.open({**model, **kind, "examples": _hash(repr(examples)), **asked})
+        return self.open({**model, **kind, "examples": disk.sha256(repr(examples))[:16], **asked})
 
     def open(self, asked: Mapping[str, Any]) -> Work:
         """As `begin`, of work that these facts tell from other work, and the versions."""
         assert self.out is not None
         facts = {**asked, "versions": provenance()["versions"]}
-        self.folder = self.out / disk.WORK / _hash(json.dumps(facts, sort_keys=True, default=str))
+        self.folder = self.out / disk.WORK / disk.sha256(json.dumps(facts, sort_keys=True, default=str))[:16]
         waits = self.part[0] > 0 if self.together else self.part[1] > 1
         if waits and disk.read_run(self.out).get("work") == self.folder.name:
             raise PartDone("" if self.together else f"All parts are done and added up in {self.out}.")
@@ -304,10 +303,6 @@ def torchrun_device(device: str | None) -> str | None:
     if torchrun_process() is None or device not in (None, "cuda") or not torch.cuda.is_available():
         return device
     return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------- the frame of a verb

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import BIAS, Head, parse_heads, parse_writers
-from qkscope.kinds import Count, Natural, Seed, checked_class
+from qkscope.kinds import Count, Natural, Seed
 from qkscope.linear.reader import Reader
 from qkscope.linear.split import check_neurons
 from qkscope.maths.dictionaries import Dictionary
@@ -46,8 +46,6 @@ _TEXTS = 8  # texts run together: every token's writers are held
 _GROUPS = 64  # of texts, which intervals resample: sums are as large for many texts as for these
 
 
-@checked_class
-@dataclass(frozen=True)
 class Trace(Result):
     """Writers of queries and keys with the edges cut and kept, neurons, or pairs of a dictionary's features."""
 
