@@ -11,8 +11,8 @@ from qkscope.capture.inputs import model_pad_id, pad_rows, short_ids
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
-from qkscope.linear.many import values_of
 from qkscope.linear.run import Run
+from qkscope.linear.split import values_of
 from qkscope_papers.families import tiny_model, two_prompts
 
 

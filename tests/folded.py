@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qkscope.capture.blocks import full_output, take_apart
 from qkscope.capture.scope import Scope
-from qkscope.linear.layer import Layer
+from qkscope.linear.layer import AffineLayer
 from qkscope.linear.weights import recorded
 
 
@@ -18,7 +18,7 @@ def normalised_input(model: Any, layer: int, hidden: Tensor) -> Tensor:
     """x̂: the stream that enters a layer, normalised without gain and bias (post-norm: as it is), and a constant 1."""
     scope = model if isinstance(model, Scope) else Scope.from_model(model, check=False)
     called, row, unit = recorded(scope, layer)[layer], torch.zeros(1, 1, dtype=torch.long), hidden.float()
-    ran = Layer(scope, layer, called.block, called.given, called.call, row[0], row).norms.ran
+    ran = AffineLayer(scope, layer, called.block, called.given, called.call, row[0], row).norms.ran
     norms = [norm for norm in ran if norm not in set(called.call.module.modules())]
     if norms:
         own = take_apart(norms[0], unit)

@@ -15,7 +15,7 @@ from qkscope import BadInput, Head, cli, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit import load, read_job
-from qkscope.analyses.prompts import batches_of, capture_units
+from qkscope.analyses.prompts import batches_of, unit_runner
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
 from qkscope.maths.significance import wilson
@@ -70,7 +70,7 @@ def test_batches_keep_a_unit_together_and_come_in_a_fixed_order(scope, task, bat
     assert sorted(i for batch in batches for i in batch) == list(range(11))
     assert [i for batch in batches for i in batch] == [i for batch in batches_of(units, 4) for i in batch]
     assert max(sum(len(units[i]) for i in batch) for batch in batches) <= max(batch_size, len(units[0]))
-    for batch, indices in zip(capture_units(scope, units, HEADS, batch_size=batch_size), batches, strict=True):
+    for batch, indices in zip(map(unit_runner(scope, units, HEADS), batches), batches, strict=True):
         rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
         assert rows == [(i, m) for i in indices for m in range(len(units[i]))]
 

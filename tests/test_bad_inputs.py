@@ -100,7 +100,7 @@ CALLS = {
     # finding and fitting
     'qk.decompose(scope, task, "L1H3", 8, rank=0)': "rank is 'energy', 'null' or a number from 1 to 16, but got 0",
     'fit["order", "L0H0"]': "nothing was fitted for 'order' at L0H0",
-    'fit["order"]': "a fit is asked for a contrast and a head, as fit['lexical',",
+    'fit["order", "L9"]': "'L9' is not a head: write layer and head like L18H6",
     # swaps and splits
     "qk.swap(scope, units)": "there is nothing to swap: give a fit",
     "qk.swap(scope, units, fit, sizes=[99])": "a curve of 99 dimensions does not fit into a head of 16.",
@@ -185,7 +185,7 @@ def names(model, tmp_path_factory) -> dict[str, object]:
     fit = qk.decompose(scope, task, ["L1H3", "L0H1"], 8, contrasts=["order", "lexical"], batch_size=8)
     return {
         "qk": qk, "torch": torch, "tasks": tasks, "scope": scope, "task": task, "fit": fit, "units": task.test(4),
-        "basis": qk.singular_basis(scope, ["L0H1"], cache=False), "lex": fit["lexical", "L1H3"], "other": other,
+        "basis": qk.singular_basis(scope, ["L0H1"]), "lex": fit["lexical", "L1H3"], "other": other,
         "moments": fit.sums["order"], "Answers": Answers, "pre": pre, "ranking": qk.find_heads(scope, task, 4),
         "narrow": qk.Subspace.from_delta(torch.eye(3)),
         "jetmoe": Scope.from_model(family, scope.tokenizer, check=False),
@@ -217,6 +217,6 @@ def test_any_seed_of_62_bits_serves_every_verb(names, seed):
     scope, task = names["scope"], tasks.binding(3, seed=seed)
     assert qk.decompose(scope, task, "L1H3", 8, contrasts=["order"], seed=seed, replicates=19).seed == seed
     qk.swap(scope, names["units"], names["fit"], "L1H3", seed=seed, draws=2, downstream=True)
-    qk.alignment(qk.singular_basis(scope, ["L1H3"], cache=False), names["lex"], draws=2, seed=seed)
+    qk.alignment(qk.singular_basis(scope, ["L1H3"]), names["lex"], draws=2, seed=seed)
     qk.relative_attention(scope, "hat: A", "L1H3", draws=2, seed=seed)
     qk.sparsity(scope, task, "L0H0", 4, draws=2, seed=seed)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import qkscope as qk
 from qkscope.errors import BadInput
 from qkscope.maths.dictionaries import ENOUGH, NULLS, NUMBERS, FeatureTerms, null_code
-from qkscope.maths.relative import random_rotations
+from qkscope.maths.singular import random_rotations
 
 D, F = 6, 15
 

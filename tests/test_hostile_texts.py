@@ -1,4 +1,4 @@
-"""Chat templates that never end or break out, messages as long as a prompt, edits that cannot be."""
+"""Chat templates that break out, messages as long as a prompt, edits that cannot be."""
 
 from __future__ import annotations
 
@@ -17,23 +17,16 @@ def scope() -> qk.Scope:
     return qk.Scope.load("nano:mixed", check=False)
 
 
-NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (NESTED, "takes more than"),
         ("{{ messages[0].content }}{{ ''.__class__.__mro__ }}", "fails with SecurityError"),
-        ("{{ messages[0].content }}{{ 'a' * 10 ** 10 }}", "is more than a template needs"),
         ("{{ messages[0].content }}{{ range(10 ** 9) }}", "fails with OverflowError"),
         ("{{ messages[0].content }}{{ raise_exception('no') }}", "fails with TemplateError"),
-        ("{{ messages[0].content }}{{ ('a' * 1000000) ~ ('a' * 1000000) }}", r"makes 2,000,\d+ characters of"),
         (None, "ask without chat"),
     ],
 )
-def test_a_hostile_chat_template_ends_in_a_sentence(scope, monkeypatch, template, said):
-    monkeypatch.setattr("qkscope.capture.encode._SECONDS", 1)
+def test_a_hostile_chat_template_ends_in_a_sentence(scope, template, said):
     scope.tokenizer.chat_template = template
     with pytest.raises(BadInput, match=said):
         scope.encode(["hat jam"], chat=True)

@@ -203,7 +203,7 @@ def test_named_answers_are_read_downstream_and_said(tmp_path, scope):
 )
 def test_answers_that_cannot_be_read_are_refused(scope, right, wrong, says):
     with pytest.raises(BadInput, match=says):
-        answer_ids(scope, [Example(text="The hat is in Box", answers=Answers((right,), (wrong,)))])
+        answer_ids(scope.encoder, Example(text="The hat is in Box", answers=Answers((right,), (wrong,))))
 
 
 def test_signs_in_different_lines_of_a_group_work_the_whole_way(tmp_path, scope):

@@ -15,9 +15,9 @@ from qkscope.analyses.trace.verdicts import CANCELS
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
-from qkscope.linear.direct import direct_effect, direct_effects
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run
+from qkscope.linear.split import direct_effect, direct_effects
 from qkscope_papers.families import sum_error
 
 IDS = qk.Example(ids=tuple(range(3, 14)))
@@ -92,13 +92,13 @@ def test_half_precision_gives_the_sums_and_shares_of_full_precision(name, dtype)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "deepseek_v3", "falcon"])  # tokens run alone, and whole prompts
-@pytest.mark.parametrize("waits", [False, True])  # as on a GPU
-def test_rows_and_slots_come_in_any_order_and_number(family, waits):
+@pytest.mark.parametrize("together", [4, 64])  # 64 on a GPU
+def test_rows_and_slots_come_in_any_order_and_number(family, together):
     """Several queries of one example, an example twice, a token named twice, padded slots: as each alone."""
     scope = look(family, num_hidden_layers=3)
     inputs, places = padded(scope, "left")
     reader, draw = Reader(scope, [Head(2, 1), Head(2, 3)]), torch.Generator().manual_seed(0)
-    reader.waits = waits
+    reader.together = together
     whole = reader.record(inputs, places)
     some = Places(
         torch.tensor([1, 0, 1, 1]),

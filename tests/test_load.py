@@ -201,6 +201,17 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refused("nobody/no-such-model", r"not in the local cache and the hub cannot be reached: connect once")
 
 
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(seconds: float) -> None:
+        pytest.fail(f"its client sleeps {seconds} s before it tries again")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
+    monkeypatch.setattr("time.sleep", wait)
+    refused("nobody/no-such-model", r"not in the local cache and the hub cannot be reached: connect once")
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
+
+
 def test_settings_that_cannot_be_had(folder: Path) -> None:
     missing = f"cuda:{torch.cuda.device_count() + 7}"
     for options, said in (

@@ -11,8 +11,8 @@ from qkscope.capture.scope import Scope
 from qkscope.cli import views
 from qkscope.errors import BadInput
 from qkscope.heads import Head, Writer, parse_writers
-from qkscope.linear.neurons import check_neurons, first_neurons, neuron_parts
 from qkscope.linear.reader import Reader
+from qkscope.linear.split import check_neurons, first_neurons, neuron_parts
 from qkscope_papers.families import tiny_model
 
 

@@ -8,7 +8,7 @@ from torch.nn.functional import one_hot
 
 from qkscope import BadInput
 from qkscope.maths.bases import thin_svd
-from qkscope.maths.relative import (
+from qkscope.maths.singular import (
     cancellation,
     key_difference,
     null_count,
@@ -16,10 +16,10 @@ from qkscope.maths.relative import (
     reconstruction_count,
     rotated_terms,
     shared_sparsity,
+    singular_coordinates,
     sparsity,
     turned_terms,
 )
-from qkscope.maths.singular import singular_coordinates
 
 
 def drawn(*shape, seed=0):

@@ -15,7 +15,7 @@ from qkscope.analyses.relative import relative_attention
 from qkscope.analyses.sparsity import checkpoints, group_difference, sparsity, sweep
 from qkscope.cli import main
 from qkscope.heads import Head
-from qkscope.tasks.ioi import TEMPLATES
+from qkscope.tasks.sentences import TEMPLATES
 from qkscope.tasks.words import NAMES, PLACES, THINGS
 from qkscope_papers.families import tiny_model
 

@@ -187,22 +187,6 @@ def test_parts_that_cancel_move_attention_and_carry_nothing():
     assert float(sham.carried.abs().max()) == 0.0
 
 
-def test_a_content_swap_keeps_each_keys_own_rotation():
-    """With the query as each key sees it, swapping un-rotated keys equals editing R_n P R_nᵀ of the rotated ones."""
-    n, d, keys = 6, 4, 3
-    rotations = torch.linalg.qr(randn(0, keys, d, d))[0]
-    q, k = randn(1, n, d), randn(2, n, keys, d)  # rotated query; un-rotated keys
-    seen = torch.einsum("kde,nd->nke", rotations, q)  # R_kᵀ q
-    rows = AttentionRows(seen[:, None], k[:, None], scale=0.5)
-    orig, target = torch.zeros(n, dtype=int), torch.full((n,), 2)
-    p = Projector.orthogonal(orthonormal(3, d, 2))
-    effect = swap_attention(rows, orig, target, Projector(p.left[None], p.right[None]))
-    k0, k2 = swapped_keys(k[:, 0], k[:, 2], p)
-    edited = torch.stack([k0, k[:, 1], k2], dim=1)
-    logits = 0.5 * torch.einsum("nd,kde,nke->nk", q, rotations, edited)
-    torch.testing.assert_close(effect.orig_after[0, :, 0], logits.softmax(-1)[:, 0])
-
-
 def test_baselines_find_what_varies():
     keys = torch.cat([5 * randn(0, 500, 1, 2), 0.1 * randn(1, 500, 1, 4)], dim=-1)
     queries = torch.cat([randn(2, 500, 1, 1), 0.01 * randn(3, 500, 1, 1), 3 * randn(4, 500, 1, 4)], dim=-1)

@@ -200,7 +200,6 @@ def test_own_words_may_be_called_and_made_of_anything():
         (lambda: tasks.filter(items=9), "give 27 or more"),
         (lambda: tasks.filter(**lists(a="uvw", answer="xyz")), "cannot be called"),
         (lambda: tasks.filter(**lists(a="uvw", b="wxy")), "'w' is one of the a and of the b"),
-        (lambda: tasks.filter(**{**lists(a="uvw"), "words": {"a": list("uvw"), " ": list("xyz")}}), "called ' '"),
         (lambda: tasks.binding(5, boxes=list("ABCDE")), "need 6 boxes, but got 5"),
         (lambda: tasks.binding(5, words=["hat"] * 90), "6 words are needed for each"),
         (lambda: tasks.binding(5, words=[" hat", *OBJECTS]), "without blanks around them"),

@@ -10,7 +10,7 @@ import pytest
 
 import qkscope as qk
 from qkscope import BadInput, Example, tasks
-from qkscope.analyses.prompts import capture_units
+from qkscope.analyses.prompts import unit_runner
 from qkscope.capture.inputs import FIRST_TOKEN
 from qkscope.capture.scope import Scope
 from qkscope.examples import Key
@@ -95,22 +95,22 @@ def looking(query: int, keys: list[int], length: int = 12) -> list[tuple[Example
 
 def test_a_model_that_looks_both_ways_may_have_keys_after_the_query():
     bert = Scope.from_model(tiny_model("bert"), check=False)
-    (batch,) = capture_units(bert, looking(3, [1, 8]), [Head(0, 0)])
+    batch = unit_runner(bert, looking(3, [1, 8]), [Head(0, 0)])([0, 1])
     assert batch.captured.bias.isfinite().all()
     llama = Scope.from_model(tiny_model("llama"), check=False)
     with pytest.raises(BadInput, match=r"key 2 \(\(18,\)\) stands after the query"):
-        list(capture_units(llama, looking(3, [1, 8]), [Head(0, 0)]))
+        unit_runner(llama, looking(3, [1, 8]), [Head(0, 0)])([0, 1])
 
 
 def test_a_key_outside_a_heads_window_is_refused_for_that_head_alone():
     gemma = Scope.from_model(tiny_model("gemma3"), check=False)
     sliding = [kind == "sliding_attention" for kind in gemma.model.config.get_text_config().layer_types]
     near, far = sliding.index(True), sliding.index(False)
-    list(capture_units(gemma, looking(11, [1, 10]), [Head(far, 0)]))
+    unit_runner(gemma, looking(11, [1, 10]), [Head(far, 0)])([0, 1])
     with pytest.raises(
         BadInput, match=rf"key 1 \(\(11,\)\) is out of sight of L{near}H0, which looks only so far back"
     ):
-        list(capture_units(gemma, looking(11, [1, 10]), [Head(near, 0)]))
+        unit_runner(gemma, looking(11, [1, 10]), [Head(near, 0)])([0, 1])
 
     marks = (Key((1, 2), {"answer": 1}), Key((10, 11), {"answer": -1}))
     units = [(Example(ids=tuple(range(10, 22)), keys=marks),)]

@@ -249,7 +249,7 @@ def test_nothing_is_written_without_a_folder(nano, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     work = Work().begin(nano, ["a"], verb="x")
     assert work.once("piece", lambda: {"value": [1.5, None]}) == {"value": [1.5, None]}
-    assert work.run([Stage("rows", [[0, 1], [2]], lambda own: own)]) == [[[0, 1], [2]]]
+    assert work.run(Stage("rows", [[0, 1], [2]], lambda own: own)) == [[0, 1], [2]]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -265,7 +265,7 @@ def test_sums_are_added_in_order_whoever_made_them(nano, tmp_path):
                 sums["total"] += values[i]
             return own[0]
 
-        firsts = work.run([Stage("sum", [[i] for i in range(100)], run, sums)], False)[0]
+        firsts = work.run(Stage("sum", [[i] for i in range(100)], run, sums), False)
         return float(sums["total"]), firsts
 
     parts = [Work(tmp_path, (i, 3)).begin(nano, [], verb="x") for i in (1, 0, 2)]

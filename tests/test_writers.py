@@ -87,7 +87,7 @@ def test_parts_sum_to_queries_keys_and_logits_at_every_layer_and_three_ways_agre
                     apart = ((parts[own].sum(1) - true[own]) * shown[:, 0]).abs().max()
                     assert apart <= 2e-5 * (parts[own] * shown).abs().max()
                 assert sum_error(run, head, places.key_mask) <= 2e-5
-                w = weights[:, reader.columns[head]]
+                w = weights[:, reader.heads.index(head)]
                 total, asked = run.ask(head, 0, keys, w)
                 met = torch.einsum("nk,nkd->nd", w, true["key"]) * run.calls[layer].scale
                 q = true["query"][:, 0]

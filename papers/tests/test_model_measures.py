@@ -13,7 +13,7 @@ from qkscope import BadInput, tasks
 from qkscope.analyses.find import Ranking
 from qkscope.analyses.sparsity import Sparsity
 from qkscope.heads import Head
-from qkscope.tasks.ioi import TEMPLATES
+from qkscope.tasks.sentences import TEMPLATES
 from qkscope_papers.franco2026 import model_sparsity
 from qkscope_papers.franco2026.isotropy import read_dictionary
 from qkscope_papers.franco2026.model_sparsity import relabelled

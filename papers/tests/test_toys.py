@@ -8,7 +8,7 @@ import torch
 from superposed import FROZEN, SMALL, TOYS
 
 from qkscope import BadInput
-from qkscope.maths.relative import key_difference
+from qkscope.maths.singular import key_difference
 from qkscope_papers.franco2026.anisotropy import anisotropy_row
 from qkscope_papers.franco2026.cells import WORK
 from qkscope_papers.franco2026.decomposition import strengths

@@ -27,9 +27,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'qkscope' has no attribute {name!r}")
     tasks = _HOME[name] == __name__  # a room, and no name of one
-    globals()[name] = value = (
-        import_module(f"{__name__}.{name}") if tasks else getattr(import_module(_HOME[name]), name)
-    )
+    module = import_module(f"{__name__}.{name}" if tasks else _HOME[name])
+    globals()[name] = value = module if tasks else getattr(module, name)
     return value
 
 

@@ -40,7 +40,7 @@ class AttentionRows:
 
     Parameters
     ----------
-    q : queries; with a keys axis, the query as each key sees it (for swaps of content under RoPE).
+    q : queries.
     k : named keys, once per key head.
     kv_of_head : which key head each head reads; 0, 1, … by default.
     scale : factor on q·k, as the model's attention call passes it.
@@ -57,7 +57,7 @@ class AttentionRows:
     tensor([0.3333, 0.3333, 0.3333])
     """
 
-    q: Float[Tensor, "n h d"] | Float[Tensor, "n h k d"]
+    q: Float[Tensor, "n h d"]
     k: Float[Tensor, "n g k d"]
     scale: float | Float[Tensor, " h"]
     kv_of_head: Int[Tensor, " h"] | None = None
@@ -103,10 +103,6 @@ class AttentionRows:
             joined[name] = value.cpu() if isinstance(value, Tensor) else value
         return cls(**joined)
 
-    def at(self, index: Int[Tensor, " m"]) -> AttentionRows:
-        """Some of the rows."""
-        return replace(self, **{name: x[index] for name in _PER_ROW if (x := getattr(self, name)) is not None})
-
     def of_head(self, column: int) -> AttentionRows:
         """The rows of one head, with the keys that it reads."""
         one, kv = slice(column, column + 1), column if self.kv_of_head is None else int(self.kv_of_head[column])
@@ -126,17 +122,12 @@ class AttentionRows:
         picked = self.k[torch.arange(len(slots), device=slots.device), :, slots]
         return picked if self.kv_of_head is None else picked[:, self.kv_of_head]
 
-    def queries_at(self, slots: Int[Tensor, " n"]) -> Float[Tensor, "n h d"]:
-        """The query as the key in one slot of each row sees it."""
-        return self.q if self.q.ndim == 3 else self.q[torch.arange(len(slots), device=slots.device), :, slots]
-
     # ------------------------------------------------------------------ from products to attention
 
     def products(self) -> Float[Tensor, "n h k"]:
         """``scale · q·k`` of every named key, before cap and mask."""
         keys = self.k if self.kv_of_head is None else self.k[:, self.kv_of_head]
-        pattern = "nhd,nhkd->nhk" if self.q.ndim == 3 else "nhkd,nhkd->nhk"
-        return torch.einsum(pattern, self.q, keys) * self._per_head(self.scale)
+        return torch.einsum("nhd,nhkd->nhk", self.q, keys) * self._per_head(self.scale)
 
     def logits(self, products: Float[Tensor, "n h k"] | None = None) -> Float[Tensor, "n h k"]:
         """Logits as the softmax sees them: capped, and masked; of edited ``products``, or of the row's own."""

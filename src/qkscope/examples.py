@@ -14,10 +14,10 @@ from typing import Any, Literal
 from qkscope.errors import BadInput
 from qkscope.kinds import Count, came, checked_class
 
+#: Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`.
 Span = tuple[int, int]
-"""Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`."""
+#: A key's label in a contrast; 0 takes no part.
 Sign = Literal[-1, 0, 1]
-"""A key's label in a contrast; 0 takes no part."""
 
 
 @checked_class

@@ -32,8 +32,8 @@ Count = Annotated[int, AtLeast(1)]
 Prompts = Annotated[int, Interval(ge=1, le=1_000_000)]
 Natural = Annotated[int, AtLeast(0)]
 Share = Annotated[float, Interval(ge=0, le=1)]
+#: Generators take 64 bits, and what is derived from a seed must fit too.
 Seed = Annotated[int, Interval(ge=-(2**62), le=2**62)]
-"""Generators take 64 bits, and what is derived from a seed must fit too."""
 
 _CONTAINERS = (list, tuple, dict, set, Sequence, Mapping)
 _AS_THEY_ARE = (Any, Literal, Callable, Path, None, types.NoneType)

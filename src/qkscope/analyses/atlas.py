@@ -32,7 +32,7 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, Seed, checked_class
-from qkscope.linear.direct import direct_effect
+from qkscope.linear.split import direct_effect
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.progress import doing
 from qkscope.runs.result import Result

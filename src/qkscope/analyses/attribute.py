@@ -7,7 +7,6 @@ first, and order-free beside it; what no feature explains is the residual.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
-from qkscope.kinds import checked_class
 from qkscope.maths.attribution import Split, attribute_logits, part_name, split_rows
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Result
@@ -32,8 +30,6 @@ from qkscope.runs.work import verb
 _BAR = 40  # characters of the longest bar
 
 
-@checked_class
-@dataclass(frozen=True)
 class Explanation(Result):
     """Logits of one prompt's tokens, split among features."""
 
@@ -108,18 +104,15 @@ def attribute(
     parts = attribute_logits(q, k, scale, bases, split)
     reverse = attribute_logits(q, k, scale, dict(reversed(bases.items())))
     attention, logits = captured.attention()[0, 0].tolist(), parts.logits.tolist()
-    columns = {"attention": attention, "logit": logits, **{name: part.tolist() for name, part in parts.parts.items()}}
-    rows = [
-        {"position": i, "token": text, **{name: values[i] for name, values in columns.items()}}
-        for i, text in enumerate(token_texts(scope, ids))
-    ]
+    columns: dict[str, Any] = {"position": range(len(ids)), "token": token_texts(scope, ids), "attention": attention}
+    columns |= {"logit": logits, **{name: part.tolist() for name, part in parts.parts.items()}}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     best = max(rows, key=lambda row: row["attention"])
     shown = ", ".join(f"{name} {best[name]:.2f}" for name in parts.parts)
     bias = float(captured.bias[0, 0, best["position"]])
     ranks = {part_name(name): subspace.rank for name, subspace in ordered}
-    shares, backward = (
-        {name: _share(part, parts.logits) for name, part in way.parts.items()} for way in (parts, reverse)
-    )
+    orders = (parts, reverse)
+    shares, backward = ({name: _share(part, parts.logits) for name, part in order.parts.items()} for order in orders)
     answer = (
         f"{head} gives {best['attention']:.2f} of its attention to {best['token']!r} (token {best['position']}): "
         f"logit {best['logit']:.2f} = {shown}{f', and {bias:+.2f} for the distance' if bias else ''}."
@@ -146,9 +139,8 @@ def features_of(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dic
             raise BadInput(f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head.")
     spaces: set[Any] = {subspace.about.get("space", "post_rope") for subspace in features.values()}
     if len(spaces) != 1:
-        raise BadInput(
-            f"no feature was given, or of different spaces ({', '.join(sorted(spaces))}): name those of one."
-        )
+        there = ", ".join(sorted(spaces))
+        raise BadInput(f"no feature was given, or of different spaces ({there}): name those of one.")
     return dict(features), spaces.pop()
 
 

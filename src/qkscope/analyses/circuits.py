@@ -25,8 +25,8 @@ from qkscope.heads import Head
 from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 
+#: Roles of every task: its own query, and its right key (``answer``).
 QUERY = "query"
-"""Roles of every task: its own query, and its right key (``answer``)."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ def _duty(role: str, way: str) -> Duty:
 
 
 _TABLE = tomllib.loads(files("qkscope.analyses").joinpath("circuits.toml").read_text("utf-8"))
+#: What to look for in a model whose circuit nobody has published, by task.
 DUTIES = {task: tuple(_duty(*row) for row in duties.items()) for task, duties in _TABLE["duties"].items()}
-"""What to look for in a model whose circuit nobody has published, by task."""
+#: Published circuits, by model and task.
 CIRCUITS = {
     (name, found["task"]): [
         Edge(Head.parse(f"L{head.replace('.', 'H')}"), _duty(role, way))
@@ -66,7 +67,6 @@ CIRCUITS = {
     for model, found in _TABLE["circuits"].items()
     for name in (model, found["also"])
 }
-"""Published circuits, by model and task."""
 _ANSWERING = Duty("answer", QUERY, ANSWER)
 
 
@@ -137,9 +137,7 @@ def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"]) -> Places:
     return Places.everywhere(row, columns.flatten().to(mask.device), mask)
 
 
-def find_circuit(
-    scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_size: int = 32, progress: bool | None = None
-) -> list[Edge]:
+def find_circuit(scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_size: int = 32) -> list[Edge]:
     """For each duty of the task the heads that do it most, on prompts for choosing.
 
     A head's score is its mean attention from the query role to the key role, less that to the other named roles, so
@@ -164,7 +162,7 @@ def find_circuit(
             out.append(own[..., keys.index(duty.key)] - rest)
         return torch.stack(out, dim=1)
 
-    scores = torch.cat(list(stream(batches_of(units, batch_size), run, progress))).double().mean(0)
+    scores = torch.cat(list(stream(batches_of(units, batch_size), run))).double().mean(0)
     best = scores.argsort(dim=-1, descending=True)[:, :top]
     return [Edge(scope.heads()[i], duty) for duty, own in zip(duties, best.tolist(), strict=True) for i in own]
 

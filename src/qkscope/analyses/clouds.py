@@ -24,7 +24,7 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import SwapRows
-from qkscope.runs.result import Result
+from qkscope.runs.result import Result, Rows
 
 _PROMPTS = 96
 _WORDS = 8  # more colours cannot be told apart
@@ -55,33 +55,30 @@ class Cloud:
 
 
 def make_clouds(
-    swapped: SwapRows,
-    examples: Sequence[Example],
-    subspaces: Mapping[tuple[str, Head], Subspace],
-    words: Sequence[str] = (),
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    swaps: SwapRows, examples: Sequence[Example], subspaces: Mapping[tuple[str, Head], Subspace], words: Sequence[str]
+) -> tuple[dict[str, Tensor], Rows]:
     """Arrays and table of the first heads' features.
 
     Parameters
     ----------
-    swapped : rows of held-out prompts, with the right key of each.
+    swaps : rows of held-out prompts, with the right key of each.
     examples : the example of each row.
     subspaces : features by name and head.
     words : the vocabulary that keys are told apart by.
     """
-    n, rows = min(len(swapped), _PROMPTS), swapped.rows
+    n, rows = min(len(swaps), _PROMPTS), swaps.rows
     mask = rows.present()[:n]
     per = mask.sum(dim=1)  # keys of each query
     kv = torch.arange(rows.q.shape[1]) if rows.kv_of_head is None else rows.kv_of_head
-    colourings = _colourings(examples[:n], swapped.orig[:n], mask, words)
+    colourings = _colourings(examples[:n], swaps.orig[:n], mask, words)
     labels = {
         f"{side}_labels": torch.tensor([getattr(c, part) for c in colourings.values()], dtype=torch.int16).mT
         for side, part in (("key", "keys"), ("query", "queries"))
     }
     arrays: dict[str, Tensor] = {}
-    table: list[dict[str, Any]] = []
+    table: Rows = []
     for (name, head), subspace in list(subspaces.items())[:_CLOUDS]:
-        column, title = list(swapped.heads).index(head), f"{name} at {head}"
+        column, title = list(swaps.heads).index(head), f"{name} at {head}"
         q = subspace.project(rows.q[:n, column].double(), "query").repeat_interleave(per, dim=0)
         k = subspace.project(rows.k[:n, kv[column]].double(), "key")[mask]
         queries, keys = principal(torch.cat([q, k])).float().split([len(q), len(k)])
@@ -109,12 +106,10 @@ def clouds_of(result: Result) -> list[Cloud]:
             continue
         by_key, by_query = (part.reshape(len(part), -1).mT.tolist() for part in stored[2:])
         own = ways.get(title, ways[order[0]])  # its own labels, or the first there are
-        colourings = {
-            by: Colouring(
-                [str(r["label"]) for r in rows], of_keys, of_queries, rows[0].get("ordered", title == "order")
-            )
-            for (by, rows), of_keys, of_queries in zip(own.items(), by_key, by_query, strict=False)
-        }
+        colourings = {}
+        for (by, rows), of_keys, of_queries in zip(own.items(), by_key, by_query, strict=False):
+            names, ordered = [str(row["label"]) for row in rows], rows[0].get("ordered", title == "order")
+            colourings[by] = Colouring(names, of_keys, of_queries, ordered)
         clouds.append(Cloud(title, stored[0], stored[1], colourings))
     return sorted(clouds, key=lambda cloud: order.index(cloud.title) if cloud.title in order else len(order))
 

@@ -25,11 +25,11 @@ from qkscope.kinds import Count, Interval, Seed
 from qkscope.maths.significance import Center, NullKind, lag_one
 from qkscope.maths.subspace import Rank
 from qkscope.runs.folder import RESULTS, read_run
-from qkscope.runs.work import BatchPart, Stage, current_work, out_of_memory, verb
+from qkscope.runs.work import Stage, current_work, out_of_memory, verb
 from qkscope.tasks.task import Contrast, Task
 
+#: The p-value from which on a file's neighbours are said to be alike.
 ALIKE = 0.01
-"""The p-value from which on a file's neighbours are said to be alike."""
 _HEADS, _UNITS, _LEAST = 8, 512, 12  # looked at for that, at most, and under how many units nothing is said
 Replicates = Annotated[int, Interval(ge=1, le=100_000)]
 
@@ -110,10 +110,8 @@ def decompose(
     else:
         common: Any = {"group_size": scope.group_size, "replicates": replicates, "seed": seed, "device": scope.device}
         try:
-            sums = {
-                name: ContrastSums(chosen, [name], scope.d_head, nulls=_nulls(task.contrasts[name]), **common)
-                for name in names
-            }
+            nulls = {name: _nulls(task.contrasts[name]) for name in names}
+            sums = {name: ContrastSums(chosen, [name], scope.d_head, nulls=nulls[name], **common) for name in names}
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
@@ -125,10 +123,10 @@ def decompose(
         together = [tuple(joint.prompts) for joint in joints]
         numbers = {name: prompts.null_units(units[name], task.contrasts[name]) for name in names}
 
-        def add(part: BatchPart[prompts.UnitBatch]) -> dict[str, list[Tensor]]:
+        def add(whole: prompts.UnitBatch) -> dict[str, list[Tensor]]:
             parts = {}
             for name, own in sums.items():
-                batch = prompts.rows_of(part.value, joints, name)
+                batch = prompts.rows_of(whole, joints, name)
                 if batch is not None:
                     q, k, labels, _ = rows = prompts.contrast_rows(batch, task.contrasts[name])
                     own.update(q, k, {name: labels}, prompts=numbers[name](batch))
@@ -142,7 +140,7 @@ def decompose(
         run = prompts.unit_runner(scope, together, chosen, space=space, chat=task.chat, rest=False)
         state = {f"{name}/{what}": tensor for name, own in sums.items() for what, tensor in own.tensors().items()}
         stage = Stage(names[0], prompts.batches_of(together, batch_size), run, state, add)
-        (values,) = work.run([stage], progress, last=True)
+        values = work.run(stage, progress, last=True)
         added = {name: [parts[name] for parts in values if name in parts] for name in names}
         alike = [_neighbours(task, name, parts, seed) for name, parts in added.items()]
         notes = [*about.get("notes", ()), *(note for note in alike if note)]

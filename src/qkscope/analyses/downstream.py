@@ -8,7 +8,6 @@ the first right and the first wrong one are the two; of keys, those that are swa
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.swap import Features, Swaps, check_swappable, draw_pairs
-from qkscope.capture.inputs import answer_ids, check_visible
+from qkscope.capture.inputs import answer_tokens, check_visible
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
 from qkscope.change.whole import Batch
@@ -31,13 +29,12 @@ from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.swap import Condition, swapped_keys
+from qkscope.runs.folder import sha256
 from qkscope.runs.result import provenance
 from qkscope.runs.work import Stage, current_work, verb
-from qkscope.tasks.task import ANSWER, UnitsToTest
+from qkscope.tasks.task import UnitsToTest
 
 _NAMED = 4  # candidates in a sentence
-Candidates = tuple[list[int], list[int], int, int]
-"""Tokens that an answer is read among, +1 for right ones and −1, and which of them stand for right and target."""
 
 
 @verb("swap", beside="fit")
@@ -92,26 +89,29 @@ def swap_downstream(
             raise BadInput(f"a patched run answers one query per example, but there are more in {example.show(80)}.")
     every, joint = what.conditions(draws, seed)[0], what.joint
     projectors = {kind: every[Condition(joint, kind)] for kind in methods.SHOWN}
-    named = answer_ids(scope, pairs.examples, chat=fit.chat)
 
     def run(indices: list[int]) -> Float[Tensor, "r b 4"]:
-        """Logits of the right and of the target answer, and which is likeliest: unedited, then with each projector."""
+        """Logits of the right and of the target answer, and whether the likeliest is a right one, or the target.
+
+        First of the unedited run, then with each projector.
+        """
         encoded = scope.encode([example for i in indices for example in units[i]], chat=fit.chat)
         batch = Batch(scope, encoded, what.heads, min(head.layer for head in what.heads))
         before = batch.before
         check_visible(encoded, what.heads, before.bias)
         own = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices])
         orig, target = (keys[own].to(scope.device) for keys in (pairs.orig, pairs.target))
-        tokens = encoded.inputs["input_ids"].gather(1, before.key_positions).tolist()
-        read: list[Candidates] = []
-        for row, at in enumerate(own.tolist()):
-            keys, answers = pairs.examples[at].keys, named[at]
-            if answers is None:
-                signs: list[int] = [key.label(ANSWER) for key in keys]
-                read.append((tokens[row][: len(keys)], signs, int(orig[row]), int(target[row])))
-            else:
-                right, wrong = answers
-                read.append(([*right, *wrong], [1] * len(right) + [-1] * len(wrong), 0, len(right)))
+        tokens, signs = answer_tokens(scope.encoder, encoded, fit.chat)
+        named = torch.tensor([pairs.examples[at].answers is not None for at in own.tolist()])
+        right = torch.where(named, 0, orig.cpu())[:, None]
+        wrong = torch.where(named, (signs > 0).sum(1), target.cpu())[:, None]
+
+        def answers(logits: Float[Tensor, "b v"] | None) -> Float[Tensor, "b 4"]:
+            assert logits is not None  # they were asked for
+            scores = logits.cpu().gather(1, tokens).masked_fill(signs == 0, -torch.inf)
+            best = scores.argmax(1, keepdim=True)
+            columns = [scores.gather(1, right), scores.gather(1, wrong), signs.gather(1, best) > 0, best == wrong]
+            return torch.cat(columns, dim=1)
 
         def edit(head: Head, projector: Projector) -> Edit:
             """The edit of one head; of several draws, the prompt at place i of all takes the i-th, by turns."""
@@ -123,16 +123,16 @@ def swap_downstream(
 
         edits = [[edit(head, projector) for head in what.heads] for projector in projectors.values()]
         runs = [before, *batch.run(edits, scope.heads()[-1:])]
-        return torch.stack([_answers(captured.logits, read) for captured in runs])
+        return torch.stack([answers(captured.logits) for captured in runs])
 
     factors = [factor.detach().cpu().double().flatten() for projector in projectors.values() for factor in projector]
     asked = {
         "verb": "downstream", "heads": [str(h) for h in what.heads], "features": what.names, "draws": draws,
         "batch_size": batch_size, "seed": seed, "chat": fit.chat,  # and a fit of the same name may have been made anew:
-        "projectors": hashlib.sha256(torch.cat(factors).numpy().tobytes()).hexdigest(),
+        "projectors": sha256(torch.cat(factors).numpy().tobytes()),
     }  # fmt: skip
     work = current_work().begin(scope, list(units), **asked)
-    (pieces,) = work.run([Stage("answers", pairs.batches, run)], progress, last=True)
+    pieces = work.run(Stage("answers", pairs.batches, run), progress, last=True)
     clean, *edited = torch.cat(pieces, dim=1)
     gap = clean[:, 0] - clean[:, 1]
     table: list[dict[str, Any]] = []
@@ -163,13 +163,3 @@ def swap_downstream(
     )
     made = provenance(**{**fit.provenance.get("asked", {}), "test_units": len(units), "read": read})
     return Swaps("swap/downstream", {"downstream": table}, model=scope.name, seed=seed, answer=answer, provenance=made)
-
-
-def _answers(logits: Float[Tensor, "b v"] | None, read: Sequence[Candidates]) -> Float[Tensor, "b 4"]:
-    """Logits of the right and of the target answer, and whether the likeliest is a right one, or the target."""
-    assert logits is not None  # they were asked for
-    tokens, signs = (pad_sequence([torch.tensor(row[i]) for row in read], batch_first=True) for i in (0, 1))
-    scores = logits.cpu().gather(1, tokens).masked_fill(signs == 0, -torch.inf)
-    best, right, wrong = scores.argmax(1, keepdim=True), *(torch.tensor([[row[i]] for row in read]) for i in (2, 3))
-    columns = [scores.gather(1, right), scores.gather(1, wrong), signs.gather(1, best) > 0, best == wrong]
-    return torch.cat(columns, dim=1)

@@ -9,7 +9,6 @@ that mostly looks at the first token, or at itself, can be accurate among candid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +32,6 @@ Score = Literal["accuracy", "row_accuracy", "ratio", "mass"]
 
 
 @checked_class
-@dataclass(frozen=True)
 class Ranking(Result):
     """Heads, best first."""
 
@@ -101,7 +99,7 @@ def find_heads(
         return [x.cpu() for x in (*_scores(encoded, whole.attention()), unit)]
 
     work = current_work().begin(scope, list(units), verb="heads", batch_size=batch_size, chat=task.chat)
-    (batches,) = work.run([Stage("scores", batches_of(units, batch_size), run)], progress, last=True)
+    batches = work.run(Stage("scores", batches_of(units, batch_size), run), progress, last=True)
     hits, row_hits, ratios, masses, chances, unit = (torch.cat(x) for x in zip(*batches, strict=True))
     chance, cluster = float(chances.mean()), clusters_of(units, unit)
     low, high = clustered_bootstrap(ratios, cluster)

@@ -10,30 +10,36 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.capture.files import weights_part
-from qkscope.capture.inputs import check_visible, notes_of
+from qkscope.capture.inputs import FIRST_TOKEN, check_visible
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
+from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
+from qkscope.runs.folder import sha256
 from qkscope.runs.result import provenance
-from qkscope.runs.work import stream
 from qkscope.tasks.task import ASKED, Contrast, Task, Unit
+from qkscope.tasks.texts import Texts, cut_texts
+
+_LENGTH = 96  # tokens of a passage
+_FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
 
 
 def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
     """What an analysis was made from, for manifests and for refusing to mix."""
-    notes = notes_of(scope, task)
+    first = task.starts_with_key and not scope.encoder.adds_first
+    notes = [*task.notes, *([FIRST_TOKEN] if first else [])]
     return {
         "model": scope.name, "revision": scope.revision, "weights": scope.weights_hash,
         "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
@@ -61,8 +67,7 @@ def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:
             raise BadInput(f"{what} was made with other {part} than {scope.name} has here: load the same model.")
 
 
-@dataclass(frozen=True)
-class UnitBatch:
+class UnitBatch(NamedTuple):
     """Capture rows, and which unit and which of its prompts each row belongs to."""
 
     captured: Capture
@@ -84,17 +89,27 @@ def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
 
 def units_hash(units: Sequence[Unit]) -> str:
     """Fingerprint of the examples: their text, marks and labels."""
-    digest = hashlib.sha256()
-    for unit in units:
-        digest.update(repr(unit).encode("utf-8", "backslashreplace"))
-    return digest.hexdigest()[:32]
+    return sha256("".join(map(repr, units)))[:32]
 
 
-def capture_units(
-    scope: Scope, units: Sequence[Unit], heads: Sequence[Head], batch_size: int = 32, **how: Any
-) -> Iterator[UnitBatch]:
-    """Stream the units batch by batch; one that does not fit into memory comes in parts, each of whole units."""
-    return stream(batches_of(units, batch_size), unit_runner(scope, units, heads, **how))
+def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
+    """Up to n passages at random as token ids, with a random query in each and the number of its text as cluster.
+
+    What is too short to ask in, or a copy, is left out.
+    """
+    if scope.tokenizer is None:
+        raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
+    pieces, generator = cut_texts(texts), torch.Generator().manual_seed(derived_seed(seed, "texts"))
+    order = torch.randperm(len(pieces), generator=generator).tolist()[:n]
+    first: dict[tuple[int, ...], Unit] = {}  # passages that differ only where they are cut off are copies
+    for i, (text, number) in enumerate(pieces[place] for place in order):
+        ids = tuple(scope.tokenizer(text, truncation=True, max_length=_LENGTH, verbose=False)["input_ids"])
+        if len(ids) > _FIRST_QUERY and ids not in first:
+            place = _FIRST_QUERY + derived_seed(seed, "queries", i) % (len(ids) - _FIRST_QUERY)
+            first[ids] = (Example(ids=ids, queries=((place, place + 1),), cluster=number),)
+    if not first:
+        raise BadInput("no text is long enough to ask in: give longer ones.")
+    return list(first.values())
 
 
 def unit_runner(

@@ -1,5 +1,5 @@
-"""The singular basis of a model's heads, from its weights alone (kept in the user's cache by their hash), and relative
-attention split over it: ``r = ℓ_i − mean_{j≠i} ℓ_j = Σ_m c_m``.
+"""The singular basis of a model's heads, from its weights alone, and relative attention split over it:
+``r = ℓ_i − mean_{j≠i} ℓ_j = Σ_m c_m``.
 
 Queries and keys are taken in the query's frame, where the split is exact under RoPE too (`qkscope.maths.singular`); the
 mean runs over the other keys that the query sees, so a sliding window counts its own keys alone. A sink has a logit but
@@ -8,11 +8,9 @@ no key, and takes no part. Where a family caps its logits, r is the logit before
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -21,7 +19,6 @@ from torch import Tensor
 from qkscope.analyses.circuits import QUERY, locate, rows_from
 from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.capture.encode import token_texts
-from qkscope.capture.files import cache_dir
 from qkscope.capture.pick import Capture
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
@@ -30,23 +27,16 @@ from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.kinds import Count, Seed, checked_call
 from qkscope.linear.weights import head_weights
-from qkscope.maths import relative as measure
+from qkscope.maths import singular as measure
 from qkscope.maths.attribution import split_rows
 from qkscope.maths.singular import SingularBasis, basis_of_weights, singular_coordinates
 from qkscope.runs.result import Result
 from qkscope.runs.work import verb
 from qkscope.tasks.task import ANSWER
 
-log = logging.getLogger(__name__)
-
-_CACHED = 1 << 28  # numbers of a basis that is worth keeping: 1 GiB
-_VERSION = 3
-
 
 @checked_call
-def singular_basis(
-    scope: Scope, heads: str | Head | Sequence[str | Head] | None = None, *, cache: bool = True
-) -> SingularBasis:
+def singular_basis(scope: Scope, heads: str | Head | Sequence[str | Head] | None = None) -> SingularBasis:
     """Singular vectors of ``Ω = W_Qᵀ W_K`` of some heads, all by default.
 
     Norm gains, biases (as a last coordinate, a constant 1) and QK-norm's gain are folded into W; where a norm centres,
@@ -57,42 +47,24 @@ def singular_basis(
     ----------
     scope : the model.
     heads : heads by name; all of them need 4.3 GB for a model of 8 billion parameters.
-    cache : whether to keep the result in the user's cache, under the hash of the weights.
 
     Examples
     --------
     >>> import qkscope as qk
-    >>> qk.singular_basis(qk.Scope.load("nano:mixed"), ["L0H0", "L1H3"], cache=False)
+    >>> qk.singular_basis(qk.Scope.load("nano:mixed"), ["L0H0", "L1H3"])
     SingularBasis(L0H0, L1H3: 24 vectors each)
     """
-    wanted = scope.parse(heads)
-    about = {"weights": scope.weights_hash, "model": scope.name, "dtype": str(scope.model.dtype), "version": _VERSION}
-    named = hashlib.sha256(",".join(map(str, wanted)).encode()).hexdigest()[:16]
-    place = cache_dir("singular", f"{scope.weights_hash}-{named}.safetensors")
-    if cache and place.is_file():
-        try:
-            return SingularBasis.load(place, expect={name: about[name] for name in ("weights", "dtype", "version")})
-        except BadInput as error:
-            log.info("%s; made again", error)
-    weights, rotary = (
-        head_weights(scope, wanted),
-        [scope.facts.layers[head.layer].offset is not None for head in wanted],
-    )
+    weights = head_weights(scope, wanted := scope.parse(heads))
+    about = {"weights": scope.weights_hash, "model": scope.name, "dtype": str(scope.model.dtype)}
+    rotary = [scope.facts.layers[head.layer].offset is not None for head in wanted]
     tensors = weights.W_Q, weights.W_K, weights.scale, weights.c_Q
-    basis = basis_of_weights(wanted, *tensors, rotary, weights.kv_of_head, about)
-    if cache and basis.U.numel() + basis.V.numel() <= _CACHED:
-        try:
-            basis.save(place)
-        except BadInput as error:  # a cache that cannot be written is no reason to fail
-            log.info("%s", error)
-    return basis
+    return basis_of_weights(wanted, *tensors, rotary, weights.kv_of_head, about)
 
 
 TOLERANCE = 0.99
 
 
-@dataclass(frozen=True)
-class RelativeRows:
+class RelativeRows(NamedTuple):
     """Terms of rows (an example and one of its queries) and heads; NaN where a query does not see the key.
 
     ``terms = query · s · key``, with ``query = α`` (QK-norm's scalar included), ``key = γ / σ`` times the call's scale.
@@ -137,11 +109,7 @@ class RelativeRows:
 
 
 def relative_rows(
-    captured: Capture,
-    attended: Int[Tensor, "b h"],
-    basis: SingularBasis,
-    rows: Sequence[int] | slice = slice(None),
-    heads: Sequence[int] | None = None,
+    captured: Capture, attended: Tensor, basis: SingularBasis, rows: Any = slice(None), heads: Any = None
 ) -> RelativeRows:
     """Split the relative attention of rows that were captured in the query's frame with every key of their sequence.
 
@@ -247,9 +215,7 @@ def relative_attention(
     found = relative_rows(captured, torch.tensor([[slot]]), own)
     terms = found.terms[0, 0]
     if bool(terms.isnan().any()):
-        raise BadInput(
-            f"{head} does not see token {slot} from token {at}, or sees no other: ask about a key inside its window."
-        )
+        raise BadInput(f"{head} does not see token {slot} from token {at}, or no other: ask about one in its window.")
     shown = [token_texts(scope, [i])[0] for i in inputs["input_ids"][0, [at, slot]].tolist()]
     values = {name: float(value) for name, value in found.values(draws, seed, [0]).items()}
     summary = {

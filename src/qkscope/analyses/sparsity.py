@@ -17,9 +17,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -29,17 +28,18 @@ from qkscope.analyses.circuits import CIRCUITS, Duty, Edge, find_circuit, locate
 from qkscope.analyses.prompts import batches_of, made_from, units_hash
 from qkscope.analyses.relative import relative_rows, singular_basis
 from qkscope.capture.files import folder_hash, local_hash, weights_part
+from qkscope.capture.inputs import answer_tokens
 from qkscope.capture.load import check_revisions, revisions_of
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, Seed, checked_class
-from qkscope.maths.relative import rotated_terms
 from qkscope.maths.significance import clustered_bootstrap
+from qkscope.maths.singular import rotated_terms
 from qkscope.runs.progress import doing
 from qkscope.runs.result import Result, provenance
 from qkscope.runs.work import current_work, stream, verb
-from qkscope.tasks.task import ANSWER, Task, Unit
+from qkscope.tasks.task import Task, Unit
 
 _COPYING = ("binding", "induction", "ioi")  # tasks whose answer is the word at the right key
 _OF_VECTORS = ("terms_first", "terms_rotated", "terms_mean", "sigma")
@@ -96,10 +96,8 @@ def sparsity(
     >>> qk.sparsity(scope, task, "L1H3:END>IO", 4, controls=1, draws=2, progress=False).table()[0]["n"]
     4
     """
-    if heads is None:
-        edges = CIRCUITS.get((scope.name, task.name)) or find_circuit(scope, task, batch_size=batch_size)
-    else:
-        edges = parse_edges(heads, task)
+    named = CIRCUITS.get((scope.name, task.name)) if heads is None else parse_edges(heads, task)
+    edges = named or find_circuit(scope, task, batch_size=batch_size)
     for edge in edges:
         scope.check(edge.head)
     edges = [*edges, *outside(scope, edges, controls, seed)]
@@ -114,17 +112,15 @@ def sparsity(
             "difference": gap, "low": low, "high": high, "positive": float((own["relative"] > 0).double().mean()),
             "n": int(own["sparsity"].isfinite().sum()),
         })  # fmt: skip
-    about = made_from(scope, task, "query_frame")
-    return Sparsity(
-        experiment=f"sparsity/{task.name}",
-        answer=_answer(rows),
-        tables={"sparsity": rows},
-        arrays=arrays,
-        model=scope.name,
-        seed=seed,
-        provenance=provenance(**about, n=n, draws=draws, edges=[str(edge) for edge in edges]),
-        edges=tuple(edges),
-    )
+    about = {**made_from(scope, task, "query_frame"), "n": n, "draws": draws, "edges": list(map(str, edges))}
+    return _result(task, scope.name, {"sparsity": rows}, _answer(rows), arrays, edges, seed, about)
+
+
+def _result(
+    task: Task, model: str, tables: Any, answer: str, arrays: Any, edges: Sequence[Edge], seed: int, about: Any
+) -> Sparsity:
+    kept: Any = {"arrays": arrays, "edges": tuple(edges), "seed": seed, "provenance": provenance(**about)}
+    return Sparsity(f"sparsity/{task.name}", tables, answer=answer, model=model, **kept)
 
 
 def _measured(
@@ -132,10 +128,8 @@ def _measured(
 ) -> dict[str, Tensor]:
     """Every prompt's values ([edges, prompts]), and terms (first prompt and mean) with the spectrum."""
     units: list[Unit] = [unit[:1] for unit in task.test(n)]
-    heads, queries, keys = (
-        list(dict.fromkeys(of(edge) for edge in edges))
-        for of in (attrgetter("head"), attrgetter("duty.query"), attrgetter("duty.key"))
-    )
+    places = [(edge.head, edge.duty.query, edge.duty.key) for edge in edges]
+    heads, queries, keys = (list(dict.fromkeys(column)) for column in zip(*places, strict=True))
     basis, out = singular_basis(scope, heads), dict[str, Tensor]()
     first, turned, sums = torch.full((3, len(edges), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
     counts = torch.zeros(len(edges), dtype=torch.float64)
@@ -161,14 +155,11 @@ def _measured(
                 first[own] = found.terms[at]
                 turned[own] = rotated_terms(found.query[at], found.s, found.key[at], 1, seed)[0]
 
-    for _ in stream(batches_of(units, batch_size), run, progress):
-        pass
+    list(stream(batches_of(units, batch_size), run, progress))
     for edge, seen in zip(edges, counts.tolist(), strict=True):
         if edge.circuit and not seen:
-            raise BadInput(
-                f"{edge} cannot be measured: in no prompt does {edge.duty.query} see {edge.duty.key} and one token "
-                "more; heads look back, so name the later place first."
-            )
+            unseen = f"in no prompt does {edge.duty.query} see {edge.duty.key} and one token more"
+            raise BadInput(f"{edge} cannot be measured: {unseen}; heads look back, so name the later place first.")
     mean = sums / counts[:, None].clamp_min(1)
     sigma = basis.S[basis.index([edge.head for edge in edges])].double()
     return out | dict(zip(_OF_VECTORS, (first, turned, mean, sigma), strict=True))
@@ -185,11 +176,11 @@ def group_difference(
     gap = (arrays["sparsity"] - arrays["rotated"])[index].nanmean(0)
     if baseline is not None:
         gap = gap - (baseline["sparsity"] - baseline["rotated"])[index].nanmean(0)
-    kept = gap.isfinite()
-    if not bool(kept.any()):
+    known = gap[gap.isfinite()]
+    if not len(known):
         return float("nan"), float("nan"), float("nan")
-    low, high = clustered_bootstrap(gap[kept], torch.arange(len(gap))[kept], seed=seed)
-    return float(gap[kept].mean()), float(low), float(high)
+    low, high = clustered_bootstrap(known, torch.arange(len(known)), seed=seed)
+    return float(known.mean()), float(low), float(high)
 
 
 def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -224,21 +215,19 @@ def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Flo
         encoded = scope.encode([units[i][0] for i in indices], chat=task.chat)
         logits = scope.capture_inputs(encoded, heads=[Head(0, 0)], rest=False, logits=True).logits
         assert logits is not None
-        places, labels = encoded.places, encoded.labels[ANSWER] * encoded.places.key_mask
-        scores = logits.gather(1, encoded.inputs["input_ids"][places.row[:, None], places.keys])
-        best, rival = (scores.masked_fill(sign * labels <= 0, -torch.inf).amax(1) for sign in (1, -1))
-        right[indices] = (best > rival).double().cpu()
+        tokens, signs = answer_tokens(scope.encoder, encoded, task.chat)
+        scores = logits.cpu().gather(1, tokens)
+        best, rival = (scores.masked_fill(sign * signs <= 0, -torch.inf).amax(1) for sign in (1, -1))
+        right[indices] = (best > rival).double()
 
-    for _ in stream(batches_of(units, batch_size), run, False):
-        pass
+    list(stream(batches_of(units, batch_size), run, False))
     return right
 
 
 # ---------------------------------------------------------------------- over training
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """One checkpoint: its name in the run, and what `Scope.load` takes. ``weights`` is known for local files."""
 
     label: str
@@ -289,10 +278,8 @@ def refuse_copies(model: str, weights: Mapping[str, str]) -> None:
     for label, digest in weights.items():
         first = seen.setdefault(weights_part(digest), label)  # with another config they are a copy all the same
         if first != label:
-            raise BadInput(
-                f"revisions {first!r} and {label!r} of {model} hold the same weights (hash {digest[:12]}): one of them"
-                " is not the checkpoint it is called; leave it out."
-            )
+            same = f"revisions {first!r} and {label!r} of {model} hold the same weights (hash {digest[:12]})"
+            raise BadInput(f"{same}: one of them is not the checkpoint it is called; leave it out.")
 
 
 def _over_heads(edges: Sequence[Edge], circuit: bool, arrays: Mapping[str, Tensor], first: Any) -> dict[str, Any]:
@@ -366,10 +353,8 @@ def sweep(
         edges = [Edge(Head(**edge["head"]), Duty(**edge["duty"]), edge["circuit"]) for edge in piece["edges"]]
     arrays = {point.label: pieces[point.label]["arrays"] for point in points}
     last = points[-1].label
-    tables, answer = (
-        {"sparsity": [row for p in points for row in pieces[p.label]["rows"]]},
-        _answer(pieces[last]["rows"]),
-    )
+    tables = {"sparsity": [row for point in points for row in pieces[point.label]["rows"]]}
+    answer = _answer(pieces[last]["rows"])
     if len(points) > 1:
         tables["training"] = [
             {"step": point.step, **_over_heads(edges, circuit, arrays[point.label], arrays[points[0].label])}
@@ -384,13 +369,6 @@ def sweep(
             f"{answer[0].lower()}{answer[1:]}"
         )
     weights = {point.label: pieces[point.label]["weights"] for point in points}
-    return Sparsity(
-        experiment=f"sparsity/{task.name}",
-        answer=answer,
-        tables=tables,
-        arrays={f"{p}/{k}" if p != last else k: v for p, own in arrays.items() for k, v in own.items()},
-        model=model,
-        seed=seed,
-        provenance=provenance(**plan, edges=[asdict(edge) for edge in edges], weights=weights),
-        edges=tuple(edges),
-    )
+    kept = {f"{p}/{k}" if p != last else k: v for p, of in arrays.items() for k, v in of.items()}
+    about = {**plan, "edges": [asdict(edge) for edge in edges], "weights": weights}
+    return _result(task, model, tables, answer, kept, edges, seed, about)

@@ -8,9 +8,8 @@ the same units and seed give the same, in whatever batches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -26,7 +25,7 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import Count, Seed, checked_class
+from qkscope.kinds import Count, Seed
 from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.subspace import Subspace
@@ -36,12 +35,11 @@ from qkscope.runs.work import Stage, Work, current_work, verb
 from qkscope.tasks.task import ANSWER, ASKED, Unit, UnitsToTest
 
 SIZES = (1, 2, 4, 8, 12)
+#: A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped.
 Basis = Subspace | Tensor
-"""A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped."""
+Own = Mapping[str, Basis | Mapping[str | Head, Basis]]
 
 
-@checked_class
-@dataclass(frozen=True)
 class Swaps(Result):
     """Attention before and after, per head and condition; and the keys and queries as points, for the page."""
 
@@ -175,8 +173,7 @@ def check_swappable(space: str, downstream: bool = False) -> None:
         raise BadInput("a patched run writes post_rope keys: fit in post_rope to swap downstream.")
 
 
-@dataclass(frozen=True)
-class Features:
+class Features(NamedTuple):
     """What is swapped at which heads: fitted features, and subspaces of one's own."""
 
     heads: list[Head]
@@ -187,12 +184,7 @@ class Features:
 
     @classmethod
     def of(
-        cls,
-        scope: Scope,
-        fit: Fit,
-        heads: str | Head | Sequence[str | Head] | None,
-        features: Sequence[str] | None = None,
-        subspaces: Mapping[str, Basis | Mapping[str | Head, Basis]] | None = None,
+        cls, scope: Scope, fit: Fit, heads: Any, features: Sequence[str] | None = None, subspaces: Own | None = None
     ) -> Features:
         """As `swap` is asked for them; what was not fitted is refused before the model runs."""
         own, names = dict(subspaces or {}), default_features(fit.contrasts) if features is None else list(features)
@@ -279,8 +271,7 @@ def _subspace(name: str, given: Basis | Mapping[str | Head, Basis], head: Head, 
 # ---------------------------------------------------------------------- which keys change places
 
 
-@dataclass(frozen=True)
-class Pairs:
+class Pairs(NamedTuple):
     """The keys that change places: a row for each query of each held-out prompt, in the order in which batches run."""
 
     batches: list[list[int]]
@@ -314,9 +305,7 @@ def draw_pairs(units: Sequence[Unit], batch_size: int = 32, seed: int = 0) -> Pa
         labels[row, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
     right, wrong = labels > 0, labels < 0
     for row in (~(right.any(1) & wrong.any(1))).nonzero()[:1, 0].tolist():
-        raise BadInput(
-            f"a swap needs keys labelled {ANSWER!r} 1 and -1, but there are not both in {examples[row].show(80)}."
-        )
+        raise BadInput(f"a swap needs keys labelled {ANSWER!r} 1 and -1, and {examples[row].show(80)} has not both.")
     unit, member = torch.tensor(rows).unbind(1)
 
     def draw(what: str, beside: Tensor, allowed: Tensor) -> Tensor:
@@ -354,6 +343,6 @@ def capture_rows(
     def run(indices: list[int]) -> dict[str, Any]:
         return dict(vars(capture(indices).captured.rows()))
 
-    (parts,) = (work or Work()).run([Stage("rows", pairs.batches, run)], progress, last=True)
+    parts = (work or Work()).run(Stage("rows", pairs.batches, run), progress, last=True)
     rows = AttentionRows.cat([AttentionRows(**part) for part in parts])
     return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others)

@@ -60,7 +60,6 @@ class Normed:
 class Scaled:
     """A learned number for each coordinate."""
 
-    module: nn.Module
     gain: Tensor
     inner: Node
 
@@ -77,7 +76,7 @@ _Notes = tuple[dict[nn.Module, Any], dict[nn.Module, Any]]  # what modules were 
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockTree:
     """One block: its modules and what its output is made of. One without attention has no heads to add up."""
 
     module: nn.Module
@@ -172,7 +171,7 @@ class _Seen:
             if is_norm(module) or gain is not None:
                 inner = self.explain(self.given[module], inside | {module})
                 if inner is not None and not isinstance(inner, Part):
-                    return Normed(module, inner) if gain is None else Scaled(module, gain, inner)
+                    return Normed(module, inner) if gain is None else Scaled(gain, inner)
         alone = [module for module in makers if not self._attends(module)]
         # a block may end inside a module of its own, which adds the stream; dropout may be called for other parts, too
         if alone and target is not self.left:
@@ -253,7 +252,7 @@ def _needed(columns: Tensor, wanted: Tensor, least: float) -> Tensor:
 
 
 @torch.no_grad()
-def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]:
+def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[BlockTree]:
     """Take every block of a model apart, or refuse it; ``layer_of`` maps the id of an attention module to its layer."""
     names = {module: name for name, module in model.named_modules()}
     attentions = {layer_of[id(module)]: module for module in names if id(module) in layer_of}
@@ -281,7 +280,7 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
 
     with cleared(hooks), tap(model, visit, layers=layer_of):
         forward(model.base_model, short_inputs(model, (7,)))
-    taken_apart: list[Block] = []
+    taken_apart: list[BlockTree] = []
     before: Tensor | None = None
     for layer, block in sorted(blocks.items()):
         kind = f"{model.config.model_type} layer {layer}"
@@ -295,7 +294,7 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[Block]
         if before is not None and not seen.same(seen.entered, before.to(seen.entered.device)):
             raise BadInput(f"{kind} cannot be traced: what enters it is not what left the layer before it.")
         before = seen.left
-        taken_apart.append(Block(block, seen.attention, seen.output, tree))
+        taken_apart.append(BlockTree(block, seen.attention, seen.output, tree))
     return taken_apart
 
 

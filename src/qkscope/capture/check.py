@@ -330,9 +330,7 @@ def _trust(scope: Scope, check: Check) -> None:
     if check.frame:
         reason = f"beyond a length that its config names, {check.frame}"
         why: dict[Space, str] = {"pre_rope": reason, "query_frame": reason}  # so a trace reads its own code instead
-        layers = tuple(
-            replace(layer, refusals=why | layer.refusals) if layer.offset is not None else layer for layer in layers
-        )
+        layers = tuple(x if x.offset is None else replace(x, refusals=why | x.refusals) for x in layers)
     scope.facts = replace(scope.facts, sides=tuple(check.sides), layers=layers)
 
 

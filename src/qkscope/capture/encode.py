@@ -7,24 +7,21 @@ byte-level tokenizer counts a leading space to the token or not then does not ma
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
-from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from qkscope.capture import inputs as feed
 from qkscope.capture.inputs import PaddingSide
 from qkscope.capture.pick import Places
-from qkscope.capture.spaces import swapped
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
 
@@ -32,13 +29,11 @@ log = logging.getLogger(__name__)
 
 _SENTINEL = "qkscope content"
 _PLAIN = "ask without chat (no --chat, chat=False)"
-_SECONDS, _ADDED = 5, 1 << 20  # that a chat template may take, and characters that it may add to a prompt
 _CHUNK = 256
 PIECE = "(part of a character)"
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """One example as ids, with the token positions of its queries and keys."""
 
     ids: tuple[int, ...]
@@ -63,54 +58,31 @@ class Encoding:
         (sequences, tokens), (queries, keys) = self.inputs["input_ids"].shape, self.places.keys.shape
         return f"Encoding({sequences} sequences of {tokens} tokens, {queries} queries, {keys} keys each at most)"
 
-    def at(self, places: Places | None) -> Encoding:
-        """The same batch with other places, whose rows are those of the batch; None leaves it as it is."""
-        if places is None or places is self.places:
-            return self
-        return replace(self, places=places, example=places.row, labels={})
-
     def everywhere(self) -> Places:
         """The same queries, with every token of each one's own sequence as a key."""
         return Places.everywhere(self.places.row, self.places.query, self.inputs["attention_mask"])
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Examples with their tokens, not yet padded."""
+Prompt = tuple[Example, Tokens]
 
-    examples: list[Example]
-    tokens: list[Tokens]
 
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    @cached_property
-    def contrasts(self) -> list[str]:
-        """The names of their labels."""
-        return sorted({name for example in self.examples for key in example.keys for name in key.labels})
-
-    def batches(self, size: int) -> list[list[int]]:
-        """Indices by length, so that little is padded; the list is fixed, so that shards agree on it."""
-        order = sorted(range(len(self)), key=lambda i: (len(self.tokens[i].ids), i))
-        return [order[start : start + size] for start in range(0, len(order), size)]
-
-    def batch(
-        self, indices: Sequence[int], side: PaddingSide, pad_id: int, positions: bool, device: torch.device
-    ) -> Encoding:
-        """Some of them as one padded batch, with `position_ids` where the model takes them."""
-        inputs = feed.pad_rows([torch.tensor(self.tokens[i].ids) for i in indices], pad_id, side, positions)
-        inputs = {name: value.to(device) for name, value in inputs.items()}
-        rows = [(row, i, query) for row, i in enumerate(indices) for query in self.tokens[i].queries]
-        batch_row, example, query = torch.tensor(rows).to(device).unbind(1)
-        shift = inputs["attention_mask"].argmax(dim=1)[batch_row]
-        keys = [torch.tensor(self.tokens[i].keys, dtype=torch.long) for _, i, _ in rows]
-        at = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)
-        labels = {}
-        for name in self.contrasts:
-            signs = [torch.tensor([key.label(name) for key in self.examples[i].keys]) for _, i, _ in rows]
-            labels[name] = pad_sequence(signs, batch_first=True).to(device, torch.int8)
-        places = Places(batch_row, shift + query, (at + shift[:, None]).masked_fill(at < 0, 0), at >= 0)
-        return Encoding(inputs, places, example, labels, self.examples)
+def padded(
+    prompts: Sequence[Prompt], side: PaddingSide, pad_id: int, positions: bool, device: torch.device
+) -> Encoding:
+    """Prompts as one padded batch, with `position_ids` where the model takes them."""
+    inputs = feed.pad_rows([torch.tensor(tokens.ids) for _, tokens in prompts], pad_id, side, positions)
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    rows = [(row, query) for row, (_, tokens) in enumerate(prompts) for query in tokens.queries]
+    row, query = torch.tensor(rows).to(device).unbind(1)
+    shift = inputs["attention_mask"].argmax(dim=1)[row]
+    keys = [torch.tensor(prompts[i][1].keys, dtype=torch.long) for i, _ in rows]
+    at = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)
+    labels = {}
+    for name in sorted({name for example, _ in prompts for key in example.keys for name in key.labels}):
+        signs = [torch.tensor([key.label(name) for key in prompts[i][0].keys]) for i, _ in rows]
+        labels[name] = pad_sequence(signs, batch_first=True).to(device, torch.int8)
+    places = Places(row, shift + query, (at + shift[:, None]).masked_fill(at < 0, 0), at >= 0)
+    return Encoding(inputs, places, row, labels, [example for example, _ in prompts])
 
 
 @dataclass
@@ -163,12 +135,12 @@ class Encoder:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return self.tokenizer.unk_token_id if type(getattr(backend, "model", None)).__name__ == "WordLevel" else None  # type: ignore[union-attr]
 
-    def prompts(self, examples: Sequence[Example | str], chat: bool) -> Prompts:
+    def prompts(self, examples: Sequence[Example | str], chat: bool) -> list[Prompt]:
         """Examples with their tokens; a plain string is an example without marks."""
         listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
         if not listed:
             raise BadInput("there are no examples: give at least one.")
-        return Prompts(listed, self.tokenise(listed, chat))
+        return list(zip(listed, self.tokenise(listed, chat), strict=True))
 
     def tokenise(self, examples: Sequence[Example], chat: bool = False) -> list[Tokens]:
         """Ids and token positions of every example, unpadded."""
@@ -231,30 +203,12 @@ class Encoder:
         raise BadInput(f"the chat template changes the prompt {text[:80]!r}, so marks in it are lost: {_PLAIN}.")
 
     def _template(self, content: str) -> str:
-        """A prompt in the chat template, a program from elsewhere: it gets some seconds in a thread of its own."""
-        messages, outcome = [{"role": "user", "content": content}], list[Any]()
-
-        def run() -> None:
-            try:
-                render = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
-                outcome.append(render(messages, tokenize=False, add_generation_prompt=True))
-            except Exception as error:  # whatever it raises is its own fault
-                outcome.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        products = (SandboxedEnvironment, "intercepted_binops", frozenset({"*", "**"}))
-        with swapped(products, (SandboxedEnvironment, "call_binop", _product)):
-            thread.start()
-            thread.join(_SECONDS)
-        if not outcome:
-            why = f"takes more than {_SECONDS} s"
-        elif isinstance(outcome[0], Exception):
-            why = f"fails with {outcome[0]!r:.200}"
-        elif len(outcome[0]) > len(content) + _ADDED:
-            why = f"makes {len(outcome[0]):,} characters of {len(content):,}"
-        else:
-            return outcome[0]
-        raise BadInput(f"this chat template {why}: {_PLAIN}, or mend the template.")
+        """A prompt in the chat template, a program from elsewhere, which transformers runs in a sandbox."""
+        render, messages = self.tokenizer.apply_chat_template, [{"role": "user", "content": content}]  # type: ignore[union-attr]
+        try:
+            return render(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever it raises is its own fault
+            raise BadInput(f"this chat template fails with {error!r:.200}: {_PLAIN}, or mend the template.") from None
 
     def _check_ids(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> None:
         """Refuse a prompt that is empty or too long, or of ids that the model does not know."""
@@ -313,14 +267,6 @@ class Encoder:
     def _show(self, ids: tuple[int, ...]) -> str:
         tokens = self.tokenizer.convert_ids_to_tokens(list(ids)) if self.tokenizer is not None else list(ids)
         return str(tokens if len(tokens) <= 120 else [*tokens[:60], "...", *tokens[-60:]])
-
-
-def _product(_environment: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:
-    """A product in a template: one call that makes a text of any length would outlast every limit of time."""
-    sizes = [abs(side) if isinstance(side, int | float) else len(side) for side in (left, right)]
-    if (operator == "**" and sizes[1] > 64) or (operator == "*" and sizes[0] * sizes[1] > _ADDED):
-        raise ValueError(f"{sizes[0]} {operator} {sizes[1]} is more than a template needs")
-    return left**right if operator == "**" else left * right
 
 
 def _trim(example: Example, span: Span) -> Span:

@@ -26,10 +26,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 from qkscope.kinds import verb_under_way
-from qkscope.runs.folder import write_file
+from qkscope.runs.folder import sha256, write_file
 
 if TYPE_CHECKING:
     from qkscope.capture.scope import Scope
@@ -103,7 +102,7 @@ def file_hash(path: Path) -> str:
     """
     stamp = path.stat()
     about = f"{path.resolve()} {[stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino, stamp.st_dev]}"
-    memo = cache_dir("hashes", f"{_sha(about)}.json")
+    memo = cache_dir("hashes", f"{sha256(about)}.json")
     digest = read_json(memo)
     if not isinstance(digest, str):
         with path.open("rb") as file:
@@ -113,18 +112,14 @@ def file_hash(path: Path) -> str:
     return digest
 
 
-def _sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def files_hash(files: Iterable[Path]) -> str:
     """One hash for the weight files of a model, whatever folder they are in."""
-    return _sha("\n".join(sorted(f"{path.name} {file_hash(path)}" for path in files)))
+    return sha256("\n".join(sorted(f"{path.name} {file_hash(path)}" for path in files)))
 
 
 def model_hash(weights: str, config: Mapping[str, Any]) -> str:
     """The hash of a model's weights with that of its config behind it."""
-    return f"{weights}-{_sha(json.dumps(_that_matters(config), sort_keys=True, default=str))[:16]}"
+    return f"{weights}-{sha256(json.dumps(_that_matters(config), sort_keys=True, default=str))[:16]}"
 
 
 def weights_part(digest: str) -> str:
@@ -141,7 +136,7 @@ def _that_matters(config: Any) -> Any:
 @torch.no_grad()
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """One hash for named tensors, of their bits."""
-    return _sha("".join(f"{name} {tuple(x.shape)} {x.dtype} {_checksum(x)}\n" for name, x in tensors))
+    return sha256("".join(f"{name} {tuple(x.shape)} {x.dtype} {_checksum(x)}\n" for name, x in tensors))
 
 
 def _checksum(tensor: Tensor) -> list[int]:
@@ -164,7 +159,7 @@ def tokenizer_hash(tokenizer: Any | None) -> str | None:
     rules = dict(sorted(tokenizer.get_vocab().items())) if backend is None else json.loads(backend.to_str())
     if backend is not None:
         rules = {name: rules[name] for name in rules if name not in ("padding", "truncation")}  # state, not rules
-    return _sha(json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True))
+    return sha256(json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True))
 
 
 class Fingerprint:
@@ -233,17 +228,15 @@ def check_report(name: str, report: Mapping[str, Any]) -> None:
         (unused, "have no place in the model its config describes"),
     ):
         if keys:
-            raise BadInput(
-                f"{name} does not fit its config: {len(keys)} weights such as {min(keys)} {wrong}, so it would compute "
-                "something else: mend the config (its number of layers, its biases), or download the model again."
-            )
+            why = f"{len(keys)} weights such as {min(keys)} {wrong}, so it would compute something else"
+            mend = "mend the config (its number of layers, its biases), or download the model again"
+            raise BadInput(f"{name} does not fit its config: {why}: {mend}.")
 
 
 # ---------------------------------------------------------------- models inside installed packages
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """A GGUF file in one package, or cut into one part for each of several.
 
     `pins` is a file of requirements, one line a package in the order of its parts; `terms` are what its user agrees to.
@@ -270,6 +263,7 @@ class Package:
 
 
 _PINS = Path(__file__).parents[1] / "data" / "packages"
+#: Names that stand for the GGUF file in installed packages.
 EMBEDDED: Mapping[str, Package] = {
     "smollm2-135m": Package(_PINS / "smollm2-135m.txt", "SmolLM2-135M-Instruct (Apache-2.0), 93 MB"),
     "gemma3-270m": Package(
@@ -279,7 +273,6 @@ EMBEDDED: Mapping[str, Package] = {
         "the Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
     ),
 }
-"""Names that stand for the GGUF file in installed packages."""
 
 
 def packaged_file(name: str) -> Path:

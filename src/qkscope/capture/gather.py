@@ -35,8 +35,7 @@ class Plan:
     kv_slots: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """What each layer gives to which slots, and which key head (in order of first use) each head reads."""
 
     plans: dict[int, Plan]
@@ -248,12 +247,7 @@ class Picker:
             tops.append(logits.amax(-1))
         return _cat(sums, 0), _cat(tops, 0)
 
-    def finish(
-        self,
-        example: Int[Tensor, "b"],
-        labels: Mapping[str, Int[Tensor, "b k"]],
-        logits: Float[Tensor, "b v"] | None = None,
-    ) -> Capture:
+    def finish(self, example: Int[Tensor, "b"], labels: Mapping[str, Tensor], logits: Tensor | None = None) -> Capture:
         """The batch, after the forward."""
         if not bool(self.q.sum(dtype=torch.float64).isfinite()):
             raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")

@@ -11,10 +11,9 @@ without its ``<bos>`` is another model: after "... John gave a drink to" it says
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import torch
@@ -49,9 +48,8 @@ def dequantised(file: Path, digest: str) -> Path:
         Path(alone, "model.gguf").symlink_to(file.resolve())  # what lies beside the file is none of its business
         silent = (modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors)
         with swapped((gguf, "GGUFReader", lambda *_: reader), silent):  # reading it takes seconds
-            model, report = AutoModelForCausalLM.from_pretrained(
-                alone, dtype=torch.float32, output_loading_info=True, **options
-            )
+            whole = options | {"dtype": torch.float32, "output_loading_info": True}
+            model, report = AutoModelForCausalLM.from_pretrained(alone, **whole)
             tokenizer = AutoTokenizer.from_pretrained(alone, **options) if rules else None
     _check_whole(file, reader, fields, model, report)
     # the weights are plain floats now, but transformers refuses to save a model marked as quantised
@@ -106,8 +104,7 @@ def _stretched_as_llama3(config: Any, factors: Tensor) -> bool:
     return ruled.shape == given.shape and bool(torch.allclose(ruled, given, rtol=1e-3, atol=0))
 
 
-@dataclass(frozen=True)
-class TokenRules:
+class TokenRules(NamedTuple):
     """A file's rules for tokens: the ids of its special ones, their spelling, and what is added to a text."""
 
     ids: Mapping[str, int]

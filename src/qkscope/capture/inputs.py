@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -28,7 +28,6 @@ from qkscope.heads import Head
 
 if TYPE_CHECKING:
     from qkscope.capture.encode import Encoder, Encoding
-    from qkscope.capture.scope import Scope
 
 PaddingSide = Literal["left", "right"]
 SIDES: tuple[PaddingSide, ...] = ("left", "right")
@@ -164,15 +163,7 @@ def place_of(example: Example, key: int) -> str:
     return f"{example.where or 'in ' + example.show(80)}, key {key + 1} ({piece!r})"
 
 
-def notes_of(scope: Scope, task: Any) -> list[str]:
-    """What a reader of a task's results with this model must know: the task's own notes, and of first tokens."""
-    first = task.starts_with_key and not scope.encoder.adds_first
-    return [*task.notes, *([FIRST_TOKEN] if first else [])]
-
-
-def check_visible(
-    encoded: Encoding, heads: Sequence[Head], bias: Float[Tensor, "b h k"], by_some: bool = False
-) -> None:
+def check_visible(encoded: Encoding, heads: Sequence[Head], bias: Tensor, by_some: bool = False) -> None:
     """Refuse a labelled key that a head cannot see from the query (with ``by_some``: that no head can).
 
     Parameters
@@ -196,18 +187,28 @@ def check_visible(
     raise BadInput(f"{place} {why}.")
 
 
-def answer_ids(
-    scope: Scope, examples: Sequence[Example], chat: bool = False
-) -> list[tuple[list[int], list[int]] | None]:
-    """First tokens of each example's right and wrong answers, as they would follow its query; None where it names none.
+def answer_tokens(encoder: Encoder, encoded: Encoding, chat: bool) -> tuple[Int[Tensor, "b k"], Int[Tensor, "b k"]]:
+    """Tokens that an answer is read among, and +1 for right ones, −1 for wrong ones, 0 in empty slots.
+
+    They are the answers that an example names, right ones first, or the tokens of its keys, in their slots.
+    """
+    tokens = encoded.inputs["input_ids"][encoded.places.row[:, None], encoded.places.keys].cpu()
+    signs, read = (encoded.labels["answer"] * encoded.places.key_mask).cpu().long(), list[tuple[Tensor, Tensor]]()
+    for row, number in enumerate(encoded.example.tolist()):
+        right, wrong = answer_ids(encoder, encoded.examples[number], chat)
+        named = torch.tensor([*right, *wrong]), torch.tensor([1] * len(right) + [-1] * len(wrong))
+        read.append(named if right else (tokens[row], signs[row]))
+    columns = (pad_sequence(list(column), batch_first=True) for column in zip(*read, strict=True))
+    return next(columns), next(columns)
+
+
+def answer_ids(encoder: Encoder, example: Example, chat: bool = False) -> tuple[list[int], list[int]]:
+    """First tokens of an example's right and wrong answers, as they would follow its query; none where it names none.
 
     The answer is tokenised where it would stand. One that melts into the prompt's last token cannot be read there.
     """
-    return [None if example.answers is None else _first_tokens(scope.encoder, example, chat) for example in examples]
-
-
-def _first_tokens(encoder: Encoder, example: Example, chat: bool) -> tuple[list[int], list[int]]:
-    assert example.answers is not None
+    if example.answers is None:
+        return [], []
     if example.text is None or len(example.queries) > 1:
         raise BadInput(f"an answer follows one query of a text: give its text, and mark one ({example.show(80)}).")
     (tokens,) = encoder.tokenise([example], chat)

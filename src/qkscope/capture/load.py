@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import transformers
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, dynamic_module_utils
 from transformers.generation import utils as generation_utils
@@ -117,12 +119,7 @@ def check_revisions(model: str, names: Sequence[str]) -> None:
 
 
 def load(
-    name: str | Path,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
-    device_map: Any | None = None,
-    revision: str | None = None,
-    attn: str | None = None,
+    name: str | Path, device: Any, dtype: Any, device_map: Any, revision: str | None, attn: str | None
 ) -> tuple[Any, Any | None, str, str | None, str | None]:
     """A model, its tokenizer, name and revision, and the hash of its files, or None where not all of them were found.
 
@@ -136,7 +133,7 @@ def load(
         raise BadInput(f"{dtype!r} is no dtype for a model: write float32, bfloat16, float16 or auto.")
     options = {"dtype": kind, "attn_implementation": attn, "device_map": device_map}
     place = locate(name, revision)
-    with _guarded(str(name), revision):
+    with _guarded(str(name), revision, offline=place.path is None and not _hub_answers()):
         if device_map is None:
             check_device(target)
         model, tokenizer, commit, digest = _open(place, {k: v for k, v in options.items() if v is not None})
@@ -226,11 +223,20 @@ def quiet() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
+def _hub_answers() -> bool:
+    """Whether the hub can be reached: asked once, as its client tries for 23 s before it gives up on one file."""
+    with suppress(Exception):  # no name, no route, no proxy, or told to stay offline
+        get_session().head(constants.ENDPOINT, timeout=2)
+        return True
+    return False
+
+
 @contextmanager
-def _guarded(name: str, revision: str | None) -> Iterator[None]:
+def _guarded(name: str, revision: str | None, offline: bool) -> Iterator[None]:
     """Within it transformers runs no code of a model, does not ask whether to, is silent, and fails in one sentence."""
+    doors = (*_DOORS, (constants, "HF_HUB_OFFLINE", offline or constants.HF_HUB_OFFLINE))
     try:
-        with _LOADING, swapped(*_DOORS), quiet():
+        with _LOADING, swapped(*doors), quiet():
             yield
     except BadInput:
         raise

@@ -32,8 +32,8 @@ _PRODUCTS = ("matmul", "__matmul__", "bmm")
 _C = 1024.0  # far from 0, so that a cap or a clamp shows, and a power of two, so that a scale stays exact
 
 
+#: Gets a way to the model's own output (``run``), and what was seen as the fields of `Call`; gives the output.
 Serve = Callable[..., Float[Tensor, "b h s e"]]
-"""Gets a way to the model's own output (``run``), and what was seen as the fields of `Call`; gives the output."""
 
 
 def additive(mask: Tensor) -> Float[Tensor, "..."]:
@@ -135,9 +135,7 @@ class _Watch(TorchFunctionMode):
         served = self.serve(run=lambda: self._heads(out), causal=False, weights=lambda: softmax, **seen)
         return served.reshape(out.shape)
 
-    def _fused(
-        self, func: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
+    def _fused(self, func: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
         mask = attn_mask
         if mask is not None and mask.dtype != torch.bool:
             mask = self._counted(mask.float().expand(*mask.shape[:2], q.shape[2], -1), additive(mask) == -torch.inf)

@@ -28,7 +28,7 @@ from qkscope.kinds import checked_class
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerFacts:
     """One layer's attention. `offset` is where its rotated dimensions begin, None where nothing rotates.
 
     A layer without attention has no heads; `instead` names the module that it has in its place.
@@ -48,7 +48,7 @@ class Facts:
 
     Attributes
     ----------
-    layers : tuple of Layer
+    layers : tuple of LayerFacts
         Each layer's attention.
     layer_of : dict
         ``id(attention module) -> layer``.
@@ -62,7 +62,7 @@ class Facts:
         What the tap holds on to.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerFacts, ...]
     layer_of: dict[int, int]
     takes_positions: bool
     first_position: int

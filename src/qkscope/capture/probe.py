@@ -15,7 +15,7 @@ from torch import Tensor
 from qkscope.capture import inputs as feed
 from qkscope.capture.inputs import SIDES, PaddingSide
 from qkscope.capture.own_code import own_attention
-from qkscope.capture.pick import Facts, Layer
+from qkscope.capture.pick import Facts, LayerFacts
 from qkscope.capture.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_settings
 from qkscope.capture.tap import Anatomy, Call, Stop, cleared, place_of, tap
 from qkscope.errors import BadInput
@@ -49,7 +49,7 @@ def probe(model: Any) -> Facts:
     numbers = [i if place is None else place[1] for i, place in enumerate(places)]
     layer_of = dict(zip(map(id, modules), numbers, strict=True))
     layers = {layer_of[id(call.module)]: _layer(call, family) for call in calls}
-    layers |= {number: Layer(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
+    layers |= {number: LayerFacts(0, 0, 0, None, {}, kind) for number, kind in instead.items()}
     return Facts(tuple(layers[number] for number in sorted(layers)), layer_of, *counting, Anatomy.of(model))
 
 
@@ -124,7 +124,7 @@ def _holds_no_position(model: Any, inputs: dict[str, Tensor], calls: list[Call])
     return _same_vectors(calls, _calls(model, inputs | elsewhere))
 
 
-def _layer(call: Call, family: dict[Space, str]) -> Layer:
+def _layer(call: Call, family: dict[Space, str]) -> LayerFacts:
     refusals, rotary = dict(family), call.rotary
     offset = None if rotary is None else _offset(call, rotary)
     if rotary is not None and offset is None:
@@ -138,7 +138,7 @@ def _layer(call: Call, family: dict[Space, str]) -> Layer:
         alike = torch.nn.functional.cosine_similarity(turned[..., offset : offset + given.shape[-1]], given, dim=-1)
         if not bool(alike.min() > 0.999):
             refusals.setdefault("query_frame", "the rotary function is more than a rotation and cannot be turned back")
-    return Layer(call.q.shape[1], call.k.shape[1], call.q.shape[-1], offset, refusals)
+    return LayerFacts(call.q.shape[1], call.k.shape[1], call.q.shape[-1], offset, refusals)
 
 
 def _offset(call: Call, rotary: Rotary) -> int | None:
@@ -246,9 +246,8 @@ def _without_attention(model: Any, calls: list[Call]) -> dict[int, str]:
         why = f"its cross-attention layers ({len(silent)} of {expected}) run only beside an image"
         raise refusal(model, f"{why}, and qkscope gives it text alone")
     usual, attentions = {type(part) for block in seeing for part in block.children()}, {type(part) for part in called}
-    instead = {
-        i: [type(part).__name__ for part in block.children() if type(part) not in usual] for i, block in silent.items()
-    }
+    others = {i: [type(part) for part in block.children()] for i, block in silent.items()}
+    instead = {i: [kind.__name__ for kind in kinds if kind not in usual] for i, kinds in others.items()}
     alike = any(type(part) in attentions for block in silent.values() for part in block.modules())
     if len(calls) != len(seeing) or alike or not all(instead.values()):
         why = f"{len(calls)} attention calls come from {expected} layers"

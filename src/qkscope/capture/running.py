@@ -9,7 +9,7 @@ whatever runs inside the block: `why`, `attention`, `generate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -45,8 +45,7 @@ class Runner(Shape):
 
     # ------------------------------------------------------------------ what is changed, for a block
 
-    @contextmanager
-    def ablate(self, *writers: str | Head) -> Iterator[None]:
+    def ablate(self, *writers: str | Head) -> AbstractContextManager[None]:
         """Ablate heads and MLPs: each puts out its mean over the prompt's other tokens, the first one left out.
 
         A token that no other is left for (the second of two) stays as it is.
@@ -64,11 +63,9 @@ class Runner(Shape):
         >>> torch.equal(changed, scope.attention("hat: O jam: Z jam:", "L1H0"))
         False
         """
-        with _pushed(self._ablated, [self._writer(Writer.parse(writer)) for writer in writers]):
-            yield
+        return _pushed(self._ablated, [self._writer(Writer.parse(writer)) for writer in writers])
 
-    @contextmanager
-    def hide(self, head: str | Head, key: int | str, query: int | str | None = None) -> Iterator[None]:
+    def hide(self, head: str | Head, key: int | str, query: int | str | None = None) -> AbstractContextManager[None]:
         """Hide a key from a head: its attention there is 0, and the other keys share the row, where there are any.
 
         Parameters
@@ -85,11 +82,9 @@ class Runner(Shape):
         ...     float(scope.attention("hat: O jam: Z jam:", "L1H0")[-1, 6])
         0.0
         """
-        with _pushed(self._hidden, [(self.check(head), key, query)]):
-            yield
+        return _pushed(self._hidden, [(self.check(head), key, query)])
 
-    @contextmanager
-    def replace(self, place: int | str, text: str | int) -> Iterator[None]:
+    def replace(self, place: int | str, text: str | int) -> AbstractContextManager[None]:
         """Put another token in the place of one, in every prompt that is encoded inside the block.
 
         Parameters
@@ -105,8 +100,7 @@ class Runner(Shape):
         ...     scope.tokenizer.decode(scope.encode(["hat: O jam: Z jam:"]).inputs["input_ids"][0])
         '<s> hat: O cat: Z jam:'
         """
-        with _pushed(self._replaced, [(place, text)]):
-            yield
+        return _pushed(self._replaced, [(place, text)])
 
     @property
     def is_changed(self) -> bool:
@@ -260,9 +254,7 @@ class Runner(Shape):
         return scores
 
     @contextmanager
-    def _tap(
-        self, *visits: Callable[[Call], None], rotary: bool = False, first: int = 0, only: Collection[int] | None = None
-    ) -> Iterator[list[int]]:
+    def _tap(self, *visits: Any, rotary: bool = False, first: int = 0, only: Any = None) -> Iterator[list[int]]:
         facts = self.facts
         shown = facts.layer_of.values() if only is None else only
         layers = {module: layer for module, layer in facts.layer_of.items() if first <= layer and layer in shown}

@@ -7,6 +7,7 @@ the attention calls, the pass ends after the deepest layer asked for, and the LM
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qkscope.capture.check import Check, check_model, check_once
-from qkscope.capture.encode import Encoder, Encoding, Prompts, choose_side
+from qkscope.capture.encode import Encoder, Encoding, Prompt, choose_side, padded
 from qkscope.capture.files import Fingerprint, tokenizer_hash
 from qkscope.capture.gather import Picker
 from qkscope.capture.inputs import PaddingSide, input_device
@@ -194,13 +195,12 @@ class Scope(Runner):
         >>> Scope.load("nano:mixed").encode(["hat jam hat", "hat: O"])
         Encoding(2 sequences of 4 tokens, 2 queries, 0 keys each at most)
         """
-        prompts = self.encoder.prompts(examples, chat)
-        return self._pad(prompts, range(len(prompts)), padding_side)
+        return self._pad(self.encoder.prompts(examples, chat), padding_side)
 
-    def _pad(self, prompts: Prompts, indices: Sequence[int], wanted: PaddingSide | None) -> Encoding:
-        padded = len({len(prompts.tokens[i].ids) for i in indices}) > 1
-        side = choose_side(wanted, self.facts.sides, padded, self.name)
-        batch = prompts.batch(indices, side, self.encoder.pad_id, self.facts.takes_positions, self.device)
+    def _pad(self, prompts: Sequence[Prompt], wanted: PaddingSide | None) -> Encoding:
+        uneven = len({len(tokens.ids) for _, tokens in prompts}) > 1
+        side = choose_side(wanted, self.facts.sides, uneven, self.name)
+        batch = padded(prompts, side, self.encoder.pad_id, self.facts.takes_positions, self.device)
         batch.inputs["input_ids"] = self.replaced(batch.inputs["input_ids"], batch.inputs["attention_mask"])
         return batch
 
@@ -267,12 +267,14 @@ class Scope(Runner):
         """
         wanted = self.parse(heads)
         prompts = self.encoder.prompts(examples, chat)
+        order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i][1].ids), i))  # so that little is padded
 
         def run(indices: list[int]) -> Capture:
-            encoded = self._pad(prompts, indices, padding_side)
-            return self.capture_inputs(encoded, heads=wanted, space=space, rest=rest, logits=logits)
+            encoded = self._pad([prompts[i] for i in indices], padding_side)
+            captured = self.capture_inputs(encoded, heads=wanted, space=space, rest=rest, logits=logits)
+            return replace(captured, example=torch.tensor(indices, device=self.device)[captured.example])
 
-        return stream(prompts.batches(batch_size), run, progress)
+        return stream([order[i : i + batch_size] for i in range(0, len(order), batch_size)], run, progress)
 
     @torch.no_grad()
     def capture_inputs(
@@ -306,11 +308,11 @@ class Scope(Runner):
         tensor(1.)
         """
         wanted = self.parse(heads)
-        if not isinstance(inputs, Encoding):
-            if places is None:
-                raise BadInput("raw inputs do not say where to look: give places=Places(row, query, keys, key_mask).")
-            inputs = Encoding(inputs, places, places.row, {})
-        batch, patch = inputs.at(places), Patch(edits, self)
+        if places is not None:
+            inputs = Encoding(inputs.inputs if isinstance(inputs, Encoding) else inputs, places, places.row, {})
+        elif not isinstance(inputs, Encoding):
+            raise BadInput("raw inputs do not say where to look: give places=Places(row, query, keys, key_mask).")
+        batch, patch = inputs, Patch(edits, self)
         picker = Picker(self.facts, wanted, batch.places, space, rest, stop=not logits, own_keys=patch.own_keys)
         at = batch.places if logits else None
         scores = self.watch(batch.inputs, patch.visit, picker.visit, rotary=space != "post_rope", logits_at=at)

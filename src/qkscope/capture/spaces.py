@@ -19,15 +19,15 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 Space = Literal["post_rope", "pre_rope", "query_frame"]
 SPACES: tuple[Space, ...] = get_args(Space)
 _CLASS = object()  # an attribute that the class has, not the object
 
+#: Rotary types whose frequencies depend on the length of the prompt: one rotation per offset does not exist there.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary types whose frequencies depend on the length of the prompt: one rotation per offset does not exist there."""
 
 
 @dataclass
@@ -63,12 +63,7 @@ class Rotary:
         return q, k
 
     def turn_back(
-        self,
-        q: Float[Tensor, "n h d"],
-        k: Float[Tensor, "n g m d"],
-        batch: Int[Tensor, "n"],
-        position: Int[Tensor, "n"],
-        offset: int = 0,
+        self, q: Float[Tensor, "n h d"], k: Float[Tensor, "n g m d"], batch: Tensor, position: Tensor, offset: int = 0
     ) -> tuple[Float[Tensor, "n h d"], Float[Tensor, "n g m d"]]:
         """Rotate n queries, and the m keys each of them looks at, back by the query's own position.
 
@@ -81,17 +76,11 @@ class Rotary:
         offset : int
             Where the rotated dimensions begin.
         """
-        turned = [self.turn(x, batch, position[:, None], offset, back=True, pure=True) for x in (q[:, :, None], k)]
+        turned = [self.unit().turn(x, batch, position[:, None], offset, back=True) for x in (q[:, :, None], k)]
         return turned[0][:, :, 0], turned[1]
 
     def turn(
-        self,
-        x: Float[Tensor, "n h m d"],
-        batch: Int[Tensor, "n"],
-        positions: Int[Tensor, "n m"],
-        offset: int = 0,
-        back: bool = False,
-        pure: bool = False,
+        self, x: Float[Tensor, "n h m d"], batch: Tensor, positions: Tensor, offset: int = 0, back: bool = False
     ) -> Float[Tensor, "n h m d"]:
         """Rotate vectors as this layer rotates what stands at m places of n rows of the batch; h of them at each.
 
@@ -105,16 +94,11 @@ class Rotary:
             Where the rotated dimensions begin.
         back : bool
             Apply the transpose instead: what a direction among rotated vectors is among those before.
-        pure : bool
-            Leave out the attention scaling.
         """
         # a layer of a model split over devices has its tables beside it; they are [b or 1, s, c], for every head
         row, positions = (index.to(self.cos.device) for index in (batch, positions))
         row = (row if self.cos.shape[0] > 1 else torch.zeros_like(row))[:, None]
         cos, sin = (table[row, positions].to(x) for table in (self.cos, self.sin))
-        if pure:
-            scaling = (cos.square() + sin.square()).sqrt()
-            cos, sin = cos / scaling, sin / scaling
         part = x[..., offset : offset + self.q.shape[-1]].contiguous()
         turned, _ = self.function(part, part[:, :1], cos, -sin if back else sin)  # the family's own
         rest = x[..., offset + part.shape[-1] :]
@@ -137,9 +121,8 @@ def _rotary_functions(file: ModuleType) -> tuple[str, ...]:
     """Names of a file's rotary functions."""
     functions = {name: value for name, value in vars(file).items() if name.startswith("apply_rotary")}
     given = {name: list(inspect.signature(value).parameters) for name, value in functions.items() if callable(value)}
-    return tuple(
-        name for name, names in given.items() if {"q", "k", "cos", "sin"} <= set(names) or names[1:] == ["sin", "cos"]
-    )
+    rotate = {"q", "k", "cos", "sin"}
+    return tuple(name for name, names in given.items() if rotate <= set(names) or names[1:] == ["sin", "cos"])
 
 
 @contextmanager

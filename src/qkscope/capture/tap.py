@@ -31,8 +31,8 @@ from qkscope.capture.own_code import additive, own_attention, watched
 from qkscope.capture.spaces import Rotary, swapped
 from qkscope.errors import BadInput
 
+#: Implementations the tap can delegate to: those whose mask says which keys a query sees.
 SERVED = ("sdpa", "eager")
-"""Implementations the tap can delegate to: those whose mask says which keys a query sees."""
 
 _numbers = itertools.count()
 ANEW = "the Scope was made: make a new one of the model as it is, with Scope.from_model(model)."
@@ -127,10 +127,8 @@ class Call:
             last = query[:, None] + (keys - self.q.shape[2]) if self.causal else torch.full_like(query, keys)[:, None]
             return additive(shown <= last)[:, None]
         # a mask that is the same for every sequence, or for every query, may come without that axis' length
-        batch, query = (
-            index if length > 1 else torch.zeros_like(index)
-            for index, length in ((batch, self.mask.shape[0]), (query, self.mask.shape[2]))
-        )
+        batch = batch if len(self.mask) > 1 else torch.zeros_like(batch)
+        query = query if self.mask.shape[2] > 1 else torch.zeros_like(query)
         return additive(self.mask[batch, :, query][..., :keys])
 
     @torch.no_grad()
@@ -313,9 +311,7 @@ def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s 
 
 
 @contextmanager
-def _interface(
-    model: Any, configs: dict[int, Any], show: Callable[[Call], None], layers: Mapping[int, int] | None
-) -> Iterator[None]:
+def _interface(model: Any, configs: dict[int, Any], show: Callable[[Call], None], layers: Any) -> Iterator[None]:
     """Show the calls of transformers' attention interface."""
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
 

@@ -6,8 +6,6 @@ split among writers. Its files, in reading order:
 - ``layer``: one layer, by its own code and autograd, or many in closed form, checked against the model's own vectors
 - ``run``: what one forward leaves at chosen places: writers pushed up through its blocks, directions pulled down
 - ``reader``: some heads of a model, and forwards recorded as runs
-- ``many``: relative logits of many heads at once, split among writers
-- ``neurons``: an MLP's neurons as writers
-- ``direct``: what writers add to the next token's logits by themselves
+- ``split``: relative logits of many heads at once, the next token's logits, and an MLP's neurons, as parts of writers
 - ``weights``: W_Q and W_K of heads, norms folded in, by the same gradient
 """

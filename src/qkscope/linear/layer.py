@@ -3,8 +3,8 @@
 With a norm ``N(x) = gain ⊙ σ(x) C x + bias`` frozen at what it did to the true input, all that stands between the
 stream and the vectors of a head is affine: projections, biases, QK-norm, latent attention, rotation.
 
-- `Layer` runs the block's own code again up to its attention, at the tokens that are asked about, and autograd gives
-  the linear part: ``q = J x + c``, ``J = ∂q/∂x``, ``c = q(0)``, and the same for k and v. No weight is read and no
+- `AffineLayer` runs the block's own code again up to its attention, at the tokens asked about, and autograd gives the
+  linear part: ``q = J x + c``, ``J = ∂q/∂x``, ``c = q(0)``, and the same for k and v. No weight is read and no
   rotation written down. A layer in which more than norms depends on the input is not affine: then ``J x + c`` misses
   the true vectors, as `check.sum_error` says.
 - `ClosedForm` does many heads of many layers in a few products, where vectors are ``R (s (σ W x + a) + c)`` - a norm's
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from qkscope.linear.run import Run
 
 Kind = Literal["q", "k", "v"]
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a block is called with
 _AGREES = 1e-4  # how far vectors of some tokens run alone may be from those of the whole prompt, of the largest
 _ROOM = 2**26  # numbers that gradients of several directions may take at once
 
 
-class Layer:
+class AffineLayer:
     """Queries, keys and values of one layer at p tokens of n rows, as affine functions of the stream there.
 
     The tokens are run alone where that gives the same vectors, else whole prompts are: a family may count columns, or
@@ -54,14 +55,7 @@ class Layer:
     """
 
     def __init__(
-        self,
-        scope: Scope,
-        layer: int,
-        block: nn.Module,
-        given: tuple[tuple[Any, ...], dict[str, Any]],
-        true: Call,
-        row: Int[Tensor, " n"],
-        columns: Int[Tensor, "n p"],
+        self, scope: Scope, layer: int, block: nn.Module, given: Given, true: Call, row: Tensor, columns: Tensor
     ) -> None:
         self.scope, self.layer, self.block, self.given, self.true = scope, layer, block, given, true
         self.hidden = stream_of(*given)

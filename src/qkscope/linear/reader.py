@@ -23,8 +23,8 @@ from qkscope.capture.tap import Call, Stop, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import BIAS, EMBEDDING, Head, Writer
 from qkscope.linear.layer import Kind, stream_of
-from qkscope.linear.neurons import last_modules
 from qkscope.linear.run import KINDS, Run, Side
+from qkscope.linear.split import last_modules
 from qkscope.linear.weights import BlockCall, Form, form_of, recorded
 
 T = TypeVar("T")
@@ -53,30 +53,22 @@ class Reader:
 
     Attributes
     ----------
-    waits : whether the device waits for its orders (a GPU): a call costs more than what it does, so that few are made.
-    columns : the place of each head among them.
+    together : layers in one product: a GPU waits for its orders, and a call costs more than what it does.
     """
 
     def __init__(self, scope: Scope, heads: Sequence[Head]) -> None:
         self.scope, self.heads = scope, list(heads)
         self.layers = sorted({head.layer for head in heads})
-        self.columns = {head: column for column, head in enumerate(self.heads)}
         for name, weight in scope.model.named_parameters():
             if not weight.is_floating_point():
-                raise BadInput(
-                    f"{scope.name} cannot be traced: {name} is stored in {weight.dtype}, and what writers give is split"
-                    " by gradients, which need numbers with a fraction; load the model without quantisation."
-                )
+                why = "what writers give is split by gradients, which need numbers with a fraction"
+                stored = f"{name} is stored in {weight.dtype}, and {why}; load the model without quantisation"
+                raise BadInput(f"{scope.name} cannot be traced: {stored}.")
         self.blocks = read_blocks(scope.model, scope.facts.layer_of)
         self._norms: dict[nn.Module, Norm] = {}
         self._said: dict[Any, Any] = {}
         self.device = input_device(scope.model)
-        self.waits = self.device.type != "cpu"
-
-    @property
-    def together(self) -> int:
-        """Layers in one product."""
-        return 64 if self.waits else 4
+        self.together = 4 if self.device.type == "cpu" else 64
 
     def index(self, numbers: list[int]) -> Int[Tensor, " n"]:
         """Numbers on the model's device, brought there once."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +23,7 @@ from qkscope.capture.gather import Picker
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.tap import Call
 from qkscope.heads import BIAS, EMBEDDING, Head
-from qkscope.linear.layer import ClosedForm, Kind, Layer, alike, stream_of
+from qkscope.linear.layer import AffineLayer, ClosedForm, Given, Kind, alike, stream_of
 
 if TYPE_CHECKING:
     from qkscope.linear.reader import Reader
@@ -35,8 +35,7 @@ _KEPT = 4096  # tokens of layers whose graphs are kept ready to be asked again: 
 _ROWS = 128  # of attention, made at once: a row has a copy of all keys
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """Vectors at p places, split among writers: ``values`` is Float [n, c, p, d]."""
 
     writers: list[str]
@@ -48,8 +47,7 @@ def named(pieces: Sequence[Parts]) -> Float[Tensor, "n c p d"]:
     return torch.cat([piece.values for piece in pieces if piece.writers != [BIAS]], dim=1)
 
 
-@dataclass(frozen=True)
-class Direction:
+class Direction(NamedTuple):
     """What is asked of the stream that enters a layer, at some slots: ``Σ_p vectors·x(p) + constants``."""
 
     layer: int
@@ -105,11 +103,11 @@ class Run:
     gave: dict[nn.Module, Tensor] = field(default_factory=dict)
     given: dict[nn.Module, Tensor] = field(default_factory=dict)
     neurons: dict[nn.Module, Tensor] = field(default_factory=dict)
-    called: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    called: dict[int, Given] = field(default_factory=dict)
     calls: dict[int, Call] = field(default_factory=dict)
     left: Float[Tensor, "b t d_model"] | None = None
     logits: Float[Tensor, "n v"] | None = None
-    _layers: dict[Any, Layer] = field(default_factory=dict, init=False)
+    _layers: dict[Any, AffineLayer] = field(default_factory=dict, init=False)
 
     @cached_property
     def captured(self) -> Capture:
@@ -144,7 +142,7 @@ class Run:
 
     # ------------------------------------------------------------------ one layer
 
-    def layer(self, layer: int, slots: Sequence[int] | slice) -> Layer:
+    def layer(self, layer: int, slots: Sequence[int] | slice) -> AffineLayer:
         """A layer's own code at some slots."""
         key = layer, str(slots)
         if key not in self._layers:
@@ -152,7 +150,7 @@ class Run:
                 del self._layers[next(iter(self._layers))]
             block, columns = self.reader.blocks[layer].module, self.columns[:, slots]
             given, true = self.called[layer], self.calls[layer]
-            self._layers[key] = Layer(self.reader.scope, layer, block, given, true, self.row, columns)
+            self._layers[key] = AffineLayer(self.reader.scope, layer, block, given, true, self.row, columns)
         return self._layers[key]
 
     def kv(self, head: Head, of: Literal["k", "v"] = "k") -> int:
@@ -212,9 +210,7 @@ class Run:
             return closed.pull(along)
         return vectors, said
 
-    def read(
-        self, head: Head, side: Side, pieces: Sequence[Parts], slots: Sequence[int] | None = None
-    ) -> Float[Tensor, "n c p d"]:
+    def read(self, head: Head, side: Side, pieces: Sequence[Parts], slots: Any = None) -> Float[Tensor, "n c p d"]:
         """A head's queries or keys at the places of that side, split among writers, as the dot product sees them.
 
         Parameters
@@ -235,9 +231,7 @@ class Run:
         whole[:, -1] += layer.constants[kind][:, :, index].to(whole)
         return whole
 
-    def live(
-        self, head: Head, side: Side, x: Float[Tensor, "x n p d_model"], slots: Any = None
-    ) -> Float[Tensor, "x n p d"]:
+    def live(self, head: Head, side: Side, x: Float[Tensor, "x n p e"], slots: Any = None) -> Float[Tensor, "x n p d"]:
         """What a head makes of other streams at the places of a side, its norms running."""
         at, kind = self.at(side) if slots is None else slots, KINDS[side]
         return self.layer(head.layer, at).pushed(x)[kind][..., self.index(head, kind), :].to(x)
@@ -268,7 +262,7 @@ class Run:
                 return [Parts(self.reader.head_names(layer), parts), *self._constant(bias)]
             case Part(module):
                 return [Parts([self.reader.part_name(layer, module)], self.gave[module][:, None])]
-            case Scaled(_, gain, inner):
+            case Scaled(gain, inner):
                 return [Parts(p.writers, p.values * gain.to(p.values)) for p in self._through(layer, inner, entered)]
             case Sum(terms):
                 every = [(number, piece) for number, term in terms for piece in self._through(layer, term, entered)]
@@ -297,12 +291,7 @@ class Run:
         return Direction(head.layer, slots, vectors[:, 0], constants[:, 0])
 
     def ask(
-        self,
-        head: Head,
-        query: int,
-        keys: Int[Tensor, " p"],
-        weights: Float[Tensor, "n p"],
-        projector: Float[Tensor, "d d"] | None = None,
+        self, head: Head, query: int, keys: Tensor, weights: Float[Tensor, "n p"], projector: Tensor | None = None
     ) -> tuple[Float[Tensor, " n"], dict[Side, Direction]]:
         """A relative logit ``Σ_t w_t scale q·k_t``, before any soft-cap, and the directions it asks in.
 
@@ -351,7 +340,7 @@ class Run:
                 _add(answer.parts, name, g)
                 if module in self.gave:
                     _add(answer.values, name, (self.gave[module][:, slots] * g).sum(-1))
-            case Scaled(_, gain, inner):
+            case Scaled(gain, inner):
                 return self._back(answer, slots, layer, inner, g * gain.to(g))
             case Sum(terms):
                 every = [self._back(answer, slots, layer, term, g * number) for number, term in terms]

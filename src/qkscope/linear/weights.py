@@ -7,7 +7,7 @@ With ``x̂`` the layer's normalised input *without* gain and a constant 1 append
 where W holds the norm's gain, its bias and the projection's bias (last column), and QK-norm's gain and centring. Where
 the norm centres, ``1ᵀ x̂ = 0`` for every token, and no row of W reads anything along **1**. s is 1, or the one scalar
 per token and head that QK-norm leaves; c is 0, or QK-norm's own bias. W is the gradient of the layer's own code at the
-first token, where a rotation turns nothing, with every norm's scalar set to 1 (`Layer.unit`).
+first token, where a rotation turns nothing, with every norm's scalar set to 1 (`AffineLayer.unit`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, block_of, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.linear.layer import Kind, Layer, stream_of
+from qkscope.linear.layer import AffineLayer, Given, Kind, stream_of
 
 _FAR = 16  # times an input of usual length, so that vectors that are clipped somewhere show that they are
 _CLOSE = 1e-3  # how far vectors may be from the form above, of their length
@@ -100,16 +100,15 @@ def head_weights(model: Any, heads: str | Head | Sequence[str | Head] | None = N
     except (BadInput, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a layer asked so may fail in any way: that it has no weights is then the news
-        raise BadInput(
-            f"{kind} has no weights to read: a layer, asked for its queries and keys alone, failed with {error!r}."
-        ) from error
+        why = f"a layer, asked for its queries and keys alone, failed with {error!r}"
+        raise BadInput(f"{kind} has no weights to read: {why}.") from error
 
 
 class BlockCall(NamedTuple):
     """A block, what it was called with, its attention call, and the norm whose output entered it, if one's did."""
 
     block: nn.Module
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    given: Given
     call: Call
     before: nn.Module | None
 
@@ -125,9 +124,8 @@ def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
         for kind, (heads, slots) in rows.items():
             W = _without_constants(form, *form.matrices(kind, heads))
             found[kind] |= zip(slots, zip(W, form.offsets[kind][heads], strict=True), strict=True)
-    W_Q, c_Q, W_K, c_K = (
-        torch.stack([own[slot][i].to(device) for slot in sorted(own)]) for own in found.values() for i in (0, 1)
-    )
+    sides = [zip(*(of[slot] for slot in sorted(of)), strict=True) for of in found.values()]
+    W_Q, c_Q, W_K, c_K = (torch.stack([x.to(device) for x in part]) for side in sides for part in side)
     scale = torch.tensor([called[head.layer].call.scale for head in wanted]).to(c_Q)
     return HeadWeights(tuple(wanted), W_Q, W_K, torch.tensor(layout.kv_of_head, device=device), scale, c_Q, c_K)
 
@@ -136,7 +134,7 @@ def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
 def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
     """How each layer up to the last one wanted is called with two tokens."""
     names = {id(module): name for name, module in scope.model.named_modules()}
-    given: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    given: dict[nn.Module, Given] = {}
     calls: dict[int, Call] = {}
     made: dict[int, tuple[nn.Module, Tensor]] = {}  # an id means something only while its tensor lives
     stop = Stop()
@@ -166,8 +164,7 @@ def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
     return found
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """One layer's vectors at the first token with every norm's scalar at 1, ``W x + a + c``.
 
     Attributes
@@ -179,7 +176,7 @@ class Form:
     qk_normed : whether QK-norm leaves a scalar for each token and head.
     """
 
-    layer: Layer
+    layer: AffineLayer
     offsets: dict[Kind, Float[Tensor, "h d_head"]]
     norms: list[Norm]
     before: Norm | None
@@ -190,26 +187,21 @@ class Form:
         """Whether the norm before W subtracts the mean."""
         return any(norm.centres for norm in self.norms)
 
-    def matrices(
-        self, kind: Kind, heads: Sequence[int]
-    ) -> tuple[Float[Tensor, "n d_head d_model"], Float[Tensor, "n d_head"]]:
+    def matrices(self, kind: Kind, heads: Sequence[int]) -> tuple[Float[Tensor, "n d e"], Float[Tensor, "n d"]]:
         """W and a of some heads."""
-        return torch.cat([self.layer.jacobian(kind, head)[0] for head in heads]), self.layer.constants[kind][
-            0, 0, heads
-        ]
+        W = torch.cat([self.layer.jacobian(kind, head)[0] for head in heads])
+        return W, self.layer.constants[kind][0, 0, heads]
 
 
 def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
     """Ask a layer for its form, or refuse it with the reason."""
     stream, row = stream_of(*called.given), torch.zeros(1, 1, dtype=torch.long)
-    ends = (0, stream.shape[1] - 1)
-    layer, last = (Layer(scope, number, called.block, called.given, called.call, row[0], row + end) for end in ends)
+    given = scope, number, called.block, called.given, called.call, row[0]
+    layer, last = (AffineLayer(*given, row + end) for end in (0, stream.shape[1] - 1))
     family = scope.model.config.model_type
     if not layer.reads("k"):
-        raise BadInput(
-            f"{family} has no weights to read in every layer: some have no keys of their own but read those of a layer"
-            " before them; ask for heads of the others."
-        )
+        why = "some have no keys of their own but read those of a layer before them; ask for heads of the others"
+        raise BadInput(f"{family} has no weights to read in every layer: {why}.")
     qk_norms = set(layer.norms.ran) & set(called.call.module.modules())
     draw = torch.randn((8, 1, 1, stream.shape[-1]), generator=torch.Generator().manual_seed(number)).to(stream.device)
     x = torch.nn.functional.layer_norm(draw, draw.shape[-1:])
@@ -248,9 +240,7 @@ def _misfit(live: Tensor, turned: Tensor, linear: Tensor, offset: Tensor, dtype:
     return ""
 
 
-def _without_constants(
-    form: Form, J: Float[Tensor, "n d_head d_model"], a: Float[Tensor, "n d_head"]
-) -> Float[Tensor, "n d_head d_model+1"]:
+def _without_constants(form: Form, J: Float[Tensor, "n d e"], a: Float[Tensor, "n d"]) -> Float[Tensor, "n d e+1"]:
     """W, less what it reads of the part of its input that is the same for every token, and a behind it.
 
     Where what enters is a norm's output as it is (post-norm models) and the norm centres, ``n·x`` is the same for all

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, permutations
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -38,10 +38,10 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import Count, checked_call
 from qkscope.maths.bases import checked_svd, oblique_projectors, principal_cosines
-from qkscope.maths.relative import random_rotations, reconstruction_count, sparsity
 from qkscope.maths.significance import p_value
-from qkscope.maths.singular import SingularBasis
+from qkscope.maths.singular import SingularBasis, random_rotations, reconstruction_count, sparsity
 from qkscope.maths.subspace import Subspace
+from qkscope.runs.result import Rows
 
 RESIDUAL = "residual"
 Split = Literal["sequential", "average", "oblique"]
@@ -60,8 +60,7 @@ def part_name(feature: str) -> str:
     return f"'{feature}'" if feature in (RESIDUAL, "position", "token", "attention", "logit") else feature
 
 
-@dataclass(frozen=True)
-class Attribution:
+class Attribution(NamedTuple):
     """Parts of the logits of one head: ``parts[name]`` per key; they sum to ``logits``."""
 
     logits: Float[Tensor, "*n k"]
@@ -107,7 +106,7 @@ def attribute_logits(
 
 def split_rows(
     head: Head, query: int, keys: Sequence[int], total: Tensor, parts: Mapping[str, Tensor], side: SplitSide
-) -> list[dict[str, Any]]:
+) -> Rows:
     """The one table of every split of a logit: a row for each key and part.
 
     Parameters
@@ -277,9 +276,7 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     numbers["query_leading"] = float(overlap(u, m[:, leading[:r]]))
     numbers["key_leading"] = float(overlap(v, n[:, leading[:r]]))
     space = str(subspace.about.get("space", "post_rope"))
-    caveat = (
-        "Positions turn this fit's queries and keys (post_rope), not singular vectors: fit in query_frame to see all."
-    )
+    caveat = "Positions turn this fit's queries and keys (post_rope), not singular vectors: fit in query_frame for all."
     query, key = ((normalize(images, dim=0).mT @ feature).norm(dim=-1) for images, feature in ((m, u), (n, v)))
     said = caveat if vectors.rotary and space == "post_rope" else ""
     return Alignment(subspace.head, subspace.contrast, r, space, shares, sigma, query, key, numbers, said)

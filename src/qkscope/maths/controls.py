@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -38,8 +38,7 @@ _FEWEST_FOLDS = 3  # with both signs
 _ENOUGH = 0.99
 
 
-@dataclass(frozen=True)
-class RankTest:
+class RankTest(NamedTuple):
     """Components of one ΔC tested in order against null replicates."""
 
     rank: int
@@ -49,11 +48,7 @@ class RankTest:
 
 
 def rank_above(
-    delta: Float[Tensor, "d d"],
-    nulls: Float[Tensor, "r d d"],
-    alpha: float = LEVEL,
-    max_rank: int | None = None,
-    size: float = 0.0,
+    delta: Float[Tensor, "d d"], nulls: Tensor, alpha: float = LEVEL, max_rank: int | None = None, size: float = 0.0
 ) -> RankTest:
     """Number of components of ΔC above the null, tested in order with the found ones deflated.
 
@@ -174,9 +169,8 @@ def run_controls(
             differences.append(rank_above(deltas["none"][row], replicates, max_rank=limit, size=size))
     differences = differences or interactions
     floor = max(0.5 ** max(units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
-    depends, beyond, differs = (
-        head_p_values([test.statistics for test in tests], floor) for tests in (interactions, beyond_scale, differences)
-    )
+    every = interactions, beyond_scale, differences
+    depends, beyond, differs = (head_p_values([test.statistics for test in tests], floor) for tests in every)
     p_interaction = list(map(max, depends, beyond))
     p_difference = p_interaction if null == "interaction" else differs
     calls = zip(_calls(differences, p_difference, floor), _calls(interactions, p_interaction, floor), strict=True)

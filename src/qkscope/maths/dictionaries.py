@@ -36,13 +36,13 @@ from torch.nn.functional import normalize
 
 from qkscope.errors import BadInput
 from qkscope.kinds import Count, Natural, checked_class
-from qkscope.maths.relative import random_rotations
+from qkscope.maths.singular import random_rotations
 
+#: The parts of a stream that are no features: what the dictionary misses, what was added after it, what is constant.
 ERROR, AFTER, BIAS = "error", "after", "bias"
-"""The parts of a stream that are no features: what the dictionary misses, what was added after it, what is constant."""
 NULLS = ("rotated", "random", "features", "tokens")
+#: How many of the largest pairs are taken together.
 SIZES = (1, 2, 5, 10, 20, 50)
-"""How many of the largest pairs are taken together."""
 _RIDGE = 1e-8
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 _NEEDS = {"standard": (), "topk": (), "jumprelu": ("threshold",), "gated": ("b_gate", "b_mag", "r_mag")}
@@ -231,8 +231,7 @@ def _nearest(unit: Float[Tensor, "f d"], x: Float[Tensor, "n p d"], coded: Coded
 # ---------------------------------------------------------------------- pairs
 
 
-@dataclass(frozen=True)
-class FeatureTerms:
+class FeatureTerms(NamedTuple):
     """One relative logit: every part of the query with every part of the weighted keys.
 
     Parameters
@@ -276,19 +275,15 @@ class FeatureTerms:
 
     def marginals(self) -> dict[str, dict[int | str, float]]:
         """By side, what each feature (by number) and each part of the rest gives; both sum to the logit."""
-        sides = {"query": (self.query, self.values.sum(1)), "key": (self.key, self.values.sum(0))}
-        return {
-            side: dict(zip([*numbers.tolist(), *self.rest], values.tolist(), strict=True))
-            for side, (numbers, values) in sides.items()
-        }
+        parts = {"query": [*self.query.tolist(), *self.rest], "key": [*self.key.tolist(), *self.rest]}
+        sums = self.values.sum(1).tolist(), self.values.sum(0).tolist()
+        return {side: dict(zip(parts[side], values, strict=True)) for side, values in zip(parts, sums, strict=True)}
 
     def largest(self, count: int) -> list[tuple[int, int, float]]:
         """The largest pairs of features by size: of the query, of the key, and what they give."""
         flat = self.pairs.abs().flatten().topk(min(count, self.pairs.numel())).indices.tolist()
-        return [
-            (int(self.query[a]), int(self.key[b]), float(self.pairs[a, b]))
-            for a, b in (divmod(i, len(self.key)) for i in flat)
-        ]
+        places = [divmod(i, len(self.key)) for i in flat]
+        return [(int(self.query[a]), int(self.key[b]), float(self.pairs[a, b])) for a, b in places]
 
     def numbers(self) -> Float[Tensor, " m"]:
         """`NUMBERS`: what is compared with dictionaries without meaning."""
@@ -303,10 +298,10 @@ class FeatureTerms:
         return torch.cat([torch.tensor(own, dtype=torch.float64), held.cpu()])
 
 
+#: A logit counts as explained by pairs that, the largest first, come as near as this and stay there.
 ENOUGH = 0.8
-"""A logit counts as explained by pairs that, the largest first, come as near as this and stay there."""
+#: The logit; what pairs of features give; all pairs, signs left out; pairs for 80%; shares of gross by number.
 NUMBERS = ("logit", "pairs", "gross", "needed", *(f"held_{count}" for count in SIZES))
-"""The logit; what pairs of features give; all pairs, signs left out; pairs for 80%; shares of gross by number."""
 
 
 # ---------------------------------------------------------------------- files

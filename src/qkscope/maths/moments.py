@@ -14,9 +14,9 @@ Its size does not depend on how much data went in. Conditional averages are ``M�
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -34,72 +34,14 @@ from qkscope.maths import significance
 from qkscope.maths.significance import DEALS, FLIPS, Center, NullKind, centred_delta
 from qkscope.runs.folder import read_tensors, tensor_bytes, write_tensors
 
+Device = torch.device | str
 FOLDS = 8  # of units, for cross-validation
 _BUCKETS = 2**14  # in which units are counted: counts add up over pieces, and do not grow with the data
 _FOLD_STREAM = 101
 _AT_ONCE = 2**27  # bytes of replicated key sums: what the nulls of a batch take at once, however large it is
 
 
-@checked_class
-class Accumulator(ABC):
-    """What streaming sums have in common. A subclass says `tensors` and `manifest`, and is made with ``device=``."""
-
-    kind: ClassVar[str]  # of its files
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """The state by name, sharing memory."""
-
-    @abstractmethod
-    def manifest(self) -> dict[str, Any]:
-        """Everything but the numbers, as JSON would have it."""
-
-    @classmethod
-    def from_manifest(cls, manifest: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
-        """Empty sums for the same job."""
-        return cls(**manifest, device=device)  # type: ignore[call-arg]
-
-    def merge(self, *others: Accumulator) -> Self:
-        """New sums with the data of all: addition, so neither order nor grouping matters (to rounding)."""
-        merged, job = deepcopy(self), self.manifest()
-        for other in others:
-            theirs = other.manifest()
-            for name in (name for name in {**job, **theirs} if job.get(name) != theirs.get(name)):
-                differ = f"{name} is {came(job.get(name))} in one and {came(theirs.get(name))} in the other"
-                raise BadInput(f"sums of different jobs cannot be merged: {differ}.")
-            for mine, more in zip(merged.tensors().values(), other.tensors().values(), strict=True):
-                mine += more.to(mine.device)
-        return merged
-
-    def to_bytes(self) -> bytes:
-        """The content of the file that `load` reads."""
-        return tensor_bytes(self.kind, self.tensors(), self.manifest())
-
-    def save(self, path: str | Path) -> None:
-        """Write sums and manifest to one safetensors file."""
-        write_tensors(path, self.kind, self.tensors(), self.manifest())
-
-    @classmethod
-    def load(
-        cls, path: str | Path, *, expect: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
-    ) -> Self:
-        """Read a file that `save` wrote; refuse one whose ``about`` differs from what ``expect`` says."""
-        tensors, manifest = read_tensors(path, cls.kind, expect)
-        held = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        try:  # asked of tensors without memory, as a manifest may promise anything
-            promised = cls.from_manifest(manifest, "meta").tensors().items()
-            wrong = [name for name, tensor in promised if held.get(name) != (tensor.shape, tensor.dtype)]
-        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
-            wrong = ["its manifest"]
-        if wrong:
-            raise BadInput(f"{path} is damaged: {wrong[0]} is missing or of another shape or type: make it again.")
-        sums = cls.from_manifest(manifest, device)
-        for name, mine in sums.tensors().items():
-            mine.copy_(tensors[name])
-        return sums
-
-
-class Covariance(Accumulator):
+class Covariance:
     """Covariance of vectors for many heads, from the sums ``Σ [x; 1][x; 1]ᵀ`` in float64.
 
     >>> covariance = Covariance(columns=2, d_head=4)
@@ -107,8 +49,6 @@ class Covariance(Accumulator):
     >>> covariance.matrix().shape
     torch.Size([2, 4, 4])
     """
-
-    kind = "covariance"
 
     def __init__(self, columns: int, d_head: int, device: torch.device | str = "cpu") -> None:
         self.sums = torch.zeros(columns, d_head + 1, d_head + 1, dtype=torch.float64, device=device)
@@ -126,17 +66,15 @@ class Covariance(Accumulator):
         mean = self.sums[:, :-1, -1:] / count
         return self.sums[:, :-1, :-1] / count - mean @ mean.mT
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The state by name, sharing memory."""
-        return {"sums": self.sums}
-
-    def manifest(self) -> dict[str, Any]:
-        """Everything but the numbers, as JSON would have it."""
-        return {"columns": self.sums.shape[0], "d_head": self.sums.shape[1] - 1}
+    def merge(self, *others: Covariance) -> Covariance:
+        """The covariance of all their vectors."""
+        merged = deepcopy(self)
+        merged.sums += sum(other.sums for other in others)
+        return merged
 
 
 @checked_class
-class Moments(Accumulator):
+class Moments:
     """Sums of ``w``, ``w q``, ``w k`` and ``w q kᵀ`` over + and − pairs, per head and contrast, in float64.
 
     Parameters
@@ -163,7 +101,7 @@ class Moments(Accumulator):
     torch.Size([2, 4, 4])
     """
 
-    kind = "moments"
+    kind: ClassVar[str] = "moments"  # of its files
 
     def __init__(
         self,
@@ -193,10 +131,8 @@ class Moments(Accumulator):
             shapes[FLIPS] = (h, a, replicates, 2, a + 1)
         if "label_permutation" in nulls:
             shapes[DEALS] = (h, a, replicates, 2, a)
-        self.state = {
-            name: {contrast: torch.zeros(shape, dtype=torch.float64, device=device) for contrast in contrasts}
-            for name, shape in shapes.items()
-        }
+        new = functools.partial(torch.zeros, dtype=torch.float64, device=device)
+        self.state = {name: {contrast: new(shape) for contrast in contrasts} for name, shape in shapes.items()}
 
     def __repr__(self) -> str:
         plus, minus = (sum(float(self.count(c)[0, sign]) for c in self.contrasts) for sign in (0, 1))
@@ -243,10 +179,9 @@ class Moments(Accumulator):
                 advice = "check the model's dtype (float16 can overflow; try bfloat16 or float32)"
                 raise BadInput(f"the {side} of {head} at example {example} is NaN or infinite: {advice}.")
 
-    def _add_nulls(
-        self, contrast: str, queries: Tensor, keys: Tensor, labels: Tensor, sums: Tensor, unit: Tensor
-    ) -> None:
+    def _add_nulls(self, contrast: str, *batch: Tensor) -> None:
         """What one batch of a contrast adds to the row scales, the folds and the null replicates."""
+        queries, _keys, _labels, sums, unit = batch
         scale = significance.row_scale(sums)[..., 0]
         self.state["scales"][contrast] += torch.einsum("bha,bhs->has", queries, scale[:, self._kv_of_head])
         bucket = draw_bits(unit).remainder(_BUCKETS)
@@ -257,9 +192,9 @@ class Moments(Accumulator):
             _add_outer(state, queries[some], sums[some].flatten(2), self._kv_of_head)
         each = sums[0].numel() * self.replicates * sums.element_size()
         for rows in torch.arange(len(unit), device=unit.device).split(max(_AT_ONCE // max(each, 1), 1)):
-            part, *batch = (x[rows] for x in (queries, keys, labels, sums, unit))
+            part, *others = (x[rows] for x in batch)
             for kind in (kind for kind in (FLIPS, DEALS) if kind in self.state):
-                drawn = significance.replicate_sums(kind, self.seed, self.replicates, *batch)
+                drawn = significance.replicate_sums(kind, self.seed, self.replicates, *others)
                 state = self.state[kind][contrast]
                 for n, g in enumerate(self._kv_of_head):  # all heads' replicates at once would not fit in memory
                     _add_outer(state[n : n + 1], part[:, n : n + 1], drawn[:, g, None].flatten(2), [0])
@@ -363,6 +298,60 @@ class Moments(Accumulator):
         """Everything but the numbers, as JSON would have it."""
         asked = {n: getattr(self, n) for n in ("contrasts", "d_head", "group_size", "nulls", "replicates", "seed")}
         return {"heads": [str(head) for head in self.heads], **asked, "about": json.loads(json.dumps(self.about))}
+
+    def merge(self, *others: Moments) -> Self:
+        """New sums with the data of all: addition, so neither order nor grouping matters (to rounding).
+
+        Parameters
+        ----------
+        others : sums of the same job.
+        """
+        merged, job = deepcopy(self), self.manifest()
+        for other in others:
+            theirs = other.manifest()
+            for name in (name for name in {**job, **theirs} if job.get(name) != theirs.get(name)):
+                differ = f"{name} is {came(job.get(name))} in one and {came(theirs.get(name))} in the other"
+                raise BadInput(f"sums of different jobs cannot be merged: {differ}.")
+            for mine, more in zip(merged.tensors().values(), other.tensors().values(), strict=True):
+                mine += more.to(mine.device)
+        return merged
+
+    def to_bytes(self) -> bytes:
+        """The content of the file that `load` reads."""
+        return tensor_bytes(self.kind, self.tensors(), self.manifest())
+
+    def save(self, path: str | Path) -> None:
+        """Write sums and manifest to one safetensors file.
+
+        Parameters
+        ----------
+        path : of the file.
+        """
+        write_tensors(path, self.kind, self.tensors(), self.manifest())
+
+    @classmethod
+    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None, device: Device = "cpu") -> Self:
+        """Read a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : of the file.
+        expect : what its ``about`` has to say; a file that says otherwise is refused.
+        device : where the sums go.
+        """
+        tensors, manifest = read_tensors(path, cls.kind, expect)
+        held = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        try:  # asked of tensors without memory, as a manifest may promise anything
+            promised = cls(**manifest, device="meta").tensors().items()
+            wrong = [name for name, tensor in promised if held.get(name) != (tensor.shape, tensor.dtype)]
+        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
+            wrong = ["its manifest"]
+        if wrong:
+            raise BadInput(f"{path} is damaged: {wrong[0]} is missing or of another shape or type: make it again.")
+        sums = cls(**manifest, device=device)
+        for name, mine in sums.tensors().items():
+            mine.copy_(tensors[name])
+        return sums
 
 
 def check_shape(what: str, tensor: Tensor, want: tuple[int, ...], axes: str) -> None:

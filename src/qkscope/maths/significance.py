@@ -37,13 +37,13 @@ Center = Literal["none", "query", "both"]  # what is taken out of ΔC: nothing, 
 NullKind = Literal["sign_flip", "label_permutation", "interaction"]
 NULL_KINDS: tuple[NullKind, ...] = get_args(NullKind)
 FLIPS, DEALS = "flips", "deals"  # what is carried: signs serve two of the nulls
+Sums = Float[Tensor, "*n a 2 a"]  # augmented, of + and of −
 Statistic = tuple[float, Sequence[float]]  # what a head reached, and what each of its replicates did
 _DRAWS_AT_ONCE = 200  # resamples of an interval: all at once would take as much room as prompts times draws
+_ORDERS = 999  # random ones, beside which neighbours are compared
 
 
-def centred_delta(
-    sums: Float[Tensor, "*n a 2 a"], center: Center = "none", *, reference: Float[Tensor, "*n a 2 a"] | None = None
-) -> Float[Tensor, "*n d d"]:
+def centred_delta(sums: Sums, center: Center = "none", *, reference: Sums | None = None) -> Float[Tensor, "*n d d"]:
     """ΔC from augmented sums; normalised by, and centred on, the means of ``reference`` (themselves by default)."""
     reference = sums if reference is None else reference
     count = reference[..., -1:, :, -1:]
@@ -176,16 +176,14 @@ def clustered_bootstrap(
     return low.reshape(values.shape[1:]), high.reshape(values.shape[1:])
 
 
-def lag_one(
-    q: Float[Tensor, "b h d"], keys: Float[Tensor, "b h e"], unit: Int[Tensor, " b"], seed: int = 0, draws: int = 999
-) -> tuple[float, float]:
+def lag_one(q: Float[Tensor, "b h d"], keys: Tensor, unit: Int[Tensor, " b"], seed: int = 0) -> tuple[float, float]:
     """How far what units add to ΔC, ``Σ q kᵀ`` over a unit's rows, is like what the next unit adds, and its p-value.
 
     Parameters
     ----------
     q, keys : of each row; the keys' sum with the weights that it has in ΔC. Every head counts alike.
     unit : of each row; units stand in the order of their numbers.
-    seed, draws : of the random orders beside it.
+    seed : of the random orders beside it.
 
     Examples
     --------
@@ -204,9 +202,9 @@ def lag_one(
         units = units - units.mean(0) - units.mean(1, keepdim=True) + units.mean()
         gram += units / units.trace().clamp_min(torch.finfo(torch.float64).tiny)
     generator = torch.Generator().manual_seed(seed)
-    orders = torch.stack([torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(draws))])
+    orders = torch.stack([torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(_ORDERS))])
     sums = gram[orders[:, :-1], orders[:, 1:]].sum(1)
-    return float(sums[0] / gram.trace()), float((sums >= sums[0]).sum()) / (draws + 1)
+    return float(sums[0] / gram.trace()), float((sums >= sums[0]).sum()) / len(orders)
 
 
 def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -261,8 +259,6 @@ def false_discovery(p_values: Sequence[float]) -> list[float]:
     >>> [round(q, 3) for q in false_discovery([0.01, 0.04, 0.03, 0.5])]
     [0.04, 0.053, 0.053, 0.5]
     """
-    p = torch.tensor(list(p_values), dtype=torch.float64)
-    order = p.argsort()
-    scaled = p[order] * len(p) / torch.arange(1, len(p) + 1, dtype=torch.float64)
-    adjusted = scaled.flip(0).cummin(dim=0).values.flip(0).clamp_max(1.0) if len(p) else scaled
-    return torch.empty_like(p).index_copy(0, order, adjusted).tolist()
+    from scipy.stats import false_discovery_control  # takes a while to import
+
+    return false_discovery_control(p_values).tolist() if p_values else []

@@ -26,6 +26,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector
 from qkscope.maths.significance import clustered_bootstrap
+from qkscope.runs.result import Rows
 
 #: A way to choose k directions of every head; see `qkscope.maths.methods`.
 Method = Callable[[int | Sequence[int]], Projector]
@@ -56,6 +57,9 @@ class Condition(NamedTuple):
         return "_".join(part for part in parts if part)
 
 
+Pair = tuple[Condition, Condition]  # to be compared
+
+
 def swapped_keys(k_orig: Tensor, k_target: Tensor, projector: Projector) -> tuple[Tensor, Tensor]:
     """The two keys (``*n d``) after the exchange (Eq. 9, 10): what a patched forward pass writes."""
     difference = k_target - k_orig
@@ -63,8 +67,7 @@ def swapped_keys(k_orig: Tensor, k_target: Tensor, projector: Projector) -> tupl
     return k_orig + moved, k_target - moved
 
 
-@dataclass(frozen=True)
-class SwapEffect:
+class SwapEffect(NamedTuple):
     """Attention on the original and the target key, before and after; ``draws`` > 1 for random subspaces.
 
     ``flipped``: of all tokens of the row, the original key had the most attention, and the target has it afterwards;
@@ -148,16 +151,14 @@ class SwapRows:
         assert self.others is not None
         return swap_attention(self.rows, *self.others, projector, read=(self.orig, self.target))
 
-    def table(self, conditions: Mapping[Condition, Projector], *, seed: int = 0) -> list[dict[str, Any]]:
+    def table(self, conditions: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:
         """One row per head and condition, with what each gains over random subspaces of its size."""
         effects = {what: self.swap(p, sham=what.kind == "sham") for what, p in conditions.items()}
         random = {what: Condition(what.feature, "random") for what in conditions if what.kind not in ("random", "sham")}
         against = {what: other for what, other in random.items() if other in conditions}
         return swap_table(effects, self.heads, self.cluster, against=against, seed=seed)
 
-    def paired(
-        self, pairs: Sequence[tuple[Condition, Condition]], effects: Mapping[Condition, Projector], *, seed: int = 0
-    ) -> list[dict[str, Any]]:
+    def paired(self, pairs: Sequence[Pair], effects: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:
         """How much more one condition shifts than another on the same rows, with the interval of the difference."""
         shifts = {what: self.swap(effects[what]).shift.double() for what in dict.fromkeys(c for p in pairs for c in p)}
         table = []
@@ -171,9 +172,7 @@ class SwapRows:
             ]  # fmt: skip
         return table
 
-    def curve(
-        self, methods: Mapping[Any, Method], sizes: Sequence[int], *, against: str | Pairs = None, seed: int = 0
-    ) -> list[dict[str, Any]]:
+    def curve(self, methods: Mapping[Any, Method], sizes: Sequence[int], *, against: Any = None, seed: int = 0) -> Rows:
         """One row per size, head and method.
 
         ``against`` names the method that the others' gains are over, or one for each; there are no gains without.
@@ -212,9 +211,7 @@ def swap_attention(
     difference = rows.keys_of_heads(target) - rows.keys_of_heads(orig)
     scale = torch.as_tensor(rows.scale, dtype=rows.q.dtype, device=rows.q.device)
     inside = torch.einsum("nhd,shdr->snhr", difference, right)
-    to_orig = scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(orig), left, inside)
-    to_target = -scale * torch.einsum("nhd,shdr,snhr->snh", rows.queries_at(target), left, inside)
-
+    moves = scale * torch.einsum("nhd,shdr,snhr->snh", rows.q, left, inside)  # to the original, and from the target
     before = rows.products()
     slots, (watched, wanted) = torch.arange(before.shape[-1], device=before.device), read or (orig, target)
 
@@ -226,8 +223,8 @@ def swap_attention(
 
     attention = rows.attention(before)
     first, first_named, drawn = rows.largest(before), attention.argmax(-1), []
-    for up, down in zip(to_orig, to_target, strict=True):  # a draw at a time keeps memory at one copy of the rows
-        change = up[..., None] * at(orig) + down[..., None] * at(target)
+    for move in moves:  # a draw at a time keeps memory at one copy of the rows
+        change = move[..., None] * at(orig) - move[..., None] * at(target)
         after = rows.attention(before + change)
         flipped = (first == watched[:, None]) & (rows.largest(before + change) == wanted[:, None])
         flipped_named = (first_named == watched[:, None]) & (after.argmax(-1) == wanted[:, None])

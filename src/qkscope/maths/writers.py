@@ -14,12 +14,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.attention import AttentionRows
+from qkscope.attention import AttentionRows, soft
 from qkscope.heads import Head, Writer
 from qkscope.maths.significance import clustered_bootstrap
 
+#: Attention on the right keys and on the first token, softmax and accuracy among the named keys, relative logit.
 METRICS = ("attention", "first", "among", "accuracy", "logit")
-"""Attention on the right keys and on the first token, softmax and accuracy among the named keys, relative logit."""
 
 Side = Literal["query", "key"]
 SIDES: tuple[Side, Side] = ("query", "key")
@@ -71,7 +71,7 @@ def metrics(
     measured = [
         (attention.gather(-1, columns) * right).sum(-1),
         attention.gather(-1, first[:, None].expand(-1, attention.shape[1], 1))[..., 0],
-        (own.softmax(-1) * right).sum(-1),
+        (soft(own) * right).sum(-1),
         right.expand_as(own).gather(-1, own.argmax(-1, keepdim=True))[..., 0].to(q),
         (at_named * relative_weights(signs)[:, None].to(q)).sum(-1),
     ]

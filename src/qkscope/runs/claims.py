@@ -19,6 +19,7 @@ from typing import Any
 
 from qkscope.errors import BadInput
 
+Number = float | None
 _STEPS = 64  # places of an interval at which a rule is asked
 REASONS = ("refuted", "small model", "other setting", "not run here")
 
@@ -104,9 +105,7 @@ def count_claims(claims: Sequence[Claim]) -> str:
     return f"{verdicts.count('holds')} of {len(claims)} claims hold{ties}" if claims else ""
 
 
-def rule_verdict(
-    rule: str, ours: float | None, control: float | None, low: float | None = None, high: float | None = None
-) -> bool | None:
+def rule_verdict(rule: str, ours: Number, control: Number, low: Number = None, high: Number = None) -> bool | None:
     """What a rule says of a number; None where it says one thing at one place of its interval and another elsewhere.
 
     >>> rule_verdict("ours > control", 0.5, 0.4, low=0.45, high=0.55), rule_verdict("ours > 0", 0.1, None, -0.1, 0.3)

@@ -96,11 +96,12 @@ def is_unchanged(folder: Path, name: str, manifest: Mapping[str, Any]) -> bool:
     """Whether a file is the one that a run wrote and listed in its manifest under this name."""
     path = folder / name
     listed = path.is_file() and not path.is_symlink() and name in manifest.get("files", ())
-    return listed and _sha256(path.read_bytes()) == manifest["files"][name]
+    return listed and sha256(path.read_bytes()) == manifest["files"][name]
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def sha256(content: str | bytes) -> str:
+    """The SHA-256 of some bytes, or of a text in UTF-8."""
+    return hashlib.sha256(_encoded(content)).hexdigest()
 
 
 # ---------------------------------------------------------------- writing into it
@@ -145,7 +146,7 @@ def _lay_down(folder: Path, contents: Mapping[str, str | bytes], manifest: dict[
         if not path.resolve().is_relative_to(folder.resolve()):
             raise BadInput(f"{path} leads out of its folder: name a new folder.")
     data = {name: _encoded(content) for name, content in contents.items()}
-    files = manifest["files"] | {name: _sha256(content) for name, content in data.items()}
+    files = manifest["files"] | {name: sha256(content) for name, content in data.items()}
     data[MANIFEST] = _encoded(_as_json({**manifest, "files": dict(sorted(files.items()))}))
     places = sorted(data, key=lambda name: (name != MANIFEST, name == RESULTS))
     try:
@@ -173,9 +174,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadInput(
-            f"{path} cannot be written ({error.strerror or error}): make room, or choose another place."
-        ) from None
+        why = error.strerror or error
+        raise BadInput(f"{path} cannot be written ({why}): make room, or choose another place.") from None
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -204,7 +204,7 @@ def file_name(name: str) -> str:
     ('a%2Fb', 137)
     """
     quoted = quote(name, safe="")
-    return quoted if len(quoted) <= _LONGEST_NAME else f"{quoted[:120]}-{_sha256(quoted.encode())[:16]}"
+    return quoted if len(quoted) <= _LONGEST_NAME else f"{quoted[:120]}-{sha256(quoted)[:16]}"
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from qkscope.kinds import checked_class
 from qkscope.runs import folder as disk
 from qkscope.runs.claims import Claim, count_claims
 
+#: A table.
+Rows = list[dict[str, Any]]
 _STORED = ("experiment", "preset", "model", "seed", "seconds", "answer", "claims", "tables")
 _FOLDER = ("schema", "experiment", "files")  # what a manifest says besides what made the result
 
@@ -224,11 +226,8 @@ def made(path: str | Path, *, load: Callable[[str, str | None], Any] | None = No
     command = re.sub(r" --part \S+", "", stored.get("command") or "") or None  # a part alone makes no run
     versions = {name: stored.get("versions", {}).get(name) for name in here["versions"]}
     there = {"command": command, **asked, **versions, "threads": stored.get("threads"), "files": len(files) or None}
-    now = {
-        **here["versions"],
-        "threads": here["threads"],
-        "files": sum(disk.is_unchanged(path, f, stored) for f in files),
-    }
+    unchanged = sum(disk.is_unchanged(path, name, stored) for name in files)
+    now = {**here["versions"], "threads": here["threads"], "files": unchanged}
     if load is not None:
         if not isinstance(asked.get("model"), str) or not isinstance(asked.get("weights"), str):
             raise BadInput(f"{path} names no single model that could be compared.")

@@ -13,7 +13,6 @@ is checked before anything runs. A verb that takes ``part`` shares its pieces am
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import json
 import logging
@@ -22,13 +21,13 @@ import re
 import shutil
 import time
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,21 +44,14 @@ P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
 T = TypeVar("T")
 
+#: The most pieces of a list of batches.
 PIECES = 16
-"""The most pieces of a list of batches."""
 _LEAST = 2  # batches of a piece: adding up and writing are little beside them
 _TENSOR = "tensor"
 
 
 class PartDone(Exception):
     """Raised where this process has made its pieces, and others are to add them up."""
-
-
-class BatchPart(NamedTuple, Generic[T]):
-    """What a batch gave, or one part of a batch that did not fit into memory; and whether it is the batch's last."""
-
-    last: bool
-    value: T
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ class Stage:
     batches : numbers of the examples of each.
     run : runs one batch.
     sums : tensors that ``run`` or ``add`` make or add to in place, from zero on for each piece; they end as the total.
-    add : takes in each part of a batch.
+    add : takes in what each batch gave, or each part of one that did not fit into memory.
     merge : gives the total of the sum of this name with one more piece; addition by default.
     """
 
@@ -80,7 +72,7 @@ class Stage:
     batches: list[list[int]]
     run: Callable[[list[int]], Any]
     sums: dict[str, Tensor] = field(default_factory=dict)
-    add: Callable[[BatchPart[Any]], Any] = lambda part: part.value
+    add: Callable[[Any], Any] = lambda value: value
     merge: Callable[[str, Tensor, Tensor], Tensor] = lambda name, total, piece: total.add_(piece)
 
     @property
@@ -93,8 +85,8 @@ class Stage:
         """One piece: what its batches give, and their sums."""
         for tensor in self.sums.values():
             tensor.zero_()
-        parts = _fitting(self.groups[number], self.run, advance)
-        return {"values": [self.add(part) for part in parts], "sums": dict(self.sums)}
+        values = _fitting(self.groups[number], self.run, advance)
+        return {"values": [self.add(value) for value in values], "sums": dict(self.sums)}
 
     def total(self, pieces: Iterable[Mapping[str, Any]]) -> list[Any]:
         """Add the pieces up in order: what all batches gave, and in ``sums`` their total."""
@@ -142,13 +134,13 @@ class Work:
             return self
         model = {"model": scope.name, "weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
         kind = {"dtype": str(scope.model.dtype), "device": torch.device(scope.device).type}
-        return self.open({**model, **kind, "examples": _hash(repr(examples)), **asked})
+        return self.open({**model, **kind, "examples": disk.sha256(repr(examples))[:16], **asked})
 
     def open(self, asked: Mapping[str, Any]) -> Work:
         """As `begin`, of work that these facts tell from other work, and the versions."""
         assert self.out is not None
         facts = {**asked, "versions": provenance()["versions"]}
-        self.folder = self.out / disk.WORK / _hash(json.dumps(facts, sort_keys=True, default=str))
+        self.folder = self.out / disk.WORK / disk.sha256(json.dumps(facts, sort_keys=True, default=str))[:16]
         waits = self.part[0] > 0 if self.together else self.part[1] > 1
         if waits and disk.read_run(self.out).get("work") == self.folder.name:
             raise PartDone("" if self.together else f"All parts are done and added up in {self.out}.")
@@ -174,45 +166,43 @@ class Work:
         """What ``make`` gives, or gave in an earlier run: plain values and tensors in dicts and lists (no tuples)."""
         return self._piece(name, 0, make)
 
-    def run(self, stages: Sequence[Stage], progress: bool | None = None, *, last: bool = False) -> list[list[Any]]:
-        """Make what is missing of some stages, and add up each; what its batches gave comes back, in order.
+    def run(self, stage: Stage, progress: bool | None = None, *, last: bool = False) -> list[Any]:
+        """Make what is missing of a stage, and add it up; what its batches gave comes back, in order.
 
         Parameters
         ----------
         progress : as in `stream`.
         last : whether nothing is shared after this: a part then ends here, unless all pieces are there.
         """
-        every = [(stage, number) for stage in stages for number in range(len(stage.groups))]
-        missing = [stage.groups[i] for stage, i in every if not self._is_there(stage.name, i)]
+        every = range(len(stage.groups))
+        missing = [stage.groups[i] for i in every if not self._is_there(stage.name, i)]
         with counting(sum(len(batch) for group in missing for batch in group), shown=progress) as advance:
 
-            def piece(stage: Stage, number: int) -> Any:
+            def piece(number: int) -> Any:
                 return self._piece(stage.name, number, lambda: stage.make(number, advance))
 
             if self.part[1] > 1:
-                for stage, number in every[self.part[0] :: self.part[1]]:
-                    piece(stage, number)
-                self._meet([(stage.name, number) for stage, number in every], last)
-            return [stage.total(piece(stage, number) for number in range(len(stage.groups))) for stage in stages]
+                for number in every[self.part[0] :: self.part[1]]:
+                    piece(number)
+                self._meet(lambda: sum(self._is_there(stage.name, i) for i in every), len(every), last)
+            return stage.total(map(piece, every))
 
-    def _meet(self, every: Sequence[tuple[str, int]], last: bool) -> None:
+    def _meet(self, there: Callable[[], int], every: int, last: bool) -> None:
         """Wait for the other processes of torchrun; end a part that is not the one to add up, the first to see all."""
         if self.together:
             if last and self.part[0] > 0:
                 raise PartDone  # the first process adds up, and tells
-            while not all(self._is_there(*piece) for piece in every):  # where one dies, torchrun ends all
+            while there() < every:  # where one dies, torchrun ends all
                 time.sleep(0.1)
         elif last:
             assert self.folder is not None
-            there = sum(self._is_there(*piece) for piece in every)
-            if there < len(every):
-                raise PartDone(f"This part is done: {there} of {len(every)} pieces are there. The last adds them up.")
+            if (done := there()) < every:
+                raise PartDone(f"This part is done: {done} of {every} pieces are there. The last adds them up.")
             try:
                 (self.folder / "adding").mkdir()
             except OSError:
-                raise PartDone(
-                    "Another part adds them up; if it was stopped, run the command without --part."
-                ) from None
+                stopped = "Another part adds them up; if it was stopped, run the command without --part."
+                raise PartDone(stopped) from None
 
     def _path(self, name: str, number: int) -> Path:
         assert self.folder is not None
@@ -256,12 +246,10 @@ def stream(batches: list[list[int]], run: Callable[[list[int]], T], progress: bo
     progress : whether to say how far it is; if not given, on a terminal, and once a minute in a log.
     """
     with counting(sum(map(len, batches)), shown=progress) as advance:
-        yield from (part.value for part in _fitting(batches, run, advance))
+        yield from _fitting(batches, run, advance)
 
 
-def _fitting(
-    batches: Iterable[list[int]], run: Callable[[list[int]], T], advance: Callable[[int], None]
-) -> Iterator[BatchPart[T]]:
+def _fitting(batches: list[list[int]], run: Callable[[list[int]], T], advance: Callable[[int], None]) -> Iterator[T]:
     """Run each batch in as many parts as memory takes: asked anew for each piece, so that none depends on another."""
     most: int | None = None  # examples that fit at once, as far as was seen
     for batch in batches:
@@ -278,7 +266,7 @@ def _fitting(
                 continue
             batch = batch[len(some) :]
             advance(len(some))
-            yield BatchPart(not batch, value)
+            yield value
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -315,10 +303,6 @@ def torchrun_device(device: str | None) -> str | None:
     if torchrun_process() is None or device not in (None, "cuda") or not torch.cuda.is_available():
         return device
     return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------- the frame of a verb

@@ -2,21 +2,20 @@
 
 In: a few numbers and a seed, or a file. Out: a `Task`, which draws units of `Example` for choosing heads, for fitting
 each contrast and for testing. In reading order: `task` (what a task is, and how one is made of a walk), `words` (and
-``words.toml``: the words), the tasks (`binding`, `filter`, `ioi`, `induction`; in `answers` those whose answer is no
-key), `jsonl` (a file of your own); and natural text without marks: `texts` (by document), `sides` (split so that no
-text stands on two). `BUILT_IN` is the one list of tasks: a new one is a file and an entry there.
+``words.toml``: the words), the tasks (`binding`, `filter`, `induction`; in `sentences` those of one sentence: `ioi`,
+`greater_than`, `pronoun`), `jsonl` (a file of your own); and natural text without marks: `texts` (by document),
+`sides` (split so that no text stands on two). `BUILT_IN` is the one list of tasks: a new one is a file and an entry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from qkscope.tasks.answers import greater_than, pronoun
 from qkscope.tasks.binding import binding
 from qkscope.tasks.filter import filter_task as filter
 from qkscope.tasks.induction import induction
-from qkscope.tasks.ioi import ioi
 from qkscope.tasks.jsonl import from_jsonl
+from qkscope.tasks.sentences import greater_than, ioi, pronoun
 from qkscope.tasks.task import Contrast, Task
 
 #: Makers of tasks by the name that their tasks carry; ``maker(seed=task.seed, **task.asked)`` makes a task again.

@@ -92,6 +92,4 @@ def filter_task(
     # The pooled contrast could take its prompts from the categories'. It is held against their span, and with a sample
     # in common the two would agree more than two fits do.
     apart, address = [contrast.name for contrast in contrasts], (form, items, *named)
-    return from_walk(
-        "filter", seed, contrasts, walk, asked, address, starts_with_key=not chat and not start, apart=apart
-    )
+    return from_walk("filter", seed, contrasts, walk, asked, address, not chat and not start, apart)

@@ -20,7 +20,6 @@ Lines with the same prompt are copies: they are never of different uses, and cou
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +32,7 @@ from typing_extensions import TypedDict  # pydantic reads Python's own from 3.12
 from qkscope.errors import BadInput
 from qkscope.examples import Answers, Example, Key, Sign, Span, find_span
 from qkscope.kinds import Seed, came, checked_call
+from qkscope.runs.folder import sha256
 from qkscope.tasks.task import ANSWER, USES, Center, Contrast, Task, Unit, Use, connected
 from qkscope.tasks.texts import read_text
 
@@ -103,7 +103,7 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     groups: dict[str, list[_Line]] = {}
     for line in _dealt(lines, seed):
         groups.setdefault(line.group, []).append(line._replace(example=_with_answer(line.example, contrasts)))
-    digest, notes = _digest(text)[:32], tuple[str, ...]()
+    digest, notes = sha256(text)[:32], tuple[str, ...]()
     if copies := len(groups) - len({group[0].example.cluster for group in groups.values()}):
         notes = (f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",)
 
@@ -146,10 +146,6 @@ def _say_once(sentence: str, about: str) -> None:
     log.warning("%s", sentence)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
     """The lines with their clusters and uses.
 
@@ -158,9 +154,8 @@ def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
     """
     home: dict[tuple[int, str], int] = {}
     shared = [(line.group, str(line.example.text)) for line in lines]
-    clusters = connected(
-        len(lines), [(i, home.setdefault(x, i)) for i, two in enumerate(shared) for x in enumerate(two)]
-    )
+    links = [(i, home.setdefault(x, i)) for i, two in enumerate(shared) for x in enumerate(two)]
+    clusters = connected(len(lines), links)
     prompts: dict[int, set[str]] = {}
     said: dict[int, _Line] = {}
     for cluster, line in zip(clusters, lines, strict=True):
@@ -170,13 +165,11 @@ def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
             other = f"{before.example.where.rpartition(', ')[2]}, which is for {before.use}"
             both = f"{line.example.where} is for {line.use}, but its prompt is that of {other}"
             raise BadInput(f"{both}: what is tested must be new, so take one of them out, or give both the same use.")
-    names = {cluster: _digest("\0".join(sorted(texts)))[:16] for cluster, texts in prompts.items()}
-    free = sorted((cluster for cluster in names if cluster not in said), key=lambda c: _digest(f"{seed}/{names[c]}"))
+    names = {cluster: sha256("\0".join(sorted(texts)))[:16] for cluster, texts in prompts.items()}
+    free = sorted((cluster for cluster in names if cluster not in said), key=lambda c: sha256(f"{seed}/{names[c]}"))
     uses = {c: USES[i % len(USES)] for i, c in enumerate(free)} | {c: line.use for c, line in said.items()}
-    return [
-        line._replace(use=uses[cluster], example=replace(line.example, cluster=names[cluster]))
-        for cluster, line in zip(clusters, lines, strict=True)
-    ]
+    placed = zip(clusters, lines, strict=True)
+    return [line._replace(use=uses[c], example=replace(line.example, cluster=names[c])) for c, line in placed]
 
 
 def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:

@@ -26,6 +26,7 @@ USES: tuple[Use, ...] = ("choose", "fit", "test")
 Center = Literal["none", "query", "both"]
 ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
 Unit = tuple[Example, ...]
+Units = Sequence[Unit]
 UnitsToTest = Sequence[Unit]
 
 
@@ -93,11 +94,6 @@ class Task:
     asked: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     starts_with_key: bool = False
-
-    def __post_init__(self) -> None:
-        for name in self.contrasts:
-            if not name.strip() or not name.isprintable():
-                raise BadInput(f"a contrast cannot be called {name!r}, which cannot be shown: rename it.")
 
     def choose(self, n: Count) -> Sequence[Unit]:
         """Units for scoring heads.

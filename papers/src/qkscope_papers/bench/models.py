@@ -27,8 +27,8 @@ from qkscope.capture.encode import Encoding
 from qkscope.capture.scope import Scope
 from qkscope.change.again import Again
 from qkscope.heads import Head, parse_heads
-from qkscope.linear.many import values_of
 from qkscope.linear.reader import Reader
+from qkscope.linear.split import values_of
 from qkscope.maths.bases import Projector
 from qkscope.maths.moments import Moments
 from qkscope.maths.swap import SwapRows, swapped_keys

@@ -33,8 +33,7 @@ from qkscope.heads import Head
 from qkscope.maths import methods
 from qkscope.maths.attribution import Alignment, alignment, carried
 from qkscope.maths.bases import Projector
-from qkscope.maths.relative import random_rotations
-from qkscope.maths.singular import SingularBasis, components, dual
+from qkscope.maths.singular import SingularBasis, components, dual, random_rotations
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, SwapRows
 from qkscope.runs.claims import Claim

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.draws import derived_seed
-from qkscope.maths.relative import rotated_terms, sparsity
+from qkscope.maths.singular import rotated_terms, sparsity
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, REST, new_figure

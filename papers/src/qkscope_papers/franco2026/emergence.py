@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from qkscope.draws import derived_seed
-from qkscope.maths.relative import (
+from qkscope.maths.significance import clustered_bootstrap
+from qkscope.maths.singular import (
     cancellation,
     null_count,
     random_rotations,
@@ -18,7 +19,6 @@ from qkscope.maths.relative import (
     rotated_terms,
     sparsity,
 )
-from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import ORIGINAL, REST, TARGET, new_figure

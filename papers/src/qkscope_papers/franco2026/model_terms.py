@@ -16,8 +16,8 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from qkscope.maths.relative import sparsity
 from qkscope.maths.significance import wilson
+from qkscope.maths.singular import sparsity
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure

@@ -20,7 +20,7 @@ from qkscope import tasks
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.tasks.ioi import TEMPLATES
+from qkscope.tasks.sentences import TEMPLATES
 from qkscope.tasks.sides import Passage, split
 from qkscope.tasks.task import Task, Unit, Use, seeded
 from qkscope.tasks.texts import python_texts

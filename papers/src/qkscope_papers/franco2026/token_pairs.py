@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.maths.relative import key_difference
+from qkscope.maths.singular import key_difference
 from qkscope_papers.franco2026.toy.superposition import Superposition, Toy
 
 Present = Literal["one", "two", "none"]

@@ -20,10 +20,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.analyses.clouds import principal
-from qkscope.analyses.prompts import capture_units
+from qkscope.analyses.prompts import batches_of, unit_runner
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.significance import clustered_bootstrap
+from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 from qkscope_papers.tables import Estimate
 
@@ -73,7 +74,8 @@ def _text(example: object) -> str:
 def capture_points(scope: Scope, task: Task, units: Sequence[Unit], heads: list[Head], batch_size: int) -> Points:
     """Run the first prompt of every unit; each has the same number of keys."""
     single = [unit[:1] for unit in units]
-    batches = list(capture_units(scope, single, heads, batch_size=batch_size, chat=task.chat, rest=False))
+    run = unit_runner(scope, single, heads, chat=task.chat, rest=False)
+    batches = list(stream(batches_of(single, batch_size), run))
     order = torch.cat([batch.unit for batch in batches]).cpu().argsort()
     q = torch.cat([batch.captured.q for batch in batches]).cpu()[order]
     k = torch.cat([batch.captured.k[:, batch.captured.kv_of_head].transpose(1, 2) for batch in batches]).cpu()[order]

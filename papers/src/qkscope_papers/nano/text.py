@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qkscope.tasks.binding import FILLER, LINES
 from qkscope.tasks.filter import FORMS
-from qkscope.tasks.ioi import TEMPLATES
+from qkscope.tasks.sentences import TEMPLATES
 from qkscope.tasks.task import pools
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS
 

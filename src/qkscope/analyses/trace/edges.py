@@ -16,10 +16,9 @@ readers. MLPs are live, or held at what they put out before, their answers to th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,7 +28,7 @@ from torch.nn.functional import pad
 from qkscope.analyses.prompts import batches_of, words_of
 from qkscope.analyses.trace.rows import HeadRows, Pass, Tables, answer_signs
 from qkscope.capture.encode import Encoding
-from qkscope.capture.inputs import answer_ids
+from qkscope.capture.inputs import answer_tokens
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture
 from qkscope.change.whole import held_at, noted, summed_outputs
@@ -38,8 +37,9 @@ from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Side
 from qkscope.maths.writers import METRICS, SIDES, Measurement, Tally, draw_alike, first_by, metrics, strongest_pairs
+from qkscope.runs.result import Rows
 from qkscope.runs.work import stream
-from qkscope.tasks.task import ANSWER, Unit
+from qkscope.tasks.task import Unit
 
 ORDERS = ("share", "signed", "norm", "variance", "patching", "path")
 RANDOM = "random"
@@ -53,8 +53,7 @@ _KINDS = (("live", "chosen"), ("held", "chosen"), ("live", "random"))
 _ACCURACY = METRICS.index("accuracy")
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What the words for choosing say about one head.
 
     Attributes
@@ -173,8 +172,8 @@ def path_effects(rows: HeadRows, seed: int) -> dict[Side, Float[Tensor, "n c"]]:
 # ---------------------------------------------------------------------- cut and kept
 
 
+#: Which edges are replaced, how they were chosen, and what with: the first columns of the table ``edges``.
 Edge = dict[str, Any]
-"""Which edges are replaced, how they were chosen, and what with: the first columns of the table ``edges``."""
 
 
 def all_edges(writers: int) -> list[Edge]:
@@ -266,9 +265,7 @@ class EdgeTest:
 # ---------------------------------------------------------------------- whole heads
 
 
-def whole_heads(
-    how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit], units: Sequence[Unit]
-) -> list[dict[str, Any]]:
+def whole_heads(how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit], units: Sequence[Unit]) -> Rows:
     """Take out the first one, two and three head writers, and as many others of their layers."""
     reader, scope, words = how.reader, how.reader.scope, words_of(units)
     writers = parse_writers(reader.writers(head.layer))
@@ -327,10 +324,6 @@ def _measured(how: Pass, encoded: Encoding, captured: Capture) -> Float[Tensor, 
     assert captured.logits is not None
     named = encoded.places.keys.masked_fill(~encoded.places.key_mask, 0)
     measured = metrics(captured.rows().of_head(0), named, answer_signs(encoded))[0]
-    tokens, right = encoded.inputs["input_ids"].gather(1, named), encoded.labels[ANSWER] > 0
-    answers = answer_ids(how.reader.scope, encoded.examples, how.chat)
-    chances = []
-    for row, own in enumerate(captured.logits.softmax(-1)):
-        answer = answers[int(encoded.example[row])]
-        chances.append(own[tokens[row][right[row]] if answer is None else answer[0]].sum())
-    return torch.cat([measured, torch.stack(chances)[:, None]], dim=1).cpu()
+    tokens, signs = answer_tokens(how.reader.scope.encoder, encoded, how.chat)
+    chances = captured.logits.softmax(-1).cpu().gather(1, tokens) * (signs > 0)
+    return torch.cat([measured.cpu(), chances.sum(1, keepdim=True)], dim=1)

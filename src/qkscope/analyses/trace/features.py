@@ -134,14 +134,11 @@ class FeatureTest:
     seed : of them.
     """
 
-    def __init__(
-        self, head: Head, dictionary: Dictionary, chosen: Sequence[Sequence[Any]], draws: int, seed: int
-    ) -> None:
+    def __init__(self, head: Head, dictionary: Dictionary, chosen: Sequence[list[Any]], draws: int, seed: int) -> None:
         self.head, self.dictionary, self.draws, self.seed = head, dictionary, draws, seed
         self.pairs, self.rest = [(g, f) for g, f in chosen[0]], rest_of(dictionary, head)
-        self.parts: dict[str, list[Any]] = {
-            side: [*own, *self.rest] for side, own in zip(SIDES, chosen[1:], strict=True)
-        }
+        sides = zip(SIDES, chosen[1:], strict=True)
+        self.parts: dict[str, list[Any]] = {side: [*numbers, *self.rest] for side, numbers in sides}
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
         """Parts of the logit, `NUMBERS` of the dictionary and of its copies, and what the codes are like.
@@ -159,9 +156,8 @@ class FeatureTest:
         compared = torch.stack([torch.stack([own.numbers() for own in some]) for some in every], dim=1)
         active, weight, stream = coded.active.double(), there.double(), x - coded.bias
         keys = (active * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp_min(1)
-        squares = [
-            (part.double().square().sum(-1) * weight).sum(1) for part in (stream - coded.parts().sum(-2), stream)
-        ]
+        missing = stream - coded.parts().sum(-2)
+        squares = [(part.double().square().sum(-1) * weight).sum(1) for part in (missing, stream)]
         looks = [rows.measure()[0, :, METRICS.index(name)].double() for name in _LOOKS]
         parts = [max(abs(value) for side in own.marginals().values() for value in side.values()) for own in terms]
         missed = torch.tensor([float(own.values.sum()) for own in terms]) - rows.logit().cpu()

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.trace.prompt import PromptTrace
@@ -31,7 +31,9 @@ from qkscope.capture.encode import token_texts
 from qkscope.heads import Head, Writer
 from qkscope.linear.run import Direction, Side
 
+Row = dict[str, Any]
 REST, OTHERS = "rest", "other keys"
+_SOURCES = 3  # tokens of a writer that are named, over many prompts
 FIRST, SOURCE_REST = "(first token)", "(rest)"  # of many prompts
 
 
@@ -47,8 +49,8 @@ class Graph(NamedTuple):
     error : largest difference between a parent and what it is the sum of, beside the largest term of its logit.
     """
 
-    rows: list[dict[str, Any]]
-    prompt: list[dict[str, Any]]
+    rows: list[Row]
+    prompt: list[Row]
     error: float
 
 
@@ -107,18 +109,14 @@ class _Builder:
         """What stands at a token (and at those it is compared with), split among writers."""
         answer, position = self.run.answer(asked), int(asked.slots[0]) - 1
         self._check(parent, torch.stack([*answer.values.values()]))
-        every = [
-            (Writer.parse(name), float(value.sum()), {"writer": name, "position": position})
-            for name, value in answer.values.items()
-        ]
+        values = {name: float(value.sum()) for name, value in answer.values.items()}
+        every = [(Writer.parse(name), value, {"writer": name, "position": position}) for name, value in values.items()]
         for writer, row in self._children(parent, side, every, position=position):
             row["layer"] = writer.block
             if depth > 0 and writer.head:
                 self._sources(row, side, writer.head, asked.slots, self.run.on_output(answer, writer.head), depth)
 
-    def _sources(
-        self, parent: dict[str, Any], side: Side, head: Head, slots: Int[Tensor, " p"], along: Tensor, depth: int
-    ) -> None:
+    def _sources(self, parent: Row, side: Side, head: Head, slots: Tensor, along: Tensor, depth: int) -> None:
         """A head's part, split over the tokens that it read."""
         run, positions, attention = self.run, slots - 1, self.run.attention(head, slots)
         brought = (attention * run.brought(head, along))[0]  # of each slot, by token
@@ -152,8 +150,8 @@ class _Builder:
         self.error = max(self.error, missed / self.largest if self.largest > 0 else missed)
 
     def _children(
-        self, parent: dict[str, Any], side: Side, every: list[tuple[Any, float, dict[str, Any]]], **rest: Any
-    ) -> list[tuple[Any, dict[str, Any]]]:
+        self, parent: Row, side: Side, every: list[tuple[Any, float, Row]], **rest: Any
+    ) -> list[tuple[Any, Row]]:
         """The largest children of a node, each a name, a value and its columns; all others are one row."""
         every = sorted(every, key=lambda child: -abs(child[1]))
         shown = [child for child in every[: self.width] if abs(child[1]) >= self.smallest * abs(self.root)]
@@ -163,9 +161,7 @@ class _Builder:
             self._add(parent, kind, side, sum(value for _, value, _ in left), writer=REST, **rest)
         return rows
 
-    def _add(
-        self, parent: dict[str, Any] | None, kind: str, side: Side | None, value: float, **about: Any
-    ) -> dict[str, Any]:
+    def _add(self, parent: Row | None, kind: str, side: Side | None, value: float, **about: Any) -> Row:
         row = {
             "head": str(self.one.head), "id": len(self.rows), "parent": None if parent is None else parent["id"],
             "kind": kind, "side": side,
@@ -181,9 +177,7 @@ class _Builder:
 # ---------------------------------------------------------------------- over many prompts
 
 
-def sources_of(
-    batches: Iterable[HeadRows], writers: Mapping[Side, Sequence[str]], width: int = 3
-) -> list[dict[str, Any]]:
+def sources_of(batches: Iterable[HeadRows], writers: Mapping[Side, Sequence[str]]) -> list[dict[str, Any]]:
     """Which tokens a head's writers read, over many prompts.
 
     Parameters
@@ -219,7 +213,7 @@ def sources_of(
                 tokens[side, column - places[row]][token] += 1  # by their distance
     rows = []
     for (side, other), offsets in sums.items():
-        largest = sorted(offsets, key=lambda at: -abs(offsets[at]))[:width]
+        largest = sorted(offsets, key=lambda at: -abs(offsets[at]))[:_SOURCES]
         shares: dict[int | str, float] = {at: offsets[at] for at in largest}
         shares[SOURCE_REST] = sum(value for at, value in offsets.items() if at not in largest)
         for at, value in shares.items():

@@ -30,9 +30,9 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head, Writer, parse_writers
-from qkscope.linear.neurons import first_neurons
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run, Side
+from qkscope.linear.split import first_neurons
 from qkscope.maths.writers import SIDES, Tally, different, draw_alike, first_by
 
 CUTS = (1, 2, 3, 5)
@@ -104,13 +104,7 @@ class PromptTrace(HeadRows):
     """
 
     def __init__(
-        self,
-        run: Run,
-        asked: Question,
-        head: Head,
-        key: int | None = None,
-        versus: int | Sequence[int] | None = None,
-        projector: Float[Tensor, "d d"] | None = None,
+        self, run: Run, asked: Question, head: Head, key: int | None = None, versus: Any = None, projector: Any = None
     ) -> None:
         super().__init__(run, head, torch.zeros_like(run.columns[:, 1:]), projector, 1 + asked.query)
         self.asked, self.attention = asked, self.rows.attention()[0, 0]
@@ -187,15 +181,9 @@ class PromptTrace(HeadRows):
 
     def cut(self, writers: Mapping[str, Sequence[int]]) -> Float[Tensor, " t"]:
         """The attention row with some writers' parts replaced by their means over the prompt's other tokens."""
-        away = self.away(writers)
-        return self.changed({self.key: -away["key"]}, -away["query"])
-
-    def changed(self, keys: Mapping[int, Float[Tensor, " d"]], query: Tensor | float = 0.0) -> Float[Tensor, " t"]:
-        """The attention row with vectors added to some keys, and to the query."""
-        own = self.rows.k[0, 0].clone()
-        for place, vector in keys.items():
-            own[place] += vector
-        return self.attend(self.row_of(own, self.rows.q[0, 0] + query))
+        away, keys = self.away(writers), self.rows.k[0, 0].clone()
+        keys[self.key] -= away["key"]
+        return self.attend(self.row_of(keys, self.rows.q[0, 0] - away["query"]))
 
     def row_of(self, keys: Float[Tensor, "t d"], query: Float[Tensor, " d"]) -> Float[Tensor, " t"]:
         """The row's logits with other keys and another query, as the softmax sees them."""
@@ -303,8 +291,7 @@ class Probe:
     query : the token that asks; the last one by default, or the one marked.
     chat : whether it goes into the chat template.
     last : the last layer whose heads are asked about: writers are kept up to there; of all layers by default.
-    logits : whether the model runs on to its logits.
-    options : more of `Reader.record`.
+    options : more of `Reader.record`; by default the model runs on to its logits.
 
     Examples
     --------
@@ -320,14 +307,12 @@ class Probe:
         query: int | None = None,
         chat: bool = False,
         last: int | None = None,
-        *,
-        logits: bool = True,
         **options: Any,
     ) -> None:
         self.scope, self.prompt = scope, prompt
         self.asked, self.reader = Question.of(scope, prompt, query, chat), reader_of(scope)
         inputs, places = self.asked.inputs, self.asked.places
-        self.run = self.reader.record(inputs, places, deep=True, logits=logits, last=last, **options)
+        self.run = self.reader.record(inputs, places, deep=True, last=last, **{"logits": True, **options})
 
     def head(
         self, head: str | Head, key: int | None = None, versus: int | None = None, projector: Tensor | None = None

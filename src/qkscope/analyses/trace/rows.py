@@ -23,15 +23,15 @@ from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.linear.many import values_of
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Direction, Parts, Run, named
+from qkscope.linear.split import values_of
 from qkscope.maths.writers import SIDES, Measurement, Side, Tally, metrics, relative_weights
 from qkscope.runs.work import Stage, Work
 from qkscope.tasks.task import ANSWER, Unit
 
+#: A key with less attention than this is said to be unattended before anything is traced to it.
 ATTENDED = 0.05
-"""A key with less attention than this is said to be unattended before anything is traced to it."""
 Tables = dict[str, list[dict[str, Any]]]
 _PLACES, _EACH = 128, 10  # tokens of all prompts whose writers are held at once, and of each prompt at least
 _CONDITIONS = {"held": 128, "live": 8}  # that are measured at once, norms held and norms running
@@ -307,7 +307,7 @@ class Pass:
             return [measured.kept for measured in given]
 
         stage = Stage(name, batches_of(units, self.batch_size), run, sums, merge=merge_sums)
-        kept = self.job.run([stage], self.progress, last=last)[0]
+        kept = self.job.run(stage, self.progress, last=last)
         for (head, _, of), total in ((name.partition(" "), total) for name, total in sums.items()):
             tallies[Head.parse(head)].sums[of] = total
         return tallies, [list(column) for column in zip(*kept, strict=True)]

@@ -7,8 +7,9 @@ on, beside rivals of the same size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,35 +17,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.analyses.prompts import check_same_model, made_from, units_hash, with_notes
+from qkscope.analyses.prompts import check_same_model, made_from, text_units, units_hash, with_notes
 from qkscope.analyses.trace.edges import DRAWS, Choice, EdgeTest, choose_writers, whole_heads
 from qkscope.analyses.trace.features import FeatureTest, check_dictionary, choose_features, prompt_features, says_pairs
 from qkscope.analyses.trace.graph import sources_of, trace_graph
-from qkscope.analyses.trace.many import TEXTS, Texts, first_writers, text_units, told
 from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question
-from qkscope.analyses.trace.rows import ATTENDED, Pass, Tables, answer_signs, join_tables
+from qkscope.analyses.trace.rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
 from qkscope.analyses.trace.verdicts import controls_of, named_cut, says_cancels, says_right, that_sum, written_by
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.heads import Head, parse_heads, parse_writers
-from qkscope.kinds import Count, Natural, Seed, checked_class
-from qkscope.linear.neurons import check_neurons
+from qkscope.heads import BIAS, Head, parse_heads, parse_writers
+from qkscope.kinds import Count, Natural, Seed
 from qkscope.linear.reader import Reader
+from qkscope.linear.split import check_neurons
 from qkscope.maths.dictionaries import Dictionary
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.writers import SIDES, Tally, first_by, strongest_pairs
+from qkscope.maths.writers import SIDES, Measurement, Tally, first_by, strongest_pairs
 from qkscope.runs.result import Result, provenance
 from qkscope.runs.work import current_work, verb
-from qkscope.tasks.task import Task, Unit
-from qkscope.tasks.texts import text_hash
+from qkscope.tasks.task import Task, Units
+from qkscope.tasks.texts import Texts, text_hash
 
 _SOURCES, _FOLLOWED = 48, 4  # prompts on which sources are looked for, and writers of each side that are followed
 _BATCH = 16
+_SHOWN = 5  # writers of each side in the table of all heads
+_TEXTS = 8  # texts run together: every token's writers are held
+_GROUPS = 64  # of texts, which intervals resample: sums are as large for many texts as for these
 
 
-@checked_class
-@dataclass(frozen=True)
 class Trace(Result):
     """Writers of queries and keys with the edges cut and kept, neurons, or pairs of a dictionary's features."""
 
@@ -156,8 +157,8 @@ def trace(
         answer, tables = " ".join(sentence for sentence, _ in every), join_tables(rows for _, rows in every)
         name, about = "prompt", about | probe.asked.told(what)
     else:
-        how = Pass(Reader(scope, heads), False, TEXTS, seed, projectors, (), current_work(), progress)
-        choosing: Sequence[Unit] = ()
+        how = Pass(Reader(scope, heads), False, _TEXTS, seed, projectors, (), current_work(), progress)
+        choosing: Units = ()
         if isinstance(what, Task):
             how = replace(how, chat=what.chat, batch_size=batch_size)
             choosing, units = what.choose(n) if named else (), what.test(n)
@@ -168,7 +169,7 @@ def trace(
         how.job.begin(scope, [list(choosing), list(units)], verb="trace", seed=seed, chat=how.chat, **asked)
         asked |= {"n": len(units), "whole": whole, "examples": units_hash([*choosing, *units])}
         if not (named and of_task):
-            answer, tables = told(how.reader, first_writers(how, units, named=of_task))
+            answer, tables = _first_writers(how, units, named=of_task)
         elif dictionary is None:
             answer, tables = _task_writers(how, choosing, units, draws, depth, whole)
         else:
@@ -226,21 +227,54 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
         wanted = [] if isinstance(neurons, bool) else parse_writers(neurons)
         without = ", ".join(map(str, check_neurons(one.run, one.head, wanted)))
         tables["neurons"] = one.neuron_rows(wanted)
-        first = {
-            row["side"]: f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})"
-            for row in reversed(tables["neurons"])
-        }
+        rows = {row["side"]: row for row in reversed(tables["neurons"])}
+        first = {side: f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})" for side, row in rows.items()}
         said += f" The first neuron of its key is {first['key']}, of its query {first['query']}."
         said += f" {without}: no neurons to name." if without else ""
     return said, tables
 
 
+# ---------------------------------------------------------------------- all heads
+
+
+def _first_writers(how: Pass, units: Units, named: bool) -> tuple[str, Tables]:
+    """First writers of every head, over a task's prompts (whose keys are ``named``) or over texts; no edge is cut.
+
+    On texts the key is the token that the head attends to most besides the first, against all the others that the query
+    sees; a prompt where even that one has under 5% of the attention does not count for this head.
+    """
+    words = None if named else [f"text {int(example.cluster) % _GROUPS}" for example, *_ in units]
+
+    def measure(rows: HeadRows, _numbers: list[int]) -> Measurement:
+        given, attention = rows.given(), rows.rows.attention()[:, 0].gather(1, rows.run.columns[:, 1:])
+        looked = (attention * (rows.signs > 0)).sum(1)
+        return Measurement({**given.values, "attention": looked}, given.error, (looked >= ATTENDED) | named)
+
+    measures = dict.fromkeys(how.reader.heads, measure)
+    tallies, _ = how.add_up("writers", units, measures, words, last=True, named=named, by_some=True)
+    tables: Tables = {"heads": [], "writers": [], "check": []}
+    columns = ("key_writer", "key_share", "query_writer", "query_share", "logit", "attention")
+    for head, tally in tallies.items():
+        row: dict[str, Any] = {"head": str(head), **dict.fromkeys(columns), "n": tally.rows}
+        tables["heads"].append(row)
+        if tally.rows:
+            rows = tally.writer_rows(head, how.reader.writers(head.layer), _SHOWN + 1)
+            for side in ("key", "query"):
+                first = [other for other in rows if other["side"] == side and other["writer"] != BIAS][:_SHOWN]
+                tables["writers"] += first
+                row |= {f"{side}_writer": first[0]["writer"], f"{side}_share": first[0]["share"]}
+            row |= {"logit": float(tally.mean("total")), "attention": float(tally.mean("attention"))}
+            tables["check"].append(tally.check_row(head))
+    common = Counter(row["key_writer"] for row in tables["heads"] if row["n"])
+    said = ", ".join(f"{name} of {count}" for name, count in common.most_common(3))
+    answer = f"First key writers of {common.total()} heads, the most frequent: {said}." if said else "No head attends."
+    return answer, tables
+
+
 # ---------------------------------------------------------------------- a task
 
 
-def _task_writers(
-    how: Pass, choosing: Sequence[Unit], units: Sequence[Unit], draws: int, depth: int, whole: bool
-) -> tuple[str, Tables]:
+def _task_writers(how: Pass, choosing: Units, units: Units, draws: int, depth: int, whole: bool) -> tuple[str, Tables]:
     """Writers chosen on some words, edges and whole heads taken out on others, and what the first writers read."""
     reader, chosen = how.reader, choose_writers(how, choosing)
     tests = {h: EdgeTest(h, reader.writers(h.layer), chosen[h], how.seed, draws) for h in reader.heads}
@@ -254,22 +288,18 @@ def _task_writers(
     return answer, join_tables(every)
 
 
-def _task_features(
-    how: Pass, choosing: Sequence[Unit], units: Sequence[Unit], dictionary: Dictionary, draws: int
-) -> tuple[str, Tables]:
+def _task_features(how: Pass, choosing: Units, units: Units, dictionary: Dictionary, draws: int) -> tuple[str, Tables]:
     """Pairs of features chosen on some words, all else on others."""
     how = replace(how, layers=[dictionary.layer])
     chosen = choose_features(how, choosing, dictionary)
     tests = {head: FeatureTest(head, dictionary, own, draws, how.seed) for head, own in chosen.items()}
     tallies, kept = how.add_up("features", units, {h: test.measure for h, test in tests.items()}, last=True)
-    every = [
-        test.tables(tallies[head], torch.cat(needed)) for (head, test), needed in zip(tests.items(), kept, strict=True)
-    ]
+    every = [tests[head].tables(tallies[head], torch.cat(needed)) for head, needed in zip(tests, kept, strict=True)]
     said = [says_pairs(says_right(own["check"][0]), own) for own in every]
     return " ".join(said), join_tables(every)
 
 
-def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], depth: int) -> Tables:
+def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int) -> Tables:
     """Which tokens the first writers read, on some prompts; and one prompt's graph."""
     reader, every = how.reader, []
     firsts = [unit[:1] for unit in units[:_SOURCES]]
@@ -305,10 +335,8 @@ def _answer(tables: Tables) -> str:
         )
     if keep:
         over = ", which overshoots" if keep["overshoots"] else ""
-        text += (
-            f" Five writers a side kept, all others replaced: {keep['accuracy']:.0%} right, {keep['logit_kept']:.0%} of"
-            f" the logit{over}."
-        )
+        left = f"{keep['accuracy']:.0%} right, {keep['logit_kept']:.0%} of the logit{over}"
+        text += f" Five writers a side kept, all others replaced: {left}."
     return text
 
 

@@ -15,8 +15,8 @@ from qkscope.runs.result import Result
 
 R = TypeVar("R", bound=Result)
 
+#: Different control sets under which nothing is tested.
 FEW = 5
-"""Different control sets under which nothing is tested."""
 CANCELS = 3.0  # above this (see `cancelling`) the answer says that shares cancel
 _HALF, _SINGLE = 2e-2, 1e-3  # of the largest part, in 16 bits and in more: how far a sum of parts may miss the logit
 _MEASURED = ("check", "tokens", "attention", "output", "whole")  # tables that no split is in
@@ -44,22 +44,14 @@ def that_sum(result: R, dtype: object) -> R:
     wrong = {row["head"]: said for row in checks if (said := no_sum(row["head"], row["sum_error"], dtype))}
     if not wrong:
         return result
-    kept = {
-        name: rows if name in _MEASURED else [row for row in rows if row["head"] not in wrong]
-        for name, rows in result.tables.items()
-    }
+    kept = dict(result.tables)
+    for name in kept.keys() - set(_MEASURED):
+        kept[name] = [row for row in kept[name] if row["head"] not in wrong]
     others = f" The tables hold the other {len(checks) - len(wrong)} heads." if len(wrong) < len(checks) else ""
     return replace(result, answer=" ".join(wrong.values()) + others, tables=kept)
 
 
-def verdict(
-    before: float,
-    after: float,
-    random: Float[Tensor, " sets"],
-    *,
-    attention: float | None = None,
-    vacuous: bool = False,
-) -> str:
+def verdict(before: float, after: float, random: Float[Tensor, " sets"], *, vacuous: bool = False) -> str:
     """Whether a change took the attention away: ``supported``, ``not here``, or ``unattended`` before any change.
 
     Supported is what takes away more than a quarter of it, and more than any of the random changes; with fewer than
@@ -67,9 +59,8 @@ def verdict(
 
     Parameters
     ----------
-    before, after : what there was to take away, and what is left of it.
+    before, after : attention on the key, and what is left of it.
     random : what random changes of the same size leave.
-    attention : on the key, where that is not what is taken away.
     vacuous : whether the change could show nothing.
 
     >>> import torch
@@ -77,7 +68,7 @@ def verdict(
     >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others), verdict(0.01, 0.0, others), verdict(0.8, 0.1, others[:4])
     ('supported', 'not here', 'unattended', 'untested')
     """
-    if (before if attention is None else attention) < ATTENDED:
+    if before < ATTENDED:
         return "unattended"
     if vacuous:
         return "vacuous"

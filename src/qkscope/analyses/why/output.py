@@ -22,8 +22,8 @@ from qkscope.change.again import Again, prompt_of
 from qkscope.change.words import shape_of
 from qkscope.errors import BadInput
 from qkscope.heads import Head
-from qkscope.linear.direct import direct_effect
 from qkscope.linear.run import Run
+from qkscope.linear.split import direct_effect
 
 TOKENS = 5
 _PIECES = 4  # tokens that a character may be cut into
