@@ -20,16 +20,6 @@ COPIED = qk.tasks.induction().test(1)[0][0].text
 
 
 @pytest.fixture(scope="module")
-def nano():
-    return qk.Scope.load("nano:mixed")
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return qk.Scope.load("smollm2-135m")
-
-
-@pytest.fixture(scope="module")
 def answer(smollm2):
     return qk.why(smollm2, "hat: O\njam: Z\ncat: B\njam:", "L18H6")
 
@@ -136,19 +126,18 @@ def test_a_head_that_goes_by_position_is_moved_by_a_word_put_in(smollm2):
     assert row["together"] >= 0.5 > row["alone"]
 
 
-def test_few_words_are_no_reason_on_random_weights():
+def test_few_words_are_no_reason_on_random_weights(nano):
     """Peaked attention of random weights: the key's own word may matter, but equal words and positions do not."""
     torch.manual_seed(0)
-    trained = qk.Scope.load("nano:mixed")
-    model = type(trained.model)(trained.model.config).eval()
+    model = type(nano.model)(nano.model.config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
                 weight *= 40
-    scope = qk.Scope.from_model(model, trained.tokenizer, name="random", check=False)
+    scope = qk.Scope.from_model(model, nano.tokenizer, name="random", check=False)
     kinds = []
     for unit in qk.tasks.binding(6).test(6):
-        again = Again.of(scope, ids_of(trained, unit[0].text))
+        again = Again.of(scope, ids_of(nano, unit[0].text))
         looks = []
         for head in scope.heads():
             weights = again.calls[head.layer].attention([head.index])[0, 0, -1].clone()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkscope import BadInput, Scope, decompose, tasks
+from qkscope import BadInput, decompose, tasks
 from qkscope.analyses.relative import singular_basis
 from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.heads import Head
@@ -132,8 +132,8 @@ def test_features_of_other_weights_or_without_a_head_are_refused(changes, says):
 
 
 @pytest.fixture(scope="module")
-def fitted():
-    scope, task = Scope.load("nano:mixed"), tasks.binding(5, "sentence")
+def fitted(nano):
+    scope, task = nano, tasks.binding(5, "sentence")
     fit = decompose(scope, task, HEADS, n=24, contrasts=["lexical"], space="query_frame", replicates=19)
     return scope, task, fit, singular_basis(scope, HEADS)
 

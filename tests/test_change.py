@@ -19,11 +19,6 @@ from qkscope_papers.families import two_prompts
 PROMPT = "hat: O jam: Z cat: B jam:"
 
 
-@pytest.fixture(scope="module")
-def nano() -> qk.Scope:
-    return qk.Scope.load("nano:mixed")
-
-
 def logits(scope, inputs):
     with torch.no_grad():
         return scope.model(**inputs, use_cache=False).logits
@@ -196,13 +191,9 @@ def test_a_heads_output_can_be_set(nano):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda s: s.hide("L1H0", key="Q"), "'Q' is no token of the prompt"),
         (lambda s: s.hide("L1H0", key="jam"), "'jam' stands 2 times in the prompt: write 'jam#1' to 'jam#2'"),
         (lambda s: s.hide("L1H0", key=9, query=4), "cannot see token 9 from token 4"),
-        (lambda s: s.hide("L9H0", key=1), "L9H0"),
         (lambda s: s.ablate("M7"), "'M7' is no head and no MLP of this model: write L17H8, or M0 to M2"),
-        (lambda s: s.ablate("L0H9"), "L0H9"),
-        (lambda s: s.replace(40, "cat"), "token 40 is not there: the prompt has"),
         (lambda s: s.replace(2, "jam cat"), "'jam cat' is 2 tokens here"),
         (lambda s: s.replace(2, "zebras"), "no token for 'zebras'"),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from planted import PlantedHead
-from qkscope import BadInput, Head
+from qkscope import Head
 from qkscope.draws import draw_bits, draw_signs
 from qkscope.maths.controls import rank_above, run_controls
 from qkscope.maths.moments import Moments
@@ -175,16 +175,6 @@ def test_bootstrap_intervals_cover_the_mean_and_respect_clusters():
         low, high = clustered_bootstrap(values, prompts, draws=400, seed=seed)
         hits += bool(low <= 0 <= high)
     assert hits >= 84  # 95% nominal; rows taken for independent would give about 60%
-
-
-def test_bad_input_gets_a_sentence():
-    q, k = randn(0, 10, 1, 4), randn(1, 10, 1, 2, 4)
-    for nulls, says in (((), "sign_flip"), (("interaction",), "sign_flip"), (("sign_flip",), "interaction")):
-        moments = accumulate(q, k, PAIR, nulls=nulls, replicates=3)
-        with pytest.raises(BadInput, match=says):
-            run_controls(moments, "c")
-    with pytest.raises(BadInput, match="no interaction replicates were carried for L5H5"):
-        accumulate(q, k, PAIR, replicates=3).null_deltas("interaction", "c", "L5H5")
 
 
 def test_few_prompts_cannot_have_many_components():

@@ -27,9 +27,9 @@ CLAIMS = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(nano, tmp_path_factory):
     """Runs of a model that we ship, with and without a page of their own, and one as papers write them."""
-    scope, task = qk.Scope.load("nano:mixed"), qk.tasks.binding(4)
+    scope, task = nano, qk.tasks.binding(4)
     place = tmp_path_factory.mktemp("gallery") / "runs"
     made = {
         "why": qk.why(scope, PROMPT, "L2H3", draws=4),

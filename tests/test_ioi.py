@@ -19,8 +19,8 @@ ROLES = {
 
 
 @pytest.fixture(scope="module")
-def scope() -> Scope:
-    return Scope.load("smollm2-135m", check=False)
+def scope(smollm2: Scope) -> Scope:
+    return smollm2
 
 
 def examples_of(task, n=24):

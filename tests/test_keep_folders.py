@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -13,9 +11,9 @@ import pytest
 
 from qkscope import BadInput, tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load, sums_file
+from qkscope.analyses.fit import load
 from qkscope.capture.scope import Scope
-from qkscope.runs.folder import add_to_run, check_folder, file_name, write_file
+from qkscope.runs.folder import add_to_run, check_folder, write_file
 from qkscope.runs.result import Result, provenance
 from qkscope.show.page import write_report
 from qkscope.tasks.words import OBJECTS
@@ -236,72 +234,7 @@ def test_an_earlier_run_survives_a_full_disk(tmp_path, monkeypatch):
     assert contents(tmp_path) == before
 
 
-def test_a_place_that_takes_no_files_or_not_so_large_ones_is_a_sentence(tmp_path):
-    """The system refuses files over a size, as a full disk would."""
-    (tmp_path / "file").write_text("")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for place, limit, says in ((tmp_path / "file", before[0], "(Not a directory|File exists)"),
-                               (tmp_path, 1000, "File too large")):  # fmt: skip
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-        try:
-            for write in (
-                lambda place=place: write_report(place / "page.html", Result("toy", {})),
-                lambda place=place: Result("toy", {"long": [{"a": "b" * 2000}]}).write(place / "run"),
-            ):
-                with pytest.raises(BadInput, match=rf"cannot be written \({says}\)"):
-                    write()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-# ---------------------------------------------------------------- odd names, numbers and files
-
-
-def test_a_contrast_may_have_a_long_name_in_any_script(scope, tmp_path):
-    """A character is nine bytes of a quoted name, and a disk takes 255."""
-    name = "对比" * 15
-    lines = [
-        {"prompt": f"{word} : A hat : B {word} :", "keys": [{"text": "A", "labels": {name: 1}},
-                                                         {"text": "B", "labels": {name: -1}}]}
-        for word in OBJECTS[:30]
-    ]  # fmt: skip
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    task = tasks.from_jsonl(tmp_path / "mine.jsonl")
-    for _ in range(2):  # and the folder is known again
-        decompose(scope, task, ["L1H3"], 8, out=tmp_path / "fit", batch_size=4)
-    assert load(tmp_path / "fit", scope)[name, "L1H3"].rank
-    assert file_name(name) != file_name(name + "x")
-    assert file_name("order") == "order"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["heads", "binding", "--seed", 2**64], "should be at most 4611686018427387904"),
-        (["heads", "binding", "-n", 10**9], "should be at most 1000000"),
-        (["why", "caf\udce9:"], "half a surrogate pair"),
-        (["view", "x" * 300, "--made"], "File name too long"),
-        (["view", "PIPES", "--made"], "holds no manifest.json"),
-        (["view", "PIPES", "--no-browser"], "is damaged or half-written"),
-    ],
-)
-def test_odd_arguments_get_a_sentence_at_once(arguments, says, tmp_path, qkscope, no_model):
-    (tmp_path / "PIPES").mkdir()
-    os.mkfifo(tmp_path / "PIPES" / "manifest.json")
-    (tmp_path / "PIPES" / "results.json").write_text('{"schema": 1}')
-    code, out, said = qkscope(*(tmp_path / part if part == "PIPES" else part for part in arguments))
-    assert (code, out) == (2, "")
-    assert says in said
-
-
-def test_sums_with_another_bit_are_refused(scope, tmp_path):
-    fitted(scope, tmp_path / "fit")
-    path = tmp_path / "fit" / sums_file("order")
-    content = bytearray(path.read_bytes())
-    content[-1001] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(BadInput, match=r"order\.safetensors is not what a run wrote there"):
-        load(tmp_path / "fit", scope)
+# ---------------------------------------------------------------- commands
 
 
 OURS = "qkscope decompose 'my file.jsonl' --heads L1H0 --out 'a run' -n 5"

@@ -201,18 +201,6 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refused("nobody/no-such-model", r"not in the local cache and the hub cannot be reached: connect once")
 
 
-def test_settings_that_cannot_be_had(folder: Path) -> None:
-    missing = f"cuda:{torch.cuda.device_count() + 7}"
-    for options, said in (
-        ({"attn": "flash_attention_2"}, "attn"),
-        ({"dtype": "float33"}, "is no dtype"),
-        ({"device": "cpu", "device_map": "auto"}, "exclude each other"),
-        ({"device": missing}, f"there is no device '{missing}'"),
-    ):
-        with pytest.raises(BadInput, match=said):
-            Scope.load(folder, **options)
-
-
 def test_a_hub_model_is_held_to_the_same_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub cache of its own, and nothing is downloaded."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

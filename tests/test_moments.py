@@ -124,25 +124,6 @@ def test_covariance_streams_and_merges():
 Q, K, LABELS, PROMPTS = batch(0)
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: plain(Q[..., :2], K, LABELS), r"\(6, 8, 3\)"),
-        (lambda: plain(Q, K[:, :3], LABELS), r"\(6, 4, 5, 3\)"),
-        (lambda: plain(Q, K, {"c": LABELS["c"][:, :2]}), r"\(6, 5\)"),
-        (lambda: plain(Q, K, {"d": LABELS["c"]}), "'d'"),
-        (lambda: plain().delta("c"), "no positive pairs for L0H0"),
-        (lambda: plain(Q, K, {"c": LABELS["c"].clamp_min(0)}).delta("c"), "'c' has no negative pairs for L0H0"),
-        (lambda: carrying().update(Q, K, LABELS), "prompts="),
-        (lambda: plain().merge(plain(heads=HEADS[::-1])), "heads"),
-        (lambda: carrying(about={"weights": "abc"}).merge(carrying(about={"weights": "xyz"})), "about"),
-    ],
-)
-def test_bad_input_gets_a_sentence(call, says):
-    with pytest.raises(BadInput, match=says):
-        call()
-
-
 def test_files_of_other_weights_or_half_of_one_are_refused(tmp_path):
     carrying(about={"weights": "abc"}).save(tmp_path / "m")
     (tmp_path / "half").write_bytes((tmp_path / "m").read_bytes()[:1000])

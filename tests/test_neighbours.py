@@ -30,11 +30,6 @@ def write(path, ordered: bool, group: bool = False):
     return qk.tasks.from_jsonl(path)
 
 
-@pytest.fixture(scope="module")
-def nano() -> qk.Scope:
-    return qk.Scope.load("nano:mixed", check=False)
-
-
 @pytest.mark.parametrize(("ordered", "group"), [(True, False), (False, False), (True, True)])
 def test_a_file_in_order_is_noticed_and_group_is_the_way_out(nano, tmp_path, ordered, group):
     task = write(tmp_path / "mine.jsonl", ordered, group)

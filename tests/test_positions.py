@@ -13,8 +13,8 @@ PROMPT = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
 
 
 @pytest.fixture(scope="module")
-def scope() -> Scope:
-    return Scope.load("smollm2-135m", device="cpu")
+def scope(smollm2: Scope) -> Scope:
+    return smollm2
 
 
 def pieces(scope: Scope, examples: list[Example], **options: object) -> list[tuple[str, list[str]]]:

@@ -5,23 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 import qkscope as qk
 from planted_model import READER, planted
 from qkscope.analyses.find import no_head
 from qkscope.analyses.trace.verdicts import FEW
 from qkscope.capture.encode import token_texts
-from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_writers
 from qkscope.maths.writers import different, draw_alike
 
 PROMPT = "hat jam cat pen hat jam"
-
-
-@pytest.fixture(scope="module")
-def nano() -> qk.Scope:
-    return qk.Scope.load("nano:mixed", check=False)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -86,21 +79,3 @@ def test_the_legend_names_a_head_of_this_model(nano):
     found = qk.why(nano, PROMPT, "L1H0")
     named = set(re.findall(r"L(\d+)H\d+", str(found)))
     assert all(int(layer) < nano.n_layers for layer in named)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"U": torch.ones(24, 3) * 5}, "columns of U are not orthonormal"),
-        ({"V": torch.eye(24)[:, :3] * 1.01}, "columns of V are not orthonormal"),
-        ({"U": torch.full((24, 3), float("nan"))}, "columns of U are not orthonormal"),
-        ({"S": torch.tensor([3.0, float("nan"), 1.0])}, "finite, at least 0 and in falling order"),
-        ({"S": torch.tensor([3.0, -1.0, -2.0])}, "finite, at least 0 and in falling order"),
-        ({"S": torch.tensor([1.0, 2.0, 0.5])}, "finite, at least 0 and in falling order"),
-    ],
-)
-def test_a_subspace_has_orthonormal_columns_and_falling_values(change, said):
-    right = {"U": torch.eye(24)[:, :3], "S": torch.tensor([3.0, 2.0, 1.0]), "V": torch.eye(24)[:, 3:6]}
-    assert qk.Subspace(**right, rank=2).rank == 2
-    with pytest.raises(BadInput, match=said):
-        qk.Subspace(**(right | change), rank=2)

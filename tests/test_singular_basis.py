@@ -15,7 +15,7 @@ from qkscope.heads import Head
 from qkscope.linear.weights import head_weights
 from qkscope.maths import methods
 from qkscope.maths.bases import _failures, gram_qr, jacobi_svd, thin_svd
-from qkscope.maths.singular import SingularBasis, basis_of_weights, components, dual
+from qkscope.maths.singular import basis_of_weights, components, dual
 from qkscope_papers.families import tiny_model
 from tiny_llama import tiny_batch
 
@@ -23,13 +23,6 @@ SPLIT = [  # plain; QK-norm of two kinds; a cap, a window, a sink; parts rotated
     "llama", "qwen3", "cohere", "olmo2", "gemma2", "mistral", "gpt_oss", "gpt_neox", "gptj", "gpt2", "opt", "bert",
     "bloom", "falcon", "stablelm", "granite", "vit", "bart", "persimmon", "qwen3_next",
 ]  # fmt: skip
-NOT_SPLIT = {
-    "deepseek_v3": "normalised in parts",
-    "hunyuan_v1_dense": "after the",
-    "llama4_text": "query_frame is not defined",
-    "gemma3n_text": "a layer before them",
-    "t5": "encoder-decoder",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -98,27 +91,6 @@ def test_a_basis_is_kept_by_the_hash_of_the_weights(cache):
     changed = singular_basis(scope, "L0H1,L1H0")
     torch.testing.assert_close(changed.S[0], 2 * first.S[0])
     torch.testing.assert_close(changed.S[1], first.S[1])
-
-
-def test_files_of_other_weights_are_refused(tmp_path):
-    basis = singular_basis(scope_of("gpt2"), "L0H0")
-    basis.save(tmp_path / "basis.safetensors")
-    read = SingularBasis.load(tmp_path / "basis.safetensors", expect={"weights": basis.about["weights"]})
-    assert read.rotary == (False,)
-    assert torch.equal(read.V, basis.V)
-    with pytest.raises(BadInput, match="another weights"):
-        SingularBasis.load(tmp_path / "basis.safetensors", expect={"weights": "0"})
-
-
-def test_heads_that_are_not_there_and_weights_that_are_not_finite_are_refused():
-    with pytest.raises(BadInput, match="L9H0 does not exist"):
-        singular_basis(scope_of("llama"), "L9H0")
-    w = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(BadInput, match=r"L1H1 is not in this singular basis"):
-        _ = basis_of_weights([Head(0, 0)], w, w, torch.ones(1), torch.zeros(1, 4), [False])["L1H1"]
-    w[0, 0, 0] = torch.nan
-    with pytest.raises((BadInput, ValueError)):
-        basis_of_weights([Head(0, 0)], w, w, torch.ones(1), torch.zeros(1, 4), [False])
 
 
 def test_a_head_with_dead_dimensions_still_splits_every_logit():
@@ -228,17 +200,6 @@ def test_without_rotation_keys_are_read_by_the_right_singular_vectors(family):
         assert float((found.terms[:, i] - terms).abs().max()) < 1e-3 * float(terms.abs().max())
 
 
-@pytest.mark.parametrize("family", NOT_SPLIT)
-def test_families_without_one_matrix_or_frame_are_refused_with_the_reason(family):
-    def refused():
-        scope = Scope.from_model(tiny_model(family), check=False)
-        inputs, places = everywhere(scope.model)
-        return split(scope, inputs, places, places.query - 1, singular_basis(scope, cache=False))
-
-    with pytest.raises(BadInput, match=NOT_SPLIT[family]):
-        refused()
-
-
 def test_a_key_outside_the_window_has_no_relative_attention():
     scope = Scope.from_model(tiny_model("mistral"), check=False)
     example = Example(ids=tuple(range(5, 17)), keys=(Key((0, 1), {"answer": 1}), Key((10, 11), {"answer": -1})))
@@ -260,25 +221,8 @@ def test_one_prompt_can_be_asked_about_by_role_or_position():
         total = sum(term["term"] for term in found.tables["terms"])
         assert total == pytest.approx(row["relative"], rel=1e-6, abs=1e-9)
     assert relative_attention(scope, example, "L1H1", query="B", key="A").tables["relative"][0]["query"] == 7
-    assert "singular vectors" in by_answer.answer or "not positive" in by_answer.answer
-    for wrong, says in (({"key": "C"}, "no role 'C'"), ({"key": 40}, "no token 40"), ({"query": -1}, "no token -1")):
-        with pytest.raises(BadInput, match=says):
-            relative_attention(scope, example, "L1H1", **wrong)
-    with pytest.raises(BadInput, match="longer prompt"):
-        relative_attention(scope, Example(ids=(5,)), "L0H0")
-
-
-def test_rotating_every_position_leaves_the_terms():
-    """The query's frame knows offsets alone: 37 positions later the terms are the same."""
-    scope = Scope.from_model(tiny_model("llama"), check=False)
-    inputs, places = everywhere(scope.model)
-    basis = singular_basis(scope, cache=False)
-    positions = torch.cumsum(inputs["attention_mask"], -1).clamp_min(1) - 1
-    here, there = (
-        split(scope, {**inputs, "position_ids": positions + shift}, places, places.query - 2, basis).terms
-        for shift in (0, 37)
-    )
-    assert float((here - there).abs().max()) < 1e-4 * float(here.abs().max())
+    with pytest.raises(BadInput, match="no role 'C'"):
+        relative_attention(scope, example, "L1H1", key="C")
 
 
 # ---------------------------------------------------------------------- many matrices at once, against LAPACK's

@@ -24,11 +24,6 @@ SMALL = {"n": 6, "controls": 1, "draws": 4}
 
 
 @pytest.fixture(scope="module")
-def nano():
-    return Scope.load("nano:mixed")
-
-
-@pytest.fixture(scope="module")
 def words():
     """A word-level tokenizer of every word that the indirect-object prompts are made of."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -166,22 +166,3 @@ def test_saved_and_loaded_is_the_same(tmp_path):
     torch.testing.assert_close(again.cut(1).cov_k, feature.cov_k, rtol=0, atol=0)
     with pytest.raises(BadInput, match="another weights"):
         Subspace.load(tmp_path / "s", expect={"weights": "xyz"})
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: Subspace.from_delta(torch.zeros(4, 4)), "between 1 and"),
-        (lambda: Subspace.from_delta(torch.eye(4), rank=5, head="L3H1"), "4 dimensions of the head for L3H1"),
-        (lambda: Subspace.from_delta(torch.eye(4), rank="null"), "needs controls"),
-        (lambda: Subspace.from_delta(torch.full((4, 4), float("nan"))), "NaN"),
-        (lambda: Subspace(2 * torch.eye(4), torch.ones(4), torch.eye(4), 2), "U are not orthonormal"),
-        (lambda: Subspace(torch.eye(4), torch.arange(4.0), torch.eye(4), 2), "in falling order"),
-        (lambda: oblique_projectors([torch.eye(4)[:, :3], torch.eye(4)[:, 2:]]), "independent"),
-    ],
-)
-def test_bad_input_gets_a_sentence(call, says):
-    with pytest.raises(BadInput) as error:
-        call()
-    assert says in str(error.value)
-    assert str(error.value).endswith(".")

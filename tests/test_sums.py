@@ -22,12 +22,11 @@ class Rescaled(nn.Linear):
 
 
 @pytest.fixture(scope="module")
-def broken() -> qk.Scope:
+def broken(nano) -> qk.Scope:
     model = qk.Scope.load("nano:mixed", check=False).model
     for layer in model.model.layers:
         layer.self_attn.q_proj.__class__ = Rescaled
-    loaded = qk.Scope.load("nano:mixed", check=False)
-    return qk.Scope.from_model(model, loaded.tokenizer, name="rescaled")  # passes every check, on its short prompts
+    return qk.Scope.from_model(model, nano.tokenizer, name="rescaled")  # passes every check, on its short prompts
 
 
 def test_why_gives_no_shares_of_parts_that_do_not_sum(broken):

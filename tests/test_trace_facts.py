@@ -23,11 +23,6 @@ PROMPT = "hat : O jam : Z jam :"
 TASK = qk.tasks.induction()
 
 
-@pytest.fixture(scope="module")
-def nano():
-    return qk.Scope.load("nano:mixed")
-
-
 def traced(scope, task, head, **options):
     return qk.trace(scope, task, head, N, **{"whole": False, "draws": 3, "progress": False, **options})
 

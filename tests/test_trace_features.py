@@ -51,8 +51,8 @@ def test_parts_sum_to_the_logit_whatever_the_codes(family):
             assert abs(float(terms.values.sum() - true)) < 2e-5 * float(terms.values.abs().max())
 
 
-def test_a_long_prompt_in_pieces_gives_the_same(monkeypatch):
-    scope = qk.Scope.load("nano:mixed")
+def test_a_long_prompt_in_pieces_gives_the_same(nano, monkeypatch):
+    scope = nano
     own = random_dictionary(scope.model.config.hidden_size, 1)
     whole = qk.trace(scope, PROMPT, "L1H0", dictionary=own, draws=2)
     monkeypatch.setattr("qkscope.analyses.trace.features._AT_ONCE", 1)  # key by key
@@ -143,8 +143,8 @@ def test_a_task_says_the_same_on_words_that_nothing_was_chosen_on():
 # ---------------------------------------------------------------------- refused
 
 
-def test_what_a_model_cannot_be_split_by_is_refused():
-    scope = qk.Scope.load("nano:mixed")
+def test_what_a_model_cannot_be_split_by_is_refused(nano):
+    scope = nano
     width = scope.model.config.hidden_size
     wrong = [
         (random_dictionary(width + 1, 1), {}, f"has width {width + 1}, and the residual stream of .* has {width}"),
@@ -162,13 +162,13 @@ def test_what_a_model_cannot_be_split_by_is_refused():
 # ---------------------------------------------------------------------- the command, and its page
 
 
-def test_the_command_reads_a_saelens_folder_and_writes_a_page(tmp_path):
+def test_the_command_reads_a_saelens_folder_and_writes_a_page(nano, tmp_path):
     from typer.testing import CliRunner
 
     from qkscope.cli import app
     from qkscope.show.blocks import blocks_of
 
-    width = qk.Scope.load("nano:mixed").model.config.hidden_size
+    width = nano.model.config.hidden_size
     own = random_dictionary(width, 1)
     (tmp_path / "sae").mkdir()
     save_file({"W_dec": own.decoder, "W_enc": own.encoder}, tmp_path / "sae" / "sae_weights.safetensors")

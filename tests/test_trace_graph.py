@@ -112,8 +112,8 @@ def test_sources_are_what_the_weights_say():
         assert seen == 4 * 9
 
 
-def test_sources_over_many_prompts_sum_to_the_writers_share():
-    scope, head = qk.Scope.load("nano:mixed"), Head.parse("L2H3")
+def test_sources_over_many_prompts_sum_to_the_writers_share(nano):
+    scope, head = nano, Head.parse("L2H3")
     texts = ("hat: O jam: Z cat: B jam:", "cat: Z hat: B jam: O cat:")
     examples = [qk.Example.mark(text, keys=list("OZB")) for text in texts]
     encoded = scope.encode(examples)

@@ -262,10 +262,3 @@ def test_a_part_that_reads_the_mean_changes_neither_logits_nor_basis(family, cha
     first, second = (head_weights(scope) for scope in scopes)
     torch.testing.assert_close(second.W_Q, first.W_Q, rtol=0, atol=1e-3)
     torch.testing.assert_close(second.W_K, first.W_K, rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize(("family", "centres"), [("gpt2", True), ("gpt_neox", True), ("vit", True), ("llama", False)])
-def test_no_row_reads_the_mean_where_the_norm_centres(family, centres):
-    weights = head_weights(tiny_model(family))
-    for w in (weights.W_Q, weights.W_K):
-        assert (float(w[..., :-1].sum(-1).abs().max() / w[..., :-1].abs().sum(-1).max()) < 1e-5) is centres

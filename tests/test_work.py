@@ -28,11 +28,6 @@ TEXTS = [unit[0].text for unit in qk.tasks.induction().draw("fit", "answer", 400
 
 
 @pytest.fixture(scope="module")
-def nano() -> Scope:
-    return Scope.load("nano:mixed", device="cpu")
-
-
-@pytest.fixture(scope="module")
 def fit(nano):
     return qk.decompose(nano, qk.tasks.binding(5), "L1H0", 48, contrasts=["lexical"], replicates=9, progress=False)
 

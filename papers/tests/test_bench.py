@@ -16,8 +16,8 @@ from qkscope_papers.franco2026.bridge import bridge
 
 
 @pytest.fixture(scope="module")
-def scope() -> qk.Scope:
-    return qk.Scope.load("nano:mixed", device="cpu")
+def scope(nano) -> qk.Scope:
+    return nano
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,8 @@ KIND = "nano training"
 
 
 @pytest.fixture(scope="module")
-def last() -> qk.Scope:
-    return qk.Scope.load("nano:mixed", device="cpu")
+def last(nano) -> qk.Scope:
+    return nano
 
 
 # ---------------------------------------------------------------------- the shipped models
@@ -180,10 +180,3 @@ def test_a_folder_of_another_training_is_refused(tmp_path, recipe, seed, says):
     NanoTrainer(tmp_path, NanoRecipe(**short), 0, CPU).run()
     with pytest.raises(BadInput, match=says):
         NanoTrainer(tmp_path, NanoRecipe(**{**short, **recipe}), seed, CPU)
-
-
-def test_a_missing_first_token_is_said_of_prompts_and_not_of_the_self_check(own_cache, caplog):
-    scope = qk.Scope.load("nano:mixed")
-    assert "first token" not in caplog.text
-    scope.encode([qk.Example(ids=[5, 6, 7])])
-    assert "expects ['<s>'] as the first token" in caplog.text

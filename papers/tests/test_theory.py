@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 
-from qkscope import BadInput
 from qkscope_papers.franco2026.isotropy import isotropy
 from qkscope_papers.franco2026.theory import (
     SILENT_FROM,
@@ -182,22 +181,3 @@ def test_orthonormal_rows_are_isotropic_and_a_cone_is_not():
     line = torch.ones(20, 8, dtype=torch.float64)
     line[:, 0] += 1e-6 * drawn(20)
     assert isotropy(line)[0]["e_trace"] == pytest.approx(7.0, abs=1e-3)  # d − 1, the most there is
-
-
-BAD = [
-    (lambda: TwoKeyPopulation.of(3, 1.5), r"probability p in \(0, 1\]"),
-    (lambda: TwoKeyPopulation.of(12, 0.5), "too many to list"),
-    (lambda: orthogonalise(-1.0, tilt=0.1), "at least 0"),
-    (lambda: cosines(torch.eye(3), torch.eye(4)), "no angle with"),
-    (lambda: random_best(10, 11), "1 to 10 orthonormal vectors"),
-    (lambda: isotropy_error(torch.zeros(3, 3)), "length 0"),
-    (lambda: isotropy(torch.zeros(5, 3, dtype=torch.float64)), "two rows"),
-    (lambda: distort(isotropic_dictionary(), -1.0, 0), "inside out"),
-    (lambda: isotropic_dictionary(d=12), "in pairs in a plane"),
-]
-
-
-@pytest.mark.parametrize(("call", "says"), BAD, ids=[says for _, says in BAD])
-def test_bad_input_gets_a_sentence(call, says):
-    with pytest.raises(BadInput, match=says):
-        call()

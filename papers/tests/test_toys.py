@@ -7,7 +7,6 @@ import pytest
 import torch
 from superposed import FROZEN, SMALL, TOYS
 
-from qkscope import BadInput
 from qkscope.maths.relative import key_difference
 from qkscope_papers.franco2026.anisotropy import anisotropy_row
 from qkscope_papers.franco2026.cells import WORK
@@ -294,19 +293,3 @@ def test_a_term_of_figure_6_goes_with_the_pair_of_its_rank(tmp_path):
         assert row["correlation"] == pytest.approx(1.0, abs=1e-6)
         assert row["slope"] == pytest.approx(row["target_logit"], rel=1e-4)
     assert "strength of its own pair is 1.000, " in found.answer
-
-
-BAD = [
-    (lambda: Superposition(d_head=11), "cannot be wider than a token: d_head is 11, but d is 10"),
-    (lambda: Superposition(pairs=((0, 4, 24.0), (0, 4, 3.0))), r"\(0, 4\) is given twice"),
-    (lambda: Superposition(positional=(Positional(0, 1, 1.0, 1),)), "set rope"),
-    (lambda: Superposition(rope=True, d_head=9), "make it even"),
-    (lambda: Superposition(rope=True, positional=(Positional(0, 1, 1.0, 5),)), "bands 0 to 4"),
-    (lambda: Superposition(dictionary=((0.0,) * 20,) * 9), "10 rows of 20, but got 9 rows of"),
-]
-
-
-@pytest.mark.parametrize(("call", "says"), BAD, ids=[says for _, says in BAD])
-def test_bad_settings_get_a_sentence(call, says):
-    with pytest.raises(BadInput, match=says):
-        call()

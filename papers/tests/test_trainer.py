@@ -1,7 +1,6 @@
 """Facts about the trainer: many models train as each would alone; a killed run goes on as if nothing had happened."""
 
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -240,17 +239,3 @@ def test_fleet_equals_one_after_the_other():
     for task, found in zip(tasks, together, strict=True):
         alone = Trainer(task, 1e-3, SHORT, seed=1).run()
         torch.testing.assert_close(found.params["W_Q"], alone.params["W_Q"])
-
-
-BAD = [
-    (lambda: Trainer(stacked(CELLS), [1e-3, math.nan, 1e-3]), "positive, finite learning rates"),
-    (lambda: RetrievalStack([CELLS[0], HeadCell(Retrieval((2, 2), keys=4), 8)]), "cannot share batches"),
-    (lambda: SuperpositionStack([TOYS[0], *FROZEN]), "cannot share a stack"),
-    (lambda: RetrievalStack([]), "at least one"),
-]
-
-
-@pytest.mark.parametrize(("call", "says"), BAD, ids=[says for _, says in BAD])
-def test_bad_input_gets_a_sentence(call, says):
-    with pytest.raises(BadInput, match=says):
-        call()
