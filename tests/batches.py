@@ -1,7 +1,5 @@
 """A padded batch of a tiny model, on either side."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Facts about the verbs on a tiny random model: they equal what is computed by hand, and read back what they wrote."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -196,24 +194,6 @@ def test_what_decompose_writes_load_reads(scope, task, tmp_path):
     Result("toy", {}).write(tmp_path / "toy")
     with pytest.raises(BadInput, match="is not a folder that decompose wrote"):
         load(tmp_path / "toy", scope)
-
-
-def test_a_fit_is_written_with_the_file_it_was_made_from(scope, tmp_path):
-    """Also where the file has changed or gone since: the folder it was read from keeps a copy."""
-    file = own_file(tmp_path / "mine.jsonl")
-    own = tasks.from_jsonl(file)
-    alone = decompose(scope, own, "L1H3", 16, replicates=9, progress=False)
-    decompose(scope, own, "L1H3", 16, replicates=9, progress=False, out=tmp_path / "kept")
-    own_file(file, OBJECTS[:28])
-    with pytest.raises(BadInput, match="has changed since"):
-        alone.write(tmp_path / "late")
-    assert not (tmp_path / "late").exists()
-    read = load(tmp_path / "kept", scope)
-    read.write(tmp_path / "kept")
-    file.unlink()
-    read.write(tmp_path / "copy")
-    for folder in ("kept", "copy"):
-        assert load(tmp_path / folder, scope).table() == alone.table()
 
 
 # ---------------------------------------------------------------- find

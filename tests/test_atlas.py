@@ -1,7 +1,5 @@
 """The atlas: heads planted to do one thing are named so, names predict, and a killed run goes on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

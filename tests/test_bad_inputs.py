@@ -5,8 +5,6 @@ In the arguments OUT is a folder that is not there, FULL one with other files, F
 MODEL a tiny model, and NAME.jsonl files of `FILES`; what is wrong in files of your own is in test_jsonl.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

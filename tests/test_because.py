@@ -1,7 +1,5 @@
 """Because: changed prompts run from their first change give what whole prompts give, and planted reasons are found."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -196,15 +194,3 @@ def test_an_interval_is_students():
     mean, low, high = interval(torch.tensor([0.0, 1.0, 2.0, 3.0]))
     assert (float(mean), float(high - mean)) == (1.5, pytest.approx(2.3534 * 1.29099 / 2, abs=1e-3))
     assert float(low) == pytest.approx(3.0 - float(high), abs=1e-5)
-
-
-def test_a_pair_without_other_words_takes_nothing_from_the_next(nano, monkeypatch):
-    because = Because(Again.of(nano, ids_of(nano, PROMPT)), [Look(Head(2, 3), 11, 6)])
-    words = {word.start: word for word in because.words}
-    pairs = [tuple(words[i] for i in places) for places in ((5, 11), (4, 10))]
-    alone, none = because._same(pairs[1:])[pairs[1]], because.others.of
-    monkeypatch.setattr(because.others, "of", lambda word, n: [] if word in pairs[0] else none(word, n))
-    both = because._same(pairs)
-    assert both[pairs[0]] is None
-    for ours, theirs in zip(both[pairs[1]], alone, strict=True):
-        torch.testing.assert_close(ours, theirs)

@@ -1,7 +1,5 @@
 """The report in a real browser: it asks for nothing, answers pointer and keyboard, turns, copies, and stays quick."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

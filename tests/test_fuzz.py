@@ -3,20 +3,15 @@
 Heads are fuzzed in test_result.py, files of your own in test_jsonl.py.
 """
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qkscope import BadInput
-from qkscope.analyses.fit import read_job
-from qkscope.runs.folder import read_tensors, write_tensors
 from qkscope.runs.result import Result, plain_value
 from qkscope.show.page import report_html, script_json, write_report
 
@@ -32,42 +27,6 @@ json_values = st.recursive(
 def sentence(error: BadInput) -> None:
     assert str(error).strip()
     assert "Traceback" not in str(error)
-
-
-@many
-@given(json_values | st.dictionaries(st.sampled_from(["schema", "task", "asked", "heads", "n"]), json_values))
-def test_a_job_file(tmp_path, value):
-    (tmp_path / "manifest.json").write_text(json.dumps(value))
-    with pytest.raises(BadInput):
-        read_job(tmp_path)
-
-
-@many
-@given(st.binary(max_size=300))
-def test_bytes_for_tensors(tmp_path, content):
-    path = tmp_path / "sums.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(BadInput):
-        read_tensors(path, "sums")
-
-
-@many
-@given(st.integers(0, 10_000), st.integers(0, 255))
-def test_tensors_with_a_byte_cut_off_or_changed(tmp_path, at, byte):
-    """A changed byte may change a number, which the manifest of a run's folder tells; it is never more than that."""
-    path = tmp_path / "sums.safetensors"
-    write_tensors(path, "sums", {"a": torch.arange(6.0)}, {"about": {}})
-    content = bytearray(path.read_bytes())
-    at %= len(content)
-    for damaged in (bytes(content[:at]), bytes(content[:at]) + bytes([byte]) + bytes(content[at + 1 :])):
-        path.write_bytes(damaged)
-        try:
-            tensors, manifest = read_tensors(path, "sums")
-        except BadInput as error:
-            sentence(error)
-        else:
-            assert isinstance(manifest, dict)
-            assert sum(tensor.numel() for tensor in tensors.values()) <= 6
 
 
 _table = st.lists(st.dictionaries(st.text(max_size=5), json_values, max_size=2), max_size=2)

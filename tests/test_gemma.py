@@ -1,7 +1,5 @@
 """The second real model: parts joined and believed by their hash, and what is known of it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import sys

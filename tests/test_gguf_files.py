@@ -1,10 +1,7 @@
 """Facts about GGUF files: whole or refused, cached copies checked, and tokens as the file itself says."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +58,6 @@ def test_rope_stretched_as_in_llama3_is_heard(own_cache: None, tmp_path: Path) -
     write_gguf(tmp_path / "x.gguf", theta=500_000.0, values={"rope_freqs.weight": factors})
     frequencies = load(tmp_path / "x.gguf").model.model.rotary_emb.inv_freq
     assert torch.allclose(frequencies, 2 * torch.pi / (waves * factors), rtol=1e-5, atol=0)
-
-
-def test_what_lies_beside_a_file_is_not_read(own_cache: None, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "x.gguf", more=sentencepiece(bos=True))
-    plain = load(tmp_path / "x.gguf")
-    shutil.rmtree(cache_dir("gguf"))
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "</s>", "add_bos_token": false}')
-    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "</s>"}')
-    (tmp_path / "chat_template.jinja").write_text("mine")
-    assert load(tmp_path / "x.gguf").tokenizer_hash == plain.tokenizer_hash
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A subspace as a hook does to the running model what the closed form says, and refuses what it does not fit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Chat templates that never end or break out, messages as long as a prompt, edits that cannot be."""
 
-from __future__ import annotations
-
 import pytest
 
 import qkscope as qk

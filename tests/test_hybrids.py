@@ -1,7 +1,5 @@
 """Hybrids: layers with attention are looked into, layers without keep their numbers, write, and are named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Facts about tasks with roles: roles by construction, copies that cancel, pools that never meet, merges refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Facts about contrasts that share prompts: each prompt runs once, and every contrast gets what it would get alone."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,9 +1,6 @@
 """Facts about a user's own file: it is a task, or one sentence that names the line."""
 
-from __future__ import annotations
-
 import json
-import logging
 from itertools import permutations
 from pathlib import Path
 
@@ -110,14 +107,6 @@ def test_a_line_that_cannot_be_scored_is_left_out_of_scoring_only(tmp_path):
     with pytest.raises(BadInput, match="no example for test with a right and a wrong key"):
         task.test(1)
     assert not tasks.from_jsonl(write(tmp_path, GOOD)).contrasts["mine"].paired
-
-
-def test_asking_for_more_than_there_is_takes_all_and_says_so_once(tmp_path, caplog):
-    task = tasks.from_jsonl(write(tmp_path, *numbered(9)))
-    with caplog.at_level(logging.WARNING):
-        assert [len(task.test(n)) for n in (3, 100, 100)] == [3, 3, 3]
-    (message,) = caplog.messages
-    assert message.endswith("holds 3 examples to test, fewer than 100: taking all.")
 
 
 def test_byte_order_marks_line_ends_and_unicode_do_not_matter(tmp_path):
@@ -257,12 +246,3 @@ def test_a_bad_line_is_named_in_one_sentence(tmp_path, line, says):
         tasks.from_jsonl(write(tmp_path, GOOD, line))
     assert says in str(caught.value)
     assert str(caught.value).endswith(".")
-
-
-def test_files_that_cannot_be_read_are_one_sentence(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    for content, says in ((None, "mine.jsonl cannot be read"), (b"", "holds no examples"), (b"\n\xff\n", "UTF-8")):
-        if content is not None:
-            path.write_bytes(content)
-        with pytest.raises(BadInput, match=says):
-            tasks.from_jsonl(path)

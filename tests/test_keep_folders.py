@@ -1,7 +1,5 @@
 """Facts about folders and disks: nobody's file is destroyed, and a disk that refuses is a sentence."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import suppress

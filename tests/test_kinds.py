@@ -1,7 +1,5 @@
 """Facts about checked calls: annotations decide what a call takes, and anything else is one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What begins at a length that a config names is seen by the check, and right or refused there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -66,13 +64,6 @@ def test_a_model_that_was_checked_before_keeps_what_was_found(tmp_path, monkeypa
     assert not lengths._CHECKED  # it was not made again
 
 
-def test_a_config_of_which_no_small_copy_can_be_made_is_said(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
-    monkeypatch.setattr(lengths, "small_config", lambda config: 1 / 0)
-    check = Scope.from_model(tiny_model("mistral", sliding_window=4096), check=False).self_check()
-    assert check.length == 9
-    assert "was not checked beyond its sliding_window" in caplog.text
-
-
 @pytest.mark.parametrize("factor", [200.0, -200.0])  # its own key has all the attention, or none
 def test_a_head_that_gives_all_its_attention_to_one_key_can_be_patched(factor: float) -> None:
     model = tiny_model("llama")
@@ -86,10 +77,3 @@ def test_heads_of_different_widths_stand_in_one_answer() -> None:
     scope = Scope.from_model(tiny_model("gemma4_text"), check=False)
     assert len({layer.d_head for layer in scope.facts.layers}) == 2
     assert why(scope, Example(ids=tuple(range(10, 30)))).tables["heads"]
-
-
-def test_an_lm_head_of_several_layers_shows_no_straight_way() -> None:
-    scope = Scope.from_model(tiny_model("bert (decoder)"), check=False)
-    prompt = Example(ids=tuple(range(10, 30)))
-    assert all(row["direct"] is None for row in why(scope, prompt, scope.heads()[-1], draws=2).tables["output"])
-    assert len(why(scope, prompt).tables["heads"]) == len(scope.heads())

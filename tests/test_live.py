@@ -1,7 +1,5 @@
 """The live page: what it answers is what the verbs compute, it answers nobody else, and a real browser can use it."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Loading: what is loaded is what is hashed, nothing is loaded that does not fit together, errors are one sentence."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Facts about provenance: nothing is used with a model it was not made with, and a run says how to make it again."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A model in memory is measured as it is: in eval mode, with the modules and weights it has now, or not at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Prompts of a file whose neighbours are alike are noticed, and said."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """The notebooks run from their first cell to their last, as a reader runs them, on a small model."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Families with attention code of their own: in every form they come in, what is captured is what their softmax saw."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,6 @@ from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 from id_prompts import ids, marked
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.linear.weights import head_weights
@@ -77,33 +74,6 @@ def test_a_local_layer_sees_its_window_alone() -> None:
     seen = (batch.bias[0] > -torch.inf).sum(-1).tolist()
     assert seen == [9] * 4 + [4] * 4
     assert batch.scale.tolist() == [1.0] * 8  # its logits are not divided by √d
-
-
-@pytest.mark.parametrize("family", ["gptj", "falcon", "mpt"])
-def test_pre_rope_is_another_space_where_something_turns_and_the_same_where_nothing_does(family: str) -> None:
-    scope = Scope.from_model(tiny_model(family))
-    post, pre = (next(iter(scope.capture(EXAMPLES, space=space))) for space in ("post_rope", "pre_rope"))
-    assert (post.k - pre.k).abs().max() > 0.1 if family != "mpt" else torch.equal(post.k, pre.k)
-
-
-@pytest.mark.parametrize("family", ["gptj", "bloom", "falcon"])
-def test_a_cache_changes_nothing_of_what_a_token_sees(family: str) -> None:
-    model = tiny_model(family)
-    tokens = torch.tensor([ids(9)])
-    whole, last = [], []
-    with torch.no_grad():
-        with tap(model, whole.append):
-            plain = model(tokens).logits[:, -1]
-        cache = model(tokens[:, :-1], use_cache=True).past_key_values
-        with tap(model, last.append):
-            cached = model(tokens[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
-    torch.testing.assert_close(cached, plain, atol=1e-4, rtol=1e-4)
-    for full, one in zip(whole, last, strict=True):
-        torch.testing.assert_close(one.q[:, :, 0], full.q[:, :, -1], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(one.k, full.k, atol=1e-4, rtol=1e-4)
-        row, query = torch.tensor([0]), torch.tensor([8])
-        rows = full.mask_rows(row, query), one.mask_rows(row, torch.tensor([0]))
-        torch.testing.assert_close(rows[1], rows[0], atol=1e-5, rtol=1e-5)
 
 
 def test_a_rotation_that_nobody_hears_is_no_missing_rotation() -> None:

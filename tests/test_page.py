@@ -1,7 +1,5 @@
 """Facts about the page: whole without a network, everything escaped, drawn from the numbers; and folders read back."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """A patched run equals the closed form at the edited head, and an independent edit of the model everywhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -142,14 +140,9 @@ def test_bad_edits_are_one_sentence() -> None:
     scope = Scope.from_model(tiny_model("llama"), check=False)
     encoded, at = encode(scope), torch.tensor([[3], [3]])
     apart = {"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.tensor([[1, 0]])}
-    for head, places, width, said in (
-        ("L0H9", at, 16, r"L0H9 does not exist: .* heads H0 to H3"),
-        (HEAD, at, 15, "has width 16"),
-        (HEAD, at + 90, 16, "points outside the batch"),
-        (HEAD, at[:1], 16, "a position for each of its values"),
-    ):
+    for places, width, said in ((at, 15, "has width 16"), (at + 90, 16, "points outside the batch")):
         with pytest.raises(BadInput, match=said):
-            scope.capture_inputs(encoded, edits=[Edit.keys(head, places, noise(2, 1, width))])
+            scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, places, noise(2, 1, width))])
     with pytest.raises(BadInput, match="end together"):
         scope.generate(apart)
     skipped = scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at.clone().fill_(-1), noise(2, 1, 16))])

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 
 import pytest
 
@@ -87,12 +86,3 @@ def test_other_libraries_are_not_heard_from_the_command_line():
     env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stderr == "ours\nan error\n"
-
-
-def test_whoever_asks_for_warnings_hears_them(monkeypatch):
-    monkeypatch.setattr(sys, "warnoptions", ["default"])
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        cli._listen_to_ourselves()
-        warnings.warn("of torch", stacklevel=1)
-    assert len(heard) == 1

@@ -1,16 +1,12 @@
 """A model that cannot be looked into is refused with the true cause, in one sentence."""
 
-from __future__ import annotations
-
 import types
 
 import pytest
-import torch
 from transformers import AutoConfig, T5EncoderModel, WhisperForAudioClassification, WhisperForConditionalGeneration
 
 from qkscope import Scope
 from qkscope.errors import BadInput
-from qkscope.examples import Example, Key
 from qkscope_papers.families import tiny_config, tiny_model
 
 TRUE_CAUSES = {
@@ -38,23 +34,6 @@ def test_sound_is_refused_as_sound_and_two_stacks_as_two() -> None:
 def test_a_learned_position_bias_is_named() -> None:
     with pytest.raises(BadInput, match="adds a learned position_bias to its logits"):
         Scope.from_model(T5EncoderModel(AutoConfig.for_model("t5", vocab_size=100, d_model=64, d_kv=16, num_layers=2)))
-
-
-def test_a_model_without_positions_has_all_three_spaces_alike() -> None:
-    attention = {"num_hidden_layers": 2, "layer_types": ["attention"] * 2}
-    plain = tiny_model("granitemoehybrid", **attention, position_embedding_type="nope")
-    scope = Scope.from_model(plain)
-    made = [
-        Example(ids=tuple(range(10, 19)), keys=(Key((2, 3)),)),
-        Example(ids=tuple(range(30, 35)), keys=(Key((1, 2)),)),
-    ]
-    post, pre, frame = (
-        next(iter(scope.capture(made, space=space))) for space in ("post_rope", "pre_rope", "query_frame")
-    )
-    assert torch.equal(pre.k, post.k)
-    assert torch.equal(frame.k, post.k)
-    turned = Scope.from_model(tiny_model("granitemoehybrid", **attention, position_embedding_type="rope"))
-    assert not torch.equal(*(next(iter(turned.capture(made, space=space))).k for space in ("post_rope", "pre_rope")))
 
 
 def own_code(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):

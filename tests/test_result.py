@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 import qkscope
 from qkscope import BadInput, Head
-from qkscope.analyses.find import Ranking
-from qkscope.analyses.fit import Fit
 from qkscope.heads import parse_heads
 from qkscope.runs.claims import Claim, rule_holds
 from qkscope.runs.result import Result
@@ -105,10 +103,7 @@ def test_a_claim_reads_back_as_it_was_written(ours, control, low, high, rule):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"reason": "cosmic rays"}, "'cosmic rays' is no reason for a claim to fail"),
-        ({"rule": "ours / 0 > 1"}, "cannot be decided"),
         ({"rule": "-" * 100_000 + "ours > 0"}, "cannot be decided"),
-        ({"rule": 7}, ""),
         ({"holds": False}, "is stored as False, and its rule says True"),
     ],
 )
@@ -206,26 +201,3 @@ def test_json_goes_to_stdout_alone(qkscope):
     _, out, said = qkscope("svd", "--model", "nano:mixed", "--json")
     assert json.loads(out)["tables"]["heads"][0]["head"] == "L0H0"
     assert said == ""
-
-
-def test_a_result_is_shown_in_one_line_whatever_its_kind():
-    rows = [{"head": "L0H0", "accuracy": 0.5}] * 3
-    claim = Claim("more than chance", "yes", 0.5, 0.1, "ours > control")
-    result = Result("heads/ioi", {"heads": rows}, claims=[claim], model="tiny", answer="It is " + "so " * 80)
-    assert repr(result).startswith("<Result heads/ioi | tiny | heads (3) | 1 of 1 claims hold | It is so so")
-    assert len(repr(result)) < 200
-    assert "\n" not in repr(result)
-    for kind in (Fit, Ranking):
-        assert repr(kind("x", {"ranks": rows})) == f"<{kind.__name__} x | ranks (3)>"
-    assert repr(claim) == "<Claim more than chance | ours 0.5, control 0.1 | ours > control: holds>"
-
-
-def test_a_table_as_a_frame(monkeypatch):
-    class Frames:
-        DataFrame = list
-
-    result = Result("x", {"a": [{"b": 1}], "c": [{"d": 2}]})
-    monkeypatch.setitem(sys.modules, "pandas", Frames)
-    assert (result.to_pandas(), result.to_pandas("c")) == ([{"b": 1}], [{"d": 2}])
-    with pytest.raises(BadInput, match="there is no table 'e' in this result: there is a, c"):
-        result.to_pandas("e")

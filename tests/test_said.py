@@ -1,7 +1,5 @@
 """What answers say: no more writers than wrote, how many controls there were, no threshold reached by rounding."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -73,9 +71,3 @@ def test_tokens_of_sentencepiece_keep_their_blank(nano):
     scope = qk.Scope(nano.model, PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>"))
     assert scope.tokenizer.decode([1]) == "Mary"
     assert token_texts(scope, [1, 2, 3]) == [" Mary", " gave", "n"]
-
-
-def test_the_legend_names_a_head_of_this_model(nano):
-    found = qk.why(nano, PROMPT, "L1H0")
-    named = set(re.findall(r"L(\d+)H\d+", str(found)))
-    assert all(int(layer) < nano.n_layers for layer in named)

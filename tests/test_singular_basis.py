@@ -1,7 +1,5 @@
 """Singular bases, and relative attention split over them: exact on the model's own logits, kept by weights' hash."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Three spaces: rotation adds position to content; the query's frame keeps the logits and forgets where it stands."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
@@ -55,14 +53,6 @@ def test_pre_rope_holds_no_position(scope: Scope) -> None:
     groups = sorted({int(near.kv_of_head[slot]) for slot in first})
     torch.testing.assert_close(near.k[:, groups, 0], post.k[:, groups, 0])  # position 0: no rotation
     assert (near.k[:, groups, 1] - post.k[:, groups, 1]).abs().max() > 0.01
-
-
-def test_yarn_scales_inside_the_rotation_and_the_frame_strips_the_rotation_only() -> None:
-    scope = Scope.from_model(tiny_model("gpt_oss"), check=False)
-    pre, frame = capture(scope, "pre_rope"), capture(scope, "query_frame")
-    scaling = scope.model.model.rotary_emb.attention_scaling
-    assert scaling != 1
-    torch.testing.assert_close(frame.q, pre.q * scaling, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

@@ -41,15 +41,6 @@ def test_terms_sum_to_the_relative_logit_in_the_stream_and_in_the_head():
     torch.testing.assert_close(alpha * gamma, terms)
 
 
-def test_relative_attention_is_positive_wherever_attention_beats_its_share():
-    logits = 2 * drawn(500, 6, seed=5)
-    share = logits.softmax(1)
-    for key in range(6):
-        relative = key_difference(logits[..., None], torch.full((500,), key))[:, 0]
-        assert bool((relative[share[:, key] > 1 / 6] > 0).all())
-        assert bool((relative < 0).any())
-
-
 def test_masked_keys_do_not_count_and_one_key_alone_is_refused():
     mask = torch.ones(50, 6, dtype=torch.bool)
     mask[:, 5] = False

@@ -1,9 +1,6 @@
 """Facts about sweeps: nulls beside every number, what is done is not redone, copies and gaps refused by name."""
 
-from __future__ import annotations
-
 import json
-import sys
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from qkscope.analyses import sparsity as module
 from qkscope.analyses.circuits import CIRCUITS, DUTIES, Duty, Edge, find_circuit, outside, parse_edges
 from qkscope.analyses.relative import relative_attention
 from qkscope.analyses.sparsity import checkpoints, group_difference, sparsity, sweep
-from qkscope.cli import main
 from qkscope.heads import Head
 from qkscope.tasks.ioi import TEMPLATES
 from qkscope.tasks.words import NAMES, PLACES, THINGS
@@ -49,17 +45,6 @@ def run_folder(tmp_path_factory, words):
     return folder
 
 
-def test_published_circuits_name_heads_their_models_have():
-    for edges in CIRCUITS.values():
-        assert len(set(edges)) == len(edges)
-        assert all(edge.head.layer < 12 and edge.head.index < 12 for edge in edges)
-    pythia = CIRCUITS["EleutherAI/pythia-160m", "ioi"]
-    assert {str(edge) for edge in pythia if edge.duty.role == "name mover"} == {
-        "L10H7:END>IO", "L9H4:END>IO", "L8H2:END>IO", "L8H10:END>IO",
-    }  # fmt: skip
-    assert CIRCUITS["openai-community/gpt2", "ioi"] == CIRCUITS["gpt2", "ioi"]
-
-
 def test_edges_are_read_as_they_are_printed():
     task, published = tasks.ioi(), CIRCUITS["gpt2", "ioi"]
     edges = parse_edges("L9H9, L5H5:S2>S1+1", task)
@@ -71,12 +56,8 @@ def test_edges_are_read_as_they_are_printed():
 @pytest.mark.parametrize(
     ("heads", "says"),
     [
-        ("L5H5:S2", "from where to where"),
-        ("", "no head was named"),
         ("gpt2", "or the circuit of another task"),
-        ("5.5", "not a head"),
         ("L0H0:END>S3", "a role 'S3' that induction does not have"),
-        ("L9H9", "L9H9 does not exist"),
         ("L0H0:PREV>END", "in no prompt does PREV see END"),
     ],
 )
@@ -206,12 +187,8 @@ def test_a_change_is_measured_on_the_same_prompts():
     ("model", "revisions", "says"),
     [
         ("{run}", "step0,step7", "has no revision 'step7': there is copy3, step0"),
-        ("{run}", "step0,step0", "name each revision once"),
-        ("{run}", " , ", "name each revision once"),
         ("{run}", "step100,copy3", "'step100' and 'copy3' of .* hold the same weights"),
-        ("{run}", "all", "hold the same weights"),
         ("{run}/step0", "step0", "is one model, not a folder of checkpoints"),
-        ("smollm2-135m", "main", "is one model, not a folder of checkpoints"),
         ("EleutherAI/pythia-160m", "all", "are not known here"),
     ],
 )
@@ -227,29 +204,12 @@ def test_checkpoints_come_by_their_steps(run_folder):
     assert [c.revision for c in both] == ["step3", "seed2-step20", "seed1-step20"]
 
 
-def test_the_commands_refuse_with_a_sentence_and_print_json(run_folder, tmp_path, monkeypatch, capsys):
-    def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["qkscope", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, capsys.readouterr()
-
+def test_the_commands_print_json(run_folder, tmp_path, qkscope):
     asked = ["sparsity", "ioi", "--model", run_folder, "--out", tmp_path / "out", "--n", "2", "--controls", "1"]
-    for more, says in (
-        (["--revisions", "step9"], "has no revision 'step9'"),
-        (["--revisions", "step0", "--heads", "L0H0:END>S9"], "a role 'S9'"),
-        (["--revisions", "step0", "--draws", "0"], "should be at least 1"),
-    ):
-        code, said = command(*asked, *more)
-        assert (code, said.out) == (2, "")
-        assert says in said.err
-    code, said = command(*asked, "--revisions", "step0", "--heads", "L0H0:END>IO", "--draws", "2", "--json")
-    assert code in (0, None), said.err
-    row = json.loads(said.out)["tables"]["sparsity"][0]
-    assert {"model", "head", "step", "sparsity", "rotated", "rotated_shared", "low", "high", "count", "count_tol",
-            "count_null", "role", "from", "to"} <= set(row)  # fmt: skip
-    assert row["step"] == 0
+    _, out, said = qkscope(*asked, "--revisions", "step0", "--heads", "L0H0:END>IO", "--draws", "2", "--json")
+    row = json.loads(out)["tables"]["sparsity"][0]
+    assert (row["step"], row["head"], row["from"], row["to"]) == (0, "L0H0", "END", "IO"), said
     file = tmp_path / "vectors.safetensors"
-    code, said = command("svd", "--model", run_folder / "step0", "--heads", "L0H0,L1H3", "--json", "--out", file)
-    assert [row["head"] for row in json.loads(said.out)["tables"]["heads"]] == ["L0H0", "L1H3"]
+    _, out, _ = qkscope("svd", "--model", run_folder / "step0", "--heads", "L0H0,L1H3", "--json", "--out", file)
+    assert [row["head"] for row in json.loads(out)["tables"]["heads"]] == ["L0H0", "L1H3"]
     assert file.is_file()

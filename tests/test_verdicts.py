@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from planted import PlantedHead
+from planted import PlantedHead, randn
 from qkscope import Head, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.prompts import UnitBatch, null_units
@@ -21,10 +21,6 @@ from qkscope.tasks.task import ANSWER, Contrast, Task
 PLANTED, HEADS, PROMPTS, LATENTS = 7, 64, 72, 3
 NULLS = ("sign_flip", "interaction")
 PAIR = torch.tensor([[1, -1]])
-
-
-def randn(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # ---------------------------------------------------------------- one real head among many

@@ -1,7 +1,5 @@
 """A labelled key is one the query can look at: what a head cannot see, and the query itself, are refused by line."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

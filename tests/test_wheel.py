@@ -1,7 +1,5 @@
 """What the package says of itself agrees wherever it is said; `.ci/wheel` builds it and uses it alone."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
@@ -28,11 +26,6 @@ def test_the_citation_names_both_papers_where_the_project_links_them():
     assert CITATION["license"] == PROJECT["license"]
     for label, paper in zip(PROJECT["urls"], CITATION["references"], strict=True):
         assert label == f"Paper ({paper['authors'][0]['family-names']} et al. {paper['year']})"
-
-
-def test_it_is_typed_and_says_so():
-    assert (Path(qkscope.__file__).parent / "py.typed").is_file()
-    assert "Typing :: Typed" in PROJECT["classifiers"]
 
 
 def test_every_pin_admits_what_the_project_asks_for():

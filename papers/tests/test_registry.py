@@ -1,7 +1,5 @@
 """Facts about figures by name: which there are, and that finished ones are read and shown, not run again."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -13,18 +11,7 @@ from qkscope import BadInput
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result, provenance
 from qkscope_papers import registry
-from qkscope_papers.registry import (
-    _FIGURES,
-    EMBEDDED,
-    PAPERS,
-    Entry,
-    Experiment,
-    Figure,
-    Settings,
-    figure_of,
-    figures_of,
-    reproduce,
-)
+from qkscope_papers.registry import EMBEDDED, Entry, Experiment, Figure, Settings, reproduce
 
 RUN: list[str] = []
 STOP: list[str] = []
@@ -93,17 +80,6 @@ def test_a_run_that_is_stopped_shows_and_keeps_what_is_done(quick, tmp_path, qks
     STOP.clear()
     code, out, _ = qkscope(*command)
     assert (code, RUN, "fig2 stands" in out) == (0, ["fig2", "fig3", "fig4"], True)
-
-
-def test_figures_are_listed_in_their_order_by_the_names_they_are_registered_with():
-    assert list(figures_of("franco2026"))[5:9] == ["fig6", "fig7a", "fig7b", "fig8"]
-    assert list(figures_of("franco2026"))[-5:] == ["bridge", "feature_pairs", "thm1", "thm2", "thm3"]
-    for paper in PAPERS:
-        for name in figures_of(paper):
-            assert figure_of(paper, name).experiment.draw is not None, name
-        assert {name: entry.title for name, entry in figures_of(paper).items()} == {
-            name: figure.title for name, figure in _FIGURES[paper].items()
-        }
 
 
 def test_a_name_is_told_or_refused_without_loading_a_model_library():

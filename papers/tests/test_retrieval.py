@@ -149,12 +149,6 @@ def test_oblique_swaps_match_the_oracle_where_orthogonal_ones_leak():
     assert found["both"]["low"] <= found["both"]["target_after"] <= found["both"]["high"]
 
 
-def test_a_swap_that_fills_the_head_is_called_vacuous():
-    head = untrained((4, 4), d_head=8)
-    rows, _ = swap_rows(HeadRun(HeadCell(head.encoders.task, 8), head, 0, "made", 0.0), 2000, 200, seed=0)
-    assert {row["condition"] for row in rows if row["vacuous"]} >= {"both", "random_both", "key_pca_both"}
-
-
 def test_a_cube_is_recovered_from_its_vertices_and_not_from_noise():
     generator = torch.Generator().manual_seed(0)
     signs = 2.0 * torch.randint(2, (800, 3), generator=generator).double() - 1

@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 
-from qkscope_papers.franco2026.isotropy import isotropy
 from qkscope_papers.franco2026.theory import (
     SILENT_FROM,
     TwoKeyPopulation,
@@ -23,11 +22,9 @@ from qkscope_papers.franco2026.toy.alignment import (
     cosines,
     gram,
     invert_gram,
-    isotropy_error,
     random_best,
     whiten,
 )
-from qkscope_papers.franco2026.toy.superposition import distort, isotropic_dictionary
 
 
 def drawn(*shape, seed=0):
@@ -158,26 +155,3 @@ def test_anti_whitening_undoes_whitening_also_of_a_singular_gram_which_says_so(c
         assert (inverse.rank, inverse.singular) == (rank, rank < 5)
         torch.testing.assert_close(inverse.matrix, torch.linalg.pinv(g), rtol=1e-8, atol=1e-10)
         assert ("span 4 of 5 dimensions: the pseudo-inverse" in caplog.text) == (rank < 5)
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.5, 55.0])
-def test_controlled_anisotropy_is_what_it_says_on_both_scales(epsilon):
-    W = isotropic_dictionary()
-    torch.testing.assert_close(gram(W), torch.eye(10, dtype=torch.float64), rtol=0, atol=1e-12)
-    g = gram(distort(W, epsilon, seed=3))
-    assert isotropy_error(g, c=1.0) == pytest.approx(epsilon, abs=1e-9)
-    c = 1 + epsilon / 10
-    assert isotropy_error(g) == pytest.approx(max((1 + epsilon) / c - 1, 1 - 1 / c), abs=1e-9)
-    assert isotropy_error(g) < 9, "with c = tr G / d it cannot exceed d − 1"
-
-
-def test_orthonormal_rows_are_isotropic_and_a_cone_is_not():
-    tight = torch.cat([torch.linalg.qr(drawn(8, 8))[0]] * 3)
-    row, spectrum = isotropy(tight)
-    assert row["e_trace"] == pytest.approx(0.0, abs=1e-12)
-    assert row["e_one"] == pytest.approx(2.0)  # three copies: G = 3 I
-    assert row["effective_dimension"] == pytest.approx(8)
-    torch.testing.assert_close(spectrum, torch.ones(8, dtype=torch.float64))
-    line = torch.ones(20, 8, dtype=torch.float64)
-    line[:, 0] += 1e-6 * drawn(20)
-    assert isotropy(line)[0]["e_trace"] == pytest.approx(7.0, abs=1e-3)  # d − 1, the most there is

@@ -16,7 +16,6 @@ from qkscope import BadInput
 from qkscope.errors import Terminated
 from qkscope.runs.folder import read_tensors
 from qkscope_papers import fleet
-from qkscope_papers.fleet import train_all
 from qkscope_papers.franco2026.toy.stack import SuperpositionStack
 from qkscope_papers.lee2026.toy.retrieval import Retrieval, RetrievalHead
 from qkscope_papers.lee2026.toy.stack import HeadCell, RetrievalStack
@@ -231,11 +230,3 @@ def test_trained_heads_are_kept_and_shared(tmp_path):
     assert isinstance(again[0].head, RetrievalHead)
     other = train_heads(CELLS[:1], tmp_path, lr=2e-3, recipe=recipe)
     assert not torch.allclose(other[0].head.W_K, first[0].head.W_K), "another learning rate is another head"
-
-
-def test_fleet_equals_one_after_the_other():
-    tasks = [stacked(CELLS[:1]), stacked(CELLS[1:])]
-    together = train_all([Trainer(task, 1e-3, SHORT, seed=1) for task in tasks], workers=2)
-    for task, found in zip(tasks, together, strict=True):
-        alone = Trainer(task, 1e-3, SHORT, seed=1).run()
-        torch.testing.assert_close(found.params["W_Q"], alone.params["W_Q"])

@@ -1,7 +1,5 @@
 """Facts about the papers' verbs: bad input is a sentence, nobody's file is destroyed, one run at a time writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

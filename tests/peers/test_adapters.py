@@ -3,8 +3,6 @@
 The objects are the tools' own, around models that we ship; nothing of them is played by something else.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any
@@ -84,13 +82,6 @@ def test_verbs_answer_the_same_of_a_wrapped_model():
             assert (ours.answer, ours.tables) == (theirs.answer, theirs.tables)
 
 
-def test_a_bridge_and_its_scope_have_one_set_of_weights(plain, bridge):
-    scope = Scope.from_model(bridge, plain.tokenizer, check=False)
-    assert scope.tokenizer is plain.tokenizer
-    theirs = {tensor.data_ptr() for tensor in bridge.original_model.parameters()}
-    assert {tensor.data_ptr() for tensor in scope.model.parameters()} <= theirs
-
-
 @pytest.mark.parametrize(
     "family", ["qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "gpt2", "gptj", "falcon", "mixtral"]
 )
@@ -165,14 +156,6 @@ def test_a_hook_before_the_rotation_edits_the_keys_that_pre_rope_means(plain, br
     left = (spaces[0] - feature.project(spaces[0])).norm(dim=-1)
     torch.testing.assert_close(found[0][:, index].norm(dim=-1), left, atol=1e-4, rtol=1e-5)
     assert float((left - spaces[1].norm(dim=-1)).abs().max()) > 0.1
-
-
-def test_a_hook_at_another_point_of_a_bridge_is_refused(plain, bridge):
-    feature = own_feature(plain, HEAD[plain.name])
-    hook, ids, layer = feature.as_hook("remove"), plain.encode([TEXT]).inputs["input_ids"], feature.head.layer
-    for point in (f"{layer - 1}.attn.hook_rot_k", f"{layer}.attn.hook_rot_q", f"{layer}.attn.hook_z"):
-        with pytest.raises(BadInput, match=f"belongs at {hook.name}, but was called at blocks"):
-            bridge.run_with_hooks(ids, fwd_hooks=[(f"blocks.{point}", hook)])
 
 
 # ---------------------------------------------------------------- nnsight
