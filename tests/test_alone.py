@@ -14,9 +14,7 @@ from qkscope_papers.families import tiny_model
 
 COUNT_COLUMNS = ["bart", "marian", "blenderbot"]
 COUNT_IDS = ["roberta", "xlm-roberta"]
-OTHERS = ["glm4", "persimmon", "modernbert", "qwen2_vl", "gemma3n_text", "deepseek_v3", "falcon_h1", "gpt2", "ctrl"]
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0}
-LONGROPE = {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
@@ -33,15 +31,6 @@ def error(model, batch: Capture, prompts: list[Example]) -> float:
             wanted = alone[i][head.layer][head.index]
             worst = max(worst, float((batch.attention()[row, slot, : len(wanted)] - wanted).abs().max()))
     return worst
-
-
-@pytest.mark.parametrize("family", [*COUNT_IDS, *OTHERS])
-def test_padded_prompts_get_the_attention_of_the_prompt_alone(family: str) -> None:
-    model, prompts = tiny_model(family), marked((12, 7, 9))
-    scope = Scope.from_model(model, check=False)
-    for side in (None, "left", "right"):
-        (batch,) = scope.capture(prompts, padding_side=side)
-        assert error(model, batch, prompts) < 1e-5
 
 
 @pytest.mark.parametrize("family", COUNT_COLUMNS)
@@ -96,32 +85,6 @@ def test_a_prompt_ends_where_the_positions_of_the_model_end() -> None:
         scope.capture([Example(ids=ids(127, 0))])
     with pytest.raises(BadInput, match="context ends at 128"):
         Scope.from_model(tiny_model("whisper"), check=False).capture([Example(ids=ids(129, 0))])
-
-
-LENGTH_DEPENDENT = {
-    "longrope": ("phi3", {"rope_parameters": LONGROPE}),
-    "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
-}
-
-
-@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_frequencies_that_depend_on_the_length_come_from_the_prompt_itself(kind: str, side: str) -> None:
-    family, settings = LENGTH_DEPENDENT[kind]
-    scope = Scope.from_model(tiny_model(family, **settings))
-    prompts = marked((40, 20, 33, 32, 36))  # on both sides of 32
-    (batch,) = scope.capture(prompts, padding_side=side)
-    for i, prompt in enumerate(prompts):
-        (row,) = (batch.example == i).nonzero()[:, 0].tolist()
-        alone = attention_alone(tiny_model(family, **settings), prompt)  # a model that has seen nothing before
-        for slot, head in enumerate(batch.heads):
-            ours = batch.attention()[row, slot, : len(prompt.ids)]
-            assert float((ours - alone[head.layer][head.index]).abs().max()) < 1e-5
-        single = next(iter(scope.capture([prompt])))  # after longer ones: nothing is kept of them
-        assert float((batch.q[row] - single.q[0]).abs().max() / single.q.abs().max()) < 1e-5
-        assert float((batch.k[row, :, : len(prompt.ids)] - single.k[0]).abs().max() / single.k.abs().max()) < 1e-5
-    with pytest.raises(BadInput, match="depends on the length"):
-        next(iter(scope.capture(prompts, space="query_frame")))
 
 
 def test_dynamic_rope_goes_beyond_its_length_and_yarn_to_its_factor() -> None:

@@ -17,6 +17,7 @@ from qkscope.capture.scope import Scope
 from tiny_llama import write_tiny_llama
 
 FILES = {
+    "empty.jsonl": "",
     "broken.jsonl": '{"prompt": "A B", "keys": [',
     "good.jsonl": '{"prompt": "hat: A B", "keys": [{"text": "A", "labels": {"mine": 1}}]}',
 }
@@ -31,6 +32,7 @@ COMMANDS = {
     "heads binding --model MODEL --dtype float99": "dtype",
     "heads binding --model MODEL --device cuda:99": "cuda",
     "heads broken.jsonl": "broken.jsonl, line 1",
+    "heads empty.jsonl": "holds no examples",
     # decompose and swap
     "decompose binding --heads 18.6 --out OUT": "'18.6' is not a head",
     "decompose binding --heads L9H0 --out OUT --model MODEL": "L9H0 does not exist",
@@ -69,6 +71,8 @@ CALLS = {
     'qk.Example(text="A B", queries=[(1, 0)])': "the mark 1:0 lies outside the prompt of",
     # finding and fitting
     'qk.decompose(scope, task, "L1H3", 8, rank=0)': "rank is 'energy', 'null' or a number from 1 to 16, but got 0",
+    'qk.decompose(scope, task, "L1H3", 8, contrasts=["box", "box"])': "no contrast, or one that is named twice",
+    "qk.Subspace(2 * torch.eye(4), torch.ones(4), torch.eye(4), 2)": "the columns of U are not orthonormal",
     'fit["order", "L0H0"]': "nothing was fitted for 'order' at L0H0",
     # swaps and splits
     "qk.swap(scope, units)": "there is nothing to swap: give a fit",

@@ -77,23 +77,6 @@ def test_a_feature_that_knows_nothing_of_the_weights_looks_like_its_controls():
     assert max(p_values) > 0.2
 
 
-def test_a_feature_that_fills_a_block_is_told_from_one_on_single_vectors():
-    """Spread over the four leading vectors by a rotation of them: the span is theirs, the directions are not."""
-    basis, _, _ = random_basis()
-    one = basis[HEAD]
-    generator = torch.Generator().manual_seed(3)
-    p_values = []
-    for _ in range(8):
-        turn = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64))[0]
-        read, write = one.read[:, :4] @ turn, one.write[:, :4] @ turn
-        delta = read[:, :2] @ write[:, :2].T  # two of four turned vectors
-        found = alignment(basis, Subspace.from_delta(delta, 2, head=HEAD))
-        assert found.numbers["block"] <= 4
-        p_values.append(found.numbers["p_block"])
-    assert sum(p < 0.05 for p in p_values) <= 2
-    assert found.total == pytest.approx(2.0)
-
-
 @pytest.fixture(scope="module")
 def fitted(nano):
     scope, task = nano, tasks.binding(5, "sentence")

@@ -195,27 +195,6 @@ def test_answers_that_cannot_be_read_are_refused(scope, right, wrong, says):
         answer_ids(scope, [Example(text="The hat is in Box", answers=Answers((right,), (wrong,)))])
 
 
-def test_signs_in_different_lines_of_a_group_work_the_whole_way(tmp_path, scope):
-    """+ in one line, − in the other; what is right among each line's keys is said by ``answer``."""
-    lines = []
-    for i, (a, b) in enumerate(list(permutations(OBJECTS[:6], 2))):
-        x, y = BOXES[i % 7], BOXES[i % 7 + 1]
-        for asked, sign in ((a, 1), (b, -1)):
-            right, wrong = (x, y) if sign > 0 else (y, x)
-            lines.append({
-                "prompt": f"{a} : {x} . {b} : {y} . The {asked} :", "group": i,
-                "keys": [{"text": right, "labels": {"mine": sign, "answer": 1}},
-                         {"text": wrong, "labels": {"answer": -1}}],
-            })  # fmt: skip
-    task = tasks.from_jsonl(write(tmp_path, *lines))
-    assert task.contrasts["mine"].paired
-    assert sorted(signs(task, "fit", "mine")[0]) == [[-1, 0], [1, 0]]
-    assert qk.find_heads(scope, task, 10).tables["heads"][0]["n"] == 20
-    fit = qk.decompose(scope, task, "L1H3", 10, replicates=19)
-    assert fit.sums["mine"].count("mine").tolist() == [[10.0, 10.0]]
-    assert {row["n"] for row in qk.swap(scope, task.test(10), fit).table()} == {20}
-
-
 # ---------------------------------------------------------------- what is refused
 
 

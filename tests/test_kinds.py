@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput, Head
-from qkscope.kinds import Count, Share, checked_call, checked_class, verb_under_way
+from qkscope.kinds import Count, Share, checked_call
 
 
 @checked_call
@@ -54,18 +54,3 @@ def test_numbers_of_numpy_and_torch_are_numbers_and_lists_are_tuples():
     found = call(np.int64(3), np.float32(0.5), ["a"], "L0H1", torch.ones(2, 3), "query", [2, 3], {"a": torch.tensor(1)})
     assert (found[0], found[1], found[6], found[7]) == (3, 0.5, (2, 3), {"a": 1})
     assert [type(found[0]), type(found[1]), type(found[7]["a"])] == [int, float, int]
-
-
-def test_one_number_serves_all_that_a_public_call_calls():
-    @checked_class
-    class Noted:
-        def outer(self) -> list[int | None]:
-            return [verb_under_way(), self.inner()]
-
-        def inner(self) -> int | None:
-            return verb_under_way()
-
-    one, other = Noted().outer(), Noted().outer()
-    assert one[0] == one[1] is not None
-    assert one[0] != other[0]
-    assert verb_under_way() is None

@@ -5,23 +5,8 @@ import torch
 
 from qkscope import BadInput, Example, Scope, why
 from qkscope.capture import check as lengths
-from qkscope.capture.inputs import short_ids
 from qkscope.capture.small import named_lengths, small_config
-from qkscope.capture.tap import tap
-from qkscope_papers.families import tiny_model, trace_error
-
-SPARSE = ["deepseek_v32", "hy_v4", "minimax_m3_vl_text"]
-
-
-@pytest.mark.parametrize("family", SPARSE)
-@pytest.mark.parametrize("attn", ["eager", "sdpa"])
-def test_sparse_attention_is_the_same_under_the_tap(family: str, attn: str) -> None:
-    model = tiny_model(family, attn_implementation="eager" if family == "hy_v4" else attn)  # which has no other
-    ids = torch.stack(short_ids(model, (37,)))
-    with torch.no_grad():
-        plain = model(ids, use_cache=False).logits
-        with tap(model):
-            assert torch.equal(model(ids, use_cache=False).logits, plain)
+from qkscope_papers.families import tiny_model
 
 
 def test_a_length_that_is_long_is_made_short_in_a_small_copy() -> None:
@@ -46,13 +31,6 @@ def test_what_fails_beyond_a_length_is_refused_with_the_field(monkeypatch: pytes
             Scope.from_model(tiny_model("deepseek_v32", index_topk=2048))
     finally:
         lengths._CHECKED.clear()
-
-
-def test_queries_that_are_rescaled_by_their_position_sum_to_their_parts() -> None:
-    scope = Scope.from_model(tiny_model("ministral3"))
-    assert trace_error(scope) < 2e-5
-    with pytest.raises(BadInput, match="beyond a length that its config names"):
-        next(iter(scope.capture([Example(ids=(5, 6, 7))], space="query_frame")))
 
 
 def test_a_model_that_was_checked_before_keeps_what_was_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

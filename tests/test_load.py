@@ -272,13 +272,3 @@ def test_a_model_that_misses_its_first_token_is_said_so_once(tmp_path: Path, cap
             scope.encode([Example(ids=(5, 6)), Example(ids=(1, 6))])
     (message,) = caplog.messages
     assert "expects ['[EOS]'] as the first token of every prompt, but 1 of 2 prompts start without it" in message
-
-
-def test_a_family_that_always_has_a_first_token_misses_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tiny_model("gemma2").save_pretrained(tmp_path / "gemma")
-    scope = load(tmp_path / "gemma")
-    with caplog.at_level(logging.WARNING):
-        scope.encode([Example(ids=(scope.model.config.bos_token_id, 6))])
-        assert not caplog.messages
-        scope.encode([Example(ids=(5, 6))])
-    assert "as the first token" in caplog.text

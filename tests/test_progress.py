@@ -50,11 +50,6 @@ def test_a_log_gets_a_line_a_minute_over_all_passes(clock, caplog):
     assert caplog.messages[-2] == "fitting L1H0: 29 of 32 examples, 0:01:30 left"
 
 
-def test_silence_is_kept(clock, caplog, capsys):
-    run_in(clock, 100.0, progress=False)
-    assert (caplog.messages, capsys.readouterr().err) == ([], "")
-
-
 def test_a_terminal_shows_one_line_below_what_is_logged_and_it_is_gone_at_the_end(monkeypatch, caplog):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)

@@ -119,10 +119,9 @@ def test_a_claim_that_no_run_writes_is_a_sentence(tmp_path, change, says):
 
 
 def test_numbers_of_numpy_and_torch_are_written_as_numbers():
-    row = {"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True), "d": torch.tensor(0.25), "e": torch.arange(2),
-           "f": np.array([0.5, np.nan])}  # fmt: skip
+    row = {"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor(0.25), "d": np.array([0.5, np.nan])}
     found = Result("demo", {"rows": [row]}).to_json()["tables"]["rows"][0]
-    assert found == {"a": 0.5, "b": 3, "c": True, "d": 0.25, "e": [0, 1], "f": [0.5, None]}
+    assert found == {"a": 0.5, "b": 3, "c": 0.25, "d": [0.5, None]}
 
 
 @pytest.mark.parametrize("rule", ["__import__('os')", "ours", "theirs > 1", "ours >", "ours.real > 0", "[1][0] > 0"])
@@ -195,9 +194,3 @@ def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path, qkscope)
     assert len(said) <= 40
     assert any(line.startswith("Why, of one prompt: L18H6 at ':' (token 17) looks at ' Z'") for line in said)
     assert said[-1].startswith("Next: qkscope why ")
-
-
-def test_json_goes_to_stdout_alone(qkscope):
-    _, out, said = qkscope("svd", "--model", "nano:mixed", "--json")
-    assert json.loads(out)["tables"]["heads"][0]["head"] == "L0H0"
-    assert said == ""

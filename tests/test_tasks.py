@@ -174,15 +174,6 @@ def lists(**words):
     return {"categories": 2, "items": 1, "words": {name: list(letters) for name, letters in words.items()}}
 
 
-def test_own_words_may_be_called_and_made_of_anything():
-    assert len(tasks.filter(**lists(piece="uvwabc", self="xyzdef")).test(2)) == 2  # as parameters of Draft.key are
-    words = {"colours": [f"dark red {i}" for i in range(6)], "sizes": [f"very big {i}" for i in range(6)]}
-    (example,) = tasks.filter(2, words=words, items=2).test(1)[0]
-    assert {example.piece(key.span)[:-2] for key in example.keys} == {"dark red", "very big"}
-    for (example,) in tasks.binding(3, boxes=["A", "A", "B", "B", "C", "D"]).test(50):
-        assert len({example.piece(key.span) for key in example.keys}) == 3
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [

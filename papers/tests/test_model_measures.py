@@ -18,7 +18,7 @@ from qkscope_papers.franco2026.model_sparsity import relabelled
 from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep
 from qkscope_papers.franco2026.prompts import clusters_of, prompts_of, text_task
 from qkscope_papers.lee2026.language import choose_heads, for_choice
-from qkscope_papers.lee2026.points import align, separation
+from qkscope_papers.lee2026.points import align
 from qkscope_papers.registry import EMBEDDED, NANO, reproduce
 from qkscope_papers.tables import Estimate
 
@@ -82,13 +82,6 @@ def test_alignment_is_one_for_equal_sides_and_nothing_for_another_pairing():
     turned = align(points, labels, points, (labels + 1) % 6, seed=0)
     assert turned.cosine < same.shuffled_high
     assert turned.hits == 0
-
-
-def test_separation_is_the_chance_of_being_above():
-    assert separation(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])) == 1
-    assert separation(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])) == 1  # folded: apart is apart
-    assert separation(torch.tensor([1.0, 1.0]), torch.tensor([1.0])) == 0.5  # ties count half
-    assert separation(torch.tensor([2.0, 0.0]), torch.tensor([1.0])) == 0.5
 
 
 # ---------------------------------------------------------------------- franco2026
