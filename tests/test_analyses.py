@@ -109,20 +109,6 @@ def test_order_averages_over_pairs_and_its_subspace_is_of_the_centred_contrast(s
     assert found["order", "L0H1"].controls.verdict != "interaction"
 
 
-def test_batches_change_neither_a_contrast_nor_its_null(scope, task, fit):
-    """40 units in batches of 16 and of 3: not multiples of one another, and padded differently."""
-    other = decompose(scope, task, HEADS, 40, batch_size=3, replicates=19)
-    for name in fit.contrasts:
-        close(other.sums[name].delta(name), fit.sums[name].delta(name))
-    for row, beside in zip(other.table(), fit.table(), strict=True):
-        assert row["verdict"] == beside["verdict"]
-        assert row["p_interaction"] == pytest.approx(beside["p_interaction"], abs=0.051)
-    keys = torch.cat([one(scope, example)[1] for (example,) in task.fit("order", 40)], dim=1)
-    centred = keys - keys.mean(1, keepdim=True)
-    for one_fit in (fit, other):
-        close(one_fit.sums["order"].cov_k.matrix(), centred.mT @ centred / keys.shape[1])
-
-
 # ---------------------------------------------------------------- decompose
 
 

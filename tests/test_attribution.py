@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planted import orthonormal, randn
-from qkscope import BadInput, Head, tasks
+from qkscope import BadInput, tasks
 from qkscope.analyses.attribute import attribute
 from qkscope.analyses.decompose import decompose
 from qkscope.examples import Draft, Example, Key
-from qkscope.maths.attribution import attribute_logits, split_rows
+from qkscope.maths.attribution import attribute_logits
 
 seeds = st.integers(0, 10**6)
 
@@ -62,19 +62,6 @@ def test_a_planted_query_is_given_to_its_own_feature():
                               ({"a": torch.eye(16), "b": torch.eye(16)}, "oblique", "independent")):  # fmt: skip
         with pytest.raises(BadInput, match=says):
             attribute_logits(q, k, 1.0, many, split)
-
-
-def test_the_rows_of_a_split_sum_to_the_logit_of_each_key():
-    found = attribute_logits(randn(0, 16), randn(1, 2, 16), 1.0, features(0, ranks=(1, 2)))
-    rows = split_rows(Head(3, 1), 9, [4, 6], found.logits, found.parts, "query")
-    assert list(rows[0]) == ["head", "query", "key", "part", "side", "value", "share"]
-    for logit, key in zip(found.logits.tolist(), (4, 6), strict=True):
-        own = [row for row in rows if row["key"] == key]
-        assert [row["part"] for row in own] == ["f0", "f1", "residual"]
-        assert sum(row["value"] for row in own) == pytest.approx(logit)
-        assert sum(row["share"] for row in own) == pytest.approx(1)
-    (nothing,) = split_rows(Head(0, 0), 1, [0], torch.zeros(1), {"a": torch.zeros(1)}, "query")
-    assert nothing["share"] != nothing["share"]
 
 
 # ---------------------------------------------------------------- the verb

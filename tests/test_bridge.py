@@ -1,7 +1,5 @@
 """Facts about the bridge: shares add up to the contrast, planted features are found, and meaningless bases are not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -94,10 +92,3 @@ def test_all_singular_vectors_swap_the_whole_key(fitted):
     one, other = (rows.swap(p) for p in (whole, parts))
     torch.testing.assert_close(one.orig_after, other.orig_after, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(one.target_after, other.target_after, rtol=1e-3, atol=1e-4)
-
-
-def test_a_rotated_fit_is_told_to_take_the_querys_frame(fitted):
-    _, _, fit, basis = fitted
-    feature = fit["lexical", "L1H3"]
-    post = replace(feature, about={**feature.about, "space": "post_rope"})
-    assert "query_frame" in str(alignment(basis, post))

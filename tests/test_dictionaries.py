@@ -224,11 +224,3 @@ def test_numbers_by_hand():
     assert number(terms([[6.0, 0.5], [0.5, 0.0]]), "needed") == 1
     assert number(terms([[5.0, 4.0], [-3.0, 4.0]]), "needed") == 4
     assert number(terms([[4.0, 3.0], [2.0, 1.0]]), "needed") == 3
-
-
-def test_a_feature_in_several_keys_is_one_part():
-    q, k = torch.eye(2), torch.ones(3, 2, 2)  # two slots and an error, two keys
-    ids = torch.tensor([[5, -1], [5, 8]])
-    found = FeatureTerms.of((torch.tensor([3]), q), (ids, k), torch.tensor([1.0, -0.5]), 2.0, ("error",))
-    assert found.key.tolist() == [5, 8]
-    assert found.values[0].tolist() == [1.0, -1.0, 1.0]

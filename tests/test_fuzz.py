@@ -9,16 +9,10 @@ from html.parser import HTMLParser
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qkscope import BadInput
 from qkscope.runs.result import Result, plain_value
 from qkscope.show.page import report_html, script_json, write_report
 
 many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def sentence(error: BadInput) -> None:
-    assert str(error).strip()
-    assert "Traceback" not in str(error)
 
 
 @settings(many, max_examples=40)

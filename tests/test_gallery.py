@@ -1,6 +1,5 @@
 """A gallery: one site of many runs, from disk without a request; what is half-written is left out and said to be."""
 
-import json
 import re
 import shutil
 from urllib.parse import unquote
@@ -14,7 +13,7 @@ from qkscope import BadInput, Result
 from qkscope.cli import app
 from qkscope.runs.claims import Claim
 from qkscope.show.gallery import write_gallery
-from qkscope.show.page import heads_in, page_of, report_html, write_report
+from qkscope.show.page import heads_in, page_of, report_html
 
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(1)>"
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
@@ -113,21 +112,6 @@ def test_a_run_that_was_stopped_is_left_out_and_said_so(runs, tmp_path, caplog, 
     assert stopped.is_dir()  # and nothing is taken from it
 
 
-@pytest.mark.parametrize(
-    ("change", "says"), [({"schema": 99}, "it was written by a newer qkscope"), ({"tables": None}, "damaged")]
-)
-def test_a_run_that_cannot_be_read_is_left_out_and_said_so(runs, tmp_path, change, says):
-    shutil.copytree(runs, tmp_path / "runs")
-    results = tmp_path / "runs" / "heads" / "results.json"
-    results.write_text(json.dumps(json.loads(results.read_text()) | change))
-    index = write_gallery(tmp_path / "site", tmp_path / "runs")
-    assert says in index.read_text()
-    assert len(Result.read(tmp_path / "site").table("runs")) == 3
-    (tmp_path / "runs" / "heads" / "report.html").unlink()
-    with pytest.raises(BadInput, match=says.removeprefix("it ")):
-        page_of(tmp_path / "runs" / "heads")
-
-
 def test_nothing_to_show_is_one_sentence(runs, tmp_path):
     (tmp_path / "empty").mkdir()
     for given, says in ((["empty"], "it holds no run"), (["nowhere"], "there is no folder"), ([], "at least one")):
@@ -222,12 +206,3 @@ def test_a_link_leads_to_a_head_to_a_claim_and_back(browser, site):
     assert [r for r in watched.requests if not r.startswith(("file:", "data:"))] == []
     assert watched.errors == []
     page.close()
-
-
-def test_a_chart_of_one_head_at_a_time_shows_the_one_that_a_link_names(browser, tmp_path):
-    rows = [{"head": head, "method": "order", "k": k, "shift": k / 4, "low": 0.0, "high": 1.0}
-            for head in ("L1H1", "L2H0") for k in (1, 2)]  # fmt: skip
-    watched = Watched(browser, write_report(tmp_path / "page.html", Result("test", {"curve": rows})).as_uri() + "#L2H0")
-    watched.until("document.querySelector('.choices [aria-pressed=true]').textContent === 'L2H0'")
-    assert watched.errors == []
-    watched.page.close()

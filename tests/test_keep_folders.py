@@ -64,15 +64,6 @@ def test_a_thesis_survives_every_command(command, tmp_path, qkscope, no_model):
     assert contents(tmp_path) == before
 
 
-def test_a_fit_is_no_place_for_another_kind_of_run(scope, tmp_path, qkscope, no_model):
-    fitted(scope, tmp_path / "fit")
-    before = contents(tmp_path)
-    for arguments, kind in ((["demo"], "demo"), (["atlas"], "atlas")):
-        code, _, said = qkscope(*arguments, "--out", tmp_path / "fit")
-        assert (code, f"holds a run of decompose/binding, not of {kind}: name a new folder." in said) == (2, True)
-    assert contents(tmp_path) == before
-
-
 @pytest.mark.parametrize("place", ["notes.txt", "figures/mine.png", "order.safetensors12345678.part"])
 def test_a_file_that_was_laid_into_a_run_is_kept(scope, tmp_path, place):
     fitted(scope, tmp_path / "fit")

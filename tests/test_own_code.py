@@ -68,14 +68,6 @@ def test_alibi_is_a_bias_that_falls_with_the_distance_and_not_with_the_padding(f
         torch.testing.assert_close(beside.attention(), alone.attention(), atol=1e-5, rtol=0)
 
 
-def test_a_local_layer_sees_its_window_alone() -> None:
-    scope = Scope.from_model(tiny_model("gpt_neo"))
-    (batch,) = scope.capture([Example(ids=ids(9), keys=[Key((p, p + 1)) for p in range(9)])])
-    seen = (batch.bias[0] > -torch.inf).sum(-1).tolist()
-    assert seen == [9] * 4 + [4] * 4
-    assert batch.scale.tolist() == [1.0] * 8  # its logits are not divided by √d
-
-
 def test_a_rotation_that_nobody_hears_is_no_missing_rotation() -> None:
     settings = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model("roformer", intermediate_size=96, max_position_embeddings=64, **settings)

@@ -9,7 +9,6 @@ from id_prompts import marked
 from qkscope.capture.encode import Encoding
 from qkscope.capture.patch import Edit
 from qkscope.capture.scope import Scope
-from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope_papers.families import tiny_model
 
@@ -134,16 +133,3 @@ def test_generation_is_greedy_and_edits_hold_at_every_step() -> None:
             ended |= best == 2
             ids = torch.cat([ids, chosen[:, step : step + 1]], dim=1)
             mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
-
-
-def test_bad_edits_are_one_sentence() -> None:
-    scope = Scope.from_model(tiny_model("llama"), check=False)
-    encoded, at = encode(scope), torch.tensor([[3], [3]])
-    apart = {"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.tensor([[1, 0]])}
-    for places, width, said in ((at, 15, "has width 16"), (at + 90, 16, "points outside the batch")):
-        with pytest.raises(BadInput, match=said):
-            scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, places, noise(2, 1, width))])
-    with pytest.raises(BadInput, match="end together"):
-        scope.generate(apart)
-    skipped = scope.capture_inputs(encoded, edits=[Edit.keys(HEAD, at.clone().fill_(-1), noise(2, 1, 16))])
-    torch.testing.assert_close(skipped.attention(), scope.capture_inputs(encoded).attention(), atol=1e-6, rtol=0)

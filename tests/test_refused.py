@@ -47,10 +47,3 @@ def test_a_forward_that_somebody_replaced_is_refused() -> None:
         layer.self_attn.forward = types.MethodType(own_code, layer.self_attn)
     with pytest.raises(BadInput, match=r"never call transformers' attention interface .*their forward was replaced"):
         Scope.from_model(model)
-
-
-def test_another_failure_keeps_its_own_reason() -> None:
-    model = tiny_model("llama")
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(BadInput, match="short forward failed with ZeroDivisionError"):
-        Scope.from_model(model)

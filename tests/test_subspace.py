@@ -17,7 +17,6 @@ from qkscope.maths.bases import (
     energy_rank,
     joint_basis,
     oblique_projectors,
-    thin_svd,
 )
 from qkscope.maths.subspace import Subspace
 
@@ -110,19 +109,6 @@ def test_oblique_projectors_keep_their_own_and_annihilate_the_others(seed):
     joint = joint_basis(bases)
     total = sum(p.matrix() for p in projectors)
     torch.testing.assert_close(total, joint @ joint.mT, atol=1e-8, rtol=0)
-
-
-@given(seeds, st.integers(1, 5), st.integers(6, 20))
-@settings(max_examples=10, deadline=None)
-def test_thin_svd_equals_the_dense_one(seed, d_head, d_model):
-    w_q, w_k = randn(seed, 2, d_head, d_model), randn(seed + 1, 2, d_head, d_model)
-    u, s, v = thin_svd(w_q, w_k)
-    omega = w_q.mT @ w_k
-    torch.testing.assert_close((u * s[:, None]) @ v.mT, omega)
-    torch.testing.assert_close(s, torch.linalg.svdvals(omega)[:, :d_head])
-    eye = torch.eye(d_head, dtype=torch.float64).expand(2, -1, -1)
-    torch.testing.assert_close(u.mT @ u, eye)
-    torch.testing.assert_close(v.mT @ v, eye)
 
 
 def test_saved_and_loaded_is_the_same(tmp_path):

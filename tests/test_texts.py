@@ -7,7 +7,7 @@ import pytest
 
 from qkscope.errors import BadInput
 from qkscope.tasks import sides
-from qkscope.tasks.sides import LENGTH, RUN, SIDES, Passage, check_apart, split
+from qkscope.tasks.sides import LENGTH, RUN, SIDES, split
 from qkscope.tasks.texts import FEW, Document, read_documents
 
 
@@ -135,14 +135,6 @@ def test_passages_are_the_documents_ids_in_order_each_behind_what_the_tokenizer_
         assert [token for piece in pieces for token in piece[1:]] == own
         assert {piece[0] for piece in pieces} == {7}
         assert sorted(map(len, pieces)) == [LENGTH // 2 + 1, LENGTH // 2 + 1]  # as few as can be, about as long
-
-
-def test_the_check_refuses_a_run_on_two_sides_and_takes_seven_tokens():
-    ids = tuple(range(50, 90))
-    apart = {"fit": [Passage("a", 0, ids)], "test": [Passage("b", 1, (*ids[10:17], 1)), Passage("c", 2, ids[:5])]}
-    check_apart(apart)
-    with pytest.raises(BadInput, match=r"stand in fit \(a\) and in test \(d\)"):
-        check_apart({**apart, "test": [*apart["test"], Passage("d", 3, (1, 2, *ids[10:18]))]})
 
 
 def test_too_few_documents_say_how_many_are_needed():

@@ -161,21 +161,6 @@ def test_the_unit_is_the_word_asked_for_the_label_or_the_arrangement():
     assert len(set(order.values())) == len({unit[0].text for unit in units}), "copies apart, every prompt"
 
 
-def line(word, other, more=""):
-    return Example.mark(f"{more} {word} {other} end", keys={word: {"mine": 1}, other: {"mine": -1}})
-
-
-def task_of(lines):
-    return Task("mine", {"mine": Contrast("mine", "as labelled")}, lambda use, contrast, n: [(e,) for e in lines])
-
-
-def test_lines_that_share_their_word_or_are_copies_are_one_unit():
-    six = [line(f"word{i % 6}", f"other{i}") for i in range(30)]
-    assert len(set(numbers(task_of(six), "mine", 30)[1].values())) == 6
-    one_word = [line("same", f"other{i % 10}") for i in range(30)]
-    assert len(set(numbers(task_of(one_word), "mine", 30)[1].values())) == 10, "copies of a prompt are one unit"
-
-
 # ---------------------------------------------------------------- one matrix, and no rounding in it
 
 

@@ -132,15 +132,6 @@ def test_what_is_added_between_the_norm_and_the_projections_goes_into_the_consta
     torch.testing.assert_close(moved.W_Q[0, :, -1], attention.q_proj.weight[16:32].sum(-1).detach())
 
 
-def test_norms_are_folded_in_where_a_layer_has_several_residual_streams():
-    model = tiny_model("gemma3n_text")
-    layer, W = model.model.layers[1], head_weights(model, "L1H0").W_Q[0, :, :-1]
-    own = (
-        layer.self_attn.q_norm.weight[:, None] * layer.self_attn.q_proj.weight[: len(W)] * layer.input_layernorm.weight
-    )
-    torch.testing.assert_close(W, own.detach())
-
-
 def test_a_scaling_of_rotated_vectors_is_in_the_weights():
     """YaRN: q and k of one token at position 0 are W x̂, as the dot product sees them."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}

@@ -20,14 +20,6 @@ def test_one_version_everywhere():
     assert PAPERS["dependencies"][0] == f"qkscope=={qkscope.__version__}"
 
 
-def test_the_citation_names_both_papers_where_the_project_links_them():
-    assert CITATION["cff-version"] == "1.2.0"
-    assert [paper["url"] for paper in CITATION["references"]] == list(PROJECT["urls"].values())
-    assert CITATION["license"] == PROJECT["license"]
-    for label, paper in zip(PROJECT["urls"], CITATION["references"], strict=True):
-        assert label == f"Paper ({paper['authors'][0]['family-names']} et al. {paper['year']})"
-
-
 def test_every_pin_admits_what_the_project_asks_for():
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name

@@ -1,17 +1,15 @@
 """What figures measure of language models: how heads are chosen, clouds compared, prompts drawn, means bounded."""
 
 import math
-import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from qkscope import BadInput, tasks
+from qkscope import BadInput
 from qkscope.analyses.find import Ranking
 from qkscope.analyses.sparsity import Sparsity
 from qkscope.heads import Head
-from qkscope.tasks.ioi import TEMPLATES
 from qkscope_papers.franco2026 import model_sparsity
 from qkscope_papers.franco2026.isotropy import read_dictionary
 from qkscope_papers.franco2026.model_sparsity import relabelled
@@ -85,16 +83,6 @@ def test_alignment_is_one_for_equal_sides_and_nothing_for_another_pairing():
 
 
 # ---------------------------------------------------------------------- franco2026
-
-
-def test_every_prompt_has_one_template():
-    found = clusters_of(tasks.ioi(seed=3), 128)
-    assert set(found.tolist()) == set(range(len(TEMPLATES)))
-    for i, unit in zip(found.tolist(), tasks.ioi(seed=3).test(len(found)), strict=True):
-        parts = re.split(r"\{\w+\}", TEMPLATES[i])
-        assert all(part in unit[0].text for part in parts)
-        others = [t for t in TEMPLATES if all(part in unit[0].text for part in re.split(r"\{\w+\}", t))]
-        assert others == [TEMPLATES[i]]
 
 
 def test_a_mean_is_as_sure_as_its_templates_are_many():

@@ -72,15 +72,6 @@ def test_the_indirect_object_is_learned_within_the_shipped_steps(checkpoints):
 # ---------------------------------------------------------------------- tokenizer and texts
 
 
-@pytest.mark.parametrize("name", CLAIMED)
-def test_prompts_survive_the_tokenizer(nano, name):
-    for example, *_ in claimed_task(name).test(50):
-        ids = nano.tokenizer(example.text)["input_ids"]
-        assert nano.tokenizer.unk_token_id not in ids
-        assert nano.tokenizer.decode(ids, skip_special_tokens=True) == example.text
-        assert ids == nano_tokenizer()(example.text)["input_ids"]
-
-
 def test_no_story_has_a_pair_of_test_names():
     held = set(pools(NAMES, 0, "names", least=3)["test"])
     stories = Texts(nano_tokenizer(), CPU).ioi(4000, torch.Generator().manual_seed(0)).ids

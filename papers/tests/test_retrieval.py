@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from qkscope import BadInput
 from qkscope.draws import draw_signs
-from qkscope_papers.lee2026.geometry import similarity_fit, vertices_recovered
 from qkscope_papers.lee2026.interactions import off_asymmetry, rotate
 from qkscope_papers.lee2026.ranks import head_ranks
 from qkscope_papers.lee2026.swaps import swap_rows
@@ -147,25 +145,3 @@ def test_oblique_swaps_match_the_oracle_where_orthogonal_ones_leak():
     assert found["random_both"]["shift"] < found["both"]["shift"] - 0.2
     assert all(row["n"] == 4000 and row["vacuous"] is False for row in rows)
     assert found["both"]["low"] <= found["both"]["target_after"] <= found["both"]["high"]
-
-
-def test_a_cube_is_recovered_from_its_vertices_and_not_from_noise():
-    generator = torch.Generator().manual_seed(0)
-    signs = 2.0 * torch.randint(2, (800, 3), generator=generator).double() - 1
-    turn = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))[0]
-    points = 2 * signs @ turn + 0.05 * torch.randn(800, 3, generator=generator, dtype=torch.float64)
-    assert vertices_recovered(points, signs) == 8
-    assert similarity_fit(points, signs) > 0.99
-    noise = torch.randn(800, 3, generator=generator, dtype=torch.float64)
-    assert vertices_recovered(noise, signs) == 0
-    assert similarity_fit(noise, signs) < 0.1
-
-
-def test_a_head_travels_with_its_encoders_and_is_refused_with_others(tmp_path):
-    head = untrained()
-    head.save(tmp_path / "head", steps=3)
-    loaded = RetrievalHead.load(tmp_path / "head", encoders=head.encoders)
-    assert loaded.encoders.task == head.encoders.task
-    torch.testing.assert_close(loaded.delta(0), head.delta(0))
-    with pytest.raises(BadInput, match="another encoders"):
-        RetrievalHead.load(tmp_path / "head", encoders=head.encoders.task.encoders(seed=1))

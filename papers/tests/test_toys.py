@@ -9,7 +9,6 @@ from superposed import FROZEN, SMALL, TOYS
 from qkscope.maths.relative import key_difference
 from qkscope_papers.franco2026.anisotropy import anisotropy_row
 from qkscope_papers.franco2026.cells import WORK
-from qkscope_papers.franco2026.decomposition import strengths
 from qkscope_papers.franco2026.dictionary import split, true_among
 from qkscope_papers.franco2026.dynamics import checkpoints, onset_rows, order_agreement
 from qkscope_papers.franco2026.emergence import sparsity_row
@@ -27,21 +26,11 @@ from qkscope_papers.franco2026.toy.superposition import (
     rotated_logits,
 )
 from qkscope_papers.franco2026.toy.trained import ToyRun, stacks, train_toys
-from qkscope_papers.registry import Settings
 from qkscope_papers.trainer import Trainer
 
 ROPE = ToyCell(
     Superposition(**SMALL, context=5, rope=True, positional=(Positional(4, 5, 3.0, 1),)), steps=40, every=20
 )  # fmt: skip
-
-
-def test_strengths_are_zero_or_uniform():
-    task = Superposition(p=0.3)
-    x = task.strengths(torch.rand(200_000, generator=torch.Generator().manual_seed(0)))
-    present = x[x > 0]
-    assert len(present) / len(x) == pytest.approx(0.3, abs=0.01)
-    assert float(present.mean()) == pytest.approx(0.5, abs=0.01)
-    assert float(present.var()) == pytest.approx(1 / 12, abs=0.005)
 
 
 @pytest.mark.parametrize("cell", [*TOYS, *FROZEN, ROPE], ids=lambda cell: cell.name)
@@ -237,16 +226,3 @@ def test_the_true_dictionary_of_an_aligned_toy_has_the_true_pairs_alone():
     assert others.max() < 1e-5, "features of interest are read back as they are, and no other pair is answered to"
     assert true_among(turned.size, toy) < 4
     torch.testing.assert_close(true.numbers[:, 0], turned.numbers[:, 0])  # the logit is the same, however it is split
-
-
-def test_a_term_of_figure_6_goes_with_the_pair_of_its_rank(tmp_path):
-    task = Superposition(pairs=((0, 4, 15.0), (1, 5, 24.0), (2, 6, 18.0)))
-    path = [Toy.untrained(task, 0), aligned_toy(pairs=task.pairs)]
-    weights = {name: torch.stack([getattr(toy, name) for toy in path]) for name in ("W", "b", "W_Q", "W_K")}
-    found = strengths([ToyRun(ToyCell(task), [0, 10], weights, "out of steps", 0.0)], Settings("smoke", tmp_path))
-    late = [row for row in found.tables["strength"] if not row["control"]]
-    assert [row["pair"] for row in late] == ["1-5", "2-6", "0-4"]
-    for row in late:
-        assert row["correlation"] == pytest.approx(1.0, abs=1e-6)
-        assert row["slope"] == pytest.approx(row["target_logit"], rel=1e-4)
-    assert "strength of its own pair is 1.000, " in found.answer
