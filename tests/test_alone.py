@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from id_prompts import eager_attention, ids, marked
+from id_prompts import ids, marked
 from qkscope import Scope
-from qkscope.capture.pick import Capture
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope_papers.families import tiny_model
@@ -18,33 +17,14 @@ ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
-def attention_alone(model, prompt: Example) -> list[torch.Tensor]:
-    """What the model reports of the last token, given the bare ids."""
-    return [layer[0, :, -1] for layer in eager_attention(model, {"input_ids": torch.tensor([prompt.ids])})]
-
-
-def error(model, batch: Capture, prompts: list[Example]) -> float:
-    alone = [attention_alone(model, prompt) for prompt in prompts]
-    worst = 0.0
-    for row, i in enumerate(batch.example.tolist()):
-        for slot, head in enumerate(batch.heads):
-            wanted = alone[i][head.layer][head.index]
-            worst = max(worst, float((batch.attention()[row, slot, : len(wanted)] - wanted).abs().max()))
-    return worst
-
-
 @pytest.mark.parametrize("family", COUNT_COLUMNS)
 def test_where_columns_are_positions_padding_is_on_the_right_or_refused(family: str) -> None:
     model, prompts = tiny_model(family), marked((12, 7, 9))
     scope = Scope.from_model(model)
     assert scope.facts.sides == ("right",)
-    for side in (None, "right"):
-        (batch,) = scope.capture(prompts, padding_side=side)
-        assert error(model, batch, prompts) < 1e-5
     with pytest.raises(BadInput, match="counts positions by columns, so padding on the left"):
         list(scope.capture(prompts, padding_side="left"))
-    (alone,) = scope.capture(prompts[:1], padding_side="left")  # nothing to pad
-    assert error(model, alone, prompts[:1]) < 1e-5
+    assert list(scope.capture(prompts[:1], padding_side="left"))  # nothing to pad
     with pytest.raises(BadInput, match="generate from one at a time"):
         scope.generate(scope.encode(prompts))
 
@@ -78,16 +58,13 @@ def test_the_check_sees_a_query_frame_that_holds_the_absolute_position() -> None
         scope.self_check()
 
 
-def test_a_prompt_ends_where_the_positions_of_the_model_end() -> None:
+def test_a_prompt_ends_where_the_positions_or_the_rotation_of_the_model_end() -> None:
     scope = Scope.from_model(tiny_model("roberta"), check=False)  # 128 positions, the first two never given out
     next(iter(scope.capture([Example(ids=ids(126, 0))])))
     with pytest.raises(BadInput, match="127 tokens, but the model's context ends at 126"):
         scope.capture([Example(ids=ids(127, 0))])
     with pytest.raises(BadInput, match="context ends at 128"):
         Scope.from_model(tiny_model("whisper"), check=False).capture([Example(ids=ids(129, 0))])
-
-
-def test_dynamic_rope_goes_beyond_its_length_and_yarn_to_its_factor() -> None:
     dynamic = Scope.from_model(tiny_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=32), check=False)
     next(iter(dynamic.capture([Example(ids=ids(200, 0))])))
     yarn = {**ROPE, "rope_type": "yarn"}

@@ -182,15 +182,12 @@ def test_every_head_is_tried_and_the_rival_is_told(nano):
         qk.why(nano, PROMPT, versus="Z")
 
 
-def test_answers_are_compared_and_drawn_as_graphs(nano):
+def test_answers_are_compared_and_drawn_and_an_interval_is_students(nano):
     first, other = (qk.why(nano, unit[0].text, "L1H1") for unit in qk.tasks.induction().test(2))
     rows = first.diff(other).table()
     assert {"attention", "because", "writers"} <= {row["table"] for row in rows}
     assert abs(rows[0]["change"]) == max(abs(row["change"]) for row in rows)
     assert len(first.to_networkx()) == len(first.tables["graph"])
-
-
-def test_an_interval_is_students():
     mean, low, high = interval(torch.tensor([0.0, 1.0, 2.0, 3.0]))
     assert (float(mean), float(high - mean)) == (1.5, pytest.approx(2.3534 * 1.29099 / 2, abs=1e-3))
     assert float(low) == pytest.approx(3.0 - float(high), abs=1e-5)

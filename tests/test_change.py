@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 import qkscope as qk
-from batches import look, residual_parts
+from batches import look, residual_parts, row_with
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.capture.patch import Edit
 from qkscope.change.again import Again
@@ -158,21 +158,6 @@ def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
         torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_a_heads_output_can_be_set(nano):
-    inputs, value = nano.encode([PROMPT, "hat: O jam:"]).inputs, torch.arange(24.0)
-
-    def replaced(_module, args):
-        z = args[0].clone()
-        z[1, :, 24:48] = value
-        return (z,)
-
-    hook = nano.model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(replaced)
-    theirs = logits(nano, inputs)
-    hook.remove()
-    with nano.patched([Edit.outputs("L1H1", torch.tensor([False, True]), value)]):
-        torch.testing.assert_close(logits(nano, inputs), theirs, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -201,30 +186,11 @@ def test_parts_put_back_into_one_head_are_a_forward_with_another_stream_there(fa
     at, layer, names = {"key": 4, "query": 9}[side], scope.model.model.layers[2], run.reader.writers(2)[:-1]
     sets = [["L1H0", "M0"], ["embedding"], list(names)]
     found = restore(run, source, head, 9, 4, sets, side=side, norms=norms)
-    made = layer.self_attn.k_proj if side == "key" else layer.self_attn.q_proj
     (before, x), (instead, _) = (residual_parts(scope.model, one.inputs, 2) for one in (run, source))
     for row, own in zip(found, sets, strict=True):
         new = x[0, at] + sum(instead[name][0, at] - before[name][0, at] for name in own)
         normed = layer.input_layernorm(new) if norms == "live" else new * (layer.input_layernorm(x) / x)[0, at]
-        kept: dict[torch.nn.Module, torch.Tensor] = {}
-
-        def enter(_module, args, normed=normed):
-            z = args[0].clone()
-            z[0, at] = normed
-            return (z,)
-
-        def frozen(module, args, out, kept=kept):
-            return args[0] * kept.setdefault(module, out / args[0])
-
-        qk_norms = [one for name, one in layer.self_attn.named_children() if name in ("q_norm", "k_norm")]
-        hooks = [norm.register_forward_hook(frozen) for norm in qk_norms] if norms == "frozen" else []
-        with torch.no_grad():
-            if hooks:  # what they multiplied by when nothing was put back
-                scope.model(**run.inputs)
-            hooks.append(made.register_forward_pre_hook(enter))
-            theirs = scope.model(**run.inputs, output_attentions=True).attentions[2][0, head.index, 9]
-        for hook in hooks:
-            hook.remove()
+        theirs = row_with(scope, run.inputs, head, 9, side, at, lambda _, z=normed: z, frozen=norms == "frozen")
         assert (row - theirs[: len(row)]).abs().max() <= 1e-5
     with pytest.raises(qk.BadInput, match="does not write before"):
         restore(run, source, head, 9, 4, [["L2H0"]])

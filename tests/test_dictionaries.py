@@ -102,13 +102,10 @@ def test_folders_of_earlier_versions_and_plain_files_give_the_same_codes(tmp_pat
     assert other.fingerprint != new.fingerprint
 
 
-def test_where_a_dictionary_stands(tmp_path):
+def test_where_a_dictionary_stands_and_that_a_centred_stream_is_centred_first(tmp_path):
     hooks = {"blocks.3.hook_resid_pre": 3, "blocks.3.hook_resid_post": 4, "transformer.h.3": 4, "layers.3.input": 3}
     for hook, layer in hooks.items():
         assert qk.Dictionary.load(folder(tmp_path / hook, weights(), hook_name=hook)).layer == layer
-
-
-def test_a_centred_stream_is_centred_before_it_is_coded(tmp_path):
     own, x = weights(), stream(3)
     loaded = {"metadata": {**HOOK["metadata"], "model_from_pretrained_kwargs": {"center_writing_weights": True}}}
     found = qk.Dictionary.load(folder(tmp_path / "sae", own, **loaded))

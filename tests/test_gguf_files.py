@@ -42,12 +42,7 @@ def test_a_file_that_is_not_whole_is_refused_and_not_kept(
     assert not cache_dir("gguf").exists() or not list(cache_dir("gguf").iterdir())
 
 
-def test_an_output_matrix_of_its_own_is_welcome(own_cache: None, tmp_path: Path) -> None:
-    tensors = write_gguf(tmp_path / "x.gguf", extra={"output.weight": (40, 32)})
-    assert torch.equal(load(tmp_path / "x.gguf").model.lm_head.weight, tensors["output.weight"])
-
-
-def test_rope_stretched_as_in_llama3_is_heard(own_cache: None, tmp_path: Path) -> None:
+def test_rope_stretched_as_in_llama3_and_an_output_matrix_of_its_own_are_heard(own_cache: None, tmp_path: Path) -> None:
     """Wavelengths under 8192/4 stay, those over 8192 are 32 times as long, and the one between is blended."""
     waves = 2 * torch.pi * 500_000 ** (torch.arange(4) / 4)
     blend = (8192 / waves - 1) / 3
@@ -58,6 +53,8 @@ def test_rope_stretched_as_in_llama3_is_heard(own_cache: None, tmp_path: Path) -
     write_gguf(tmp_path / "x.gguf", theta=500_000.0, values={"rope_freqs.weight": factors})
     frequencies = load(tmp_path / "x.gguf").model.model.rotary_emb.inv_freq
     assert torch.allclose(frequencies, 2 * torch.pi / (waves * factors), rtol=1e-5, atol=0)
+    tensors = write_gguf(tmp_path / "x.gguf", extra={"output.weight": (40, 32)})
+    assert torch.equal(load(tmp_path / "x.gguf").model.lm_head.weight, tensors["output.weight"])
 
 
 @pytest.mark.parametrize(

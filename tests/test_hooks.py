@@ -124,17 +124,3 @@ def test_at_another_point_than_its_own_a_hook_is_refused(feature):
     for name, hook in {"0.attn.hook_rot_k": of_keys, "1.attn.hook_z": of_queries, "1.attn.hook_rot_k": before}.items():
         with pytest.raises(BadInput, match=f"belongs at {hook.name}, but was called at blocks.{name}"):
             hook(keys, hook=Point(f"blocks.{name}"))
-
-
-def test_what_does_not_fit_is_one_sentence(nano, feature):
-    keys = torch.zeros(1, 2, 4, 24)
-    bare = Subspace.from_delta(torch.eye(24), 2, head=HEAD)
-    frame = Subspace.from_delta(torch.eye(24), 2, head=HEAD, about={"space": "query_frame"})
-    for call, says in {
-        lambda: feature.as_hook("swap", 1): "a swap exchanges two tokens, but got 1",
-        lambda: frame.as_hook("remove"): "query_frame keys differ for every query",
-        lambda: bare.as_hook("remove")(keys): "does not know how many query heads share a key head",
-        lambda: feature.as_hook("remove", 4)(keys): "points outside the batch of 1 sequences of 4 tokens",
-    }.items():
-        with pytest.raises(BadInput, match=says):
-            call()

@@ -10,7 +10,6 @@ import torch
 from qkscope import Head, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.prompts import joined
-from qkscope.capture.scope import Scope
 from qkscope.tasks.task import Task
 from qkscope.tasks.words import OBJECTS
 
@@ -22,18 +21,6 @@ SHARED = [  # contrasts that share prompts, and the prompts that run together: o
     (tasks.induction(5), ["next", "word"], [2]),
     (tasks.filter(3), [], [1] * 4),
 ]
-
-
-def ran(monkeypatch) -> list[str]:
-    """The prompts that go through a model from now on."""
-    seen: list[str] = []
-
-    def capture(self, encoded, *given, real=Scope.capture_inputs, **named):
-        seen.extend(example.text for example in encoded.examples)
-        return real(self, encoded, *given, **named)
-
-    monkeypatch.setattr(Scope, "capture_inputs", capture)
-    return seen
 
 
 def a_file(folder: Path) -> Path:
@@ -76,19 +63,6 @@ def test_contrasts_share_prompts_and_have_copies_of_their_own(task: Task, names,
                 assert [key.label(name) for key in example.keys] == [key.label(name) for key in own.keys]
     wanted = {(name, i, m) for name, drawn in units.items() for i, unit in enumerate(drawn) for m in range(len(unit))}
     assert seen == dict.fromkeys(wanted, 1)
-
-
-def test_a_prompt_runs_once_for_all_contrasts(scope, monkeypatch, tmp_path):
-    seen = ran(monkeypatch)
-    decompose(scope, tasks.binding(4), "L0H1", N, replicates=3, progress=False)
-    assert len(seen) == N + 3 * N
-    seen.clear()
-    decompose(scope, tasks.binding(4), "L0H1", N, contrasts=["box", "lexical"], replicates=3, progress=False)
-    assert set(Counter(seen).values()) == {1}
-    seen.clear()
-    decompose(scope, tasks.from_jsonl(a_file(tmp_path)), "L0H1", 99, replicates=3, progress=False)
-    often = Counter(seen)
-    assert sorted(often.values()) == [1] * 36 + [3], "copies within a contrast stay as many as they are"
 
 
 def test_a_contrast_has_the_sums_that_it_has_alone(scope, tmp_path):

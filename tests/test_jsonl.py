@@ -97,18 +97,6 @@ def test_lines_without_an_answer_are_judged_by_the_first_contrast_that_labels_th
     assert signs(task, "test", ANSWER) == [[[1, -1]], [[-1, 1]], [[-1, 1]]]
 
 
-def test_a_line_that_cannot_be_scored_is_left_out_of_scoring_only(tmp_path):
-    """+ in one line of a group, − in the other: good for a contrast, but neither line has a right and a wrong key."""
-    one = {"prompt": "A cat", "group": 1, "use": "fit", "keys": [{"text": "cat", "labels": {"mine": 1}}]}
-    two = {"prompt": "A dog", "group": 1, "use": "fit", "keys": [{"text": "dog", "labels": {"mine": -1}}]}
-    task = tasks.from_jsonl(write(tmp_path, one, two))
-    assert signs(task, "fit", "mine") == [[[1], [-1]]]
-    assert task.contrasts["mine"].paired, "the group's signs are flipped together: within a line nothing can be dealt"
-    with pytest.raises(BadInput, match="no example for test with a right and a wrong key"):
-        task.test(1)
-    assert not tasks.from_jsonl(write(tmp_path, GOOD)).contrasts["mine"].paired
-
-
 def test_byte_order_marks_line_ends_and_unicode_do_not_matter(tmp_path):
     prompt = "Café\u2028\u0085 😀 cat, dog. The cat"
     line = json.dumps({**GOOD, "prompt": prompt, "use": "fit"}, ensure_ascii=False)

@@ -14,7 +14,6 @@ from qkscope.capture.scope import Scope
 from qkscope.runs.folder import add_to_run, check_folder, write_file
 from qkscope.runs.result import Result, provenance
 from qkscope.show.page import write_report
-from qkscope.tasks.words import OBJECTS
 
 
 @pytest.fixture
@@ -75,20 +74,6 @@ def test_a_file_that_was_laid_into_a_run_is_kept(scope, tmp_path, place):
     for write in (lambda: fitted(scope, tmp_path / "fit"), lambda: Result("demo", {}).write(tmp_path / "demo")):
         with pytest.raises(BadInput, match=f"holds other files than a run, {place}: name a new folder"):
             write()
-    assert contents(tmp_path) == before
-
-
-def test_weights_are_not_replaced(scope, model, tmp_path, qkscope, no_model):
-    """By singular vectors, or by the sums of a contrast that is called like them."""
-    weights = shutil.copyfile(model / "model.safetensors", tmp_path / "model.safetensors")
-    before = contents(tmp_path)
-    code, _, said = qkscope("svd", "--model", model, "--out", weights)
-    assert (code, "is damaged or not a qkscope file: make it again, or name another" in said) == (2, True)
-    words = [{"text": "A", "labels": {"model": 1}}, {"text": "B", "labels": {"model": -1}}]
-    lines = [json.dumps({"prompt": f"{word} : A hat : B {word} :", "keys": words}) for word in OBJECTS[:30]]
-    (tmp_path.parent / "mine.jsonl").write_text("\n".join(lines))
-    with pytest.raises(BadInput, match=r"holds other files than a run, model\.safetensors: name a new folder"):
-        decompose(scope, tasks.from_jsonl(tmp_path.parent / "mine.jsonl"), ["L1H3"], 8, out=tmp_path)
     assert contents(tmp_path) == before
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import qkscope as qk
-from batches import each_head, look, padded, residual_parts
+from batches import each_head, look, padded, residual_parts, row_with
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
@@ -100,26 +100,10 @@ def test_a_cut_is_a_forward_with_the_part_at_its_mean_and_norms_frozen(family, s
     at, rest = {"key": 4, "query": 9}[side], [1, 2, 3, 5, 6, 7, 8]
     written, x = residual_parts(scope.model, one.asked.inputs, 2)
     sigma = (layer.input_layernorm(x) / x)[0, at].detach()
-    made = layer.self_attn.k_proj if side == "key" else layer.self_attn.q_proj
-    kept: dict[nn.Module, Tensor] = {}
 
     def attention(cut: list[str]) -> Tensor:
-        def enter(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            z = args[0].clone()
-            for name in cut:
-                z[0, at] += sigma * (written[name][0, rest].mean(0) - written[name][0, at])
-            return (z,)
-
-        def frozen(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            return args[0] * kept.setdefault(module, out / args[0])
-
-        norms = [own for name, own in layer.self_attn.named_children() if name in ("q_norm", "k_norm")]
-        hooks = [made.register_forward_pre_hook(enter), *(norm.register_forward_hook(frozen) for norm in norms)]
-        with torch.no_grad():
-            row = scope.model(**one.asked.inputs, output_attentions=True).attentions[2][0, head.index, 9]
-        for hook in hooks:
-            hook.remove()
-        return row
+        moved = sum(written[name][0, rest].mean(0) - written[name][0, at] for name in cut)
+        return row_with(scope, one.asked.inputs, head, 9, side, at, lambda z: z + sigma * moved, frozen=True)
 
     assert (attention([]) - one.attention).abs().max() <= 1e-5
     for chosen in ([0], [3], [5, 1], list(range(len(one.writers) - 1))):

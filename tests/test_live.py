@@ -1,5 +1,7 @@
 """The live page: what it answers is what the verbs compute, it answers nobody else, and a real browser can use it."""
 
+from __future__ import annotations
+
 import base64
 import http.client
 import json
@@ -19,7 +21,7 @@ from qkscope import BadInput, Head
 from qkscope.maths.bases import joint_basis
 from qkscope.runs.result import Result, plain_value
 from qkscope.show.blocks import blocks_of
-from qkscope.show.session import FeatureStore, Session
+from qkscope.show.session import EXAMPLES, FeatureStore, Session
 
 PROMPT = "hat : O jam : Z cat : B jam :"
 
@@ -149,6 +151,14 @@ def test_what_an_atlas_says_of_a_head_stands_here(nano, tmp_path):
     assert answer["about"] == f"On text: {found.table()[0]['name']}."
     assert answer["texts"] == [row for row in found.to_json()["tables"]["examples"] if row["head"] == "L1H1"]
     assert session.why(PROMPT, 10, "L1H0")["texts"] == []
+
+
+def test_every_head_of_an_example_is_answered(nano):
+    """Those of the first layer, too, which read the embedding alone."""
+    session = Session(nano)
+    at = session.look(EXAMPLES[0])["query"]
+    for head in session.describe()["heads"]:
+        assert session.why(EXAMPLES[0], at, head)["result"]["tables"]["attention"]
 
 
 def test_a_model_whose_writers_cannot_be_told_apart_is_still_looked_into(scope, monkeypatch):

@@ -44,20 +44,6 @@ def test_a_model_in_train_mode_is_measured_in_eval_mode_and_put_back():
     assert torch.equal(generated, scope.generate(encoded, max_new_tokens=4))
 
 
-def test_heads_and_why_are_the_same_in_a_training_loop(nano):
-    def asked() -> tuple[list, list]:
-        ranking = qk.find_heads(nano, TASK, n=8)
-        return ranking.tables["heads"], qk.why(nano, PROMPT, "L1H0", draws=2).tables["writers"]
-
-    right = asked()
-    for part in nano.model.modules():
-        if hasattr(part, "attention_dropout"):
-            part.attention_dropout = 0.5
-    nano.model.train()
-    assert asked() == right
-    assert nano.model.training
-
-
 CHANGES = {"heads": "replaced", "why": "removed", "trace": "added", "generate": "mlp"}
 
 

@@ -102,13 +102,18 @@ def test_keys_that_one_contrast_ignores_may_hold_anything_and_still_count_for_an
     same(clean, dirty)
 
 
-def test_saved_and_loaded_is_the_same(tmp_path):
+def test_saved_and_loaded_is_the_same_and_other_or_half_files_are_refused(tmp_path):
     moments = carrying(0, about={"weights": "abc"})
     moments.save(tmp_path / "m.safetensors")
     again = Moments.load(tmp_path / "m.safetensors", expect={"weights": "abc"})
     same(moments, again, tolerance=0)
     assert again.manifest() == moments.manifest()
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+    carrying(about={"weights": "abc"}).save(tmp_path / "m")
+    (tmp_path / "half").write_bytes((tmp_path / "m").read_bytes()[:1000])
+    for name, says in (("m", "another weights"), ("half", "damaged"), ("absent", "no file")):
+        with pytest.raises(BadInput, match=says):
+            Moments.load(tmp_path / name, expect={"weights": "xyz"})
 
 
 def test_covariance_streams_and_merges():
@@ -122,14 +127,6 @@ def test_covariance_streams_and_merges():
 
 
 Q, K, LABELS, PROMPTS = batch(0)
-
-
-def test_files_of_other_weights_or_half_of_one_are_refused(tmp_path):
-    carrying(about={"weights": "abc"}).save(tmp_path / "m")
-    (tmp_path / "half").write_bytes((tmp_path / "m").read_bytes()[:1000])
-    for name, says in (("m", "another weights"), ("half", "damaged"), ("absent", "no file")):
-        with pytest.raises(BadInput, match=says):
-            Moments.load(tmp_path / name, expect={"weights": "xyz"})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -56,16 +56,6 @@ def test_neurons_sum_to_their_mlp_less_its_bias(family):
     assert mlps == {"jamba": 2}.get(family, head.layer)
 
 
-def test_the_first_ten_of_each_side_are_named(scope):
-    found = qk.trace(scope, "hat is in A", "L1H3", neurons=True)
-    for side in ("query", "key"):
-        rows = [row for row in found.table() if row["side"] == side]
-        sizes = [abs(row["value"]) for row in rows]
-        assert sizes == sorted(sizes, reverse=True)
-        assert [row["layer"] for row in rows] == [0] * 10
-    assert rows[0]["writer"] in found.answer
-
-
 def test_a_neuron_that_is_taken_out_takes_its_value_with_it():
     """The sum over neurons could hide a wrong order: one column of the matrix set to 0 changes the MLP by that one."""
     scope = Scope.from_model(tiny_model("gpt2"), check=False)
@@ -91,14 +81,6 @@ def test_experts_have_no_neurons_to_name(family):
     scope = Scope.from_model(tiny_model(family), check=False)
     with pytest.raises(BadInput, match="has no neurons to name"):
         check_neurons(recorded(scope, Head(1, 0), neurons=True), Head(1, 0), ())
-
-
-def test_a_state_space_part_has_none_though_it_ends_in_a_matrix():
-    scope = Scope.from_model(tiny_model("falcon_h1"), check=False)
-    run = recorded(scope, Head(1, 0), neurons=True)
-    assert [str(writer) for writer in check_neurons(run, Head(1, 0), ())] == ["M0.1"]
-    with pytest.raises(BadInput, match=r"M0\.1 has no neurons to name"):
-        check_neurons(run, Head(1, 0), parse_writers("M0.1.N3"))
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_alibi_is_a_bias_that_falls_with_the_distance_and_not_with_the_padding(f
         torch.testing.assert_close(beside.attention(), alone.attention(), atol=1e-5, rtol=0)
 
 
-def test_a_rotation_that_nobody_hears_is_no_missing_rotation() -> None:
+def test_a_rotation_out_of_sight_and_tokens_of_its_own_are_said() -> None:
     settings = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model("roformer", intermediate_size=96, max_position_embeddings=64, **settings)
     scope = Scope.from_model(AutoModelForMaskedLM.from_config(config))
@@ -77,9 +77,6 @@ def test_a_rotation_that_nobody_hears_is_no_missing_rotation() -> None:
     with pytest.raises(BadInput, match="pre_rope is not defined here: roformer rotates inside its own code"):
         scope.capture(EXAMPLES, space="pre_rope").__next__()
     assert trace_error(scope) < 1e-5
-
-
-def test_tokens_that_a_model_adds_itself_are_not_taken_for_ours() -> None:
     settings = {"vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4, "dim_head": 16, "dim_ff": 96}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("cpmant", num_hidden_layers=2, **settings))
     with pytest.raises(BadInput, match="of 6 tokens its attention makes 38"):

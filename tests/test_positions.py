@@ -40,25 +40,19 @@ def test_marks_land_on_their_tokens(scope: Scope, side: str, chat: bool) -> None
     assert [(q.strip(), [k.strip() for k in keys]) for q, keys in found] == [("jam", ["O", "Z"]), ("cat", ["B"])]
 
 
-def test_without_a_marked_query_it_is_the_last_token(scope: Scope) -> None:
+def test_the_query_is_the_last_token_and_a_word_its_last_one(scope: Scope) -> None:
     ((query, _),) = pieces(scope, [Example.mark(PROMPT, keys=["O"])])
     assert query == " Box"
     encoded = scope.encode([Example.mark(PROMPT, keys=["O"])], chat=True)
     ids = encoded.inputs["input_ids"][0]
     assert encoded.places.query.tolist() == [len(ids) - 1]
     assert scope.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
-
-
-def test_a_word_of_several_tokens_is_its_last_one(scope: Scope) -> None:
     text = "We met Xylophonius there."
     tokens = scope.tokenizer.tokenize(text)
     assert len([t for t in tokens if t.strip("Ġ") in "Xylophonius"]) > 1
     ((_, (last,)),) = pieces(scope, [Example.mark(text, keys=["Xylophonius"])])
     assert "Xylophonius".endswith(last)
     assert last != "Xylophonius"
-
-
-def test_characters_of_several_bytes_and_line_ends_keep_their_place(scope: Scope) -> None:
     text = "é☕ jam:\n\nhat"
     found = pieces(scope, [Example.mark(text, keys=["jam", "hat", "\n\n"])])
     assert [key.strip(" ") for key in found[0][1]] == ["jam", "hat", "\n"]  # two tokens here, the last one counts
@@ -101,12 +95,9 @@ def test_words_that_cannot_be_placed_raise_and_show_why(scope: Scope, mistake, s
         mistake(scope)
 
 
-def test_only_whole_words_match() -> None:
+def test_only_whole_words_match_and_ids_take_token_spans() -> None:
     assert find_span("category cat, cats", "cat") == (9, 12)
     assert find_span("Box (O).", "(O)") == (4, 7)
-
-
-def test_ids_take_token_spans_and_the_last_of_several() -> None:
     scope = Scope.from_model(tiny_model("llama"), check=False)
     at = scope.encode([Example(ids=[5, 6, 7, 8, 9], queries=[(3, 5)], keys=[Key((0, 2))])]).places
     assert (at.query.tolist(), at.keys.tolist()) == ([4], [[1]])

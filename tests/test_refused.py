@@ -23,15 +23,12 @@ def test_families_are_refused_for_their_true_cause(family: str) -> None:
         Scope.from_model(tiny_model(family))
 
 
-def test_sound_is_refused_as_sound_and_two_stacks_as_two() -> None:
+def test_sound_two_stacks_and_a_learned_position_bias_are_refused_as_what_they_are() -> None:
     config = tiny_config("whisper", pad_token_id=1, decoder_start_token_id=1)
     with pytest.raises(BadInput, match="WhisperForAudioClassification reads input_features"):
         Scope.from_model(WhisperForAudioClassification(config))
     with pytest.raises(BadInput, match="encoder-decoder"):
         Scope.from_model(WhisperForConditionalGeneration(config))
-
-
-def test_a_learned_position_bias_is_named() -> None:
     with pytest.raises(BadInput, match="adds a learned position_bias to its logits"):
         Scope.from_model(T5EncoderModel(AutoConfig.for_model("t5", vocab_size=100, d_model=64, d_kv=16, num_layers=2)))
 

@@ -65,14 +65,11 @@ def test_a_missing_value_never_satisfies_a_rule(missing):
     assert Claim("c", "p", 1.0, missing, "ours < 5").holds
 
 
-def test_a_tie_is_what_the_interval_leaves_open():
+def test_an_interval_leaves_ties_open_and_a_claim_says_whose_it_is_and_why_it_fails():
     for low, high, holds in ((0.01, 0.2, True), (-0.1, 0.2, None), (None, None, True)):
         assert Claim("c", "", 0.1, None, "ours > 0", low=low, high=high).holds is holds
     assert Claim("c", "", -0.1, None, "ours > 0", low=-0.2, high=-0.01).holds is False
     assert Claim("c", "", 2.0, None, "abs(ours) <= 1", low=-3.0, high=7.0).holds is None  # true in the middle alone
-
-
-def test_a_claim_says_whose_it_is_and_why_it_fails():
     says = {"": "ours", "implied by Fig. 2": "implied", "Fig. 9: negligible": "stated"}
     assert {paper: Claim("c", paper, 1.0, None, "ours > 0").source for paper in says} == says
     failing = Claim("c", "Fig. 9: some", -1.0, None, "ours > 0", reason="small model", why="It has 135M weights.")

@@ -5,28 +5,16 @@ import re
 import pytest
 
 import qkscope as qk
-from planted_model import READER, planted
 from qkscope.analyses.find import no_head
 from qkscope.analyses.trace.verdicts import FEW
 from qkscope.capture.encode import token_texts
-from qkscope.heads import Head, parse_writers
+from qkscope.heads import parse_writers
 from qkscope.maths.writers import different, draw_alike
 
 PROMPT = "hat jam cat pen hat jam"
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_one_writer_is_named_where_one_has_everything(seed):
-    writer, prompt = Head(seed % 2, seed % 3), "Words: hat jam kettle bell hat jam"
-    scope = planted({writer: 0.3}, seed)
-    found = qk.why(scope, prompt, READER)
-    key = [row for row in found.tables["cuts"] if row["side"] == "key"]
-    assert [(row["k"], row["writers"]) for row in key] == [(1, str(writer))]
-    assert f" {writer} carried 'jam' into its key (" in found.answer
-    assert re.search(rf"Its key is written by {writer} \(\d+%\), its query", qk.trace(scope, prompt, READER).answer)
-
-
-def test_controls_are_counted_once_each_and_few_of_them_test_nothing(nano):
+def test_controls_are_counted_once_each_and_few_heads_are_joined_by_the_next_layers(nano):
     found = qk.why(nano, PROMPT, "L1H0", draws=20)
     one, two = (row for row in found.tables["cuts"] if row["side"] == "key" and row["k"] <= 2)
     assert (one["draws"], one["sets"], one["verdict"]) == (20, 3, "untested")  # layer 0 has three other heads
@@ -37,9 +25,6 @@ def test_controls_are_counted_once_each_and_few_of_them_test_nothing(nano):
     for row in deeper.tables["cuts"]:
         assert row["sets"] <= row["draws"]
         assert (row["verdict"] == "untested") == (row["sets"] < FEW) or row["verdict"] in ("unattended", "vacuous")
-
-
-def test_few_heads_in_a_layer_are_joined_by_those_of_the_next():
     addresses = parse_writers([f"L{layer}H{i}" for layer in (0, 1) for i in range(4)])
     near = {draw_alike([0], addresses, seed)[0] for seed in range(60)}
     wide = {draw_alike([0], addresses, seed, least=FEW)[0] for seed in range(60)}

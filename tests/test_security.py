@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import qkscope as qk
 from qkscope import BadInput, Moments, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import load, read_job, sums_file, task_of
 from qkscope.capture.scope import Scope
 from qkscope.runs.folder import read_tensors, write_tensors
+from qkscope.runs.result import Result, plain_value
+from qkscope.show.page import script_json
 from qkscope.tasks.words import OBJECTS
 
 JOB = {"contrasts": ["order"], "batch_size": 4}
@@ -93,3 +98,64 @@ def test_nothing_is_evaluated_unpickled_or_run_from_a_model():
     assert bad.search((source / "serialization.py").read_text())
     for path in (Path(__file__).parents[1] / "src").rglob("*.py"):
         assert not bad.search(path.read_text(encoding="utf-8")), path
+
+
+_odd = st.sampled_from(
+    ["</script>", "</SCRIPT >", "<!--", "-->", "<script", "]]>", "\u2028", "\x00", "\ud800", "👩‍🔬", "&lt;", "{{ 7 }}"]
+)
+_tokens = st.lists(_odd | st.text(max_size=4), max_size=4).map("".join)
+_numbers = st.floats() | st.integers(-(10**40), 10**40) | st.booleans() | st.none()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.recursive(_tokens | _numbers, lambda inner: st.lists(inner) | st.dictionaries(_tokens, inner), max_leaves=9))
+def test_data_in_a_script_element_reads_back_and_cannot_end_it(value):
+    text = str(script_json(value))
+    assert json.loads(text) == plain_value(value)
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert text.isascii()
+
+
+def test_a_run_folder_of_any_text_reads_back(tmp_path):
+    """Half a surrogate too, which UTF-8 cannot hold and JSON can."""
+    text = "a\ud800\u2028👩é\x00<"
+    result = Result("odd", {"table": [{"token": text}]}, answer=text, provenance={"asked": {"prompt": text}})
+    found = Result.read(result.write(tmp_path / "run"))
+    assert (found.tables, found.answer, found.provenance["asked"]["prompt"]) == (result.tables, text, text)
+
+
+# ---------------------------------------------------------------- chat templates, and what is written into a model
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[0].content }}{{ ''.__class__.__mro__ }}", "fails with SecurityError"),
+        ("{{ messages[0].content }}{{ range(10 ** 9) }}", "fails with OverflowError"),
+        ("{{ messages[0].content }}{{ raise_exception('no') }}", "fails with TemplateError"),
+        (None, "ask without chat"),
+    ],
+)
+def test_a_hostile_chat_template_ends_in_a_sentence(template, said):
+    scope = qk.Scope.load("nano:mixed", check=False)
+    scope.tokenizer.chat_template = template
+    with pytest.raises(BadInput, match=said):
+        scope.encode(["hat jam"], chat=True)
+
+
+def test_a_message_does_not_quote_a_whole_prompt():
+    text = "hat jam " * 200_000
+    for word in ("pen", "jam"):
+        with pytest.raises(BadInput) as caught:
+            qk.Example.mark(text, keys=[word])
+        assert len(str(caught.value)) < 600
+
+
+def test_double_precision_and_two_watchers_are_refused_in_words(nano):
+    with pytest.raises(BadInput, match="write float32, bfloat16, float16 or auto"):
+        qk.Scope.load("nano:mixed", dtype="float64")
+    with pytest.raises(BadInput, match="a model in float64 is not looked into"):
+        qk.Scope.from_model(qk.Scope.load("nano:mixed", check=False).model.double())
+    encoded = nano.encode(["hat jam"])
+    with nano.patched([]), pytest.raises(BadInput, match="watched already"):
+        nano.watch(encoded.inputs)

@@ -58,23 +58,15 @@ def test_without_rotation_all_spaces_are_one(family: str) -> None:
         assert torch.equal(other.k, post.k)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "reason"),
-    [
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "depends on the length",
-        ),
-        ("nanochat", {}, "after they are rotated"),
-        ("deepseek_v3", {}, "more than a rotation"),
-    ],
-)
-def test_query_frame_is_refused_where_it_does_not_exist(family: str, settings: dict, reason: str) -> None:
-    scope = Scope.from_model(tiny_model(family, **settings), check=False)
-    capture(scope, "post_rope")
-    with pytest.raises(BadInput, match=reason):
-        capture(scope, "query_frame")
+def test_query_frame_is_refused_where_it_does_not_exist() -> None:
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    for model, reason in (
+        (tiny_model("llama", **dynamic), "depends on the length"),
+        (tiny_model("nanochat"), "after they are rotated"),
+        (tiny_model("deepseek_v3"), "more than a rotation"),
+    ):
+        with pytest.raises(BadInput, match=reason):
+            capture(Scope.from_model(model, check=False), "query_frame")
 
 
 def test_pre_rope_gives_no_logits_and_the_rotary_function_is_put_back() -> None:

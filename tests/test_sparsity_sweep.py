@@ -45,12 +45,15 @@ def run_folder(tmp_path_factory, words):
     return folder
 
 
-def test_edges_are_read_as_they_are_printed():
+def test_edges_and_checkpoints_are_read_as_they_are_printed(run_folder):
     task, published = tasks.ioi(), CIRCUITS["gpt2", "ioi"]
     edges = parse_edges("L9H9, L5H5:S2>S1+1", task)
     assert edges == [Edge(Head(9, 9), Duty("answer", "query", "answer")), Edge(Head(5, 5), DUTIES["ioi"][1])]
     assert parse_edges(",".join(map(str, published[:2])), task) == published[:2]
     assert parse_edges("gpt2,L9H9:END>IO", task) == published
+    assert [c.label for c in checkpoints(str(run_folder), "step20,step0")] == ["step0", "step20"]
+    both = checkpoints("EleutherAI/pythia-160m", "seed2-step20,seed1-step20,step3")  # the same step is no copy
+    assert [c.revision for c in both] == ["step3", "seed2-step20", "seed1-step20"]
 
 
 @pytest.mark.parametrize(
@@ -130,16 +133,6 @@ def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
     assert [row["circuit"] for row in found.table()] == [True, True, False, False]
 
 
-@pytest.mark.parametrize(("family", "circuit"), [("gpt2", "gpt2"), ("gpt_neox", "EleutherAI/pythia-160m")])
-def test_the_published_circuits_run_on_models_of_their_shape(family, circuit, words):
-    shape = {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 96, "vocab_size": len(words)}
-    scope = Scope.from_model(tiny_model(family, **shape), words, check=False)
-    rows, edges = sparsity(scope, tasks.ioi(), circuit, **SMALL).table(), CIRCUITS[circuit, "ioi"]
-    assert [row["head"] for row in rows[: len(edges)]] == [str(edge.head) for edge in edges]
-    assert all(row["sparsity"] == row["sparsity"] and row["n"] == 6 for row in rows)
-    assert len(rows) == len(edges) + len({(e.duty.query, e.duty.key) for e in edges})
-
-
 # ---------------------------------------------------------------- sweeps
 
 
@@ -196,12 +189,6 @@ def test_revisions_that_do_not_exist_or_are_copies_are_refused_by_name(run_folde
     with pytest.raises(BadInput, match=says):
         sweep(model.format(run=run_folder), tasks.ioi(), revisions, out=tmp_path / "out", **SMALL)
     assert not (tmp_path / "out").exists()
-
-
-def test_checkpoints_come_by_their_steps(run_folder):
-    assert [c.label for c in checkpoints(str(run_folder), "step20,step0")] == ["step0", "step20"]
-    both = checkpoints("EleutherAI/pythia-160m", "seed2-step20,seed1-step20,step3")  # the same step is no copy
-    assert [c.revision for c in both] == ["step3", "seed2-step20", "seed1-step20"]
 
 
 def test_the_commands_print_json(run_folder, tmp_path, qkscope):

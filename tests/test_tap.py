@@ -104,7 +104,7 @@ def test_shapes_order_and_labels(llama: Scope) -> None:
     assert next(iter(llama.capture(labelled))).labels["odd"].tolist() == [[1, -1], [1, 0]]
 
 
-def test_several_queries_give_one_row_each() -> None:
+def test_several_queries_give_one_row_each_and_the_pass_ends_early(llama: Scope) -> None:
     scope = Scope.from_model(tiny_model("gemma3"))
     tokens, key = ids(11, 3), Key((2, 3))
     many = Example(ids=tokens, queries=[(3, 4), (6, 8), (10, 11)], keys=[key])
@@ -113,9 +113,6 @@ def test_several_queries_give_one_row_each() -> None:
     alone = [next(iter(scope.capture([Example(ids=tokens, queries=[(q, q + 1)], keys=[key])]))) for q in (3, 7, 10)]
     torch.testing.assert_close(batch.attention()[1:], torch.cat([x.attention() for x in alone]), atol=1e-5, rtol=0)
     torch.testing.assert_close(batch.rest[1:], torch.cat([x.rest for x in alone]), atol=1e-5, rtol=0)
-
-
-def test_the_pass_ends_after_the_deepest_layer_asked_for(llama: Scope) -> None:
     ran: list[int] = []
     layers = enumerate(llama.model.model.layers)
     hooks = [layer.mlp.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in layers]
@@ -155,12 +152,19 @@ def test_encoders_are_captured_from_raw_inputs(family: str) -> None:
         torch.testing.assert_close(batch.attention()[:, slot], wanted, atol=1e-5, rtol=0)
 
 
-def test_an_implementation_that_drops_a_soft_cap_or_sink_is_refused() -> None:
+def test_models_that_would_mislead_are_refused() -> None:
     for family, what in (("gemma2", "soft-cap"), ("gpt_oss", "sink")):
         model = tiny_model(family)
         model.config._attn_implementation_internal = "sdpa"
         with pytest.raises(BadInput, match=f"drops this model's .*{what}.*eager"):
             Scope.from_model(model)
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(BadInput, match="NaN"):
+        Scope.from_model(model)
+    with pytest.raises(BadInput, match="logits are NaN"):
+        list(Scope.from_model(model, check=False).capture(examples(), logits=True))
 
 
 def test_bad_input_is_one_sentence(llama: Scope) -> None:
@@ -172,13 +176,3 @@ def test_bad_input_is_one_sentence(llama: Scope) -> None:
     ):
         with pytest.raises(BadInput, match=said):
             call()
-
-
-def test_nan_weights_are_refused() -> None:
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
-    with pytest.raises(BadInput, match="NaN"):
-        Scope.from_model(model)
-    with pytest.raises(BadInput, match="logits are NaN"):
-        list(Scope.from_model(model, check=False).capture(examples(), logits=True))

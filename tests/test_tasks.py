@@ -102,13 +102,6 @@ def test_a_copy_differs_in_the_asked_pair_alone(form, contrast):
             assert labels_of(example, contrast) == [1 if i == place else 0 for i in range(7)]
 
 
-def test_prompts_as_the_paper_writes_them():
-    (listed,) = tasks.filter(form="find").test(1)[0]
-    assert re.search(r"^\w+(, [\w ]+){24}\. Find the (fruits|animals|vehicles|drinks|countries)\.$", listed.text)
-    (boxes,) = tasks.binding(3, "question", chat=True).test(1)[0]
-    assert re.search(r"\. Which box is the \w+ in\?\nAnswer: Box$", boxes.text)
-
-
 # ---------------------------------------------------------------- filter
 
 

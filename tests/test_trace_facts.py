@@ -42,20 +42,19 @@ def sums_to_its_logit(found):
     return True
 
 
-def test_writers_of_each_side_sum_to_the_logit(nano, scope, induction):
+def test_writers_of_each_side_and_pairs_of_a_prompt_sum_to_the_logit(nano, scope, induction):
     both = traced(nano, qk.tasks.filter(), ["L1H0", "L2H3"])  # many right keys
     assert [row["head"] for row in both.tables["check"]] == ["L1H0", "L2H3"]
     for found in (induction, both, traced(scope, qk.tasks.binding(4), "L1H2")):
         assert sums_to_its_logit(found)
-
-
-def test_pairs_of_a_prompt_sum_to_its_writers(nano):
     one = Probe(nano, PROMPT).head("L2H1")
     pairs, writers = one.pairs[0], {side: values[0] for side, values in one.marginals.items()}
     torch.testing.assert_close(pairs.sum(1), writers["query"], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(pairs.sum(0), writers["key"], atol=1e-5, rtol=1e-4)
     assert float(pairs.sum()) == pytest.approx(one.total, abs=1e-4)
     assert sum(token["attention"] for token in one.token_rows()) == pytest.approx(1, abs=1e-5)
+    found = qk.trace(nano, TASK, "L1H0", 1, draws=2, progress=False)
+    assert found.tables["writers"][0]["low"] is None
 
 
 def test_a_feature_and_all_that_is_not_in_it_sum_to_the_whole(nano, induction):
@@ -182,11 +181,6 @@ def test_a_task_without_right_keys_is_refused(nano, head):
     task = qk.tasks.Task("mine", {"mine": qk.tasks.Contrast("mine", "this / that")}, draw)
     with pytest.raises(BadInput, match="its keys labelled answer, and this one has none"):
         traced(nano, task, head)
-
-
-def test_one_prompt_is_enough_and_has_no_interval(nano):
-    found = qk.trace(nano, TASK, "L1H0", 1, draws=2, progress=False)
-    assert found.tables["writers"][0]["low"] is None
 
 
 def test_with_nothing_taken_out_the_running_model_is_as_it_was(induction):

@@ -86,7 +86,7 @@ def test_a_planted_head_is_found_beside_any_number_of_heads(planted, asked):
     assert {row["verdict"] for row in rows.values()} <= {"not above null"}
 
 
-def test_pooled_tails_reach_further_than_one_heads_replicates_and_stop_at_the_floor():
+def test_pooled_tails_reach_further_and_folds_add_up():
     null = randn(0, 50, 199).abs()
     heads = [[(30.0 if i == 0 else float(row.max()) + 1e-9, row.tolist())] for i, row in enumerate(null)]
     p = head_p_values(heads)
@@ -97,6 +97,11 @@ def test_pooled_tails_reach_further_than_one_heads_replicates_and_stop_at_the_fl
     middle = float(null[0].median())
     assert head_p_values([[(middle, null[0].tolist())]])[0] == pytest.approx(0.5, abs=0.02), "its own say how often"
     assert head_p_values([[(middle, null[0].tolist()), (30.0, null[1].tolist())], []]) == [1 / 200, 1.0]
+    q, k = randn(0, 40, 2, 4), randn(1, 40, 2, 2, 4)
+    moments = Moments(["L0H0", "L0H1"], ["c"], 4, nulls=NULLS, replicates=3)
+    moments.update(q, k, {"c": PAIR.expand(40, 2)}, prompts=torch.arange(40) % 10)
+    torch.testing.assert_close(moments.state["folds"]["c"].sum(0), moments.state["sums"]["c"])
+    assert moments.state["folds"]["c"][:, 0, -1, 0, -1].remainder(4).eq(0).all()
 
 
 # ---------------------------------------------------------------- noise
@@ -203,14 +208,6 @@ def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prom
         moments.update(q, k, {"c": PAIR.expand(prompts, 2)}, prompts=word)
         found.append(cross_validated_rank(moments, "c", "query", range(5)))
     assert found == [[rank] * 5] * 2
-
-
-def test_folds_add_up_and_a_unit_is_in_one_of_them():
-    q, k = randn(0, 40, 2, 4), randn(1, 40, 2, 2, 4)
-    moments = Moments(["L0H0", "L0H1"], ["c"], 4, nulls=NULLS, replicates=3)
-    moments.update(q, k, {"c": PAIR.expand(40, 2)}, prompts=torch.arange(40) % 10)
-    torch.testing.assert_close(moments.state["folds"]["c"].sum(0), moments.state["sums"]["c"])
-    assert moments.state["folds"]["c"][:, 0, -1, 0, -1].remainder(4).eq(0).all()
 
 
 # ---------------------------------------------------------------- memory

@@ -200,15 +200,6 @@ def test_a_command_without_part_makes_what_parts_left(scope, undisturbed, tmp_pa
     assert same_sums(tmp_path / "run", undisturbed)
 
 
-def test_parts_that_make_no_sense_are_refused(scope, tmp_path):
-    with pytest.raises(BadInput, match="name it with out"):
-        decompose(scope, part=(0, 2))
-    assert "0 of 15 pieces are there" in decompose(scope, out=tmp_path / "run", part=(49, 50)).answer  # none is its own
-    assert sorted(parse_part(f"{i}/3") for i in (0, 1, 2)) == sorted(parse_part(f"{i}/3") for i in (1, 2, 3))
-    with pytest.raises(BadInput, match="a part is i/n"):
-        parse_part("4/3")
-
-
 def test_torchrun_gives_the_bits_of_one_process(model, undisturbed, tmp_path, monkeypatch):
     asked = ["decompose", "binding", "--size", 4, "--heads", "L1H3,L0H1", "-n", 40, "--contrasts", "order,lexical"]
     asked += ["--replicates", 9, "--batch-size", 4, "--model", model, "--device", "cpu", "--json"]
@@ -227,12 +218,18 @@ def test_torchrun_gives_the_bits_of_one_process(model, undisturbed, tmp_path, mo
 # ---------------------------------------------------------------- pieces
 
 
-def test_nothing_is_written_without_a_folder(nano, tmp_path, monkeypatch):
+def test_without_a_folder_nothing_is_written_and_parts_make_no_sense(nano, tmp_path, monkeypatch, scope):
     monkeypatch.chdir(tmp_path)
     work = Work().begin(nano, ["a"], verb="x")
     assert work.once("piece", lambda: {"value": [1.5, None]}) == {"value": [1.5, None]}
     assert work.run([Stage("rows", [[0, 1], [2]], lambda own: own)]) == [[[0, 1], [2]]]
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(BadInput, match="name it with out"):
+        decompose(scope, part=(0, 2))
+    assert "0 of 15 pieces are there" in decompose(scope, out=tmp_path / "run", part=(49, 50)).answer  # none is its own
+    assert sorted(parse_part(f"{i}/3") for i in (0, 1, 2)) == sorted(parse_part(f"{i}/3") for i in (1, 2, 3))
+    with pytest.raises(BadInput, match="a part is i/n"):
+        parse_part("4/3")
 
 
 def test_sums_are_added_in_order_whoever_made_them(nano, tmp_path):

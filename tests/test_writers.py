@@ -105,14 +105,11 @@ def test_a_family_whose_blocks_cannot_be_separated_is_refused_with_the_reason(fa
         Reader(scope, scope.heads()[-1:])
 
 
-def test_a_layer_that_is_not_linear_with_its_norms_frozen_shows_in_its_sums():
+def test_nonlinear_layers_show_and_quantised_weights_are_refused():
     scope = look("olmo", clip_qkv=0.5)
     reader, run, places = recorded(scope, 1)
     assert max(sum_error(run, head, places.key_mask) for head in reader.heads) > 1e-3
     assert trace_error(look("olmo")) < 1e-5
-
-
-def test_quantised_weights_are_refused_in_words():
     scope = look("llama")
     weight = scope.model.model.layers[1].self_attn.q_proj
     weight.weight = nn.Parameter((weight.weight * 64).to(torch.int8), requires_grad=False)

@@ -105,7 +105,7 @@ def test_every_figure_leaves_a_page_a_picture_and_claims_with_their_place_and_co
 # ---------------------------------------------------------------------- lee2026: toys
 
 
-def test_smoke_already_shows_exact_ranks_and_their_controls(heads):
+def test_smoke_already_shows_exact_ranks_swaps_and_a_cube(heads, out):
     rows = heads["fig2"].tables["ranks"]
     assert {"null1", "null2", "untrained1", "untrained2"} <= set(rows[0])
     below = [row for row in rows if row["r1"] + row["r2"] < row["d_head"]]
@@ -113,16 +113,10 @@ def test_smoke_already_shows_exact_ranks_and_their_controls(heads):
     for row in below:
         assert (row["rank1"], row["rank2"]) == (row["r1"], row["r2"])
         assert 0.8 < row["accuracy"] < row["ceiling"] + 0.02
-
-
-def test_the_joint_swap_moves_the_attention_and_random_ones_do_not(heads):
     found = {row["condition"]: row for row in heads["fig4"].tables["swap"]}
     assert found["both"]["orig_after"] <= 0.01
     assert found["random_both"]["orig_after"] > 0.1
     assert {"z1_oracle", "z1_oblique", "key_pca_both", "cov_qk_both", "untrained_both"} <= set(found)
-
-
-def test_the_cube_can_be_turned_and_figures_share_their_heads(heads, out):
     page = (out / "heads" / "lee2026" / "fig3" / "report.html").read_text()
     assert 'class="block cloud"' in page
     assert "qk.charts.cloud = " in page, "the script is inside"
@@ -146,7 +140,7 @@ def test_the_papers_templates_reach_a_model_that_has_one(llama, qwen, out):
     assert (tokens[0], tokens[-1]) == ("<user>", "<bot>")  # the last token of the template asks
 
 
-def test_binding_swaps_hold_every_condition_beside_its_baselines_and_both_estimators(llama, qwen):
+def test_binding_swaps_stand_beside_their_baselines_and_a_random_model_binds_nothing(llama, qwen):
     for result in (llama["fig9"], qwen["fig20"]):
         rows, theirs = result.tables["swap"], result.tables["paper_swap"]
         for head in {row["head"] for row in rows}:
@@ -164,9 +158,6 @@ def test_binding_swaps_hold_every_condition_beside_its_baselines_and_both_estima
         assert centers == {"order": "none", "lexical": "none"}
     for figure, table in (("fig8", "views"), ("fig10", "shares"), ("fig16", "counts"), ("fig17", "views")):
         assert {"paper", "ours"} <= {row["estimator"] for row in llama[figure].tables[table]}
-
-
-def test_every_number_that_a_swap_is_judged_by_is_there_and_a_random_model_binds_nothing(llama, qwen):
     for result in (llama["fig9"], llama["fig7"], qwen["fig20"]):
         assert [claim.claim for claim in result.claims if claim.ours is None] == []
     both = [claim for claim in llama["fig9"].claims if claim.claim.startswith("swapping both moves the majority")]
@@ -176,14 +167,11 @@ def test_every_number_that_a_swap_is_judged_by_is_there_and_a_random_model_binds
 # ---------------------------------------------------------------------- franco2026: toys
 
 
-def test_figures_share_their_toys(toys, out):
+def test_figures_share_their_toys_and_figure_23_its_controls(toys, out):
     settings = Settings("smoke", out / "toys")
     asked = [figure_of("franco2026", figure).asked for figure in toys]  # theorems have no toys
     used = {cell for own in asked if "cells" in own for cells in own["cells"](settings).values() for cell in cells}
     assert len(list((out / "toys" / "superposition").iterdir())) == len(used)
-
-
-def test_controls_of_figure_23_are_the_same_features_untrained(toys):
     rows, (on_last, fitting, _) = toys["fig23"].tables["alignment"], toys["fig23"].claims
     untrained = [row for row in rows if row["control"]]
     own = [row["on_own"] for row in untrained if not row["surplus"]]

@@ -137,14 +137,11 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
 # ---------------------------------------------------------------------- bad input
 
 
-def test_names_and_steps_that_are_not_there():
+def test_names_steps_and_folders_of_another_training_are_refused(tmp_path):
     with pytest.raises(BadInput, match="there is no nano model 'giga': there is mixed"):
         qk.Scope.load("nano:giga")
     with pytest.raises(BadInput, match=r"nano:mixed has no revision '7': there is 0, "):
         qk.Scope.load("nano:mixed@7")
-
-
-def test_a_folder_of_another_training_is_refused(tmp_path):
     short = {**TINY, "steps": 2, "check_every": 1}
     NanoTrainer(tmp_path, NanoRecipe(**short), 0, CPU).run()
     for recipe, seed, says in (({}, 1, "another seed"), ({"rows": 30}, 0, "another recipe")):

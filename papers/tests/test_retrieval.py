@@ -71,7 +71,7 @@ def test_an_untrained_head_already_has_the_right_ranks():
     assert [int(torch.linalg.matrix_rank(head.delta(k))) for k in range(2)] == [2, 3]
 
 
-def test_logits_are_the_interactions_of_the_latents():
+def test_logits_are_the_interactions_of_the_latents_and_their_shares_count_what_they_say():
     """q·k = z_qᵀ G z_k (Eq. 12) where payload and noise are not seen."""
     head = perfect_head()
     task = head.encoders.task
@@ -84,9 +84,6 @@ def test_logits_are_the_interactions_of_the_latents():
     )  # fmt: skip
     assert off_diagonal(head.interactions()) < 1e-4
     assert asymmetry(head.interactions()) < 0.01
-
-
-def test_off_diagonal_cross_variable_and_asymmetry_count_what_they_say():
     task = Retrieval((1, 2))
     g = torch.tensor([[3.0, 0.0, 0.0], [4.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert off_diagonal(g) == pytest.approx(16 / 25)
@@ -97,25 +94,19 @@ def test_off_diagonal_cross_variable_and_asymmetry_count_what_they_say():
     torch.testing.assert_close(rotate(torch.eye(3).double(), task, 0), torch.eye(3).double())
 
 
-def test_duplicate_codes_limit_accuracy_as_counting_says():
+def test_ceilings_are_what_counting_and_dot_products_allow():
     """With payloads that never coincide the ceiling is E[1/(1+m)], m ~ Binomial(T−1, 2^−R), in closed form."""
     task = Retrieval((2, 2), payloads=1000, d=1)
     p = 1 / 16
     exact = (1 - (1 - p) ** 16) / (16 * p)
     assert bayes_ceiling(task.encoders(0), 20_000) == pytest.approx(exact, abs=0.01)
-
-
-def test_a_dot_product_is_no_distance():
-    """Gaussian codes never coincide, yet a head that scores z·z' takes long vectors for the right ones."""
+    # gaussian codes never coincide, yet a head that scores z·z' takes long vectors for the right ones
     task = Retrieval((2, 2), "continuous")
     assert bayes_ceiling(task.encoders(0), 4000) > 0.999
     assert dot_product_ceiling(task, 4000) < 0.7
     assert dot_product_ceiling(Retrieval((12, 12), "continuous"), 4000) > 0.995
     noisy = bayes_ceiling(Retrieval((2, 2), "continuous", **AS_WRITTEN).encoders(0), 4000)
     assert 0.8 < noisy < 0.999
-
-
-def test_accuracy_of_a_perfect_match_reaches_the_ceiling():
     head = perfect_head((4, 4))
     encoders = head.encoders
     read = torch.linalg.pinv(torch.cat([encoders.A_y, encoders.A], dim=1))[:10]

@@ -108,7 +108,7 @@ def test_one_step_is_torchs_adamw():
         torch.testing.assert_close(trainer.params["w"][i], w.detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_models_stop_one_by_one_and_leave_the_rest_undisturbed():
+def test_models_stop_one_by_one_and_one_that_diverges_is_named(caplog):
     targets = torch.tensor([[0.0, 0.0], [3.0, -3.0]])
     recipe = Recipe(steps=3000, validate_every=20, patience=3, weight_decay=0.0)
     both = Trainer(Quadratic(targets), 1e-2, recipe)
@@ -122,9 +122,6 @@ def test_models_stop_one_by_one_and_leave_the_rest_undisturbed():
     assert bool(found.curves[-1, 0].isnan())
     masked = Trainer(Quadratic(targets), 1e-2, recipe, compact_below=0.0).run()
     torch.testing.assert_close(masked.params["w"], found.params["w"])
-
-
-def test_a_diverging_model_stops_alone_and_is_named(caplog):
     with caplog.at_level(logging.WARNING):
         found = Trainer(stacked(CELLS), [1e-3, 50.0, 1e-3], SHORT, seed=5).run()
     assert found.diverged == [CELLS[1].name]

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from qkscope.capture.scope import Scope
 
@@ -68,16 +66,6 @@ def test_a_thesis_survives_every_command(command, tmp_path, qkscope, monkeypatch
     assert (code, out) == (2, "")
     assert f"{mine} holds other" in said
     assert "results.json: name a new folder." in said
-    assert contents(tmp_path) == before
-
-
-def test_checkpoints_that_are_not_ours_are_kept(tmp_path, qkscope):
-    (tmp_path / "c" / "0").mkdir(parents=True)
-    (tmp_path / "c" / "0" / "config.json").write_text("{}")
-    save_file({"weight": torch.ones(2)}, tmp_path / "c" / "0" / "model.safetensors")
-    before = contents(tmp_path)
-    code, _, said = qkscope("train", "nano", "--preset", "smoke", "--steps", 2, "--out", tmp_path / "c")
-    assert (code, "holds other files than a run, 0/config.json: name a new folder" in said) == (2, True)
     assert contents(tmp_path) == before
 
 
