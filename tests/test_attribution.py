@@ -64,9 +64,6 @@ def test_a_planted_query_is_given_to_its_own_feature():
             attribute_logits(q, k, 1.0, many, split)
 
 
-# ---------------------------------------------------------------- the verb
-
-
 def tokens(explanation) -> str:
     return " ".join(row["token"] for row in explanation.tables["tokens"])
 

@@ -117,17 +117,6 @@ def logits_of_next(scope):
     return patched(scope, scope.encode([PROMPT]).inputs)[0, -1].softmax(-1)
 
 
-def test_blocks_end_in_any_order(nano):
-    first, second = nano.ablate("L0H2"), nano.ablate("L0H3")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    one = nano.attention(PROMPT, "L1H0")
-    second.__exit__(None, None, None)
-    with nano.ablate("L0H3"):
-        torch.testing.assert_close(nano.attention(PROMPT, "L1H0"), one)
-
-
 def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):
     plain = qk.why(nano, PROMPT, "L2H3")
     with nano.ablate("L0H2", "M1"), nano.hide("L1H0", key=-2):

@@ -160,12 +160,3 @@ def test_bootstrap_intervals_cover_the_mean_and_respect_clusters():
         low, high = clustered_bootstrap(values, prompts, draws=400, seed=seed)
         hits += bool(low <= 0 <= high)
     assert hits >= 84  # 95% nominal; rows taken for independent would give about 60%
-
-
-def test_few_prompts_cannot_have_many_components():
-    """Sixteen prompts span sixteen directions: with most of them projected out, any component would pass."""
-    head = PlantedHead.make({"wide": 9}, d_head=32)
-    q, k, labels = head.pairs("wide", 16, seed=0)
-    found = run_controls(accumulate(q[:, None], k[:, None], labels), "c")[Head(0, 0)]
-    assert found.null_rank <= 4
-    assert found.interaction_rank <= 4

@@ -41,9 +41,6 @@ def dense(coded):
 HOOK = {"metadata": {"hook_name": "blocks.17.hook_resid_post", "sae_lens_version": "6.54.12"}}
 
 
-# ---------------------------------------------------------------------- codes, as SAELens defines them
-
-
 @pytest.mark.parametrize("applied", [True, False])
 @pytest.mark.parametrize("normalises", ["none", "constant_norm_rescale", "layer_norm"])
 @pytest.mark.parametrize("kind", ["standard", "topk", "topk rescaled", "jumprelu", "gated"])
@@ -115,9 +112,6 @@ def test_where_a_dictionary_stands_and_that_a_centred_stream_is_centred_first(tm
     torch.testing.assert_close(dense(found.code(x))[1], dense(plain.code(x - mean))[1] + mean)
 
 
-# ---------------------------------------------------------------------- refused
-
-
 @pytest.mark.parametrize(
     ("tensors", "settings", "said"),
     [
@@ -150,9 +144,6 @@ def test_files_that_are_no_dictionaries_are_refused(tmp_path):
     for name, said in wanted.items():
         with pytest.raises(BadInput, match=said):
             qk.Dictionary.load(tmp_path / name, layer=1)
-
-
-# ---------------------------------------------------------------------- copies
 
 
 def plain(**more):
@@ -192,9 +183,6 @@ def test_copies_are_as_sparse_and_no_token_keeps_its_own():
     assert moved[1].tolist() == [True] * 4 + [False] * 2
     named = null_code("features", own, x, coded, 5)
     assert torch.equal(named.values, coded.values)
-
-
-# ---------------------------------------------------------------------- pairs
 
 
 def terms(pairs, error=0.0):

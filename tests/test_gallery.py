@@ -71,17 +71,6 @@ def test_every_run_has_a_card_with_its_answer_and_a_page(index):
         assert f'id="{unquote(place)}"' in text or told or 'class="block map"' in text, (page, place)
 
 
-def test_a_head_leads_to_all_runs_that_have_it_by_model(index):
-    rows, claims = (Result.read(index.parent).table(name) for name in ("heads", "claims"))
-    assert {row["run"] for row in rows if (row["model"], row["head"]) == ("nano:mixed", "L2H0")} >= {"fit", "heads"}
-    assert [row["run"] for row in rows if row["model"] == "other"] == ["lee2026-fig9"] * 2
-    called = {(row["run"], row["says"]) for row in rows}  # a verb that the run's name has is not said again
-    assert called == {("why", ""), ("heads", ""), ("fit", "decompose"), ("lee2026-fig9", "")}
-    assert [(row["verdict"], row["page"]) for row in claims] == [
-        ("holds", "runs/lee2026-fig9.html#claim-1"), ("fails", "runs/lee2026-fig9.html#claim-2"),
-    ]  # fmt: skip
-
-
 def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path):
     site, mine = tmp_path / "site", tmp_path / "mine"
     write_gallery(site, runs)
@@ -136,9 +125,6 @@ def test_text_of_a_run_is_text_in_the_index(tmp_path):
         assert "alert(1)" in page.read_text()
         assert "<script>alert" not in page.read_text()
         assert "<img src=x" not in page.read_text()
-
-
-# ---------------------------------------------------------------- in a browser
 
 
 @pytest.fixture(scope="module")

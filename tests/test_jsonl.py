@@ -32,15 +32,8 @@ def numbered(count: int, start: int = 0, **fields) -> list[dict]:
     ]  # fmt: skip
 
 
-def signs(task: Task, use: str, contrast: str, n: int = 1000) -> list[list[list[int]]]:
-    return [[[k.label(contrast) for k in e.keys] for e in unit] for unit in task.draw(use, contrast, n)]
-
-
 def texts(task: Task, use: str) -> set[str]:
     return {example.text for unit in task.draw(use, ANSWER, 1000) for example in unit}
-
-
-# ---------------------------------------------------------------- what a file means
 
 
 def test_keys_queries_and_answers_are_what_a_line_says(tmp_path):
@@ -82,21 +75,6 @@ def test_lines_of_a_group_are_one_unit_and_groups_that_share_a_prompt_one_cluste
     assert len({example.cluster for unit in units for example in unit}) == 1
 
 
-def test_lines_without_an_answer_are_judged_by_the_first_contrast_that_labels_them(tmp_path):
-    keys = [{"text": "A"}, {"text": "B"}]
-
-    def line(*labels):
-        return {"prompt": "A and B", "use": "test",
-                "keys": [{**k, "labels": own} for k, own in zip(keys, labels, strict=True)]}  # fmt: skip
-
-    task = tasks.from_jsonl(write(
-        tmp_path, line({"one": 1}, {"one": -1}), line({"two": -1}, {"two": 1}),
-        line({"one": 1, "answer": -1}, {"one": -1, "answer": 1}),
-    ))  # fmt: skip
-    assert list(task.contrasts) == ["one", "two"]
-    assert signs(task, "test", ANSWER) == [[[1, -1]], [[-1, 1]], [[-1, 1]]]
-
-
 def test_byte_order_marks_line_ends_and_unicode_do_not_matter(tmp_path):
     prompt = "Café\u2028\u0085 😀 cat, dog. The cat"
     line = json.dumps({**GOOD, "prompt": prompt, "use": "fit"}, ensure_ascii=False)
@@ -108,9 +86,6 @@ def test_byte_order_marks_line_ends_and_unicode_do_not_matter(tmp_path):
     assert other.fit("mine", 1) == plain.fit("mine", 1)
     path.write_bytes(f"{line}\r{line}".encode())
     assert len(tasks.from_jsonl(path).fit("mine", 2)) == 2
-
-
-# ---------------------------------------------------------------- copies
 
 
 def test_copies_are_said_dealt_to_one_side_and_count_as_one(tmp_path, scope):
@@ -141,9 +116,6 @@ def test_what_is_tested_must_be_new(tmp_path):
         tasks.from_jsonl(
             write(tmp_path, {**a, "use": "fit"}, {**b, "use": "test"}, {**a, "group": 1}, {**b, "group": 1})
         )
-
-
-# ---------------------------------------------------------------- answers
 
 
 def test_named_answers_are_read_downstream_and_said(tmp_path, scope):
@@ -181,9 +153,6 @@ def test_named_answers_are_read_downstream_and_said(tmp_path, scope):
 def test_answers_that_cannot_be_read_are_refused(scope, right, wrong, says):
     with pytest.raises(BadInput, match=says):
         answer_ids(scope, [Example(text="The hat is in Box", answers=Answers((right,), (wrong,)))])
-
-
-# ---------------------------------------------------------------- what is refused
 
 
 def bad(**fields):

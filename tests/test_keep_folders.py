@@ -32,9 +32,6 @@ def fitted(scope: Scope, out: Path):
     return decompose(scope, tasks.binding(4), ["L1H3"], 16, out=out, contrasts=["order"], batch_size=4)
 
 
-# ---------------------------------------------------------------- a user's folder
-
-
 @pytest.mark.parametrize("name", ["../outside.txt", "/nowhere/outside.txt"])
 def test_a_file_of_a_run_stays_inside_its_folder(tmp_path, name):
     with pytest.raises(BadInput, match="leads out of its folder"):
@@ -206,9 +203,6 @@ def test_an_earlier_run_survives_a_full_disk(tmp_path, monkeypatch):
         with pytest.raises(BadInput, match="No space left on device"):
             Result("demo", {}).write(place, files={"report.html": "new"})
     assert contents(tmp_path) == before
-
-
-# ---------------------------------------------------------------- commands
 
 
 OURS = "qkscope decompose 'my file.jsonl' --heads L1H0 --out 'a run' -n 5"

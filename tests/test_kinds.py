@@ -15,18 +15,12 @@ from qkscope.kinds import Count, Share, checked_call
 
 @checked_call
 def call(
-    n: Count = 1,
-    share: Share = 0.5,
-    names: Sequence[str] = (),
-    head: str | Head | None = None,
-    x: Float[Tensor, "n d"] | None = None,
-    side: Literal["query", "key"] = "key",
-    span: tuple[int, int] = (0, 1),
+    n: Count = 1, share: Share = 0.5, names: Sequence[str] = (), head: str | Head | None = None,
+    x: Float[Tensor, "n d"] | None = None, side: Literal["query", "key"] = "key", span: tuple[int, int] = (0, 1),
     labels: Mapping[str, int] | None = None,
-    whole: bool = True,
-) -> tuple[object, ...]:
+) -> tuple[object, ...]:  # fmt: skip
     """Every kind of annotation that our calls have."""
-    return n, share, names, head, x, side, span, labels, whole
+    return n, share, names, head, x, side, span, labels
 
 
 @pytest.mark.parametrize(

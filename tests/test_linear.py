@@ -47,12 +47,6 @@ def test_every_writers_part_is_what_the_weights_of_a_llama_say(side):
             assert not ours[:, -1].any()  # no biases
 
 
-# ---------------------------------------------------------------------- half precision
-
-
-# ---------------------------------------------------------------------- any rows and slots
-
-
 @pytest.mark.parametrize("family", ["llama", "bloom", "deepseek_v3", "falcon"])  # tokens run alone, and whole prompts
 @pytest.mark.parametrize("waits", [False, True])  # as on a GPU
 def test_rows_and_slots_come_in_any_order_and_number(family, waits):
@@ -88,9 +82,6 @@ def test_rows_and_slots_come_in_any_order_and_number(family, waits):
                 assert (values - by_key).abs().max() <= 2e-5 * by_key.abs().max()
 
 
-# ---------------------------------------------------------------------- cuts
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # and norms of queries and keys
 @pytest.mark.parametrize("side", ["key", "query"])
 def test_a_cut_is_a_forward_with_the_part_at_its_mean_and_norms_frozen(family, side):
@@ -110,9 +101,6 @@ def test_a_cut_is_a_forward_with_the_part_at_its_mean_and_norms_frozen(family, s
         found = one.cut({side: chosen})
         assert (found - attention([one.writers[i] for i in chosen])).abs().max() <= 1e-5
         assert (found - one.attention).abs().max() > 1e-4
-
-
-# ---------------------------------------------------------------------- direct effects
 
 
 def asked_of(scope: Scope) -> Run:

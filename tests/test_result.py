@@ -16,8 +16,6 @@ from qkscope.heads import parse_heads
 from qkscope.runs.claims import Claim, rule_holds
 from qkscope.runs.result import Result
 
-# ---------------------------------------------------------------- heads
-
 
 @given(st.integers(0, 9999), st.integers(0, 9999))
 def test_heads_parse_what_they_print(layer, index):
@@ -40,9 +38,6 @@ def test_lists_of_heads():
         with pytest.raises(BadInput, match=says):
             parse_heads(given_heads)
     assert Head(18, 7).kv(3) == 2
-
-
-# ---------------------------------------------------------------- claims
 
 
 def test_rules_decide():
@@ -109,9 +104,6 @@ def test_rules_are_not_programs(rule):
         rule_holds(rule, {"ours": 1.0, "control": 1.0})
 
 
-# ---------------------------------------------------------------- run folders
-
-
 def some_result(**kwargs):
     claim, row = Claim("c", "p", 2.0, 1.0, "ours > control"), {"head": "L0H0", "value": float("nan"), "n": 3}
     return Result("test/one", {"t": [row]}, [claim], {"x": torch.arange(3)}, **kwargs)
@@ -138,9 +130,6 @@ def test_a_run_replaces_a_run(tmp_path):
     for place, says in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "below", "cannot be written")):
         with pytest.raises(BadInput, match=says):
             some_result().write(place)
-
-
-# ---------------------------------------------------------------- the shell
 
 
 def test_importing_the_package_imports_nothing_heavy():

@@ -124,9 +124,6 @@ def test_a_run_folder_of_any_text_reads_back(tmp_path):
     assert (found.tables, found.answer, found.provenance["asked"]["prompt"]) == (result.tables, text, text)
 
 
-# ---------------------------------------------------------------- chat templates, and what is written into a model
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [

@@ -33,9 +33,6 @@ def scope_of(family, **overrides):
     return Scope.from_model(tiny_model(family, **overrides), check=False)
 
 
-# ---------------------------------------------------------------------- the basis
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_singular_vectors_multiply_out_and_are_orthonormal(family):
     scope = scope_of(family)
@@ -109,9 +106,6 @@ def test_key_weights_that_heads_share_are_factored_once_with_the_same_result():
     kv_of_head = torch.tensor([0, 0, 1, 1, 0, 1])
     for shared, own in zip(thin_svd(w_q, w_k, kv_of_head), thin_svd(w_q, w_k[kv_of_head]), strict=True):
         torch.testing.assert_close(shared, own, rtol=0, atol=1e-12)
-
-
-# ---------------------------------------------------------------------- relative attention
 
 
 def everywhere(model):
@@ -200,9 +194,6 @@ def test_one_prompt_can_be_asked_about_by_role_or_position():
     assert relative_attention(scope, example, "L1H1", query="B", key="A").tables["relative"][0]["query"] == 7
     with pytest.raises(BadInput, match="no role 'C'"):
         relative_attention(scope, example, "L1H1", key="C")
-
-
-# ---------------------------------------------------------------------- many matrices at once, against LAPACK's
 
 
 def matrices(kind, n):

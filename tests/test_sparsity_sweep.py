@@ -7,7 +7,7 @@ import torch
 
 from qkscope import BadInput, Scope, tasks
 from qkscope.analyses import sparsity as module
-from qkscope.analyses.circuits import CIRCUITS, DUTIES, Duty, Edge, find_circuit, outside, parse_edges
+from qkscope.analyses.circuits import CIRCUITS, DUTIES, Duty, Edge, find_circuit, parse_edges
 from qkscope.analyses.relative import relative_attention
 from qkscope.analyses.sparsity import checkpoints, group_difference, sparsity, sweep
 from qkscope.heads import Head
@@ -93,19 +93,6 @@ def test_a_planted_previous_token_head_is_found(words):
     assert best.head == Head(0, 0)
 
 
-def test_controls_are_heads_of_no_circuit_at_the_same_roles(words):
-    scope = Scope.from_model(tiny_model("llama", vocab_size=len(words)), words)
-    edges = find_circuit(scope, tasks.ioi(), n=4, top=1)
-    control = outside(scope, edges, 2)
-    assert not {edge.head for edge in edges} & {edge.head for edge in control}
-    ways = [(job.query, job.key) for job in DUTIES["ioi"]]
-    assert [(e.duty.query, e.duty.key) for e in control] == [way for way in ways for _ in range(2)]
-    assert not any(edge.circuit for edge in control)
-
-
-# ---------------------------------------------------------------- one checkpoint
-
-
 def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
     scope = Scope.from_model(tiny_model("llama", vocab_size=len(words)), words)
     task = tasks.ioi()
@@ -131,9 +118,6 @@ def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
     torch.testing.assert_close(found.arrays["terms_first"][0], torch.tensor(first, dtype=torch.float64), rtol=1e-4,
                                atol=1e-6)  # fmt: skip
     assert [row["circuit"] for row in found.table()] == [True, True, False, False]
-
-
-# ---------------------------------------------------------------- sweeps
 
 
 def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder, tmp_path, monkeypatch):

@@ -92,11 +92,9 @@ def test_shapes_order_and_labels(llama: Scope) -> None:
     everything = next(iter(llama.capture(examples())))
     assert [str(head) for head in batch.heads] == heads
     assert batch.kv_of_head.tolist() == [0, 1, 2, 0]  # L1H2 and L1H3 share a key head, found first
-    assert (batch.q.shape, batch.k.shape) == ((3, 4, 16), (3, 3, 3, 16))
     for slot, head in enumerate(batch.heads):
         full = everything.heads.index(head)
         assert torch.equal(batch.q[:, slot], everything.q[:, full])
-        assert torch.equal(batch.k[:, batch.kv_of_head[slot]], everything.k[:, everything.kv_of_head[full]])
     assert batch.example.tolist() == [2, 1, 0]  # shortest first
     assert batch.key_mask.sum(-1).tolist() == [2, 3, 3]
     signs = [Key((1, 2), {"odd": 1}), Key((4, 5), {"odd": -1})]

@@ -41,9 +41,6 @@ def uses_of(task: Task, n: int = 24) -> dict[str, list[Unit]]:
     return {"choose": task.choose(n), "fit": fitted, "test": task.test(n)}
 
 
-# ---------------------------------------------------------------- binding
-
-
 @pytest.mark.parametrize(("form", "lexical", "entities"), [
     ("list", "same_query", 2), ("sentence", "own_query", 3), ("question", "same_query", 9), ("list", "own_query", 20),
 ])  # fmt: skip
@@ -102,9 +99,6 @@ def test_a_copy_differs_in_the_asked_pair_alone(form, contrast):
             assert labels_of(example, contrast) == [1 if i == place else 0 for i in range(7)]
 
 
-# ---------------------------------------------------------------- filter
-
-
 @pytest.mark.parametrize(("form", "categories"), [("list", 5), ("bullets", 13), ("question", 5)])
 def test_filter_items_never_meet_between_uses_and_are_labelled_by_the_category_asked_for(form, categories):
     task = tasks.filter(categories, form, seed=1)
@@ -123,24 +117,6 @@ def test_filter_items_never_meet_between_uses_and_are_labelled_by_the_category_a
     right = [next(k for k in e.keys if k.label(ANSWER) > 0) for (e,) in task.test(categories)]
     asked = {home[e.piece(key.span)] for (e,), key in zip(task.test(categories), right, strict=True)}
     assert len(asked) == categories  # every category is asked for equally often
-
-
-# ---------------------------------------------------------------- both
-
-
-def test_with_their_own_query_copies_are_negative_and_take_words_that_prompts_never_use():
-    own, same = tasks.binding(4, lexical="own_query", pool=7), tasks.binding(4)
-    assert not own.contrasts["lexical"].across
-    assert same.contrasts["lexical"].across
-    units = own.fit("lexical", 100)
-    for (first, copy), (first_same, copy_same) in zip(units, same.fit("lexical", 100), strict=True):
-        assert labels_of(copy, "lexical") == [-label for label in labels_of(first, "lexical")]
-        assert labels_of(copy_same, "lexical") == labels_of(first_same, "lexical")
-        assert labels_of(copy, ANSWER) == labels_of(first, ANSWER)
-    prompts = {word for first, _ in units for word, _ in pairs_of(first.text, "list")[0]}
-    assert len(prompts) == 7
-    assert not prompts & {pairs_of(copy.text, "list")[1] for _, copy in units}
-    assert len({word for (e,) in own.test(100) for word, _ in pairs_of(e.text, "list")[0]}) > 25
 
 
 @pytest.mark.parametrize("name", tasks.BUILT_IN)

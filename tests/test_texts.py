@@ -43,9 +43,6 @@ def runs(passages) -> set[tuple[int, ...]]:
     return {passage.ids[i : i + RUN] for passage in passages for i in range(len(passage.ids) - RUN + 1)}
 
 
-# ---------------------------------------------------------------- documents
-
-
 def test_each_file_of_a_folder_is_a_document(tmp_path):
     for i in range(20):
         (tmp_path / f"{i:02d}.txt").write_text(f"Text {i}\n\nand more.\n")
@@ -82,9 +79,6 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path):
             read_documents([tmp_path / path])
     (tmp_path / "ends.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
     assert read_documents([tmp_path / "ends.txt"])[0].text == "one\ntwo\nthree"
-
-
-# ---------------------------------------------------------------- sides
 
 
 @pytest.mark.parametrize("seed", [0, 1])

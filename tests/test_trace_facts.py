@@ -74,9 +74,6 @@ def test_a_feature_and_all_that_is_not_in_it_sum_to_the_whole(nano, induction):
         assert part["attention"] == pytest.approx(whole["attention"], abs=1e-6)  # the head itself is as it was
 
 
-# ------------------------------------------------------------------ edges
-
-
 @pytest.fixture(scope="module")
 def measured(nano):
     """An edge test of L1H0 on induction, a batch of its rows, and what it measures on each prompt."""
@@ -144,9 +141,6 @@ def test_the_first_tokens_key_stays_even_where_it_is_named(scope, tmp_path):
     wanted = rows.rows.logits()[:, 0].masked_fill(named, 0).softmax(-1)[torch.arange(len(first)), first]
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     assert sums_to_its_logit(qk.trace(scope, task, head, 6, whole=False, draws=2, progress=False))
-
-
-# ------------------------------------------------------------------ words and prompts
 
 
 def test_writers_are_chosen_without_the_test_prompts(nano):

@@ -1,6 +1,7 @@
 """Trace with a dictionary: parts sum in every kind of attention, planted pairs come first, meaningless ones do not."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import NULLS, null_code
+from qkscope.show.blocks import blocks_of
 from qkscope_papers.families import tiny_model, two_prompts
 
 FAMILIES = ["gpt2", "gemma2", "olmo2", "gpt_oss", "deepseek_v3"]
@@ -25,9 +27,6 @@ PROMPT = "Words: hat jam kettle bell hat jam"
 def random_dictionary(width, layer, seed=0, **more):
     rows = normalize(torch.randn(24, width, generator=torch.Generator().manual_seed(seed)), dim=1)
     return qk.Dictionary(rows, rows.T.contiguous(), layer, **{"k": 5, **more})
-
-
-# ---------------------------------------------------------------------- it sums
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,9 +55,6 @@ def test_a_long_prompt_in_pieces_gives_the_same(nano, monkeypatch):
     pieces = qk.trace(scope, PROMPT, "L1H0", dictionary=own, draws=2)
     for one, other in zip(whole.tables["feature_pairs"], pieces.tables["feature_pairs"], strict=True):
         assert one["value"] == pytest.approx(other["value"], abs=1e-6)
-
-
-# ---------------------------------------------------------------------- the planted pair
 
 
 def true_dictionary(scope):
@@ -122,9 +118,6 @@ def test_a_task_says_the_same_on_words_that_nothing_was_chosen_on():
     assert held == sorted(held)
 
 
-# ---------------------------------------------------------------------- refused
-
-
 def test_what_a_model_cannot_be_split_by_is_refused(nano):
     scope = nano
     width = scope.model.config.hidden_size
@@ -141,31 +134,19 @@ def test_what_a_model_cannot_be_split_by_is_refused(nano):
             qk.trace(scope, asked.pop("what"), asked.pop("head"), dictionary=own, **asked)
 
 
-# ---------------------------------------------------------------------- the command, and its page
-
-
-def test_the_command_reads_a_saelens_folder_and_writes_a_page(nano, tmp_path):
-    from typer.testing import CliRunner
-
-    from qkscope.cli import app
-    from qkscope.show.blocks import blocks_of
-
-    width = nano.model.config.hidden_size
-    own = random_dictionary(width, 1)
-    (tmp_path / "sae").mkdir()
-    save_file({"W_dec": own.decoder, "W_enc": own.encoder}, tmp_path / "sae" / "sae_weights.safetensors")
+def test_the_command_reads_a_saelens_folder_and_writes_a_page(nano, tmp_path, qkscope):
+    own, sae, out = random_dictionary(nano.model.config.hidden_size, 1), tmp_path / "sae", tmp_path / "run"
+    sae.mkdir()
+    save_file({"W_dec": own.decoder, "W_enc": own.encoder}, sae / "sae_weights.safetensors")
     settings = {"architecture": "topk", "k": 5, "metadata": {"hook_name": "blocks.0.hook_resid_post"}}
-    (tmp_path / "sae" / "cfg.json").write_text(json.dumps(settings))
-    out = str(tmp_path / "run")
+    (sae / "cfg.json").write_text(json.dumps(settings))
     asked = ["trace", "induction", "--model", "nano:mixed", "--heads", "L1H0,L1H1", "-n", "8", "--draws", "2"]
-    done = CliRunner().invoke(app, [*asked, "--dictionary", str(tmp_path / "sae"), "--out", out])
-    assert done.exit_code == 0, done.output
-    assert "feature of the query" in done.output
-    found = qk.Result.read(out)
-    assert [block.kind for block in blocks_of(found)] == ["parts", "parts", "curve"]
-    for block in blocks_of(found)[:2]:
-        sums = {}
+    code, printed, said = qkscope(*asked, "--dictionary", sae, "--out", out)
+    assert (code, "feature of the query" in printed) == (0, True), said
+    blocks = blocks_of(qk.Result.read(out))
+    assert [block.kind for block in blocks] == ["parts", "parts", "curve"]
+    for block in blocks[:2]:
+        sums = Counter()
         for row in block.rows:
-            sums[row["by"], row["side"]] = sums.get((row["by"], row["side"]), 0.0) + row["share"]
+            sums[row["by"], row["side"]] += row["share"]
         assert sums == pytest.approx({("pairs", "both"): 1, ("dictionary", "query"): 1, ("dictionary", "key"): 1})
-    assert not (tmp_path / "run" / ".work").exists()

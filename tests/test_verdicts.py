@@ -23,9 +23,6 @@ NULLS = ("sign_flip", "interaction")
 PAIR = torch.tensor([[1, -1]])
 
 
-# ---------------------------------------------------------------- one real head among many
-
-
 def planted_model():
     """A random Llama of one layer. Tokens carry three latents in the first places; one head reads them, no other does.
 
@@ -104,9 +101,6 @@ def test_pooled_tails_reach_further_and_folds_add_up():
     assert moments.state["folds"]["c"][:, 0, -1, 0, -1].remainder(4).eq(0).all()
 
 
-# ---------------------------------------------------------------- noise
-
-
 def calibration():
     path = Path(__file__).parents[1] / "papers" / "scripts" / "calibration.py"
     spec = importlib.util.spec_from_file_location("calibration", path)
@@ -142,9 +136,6 @@ def test_six_words_are_never_sure_and_cannot_be_told_apart_at_sixteen_heads():
     )
 
 
-# ---------------------------------------------------------------- what the random unit is
-
-
 def numbers(task, contrast, n):
     units = task.fit(contrast, n)
     made = task.contrasts[contrast]
@@ -164,9 +155,6 @@ def test_the_unit_is_the_word_asked_for_the_label_or_the_arrangement():
     assert box[0, 0] != box[0, 1], "a prompt and its copy have labels of their own"
     units, order = numbers(task, "order", 60)
     assert len(set(order.values())) == len({unit[0].text for unit in units}), "copies apart, every prompt"
-
-
-# ---------------------------------------------------------------- one matrix, and no rounding in it
 
 
 def controls_of(center):
@@ -190,9 +178,6 @@ def test_spectrum_null_rank_and_verdict_are_of_one_matrix(center, kind, rank):
     assert rank - 1 <= found.detected <= rank
 
 
-# ---------------------------------------------------------------- how many directions predict other units
-
-
 @pytest.mark.parametrize("rank", [0, 1, 3, 8])
 def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prompts(rank):
     """33 words, each with a planted part, a part of its own in the query and another in the key."""
@@ -208,9 +193,6 @@ def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prom
         moments.update(q, k, {"c": PAIR.expand(prompts, 2)}, prompts=word)
         found.append(cross_validated_rank(moments, "c", "query", range(5)))
     assert found == [[rank] * 5] * 2
-
-
-# ---------------------------------------------------------------- memory
 
 
 def test_the_nulls_of_a_large_batch_come_in_pieces(monkeypatch):

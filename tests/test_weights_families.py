@@ -34,24 +34,16 @@ SUPPORTED = [  # of those that differ in attention or norms; all others: `qkscop
     "mpnet", "qwen3_next", "lfm2", "jamba", "bart", "xglm",
 ]  # fmt: skip
 VARIANTS = [
-    ("cohere", {"use_qk_norm": False}),
-    ("stablelm", {"qk_layernorm": False}),
-    ("stablelm", {"use_parallel_residual": True}),
-    ("phi", {"qk_layernorm": False}),
-    ("opt", {"do_layer_norm_before": False}),
-    ("opt", {"enable_bias": False}),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    ("gpt_neox", {"attention_bias": False, "use_parallel_residual": False}),
-    ("llama", {"attention_bias": True}),
-    ("qwen3", {"attention_bias": True}),
-    ("vit", {"qkv_bias": False}),
-    ("falcon", {"alibi": True, "bias": True, "parallel_attn": False}),
+    ("cohere", {"use_qk_norm": False}), ("stablelm", {"qk_layernorm": False}), ("phi", {"qk_layernorm": False}),
+    ("stablelm", {"use_parallel_residual": True}), ("opt", {"do_layer_norm_before": False}),
+    ("opt", {"enable_bias": False}), ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ("gpt_neox", {"attention_bias": False, "use_parallel_residual": False}), ("llama", {"attention_bias": True}),
+    ("qwen3", {"attention_bias": True}), ("vit", {"qkv_bias": False}), ("mpt", {"attn_config": {"softmax_scale": 0.5}}),
+    ("falcon", {"alibi": True, "bias": True, "parallel_attn": False}), ("falcon", {"multi_query": False}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    ("falcon", {"multi_query": False}),
     ("codegen", {"num_attention_heads": 8, "rotary_dim": 4}),
-    ("mpt", {"attn_config": {"softmax_scale": 0.5}}),
     ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),  # slopes of ALiBi that are no powers of one number
-]
+]  # fmt: skip
 
 
 def capture(model):
@@ -149,9 +141,6 @@ def test_some_heads_are_the_same_as_all_heads_in_the_order_asked_for():
     for head in some.heads:
         for ours, theirs in zip(some[head], everything[head], strict=True):
             torch.testing.assert_close(ours, theirs)
-
-
-# ---------------------------------------------------------------------- norms that centre
 
 
 @torch.no_grad()

@@ -23,27 +23,19 @@ TRACED = [  # of those that differ in attention, blocks or positions; all others
     "gpt_bigcode", "ctrl", "apertus", "nanochat", "hunyuan_v1_dense", "falcon_h1", "modernbert", "gptj", "codegen",
     "mpt", "openai-gpt", "mpnet", "lfm2", "jamba", "granitemoehybrid", "bart", "xglm",
 ]  # fmt: skip
+THREE = {"num_hidden_layers": 3}
 DEEPER = [
-    ("llama", {"num_hidden_layers": 4}),
-    ("gemma2", {"num_hidden_layers": 4}),
-    ("olmo2", {"num_hidden_layers": 3}),
-    ("bert", {"num_hidden_layers": 3}),
-    ("granite", {"num_hidden_layers": 3}),
-    ("cohere", {"num_hidden_layers": 3}),
-    ("mixtral", {"num_hidden_layers": 3}),
-    ("dinov2", {"num_hidden_layers": 3}),
-    ("gpt2", {"num_hidden_layers": 3, "scale_attn_by_inverse_layer_idx": True}),
-    ("gpt_neox", {"num_hidden_layers": 3, "use_parallel_residual": False}),
-    ("stablelm", {"use_parallel_residual": True}),
-    ("opt", {"do_layer_norm_before": False}),
-    ("falcon", {"num_hidden_layers": 3, "alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    ("falcon", {"num_hidden_layers": 3, "parallel_attn": False, "bias": True}),
-    ("bloom", {"num_hidden_layers": 3, "apply_residual_connection_post_layernorm": True}),
+    ("llama", {"num_hidden_layers": 4}), ("gemma2", {"num_hidden_layers": 4}), ("olmo2", THREE), ("bert", THREE),
+    ("granite", THREE), ("cohere", THREE), ("mixtral", THREE), ("dinov2", THREE),
+    ("gpt2", THREE | {"scale_attn_by_inverse_layer_idx": True}), ("gpt_neox", THREE | {"use_parallel_residual": False}),
+    ("stablelm", {"use_parallel_residual": True}), ("opt", {"do_layer_norm_before": False}),
+    ("falcon", THREE | {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon", THREE | {"parallel_attn": False, "bias": True}), ("deepseek_v3", THREE | {"q_lora_rank": None}),
+    ("bloom", THREE | {"apply_residual_connection_post_layernorm": True}),
     ("gpt_neo", {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]]}),
-    ("deepseek_v3", {"num_hidden_layers": 3, "q_lora_rank": None}),
     # scaled by the number of the column where nothing rotates: a part has to stand in its own column
     ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 2}),
-]
+]  # fmt: skip
 
 
 def recorded(scope, layer):

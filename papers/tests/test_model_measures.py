@@ -12,7 +12,6 @@ from qkscope.heads import Head
 from qkscope_papers.franco2026 import model_sparsity
 from qkscope_papers.franco2026.isotropy import read_dictionary
 from qkscope_papers.franco2026.model_sparsity import relabelled
-from qkscope_papers.franco2026.model_sweep import Sweep
 from qkscope_papers.franco2026.prompts import clusters_of, prompts_of, text_task
 from qkscope_papers.lee2026.language import choose_heads, for_choice
 from qkscope_papers.lee2026.points import align
@@ -76,23 +75,6 @@ def test_alignment_is_one_for_equal_sides_and_nothing_for_another_pairing():
     turned = align(points, labels, points, (labels + 1) % 6, seed=0)
     assert turned.cosine < same.shuffled_high
     assert turned.hits == 0
-
-
-# ---------------------------------------------------------------------- franco2026
-
-
-def test_a_mean_is_as_sure_as_its_templates_are_many():
-    generator = torch.Generator().manual_seed(0)
-    clusters = torch.arange(128) % 8
-    values = torch.randn(8, generator=generator, dtype=torch.float64)[clusters].expand(3, -1)
-    by_template, by_prompt = (
-        Sweep(None, [], {}, own, "ioi").mean(values, [0, 2]) for own in (clusters, torch.arange(128))
-    )
-    assert by_template.mean == by_prompt.mean == pytest.approx(float(values.mean()))
-    widths = [found.high - found.low for found in (by_template, by_prompt)]
-    assert widths[0] > 2.5 * widths[1], "16 prompts of a template say the same"
-    one = Sweep(None, [], {}, torch.zeros(128), "ioi").mean(values, [0])
-    assert math.isnan(one.low), "of one template there is nothing to draw anew"
 
 
 def test_natural_text_is_asked_where_a_token_stands_again():

@@ -28,9 +28,6 @@ CPU = torch.device("cpu")
 KIND = "nano training"
 
 
-# ---------------------------------------------------------------------- the shipped models
-
-
 def accuracy(scope: qk.Scope, name: str, n: int = 128) -> float:
     return Exam.of(claimed_task(name), scope.tokenizer, n, CPU).score(scope.model)["accuracy"]
 
@@ -69,9 +66,6 @@ def test_the_indirect_object_is_learned_within_the_shipped_steps(checkpoints):
     assert sum(accuracy >= 0.95 for accuracy in found) >= 3
 
 
-# ---------------------------------------------------------------------- tokenizer and texts
-
-
 def test_no_story_has_a_pair_of_test_names():
     held = set(pools(NAMES, 0, "names", least=3)["test"])
     stories = Texts(nano_tokenizer(), CPU).ioi(4000, torch.Generator().manual_seed(0)).ids
@@ -80,9 +74,6 @@ def test_no_story_has_a_pair_of_test_names():
     assert {name for pair in pairs for name in pair} == set(NAMES)  # but each name is
     tested = {frozenset(e.piece(key.span) for key in e.keys) for (e, *_) in claimed_task("ioi").test(200)}
     assert all(pair <= held for pair in tested)
-
-
-# ---------------------------------------------------------------------- training
 
 
 def test_training_lowers_the_loss_and_its_folders_are_models(tmp_path):
@@ -132,9 +123,6 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     for step in range(0, LONG["steps"] + 1, LONG["check_every"]):
         a, b = (load_file(path / str(step) / "model.safetensors") for path in (whole, broken))
         assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-# ---------------------------------------------------------------------- bad input
 
 
 def test_names_steps_and_folders_of_another_training_are_refused(tmp_path):

@@ -102,9 +102,6 @@ def test_theorem_3_a_tilted_teacher_trades_overlap_for_penalty():
     assert straight.query_overlap + straight.key_overlap < 1e-6, "with an orthogonal teacher any μ > 0 does"
 
 
-# ---------------------------------------------------------------------- cosines, whitening, isotropy
-
-
 def test_anti_whitening_undoes_whitening_also_of_a_singular_gram_which_says_so(caplog):
     whole = drawn(5, 9)
     flat = whole.clone()

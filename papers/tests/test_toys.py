@@ -50,17 +50,6 @@ def test_the_loss_is_the_toys_own(cell):
     assert float(task.loss(task.start().named(), batch)[0]) == pytest.approx(float(plain), rel=1e-5)
 
 
-def test_logits_and_targets_are_bilinear_in_the_strengths():
-    toy = TOYS[0].untrained()
-    x_q, x_k = torch.rand(3, 6, dtype=torch.float64), torch.rand(3, 4, 6, dtype=torch.float64)
-    W = toy.W.double()
-    plain = torch.einsum("bi,ij,btj->bt", x_q, W.mT @ toy.omega @ W, x_k)
-    torch.testing.assert_close(toy.logits(x_q, x_k), plain)
-    x_q, x_k = torch.zeros(1, 6), torch.zeros(1, 2, 6)
-    x_q[0, 0], x_k[0, 1, 2] = 0.5, 0.5
-    torch.testing.assert_close(toy.target_logits(x_q, x_k), torch.tensor([[0.0, 1.5]]))
-
-
 def test_rotated_logits_are_those_of_rotated_vectors():
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(3, 6, generator=generator), torch.randn(3, 4, 6, generator=generator)
@@ -115,9 +104,6 @@ def test_a_small_toy_learns_to_attend_and_aligns():
     assert max(matched(toys[0])) < 0.9
     s = toys[1].basis().s
     assert float(s[2] / s[1]) < 0.1
-
-
-# ---------------------------------------------------------------------- what figures measure
 
 
 def aligned_toy(**options):

@@ -52,9 +52,6 @@ def largest(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> f
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-# ---------------------------------------------------------------- TransformerLens
-
-
 def test_a_bridge_is_looked_into_and_runs_on_as_before(plain, bridge):
     ids, seen = bridge.to_tokens(TEXT), []
     before = bridge(ids)
@@ -131,9 +128,6 @@ def test_a_hook_in_a_bridge_swaps_as_the_closed_form_does(plain, bridge):
     group = [head.kv(plain.group_size) == i // plain.group_size for i in range(plain.n_heads)]
     assert bool(moved[head.index])
     assert not bool((moved & ~torch.tensor(group)).any())  # the whole group sees it, and nobody else
-
-
-# ---------------------------------------------------------------- nnsight
 
 
 def test_a_model_of_nnsight_is_looked_into_and_runs_on_as_before(plain, lm):
