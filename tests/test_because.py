@@ -8,7 +8,7 @@ from qkscope.analyses.because import Because, Look, interval
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.analyses.why.carriers import Carriers
 from qkscope.change.again import Again
-from qkscope.change.words import Alternatives, Word, lexicon_of
+from qkscope.change.words import Alternatives, Word, lexicon_of, words_of
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope_papers.families import tiny_model
@@ -67,6 +67,16 @@ def test_alternatives_have_as_many_tokens_and_stand_nowhere_in_the_prompt(smollm
 
 def lexicon_ids(lexicon, text):
     return (lexicon.by_text[text],)
+
+
+def test_words_of_scripts_without_blanks_are_tokens_and_characters_stay_whole(smollm2):
+    scope = smollm2
+    words = words_of(scope, ids_of(scope, "王芳和李明").tolist())
+    assert [word.text for word in words] == ["王", "芳", "和", "李", "明"]
+    again = Again.of(scope, ids_of(scope, "王芳和李明"))
+    cut = next(word for word in words if len(word) > 1)
+    for ids in Alternatives(again).of(cut):
+        assert len(scope.tokenizer.decode(ids)) == 1, "another whole character"
 
 
 def test_the_same_word_is_the_reason_of_an_induction_head(answer):

@@ -134,14 +134,9 @@ def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path, tensors, set
 def test_files_that_are_no_dictionaries_are_refused(tmp_path):
     torch.save(weights(), tmp_path / "sae.pt")
     (tmp_path / "text.safetensors").write_text("no tensors")
-    for name, said in {"empty": None, "half": json.dumps(HOOK), "bad": "[1"}.items():
-        (tmp_path / name).mkdir()
-        if said is not None:
-            (tmp_path / name / "cfg.json").write_text(said)
-    wanted = {"sae.pt": "pickles run what they hold", "text.safetensors": "damaged or no safetensors file",
-              "empty": "holds no cfg.json", "half": "there is no dictionary", "bad": "cfg.json that is damaged",
-              "nowhere": "there is no dictionary"}  # fmt: skip
-    for name, said in wanted.items():
+    (tmp_path / "empty").mkdir()
+    for name, said in (("sae.pt", "pickles run what they hold"), ("text.safetensors", "damaged or no safetensors file"),
+                       ("empty", "holds no cfg.json"), ("nowhere", "there is no dictionary")):  # fmt: skip
         with pytest.raises(BadInput, match=said):
             qk.Dictionary.load(tmp_path / name, layer=1)
 

@@ -5,12 +5,10 @@ import shutil
 from urllib.parse import unquote
 
 import pytest
-from typer.testing import CliRunner
 
 import qkscope as qk
 from browser import Watched
 from qkscope import BadInput, Result
-from qkscope.cli import app
 from qkscope.runs.claims import Claim
 from qkscope.show.gallery import write_gallery
 from qkscope.show.page import heads_in, page_of, report_html
@@ -71,10 +69,11 @@ def test_every_run_has_a_card_with_its_answer_and_a_page(index):
         assert f'id="{unquote(place)}"' in text or told or 'class="block map"' in text, (page, place)
 
 
-def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path):
+def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path, qkscope):
     site, mine = tmp_path / "site", tmp_path / "mine"
     write_gallery(site, runs)
-    write_gallery(site, runs / "why", runs / "heads")
+    _, printed, said = qkscope("gallery", runs / "why", runs / "heads", "--out", site)
+    assert f"The page: {site}/index.html" in printed, said
     assert sorted(path.name for path in (site / "runs").iterdir()) == ["heads.html", "why.html"]
     shutil.copytree(site, runs.parent / "copy")
     write_gallery(site, runs / "why", runs.parent / "copy")  # a gallery is no run
@@ -99,17 +98,6 @@ def test_a_run_that_was_stopped_is_left_out_and_said_so(runs, tmp_path, caplog, 
     assert str(tmp_path) not in index.read_text()  # a page that is sent
     assert len(Result.read(tmp_path / "site").table("runs")) == 3
     assert stopped.is_dir()  # and nothing is taken from it
-
-
-def test_nothing_to_show_is_one_sentence(runs, tmp_path):
-    (tmp_path / "empty").mkdir()
-    for given, says in ((["empty"], "it holds no run"), (["nowhere"], "there is no folder"), ([], "at least one")):
-        with pytest.raises(BadInput, match=says):
-            write_gallery(tmp_path / "site", *(tmp_path / name for name in given))
-    stopped = stop(shutil.copytree(runs / "why", tmp_path / "why"), "work")
-    done = CliRunner().invoke(app, ["gallery", str(stopped), "--out", str(tmp_path / "site")])
-    assert str(done.exception) == "why is left out: it is not finished; run its command again to finish it."
-    assert not (tmp_path / "site").exists()
 
 
 def test_text_of_a_run_is_text_in_the_index(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from qkscope import BadInput, Scope, Subspace, decompose, tasks
+from qkscope import BadInput, Scope, Subspace, tasks
 from qkscope.maths.bases import Projector
 from qkscope.maths.swap import swapped_keys
 from swapped_prompt import difference, own_feature, swapped_prompt
@@ -87,19 +87,6 @@ def test_queries_are_edited_in_their_own_space(nano, feature):
     assert float(feature.coordinates(after.q[:, 0], "key").abs().max()) > 0.1
     assert hook.name == "blocks.1.attn.hook_rot_q"
     assert nano.generate(encoded, edits=[hook, feature.as_hook("remove", 1, side="query")], max_new_tokens=2).shape
-
-
-def test_a_fit_says_where_its_features_belong(nano, tmp_path):
-    fit = decompose(
-        nano, tasks.binding(4), HEAD, 4, contrasts=["order"], replicates=3, space="pre_rope", progress=False
-    )
-    feature = fit["order", HEAD]
-    feature.save(tmp_path / "order.safetensors")
-    for one in (feature, Subspace.load(tmp_path / "order.safetensors")):
-        assert one.as_hook("remove").name == "blocks.1.attn.hook_k"
-        assert one.as_hook("remove").group_size == nano.group_size == 2
-    with pytest.raises(BadInput, match=r"a patched run writes post_rope keys, but Hook.* is of pre_rope"):
-        nano.generate(nano.encode(["hat jam hat"]), edits=[feature.as_hook("remove")])
 
 
 @dataclass

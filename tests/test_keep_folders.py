@@ -60,17 +60,11 @@ def test_a_thesis_survives_every_command(command, tmp_path, qkscope, no_model):
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("place", ["notes.txt", "figures/mine.png", "order.safetensors12345678.part"])
-def test_a_file_that_was_laid_into_a_run_is_kept(scope, tmp_path, place):
-    fitted(scope, tmp_path / "fit")
-    Result("demo", {}).write(tmp_path / "demo", files={"figures/a.png": b"png"})
-    for folder in (tmp_path / "fit", tmp_path / "demo"):
-        (folder / place).parent.mkdir(exist_ok=True)
-        (folder / place).write_text("mine")
+def test_weights_are_not_replaced(model, tmp_path, qkscope, no_model):
+    weights = shutil.copyfile(model / "model.safetensors", tmp_path / "model.safetensors")
     before = contents(tmp_path)
-    for write in (lambda: fitted(scope, tmp_path / "fit"), lambda: Result("demo", {}).write(tmp_path / "demo")):
-        with pytest.raises(BadInput, match=f"holds other files than a run, {place}: name a new folder"):
-            write()
+    code, _, said = qkscope("svd", "--model", model, "--out", weights)
+    assert (code, "is damaged or not a qkscope file: make it again, or name another" in said) == (2, True)
     assert contents(tmp_path) == before
 
 

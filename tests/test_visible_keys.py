@@ -56,13 +56,6 @@ def test_a_key_after_the_query_is_refused_by_line_and_key(tmp_path, scope):
         with pytest.raises(BadInput, match=says.format(15)):
             verb(scope, task.test(6), fit)
 
-
-def test_the_query_itself_is_no_key(tmp_path, scope):
-    task = file_of(tmp_path, *every_use("is in Box", query="B"))
-    with pytest.raises(BadInput, match=r"mine.jsonl, line 7, key 2 \('B'\) is the token that asks"):
-        qk.decompose(scope, task, "L1H3", 6)
-    unlabelled = Example(text="The hat", keys=(Key((4, 7)),))  # a look, and no claim
-    assert next(iter(scope.capture([unlabelled]))).attention().shape[-1] == 1
     with pytest.raises(BadInput, match=r"in 'The hat', key 1 \('hat'\) is the token that asks"):
         scope.encode([Example(text="The hat", keys=(Key((4, 7), {"mine": 1}),))])
 

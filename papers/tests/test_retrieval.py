@@ -50,19 +50,6 @@ def test_sample_delta_converges_to_its_closed_form(variant, sampling):
         assert error[1] < 0.4 * error[0], "the error falls as 1/√n"
 
 
-def test_strict_negatives_never_agree_and_hold_the_rest_fixed():
-    task = Retrieval((2, 3))
-    generator = torch.Generator().manual_seed(0)
-    z = task.draw_latents((500,), generator)
-    other = task.draw_other(z, 0, "strict", generator)
-    assert bool((other[:, :2] != z[:, :2]).any(dim=1).all())
-    assert torch.equal(other[:, 2:], z[:, 2:])
-    fresh = task.draw_other(z, 0, "fresh", generator)
-    assert 0.15 < float((fresh[:, :2] == z[:, :2]).all(dim=1).double().mean()) < 0.35
-    head = untrained((2, 3))
-    assert float(head.delta(0, "strict").norm() / head.delta(0, "fresh").norm()) == pytest.approx(4 / 3)
-
-
 def test_an_untrained_head_already_has_the_right_ranks():
     """Why rank alone is no evidence: ΔC has rank r for any generic weights."""
     head = untrained((2, 3), d_head=8)
