@@ -153,7 +153,6 @@ def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
         (lambda s: s.hide("L1H0", key="jam"), "'jam' stands 2 times in the prompt: write 'jam#1' to 'jam#2'"),
         (lambda s: s.hide("L1H0", key=9, query=4), "cannot see token 9 from token 4"),
         (lambda s: s.ablate("M7"), "'M7' is no head and no MLP of this model: write L17H8, or M0 to M2"),
-        (lambda s: s.replace(2, "jam cat"), "'jam cat' is 2 tokens here"),
         (lambda s: s.replace(2, "zebras"), "no token for 'zebras'"),
     ],
 )

@@ -1,26 +1,13 @@
 """Facts about contrasts that share prompts: each prompt runs once, and every contrast gets what it would get alone."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
-import pytest
 import torch
 
 from qkscope import Head, tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.prompts import joined
-from qkscope.tasks.task import Task
 from qkscope.tasks.words import OBJECTS
-
-N = 12
-SHARED = [  # contrasts that share prompts, and the prompts that run together: one, and the copies of each contrast
-    (tasks.binding(4, filler=2), ["lexical", "box"], [3, 1]),
-    (tasks.binding(4, lexical="own_query"), ["lexical", "box"], [3, 1]),
-    (tasks.ioi(), ["subject", "name"], [3]),
-    (tasks.induction(5), ["next", "word"], [2]),
-    (tasks.filter(3), [], [1] * 4),
-]
 
 
 def a_file(folder: Path) -> Path:
@@ -43,26 +30,6 @@ def a_file(folder: Path) -> Path:
     path = folder / "own.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
-
-
-@pytest.mark.parametrize(("task", "names", "each"), SHARED)
-def test_contrasts_share_prompts_and_have_copies_of_their_own(task: Task, names, each):
-    """What shares none stands alone: order of binding, every category of a filter list."""
-    units = {name: task.fit(name, N) for name in task.contrasts}
-    joints = joined(units)
-    assert sorted(len(joint.prompts) for joint in joints) == sorted(each * N)
-    seen = Counter()
-    for joint in joints:
-        shared = {frozenset(owners) for owners in joint.owners}
-        assert set().union(*shared) in [set(names), *({name} for name in task.contrasts if name not in names)]
-        for example, owners in zip(joint.prompts, joint.owners, strict=True):
-            for name, (number, member) in owners.items():
-                seen[name, number, member] += 1
-                own = units[name][number][member]
-                assert example.text == own.text
-                assert [key.label(name) for key in example.keys] == [key.label(name) for key in own.keys]
-    wanted = {(name, i, m) for name, drawn in units.items() for i, unit in enumerate(drawn) for m in range(len(unit))}
-    assert seen == dict.fromkeys(wanted, 1)
 
 
 def test_a_contrast_has_the_sums_that_it_has_alone(scope, tmp_path):

@@ -75,19 +75,6 @@ def test_lines_of_a_group_are_one_unit_and_groups_that_share_a_prompt_one_cluste
     assert len({example.cluster for unit in units for example in unit}) == 1
 
 
-def test_byte_order_marks_line_ends_and_unicode_do_not_matter(tmp_path):
-    prompt = "Café\u2028\u0085 😀 cat, dog. The cat"
-    line = json.dumps({**GOOD, "prompt": prompt, "use": "fit"}, ensure_ascii=False)
-    plain = tasks.from_jsonl(write(tmp_path, line))
-    assert plain.fit("mine", 1)[0][0].text == prompt, "a line separator of Unicode does not end a line"
-    path = tmp_path / "mine.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + f"\r\n{line}\r\n\r\n".encode())
-    other = tasks.from_jsonl(path)
-    assert other.fit("mine", 1) == plain.fit("mine", 1)
-    path.write_bytes(f"{line}\r{line}".encode())
-    assert len(tasks.from_jsonl(path).fit("mine", 2)) == 2
-
-
 def test_copies_are_said_dealt_to_one_side_and_count_as_one(tmp_path, scope):
     task = tasks.from_jsonl(write(tmp_path, *(line for line in numbered(9) for _ in range(8))))
     assert task.notes == ("63 of the file's 72 examples repeat the prompt of another: copies count as one.",)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qkscope import BadInput, Example, Scope, why
+from qkscope import BadInput, Example, Scope
 from qkscope.capture import check as lengths
 from qkscope.capture.small import named_lengths, small_config
 from qkscope_papers.families import tiny_model
@@ -49,9 +49,3 @@ def test_a_head_that_gives_all_its_attention_to_one_key_can_be_patched(factor: f
         attention = model.model.layers[0].self_attn
         attention.q_proj.weight[:16] = factor * attention.k_proj.weight[:16]
     Scope.from_model(model)
-
-
-def test_heads_of_different_widths_stand_in_one_answer() -> None:
-    scope = Scope.from_model(tiny_model("gemma4_text"), check=False)
-    assert len({layer.d_head for layer in scope.facts.layers}) == 2
-    assert why(scope, Example(ids=tuple(range(10, 30)))).tables["heads"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkscope import BadInput
-from qkscope.maths.moments import Covariance, Moments
+from qkscope.maths.moments import Moments
 from qkscope.maths.significance import NULL_KINDS
 
 HEADS = ["L0H0", "L0H1", "L0H2", "L0H3", "L2H0", "L2H1", "L2H2", "L2H3"]
@@ -114,16 +114,6 @@ def test_saved_and_loaded_is_the_same_and_other_or_half_files_are_refused(tmp_pa
     for name, says in (("m", "another weights"), ("half", "damaged"), ("absent", "no file")):
         with pytest.raises(BadInput, match=says):
             Moments.load(tmp_path / name, expect={"weights": "xyz"})
-
-
-def test_covariance_streams_and_merges():
-    x = torch.randn(50, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole, a, b = (Covariance(2, 4) for _ in range(3))
-    whole.update(x)
-    a.update(x[:20])
-    b.update(x[20:])
-    torch.testing.assert_close(a.merge(b).matrix(), whole.matrix())
-    torch.testing.assert_close(whole.matrix()[1], torch.cov(x[:, 1].T, correction=0))
 
 
 Q, K, LABELS, PROMPTS = batch(0)

@@ -9,7 +9,7 @@ from qkscope.capture.inputs import short_inputs
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
-from qkscope.heads import Head, Writer, parse_writers
+from qkscope.heads import Head, parse_writers
 from qkscope.linear.neurons import check_neurons, first_neurons, neuron_parts
 from qkscope.linear.reader import Reader
 from qkscope_papers.families import tiny_model
@@ -93,17 +93,3 @@ def test_experts_have_no_neurons_to_name(family):
 def test_a_neuron_that_is_not_there_is_refused(scope, name, said):
     with pytest.raises(BadInput, match=said):
         qk.trace(scope, "hat is in A", "L1H3", neurons=name)
-
-
-def test_a_writer_prints_as_it_is_parsed():
-    names = ["embedding", "L0H2", "M0", "M0.N7", "L3H11", "M3.0", "M3.0.N12", "M3.1", "bias"]
-    writers = parse_writers(names)
-    assert [str(writer) for writer in writers] == names
-    kinds = ["embedding", "head", "mlp", "neuron", "head", "mlp", "neuron", "mlp", "bias"]
-    assert [writer.kind for writer in writers] == kinds
-    assert [writer.block for writer in writers] == [None, 0, 0, 0, 3, 3, 3, 3, None]
-    assert Writer.parse(Head(3, 11)) == writers[4]
-    assert writers[4].head == Head(3, 11)
-    assert str(writers[6].mlp) == "M3.0"
-    assert sorted(reversed(writers)) == sorted(writers)
-    assert (min(writers), max(writers)) == (writers[0], writers[-1])

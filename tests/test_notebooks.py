@@ -17,10 +17,6 @@ def run_cell(source: str, names: dict, where: str) -> object:
     return None if last is None else eval(compile(ast.Expression(last.value), where, "eval"), names)
 
 
-def test_there_are_three():
-    assert [path.stem for path in NOTEBOOKS] == ["a-circuit-in-ten-minutes", "quick-start", "your-own-contrast"]
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_its_results(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import qkscope
 from qkscope import BadInput, Head
-from qkscope.heads import parse_heads
 from qkscope.runs.claims import Claim, rule_holds
 from qkscope.runs.result import Result
 
@@ -29,15 +28,6 @@ def test_any_text_is_a_head_or_a_sentence(text):
     except BadInput as error:
         head = error
     assert str(head).endswith("like L18H6.") or Head.parse(str(head)) == head
-
-
-def test_lists_of_heads():
-    assert parse_heads(" l1h2, L0H0,") == [Head(1, 2), Head(0, 0)]
-    assert parse_heads([Head(1, 2), "L0H0"]) == [Head(1, 2), Head(0, 0)]
-    for given_heads, says in (("", "no head was named"), ("L1H2,L1H2", "L1H2 is named twice"), ("L1", "'L1'")):
-        with pytest.raises(BadInput, match=says):
-            parse_heads(given_heads)
-    assert Head(18, 7).kv(3) == 2
 
 
 def test_rules_decide():

@@ -2,10 +2,7 @@
 
 import re
 
-import pytest
-
 import qkscope as qk
-from qkscope.analyses.find import no_head
 from qkscope.analyses.trace.verdicts import FEW
 from qkscope.capture.encode import token_texts
 from qkscope.heads import parse_writers
@@ -30,11 +27,6 @@ def test_controls_are_counted_once_each_and_few_heads_are_joined_by_the_next_lay
     wide = {draw_alike([0], addresses, seed, least=FEW)[0] for seed in range(60)}
     assert (near, wide) == ({1, 2, 3}, set(range(1, 8)))
     assert len(different({"key": draw_alike([0, 1], addresses, seed)} for seed in range(20))) == 1
-
-
-@pytest.mark.parametrize(("score", "shown"), [(0.297, "29.7%"), (0.2998, "29.98%"), (0.25, "25%")])
-def test_no_head_reaches_what_it_equals(score, shown):
-    assert no_head(0.3, {"accuracy": score}) == ("No head reaches 30%: ", shown)
 
 
 def test_heads_below_chance_are_not_listed(nano, qkscope):

@@ -39,7 +39,7 @@ def edit(path: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_sums_that_claim_another_shape_are_refused(tmp_path):
+def test_sums_that_claim_another_shape_or_belong_elsewhere_are_refused(tmp_path, scope, fit, monkeypatch):
     moments = Moments(["L0H0"], ["order"], 4, nulls=["sign_flip"], replicates=3, about={"model": "m", "n": 1})
     claimed = {**moments.manifest(), "replicates": 10**7}
     write_tensors(tmp_path / "m.safetensors", "moments", moments.tensors(), claimed)
@@ -49,6 +49,15 @@ def test_sums_that_claim_another_shape_are_refused(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     with pytest.raises(BadInput, match="damaged"):
         read_tensors(tmp_path / "x.safetensors", "sums")
+    # of another fit; or of prompts that another version drew
+    with monkeypatch.context() as patched:
+        patched.setattr("qkscope.analyses.fit.units_hash", lambda units: "0")
+        with pytest.raises(BadInput, match="was fitted on other prompts of order"):
+            load(fit, scope)
+    decompose(scope, tasks.binding(4), ["L0H1"], 16, out=fit.parent / "other", **JOB)
+    shutil.copyfile(fit.parent / "other" / sums_file("order"), fit / sums_file("order"))
+    with pytest.raises(BadInput, match="is not what a run wrote there"):
+        load(fit, scope)
 
 
 def test_names_in_a_run_folder_do_not_lead_out_of_it(scope, tmp_path):
@@ -78,18 +87,6 @@ def test_a_fit_without_its_sums_is_not_fitted_again_in_silence(scope, fit, monke
     with pytest.raises(BadInput, match=says):
         load(fit, scope)
     assert not (fit / sums_file("order")).exists()
-
-
-def test_sums_that_no_longer_belong_to_the_folder_are_refused(scope, fit, monkeypatch):
-    """Of another fit; or of prompts that another version drew."""
-    with monkeypatch.context() as patched:
-        patched.setattr("qkscope.analyses.fit.units_hash", lambda units: "0")
-        with pytest.raises(BadInput, match="was fitted on other prompts of order"):
-            load(fit, scope)
-    decompose(scope, tasks.binding(4), ["L0H1"], 16, out=fit.parent / "other", **JOB)
-    shutil.copyfile(fit.parent / "other" / sums_file("order"), fit / sums_file("order"))
-    with pytest.raises(BadInput, match="is not what a run wrote there"):
-        load(fit, scope)
 
 
 def test_nothing_is_evaluated_unpickled_or_run_from_a_model():
@@ -138,14 +135,6 @@ def test_a_hostile_chat_template_ends_in_a_sentence(template, said):
     scope.tokenizer.chat_template = template
     with pytest.raises(BadInput, match=said):
         scope.encode(["hat jam"], chat=True)
-
-
-def test_a_message_does_not_quote_a_whole_prompt():
-    text = "hat jam " * 200_000
-    for word in ("pen", "jam"):
-        with pytest.raises(BadInput) as caught:
-            qk.Example.mark(text, keys=[word])
-        assert len(str(caught.value)) < 600
 
 
 def test_double_precision_and_two_watchers_are_refused_in_words(nano):

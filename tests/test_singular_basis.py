@@ -100,14 +100,6 @@ def test_a_head_with_dead_dimensions_still_splits_every_logit():
     assert float(q @ components(basis.read, range(4)).matrix() @ k - q @ k) == pytest.approx(0, abs=1e-9)
 
 
-def test_key_weights_that_heads_share_are_factored_once_with_the_same_result():
-    generator = torch.Generator().manual_seed(0)
-    w_q, w_k = (torch.randn(n, 4, 12, generator=generator, dtype=torch.float64) for n in (6, 2))
-    kv_of_head = torch.tensor([0, 0, 1, 1, 0, 1])
-    for shared, own in zip(thin_svd(w_q, w_k, kv_of_head), thin_svd(w_q, w_k[kv_of_head]), strict=True):
-        torch.testing.assert_close(shared, own, rtol=0, atol=1e-12)
-
-
 def everywhere(model):
     """A padded batch, and its last query of each sequence with every token as a key."""
     inputs = tiny_batch(model)

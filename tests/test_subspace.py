@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.linalg import subspace_angles
 
 from planted import orthonormal, randn
 from qkscope import BadInput, Head
@@ -66,6 +64,7 @@ def test_a_subspace_recovers_planted_directions():
     for side, truth in (("query", u), ("key", v)):
         cosines = torch.linalg.svdvals(feature.basis(side).mT @ truth)
         assert cosines.min() > 0.999
+    assert feature.angles(Subspace.from_delta(delta, 3)).max() < 0.01
     x = randn(4, 10, 8)
     torch.testing.assert_close(feature.project(x), x @ feature.basis() @ feature.basis().mT)
     torch.testing.assert_close(feature.coordinates(x) @ feature.basis().mT, feature.project(x))
@@ -74,16 +73,6 @@ def test_a_subspace_recovers_planted_directions():
     lines = feature.summary().splitlines()
     assert lines[0] == "order at L3H1: rank 3 of 8"
     assert sum(line.endswith("|") for line in lines) == 3
-
-
-@given(seeds, st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=10, deadline=None)
-def test_angles_agree_with_scipy(seed, r, s):
-    a = Subspace.from_delta(randn(seed, 6, 6), rank=r)
-    b = Subspace.from_delta(randn(seed + 1, 6, 6), rank=s)
-    ours = a.angles(b).numpy()
-    theirs = np.sort(subspace_angles(a.basis().numpy(), b.basis().numpy()))
-    np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
 @given(seeds)

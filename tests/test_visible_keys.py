@@ -84,15 +84,6 @@ def looking(query: int, keys: list[int], length: int = 12) -> list[tuple[Example
     ]
 
 
-def test_a_model_that_looks_both_ways_may_have_keys_after_the_query():
-    bert = Scope.from_model(tiny_model("bert"), check=False)
-    (batch,) = capture_units(bert, looking(3, [1, 8]), [Head(0, 0)])
-    assert batch.captured.bias.isfinite().all()
-    llama = Scope.from_model(tiny_model("llama"), check=False)
-    with pytest.raises(BadInput, match=r"key 2 \(\(18,\)\) stands after the query"):
-        list(capture_units(llama, looking(3, [1, 8]), [Head(0, 0)]))
-
-
 def test_a_key_outside_a_heads_window_is_refused_for_that_head_alone():
     gemma = Scope.from_model(tiny_model("gemma3"), check=False)
     sliding = [kind == "sliding_attention" for kind in gemma.model.config.get_text_config().layer_types]

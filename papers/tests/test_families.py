@@ -28,16 +28,6 @@ def table():
     return rows
 
 
-def test_same_seed_same_weights_none_constant_and_the_global_rng_is_untouched():
-    before = torch.get_rng_state()
-    first, again, other = tiny_model("qwen3"), tiny_model("qwen3"), tiny_model("qwen3", seed=1)
-    assert torch.equal(torch.get_rng_state(), before)
-    pairs = zip(first.parameters(), again.parameters(), other.parameters(), strict=True)
-    assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in pairs)
-    for family in ("gemma3", "gpt2", "gpt_oss", "bert"):
-        assert all(weight.std() > 0.1 for weight in tiny_model(family).parameters()), family
-
-
 def test_no_family_is_silently_wrong_beyond_the_lengths_that_its_config_names(table):
     assert {row["verdict"] for row in table.values()} == {"right", "refused"}
     for row in table.values():

@@ -1,7 +1,5 @@
 """The toy of superposition: its data, its loss, its training, and what figures measure of toys made by hand."""
 
-import math
-
 import pytest
 import torch
 from superposed import FROZEN, SMALL, TOYS
@@ -10,7 +8,6 @@ from qkscope.maths.relative import key_difference
 from qkscope_papers.franco2026.anisotropy import anisotropy_row
 from qkscope_papers.franco2026.cells import WORK
 from qkscope_papers.franco2026.dictionary import split, true_among
-from qkscope_papers.franco2026.dynamics import checkpoints, onset_rows, order_agreement
 from qkscope_papers.franco2026.emergence import sparsity_row
 from qkscope_papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope_papers.franco2026.toy.alignment import whiten
@@ -25,7 +22,7 @@ from qkscope_papers.franco2026.toy.superposition import (
     isotropic_dictionary,
     rotated_logits,
 )
-from qkscope_papers.franco2026.toy.trained import ToyRun, stacks, train_toys
+from qkscope_papers.franco2026.toy.trained import stacks, train_toys
 from qkscope_papers.trainer import Trainer
 
 ROPE = ToyCell(
@@ -166,22 +163,6 @@ def test_anti_whitening_recovers_features_from_a_whitened_head():
     assert row["raw_top"] < 0.99
     assert row["error_undistorted"] == pytest.approx(10.0, abs=1e-4)
     assert row["raw_top"] >= row["sharp"] - 1e-6
-
-
-def test_onsets_are_the_last_time_a_pair_falls_short():
-    good, bad = aligned_toy(), Toy.untrained(Superposition(), 0)
-    path = [bad, good, bad, good]
-    weights = {name: torch.stack([getattr(toy, name) for toy in path]) for name in ("W", "b", "W_Q", "W_K")}
-    trained = ToyRun(ToyCell(Superposition()), [0, 10, 20, 30], weights, "out of steps", 0.0)
-    rows = onset_rows("by hand", trained)
-    assert [row["onset"] for row in rows] == [30.0] * 4
-    assert [row["settled"] for row in rows] == [30.0] * 4
-    assert [row["learned"] for row in rows] == [10.0] * 4
-    assert math.isnan(order_agreement(rows, "onset")), "ties alone say nothing"
-    ordered = [{**row, "onset": float(i)} for i, row in enumerate(rows)]
-    assert order_agreement(ordered, "onset") == 1.0
-    assert checkpoints(101, 6)[0] == 0
-    assert checkpoints(101, 6)[-1] == 100
 
 
 def test_the_true_dictionary_of_an_aligned_toy_has_the_true_pairs_alone():

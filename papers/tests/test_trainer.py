@@ -192,12 +192,3 @@ def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, monkeypatch
     for one, other in zip(whole, train_heads(twins, tmp_path / "stopped", recipe=recipe), strict=True):
         torch.testing.assert_close(one.head.W_Q, other.head.W_Q, rtol=0, atol=0)
         assert one.loss == other.loss
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    Trainer(stacked(CELLS), 1e-3, SHORT, checkpoint=tmp_path / "c", checkpoint_seconds=0).run()
-    with pytest.raises(BadInput, match="another recipe"):
-        Trainer(stacked(CELLS), 1e-3, Recipe(steps=61), checkpoint=tmp_path / "c")
-    with pytest.raises(BadInput, match="another task"):
-        Trainer(stacked(CELLS[:2]), 1e-3, SHORT, checkpoint=tmp_path / "c")
-    assert Trainer(stacked(CELLS), 1e-3, SHORT, checkpoint=tmp_path / "c").done
