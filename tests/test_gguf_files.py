@@ -11,7 +11,7 @@ import torch
 
 from gguf_writer import BYTES, SENTENCEPIECE, byte_level, sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.capture.files import cache_dir, is_installed, packaged_file
+from qkscope.capture.files import cache_dir
 
 
 def load(path: Path | str) -> Scope:
@@ -126,8 +126,3 @@ def test_the_embedded_model_has_the_tokens_of_its_file(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         check_rules(Path(str(file.locate())), load("smollm2-135m"), TEXTS)
     assert not caplog.messages
-
-
-@pytest.mark.skipif(not is_installed("gemma3-270m"), reason="needs `make gemma`")
-def test_gemma_has_the_tokens_of_its_file() -> None:
-    check_rules(packaged_file("gemma3-270m"), load("gemma3-270m"), TEXTS)
