@@ -1,4 +1,4 @@
-"""A prompt in a padded batch is the prompt alone: in families that count their own way, and the check sees it."""
+"""Families that count positions their own way: on which side they are padded, where they end, and the check sees it."""
 
 from dataclasses import replace
 

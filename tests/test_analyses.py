@@ -137,6 +137,50 @@ def test_a_contrast_that_is_nothing_at_a_head_says_so_and_leaves_the_others_alon
     assert (found.rank, found.controls.energy_rank, found.controls.verdict) == (1, 0, "not above null")
 
 
+def shared_file(folder: Path) -> Path:
+    """Lines of contrast a, of b and of both, in groups of two, and one prompt that three groups ask."""
+    words = OBJECTS[-2:]
+
+    def line(number: int, member: int, contrasts: str) -> dict[str, object]:
+        labels = [dict.fromkeys(contrasts, sign) for sign in (1, -1)]
+        keys = [{"text": word, "labels": own} for word, own in zip(words, labels, strict=True)]
+        said = OBJECTS[min(2 * number + member, 36)]  # the last three groups ask alike
+        prompt = f"{said}: O\n{words[0]}: A\n{words[1]}: B\n{said}:"
+        return {"prompt": prompt, "keys": keys, "group": number, "use": "fit"}
+
+    lines = [line(i, m, ("a", "ab", "b")[i % 3]) for i in range(18) for m in (0, 1)]
+    lines += [line(i, 0, "ab") for i in (18, 19, 20)]
+    path = folder / "own.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_a_contrast_has_the_sums_that_it_has_alone(scope, tmp_path):
+    """Nulls, folds, units and covariances included; the model's own rounding apart, as batches are others."""
+    for task in (tasks.binding(4), tasks.from_jsonl(shared_file(tmp_path))):
+        options = {"batch_size": 5, "replicates": 19, "progress": False}
+        both = decompose(scope, task, "L1H3,L0H1", 24, **options)
+        for name in task.contrasts:
+            alone = decompose(scope, task, "L1H3,L0H1", 24, contrasts=[name], **options)
+            mine, theirs = both.sums[name].tensors(), alone.sums[name].tensors()
+            for what, wanted in theirs.items():
+                torch.testing.assert_close(mine[what], wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()), msg=what)
+            for found, row in zip([r for r in both.table() if r["contrast"] == name], alone.table(), strict=True):
+                assert (found["verdict"], found["units"]) == (row["verdict"], row["units"])
+
+
+def test_a_prompt_runs_once_for_all_contrasts(scope, task, monkeypatch):
+    seen: list[str] = []
+
+    def capture(self, encoded, *given, real=Scope.capture_inputs, **named):
+        seen.extend(example.text for example in encoded.examples)
+        return real(self, encoded, *given, **named)
+
+    monkeypatch.setattr(Scope, "capture_inputs", capture)
+    decompose(scope, task, "L0H1", 12, contrasts=["box", "lexical"], replicates=3, progress=False)
+    assert len(seen) == len(set(seen)) == 3 * 12, "a prompt, and the copy of each contrast"
+
+
 def test_a_folder_of_another_job_is_refused(scope, task, tmp_path):
     out = tmp_path / "fit"
     decompose(scope, task, [Head(0, 0)], 8, out=out, contrasts=["order"])

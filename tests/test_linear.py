@@ -1,4 +1,4 @@
-"""The linear engine against references written apart: parts, half precision, any rows, cuts, and direct effects."""
+"""The linear engine against references written apart: parts, any rows, cuts, and direct effects."""
 
 import pytest
 import torch

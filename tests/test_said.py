@@ -1,4 +1,4 @@
-"""What answers say: no more writers than wrote, how many controls there were, no threshold reached by rounding."""
+"""What answers say: how many controls there were, no head that is below chance, tokens with their blanks."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Facts about swaps: the closed form equals doing it, in tensors and in a model; everything is everything."""
+"""Facts about swaps: the closed form equals doing it, in tensors and in a model."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tiny models: the same weights for the same seed, attention far from uniform, and a verdict that is true of each."""
+"""Tiny models of families: a verdict that is true of each, and a reason where one is refused or limited."""
 
 import pytest
 import torch

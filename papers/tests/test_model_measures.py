@@ -1,4 +1,4 @@
-"""What figures measure of language models: how heads are chosen, clouds compared, prompts drawn, means bounded."""
+"""What figures measure of language models: how heads are chosen, clouds compared, prompts drawn."""
 
 import math
 

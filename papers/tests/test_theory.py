@@ -1,4 +1,4 @@
-"""The theorems of franco2026 as facts about numbers, and the cosines, baselines and whitening they are read with."""
+"""The theorems of franco2026 as facts about numbers."""
 
 import math
 from itertools import product
