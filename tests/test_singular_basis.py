@@ -172,22 +172,6 @@ def test_a_key_outside_the_window_has_no_relative_attention():
     assert near.tables["relative"][0]["others"] == 3  # a window of four keys
 
 
-def test_one_prompt_can_be_asked_about_by_role_or_position():
-    scope = Scope.from_model(tiny_model("llama"), check=False)
-    example = Example(ids=tuple(range(5, 15)), keys=(Key((3, 4), {"answer": 1}),), roles={"A": (3, 4), "B": (7, 8)})
-    by_answer = relative_attention(scope, example, "L1H1")
-    by_role = relative_attention(scope, example, "L1H1", key="A")
-    by_place = relative_attention(scope, example, "L1H1", key=3, query=9)
-    for found in (by_answer, by_role, by_place):
-        row = found.tables["relative"][0]
-        assert (row["query"], row["key"]) == (9, 3)
-        total = sum(term["term"] for term in found.tables["terms"])
-        assert total == pytest.approx(row["relative"], rel=1e-6, abs=1e-9)
-    assert relative_attention(scope, example, "L1H1", query="B", key="A").tables["relative"][0]["query"] == 7
-    with pytest.raises(BadInput, match="no role 'C'"):
-        relative_attention(scope, example, "L1H1", key="C")
-
-
 def matrices(kind, n):
     made = torch.randn(3, n, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     if kind == "graded":  # singular values over ten orders of magnitude
