@@ -1,6 +1,7 @@
-"""What tests share: one thread, a cache of their own, a tiny Llama on disk and in a scope, and the command line.
+"""What tests share: models, each loaded once in a process, one browser, a cache of their own, and the command line.
 
-One thread because on tensors this small, threads of parallel tests only wait for each other.
+One thread because on tensors this small, threads of parallel tests only wait for each other. Who changes a model
+makes one of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ import torch
 import qkscope as qk
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: it would retry a wrong name for 23 s
+
+
+LONGEST = ["test_readme.py", "test_figures.py", "test_families.py", "test_gemma.py", "test_verbs_smollm2.py"]
+"""Files that begin first, so that no worker ends alone with one of them; the first fills the cache of a new machine."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -39,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny Llama and its tokenizer."""
     from tiny_llama import write_tiny_llama
@@ -47,13 +57,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def scope(model: Path) -> qk.Scope:
     """The tiny Llama, looked into."""
     return qk.Scope.load(model, device="cpu")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def nano() -> qk.Scope:
+    """The trained small model that we ship, looked into."""
+    return qk.Scope.load("nano:mixed", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> qk.Scope:
+    """The embedded real model, looked into."""
+    return qk.Scope.load("smollm2-135m", device="cpu")
+
+
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """A real Chromium."""
     from browser import chromium

@@ -1,8 +1,6 @@
-"""A padded batch of a tiny model, on either side."""
+"""Tiny models run by hand: padded on either side, taken apart by hooks, and changed in one head."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -63,3 +61,31 @@ def residual_parts(model: nn.Module, inputs: dict[str, Tensor], last: int) -> tu
     for hook in hooks:
         hook.remove()
     return parts, entered[0]
+
+
+def row_with(
+    scope: Scope, inputs: dict[str, Tensor], head: Head, query: int, side: str, at: int,
+    change: Callable[[Tensor], Tensor], frozen: bool,
+) -> Tensor:  # fmt: skip
+    """A head's attention row in a plain forward of a Llama whose projection of queries or keys reads something else at
+    one token; norms of queries and keys multiply by what they multiplied by before, where they are frozen."""
+    layer, kept = scope.model.model.layers[head.layer], {}
+
+    def enter(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        z = args[0].clone()
+        z[0, at] = change(z[0, at])
+        return (z,)
+
+    def held(module: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
+        return args[0] * kept.setdefault(module, out / args[0])
+
+    norms = [own for name, own in layer.self_attn.named_children() if frozen and name in ("q_norm", "k_norm")]
+    hooks = [norm.register_forward_hook(held) for norm in norms]
+    with torch.no_grad():
+        scope.model(**inputs)
+        made = layer.self_attn.k_proj if side == "key" else layer.self_attn.q_proj
+        hooks.append(made.register_forward_pre_hook(enter))
+        row = scope.model(**inputs, output_attentions=True).attentions[head.layer][0, head.index, query]
+    for hook in hooks:
+        hook.remove()
+    return row

@@ -1,7 +1,5 @@
 """A real Chromium for tests: the system's own, driven by playwright; without one, tests skip with the reason."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """What folded weights are multiplied with: the input x̂ of one layer, ``q = s_q W_Q x̂ + c_Q``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

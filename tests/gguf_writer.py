@@ -1,7 +1,5 @@
 """Tiny Llamas as GGUF files, written with llama.cpp's own package: whole, or damaged on purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,8 @@ SENTENCEPIECE = [*SPECIAL, "▁", "a", "b", "▁a", "▁b", "ab", "▁ab", *(f"<
 def write_gguf(
     path: Path,
     *,
-    layers: int = 1,
     drop: tuple[str, ...] = (),
     extra: Mapping[str, tuple[int, ...]] | None = None,
-    blocks: int | None = None,
     theta: float = 10000.0,
     values: Mapping[str, torch.Tensor] | None = None,
     more: Callable[[Any], None] = lambda writer: None,
@@ -29,7 +25,7 @@ def write_gguf(
     gguf = pytest.importorskip("gguf")
     generator = torch.Generator().manual_seed(0)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(layers if blocks is None else blocks)
+    writer.add_block_count(1)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
     writer.add_feed_forward_length(48)
@@ -40,19 +36,11 @@ def write_gguf(
     writer.add_vocab_size(40)
     more(writer)
     shapes = {"token_embd.weight": (40, 32), "output_norm.weight": (32,)}
-    for layer in range(layers):
-        own = {
-            "attn_norm": (32,),
-            "attn_q": (32, 32),
-            "attn_k": (16, 32),
-            "attn_v": (16, 32),
-            "attn_output": (32, 32),
-            "ffn_norm": (32,),
-            "ffn_gate": (48, 32),
-            "ffn_up": (48, 32),
-            "ffn_down": (32, 48),
-        }
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in own.items()}
+    own = {
+        "attn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32),
+        "ffn_norm": (32,), "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48),
+    }  # fmt: skip
+    shapes |= {f"blk.0.{name}.weight": shape for name, shape in own.items()}
     shapes = {name: shape for name, shape in (shapes | dict(extra or {})).items() if name not in drop}
     tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
     tensors |= dict(values or {})

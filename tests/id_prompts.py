@@ -1,7 +1,5 @@
 """Random prompts of ids with marked keys, and the attention that a model reports of them, the tap aside."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ attends to what followed its token before (an induction head), by the embedding 
 key. A second writer that puts the same code with a minus sign takes part of it back. All else is random and small.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """One held-out prompt whose keys are swapped: in closed form by `qk.swap`, with what a hook has to know to do so."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,14 +1,11 @@
 """The atlas: heads planted to do one thing are named so, names predict, and a killed run goes on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import qkscope as qk
 from qkscope.analyses.atlas import Guesses, Sight, job_of
 from qkscope.analyses.because import Look, Reason, relation
-from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.tasks.sides import Passage
 
@@ -19,14 +16,14 @@ def texts():
 
 
 @pytest.fixture(scope="module")
-def names(texts):
-    return qk.atlas(qk.Scope.load("nano:mixed"), texts, 6, test=6, length=32, progress=False)
+def names(nano, texts):
+    return qk.atlas(nano, texts, 6, test=6, length=32, progress=False)
 
 
-def test_induction_heads_of_a_model_trained_on_copies_are_named(names):
+def test_induction_heads_of_a_model_trained_on_copies_are_named(nano, names):
     kinds = {row["head"]: row["kind"] for row in names.table()}
     assert kinds["L1H1"] == "induction"
-    assert {row["head"] for row in names.table()} == {str(head) for head in qk.Scope.load("nano:mixed").heads()}
+    assert {row["head"] for row in names.table()} == {str(head) for head in nano.heads()}
     for row in names.table():
         own = [job for job in names.tables["jobs"] if job["head"] == row["head"]]
         assert sum(job["looks"] for job in own) == row["looks"]
@@ -84,8 +81,3 @@ def test_a_name_says_where_a_head_looks_that_keeps_its_rule(kind):
         assert float(hits[0]) > float(hits[1]) + 0.3, "better than the best offset"
         without, with_name = guesses.losses(sights[:6], sights[6:])
         assert float(with_name.mean()) < float(without.mean())
-
-
-def test_what_cannot_be_read_is_said():
-    with pytest.raises(BadInput, match="should be a list"):
-        qk.atlas(qk.Scope.load("nano:mixed"), "one text")

@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkscope import BadInput, Head, tasks
+from planted import orthonormal, randn
+from qkscope import BadInput, tasks
 from qkscope.analyses.attribute import attribute
 from qkscope.analyses.decompose import decompose
 from qkscope.examples import Draft, Example, Key
-from qkscope.maths.attribution import attribute_logits, split_rows
+from qkscope.maths.attribution import attribute_logits
 
 seeds = st.integers(0, 10**6)
 
@@ -17,14 +18,6 @@ seeds = st.integers(0, 10**6)
 @pytest.fixture(scope="module")
 def fit(scope):
     return decompose(scope, tasks.binding(4), ["L1H3", "L0H1"], 40, replicates=3)
-
-
-def randn(seed, *shape, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def orthonormal(seed, d, r):
-    return torch.linalg.qr(randn(seed, d, r))[0]
 
 
 def features(seed, d=16, ranks=(2, 5, 3)):
@@ -41,23 +34,6 @@ def test_shares_sum_to_the_logit_in_float32(seed, split):
     size = 0.25 * q.double().norm(dim=-1, keepdim=True) * k.double().norm(dim=-1)
     assert ((total - exact).abs() <= 1e-5 * size).all()
     assert ((found.logits.double() - exact).abs() <= 1e-5 * size).all()
-
-
-@given(seeds)
-@settings(max_examples=20, deadline=None)
-def test_order_does_not_matter_for_orthogonal_features(seed):
-    whole = orthonormal(seed, 16, 7)
-    bases = {"a": whole[:, :2], "b": whole[:, 2:7]}
-    q, k = randn(seed, 16), randn(seed + 1, 9, 16)
-    one = attribute_logits(q, k, 1.0, bases)
-    for other in (
-        attribute_logits(q, k, 1.0, dict(reversed(bases.items()))),
-        attribute_logits(q, k, 1.0, bases, "average"),
-        attribute_logits(q, k, 1.0, bases, "oblique"),
-    ):
-        for name in ("a", "b", "residual"):
-            torch.testing.assert_close(one.parts[name], other.parts[name], rtol=0, atol=1e-9)
-    assert one.overlap["a", "b"] < 1e-9
 
 
 def test_what_features_share_goes_to_the_first_and_the_order_free_splits_do_not_care():
@@ -86,22 +62,6 @@ def test_a_planted_query_is_given_to_its_own_feature():
                               ({"a": torch.eye(16), "b": torch.eye(16)}, "oblique", "independent")):  # fmt: skip
         with pytest.raises(BadInput, match=says):
             attribute_logits(q, k, 1.0, many, split)
-
-
-def test_the_rows_of_a_split_sum_to_the_logit_of_each_key():
-    found = attribute_logits(randn(0, 16), randn(1, 2, 16), 1.0, features(0, ranks=(1, 2)))
-    rows = split_rows(Head(3, 1), 9, [4, 6], found.logits, found.parts, "query")
-    assert list(rows[0]) == ["head", "query", "key", "part", "side", "value", "share"]
-    for logit, key in zip(found.logits.tolist(), (4, 6), strict=True):
-        own = [row for row in rows if row["key"] == key]
-        assert [row["part"] for row in own] == ["f0", "f1", "residual"]
-        assert sum(row["value"] for row in own) == pytest.approx(logit)
-        assert sum(row["share"] for row in own) == pytest.approx(1)
-    (nothing,) = split_rows(Head(0, 0), 1, [0], torch.zeros(1), {"a": torch.zeros(1)}, "query")
-    assert nothing["share"] != nothing["share"]
-
-
-# ---------------------------------------------------------------- the verb
 
 
 def tokens(explanation) -> str:
@@ -137,20 +97,3 @@ def test_a_prompt_may_be_one_token_or_have_its_query_marked_or_a_template(scope,
     assert early.tables["tokens"] == [pytest.approx(row) for row in same.tables["tokens"]]
     chat = attribute(scope, "hat: A", "L1H3", fit, chat=True)
     assert tokens(chat) == "Answer : hat : A Which"
-
-
-def test_features_of_another_head_or_in_two_spaces_are_refused(scope, fit):
-    with pytest.raises(BadInput, match="'order' belongs to L0H1, not to L1H3"):
-        attribute(scope, "hat", "L1H3", {"order": fit["order", "L0H1"]})
-    with pytest.raises(BadInput, match="nothing was fitted for 'order' at L0H0"):
-        attribute(scope, "hat", "L0H0", fit)
-    with pytest.raises(BadInput, match="no feature was given"):
-        attribute(scope, "hat", "L1H3", {})
-    frame = decompose(scope, tasks.binding(4), "L1H3", 8, space="query_frame", replicates=3)
-    with pytest.raises(BadInput, match="different spaces"):
-        attribute(scope, "hat", "L1H3", {"a": frame["order", "L1H3"], "b": fit["order", "L1H3"]})
-    own = attribute(scope, "hat: A", "L1H3", {"order": frame["order", "L1H3"]})
-    assert own.provenance["asked"]["space"] == "query_frame", "features know the space they were fitted in"
-    two = Draft().query("hat").write(": ").query("A").example()
-    with pytest.raises(BadInput, match="explained from one query, but 2 are marked"):
-        attribute(scope, two, "L1H3", fit)

@@ -1,7 +1,5 @@
 """Because: changed prompts run from their first change give what whole prompts give, and planted reasons are found."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -17,16 +15,6 @@ from qkscope_papers.families import tiny_model
 
 PROMPT = "hat: O jam: Z cat: B jam:"
 COPIED = qk.tasks.induction().test(1)[0][0].text
-
-
-@pytest.fixture(scope="module")
-def nano():
-    return qk.Scope.load("nano:mixed")
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return qk.Scope.load("smollm2-135m")
 
 
 @pytest.fixture(scope="module")
@@ -136,19 +124,18 @@ def test_a_head_that_goes_by_position_is_moved_by_a_word_put_in(smollm2):
     assert row["together"] >= 0.5 > row["alone"]
 
 
-def test_few_words_are_no_reason_on_random_weights():
+def test_few_words_are_no_reason_on_random_weights(nano):
     """Peaked attention of random weights: the key's own word may matter, but equal words and positions do not."""
     torch.manual_seed(0)
-    trained = qk.Scope.load("nano:mixed")
-    model = type(trained.model)(trained.model.config).eval()
+    model = type(nano.model)(nano.model.config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
                 weight *= 40
-    scope = qk.Scope.from_model(model, trained.tokenizer, name="random", check=False)
+    scope = qk.Scope.from_model(model, nano.tokenizer, name="random", check=False)
     kinds = []
     for unit in qk.tasks.binding(6).test(6):
-        again = Again.of(scope, ids_of(trained, unit[0].text))
+        again = Again.of(scope, ids_of(nano, unit[0].text))
         looks = []
         for head in scope.heads():
             weights = again.calls[head.layer].attention([head.index])[0, 0, -1].clone()
@@ -195,15 +182,12 @@ def test_every_head_is_tried_and_the_rival_is_told(nano):
         qk.why(nano, PROMPT, versus="Z")
 
 
-def test_answers_are_compared_and_drawn_as_graphs(nano):
+def test_answers_are_compared_and_drawn_and_an_interval_is_students(nano):
     first, other = (qk.why(nano, unit[0].text, "L1H1") for unit in qk.tasks.induction().test(2))
     rows = first.diff(other).table()
     assert {"attention", "because", "writers"} <= {row["table"] for row in rows}
     assert abs(rows[0]["change"]) == max(abs(row["change"]) for row in rows)
     assert len(first.to_networkx()) == len(first.tables["graph"])
-
-
-def test_an_interval_is_students():
     mean, low, high = interval(torch.tensor([0.0, 1.0, 2.0, 3.0]))
     assert (float(mean), float(high - mean)) == (1.5, pytest.approx(2.3534 * 1.29099 / 2, abs=1e-3))
     assert float(low) == pytest.approx(3.0 - float(high), abs=1e-5)

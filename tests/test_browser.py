@@ -1,7 +1,5 @@
 """The report in a real browser: it asks for nothing, answers pointer and keyboard, turns, copies, and stays quick."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -140,24 +138,6 @@ def test_the_points_turn_by_mouse_by_keys_and_by_buttons(report):
     page.locator(".cloud .zoom button", has_text="reset").click()
     assert seen_from(page) == start
     assert report.errors == []
-
-
-def test_a_name_in_the_legend_hides_its_points_and_pointing_reads_one(report, results):
-    page = report.page
-    stage, legend = page.locator(".cloud .stage"), page.locator(".cloud .legend button")
-    shown = lambda: int(stage.get_attribute("data-shown"))  # noqa: E731
-    assert shown() == 16 * 9 + 16
-    legend.filter(has_text="queries").click()
-    assert shown() == 16 * 9
-    legend.filter(has_text="9").click()
-    assert shown() == 16 * 8
-    legend.filter(has_text="queries").click()
-    legend.filter(has_text="9").click()
-    assert shown() == 16 * 9 + 16
-    page.locator(".cloud .choices button", has_text="word").click()
-    words = {row["label"] for row in results[3].tables["clouds"] if row["colouring"] == "word"}
-    assert words <= set(legend.all_inner_texts())
-    page.locator(".cloud .choices button", has_text="place in the prompt").click()
 
 
 def test_the_data_of_every_chart_can_be_copied(report, results):

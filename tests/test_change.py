@@ -1,13 +1,11 @@
 """What if: writers ablated, keys hidden, tokens replaced, rows run again, against plain forwards with hooks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
 import qkscope as qk
-from batches import look, residual_parts
+from batches import look, residual_parts, row_with
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.capture.patch import Edit
 from qkscope.change.again import Again
@@ -17,11 +15,6 @@ from qkscope.heads import Head
 from qkscope_papers.families import two_prompts
 
 PROMPT = "hat: O jam: Z cat: B jam:"
-
-
-@pytest.fixture(scope="module")
-def nano() -> qk.Scope:
-    return qk.Scope.load("nano:mixed")
 
 
 def logits(scope, inputs):
@@ -44,19 +37,6 @@ def others_mean(z, mask):
             if rest:
                 found[row, t] = z[row, rest].mean(0)
     return found
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_oss", "bloom"])
-def test_a_pattern_is_the_models_own(family):
-    scope = look(family)
-    inputs = {"input_ids": torch.tensor([[11, 25, 33, 47, 25, 60, 71]])}
-    plain = look(family).model
-    plain.set_attn_implementation("eager") if family != "bloom" else None
-    with torch.no_grad():
-        theirs = plain(**inputs, output_attentions=True, use_cache=False).attentions
-    for head in scope.heads()[:: len(scope.heads()) // 3]:
-        ours = scope.attention(qk.Example(ids=tuple(inputs["input_ids"][0].tolist())), head)
-        torch.testing.assert_close(ours, theirs[head.layer][0, head.index, :, :7], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -137,17 +117,6 @@ def logits_of_next(scope):
     return patched(scope, scope.encode([PROMPT]).inputs)[0, -1].softmax(-1)
 
 
-def test_blocks_end_in_any_order(nano):
-    first, second = nano.ablate("L0H2"), nano.ablate("L0H3")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    one = nano.attention(PROMPT, "L1H0")
-    second.__exit__(None, None, None)
-    with nano.ablate("L0H3"):
-        torch.testing.assert_close(nano.attention(PROMPT, "L1H0"), one)
-
-
 def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):
     plain = qk.why(nano, PROMPT, "L2H3")
     with nano.ablate("L0H2", "M1"), nano.hide("L1H0", key=-2):
@@ -178,32 +147,12 @@ def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
         torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_a_heads_output_can_be_set(nano):
-    inputs, value = nano.encode([PROMPT, "hat: O jam:"]).inputs, torch.arange(24.0)
-
-    def replaced(_module, args):
-        z = args[0].clone()
-        z[1, :, 24:48] = value
-        return (z,)
-
-    hook = nano.model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(replaced)
-    theirs = logits(nano, inputs)
-    hook.remove()
-    with nano.patched([Edit.outputs("L1H1", torch.tensor([False, True]), value)]):
-        torch.testing.assert_close(logits(nano, inputs), theirs, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda s: s.hide("L1H0", key="Q"), "'Q' is no token of the prompt"),
         (lambda s: s.hide("L1H0", key="jam"), "'jam' stands 2 times in the prompt: write 'jam#1' to 'jam#2'"),
         (lambda s: s.hide("L1H0", key=9, query=4), "cannot see token 9 from token 4"),
-        (lambda s: s.hide("L9H0", key=1), "L9H0"),
         (lambda s: s.ablate("M7"), "'M7' is no head and no MLP of this model: write L17H8, or M0 to M2"),
-        (lambda s: s.ablate("L0H9"), "L0H9"),
-        (lambda s: s.replace(40, "cat"), "token 40 is not there: the prompt has"),
-        (lambda s: s.replace(2, "jam cat"), "'jam cat' is 2 tokens here"),
         (lambda s: s.replace(2, "zebras"), "no token for 'zebras'"),
     ],
 )
@@ -225,30 +174,11 @@ def test_parts_put_back_into_one_head_are_a_forward_with_another_stream_there(fa
     at, layer, names = {"key": 4, "query": 9}[side], scope.model.model.layers[2], run.reader.writers(2)[:-1]
     sets = [["L1H0", "M0"], ["embedding"], list(names)]
     found = restore(run, source, head, 9, 4, sets, side=side, norms=norms)
-    made = layer.self_attn.k_proj if side == "key" else layer.self_attn.q_proj
     (before, x), (instead, _) = (residual_parts(scope.model, one.inputs, 2) for one in (run, source))
     for row, own in zip(found, sets, strict=True):
         new = x[0, at] + sum(instead[name][0, at] - before[name][0, at] for name in own)
         normed = layer.input_layernorm(new) if norms == "live" else new * (layer.input_layernorm(x) / x)[0, at]
-        kept: dict[torch.nn.Module, torch.Tensor] = {}
-
-        def enter(_module, args, normed=normed):
-            z = args[0].clone()
-            z[0, at] = normed
-            return (z,)
-
-        def frozen(module, args, out, kept=kept):
-            return args[0] * kept.setdefault(module, out / args[0])
-
-        qk_norms = [one for name, one in layer.self_attn.named_children() if name in ("q_norm", "k_norm")]
-        hooks = [norm.register_forward_hook(frozen) for norm in qk_norms] if norms == "frozen" else []
-        with torch.no_grad():
-            if hooks:  # what they multiplied by when nothing was put back
-                scope.model(**run.inputs)
-            hooks.append(made.register_forward_pre_hook(enter))
-            theirs = scope.model(**run.inputs, output_attentions=True).attentions[2][0, head.index, 9]
-        for hook in hooks:
-            hook.remove()
+        theirs = row_with(scope, run.inputs, head, 9, side, at, lambda _, z=normed: z, frozen=norms == "frozen")
         assert (row - theirs[: len(row)]).abs().max() <= 1e-5
     with pytest.raises(qk.BadInput, match="does not write before"):
         restore(run, source, head, 9, 4, [["L2H0"]])

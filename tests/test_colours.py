@@ -1,7 +1,5 @@
 """Facts about colours: one for each name in charts and in figures, told apart by everybody, seen on both papers."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

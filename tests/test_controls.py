@@ -3,19 +3,15 @@
 import pytest
 import torch
 
-from planted import PlantedHead
-from qkscope import BadInput, Head
+from planted import PlantedHead, randn
+from qkscope import Head
 from qkscope.draws import draw_bits, draw_signs
 from qkscope.maths.controls import rank_above, run_controls
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import DEALS, FLIPS, by_sign, clustered_bootstrap, key_sums, replicate_sums
+from qkscope.maths.significance import DEALS, by_sign, clustered_bootstrap, key_sums, replicate_sums
 from qkscope.maths.subspace import Subspace
 
 NULLS = ("sign_flip", "interaction")
-
-
-def randn(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def accumulate(q, k, labels, nulls=NULLS, replicates=199, seed=0, size=32):
@@ -100,17 +96,6 @@ def test_rows_of_one_prompt_share_their_sign():
     torch.testing.assert_close(a, b)
 
 
-def test_replicates_do_not_depend_on_batches_or_shards():
-    q, k = randn(0, 24, 2, 4), randn(1, 24, 2, 3, 4)
-    labels = torch.tensor([[1, -1, -1]])
-    kinds = ("sign_flip", "label_permutation", "interaction")
-    a, b = (accumulate(q, k, labels, nulls=kinds, replicates=11, size=size) for size in (24, 1))
-    for name, tensor in a.tensors().items():
-        torch.testing.assert_close(tensor, b.tensors()[name])
-    other = accumulate(q, k, labels, nulls=kinds, replicates=11, seed=1)
-    assert not torch.allclose(other.state[FLIPS]["c"], a.state[FLIPS]["c"])
-
-
 def deal(labels, prompts, count=500):
     b, keys = labels.shape
     k = torch.eye(b * keys, dtype=torch.float64).reshape(b, 1, keys, b * keys)  # every key recognisable
@@ -175,22 +160,3 @@ def test_bootstrap_intervals_cover_the_mean_and_respect_clusters():
         low, high = clustered_bootstrap(values, prompts, draws=400, seed=seed)
         hits += bool(low <= 0 <= high)
     assert hits >= 84  # 95% nominal; rows taken for independent would give about 60%
-
-
-def test_bad_input_gets_a_sentence():
-    q, k = randn(0, 10, 1, 4), randn(1, 10, 1, 2, 4)
-    for nulls, says in (((), "sign_flip"), (("interaction",), "sign_flip"), (("sign_flip",), "interaction")):
-        moments = accumulate(q, k, PAIR, nulls=nulls, replicates=3)
-        with pytest.raises(BadInput, match=says):
-            run_controls(moments, "c")
-    with pytest.raises(BadInput, match="no interaction replicates were carried for L5H5"):
-        accumulate(q, k, PAIR, replicates=3).null_deltas("interaction", "c", "L5H5")
-
-
-def test_few_prompts_cannot_have_many_components():
-    """Sixteen prompts span sixteen directions: with most of them projected out, any component would pass."""
-    head = PlantedHead.make({"wide": 9}, d_head=32)
-    q, k, labels = head.pairs("wide", 16, seed=0)
-    found = run_controls(accumulate(q[:, None], k[:, None], labels), "c")[Head(0, 0)]
-    assert found.null_rank <= 4
-    assert found.interaction_rank <= 4

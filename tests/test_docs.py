@@ -1,7 +1,5 @@
 """The docs are what the code does: their generated pages are today's, and what they name is there."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re
@@ -13,7 +11,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 REPORTS = DOCS.parent / "papers" / "docs"
 
 
-def test_pictures_are_there_and_small():
+def test_pages_and_pictures_are_there():
     shown = {
         page.parent / picture
         for page in [*DOCS.rglob("*.md"), *REPORTS.glob("*.md")]
@@ -24,9 +22,6 @@ def test_pictures_are_there_and_small():
     assert len(screens) > 8
     assert max(screens) < 150e3
     assert sum(screens) < 1.5e6
-
-
-def test_every_page_is_on_the_front_page():
     listed = set(re.findall(r"^[./\w-]+$", (DOCS / "index.md").read_text(), flags=re.MULTILINE))
     pages = {page.relative_to(DOCS) for page in DOCS.rglob("*.md") if "_build" not in page.parts}
     reports = {Path("../papers/docs", page.name) for page in REPORTS.glob("*.md")}
@@ -42,7 +37,7 @@ def test_the_reference_names_every_command_as_it_is():
     assert between == generate.commands_page(), "run: python docs/generate.py commands"
 
 
-def test_the_architecture_names_files_that_are_there():
+def test_what_the_docs_name_is_there():
     text = (DOCS / "architecture.md").read_text()
     sources = (DOCS.parent / "src" / "qkscope", DOCS.parent / "papers" / "src" / "qkscope_papers", DOCS.parent)
     named = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|js|toml))`(?: \(`(\w+)`)?", text)
@@ -51,9 +46,6 @@ def test_the_architecture_names_files_that_are_there():
         homes = [source / name for source in sources if (source / name).is_file()]
         assert homes, f"there is no {name}"
         assert re.search(rf"\b{defined}\b", homes[0].read_text()), f"{name} has no {defined}"
-
-
-def test_the_python_interface_names_what_is_there():
     named = re.findall(r"auto(?:class|function):: ([\w.]+)\.(\w+)", (DOCS / "api.md").read_text())
     assert len(named) > 40
     assert [f"{module}.{name}" for module, name in named if not hasattr(importlib.import_module(module), name)] == []

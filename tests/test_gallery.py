@@ -1,22 +1,17 @@
 """A gallery: one site of many runs, from disk without a request; what is half-written is left out and said to be."""
 
-from __future__ import annotations
-
-import json
 import re
 import shutil
 from urllib.parse import unquote
 
 import pytest
-from typer.testing import CliRunner
 
 import qkscope as qk
 from browser import Watched
 from qkscope import BadInput, Result
-from qkscope.cli import app
 from qkscope.runs.claims import Claim
 from qkscope.show.gallery import write_gallery
-from qkscope.show.page import heads_in, page_of, report_html, write_report
+from qkscope.show.page import heads_in, page_of, report_html
 
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(1)>"
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
@@ -27,14 +22,11 @@ CLAIMS = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(nano, tmp_path_factory):
     """Runs of a model that we ship, with and without a page of their own, and one as papers write them."""
-    scope, task = qk.Scope.load("nano:mixed"), qk.tasks.binding(4)
+    scope, task = nano, qk.tasks.binding(4)
     place = tmp_path_factory.mktemp("gallery") / "runs"
-    made = {
-        "why": qk.why(scope, PROMPT, "L2H3", draws=4),
-        "heads": qk.find_heads(scope, task, 4),
-    }
+    made = {"why": qk.why(scope, PROMPT, "L2H3", draws=4), "heads": qk.find_heads(scope, task, 4)}
     for name, result in made.items():
         result.write(place / name, files={"report.html": report_html([result])})
     qk.decompose(scope, task, ["L2H0", "L1H1"], 16, contrasts=["order"], replicates=9, out=place / "fit")
@@ -77,30 +69,11 @@ def test_every_run_has_a_card_with_its_answer_and_a_page(index):
         assert f'id="{unquote(place)}"' in text or told or 'class="block map"' in text, (page, place)
 
 
-def test_a_head_leads_to_all_runs_that_have_it_by_model(index):
-    rows, claims = (Result.read(index.parent).table(name) for name in ("heads", "claims"))
-    assert {row["run"] for row in rows if (row["model"], row["head"]) == ("nano:mixed", "L2H0")} >= {"fit", "heads"}
-    assert [row["run"] for row in rows if row["model"] == "other"] == ["lee2026-fig9"] * 2
-    called = {(row["run"], row["says"]) for row in rows}  # a verb that the run's name has is not said again
-    assert called == {("why", ""), ("heads", ""), ("fit", "decompose"), ("lee2026-fig9", "")}
-    assert [(row["verdict"], row["page"]) for row in claims] == [
-        ("holds", "runs/lee2026-fig9.html#claim-1"), ("fails", "runs/lee2026-fig9.html#claim-2"),
-    ]  # fmt: skip
-
-
-def test_the_same_runs_give_the_same_site(runs, tmp_path):
-    for name in ("one", "two"):
-        write_gallery(tmp_path / name, runs)
-    one, two = ({p.relative_to(tmp_path / name): p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()}
-                for name in ("one", "two"))  # fmt: skip
-    assert one == two
-    assert len(one) == 7  # index, results, manifest and four pages
-
-
-def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path):
+def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path, qkscope):
     site, mine = tmp_path / "site", tmp_path / "mine"
     write_gallery(site, runs)
-    write_gallery(site, runs / "why", runs / "heads")
+    _, printed, said = qkscope("gallery", runs / "why", runs / "heads", "--out", site)
+    assert f"The page: {site}/index.html" in printed, said
     assert sorted(path.name for path in (site / "runs").iterdir()) == ["heads.html", "why.html"]
     shutil.copytree(site, runs.parent / "copy")
     write_gallery(site, runs / "why", runs.parent / "copy")  # a gallery is no run
@@ -127,51 +100,6 @@ def test_a_run_that_was_stopped_is_left_out_and_said_so(runs, tmp_path, caplog, 
     assert stopped.is_dir()  # and nothing is taken from it
 
 
-TOMORROW = {**Claim("c", "", 0.0, None, "ours > 1").to_json(), "reason": "of tomorrow"}
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"claims": [TOMORROW]}, "is no reason for a claim to fail"),
-        ({"schema": 99}, "it was written by a newer qkscope"),
-        ({"tables": None}, "damaged"),
-    ],
-)
-def test_a_run_that_cannot_be_read_is_left_out_and_said_so(runs, tmp_path, change, says):
-    shutil.copytree(runs, tmp_path / "runs")
-    results = tmp_path / "runs" / "heads" / "results.json"
-    results.write_text(json.dumps(json.loads(results.read_text()) | change))
-    index = write_gallery(tmp_path / "site", tmp_path / "runs")
-    assert says in index.read_text()
-    assert len(Result.read(tmp_path / "site").table("runs")) == 3
-    (tmp_path / "runs" / "heads" / "report.html").unlink()
-    with pytest.raises(BadInput, match=says.removeprefix("it ")):
-        page_of(tmp_path / "runs" / "heads")
-
-
-def test_nothing_to_show_is_one_sentence(runs, tmp_path):
-    (tmp_path / "empty").mkdir()
-    for given, says in ((["empty"], "it holds no run"), (["nowhere"], "there is no folder"), ([], "at least one")):
-        with pytest.raises(BadInput, match=says):
-            write_gallery(tmp_path / "site", *(tmp_path / name for name in given))
-    stopped = stop(shutil.copytree(runs / "why", tmp_path / "why"), "work")
-    done = CliRunner().invoke(app, ["gallery", str(stopped), "--out", str(tmp_path / "site")])
-    assert str(done.exception) == "why is left out: it is not finished; run its command again to finish it."
-    assert not (tmp_path / "site").exists()
-
-
-def test_the_commands_write_a_ranking_and_a_site_of_it(tmp_path):
-    run, site = str(tmp_path / "run"), str(tmp_path / "site")
-    ranked = CliRunner().invoke(app, ["heads", "binding", "-n", "4", "--model", "nano:mixed", "--out", run])
-    assert f"The page: {run}/report.html" in ranked.output
-    made = CliRunner().invoke(app, ["gallery", run, "--out", site])
-    assert made.output.startswith("1 run of nano:mixed.")
-    assert f"The page: {site}/index.html" in made.output
-    refused = CliRunner().invoke(app, ["heads", "binding", "-n", "4", "--model", "nano:mixed", "--out", site])
-    assert "holds a run of gallery, not of heads" in str(refused.exception)
-
-
 def test_text_of_a_run_is_text_in_the_index(tmp_path):
     """Words that explain what a name like L16H0 means speak of no head."""
     lines = [{"line": "L2H1 looks at Mary."}, {"line": "L16H0 is a head, M9 the MLP of layer 9."}]
@@ -185,9 +113,6 @@ def test_text_of_a_run_is_text_in_the_index(tmp_path):
         assert "alert(1)" in page.read_text()
         assert "<script>alert" not in page.read_text()
         assert "<img src=x" not in page.read_text()
-
-
-# ---------------------------------------------------------------- in a browser
 
 
 @pytest.fixture(scope="module")
@@ -255,12 +180,3 @@ def test_a_link_leads_to_a_head_to_a_claim_and_back(browser, site):
     assert [r for r in watched.requests if not r.startswith(("file:", "data:"))] == []
     assert watched.errors == []
     page.close()
-
-
-def test_a_chart_of_one_head_at_a_time_shows_the_one_that_a_link_names(browser, tmp_path):
-    rows = [{"head": head, "method": "order", "k": k, "shift": k / 4, "low": 0.0, "high": 1.0}
-            for head in ("L1H1", "L2H0") for k in (1, 2)]  # fmt: skip
-    watched = Watched(browser, write_report(tmp_path / "page.html", Result("test", {"curve": rows})).as_uri() + "#L2H0")
-    watched.until("document.querySelector('.choices [aria-pressed=true]').textContent === 'L2H0'")
-    assert watched.errors == []
-    watched.page.close()

@@ -1,7 +1,5 @@
 """The second real model: parts joined and believed by their hash, and what is known of it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import sys
@@ -14,6 +12,7 @@ from gguf_writer import sentencepiece, write_gguf
 from qkscope import BadInput, Scope
 from qkscope.capture import files
 from qkscope.capture.files import EMBEDDED, Package, cache_dir, is_installed, packaged_file
+from test_gguf_files import TEXTS, check_rules
 
 MODEL = "gemma3-270m"
 needs_gemma = pytest.mark.skipif(not is_installed(MODEL), reason="needs `make gemma`")
@@ -82,7 +81,8 @@ def test_it_gives_the_drink_to_mary_and_every_text_begins_with_bos_once(gemma: S
 
 
 @needs_gemma
-def test_l5h1_binds(gemma: Scope) -> None:
+def test_it_has_the_tokens_of_its_file_and_l5h1_binds(gemma: Scope) -> None:
+    check_rules(packaged_file(MODEL), gemma, TEXTS)
     ranking = qk.find_heads(gemma, qk.tasks.binding(), 64, progress=False)
     (head,) = [row for row in ranking.tables["heads"] if row["head"] == "L5H1"]
     assert head["row_accuracy"] >= 0.9

@@ -1,14 +1,12 @@
 """A subspace as a hook does to the running model what the closed form says, and refuses what it does not fit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from qkscope import BadInput, Scope, Subspace, decompose, tasks
+from qkscope import BadInput, Scope, Subspace, tasks
 from qkscope.maths.bases import Projector
 from qkscope.maths.swap import swapped_keys
 from swapped_prompt import difference, own_feature, swapped_prompt
@@ -91,19 +89,6 @@ def test_queries_are_edited_in_their_own_space(nano, feature):
     assert nano.generate(encoded, edits=[hook, feature.as_hook("remove", 1, side="query")], max_new_tokens=2).shape
 
 
-def test_a_fit_says_where_its_features_belong(nano, tmp_path):
-    fit = decompose(
-        nano, tasks.binding(4), HEAD, 4, contrasts=["order"], replicates=3, space="pre_rope", progress=False
-    )
-    feature = fit["order", HEAD]
-    feature.save(tmp_path / "order.safetensors")
-    for one in (feature, Subspace.load(tmp_path / "order.safetensors")):
-        assert one.as_hook("remove").name == "blocks.1.attn.hook_k"
-        assert one.as_hook("remove").group_size == nano.group_size == 2
-    with pytest.raises(BadInput, match=r"a patched run writes post_rope keys, but Hook.* is of pre_rope"):
-        nano.generate(nano.encode(["hat jam hat"]), edits=[feature.as_hook("remove")])
-
-
 @dataclass
 class Point:
     """What a hook is told of TransformerLens' HookPoint: the point's name, and that heads stand behind tokens."""
@@ -126,19 +111,3 @@ def test_at_another_point_than_its_own_a_hook_is_refused(feature):
     for name, hook in {"0.attn.hook_rot_k": of_keys, "1.attn.hook_z": of_queries, "1.attn.hook_rot_k": before}.items():
         with pytest.raises(BadInput, match=f"belongs at {hook.name}, but was called at blocks.{name}"):
             hook(keys, hook=Point(f"blocks.{name}"))
-
-
-def test_what_does_not_fit_is_one_sentence(nano, feature):
-    keys = torch.zeros(1, 2, 4, 24)
-    bare = Subspace.from_delta(torch.eye(24), 2, head=HEAD)
-    frame = Subspace.from_delta(torch.eye(24), 2, head=HEAD, about={"space": "query_frame"})
-    for call, says in {
-        lambda: feature.as_hook("swap", 1): "a swap exchanges two tokens, but got 1",
-        lambda: frame.as_hook("remove"): "query_frame keys differ for every query",
-        lambda: Subspace.from_delta(torch.eye(24), 2).as_hook("remove"): "does not say whose it is",
-        lambda: bare.as_hook("remove")(keys): "does not know how many query heads share a key head",
-        lambda: feature.as_hook("remove")(keys[..., :12]): r"heads, tokens, 24\), but got \(1, 2, 4, 12\)",
-        lambda: feature.as_hook("remove", 4)(keys): "points outside the batch of 1 sequences of 4 tokens",
-    }.items():
-        with pytest.raises(BadInput, match=says):
-            call()

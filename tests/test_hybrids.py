@@ -1,12 +1,8 @@
 """Hybrids: layers with attention are looked into, layers without keep their numbers, write, and are named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import nn
 
-from id_prompts import marked
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -21,9 +17,6 @@ INSTEAD = {
     "jamba": "JambaMambaMixer",
     "granitemoehybrid": "GraniteMoeHybridMambaLayer",
 }
-
-
-EXAMPLES = marked((11, 7), (1, -2))
 
 
 @pytest.fixture(scope="module", params=INSTEAD)
@@ -46,17 +39,6 @@ def test_a_head_of_a_layer_without_attention_is_one_sentence(scope: Scope) -> No
         head_weights(scope.model, "L2H0")
 
 
-@pytest.mark.parametrize("space", ["pre_rope", "query_frame"])
-def test_a_prompt_in_a_padded_batch_is_the_prompt_alone(scope: Scope, space: str) -> None:
-    alone = {i: next(iter(scope.capture([one], space=space))) for i, one in enumerate(EXAMPLES)}
-    for side in scope.facts.sides:
-        batch = next(iter(scope.capture(EXAMPLES, space=space, padding_side=side)))
-        for row, example in enumerate(batch.example.tolist()):
-            torch.testing.assert_close(batch.k[row], alone[example].k[0], atol=1e-4, rtol=1e-4)
-            if space != "pre_rope":
-                torch.testing.assert_close(batch.attention()[row], alone[example].attention()[0], atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("family", ["lfm2", "jamba", "granitemoehybrid"])
 def test_what_stands_instead_of_attention_is_a_writer(family: str) -> None:
     scope = Scope.from_model(tiny_model(family), check=False)
@@ -64,20 +46,3 @@ def test_what_stands_instead_of_attention_is_a_writer(family: str) -> None:
     heads = [f"L1H{i}" for i in range(4)]
     assert writers == [EMBEDDING, "M0.0", "M0.1", *heads, "M1", "M2.0", "M2.1", BIAS]
     assert trace_error(scope) < 1e-5
-
-
-def test_attention_that_is_not_called_is_not_taken_for_something_else() -> None:
-    """A layer that skips its attention has the same modules as one that does not."""
-    model = tiny_model("llama", num_hidden_layers=3)
-
-    class Skips(nn.Module):
-        def __init__(self, layer: nn.Module) -> None:
-            super().__init__()
-            self.layer, self.extra = layer, nn.Identity()
-
-        def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-            return hidden_states
-
-    model.model.layers[1] = Skips(model.model.layers[1])
-    with pytest.raises(BadInput, match="2 attention calls come from 3 layers"):
-        Scope.from_model(model)

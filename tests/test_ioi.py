@@ -1,7 +1,5 @@
 """Facts about tasks with roles: roles by construction, copies that cancel, pools that never meet, merges refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -19,8 +17,8 @@ ROLES = {
 
 
 @pytest.fixture(scope="module")
-def scope() -> Scope:
-    return Scope.load("smollm2-135m", check=False)
+def scope(smollm2: Scope) -> Scope:
+    return smollm2
 
 
 def examples_of(task, n=24):
@@ -90,22 +88,19 @@ def test_every_prompt_has_its_roles_one_right_key_and_words_of_its_own_use(name)
     assert len(set().union(*seen)) == sum(map(len, seen))
 
 
-def test_the_words_are_single_tokens_of_the_embedded_model(scope):
+def test_words_are_single_tokens_and_a_merged_role_is_refused(scope):
     for word in (*NAMES, *THINGS, *PLACES, *EVENTS, *PEOPLE):
         assert len(scope.tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1, word
+    whole = Example(text="The cat sat", roles={"CAT": (4, 7)})
+    assert scope.encode([whole]).inputs["input_ids"].shape[1] == 3
+    with pytest.raises(BadInput, match=r"merges 'ca' \(HALF\) with its neighbour in the token"):
+        scope.encode([Example(text="The cat sat", roles={"HALF": (4, 6)})])
 
 
 @pytest.mark.parametrize("name", ROLES)
 def test_every_prompt_encodes_on_the_embedded_model(scope, name):
     examples = list(examples_of(tasks.BUILT_IN[name](), 12))
     assert scope.encode(examples).places.row.shape[0] == len(examples)
-
-
-def test_a_role_merged_with_its_neighbour_is_refused_with_a_sentence(scope):
-    whole = Example(text="The cat sat", roles={"CAT": (4, 7)})
-    assert scope.encode([whole]).inputs["input_ids"].shape[1] == 3
-    with pytest.raises(BadInput, match=r"merges 'ca' \(HALF\) with its neighbour in the token"):
-        scope.encode([Example(text="The cat sat", roles={"HALF": (4, 6)})])
 
 
 def test_what_the_repetition_did_is_all_that_subject_sees(scope):

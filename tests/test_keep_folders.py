@@ -1,10 +1,6 @@
 """Facts about folders and disks: nobody's file is destroyed, and a disk that refuses is a sentence."""
 
-from __future__ import annotations
-
 import json
-import os
-import resource
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -13,12 +9,11 @@ import pytest
 
 from qkscope import BadInput, tasks
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load, sums_file
+from qkscope.analyses.fit import load
 from qkscope.capture.scope import Scope
-from qkscope.runs.folder import add_to_run, check_folder, file_name, write_file
+from qkscope.runs.folder import add_to_run, check_folder, write_file
 from qkscope.runs.result import Result, provenance
 from qkscope.show.page import write_report
-from qkscope.tasks.words import OBJECTS
 
 
 @pytest.fixture
@@ -35,9 +30,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def fitted(scope: Scope, out: Path):
     return decompose(scope, tasks.binding(4), ["L1H3"], 16, out=out, contrasts=["order"], batch_size=4)
-
-
-# ---------------------------------------------------------------- a user's folder
 
 
 @pytest.mark.parametrize("name", ["../outside.txt", "/nowhere/outside.txt"])
@@ -68,40 +60,11 @@ def test_a_thesis_survives_every_command(command, tmp_path, qkscope, no_model):
     assert contents(tmp_path) == before
 
 
-def test_a_fit_is_no_place_for_another_kind_of_run(scope, tmp_path, qkscope, no_model):
-    fitted(scope, tmp_path / "fit")
-    before = contents(tmp_path)
-    for arguments, kind in ((["demo"], "demo"), (["atlas"], "atlas")):
-        code, _, said = qkscope(*arguments, "--out", tmp_path / "fit")
-        assert (code, f"holds a run of decompose/binding, not of {kind}: name a new folder." in said) == (2, True)
-    assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("place", ["notes.txt", "figures/mine.png", "order.safetensors12345678.part"])
-def test_a_file_that_was_laid_into_a_run_is_kept(scope, tmp_path, place):
-    fitted(scope, tmp_path / "fit")
-    Result("demo", {}).write(tmp_path / "demo", files={"figures/a.png": b"png"})
-    for folder in (tmp_path / "fit", tmp_path / "demo"):
-        (folder / place).parent.mkdir(exist_ok=True)
-        (folder / place).write_text("mine")
-    before = contents(tmp_path)
-    for write in (lambda: fitted(scope, tmp_path / "fit"), lambda: Result("demo", {}).write(tmp_path / "demo")):
-        with pytest.raises(BadInput, match=f"holds other files than a run, {place}: name a new folder"):
-            write()
-    assert contents(tmp_path) == before
-
-
-def test_weights_are_not_replaced(scope, model, tmp_path, qkscope, no_model):
-    """By singular vectors, or by the sums of a contrast that is called like them."""
+def test_weights_are_not_replaced(model, tmp_path, qkscope, no_model):
     weights = shutil.copyfile(model / "model.safetensors", tmp_path / "model.safetensors")
     before = contents(tmp_path)
     code, _, said = qkscope("svd", "--model", model, "--out", weights)
     assert (code, "is damaged or not a qkscope file: make it again, or name another" in said) == (2, True)
-    words = [{"text": "A", "labels": {"model": 1}}, {"text": "B", "labels": {"model": -1}}]
-    lines = [json.dumps({"prompt": f"{word} : A hat : B {word} :", "keys": words}) for word in OBJECTS[:30]]
-    (tmp_path.parent / "mine.jsonl").write_text("\n".join(lines))
-    with pytest.raises(BadInput, match=r"holds other files than a run, model\.safetensors: name a new folder"):
-        decompose(scope, tasks.from_jsonl(tmp_path.parent / "mine.jsonl"), ["L1H3"], 8, out=tmp_path)
     assert contents(tmp_path) == before
 
 
@@ -234,74 +197,6 @@ def test_an_earlier_run_survives_a_full_disk(tmp_path, monkeypatch):
         with pytest.raises(BadInput, match="No space left on device"):
             Result("demo", {}).write(place, files={"report.html": "new"})
     assert contents(tmp_path) == before
-
-
-def test_a_place_that_takes_no_files_or_not_so_large_ones_is_a_sentence(tmp_path):
-    """The system refuses files over a size, as a full disk would."""
-    (tmp_path / "file").write_text("")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for place, limit, says in ((tmp_path / "file", before[0], "(Not a directory|File exists)"),
-                               (tmp_path, 1000, "File too large")):  # fmt: skip
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-        try:
-            for write in (
-                lambda place=place: write_report(place / "page.html", Result("toy", {})),
-                lambda place=place: Result("toy", {"long": [{"a": "b" * 2000}]}).write(place / "run"),
-            ):
-                with pytest.raises(BadInput, match=rf"cannot be written \({says}\)"):
-                    write()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-# ---------------------------------------------------------------- odd names, numbers and files
-
-
-def test_a_contrast_may_have_a_long_name_in_any_script(scope, tmp_path):
-    """A character is nine bytes of a quoted name, and a disk takes 255."""
-    name = "对比" * 15
-    lines = [
-        {"prompt": f"{word} : A hat : B {word} :", "keys": [{"text": "A", "labels": {name: 1}},
-                                                         {"text": "B", "labels": {name: -1}}]}
-        for word in OBJECTS[:30]
-    ]  # fmt: skip
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    task = tasks.from_jsonl(tmp_path / "mine.jsonl")
-    for _ in range(2):  # and the folder is known again
-        decompose(scope, task, ["L1H3"], 8, out=tmp_path / "fit", batch_size=4)
-    assert load(tmp_path / "fit", scope)[name, "L1H3"].rank
-    assert file_name(name) != file_name(name + "x")
-    assert file_name("order") == "order"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["heads", "binding", "--seed", 2**64], "should be at most 4611686018427387904"),
-        (["heads", "binding", "-n", 10**9], "should be at most 1000000"),
-        (["why", "caf\udce9:"], "half a surrogate pair"),
-        (["view", "x" * 300, "--made"], "File name too long"),
-        (["view", "PIPES", "--made"], "holds no manifest.json"),
-        (["view", "PIPES", "--no-browser"], "is damaged or half-written"),
-    ],
-)
-def test_odd_arguments_get_a_sentence_at_once(arguments, says, tmp_path, qkscope, no_model):
-    (tmp_path / "PIPES").mkdir()
-    os.mkfifo(tmp_path / "PIPES" / "manifest.json")
-    (tmp_path / "PIPES" / "results.json").write_text('{"schema": 1}')
-    code, out, said = qkscope(*(tmp_path / part if part == "PIPES" else part for part in arguments))
-    assert (code, out) == (2, "")
-    assert says in said
-
-
-def test_sums_with_another_bit_are_refused(scope, tmp_path):
-    fitted(scope, tmp_path / "fit")
-    path = tmp_path / "fit" / sums_file("order")
-    content = bytearray(path.read_bytes())
-    content[-1001] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(BadInput, match=r"order\.safetensors is not what a run wrote there"):
-        load(tmp_path / "fit", scope)
 
 
 OURS = "qkscope decompose 'my file.jsonl' --heads L1H0 --out 'a run' -n 5"

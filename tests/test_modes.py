@@ -1,7 +1,5 @@
 """A model in memory is measured as it is: in eval mode, with the modules and weights it has now, or not at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
@@ -44,20 +42,6 @@ def test_a_model_in_train_mode_is_measured_in_eval_mode_and_put_back():
     for found in (*captured, inside):
         assert torch.allclose(found, right, atol=1e-5)
     assert torch.equal(generated, scope.generate(encoded, max_new_tokens=4))
-
-
-def test_heads_and_why_are_the_same_in_a_training_loop(nano):
-    def asked() -> tuple[list, list]:
-        ranking = qk.find_heads(nano, TASK, n=8)
-        return ranking.tables["heads"], qk.why(nano, PROMPT, "L1H0", draws=2).tables["writers"]
-
-    right = asked()
-    for part in nano.model.modules():
-        if hasattr(part, "attention_dropout"):
-            part.attention_dropout = 0.5
-    nano.model.train()
-    assert asked() == right
-    assert nano.model.training
 
 
 CHANGES = {"heads": "replaced", "why": "removed", "trace": "added", "generate": "mlp"}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkscope import BadInput
-from qkscope.maths.moments import Covariance, Moments
+from qkscope.maths.moments import Moments
 from qkscope.maths.significance import NULL_KINDS
 
 HEADS = ["L0H0", "L0H1", "L0H2", "L0H3", "L2H0", "L2H1", "L2H2", "L2H3"]
@@ -102,53 +102,21 @@ def test_keys_that_one_contrast_ignores_may_hold_anything_and_still_count_for_an
     same(clean, dirty)
 
 
-def test_saved_and_loaded_is_the_same(tmp_path):
+def test_saved_and_loaded_is_the_same_and_other_or_half_files_are_refused(tmp_path):
     moments = carrying(0, about={"weights": "abc"})
     moments.save(tmp_path / "m.safetensors")
     again = Moments.load(tmp_path / "m.safetensors", expect={"weights": "abc"})
     same(moments, again, tolerance=0)
     assert again.manifest() == moments.manifest()
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
-
-
-def test_covariance_streams_and_merges():
-    x = torch.randn(50, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole, a, b = (Covariance(2, 4) for _ in range(3))
-    whole.update(x)
-    a.update(x[:20])
-    b.update(x[20:])
-    torch.testing.assert_close(a.merge(b).matrix(), whole.matrix())
-    torch.testing.assert_close(whole.matrix()[1], torch.cov(x[:, 1].T, correction=0))
-
-
-Q, K, LABELS, PROMPTS = batch(0)
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: plain(Q[..., :2], K, LABELS), r"\(6, 8, 3\)"),
-        (lambda: plain(Q, K[:, :3], LABELS), r"\(6, 4, 5, 3\)"),
-        (lambda: plain(Q, K, {"c": LABELS["c"][:, :2]}), r"\(6, 5\)"),
-        (lambda: plain(Q, K, {"d": LABELS["c"]}), "'d'"),
-        (lambda: plain().delta("c"), "no positive pairs for L0H0"),
-        (lambda: plain(Q, K, {"c": LABELS["c"].clamp_min(0)}).delta("c"), "'c' has no negative pairs for L0H0"),
-        (lambda: carrying().update(Q, K, LABELS), "prompts="),
-        (lambda: plain().merge(plain(heads=HEADS[::-1])), "heads"),
-        (lambda: carrying(about={"weights": "abc"}).merge(carrying(about={"weights": "xyz"})), "about"),
-    ],
-)
-def test_bad_input_gets_a_sentence(call, says):
-    with pytest.raises(BadInput, match=says):
-        call()
-
-
-def test_files_of_other_weights_or_half_of_one_are_refused(tmp_path):
     carrying(about={"weights": "abc"}).save(tmp_path / "m")
     (tmp_path / "half").write_bytes((tmp_path / "m").read_bytes()[:1000])
     for name, says in (("m", "another weights"), ("half", "damaged"), ("absent", "no file")):
         with pytest.raises(BadInput, match=says):
             Moments.load(tmp_path / name, expect={"weights": "xyz"})
+
+
+Q, K, LABELS, PROMPTS = batch(0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,7 +1,5 @@
 """Prompts of a file whose neighbours are alike are noticed, and said."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -30,11 +28,6 @@ def write(path, ordered: bool, group: bool = False):
     return qk.tasks.from_jsonl(path)
 
 
-@pytest.fixture(scope="module")
-def nano() -> qk.Scope:
-    return qk.Scope.load("nano:mixed", check=False)
-
-
 @pytest.mark.parametrize(("ordered", "group"), [(True, False), (False, False), (True, True)])
 def test_a_file_in_order_is_noticed_and_group_is_the_way_out(nano, tmp_path, ordered, group):
     task = write(tmp_path / "mine.jsonl", ordered, group)
@@ -56,13 +49,10 @@ def autoregressive(rho: float, seed: int) -> float:
     return lag_one(1 + noise[:, 0], noise[:, 1] - noise[:, 2], torch.arange(64), seed + 1000)[1]
 
 
-def test_dependence_is_found_and_independence_is_not():
+def test_dependence_is_found_and_rows_of_a_unit_count_together():
     assert all(autoregressive(0.4, seed) <= 0.01 for seed in range(10))
     alarms = sum(autoregressive(0.0, seed) <= 0.05 for seed in range(100))
     assert alarms <= 12  # 5 expected, at the 5% level
-
-
-def test_rows_of_a_unit_count_together():
     draw = torch.Generator().manual_seed(0)
     q, keys = (torch.randn(40, 2, 4, generator=draw) for _ in range(2))
     unit = torch.arange(20).repeat_interleave(2)

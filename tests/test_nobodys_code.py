@@ -1,7 +1,5 @@
 """No model's code runs: real folders with real code, opened by a real process whose standard input says "y"."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

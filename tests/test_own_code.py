@@ -1,7 +1,5 @@
 """Families with attention code of their own: in every form they come in, what is captured is what their softmax saw."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,6 @@ from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 from id_prompts import ids, marked
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
 from qkscope.linear.weights import head_weights
@@ -21,18 +18,15 @@ ALIBI = {"alibi": True}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
 EAGER = {"attn_implementation": "eager"}
 FORMS = [
-    ("falcon", ALIBI | EAGER),
-    ("falcon", NEW | EAGER | {"num_ln_in_parallel_attn": 1}),
+    ("falcon", ALIBI | EAGER), ("falcon", NEW | EAGER | {"num_ln_in_parallel_attn": 1}),
     ("falcon", NEW | ALIBI | {"bias": True}),
     ("falcon", ALIBI | {"multi_query": False, "bias": True, "parallel_attn": False}),
-    ("codegen", {"num_attention_heads": 8, "rotary_dim": 4}),
-    ("mpt", {"attn_config": {"softmax_scale": 0.5}}),
-    ("mpt", {"attn_config": {"clip_qkv": 1.0}}),
-    ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),
+    ("codegen", {"num_attention_heads": 8, "rotary_dim": 4}), ("mpt", {"attn_config": {"softmax_scale": 0.5}}),
+    ("mpt", {"attn_config": {"clip_qkv": 1.0}}), ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),
     ("bloom", {"apply_residual_connection_post_layernorm": True}),
     ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}),
     ("gpt_neo", {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]]}),
-]
+]  # fmt: skip
 EXAMPLES = marked((12, 7, 9), (1, 4, -1))
 
 
@@ -71,42 +65,7 @@ def test_alibi_is_a_bias_that_falls_with_the_distance_and_not_with_the_padding(f
         torch.testing.assert_close(beside.attention(), alone.attention(), atol=1e-5, rtol=0)
 
 
-def test_a_local_layer_sees_its_window_alone() -> None:
-    scope = Scope.from_model(tiny_model("gpt_neo"))
-    (batch,) = scope.capture([Example(ids=ids(9), keys=[Key((p, p + 1)) for p in range(9)])])
-    seen = (batch.bias[0] > -torch.inf).sum(-1).tolist()
-    assert seen == [9] * 4 + [4] * 4
-    assert batch.scale.tolist() == [1.0] * 8  # its logits are not divided by √d
-
-
-@pytest.mark.parametrize("family", ["gptj", "falcon", "mpt"])
-def test_pre_rope_is_another_space_where_something_turns_and_the_same_where_nothing_does(family: str) -> None:
-    scope = Scope.from_model(tiny_model(family))
-    post, pre = (next(iter(scope.capture(EXAMPLES, space=space))) for space in ("post_rope", "pre_rope"))
-    assert (post.k - pre.k).abs().max() > 0.1 if family != "mpt" else torch.equal(post.k, pre.k)
-
-
-@pytest.mark.parametrize("family", ["gptj", "bloom", "falcon"])
-def test_a_cache_changes_nothing_of_what_a_token_sees(family: str) -> None:
-    model = tiny_model(family)
-    tokens = torch.tensor([ids(9)])
-    whole, last = [], []
-    with torch.no_grad():
-        with tap(model, whole.append):
-            plain = model(tokens).logits[:, -1]
-        cache = model(tokens[:, :-1], use_cache=True).past_key_values
-        with tap(model, last.append):
-            cached = model(tokens[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
-    torch.testing.assert_close(cached, plain, atol=1e-4, rtol=1e-4)
-    for full, one in zip(whole, last, strict=True):
-        torch.testing.assert_close(one.q[:, :, 0], full.q[:, :, -1], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(one.k, full.k, atol=1e-4, rtol=1e-4)
-        row, query = torch.tensor([0]), torch.tensor([8])
-        rows = full.mask_rows(row, query), one.mask_rows(row, torch.tensor([0]))
-        torch.testing.assert_close(rows[1], rows[0], atol=1e-5, rtol=1e-5)
-
-
-def test_a_rotation_that_nobody_hears_is_no_missing_rotation() -> None:
+def test_a_rotation_out_of_sight_and_tokens_of_its_own_are_said() -> None:
     settings = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model("roformer", intermediate_size=96, max_position_embeddings=64, **settings)
     scope = Scope.from_model(AutoModelForMaskedLM.from_config(config))
@@ -115,9 +74,6 @@ def test_a_rotation_that_nobody_hears_is_no_missing_rotation() -> None:
     with pytest.raises(BadInput, match="pre_rope is not defined here: roformer rotates inside its own code"):
         scope.capture(EXAMPLES, space="pre_rope").__next__()
     assert trace_error(scope) < 1e-5
-
-
-def test_tokens_that_a_model_adds_itself_are_not_taken_for_ours() -> None:
     settings = {"vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4, "dim_head": 16, "dim_ff": 96}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("cpmant", num_hidden_layers=2, **settings))
     with pytest.raises(BadInput, match="of 6 tokens its attention makes 38"):

@@ -1,7 +1,5 @@
 """Facts about the page: whole without a network, everything escaped, drawn from the numbers; and folders read back."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html
@@ -185,35 +183,7 @@ def test_a_page_is_told_in_order(results):
     assert re.findall(r'<img alt="(\w+)"', page) == ["other"]  # a picture of what is drawn already is left out
 
 
-def test_a_few_heads_of_many_are_no_map_and_a_key_that_is_hardly_seen_is_said_to_be(results):
-    few = [row for row in results["heads"].table() if row["head"] in ("L2H3", "L0H0")]
-    assert blocks_of(Result("few", {"heads": few})) == []
-    graph = next(block for block in blocks_of(results["trace"]) if block.kind == "graph")
-    assert "hardly any attention" not in graph.words
-    root = dict(graph.rows[0]) | {"attention": 0.02}
-    assert "hardly any attention" in blocks_of(Result("trace", {"graph": [root], "prompt": []}))[0].words
-
-
-def test_rows_need_not_have_the_same_columns():
-    page = report_html([Result("test/one", {"mixed": [{"x": 1}, {"x": 2, "y": 0.5}, {"y": 7}]})])
-    table = page[page.index('aria-label="mixed"') : page.index("</table>")]
-    assert re.findall(r"<th [^>]*>(.*?)</th>", table) == ["x", "y"]
-    assert re.findall(r"<td(?: [^>]*)?>(.*?)</td>", table) == ["1", "", "2", "0.5", "", "7"]
-
-
 # ---------------------------------------------------------------- bad input, and folders
-
-
-def test_a_report_is_made_of_results_in_a_file_that_can_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    for place, given, says in (
-        (tmp_path / "report.html", (), "nothing to report"),
-        (tmp_path, (evil_result(),), "is a folder"),
-        (tmp_path / "file" / "x.html", (evil_result(),), "cannot be written"),
-    ):
-        with pytest.raises(BadInput, match=says):
-            write_report(place, *given)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def damage(folder: Path, file: str, change) -> None:
@@ -268,15 +238,3 @@ def test_view_opens_our_own_page_and_draws_a_strangers_anew(tmp_path, monkeypatc
         assert "document.cookie" not in opened.read_text()
         assert opened.read_text().count("data:image/png;base64,") == 1
         assert (folder / "report.html").read_text() == theirs  # not ours to change
-
-
-def test_view_refuses_in_a_sentence():
-    for arguments, says in (
-        ({"folder": "/nowhere/at/all"}, "there is no folder"),
-        ({}, "name a run folder"),
-        ({"live": True, "folder": "runs"}, "the live page looks into a model"),
-        ({"model": "x", "folder": "runs"}, "are for the live page"),
-        ({"live": True, "fit": "/nowhere"}, "holds no features"),
-    ):
-        with pytest.raises(BadInput, match=says):
-            qk.view(**arguments, browser=False)

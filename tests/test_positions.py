@@ -1,20 +1,18 @@
 """Marked pieces of text are found on the ids the model sees: any padding, with or without a chat template."""
 
-from __future__ import annotations
-
 import pytest
 
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
-from qkscope.examples import Draft, Example, Key, find_span
+from qkscope.examples import Example, Key, find_span
 from qkscope_papers.families import tiny_model
 
 PROMPT = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
 
 
 @pytest.fixture(scope="module")
-def scope() -> Scope:
-    return Scope.load("smollm2-135m", device="cpu")
+def scope(smollm2: Scope) -> Scope:
+    return smollm2
 
 
 def pieces(scope: Scope, examples: list[Example], **options: object) -> list[tuple[str, list[str]]]:
@@ -42,45 +40,24 @@ def test_marks_land_on_their_tokens(scope: Scope, side: str, chat: bool) -> None
     assert [(q.strip(), [k.strip() for k in keys]) for q, keys in found] == [("jam", ["O", "Z"]), ("cat", ["B"])]
 
 
-def test_without_a_marked_query_it_is_the_last_token(scope: Scope) -> None:
+def test_the_query_is_the_last_token_and_a_word_its_last_one(scope: Scope) -> None:
     ((query, _),) = pieces(scope, [Example.mark(PROMPT, keys=["O"])])
     assert query == " Box"
     encoded = scope.encode([Example.mark(PROMPT, keys=["O"])], chat=True)
     ids = encoded.inputs["input_ids"][0]
     assert encoded.places.query.tolist() == [len(ids) - 1]
     assert scope.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
-
-
-def test_a_word_of_several_tokens_is_its_last_one(scope: Scope) -> None:
     text = "We met Xylophonius there."
     tokens = scope.tokenizer.tokenize(text)
     assert len([t for t in tokens if t.strip("Ġ") in "Xylophonius"]) > 1
     ((_, (last,)),) = pieces(scope, [Example.mark(text, keys=["Xylophonius"])])
     assert "Xylophonius".endswith(last)
     assert last != "Xylophonius"
-
-
-@pytest.mark.parametrize("mark", [(4, 7), (3, 7), (4, 8), (3, 8)])
-def test_blanks_at_the_edges_of_a_mark_do_not_move_it(scope: Scope, mark: tuple[int, int]) -> None:
-    ((_, (key,)),) = pieces(scope, [Example(text=PROMPT, keys=[Key(mark)])])  # "hat", " hat", "hat ", " hat "
-    assert key == " hat"
-
-
-def test_characters_of_several_bytes_and_line_ends_keep_their_place(scope: Scope) -> None:
     text = "é☕ jam:\n\nhat"
     found = pieces(scope, [Example.mark(text, keys=["jam", "hat", "\n\n"])])
     assert [key.strip(" ") for key in found[0][1]] == ["jam", "hat", "\n"]  # two tokens here, the last one counts
     cup = scope.encode([Example.mark("a ☕ b", keys=["☕"])])  # three tokens share this character
     assert scope.tokenizer.decode(cup.inputs["input_ids"][0, : int(cup.places.keys) + 1]) == "a ☕"
-
-
-def test_position_ids_count_real_tokens_from_zero(scope: Scope) -> None:
-    made = [Example(text=PROMPT), Example(text="A cat")]
-    for side in ("left", "right"):
-        inputs = scope.encode(made, padding_side=side).inputs
-        for row in range(2):
-            real = inputs["position_ids"][row][inputs["attention_mask"][row].bool()]
-            assert real.tolist() == list(range(len(real)))
 
 
 def test_a_template_that_trims_and_one_that_rewrites(scope: Scope) -> None:
@@ -110,9 +87,6 @@ def test_a_template_that_trims_and_one_that_rewrites(scope: Scope) -> None:
             lambda s: s.encode([Example(text=PROMPT, keys=[Key((4, 6)), Key((6, 7))])]),
             "two keys share token 1, .*'Ġhat'",
         ),
-        (lambda s: s.capture([""]), "prompt is empty"),
-        (lambda s: Example(text="a", ids=[1]), "either text or ids"),
-        (lambda s: Example(text="abc", keys=[Key((2, 9))]), "outside the prompt"),
         (lambda s: s.encode(["hat " * 9000]), "context ends at 8192"),
     ],
 )
@@ -121,21 +95,9 @@ def test_words_that_cannot_be_placed_raise_and_show_why(scope: Scope, mistake, s
         mistake(scope)
 
 
-def test_a_draft_marks_exactly_what_it_writes() -> None:
-    example = Draft().write("a: ").key("a", order=1).write("; ").query("a").write(" a").key(" a", order=-1).example(3)
-    assert example.text == "a: a; a a a"
-    assert [key.span for key in example.keys] == [(3, 4), (9, 11)]
-    assert [key.label("order") for key in example.keys] == [1, -1]
-    assert example.queries == ((6, 7),)
-    assert example.cluster == 3
-
-
-def test_only_whole_words_match() -> None:
+def test_only_whole_words_match_and_ids_take_token_spans() -> None:
     assert find_span("category cat, cats", "cat") == (9, 12)
     assert find_span("Box (O).", "(O)") == (4, 7)
-
-
-def test_ids_take_token_spans_and_the_last_of_several() -> None:
     scope = Scope.from_model(tiny_model("llama"), check=False)
     at = scope.encode([Example(ids=[5, 6, 7, 8, 9], queries=[(3, 5)], keys=[Key((0, 2))])]).places
     assert (at.query.tolist(), at.keys.tolist()) == ([4], [[1]])

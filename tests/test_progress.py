@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 
 import pytest
 
@@ -51,11 +50,6 @@ def test_a_log_gets_a_line_a_minute_over_all_passes(clock, caplog):
     assert caplog.messages[-2] == "fitting L1H0: 29 of 32 examples, 0:01:30 left"
 
 
-def test_silence_is_kept(clock, caplog, capsys):
-    run_in(clock, 100.0, progress=False)
-    assert (caplog.messages, capsys.readouterr().err) == ([], "")
-
-
 def test_a_terminal_shows_one_line_below_what_is_logged_and_it_is_gone_at_the_end(monkeypatch, caplog):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
@@ -87,12 +81,3 @@ def test_other_libraries_are_not_heard_from_the_command_line():
     env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stderr == "ours\nan error\n"
-
-
-def test_whoever_asks_for_warnings_hears_them(monkeypatch):
-    monkeypatch.setattr(sys, "warnoptions", ["default"])
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        cli._listen_to_ourselves()
-        warnings.warn("of torch", stacklevel=1)
-    assert len(heard) == 1

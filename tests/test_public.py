@@ -1,7 +1,5 @@
 """Every public call says what each of its parameters is, and shows itself in an example that runs (test_doctests)."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

@@ -53,8 +53,15 @@ def test_the_dozen_lines_run_as_written(run):
     answer, same = (re.sub(r"[:\s]+", " ", text).strip() for text in (shown, printed))  # a terminal lines up the names
     assert answer in same
     assert "L17H8" in names["circuit"].answer
-    after = {row["condition"]: row["orig_after"] for row in names["swaps"].table()}
-    assert after["both"] < 0.3 < after["random_both"]
+    order, lexical = (names["fit"][contrast, "L18H6"] for contrast in ("order", "lexical"))
+    assert order.rank < lexical.rank <= 14
+    assert order.controls.verdict == lexical.controls.verdict == "interaction"
+    rows = {row["condition"]: row for row in names["swaps"].table()}
+    assert rows["both"]["orig_before"] >= 0.7
+    assert rows["both"]["orig_after"] < 0.3 < rows["random_both"]["orig_after"]
+    assert rows["both"]["target_after"] >= 0.3 > 0.1 >= rows["both"]["target_before"]
+    assert rows["lexical"]["shift"] > rows["order"]["shift"]
+    assert rows["sham_both"]["orig_after"] == pytest.approx(rows["sham_both"]["orig_before"], abs=0.1)
 
 
 def test_the_twenty_lines_run_as_written(run):
@@ -66,6 +73,8 @@ def test_the_twenty_lines_run_as_written(run):
     assert re.search(r"^both random \d+ 0\.[4-9]", printed, flags=re.MULTILINE)
     for row in names["parts"].tables["tokens"]:
         assert row["logit"] == pytest.approx(row["order"] + row["lexical"] + row["residual"], abs=1e-3)
+    boxes = [row for row in names["parts"].tables["tokens"] if row["token"].strip() in ("O", "Z", "B")]
+    assert max(boxes, key=lambda row: row["lexical"])["token"].strip() == "Z", "because of the word, not of the place"
 
 
 def test_the_ten_minute_start_runs_as_written_and_prints_what_it_shows(run):

@@ -1,16 +1,12 @@
 """A model that cannot be looked into is refused with the true cause, in one sentence."""
 
-from __future__ import annotations
-
 import types
 
 import pytest
-import torch
 from transformers import AutoConfig, T5EncoderModel, WhisperForAudioClassification, WhisperForConditionalGeneration
 
 from qkscope import Scope
 from qkscope.errors import BadInput
-from qkscope.examples import Example, Key
 from qkscope_papers.families import tiny_config, tiny_model
 
 TRUE_CAUSES = {
@@ -27,34 +23,14 @@ def test_families_are_refused_for_their_true_cause(family: str) -> None:
         Scope.from_model(tiny_model(family))
 
 
-def test_sound_is_refused_as_sound_and_two_stacks_as_two() -> None:
+def test_sound_two_stacks_and_a_learned_position_bias_are_refused_as_what_they_are() -> None:
     config = tiny_config("whisper", pad_token_id=1, decoder_start_token_id=1)
     with pytest.raises(BadInput, match="WhisperForAudioClassification reads input_features"):
         Scope.from_model(WhisperForAudioClassification(config))
     with pytest.raises(BadInput, match="encoder-decoder"):
         Scope.from_model(WhisperForConditionalGeneration(config))
-
-
-def test_a_learned_position_bias_is_named() -> None:
     with pytest.raises(BadInput, match="adds a learned position_bias to its logits"):
         Scope.from_model(T5EncoderModel(AutoConfig.for_model("t5", vocab_size=100, d_model=64, d_kv=16, num_layers=2)))
-
-
-def test_a_model_without_positions_has_all_three_spaces_alike() -> None:
-    attention = {"num_hidden_layers": 2, "layer_types": ["attention"] * 2}
-    plain = tiny_model("granitemoehybrid", **attention, position_embedding_type="nope")
-    scope = Scope.from_model(plain)
-    made = [
-        Example(ids=tuple(range(10, 19)), keys=(Key((2, 3)),)),
-        Example(ids=tuple(range(30, 35)), keys=(Key((1, 2)),)),
-    ]
-    post, pre, frame = (
-        next(iter(scope.capture(made, space=space))) for space in ("post_rope", "pre_rope", "query_frame")
-    )
-    assert torch.equal(pre.k, post.k)
-    assert torch.equal(frame.k, post.k)
-    turned = Scope.from_model(tiny_model("granitemoehybrid", **attention, position_embedding_type="rope"))
-    assert not torch.equal(*(next(iter(turned.capture(made, space=space))).k for space in ("post_rope", "pre_rope")))
 
 
 def own_code(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
@@ -67,11 +43,4 @@ def test_a_forward_that_somebody_replaced_is_refused() -> None:
     for layer in model.model.layers:
         layer.self_attn.forward = types.MethodType(own_code, layer.self_attn)
     with pytest.raises(BadInput, match=r"never call transformers' attention interface .*their forward was replaced"):
-        Scope.from_model(model)
-
-
-def test_another_failure_keeps_its_own_reason() -> None:
-    model = tiny_model("llama")
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(BadInput, match="short forward failed with ZeroDivisionError"):
         Scope.from_model(model)

@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 
 import qkscope
 from qkscope import BadInput, Head
-from qkscope.analyses.find import Ranking
-from qkscope.analyses.fit import Fit
-from qkscope.heads import parse_heads
 from qkscope.runs.claims import Claim, rule_holds
 from qkscope.runs.result import Result
-
-# ---------------------------------------------------------------- heads
 
 
 @given(st.integers(0, 9999), st.integers(0, 9999))
@@ -34,18 +29,6 @@ def test_any_text_is_a_head_or_a_sentence(text):
     except BadInput as error:
         head = error
     assert str(head).endswith("like L18H6.") or Head.parse(str(head)) == head
-
-
-def test_lists_of_heads():
-    assert parse_heads(" l1h2, L0H0,") == [Head(1, 2), Head(0, 0)]
-    assert parse_heads([Head(1, 2), "L0H0"]) == [Head(1, 2), Head(0, 0)]
-    for given_heads, says in (("", "no head was named"), ("L1H2,L1H2", "L1H2 is named twice"), ("L1", "'L1'")):
-        with pytest.raises(BadInput, match=says):
-            parse_heads(given_heads)
-    assert Head(18, 7).kv(3) == 2
-
-
-# ---------------------------------------------------------------- claims
 
 
 def test_rules_decide():
@@ -68,14 +51,11 @@ def test_a_missing_value_never_satisfies_a_rule(missing):
     assert Claim("c", "p", 1.0, missing, "ours < 5").holds
 
 
-def test_a_tie_is_what_the_interval_leaves_open():
+def test_an_interval_leaves_ties_open_and_a_claim_says_whose_it_is_and_why_it_fails():
     for low, high, holds in ((0.01, 0.2, True), (-0.1, 0.2, None), (None, None, True)):
         assert Claim("c", "", 0.1, None, "ours > 0", low=low, high=high).holds is holds
     assert Claim("c", "", -0.1, None, "ours > 0", low=-0.2, high=-0.01).holds is False
     assert Claim("c", "", 2.0, None, "abs(ours) <= 1", low=-3.0, high=7.0).holds is None  # true in the middle alone
-
-
-def test_a_claim_says_whose_it_is_and_why_it_fails():
     says = {"": "ours", "implied by Fig. 2": "implied", "Fig. 9: negligible": "stated"}
     assert {paper: Claim("c", paper, 1.0, None, "ours > 0").source for paper in says} == says
     failing = Claim("c", "Fig. 9: some", -1.0, None, "ours > 0", reason="small model", why="It has 135M weights.")
@@ -103,41 +83,16 @@ def test_a_claim_reads_back_as_it_was_written(ours, control, low, high, rule):
         Claim.from_json({**row, "holds": not row["holds"]})
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"reason": "cosmic rays"}, "'cosmic rays' is no reason for a claim to fail"),
-        ({"rule": "ours / 0 > 1"}, "cannot be decided"),
-        ({"rule": "-" * 100_000 + "ours > 0"}, "cannot be decided"),
-        ({"rule": 7}, ""),
-        ({"holds": False}, "is stored as False, and its rule says True"),
-    ],
-)
-def test_a_claim_that_no_run_writes_is_a_sentence(tmp_path, change, says):
-    folder = Result("demo", {}, claims=[Claim("c", "", 1.0, 0.5, "ours > control")]).write(tmp_path / "run")
-    stored = json.loads((folder / "results.json").read_text())
-    stored["claims"][0] |= change
-    (folder / "results.json").write_text(json.dumps(stored))
-    with pytest.raises(BadInput, match=r"is damaged or half-written.*: run the command that made it again") as refused:
-        Result.read(folder)
-    assert says in str(refused.value)
-    assert len(str(refused.value)) < 400
-
-
 def test_numbers_of_numpy_and_torch_are_written_as_numbers():
-    row = {"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True), "d": torch.tensor(0.25), "e": torch.arange(2),
-           "f": np.array([0.5, np.nan])}  # fmt: skip
+    row = {"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor(0.25), "d": np.array([0.5, np.nan])}
     found = Result("demo", {"rows": [row]}).to_json()["tables"]["rows"][0]
-    assert found == {"a": 0.5, "b": 3, "c": True, "d": 0.25, "e": [0, 1], "f": [0.5, None]}
+    assert found == {"a": 0.5, "b": 3, "c": 0.25, "d": [0.5, None]}
 
 
 @pytest.mark.parametrize("rule", ["__import__('os')", "ours", "theirs > 1", "ours >", "ours.real > 0", "[1][0] > 0"])
 def test_rules_are_not_programs(rule):
     with pytest.raises(BadInput):
         rule_holds(rule, {"ours": 1.0, "control": 1.0})
-
-
-# ---------------------------------------------------------------- run folders
 
 
 def some_result(**kwargs):
@@ -166,9 +121,6 @@ def test_a_run_replaces_a_run(tmp_path):
     for place, says in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "below", "cannot be written")):
         with pytest.raises(BadInput, match=says):
             some_result().write(place)
-
-
-# ---------------------------------------------------------------- the shell
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -201,32 +153,3 @@ def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path, qkscope)
     assert len(said) <= 40
     assert any(re.match(r"Why +L18H6 at ':' \(token 17\) looks at ' Z'", line) for line in said)
     assert said[-1].startswith("Next: qkscope why ")
-
-
-def test_json_goes_to_stdout_alone(qkscope):
-    _, out, said = qkscope("svd", "--model", "nano:mixed", "--json")
-    assert json.loads(out)["tables"]["heads"][0]["head"] == "L0H0"
-    assert said == ""
-
-
-def test_a_result_is_shown_in_one_line_whatever_its_kind():
-    rows = [{"head": "L0H0", "accuracy": 0.5}] * 3
-    claim = Claim("more than chance", "yes", 0.5, 0.1, "ours > control")
-    result = Result("heads/ioi", {"heads": rows}, claims=[claim], model="tiny", answer="It is " + "so " * 80)
-    assert repr(result).startswith("<Result heads/ioi | tiny | heads (3) | 1 of 1 claims hold | It is so so")
-    assert len(repr(result)) < 200
-    assert "\n" not in repr(result)
-    for kind in (Fit, Ranking):
-        assert repr(kind("x", {"ranks": rows})) == f"<{kind.__name__} x | ranks (3)>"
-    assert repr(claim) == "<Claim more than chance | ours 0.5, control 0.1 | ours > control: holds>"
-
-
-def test_a_table_as_a_frame(monkeypatch):
-    class Frames:
-        DataFrame = list
-
-    result = Result("x", {"a": [{"b": 1}], "c": [{"d": 2}]})
-    monkeypatch.setitem(sys.modules, "pandas", Frames)
-    assert (result.to_pandas(), result.to_pandas("c")) == ([{"b": 1}], [{"d": 2}])
-    with pytest.raises(BadInput, match="there is no table 'e' in this result: there is a, c"):
-        result.to_pandas("e")

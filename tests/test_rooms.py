@@ -129,33 +129,6 @@ def test_no_file_imports_a_private_name_of_another():
     assert [path.name for path in every_file() if private.search(path.read_text())] == []
 
 
-def is_table(node: ast.AST | None) -> bool:
-    """A display, the rows of a table by a comprehension, or a claim."""
-    if isinstance(node, ast.ListComp):
-        return isinstance(node.elt, ast.Dict)
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func) == "Claim"
-    return isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set)
-
-
-def holds_a_table(node: ast.stmt) -> bool:
-    """Whether a statement gives a table a name, gives it back, or appends a row."""
-    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return):
-        return is_table(node.value)
-    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-    return call is not None and getattr(call.func, "attr", "") == "append" and is_table(call.args[0])
-
-
-def test_only_tables_are_left_as_they_were_typed():
-    for path in every_file():
-        text = path.read_text()
-        skipped = [i for i, line in enumerate(text.splitlines(), 1) if "# fmt: skip" in line]
-        statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)] if skipped else []
-        for line in skipped:
-            inner = max((n for n in statements if n.lineno <= line <= (n.end_lineno or 0)), key=lambda n: n.lineno)
-            assert holds_a_table(inner), f"{path}, line {line}"
-
-
 def test_each_room_says_which_files_it_has():
     for room in (path.parent for path in every_file() if path.name == "__init__.py"):
         said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""

@@ -1,7 +1,5 @@
 """Files from strangers, and run folders that somebody edited: what they claim is checked, and nothing of it is run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -9,13 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import qkscope as qk
 from qkscope import BadInput, Moments, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import load, read_job, sums_file, task_of
 from qkscope.capture.scope import Scope
 from qkscope.runs.folder import read_tensors, write_tensors
-from qkscope.runs.result import Result, made
+from qkscope.runs.result import Result, plain_value
+from qkscope.show.page import script_json
 from qkscope.tasks.words import OBJECTS
 
 JOB = {"contrasts": ["order"], "batch_size": 4}
@@ -37,7 +39,7 @@ def edit(path: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_sums_that_claim_another_shape_are_refused(tmp_path):
+def test_sums_that_claim_another_shape_or_belong_elsewhere_are_refused(tmp_path, scope, fit, monkeypatch):
     moments = Moments(["L0H0"], ["order"], 4, nulls=["sign_flip"], replicates=3, about={"model": "m", "n": 1})
     claimed = {**moments.manifest(), "replicates": 10**7}
     write_tensors(tmp_path / "m.safetensors", "moments", moments.tensors(), claimed)
@@ -47,6 +49,15 @@ def test_sums_that_claim_another_shape_are_refused(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     with pytest.raises(BadInput, match="damaged"):
         read_tensors(tmp_path / "x.safetensors", "sums")
+    # of another fit; or of prompts that another version drew
+    with monkeypatch.context() as patched:
+        patched.setattr("qkscope.analyses.fit.units_hash", lambda units: "0")
+        with pytest.raises(BadInput, match="was fitted on other prompts of order"):
+            load(fit, scope)
+    decompose(scope, tasks.binding(4), ["L0H1"], 16, out=fit.parent / "other", **JOB)
+    shutil.copyfile(fit.parent / "other" / sums_file("order"), fit / sums_file("order"))
+    with pytest.raises(BadInput, match="is not what a run wrote there"):
+        load(fit, scope)
 
 
 def test_names_in_a_run_folder_do_not_lead_out_of_it(scope, tmp_path):
@@ -78,30 +89,59 @@ def test_a_fit_without_its_sums_is_not_fitted_again_in_silence(scope, fit, monke
     assert not (fit / sums_file("order")).exists()
 
 
-def test_sums_that_no_longer_belong_to_the_folder_are_refused(scope, fit, monkeypatch):
-    """Of another fit; or of prompts that another version drew."""
-    with monkeypatch.context() as patched:
-        patched.setattr("qkscope.analyses.fit.units_hash", lambda units: "0")
-        with pytest.raises(BadInput, match="was fitted on other prompts of order"):
-            load(fit, scope)
-    decompose(scope, tasks.binding(4), ["L0H1"], 16, out=fit.parent / "other", **JOB)
-    shutil.copyfile(fit.parent / "other" / sums_file("order"), fit / sums_file("order"))
-    with pytest.raises(BadInput, match="is not what a run wrote there"):
-        load(fit, scope)
-
-
-@pytest.mark.parametrize("text", ['{"schema": 1e999}', '{"schema": 1', "null"])
-def test_json_without_end_or_sense_is_refused(fit, text):
-    for name in ("manifest.json", "results.json"):
-        (fit / name).write_text(text)
-    for use in (lambda: read_job(fit), lambda: made(fit), lambda: Result.read(fit)):
-        with pytest.raises(BadInput, match="is damaged or half-written"):
-            use()
-
-
 def test_nothing_is_evaluated_unpickled_or_run_from_a_model():
     bad = re.compile(r"(?<![.\w])(eval|exec)\(|pickle\.|torch\.load\(|trust_remote_code=True|shell=True|os\.system")
     source = Path(torch.__file__).parent  # the pattern finds what it looks for somewhere
     assert bad.search((source / "serialization.py").read_text())
     for path in (Path(__file__).parents[1] / "src").rglob("*.py"):
         assert not bad.search(path.read_text(encoding="utf-8")), path
+
+
+_odd = st.sampled_from(
+    ["</script>", "</SCRIPT >", "<!--", "-->", "<script", "]]>", "\u2028", "\x00", "\ud800", "👩‍🔬", "&lt;", "{{ 7 }}"]
+)
+_tokens = st.lists(_odd | st.text(max_size=4), max_size=4).map("".join)
+_numbers = st.floats() | st.integers(-(10**40), 10**40) | st.booleans() | st.none()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.recursive(_tokens | _numbers, lambda inner: st.lists(inner) | st.dictionaries(_tokens, inner), max_leaves=9))
+def test_data_in_a_script_element_reads_back_and_cannot_end_it(value):
+    text = str(script_json(value))
+    assert json.loads(text) == plain_value(value)
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert text.isascii()
+
+
+def test_a_run_folder_of_any_text_reads_back(tmp_path):
+    """Half a surrogate too, which UTF-8 cannot hold and JSON can."""
+    text = "a\ud800\u2028👩é\x00<"
+    result = Result("odd", {"table": [{"token": text}]}, answer=text, provenance={"asked": {"prompt": text}})
+    found = Result.read(result.write(tmp_path / "run"))
+    assert (found.tables, found.answer, found.provenance["asked"]["prompt"]) == (result.tables, text, text)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[0].content }}{{ ''.__class__.__mro__ }}", "fails with SecurityError"),
+        ("{{ messages[0].content }}{{ range(10 ** 9) }}", "fails with OverflowError"),
+        ("{{ messages[0].content }}{{ raise_exception('no') }}", "fails with TemplateError"),
+        (None, "ask without chat"),
+    ],
+)
+def test_a_hostile_chat_template_ends_in_a_sentence(template, said):
+    scope = qk.Scope.load("nano:mixed", check=False)
+    scope.tokenizer.chat_template = template
+    with pytest.raises(BadInput, match=said):
+        scope.encode(["hat jam"], chat=True)
+
+
+def test_double_precision_and_two_watchers_are_refused_in_words(nano):
+    with pytest.raises(BadInput, match="write float32, bfloat16, float16 or auto"):
+        qk.Scope.load("nano:mixed", dtype="float64")
+    with pytest.raises(BadInput, match="a model in float64 is not looked into"):
+        qk.Scope.from_model(qk.Scope.load("nano:mixed", check=False).model.double())
+    encoded = nano.encode(["hat jam"])
+    with nano.patched([]), pytest.raises(BadInput, match="watched already"):
+        nano.watch(encoded.inputs)

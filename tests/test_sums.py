@@ -1,13 +1,10 @@
 """Parts that do not sum to their logit are not shown as an answer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 import qkscope as qk
-from qkscope.analyses.trace.verdicts import no_sum
 
 LENGTH = 12
 PROMPT = "hat jam cat pen cup hat jam cat pen cup hat jam cat pen cup hat"
@@ -22,12 +19,11 @@ class Rescaled(nn.Linear):
 
 
 @pytest.fixture(scope="module")
-def broken() -> qk.Scope:
+def broken(nano) -> qk.Scope:
     model = qk.Scope.load("nano:mixed", check=False).model
     for layer in model.model.layers:
         layer.self_attn.q_proj.__class__ = Rescaled
-    loaded = qk.Scope.load("nano:mixed", check=False)
-    return qk.Scope.from_model(model, loaded.tokenizer, name="rescaled")  # passes every check, on its short prompts
+    return qk.Scope.from_model(model, nano.tokenizer, name="rescaled")  # passes every check, on its short prompts
 
 
 def test_why_gives_no_shares_of_parts_that_do_not_sum(broken):
@@ -50,10 +46,3 @@ def test_trace_gives_no_shares_of_parts_that_do_not_sum(broken, what, heads):
     assert "do not sum" in found.answer
     for name in ("writers", "pairs", "cuts", "edges", "graph", "sources", "heads"):
         assert not [row for row in found.tables.get(name, ()) if row["head"] in wrong]
-
-
-def test_the_rule_knows_the_precision():
-    assert no_sum("L1H0", 5e-3, torch.bfloat16) is None
-    assert no_sum("L1H0", 3e-2, torch.float16) is not None
-    assert no_sum("L1H0", 2e-3, torch.float32) is not None
-    assert no_sum("L1H0", float("nan"), torch.float32) is not None

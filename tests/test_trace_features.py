@@ -1,9 +1,7 @@
 """Trace with a dictionary: parts sum in every kind of attention, planted pairs come first, meaningless ones do not."""
 
-from __future__ import annotations
-
 import json
-import re
+from collections import Counter
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.maths.dictionaries import NULLS, null_code
+from qkscope.show.blocks import blocks_of
 from qkscope_papers.families import tiny_model, two_prompts
 
 FAMILIES = ["gpt2", "gemma2", "olmo2", "gpt_oss", "deepseek_v3"]
@@ -28,9 +27,6 @@ PROMPT = "Words: hat jam kettle bell hat jam"
 def random_dictionary(width, layer, seed=0, **more):
     rows = normalize(torch.randn(24, width, generator=torch.Generator().manual_seed(seed)), dim=1)
     return qk.Dictionary(rows, rows.T.contiguous(), layer, **{"k": 5, **more})
-
-
-# ---------------------------------------------------------------------- it sums
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -51,17 +47,14 @@ def test_parts_sum_to_the_logit_whatever_the_codes(family):
             assert abs(float(terms.values.sum() - true)) < 2e-5 * float(terms.values.abs().max())
 
 
-def test_a_long_prompt_in_pieces_gives_the_same(monkeypatch):
-    scope = qk.Scope.load("nano:mixed")
+def test_a_long_prompt_in_pieces_gives_the_same(nano, monkeypatch):
+    scope = nano
     own = random_dictionary(scope.model.config.hidden_size, 1)
     whole = qk.trace(scope, PROMPT, "L1H0", dictionary=own, draws=2)
     monkeypatch.setattr("qkscope.analyses.trace.features._AT_ONCE", 1)  # key by key
     pieces = qk.trace(scope, PROMPT, "L1H0", dictionary=own, draws=2)
     for one, other in zip(whole.tables["feature_pairs"], pieces.tables["feature_pairs"], strict=True):
         assert one["value"] == pytest.approx(other["value"], abs=1e-6)
-
-
-# ---------------------------------------------------------------------- the planted pair
 
 
 def true_dictionary(scope):
@@ -107,21 +100,6 @@ def test_a_dictionary_without_meaning_is_seldom_said_to_have_one():
         assert all((called.get(row["kind"], f"other {row['kind']}") in first) is not row["below"] for row in copies)
 
 
-def test_copies_stand_beside_what_is_explained_and_are_told_apart():
-    scope = planted({Head(0, 1): 0.3}, 0)
-    own = random_dictionary(96, READER.layer)
-    one = qk.trace(scope, PROMPT, READER, dictionary=own, draws=10)
-    shares = re.search(r"of the logit lies in pairs of features[^(]*\(([^)]*)\)", one.answer)[1]
-    for row, said in zip(one.tables["copies"][1:], shares.split(", "), strict=True):
-        low, high = re.search(r"(-?[\d.]+)% to (-?[\d.]+)%", said).groups()
-        assert float(low) == pytest.approx(100 * row["explained_low"], abs=0.5)
-        assert float(high) == pytest.approx(100 * row["explained_high"], abs=0.5)
-        assert low != high
-    against = qk.trace(scope, PROMPT, READER, dictionary=own, draws=10, key=1)
-    assert against.tables["check"][0]["logit"] < 0
-    assert all(row["explained_low"] <= row["explained_high"] for row in against.tables["copies"][1:])
-
-
 def test_a_task_says_the_same_on_words_that_nothing_was_chosen_on():
     writer = Head(0, 1)
     scope = planted({writer: 0.3}, 0)
@@ -140,11 +118,8 @@ def test_a_task_says_the_same_on_words_that_nothing_was_chosen_on():
     assert held == sorted(held)
 
 
-# ---------------------------------------------------------------------- refused
-
-
-def test_what_a_model_cannot_be_split_by_is_refused():
-    scope = qk.Scope.load("nano:mixed")
+def test_what_a_model_cannot_be_split_by_is_refused(nano):
+    scope = nano
     width = scope.model.config.hidden_size
     wrong = [
         (random_dictionary(width + 1, 1), {}, f"has width {width + 1}, and the residual stream of .* has {width}"),
@@ -159,31 +134,19 @@ def test_what_a_model_cannot_be_split_by_is_refused():
             qk.trace(scope, asked.pop("what"), asked.pop("head"), dictionary=own, **asked)
 
 
-# ---------------------------------------------------------------------- the command, and its page
-
-
-def test_the_command_reads_a_saelens_folder_and_writes_a_page(tmp_path):
-    from typer.testing import CliRunner
-
-    from qkscope.cli import app
-    from qkscope.show.blocks import blocks_of
-
-    width = qk.Scope.load("nano:mixed").model.config.hidden_size
-    own = random_dictionary(width, 1)
-    (tmp_path / "sae").mkdir()
-    save_file({"W_dec": own.decoder, "W_enc": own.encoder}, tmp_path / "sae" / "sae_weights.safetensors")
+def test_the_command_reads_a_saelens_folder_and_writes_a_page(nano, tmp_path, qkscope):
+    own, sae, out = random_dictionary(nano.model.config.hidden_size, 1), tmp_path / "sae", tmp_path / "run"
+    sae.mkdir()
+    save_file({"W_dec": own.decoder, "W_enc": own.encoder}, sae / "sae_weights.safetensors")
     settings = {"architecture": "topk", "k": 5, "metadata": {"hook_name": "blocks.0.hook_resid_post"}}
-    (tmp_path / "sae" / "cfg.json").write_text(json.dumps(settings))
-    out = str(tmp_path / "run")
+    (sae / "cfg.json").write_text(json.dumps(settings))
     asked = ["trace", "induction", "--model", "nano:mixed", "--heads", "L1H0,L1H1", "-n", "8", "--draws", "2"]
-    done = CliRunner().invoke(app, [*asked, "--dictionary", str(tmp_path / "sae"), "--out", out])
-    assert done.exit_code == 0, done.output
-    assert "feature of the query" in done.output
-    found = qk.Result.read(out)
-    assert [block.kind for block in blocks_of(found)] == ["parts", "parts", "curve"]
-    for block in blocks_of(found)[:2]:
-        sums = {}
+    code, printed, said = qkscope(*asked, "--dictionary", sae, "--out", out)
+    assert (code, "feature of the query" in printed) == (0, True), said
+    blocks = blocks_of(qk.Result.read(out))
+    assert [block.kind for block in blocks] == ["parts", "parts", "curve"]
+    for block in blocks[:2]:
+        sums = Counter()
         for row in block.rows:
-            sums[row["by"], row["side"]] = sums.get((row["by"], row["side"]), 0.0) + row["share"]
+            sums[row["by"], row["side"]] += row["share"]
         assert sums == pytest.approx({("pairs", "both"): 1, ("dictionary", "query"): 1, ("dictionary", "key"): 1})
-    assert not (tmp_path / "run" / ".work").exists()

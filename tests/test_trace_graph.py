@@ -1,15 +1,12 @@
 """The depth of a trace: every parent is the sum of its children, and the sources are what the weights say."""
 
-from collections import Counter
-
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import qkscope as qk
-from qkscope.analyses.trace.graph import sources_of, trace_graph
+from qkscope.analyses.trace.graph import trace_graph
 from qkscope.analyses.trace.prompt import PromptTrace, Question
-from qkscope.analyses.trace.rows import HeadRows
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import short_inputs
 from qkscope.capture.pick import Places
@@ -110,25 +107,3 @@ def test_sources_are_what_the_weights_say():
                 assert row["attention"] == pytest.approx(float(attention[0, h, 8, s]), abs=1e-6)
                 seen += 1
         assert seen == 4 * 9
-
-
-def test_sources_over_many_prompts_sum_to_the_writers_share():
-    scope, head = qk.Scope.load("nano:mixed"), Head.parse("L2H3")
-    texts = ("hat: O jam: Z cat: B jam:", "cat: Z hat: B jam: O cat:")
-    examples = [qk.Example.mark(text, keys=list("OZB")) for text in texts]
-    encoded = scope.encode(examples)
-    run = Reader(scope, [head]).record(encoded.inputs, encoded.places, layers=[0, 1])
-    writers = {"query": ["L1H0", "L0H1", "M0"], "key": ["L1H2"]}
-    rows = sources_of([HeadRows(run, head, torch.tensor([[-1, 1, -1]] * 2))], writers)
-    total, expected = 0.0, Counter()
-    for alone in (scope.encode([example]) for example in examples):
-        other, key, another = alone.places.keys[0].tolist()
-        found = followed(scope, alone, head, key, [other, another], width=99, smallest=0, depth=0)
-        total += found.rows[0]["value"]
-        expected.update({(row["side"], row["writer"]): row["value"] for row in found.rows if row["parent"] == 0})
-    for side, names in writers.items():
-        for name in names:
-            shares = [row["share"] for row in rows if row["side"] == side and row["writer"] == name]
-            assert bool(shares) == name.startswith("L")
-            if shares:
-                assert sum(shares) == pytest.approx(expected[side, name] / total, abs=1e-5)

@@ -1,7 +1,5 @@
 """Trace on models whose writers are known, because we planted them: it names them, and nobody else."""
 
-from __future__ import annotations
-
 import pytest
 
 import qkscope as qk
@@ -74,20 +72,6 @@ def test_two_writers_that_cancel_are_said_to(seed):
     alone = edge(found, side="key", kind="keep", k=1)
     assert alone["logit_kept"] > 2
     assert alone["overshoots"]
-
-
-def test_a_prompt_says_the_same():
-    gives, takes = Head(0, 0), Head(0, 2)
-    prompt = "Words: hat jam kettle bell hat jam"
-    plain = qk.trace(planted({gives: 0.3}, 0), prompt, READER)
-    assert plain.tables["check"][0]["key"] == 4  # kettle, which followed jam
-    assert next(iter(shares(plain, "key"))) == str(gives)
-    assert "cancel" not in plain.answer
-    assert "supported" in plain.answer
-    against = qk.trace(planted({gives: 1.0, takes: -0.7}, 0), prompt, READER, key=4)
-    assert list(shares(against, "key"))[:2] == [str(gives), str(takes)]
-    assert "Shares of its key cancel" in against.answer
-    assert against.tables["check"][0]["cancels"] > CANCELS
 
 
 def test_the_writer_is_the_first_of_all_heads_and_its_graph_leads_to_the_token_before():

@@ -1,16 +1,14 @@
 """Facts about verdicts: a real head is found beside any number of others, and noise of every kind stays noise."""
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from planted import PlantedHead
-from qkscope import BadInput, Head, tasks
-from qkscope.analyses import decompose as passes
+from planted import PlantedHead, randn
+from qkscope import Head, tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.prompts import UnitBatch, null_units
 from qkscope.capture.scope import Scope
@@ -18,19 +16,11 @@ from qkscope.examples import Example, Key
 from qkscope.maths.controls import cross_validated_rank, rank_above, run_controls
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import false_discovery, head_p_values
-from qkscope.show.blocks import blocks_of
 from qkscope.tasks.task import ANSWER, Contrast, Task
 
 PLANTED, HEADS, PROMPTS, LATENTS = 7, 64, 72, 3
 NULLS = ("sign_flip", "interaction")
 PAIR = torch.tensor([[1, -1]])
-
-
-def randn(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-# ---------------------------------------------------------------- one real head among many
 
 
 def planted_model():
@@ -93,7 +83,7 @@ def test_a_planted_head_is_found_beside_any_number_of_heads(planted, asked):
     assert {row["verdict"] for row in rows.values()} <= {"not above null"}
 
 
-def test_pooled_tails_reach_further_than_one_heads_replicates_and_stop_at_the_floor():
+def test_pooled_tails_reach_further_and_folds_add_up():
     null = randn(0, 50, 199).abs()
     heads = [[(30.0 if i == 0 else float(row.max()) + 1e-9, row.tolist())] for i, row in enumerate(null)]
     p = head_p_values(heads)
@@ -104,9 +94,11 @@ def test_pooled_tails_reach_further_than_one_heads_replicates_and_stop_at_the_fl
     middle = float(null[0].median())
     assert head_p_values([[(middle, null[0].tolist())]])[0] == pytest.approx(0.5, abs=0.02), "its own say how often"
     assert head_p_values([[(middle, null[0].tolist()), (30.0, null[1].tolist())], []]) == [1 / 200, 1.0]
-
-
-# ---------------------------------------------------------------- noise
+    q, k = randn(0, 40, 2, 4), randn(1, 40, 2, 2, 4)
+    moments = Moments(["L0H0", "L0H1"], ["c"], 4, nulls=NULLS, replicates=3)
+    moments.update(q, k, {"c": PAIR.expand(40, 2)}, prompts=torch.arange(40) % 10)
+    torch.testing.assert_close(moments.state["folds"]["c"].sum(0), moments.state["sums"]["c"])
+    assert moments.state["folds"]["c"][:, 0, -1, 0, -1].remainder(4).eq(0).all()
 
 
 def calibration():
@@ -144,9 +136,6 @@ def test_six_words_are_never_sure_and_cannot_be_told_apart_at_sixteen_heads():
     )
 
 
-# ---------------------------------------------------------------- what the random unit is
-
-
 def numbers(task, contrast, n):
     units = task.fit(contrast, n)
     made = task.contrasts[contrast]
@@ -166,24 +155,6 @@ def test_the_unit_is_the_word_asked_for_the_label_or_the_arrangement():
     assert box[0, 0] != box[0, 1], "a prompt and its copy have labels of their own"
     units, order = numbers(task, "order", 60)
     assert len(set(order.values())) == len({unit[0].text for unit in units}), "copies apart, every prompt"
-
-
-def line(word, other, more=""):
-    return Example.mark(f"{more} {word} {other} end", keys={word: {"mine": 1}, other: {"mine": -1}})
-
-
-def task_of(lines):
-    return Task("mine", {"mine": Contrast("mine", "as labelled")}, lambda use, contrast, n: [(e,) for e in lines])
-
-
-def test_lines_that_share_their_word_or_are_copies_are_one_unit():
-    six = [line(f"word{i % 6}", f"other{i}") for i in range(30)]
-    assert len(set(numbers(task_of(six), "mine", 30)[1].values())) == 6
-    one_word = [line("same", f"other{i % 10}") for i in range(30)]
-    assert len(set(numbers(task_of(one_word), "mine", 30)[1].values())) == 10, "copies of a prompt are one unit"
-
-
-# ---------------------------------------------------------------- one matrix, and no rounding in it
 
 
 def controls_of(center):
@@ -207,25 +178,6 @@ def test_spectrum_null_rank_and_verdict_are_of_one_matrix(center, kind, rank):
     assert rank - 1 <= found.detected <= rank
 
 
-def test_the_page_and_the_summary_show_the_matrix_that_was_kept(planted):
-    task = planted_task()
-    task = replace(task, contrasts={"match": replace(task.contrasts["match"], center="query")})
-    fit = decompose(planted, task, ["L0H7", "L0H8"], PROMPTS, space="pre_rope", progress=False)
-    spectra = next(block for block in blocks_of(fit) if block.kind == "spectra")
-    for head in ("L0H7", "L0H8"):
-        subspace = fit["match", head]
-        own = [row["value"] for row in spectra.rows if (row["contrast"], row["head"]) == ("match", head)]
-        assert own == pytest.approx(subspace.S[: len(own)].tolist())
-        assert subspace.controls.spectrum == pytest.approx(subspace.S.tolist())
-        panel = next(p for p in spectra.options["panels"] if (p["contrast"], p["head"]) == ("match", head))
-        said = f"{subspace.controls.detected} above chance, {subspace.controls.cv_rank} for new words"
-        assert any(line.startswith(said) for line in panel["lines"])
-        assert f"{subspace.controls.null_high[0]:9.5g}" in subspace.summary()
-
-
-# ---------------------------------------------------------------- how many directions predict other units
-
-
 @pytest.mark.parametrize("rank", [0, 1, 3, 8])
 def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prompts(rank):
     """33 words, each with a planted part, a part of its own in the query and another in the key."""
@@ -241,28 +193,6 @@ def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prom
         moments.update(q, k, {"c": PAIR.expand(prompts, 2)}, prompts=word)
         found.append(cross_validated_rank(moments, "c", "query", range(5)))
     assert found == [[rank] * 5] * 2
-
-
-def test_folds_add_up_and_a_unit_is_in_one_of_them():
-    q, k = randn(0, 40, 2, 4), randn(1, 40, 2, 2, 4)
-    moments = Moments(["L0H0", "L0H1"], ["c"], 4, nulls=NULLS, replicates=3)
-    moments.update(q, k, {"c": PAIR.expand(40, 2)}, prompts=torch.arange(40) % 10)
-    torch.testing.assert_close(moments.state["folds"]["c"].sum(0), moments.state["sums"]["c"])
-    assert moments.state["folds"]["c"][:, 0, -1, 0, -1].remainder(4).eq(0).all()
-
-
-# ---------------------------------------------------------------- memory
-
-
-def test_null_sums_that_do_not_fit_are_a_sentence(planted, monkeypatch):
-    says = "the null sums of 1 heads with 199 replicates do not fit into memory: take fewer heads at a time"
-
-    def full(*args, **kwargs):
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
-
-    monkeypatch.setattr(passes, "ContrastSums", full)
-    with pytest.raises(BadInput, match=says):
-        decompose(planted, planted_task(), "L0H0", 8, progress=False)
 
 
 def test_the_nulls_of_a_large_batch_come_in_pieces(monkeypatch):

@@ -1,7 +1,5 @@
 """A labelled key is one the query can look at: what a head cannot see, and the query itself, are refused by line."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -58,13 +56,6 @@ def test_a_key_after_the_query_is_refused_by_line_and_key(tmp_path, scope):
         with pytest.raises(BadInput, match=says.format(15)):
             verb(scope, task.test(6), fit)
 
-
-def test_the_query_itself_is_no_key(tmp_path, scope):
-    task = file_of(tmp_path, *every_use("is in Box", query="B"))
-    with pytest.raises(BadInput, match=r"mine.jsonl, line 7, key 2 \('B'\) is the token that asks"):
-        qk.decompose(scope, task, "L1H3", 6)
-    unlabelled = Example(text="The hat", keys=(Key((4, 7)),))  # a look, and no claim
-    assert next(iter(scope.capture([unlabelled]))).attention().shape[-1] == 1
     with pytest.raises(BadInput, match=r"in 'The hat', key 1 \('hat'\) is the token that asks"):
         scope.encode([Example(text="The hat", keys=(Key((4, 7), {"mine": 1}),))])
 
@@ -91,15 +82,6 @@ def looking(query: int, keys: list[int], length: int = 12) -> list[tuple[Example
     return [
         (Example(ids=tuple(range(10 + n, 10 + n + length)), queries=((query, query + 1),), keys=marks),) for n in (0, 1)
     ]
-
-
-def test_a_model_that_looks_both_ways_may_have_keys_after_the_query():
-    bert = Scope.from_model(tiny_model("bert"), check=False)
-    batch = unit_runner(bert, looking(3, [1, 8]), [Head(0, 0)])([0, 1])
-    assert batch.captured.bias.isfinite().all()
-    llama = Scope.from_model(tiny_model("llama"), check=False)
-    with pytest.raises(BadInput, match=r"key 2 \(\(18,\)\) stands after the query"):
-        unit_runner(llama, looking(3, [1, 8]), [Head(0, 0)])([0, 1])
 
 
 def test_a_key_outside_a_heads_window_is_refused_for_that_head_alone():

@@ -1,7 +1,5 @@
 """Why: its parts sum, its row and its runs are the model's own, and what cannot be answered is said in one sentence."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

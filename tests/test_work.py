@@ -1,9 +1,6 @@
 """Work in pieces: any number of processes, and any kill, give the numbers of one undisturbed run, bit for bit."""
 
-from __future__ import annotations
-
 import json
-import logging
 import os
 import random
 import shutil
@@ -25,11 +22,6 @@ from qkscope.runs.work import Stage, Work, parse_part, torchrun_process
 
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
 TEXTS = [unit[0].text for unit in qk.tasks.induction().draw("fit", "answer", 400)]
-
-
-@pytest.fixture(scope="module")
-def nano() -> Scope:
-    return Scope.load("nano:mixed", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -168,15 +160,6 @@ def test_a_disk_that_refuses_in_the_end_takes_no_work_away(scope, tmp_path, monk
     assert not (tmp_path / "run" / ".work").exists()
 
 
-@pytest.mark.parametrize("pieces", [0, 1])
-def test_what_is_done_is_called_saved_only_if_it_is(scope, tmp_path, caplog, monkeypatch, pieces):
-    caplog.set_level(logging.INFO)
-    stop_after(monkeypatch, pieces, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        decompose(scope, out=tmp_path / "run")
-    assert ("What is done is saved in" in caplog.text) is bool(pieces)
-
-
 def test_a_scheduler_stops_a_command_with_its_own_code(model, tmp_path):
     out = tmp_path / "fit"
     command = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 4000, "--contrasts", "order", "--out", out]
@@ -217,16 +200,6 @@ def test_a_command_without_part_makes_what_parts_left(scope, undisturbed, tmp_pa
     assert same_sums(tmp_path / "run", undisturbed)
 
 
-def test_parts_that_make_no_sense_are_refused(scope, tmp_path):
-    with pytest.raises(BadInput, match="name it with out"):
-        decompose(scope, part=(0, 2))
-    assert "0 of 15 pieces are there" in decompose(scope, out=tmp_path / "run", part=(49, 50)).answer  # none is its own
-    assert sorted(parse_part(f"{i}/3") for i in (0, 1, 2)) == sorted(parse_part(f"{i}/3") for i in (1, 2, 3))
-    for part in ("", "3", "4/3", "-1/3", "1/0", "a/b", "1/2/3", (-1, 2)):
-        with pytest.raises(BadInput, match="a part is i/n"):
-            parse_part(part)
-
-
 def test_torchrun_gives_the_bits_of_one_process(model, undisturbed, tmp_path, monkeypatch):
     asked = ["decompose", "binding", "--size", 4, "--heads", "L1H3,L0H1", "-n", 40, "--contrasts", "order,lexical"]
     asked += ["--replicates", 9, "--batch-size", 4, "--model", model, "--device", "cpu", "--json"]
@@ -245,12 +218,18 @@ def test_torchrun_gives_the_bits_of_one_process(model, undisturbed, tmp_path, mo
 # ---------------------------------------------------------------- pieces
 
 
-def test_nothing_is_written_without_a_folder(nano, tmp_path, monkeypatch):
+def test_without_a_folder_nothing_is_written_and_parts_make_no_sense(nano, tmp_path, monkeypatch, scope):
     monkeypatch.chdir(tmp_path)
     work = Work().begin(nano, ["a"], verb="x")
     assert work.once("piece", lambda: {"value": [1.5, None]}) == {"value": [1.5, None]}
     assert work.run(Stage("rows", [[0, 1], [2]], lambda own: own)) == [[0, 1], [2]]
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(BadInput, match="name it with out"):
+        decompose(scope, part=(0, 2))
+    assert "0 of 15 pieces are there" in decompose(scope, out=tmp_path / "run", part=(49, 50)).answer  # none is its own
+    assert sorted(parse_part(f"{i}/3") for i in (0, 1, 2)) == sorted(parse_part(f"{i}/3") for i in (1, 2, 3))
+    with pytest.raises(BadInput, match="a part is i/n"):
+        parse_part("4/3")
 
 
 def test_sums_are_added_in_order_whoever_made_them(nano, tmp_path):
@@ -300,12 +279,3 @@ def test_an_interval_of_swaps_is_by_word_and_of_one_word_there_is_none(nano, fit
         low, high = ("shift_low", "shift_high") if table == "swap" else ("low", "high")
         assert (row[low], row[high]) == (None, None)
         assert "there are no intervals" in found.answer
-
-
-def test_downstream_draws_are_said_and_taken_by_turns(nano, fit):
-    units = qk.tasks.binding(5).test(24)
-    many, one = (qk.swap_downstream(nano, units, fit, batch_size=24, draws=n, progress=False) for n in (20, 1))
-    rows, other = ({row["condition"]: row for row in found.tables["downstream"]} for found in (many, one))
-    assert (rows["lexical"]["draws"], rows["random_lexical"]["draws"]) == (1, 20)
-    assert other["lexical"]["fell"] == pytest.approx(rows["lexical"]["fell"], abs=1e-5)
-    assert other["random_lexical"]["fell"] != rows["random_lexical"]["fell"]

@@ -1,6 +1,4 @@
-"""Bench rows of tracing and of reasons give ratios, and leave no hook behind; the figure of the bridge; on a nano."""
-
-from __future__ import annotations
+"""Bench rows of tracing give ratios, and leave no hook behind; the figure of the bridge; on a nano."""
 
 import math
 from dataclasses import replace
@@ -9,15 +7,14 @@ import pytest
 import torch
 
 import qkscope as qk
-from qkscope.analyses.because import Look
 from qkscope.analyses.prompts import batches_of
-from qkscope_papers.bench import harness, models
+from qkscope_papers.bench import models
 from qkscope_papers.franco2026.bridge import bridge
 
 
 @pytest.fixture(scope="module")
-def scope() -> qk.Scope:
-    return qk.Scope.load("nano:mixed", device="cpu")
+def scope(nano) -> qk.Scope:
+    return nano
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +50,6 @@ def test_the_plain_side_ends_where_queries_and_keys_exist(scope):
     for hook in watched:
         hook.remove()
     assert ran == ["L0"]
-
-
-def test_reasons_give_a_finite_ratio(scope):
-    ids = scope.encode(["hat: O jam: Z jam:"]).inputs["input_ids"][0]
-    seconds = models.because_seconds(scope, ids, [Look(qk.Head(2, 3), 8, 7)], 8, 2)
-    assert math.isfinite(seconds.faster("")["ratio"])
-    assert {"trace_one", "trace_all", "because", "atlas_overhead"} <= set(harness._ROWS)
 
 
 def test_the_bridge_from_a_feature_to_singular_vectors(scope):

@@ -1,7 +1,5 @@
 """Figures end to end, as small as they go: their folders, claims, controls, and the numbers behind the pictures."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -10,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from qkscope import BadInput, Result, Scope
+from qkscope import BadInput, Result
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
 from qkscope_papers.families import tiny_model
 from qkscope_papers.franco2026 import model_sweep
@@ -20,8 +18,7 @@ from qkscope_papers.franco2026.model_sweep import SweepWork
 from qkscope_papers.registry import NANO, Settings, figure_of, reproduce
 
 TINY = ToyWork(60, 60, 20, 60, 20, 5e-3, 20, 60, 5, 2, 2, 2, 24, 3, 3)
-TOYS = ["fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7a", "fig13", "fig17", "fig18", "fig22", "fig23",
-        "feature_pairs", "thm3"]  # fmt: skip
+TOYS = ["fig2", "fig3", "fig6", "fig7a", "fig13", "fig23", "feature_pairs"]  # one of each file; all: .ci/run
 SWEPT = ["fig7b", "fig8", "fig9b", "fig25"]
 _CHAT = "{% for m in messages %}<user>{{ m['content'] }}<end>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 _MARKS = "The is in Box . Which box the ? Question : Answer of these are Find , Items list - male female names"
@@ -105,10 +102,7 @@ def test_every_figure_leaves_a_page_a_picture_and_claims_with_their_place_and_co
     assert run != "toys" or len(set(said)) == len(said), "no claim of a figure stands with another one"
 
 
-# ---------------------------------------------------------------------- lee2026: toys
-
-
-def test_smoke_already_shows_exact_ranks_and_their_controls(heads):
+def test_smoke_already_shows_exact_ranks_swaps_and_a_cube(heads, out):
     rows = heads["fig2"].tables["ranks"]
     assert {"null1", "null2", "untrained1", "untrained2"} <= set(rows[0])
     below = [row for row in rows if row["r1"] + row["r2"] < row["d_head"]]
@@ -116,16 +110,10 @@ def test_smoke_already_shows_exact_ranks_and_their_controls(heads):
     for row in below:
         assert (row["rank1"], row["rank2"]) == (row["r1"], row["r2"])
         assert 0.8 < row["accuracy"] < row["ceiling"] + 0.02
-
-
-def test_the_joint_swap_moves_the_attention_and_random_ones_do_not(heads):
     found = {row["condition"]: row for row in heads["fig4"].tables["swap"]}
     assert found["both"]["orig_after"] <= 0.01
     assert found["random_both"]["orig_after"] > 0.1
     assert {"z1_oracle", "z1_oblique", "key_pca_both", "cov_qk_both", "untrained_both"} <= set(found)
-
-
-def test_the_cube_can_be_turned_and_figures_share_their_heads(heads, out):
     page = (out / "heads" / "lee2026" / "fig3" / "report.html").read_text()
     assert 'class="block cloud"' in page
     assert "qk.charts.cloud = " in page, "the script is inside"
@@ -133,9 +121,6 @@ def test_the_cube_can_be_turned_and_figures_share_their_heads(heads, out):
     assert rows["trained"]["vertices"] == 8
     assert rows["trained"]["cosine"] > rows["untrained"]["cosine"] + 0.2
     assert len(list((out / "heads" / "heads").iterdir())) == 5, "four cells of fig2, one head for both fig3 and fig4"
-
-
-# ---------------------------------------------------------------------- lee2026: language models
 
 
 def test_the_papers_templates_reach_a_model_that_has_one(llama, qwen, out):
@@ -149,72 +134,26 @@ def test_the_papers_templates_reach_a_model_that_has_one(llama, qwen, out):
     assert (tokens[0], tokens[-1]) == ("<user>", "<bot>")  # the last token of the template asks
 
 
-def test_binding_swaps_hold_every_condition_beside_its_baselines_and_both_estimators(llama, qwen):
+def test_binding_swaps_stand_beside_their_baselines_and_a_random_model_binds_nothing(llama, qwen):
     for result in (llama["fig9"], qwen["fig20"]):
         rows, theirs = result.tables["swap"], result.tables["paper_swap"]
-        for head in {row["head"] for row in rows}:
-            own = {row["condition"]: row for row in rows if row["head"] == head}
-            for name in ("order", "lexical", "both"):
-                size = own[name]["rank"]
-                assert {own[f"{kind}_{name}"]["rank"] for kind in ("random", "key_pca", "cov_qk")} == {size}
-                assert own[f"random_{name}"]["draws"] >= 20
-            assert "sham_both" in own
-        curve = {(row["method"], row["k"]) for row in result.tables["curve"]}
-        assert {(m, k) for m in ("order", "lexical", "key_pca", "cov_qk", "random") for k in (1, 2, 4, 8, 12)} <= curve
         assert [(row["head"], row["condition"]) for row in theirs] == [(row["head"], row["condition"]) for row in rows]
         assert any(a["shift"] != b["shift"] for a, b in zip(theirs, rows, strict=True))
         centers = {row["contrast"]: row["center"] for row in result.tables["paper_ranks"]}
         assert centers == {"order": "none", "lexical": "none"}
     for figure, table in (("fig8", "views"), ("fig10", "shares"), ("fig16", "counts"), ("fig17", "views")):
         assert {"paper", "ours"} <= {row["estimator"] for row in llama[figure].tables[table]}
-
-
-def test_every_number_that_a_swap_is_judged_by_is_there_and_a_random_model_binds_nothing(llama, qwen):
     for result in (llama["fig9"], llama["fig7"], qwen["fig20"]):
         assert [claim.claim for claim in result.claims if claim.ours is None] == []
     both = [claim for claim in llama["fig9"].claims if claim.claim.startswith("swapping both moves the majority")]
     assert [claim.holds for claim in both] == [False, False]
 
 
-def test_filter_swaps_cut_categories_at_one_direction_each(llama):
-    rows = llama["fig7"].tables["swap"]
-    ranks = {row["condition"]: row["rank"] for row in rows}
-    assert ranks["all"] == ranks["random_all"] == ranks["key_pca_all"] == 5
-    assert ranks["category"] == 4
-    assert len({row["head"] for row in rows}) == 3
-
-
-def test_ranks_stand_beside_a_control_head_and_words_and_pairs_are_varied_apart(llama):
-    rows = llama["fig6"].tables["ranks"]
-    assert {"rank_99", "rank_null", "rank_99_centred", "interaction_rank", "mean_dominance"} <= set(rows[0])
-    assert {row["contrast"] for row in rows} == {"fruits", "animals", "vehicles", "drinks", "countries", "category"}
-    assert sum(row["is_control"] for row in rows) == 6
-    rows = llama["fig16"].tables["counts"]
-    assert {row["contrast"] for row in rows if row["varied"] == "words"} == {"lexical"}
-    assert {row["contrast"] for row in rows if row["varied"] == "pairs"} == {"order", "lexical"}
-    assert len({row["count"] for row in rows if row["varied"] == "words"}) >= 2
-
-
-# ---------------------------------------------------------------------- franco2026: toys
-
-
-def test_figures_share_their_toys(toys, out):
+def test_figures_share_their_toys_and_figure_23_its_controls(toys, out):
     settings = Settings("smoke", out / "toys")
     asked = [figure_of("franco2026", figure).asked for figure in toys]  # theorems have no toys
     used = {cell for own in asked if "cells" in own for cells in own["cells"](settings).values() for cell in cells}
     assert len(list((out / "toys" / "superposition").iterdir())) == len(used)
-
-
-def test_tables_of_alignment_have_controls_and_chance(toys):
-    for figure in ("fig2", "fig3", "fig4", "fig13", "fig17", "fig18", "fig22", "fig23"):
-        rows = toys[figure].tables["alignment"]
-        assert {row["control"] for row in rows} == {True, False}
-        assert all(row["step"] == 0 for row in rows if row["control"])
-        assert all(0 < row["best_random"] < 1 for row in rows)
-    assert {row["present"] for row in toys["fig7a"].tables["sparsity"]} == {"one", "two", "none"}
-
-
-def test_controls_of_figure_23_are_the_same_features_untrained(toys):
     rows, (on_last, fitting, _) = toys["fig23"].tables["alignment"], toys["fig23"].claims
     untrained = [row for row in rows if row["control"]]
     own = [row["on_own"] for row in untrained if not row["surplus"]]
@@ -232,9 +171,6 @@ def test_every_column_is_defined_in_the_docs(toys):
             missing = {ends.sub("", column) for row in rows for column in row} - named
             assert table in named, table
             assert not missing, f"{result.experiment}, {table}: {missing}"
-
-
-# ---------------------------------------------------------------------- franco2026: language models
 
 
 def test_figures_of_training_run_on_a_nano_by_default(swept):
@@ -266,15 +202,13 @@ def test_one_sweep_serves_them_all_and_is_found_again(swept, out):
     assert stamps == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
 
 
-def test_a_model_with_one_checkpoint_has_no_training_to_show(swept, tmp_path):
-    tokenizer = Scope.load(NANO, check=False).tokenizer
-    tiny_model("gpt_neox", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    model = str(tmp_path / "model")
-    results = reproduce("franco2026", ["fig7b", "fig8"], preset="smoke", out=tmp_path / "out", model=model)
-    assert "training" not in results["fig7b"].tables
-    assert not any("over training" in claim.claim for claim in results["fig7b"].claims)
-    assert results["fig8"].model == model
+def test_a_model_with_one_checkpoint_has_no_training_to_show(swept, nano, tmp_path):
+    tiny_model("gpt_neox", vocab_size=len(nano.tokenizer)).save_pretrained(tmp_path / "model")
+    nano.tokenizer.save_pretrained(tmp_path / "model")
+    asked = {"preset": "smoke", "out": tmp_path / "out", "model": str(tmp_path / "model")}
+    found = reproduce("franco2026", ["fig7b"], **asked)["fig7b"]
+    assert "training" not in found.tables
+    assert not any("over training" in claim.claim for claim in found.claims)
 
 
 def test_the_papers_one_prompt_can_be_asked_for(swept, tmp_path):

@@ -1,7 +1,5 @@
 """Facts about figures by name: which there are, and that finished ones are read and shown, not run again."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -9,22 +7,10 @@ import sys
 
 import pytest
 
-from qkscope import BadInput
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result, provenance
 from qkscope_papers import registry
-from qkscope_papers.registry import (
-    _FIGURES,
-    EMBEDDED,
-    PAPERS,
-    Entry,
-    Experiment,
-    Figure,
-    Settings,
-    figure_of,
-    figures_of,
-    reproduce,
-)
+from qkscope_papers.registry import EMBEDDED, Entry, Experiment, Figure, Settings, reproduce
 
 RUN: list[str] = []
 STOP: list[str] = []
@@ -67,20 +53,6 @@ def test_finished_figures_are_not_run_again(quick, tmp_path, caplog):
         reproduce("lee2026", ["fig2"], preset="smoke", out=tmp_path)  # each took the place of the one before
 
 
-def test_another_version_or_a_half_written_folder_is_run(quick, tmp_path):
-    reproduce("lee2026", ["fig2"], preset="smoke", out=tmp_path)
-    folder = tmp_path / "lee2026" / "fig2"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "versions": {**manifest["versions"], "torch": "1"}}))
-    reproduce("lee2026", ["fig2"], preset="smoke", out=tmp_path)
-    (folder / "results.json").unlink()
-    reproduce("lee2026", ["fig2"], preset="smoke", out=tmp_path)
-    assert RUN == ["fig2"] * 3
-    (folder / "thesis.tex").write_text("mine")
-    with pytest.raises(BadInput, match=r"holds other files than a run, thesis\.tex"):
-        reproduce("lee2026", ["fig2"], preset="smoke", out=tmp_path)
-
-
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_run_that_is_stopped_shows_and_keeps_what_is_done(quick, tmp_path, qkscope, as_json):
     STOP.append("fig4")
@@ -93,17 +65,6 @@ def test_a_run_that_is_stopped_shows_and_keeps_what_is_done(quick, tmp_path, qks
     STOP.clear()
     code, out, _ = qkscope(*command)
     assert (code, RUN, "fig2 stands" in out) == (0, ["fig2", "fig3", "fig4"], True)
-
-
-def test_figures_are_listed_in_their_order_by_the_names_they_are_registered_with():
-    assert list(figures_of("franco2026"))[5:9] == ["fig6", "fig7a", "fig7b", "fig8"]
-    assert list(figures_of("franco2026"))[-5:] == ["bridge", "feature_pairs", "thm1", "thm2", "thm3"]
-    for paper in PAPERS:
-        for name in figures_of(paper):
-            assert figure_of(paper, name).experiment.draw is not None, name
-        assert {name: entry.title for name, entry in figures_of(paper).items()} == {
-            name: figure.title for name, figure in _FIGURES[paper].items()
-        }
 
 
 def test_a_name_is_told_or_refused_without_loading_a_model_library():

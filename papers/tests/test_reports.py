@@ -1,7 +1,5 @@
 """The reports are what the ledger says, and every script behind them can be loaded."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,14 +1,11 @@
-"""The theorems of franco2026 as facts about numbers, and the cosines, baselines and whitening they are read with."""
+"""The theorems of franco2026 as facts about numbers."""
 
-import logging
 import math
 from itertools import product
 
 import pytest
 import torch
 
-from qkscope import BadInput
-from qkscope_papers.franco2026.isotropy import isotropy
 from qkscope_papers.franco2026.theory import (
     SILENT_FROM,
     TwoKeyPopulation,
@@ -18,17 +15,11 @@ from qkscope_papers.franco2026.theory import (
     theorem1_minimiser,
     theorem2_bound,
 )
-from qkscope_papers.franco2026.toy import alignment
 from qkscope_papers.franco2026.toy.alignment import (
-    anti_whiten,
     cosines,
     gram,
-    invert_gram,
-    isotropy_error,
-    random_best,
     whiten,
 )
-from qkscope_papers.franco2026.toy.superposition import distort, isotropic_dictionary
 
 
 def drawn(*shape, seed=0):
@@ -76,24 +67,6 @@ def test_theorem_1_names_the_one_minimiser(p, seed):
     assert float(cosines(q[:, :1], u[:, :1])) < 0.999, "not the features themselves"
 
 
-def test_theorem_1_is_silent_at_p_1_and_solves_the_span_of_a_singular_gram():
-    q, k = features(), features(seed=3)
-    start = torch.ones(3, 3)
-    found = minimise(q, k, q.mT @ theorem1_minimiser(q, k, 4.0) @ k, 1.0, start=start)
-    torch.testing.assert_close(found.omega, start.double())  # keys never differ, so nothing moves Ω
-    q = features(4, 5)
-    q[3] = 0
-    target = q.mT @ theorem1_minimiser(q, q, 4.0) @ q
-    torch.testing.assert_close(q.mT @ minimise(q, q, target, 0.4).omega @ q, target, rtol=1e-5, atol=1e-7)
-
-
-def test_corollary_1_isotropic_features_align_exactly():
-    turn = torch.linalg.qr(drawn(3, 3))[0]
-    q = torch.cat([turn, -turn], dim=1)
-    omega = theorem1_minimiser(q, q.flip(0), 4.0, query=1, key=2)
-    torch.testing.assert_close(omega, torch.outer(q[:, 1], q.flip(0)[:, 2]) * 4.0 / 4)
-
-
 @pytest.mark.parametrize("epsilon", [0.02, 0.18, 0.5, 0.9])
 def test_theorem_2_bounds_the_angle_and_a_sharper_bound_is_attained(epsilon):
     generator = torch.Generator().manual_seed(0)
@@ -123,81 +96,3 @@ def test_theorem_3_a_tilted_teacher_trades_overlap_for_penalty():
     assert free.key_overlap == pytest.approx(math.sin(0.5) ** 2, abs=1e-4), "without a penalty: the teacher's lean"
     straight = orthogonalise(0.1, tilt=0.0, starts=4)
     assert straight.query_overlap + straight.key_overlap < 1e-6, "with an orthogonal teacher any μ > 0 does"
-
-
-# ---------------------------------------------------------------------- cosines, whitening, isotropy
-
-
-def test_cosines_know_neither_sign_nor_length():
-    basis = torch.linalg.qr(drawn(6, 4))[0]
-    scaled = basis * torch.tensor([-3.0, 0.1, 7.0, -1.0])
-    torch.testing.assert_close(cosines(scaled, basis), torch.eye(4, dtype=torch.float64))
-    assert bool(cosines(torch.zeros(6, 1, dtype=torch.float64), basis).isnan().all())
-
-
-def test_chance_is_what_random_features_score_under_any_basis():
-    basis = torch.linalg.qr(drawn(10, 10, seed=1))[0]
-    for vectors in (1, 4, 10):
-        scored = cosines(drawn(10, 20_000, seed=2), basis[:, :vectors]).amax(-1)
-        chance = random_best(10, vectors)
-        assert chance.mean == pytest.approx(float(scored.mean()), abs=0.01)
-        assert float((scored > chance.top).double().mean()) == pytest.approx(0.05, abs=0.01)
-    on_sphere = math.gamma(5) / (math.sqrt(math.pi) * math.gamma(5.5))  # E|x_1| in ten dimensions
-    assert random_best(10, 1).mean == pytest.approx(on_sphere, abs=0.01)
-
-
-def test_anti_whitening_undoes_whitening_also_of_a_singular_gram_which_says_so(caplog):
-    whole = drawn(5, 9)
-    flat = whole.clone()
-    flat[4] = 0
-    alignment._say_singular.cache_clear()
-    for vectors, rank in ((whole, 5), (flat, 4)):
-        g = gram(vectors)
-        torch.testing.assert_close(anti_whiten(g, whiten(g, vectors)), vectors, rtol=1e-8, atol=1e-9)
-        with caplog.at_level(logging.WARNING):
-            inverse = invert_gram(g)
-        assert (inverse.rank, inverse.singular) == (rank, rank < 5)
-        torch.testing.assert_close(inverse.matrix, torch.linalg.pinv(g), rtol=1e-8, atol=1e-10)
-        assert ("span 4 of 5 dimensions: the pseudo-inverse" in caplog.text) == (rank < 5)
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 0.5, 55.0])
-def test_controlled_anisotropy_is_what_it_says_on_both_scales(epsilon):
-    W = isotropic_dictionary()
-    torch.testing.assert_close(gram(W), torch.eye(10, dtype=torch.float64), rtol=0, atol=1e-12)
-    g = gram(distort(W, epsilon, seed=3))
-    assert isotropy_error(g, c=1.0) == pytest.approx(epsilon, abs=1e-9)
-    c = 1 + epsilon / 10
-    assert isotropy_error(g) == pytest.approx(max((1 + epsilon) / c - 1, 1 - 1 / c), abs=1e-9)
-    assert isotropy_error(g) < 9, "with c = tr G / d it cannot exceed d − 1"
-
-
-def test_orthonormal_rows_are_isotropic_and_a_cone_is_not():
-    tight = torch.cat([torch.linalg.qr(drawn(8, 8))[0]] * 3)
-    row, spectrum = isotropy(tight)
-    assert row["e_trace"] == pytest.approx(0.0, abs=1e-12)
-    assert row["e_one"] == pytest.approx(2.0)  # three copies: G = 3 I
-    assert row["effective_dimension"] == pytest.approx(8)
-    torch.testing.assert_close(spectrum, torch.ones(8, dtype=torch.float64))
-    line = torch.ones(20, 8, dtype=torch.float64)
-    line[:, 0] += 1e-6 * drawn(20)
-    assert isotropy(line)[0]["e_trace"] == pytest.approx(7.0, abs=1e-3)  # d − 1, the most there is
-
-
-BAD = [
-    (lambda: TwoKeyPopulation.of(3, 1.5), r"probability p in \(0, 1\]"),
-    (lambda: TwoKeyPopulation.of(12, 0.5), "too many to list"),
-    (lambda: orthogonalise(-1.0, tilt=0.1), "at least 0"),
-    (lambda: cosines(torch.eye(3), torch.eye(4)), "no angle with"),
-    (lambda: random_best(10, 11), "1 to 10 orthonormal vectors"),
-    (lambda: isotropy_error(torch.zeros(3, 3)), "length 0"),
-    (lambda: isotropy(torch.zeros(5, 3, dtype=torch.float64)), "two rows"),
-    (lambda: distort(isotropic_dictionary(), -1.0, 0), "inside out"),
-    (lambda: isotropic_dictionary(d=12), "in pairs in a plane"),
-]
-
-
-@pytest.mark.parametrize(("call", "says"), BAD, ids=[says for _, says in BAD])
-def test_bad_input_gets_a_sentence(call, says):
-    with pytest.raises(BadInput, match=says):
-        call()

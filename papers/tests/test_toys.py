@@ -1,22 +1,14 @@
 """The toy of superposition: its data, its loss, its training, and what figures measure of toys made by hand."""
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 from superposed import FROZEN, SMALL, TOYS
 
-from qkscope import BadInput
 from qkscope.maths.singular import key_difference
 from qkscope_papers.franco2026.anisotropy import anisotropy_row
 from qkscope_papers.franco2026.cells import WORK
-from qkscope_papers.franco2026.decomposition import strengths
 from qkscope_papers.franco2026.dictionary import split, true_among
-from qkscope_papers.franco2026.dynamics import checkpoints, onset_rows, order_agreement
 from qkscope_papers.franco2026.emergence import sparsity_row
-from qkscope_papers.franco2026.geometry import geometry_row
-from qkscope_papers.franco2026.rope import band_rows
 from qkscope_papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope_papers.franco2026.toy.alignment import whiten
 from qkscope_papers.franco2026.toy.measure import alignment_rows, divergence_and_error
@@ -30,22 +22,12 @@ from qkscope_papers.franco2026.toy.superposition import (
     isotropic_dictionary,
     rotated_logits,
 )
-from qkscope_papers.franco2026.toy.trained import ToyRun, stacks, train_toys
-from qkscope_papers.registry import Settings
+from qkscope_papers.franco2026.toy.trained import stacks, train_toys
 from qkscope_papers.trainer import Trainer
 
 ROPE = ToyCell(
     Superposition(**SMALL, context=5, rope=True, positional=(Positional(4, 5, 3.0, 1),)), steps=40, every=20
 )  # fmt: skip
-
-
-def test_strengths_are_zero_or_uniform():
-    task = Superposition(p=0.3)
-    x = task.strengths(torch.rand(200_000, generator=torch.Generator().manual_seed(0)))
-    present = x[x > 0]
-    assert len(present) / len(x) == pytest.approx(0.3, abs=0.01)
-    assert float(present.mean()) == pytest.approx(0.5, abs=0.01)
-    assert float(present.var()) == pytest.approx(1 / 12, abs=0.005)
 
 
 @pytest.mark.parametrize("cell", [*TOYS, *FROZEN, ROPE], ids=lambda cell: cell.name)
@@ -63,17 +45,6 @@ def test_the_loss_is_the_toys_own(cell):
     w_rec, w_att = t.loss_weights
     plain = w_rec * error + w_att * head
     assert float(task.loss(task.start().named(), batch)[0]) == pytest.approx(float(plain), rel=1e-5)
-
-
-def test_logits_and_targets_are_bilinear_in_the_strengths():
-    toy = TOYS[0].untrained()
-    x_q, x_k = torch.rand(3, 6, dtype=torch.float64), torch.rand(3, 4, 6, dtype=torch.float64)
-    W = toy.W.double()
-    plain = torch.einsum("bi,ij,btj->bt", x_q, W.mT @ toy.omega @ W, x_k)
-    torch.testing.assert_close(toy.logits(x_q, x_k), plain)
-    x_q, x_k = torch.zeros(1, 6), torch.zeros(1, 2, 6)
-    x_q[0, 0], x_k[0, 1, 2] = 0.5, 0.5
-    torch.testing.assert_close(toy.target_logits(x_q, x_k), torch.tensor([[0.0, 1.5]]))
 
 
 def test_rotated_logits_are_those_of_rotated_vectors():
@@ -132,9 +103,6 @@ def test_a_small_toy_learns_to_attend_and_aligns():
     assert float(s[2] / s[1]) < 0.1
 
 
-# ---------------------------------------------------------------------- what figures measure
-
-
 def aligned_toy(**options):
     """Features of interest on axes of their own, the others in a plane, and Ω = Σ M f_q f_kᵀ."""
     W = isotropic_dictionary().float()
@@ -156,39 +124,6 @@ def test_an_aligned_toy_reads_as_aligned():
     untrained = alignment_rows("by hand", 0, 0, Toy.untrained(Superposition(), 0), control=True)
     assert max(row["matched"] for row in untrained) < 0.95
     assert all(row["control"] for row in untrained)
-
-
-def test_pairs_to_be_avoided_take_their_singular_vector_by_size():
-    rows = alignment_rows("by hand", 0, 0, aligned_toy(pairs=((0, 4, 15.0), (1, 5, -24.0), (2, 6, 18.0))))
-    assert [row["pair"] for row in rows[::2]] == ["1-5", "2-6", "0-4"]
-    for row in rows:
-        assert row["matched"] == pytest.approx(1.0, abs=1e-6)
-        assert row["singular_value"] == pytest.approx(abs(row["target_logit"]), rel=1e-5)
-
-
-def test_surplus_features_are_matched_to_the_last_vector():
-    """Five pairs along three axes, Ω = diag(3, 2, 1, 0, 0): the last three share the third vector."""
-    task = Superposition(n=10, d=5, d_head=3, pairs=tuple((i, i + 5, 9.0 - i) for i in range(5)))
-    head = torch.diag(torch.tensor([3.0, 2.0, 1.0]).sqrt()) @ torch.eye(5)[:3]
-    W = torch.eye(5)[:, [0, 1, 2, 2, 2] * 2]
-    rows = alignment_rows("by hand", 0, 0, Toy(W, torch.zeros(10), head, head, task))
-    assert [row["singular_value"] for row in rows[::2]] == pytest.approx([3, 2, 1, 1, 1])
-    assert all(row["matched"] == pytest.approx(1.0) for row in rows)
-
-
-def test_token_pairs_hold_what_they_say():
-    task = Superposition()
-    for present, count in (("one", 1), ("two", 2), ("none", 0)):
-        pairs = draw_token_pairs(task, present, 200, seed=1)
-        assert bool((pairs.chosen.sum(1) == count).all())
-        for i, (query, key, _) in enumerate(task.pairs):
-            there = pairs.chosen[:, i] > 0
-            assert bool(((pairs.x_q[:, query] > 0) == there).all())
-            assert bool(((pairs.x_k[:, 0, key] > 0) == there).all())
-        assert bool((pairs.x_q[:, 4:8] == 0).all()), "key features of interest are taken out of the query too"
-        assert bool((pairs.x_k[:, 1:, 4:8] > 0).any()), "other keys stay as they come"
-    only = draw_token_pairs(task, "one", 50, seed=1, only=2)
-    assert bool((only.chosen[:, 2] == 1).all())
 
 
 def test_terms_of_an_aligned_toy_are_the_pairs_and_sum_to_the_relative_logit():
@@ -215,17 +150,6 @@ def test_sparsity_of_an_aligned_toy_counts_its_pairs_and_a_rotation_loses_them()
     assert rows["two"]["low"] <= rows["two"]["sparsity"] <= rows["two"]["high"]
 
 
-def test_geometry_counts_antipodal_pairs_and_overlap():
-    eye = torch.eye(10)
-    plain = Toy(torch.cat([eye, -eye], dim=1), torch.zeros(20), eye, eye, Superposition(weight=0.0))
-    row = geometry_row("by hand", 0, 0, plain, False)
-    assert (row["antipodal"], row["isotropy_error"]) == (10, pytest.approx(0.0, abs=1e-12))
-    row = geometry_row("by hand", 0, 0, aligned_toy(), False)
-    assert row["interest_overlap"] == pytest.approx(0.0, abs=1e-6)
-    assert row["antipodal"] == 6
-    assert row["rest_isotropy_error"] == pytest.approx(0.0, abs=1e-5)
-
-
 def test_anti_whitening_recovers_features_from_a_whitened_head():
     """Theorem 1's head: its singular vectors are G⁻¹f, so G u is f, however strong the anisotropy."""
     W = distort(isotropic_dictionary(), 10.0, seed=0)
@@ -241,33 +165,6 @@ def test_anti_whitening_recovers_features_from_a_whitened_head():
     assert row["raw_top"] >= row["sharp"] - 1e-6
 
 
-def test_bands_are_where_the_head_puts_a_feature():
-    toy = aligned_toy(rope=True, positional=(Positional(8, 9, 1.0, 1),))
-    weight = torch.zeros(10, 10)
-    weight[2, 0], weight[3, 8], weight[9, 8] = 2.0, 3.0, 4.0
-    rows = band_rows(replace(toy, W_Q=weight, W=torch.eye(10, 20)), 0, 0, False)
-    first = next(row for row in rows if row["pair"] == "0-4" and row["side"] == "query")
-    assert (first["band_1"], first["slow"]) == (1.0, 0.0)
-    last = next(row for row in rows if row["positional"] and row["side"] == "query")
-    assert (last["band_1"], last["band_4"]) == (pytest.approx(0.6), pytest.approx(0.8))
-
-
-def test_onsets_are_the_last_time_a_pair_falls_short():
-    good, bad = aligned_toy(), Toy.untrained(Superposition(), 0)
-    path = [bad, good, bad, good]
-    weights = {name: torch.stack([getattr(toy, name) for toy in path]) for name in ("W", "b", "W_Q", "W_K")}
-    trained = ToyRun(ToyCell(Superposition()), [0, 10, 20, 30], weights, "out of steps", 0.0)
-    rows = onset_rows("by hand", trained)
-    assert [row["onset"] for row in rows] == [30.0] * 4
-    assert [row["settled"] for row in rows] == [30.0] * 4
-    assert [row["learned"] for row in rows] == [10.0] * 4
-    assert math.isnan(order_agreement(rows, "onset")), "ties alone say nothing"
-    ordered = [{**row, "onset": float(i)} for i, row in enumerate(rows)]
-    assert order_agreement(ordered, "onset") == 1.0
-    assert checkpoints(101, 6)[0] == 0
-    assert checkpoints(101, 6)[-1] == 100
-
-
 def test_the_true_dictionary_of_an_aligned_toy_has_the_true_pairs_alone():
     toy = aligned_toy()
     generator = torch.Generator().manual_seed(0)
@@ -281,32 +178,3 @@ def test_the_true_dictionary_of_an_aligned_toy_has_the_true_pairs_alone():
     assert others.max() < 1e-5, "features of interest are read back as they are, and no other pair is answered to"
     assert true_among(turned.size, toy) < 4
     torch.testing.assert_close(true.numbers[:, 0], turned.numbers[:, 0])  # the logit is the same, however it is split
-
-
-def test_a_term_of_figure_6_goes_with_the_pair_of_its_rank(tmp_path):
-    task = Superposition(pairs=((0, 4, 15.0), (1, 5, 24.0), (2, 6, 18.0)))
-    path = [Toy.untrained(task, 0), aligned_toy(pairs=task.pairs)]
-    weights = {name: torch.stack([getattr(toy, name) for toy in path]) for name in ("W", "b", "W_Q", "W_K")}
-    found = strengths([ToyRun(ToyCell(task), [0, 10], weights, "out of steps", 0.0)], Settings("smoke", tmp_path))
-    late = [row for row in found.tables["strength"] if not row["control"]]
-    assert [row["pair"] for row in late] == ["1-5", "2-6", "0-4"]
-    for row in late:
-        assert row["correlation"] == pytest.approx(1.0, abs=1e-6)
-        assert row["slope"] == pytest.approx(row["target_logit"], rel=1e-4)
-    assert "strength of its own pair is 1.000, " in found.answer
-
-
-BAD = [
-    (lambda: Superposition(d_head=11), "cannot be wider than a token: d_head is 11, but d is 10"),
-    (lambda: Superposition(pairs=((0, 4, 24.0), (0, 4, 3.0))), r"\(0, 4\) is given twice"),
-    (lambda: Superposition(positional=(Positional(0, 1, 1.0, 1),)), "set rope"),
-    (lambda: Superposition(rope=True, d_head=9), "make it even"),
-    (lambda: Superposition(rope=True, positional=(Positional(0, 1, 1.0, 5),)), "bands 0 to 4"),
-    (lambda: Superposition(dictionary=((0.0,) * 20,) * 9), "10 rows of 20, but got 9 rows of"),
-]
-
-
-@pytest.mark.parametrize(("call", "says"), BAD, ids=[says for _, says in BAD])
-def test_bad_settings_get_a_sentence(call, says):
-    with pytest.raises(BadInput, match=says):
-        call()

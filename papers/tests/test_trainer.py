@@ -1,12 +1,10 @@
 """Facts about the trainer: many models train as each would alone; a killed run goes on as if nothing had happened."""
 
 import logging
-import math
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -16,10 +14,8 @@ from superposed import FROZEN, TOYS
 from qkscope import BadInput
 from qkscope.errors import Terminated
 from qkscope.runs.folder import read_tensors
-from qkscope_papers import fleet
-from qkscope_papers.fleet import train_all
 from qkscope_papers.franco2026.toy.stack import SuperpositionStack
-from qkscope_papers.lee2026.toy.retrieval import Retrieval, RetrievalHead
+from qkscope_papers.lee2026.toy.retrieval import Retrieval
 from qkscope_papers.lee2026.toy.stack import HeadCell, RetrievalStack
 from qkscope_papers.lee2026.toy.trained import train_heads
 from qkscope_papers.trainer import Recipe, Stack, Trainer, TrainingTask
@@ -112,7 +108,7 @@ def test_one_step_is_torchs_adamw():
         torch.testing.assert_close(trainer.params["w"][i], w.detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_models_stop_one_by_one_and_leave_the_rest_undisturbed():
+def test_models_stop_one_by_one_and_one_that_diverges_is_named(caplog):
     targets = torch.tensor([[0.0, 0.0], [3.0, -3.0]])
     recipe = Recipe(steps=3000, validate_every=20, patience=3, weight_decay=0.0)
     both = Trainer(Quadratic(targets), 1e-2, recipe)
@@ -126,9 +122,6 @@ def test_models_stop_one_by_one_and_leave_the_rest_undisturbed():
     assert bool(found.curves[-1, 0].isnan())
     masked = Trainer(Quadratic(targets), 1e-2, recipe, compact_below=0.0).run()
     torch.testing.assert_close(masked.params["w"], found.params["w"])
-
-
-def test_a_diverging_model_stops_alone_and_is_named(caplog):
     with caplog.at_level(logging.WARNING):
         found = Trainer(stacked(CELLS), [1e-3, 50.0, 1e-3], SHORT, seed=5).run()
     assert found.diverged == [CELLS[1].name]
@@ -173,84 +166,29 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path):
         assert torch.equal(whole[name].nan_to_num(), again[name].nan_to_num()), name
 
 
-def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, caplog, monkeypatch):
-    caplog.set_level("INFO")
-    twins = [HeadCell(Retrieval((2, 2), "discrete"), 8, seed) for seed in (0, 1)]
-    recipe = Recipe(steps=60, validate_every=5)
+def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, monkeypatch):
+    twins, recipe = [HeadCell(Retrieval((2, 2)), 8, seed) for seed in (0, 1)], Recipe(steps=60, validate_every=5)
     whole = train_heads(twins, tmp_path / "whole", recipe=recipe)
 
     def terminate(number, frame):
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, terminate)
-    real = fleet.train_all
-
-    def stopped(trainers, workers):
-        def later() -> None:
-            while not any(trainer.step for trainer in trainers):
-                time.sleep(0.001)
+    def step(trainer, real=Trainer.train_step, sent=[]):  # noqa: B006
+        if not sent and trainer.step == 5:
+            sent.append(True)
             os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler sends it: to the process
+        return real(trainer)
 
-        threading.Thread(target=later).start()
-        return real(trainers, workers)
-
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
-        monkeypatch.setattr(fleet, "train_all", stopped)
+        monkeypatch.setattr(Trainer, "train_step", step)
         with pytest.raises(Terminated):
             train_heads(twins, tmp_path / "stopped", recipe=recipe)
     finally:
         monkeypatch.undo()
         signal.signal(signal.SIGTERM, before)
-    assert "the same command goes on from there" in caplog.text
     kept = [read_tensors(path, "training")[1]["step"] for path in (tmp_path / "stopped").glob("training-*")]
-    assert len(kept) == 2
     assert 0 < max(kept) < recipe.steps, "well before the half minute between states"
-    again = train_heads(twins, tmp_path / "stopped", recipe=recipe)
-    for one, other in zip(whole, again, strict=True):
+    for one, other in zip(whole, train_heads(twins, tmp_path / "stopped", recipe=recipe), strict=True):
         torch.testing.assert_close(one.head.W_Q, other.head.W_Q, rtol=0, atol=0)
         assert one.loss == other.loss
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    Trainer(stacked(CELLS), 1e-3, SHORT, checkpoint=tmp_path / "c", checkpoint_seconds=0).run()
-    with pytest.raises(BadInput, match="another recipe"):
-        Trainer(stacked(CELLS), 1e-3, Recipe(steps=61), checkpoint=tmp_path / "c")
-    with pytest.raises(BadInput, match="another task"):
-        Trainer(stacked(CELLS[:2]), 1e-3, SHORT, checkpoint=tmp_path / "c")
-    assert Trainer(stacked(CELLS), 1e-3, SHORT, checkpoint=tmp_path / "c").done
-
-
-def test_trained_heads_are_kept_and_shared(tmp_path):
-    recipe = Recipe(steps=40, validate_every=20)
-    first = train_heads(CELLS, tmp_path, lr=1e-3, recipe=recipe, workers=2)
-    assert [found.steps for found in first] == [40, 40, 40]
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert len(files) == 3, "one file per head, and no checkpoint left"
-    again = train_heads(CELLS[::-1], tmp_path, lr=1e-3, recipe=recipe)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == files
-    torch.testing.assert_close(again[2].head.W_K, first[0].head.W_K)
-    assert isinstance(again[0].head, RetrievalHead)
-    other = train_heads(CELLS[:1], tmp_path, lr=2e-3, recipe=recipe)
-    assert not torch.allclose(other[0].head.W_K, first[0].head.W_K), "another learning rate is another head"
-
-
-def test_fleet_equals_one_after_the_other():
-    tasks = [stacked(CELLS[:1]), stacked(CELLS[1:])]
-    together = train_all([Trainer(task, 1e-3, SHORT, seed=1) for task in tasks], workers=2)
-    for task, found in zip(tasks, together, strict=True):
-        alone = Trainer(task, 1e-3, SHORT, seed=1).run()
-        torch.testing.assert_close(found.params["W_Q"], alone.params["W_Q"])
-
-
-BAD = [
-    (lambda: Trainer(stacked(CELLS), [1e-3, math.nan, 1e-3]), "positive, finite learning rates"),
-    (lambda: RetrievalStack([CELLS[0], HeadCell(Retrieval((2, 2), keys=4), 8)]), "cannot share batches"),
-    (lambda: SuperpositionStack([TOYS[0], *FROZEN]), "cannot share a stack"),
-    (lambda: RetrievalStack([]), "at least one"),
-]
-
-
-@pytest.mark.parametrize(("call", "says"), BAD, ids=[says for _, says in BAD])
-def test_bad_input_gets_a_sentence(call, says):
-    with pytest.raises(BadInput, match=says):
-        call()

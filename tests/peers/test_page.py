@@ -1,7 +1,5 @@
 """The page about other tools does what it says: its blocks run in their order, and print what stands below them."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path
