@@ -124,13 +124,17 @@ def test_a_run_folder_of_any_text_reads_back(tmp_path):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than"),
         ("{{ messages[0].content }}{{ ''.__class__.__mro__ }}", "fails with SecurityError"),
+        ("{{ messages[0].content }}{{ 'a' * 10 ** 10 }}", "is more than a template needs"),
+        ("{{ messages[0].content }}{{ ('a' * 1000000) ~ ('a' * 1000000) }}", r"makes 2,000,\d+ characters of"),
         ("{{ messages[0].content }}{{ range(10 ** 9) }}", "fails with OverflowError"),
         ("{{ messages[0].content }}{{ raise_exception('no') }}", "fails with TemplateError"),
         (None, "ask without chat"),
     ],
 )
-def test_a_hostile_chat_template_ends_in_a_sentence(template, said):
+def test_a_hostile_chat_template_ends_in_a_sentence(monkeypatch, template, said):
+    monkeypatch.setattr("qkscope.capture.encode._SECONDS", 1)
     scope = qk.Scope.load("nano:mixed", check=False)
     scope.tokenizer.chat_template = template
     with pytest.raises(BadInput, match=said):

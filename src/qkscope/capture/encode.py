@@ -7,6 +7,7 @@ byte-level tokenizer counts a leading space to the token or not then does not ma
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,12 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
+from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from qkscope.capture import inputs as feed
 from qkscope.capture.inputs import PaddingSide
 from qkscope.capture.pick import Places
+from qkscope.capture.spaces import swapped
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Span
 
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _SENTINEL = "qkscope content"
 _PLAIN = "ask without chat (no --chat, chat=False)"
+_SECONDS, _ADDED = 5, 1 << 20  # that a chat template may take, and characters that it may add to a prompt
 _CHUNK = 256
 PIECE = "(part of a character)"
 
@@ -203,12 +207,30 @@ class Encoder:
         raise BadInput(f"the chat template changes the prompt {text[:80]!r}, so marks in it are lost: {_PLAIN}.")
 
     def _template(self, content: str) -> str:
-        """A prompt in the chat template, a program from elsewhere, which transformers runs in a sandbox."""
-        render, messages = self.tokenizer.apply_chat_template, [{"role": "user", "content": content}]  # type: ignore[union-attr]
-        try:
-            return render(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever it raises is its own fault
-            raise BadInput(f"this chat template fails with {error!r:.200}: {_PLAIN}, or mend the template.") from None
+        """A prompt in the chat template, a program from elsewhere: it gets some seconds in a thread of its own."""
+        messages, outcome = [{"role": "user", "content": content}], list[Any]()
+
+        def run() -> None:
+            try:
+                render = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
+                outcome.append(render(messages, tokenize=False, add_generation_prompt=True))
+            except Exception as error:  # whatever it raises is its own fault
+                outcome.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        products = (SandboxedEnvironment, "intercepted_binops", frozenset({"*", "**"}))
+        with swapped(products, (SandboxedEnvironment, "call_binop", _product)):
+            thread.start()
+            thread.join(_SECONDS)
+        if not outcome:
+            why = f"takes more than {_SECONDS} s"
+        elif isinstance(outcome[0], Exception):
+            why = f"fails with {outcome[0]!r:.200}"
+        elif len(outcome[0]) > len(content) + _ADDED:
+            why = f"makes {len(outcome[0]):,} characters of {len(content):,}"
+        else:
+            return outcome[0]
+        raise BadInput(f"this chat template {why}: {_PLAIN}, or mend the template.")
 
     def _check_ids(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> None:
         """Refuse a prompt that is empty or too long, or of ids that the model does not know."""
@@ -306,3 +328,11 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text of some tokens, with the blank before a word, which SentencePiece leaves out where a text begins."""
     text, first = tokenizer.decode(ids), tokenizer.convert_ids_to_tokens(ids[0])
     return f" {text}" if str(first).startswith("▁") and not text.startswith(" ") else text
+
+
+def _product(_environment: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:
+    """A product in a template: one call that makes a text of any length would outlast every limit of time."""
+    sizes = [abs(side) if isinstance(side, int | float) else len(side) for side in (left, right)]
+    if (operator == "**" and sizes[1] > 64) or (operator == "*" and sizes[0] * sizes[1] > _ADDED):
+        raise ValueError(f"{sizes[0]} {operator} {sizes[1]} is more than a template needs")
+    return left**right if operator == "**" else left * right
