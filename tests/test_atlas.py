@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import qkscope as qk
-from qkscope.analyses.atlas import Guesses, Sight, job_of
+from qkscope.analyses.atlas import job_of
 from qkscope.analyses.because import Look, Reason, relation
+from qkscope.analyses.guesses import Guesses, Sight
 from qkscope.heads import Head
 from qkscope.tasks.sides import Passage
 

@@ -28,14 +28,14 @@ from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM
 
 import qkscope as qk
-from qkscope.analyses import atlas
+from qkscope.analyses import atlas, guesses
 from qkscope.change.again import prompt_of
 from qkscope.draws import derived_seed
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.tasks.sides import Passage, split
 from qkscope.tasks.texts import python_texts, read_documents
 
-JOBS = (atlas.PREVIOUS, atlas.DUPLICATE, atlas.INDUCTION)
+JOBS = (guesses.PREVIOUS, guesses.DUPLICATE, guesses.INDUCTION)
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def look(scope: qk.Scope, asked: argparse.Namespace) -> None:
         some = [whole[i] for i in torch.randperm(len(whole), generator=order).tolist()[: asked.passages]]
         keys, attention = torch.zeros(2, len(some), len(heads), 64)
         for i, passage in enumerate(some):
-            sight = atlas.Sight.of(scope, heads, passage)
+            sight = guesses.Sight.of(scope, heads, passage)
             keys[i, :, : len(passage.ids)], attention[i, :, : len(passage.ids)] = sight.keys.float(), sight.attention
         name = str(asked.folder / f"{asked.kind}-{side}")
         save_file({"keys": keys.to(torch.uint8), "attention": attention.half()}, name + ".safetensors")
@@ -87,11 +87,11 @@ def look(scope: qk.Scope, asked: argparse.Namespace) -> None:
                     print(f"{asked.kind}: passage {i + 1}, {time.time() - start:.0f} s", flush=True)
 
 
-def sights(folder: Path, name: str) -> list[atlas.Sight]:
+def sights(folder: Path, name: str) -> list[guesses.Sight]:
     tensors, made = load_file(folder / f"{name}.safetensors"), []
     for i, (document, group, ids) in enumerate(json.loads((folder / f"{name}.json").read_text())):
         keys, attention = (tensors[which][i, :, : len(ids)] for which in ("keys", "attention"))
-        made.append(atlas.Sight(Passage(document, group, tuple(ids)), keys.long(), attention.float()))
+        made.append(guesses.Sight(Passage(document, group, tuple(ids)), keys.long(), attention.float()))
     return made
 
 
@@ -116,32 +116,32 @@ def score(scope: qk.Scope, asked: argparse.Namespace) -> None:
         print(f"  {kind}: " + "; ".join(f"{row['head']} {row['name']}" for row in rows if row["kind"] == kind))
     for name in filter(None, asked.on.split(",")):
         test = sights(asked.folder, name)
-        said(atlas.score_rows(rows, jobs, fit, test), name)
+        said(guesses.score_rows(rows, jobs, fit, test), name)
         pooled(rows, jobs, fit, test)
     labels(scope, jobs)
-    ablated(scope, [row["head"] for row in rows if row["kind"] == atlas.INDUCTION])
+    ablated(scope, [row["head"] for row in rows if row["kind"] == guesses.INDUCTION])
 
 
 def said(scores: list[dict[str, Any]], on: str) -> None:
     """How often the name is right, beside the baselines."""
     for text, some in (
-        ("names that are no offset", [row for row in scores if not row["kind"].startswith(atlas.NO_RULE)]),
+        ("names that are no offset", [row for row in scores if not row["kind"].startswith(guesses.NO_RULE)]),
         ("all heads", scores),
     ):
         n = len(some)
-        means = {name: round(sum(row[name] for row in some) / n, 3) for name in ("name", *atlas.BASELINES)}
+        means = {name: round(sum(row[name] for row in some) / n, 3) for name in ("name", *guesses.BASELINES)}
         better, worse = sum(row["low"] > 0 for row in some), sum(row["high"] < 0 for row in some)
         lower, higher = sum(row["loss_high"] < 0 for row in some), sum(row["loss_low"] > 0 for row in some)
         print(f"  on {on}, {text} ({n}): better than the best offset {better / n:.0%}, worse {worse / n:.0%}; {means};")
         print(f"    log-loss lower with the name at {lower} heads, higher at {higher}")
 
 
-def pooled(rows: list[Any], jobs: list[Any], fit: list[atlas.Sight], test: list[atlas.Sight]) -> None:
+def pooled(rows: list[Any], jobs: list[Any], fit: list[guesses.Sight], test: list[guesses.Sight]) -> None:
     """Log-loss over all heads without and with the name; the interval is by document."""
     without, changes, groups = [], [], []
     for h, row in enumerate(rows):
         shares = {job["job"]: job["share"] for job in jobs if job["head"] == row["head"]}
-        losses = atlas.Guesses(h, dict(list(shares.items())[:3]), fit).losses(fit, test)
+        losses = guesses.Guesses(h, dict(list(shares.items())[:3]), fit).losses(fit, test)
         without.append(losses[0])
         changes.append(losses[1] - losses[0])
         groups += [sight.passage.group for sight in test for _ in range(int(sight.looks[h].sum()))]

@@ -10,7 +10,8 @@ page is drawn from, in a folder if one is named. Files in reading order:
 - What features do: `swap` (which keys change places, and where the attention goes), `downstream` (what the model
   answers), `attribute` (one prompt's logits split), `clouds` (keys and queries as points).
 - Who wrote what a head matched on: ``trace/``. The question itself, of one prompt: ``why/``.
-- By changing words: `because` (the words that decide a look, and their relations), `atlas` (every head named so).
+- By changing words: `because` (the words that decide a look, and their relations), `atlas` (every head named so),
+  `guesses` (what names predict).
 - Features from weights: `relative` (every head's singular basis, and one prompt's relative attention split over it),
   `circuits` (which heads look from where to where), `sparsity` (how few vectors carry it), `sweep` (over training,
   at `checkpoints`).

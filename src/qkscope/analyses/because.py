@@ -193,9 +193,7 @@ class Because:
             for word, (left, rows) in zip(suspects, more, strict=True)
         }
         reasons = [
-            Reason(
-                look, float(a), *(sum(word.start <= look.query for word in some) for some in (self.words, self.seen))
-            )
+            Reason(look, float(a), _before(self.words, look.query), _before(self.seen, look.query))
             for look, a in zip(self.looks, self.attention, strict=True)
         ]
         for word in suspects:
@@ -379,6 +377,10 @@ def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair 
 
 def _start(word: Word) -> int:
     return word.start
+
+
+def _before(words: Sequence[Word], query: int) -> int:
+    return sum(word.start <= query for word in words)
 
 
 def relation(kind: str, text: str, positions: Sequence[int], **numbers: Any) -> dict[str, Any]:

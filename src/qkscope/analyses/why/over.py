@@ -66,7 +66,7 @@ class Prompts:
         named = None if self.heads is None else [str(head) for head in self.heads]
         work = current_work().begin(self.scope, list(self.prompts), verb="why", heads=named, seed=self.seed, **asked)
         stage = Stage("prompts", [[i] for i in range(len(self.prompts))], lambda numbers: self._tables(numbers[0]))
-        (parts,) = work.run([stage], last=True)
+        parts = work.run(stage, last=True)
         made = {name: [row for part in parts for row in part[name]] for name in parts[0]}
         if self.heads is None:
             return {"decides": _decides(made["heads"], len(parts)), "answers": made["answers"]}
