@@ -30,7 +30,7 @@ from qkscope.heads import Head
 from qkscope.runs.folder import sha256
 from qkscope.runs.result import provenance
 from qkscope.tasks.task import ASKED, Contrast, Task, Unit
-from qkscope.tasks.texts import Texts, cut_texts
+from qkscope.tasks.texts import Texts, passages
 
 _LENGTH = 96  # tokens of a passage
 _FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
@@ -99,7 +99,8 @@ def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
     """
     if scope.tokenizer is None:
         raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
-    pieces, generator = cut_texts(texts), torch.Generator().manual_seed(derived_seed(seed, "texts"))
+    pieces = [(piece, number) for number, text in enumerate(texts) for piece in passages(text)]
+    generator = torch.Generator().manual_seed(derived_seed(seed, "texts"))
     order = torch.randperm(len(pieces), generator=generator).tolist()[:n]
     first: dict[tuple[int, ...], Unit] = {}  # passages that differ only where they are cut off are copies
     for i, (text, number) in enumerate(pieces[place] for place in order):

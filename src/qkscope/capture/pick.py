@@ -269,9 +269,7 @@ class Capture:
         """The model's own attention rows, to be looked at or edited (not in `pre_rope`)."""
         if self.space == "pre_rope":
             raise BadInput("pre_rope vectors do not give the model's logits: capture post_rope or query_frame.")
-        return AttentionRows(
-            self.q, self.k, self.scale, self.kv_of_head, self.softcap, self.bias, self.rest, self.key_mask, self.top
-        )
+        return AttentionRows(**{part.name: getattr(self, part.name) for part in dataclasses.fields(AttentionRows)})
 
     def attention_logits(self) -> Float[Tensor, "b h k"]:
         """``cap(scale · q·k) + bias`` of the named keys: what goes into the softmax (not in `pre_rope`)."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from qkscope.errors import BadInput
 
@@ -192,16 +192,15 @@ def _sections(text: str, size: int) -> list[str]:
     return [*sections, text]
 
 
-def cut_texts(texts: Texts) -> list[tuple[str, int]]:
-    """Passages, each with the number of the text that it is from; a text that is a string already is a passage."""
-    pieces = ((passages(text.text) if isinstance(text, Document) else (text,)) for text in texts)
-    return [(piece, i) for i, own in enumerate(pieces) for piece in own]
+def passages(text: Any) -> list[str]:
+    """A document cut at blank lines, short pieces joined and long ones cut at line ends or blanks.
 
-
-def passages(text: str) -> tuple[str, ...]:
-    """Text cut at blank lines, short pieces joined and long ones cut at line ends or blanks."""
+    A text that is a string already is a passage.
+    """
+    if isinstance(text, str):
+        return [text]
     pieces: list[str] = []
-    for piece in (piece.strip("\n") for piece in re.split(r"\n\s*\n", text)):
+    for piece in (piece.strip("\n") for piece in re.split(r"\n\s*\n", text.text)):
         while len(piece) > _CHARACTERS:
             cut = max(piece.rfind("\n", 1, _CHARACTERS), piece.rfind(" ", 1, _CHARACTERS))
             cut = cut if cut > _CHARACTERS // 2 else _CHARACTERS
@@ -213,7 +212,7 @@ def passages(text: str) -> tuple[str, ...]:
         if joined and len(joined[-1]) + len(piece) < _CHARACTERS // 2:
             piece = f"{joined.pop()}\n\n{piece}"
         joined.append(piece)
-    return tuple(joined)
+    return joined
 
 
 def text_hash(texts: Texts) -> str:
