@@ -188,5 +188,6 @@ def over_answer(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         told.append(f"{row['kind']} decides {row['head']} in {both} ({ends})")
     if compared and not differs:
         few = compared[0]["verdict"] == "too few"
-        told.append(f"too few to compare ({FEW} of each are needed)" if few else "no reason differs between the two")
+        none = "no reason is shown to differ between right and wrong answers"
+        told.append(f"too few to compare ({FEW} of each are needed)" if few else none)
     return f"{told[0]}: {'; '.join(told[1:])}."
