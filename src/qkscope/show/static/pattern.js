@@ -90,7 +90,7 @@
         return show(i, j, box.left + left + j * cell, box.top + i * cell);
       });
     }
-    element.replaceChildren(canvas);
+    element.replaceChildren(small ? canvas : make("div", { class: "scroll" }, canvas)); // of a long prompt
     const again = redraw(element, paint);
     document.addEventListener("qk-theme", () => canvas.isConnected && again());
   };
