@@ -53,6 +53,7 @@ from qkscope.linear.run import Run
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.folder import RESULTS
 from qkscope.runs.result import Result
+from qkscope.show import counted
 from qkscope.show.blocks import blocks_of
 from qkscope.show.page import report_html
 
@@ -331,7 +332,7 @@ class WhatIf:
                 at, ids = int(place), self.scope.tokenizer(other, add_special_tokens=False)["input_ids"]
                 size = 1 + sum(1 for _ in takewhile(operator.not_, tokens[at + 1 :]))  # pieces of one character
                 if len(ids) != size:
-                    sizes = f"{other!r} is {len(ids)} tokens here, and what it replaces is {size}"
+                    sizes = f"{other!r} is {counted(len(ids), 'token')} here, and what it replaces is {size}"
                     raise BadInput(f"{sizes}: take a word of as many, so that nothing moves, or change the prompt.")
                 self.calls += [("replace", (at + i, other if size == 1 else ids[i])) for i in range(size)]
                 return f"{''.join(tokens[at : at + 1])!r} (token {at}) replaced by {other!r}"

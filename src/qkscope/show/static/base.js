@@ -23,6 +23,7 @@ const qk = (() => {
   };
   const fixed = (value, digits = 2) =>
     value === null || value === undefined ? "–" : value.toFixed(digits).replace("-", "−");
+  const signed = (value, digits = 1) => (value > 0 ? "+" : "") + fixed(value, digits);
   const pretty = (name) => name.replaceAll("_", " ");
   const percent = (value, digits = 0) =>
     value === null || value === undefined ? "–" : `${fixed(Number((100 * value).toFixed(digits)) || 0, digits)}%`;
@@ -104,6 +105,7 @@ const qk = (() => {
       again();
     };
   };
+  const button = (words, onclick, given = {}) => make("button", { type: "button", onclick, ...given }, ...[words].flat());
   // one of several: buttons that say which is pressed
   const choose = (label, names, chosen, change, show = pretty, colours = {}) => {
     const press = (name) => {
@@ -176,7 +178,7 @@ const qk = (() => {
 
   return {
     charts: {}, // kind of block -> (element, rows, options): each script adds its own
-    ...{ make, draw, number, fixed, percent, pretty, visible, piece, viridis, isDark, swatch, legend, stroke, table },
-    ...{ tip, pointed, follow, near, redraw, choose, byHead, toggle, ticks, rules },
+    ...{ make, draw, number, fixed, signed, percent, pretty, visible, piece, viridis, isDark, swatch, legend, stroke, table },
+    ...{ tip, pointed, follow, near, redraw, button, choose, byHead, toggle, ticks, rules },
   };
 })();

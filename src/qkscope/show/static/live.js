@@ -3,13 +3,11 @@
 // One function goes anywhere (`go`): the address is the whole state, and every click is a step of the back button.
 // Answers are results with the blocks of a saved page. All text goes in as text.
 (() => {
-  const { make, choose, fixed, percent, visible, piece } = qk;
+  const { make, button, choose, fixed, signed, percent, visible, piece } = qk;
   const $ = (id) => document.getElementById(id);
   const MODES = { key: "ask why it is looked at", query: "ask from here", type: "type over it" };
-  const SHOWN = { for: 6, against: 4 }, // heads of each kind, before the others are asked for
-    MOST = 5, // buttons in a line
+  const MOST = 5, // buttons in a line
     MULTIPLES = 12, // small patterns
-    NEARLY = 0.25, // of the attention: two equal words that restore so much more than each alone, though not by the rule
     NARROW = 1024; // pixels under which the reason stands below the heads
   const OPEN = ["In words", "Because: words changed", "Carried by"]; // folds that are open at first
   const EMPTY = { prompt: "", query: null, versus: null, path: [], changes: [] };
@@ -40,30 +38,13 @@
     return piece(seen.tokens[first]) + (first < i ? "…" : "");
   };
   const step = () => state.path.at(-1);
-  const signed = (value, digits = 1) => (value > 0 ? "+" : "") + fixed(value, digits);
   const called = (head) => (model.names[head] ? `${head} (${model.names[head]})` : head);
-  const button = (words, onclick, given = {}) => make("button", { type: "button", onclick, ...given }, ...[words].flat());
+  // the rival that was chosen, in questions about the token that it is a rival at
+  const rival = () => (step().query === seen.query && state.versus !== null ? { versus: state.versus } : {});
 
   // ------------------------------------------------------------------ the address
-  const address = () => {
-    const given = new URLSearchParams({ p: state.prompt, q: state.query });
-    if (state.versus !== null) given.set("v", state.versus);
-    for (const { head, query, key } of state.path) given.append("s", `${head}.${query}.${key}`);
-    for (const change of state.changes) given.append("c", change);
-    return `#${given}`;
-  };
-  const read = () => {
-    const given = new URLSearchParams(location.hash.slice(1)),
-      number = (text) => (/^\d+$/.test(text ?? "") ? Number(text) : null);
-    if (!given.get("p")) return null;
-    const path = given.getAll("s").map((text) => {
-      const [head, query, key] = text.split(".");
-      return { head, query: number(query) ?? 0, key: number(key) };
-    });
-    return { prompt: given.get("p"), query: number(given.get("q")), versus: given.get("v"), path, changes: given.getAll("c") };
-  };
   const write = (how) => {
-    const to = address();
+    const to = qk.address(state);
     if (how === "push" && to !== location.hash) history.pushState(null, "", to);
     else if (how !== "stay") history.replaceState(null, "", to);
     document.title = `${step().head} → ${token(step().key)} · qkscope`;
@@ -120,8 +101,8 @@
   }
   async function why(wanted, ask, mine, how) {
     const { head, query, key } = wanted.path.at(-1),
-      rival = query === seen.query && state.versus !== null ? { versus: state.versus } : {},
-      question = { prompt: state.prompt, query, head, ...(key === null ? {} : { key }), ...rival };
+      versus = query === seen.query && state.versus !== null ? { versus: state.versus } : {},
+      question = { prompt: state.prompt, query, head, ...(key === null ? {} : { key }), ...versus };
     let shown = false;
     const show = (part) => {
       if (!shown) {
@@ -140,10 +121,8 @@
   }
   async function change({ changes }, ask, mine) {
     if (changes.length) {
-      const { head, query, key } = step(),
-        rival = query === seen.query && state.versus !== null ? { versus: state.versus } : {};
       try {
-        const next = await ask("change", { prompt: state.prompt, query, head, key, changes, ...rival }, () => {});
+        const next = await ask("change", { prompt: state.prompt, ...step(), changes, ...rival() }, () => {});
         if (mine !== turn) return;
         changed = { ...next, bytes: qk.bytes(next.attention) };
       } catch (error) {
@@ -213,71 +192,19 @@
   const versus = (text) => move({ versus: text, path: state.path.slice(0, 1) });
 
   function drawHeads() {
-    const rows = seen.result?.tables.heads,
-      best = piece(seen.next[0].token);
+    const rows = seen.result?.tables.heads;
     $("tried").textContent = rows ? `${rows.length} tried` : "";
     if (!rows) return $("heads").replaceChildren(make("p", { class: "soft" }, "every head is being tried …"));
-    const most = Math.max(0.1, ...rows.map(({ difference }) => Math.abs(difference))),
-      chance = seen.next[0].probability,
-      picked = ({ head }) => state.path[0]?.head === head;
-    const line = (row) => {
-      const { head, key, difference, probability } = row,
-        points = Math.round(100 * (probability - chance)),
-        onclick = () => {
-          move({ path: [{ head, query: seen.query, key }] });
-          if (innerWidth < NARROW) $("reason").scrollIntoView({ behavior: "smooth" });
-        },
-        wide = `${((100 * Math.abs(difference)) / most).toFixed(1)}%`;
-      const bar = make("i", { style: { width: wide, background: `var(${difference < 0 ? "--original" : "--target"})` } });
-      return make(
-        "tr",
-        { class: picked(row) ? "picked" : null, onclick },
-        make("td", {}, button(head, () => {}, { "aria-pressed": String(picked(row)), title: called(head) })),
-        make("td", { class: "at" }, token(key)),
-        make("td", { class: "n", title: `${percent(chance, 1)} → ${percent(probability, 1)}` }, points > 0 ? `+${points}` : fixed(points, 0)),
-        make("td", { class: "bar" }, bar),
-        make("td", { class: "n" }, signed(difference)),
-      );
+    const onpick = ({ head, key }) => {
+      move({ path: [{ head, query: seen.query, key }] });
+      if (innerWidth < NARROW) $("reason").scrollIntoView({ behavior: "smooth" });
     };
-    const heading = (text) => make("tr", {}, make("th", { colspan: 5, scope: "rowgroup" }, text));
-    const body = ["for", "against"].flatMap((way) => {
-      const own = rows.filter(({ direction }) => direction === way);
-      return own.length ? [heading(`${way} ${best}`), ...own.slice(0, all ? own.length : SHOWN[way]).map(line)] : [];
-    });
-    const listed = new Set(body.map((row) => row.querySelector("button")?.textContent)),
-      mine = rows.find((row) => picked(row) && !listed.has(row.head)),
-      matter = rows.filter(({ direction }) => direction !== "neither").length,
-      more = matter - listed.size + 1;
-    if (mine) body.push(heading(mine.direction === "neither" ? "neither" : mine.direction), line(mine));
-    if (!matter) body.push(heading("no single head changes it by 0.1"));
-    const title = (words, given = {}, tip = null) => make("th", { scope: "col", title: tip, ...given }, words);
-    const table = make(
-      "table",
-      { class: "heads" },
-      make(
-        "thead",
-        {},
-        make(
-          "tr",
-          {},
-          title("head"),
-          title("looks at"),
-          title("ΔP, pts", { class: "n" }, `points of probability of ${best} where the head may not look there`),
-          title(`Δ ${best} − ${piece(seen.rival.token)}`, { class: "n", colspan: 2 }, "logits, where the head may not look there"),
-        ),
-      ),
-      make("tbody", {}, ...body),
-    );
-    const toggle = button(all ? "fewer" : `${more} more`, () => {
+    const onmore = () => {
       all = !all;
       drawHeads();
-    });
-    $("heads").replaceChildren(
-      make("p", { class: "words" }, "Each head in turn may not look at its main token: what becomes of the answer."),
-      table,
-      ...(all || more > 0 ? [make("div", { class: "choices" }, toggle)] : []),
-    );
-    return undefined;
+    };
+    const given = { rows, answer: seen.next[0], rival: seen.rival, picked: state.path[0]?.head, all };
+    return qk.heads($("heads"), { ...given, token, called, onpick, onmore });
   }
 
   // ------------------------------------------------------------------ why
@@ -289,11 +216,12 @@
     $("answer").replaceChildren(...qk.rich(typeof answer.answer === "string" ? answer.answer : answer.result.answer));
     if (answer.result) $("doing").hidden = true;
     view.ask(changed ? changed.row : answer.row, query, key);
-    const causes = words(answer.result?.tables ?? {});
+    const causes = qk.causes(answer.result?.tables ?? {}, answer.row[key]);
     view.note(causes);
-    view.put(typed());
+    view.put(qk.typed(state.changes));
     const kinds = new Set([...causes.values()].map(({ kind }) => kind)),
-      marks = [["asks", "asks"], ["key", "looked at"], ["cause", "decides: changed, most of the look is gone"], ["open", "may decide"]];
+      decides = "decides: changed, most of the look is gone",
+      marks = [["asks", "asks"], ["key", "looked at"], ["cause", decides], ["open", "may decide"]];
     $("marks").replaceChildren(
       ...marks
         .filter(([kind]) => kinds.has(kind) || kind === "asks" || kind === "key")
@@ -306,27 +234,6 @@
     drawChanges();
     drawPattern();
     if ($("patterns-fold").open) quietly(drawPatterns());
-  }
-  // words that decide, by token: those that break the look when changed, and two equal ones that do so together
-  function words({ because = [], relation = [] }) {
-    const causes = new Map();
-    for (const row of because)
-      for (let i = row.position; i < row.end; i++)
-        causes.set(i, {
-          kind: { yes: "cause", open: "open" }[row.cause] ?? "",
-          lines: [
-            ["changed", `${percent(row.before)} → ${percent(row.after)}`],
-            ["it goes to", piece(row.goes_to)],
-          ],
-        });
-    for (const { kind, verdict, positions, together, alone, different } of relation)
-      if (kind === "same word" && together !== null && (verdict === "shown" || together - Math.max(alone, different) >= NEARLY))
-        for (const i of positions.split(", ").map(Number)) {
-          const { kind: before = "", lines = [] } = causes.get(i) ?? {},
-            both = [`${positions} by the same other word`, percent(together * answer.row[step().key])];
-          causes.set(i, { kind: verdict === "shown" ? "cause" : before || "open", lines: [...lines, both] });
-        }
-    return causes;
   }
   // Mary ‹ L23H0 ‹ L20H0 ‹ John
   function drawTrail() {
@@ -348,22 +255,25 @@
       if (i % 2 === 0 || !step() || part === step().head || !places.has(part)) return part;
       const from = reads(part, side);
       if (from === null) return part;
-      const looked = from === seen.query ? favourite(part) : null,
-        words = looked === null ? `why did ${part} look where it did, from ${token(from)}?` : `why did ${part} look at ${token(looked)}?`;
-      return button(part, () => move({ path: [...state.path, { head: part, query: from, key: looked }] }), { class: "link", title: words });
+      const key = from === seen.query ? favourite(part) : null,
+        title = `why did ${part} look ${key === null ? `where it did, from ${token(from)}` : `at ${token(key)}`}?`,
+        to = () => move({ path: [...state.path, { head: part, query: from, key }] });
+      return button(part, to, { class: "link", title });
     });
   // where a writer read what it wrote into this head's query or key; the first token sees nothing but itself
   function reads(writer, side) {
     const { query, key } = step(),
       tables = answer?.result?.tables ?? {};
     const carried = (tables.carriers ?? []).find((row) => row.writers.split(", ").includes(writer)),
-      [part] = (tables.parts ?? []).filter((row) => row.part === writer).sort((a, b) => Math.abs(b.value) - Math.abs(a.value)),
+      parts = (tables.parts ?? []).filter((row) => row.part === writer),
+      [part] = parts.sort((a, b) => Math.abs(b.value) - Math.abs(a.value)),
       meant = side === "key" || side === "query" ? side : (carried ?? part)?.side,
       at = meant === "key" ? key : query;
     return at > 0 && Number(/^L(\d+)/.exec(writer)[1]) < Number(/^L(\d+)/.exec(step().head)[1]) ? at : null;
   }
   const favourite = (head) => {
-    const row = [...seen.bytes.slice(places.get(head) * (seen.query + 1), (places.get(head) + 1) * (seen.query + 1))];
+    const wide = seen.query + 1,
+      row = [...seen.bytes.slice(places.get(head) * wide, (places.get(head) + 1) * wide)];
     return row.reduce((best, value, i) => (i > 0 && value > row[best] ? i : best), 1);
   };
 
@@ -393,7 +303,8 @@
     const { head, query } = step();
     if (how === "query") return move({ query: i, path: [{ head, query: i, key: null }], changes: [] });
     if (i <= query) return move({ path: [...state.path.slice(0, -1), { head, query, key: i }] });
-    return refuse(`${token(i)} stands after the token that asks, which sees only what is before it. Shift-click asks from it.`);
+    const later = `${token(i)} stands after the token that asks, which sees only what is before it.`;
+    return refuse(`${later} Shift-click asks from it.`);
   }
   function setMode(next) {
     mode = next;
@@ -402,8 +313,12 @@
     $("mode").replaceChildren(...buttons, make("span", { class: "hint" }, "a double click types over it"));
   }
   const has = (text) => state.changes.includes(text);
-  const toggle = (text) => move({ changes: has(text) ? state.changes.filter((each) => each !== text) : [...state.changes, text] });
-  const offer = (text, words, id = null) => button(words, () => toggle(text), { id, "data-change": text, "aria-pressed": String(has(text)) });
+  const toggle = (text) => {
+    const others = state.changes.filter((each) => each !== text);
+    move({ changes: has(text) ? others : [...others, text] });
+  };
+  const offer = (text, words, id = null) =>
+    button(words, () => toggle(text), { id, "data-change": text, "aria-pressed": String(has(text)) });
   function drawOffers() {
     const { head, query, key } = step();
     $("offers").replaceChildren(
@@ -421,9 +336,11 @@
       return quote;
     };
     $("texts").replaceChildren(...(answer.texts ?? []).map(passage));
-    const ablate = ({ by, part }) => (by === "writers" && /^[LM]\d/.test(part) ? offer(`ablate ${part}`, "ablate") : null);
+    const isWriter = ({ by, part }) => by === "writers" && /^[LM]\d/.test(part),
+      ablate = (row) => (isWriter(row) ? offer(`ablate ${row.part}`, "ablate") : null);
     const fold = (block) => {
-      const made = qk.block({ ...block, options: { ...block.options, button: ablate } }, folds.get(block.title) ?? false);
+      const options = { ...block.options, button: ablate },
+        made = qk.block({ ...block, options }, folds.get(block.title) ?? false);
       made.addEventListener("toggle", () => folds.set(block.title, made.open));
       return made;
     };
@@ -446,13 +363,13 @@
     const cell = (head) => places.get(head) * (seen.query + 1) + key,
       before = ({ head }) => seen.bytes[cell(head)] / 255,
       comparable = changed && step().query === seen.query,
-      gained = (row) => changed.bytes[places.get(row.head) * seen.tokens.slice(0, seen.query + 1).length + key] / 255 - before(row),
+      gained = (row) => changed.bytes[cell(row.head)] / 255 - before(row),
       difference = painted === "difference" && comparable,
       value = difference ? gained : before;
     const rooted = (row) => Math.sign(value(row)) * Math.sqrt(Math.abs(value(row))), // so that little is seen, too
       shade = difference ? ["√ change", [-1, 1], apart] : ["√ attention", [0, 1], pale];
     $("painted").hidden = !comparable;
-    const onpick = (head) => move({ path: [{ head, query: seen.query, key: seen.bytes[cell(head)] > 12 ? key : null }] });
+    const onpick = (head) => move({ path: [{ head, query: seen.query, key }] });
     if (!grid)
       grid = qk.map($("map"), {
         rows: model.heads.map((head) => ({ head })),
@@ -472,8 +389,12 @@
     else grid.repaint(rooted, ...shade);
     grid.pick(step().head);
     const order = model.heads.map((head) => ({ head })).sort((a, b) => Math.abs(value(b)) - Math.abs(value(a)));
-    const entry = (row) => button(`${called(row.head)} ${fixed(value(row))}`, () => onpick(row.head), { "aria-pressed": String(row.head === step().head) });
-    $("most").replaceChildren(make("span", { class: "of" }, difference ? "most changed" : "most"), ...order.slice(0, MOST).map(entry));
+    const entry = (row) => {
+      const given = { "aria-pressed": String(row.head === step().head) };
+      return button(`${called(row.head)} ${fixed(value(row))}`, () => onpick(row.head), given);
+    };
+    const label = make("span", { class: "of" }, difference ? "most changed" : "most");
+    $("most").replaceChildren(label, ...order.slice(0, MOST).map(entry));
   }
   async function drawPattern() {
     if (!$("pattern-fold").open || !answer) return;
@@ -508,13 +429,19 @@
     const there = state.changes.length > 0,
       undo = (id, words, rest) => button(words, () => move({ changes: rest }), { id }),
       words = (i) => changed?.words[i] ?? state.changes[i];
-    const chip = (text, i) => button(`${words(i)} ×`, () => toggle(text), { class: "change", "aria-label": `undo: ${words(i)}` });
-    const replaced = state.changes.some((text) => text.startsWith("replace "));
+    const chip = (text, i) =>
+      button(`${words(i)} ×`, () => toggle(text), { class: "change", "aria-label": `undo: ${words(i)}` });
+    const last = [
+      undo("undo", ["Undo ", make("kbd", {}, "Ctrl Z")], state.changes.slice(0, -1)),
+      undo("clear", "Clear", []),
+    ];
+    const take = () => quietly(go({ prompt: qk.rewritten(state, seen.tokens) })),
+      replaced = qk.typed(state.changes).size > 0;
     document.body.classList.toggle("changed", there);
     $("changes").replaceChildren(
       ...state.changes.map(chip),
-      ...(there ? [undo("undo", ["Undo ", make("kbd", {}, "Ctrl Z")], state.changes.slice(0, -1)), undo("clear", "Clear", [])] : []),
-      ...(replaced ? [button("Ask about the changed prompt", () => quietly(go({ prompt: rewritten(), versus: null })), { id: "take" })] : []),
+      ...(there ? last : []),
+      ...(replaced ? [button("Ask about the changed prompt", take, { id: "take" })] : []),
     );
     const row = changed?.result.tables.changes[0],
       number = (text, from, to) => make("span", { class: "moved" }, `${text} `, make("b", {}, `${from} → ${to}`));
@@ -530,30 +457,9 @@
     $("changed-fold").hidden = !row;
     $("changed-answer").textContent = row ? changed.result.answer : "";
     $("changed").replaceChildren(...(row ? changed.blocks.map((block) => qk.block(block)) : []));
-    for (const each of document.querySelectorAll("[data-change]")) each.setAttribute("aria-pressed", String(has(each.dataset.change)));
+    for (const each of document.querySelectorAll("[data-change]"))
+      each.setAttribute("aria-pressed", String(has(each.dataset.change)));
   }
-  // words that were typed over others, by place
-  const typed = () =>
-    new Map(state.changes.map((text) => /^replace (\d+) (.*)$/s.exec(text)).filter(Boolean).map(([, place, text]) => [Number(place), text]));
-  // the prompt as it reads with them: tokens end as it does, and some tokenizers leave out the blanks between words
-  function rewritten() {
-    const others = typed(),
-      gap = seen.tokens.join("").endsWith(state.prompt) ? "" : " ",
-      first = /^<.*>$/.test(seen.tokens[0]) ? 1 : 0; // the model's own beginning is not typed
-    return seen.tokens.map((text, i) => others.get(i) ?? text).slice(first).join(gap);
-  }
-  function python() {
-    const { head, query, key } = step(),
-      quoted = JSON.stringify, // a string of JSON is one of Python
-      rival = query === seen.query && state.versus !== null ? `, versus=${quoted(state.versus)}` : "",
-      sees = has(`hide ${head} ${key} ${query}`) ? "" : `, key=${key}`, // what is hidden cannot be asked about
-      ask = `print(qk.why(scope, ${quoted(state.prompt)}, "${head}", query=${query}${sees}${rival}))`;
-    const given = ([name, args]) => (name === "hide" ? [quoted(args[0]), `key=${args[1]}`, `query=${args[2]}`] : args.map((each) => quoted(each))),
-      calls = (changed?.calls ?? []).map((call) => `scope.${call[0]}(${given(call).join(", ")})`);
-    const lines = calls.length ? [`with ${calls.join(", ")}:`, `    ${ask}`] : [ask];
-    return ["import qkscope as qk", "", `scope = qk.Scope.load(${quoted(model.model)})`, ...lines, ""].join("\n");
-  }
-
   // ------------------------------------------------------------------ what can be pressed
   function edited() {
     const stale = Boolean(seen) && $("prompt").value !== state.prompt;
@@ -564,9 +470,7 @@
     $("prompt").rows = lines > 12 ? 3 : Math.min(6, lines);
   }
   async function save() {
-    const { head, query, key } = step(),
-      rival = query === seen.query && state.versus !== null ? { versus: state.versus } : {};
-    const page = await qk.ask("save", { prompt: state.prompt, query, head, key, changes: state.changes, ...rival }),
+    const page = await qk.ask("save", { prompt: state.prompt, ...step(), changes: state.changes, ...rival() }),
       address = URL.createObjectURL(new Blob([page.html], { type: "text/html" }));
     make("a", { href: address, download: page.name }).click();
     setTimeout(() => URL.revokeObjectURL(address), 10000);
@@ -589,7 +493,10 @@
   addEventListener("resize", edited);
   $("versus").addEventListener("change", (event) => versus(event.target.value));
   $("save").addEventListener("click", () => quietly(save().catch((error) => refuse(error.message))));
-  $("python").addEventListener("click", () => copy(python()));
+  $("python").addEventListener("click", () => {
+    const question = { prompt: state.prompt, ...step(), ...rival() };
+    copy(qk.python(model.model, question, changed?.calls ?? []));
+  });
   $("link").addEventListener("click", () => copy(location.href));
   $("cancel").addEventListener("click", cancel);
   $("map-fold").addEventListener("toggle", drawMap);
@@ -613,7 +520,7 @@
     }
   }
   addEventListener("popstate", () => {
-    const given = read();
+    const given = qk.readAddress();
     if (given) quietly(load(given, "stay"));
   });
   quietly(
@@ -630,7 +537,7 @@
       };
       const names = { attention: "attention before", difference: "what the changes do" };
       $("painted").replaceChildren(...choose("coloured by", Object.keys(names), painted, paint, (name) => names[name]));
-      const given = read() ?? { prompt: model.examples[0] };
+      const given = qk.readAddress() ?? { prompt: model.examples[0] };
       $("prompt").value = given.prompt;
       await load(given, "replace");
     })().catch((error) => refuse(error.message)),

@@ -11,7 +11,8 @@
     const size = tokens.length,
       canvas = make("canvas", { tabindex: small ? null : 0, role: "img" }),
       value = (i, j) => bytes[i * size + j] / 255;
-    canvas.setAttribute("aria-label", `Attention of ${size} tokens to each other.${small ? "" : " Arrow keys move, Enter picks."}`);
+    const keys = small ? "" : " Arrow keys move, Enter picks.";
+    canvas.setAttribute("aria-label", `Attention of ${size} tokens to each other.${keys}`);
     let cell = 1,
       left = 0,
       at = null;
@@ -27,8 +28,7 @@
       Object.assign(canvas, { width: wide * sharp, height: high * sharp });
       Object.assign(canvas.style, { width: `${wide}px`, height: `${high}px` });
       const on = canvas.getContext("2d"),
-        style = getComputedStyle(canvas),
-        colour = (name) => style.getPropertyValue(name);
+        style = getComputedStyle(canvas);
       on.scale(sharp, sharp);
       const probe = make("i", { style: { color: "var(--original)" } });
       element.append(probe);
@@ -49,7 +49,7 @@
       on.globalAlpha = 1;
       if (!written) return;
       on.font = "11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
-      on.fillStyle = style.color || colour("color");
+      on.fillStyle = style.color;
       on.textBaseline = "middle";
       names.forEach((text, i) => {
         on.textAlign = "right";
@@ -64,7 +64,8 @@
     };
     const show = (i, j, x, y) => {
       at = [i, j];
-      tip.show([[`${piece(tokens[i])} → ${piece(tokens[j])}`], ["attention", percent(value(i, j))], ["tokens", `${i} → ${j}`]], x, y);
+      const both = `${piece(tokens[i])} → ${piece(tokens[j])}`;
+      tip.show([[both], ["attention", percent(value(i, j))], ["tokens", `${i} → ${j}`]], x, y);
       onlook(i, j);
     };
     const place = ({ offsetX, offsetY }) => {
@@ -89,7 +90,7 @@
         return show(i, j, box.left + left + j * cell, box.top + i * cell);
       });
     }
-    element.replaceChildren(canvas);
+    element.replaceChildren(small ? canvas : make("div", { class: "scroll" }, canvas)); // of a long prompt
     const again = redraw(element, paint);
     document.addEventListener("qk-theme", () => canvas.isConnected && again());
   };

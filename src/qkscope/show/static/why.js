@@ -2,8 +2,7 @@
 // Why, in four charts of one make: a row is a name, a track with bars and marks on it, and a number. Places on a track are
 // shares of its width, so that a row needs no drawing anew on another screen.
 (() => {
-  const { make, fixed, percent, piece, choose, swatch, legend } = qk;
-  const signed = (value, digits = 1) => (value > 0 ? "+" : "") + fixed(value, digits);
+  const { make, fixed, signed, percent, piece, choose, swatch, legend } = qk;
   const at = (value) => `${(100 * Math.max(0, Math.min(1, value))).toFixed(2)}%`;
   const span = (kind, from, to, colour) =>
     make("i", { class: kind, style: { left: at(from), width: at(to - from), background: colour ?? "" } });
@@ -16,7 +15,8 @@
 
   // text with its verdicts coloured; a page that can go on makes links of the heads that it names, as writers of a side
   const GOOD = ["supported", "shown", "yes"];
-  const verdict = (word) => make("b", { class: GOOD.includes(word) ? "good" : word === "open" ? "open" : "soft" }, word ?? "");
+  const verdict = (word) =>
+    make("b", { class: GOOD.includes(word) ? "good" : word === "open" ? "open" : "soft" }, word ?? "");
   qk.rich ??= (text) => [text];
   const judged = (text) => {
     const [, before, word, after] = /^(.*: )(supported|shown|not shown|not here|untested|open)((?:[ .].*)?)$/s.exec(text) ?? [];
@@ -101,7 +101,8 @@
     // where a small chance becomes many times as large, the bars hardly show it
     const times = ({ before, without_key: after }) => {
       const [low, high] = [before, after].sort((a, b) => a - b);
-      return high > 0.005 && high / low >= 3 ? make("small", {}, `${after > before ? "×" : "÷"}${fixed(Math.min(high / low, 999), 0)}`) : "";
+      const words = `${after > before ? "×" : "÷"}${fixed(Math.min(high / low, 999), 0)}`;
+      return high > 0.005 && high / low >= 3 ? make("small", {}, words) : "";
     };
     const token = (each) =>
       row(
