@@ -20,7 +20,7 @@ import qkscope as qk
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: it would retry a wrong name for 23 s
 
 
-LONGEST = ["test_readme.py", "test_figures.py", "test_families.py", "test_gemma.py", "test_verbs_smollm2.py"]
+LONGEST = ["test_readme.py", "test_figures.py", "test_gemma.py", "test_families.py", "test_result.py", "test_work.py"]
 """Files that begin first, so that no worker ends alone with one of them; the first fills the cache of a new machine."""
 
 

@@ -83,6 +83,6 @@ def test_it_gives_the_drink_to_mary_and_every_text_begins_with_bos_once(gemma: S
 @needs_gemma
 def test_it_has_the_tokens_of_its_file_and_l5h1_binds(gemma: Scope) -> None:
     check_rules(packaged_file(MODEL), gemma, TEXTS)
-    ranking = qk.find_heads(gemma, qk.tasks.binding(), 64, progress=False)
+    ranking = qk.find_heads(gemma, qk.tasks.binding(), 32, progress=False)
     (head,) = [row for row in ranking.tables["heads"] if row["head"] == "L5H1"]
     assert head["row_accuracy"] >= 0.9

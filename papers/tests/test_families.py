@@ -9,9 +9,9 @@ from qkscope_papers.models import CLOSE, check_family, list_families, says_famil
 
 # One of each kind of attention code, residual stream and position; all 193: `qkscope models`.
 WHOLE = [
-    "llama", "qwen3", "mixtral", "phi3", "gemma2", "gemma3", "olmo2", "gpt_neox", "gpt2", "opt", "gpt_oss", "cohere",
-    "granite", "smollm3", "bert", "roberta", "vit", "qwen2_vl", "bart", "marian", "whisper", "gpt_neo", "gptj",
-    "codegen", "bloom", "mpt", "falcon", "xglm", "openai-gpt", "mpnet",
+    "llama", "qwen3", "mixtral", "phi3", "gemma2", "olmo2", "gpt_neox", "gpt2", "opt", "gpt_oss", "cohere", "granite",
+    "bert", "roberta", "vit", "qwen2_vl", "bart", "marian", "whisper", "gpt_neo", "gptj", "bloom", "mpt", "falcon",
+    "mpnet",
 ]  # fmt: skip
 LIMITED = [
     "mamba", "t5", "qwen3_next", "lfm2", "jamba", "granitemoehybrid", "jetmoe", "bert (decoder)", "modernbert-decoder",

@@ -126,6 +126,21 @@ def test_an_aligned_toy_reads_as_aligned():
     assert all(row["control"] for row in untrained)
 
 
+def test_token_pairs_hold_what_they_say():
+    task = Superposition()
+    for present, count in (("one", 1), ("two", 2), ("none", 0)):
+        pairs = draw_token_pairs(task, present, 200, seed=1)
+        assert bool((pairs.chosen.sum(1) == count).all())
+        for i, (query, key, _) in enumerate(task.pairs):
+            there = pairs.chosen[:, i] > 0
+            assert bool(((pairs.x_q[:, query] > 0) == there).all())
+            assert bool(((pairs.x_k[:, 0, key] > 0) == there).all())
+        assert bool((pairs.x_q[:, 4:8] == 0).all()), "key features of interest are taken out of the query too"
+        assert bool((pairs.x_k[:, 1:, 4:8] > 0).any()), "other keys stay as they come"
+    only = draw_token_pairs(task, "one", 50, seed=1, only=2)
+    assert bool((only.chosen[:, 2] == 1).all())
+
+
 def test_terms_of_an_aligned_toy_are_the_pairs_and_sum_to_the_relative_logit():
     toy, pairs = aligned_toy(), draw_token_pairs(Superposition(), "two", 100, seed=2)
     terms = coordinates(toy, pairs).terms
