@@ -1,5 +1,7 @@
 """The toy of superposition: its data, its loss, its training, and what figures measure of toys made by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from superposed import FROZEN, SMALL, TOYS
@@ -9,6 +11,8 @@ from qkscope_papers.franco2026.anisotropy import anisotropy_row
 from qkscope_papers.franco2026.cells import WORK
 from qkscope_papers.franco2026.dictionary import split, true_among
 from qkscope_papers.franco2026.emergence import sparsity_row
+from qkscope_papers.franco2026.geometry import geometry_row
+from qkscope_papers.franco2026.rope import band_rows
 from qkscope_papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope_papers.franco2026.toy.alignment import whiten
 from qkscope_papers.franco2026.toy.measure import alignment_rows, divergence_and_error
@@ -165,6 +169,17 @@ def test_sparsity_of_an_aligned_toy_counts_its_pairs_and_a_rotation_loses_them()
     assert rows["two"]["low"] <= rows["two"]["sparsity"] <= rows["two"]["high"]
 
 
+def test_geometry_counts_antipodal_pairs_and_overlap():
+    eye = torch.eye(10)
+    plain = Toy(torch.cat([eye, -eye], dim=1), torch.zeros(20), eye, eye, Superposition(weight=0.0))
+    row = geometry_row("by hand", 0, 0, plain, False)
+    assert (row["antipodal"], row["isotropy_error"]) == (10, pytest.approx(0.0, abs=1e-12))
+    row = geometry_row("by hand", 0, 0, aligned_toy(), False)
+    assert row["interest_overlap"] == pytest.approx(0.0, abs=1e-6)
+    assert row["antipodal"] == 6
+    assert row["rest_isotropy_error"] == pytest.approx(0.0, abs=1e-5)
+
+
 def test_anti_whitening_recovers_features_from_a_whitened_head():
     """Theorem 1's head: its singular vectors are G⁻¹f, so G u is f, however strong the anisotropy."""
     W = distort(isotropic_dictionary(), 10.0, seed=0)
@@ -178,6 +193,17 @@ def test_anti_whitening_recovers_features_from_a_whitened_head():
     assert row["raw_top"] < 0.99
     assert row["error_undistorted"] == pytest.approx(10.0, abs=1e-4)
     assert row["raw_top"] >= row["sharp"] - 1e-6
+
+
+def test_bands_are_where_the_head_puts_a_feature():
+    toy = aligned_toy(rope=True, positional=(Positional(8, 9, 1.0, 1),))
+    weight = torch.zeros(10, 10)
+    weight[2, 0], weight[3, 8], weight[9, 8] = 2.0, 3.0, 4.0
+    rows = band_rows(replace(toy, W_Q=weight, W=torch.eye(10, 20)), 0, 0, False)
+    first = next(row for row in rows if row["pair"] == "0-4" and row["side"] == "query")
+    assert (first["band_1"], first["slow"]) == (1.0, 0.0)
+    last = next(row for row in rows if row["positional"] and row["side"] == "query")
+    assert (last["band_1"], last["band_4"]) == (pytest.approx(0.6), pytest.approx(0.8))
 
 
 def test_the_true_dictionary_of_an_aligned_toy_has_the_true_pairs_alone():
