@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import qkscope as qk
+from qkscope.analyses.atlas import known_jobs
 from qkscope.analyses.because import Because, Look, interval
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.analyses.why.carriers import Carriers
@@ -203,6 +204,15 @@ def test_a_pair_without_other_words_takes_nothing_from_the_next(nano, monkeypatc
     assert both[pairs[0]] is None
     for ours, theirs in zip(both[pairs[1]], alone, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_heads_name_is_told_where_it_fits_the_prompt(answer, smollm2):
+    said = [row["line"] for row in answer.tables["said"]]
+    assert any(line.startswith("Habit: on natural text it does so too, in ") and "(induction)" in line for line in said)
+    jobs = known_jobs(smollm2.weights_hash)
+    assert jobs["L16H0"] == {"previous token": 1.0}
+    assert len(jobs) == len(smollm2.heads())
+    assert known_jobs("other weights") == {}
 
 
 def test_the_first_word_is_tried_and_a_token_has_other_alternatives_than_its_word(smollm2):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from qkscope.analyses.atlas import job_of, known_jobs
 from qkscope.analyses.because import Because, Reason
 from qkscope.analyses.trace.prompt import PromptTrace, Question
 from qkscope.analyses.trace.rows import ATTENDED
@@ -17,6 +18,7 @@ from qkscope.analyses.why.output import Output, quoted, whole
 Row = Mapping[str, Any]
 _AWAY = 0.95  # with so much attention on the first token a head rests
 _SHOWN = 4  # words of a line
+_OFTEN = 0.2  # of its looks on natural text: a job that a head is known for
 _MOVES = 0.1  # logits: a head that changes the answer's lead by less hardly changes it
 
 
@@ -83,7 +85,7 @@ def because(one: PromptTrace, reason: Reason, carriers: Sequence[Row] = ()) -> s
     if likely:
         named = ", ".join(f"{quoted(row['text'])} (token {row['position']}) {row['after']:.0%}" for row in likely)
         return f": no single word is certain to decide it (replaced, these leave less than half on average: {named})"
-    return f": no single word decides it (none of {reason.tried} takes half of that away when replaced)"
+    return f": no single word decides it (none of {_tried(reason)} takes half of that away when replaced)"
 
 
 def _own_word(one: PromptTrace, row: Row, reason: Reason) -> str:
@@ -142,6 +144,7 @@ def lines_of(
     lines = [f"By features: {features} of a logit of {one.total:.1f}." if features else ""]
     if because is not None and reason is not None:
         lines += [*_relations(reason), *_carriers(carriers), does_line(pushed), _words(one, because, reason)]
+        lines.append(_habit(one, reason))
     else:
         lines.append(does_line(pushed))
     return [line for line in (*lines, where_line(one), _returned(returns)) if line]
@@ -159,19 +162,30 @@ def where_line(one: PromptTrace) -> str:
     return f"Looks at: {keys or 'nothing else'}; the first token {float(one.attention[0]):.0%}."
 
 
+def _habit(one: PromptTrace, reason: Reason) -> str:
+    """What the head does on natural text, where that fits what it does here."""
+    usual, job = known_jobs(one.run.reader.scope.weights_hash).get(str(one.head), {}), job_of(reason)
+    often = usual.get(job, 0.0)
+    return f"Habit: on natural text it does so too, in {often:.0%} of its looks ({job})." if often >= _OFTEN else ""
+
+
+def _tried(reason: Reason) -> str:
+    return str(reason.tried) if reason.tried == reason.seen else f"{reason.tried} (of {reason.seen} in sight)"
+
+
 def _words(one: PromptTrace, because: Because, reason: Reason) -> str:
     named = [row for row in reason.words if row["after"] < 0.5 * reason.before][:_SHOWN]
     alone = [quoted(word.text) for word in because.words if not because.others.of(word, because.count)]
     none = f"; no other word of its shape for {', '.join(dict.fromkeys(alone))}" if alone else ""
     if not named:
-        return f"Words: none of {reason.tried} takes half of the attention away when replaced{none}."
+        return f"Words: none of {_tried(reason)} takes half of the attention away when replaced{none}."
     told = ", ".join(
         f"{quoted(row['text'])} (token {row['position']}) {row['after']:.0%}"
         + (f" (not certain, {row['low']:.0%} to {row['high']:.0%})" if row["cause"] == "open" else "")
         for row in named
     )
     to = _token(one.asked, named[0]["goes_to_position"])
-    return f"Words: of {reason.tried} replaced in turn these leave less than half: {told}; it goes to {to}{none}."
+    return f"Words: of {_tried(reason)} replaced in turn these leave less than half: {told}; it goes to {to}{none}."
 
 
 def _relations(reason: Reason) -> list[str]:
