@@ -192,9 +192,9 @@ def ablated(scope: qk.Scope, heads: list[str]) -> None:
         return float((logits[:, half:-1].argmax(-1) == ids[:, half + 1 :]).float().mean())
 
     draws, before = random.Random(0), accuracy([])
-    sets = sorted(
-        accuracy([f"{head.partition('H')[0]}H{draws.randrange(scope.n_heads)}" for head in heads]) for _ in range(20)
-    )
+    others = {head: [str(h) for h in scope.heads() if h.layer == qk.Head.parse(head).layer] for head in heads}
+    free = {head: [name for name in names if name not in heads] for head, names in others.items()}
+    sets = sorted(accuracy([draws.choice(free[head]) for head in heads]) for _ in range(20))
     together, single = accuracy(heads), {head: f"{accuracy([head]) / before - 1:+.0%}" for head in [*heads, "L16H0"]}
     print(f"  second copy right {before:.2f}; {len(heads)} induction heads ablated {together / before - 1:+.0%};")
     low, median, high = (f"{sets[i] / before - 1:+.0%}" for i in (0, 10, -1))
