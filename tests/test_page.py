@@ -25,9 +25,9 @@ PROMPT = "hat: O\njam: Z\ncat: B\njam:"
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(nano):
     """What the verbs return on a model that we ship."""
-    scope, task = qk.Scope.load("nano:mixed"), qk.tasks.binding(4)
+    scope, task = nano, qk.tasks.binding(4)
     texts = [unit[0].text for unit in qk.tasks.induction().test(300)]
     fit = qk.decompose(scope, task, ["L2H0", "L1H1"], 16, contrasts=["order", "lexical"], replicates=9)
     return {
@@ -63,9 +63,8 @@ def evil_result(**kwargs):
 
 
 def data_of(page):
-    return [
-        json.loads(text) for text in re.findall(r'<script type="application/json" class="data">(.*?)</script>', page)
-    ]
+    texts = re.findall(r'<script type="application/json" class="data">(.*?)</script>', page)
+    return [json.loads(text) for text in texts]
 
 
 # ---------------------------------------------------------------- one page, offline
@@ -188,9 +187,8 @@ def test_a_page_is_told_in_order(results):
 
 def damage(folder: Path, file: str, change) -> None:
     text = (folder / file).read_bytes()
-    (folder / file).write_bytes(
-        change(text) if callable(change) else json.dumps({**json.loads(text), **change}).encode()
-    )
+    changed = change(text) if callable(change) else json.dumps({**json.loads(text), **change}).encode()
+    (folder / file).write_bytes(changed)
 
 
 @pytest.mark.parametrize(

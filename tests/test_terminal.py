@@ -7,6 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
+from inspect import signature
 
 import pytest
 from rich.console import Console
@@ -44,8 +46,7 @@ def fitted(tmp_path_factory):
     """A fit, and what a process of its own said while it was made."""
     out = tmp_path_factory.mktemp("term") / "fit"
     job = [*BINDING, "--heads", "L1H0,L1H1", "-n", "24", "--replicates", "19", "--out", str(out)]
-    done = subprocess.run([sys.executable, "-m", "qkscope", "decompose", *job], capture_output=True, text=True)
-    return out, done
+    return out, subprocess.run([sys.executable, "-m", "qkscope", "decompose", *job], capture_output=True, text=True)
 
 
 def following(text: str) -> str:
@@ -98,26 +99,21 @@ def test_swap_shows_each_feature_beside_its_controls(printed, fitted):
     assert len(tables(everything)) >= 2
 
 
-def test_why_splits_by_the_features_of_a_fit_at_its_first_head(printed, fitted):
+def test_why_splits_by_the_features_of_a_fit_of_this_model_at_its_first_head(printed, qkscope, fitted):
     prompt = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
     text = printed("why", prompt, "--fit", fitted[0])
     assert text == printed("why", prompt, "--fit", fitted[0], "--head", "L1H0", "--model", "nano:mixed")
     assert "By features  " in text
     assert following(text) == f"qkscope view --live --fit {fitted[0]}"
-
-
-def test_why_of_a_fit_with_another_model_is_refused(qkscope, fitted):
     code, _, said = qkscope("why", "hat:", "--fit", fitted[0], "--model", "nano:mixed@0")
     assert (code, "was made with other weights" in said) == (2, True)
 
 
 def test_a_token_is_named_by_its_place_or_its_text(printed):
     asked = ["why", r"hat: O\njam: Z\njam:", "--head", "L1H0", "--model", "nano:mixed", "--query"]
-    by_place, by_text = (
-        json.loads(printed(*asked, *named, "--json")) for named in (["9", "--key", 3], ["jam#2", "--key", "O"])
-    )
-    assert by_place["tables"] == by_text["tables"]
-    assert "attends to 'O' (token 3)" in by_place["answer"] or "'O' (token 3)" in by_place["answer"]
+    by_place = printed(*asked, 9, "--key", 3)
+    assert by_place == printed(*asked, "jam#2", "--key", "O")
+    assert "'O' (token 3)" in by_place
 
 
 def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(printed, tmp_path, monkeypatch):
@@ -125,12 +121,9 @@ def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(printed, t
     asked = ["trace", "--prompt", r"hat: O\njam: Z\njam:", "--heads", "L2H3", "--key", -2, "--model", "nano:mixed"]
     text = printed(*asked)
     assert " different sets of random heads: " in " ".join(text.split())
-    then = following(text)
-    assert (
-        then
-        == r"qkscope trace --prompt 'hat: O\njam: Z\njam:' --heads L2H3 --key -2 --model nano:mixed --out runs/trace"
-    )
-    kept = printed(*shlex.split(then)[1:])
+    then = shlex.split(following(text))[1:]
+    assert then == [*map(str, asked), "--out", "runs/trace"]
+    kept = printed(*then)
     assert "The page: runs/trace/report.html" in kept
     assert kept.splitlines()[-1] == "Next: qkscope view runs/trace"
     assert " ".join(json.loads(printed(*asked, "--json"))["answer"].split()) in " ".join(text.split())
@@ -186,10 +179,14 @@ def test_all_columns_stand_one_below_the_other_where_a_terminal_is_narrow():
 # ---------------------------------------------------------------- commands from signatures
 
 
-def test_every_option_has_its_help_from_one_docstring_and_no_parameter_is_lost_by_mistake():
-    """What is for Python alone cannot be typed: mappings, functions, lists of numbers, objects."""
-    for name in verbs.VERBS:
-        for parameter in verbs.signature(verbs.VERBS[name].home)[1]:
+def test_every_option_has_its_help_and_its_default_and_no_parameter_is_lost_by_mistake():
+    """From one docstring; what is for Python alone cannot be typed: mappings, functions, lists of numbers, objects."""
+    for name, verb in verbs.VERBS.items():
+        module, _, function = verb.home.partition(":")
+        own = signature(getattr(import_module(module), function)).parameters
+        parameters = verbs.signature(verb.home)[1]
+        assert {one.name: one.default for one in parameters} == {one.name: one.default for one in own.values()}, name
+        for parameter in parameters:
             options = verbs.typed(parameter)
             assert all(one.annotation.__metadata__[0].help for one in options), (name, parameter.name)
             if not options:
@@ -197,22 +194,9 @@ def test_every_option_has_its_help_from_one_docstring_and_no_parameter_is_lost_b
                 assert parameter.name == "progress" or any(map(parameter.takes, python)), (name, parameter.name)
 
 
-def test_defaults_are_those_of_the_function():
-    from importlib import import_module
-    from inspect import signature
-
-    for name, verb in verbs.VERBS.items():
-        module, _, function = verb.home.partition(":")
-        own = signature(getattr(import_module(module), function)).parameters
-        parameters = {one.name: one for one in verbs.signature(verb.home)[1]}
-        assert list(parameters) == list(own), name
-        assert all(own[one].default == parameter.default for one, parameter in parameters.items()), name
-
-
 def test_the_help_needs_nothing_heavy_and_names_a_dozen_verbs_first():
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "qkscope", "--help"], capture_output=True, text=True
-    )
+    command = [sys.executable, "-X", "importtime", "-m", "qkscope", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert "demo" in done.stdout
     assert not {"torch", "transformers", "numpy", "pydantic"} & {line.split()[-1] for line in done.stderr.splitlines()}
     assert len([verb for verb in verbs.VERBS.values() if verb.panel == "Commands"]) <= 12
@@ -249,9 +233,8 @@ def why_result():
 
 def test_why_takes_fourteen_lines_and_breaks_no_token(why_result, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    end = cli.end_lines(
-        None, then="qkscope why 'When Mary and John went to the store, John gave a drink to' --head L20H0"
-    )
+    then = "qkscope why 'When Mary and John went to the store, John gave a drink to' --head L20H0"
+    end = cli.end_lines(None, then=then)
     cli.print_result(why_result, False, False, end)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= cli.MOST_LINES
@@ -264,16 +247,13 @@ def test_why_takes_fourteen_lines_and_breaks_no_token(why_result, capsys, monkey
 
 
 def test_on_a_terminal_the_answer_is_bold_and_verdicts_have_colours(why_result, monkeypatch):
-    class Screen(io.StringIO):
-        def isatty(self):
-            return True
-
     for name, value in {"COLUMNS": "120", "TERM": "xterm-256color"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys, "stdout", Screen())
+    monkeypatch.setattr(sys, "stdout", screen := io.StringIO())
+    monkeypatch.setattr(screen, "isatty", lambda: True)
     cli.print_result(why_result, False)
-    text = sys.stdout.getvalue()
+    text = screen.getvalue()
     assert text.startswith("\x1b[1mL23H0 at ' to'")
     assert "\x1b[33mnot shown\x1b[0m" in text
     assert "\x1b[32mshown\x1b[0m" in text
@@ -302,11 +282,11 @@ def broken_pipe():
     return os.fdopen(write, "w")
 
 
-UNPRINTABLE = {
-    "Broken pipe": broken_pipe,
-    "No space left on device": lambda: open("/dev/full", "w"),  # noqa: SIM115 (the command closes it)
-    "it is closed": lambda: None,
-}
+def full():
+    return open("/dev/full", "w")
+
+
+UNPRINTABLE = {"Broken pipe": broken_pipe, "No space left on device": full, "it is closed": lambda: None}
 
 
 @pytest.mark.parametrize("why", UNPRINTABLE)
@@ -319,16 +299,14 @@ def test_results_are_written_where_printing_fails(why, tmp_path, qkscope, monkey
 
 @pytest.mark.parametrize(("arguments", "code"), [(["heads", "nothing"], 2), (["--help"], 1)])
 def test_what_is_wrong_is_said_where_nothing_can_be_printed(arguments, code, qkscope, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", UNPRINTABLE["No space left on device"]())
+    monkeypatch.setattr(sys, "stdout", full())
     ended, _, said = qkscope(*arguments)
     assert (ended, said.count("\n"), "--out" in said) == (code, 1, False)
 
 
-def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
+def test_ctrl_c_is_no_traceback(monkeypatch, qkscope):
     def stopped():
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "app", stopped)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert (ended.value.code, capsys.readouterr().err) == (130, "qkscope: stopped.\n")
+    assert qkscope("heads") == (130, "", "qkscope: stopped.\n")
