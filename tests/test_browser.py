@@ -184,9 +184,6 @@ def test_a_label_is_text_in_the_legend_and_a_chart_that_fails_is_alone(browser, 
     page.close()
 
 
-# ---------------------------------------------------------------- why, and the graph of writers
-
-
 @pytest.fixture(scope="module")
 def why(nano):
     return qk.why(nano, PROMPT, "L2H3", draws=4)
@@ -219,9 +216,8 @@ def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
         own = [row["part"] for row in why.tables["parts"] if (row["by"], row["side"]) == (by, side)]
         assert page.locator("section.parts .name").all_text_contents() == [*own, "logit"]
         assert page.locator("section.parts .value.sum").inner_text() == logit
-    words, carried, cuts = (
-        page.locator("section.tests", has_text=title) for title in ("Because", "Carried by", "Cuts")
-    )
+    titles = ("Because", "Carried by", "Cuts")
+    words, carried, cuts = (page.locator("section.tests", has_text=title) for title in titles)
     causes = {"yes": "shown", "open": "open", "no": "no"}
     assert words.locator(".value b").all_text_contents() == [causes[row["cause"]] for row in why.tables["because"]]
     assert carried.locator(".value b").all_text_contents() == [row["verdict"] for row in why.tables["carriers"]]

@@ -67,9 +67,6 @@ def data_of(page):
     return [json.loads(text) for text in texts]
 
 
-# ---------------------------------------------------------------- one page, offline
-
-
 def test_results_make_one_page_that_needs_nothing_else(results, tmp_path):
     told = [results[name] for name in ("heads", "decompose", "swap", "attribute")]
     path = write_report(tmp_path / "new" / "report.html", *told)
@@ -108,9 +105,6 @@ def test_the_page_and_the_widget_escape_everything():
     assert json.loads(script_json({EVIL: "\u2028&"})) == {EVIL: "\u2028&"}
 
 
-# ---------------------------------------------------------------- charts are the numbers
-
-
 @pytest.mark.parametrize("verb", KINDS)
 def test_the_page_of_a_verb_read_back_is_the_page_it_made(results, tmp_path, verb):
     read = Result.read(results[verb].write(tmp_path / "run"))
@@ -136,9 +130,8 @@ def test_charts_hold_the_numbers_of_the_tables(results):
     for table, after in (("because", "after"), ("carriers", "restored"), ("cuts", "after")):
         own = results["why"].tables[table]
         assert [row["after"] for row in drawn[table]] == [row[after] for row in own]
-    assert [row["verdict"] == "shown" for row in drawn["because"]] == [
-        row["cause"] == "yes" for row in results["why"].tables["because"]
-    ]
+    causes = [row["cause"] == "yes" for row in results["why"].tables["because"]]
+    assert [row["verdict"] == "shown" for row in drawn["because"]] == causes
     for table in ("carriers", "cuts"):
         assert [row["verdict"] for row in drawn[table]] == [row["verdict"] for row in results["why"].tables[table]]
 
@@ -146,8 +139,8 @@ def test_charts_hold_the_numbers_of_the_tables(results):
 def test_points_lie_in_the_features_subspace_and_know_their_labels(results):
     clouds = clouds_of(results["swap"])
     assert [cloud.title for cloud in clouds] == [
-        "order at L2H0", "lexical at L2H0", "order at L1H1", "lexical at L1H1",
-    ]  # fmt: skip
+        f"{name} at {h}" for h in ("L2H0", "L1H1") for name in ("order", "lexical")
+    ]
     for cloud in clouds:
         assert (cloud.keys.shape, cloud.queries.shape) == ((12 * 4, 3), (12, 3))
         # queries count as often as keys, so that both together are centred
@@ -180,9 +173,6 @@ def test_a_page_is_told_in_order(results):
     assert "<details open" in report_html([lead])  # what has no picture shows its table
     page = report_html([results["swap"]], {"curve": b"\x89PNG 1", "other": b"\x89PNG 2"})
     assert re.findall(r'<img alt="(\w+)"', page) == ["other"]  # a picture of what is drawn already is left out
-
-
-# ---------------------------------------------------------------- bad input, and folders
 
 
 def damage(folder: Path, file: str, change) -> None:

@@ -176,9 +176,6 @@ def test_all_columns_stand_one_below_the_other_where_a_terminal_is_narrow():
     assert len(lines([row], columns, 1000, whole=True)) == 3
 
 
-# ---------------------------------------------------------------- commands from signatures
-
-
 def test_every_option_has_its_help_and_its_default_and_no_parameter_is_lost_by_mistake():
     """From one docstring; what is for Python alone cannot be typed: mappings, functions, lists of numbers, objects."""
     for name, verb in verbs.VERBS.items():
@@ -215,8 +212,6 @@ def test_a_schema_names_every_column_that_a_verb_gives(printed):
         for name, rows in result["tables"].items():
             assert set(rows[0]) <= set(schema["properties"]["tables"]["properties"][name]["items"]["properties"])
 
-
-# ---------------------------------------------------------------- why
 
 SAID = [
     "Same word: ' John', one replaced leaves at most 39%, both by the same word 64%, by different ones 39%: not shown.",
@@ -271,9 +266,6 @@ def test_why_over_prompts_prints_a_table_and_a_next_command_that_runs(printed, t
     check(counted)
     assert "looks at" in printed(*shlex.split(following(counted))[1:])
     assert "looks at" in printed("why", prompts[0]["prompt"], "--heads", "L1H0", "--model", "nano:mixed")
-
-
-# ---------------------------------------------------------------- where nothing can be printed
 
 
 def broken_pipe():

@@ -45,9 +45,6 @@ def sums(rows):
     return found
 
 
-# ---------------------------------------------------------------------- facts
-
-
 def test_parts_of_each_way_sum_to_the_logit(nano):
     one = Probe(nano, PROMPT).head("L2H3")
     feature = qk.Subspace.from_delta(torch.eye(nano.d_head), rank=2)
@@ -145,9 +142,6 @@ def test_direct_effects_are_the_unembedding_behind_the_frozen_norm(family):
             scaled = (written - written.mean()) * sigma * norm.weight
         by_hand = model.get_output_embeddings().weight @ scaled
     assert torch.allclose(output.from_key(one), by_hand - by_hand.mean(), atol=1e-4)
-
-
-# ---------------------------------------------------------------------- the answer
 
 
 def test_every_family_is_answered_with_a_head_and_without_where_every_head_is_tried(tiny):
@@ -256,8 +250,6 @@ def test_a_folder_of_another_verb_says_what_to_give(tmp_path):
     assert isinstance(done.exception, BadInput)
     assert "but a run of trace/heads: name one of a fit" in str(done.exception)
 
-
-# ---------------------------------------------------------------------- over many prompts
 
 BOXES = ["hat: O\njam: Z\ncat: B\njam:", "hat: O\njam: Z\ncat: B\nhat:", "pen: K\ncat: B\njam: Z\ncat:"]
 HEADS = ["L1H0", "L2H3"]

@@ -82,9 +82,6 @@ def stop_after(monkeypatch, pieces: int, error: BaseException) -> None:
     monkeypatch.setattr(folder_module, "write_file", dying)
 
 
-# ---------------------------------------------------------------- stopped, and gone on with
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_goes_on_where_it_died_and_writes_its_folder(verb, nano, fit, whole, tmp_path, monkeypatch):
     run, out = VERBS[verb], tmp_path / "run"
@@ -175,9 +172,6 @@ def test_a_scheduler_stops_a_command_with_its_own_code(model, tmp_path):
     assert "Traceback" not in said
 
 
-# ---------------------------------------------------------------- several processes
-
-
 @pytest.mark.parametrize("verb", WITH_PARTS)
 def test_parts_of_one_folder_are_the_whole_in_any_order(verb, nano, fit, whole, tmp_path):
     run = VERBS[verb]
@@ -213,9 +207,6 @@ def test_torchrun_gives_the_bits_of_one_process(model, undisturbed, tmp_path, mo
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4")):  # other launchers number their processes too
         monkeypatch.setenv(name, value)
     assert torchrun_process() is None
-
-
-# ---------------------------------------------------------------- pieces
 
 
 def test_without_a_folder_nothing_is_written_and_parts_make_no_sense(nano, tmp_path, monkeypatch, scope):
