@@ -66,26 +66,25 @@ def check(text: str) -> list[str]:
     return [heading, *rows]
 
 
-def test_heads_prints_its_answer_a_small_table_and_a_next_command_that_runs(printed, tmp_path, monkeypatch):
+def test_an_answer_has_one_small_table_and_a_next_command_that_runs(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = printed("heads", *BINDING, "-n", 16)
-    check(text)
+    sparsity = ["sparsity", "ioi", "--model", "nano:mixed", "-n", 8, "--draws", 4, "--out", tmp_path / "ioi"]
+    for arguments in (["svd", "--model", "nano:mixed"], sparsity, ["heads", *BINDING, "-n", 16]):
+        text = printed(*arguments)
+        check(text)
+        assert len(printed(*arguments, "--all")) > len(text)
     then = shlex.split(following(text).removeprefix("qkscope "))
     assert then[0] == "decompose"
     check(printed(*then, "-n", 16, "--replicates", 19))
 
 
-def test_a_fit_says_where_its_page_is_and_nobody_else_says_anything(fitted):
+def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_controls(printed, fitted):
     out, done = fitted
     assert done.returncode == 0, done.stderr
     check(done.stdout)
     assert f"The page: {out / 'report.html'}" in done.stdout
     assert following(done.stdout) == f"qkscope swap {out}"
-    assert done.stderr == ""
-
-
-def test_swap_shows_each_feature_beside_its_controls(printed, fitted):
-    out, _ = fitted
+    assert done.stderr == ""  # nobody else says anything
     text = printed("swap", out, "-n", 16)
     heading, *rows = check(text)
     assert heading.split() == ["head", "feature", "kind", "before", "after", "shift"]
@@ -111,9 +110,9 @@ def test_why_splits_by_the_features_of_a_fit_of_this_model_at_its_first_head(pri
 
 def test_a_token_is_named_by_its_place_or_its_text(printed):
     asked = ["why", r"hat: O\njam: Z\njam:", "--head", "L1H0", "--model", "nano:mixed", "--query"]
-    by_place = printed(*asked, 9, "--key", 3)
-    assert by_place == printed(*asked, "jam#2", "--key", "O")
-    assert "'O' (token 3)" in by_place
+    by_place, by_text = (json.loads(printed(*asked, q, "--key", k, "--json")) for q, k in ((9, 3), ("jam#2", "O")))
+    assert by_place["tables"] == by_text["tables"]
+    assert "'O' (token 3)" in by_place["answer"]
 
 
 def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(printed, tmp_path, monkeypatch):
@@ -127,16 +126,6 @@ def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(printed, t
     assert "The page: runs/trace/report.html" in kept
     assert kept.splitlines()[-1] == "Next: qkscope view runs/trace"
     assert " ".join(json.loads(printed(*asked, "--json"))["answer"].split()) in " ".join(text.split())
-
-
-def test_sparsity_and_svd_print_one_small_table(printed, tmp_path):
-    for arguments in (
-        ["svd", "--model", "nano:mixed"],
-        ["sparsity", "ioi", "--model", "nano:mixed", "-n", 8, "--draws", 4, "--out", tmp_path / "ioi"],
-    ):
-        text = printed(*arguments)
-        check(text)
-        assert len(printed(*arguments, "--all")) > len(text)
 
 
 def test_a_verb_without_a_view_shows_its_claims_or_the_first_columns_that_differ():
@@ -158,16 +147,13 @@ def lines(rows, columns, width: int, **options) -> list[str]:
     return [line.rstrip() for line in text.get().rstrip().splitlines()]
 
 
-def test_numbers_are_never_cut():
+def test_numbers_are_never_cut_and_all_columns_stand_one_below_the_other_where_a_terminal_is_narrow():
     row = {"head": "L1H0", "text": "what followed an earlier copy of this very token", "value": 0.1239, "more": 10**12}
     for width in range(30, 100):
         heading, _, cells = lines([row], {name: name for name in row}, width)
         assert max(len(heading), len(cells)) <= width
         assert "0.124" in cells or "value" not in heading
         assert str(10**12) in cells or "more" not in heading
-
-
-def test_all_columns_stand_one_below_the_other_where_a_terminal_is_narrow():
     row = {"head": "L1H0", **{f"column{i}": 0.12345678 for i in range(12)}}
     columns = {name: name for name in row}
     narrow = lines([row], columns, 60, whole=True)

@@ -40,9 +40,8 @@ def quick(verb, *given, **asked):
 
 
 def held_out(verb, **asked):
-    return lambda scope, fit, **options: verb(
-        scope, qk.tasks.binding(5).test(24), fit, batch_size=4, progress=False, **asked, **options
-    )
+    asked |= {"batch_size": 4, "progress": False}
+    return lambda scope, fit, **options: verb(scope, qk.tasks.binding(5).test(24), fit, **asked, **options)
 
 
 VERBS = {
