@@ -10,6 +10,7 @@ import pytest
 
 SCREENSHOTS = Path(__file__).parent.parent / "runs" / "screenshots"
 ARGUMENTS = ["--no-sandbox"]  # containers run as root
+SCREENS = [("light", 1280, False), ("dark", 1280, True), ("phone", 390, False)]
 
 
 def chromium_path() -> str:
@@ -44,10 +45,8 @@ def served(session):
 class Watched:
     """A page, and all it said and asked for: errors, and requests beyond where it came from."""
 
-    def __init__(self, browser, url: str, *, width: int = 1100, height: int = 900, dark: bool = False) -> None:
-        self.page = browser.new_page(
-            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light"
-        )
+    def __init__(self, browser, url: str, *, width: int = 1100, height: int = 900) -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
         self.errors: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
@@ -67,6 +66,25 @@ class Watched:
             assert time.monotonic() < end, f"not within {seconds} s: {expression}"
             self.page.wait_for_timeout(50)
 
-    def fits(self) -> bool:
-        """Whether nothing but what scrolls by itself is wider than the window."""
-        return self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    def press(self, *keys: str) -> None:
+        """Press some keys, one after the other."""
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def check_screens(self, name: str) -> None:
+        """In light, in dark and on a phone nothing but what scrolls by itself is wider than the window; keep shots."""
+        before = self.page.viewport_size
+        for screen, width, dark in SCREENS:
+            self.page.set_viewport_size({"width": width, "height": 844})
+            self.page.emulate_media(color_scheme="dark" if dark else "light")
+            self.page.wait_for_timeout(400)
+            self.shoot(f"{name}-{screen}")
+            assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (name, screen)
+            ink, paper = self.page.evaluate(
+                "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+                ".map((text) => text.match(/\\d+/g).map(Number).reduce((a, b) => a + b))"
+            )
+            assert (ink > paper) is dark
+        assert self.errors == []
+        self.page.set_viewport_size(before)
+        self.page.emulate_media(color_scheme="light")

@@ -55,9 +55,6 @@ def own_file(path: Path, words=OBJECTS[:30]) -> Path:
     return path
 
 
-# ---------------------------------------------------------------- units
-
-
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
 @pytest.mark.parametrize("contrast", ["order", "lexical"])
 def test_batches_keep_a_unit_together_and_come_in_a_fixed_order(scope, task, batch_size, contrast):
@@ -69,9 +66,6 @@ def test_batches_keep_a_unit_together_and_come_in_a_fixed_order(scope, task, bat
     for batch, indices in zip(map(unit_runner(scope, units, HEADS), batches), batches, strict=True):
         rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
         assert rows == [(i, m) for i in indices for m in range(len(units[i]))]
-
-
-# ---------------------------------------------------------------- contrasts by hand
 
 
 @pytest.mark.parametrize("own_query", [False, True])
@@ -100,16 +94,11 @@ def test_order_averages_over_pairs_and_its_subspace_is_of_the_centred_contrast(s
     centred = right - wrong - outer(queries, k_right - k_wrong)
     for i, head in enumerate(HEADS):
         subspace = found["order", head]
-        scale = float((right - wrong)[i].abs().max())
-        torch.testing.assert_close(
-            subspace.U @ torch.diag(subspace.S) @ subspace.V.mT, centred[i], atol=1e-5 * scale, rtol=0
-        )
+        made, scale = subspace.U @ torch.diag(subspace.S) @ subspace.V.mT, float((right - wrong)[i].abs().max())
+        torch.testing.assert_close(made, centred[i], atol=1e-5 * scale, rtol=0)
     # in the first layer the query, a colon at a fixed place, never varies: what centring leaves is rounding
     assert found["order", "L0H1"].rank == 1
     assert found["order", "L0H1"].controls.verdict != "interaction"
-
-
-# ---------------------------------------------------------------- decompose
 
 
 def test_options_choose_contrasts_ranks_and_centring(scope, task):
@@ -226,9 +215,6 @@ def test_what_decompose_writes_load_reads(scope, task, tmp_path):
         load(tmp_path / "toy", scope)
 
 
-# ---------------------------------------------------------------- find
-
-
 def test_scores_are_those_of_the_models_own_attention(scope, model):
     """Keys labelled 0 are no candidates, however much attention they get."""
     examples = []
@@ -252,9 +238,8 @@ def test_scores_are_those_of_the_models_own_attention(scope, model):
     wanted = torch.stack(scores).mean(0)
     for i, head in enumerate(scope.heads()):
         row = rows[str(head)]
-        assert [row[name] for name in ("accuracy", "row_accuracy", "ratio", "mass")] == pytest.approx(
-            wanted[:, i].tolist(), abs=1e-5
-        )
+        found = [row[name] for name in ("accuracy", "row_accuracy", "ratio", "mass")]
+        assert found == pytest.approx(wanted[:, i].tolist(), abs=1e-5)
         assert (row["low"], row["high"]) == wilson(round(6 * row["accuracy"]), 6)
 
 
@@ -273,9 +258,6 @@ def test_words_that_share_a_token_are_refused_with_the_tokens(scope):
     glued = Example(text="hatA", keys=[Key((0, 3), {ANSWER: 1}), Key((3, 4), {ANSWER: -1})])
     with pytest.raises(BadInput, match=r"two keys share token 0, .*the tokens are"):
         find_heads(scope, Task("mine", {}, lambda *_: [(glued,)]), 1)
-
-
-# ---------------------------------------------------------------- the shell
 
 
 def test_the_verbs_run_one_after_the_other_and_print_one_json_each(qkscope, model, tmp_path):

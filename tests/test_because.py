@@ -49,9 +49,8 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family):
 
 
 def test_alternatives_have_as_many_tokens_and_stand_nowhere_in_the_prompt(smollm2):
-    scope = smollm2
-    again = Again.of(scope, ids_of(scope, "When Mary and John went to the store, Gwendolyn gave"))
-    others, lexicon = Alternatives(again), lexicon_of(scope)
+    again = Again.of(smollm2, ids_of(smollm2, "When Mary and John went to the store, Gwendolyn gave"))
+    others, lexicon = Alternatives(again), lexicon_of(smollm2)
     words = {word.text: word for word in others.words}
     assert " Gwendolyn" in words, "pieces of one word stand together"
     assert len(words[" Gwendolyn"]) > 1
@@ -63,21 +62,16 @@ def test_alternatives_have_as_many_tokens_and_stand_nowhere_in_the_prompt(smollm
             assert lexicon.texts[ids[0]].strip().lower() not in others.cores
             assert lexicon.texts[ids[0]].startswith(" ") == word.text.startswith(" ")
     assert all(lexicon.texts[ids[0]][1].isupper() for ids in others.of(words[" Mary"]))
-    assert lexicon.variant(lexicon_ids(lexicon, " John"), "Mary") == lexicon_ids(lexicon, "John")
-
-
-def lexicon_ids(lexicon, text):
-    return (lexicon.by_text[text],)
+    assert lexicon.variant((lexicon.by_text[" John"],), "Mary") == (lexicon.by_text["John"],)
 
 
 def test_words_of_scripts_without_blanks_are_tokens_and_characters_stay_whole(smollm2):
-    scope = smollm2
-    words = words_of(scope, ids_of(scope, "王芳和李明").tolist())
+    prompt = ids_of(smollm2, "王芳和李明")
+    words = words_of(smollm2, prompt.tolist())
     assert [word.text for word in words] == ["王", "芳", "和", "李", "明"]
-    again = Again.of(scope, ids_of(scope, "王芳和李明"))
     cut = next(word for word in words if len(word) > 1)
-    for ids in Alternatives(again).of(cut):
-        assert len(scope.tokenizer.decode(ids)) == 1, "another whole character"
+    for ids in Alternatives(Again.of(smollm2, prompt)).of(cut):
+        assert len(smollm2.tokenizer.decode(ids)) == 1, "another whole character"
 
 
 def test_the_same_word_is_the_reason_of_an_induction_head(answer):
@@ -117,8 +111,7 @@ def test_effects_of_a_word_are_those_of_plain_forwards(nano):
 
 
 def test_a_head_that_goes_by_position_is_moved_by_a_word_put_in(smollm2):
-    scope = smollm2
-    again = Again.of(scope, ids_of(scope, "The cat sat on the mat and the dog"))
+    again = Again.of(smollm2, ids_of(smollm2, "The cat sat on the mat and the dog"))
     reason = Because(again, [Look(Head(16, 0), 8, 7)]).reasons()[0]
     assert (reason.kind, reason.causes) == ("position", [])
     row = reason.relations[0]
@@ -167,18 +160,13 @@ def test_carriers_put_back_what_the_whole_side_puts_back(nano):
         assert row["restored"] >= row["changed"] - 0.05
 
 
-def test_every_head_is_tried_and_the_rival_is_told(nano):
-    answer = qk.why(nano, PROMPT)
-    rows = answer.tables["heads"]
-    assert {row["head"] for row in rows} == {str(head) for head in nano.heads()}
-    changes = [abs(row["difference"]) for row in rows]
-    assert changes == sorted(changes, reverse=True)
-    for row in rows:
-        assert row["direction"] == (
-            "neither" if abs(row["difference"]) < 0.1 else "for" if row["difference"] < 0 else "against"
-        )
-    other = qk.why(nano, PROMPT, versus="B")
-    assert "rather than 'B'" in other.answer
+def test_heads_stand_by_what_they_change_and_the_rival_can_be_named(nano):
+    rows = qk.why(nano, PROMPT).tables["heads"]
+    changes = [row["difference"] for row in rows]
+    assert changes == sorted(changes, key=abs, reverse=True)
+    ways = ["neither" if abs(change) < 0.1 else "for" if change < 0 else "against" for change in changes]
+    assert [row["direction"] for row in rows] == ways
+    assert "rather than 'B'" in qk.why(nano, PROMPT, versus="B").answer
     with pytest.raises(BadInput, match="is the next token itself"):
         qk.why(nano, PROMPT, versus="Z")
 

@@ -12,13 +12,12 @@ from qkscope.runs.result import Result
 from qkscope.show.page import write_report
 
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
-SCREENS = [("light", 1100, False), ("dark", 1100, True), ("phone", 390, False)]
 
 
 @pytest.fixture(scope="module")
-def results(browser):
+def results(browser, nano):
     """The verbs on a model that we ship, on few prompts."""
-    scope, task = qk.Scope.load("nano:mixed"), qk.tasks.binding(entities=9, form="list", seed=0)
+    scope, task = nano, qk.tasks.binding(entities=9, form="list", seed=0)
     ranking = qk.find_heads(scope, task, 8)
     fit = qk.decompose(scope, task, "L2H0", 16, contrasts=["order", "lexical"], replicates=19)
     swaps = qk.swap(scope, task.test(16), fit, sizes=[1, 4, 12], clouds=True)
@@ -45,7 +44,7 @@ def note(page):
     return page.locator("#tip").inner_text()
 
 
-def test_it_loads_whole_and_asks_for_nothing(report, url, results):
+def test_it_loads_whole_asks_for_nothing_and_is_readable_on_every_screen(report, url, results):
     page = report.page
     page.locator(".cloud .stage").scroll_into_view_if_needed()
     page.wait_for_selector(".cloud canvas")
@@ -55,23 +54,7 @@ def test_it_loads_whole_and_asks_for_nothing(report, url, results):
     assert page.locator(".map svg .cell").count() == len(results[1].table())
     for kind in ("map", "spectra", "swaps", "curve", "cloud", "tokens"):
         assert page.locator(f"section.{kind} .chart > *").count() > 0, kind
-
-
-@pytest.mark.parametrize(("name", "width", "dark"), SCREENS)
-def test_it_is_readable_in_light_and_dark_and_on_a_phone(report, name, width, dark):
-    page = report.page
-    page.set_viewport_size({"width": width, "height": 844})
-    page.emulate_media(color_scheme="dark" if dark else "light")
-    page.wait_for_timeout(400)
-    report.shoot(f"report-{name}")
-    ink, paper = page.evaluate(
-        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
-        ".map((text) => text.match(/\\d+/g).map(Number).reduce((a, b) => a + b))"
-    )
-    assert (ink > paper) is dark
-    assert report.fits()
-    assert report.errors == []
-    page.set_viewport_size({"width": 1100, "height": 900})
+    report.check_screens("report")
 
 
 def test_pointing_and_keys_read_out_a_head_and_a_swap(report, results):
@@ -107,36 +90,31 @@ def test_the_parts_of_a_token_are_shown_and_sum_to_its_logit(report, results):
     page.locator(".tokens .choices button", has_text="lexical").click()
     assert page.evaluate(colour) != before
     page.locator(".tokens .prompt").focus()
-    page.keyboard.press("Home")
-    assert "token 0" in note(page)
-    page.keyboard.press("ArrowRight")
+    report.press("Home", "ArrowRight")
     assert "token 1" in note(page)
-
-
-def seen_from(page):
-    return [float(part) for part in page.locator(".cloud .stage").get_attribute("data-view").split()]
 
 
 def test_the_points_turn_by_mouse_by_keys_and_by_buttons(report):
     page = report.page
     stage = page.locator(".cloud .stage")
     stage.scroll_into_view_if_needed()
-    start, box = seen_from(page), stage.bounding_box()
+    seen = lambda: [float(part) for part in stage.get_attribute("data-view").split()]  # noqa: E731
+    start, box = seen(), stage.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.mouse.move(x, y)
     page.mouse.down()
     page.mouse.move(x + 120, y + 30, steps=6)
     page.mouse.up()
-    dragged = seen_from(page)
+    dragged = seen()
     assert dragged[0] < start[0]
     assert dragged[1] > start[1]
     stage.locator("canvas").focus()
     page.keyboard.press("ArrowLeft")
-    assert seen_from(page)[0] == pytest.approx(dragged[0] + 0.15, abs=0.002)
+    assert seen()[0] == pytest.approx(dragged[0] + 0.15, abs=0.002)
     page.mouse.wheel(0, -200)  # it has the focus
-    assert seen_from(page)[2] > 1.2
+    assert seen()[2] > 1.2
     page.locator(".cloud .zoom button", has_text="reset").click()
-    assert seen_from(page) == start
+    assert seen() == start
     assert report.errors == []
 
 
@@ -206,12 +184,9 @@ def test_a_label_is_text_in_the_legend_and_a_chart_that_fails_is_alone(browser, 
     page.close()
 
 
-# ---------------------------------------------------------------- why, and the graph of writers
-
-
 @pytest.fixture(scope="module")
-def why():
-    return qk.why(qk.Scope.load("nano:mixed"), PROMPT, "L2H3", draws=4)
+def why(nano):
+    return qk.why(nano, PROMPT, "L2H3", draws=4)
 
 
 @pytest.fixture(scope="module")
@@ -219,15 +194,9 @@ def answer(browser, why, tmp_path_factory):
     return Watched(browser, write_report(tmp_path_factory.mktemp("page") / "why.html", why).as_uri())
 
 
-@pytest.mark.parametrize(("name", "width", "dark"), SCREENS)
-def test_an_answer_is_drawn_whole_at_any_width(answer, why, name, width, dark):
+def test_an_answer_is_drawn_whole_at_any_width(answer, why):
     page = answer.page
-    page.set_viewport_size({"width": width, "height": 844})
-    page.emulate_media(color_scheme="dark" if dark else "light")
-    page.wait_for_timeout(200)
-    answer.shoot(f"why-{name}")
-    assert answer.errors == []
-    assert answer.fits()
+    answer.check_screens("why")
     assert page.locator("section.said dd").count() == len(why.tables["said"])
     assert page.locator("section.output .track").count() == len(why.tables["output"])
     assert page.locator("section.tokens .token.picked").count() == 1
@@ -237,24 +206,18 @@ def test_an_answer_is_drawn_whole_at_any_width(answer, why, name, width, dark):
         if row["kind"] == "content" and row["writer"] not in (None, "rest", "other keys")
     }
     assert page.locator(".graph .place:not(.ghost) rect").count() == len(solid) + 1  # and the root
-    page.set_viewport_size({"width": 1100, "height": 900})
 
 
 def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
     page = answer.page
     logit = f"{why.tables['check'][0]['logit']:+.1f}".replace("-", "−")
-    for words, by, side in (
-        ("writers of the key", "writers", "key"),
-        ("writers of the query", "writers", "query"),
-        ("singular vectors", "singular", "both"),
-    ):
+    for words, by, side in (("writers of the key", "writers", "key"), ("singular vectors", "singular", "both")):
         page.locator("section.parts button", has_text=words).click()
         own = [row["part"] for row in why.tables["parts"] if (row["by"], row["side"]) == (by, side)]
         assert page.locator("section.parts .name").all_text_contents() == [*own, "logit"]
         assert page.locator("section.parts .value.sum").inner_text() == logit
-    words, carried, cuts = (
-        page.locator("section.tests", has_text=title) for title in ("Because", "Carried by", "Cuts")
-    )
+    titles = ("Because", "Carried by", "Cuts")
+    words, carried, cuts = (page.locator("section.tests", has_text=title) for title in titles)
     causes = {"yes": "shown", "open": "open", "no": "no"}
     assert words.locator(".value b").all_text_contents() == [causes[row["cause"]] for row in why.tables["because"]]
     assert carried.locator(".value b").all_text_contents() == [row["verdict"] for row in why.tables["carriers"]]
@@ -285,17 +248,16 @@ def test_a_writer_in_the_graph_is_read_out_and_followed_by_pointer_and_by_keys(a
     assert len(set(seen)) == 3
     assert seen[3] == seen[1]
     assert "share" in note(page)
-    counts = {}
+    counts = []
     for name in ("none", "main", "all"):
         page.locator("section.graph .choices button", has_text=name).click()
-        counts[name] = page.locator(".graph .line.why").count()
-    assert counts["none"] == 0
-    assert counts["main"] <= counts["all"]
+        counts.append(page.locator(".graph .line.why").count())
+    assert 0 == counts[0] < counts[1] <= counts[2]
 
 
-def test_an_atlas_is_searched_filtered_sorted_and_opened(browser, tmp_path):
+def test_an_atlas_is_searched_filtered_sorted_and_opened(browser, nano, tmp_path):
     texts = [unit[0].text for unit in qk.tasks.induction().test(300)]
-    found = qk.atlas(qk.Scope.load("nano:mixed"), texts, 8, test=8, length=32, progress=False)
+    found = qk.atlas(nano, texts, 8, test=8, length=32, progress=False)
     watched = Watched(browser, write_report(tmp_path / "atlas.html", found).as_uri())
     page, rows = watched.page, found.table()
     lines = page.locator(".atlas tbody:visible")
@@ -310,15 +272,9 @@ def test_an_atlas_is_searched_filtered_sorted_and_opened(browser, tmp_path):
     look = next(row for row in found.tables["examples"] if row["head"] == "L1H1")
     assert lines.count() == 1
     lines.locator("button").click()
-    assert (
-        lines.locator("blockquote").first.locator("mark.query, mark.both").inner_text() == look["tokens"][look["query"]]
-    )
+    asking = lines.locator("blockquote").first.locator("mark.query, mark.both")
+    assert asking.inner_text() == look["tokens"][look["query"]]
     assert lines.locator("blockquote mark.cause").count() > 0
     assert "cause decides" in lines.locator(".marks").inner_text()
-    for name, width, dark in SCREENS:
-        page.set_viewport_size({"width": width, "height": 844})
-        page.emulate_media(color_scheme="dark" if dark else "light")
-        watched.shoot(f"atlas-{name}")
-        assert watched.fits()
-    assert watched.errors == []
+    watched.check_screens("atlas")
     page.close()

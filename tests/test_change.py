@@ -105,16 +105,12 @@ def test_why_sees_what_is_hidden_from_the_head_itself(nano):
         found, row = qk.why(nano, PROMPT, "L2H3"), nano.attention(PROMPT, "L2H3")[-1]
         second = max((i for i in range(1, 12) if i != 10), key=lambda i: float(row[i]))
         with nano.hide("L2H3", key=second):
-            both = logits_of_next(nano)
+            both = patched(nano, nano.encode([PROMPT]).inputs)[0, -1].softmax(-1)
     shown = {line["position"]: line["attention"] for line in found.tables["attention"]}
     assert 10 not in shown
     assert shown == pytest.approx({i: float(row[i]) for i in shown}, abs=1e-5)
     top = found.tables["output"][0]
     assert top["without_key"] == pytest.approx(float(both[top["id"]]), abs=1e-4)  # hidden beside what is hidden already
-
-
-def logits_of_next(scope):
-    return patched(scope, scope.encode([PROMPT]).inputs)[0, -1].softmax(-1)
 
 
 def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):

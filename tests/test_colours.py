@@ -34,12 +34,8 @@ def linear(colour):
 
 def distance(one, other, eye):
     """In Oklab, times 100: two is what one can just tell."""
-    at = [
-        times(
-            OKLAB, [max(c, 0) ** (1 / 3) for c in times(CONES, [max(v, 0) for v in times(EYES[eye], linear(colour))])]
-        )
-        for colour in (one, other)
-    ]
+    seen = ([max(v, 0) for v in times(EYES[eye], linear(colour))] for colour in (one, other))
+    at = [times(OKLAB, [max(c, 0) ** (1 / 3) for c in times(CONES, light)]) for light in seen]
     return 100 * sum((a - b) ** 2 for a, b in zip(*at, strict=True)) ** 0.5
 
 
@@ -66,15 +62,11 @@ def test_a_name_has_its_colour_whoever_stands_beside_it_in_figures_and_on_the_pa
     page = browser.new_page(color_scheme="light")
     page.set_content(f"<!doctype html><style>{asset('page.css')}</style><body></body>")
     page.add_script_tag(content="const qk = {};" + asset("colours.js"))
-    drawn = dict(
-        page.evaluate(
-            """(names) => Object.entries(qk.partColours(names)).map(([name, colour]) => {
-              document.body.style.background = colour;
-              return [name, getComputedStyle(document.body).backgroundColor];
-            })""",
-            names,
-        )
-    )
+    code = """(names) => Object.entries(qk.partColours(names)).map(([name, colour]) => {
+      document.body.style.background = colour;
+      return [name, getComputedStyle(document.body).backgroundColor];
+    })"""
+    drawn = dict(page.evaluate(code, names))
     assert len(set(drawn.values())) == len(names)
     for name in ("order", "key_pca"):
         parts = [int(colours_of([name])[name][i : i + 2], 16) for i in (1, 3, 5)]

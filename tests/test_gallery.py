@@ -15,10 +15,7 @@ from qkscope.show.page import heads_in, page_of, report_html
 
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(1)>"
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
-CLAIMS = [
-    Claim("L2H0 is right", "", 0.9, 0.2, "ours > control"),
-    Claim("L1H1 is right", "", 0.1, 0.2, "ours > control"),
-]
+CLAIMS = [Claim(f"{head} is right", "", ours, 0.2, "ours > control") for head, ours in (("L2H0", 0.9), ("L1H1", 0.1))]
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +32,10 @@ def runs(nano, tmp_path_factory):
     return place
 
 
-def stop(folder, how):
-    """What a kill leaves of a run."""
-    (folder / "results.json").unlink()
-    if how == "work":
-        (folder / "manifest.json").unlink()
-        (folder / ".work" / "abc").mkdir(parents=True)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def index(runs, tmp_path_factory):
-    return write_gallery(
-        tmp_path_factory.mktemp("site") / "site", runs / "why", runs
-    )  # named twice, it stands there once
+    site = tmp_path_factory.mktemp("site") / "site"
+    return write_gallery(site, runs / "why", runs)  # named twice, it stands there once
 
 
 def test_every_run_has_a_card_with_its_answer_and_a_page(index):
@@ -90,14 +77,18 @@ def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path, qk
 @pytest.mark.parametrize("how", ["work", "removed"])
 def test_a_run_that_was_stopped_is_left_out_and_said_so(runs, tmp_path, caplog, how):
     shutil.copytree(runs, tmp_path / "runs")
-    stopped = stop(tmp_path / "runs" / "fit", how)
+    folder = tmp_path / "runs" / "fit"  # what a kill leaves of a run
+    (folder / "results.json").unlink()
+    if how == "work":
+        (folder / "manifest.json").unlink()
+        (folder / ".work" / "abc").mkdir(parents=True)
     index = write_gallery(tmp_path / "site", tmp_path / "runs")
     said = "is left out: it is not finished; run its command again"
     assert f"fit {said}" in caplog.text
     assert f"<li>fit {said}" in index.read_text()
     assert str(tmp_path) not in index.read_text()  # a page that is sent
     assert len(Result.read(tmp_path / "site").table("runs")) == 3
-    assert stopped.is_dir()  # and nothing is taken from it
+    assert folder.is_dir()  # and nothing is taken from it
 
 
 def test_text_of_a_run_is_text_in_the_index(tmp_path):
@@ -120,23 +111,13 @@ def site(index):
     return index.as_uri()
 
 
-@pytest.mark.parametrize(
-    ("name", "width", "dark"), [("light", 1280, False), ("dark", 1280, True), ("phone", 390, False)]
-)
-def test_the_site_opens_from_disk_without_a_request(browser, site, name, width, dark):
-    watched = Watched(browser, site, width=width, dark=dark)
-    watched.shoot(f"gallery-{name}")
-    assert [r for r in watched.requests if not r.startswith("data:")] == [site]
-    assert watched.errors == []
-    assert watched.fits()
-    for run, drawn in (("why", ".graph svg"), ("heads", ".cell"), ("fit", "circle")):
-        assert watched.page.locator(f"#run-{run} .thumbnail {drawn}").count() > 0
-    watched.page.close()
-
-
-def test_words_and_choices_hide_what_was_not_asked_for(browser, site):
+def test_the_site_opens_from_disk_and_words_and_choices_hide_what_was_not_asked_for(browser, site):
     watched = Watched(browser, site)
     page = watched.page
+    watched.check_screens("gallery")
+    assert [r for r in watched.requests if not r.startswith("data:")] == [site]
+    for run, drawn in (("why", ".graph svg"), ("heads", ".cell"), ("fit", "circle")):
+        assert page.locator(f"#run-{run} .thumbnail {drawn}").count() > 0
     shown = lambda: page.locator(".card:visible").evaluate_all("(all) => all.map((each) => each.id)")  # noqa: E731
     page.locator("#words").fill("l2h3")
     assert shown() == ["run-why"]

@@ -99,10 +99,9 @@ def test_what_is_tested_must_be_new(tmp_path):
     with pytest.raises(BadInput, match="line 7 is for test, but its prompt is that of line 3, which is for fit"):
         tasks.from_jsonl(write(tmp_path, *lines))
     a, b = numbered(2)  # also through a group that stands between two uses
+    path = write(tmp_path, {**a, "use": "fit"}, {**b, "use": "test"}, {**a, "group": 1}, {**b, "group": 1})
     with pytest.raises(BadInput, match="what is tested must be new"):
-        tasks.from_jsonl(
-            write(tmp_path, {**a, "use": "fit"}, {**b, "use": "test"}, {**a, "group": 1}, {**b, "group": 1})
-        )
+        tasks.from_jsonl(path)
 
 
 def test_named_answers_are_read_downstream_and_said(tmp_path, scope):

@@ -42,9 +42,6 @@ def embedding(scope: Scope) -> torch.Tensor:
     return scope.model.get_input_embeddings().weight
 
 
-# ---------------------------------------------------------------- fingerprints
-
-
 def test_a_folder_is_the_model_that_was_saved_and_is_checked_once(folder: Path) -> None:
     scope = Scope.load(folder, device="cpu")
     want = next(iter(Scope.from_model(tiny_model("llama")).capture([EXAMPLE])))
@@ -133,9 +130,6 @@ def test_a_file_is_read_again_only_when_it_may_have_changed(tmp_path: Path, monk
     assert file_hash(path) != digest
 
 
-# ---------------------------------------------------------------- what does not fit together
-
-
 def test_a_folder_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> None:
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
@@ -174,9 +168,6 @@ def test_weights_and_config_must_fit_each_other(folder: Path) -> None:
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save()
     refused(folder, r"1 weights such as model.layers.1.self_attn.q_proj.weight are missing from its files")
-
-
-# ---------------------------------------------------------------- names and settings
 
 
 def test_names_that_lead_nowhere_and_a_cache_that_cannot_be_written(
@@ -234,9 +225,6 @@ def test_a_gguf_file_is_dequantised_once(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes((tmp_path / "tiny.gguf").read_bytes()[:300])
     refused(tmp_path / "broken.gguf", r"broken.gguf could not be loaded .* damaged or half downloaded")
     assert list(cache_dir("gguf").iterdir()) == [kept]  # nothing half-written stays
-
-
-# ---------------------------------------------------------------- tokens that belong to the model
 
 
 def test_ids_outside_the_vocabulary_are_named(tmp_path: Path) -> None:

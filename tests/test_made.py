@@ -43,8 +43,8 @@ def test_saying_the_printed_command_again_gives_the_same_bits(tmp_path, qkscope)
     for name in files:
         (one, about), (other, same) = (read_tensors(folder / name, "sums") for folder in (out, again))
         assert about == same
-        assert {key: tensor.numpy().tobytes() for key, tensor in one.items()} == {
-            key: tensor.numpy().tobytes() for key, tensor in other.items()
+        assert {key: x.numpy().tobytes() for key, x in one.items()} == {
+            k: x.numpy().tobytes() for k, x in other.items()
         }
 
 

@@ -10,10 +10,8 @@ from qkscope.errors import BadInput
 
 def gpt2(dropout: float = 0.5) -> transformers.GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=60, n_embd=32, n_layer=3, n_head=2, attn_pdrop=dropout, resid_pdrop=dropout, embd_pdrop=dropout
-    )
-    return transformers.GPT2LMHeadModel(config)
+    dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(60, n_embd=32, n_layer=3, n_head=2, **dropouts))
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ for name in sys.argv[1:]:
 print(json.dumps(said))
 """
 MINE = ("AutoModelForSpeechSeq2Seq", "AutoModelForCausalLM", "AutoModel", "AutoConfig", "AutoProcessor")
+OWN_TOKENIZER = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
 
 
 class _Bomb:
@@ -68,7 +69,7 @@ def _pickle(folder: Path) -> None:
 
 def _beside_a_gguf(folder: Path) -> None:
     _config()(folder)
-    _tokenizer("Evil", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]})(folder)
+    _tokenizer("Evil", auto_map=OWN_TOKENIZER)(folder)
     write_gguf(folder / "model.gguf")
 
 
@@ -78,10 +79,7 @@ TRICKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "its own class as architecture": (_config(architectures=["Evil"]), "is no model of transformers"),
     "a type nobody knows": (_config(model_type="evil", architectures=["Evil"]), "brings its own code"),
     "a known model with code beside it": (_config(), "loaded LlamaForCausalLM"),
-    "a tokenizer of its own": (
-        _tokenizer("Evil", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]}),
-        "loaded LlamaForCausalLM",
-    ),
+    "a tokenizer of its own": (_tokenizer("Evil", auto_map=OWN_TOKENIZER), "loaded LlamaForCausalLM"),
     "a tokenizer that is an Auto class": (_tokenizer("AutoProcessor"), "loaded LlamaForCausalLM and NoneType"),
     "generation of its own": (_generate, "loaded LlamaForCausalLM"),
     "weights that are code": (_config(transformers_weights="evil.py"), "'evil.py' is no file of weights"),
@@ -110,9 +108,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, bool,
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(done.stdout.splitlines()[-1].partition("? [y/N] ")[2] or done.stdout.splitlines()[-1])
     asked = {trick: f"{place} contains" in done.stdout for trick, place in places.items()}
-    ran = {
-        trick: (place if place.is_dir() else place.parent).joinpath("ran").exists() for trick, place in places.items()
-    }
+    ran = {trick: (place / "ran").exists() or (place.parent / "ran").exists() for trick, place in places.items()}
     return {trick: (answers[str(place)], asked[trick], ran[trick]) for trick, place in places.items()}
 
 

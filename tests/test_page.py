@@ -25,9 +25,9 @@ PROMPT = "hat: O\njam: Z\ncat: B\njam:"
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(nano):
     """What the verbs return on a model that we ship."""
-    scope, task = qk.Scope.load("nano:mixed"), qk.tasks.binding(4)
+    scope, task = nano, qk.tasks.binding(4)
     texts = [unit[0].text for unit in qk.tasks.induction().test(300)]
     fit = qk.decompose(scope, task, ["L2H0", "L1H1"], 16, contrasts=["order", "lexical"], replicates=9)
     return {
@@ -63,12 +63,8 @@ def evil_result(**kwargs):
 
 
 def data_of(page):
-    return [
-        json.loads(text) for text in re.findall(r'<script type="application/json" class="data">(.*?)</script>', page)
-    ]
-
-
-# ---------------------------------------------------------------- one page, offline
+    texts = re.findall(r'<script type="application/json" class="data">(.*?)</script>', page)
+    return [json.loads(text) for text in texts]
 
 
 def test_results_make_one_page_that_needs_nothing_else(results, tmp_path):
@@ -109,9 +105,6 @@ def test_the_page_and_the_widget_escape_everything():
     assert json.loads(script_json({EVIL: "\u2028&"})) == {EVIL: "\u2028&"}
 
 
-# ---------------------------------------------------------------- charts are the numbers
-
-
 @pytest.mark.parametrize("verb", KINDS)
 def test_the_page_of_a_verb_read_back_is_the_page_it_made(results, tmp_path, verb):
     read = Result.read(results[verb].write(tmp_path / "run"))
@@ -137,9 +130,8 @@ def test_charts_hold_the_numbers_of_the_tables(results):
     for table, after in (("because", "after"), ("carriers", "restored"), ("cuts", "after")):
         own = results["why"].tables[table]
         assert [row["after"] for row in drawn[table]] == [row[after] for row in own]
-    assert [row["verdict"] == "shown" for row in drawn["because"]] == [
-        row["cause"] == "yes" for row in results["why"].tables["because"]
-    ]
+    causes = [row["cause"] == "yes" for row in results["why"].tables["because"]]
+    assert [row["verdict"] == "shown" for row in drawn["because"]] == causes
     for table in ("carriers", "cuts"):
         assert [row["verdict"] for row in drawn[table]] == [row["verdict"] for row in results["why"].tables[table]]
 
@@ -147,8 +139,8 @@ def test_charts_hold_the_numbers_of_the_tables(results):
 def test_points_lie_in_the_features_subspace_and_know_their_labels(results):
     clouds = clouds_of(results["swap"])
     assert [cloud.title for cloud in clouds] == [
-        "order at L2H0", "lexical at L2H0", "order at L1H1", "lexical at L1H1",
-    ]  # fmt: skip
+        f"{name} at {h}" for h in ("L2H0", "L1H1") for name in ("order", "lexical")
+    ]
     for cloud in clouds:
         assert (cloud.keys.shape, cloud.queries.shape) == ((12 * 4, 3), (12, 3))
         # queries count as often as keys, so that both together are centred
@@ -183,14 +175,10 @@ def test_a_page_is_told_in_order(results):
     assert re.findall(r'<img alt="(\w+)"', page) == ["other"]  # a picture of what is drawn already is left out
 
 
-# ---------------------------------------------------------------- bad input, and folders
-
-
 def damage(folder: Path, file: str, change) -> None:
     text = (folder / file).read_bytes()
-    (folder / file).write_bytes(
-        change(text) if callable(change) else json.dumps({**json.loads(text), **change}).encode()
-    )
+    changed = change(text) if callable(change) else json.dumps({**json.loads(text), **change}).encode()
+    (folder / file).write_bytes(changed)
 
 
 @pytest.mark.parametrize(

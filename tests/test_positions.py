@@ -10,11 +10,6 @@ from qkscope_papers.families import tiny_model
 PROMPT = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
 
 
-@pytest.fixture(scope="module")
-def scope(smollm2: Scope) -> Scope:
-    return smollm2
-
-
 def pieces(scope: Scope, examples: list[Example], **options: object) -> list[tuple[str, list[str]]]:
     """Decoded tokens at the query and at the keys of each row."""
     encoded = scope.encode(examples, **options)
@@ -33,49 +28,49 @@ def pieces(scope: Scope, examples: list[Example], **options: object) -> list[tup
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("chat", [False, True])
-def test_marks_land_on_their_tokens(scope: Scope, side: str, chat: bool) -> None:
+def test_marks_land_on_their_tokens(smollm2: Scope, side: str, chat: bool) -> None:
     long = Example.mark(PROMPT, keys=["O", "Z"], queries=["jam"])
     short = Example.mark("A cat: B", keys=["B"], queries=["cat"])
-    found = pieces(scope, [long, short], padding_side=side, chat=chat)
+    found = pieces(smollm2, [long, short], padding_side=side, chat=chat)
     assert [(q.strip(), [k.strip() for k in keys]) for q, keys in found] == [("jam", ["O", "Z"]), ("cat", ["B"])]
 
 
-def test_the_query_is_the_last_token_and_a_word_its_last_one(scope: Scope) -> None:
-    ((query, _),) = pieces(scope, [Example.mark(PROMPT, keys=["O"])])
+def test_the_query_is_the_last_token_and_a_word_its_last_one(smollm2: Scope) -> None:
+    ((query, _),) = pieces(smollm2, [Example.mark(PROMPT, keys=["O"])])
     assert query == " Box"
-    encoded = scope.encode([Example.mark(PROMPT, keys=["O"])], chat=True)
+    encoded = smollm2.encode([Example.mark(PROMPT, keys=["O"])], chat=True)
     ids = encoded.inputs["input_ids"][0]
     assert encoded.places.query.tolist() == [len(ids) - 1]
-    assert scope.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
+    assert smollm2.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
     text = "We met Xylophonius there."
-    tokens = scope.tokenizer.tokenize(text)
+    tokens = smollm2.tokenizer.tokenize(text)
     assert len([t for t in tokens if t.strip("Ġ") in "Xylophonius"]) > 1
-    ((_, (last,)),) = pieces(scope, [Example.mark(text, keys=["Xylophonius"])])
+    ((_, (last,)),) = pieces(smollm2, [Example.mark(text, keys=["Xylophonius"])])
     assert "Xylophonius".endswith(last)
     assert last != "Xylophonius"
     text = "é☕ jam:\n\nhat"
-    found = pieces(scope, [Example.mark(text, keys=["jam", "hat", "\n\n"])])
+    found = pieces(smollm2, [Example.mark(text, keys=["jam", "hat", "\n\n"])])
     assert [key.strip(" ") for key in found[0][1]] == ["jam", "hat", "\n"]  # two tokens here, the last one counts
-    cup = scope.encode([Example.mark("a ☕ b", keys=["☕"])])  # three tokens share this character
-    assert scope.tokenizer.decode(cup.inputs["input_ids"][0, : int(cup.places.keys) + 1]) == "a ☕"
+    cup = smollm2.encode([Example.mark("a ☕ b", keys=["☕"])])  # three tokens share this character
+    assert smollm2.tokenizer.decode(cup.inputs["input_ids"][0, : int(cup.places.keys) + 1]) == "a ☕"
 
 
-def test_a_template_that_trims_and_one_that_rewrites(scope: Scope) -> None:
-    before = scope.tokenizer.chat_template
+def test_a_template_that_trims_and_one_that_rewrites(smollm2: Scope) -> None:
+    before = smollm2.tokenizer.chat_template
     try:
-        scope.tokenizer.chat_template = "U: {{ messages[0]['content'] | trim }} A:"
-        own = Scope.from_model(scope.model, scope.tokenizer, check=False)
+        smollm2.tokenizer.chat_template = "U: {{ messages[0]['content'] | trim }} A:"
+        own = Scope.from_model(smollm2.model, smollm2.tokenizer, check=False)
         ((query, (key,)),) = pieces(own, [Example.mark("  the hat is", keys=["hat"], queries=["is"])], chat=True)
         assert (query.strip(), key.strip()) == ("is", "hat")
-        scope.tokenizer.chat_template = "U: {{ messages[0]['content'] | replace('hat', 'cap') }} A:"
-        own = Scope.from_model(scope.model, scope.tokenizer, check=False)
+        smollm2.tokenizer.chat_template = "U: {{ messages[0]['content'] | replace('hat', 'cap') }} A:"
+        own = Scope.from_model(smollm2.model, smollm2.tokenizer, check=False)
         with pytest.raises(BadInput, match="changes the prompt"):
             own.encode([Example.mark("the hat", keys=["hat"])], chat=True)
-        scope.tokenizer.chat_template = None
+        smollm2.tokenizer.chat_template = None
         with pytest.raises(BadInput, match="no chat template"):
-            Scope.from_model(scope.model, scope.tokenizer, check=False).encode([PROMPT], chat=True)
+            Scope.from_model(smollm2.model, smollm2.tokenizer, check=False).encode([PROMPT], chat=True)
     finally:
-        scope.tokenizer.chat_template = before
+        smollm2.tokenizer.chat_template = before
 
 
 @pytest.mark.parametrize(
@@ -90,9 +85,9 @@ def test_a_template_that_trims_and_one_that_rewrites(scope: Scope) -> None:
         (lambda s: s.encode(["hat " * 9000]), "context ends at 8192"),
     ],
 )
-def test_words_that_cannot_be_placed_raise_and_show_why(scope: Scope, mistake, said: str) -> None:
+def test_words_that_cannot_be_placed_raise_and_show_why(smollm2: Scope, mistake, said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        mistake(scope)
+        mistake(smollm2)
 
 
 def test_only_whole_words_match_and_ids_take_token_spans() -> None:

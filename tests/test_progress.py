@@ -67,8 +67,7 @@ def test_a_terminal_shows_one_line_below_what_is_logged_and_it_is_gone_at_the_en
 
 def test_other_libraries_are_not_heard_from_the_command_line():
     code = (
-        "import sys, warnings, logging; sys.argv = ['qkscope', '--version']\n"
-        "from qkscope.cli import main\n"
+        "import sys, warnings, logging; sys.argv = ['qkscope', '--version']\nfrom qkscope.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "from transformers.utils import logging as theirs\n"

@@ -95,9 +95,8 @@ def test_the_readme_names_the_two_commands_and_every_verb_with_options_that_it_t
     root = typer.main.get_command(app)
     named: dict = {}
     papers = find_spec("qkscope_papers") is not None  # the wheel alone has none of their verbs
-    for row in (
-        row for row in table.splitlines()[2:] if papers or ("with papers" not in row and "[papers]" not in row)
-    ):
+    rows = [row for row in table.splitlines()[2:] if papers or not re.search(r"with papers|\[papers\]", row)]
+    for row in rows:
         verbs = [command.split()[0] for command in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
         for verb in verbs:
             named.setdefault(verb, set()).update(re.findall(r"(?<![\w-])--[a-z]+", row) if len(set(verbs)) == 1 else ())

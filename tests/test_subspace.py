@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from planted import orthonormal, randn
 from qkscope import BadInput, Head
 from qkscope.maths import bases
-from qkscope.maths.bases import (
-    checked_svd,
-    energy_rank,
-    joint_basis,
-    oblique_projectors,
-)
+from qkscope.maths.bases import checked_svd, energy_rank, joint_basis, oblique_projectors
 from qkscope.maths.subspace import Subspace
 
 seeds = st.integers(0, 10**6)

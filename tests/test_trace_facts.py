@@ -64,9 +64,8 @@ def test_a_feature_and_all_that_is_not_in_it_sum_to_the_whole(nano, induction):
     found = [induction, *(traced(nano, TASK, HEAD, feature=one) for one in (inside, outside))]
     prompts = [qk.trace(nano, PROMPT, HEAD, key=3, feature=one) for one in (None, inside, outside)]
     for three in (found, prompts):
-        whole, part, rest = (
-            {(row["side"], row["writer"]): row["value"] for row in one.tables["writers"]} for one in three
-        )
+        every = [one.tables["writers"] for one in three]
+        whole, part, rest = ({(row["side"], row["writer"]): row["value"] for row in rows} for rows in every)
         assert all(part[at] + rest[at] == pytest.approx(value, abs=1e-4) for at, value in whole.items())
         whole, part, rest = (one.tables["check"][0] for one in three)
         assert part["logit"] + rest["logit"] == pytest.approx(whole["logit"], abs=1e-4)
@@ -159,12 +158,11 @@ def test_writers_are_chosen_without_the_test_prompts(nano):
     pairs = [[(row["query_writer"], row["key_writer"]) for row in found.tables["pairs"]] for found in (one, other)]
     assert pairs[0] == pairs[1]
     assert one.tables["pairs"] != other.tables["pairs"]
-    chosen, tested = (
-        {word for unit in drawn[use] for word in unit[0].text.removeprefix("Words:").split()}
-        for use in ("choose", "test")
-    )
-    assert chosen
-    assert not chosen & tested
+    words = {
+        use: " ".join(unit[0].text for unit in units).replace("Words:", "").split() for use, units in drawn.items()
+    }
+    assert words["choose"]
+    assert not set(words["choose"]) & set(words["test"])
 
 
 @pytest.mark.parametrize("head", ["L1H0", "all"])

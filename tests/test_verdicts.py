@@ -131,9 +131,7 @@ def test_six_words_are_never_sure_and_cannot_be_told_apart_at_sixteen_heads():
     assert "6 units, which are few" in "\n".join(alone.lines())
     together = run_controls(moments, "c")
     assert {c.verdict for c in together.values()} == {"untested"}
-    assert together[Head(0, 0)].reason == (
-        "untested: 6 independent units (different words, or prompts) are too few for 16 heads at once"
-    )
+    assert "6 independent units (different words, or prompts) are too few for 16 heads" in together[Head(0, 0)].reason
 
 
 def numbers(task, contrast, n):

@@ -79,9 +79,8 @@ def test_a_key_that_is_the_first_token_is_said_once_and_in_the_result(tmp_path, 
 
 def looking(query: int, keys: list[int], length: int = 12) -> list[tuple[Example]]:
     marks = tuple(Key((i, i + 1), {"mine": sign}) for i, sign in zip(keys, (1, -1), strict=True))
-    return [
-        (Example(ids=tuple(range(10 + n, 10 + n + length)), queries=((query, query + 1),), keys=marks),) for n in (0, 1)
-    ]
+    ids = [tuple(range(start, start + length)) for start in (10, 11)]
+    return [(Example(ids=own, queries=((query, query + 1),), keys=marks),) for own in ids]
 
 
 def test_a_key_outside_a_heads_window_is_refused_for_that_head_alone():
@@ -89,9 +88,7 @@ def test_a_key_outside_a_heads_window_is_refused_for_that_head_alone():
     sliding = [kind == "sliding_attention" for kind in gemma.model.config.get_text_config().layer_types]
     near, far = sliding.index(True), sliding.index(False)
     unit_runner(gemma, looking(11, [1, 10]), [Head(far, 0)])([0, 1])
-    with pytest.raises(
-        BadInput, match=rf"key 1 \(\(11,\)\) is out of sight of L{near}H0, which looks only so far back"
-    ):
+    with pytest.raises(BadInput, match=rf"key 1 \(\(11,\)\) is out of sight of L{near}H0, which looks only so far"):
         unit_runner(gemma, looking(11, [1, 10]), [Head(near, 0)])([0, 1])
 
     marks = (Key((1, 2), {"answer": 1}), Key((10, 11), {"answer": -1}))

@@ -29,16 +29,6 @@ IDS = Example(ids=(5, 9, 3, 7, 11, 4, 9))
 FAMILIES = ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox"]
 
 
-@pytest.fixture(scope="module")
-def nano():
-    return qk.Scope.load("nano:mixed")
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return qk.Scope.load("smollm2-135m")
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def tiny(request):
     return Scope.from_model(tiny_model(request.param), check=False)
@@ -55,16 +45,12 @@ def sums(rows):
     return found
 
 
-# ---------------------------------------------------------------------- facts
-
-
 def test_parts_of_each_way_sum_to_the_logit(nano):
     one = Probe(nano, PROMPT).head("L2H3")
     feature = qk.Subspace.from_delta(torch.eye(nano.d_head), rank=2)
     rows = part_rows(one, {"mine": feature})
     found = sums(rows)
-    ways = {("writers", "key"), ("writers", "query"), ("singular", "both"), ("features", "query")}
-    assert set(found) == ways
+    assert set(found) == {("writers", "key"), ("writers", "query"), ("singular", "both"), ("features", "query")}
     assert all(value == pytest.approx(one.total, abs=1e-4) for value in found.values())
     assert all(row["share"] == pytest.approx(row["value"] / one.total, abs=1e-6) for row in rows)
     assert [row["part"] for row in rows if row["by"] == "features"] == ["mine", "rest"]
@@ -79,8 +65,7 @@ def test_singular_terms_sum_to_the_logit_by_themselves(tiny):
     if terms is None:
         assert tiny.facts.family in ("gpt_neox", "gemma2")
         return
-    size = max(map(abs, terms))
-    assert sum(terms) == pytest.approx(one.total, abs=2e-4 * max(size, 1))
+    assert sum(terms) == pytest.approx(one.total, abs=2e-4 * max(1, *map(abs, terms)))
 
 
 def test_writers_are_those_of_trace(nano):
@@ -135,15 +120,11 @@ def test_direct_effects_are_the_unembedding_behind_the_frozen_norm(family):
     scope = Scope.from_model(tiny_model(family), check=False)
     head, model = last_head(scope), scope.model
     probe = Probe(scope, IDS)
-    inner = model.model if family == "llama" else model.transformer
-    norm = inner.norm if family == "llama" else inner.ln_f
-    W_O = (
-        inner.layers[head.layer].self_attn.o_proj.weight
-        if family == "llama"
-        else inner.h[head.layer].attn.c_proj.weight.T
-    )
-    kept = {}
-    one = probe.head(head)
+    if family == "llama":
+        norm, W_O = model.model.norm, model.model.layers[head.layer].self_attn.o_proj.weight
+    else:
+        norm, W_O = model.transformer.ln_f, model.transformer.h[head.layer].attn.c_proj.weight.T
+    kept, one = {}, probe.head(head)
     hook = norm.register_forward_pre_hook(lambda _module, args: kept.update(x=args[0][0, one.asked.query]))
     with torch.no_grad():
         model(**one.asked.inputs)
@@ -163,18 +144,13 @@ def test_direct_effects_are_the_unembedding_behind_the_frozen_norm(family):
     assert torch.allclose(output.from_key(one), by_hand - by_hand.mean(), atol=1e-4)
 
 
-# ---------------------------------------------------------------------- the answer
-
-
-def test_every_family_is_answered(tiny):
+def test_every_family_is_answered_with_a_head_and_without_where_every_head_is_tried(tiny):
     found = qk.why(tiny, IDS, last_head(tiny), draws=2)
     assert {"attention", "parts", "writers", "cuts", "output"} <= set(found.tables)
     assert sums(found.tables["parts"])["writers", "key"] == pytest.approx(found.tables["check"][0]["logit"], abs=1e-3)
     assert found.tables["check"][0]["sum_error"] < 1e-4
     assert found.tables["cuts"][0].keys() >= {"side", "writers", "before", "after", "control_low", "control_high"}
 
-
-def test_without_a_head_every_head_is_tried(tiny):
     found = qk.why(tiny, IDS)
     asked = Question.of(tiny, IDS, None, False)
     with torch.no_grad():
@@ -214,38 +190,35 @@ def test_three_questions_are_answered_in_fourteen_lines(smollm2, capsys, monkeyp
     assert max(map(cell_len, lines)) <= 80
 
 
-def test_next_of_a_head_of_the_first_layer_is_no_trace():
+def test_a_head_of_the_first_layer_reads_the_embedding_and_is_not_traced_next(nano):
+    found = qk.why(nano, PROMPT, "L0H1", draws=2)
+    assert {row["part"] for row in found.tables["parts"] if row["by"] == "writers"} == {"embedding", "bias", "rest"}
     arguments = ["why", "hat: O jam: Z jam:", "--model", "nano:mixed"]
     printed = CliRunner().invoke(app, [*arguments, "--head", "L0H0"]).stdout
     assert printed.splitlines()[-1] == "Next: qkscope why 'hat: O jam: Z jam:' --model nano:mixed"
 
 
-def test_a_head_of_the_first_layer_reads_the_embedding(nano):
-    found = qk.why(nano, PROMPT, "L0H1", draws=2)
-    assert {row["part"] for row in found.tables["parts"] if row["by"] == "writers"} == {"embedding", "bias", "rest"}
+@pytest.mark.parametrize(
+    ("prompt", "asked", "said"),
+    [
+        ("", {}, "empty"),
+        ("hat: O " * 4000, {"head": "L1H0"}, "tokens"),
+        ([], {"heads": "L1H0"}, "no prompts"),
+        (["hat: O hat:"] * 2, {"heads": "L1H0", "key": 3}, "asked about in one prompt"),
+        (["hat: O hat:"] * 2, {"head": "L1H0", "heads": "L1H0"}, "named once"),
+        (["hat: O hat:"] * 2, {"heads": "L9H0"}, "L9H0 does not exist"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(nano, prompt, asked, said):
+    with pytest.raises(BadInput, match=said):
+        qk.why(nano, prompt, **asked)
 
 
-def test_json_has_the_tables():
-    done = CliRunner().invoke(
-        app, ["why", "hat: O\\njam: Z\\njam:", "--head", "L1H0", "--model", "nano:mixed", "--json"]
-    )
-    assert done.exit_code == 0, done.output
-    assert {"attention", "parts", "writers", "cuts", "output"} <= set(json.loads(done.stdout)["tables"])
-
-
-def test_a_number_of_tokens_is_too_small_or_too_large(nano):
-    with pytest.raises(BadInput, match="empty"):
-        qk.why(nano, "")
-    with pytest.raises(BadInput, match="tokens"):
-        qk.why(nano, "hat: O " * 4000, "L1H0")
+def test_the_shortest_prompt_is_answered_and_a_family_that_cannot_be_traced_says_so(nano):
     found = qk.why(nano, "hat", "L1H0", draws=2)  # the query is the only key besides the first
     assert "graph" not in found.tables
-
-
-def test_a_family_that_cannot_be_traced_says_so():
-    scope = Scope.from_model(tiny_model("jetmoe"), check=False)
     with pytest.raises(BadInput, match="no one matrix adds up its heads' outputs"):
-        qk.why(scope, IDS, "L0H0")
+        qk.why(Scope.from_model(tiny_model("jetmoe"), check=False), IDS, "L0H0")
 
 
 def test_a_head_that_rests_on_the_first_token_says_so(nano):
@@ -268,8 +241,7 @@ def test_pieces_of_a_character_are_read_whole_or_named(smollm2):
     assert "a part of a character" in found.answer
     found = qk.why(smollm2, "a 🧿 b", "L3H1", query=at + 2 if at + 2 < len(ids) else -1, key=at + 1, draws=2)
     assert f"' 🧿' (token {at + 1})" in found.answer
-    told = json.dumps([found.answer, found.to_json()["tables"]], ensure_ascii=False)
-    assert "\ufffd" not in told
+    assert "\ufffd" not in json.dumps([found.answer, found.to_json()["tables"]], ensure_ascii=False)
 
 
 def test_a_folder_of_another_verb_says_what_to_give(tmp_path):
@@ -278,8 +250,6 @@ def test_a_folder_of_another_verb_says_what_to_give(tmp_path):
     assert isinstance(done.exception, BadInput)
     assert "but a run of trace/heads: name one of a fit" in str(done.exception)
 
-
-# ---------------------------------------------------------------------- over many prompts
 
 BOXES = ["hat: O\njam: Z\ncat: B\njam:", "hat: O\njam: Z\ncat: B\nhat:", "pen: K\ncat: B\njam: Z\ncat:"]
 HEADS = ["L1H0", "L2H3"]
@@ -313,9 +283,8 @@ def test_counts_and_intervals_are_of_the_prompts_where_a_head_looks(over):
 
 def test_a_run_over_prompts_that_was_stopped_goes_on_and_parts_are_added_up(nano, over, tmp_path, monkeypatch):
     made = []
-    rows = Prompts._tables
 
-    def stops(self, i):
+    def stops(self, i, rows=Prompts._tables):
         made.append(i)
         if len(made) == 3:
             raise KeyboardInterrupt
@@ -348,9 +317,8 @@ def test_right_and_wrong_answers_are_told_apart(nano, tmp_path):
     path.write_text("\n".join(json.dumps(line) for line in lines))
     found = qk.why(nano, str(path), heads="L1H0")
     said = [qk.why(nano, prompt).answer for prompt in BOXES]
-    assert [row["right"] for row in found.tables["answers"]] == [
-        f"is '{line['answer']}'" in answer for line, answer in zip(lines, said, strict=True)
-    ]
+    right = [f"is '{line['answer']}'" in answer for line, answer in zip(lines, said, strict=True)]
+    assert [row["right"] for row in found.tables["answers"]] == right
     assert {row["verdict"] for row in found.tables["differs"]} == {"too few"}
     assert "too few to compare (5 of each are needed)" in found.answer
 
@@ -381,14 +349,3 @@ def test_a_file_of_prompts_that_cannot_be_asked_is_refused_in_words(nano, tmp_pa
     (tmp_path / "mine.jsonl").write_text(text)
     with pytest.raises(BadInput, match=said):
         qk.why(nano, str(tmp_path / "mine.jsonl"), heads="L1H0")
-
-
-def test_of_many_prompts_no_key_is_asked_about_and_heads_are_named_once(nano):
-    with pytest.raises(BadInput, match="asked about in one prompt"):
-        qk.why(nano, BOXES, heads="L1H0", key=3)
-    with pytest.raises(BadInput, match="named once"):
-        qk.why(nano, BOXES, "L1H0", heads="L1H0")
-    with pytest.raises(BadInput, match="L9H0 does not exist"):
-        qk.why(nano, BOXES, heads="L9H0")
-    with pytest.raises(BadInput, match="no prompts"):
-        qk.why(nano, [], heads="L1H0")

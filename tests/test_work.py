@@ -40,9 +40,8 @@ def quick(verb, *given, **asked):
 
 
 def held_out(verb, **asked):
-    return lambda scope, fit, **options: verb(
-        scope, qk.tasks.binding(5).test(24), fit, batch_size=4, progress=False, **asked, **options
-    )
+    asked |= {"batch_size": 4, "progress": False}
+    return lambda scope, fit, **options: verb(scope, qk.tasks.binding(5).test(24), fit, **asked, **options)
 
 
 VERBS = {
@@ -80,9 +79,6 @@ def stop_after(monkeypatch, pieces: int, error: BaseException) -> None:
         real(*given)
 
     monkeypatch.setattr(folder_module, "write_file", dying)
-
-
-# ---------------------------------------------------------------- stopped, and gone on with
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -175,9 +171,6 @@ def test_a_scheduler_stops_a_command_with_its_own_code(model, tmp_path):
     assert "Traceback" not in said
 
 
-# ---------------------------------------------------------------- several processes
-
-
 @pytest.mark.parametrize("verb", WITH_PARTS)
 def test_parts_of_one_folder_are_the_whole_in_any_order(verb, nano, fit, whole, tmp_path):
     run = VERBS[verb]
@@ -213,9 +206,6 @@ def test_torchrun_gives_the_bits_of_one_process(model, undisturbed, tmp_path, mo
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4")):  # other launchers number their processes too
         monkeypatch.setenv(name, value)
     assert torchrun_process() is None
-
-
-# ---------------------------------------------------------------- pieces
 
 
 def test_without_a_folder_nothing_is_written_and_parts_make_no_sense(nano, tmp_path, monkeypatch, scope):

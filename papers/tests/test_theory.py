@@ -15,11 +15,7 @@ from qkscope_papers.franco2026.theory import (
     theorem1_minimiser,
     theorem2_bound,
 )
-from qkscope_papers.franco2026.toy.alignment import (
-    cosines,
-    gram,
-    whiten,
-)
+from qkscope_papers.franco2026.toy.alignment import cosines, gram, whiten
 
 
 def drawn(*shape, seed=0):
