@@ -11,6 +11,7 @@ from qkscope.capture.patch import Edit
 from qkscope.change.again import Again
 from qkscope.change.whole import Batch
 from qkscope.change.writers import restore
+from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope_papers.families import two_prompts
 
@@ -199,3 +200,14 @@ def test_changes_of_a_batch_run_together_from_the_first_layer_they_touch(family)
         torch.testing.assert_close(found.logits, theirs.logits, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(found.attention(), theirs.attention(), atol=1e-5, rtol=1e-4)
         assert (found.logits - batch.before.logits).abs().max() > 1e-4 or not own
+
+
+def test_a_key_named_by_its_text_stays_hidden_where_why_replaces_it():
+    scope, prompt = qk.Scope.load("nano:mixed"), "hat: O jam: Z cat: B jam:"
+    with scope.hide("L2H3", key="Z"):
+        named = qk.why(scope, prompt, "L2H3")
+        with pytest.raises(BadInput, match="is no token of the prompt"):
+            scope.attention("cat: O hat: B cat: D hat:", "L2H3")
+    with scope.hide("L2H3", key=6):
+        placed = qk.why(scope, prompt, "L2H3")
+    assert named.answer == placed.answer

@@ -28,6 +28,8 @@ from qkscope.heads import Head, Writer
 from qkscope.hooks import Hook
 from qkscope.kinds import Count, checked_class
 
+_ALIKE = 0.75  # of two prompts' tokens: one is the other with some words replaced
+
 
 @checked_class
 class Runner(Shape):
@@ -41,6 +43,7 @@ class Runner(Shape):
     def __init__(self) -> None:
         self._ablated: list[Head | nn.Module] = []
         self._hidden: list[tuple[Head, int | str, int | str | None]] = []
+        self._places: dict[tuple[int | str, int], tuple[list[int], int]] = {}  # where named tokens stood
         self._replaced: list[tuple[int | str, str | int]] = []
 
     # ------------------------------------------------------------------ what is changed, for a block
@@ -202,7 +205,13 @@ class Runner(Shape):
         tokens, first = ids[mask].tolist(), int(mask.int().argmax())
         before, at = seen["known"].get((row, place), (None, 0))
         if before is None or tokens[: len(before)] != before:
-            at = self.column(ids, mask, place) - first
+            try:
+                at = self.column(ids, mask, place) - first
+                self._places[place, len(tokens)] = tokens, at
+            except BadInput:  # the same prompt with other words in it, as `why` asks: the token stands where it stood
+                other, at = self._places.get((place, len(tokens)), ([], 0))
+                if sum(a == b for a, b in zip(tokens, other, strict=False)) < _ALIKE * len(tokens):
+                    raise
             seen["known"][row, place] = tokens, at
         return at + first
 

@@ -64,7 +64,10 @@ def because(one: PromptTrace, reason: Reason, carriers: Sequence[Row] = ()) -> s
         case "same word":
             a, b = (int(place) for place in row["positions"].split(", "))
             end = next(word["end"] for word in reason.words if word["position"] == a)
-            stands = "stands just before it and again" if end == one.key else "stands twice"
+            twice = sum(token.strip().lower() == row["text"].strip().lower() for token in one.asked.tokens) <= 2
+            stands = (
+                "stands just before it and again" if end == one.key else "stands twice" if twice else "stands again"
+            )
             stands = "stands there and again" if a <= one.key < end else stands
             part = "" if row["verdict"] == "shown" else " in part"
             return f",{part} because {quoted(row['text'])} {stands} (tokens {a} and {b}){also}"
@@ -174,7 +177,8 @@ def _tried(reason: Reason) -> str:
 
 
 def _words(one: PromptTrace, because: Because, reason: Reason) -> str:
-    named = [row for row in reason.words if row["after"] < 0.5 * reason.before][:_SHOWN]
+    every = [row for row in reason.words if row["after"] < 0.5 * reason.before]
+    named, rest = every[:_SHOWN], f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     alone = [quoted(word.text) for word in because.words if not because.others.of(word, because.count)]
     none = f"; no other word of its shape for {', '.join(dict.fromkeys(alone))}" if alone else ""
     if not named:
@@ -185,7 +189,9 @@ def _words(one: PromptTrace, because: Because, reason: Reason) -> str:
         for row in named
     )
     to = _token(one.asked, named[0]["goes_to_position"])
-    return f"Words: of {_tried(reason)} replaced in turn these leave less than half: {told}; it goes to {to}{none}."
+    return (
+        f"Words: of {_tried(reason)} replaced in turn these leave less than half: {told}{rest}; it goes to {to}{none}."
+    )
 
 
 def _relations(reason: Reason) -> list[str]:
