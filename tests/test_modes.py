@@ -11,7 +11,9 @@ from qkscope.errors import BadInput
 def gpt2(dropout: float = 0.5) -> transformers.GPT2LMHeadModel:
     torch.manual_seed(0)
     dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(60, n_embd=32, n_layer=3, n_head=2, **dropouts))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=60, n_embd=32, n_layer=3, n_head=2, **dropouts)
+    )
 
 
 @pytest.fixture

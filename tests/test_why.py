@@ -226,7 +226,7 @@ def test_a_head_that_rests_on_the_first_token_says_so(nano):
     one = Probe(nano, PROMPT).head("L1H0")
     one.attention = torch.full_like(one.attention, 0.001)
     one.attention[0] = 0.98
-    answer = answer_of(one, None, [], Output(one.run, one.asked), [])
+    answer = answer_of(one, None, Output(one.run, one.asked), {})
     assert "rests on the first token (98%)" in answer
     assert "has 0.1%" in answer
 

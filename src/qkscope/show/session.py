@@ -23,14 +23,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkscope.analyses.fit import Fit, load
@@ -41,10 +41,9 @@ from qkscope.analyses.trace.verdicts import verdict
 from qkscope.analyses.why.output import TOKENS, Output
 from qkscope.analyses.why.parts import feature_rows
 from qkscope.analyses.why.why import answer_probe
-from qkscope.capture.encode import PIECE, token_texts
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import cleared
-from qkscope.change.again import Again, TokenRun, prompt_of
+from qkscope.change.again import Again, TokenRun
 from qkscope.change.words import words_of
 from qkscope.errors import BadInput
 from qkscope.heads import Head, Writer
@@ -72,6 +71,8 @@ _RUNS, _KEPT = 2, 32  # runs, which are large, and answers that are kept
 _EVERY = 0.2  # seconds between two lines about what is under way
 
 Tell = Callable[[dict[str, Any]], None]
+Changes = Sequence[str]
+Reply = dict[str, Any]
 Call = tuple[str, tuple[Any, ...]]
 """A method of `Scope` that changes the model for a block, and its arguments."""
 
@@ -176,13 +177,10 @@ class Session:
         self.tell({"early": {**seen, **following(output.token)}})
         self.doing = lambda runs, place: f"{min(runs, len(self.heads))} of {len(self.heads)} heads tried"
         result, last = answer_probe(probe, versus=versus).to_json(), len(asked.tokens) - 1
-        says = self._go_on(output.again.ids, _GOES_ON) if asked.query == last < _SMALL else []
-        told = {"result": result, "says": self.scope.tokenizer.decode(says)}
-        return {**seen, **following(partial(self.reads, output)), **told}
+        says = self.scope.generate(prompt, _GOES_ON) if asked.query == last < _SMALL else ""
+        return {**seen, **following(lambda i: output.name(i)[0]), "result": result, "says": says}
 
-    def why(
-        self, prompt: str, query: int, head: str, key: int | None = None, versus: str | None = None
-    ) -> dict[str, Any]:
+    def why(self, prompt: str, query: int, head: str, key: int | None = None, versus: str | None = None) -> Reply:
         """Why a head looks from one token at another: the result of `why`, and what folders know of the head."""
         trace = self._trace(prompt, query, head, key)
         result = self._kept_answer(prompt, trace.asked.query, head, trace.key, versus)
@@ -191,8 +189,8 @@ class Session:
         return {**_shown(result), **_where(trace), **on_text}
 
     def change(
-        self, prompt: str, query: int, head: str, key: int, changes: Sequence[str], versus: str | None = None
-    ) -> dict[str, Any]:
+        self, prompt: str, query: int, head: str, key: int, changes: Changes, versus: str | None = None
+    ) -> Reply:
         """The head's row with some changes made, all heads after it and the next token, beside other changes."""
         what_if = WhatIf(self, prompt, self._trace(prompt, query, head, key), changes, versus)
         self.doing = lambda runs, place: f"changed: {runs} runs"
@@ -207,8 +205,8 @@ class Session:
         return {"patterns": {head: _pattern(run, self.scope.check(head)) for head in heads}}
 
     def save(
-        self, prompt: str, query: int, head: str, key: int, changes: Sequence[str] = (), versus: str | None = None
-    ) -> dict[str, Any]:
+        self, prompt: str, query: int, head: str, key: int, changes: Changes = (), versus: str | None = None
+    ) -> Reply:
         """One offline page of the answer, and of the changes."""
         trace, result = self._trace(prompt, query, head, key), self._kept_answer(prompt, query, head, key, versus)
         asked = {"head": head, "query": query, "key": key, "versus": versus, "model": self.scope.name}
@@ -264,17 +262,6 @@ class Session:
         told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked.told(prompt))
         tables = {"said": lines, "attention": trace.token_rows(), "parts": parts}
         return Result("why", tables, answer=trace.where(), **told)
-
-    def reads(self, output: Output, i: int) -> str:
-        """What a next token reads as; a part of a character, with what follows it."""
-        if output.token(i) != PIECE:
-            return output.token(i)
-        ids = output.again.ids[: output.asked.query + 1]
-        return token_texts(self.scope, [i, *self._go_on(torch.cat([ids, torch.tensor([i]).to(ids)]), 3)])[0]
-
-    def _go_on(self, ids: Int[Tensor, " t"], count: int) -> list[int]:
-        """The tokens that follow a prompt."""
-        return [int(i) for i in self.scope.generate(prompt_of(self.scope, ids[None]), count)[0]]
 
 
 def _where(trace: PromptTrace) -> dict[str, Any]:
@@ -352,7 +339,7 @@ class WhatIf:
             "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
             "control_low": min(left, default=None), "control_high": max(left, default=None), "sets": len(left),
             "verdict": verdict(before, after, torch.tensor(left)) if left and not own else None,
-            "answer": self.session.reads(output, best), "rival": self.session.reads(output, rival),
+            "answer": output.name(best)[0], "rival": output.name(rival)[0],
             "difference": output.difference, "difference_after": apart[0],
             "difference_low": min(apart[1:], default=None), "difference_high": max(apart[1:], default=None),
             "probability": float(old[best]), "probability_after": float(new[best]),

@@ -100,8 +100,6 @@ class Carriers:
     def _choose(self, runs: Sequence[Run], side: Side, left: float) -> list[str]:
         """The writer that brings back most by itself, and the one that adds most to it, if that is much."""
         first = self._best(runs, side, [[name] for name in self.names])
-        if len(self.names) < 2:  # in the first layer the embedding alone writes
-            return first[0]
         second = self._best(runs, side, [[first[0][0], name] for name in self.names if name != first[0][0]])
         more = second[1] - first[1] > _SECOND * (self.reason.before - left)
         return second[0] if more else first[0]

@@ -79,9 +79,8 @@ class Output:
         best = self.token(self.best)
         ids = set(self.asked.inputs["input_ids"][0, : self.asked.query + 1].tolist()) - {self.best}
         texts = {i: self.token(i) for i in ids}
-        words = {
-            i for i, text in texts.items() if text.strip().isalnum() and text.strip().lower() != best.strip().lower()
-        }
+        same = best.strip().lower()
+        words = {i for i, text in texts.items() if text.strip().isalnum() and text.strip().lower() != same}
         alike = {i for i in words if shape_of(texts[i]) == shape_of(best)}
         chosen = alike or words or set(self.logits.topk(2).indices.tolist()) - {self.best}
         return int(max(chosen, key=lambda i: float(self.logits[i])))
@@ -98,14 +97,14 @@ class Output:
     def name(self, i: int) -> tuple[str, int]:
         """What a next token reads as, and of how many tokens; a part of a character is completed by going on."""
         if i not in self._names:
-            text, size = self.token(i), 1
-            if text == PIECE and self.asked.query == len(self.asked.tokens) - 1:
-                ids = torch.cat([self.asked.inputs["input_ids"][0], torch.tensor([i], device=self.scope.device)])
+            pieces, size = [self.token(i)], 1
+            if pieces[0] == PIECE:
+                ids = self.asked.inputs["input_ids"][0, : self.asked.query + 1]
+                ids = torch.cat([ids, torch.tensor([i]).to(ids)])
                 more = self.scope.generate(prompt_of(self.scope, ids[None]), _PIECES - 1)[0].tolist()  # type: ignore[union-attr]
                 pieces = token_texts(self.scope, [i, *more])
                 size = next((n for n, piece in enumerate(pieces[1:], 1) if piece), len(pieces))
-                text = pieces[0]
-            self._names[i] = text, size
+            self._names[i] = pieces[0], size
         return self._names[i]
 
     def told(self, i: int, chance: bool = False) -> str:

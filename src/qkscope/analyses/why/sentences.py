@@ -16,22 +16,21 @@ from qkscope.analyses.trace.rows import ATTENDED
 from qkscope.analyses.why.output import Output, quoted, whole
 
 Row = Mapping[str, Any]
+Rows = Sequence[Row]
+Tables = Mapping[str, Rows]
 _AWAY = 0.95  # with so much attention on the first token a head rests
 _SHOWN = 4  # words of a line
 _OFTEN = 0.2  # of its looks on natural text: a job that a head is known for
 _MOVES = 0.1  # logits: a head that changes the answer's lead by less hardly changes it
 
 
-def answer_of(
-    one: PromptTrace, reason: Reason | None, carriers: Sequence[Row], output: Output, pushed: Sequence[Row]
-) -> str:
+def answer_of(one: PromptTrace, reason: Reason | None, output: Output, tables: Tables) -> str:
     """The reason and who carried it in one sentence, and what the head does for the answer in another."""
     attention, first = float(one.attention[one.key]), float(one.attention[0])
     asking, key = f"{one.head} at {_token(one.asked, one.asked.query)}", _token(one.asked, one.key)
     if first > _AWAY and attention < ATTENDED:
-        return (
-            f"{asking} rests on the first token ({first:.0%}): it attends to nothing here ({key} has {attention:.1%})."
-        )
+        there = f"({key} has {attention:.1%})"
+        return f"{asking} rests on the first token ({first:.0%}): it attends to nothing here {there}."
     if attention < ATTENDED:
         return f"{asking} does not attend to {key}: {attention:.1%} of its attention is there."
     if one.key == 0:
@@ -41,11 +40,12 @@ def answer_of(
         return f"{where}: it sees the first token and itself alone, so there is nothing to choose; ask a longer prompt."
     if first > attention:
         where += f" (though most, {first:.0%}, rests on the first token)"
+    carriers = tables["carriers"]
     why = because(one, reason, carriers) if reason else ""
-    return f"{where}{why}{_carried(carriers)}. {_direction(output, pushed)}".rstrip()
+    return f"{where}{why}{_carried(carriers)}. {_direction(output, tables['output'])}".rstrip()
 
 
-def because(one: PromptTrace, reason: Reason, carriers: Sequence[Row] = ()) -> str:
+def because(one: PromptTrace, reason: Reason, carriers: Rows = ()) -> str:
     """The first relation that was shown, in words; two equal words that nearly pass, where nothing better did."""
     shown = [row for row in reason.relations if row["verdict"] == "shown"]
     near = next((row for row in reason.relations if row["kind"] == "same word" and nearly_same(row)), None)
@@ -80,13 +80,13 @@ def because(one: PromptTrace, reason: Reason, carriers: Sequence[Row] = ()) -> s
         case "key word" | "query word":
             return f", because of {' and '.join(words)}"
         case "few words":
-            named = ", ".join(f"{quoted(word['text'])} (token {word['position']})" for word in reason.causes)
+            named = ", ".join(map(_word, reason.causes))
             return f", because of {named}: with any one of them replaced less than half of that is left"
         case "no few words":
             return f": {len(reason.causes)} words matter to it, too many to name a reason"
     likely = [row for row in reason.words if row["after"] < 0.5 * reason.before][:2]
     if likely:
-        named = ", ".join(f"{quoted(row['text'])} (token {row['position']}) {row['after']:.0%}" for row in likely)
+        named = ", ".join(f"{_word(row)} {row['after']:.0%}" for row in likely)
         return f": no single word is certain to decide it (replaced, these leave less than half on average: {named})"
     return f": no single word decides it (none of {_tried(reason)} takes half of that away when replaced)"
 
@@ -105,12 +105,16 @@ def _share(value: float | None, reason: Reason) -> str:
     return "" if value is None else f"{value * reason.before:.0%}"
 
 
+def _word(row: Row) -> str:
+    return f"{quoted(row['text'])} (token {row['position']})"
+
+
 def _token(asked: Question, i: int) -> str:
     """A token with its place; a later piece of a character reads as the whole of it."""
     return f"{quoted(whole(asked.tokens, i))} (token {i})"
 
 
-def _carried(carriers: Sequence[Row]) -> str:
+def _carried(carriers: Rows) -> str:
     """Who carried each word into which side, those of its several places together."""
     told: dict[tuple[str, str], list[str]] = {}
     for row in (row for row in carriers if row["verdict"] == "shown"):
@@ -123,7 +127,7 @@ def _and(names: Sequence[str]) -> str:
     return f"{', '.join(some)} and {last}" if some else last
 
 
-def _direction(output: Output, pushed: Sequence[Row]) -> str:
+def _direction(output: Output, pushed: Rows) -> str:
     rival = next((row for row in pushed if row["rival"]), None)
     if rival is None or rival["difference"] is None:
         return ""
@@ -133,24 +137,14 @@ def _direction(output: Output, pushed: Sequence[Row]) -> str:
     return f"It {does} {best}: lead over {other} {before:.1f} in logits, {after:.1f} without this look."
 
 
-def lines_of(
-    one: PromptTrace,
-    because: Because | None,
-    reason: Reason | None,
-    carriers: Sequence[Row],
-    pushed: Sequence[Row],
-    returns: Row | None,
-    parts: Sequence[Row] = (),
-) -> list[str]:
+def lines_of(one: PromptTrace, because: Because | None, reason: Reason | None, tables: Tables) -> list[str]:
     """What stands behind the answer: a line each."""
-    features = ", ".join(f"{row['part']} {row['share'] or 0:.0%}" for row in parts if row["by"] == "features")
+    features = ", ".join(f"{row['part']} {row['share'] or 0:.0%}" for row in tables["parts"] if row["by"] == "features")
     lines = [f"By features: {features} of a logit of {one.total:.1f}." if features else ""]
-    if because is not None and reason is not None:
-        lines += [*_relations(reason), *_carriers(carriers), does_line(pushed), _words(one, because, reason)]
-        lines.append(_habit(one, reason))
-    else:
-        lines.append(does_line(pushed))
-    return [line for line in (*lines, where_line(one), _returned(returns)) if line]
+    lines += [*_relations(reason), *_carriers(tables["carriers"])] if reason else []
+    lines.append(does_line(tables["output"]))
+    lines += [_words(one, because, reason), _habit(one, reason)] if because and reason else []
+    return [line for line in (*lines, where_line(one), *map(_returned, tables["returns"])) if line]
 
 
 def where_line(one: PromptTrace) -> str:
@@ -184,7 +178,7 @@ def _words(one: PromptTrace, because: Because, reason: Reason) -> str:
     if not named:
         return f"Words: none of {_tried(reason)} takes half of the attention away when replaced{none}."
     told = ", ".join(
-        f"{quoted(row['text'])} (token {row['position']}) {row['after']:.0%}"
+        f"{_word(row)} {row['after']:.0%}"
         + (f" (not certain, {row['low']:.0%} to {row['high']:.0%})" if row["cause"] == "open" else "")
         for row in named
     )
@@ -218,21 +212,19 @@ def _relations(reason: Reason) -> list[str]:
     return lines
 
 
-def _carriers(carriers: Sequence[Row]) -> Iterator[str]:
+def _carriers(carriers: Rows) -> Iterator[str]:
     """A line for the same writers and side, with every word that they carried."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in carriers:
         groups.setdefault((row["writers"], row["side"], row["verdict"]), []).append(row)
     for (writers, side, verdict), rows in groups.items():
-        words = ", ".join(
-            f"{quoted(row['text'])} (token {row['position']}) {row['changed']:.0%} → {row['restored']:.0%} (control"
-            f" {max(row['others'], row['other_run']):.0%})"
-            for row in rows
-        )
+        control = [max(row["others"], row["other_run"]) for row in rows]
+        moved = (f"{_word(row)} {row['changed']:.0%} → {row['restored']:.0%}" for row in rows)
+        words = ", ".join(f"{text} (control {value:.0%})" for text, value in zip(moved, control, strict=True))
         yield f"Carried by: {_and(writers.split(', '))} put back in its {side}: {words}: {verdict}."
 
 
-def does_line(pushed: Sequence[Row]) -> str:
+def does_line(pushed: Rows) -> str:
     """What hiding the key changes of the next token, and the head's direct effect on it and its rival."""
     if not pushed:
         return ""
@@ -248,17 +240,15 @@ def does_line(pushed: Sequence[Row]) -> str:
     return text + "."
 
 
-def _returned(row: Row | None) -> str:
-    if row is None:
-        return ""
+def _returned(row: Row) -> str:
     return (
-        f"Share: with {quoted(row['text'])} (token {row['position']}) replaced, P({quoted(row['token'])}) is"
+        f"Share: with {_word(row)} replaced, P({quoted(row['token'])}) is"
         f" {row['changed']:.1%}; with this head's attention alone put back {row['restored']:.1%} (before"
         f" {row['before']:.1%})."
     )
 
 
-def heads_answer(output: Output, rows: Sequence[Row], says: str) -> str:
+def heads_answer(output: Output, rows: Rows, says: str) -> str:
     """The next token and its rival, and how many heads decide between them."""
     after = quoted(whole(output.asked.tokens, output.asked.query))
     best, rival = (output.told(i, chance=True) for i in (output.best, output.rival))

@@ -42,7 +42,7 @@ from qkscope.runs.work import PartDone, current_work, verb
 from qkscope.tasks.jsonl import read_prompts
 
 Heads: TypeAlias = Sequence[str | Head]
-_GOES_ON = 5  # tokens of the continuation that are shown
+_GOES_ON, _RUNS = 5, 4  # tokens of the continuation that are shown, and alternatives of a word that are run
 
 
 @checked_class
@@ -203,13 +203,8 @@ def answer_probe(
         one = probe.head(head, key)
         parts = part_rows(one, _features(one, features, probe.scope), split)
         answer, lines, tables = _one_head(one, output, parts, depth, draws, seed)
-    return Why(
-        experiment="why",
-        answer=answer,
-        tables={"said": [{"line": line} for line in lines], **tables},
-        seed=seed,
-        **made_with(probe.scope, tokenizer=probe.scope.tokenizer_hash, **probe.asked.told(probe.prompt)),
-    )
+    about = made_with(probe.scope, tokenizer=probe.scope.tokenizer_hash, **probe.asked.told(probe.prompt))
+    return Why("why", {"said": [{"line": line} for line in lines], **tables}, seed=seed, answer=answer, **about)
 
 
 Told = tuple[str, list[str], dict[str, list[dict[str, Any]]]]
@@ -219,16 +214,11 @@ def _features(one: PromptTrace, features: Any, scope: Scope) -> dict[str, Subspa
     if features is None:
         return {}
     chosen, space = features_of(features, one.head)
-    check_space(space)
+    if space != "post_rope":
+        raise BadInput(f"the features were fitted in {space}, and why splits in post_rope: qk.attribute takes these.")
     for name, subspace in chosen.items():
         check_same_model(subspace.about, scope, f"feature {name!r}")
     return chosen
-
-
-def check_space(space: str) -> None:
-    """Refuse features that were fitted in a space of their own."""
-    if space != "post_rope":
-        raise BadInput(f"the features were fitted in {space}, and why splits in post_rope: qk.attribute takes these.")
 
 
 def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], depth: int, draws: int, seed: int) -> Told:
@@ -238,30 +228,30 @@ def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], dep
         lines = [sentences.where_line(one), sentences.does_line(pushed)]
         return wrong, lines, {"attention": one.token_rows(), "output": pushed, "check": check}
     with doing("changing words") as say:
-        because, reason = _because(one, seed)
+        because = _because(one, seed)
+        reason = None if because is None else because.reasons()[0]
         say("putting writers back")
-        carriers = [] if because is None or reason is None else Carriers(one.run, because, reason, seed).rows()
-        returns = None if because is None or reason is None else _returns(one, output, because, reason)
+        carriers = Carriers(one.run, because, reason, seed).rows() if because and reason else []
+        returns = _returns(one, output, because, reason) if because and reason else []
         say("cutting writers")
         cuts, graph = _with_live(one, one.cut_rows(draws, seed)), trace_graph(one, depth)
     tables = {
         "attention": one.token_rows(), "because": reason.words if reason else [],
         "relation": reason.relations if reason else [], "carriers": carriers, "parts": parts,
         "writers": one.tally.writer_rows(one.head, one.writers), "cuts": cuts, "output": pushed,
-        "returns": [returns] if returns else [], "graph": graph.rows, "prompt": graph.prompt, "check": check,
+        "returns": returns, "graph": graph.rows, "prompt": graph.prompt, "check": check,
     }  # fmt: skip
-    lines = sentences.lines_of(one, because, reason, carriers, pushed, returns, parts)
-    return sentences.answer_of(one, reason, carriers, output, pushed), lines, {k: v for k, v in tables.items() if v}
+    lines = sentences.lines_of(one, because, reason, tables)
+    return sentences.answer_of(one, reason, output, tables), lines, {k: v for k, v in tables.items() if v}
 
 
-def _because(one: PromptTrace, seed: int) -> tuple[Because | None, Reason | None]:
+def _because(one: PromptTrace, seed: int) -> Because | None:
     """What decides this look; nothing where there is no attention to explain, or no words to put in."""
     scope = one.run.reader.scope
     if not one.attends or one.key == 0 or scope.tokenizer is None:
-        return None, None
+        return None
     look = Look(one.head, one.asked.query, one.key)
-    because = Because(Again(scope, one.asked.inputs, one.run.calls), [look], seed)
-    return because, because.reasons()[0]
+    return Because(Again(scope, one.asked.inputs, one.run.calls), [look], seed)
 
 
 def _with_live(one: PromptTrace, cuts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -280,22 +270,20 @@ def _with_live(one: PromptTrace, cuts: list[dict[str, Any]]) -> list[dict[str, A
 
 
 @torch.no_grad()
-def _returns(
-    one: PromptTrace, output: Output, because: Because, reason: Reason, count: int = 4
-) -> dict[str, Any] | None:
+def _returns(one: PromptTrace, output: Output, because: Because, reason: Reason) -> list[dict[str, Any]]:
     """The reason's share of the answer: a word changed, and only this head's attention as it was before."""
     words = {word.start: word for word in because.words}
     causes = [row for row in reason.words if row["after"] < 0.5 * reason.before and row["text"].strip().isalnum()]
     if not causes:
-        return None
+        return []
     word, chances = words[causes[0]["position"]], []
     row = one.rows.logits()[0, 0]
-    for ids in because.others.of(word, because.count)[:count]:
+    for ids in because.others.of(word, because.count)[:_RUNS]:
         again = Again.of(output.scope, because.put((word, ids)))
         logits = again.run_rows(one.asked.query, [None, (one.head, row)]).logits
         chances.append(logits.float().softmax(-1)[:, output.best])
     changed, restored = torch.stack(chances).mean(0).tolist()
-    return {
+    return [{
         "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],
         "before": float(output.chances[output.best]), "changed": changed, "restored": restored,
-    }  # fmt: skip
+    }]  # fmt: skip
