@@ -74,7 +74,8 @@ class Runner(Shape):
         Parameters
         ----------
         head : that may not look.
-        key : the token, by place (from the end where negative) or by text; ``"to#2"`` is the second one.
+        key : the token, by place (from the end where negative) or by text; ``"to#2"`` is the second one. In a
+            prompt that differs from the last one in a few words, a text that is gone means the place where it stood.
         query : the token from which it may not look; any, if not given.
 
         Examples
@@ -85,6 +86,7 @@ class Runner(Shape):
         ...     float(scope.attention("hat: O jam: Z jam:", "L1H0")[-1, 6])
         0.0
         """
+        self._places.clear()  # what another block named by text stood in other prompts
         return _pushed(self._hidden, [(self.check(head), key, query)])
 
     def replace(self, place: int | str, text: str | int) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ import time
 import webbrowser
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any
@@ -225,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
             log.exception("a question failed")
             status, value = 500, {"error": "this went wrong; the terminal says more."}
         if status != 200 and self.command == "GET":
-            value = f"<!doctype html><title>qkscope</title><p>{value['error']}</p>".encode(), "text/html"
+            value = f"<!doctype html><title>qkscope</title><p>{escape(value['error'])}</p>".encode(), "text/html"
         body, kind = value if isinstance(value, tuple) else (_line(value), "application/json")
         with suppress(ConnectionError):
             if not self.early:
