@@ -1,7 +1,9 @@
 """What tests share: models, each loaded once in a process, one browser, a cache of their own, and the command line.
 
-One thread because on tensors this small, threads of parallel tests only wait for each other. Who changes a model
-makes one of its own.
+One thread because on tensors this small, threads of parallel tests only wait for each other: with two workers on two
+cores a small SVD takes fifty times as long on two threads as on one. It is said in the environment before numpy and
+torch are imported, so that their libraries and the processes that tests start hear it too. Who changes a model makes
+one of its own.
 """
 
 from __future__ import annotations
@@ -9,29 +11,29 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import qkscope as qk
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's library is imported: it would retry a wrong name for 23 s
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # the hub's library would retry a wrong name for 23 s
+with suppress(ModuleNotFoundError):  # the wheel alone is tried without it
+    from hypothesis import settings
+
+    settings.register_profile("ours", deadline=None)  # a busy machine is no fault
+    settings.load_profile("ours")
 
 
-LONGEST = ["test_readme.py", "test_figures.py", "test_gemma.py", "test_families.py", "test_result.py", "test_work.py"]
+LONGEST = [f"test_{name}.py" for name in ("readme", "figures", "work", "live", "why", "families", "result", "gemma")]
 """Files that begin first, so that no worker ends alone with one of them; the first fills the cache of a new machine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
 """The atlas: heads planted to do one thing are named so, names predict, and a killed run goes on."""
 
 import pytest
-import torch
 
 import qkscope as qk
+from planted_model import KINDS, named
 from qkscope.analyses.atlas import job_of
 from qkscope.analyses.because import Look, Reason, relation
-from qkscope.analyses.guesses import Guesses, Sight
 from qkscope.heads import Head
-from qkscope.tasks.sides import Passage
 
 
 @pytest.fixture(scope="module")
@@ -54,31 +52,14 @@ def test_a_reason_is_a_job(reason, job):
     assert job_of(reason) == job
 
 
-def planted(rule, passages=12, length=40):
-    """Sights of one head that looks where a rule says."""
-    made = []
-    for i in range(passages):
-        ids = torch.randint(5, 15, (length,), generator=torch.Generator().manual_seed(i)).tolist()
-        keys = torch.tensor([[rule(ids, q) for q in range(length)]])
-        made.append(Sight(Passage(f"{i}", i, tuple(ids)), keys, torch.full((1, length), 0.9)))
-    return made
-
-
-RULES = {
-    "induction": lambda ids, q: max([i + 1 for i in range(1, q) if ids[i] == ids[q]], default=q),
-    "duplicate token": lambda ids, q: max([i for i in range(1, q) if ids[i] == ids[q]], default=q),
-    "previous token": lambda ids, q: max(q - 1, 0),
-    "key word": lambda ids, q: max([i for i in range(1, q + 1) if ids[i] == 7], default=q),
-}
-
-
-@pytest.mark.parametrize("kind", RULES)
-def test_a_name_says_where_a_head_looks_that_keeps_its_rule(kind):
-    sights = planted(RULES[kind])
-    guesses = Guesses(0, {kind: 1.0}, sights[:6])
-    hits = torch.cat([guesses.hits(sight) for sight in sights[6:]]).mean(0)
-    assert float(hits[0]) > 0.9
-    if kind != "previous token":
-        assert float(hits[0]) > float(hits[1]) + 0.3, "better than the best offset"
-        without, with_name = guesses.losses(sights[:6], sights[6:])
-        assert float(with_name.mean()) < float(without.mean())
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_head_is_named_and_its_name_predicts(kind):
+    """Documents to score on are others; all 20 of five seeds by ``python tests/planted_model.py``."""
+    name, made = named(kind, seed=1)
+    score = made.tables["scores"][0]
+    assert made.table()[0]["kind"] == name
+    assert score["name"] > 0.8
+    if kind != "position":
+        assert score["name"] > score["offset"] + 0.3
+    if kind not in ("position", "key word"):  # the table of tokens, a baseline, says as much of these
+        assert score["with_name"] < score["log_loss"]

@@ -200,11 +200,7 @@ def test_an_answer_is_drawn_whole_at_any_width(answer, why):
     assert page.locator("section.said dd").count() == len(why.tables["said"])
     assert page.locator("section.output .track").count() == len(why.tables["output"])
     assert page.locator("section.tokens .token.picked").count() == 1
-    solid = {
-        (row["side"], row["writer"], row["position"])
-        for row in why.tables["graph"]
-        if row["kind"] == "content" and row["writer"] not in (None, "rest", "other keys")
-    }
+    solid = {row["source"] for row in why.tables["graph"] if row["of"] is None} - {None}
     assert page.locator(".graph .place:not(.ghost) rect").count() == len(solid) + 1  # and the root
 
 
@@ -230,7 +226,8 @@ def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
 
 def test_a_writer_in_the_graph_is_read_out_and_followed_by_pointer_and_by_keys(answer, why):
     page = answer.page
-    writer = next(row for row in why.tables["graph"] if row["side"] == "key" and row["parent"] == 0)
+    edge = next(row for row in why.tables["graph"] if row["kind"] == "key" and row["target"] == 0)
+    writer = why.tables["nodes"][edge["source"]]
     place = page.locator(f'.graph .place[data-at="key {writer["writer"]} {writer["position"]}"]')
     place.hover()
     assert f"{writer['value']:+.2f}".replace("-", "−") in note(page)

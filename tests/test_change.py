@@ -88,7 +88,7 @@ def test_a_hidden_key_gets_nothing(nano, monkeypatch, query):
     assert float(row[6]) == 0
     assert float(row.sum()) == pytest.approx(1)
     later = slice(7, None) if query is None else slice(None)  # the key itself sees nothing else
-    torch.testing.assert_close(ours[:, later], theirs[:, later], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours[:, later], theirs[:, later], atol=1e-5, rtol=1e-5)
 
 
 def test_a_replaced_token_is_another_prompt(nano):
@@ -111,7 +111,7 @@ def test_why_sees_what_is_hidden_from_the_head_itself(nano):
     assert 10 not in shown
     assert shown == pytest.approx({i: float(row[i]) for i in shown}, abs=1e-5)
     top = found.tables["output"][0]
-    assert top["without_key"] == pytest.approx(float(both[top["id"]]), abs=1e-4)  # hidden beside what is hidden already
+    assert top["without_key"] == pytest.approx(float(both[top["id"]]), abs=1e-5)  # hidden beside what is hidden already
 
 
 def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):
@@ -141,7 +141,7 @@ def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
         edit = Edit.logits(head, torch.tensor([query]), torch.tensor([[key]]), torch.tensor([[-torch.inf]]))
         with scope.patched([edit]):
             theirs = logits(scope, run.inputs)[0, -1]
-        torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_changes_of_a_batch_run_together_from_the_first_layer_they_touch(family)
     batch = Batch(scope, encoded, [last], first.layer)
     for own, found in zip(changes, batch.run(changes, [last]), strict=True):
         theirs = scope.capture_inputs(encoded, heads=[last], logits=True, edits=own)
-        torch.testing.assert_close(found.logits, theirs.logits, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(found.attention(), theirs.attention(), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found.logits, theirs.logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.attention(), theirs.attention(), atol=1e-5, rtol=1e-5)
         assert (found.logits - batch.before.logits).abs().max() > 1e-4 or not own
 
 
@@ -211,3 +211,20 @@ def test_a_key_named_by_its_text_stays_hidden_where_why_replaces_it():
     with scope.hide("L2H3", key=6):
         placed = qk.why(scope, prompt, "L2H3")
     assert named.answer == placed.answer
+
+
+@pytest.mark.parametrize("side", ["key", "query"])
+def test_a_prompt_recorded_from_its_first_change_on_restores_what_the_whole_one_does(nano, monkeypatch, side):
+    monkeypatch.setattr("qkscope.change.again._ROOM", {"cpu": 100})  # attention rows of two tokens at a time
+    source, changed = (Probe(nano, text) for text in (PROMPT, PROMPT.replace("jam: Z", "cat: Z")))
+    ids, (query, key), sets = changed.asked.inputs["input_ids"][0], (11, 6), [["L0H1", "M0"], ["L1H0"], ["embedding"]]
+    again = Again.of(nano, source.asked.inputs["input_ids"][0])
+    run = again.record(source.reader, ids, (query, key), 2)
+    start = int((ids != again.ids).nonzero()[0])
+    assert run.columns[0].tolist() == [query - start, key - start, query - start]
+    assert start > 0
+    whole = restore(changed.run, source.run, "L2H3", query, key, sets, side=side)
+    at = key if side == "key" else query
+    part = restore(run, source.run, "L2H3", query - start, key - start, sets, side=side, at=at)
+    order = [*range(start, query + 1), *range(start)]
+    torch.testing.assert_close(part, whole[:, order], rtol=0, atol=1e-5)

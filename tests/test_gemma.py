@@ -10,6 +10,7 @@ import pytest
 import qkscope as qk
 from gguf_writer import sentencepiece, write_gguf
 from qkscope import BadInput, Scope
+from qkscope.analyses.trace.prompt import Question
 from qkscope.capture import files
 from qkscope.capture.files import EMBEDDED, Package, cache_dir, is_installed, packaged_file
 from test_gguf_files import TEXTS, check_rules
@@ -73,8 +74,7 @@ def test_it_gives_the_drink_to_mary_and_every_text_begins_with_bos_once(gemma: S
     probabilities = next(iter(gemma.capture([PROMPT], "L0H0", logits=True))).logits[0].softmax(-1)
     assert gemma.tokenizer.decode([int(probabilities.argmax())]) == " Mary"
     assert abs(float(probabilities.max()) - 0.853) < 0.01
-    why = qk.why(gemma, PROMPT, "L5H1", draws=2)
-    assert [row["token"] for row in why.tables["attention"]].count("<bos>") == 1
+    assert Question.of(gemma, PROMPT, None, chat=False).tokens.count("<bos>") == 1
     assert gemma.encode([gemma.tokenizer.bos_token + PROMPT]).inputs["input_ids"].tolist() == ids.tolist()
     padded = gemma.encode([PROMPT, "hat: O"])
     assert (padded.inputs["input_ids"] == first).sum(1).tolist() == [1, 1]
@@ -83,6 +83,6 @@ def test_it_gives_the_drink_to_mary_and_every_text_begins_with_bos_once(gemma: S
 @needs_gemma
 def test_it_has_the_tokens_of_its_file_and_l5h1_binds(gemma: Scope) -> None:
     check_rules(packaged_file(MODEL), gemma, TEXTS)
-    ranking = qk.find_heads(gemma, qk.tasks.binding(), 32, progress=False)
+    ranking = qk.find_heads(gemma, qk.tasks.binding(), 8, progress=False)
     (head,) = [row for row in ranking.tables["heads"] if row["head"] == "L5H1"]
     assert head["row_accuracy"] >= 0.9

@@ -9,13 +9,11 @@ from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import BIAS, EMBEDDING
 from qkscope.linear.weights import head_weights
-from qkscope_papers.families import tiny_model, trace_error
+from qkscope_papers.families import tiny_model
 
 INSTEAD = {
     "qwen3_next": "Qwen3NextGatedDeltaNet",
-    "lfm2": "Lfm2ShortConv",
     "jamba": "JambaMambaMixer",
-    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
 }
 
 
@@ -39,10 +37,8 @@ def test_a_head_of_a_layer_without_attention_is_one_sentence(scope: Scope) -> No
         head_weights(scope.model, "L2H0")
 
 
-@pytest.mark.parametrize("family", ["lfm2", "jamba", "granitemoehybrid"])
-def test_what_stands_instead_of_attention_is_a_writer(family: str) -> None:
-    scope = Scope.from_model(tiny_model(family), check=False)
+def test_what_stands_instead_of_attention_is_a_writer() -> None:
+    scope = Scope.from_model(tiny_model("jamba"), check=False)
     writers = Reader(scope, [Head(3, 0)]).writers(3)
     heads = [f"L1H{i}" for i in range(4)]
     assert writers == [EMBEDDING, "M0.0", "M0.1", *heads, "M1", "M2.0", "M2.1", BIAS]
-    assert trace_error(scope) < 1e-5

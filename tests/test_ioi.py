@@ -88,26 +88,13 @@ def test_every_prompt_has_its_roles_one_right_key_and_words_of_its_own_use(name)
     assert len(set().union(*seen)) == sum(map(len, seen))
 
 
-def test_words_are_single_tokens_and_a_merged_role_is_refused(scope):
+def test_words_are_single_tokens_prompts_encode_and_a_merged_role_is_refused(scope):
+    for name in ROLES:
+        examples = list(examples_of(tasks.BUILT_IN[name](), 12))
+        assert scope.encode(examples).places.row.shape[0] == len(examples)
     for word in (*NAMES, *THINGS, *PLACES, *EVENTS, *PEOPLE):
         assert len(scope.tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1, word
     whole = Example(text="The cat sat", roles={"CAT": (4, 7)})
     assert scope.encode([whole]).inputs["input_ids"].shape[1] == 3
     with pytest.raises(BadInput, match=r"merges 'ca' \(HALF\) with its neighbour in the token"):
         scope.encode([Example(text="The cat sat", roles={"HALF": (4, 6)})])
-
-
-@pytest.mark.parametrize("name", ROLES)
-def test_every_prompt_encodes_on_the_embedded_model(scope, name):
-    examples = list(examples_of(tasks.BUILT_IN[name](), 12))
-    assert scope.encode(examples).places.row.shape[0] == len(examples)
-
-
-def test_what_the_repetition_did_is_all_that_subject_sees(scope):
-    """Keys of the two names are the same vectors in a prompt and its copy: ΔC = E[(q − q') (k_A − k_B)ᵀ] / 2."""
-    unit = tasks.ioi().fit("subject", 1)[0]
-    (captured,) = scope.capture(list(unit), "L18H6", rest=False, progress=False)
-    labels = captured.labels["subject"]
-    a = captured.k[0, 0, labels[0] > 0] - captured.k[0, 0, labels[0] < 0]
-    b = captured.k[1, 0, labels[1] > 0] - captured.k[1, 0, labels[1] < 0]
-    assert float((a + b).norm() / a.norm()) < 1e-5

@@ -116,10 +116,10 @@ def test_named_answers_are_read_downstream_and_said(tmp_path, scope):
         ]  # fmt: skip
         task = tasks.from_jsonl(write(tmp_path, *lines))
         fit = qk.decompose(scope, task, "L1H3", 9, replicates=19)
-        return qk.swap_downstream(scope, task.test(9), fit)
+        return qk.swap(scope, task.test(9), fit, downstream=True)
 
     named, turned, keys = swapped(1), swapped(-1), swapped(0)
-    assert named.tables == keys.tables
+    assert named.tables["downstream"] == keys.tables["downstream"]
     for row, other in zip(turned.tables["downstream"], keys.tables["downstream"], strict=True):
         assert row["logit_difference_before"] == pytest.approx(-other["logit_difference_before"], abs=1e-5)
         assert row["accuracy_before"] == pytest.approx(1 - other["accuracy_before"])
@@ -153,7 +153,6 @@ def key(**fields):
     ("line", "says"),
     [
         ("{not json", "line 2: Invalid JSON"),
-        (bad(promt="a"), "line 2, promt: Extra inputs are not permitted"),
         (key(text="cow"), "line 2: 'cow' does not stand in the text"),
         (key(text="cat,"), "line 2: a piece of the prompt is named twice as a key"),
         (bad(query="cat"), "line 2: 'cat' stands 2 times in the text"),

@@ -81,6 +81,9 @@ def test_a_link_to_a_folder_stays_one(scope, tmp_path):
     (tmp_path / "to nothing").symlink_to(tmp_path / "nothing")
     with pytest.raises(BadInput, match="is a link to a folder that is not there"):
         check_folder(tmp_path / "to nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="is a file: name a folder"):
+        check_folder(tmp_path / "file")
 
 
 def test_a_file_is_ours_by_its_content_and_not_by_its_name(scope, tmp_path):

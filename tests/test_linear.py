@@ -64,7 +64,7 @@ def test_rows_and_slots_come_in_any_order_and_number(family, together):
     )
     run = reader.record(inputs, some)
     weights = torch.randn(4, 2, 4, generator=draw) * some.key_mask[:, None]
-    for part, rows in ((run, slice(0, 4)), (run.rows(slice(1, 3)), slice(1, 3))):
+    for part, rows in ((run, slice(0, 4)), (run.slots(slice(None), slice(1, 3)), slice(1, 3))):
         told = {head: (query, key) for head, query, key in each_head(part, weights[rows])}
         for i, head in enumerate(reader.heads):
             assert sum_error(part, head, some.key_mask[rows]) <= 2e-5
@@ -98,7 +98,7 @@ def test_a_cut_is_a_forward_with_the_part_at_its_mean_and_norms_frozen(family, s
 
     assert (attention([]) - one.attention).abs().max() <= 1e-5
     for chosen in ([0], [3], [5, 1], list(range(len(one.writers) - 1))):
-        found = one.cut({side: chosen})
+        found = one.cut([{side: chosen}])[0]
         assert (found - attention([one.writers[i] for i in chosen])).abs().max() <= 1e-5
         assert (found - one.attention).abs().max() > 1e-4
 
@@ -120,7 +120,9 @@ def test_pushes_of_all_writers_and_biases_sum_to_a_tokens_logit_over_the_mean(fa
     hook.remove()
     logits = uncapped[0] if family == "gemma2" else run.logits[0].detach()  # before the cap
     for token in (int(logits.argmax()), 17):
-        pushed = direct_effects(run, token)
+        along = torch.full_like(run.logits, -1 / run.logits.shape[1]).detach()
+        along[:, token] += 1
+        pushed = {name: value.detach() for name, value in direct_effects(run, along).values.items()}
         assert set(pushed) == set(run.reader.writers(scope.n_layers))
         largest = max(float(value.abs()) for value in pushed.values())
         total = sum(float(value) for value in pushed.values())
@@ -139,5 +141,5 @@ def test_where_logits_are_no_linear_function_of_the_stream_nothing_is_pushed():
     config = transformers.AutoConfig.for_model("bert", vocab_size=120, is_decoder=True, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     run = asked_of(Scope.from_model(model, check=False))
-    assert direct_effects(run, 17) is None
+    assert direct_effects(run, torch.eye(120)[17:18]) is None
     assert direct_effect(run, [1], torch.ones(1, 64)) is None

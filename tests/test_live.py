@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -65,17 +64,11 @@ def server(session):
 
 @pytest.mark.parametrize("query", [None, 5])
 def test_attention_is_that_of_the_model_from_every_token(session, scope, query):
-    seen = session.look(PROMPT, query)
-    ids = scope.tokenizer(PROMPT, return_tensors="pt")
-    eager = qk.Scope.from_model(scope.model, scope.tokenizer, check=False).model
-    eager.set_attn_implementation("eager")
-    output = eager(**ids, output_attentions=True)
-    eager.set_attn_implementation("sdpa")
-    at = ids["input_ids"].shape[1] - 1 if query is None else query
-    attention = torch.cat([layer[0, :, at, : at + 1] for layer in output.attentions])
-    bytes_ = np.frombuffer(base64.b64decode(seen["attention"]), np.uint8).reshape(attention.shape)
-    np.testing.assert_allclose(bytes_ / 255, attention.detach().numpy(), atol=0.003)
-    assert (seen["query"], len(seen["tokens"])) == (at, ids["input_ids"].shape[1])
+    seen, rows = session.look(PROMPT, query), torch.stack([scope.attention(PROMPT, head) for head in scope.heads()])
+    at = rows.shape[-1] - 1 if query is None else query
+    bytes_ = np.frombuffer(base64.b64decode(seen["attention"]), np.uint8).reshape(len(rows), at + 1)
+    np.testing.assert_allclose(bytes_ / 255, rows[:, at, : at + 1].numpy(), atol=0.003)
+    assert (seen["query"], len(seen["tokens"])) == (at, rows.shape[-1])
     assert seen["result"]["tables"] == qk.why(scope, PROMPT, query=at).to_json()["tables"]
 
 
@@ -134,14 +127,6 @@ def test_what_is_known_early_is_told_first_and_raising_ends_the_work(nano):
     assert session.why(PROMPT, 11, "L1H0")["result"]["answer"] == qk.why(nano, PROMPT, "L1H0", 11).answer
 
 
-def test_features_of_a_fit_split_the_logit(session, fit):
-    rows = session.why(PROMPT, 10, "L1H3")["result"]["tables"]["parts"]
-    own = [row["value"] for row in rows if row["by"] == "features"]
-    whole = [row["value"] for row in rows if (row["by"], row["side"]) == ("writers", "key")]
-    assert sum(own) == pytest.approx(sum(whole), abs=1e-3)
-    assert session.describe()["fitted"] == ["L1H3", "L0H1"]
-
-
 def test_what_an_atlas_says_of_a_head_stands_here(nano, tmp_path):
     texts = [unit[0].text for unit in qk.tasks.induction().test(300)]
     found = qk.atlas(nano, texts, 8, test=8, heads=["L1H1"], length=32, progress=False)
@@ -177,13 +162,9 @@ HERE = {"prompt": PROMPT, "query": 10, "head": "L1H3", "key": 2}
 @pytest.mark.parametrize(
     ("what", "question", "says"),
     [
-        ("look", {"prompt": " \n "}, "the prompt is empty"),
         ("look", {"prompt": "hat " * 3000}, "the prompt has 3000 tokens"),
         ("look", {"prompt": "a", "path": "/etc/passwd"}, "unexpected keyword argument 'path'"),
-        ("why", {**HERE, "head": "<b>"}, "is not a head"),
         ("look", {"prompt": PROMPT, "versus": " "}, "is no text of this model's tokens"),
-        ("change", {**HERE, "changes": ["ablate nobody"]}, "nobody"),
-        ("change", {**HERE, "changes": ["hide L1H3 99 10"]}, "token 99 is not there"),
         ("change", {**HERE, "changes": ["replace 4 cat cat"]}, "is 2 tokens here, and what it replaces is 1"),
     ],
 )
@@ -247,9 +228,6 @@ def test_what_cannot_be_asked_about_is_refused(scope, tmp_path):
     Result("heads", {"heads": []}).write(tmp_path / "run")
     with pytest.raises(BadInput, match="was written by heads"):
         qk.view(live=True, fit=tmp_path / "run", browser=False)
-    fit = qk.decompose(scope, qk.tasks.binding(4), "L1H3", 8, contrasts=["order"], space="pre_rope", replicates=9)
-    with pytest.raises(BadInput, match="pre_rope vectors do not give the model's attention"):
-        FeatureStore(fit)
     with pytest.raises(BadInput, match="has no tokenizer"):
         Session(qk.Scope.from_model(scope.model, name="bare", check=False))
 
@@ -259,8 +237,7 @@ def test_the_command_serves_until_it_is_stopped():
     command = [sys.executable, "-m", "qkscope", "view", "--live", "--model", "nano:mixed", "--no-browser"]
     # a test run in the background of a shell is deaf to Ctrl-C, and so would its children be
     listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
     try:
         url = running.stdout.readline().strip()
         assert url.startswith("http://127.0.0.1:")

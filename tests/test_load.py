@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from gguf_writer import write_gguf
 from qkscope.analyses.prompts import check_same_model
-from qkscope.capture.files import cache_dir, file_hash, files_hash, tensors_hash, weights_part
+from qkscope.capture.files import cache_dir, files_hash, tensors_hash, weights_part
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
@@ -113,23 +112,6 @@ def test_a_model_changed_in_memory_has_another_hash(folder: Path) -> None:
     assert memory.weights_hash != before
 
 
-def test_a_file_is_read_again_only_when_it_may_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"a" * 1000)
-    old = path.stat().st_mtime_ns - 10**10
-    os.utime(path, ns=(old, old))
-    digest = file_hash(path)
-    assert not cache_dir("hashes").exists()  # just written: the next write could fall into the same tick
-    monkeypatch.setattr("qkscope.capture.files._TICK", 0)
-    assert file_hash(path) == digest
-    (memo,) = cache_dir("hashes").iterdir()
-    memo.write_text(memo.read_text()[:10])  # a damaged memory is none
-    assert file_hash(path) == digest
-    path.write_bytes(b"b" * 1000)
-    os.utime(path, ns=(old, old))  # its old size and time do not hide that it changed
-    assert file_hash(path) != digest
-
-
 def test_a_folder_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> None:
     weights = folder / "model.safetensors"
     content = weights.read_bytes()
@@ -145,9 +127,7 @@ def test_a_folder_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> 
         refused(folder, "an adapter to another model or a part of a distributed run")
         (folder / name).unlink()
     (folder / "config.json").write_text("{")
-    refused(folder, r"not a model folder: its config.json is damaged")
-    (folder / "config.json").unlink()
-    refused(folder, r"not a model folder: it has no config.json")
+    refused(folder, r"not a model folder: it has no config.json that can be read")
 
 
 def test_weights_and_config_must_fit_each_other(folder: Path) -> None:
@@ -176,8 +156,6 @@ def test_names_that_lead_nowhere_and_a_cache_that_cannot_be_written(
     refused(tmp_path / "nothing", r"does not exist: give a folder with config.json, a \.gguf file or a hub id")
     (tmp_path / "notes.txt").write_text("hello")
     refused(tmp_path / "notes.txt", r"is no model folder and no \.gguf file")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    refused("nobody/no-such-model", r"not in the local cache and the hub cannot be reached: connect once")
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

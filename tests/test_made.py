@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from qkscope import BadInput, attribute, decompose, swap, swap_downstream, tasks
+from qkscope import BadInput, attribute, decompose, swap, tasks
 from qkscope.analyses.fit import load
 from qkscope.capture.scope import Scope
 from qkscope.runs.folder import read_tensors
-from qkscope.runs.result import Result, made, provenance
+from qkscope.runs.result import Result, made_result, provenance
 from tiny_llama import write_tiny_llama
-
-
-def loaded(model: str, revision: str | None) -> Scope:
-    return Scope.load(model, revision=revision)
 
 
 def facts(rows: list[dict]) -> dict[str, dict]:
@@ -28,8 +24,8 @@ def test_saying_the_printed_command_again_gives_the_same_bits(tmp_path, qkscope)
     out, again = tmp_path / "a run", tmp_path / "again"
     job = ["binding", "--size", 4, "--heads", "L1H1,L2H0", "-n", 48, "--contrasts", "order,lexical"]
     qkscope("decompose", *job, "--model", "nano:mixed", "--out", out)
-    said = facts(json.loads(qkscope("view", out, "--made", "--check", "--json")[1])["tables"]["made"])
-    assert all(said[name]["same"] is True for name in ("weights", "tokenizer", "torch", "transformers", "threads"))
+    said = facts(json.loads(qkscope("view", out, "--made", "--json")[1])["tables"]["made"])
+    assert all(said[name]["same"] is True for name in ("torch", "transformers", "threads", "files"))
     assert said["model"]["there"] == "nano:mixed"
     program, *arguments = shlex.split(said["command"]["there"])
     assert program == "qkscope"
@@ -64,7 +60,7 @@ def test_what_was_made_with_other_weights_or_another_tokenizer_is_refused(models
     for use in (
         lambda: load(tmp_path / "fit", other),
         lambda: swap(other, units, fit),
-        lambda: swap_downstream(other, units, fit),
+        lambda: swap(other, units, fit, downstream=True),
         lambda: attribute(other, "hat: O", "L1H3", {"order": fit["order", "L1H3"]}),
         lambda: decompose(other, task, ["L1H3"], 16, out=tmp_path / "fit", contrasts=["order"], batch_size=4),
     ):
@@ -80,8 +76,8 @@ def test_what_differs_here_is_said(models, tmp_path, qkscope):
     about = provenance(model=str(models[0]), weights="other", tokenizer="other", words=["long"] * 100)
     about = {**about, "command": "qkscope heads 'my file.jsonl'", "versions": {**about["versions"], "torch": "1.0"}}
     Result("heads", {}, provenance={**about, "threads": 99}).write(tmp_path / "run")
-    found = facts(made(tmp_path / "run", load=loaded))
-    assert [name for name, row in found.items() if row["same"] is False] == ["weights", "tokenizer", "torch", "threads"]
+    found = facts(made_result(tmp_path / "run").table())
+    assert [name for name, row in found.items() if row["same"] is False] == ["torch", "threads"]
     assert found["torch"]["there"] == "1.0"
     answer, *lines = qkscope("view", tmp_path / "run", "--made")[1].splitlines()
     assert answer.startswith("Here it is otherwise: torch ")
@@ -92,5 +88,5 @@ def test_what_differs_here_is_said(models, tmp_path, qkscope):
     fit = tmp_path / "fit"
     decompose(scope, tasks.binding(4), ["L1H3"], 16, out=fit, contrasts=["order"], batch_size=4)
     for place in (fit, fit / "order.safetensors"):
-        assert facts(made(place, load=loaded))["weights"]["same"] is True
-    assert "command" not in facts(made(fit))  # Python made it
+        assert facts(made_result(place).table())["weights"]["there"] == scope.weights_hash
+    assert "command" not in facts(made_result(fit).table())  # Python made it

@@ -21,11 +21,9 @@ FORMS = [
     ("falcon", ALIBI | EAGER), ("falcon", NEW | EAGER | {"num_ln_in_parallel_attn": 1}),
     ("falcon", NEW | ALIBI | {"bias": True}),
     ("falcon", ALIBI | {"multi_query": False, "bias": True, "parallel_attn": False}),
-    ("codegen", {"num_attention_heads": 8, "rotary_dim": 4}), ("mpt", {"attn_config": {"softmax_scale": 0.5}}),
     ("mpt", {"attn_config": {"clip_qkv": 1.0}}), ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),
     ("bloom", {"apply_residual_connection_post_layernorm": True}),
     ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}),
-    ("gpt_neo", {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]]}),
 ]  # fmt: skip
 EXAMPLES = marked((12, 7, 9), (1, 4, -1))
 

@@ -53,12 +53,12 @@ def test_edited_queries_and_logits_give_the_closed_form(scope: Scope) -> None:
     after = scope.capture_inputs(encoded, heads=[HEAD], edits=[edit])
     seen = before.bias[:, 0] > -torch.inf
     wanted = wanted.masked_fill(~seen, -torch.inf)
-    torch.testing.assert_close(after.attention_logits()[:, 0], wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after.rows().logits()[:, 0], wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(after.rest, before.rest)
     # seen from other keys the same edit is part of the rest: the whole row still sums to one
     fewer = scope.encode([Example(ids=ids_of(encoded, i)) for i in range(2)])
     rest = scope.capture_inputs(fewer, heads=[HEAD], edits=[edit]).rest
-    whole = torch.logsumexp(torch.cat([after.attention_logits()[:, 0], after.rest], dim=-1), dim=-1)
+    whole = torch.logsumexp(torch.cat([after.rows().logits()[:, 0], after.rest], dim=-1), dim=-1)
     torch.testing.assert_close(rest[:, 0], whole, atol=1e-5, rtol=1e-5)
 
 

@@ -73,23 +73,6 @@ def test_a_template_that_trims_and_one_that_rewrites(smollm2: Scope) -> None:
         smollm2.tokenizer.chat_template = before
 
 
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        (lambda s: Example.mark(PROMPT, keys=["jar"]), r"'jar' does not stand in the text .*hat"),
-        (lambda s: Example.mark(PROMPT, keys=["hat"]), r"'hat' stands 2 times .* \(at 4, 46\)"),
-        (
-            lambda s: s.encode([Example(text=PROMPT, keys=[Key((4, 6)), Key((6, 7))])]),
-            "two keys share token 1, .*'Ġhat'",
-        ),
-        (lambda s: s.encode(["hat " * 9000]), "context ends at 8192"),
-    ],
-)
-def test_words_that_cannot_be_placed_raise_and_show_why(smollm2: Scope, mistake, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
-        mistake(smollm2)
-
-
 def test_only_whole_words_match_and_ids_take_token_spans() -> None:
     assert find_span("category cat, cats", "cat") == (9, 12)
     assert find_span("Box (O).", "(O)") == (4, 7)

@@ -35,3 +35,4 @@ def gaps() -> list[str]:
 
 def test_every_public_parameter_is_documented_and_every_public_name_has_an_example():
     assert gaps() == []
+    assert set(dir(qk)) == set(qk.__all__)

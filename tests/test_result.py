@@ -2,16 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-import qkscope
 from qkscope import BadInput, Head
 from qkscope.runs.claims import Claim, rule_holds
 from qkscope.runs.result import Result
@@ -72,7 +69,6 @@ def test_an_interval_leaves_ties_open_and_a_claim_says_whose_it_is_and_why_it_fa
 _ENDS = st.floats(allow_nan=True, allow_infinity=True) | st.none() | st.sampled_from([0.0, -0.0, 1e-300])
 
 
-@settings(deadline=None)  # a busy machine is no fault
 @given(_ENDS, _ENDS, _ENDS, _ENDS, st.sampled_from(["ours > 0", "ours >= 0", "ours > control", "abs(ours) < 1"]))
 def test_a_claim_reads_back_as_it_was_written(ours, control, low, high, rule):
     """An end of exactly 0 is one; what JSON has no place for decides nothing before it is written either."""
@@ -111,31 +107,9 @@ def test_results_are_json_with_null_for_nan_and_read_back(tmp_path):
     assert (again.to_json(), again.arrays["x"].tolist()) == (stored, [0, 1, 2])
 
 
-def test_a_run_replaces_a_run(tmp_path):
-    folder = some_result().write(tmp_path / "run", files={"old": "x"})
-    some_result(seed=1).write(folder)
-    assert Result.read(folder).seed == 1
-    assert not (folder / "old").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    (tmp_path / "file").write_text("")
-    for place, says in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "below", "cannot be written")):
-        with pytest.raises(BadInput, match=says):
-            some_result().write(place)
-
-
-def test_importing_the_package_imports_nothing_heavy():
-    code = "import sys, qkscope; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert set(dir(qkscope)) == set(qkscope.__all__)
-    for name in qkscope.__all__:
-        assert getattr(qkscope, name) is not None
-    with pytest.raises(AttributeError):
-        _ = qkscope.nonsense
-
-
 def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path, qkscope):
     """The whole main job, on few prompts: what it finds is in the numbers already, if not in every interval."""
-    code, printed, complaint = qkscope("demo", "--n", 24, "--out", tmp_path / "demo")
+    code, printed, complaint = qkscope("demo", "--n", 12, "--out", tmp_path / "demo")
     assert (code, complaint) == (0, "")
     assert printed.startswith("L18H6 finds the box by the word asked for")
     stored = json.loads((tmp_path / "demo" / "results.json").read_text())

@@ -104,7 +104,7 @@ _tokens = st.lists(_odd | st.text(max_size=4), max_size=4).map("".join)
 _numbers = st.floats() | st.integers(-(10**40), 10**40) | st.booleans() | st.none()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.recursive(_tokens | _numbers, lambda inner: st.lists(inner) | st.dictionaries(_tokens, inner), max_leaves=9))
 def test_data_in_a_script_element_reads_back_and_cannot_end_it(value):
     text = str(script_json(value))

@@ -5,10 +5,10 @@ import torch
 
 from folded import normalised_input
 from qkscope import BadInput, Example, Scope
-from qkscope.analyses.relative import relative_attention, relative_rows, singular_basis
+from qkscope.analyses.circuits import rows_from
+from qkscope.analyses.split import relative_rows, singular_basis
 from qkscope.capture.pick import Places
 from qkscope.capture.tap import tap
-from qkscope.examples import Key
 from qkscope.heads import Head
 from qkscope.linear.weights import head_weights
 from qkscope.maths import methods
@@ -87,7 +87,7 @@ def test_a_head_with_dead_dimensions_still_splits_every_logit():
     generator = torch.Generator().manual_seed(1)
     w_q, w_k = (torch.randn(1, 4, 9, generator=generator, dtype=torch.float64) for _ in range(2))
     w_q[0, 3] = w_q[0, 0] - w_q[0, 1]
-    basis = basis_of_weights([Head(0, 0)], w_q, w_k, torch.ones(1), torch.zeros(1, 4), [False])["L0H0"]
+    basis = basis_of_weights([Head(0, 0)], (w_q, w_k, torch.ones(1), torch.zeros(1, 4)), [False])["L0H0"]
     x, k = torch.randn(9, generator=generator, dtype=torch.float64), torch.randn(4, dtype=torch.float64,
                                                                                   generator=generator)  # fmt: skip
     q = w_q[0] @ x
@@ -159,11 +159,12 @@ def test_terms_sum_to_the_relative_logit_of_the_models_own_call(family):
 
 def test_a_key_outside_the_window_has_no_relative_attention():
     scope = Scope.from_model(tiny_model("mistral"), check=False)
-    example = Example(ids=tuple(range(5, 17)), keys=(Key((0, 1), {"answer": 1}), Key((10, 11), {"answer": -1})))
-    with pytest.raises(BadInput, match="L0H0 does not see token 0 from token 11"):
-        relative_attention(scope, example, "L0H0")
-    near = relative_attention(scope, example, "L0H0", key=10)
-    assert near.tables["relative"][0]["others"] == 3  # a window of four keys
+    inputs = scope.encode([Example(ids=tuple(range(5, 17)))]).inputs
+    captured = scope.capture_inputs(inputs, places=rows_from(inputs, 11), heads=["L0H0"], space="query_frame")
+    out, near = (relative_rows(captured, torch.tensor([[i]]), singular_basis(scope, "L0H0")).relative for i in (0, 10))
+    logits = (captured.k[0, 0] @ captured.q[0, 0] * captured.scale[0])[8:]  # a window of four keys
+    assert bool(out.isnan())
+    assert float(near) == pytest.approx(float(logits[2] - logits[[0, 1, 3]].mean()), rel=1e-4)
 
 
 def matrices(kind, n):
@@ -207,3 +208,25 @@ def test_both_together_are_the_thin_svd():
     assert torch.allclose(s, values)
     assert torch.allclose(q @ a * signs, u)
     assert torch.allclose(q_k @ b * signs, v)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_the_spectra_of_gpt2_and_pythia_are_those_of_their_weights_with_the_gain_folded_in_and_centred(family):
+    """A dense product written apart; queries and keys have biases, which read a constant 1."""
+    scope = scope_of(family)
+    block = scope.model.transformer.h[1] if family == "gpt2" else scope.model.gpt_neox.layers[1]
+    norm = block.ln_1 if family == "gpt2" else block.input_layernorm
+    if family == "gpt2":  # all queries, all keys, all values
+        W, b = (x.unflatten(0, (3, scope.n_heads, -1)) for x in (block.attn.c_attn.weight.T, block.attn.c_attn.bias))
+    else:  # head by head its query, key and value
+        both = block.attention.query_key_value.weight, block.attention.query_key_value.bias
+        W, b = (x.unflatten(0, (scope.n_heads, 3, -1)).transpose(0, 1) for x in both)
+    norm.weight.uniform_(0.5, 2)
+    norm.bias.uniform_(-1, 1)
+    folded = (W * norm.weight).double()
+    centred = folded - folded.mean(-1, keepdim=True)
+    full = torch.cat([centred, (W @ norm.bias + b)[..., None].double()], dim=-1)
+    basis = singular_basis(scope, [Head(1, i) for i in range(scope.n_heads)])
+    dense = torch.linalg.svdvals(full[0].mT @ full[1])[:, : basis.S.shape[1]]
+    torch.testing.assert_close(basis.S.double(), dense, rtol=1e-5, atol=1e-5)

@@ -27,7 +27,7 @@ def scope(request: pytest.FixtureRequest) -> Scope:
 
 def test_query_frame_keeps_logits_and_forgets_the_absolute_position(scope: Scope) -> None:
     post, frame = capture(scope, "post_rope"), capture(scope, "query_frame")
-    torch.testing.assert_close(frame.attention_logits(), post.attention_logits(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(frame.rows().logits(), post.rows().logits(), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(frame.attention(), post.attention(), atol=1e-5, rtol=0)
     far_post, far_frame = capture(scope, "post_rope", 1000), capture(scope, "query_frame", 1000)
     unit = frame.k.norm(dim=-1).max()

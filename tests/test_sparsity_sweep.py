@@ -7,9 +7,9 @@ import torch
 
 from qkscope import BadInput, Scope, tasks
 from qkscope.analyses import sparsity as module
-from qkscope.analyses.circuits import CIRCUITS, DUTIES, Duty, Edge, find_circuit, parse_edges
-from qkscope.analyses.relative import relative_attention
+from qkscope.analyses.circuits import CIRCUITS, DUTIES, Duty, Edge, find_circuit, locate, parse_edges, rows_from
 from qkscope.analyses.sparsity import checkpoints, group_difference, sparsity, sweep
+from qkscope.analyses.split import relative_rows, singular_basis
 from qkscope.heads import Head
 from qkscope.tasks.sentences import TEMPLATES
 from qkscope.tasks.words import NAMES, PLACES, THINGS
@@ -97,8 +97,13 @@ def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
     scope = Scope.from_model(tiny_model("llama", vocab_size=len(words)), words)
     task = tasks.ioi()
     found = sparsity(scope, task, "L1H2:END>IO,L0H1:S2>S1+1", n=5, controls=1, batch_size=2)
-    each = [relative_attention(scope, unit[0], "L1H2", query="END", key="IO") for unit in task.test(5)]
-    alone = [dict(one.tables["relative"][0]) for one in each]
+    basis, each = singular_basis(scope, "L1H2"), []
+    for unit in task.test(5):
+        inputs, columns = locate(scope, unit[:1], ["END", "IO"])
+        places = rows_from(inputs, columns[:, :1])
+        captured = scope.capture_inputs(inputs, places=places, heads=["L1H2"], space="query_frame")
+        each.append(relative_rows(captured, columns[:, 1:], basis))
+    alone = [{name: float(value) for name, value in one.values(20, 0, [0]).items()} for one in each]
     row = found.table()[0]
     for name in ("sparsity", "relative", "attention", "cancellation"):
         assert row[name] == pytest.approx(sum(one[name] for one in alone) / 5, rel=1e-5), name
@@ -113,10 +118,7 @@ def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
         assert row["count_tol"] == pytest.approx(sum(counted) / len(counted))
         assert 1 <= row["count_tol_null"] <= row["count_null"]  # random terms reach 99% no later than all of it
     assert row["low"] <= row["difference"] <= row["high"]
-    terms = {term["vector"]: term["term"] for term in each[0].tables["terms"]}
-    first = [terms[i] for i in range(len(terms))]
-    torch.testing.assert_close(found.arrays["terms_first"][0], torch.tensor(first, dtype=torch.float64), rtol=1e-4,
-                               atol=1e-6)  # fmt: skip
+    torch.testing.assert_close(found.arrays["terms_first"][0], each[0].terms[0, 0], rtol=1e-4, atol=1e-6)
     assert [row["circuit"] for row in found.table()] == [True, True, False, False]
 
 
@@ -173,14 +175,3 @@ def test_revisions_that_do_not_exist_or_are_copies_are_refused_by_name(run_folde
     with pytest.raises(BadInput, match=says):
         sweep(model.format(run=run_folder), tasks.ioi(), revisions, out=tmp_path / "out", **SMALL)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_commands_print_json(run_folder, tmp_path, qkscope):
-    asked = ["sparsity", "ioi", "--model", run_folder, "--out", tmp_path / "out", "--n", "2", "--controls", "1"]
-    _, out, said = qkscope(*asked, "--revisions", "step0", "--heads", "L0H0:END>IO", "--draws", "2", "--json")
-    row = json.loads(out)["tables"]["sparsity"][0]
-    assert (row["step"], row["head"], row["from"], row["to"]) == (0, "L0H0", "END", "IO"), said
-    file = tmp_path / "vectors.safetensors"
-    _, out, _ = qkscope("svd", "--model", run_folder / "step0", "--heads", "L0H0,L1H3", "--json", "--out", file)
-    assert [row["head"] for row in json.loads(out)["tables"]["heads"]] == ["L0H0", "L1H3"]
-    assert file.is_file()

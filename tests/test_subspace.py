@@ -1,14 +1,11 @@
 """Facts about subspaces: verified factors, ranks, angles, joint and oblique projectors."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planted import orthonormal, randn
-from qkscope import BadInput, Head
 from qkscope.maths import bases
 from qkscope.maths.bases import checked_svd, energy_rank, joint_basis, oblique_projectors
 from qkscope.maths.subspace import Subspace
@@ -17,7 +14,7 @@ seeds = st.integers(0, 10**6)
 
 
 @given(seeds, st.integers(1, 9), st.integers(1, 9))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_svd_multiplies_out_and_its_signs_are_fixed(seed, a, b):
     matrix = randn(seed, 3, a, b)
     u, s, v = checked_svd(matrix)
@@ -59,19 +56,18 @@ def test_a_subspace_recovers_planted_directions():
     for side, truth in (("query", u), ("key", v)):
         cosines = torch.linalg.svdvals(feature.basis(side).mT @ truth)
         assert cosines.min() > 0.999
-    assert feature.angles(Subspace.from_delta(delta, 3)).max() < 0.01
     x = randn(4, 10, 8)
     torch.testing.assert_close(feature.project(x), x @ feature.basis() @ feature.basis().mT)
     torch.testing.assert_close(feature.coordinates(x) @ feature.basis().mT, feature.project(x))
-    many = Subspace.from_deltas(torch.stack([0 * delta + 1, delta]), [Head(0, 0), Head(3, 1)], rank=3)
-    torch.testing.assert_close(many[Head(3, 1)].V, Subspace.from_delta(delta, 3).V)
+    many = checked_svd(torch.stack([0 * delta + 1, delta]))
+    torch.testing.assert_close(many[2][1, :, :3], Subspace.from_delta(delta, 3).basis())
     lines = feature.summary().splitlines()
     assert lines[0] == "order at L3H1: rank 3 of 8"
     assert sum(line.endswith("|") for line in lines) == 3
 
 
 @given(seeds)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_joint_basis_counts_shared_directions_once(seed):
     whole = orthonormal(seed, 9, 5)
     joint = joint_basis([whole[:, :3], whole[:, 1:5]])
@@ -80,7 +76,7 @@ def test_joint_basis_counts_shared_directions_once(seed):
 
 
 @given(seeds)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_oblique_projectors_keep_their_own_and_annihilate_the_others(seed):
     bases = [orthonormal(seed, 10, 3), orthonormal(seed + 1, 10, 2), orthonormal(seed + 2, 10, 1)]
     projectors, condition = oblique_projectors(bases)
@@ -93,15 +89,3 @@ def test_oblique_projectors_keep_their_own_and_annihilate_the_others(seed):
     joint = joint_basis(bases)
     total = sum(p.matrix() for p in projectors)
     torch.testing.assert_close(total, joint @ joint.mT, atol=1e-8, rtol=0)
-
-
-def test_saved_and_loaded_is_the_same(tmp_path):
-    feature = Subspace.from_delta(randn(0, 5, 5), rank=2, head="L1H2", contrast="order", about={"weights": "abc"})
-    feature = replace(feature, cov_k=randn(1, 5, 5))
-    feature.save(tmp_path / "s")
-    again = Subspace.load(tmp_path / "s", expect={"weights": "abc"})
-    assert (again.rank, again.head, again.contrast, again.about) == (2, Head(1, 2), "order", {"weights": "abc"})
-    torch.testing.assert_close(again.V, feature.V, rtol=0, atol=0)
-    torch.testing.assert_close(again.cut(1).cov_k, feature.cov_k, rtol=0, atol=0)
-    with pytest.raises(BadInput, match="another weights"):
-        Subspace.load(tmp_path / "s", expect={"weights": "xyz"})

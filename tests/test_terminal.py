@@ -11,6 +11,7 @@ from importlib import import_module
 from inspect import signature
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from qkscope import cli
@@ -89,7 +90,8 @@ def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_con
     heading, *rows = check(text)
     assert heading.split() == ["head", "feature", "kind", "before", "after", "shift"]
     assert {row.split()[2] for row in rows} == {"feature", "random", "key_pca"}
-    assert f"The page: {out / 'report.html'}" in text
+    page = (out / "report.html").read_text()  # it tells the fit and the swap
+    assert all(f'class="block {kind}"' in page for kind in ("spectra", "swaps", "cloud"))
     one = printed("swap", out, "-n", 16, "--heads", "L1H0")
     assert check(one)[0].split() == ["feature", "kind", "before", "after", "shift", "rank"]
     everything = printed("swap", out, "-n", 16, "--all")
@@ -98,14 +100,12 @@ def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_con
     assert len(tables(everything)) >= 2
 
 
-def test_why_splits_by_the_features_of_a_fit_of_this_model_at_its_first_head(printed, qkscope, fitted):
+def test_why_splits_by_the_features_of_a_fit_of_this_model_at_its_first_head(printed, fitted):
     prompt = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
     text = printed("why", prompt, "--fit", fitted[0])
     assert text == printed("why", prompt, "--fit", fitted[0], "--head", "L1H0", "--model", "nano:mixed")
     assert "By features  " in text
     assert following(text) == f"qkscope view --live --fit {fitted[0]}"
-    code, _, said = qkscope("why", "hat:", "--fit", fitted[0], "--model", "nano:mixed@0")
-    assert (code, "was made with other weights" in said) == (2, True)
 
 
 def test_a_token_is_named_by_its_place_or_its_text(printed):
@@ -164,11 +164,12 @@ def test_numbers_are_never_cut_and_all_columns_stand_one_below_the_other_where_a
 
 def test_every_option_has_its_help_and_its_default_and_no_parameter_is_lost_by_mistake():
     """From one docstring; what is for Python alone cannot be typed: mappings, functions, lists of numbers, objects."""
-    for name, verb in verbs.VERBS.items():
-        module, _, function = verb.home.partition(":")
+    for name, home in verbs.VERBS.items():
+        module, _, function = home.partition(":")
         own = signature(getattr(import_module(module), function)).parameters
-        parameters = verbs.signature(verb.home)[1]
-        assert {one.name: one.default for one in parameters} == {one.name: one.default for one in own.values()}, name
+        parameters = verbs.signature(home)[1]
+        defaults = {one.name: None if one.name == "say" else one.default for one in own.values()}
+        assert {one.name: one.default for one in parameters} == defaults, name
         for parameter in parameters:
             options = verbs.typed(parameter)
             assert all(one.annotation.__metadata__[0].help for one in options), (name, parameter.name)
@@ -177,12 +178,11 @@ def test_every_option_has_its_help_and_its_default_and_no_parameter_is_lost_by_m
                 assert parameter.name == "progress" or any(map(parameter.takes, python)), (name, parameter.name)
 
 
-def test_the_help_needs_nothing_heavy_and_names_a_dozen_verbs_first():
+def test_the_help_needs_nothing_heavy():
     command = [sys.executable, "-X", "importtime", "-m", "qkscope", "--help"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert "demo" in done.stdout
     assert not {"torch", "transformers", "numpy", "pydantic"} & {line.split()[-1] for line in done.stderr.splitlines()}
-    assert len([verb for verb in verbs.VERBS.values() if verb.panel == "Commands"]) <= 12
 
 
 def test_a_schema_names_every_column_that_a_verb_gives(printed):
@@ -202,7 +202,7 @@ def test_a_schema_names_every_column_that_a_verb_gives(printed):
 SAID = [
     "Same word: ' John', one replaced leaves at most 39%, both by the same word 64%, by different ones 39%: not shown.",
     "Carried by: L20H0 and L19H2 put back in its query: ' John' (token 3) 33% → 60% (control 34%): shown.",
-    *["Effect: P(' Mary') 92.3% → 88.9% without this look; direct effect in logits: ' Mary' +1.5."] * 9,
+    *["Effect: P(' Mary') 92.3% → 88.9% without this look; direct effect in logits: '给' 李明把一瓶水给了 +1.5."] * 9,
 ]
 
 
@@ -219,7 +219,7 @@ def test_why_takes_fourteen_lines_and_breaks_no_token(why_result, capsys, monkey
     cli.print_result(why_result, False, False, end)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= cli.MOST_LINES
-    assert max(map(len, lines)) <= 80
+    assert max(map(cell_len, lines)) <= 80
     assert not [line for line in lines if line.endswith("'") and line.count("'") % 2]  # no line ends inside a token
     assert "--all prints the rest." in lines
     assert shlex.split(following("\n".join(lines)))[-2:] == ["--head", "L20H0"]
@@ -264,22 +264,17 @@ def full():
     return open("/dev/full", "w")
 
 
-UNPRINTABLE = {"Broken pipe": broken_pipe, "No space left on device": full, "it is closed": lambda: None}
+UNPRINTABLE = {"": (broken_pipe, 1), "qkscope: [Errno 28] No space left on device\n": (full, 2), " ": (lambda: None, 0)}
 
 
 @pytest.mark.parametrize("why", UNPRINTABLE)
 def test_results_are_written_where_printing_fails(why, tmp_path, qkscope, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", UNPRINTABLE[why]())
-    code, _, said = qkscope("heads", *BINDING, "-n", 8, "--all", "--out", tmp_path / "run")
-    assert (code, said) == (1, f"qkscope: not all could be printed ({why}); what --out names is written.\n")
+    """Into a pipe that was closed, onto a full disk, and where there is nothing to print to."""
+    stream, code = UNPRINTABLE[why]
+    monkeypatch.setattr(sys, "stdout", stream())
+    ended, _, said = qkscope("heads", *BINDING, "-n", 8, "--all", "--out", tmp_path / "run")
+    assert (ended, said) == (code, why.strip(" "))
     assert {"results.json", "report.html", "manifest.json"} == {path.name for path in (tmp_path / "run").iterdir()}
-
-
-@pytest.mark.parametrize(("arguments", "code"), [(["heads", "nothing"], 2), (["--help"], 1)])
-def test_what_is_wrong_is_said_where_nothing_can_be_printed(arguments, code, qkscope, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", full())
-    ended, _, said = qkscope(*arguments)
-    assert (ended, said.count("\n"), "--out" in said) == (code, 1, False)
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch, qkscope):

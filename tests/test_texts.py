@@ -6,7 +6,6 @@ import random
 import pytest
 
 from qkscope.errors import BadInput
-from qkscope.tasks import sides
 from qkscope.tasks.sides import LENGTH, RUN, SIDES, split
 from qkscope.tasks.texts import FEW, Document, read_documents
 
@@ -105,7 +104,7 @@ def test_documents_that_share_much_stay_together_whatever_the_seed():
         assert groups["d3"] == groups["d20"] == groups["d11"] != groups["d4"]
 
 
-def test_a_single_shared_run_ties_nothing_and_its_passage_is_left_out(caplog, monkeypatch):
+def test_a_single_shared_run_ties_nothing_and_its_passage_is_left_out(caplog):
     ids = drawn(24)
     for own in ids:
         own[210:218] = range(8)  # a greeting in all of them
@@ -116,9 +115,6 @@ def test_a_single_shared_run_ties_nothing_and_its_passage_is_left_out(caplog, mo
     dropped = 24 - len({p.document for p in found["test"]})
     assert f"{dropped} of 144 passages share 8 tokens in a row" in caplog.text
     assert sum(map(len, found.values())) == 144 - dropped
-    monkeypatch.setattr(sides, "_apart", lambda found, shares: found)  # were it let through, it would be seen
-    with pytest.raises(BadInput, match="the same 8 tokens in a row"):
-        split(documents(ids), encode)
 
 
 def test_passages_are_the_documents_ids_in_order_each_behind_what_the_tokenizer_puts_in_front():

@@ -10,13 +10,15 @@ from torch.nn.functional import normalize
 
 import qkscope as qk
 from planted_model import READER, planted
-from qkscope.analyses.trace.features import FeatureSplit
-from qkscope.analyses.trace.rows import HeadRows
+from qkscope.analyses.trace.features import EDGES, FeatureSplit
+from qkscope.analyses.trace.prompt import Probe
+from qkscope.analyses.trace.rows import HeadRows, Pass
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
-from qkscope.maths.dictionaries import NULLS, null_code
+from qkscope.linear.run import Parts
+from qkscope.maths.dictionaries import NULLS
 from qkscope.show.blocks import blocks_of
 from qkscope_papers.families import tiny_model, two_prompts
 
@@ -36,13 +38,26 @@ def test_parts_sum_to_the_logit_whatever_the_codes(family):
     head = next(head for head in scope.heads() if head.layer == layer)
     signs = torch.where(torch.arange(places.keys.shape[1]) == 0, 1, -1) * places.key_mask
     run = Reader(scope, [head]).record(inputs, places, layers=[layer - 1, layer])
-    inside = torch.diag((torch.arange(run.calls[layer].q.shape[-1]) < 5).float())  # of a feature
-    rows = HeadRows(run, head, signs, inside)
-    for before, rest in ((layer, ("error", "bias")), (layer - 1, ("error", "after", "bias"))):
-        own = random_dictionary(run.entered[layer].shape[-1], before)
+    rows = HeadRows(run, head, signs)
+    width = run.entered[layer].shape[-1]
+    skip = torch.eye(width) / 2
+    every = [
+        (random_dictionary(width, layer), ("error", "bias")),
+        (random_dictionary(width, layer - 1), ("error", "after", "bias")),
+        (random_dictionary(width, layer - 1, splits="mlp"), ("error", "other writers", "bias")),
+        (
+            random_dictionary(width, layer - 1, splits="transcoder", skip=skip),
+            ("error", "skip", "other writers", "bias"),
+        ),
+    ]
+    for own, rest in every:
         split = FeatureSplit(rows, own)
         assert split.rest == rest
-        codes = [split.coded, *(null_code(kind, own, split.x, split.coded, 1, split.there) for kind in NULLS)]
+        if own.splits != "stream":
+            written = next(p.values[:, 0] for p in run.stream(layer) if p.writers == [f"M{layer - 1}"])
+            assert torch.equal(split.target, written)
+            assert torch.equal(split.x, written) is (own.splits == "mlp")
+        codes = [split.coded, *(split.null(kind, 1) for kind in NULLS)]
         for terms, true in ((t, x) for coded in codes for t, x in zip(split.terms(coded), rows.logit(), strict=True)):
             assert abs(float(terms.values.sum() - true)) < 2e-5 * float(terms.values.abs().max())
 
@@ -81,8 +96,47 @@ def test_the_planted_pair_comes_first_and_with_no_copy(seed):
     assert all(row["below"] for row in copies)
     assert ours["first"] > 1.5 * max(row["first_high"] for row in copies)
     assert "more than with any copy without meaning" in found.answer
-    meaningless = qk.trace(scope, PROMPT, READER, dictionary=random_dictionary(96, READER.layer), draws=1)
+    rows = [row for row in found.tables["feature_edges"] if row["kind"] == "dictionary"]
+    edges = {(row["side"], row["edge"], row["k"]): row for row in rows}
+    cut, back = edges["key", "ablated", 1], edges["key", "restored", 1]
+    assert (cut["verdict"], back["verdict"]) == ("supported", "supported")
+    assert cut["after"] < cut["before"] / 2 < 0.8 * back["after"]
+    assert edges["query", "ablated", 5]["after"] < 0.3
+    meaningless = qk.trace(scope, PROMPT, READER, dictionary=random_dictionary(96, READER.layer), draws=2)
     assert meaningless.tables["copies"][0]["first"] < ours["first"] / 2
+    assert [
+        row["k"] for row in meaningless.tables["feature_edges"] if row["verdict"] == "supported" and row["k"] < 5
+    ] == []
+
+
+def test_an_ablated_feature_changes_the_stream_by_what_it_wrote_there():
+    """By hand: the key's stream less what the feature has above its mean, through the head's own code."""
+    scope = planted({Head(0, 1): 0.3}, 0)
+    own = true_dictionary(scope)
+    one = Probe(scope, PROMPT, last=READER.layer, logits=False, layers=[READER.layer]).head(READER)
+    used = one.weights[0].nonzero()[:, 0]
+    rows = HeadRows(one.run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used])
+    split = FeatureSplit(rows, own)
+    (terms,) = split.terms()
+    feature, right = terms.first(1)[0][1], (rows.signs[0] > 0).nonzero()[0]
+    codes = torch.zeros(len(used), len(own.decoder) + 1)
+    codes.scatter_(-1, split.coded.ids[0, 1:] % codes.shape[1], split.coded.values[0, 1:])
+    others = codes[rows.signs[0] < 0, feature].mean()
+    away = (codes[right, feature] - others) * own.decoder[feature]
+    lost = rows.run.read(READER, "key", [Parts(["away"], away.reshape(1, 1, 1, -1))], [1 + int(right)])[0, 0, 0]
+    k = rows.vectors("key").clone()
+    k[0, right] -= lost
+    ablated = EDGES.index(("key", "ablated", 1))
+    whole = float(split.edges(split.coded, [terms])[0, ablated])
+    assert whole == pytest.approx(float(rows.measure(k=k[None])[0, 0, 0]), abs=1e-6)
+
+
+def test_a_prompts_edges_are_the_same_beside_others():
+    scope, units = planted({Head(0, 1): 0.3}, 0), qk.tasks.induction(6).test(4)
+    own, how = true_dictionary(scope), Pass(Reader(scope, [READER]), layers=[READER.layer], progress=False)
+    every = [FeatureSplit(how.rows(units, some)[1][0], own) for some in (range(4), *([i] for i in range(4)))]
+    together, *alone = (split.edges(split.coded, split.terms()) for split in every)
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-4)
 
 
 def test_a_dictionary_without_meaning_is_seldom_said_to_have_one():
@@ -114,8 +168,6 @@ def test_a_task_says_the_same_on_words_that_nothing_was_chosen_on():
         assert sum(parts) == pytest.approx(check["logit"], abs=1e-5)
     again = qk.trace(scope, qk.tasks.induction(6), READER, 24, dictionary=own, draws=5, progress=False)
     assert again.tables == found.tables
-    held = [row["held"] for row in found.tables["held"] if row["kind"] == "dictionary"]
-    assert held == sorted(held)
 
 
 def test_what_a_model_cannot_be_split_by_is_refused(nano):
@@ -124,6 +176,7 @@ def test_what_a_model_cannot_be_split_by_is_refused(nano):
     wrong = [
         (random_dictionary(width + 1, 1), {}, f"has width {width + 1}, and the residual stream of .* has {width}"),
         (random_dictionary(width, 3), {}, "stands before layer 3, and L1H0 reads what enters layer 1"),
+        (random_dictionary(width, 1, splits="mlp"), {}, "splits what M1 wrote, and L1H0 reads what enters layer 1"),
         (random_dictionary(width, 1), {"head": "all"}, "at heads that are named"),
         (random_dictionary(width, 1), {"what": ["a text"]}, "for a task or a prompt"),
         (random_dictionary(width, 1), {"what": qk.tasks.induction(), "key": 3}, "key is for one prompt"),

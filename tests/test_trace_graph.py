@@ -26,23 +26,25 @@ def prompt_of(scope: qk.Scope, length: int = 9) -> Encoding:
     return Encoding(inputs, at, at.row, {})
 
 
-def followed(scope, encoded, head, key, others=None, projector=None, **options):
+def followed(scope, encoded, head, key, others=None, **options):
     asked = Question.first_of(scope, encoded)
     run = Reader(scope, [head]).record(asked.inputs, asked.places, deep=True)
-    return trace_graph(PromptTrace(run, asked, head, key, others, projector), **options)
+    return trace_graph(PromptTrace(run, asked, head, key, others), **options)
 
 
-def check_sums(rows: list[dict], tolerance: float = 1e-5) -> int:
-    """Each parent is the sum of its children, side by side; how many were looked at."""
+def check_sums(graph, tolerance: float = 1e-5) -> int:
+    """Each node is the sum of its edges, kind by kind, the rest included; how many were looked at."""
     families: dict = {}
-    for row in rows:
-        starts_anew = row["kind"] == "why" and row["side"] is None
-        if row["parent"] is not None and not starts_anew:
-            families.setdefault((row["parent"], row["side"]), []).append(row)
-    for (parent, _), children in families.items():
-        values = [child["value"] for child in children]
-        assert sum(values) == pytest.approx(rows[parent]["value"], abs=tolerance * max(map(abs, values)) + 1e-6)
-    return len(families)
+    for edge in graph.edges:
+        families.setdefault((edge["target"], edge["kind"], edge["of"]), []).append(edge["value"])
+    looked = 0
+    for (target, kind, of), values in families.items():
+        node = graph.nodes[target]
+        if of is None or kind != "value":
+            whole = node["value"] if of is None else node["look"]
+            assert sum(values) == pytest.approx(whole, abs=tolerance * max(map(abs, values)) + 1e-6)
+            looked += 1
+    return looked
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OWN_CODE])
@@ -51,8 +53,9 @@ def test_children_sum_to_their_parents(family):
     found = followed(scope, prompt_of(scope), Head(1, 3), 7, width=4)
     # at layer 0 one writer stands beside a logit that may be near 0
     assert found.error < (5e-5 if family in OWN_CODE else 2e-5)
-    assert check_sums(found.rows, 1e-4) > 4  # what is shown cancels more than its terms do
-    assert {row["kind"] for row in found.rows} == {"root", "content", "why"}
+    assert check_sums(found, 1e-4) > 4  # what is shown cancels more than its terms do
+    assert {row["kind"] for row in found.edges} == {"value", "query", "key"}
+    assert {row["of"] for row in found.edges} > {None}  # and why heads looked there
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -60,16 +63,17 @@ def test_the_root_is_the_models_own_logit(family):
     scope = qk.Scope.from_model(tiny_model(family), check=False)
     head, encoded = Head(1, 2), prompt_of(scope)
     captured = scope.capture_inputs(encoded, heads=[head])
-    logits = captured.attention_logits()[0, 0]
+    logits = captured.rows().logits()[0, 0]
     found = followed(scope, encoded, head, 3, [5, 6], depth=0)
-    assert found.rows[0]["value"] == pytest.approx(float(logits[3] - (logits[5] + logits[6]) / 2), rel=1e-4)
+    assert found.nodes[0]["value"] == pytest.approx(float(logits[3] - (logits[5] + logits[6]) / 2), rel=1e-4)
     assert [row["attention"] for row in found.prompt] == pytest.approx(captured.attention()[0, 0].tolist(), abs=1e-6)
-    assert all(row["parent"] in (None, 0) for row in found.rows)
+    assert all(row["target"] == 0 for row in found.edges)
 
 
 def test_sources_are_what_the_weights_say():
     """``scale (R_p W_Q σ_p W_O a(p,s) W_V x̂(s)) · (k_t − k_u)``, by hand, of every writer and token of the query."""
     model = tiny_model("llama").eval()
+    torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)  # else heads are read through the MLP as well
     scope = qk.Scope.from_model(model, check=False)
     head, encoded = Head(1, 1), prompt_of(scope)
     found = followed(scope, encoded, head, 6, [4], depth=1, width=99, smallest=0)
@@ -93,17 +97,20 @@ def test_sources_are_what_the_weights_say():
         _, k, _, _ = heads(second, x1)
         sigma = x1[0, 8].square().mean().add(second.input_layernorm.variance_epsilon).rsqrt()
         W_Q = second.self_attn.q_proj.weight[width : 2 * width] * second.input_layernorm.weight
-        ids = {row["id"]: row for row in found.rows}
-        seen = 0
-        for row in found.rows:
-            above = ids.get(row["parent"])
-            if row["side"] == "query" and row["kind"] == "content" and row["writer"] is None:
-                h, s = Head.parse(above["writer"]).index, row["position"]
-                W_O = first.self_attn.o_proj.weight[:, h * width : (h + 1) * width]
-                q = (W_Q @ (sigma * W_O @ (attention[0, h, 8, s] * v[0, h // group, s]))).view(1, 1, 1, -1)
-                q = apply_rotary_pos_emb(q, q, cos[:, 8:9], sin[:, 8:9])[0].flatten()
-                difference = k[0, 1 // group, 6] - k[0, 1 // group, 4]
-                assert row["value"] == pytest.approx(float(q @ difference) * width**-0.5, abs=1e-5)
-                assert row["attention"] == pytest.approx(float(attention[0, h, 8, s]), abs=1e-6)
-                seen += 1
+        read, seen = {}, 0
+        for edge in found.edges:
+            if edge["source"] is not None and edge["kind"] == "value" and edge["of"] is None:
+                above, below = found.nodes[edge["target"]], found.nodes[edge["source"]]
+                if above["side"] == "query" and above["writer"].startswith("L"):
+                    read.setdefault((above["writer"], below["position"]), []).append(edge)
+        for (name, s), edges in read.items():
+            h = Head.parse(name).index
+            W_O = first.self_attn.o_proj.weight[:, h * width : (h + 1) * width]
+            q = (W_Q @ (sigma * W_O @ (attention[0, h, 8, s] * v[0, h // group, s]))).view(1, 1, 1, -1)
+            q = apply_rotary_pos_emb(q, q, cos[:, 8:9], sin[:, 8:9])[0].flatten()
+            difference = k[0, 1 // group, 6] - k[0, 1 // group, 4]
+            value = float(q @ difference) * width**-0.5
+            assert sum(edge["value"] for edge in edges) == pytest.approx(value, abs=1e-5)
+            assert edges[0]["attention"] == pytest.approx(float(attention[0, h, 8, s]), abs=1e-6)
+            seen += 1
         assert seen == 4 * 9

@@ -48,7 +48,7 @@ def test_a_planted_composition_is_traced_to_its_writer_alone(seed):
         assert abs(cut["logit_kept"]) < 0.2
     beside = edge(found, side="key", kind="cut", k=1, by="random")
     assert abs(beside["accuracy"] - before["accuracy"]) < 0.05
-    for by in ("share", "signed", "variance", "patching", "path"):  # every way to choose finds the only writer
+    for by in ("share", "signed", "variance", "patching"):  # every way to choose finds the only writer
         assert edge(found, side="key", kind="cut", k=1, by=by)["accuracy"] < 0.5, by
 
 

@@ -1,86 +1,20 @@
-"""Facts about verdicts: a real head is found beside any number of others, and noise of every kind stays noise."""
+"""Facts about verdicts: tails reach far enough for many heads, and noise of every kind stays noise."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from planted import PlantedHead, randn
 from qkscope import Head, tasks
-from qkscope.analyses.decompose import decompose
 from qkscope.analyses.prompts import UnitBatch, null_units
-from qkscope.capture.scope import Scope
-from qkscope.examples import Example, Key
 from qkscope.maths.controls import cross_validated_rank, rank_above, run_controls
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import false_discovery, head_p_values
-from qkscope.tasks.task import ANSWER, Contrast, Task
 
-PLANTED, HEADS, PROMPTS, LATENTS = 7, 64, 72, 3
 NULLS = ("sign_flip", "interaction")
 PAIR = torch.tensor([[1, -1]])
-
-
-def planted_model():
-    """A random Llama of one layer. Tokens carry three latents in the first places; one head reads them, no other does.
-
-    Every token is used once, so a query and its + key share their latents and nothing else.
-    """
-    config = LlamaConfig(
-        vocab_size=3 * PROMPTS, hidden_size=HEADS, intermediate_size=8, num_hidden_layers=1, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, head_dim=8, max_position_embeddings=16, pad_token_id=0,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).eval()
-    generator = torch.Generator().manual_seed(0)
-    latents = 2.0 * torch.randint(2, (PROMPTS, LATENTS), generator=generator) - 1
-    with torch.no_grad():
-        tokens = model.model.embed_tokens.weight
-        tokens.normal_(generator=generator)
-        for part, of in enumerate((latents, latents, latents.roll(1, dims=0))):  # query, + key, − key
-            tokens[part * PROMPTS : (part + 1) * PROMPTS, :LATENTS] = of
-        attention = model.model.layers[0].self_attn
-        for projection in (attention.q_proj, attention.k_proj):
-            projection.weight.normal_(std=0.1, generator=generator)
-            projection.weight[:, :LATENTS] = 0
-            own = projection.weight[PLANTED * 8 : PLANTED * 8 + LATENTS]
-            own.zero_()
-            own[:, :LATENTS] = 4 * torch.eye(LATENTS)
-    return model
-
-
-def planted_task():
-    def draw(use, contrast, n):
-        units = []
-        for i in range(PROMPTS):
-            right, wrong = ((0, 1), (1, 2))[:: 1 if i % 2 else -1]
-            ids = [PROMPTS + i, 2 * PROMPTS + i] if i % 2 else [2 * PROMPTS + i, PROMPTS + i]
-            keys = [Key(span, {ANSWER: sign, "match": sign}) for span, sign in ((right, 1), (wrong, -1))]
-            units.append((Example(ids=(*ids, i), keys=tuple(keys)),))
-        return units[:n]
-
-    return Task("planted", {"match": Contrast("match", "the key that matches / one that does not")}, draw)
-
-
-@pytest.fixture(scope="module")
-def planted():
-    return Scope.from_model(planted_model(), check=False)
-
-
-@pytest.mark.parametrize("asked", [1, HEADS])
-def test_a_planted_head_is_found_beside_any_number_of_heads(planted, asked):
-    """199 replicates give no p below .005, and over eleven heads that was never enough."""
-    heads = [Head(0, (PLANTED + i) % HEADS) for i in range(asked)]
-    fit = decompose(planted, planted_task(), heads, PROMPTS, space="pre_rope", progress=False)
-    rows = {row["head"]: row for row in fit.table()}
-    found = rows.pop(str(heads[0]))
-    assert (found["verdict"], found["interaction_rank"], found["rank_cv"]) == ("interaction", LATENTS, LATENTS)
-    assert found["units"] == PROMPTS
-    assert [row["head"] for row in rows.values() if row["verdict"] == "interaction"] == []
-    assert {row["verdict"] for row in rows.values()} <= {"not above null"}
 
 
 def test_pooled_tails_reach_further_and_folds_add_up():

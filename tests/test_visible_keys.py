@@ -52,9 +52,9 @@ def test_a_key_after_the_query_is_refused_by_line_and_key(tmp_path, scope):
         qk.find_heads(scope, task, 6)
     with pytest.raises(BadInput, match=says.format(9)):
         qk.decompose(scope, task, "L1H3", 6)
-    for verb in (qk.swap, qk.swap_downstream):
+    for downstream in (False, True):
         with pytest.raises(BadInput, match=says.format(15)):
-            verb(scope, task.test(6), fit)
+            qk.swap(scope, task.test(6), fit, downstream=downstream)
 
     with pytest.raises(BadInput, match=r"in 'The hat', key 1 \('hat'\) is the token that asks"):
         scope.encode([Example(text="The hat", keys=(Key((4, 7), {"mine": 1}),))])

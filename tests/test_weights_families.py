@@ -7,10 +7,8 @@ import math
 
 import pytest
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from folded import normalised_input
-from qkscope import singular_basis
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
@@ -132,50 +130,16 @@ def test_layers_without_one_matrix_per_head_are_refused_with_the_reason(family, 
         head_weights(tiny_model(family, **overrides), heads)
 
 
-@torch.no_grad()
-def add_along_the_mean(weight: torch.Tensor, gain: torch.Tensor):
-    """Give every row of W (outputs by inputs) a part that reads the mean of the input before the norm's gain."""
-    part = torch.randn(weight.shape[0], generator=torch.Generator().manual_seed(1)).to(weight)
-    weight += 5 * part[:, None] / gain  # gain ⊙ x̂ is what W reads
-
-
-@torch.no_grad()
-def changed_gpt2():
-    model = tiny_model("gpt2")
-    for block in model.transformer.h:
-        assert isinstance(block.attn.c_attn, Conv1D)
-        add_along_the_mean(block.attn.c_attn.weight.T[:128], block.ln_1.weight)
-        # the norm's bias enters too; its part is constant, and is taken back from the projection's bias
-        added = block.attn.c_attn.weight.T - tiny_model("gpt2").transformer.h[block.attn.layer_idx].attn.c_attn.weight.T
-        block.attn.c_attn.bias -= added @ block.ln_1.bias
-    return model
-
-
-@torch.no_grad()
-def changed_bert():
-    """Post-norm: the stream that enters a layer is the output of the norm before it."""
-    model, before = tiny_model("bert"), None
-    for layer in model.bert.encoder.layer:
-        norm = model.bert.embeddings.LayerNorm if before is None else before.output.LayerNorm
-        for part in (layer.attention.self.query, layer.attention.self.key):
-            old = part.weight.clone()
-            add_along_the_mean(part.weight, norm.weight)
-            part.bias -= (part.weight - old) @ norm.bias
-        before = layer
-    return model
-
-
-@pytest.mark.parametrize(("family", "change"), [("gpt2", changed_gpt2), ("bert", changed_bert)])
-def test_a_part_that_reads_the_mean_changes_neither_logits_nor_basis(family, change):
-    plain, other = tiny_model(family), change()
-    ids = torch.tensor([[7, 19, 33, 51, 64, 12, 88, 40]])
-    with torch.no_grad():
-        torch.testing.assert_close(other(ids).logits, plain(ids).logits, atol=1e-3, rtol=1e-3)
-    scopes = [Scope.from_model(model, check=False) for model in (plain, other)]
-    ours, theirs = (singular_basis(scope) for scope in scopes)
-    torch.testing.assert_close(theirs.S, ours.S, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(theirs.U.abs(), ours.U.abs(), rtol=0, atol=5e-3)
-    torch.testing.assert_close(theirs.V.abs(), ours.V.abs(), rtol=0, atol=5e-3)
-    first, second = (head_weights(scope) for scope in scopes)
-    torch.testing.assert_close(second.W_Q, first.W_Q, rtol=0, atol=1e-3)
-    torch.testing.assert_close(second.W_K, first.W_K, rtol=0, atol=1e-3)
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_no_weight_reads_along_the_mean_that_a_norm_takes_out(family):
+    """Along **1**, or 1/gain where the stream is the norm's output (post-norm): no token has a part there, yet singular
+    vectors would turn to it."""
+    model, normals = tiny_model(family), torch.ones(2, 64)
+    if family == "bert":
+        norms = model.bert.embeddings.LayerNorm, model.bert.encoder.layer[0].output.LayerNorm
+        normals = torch.stack([1 / norm.weight.detach() for norm in norms])
+        assert normals.std() > 0.01
+    weights = head_weights(model)
+    for W in (weights.W_Q, weights.W_K):
+        for head, own in zip(weights.heads, W, strict=True):
+            assert (own[:, :-1] @ normals[head.layer]).abs().max() < 1e-5

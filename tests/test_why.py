@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from rich.cells import cell_len
 from typer.testing import CliRunner
 
 import qkscope as qk
@@ -13,20 +12,19 @@ from qkscope.analyses.trace.prompt import Probe, Question
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.over import Prompts, _differs
 from qkscope.analyses.why.parts import part_rows, singular_terms
-from qkscope.analyses.why.sentences import answer_of
 from qkscope.capture.encode import token_texts
 from qkscope.capture.scope import Scope
 from qkscope.cli import app
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
+from qkscope.linear.split import direct_effect
 from qkscope.maths.significance import wilson
-from qkscope.runs.result import Result
 from qkscope_papers.families import tiny_model
 
 PROMPT = "hat: O\njam: Z\ncat: B\njam:"
 IDS = Example(ids=(5, 9, 3, 7, 11, 4, 9))
-FAMILIES = ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox"]
+FAMILIES = ["llama", "gemma2", "gpt_neox"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -86,62 +84,23 @@ def test_the_row_is_the_models_and_cutting_nothing_changes_nothing(tiny):
         true = tiny.model(**one.asked.inputs, output_attentions=True)
     row = true.attentions[head.layer][0, head.index, one.asked.query]
     assert torch.allclose(one.attention, row, atol=1e-5)
-    assert torch.allclose(one.cut({}), row, atol=1e-5)
+    assert torch.allclose(one.cut([{}])[0], row, atol=1e-5)
     output = Output(one.run, one.asked)
     assert torch.allclose(output.logits, true.logits[0, one.asked.query], atol=1e-4)
 
 
-def test_without_the_attention_is_what_a_run_with_that_logit_masked_gives(nano):
-    """By hand: the head's output with the key's weight shared out among the others, put before the matrix W_O."""
-    probe, head = Probe(nano, PROMPT), Head.parse("L1H0")
-    one = probe.head(head)
-    output = Output(one.run, one.asked)
-    v = one.run.calls[head.layer].v[0, one.run.kv(head, "v")].float()
-    left = one.attention.clone()
-    left[one.key] = 0
-    mixed = (left / left.sum()) @ v[: len(left)]
-
-    def replaced(_module, args):
-        heads = args[0].clone()
-        heads[0, one.asked.query].unflatten(0, (-1, nano.d_head))[head.index] = mixed
-        return (heads, *args[1:])
-
-    hook = probe.reader.blocks[head.layer].output.register_forward_pre_hook(replaced)
-    with torch.no_grad():
-        by_hand = nano.model(**one.asked.inputs).logits[0, one.asked.query]
-    hook.remove()
-    (found,) = output.hidden([(head, one.key)])
-    assert torch.allclose(found, by_hand, atol=1e-4)
-    assert not torch.allclose(found, output.logits, atol=1e-2)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_direct_effects_are_the_unembedding_behind_the_frozen_norm(family):
+def test_direct_effects_of_a_heads_keys_sum_to_the_heads_own(family):
+    """Which all writers' sum to the logits with: test_linear.py."""
     scope = Scope.from_model(tiny_model(family), check=False)
-    head, model = last_head(scope), scope.model
-    probe = Probe(scope, IDS)
-    if family == "llama":
-        norm, W_O = model.model.norm, model.model.layers[head.layer].self_attn.o_proj.weight
-    else:
-        norm, W_O = model.transformer.ln_f, model.transformer.h[head.layer].attn.c_proj.weight.T
-    kept, one = {}, probe.head(head)
-    hook = norm.register_forward_pre_hook(lambda _module, args: kept.update(x=args[0][0, one.asked.query]))
-    with torch.no_grad():
-        model(**one.asked.inputs)
-    hook.remove()
-    output = Output(one.run, one.asked)
-    v = one.run.calls[head.layer].v[0, one.run.kv(head, "v"), one.key].float()
-    own = slice(head.index * scope.d_head, (head.index + 1) * scope.d_head)
-    written = W_O[:, own] @ (one.attention[one.key] * v)
-    with torch.no_grad():
-        if family == "llama":
-            sigma = (kept["x"].pow(2).mean() + norm.variance_epsilon).rsqrt()
-            scaled = written * sigma * norm.weight
-        else:
-            sigma = (kept["x"].var(unbiased=False) + norm.eps).rsqrt()
-            scaled = (written - written.mean()) * sigma * norm.weight
-        by_hand = model.get_output_embeddings().weight @ scaled
-    assert torch.allclose(output.from_key(one), by_hand - by_hand.mean(), atol=1e-4)
+    probe, head = Probe(scope, IDS), last_head(scope)
+    run, keys = probe.run, [probe.head(head, key=key) for key in range(len(IDS.ids))]
+    W = run.reader.output_weights(head.layer)[0][head.index]
+    z = run.heads[head.layer][0, 0].unflatten(0, (-1, W.shape[1]))[head.index]
+    whole = direct_effect(run, [head.layer], (W @ z)[None])[0].detach()
+    found = torch.stack([Output(run, one.asked).from_key(one) for one in keys])
+    torch.testing.assert_close(found.sum(0), whole - whole.mean(), atol=1e-4, rtol=1e-4)
+    assert len(found[:, 5].unique()) == len(keys)  # each its own
 
 
 def test_every_family_is_answered_with_a_head_and_without_where_every_head_is_tried(tiny):
@@ -161,33 +120,15 @@ def test_every_family_is_answered_with_a_head_and_without_where_every_head_is_tr
     assert ("no single head matters" in found.answer) == all(row["direction"] == "neither" for row in rows)
 
 
-def test_heads_that_decide_ioi_are_told_for_and_against(smollm2):
-    """By hiding each head's main token, against the rival: name movers and the heads that keep John away."""
-    found = qk.why(smollm2, "When Mary and John went to the store, John gave a drink to")
-    assert "' Mary' (92.3%) rather than ' John'" in found.answer
-    first = [row["head"] for row in found.tables["heads"] if row["direction"] == "for"][:3]
-    assert {"L23H3", "L20H0"} <= set(first)
-    assert next(row for row in found.tables["heads"] if row["head"] == "L24H4")["direction"] == "against"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "head", "told"),
-    [
-        ("When Mary and John went to the store, John gave a drink to", "L24H4", "It works against ' Mary'"),
-        ("def area(width, height): return width *", "L23H0", "L20H0, L19H2 and L20H8 carried 'width' into its query"),
-        ("王芳和李明去了商店。李明把一瓶水给了", "L10H2", "looks at '给' (token 33)"),
-    ],
-)
-def test_three_questions_are_answered_in_fourteen_lines(smollm2, capsys, monkeypatch, prompt, head, told):
+def test_a_question_is_answered_in_fourteen_lines(smollm2, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    prompt, head = "def area(width, height): return width *", "L23H0"
     found = qk.why(smollm2, prompt, head, draws=2)
-    assert told in found.answer
-    assert "(part of a character)" not in str(found)
-    assert smollm2.place(prompt, "给" if head == "L10H2" else -1) == (32 if head == "L10H2" else -1)
+    assert "L20H0, L19H2 and L20H8 carried 'width' into its query" in found.answer
     cli.print_result(found, False, end=cli.end_lines(None, then=f"qkscope why '{prompt}' --head {head}"))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 14
-    assert max(map(cell_len, lines)) <= 80
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_head_of_the_first_layer_reads_the_embedding_and_is_not_traced_next(nano):
@@ -201,12 +142,9 @@ def test_a_head_of_the_first_layer_reads_the_embedding_and_is_not_traced_next(na
 @pytest.mark.parametrize(
     ("prompt", "asked", "said"),
     [
-        ("", {}, "empty"),
-        ("hat: O " * 4000, {"head": "L1H0"}, "tokens"),
         ([], {"heads": "L1H0"}, "no prompts"),
         (["hat: O hat:"] * 2, {"heads": "L1H0", "key": 3}, "asked about in one prompt"),
         (["hat: O hat:"] * 2, {"head": "L1H0", "heads": "L1H0"}, "named once"),
-        (["hat: O hat:"] * 2, {"heads": "L9H0"}, "L9H0 does not exist"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(nano, prompt, asked, said):
@@ -214,24 +152,13 @@ def test_what_cannot_be_asked_is_refused(nano, prompt, asked, said):
         qk.why(nano, prompt, **asked)
 
 
-def test_the_shortest_prompt_is_answered_and_a_family_that_cannot_be_traced_says_so(nano):
+def test_the_shortest_prompt_is_answered(nano):
     found = qk.why(nano, "hat", "L1H0", draws=2)  # the query is the only key besides the first
     assert "graph" not in found.tables
-    with pytest.raises(BadInput, match="no one matrix adds up its heads' outputs"):
-        qk.why(Scope.from_model(tiny_model("jetmoe"), check=False), IDS, "L0H0")
-
-
-def test_a_head_that_rests_on_the_first_token_says_so(nano):
-    """One whose attention is there, made so: its row is replaced before it is put into words."""
-    one = Probe(nano, PROMPT).head("L1H0")
-    one.attention = torch.full_like(one.attention, 0.001)
-    one.attention[0] = 0.98
-    answer = answer_of(one, None, Output(one.run, one.asked), {})
-    assert "rests on the first token (98%)" in answer
-    assert "has 0.1%" in answer
 
 
 def test_pieces_of_a_character_are_read_whole_or_named(smollm2):
+    assert smollm2.place("王芳和李明去了商店。李明把一瓶水给了", "给") == 32
     ids = smollm2.tokenizer.encode("a 🧿 b", add_special_tokens=False)
     texts = token_texts(smollm2, ids)
     assert "".join(texts) == "a 🧿 b"
@@ -242,13 +169,6 @@ def test_pieces_of_a_character_are_read_whole_or_named(smollm2):
     found = qk.why(smollm2, "a 🧿 b", "L3H1", query=at + 2 if at + 2 < len(ids) else -1, key=at + 1, draws=2)
     assert f"' 🧿' (token {at + 1})" in found.answer
     assert "\ufffd" not in json.dumps([found.answer, found.to_json()["tables"]], ensure_ascii=False)
-
-
-def test_a_folder_of_another_verb_says_what_to_give(tmp_path):
-    Result("trace/heads", {}, answer="").write(tmp_path / "found")
-    done = CliRunner().invoke(app, ["why", "hat:", "--fit", str(tmp_path / "found")])
-    assert isinstance(done.exception, BadInput)
-    assert "but a run of trace/heads: name one of a fit" in str(done.exception)
 
 
 BOXES = ["hat: O\njam: Z\ncat: B\njam:", "hat: O\njam: Z\ncat: B\nhat:", "pen: K\ncat: B\njam: Z\ncat:"]
@@ -340,8 +260,6 @@ def test_a_reason_that_goes_with_right_answers_differs():
     [
         ("", "holds no examples"),
         ('{"prompt": "hat"}', "line 1: besides the first token a head sees itself alone"),
-        ('{"prompt": 3}', "line 1, prompt: Input should be a valid string"),
-        ('{"promt": "hat:"}', "line 1, prompt: Field required"),
         ('{"prompt": "hat: O hat:", "answer": " "}', "no text of this model"),
     ],
 )

@@ -20,7 +20,6 @@ from qkscope.analyses.fit import sums_file
 from qkscope.runs import folder as folder_module
 from qkscope.runs.work import Stage, Work, parse_part, torchrun_process
 
-ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
 TEXTS = [unit[0].text for unit in qk.tasks.induction().draw("fit", "answer", 400)]
 
 
@@ -47,11 +46,10 @@ def held_out(verb, **asked):
 VERBS = {
     "decompose": lambda scope, fit, **options: decompose(scope, **options),
     "heads": quick(qk.find_heads, qk.tasks.induction(), 24, batch_size=4),
-    "trace": quick(qk.trace, qk.tasks.induction(8), "L1H0,L2H1", 24, draws=3, batch_size=4),
+    "trace": quick(qk.trace, qk.tasks.induction(8), "L1H0", 16, draws=2, batch_size=4),
     "trace of all heads": quick(qk.trace, qk.tasks.induction(8), "all", 24, batch_size=4),
     "trace of texts": quick(qk.trace, TEXTS, "all", 48),
-    "swap": held_out(qk.swap, draws=4),
-    "downstream": held_out(qk.swap_downstream),
+    "swap": held_out(qk.swap, draws=4, downstream=True),
     "atlas": quick(qk.atlas, TEXTS, 4, test=4, length=32, heads="L1H0,L1H1"),
 }
 WITH_PARTS = [name for name in VERBS if name != "atlas"]
@@ -115,25 +113,24 @@ def undisturbed(scope, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("verb", "kills"), [("decompose", 8), ("trace", 1), ("atlas", 1)])
-def test_kills_at_random_moments_change_no_number(verb, kills, nano, fit, whole, tmp_path):
+def test_kills_at_random_moments_change_no_number(nano, fit, whole, tmp_path):
     """Of a forked process, which starts neither Python nor torch again."""
-    start = time.perf_counter()
-    VERBS[verb](nano, fit, out=tmp_path / "whole")
+    run, start = VERBS["decompose"], time.perf_counter()
+    run(nano, fit, out=tmp_path / "whole")
     seconds, draw, killed = time.perf_counter() - start, random.Random(0), 0
-    while killed < kills:
+    while killed < 3:
         out = tmp_path / f"run{killed}"
         child = os.fork()
         if child == 0:
             try:
-                VERBS[verb](nano, fit, out=out)
+                run(nano, fit, out=out)
             finally:
                 os._exit(0)
         time.sleep(draw.uniform(0, seconds))
         os.kill(child, signal.SIGKILL)
         killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])  # one that was quicker than we does not count
-        VERBS[verb](nano, fit, out=out)
-        assert numbers(qk.load(out)) == numbers(whole(verb))
+        run(nano, fit, out=out)
+        assert numbers(qk.load(out)) == numbers(whole("decompose"))
         assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
         shutil.rmtree(out)
 
@@ -161,7 +158,7 @@ def test_a_scheduler_stops_a_command_with_its_own_code(model, tmp_path):
     command = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 4000, "--contrasts", "order", "--out", out]
     command += ["--batch-size", 4, "--model", model, "--device", "cpu"]
     asked = [sys.executable, "-m", "qkscope", *map(str, command)]
-    running = subprocess.Popen(asked, env=ALONE, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
     while not list(out.glob(".work/*/order-0.safetensors")) and running.poll() is None:
         time.sleep(0.01)
     running.send_signal(signal.SIGTERM)
@@ -198,7 +195,7 @@ def test_torchrun_gives_the_bits_of_one_process(model, undisturbed, tmp_path, mo
     asked += ["--replicates", 9, "--batch-size", 4, "--model", model, "--device", "cpu", "--json"]
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qkscope"]
     command = [sys.executable, "-m", *torchrun, *map(str, asked), "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, env=ALONE, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["experiment"] == "decompose/binding"  # one process speaks
     assert same_sums(tmp_path / "run", undisturbed)
@@ -263,8 +260,8 @@ def test_an_interval_of_swaps_is_by_word_and_of_one_word_there_is_none(nano, fit
     units = qk.tasks.binding(5).test(400)
     same = [unit for unit in units if word(unit) == word(units[0])]
     assert len(same) > 1
-    for found, table in ((qk.swap(nano, same, fit, draws=2, progress=False), "swap"),
-                         (qk.swap_downstream(nano, same, fit, progress=False), "downstream")):  # fmt: skip
+    found = qk.swap(nano, same, fit, draws=2, downstream=True, progress=False)
+    for table in ("swap", "downstream"):
         row = found.to_json()["tables"][table][0]
         low, high = ("shift_low", "shift_high") if table == "swap" else ("low", "high")
         assert (row[low], row[high]) == (None, None)

@@ -19,14 +19,13 @@ NOT_TRACED = {
     "gemma3n_text": "it has 4 residual streams",
 }
 TRACED = [  # of those that differ in attention, blocks or positions; all others: `qkscope models`
-    "qwen3", "phi3", "gemma3_text", "olmo", "opt", "gpt_oss", "stablelm", "phi", "qwen2_moe", "glm4", "persimmon",
-    "gpt_bigcode", "ctrl", "apertus", "nanochat", "hunyuan_v1_dense", "falcon_h1", "modernbert", "gptj", "codegen",
-    "mpt", "openai-gpt", "mpnet", "lfm2", "jamba", "granitemoehybrid", "bart", "xglm",
+    "qwen3", "phi3", "gemma3_text", "opt", "gpt_oss", "phi", "qwen2_moe", "glm4", "gpt_bigcode", "ctrl", "nanochat",
+    "hunyuan_v1_dense", "falcon_h1", "modernbert", "gptj", "mpt", "mpnet", "lfm2", "jamba", "bart", "xglm",
 ]  # fmt: skip
 THREE = {"num_hidden_layers": 3}
 DEEPER = [
     ("llama", {"num_hidden_layers": 4}), ("gemma2", {"num_hidden_layers": 4}), ("olmo2", THREE), ("bert", THREE),
-    ("granite", THREE), ("cohere", THREE), ("mixtral", THREE), ("dinov2", THREE),
+    ("granite", THREE), ("cohere", THREE), ("mixtral", THREE),
     ("gpt2", THREE | {"scale_attn_by_inverse_layer_idx": True}), ("gpt_neox", THREE | {"use_parallel_residual": False}),
     ("stablelm", {"use_parallel_residual": True}), ("opt", {"do_layer_norm_before": False}),
     ("falcon", THREE | {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2}),

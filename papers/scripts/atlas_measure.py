@@ -3,21 +3,26 @@
     python papers/scripts/atlas_measure.py look FOLDER --kind python [--texts DIR] [--model MODEL] [--device cuda]
     python papers/scripts/atlas_measure.py look FOLDER --kind random0 --random 0 [--device cuda]
     python papers/scripts/atlas_measure.py score FOLDER --kind python --on python-test,packages-test [--model MODEL]
+    python papers/scripts/atlas_measure.py speed FOLDER [--looks 40] [--device cuda]
 
 ``look`` writes, passage by passage, the looks of all heads with their reasons (documents to fit on), and where every
 head looks (documents to choose, fit and test on); ``--looks 0`` leaves the reasons out. ``score`` names the heads from
 these files and prints how well names predict, their areas under the curve against labels from repeated random tokens,
-and what is left of copying with the heads named *induction* ablated, beside random heads of the same layers.
+and what is left of copying with the heads named *induction* ablated, beside random heads of the same layers. ``speed``
+says what an atlas takes, and where the time goes.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import random
 import time
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,7 @@ from qkscope.analyses import atlas, guesses
 from qkscope.change.again import prompt_of
 from qkscope.draws import derived_seed
 from qkscope.maths.significance import clustered_bootstrap
-from qkscope.tasks.sides import Passage, split
+from qkscope.tasks.sides import SIDES, Passage
 from qkscope.tasks.texts import python_texts, read_documents
 
 JOBS = (guesses.PREVIOUS, guesses.DUPLICATE, guesses.INDUCTION)
@@ -40,9 +45,9 @@ JOBS = (guesses.PREVIOUS, guesses.DUPLICATE, guesses.INDUCTION)
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("look", "score"))
+    parser.add_argument("what", choices=("look", "score", "speed"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", required=True)
+    parser.add_argument("--kind", default="python")
     parser.add_argument("--texts", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device")
@@ -56,62 +61,63 @@ def main() -> None:
         torch.manual_seed(asked.random)
         model = AutoModelForCausalLM.from_config(scope.model.config).to(scope.device, torch.float32).eval()
         scope = qk.Scope.from_model(model, scope.tokenizer, name="random", check=False)
-    (look if asked.what == "look" else score)(scope, asked)
+    {"look": look, "score": score, "speed": speed}[asked.what](scope, asked)
 
 
 def look(scope: qk.Scope, asked: argparse.Namespace) -> None:
     """Write the looks of all heads."""
     documents = read_documents([asked.texts]) if asked.texts else python_texts(docstrings=True)
-    sides = split(documents, lambda text: scope.tokenizer(text, verbose=False)["input_ids"], length=64, seed=0)
     heads, start = tuple(scope.parse(None)), time.time()
-    if asked.random is not None:
-        because_measure.peaked(scope, torch.tensor(sides["fit"][0].ids, device=scope.device))
     asked.folder.mkdir(parents=True, exist_ok=True)
-    for side, passages in sides.items():
-        whole = [passage for passage in passages if len(passage.ids) > 16]
-        order = torch.Generator().manual_seed(derived_seed(0, "passages", side))
-        some = [whole[i] for i in torch.randperm(len(whole), generator=order).tolist()[: asked.passages]]
-        keys, attention = torch.zeros(2, len(some), len(heads), 64)
-        for i, passage in enumerate(some):
-            sight = guesses.Sight.of(scope, heads, passage)
-            keys[i, :, : len(passage.ids)], attention[i, :, : len(passage.ids)] = sight.keys.float(), sight.attention
-        name = str(asked.folder / f"{asked.kind}-{side}")
-        save_file({"keys": keys.to(torch.uint8), "attention": attention.half()}, name + ".safetensors")
+    if asked.random is not None:
+        (first,) = atlas.passages_of(scope, documents, 1, atlas.LENGTH, 0)
+        because_measure.peaked(scope, torch.tensor(first.ids, device=scope.device))
+    for side in SIDES:
+        some = atlas.passages_of(scope, documents, asked.passages, atlas.LENGTH, 0, side)
+        seen, name = guesses.Sights.of(scope, heads, some), str(asked.folder / f"{asked.kind}-{side}")
+        tensors = {"ids": seen.ids.int(), "keys": seen.keys.to(torch.uint8), "attention": seen.attention.half()}
+        save_file(tensors, name + ".safetensors")
         Path(name + ".json").write_text(json.dumps([[p.document, p.group, p.ids] for p in some]))
         if side == "fit" and asked.looks:
             with Path(name + "-looks.jsonl").open("w") as file:
-                for i, passage in enumerate(some[: asked.looks]):
-                    for row in atlas.look_rows(scope, heads, passage, derived_seed(0, "atlas", i)):
+                for i in range(len(some[: asked.looks])):
+                    for row in atlas.look_rows(scope, heads, seen, i, derived_seed(0, "atlas", i)):
                         row = {name: value for name, value in row.items() if name not in ("tokens", "text")}
                         print(json.dumps(row), file=file, flush=True)
                     print(f"{asked.kind}: passage {i + 1}, {time.time() - start:.0f} s", flush=True)
 
 
-def sights(folder: Path, name: str) -> list[guesses.Sight]:
-    tensors, made = load_file(folder / f"{name}.safetensors"), []
-    for i, (document, group, ids) in enumerate(json.loads((folder / f"{name}.json").read_text())):
-        keys, attention = (tensors[which][i, :, : len(ids)] for which in ("keys", "attention"))
-        made.append(guesses.Sight(Passage(document, group, tuple(ids)), keys.long(), attention.float()))
-    return made
+def sights(folder: Path, name: str, count: int | None = None) -> guesses.Sights:
+    tensors = load_file(folder / f"{name}.safetensors")
+    ids, keys, attention = (tensors[which][:count] for which in ("ids", "keys", "attention"))
+    passages = [Passage(*x[:2], tuple(x[2])) for x in json.loads((folder / f"{name}.json").read_text())[:count]]
+    return guesses.Sights(passages, ids.long(), keys.long(), attention.float())
+
+
+def speed(scope: qk.Scope, asked: argparse.Namespace) -> None:
+    """Seconds of an atlas, warm, and where they go: of all functions that take part, with what they call."""
+    make = partial(qk.atlas, scope, test=asked.looks, progress=False)
+    make(n=2)
+    wall, cpu = time.perf_counter(), time.process_time()
+    make(n=asked.looks)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    print(f"{asked.looks} passages on {scope.device.type}: {wall:.1f} s, {cpu:.1f} CPU-seconds; once more, profiled:")
+    with cProfile.Profile() as profile:
+        make(n=asked.looks)
+    files = r"qkscope/(analyses/(atlas|guesses|because)|change/|capture/running|linear/|tasks/|runs/work)"
+    pstats.Stats(profile).sort_stats("cumulative").print_stats(files, 40)
 
 
 def score(scope: qk.Scope, asked: argparse.Namespace) -> None:
     """Name heads, and say what the names are worth."""
     looks = [json.loads(line) for line in (asked.folder / f"{asked.kind}-fit-looks.jsonl").open()]
-    if asked.random is not None:
-        first = Counter(look["job"] for look in looks)
-        kinds = Counter(
-            Counter(x["job"] for x in looks if x["head"] == str(h)).most_common(1)[0][0] for h in scope.heads()
-        )
-        print(f"{asked.kind}: kinds of heads {dict(kinds)}; jobs of looks {dict(first)}")
-        return
-    fit = sights(asked.folder, f"{asked.kind}-fit")[: asked.looks]
-    rows = [
-        atlas.head_row(scope, head, h, [look for look in looks if look["head"] == str(head)], fit)
-        for h, head in enumerate(scope.heads())
-    ]
-    jobs = atlas.job_rows(rows, looks)
+    fit = sights(asked.folder, f"{asked.kind}-fit", asked.looks)
+    by_head = {str(head): [look for look in looks if look["head"] == str(head)] for head in scope.heads()}
+    rows = [atlas.head_row(scope, head, h, by_head[str(head)], fit) for h, head in enumerate(scope.heads())]
+    jobs = atlas.job_rows(by_head)
     print(f"{asked.kind}: {dict(Counter(row['kind'] for row in rows))}")
+    if asked.random is not None:
+        return
     for kind in JOBS:
         print(f"  {kind}: " + "; ".join(f"{row['head']} {row['name']}" for row in rows if row["kind"] == kind))
     for name in filter(None, asked.on.split(",")):
@@ -136,7 +142,7 @@ def said(scores: list[dict[str, Any]], on: str) -> None:
         print(f"    log-loss lower with the name at {lower} heads, higher at {higher}")
 
 
-def pooled(rows: list[Any], jobs: list[Any], fit: list[guesses.Sight], test: list[guesses.Sight]) -> None:
+def pooled(rows: list[Any], jobs: list[Any], fit: guesses.Sights, test: guesses.Sights) -> None:
     """Log-loss over all heads without and with the name; the interval is by document."""
     without, changes, groups = [], [], []
     for h, row in enumerate(rows):
@@ -144,7 +150,7 @@ def pooled(rows: list[Any], jobs: list[Any], fit: list[guesses.Sight], test: lis
         losses = guesses.Guesses(h, dict(list(shares.items())[:3]), fit).losses(fit, test)
         without.append(losses[0])
         changes.append(losses[1] - losses[0])
-        groups += [sight.passage.group for sight in test for _ in range(int(sight.looks[h].sum()))]
+        groups += [test.passages[i].group for i in test.of_head(h)[0].tolist()]
     change = torch.cat(changes).double()
     low, high = clustered_bootstrap(change[:, None], torch.tensor(groups))
     ends = f"{change.mean():+.3f} [{low[0]:+.3f}, {high[0]:+.3f}]"

@@ -39,6 +39,7 @@ HEADS = {
         "text": "L16H0 L14H3 L17H3 L17H4 L18H6 L23H0 L24H4",
     },
     "gemma3-270m": {"binding": "L5H1", "induction": "L5H2 L5H1", "ioi": "L12H1 L17H2", "text": "L5H1 L5H2 L12H1"},
+    "qwen2.5-coder-1.5b": {"binding": "L8H7", "induction": "L2H3", "ioi": "L24H10", "text": "L2H3 L8H7 L24H10"},
 }  # fmt: skip
 LENGTH, ATTENDED, BEGUN = 80, 0.4, 20
 KINDS = ("follows", "position", "self", "key word", "query word")
@@ -62,7 +63,7 @@ def main() -> None:
         say([json.loads(line) for line in asked.out.read_text().splitlines()])
         return
     scope = None if asked.shape else qk.Scope.load(asked.model, device=asked.device)
-    heads = HEADS["gemma3-270m" if "gemma" in asked.model else "smollm2-135m"]
+    heads = HEADS.get(asked.model, HEADS["smollm2-135m"])
     with asked.out.open("a") as file:
         for seed in map(int, asked.seeds.split(",")):
             for where in asked.only.split(","):

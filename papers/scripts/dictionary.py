@@ -86,10 +86,9 @@ def main() -> None:
         found = qk.trace(scope, task, "L18H6", 64, dictionary=dictionary, progress=False)
         print(f"\n{task.name}: {found.answer}")
         for row in found.tables["copies"]:
-            needed = row["needed"] if row["needed"] < float("inf") else "never"
             ends = [f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
                     for name in ("explained", "first", "ten")]  # fmt: skip
-            print(f"| {row['kind']} | {' | '.join(ends)} | {needed} |")
+            print(f"| {row['kind']} | {' | '.join(ends)} |")
         print(found.tables["check"][0], f"({time.perf_counter() - start:.0f} s)", flush=True)
 
 

@@ -19,20 +19,18 @@ import torch
 from pages import REPORTS, ROOT, put
 
 import qkscope as qk
-from qkscope.analyses.relative import relative_rows, singular_basis
 from qkscope.analyses.sparsity import answers_right
+from qkscope.analyses.split import relative_rows, singular_basis
 from qkscope.capture.pick import Places
 from qkscope.heads import Head, Writer
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.tasks.sides import split
 from qkscope.tasks.texts import python_texts, read_documents
+from qkscope_papers.figures import figure_files, new_figure
 from qkscope_papers.lee2026.language import THRESHOLD, HeadChoice, choose_heads
+from qkscope_papers.tables import Row, column, pick
 
-PAGE, STORE, FIGURE = (
-    REPORTS / "two-models.md",
-    REPORTS / "two-models.json",
-    REPORTS / "figures" / "two-models" / "sparsity.png",
-)
+PAGE, STORE = REPORTS / "two-models.md", REPORTS / "two-models.json"
 MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M"}
 TASKS = ("binding", "ioi", "induction", "filter")
 SIZES = (1, 2, 4, 8, 16)  # of subspaces that are swapped
@@ -40,7 +38,6 @@ ATTENDED = 0.1  # of a row: a split of a logit that gets less than this explains
 LEAST = 20  # rows of a head, to speak of it
 IN_README = (0, 2, 3, 8, 9, 11)  # findings
 LENGTH, QUERIES = 96, 8  # tokens of a passage, and how many of them ask
-Row = dict[str, Any]
 
 
 # ---------------------------------------------------------------- the parts
@@ -91,15 +88,10 @@ def traces(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
     (head,) = find(scope, "binding", given.n).heads
     found = qk.trace(scope, qk.tasks.binding(), head, given.n)
     edges = [
-        dict(row)
-        for row in found.tables["edges"]
-        if row["by"] in ("share", "random") and (row["replaced"], row["norms"]) == ("mean", "held")
+        row for by in ("share", "random") for row in pick(found.tables["edges"], by=by, replaced="mean", norms="held")
     ]
-    first = {side: [dict(row) for row in found.tables["writers"] if row["side"] == side] for side in ("key", "query")}
-    return {
-        "key": first["key"][:4], "query": first["query"][:4], "edges": edges,
-        "check": [dict(row) for row in found.tables["check"]], "whole": [dict(row) for row in found.tables["whole"]],
-    }  # fmt: skip
+    first = {side: pick(found.tables["writers"], side=side)[:4] for side in ("key", "query")}
+    return {**first, "edges": edges, **{name: pick(found.tables[name]) for name in ("check", "whole")}}
 
 
 def sparsity(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
@@ -117,11 +109,8 @@ def sparsity(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
     kept: dict[str, list[torch.Tensor]] = {}
     for number, passage in enumerate(passages):
         ids = torch.tensor([passage.ids], device=scope.device)
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "position_ids": torch.arange(ids.shape[1], device=scope.device)[None],
-        }
+        counted = torch.arange(ids.shape[1], device=scope.device)[None]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": counted}
         asked = torch.linspace(8, ids.shape[1] - 1, QUERIES).long()
         places = Places.everywhere(torch.zeros_like(asked), asked, inputs["attention_mask"].cpu()).to(scope.device)
         captured = scope.capture_inputs(inputs, places=places, heads=own, space="query_frame")
@@ -163,10 +152,7 @@ SWAPPED = {
     "order": "order", "lexical": "lexical", "both": "both", "random_both": "random directions",
     "key_pca_both": "key PCA", "cov_qk_both": "Cov_q Cov_k", "sham_both": "both, of two boxes not asked for",
 }  # fmt: skip
-CURVE = {
-    "order": "order", "lexical": "lexical", "random": "random directions", "key_pca": "key PCA",
-    "cov_qk": "Cov_q Cov_k",
-}  # fmt: skip
+CURVE = {name.removesuffix("_both"): said for name, said in SWAPPED.items() if name not in ("both", "sham_both")}
 CUTS = {
     "two key edges cut": ("key", "cut", 2, "share"), "two random ones": ("key", "cut", 2, "random"),
     "two query edges cut": ("query", "cut", 2, "share"), "five a side kept": ("both", "keep", 5, "share"),
@@ -187,36 +173,34 @@ def table(names: list[str], rows: list[list[str]]) -> str:
 
 def heads_table(kept: dict[str, Any]) -> str:
     """Tasks down, models across."""
-    rows = []
-    for i, task in enumerate(TASKS):
-        for model, name in MODELS.items():
-            row = kept[model]["heads"][i]
-            rows.append([
-                task, name, per_cent(row["answers"]), f"{row['head']} ({row['kind']})",
-                f"{per_cent(row['row_accuracy'])} [{per_cent(row['row_low'])}, {per_cent(row['row_high'])}]",
-                f"{row['among_head']} {per_cent(row['among'])} ({per_cent(row['chance'])})",
-                f"{row['reached']} of {row['all']}",
-            ])  # fmt: skip
+    rows = [
+        [task, name, per_cent(row["answers"]), f"{row['head']} ({row['kind']})",
+         f"{per_cent(row['row_accuracy'])} [{per_cent(row['row_low'])}, {per_cent(row['row_high'])}]",
+         f"{row['among_head']} {per_cent(row['among'])} ({per_cent(row['chance'])})",
+         f"{row['reached']} of {row['all']}"]
+        for i, task in enumerate(TASKS)
+        for name, row in ((name, kept[model]["heads"][i]) for model, name in MODELS.items())
+    ]  # fmt: skip
     names = ["task", "model", "answers right", "best head (its layer)", "right key first of all tokens"]
     return table([*names, "best among the named keys (chance)", f"heads over {per_cent(THRESHOLD)}"], rows)
 
 
 def ranks_table(kept: dict[str, Any]) -> str:
     """Ranks at the head and at the control."""
-    numbers = ("rank_99", "rank_99_centred", "detected", "rank_cv")
-    rows = []
-    for model, name in MODELS.items():
-        for row in kept[model]["swaps"]["ranks"]:
-            head = row["head"] + (" (control)" if row["control"] else "")
-            shown = [str(row[number]) for number in numbers]
-            rows.append([name, head, row["contrast"], *shown, f"{row['mean_dominance']:.2f}", row["verdict"]])
+    rows = [
+        [name, row["head"] + (" (control)" if row["control"] else ""), row["contrast"],
+         *(str(row[number]) for number in ("rank_99", "rank_99_centred", "detected", "rank_cv")),
+         f"{row['mean_dominance']:.2f}", row["verdict"]]
+        for model, name in MODELS.items()
+        for row in kept[model]["swaps"]["ranks"]
+    ]  # fmt: skip
     names = ["model", "head", "contrast", "99% rank", "the same, centred", "detected", "predict words left out"]
     return table([*names, "share of the means", "verdict"], rows)
 
 
 def swap_of(kept: dict[str, Any], model: str, condition: str) -> Row:
     """One condition at the binding head."""
-    return next(row for row in kept[model]["swaps"]["swap"] if row["condition"] == condition)
+    return pick(kept[model]["swaps"]["swap"], condition=condition)[0]
 
 
 def swaps_table(kept: dict[str, Any]) -> str:
@@ -239,23 +223,18 @@ def pair(row: Row, when: str) -> str:
 
 def edge(kept: dict[str, Any], model: str, side: str, kind: str, k: int, by: str) -> Row:
     """One condition of a trace."""
-    wanted = (side, kind, k, by)
-    return next(
-        row for row in kept[model]["traces"]["edges"] if (row["side"], row["kind"], row["k"], row["by"]) == wanted
-    )
+    return pick(kept[model]["traces"]["edges"], side=side, kind=kind, k=k, by=by)[0]
 
 
 def trace_table(kept: dict[str, Any]) -> str:
     """First writers, cuts and keeps."""
-    rows = []
-    for model, name in MODELS.items():
-        found = kept[model]["traces"]
-        check = found["check"][0]
-        key, query = (
-            ", ".join(f"{row['writer']} {row['share']:.2f}" for row in found[side]) for side in ("key", "query")
-        )
-        shown = [f"{edge(kept, model, *asked)['accuracy']:.2f}" for asked in CUTS.values()]
-        rows.append([name, check["head"], key, query, f"{check['accuracy']:.2f}", *shown])
+    rows = [
+        [name, own["check"][0]["head"],
+         *(", ".join(f"{row['writer']} {row['share']:.2f}" for row in own[side]) for side in ("key", "query")),
+         f"{own['check'][0]['accuracy']:.2f}",
+         *(f"{edge(kept, model, *asked)['accuracy']:.2f}" for asked in CUTS.values())]
+        for model, name, own in ((model, name, kept[model]["traces"]) for model, name in MODELS.items())
+    ]  # fmt: skip
     names = ["model", "head", "first writers of its keys (share of the logit)", "of its query", "accuracy"]
     return table([*names, *CUTS], rows)
 
@@ -263,30 +242,27 @@ def trace_table(kept: dict[str, Any]) -> str:
 def whole_table(kept: dict[str, Any]) -> str:
     """Whole heads taken out of the running model."""
     rows = [
-        [name, row["removed"], row["mlps"], f"{row['accuracy']:.2f}", f"{row['attention']:.2f}", f"{row['answer']:.2f}"]
+        [name, row["removed"], row["mlps"], *(f"{row[number]:.2f}" for number in ("accuracy", "attention", "answer"))]
         for model, name in MODELS.items()
-        for row in kept[model]["traces"]["whole"]
-        if row["kind"] == "chosen"
+        for row in pick(kept[model]["traces"]["whole"], kind="chosen")
     ]
-    return table(
-        ["model", "taken out", "MLPs", "accuracy among the boxes", "attention", "the right answer's probability"], rows
-    )
+    names = ["model", "taken out", "MLPs", "accuracy among the boxes", "attention", "the right answer's probability"]
+    return table(names, rows)
 
 
 def median(rows: list[Row], name: str) -> float:
     """Over heads."""
-    return float(torch.tensor([row[name] for row in rows], dtype=torch.float64).median())
+    return float(torch.tensor(column(rows, name), dtype=torch.float64).median())
 
 
 def sparsity_table(kept: dict[str, Any]) -> str:
     """Heads summed up."""
-    rows = []
-    for model, name in MODELS.items():
-        own = kept[model]["sparsity"]
-        sides = [str(sum(row["high"] < 0 for row in own)), str(sum(row["low"] > 0 for row in own))]
-        medians = [f"{median(own, what):.2f}" for what in ("sparsity", "rotated")]
-        counts = [f"{median(own, what):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null")]
-        rows.append([name, str(len(own)), *medians, *sides, *counts])
+    rows = [
+        [name, str(len(own)), *(f"{median(own, what):.2f}" for what in ("sparsity", "rotated")),
+         str(sum(row["high"] < 0 for row in own)), str(sum(row["low"] > 0 for row in own)),
+         *(f"{median(own, what):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null"))]
+        for name, own in ((name, kept[model]["sparsity"]) for model, name in MODELS.items())
+    ]  # fmt: skip
     names = ["model", "heads that attend", "sparsity (median)", "rotated", "heads below theirs", "above"]
     return table([*names, "vectors to reach the logit", "of random terms", "to reach 99%", "of random terms"], rows)
 
@@ -295,16 +271,9 @@ def findings(kept: dict[str, Any], shown: Sequence[int] | None = None) -> str:
     """Which findings carry over, all or those that are shown: one rule for both models."""
     first, second = (judged(kept, model) for model in MODELS)
     one, other = MODELS.values()
-    said = {
-        (True, True): "yes",
-        (False, False): "in neither",
-        (True, False): f"only {one}",
-        (False, True): f"only {other}",
-    }
-    rows = [
-        [what, here, there, said[bool(holds), bool(too)]]
-        for (what, here, holds), (_, there, too) in zip(first, second, strict=True)
-    ]
+    said = {(1, 1): "yes", (0, 0): "in neither", (1, 0): f"only {one}", (0, 1): f"only {other}"}
+    rows = [[what, here, there, said[bool(holds), bool(too)]]
+            for (what, here, holds), (_, there, too) in zip(first, second, strict=True)]  # fmt: skip
     return table(["finding", one, other, "holds in both"], rows if shown is None else [rows[i] for i in shown])
 
 
@@ -312,10 +281,8 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
     """The findings of one model: what was found, its numbers, and whether it holds."""
     tasks = {row["task"]: row for row in kept[model]["heads"]}
     both, lexical, order, pca = (swap_of(kept, model, name) for name in ("both", "lexical", "order", "key_pca_both"))
-    ranks, controls = (
-        {row["contrast"]: row for row in kept[model]["swaps"]["ranks"] if row["control"] is flag}
-        for flag in (False, True)
-    )
+    ranks, controls = ({row["contrast"]: row for row in pick(kept[model]["swaps"]["ranks"], control=flag)}
+                       for flag in (False, True))  # fmt: skip
     four = {row["method"]: row for row in kept[model]["swaps"]["curve"] if row["k"] == 4}
     cut = edge(kept, model, "key", "cut", 2, "share")["accuracy"]
     five = edge(kept, model, "both", "keep", 5, "share")["accuracy"]
@@ -358,37 +325,30 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
 
 def draw(kept: dict[str, Any]) -> None:
     """Every head's sparsity beside that of its rotated vectors."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), sharex=True, sharey=True, layout="constrained")
+    figure = new_figure(9, 4.2)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
     for panel, (model, name) in zip(panels, MODELS.items(), strict=True):
         rows = kept[model]["sparsity"]
         colours = ["#CC3311" if row["high"] < 0 else "#0072B2" if row["low"] > 0 else "#999999" for row in rows]
-        panel.scatter([row["rotated"] for row in rows], [row["sparsity"] for row in rows], c=colours, s=14)
+        panel.scatter(column(rows, "rotated"), column(rows, "sparsity"), c=colours, s=14)
         panel.plot([0, 0.5], [0, 0.5], color="#444444", linewidth=0.7)
-        for row in sorted(rows, key=lambda row: row["sparsity"] - row["rotated"])[:1]:
-            panel.annotate(
-                row["head"], (row["rotated"], row["sparsity"]), fontsize=8, xytext=(4, 0), textcoords="offset points"
-            )
-        panel.set_title(f"{name}: {len(rows)} heads", fontsize=11)
-        panel.set_xlabel("sparsity over rotated singular vectors")
-        panel.spines[["top", "right"]].set_visible(False)
+        least = min(rows, key=lambda row: row["sparsity"] - row["rotated"])
+        panel.annotate(f" {least['head']}", (least["rotated"], least["sparsity"]), fontsize=8)
+        panel.set(title=f"{name}: {len(rows)} heads", xlabel="sparsity over rotated singular vectors")
     panels[0].set_ylabel("sparsity over its own (1: all terms equal)")
-    FIGURE.parent.mkdir(exist_ok=True)
-    figure.savefig(FIGURE, dpi=110)
+    for path, picture in figure_files({"sparsity": figure}).items():
+        if path.endswith("png"):
+            (REPORTS / "figures" / "two-models" / "sparsity.png").write_bytes(picture)
 
 
 def curve_table(kept: dict[str, Any]) -> str:
     """Shifts by the size of what is swapped."""
-    rows = []
-    for model, name in MODELS.items():
-        for method, said in CURVE.items():
-            own = [row for row in kept[model]["swaps"]["curve"] if row["method"] == method]
-            rows.append([name, said, *(f"{row['shift']:z.2f}" for row in own)])
-    return table(["model", "swapped", *(str(size) for size in SIZES)], rows)
+    rows = [
+        [name, said, *(f"{row['shift']:z.2f}" for row in pick(kept[model]["swaps"]["curve"], method=method))]
+        for model, name in MODELS.items()
+        for method, said in CURVE.items()
+    ]
+    return table(["model", "swapped", *map(str, SIZES)], rows)
 
 
 TABLES = {

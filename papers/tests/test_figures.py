@@ -18,13 +18,13 @@ from qkscope_papers.franco2026.model_sweep import SweepWork
 from qkscope_papers.registry import NANO, Settings, figure_of, reproduce
 
 TINY = ToyWork(60, 60, 20, 60, 20, 5e-3, 20, 60, 5, 2, 2, 2, 24, 3, 3)
-TOYS = ["fig2", "fig3", "fig6", "fig7a", "fig13", "fig23", "feature_pairs"]  # one of each file; all: .ci/run
+TOYS = ["fig2", "fig3", "fig6", "fig7a", "fig23", "feature_pairs"]  # one of each file; all: .ci/run
 SWEPT = ["fig7b", "fig8", "fig9b", "fig25"]
 _CHAT = "{% for m in messages %}<user>{{ m['content'] }}<end>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 _MARKS = "The is in Box . Which box the ? Question : Answer of these are Find , Items list - male female names"
 
 
-def model_folder(family: str, folder: Path, chat: bool) -> str:
+def model_folder(folder: Path) -> str:
     """A tiny model whose tokenizer has one token per word and mark, as the tasks write them."""
     special = ["<pad>", "<unk>", "<user>", "<end>", "<bot>"]
     named = [*OBJECTS, *BOXES, *(word for own in CATEGORIES.values() for word in own), *CATEGORIES, *_MARKS.split()]
@@ -34,8 +34,8 @@ def model_folder(family: str, folder: Path, chat: bool) -> str:
     tokenizer.decoder = decoders.WordPiece()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
     fast.add_special_tokens({"additional_special_tokens": special[2:]})
-    fast.chat_template = _CHAT if chat else None
-    tiny_model(family, vocab_size=len(words), max_position_embeddings=512, head_dim=16).save_pretrained(folder)
+    fast.chat_template = _CHAT
+    tiny_model("llama", vocab_size=len(words), max_position_embeddings=512, head_dim=16).save_pretrained(folder)
     fast.save_pretrained(folder)
     return str(folder)
 
@@ -52,15 +52,8 @@ def heads(out):
 
 @pytest.fixture(scope="module")
 def llama(out):
-    figures = ["fig6", "fig7", "fig8", "fig9", "fig10", "fig16", "fig17"]
-    model = model_folder("llama", out / "llama-model", chat=True)
-    return reproduce("lee2026", figures, preset="smoke", out=out / "llama", model=model)
-
-
-@pytest.fixture(scope="module")
-def qwen(out):
-    model = model_folder("qwen3", out / "qwen-model", chat=False)
-    return reproduce("lee2026", ["fig20"], preset="smoke", out=out / "qwen", model=model)
+    model = model_folder(out / "llama-model")
+    return reproduce("lee2026", ["fig7", "fig9", "fig10"], preset="smoke", out=out / "llama", model=model)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +73,7 @@ def swept(out):
         yield reproduce("franco2026", SWEPT, preset="smoke", out=out / "swept")
 
 
-@pytest.mark.parametrize("run", ["heads", "llama", "qwen", "toys", "swept"])
+@pytest.mark.parametrize("run", ["heads", "llama", "toys", "swept"])
 def test_every_figure_leaves_a_page_a_picture_and_claims_with_their_place_and_control(run, out, request):
     results: dict[str, Result] = request.getfixturevalue(run)
     for figure, result in results.items():
@@ -94,7 +87,7 @@ def test_every_figure_leaves_a_page_a_picture_and_claims_with_their_place_and_co
         assert 'src="http' not in page, "the page works offline"
         assert result.claims
         for claim in stored["claims"]:
-            place = r"(§|Fig\. )[\dF]" if run in ("heads", "llama", "qwen") else r"Sec\.|App\.|[A-G]\.\d|Theorem|Corol"
+            place = r"(§|Fig\. )[\dF]" if run in ("heads", "llama") else r"Sec\.|App\.|[A-G]\.\d|Theorem|Corol"
             assert claim["source"] != "stated" or re.match(place, claim["paper"]), claim
             assert (claim["reason"] != "") == (claim["holds"] is False), claim
             assert run != "toys" or claim["control"] is not None or claim["ours"] is None, claim
@@ -123,10 +116,9 @@ def test_smoke_already_shows_exact_ranks_swaps_and_a_cube(heads, out):
     assert len(list((out / "heads" / "heads").iterdir())) == 5, "four cells of fig2, one head for both fig3 and fig4"
 
 
-def test_the_papers_templates_reach_a_model_that_has_one(llama, qwen, out):
-    for run, figure, chat in (("llama", "fig9", True), ("qwen", "fig20", False)):
-        asked = json.loads((out / run / "lee2026" / figure / "manifest.json").read_text())["asked"]
-        assert (asked["chat"], asked["form"]) == (chat, "question")
+def test_the_papers_templates_reach_a_model_that_has_one(llama, out):
+    asked = json.loads((out / "llama" / "lee2026" / "fig9" / "manifest.json").read_text())["asked"]
+    assert (asked["chat"], asked["form"]) == (True, "question")
     prompt = llama["fig10"].tables["prompt"][0]["text"]
     assert "Which box is the" in prompt
     assert prompt.endswith(" in?\nAnswer: Box")  # the model's own turn follows
@@ -134,16 +126,14 @@ def test_the_papers_templates_reach_a_model_that_has_one(llama, qwen, out):
     assert (tokens[0], tokens[-1]) == ("<user>", "<bot>")  # the last token of the template asks
 
 
-def test_binding_swaps_stand_beside_their_baselines_and_a_random_model_binds_nothing(llama, qwen):
-    for result in (llama["fig9"], qwen["fig20"]):
-        rows, theirs = result.tables["swap"], result.tables["paper_swap"]
-        assert [(row["head"], row["condition"]) for row in theirs] == [(row["head"], row["condition"]) for row in rows]
-        assert any(a["shift"] != b["shift"] for a, b in zip(theirs, rows, strict=True))
-        centers = {row["contrast"]: row["center"] for row in result.tables["paper_ranks"]}
-        assert centers == {"order": "none", "lexical": "none"}
-    for figure, table in (("fig8", "views"), ("fig10", "shares"), ("fig16", "counts"), ("fig17", "views")):
-        assert {"paper", "ours"} <= {row["estimator"] for row in llama[figure].tables[table]}
-    for result in (llama["fig9"], llama["fig7"], qwen["fig20"]):
+def test_binding_swaps_stand_beside_their_baselines_and_a_random_model_binds_nothing(llama):
+    rows, theirs = (llama["fig9"].tables[table] for table in ("swap", "paper_swap"))
+    assert [(row["head"], row["condition"]) for row in theirs] == [(row["head"], row["condition"]) for row in rows]
+    assert any(a["shift"] != b["shift"] for a, b in zip(theirs, rows, strict=True))
+    centers = {row["contrast"]: row["center"] for row in llama["fig9"].tables["paper_ranks"]}
+    assert centers == {"order": "none", "lexical": "none"}
+    assert {"paper", "ours"} <= {row["estimator"] for row in llama["fig10"].tables["shares"]}
+    for result in (llama["fig9"], llama["fig7"]):
         assert [claim.claim for claim in result.claims if claim.ours is None] == []
     both = [claim for claim in llama["fig9"].claims if claim.claim.startswith("swapping both moves the majority")]
     assert [claim.holds for claim in both] == [False, False]

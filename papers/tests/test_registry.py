@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -65,21 +63,3 @@ def test_a_run_that_is_stopped_shows_and_keeps_what_is_done(quick, tmp_path, qks
     STOP.clear()
     code, out, _ = qkscope(*command)
     assert (code, RUN, "fig2 stands" in out) == (0, ["fig2", "fig3", "fig4"], True)
-
-
-def test_a_name_is_told_or_refused_without_loading_a_model_library():
-    code = """
-import sys
-from qkscope import BadInput
-from qkscope_papers.registry import list_experiments, reproduce
-assert len(list_experiments()) >= 48
-for wrong in (dict(figures=["fig99"]), dict(figures=["fig9"], device="nope")):
-    try:
-        reproduce("lee2026", **wrong)
-    except BadInput:
-        continue
-    raise AssertionError(wrong)
-assert "transformers" not in sys.modules and "matplotlib" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

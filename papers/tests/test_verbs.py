@@ -10,15 +10,12 @@ from qkscope.capture.scope import Scope
 SMOKE = ["reproduce", "lee2026", "fig2", "--preset", "smoke"]
 BAD = [
     (["reproduce", "lee2025", "fig2"], "there is no paper 'lee2025' here: there is lee2026"),
-    (["reproduce", "lee2026", "fig99"], "has no figure 'fig99' here: there is fig2, fig3"),
     (["reproduce", "lee2026"], "no figure was named"),
     ([*SMOKE, "--out", "/proc/nowhere"], "cannot be written"),
     (["reproduce", "lee2026", "fig9", "--preset", "smoke", "--model", "no/such-model"], "no/such-model"),
     (["toy", "retrieval", "--grids", "discrete-9"], "discrete-8"),
     (["toy", "retrieval", "--ranks", "3;5"], "--ranks takes whole numbers with commas between"),
     (["toy", "superposition", "--pairs", "0-4"], "pairs are query-key:logit"),
-    (["toy", "superposition", "--target", "missing.json"], "there is no file missing.json with a target matrix"),
-    (["toy", "superposition", "--target", "SMALL"], "is 20×20, but M has shape (2, 2)"),
     (["bench", "--only", "nonsense"], "there is no bench row 'nonsense'"),
 ]
 
@@ -30,7 +27,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
 def test_bad_input_is_one_sentence_and_leaves_nothing_behind(arguments, says, tmp_path, monkeypatch, qkscope):
     monkeypatch.chdir(tmp_path)
-    Path("SMALL").write_text("[[1.0, 0.0], [0.0, 1.0]]")
     before = sorted(tmp_path.rglob("*"))
     if "--out" not in arguments and arguments[0] != "bench":
         arguments = [*arguments, "--out", "deep/runs"]

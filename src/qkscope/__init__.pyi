@@ -1,14 +1,12 @@
 # For type checkers and editors: what `__init__.py` imports on first use.
 from qkscope import tasks as tasks
 from qkscope.analyses.atlas import atlas as atlas
-from qkscope.analyses.attribute import attribute as attribute
 from qkscope.analyses.decompose import decompose as decompose
-from qkscope.analyses.downstream import swap_downstream as swap_downstream
 from qkscope.analyses.find import find_heads as find_heads
 from qkscope.analyses.fit import load as load
-from qkscope.analyses.relative import relative_attention as relative_attention
-from qkscope.analyses.relative import singular_basis as singular_basis
 from qkscope.analyses.sparsity import sparsity as sparsity
+from qkscope.analyses.split import attribute as attribute
+from qkscope.analyses.split import singular_basis as singular_basis
 from qkscope.analyses.swap import swap as swap
 from qkscope.analyses.trace.trace import trace as trace
 from qkscope.analyses.why.why import why as why

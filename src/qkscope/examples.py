@@ -197,7 +197,6 @@ class Draft:
     def __init__(self) -> None:
         self._text = ""
         self._last: Span = (0, 0)
-        self._queries: list[Span] = []
         self._keys: list[Key] = []
         self._roles: dict[str, Span] = {}
 
@@ -212,17 +211,11 @@ class Draft:
         self._keys.append(Key(self.write(piece)._last, labels))
         return self
 
-    def query(self, piece: str) -> Draft:
-        """Add a piece and mark it as a query."""
-        self._queries.append(self.write(piece)._last)
+    def role(self, name: str, characters: int = 0) -> Draft:
+        """Name the piece written last, or that many characters: ``write("to").role("END")``."""
+        self._roles[name] = (self._last[1] - characters, self._last[1]) if characters else self._last
         return self
 
-    def role(self, name: str) -> Draft:
-        """Name the piece written last: ``write("to").role("END")``."""
-        self._roles[name] = self._last
-        return self
-
-    def example(self, cluster: str | int = "") -> Example:
+    def example(self, cluster: str | int = "", answers: Answers | None = None) -> Example:
         """The finished example."""
-        queries, keys = tuple(self._queries), tuple(self._keys)
-        return Example(self._text, queries=queries, keys=keys, cluster=cluster, roles=dict(self._roles))
+        return Example(self._text, keys=tuple(self._keys), cluster=cluster, roles=dict(self._roles), answers=answers)

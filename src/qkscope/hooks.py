@@ -63,11 +63,6 @@ class Hook:
         return f"Hook({self.does} at {self.head}, {self.space} {self.kind}, rank {self.basis.shape[1]})"
 
     @property
-    def width(self) -> int:
-        """Of the head."""
-        return self.basis.shape[0]
-
-    @property
     def name(self) -> str:
         """Where TransformerLens calls it, in a model that rotates."""
         return f"blocks.{self.head.layer}.attn.hook_{'rot_' * (self.space == 'post_rope')}{self.kind[0]}"
@@ -88,9 +83,6 @@ class Hook:
         there = {f"{layer}.{name}" for name in (f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed")}
         if point and point not in {self.name, *there}:
             raise BadInput(f"{self!r} belongs at {self.name}, but was called at {point}: give hook.name to fwd_hooks.")
-        if x.ndim != 4 or x.shape[-1] != self.width:
-            wanted = f"(batch, heads, tokens, {self.width})"
-            raise BadInput(f"{self!r} edits {self.kind} of shape {wanted}, but got {tuple(x.shape)}.")
         if self.kind == "keys" and self.group_size is None:
             give = "give group_size to as_hook (scope.group_size, or 1 where keys are repeated)"
             raise BadInput(f"{self!r} does not know how many query heads share a key head: {give}.")

@@ -58,7 +58,7 @@ def bench(
 
 @app.command(rich_help_panel=PANEL)
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="lee2026, franco2026, or all.")] = "",
+    paper: Annotated[str, typer.Argument(help="lee2026, franco2026, known (compiled programs), or all.")] = "",
     figures: Annotated[list[str] | None, typer.Argument(help="Figure ids, or all.")] = None,
     preset: Annotated[str, typer.Option("--preset", help="smoke, default or paper.")] = "default",
     out: Out = Path("runs"),
@@ -181,7 +181,6 @@ def toy_superposition(
     pairs: Annotated[
         str, typer.Option("--pairs", help="Pairs of interest: query-key:logit.")
     ] = "0-4:24,1-5:21,2-6:18,3-7:15",
-    target: Annotated[Path | None, typer.Option("--target", help="The whole matrix M in a JSON file instead.")] = None,
     reading: Annotated[str, typer.Option("--reading", help="C (λ on the head's loss) or B (on the other).")] = "C",
     rope: Annotated[bool, typer.Option("--rope", help="Rotate queries and keys by their positions.")] = False,
     seeds: Annotated[int, typer.Option("--seeds", help="Toys of each kind, each with its own start and data.")] = 1,
@@ -196,7 +195,7 @@ def toy_superposition(
     """Train features in superposition with a head that looks for pairs of them; say how its singular vectors align."""
     from qkscope_papers.franco2026.toy.train import parse_pairs, train_superposition
 
-    options: Any = {"n": n, "d": d, "d_head": d_head, "context": context, "target": target, "reading": reading}
+    options: Any = {"n": n, "d": d, "d_head": d_head, "context": context, "reading": reading}
     options |= {"rope": rope, "seeds": seeds, "steps": steps, "lr": lr, "every": every}
     options |= {"p": _numbers("--p", p), "weight": _numbers("--weight", weight), "pairs": parse_pairs(pairs)}
     options |= {"show": partial(print_result, as_json=as_json, everything=everything)}
@@ -206,9 +205,7 @@ def toy_superposition(
 
 _VIEWS: dict[str, list[View]] = {
     "models": [View(
-        "rows", {"family": "family", "outcome": "verdict", "tokens": "length",
-                 "why not": lambda row: row["reason"].partition(": ")[2] or row["reason"]},
-        pick=where("supported", False),
+        "rows", "family, outcome=verdict, tokens=length, why not=reason", pick=where("supported", False)
     )],
     "bench": [View("rows", "row=name, plain=plain_s, ours=ours_s, ratio, what=note", "plain, ours: seconds.")],
     "list": [View("rows", "paper, figure, shows")],

@@ -69,6 +69,24 @@ def styled() -> Any:
     return matplotlib.rc_context(_STYLE)
 
 
+def shades(count: int, most: float = 0.85) -> list[Any]:
+    """Colours of so many lines in an order, dark to light."""
+    return [matplotlib.colormaps["viridis"](i / max(count - 1, 1) * most) for i in range(count)]
+
+
+def legend_below(figure: Figure, axis: Any, columns: int, **look: Any) -> None:
+    """One legend under all panels: that of one of them."""
+    usual: Any = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    figure.legend(*axis.get_legend_handles_labels(), **{**usual, **look})
+
+
+def paired_bars(axis: Any, first: Sequence[float], then: Sequence[float], key: str = "") -> None:
+    """Two bars at each place: of the ``key`` that is right, and of the target; with names where it has one."""
+    for shift, values, colour, name in ((-0.2, first, ORIGINAL, key), (0.2, then, TARGET, "target")):
+        places, label = [x + shift for x in range(len(values))], f"on the {name} key" if key else None
+        axis.bar(places, values, 0.38, color=colour, label=label)
+
+
 def figure_files(figures: Mapping[str, Figure]) -> dict[str, bytes]:
     """``figures/NAME.png`` and ``.pdf`` of each; no dates inside, so a rerun gives the same bytes."""
     files = {}

@@ -30,6 +30,7 @@ from qkscope_papers.registry import Experiment, Figure, Settings, figure
 from qkscope_papers.trainer import Outcome, Trainer
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 _WARM_UP = 2
 
@@ -53,6 +54,12 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def side_by_side(measure: Callable[[C], T], heads: Sequence[C]) -> list[T]:
+    """What is measured of each head, on all cores: a head is small, so that each gets one."""
+    with ThreadPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(measure, heads))
 
 
 def toy_figures(

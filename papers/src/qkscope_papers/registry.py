@@ -34,7 +34,7 @@ from qkscope_papers.tables import Row
 log = logging.getLogger(__name__)
 
 PRESETS = ("smoke", "default", "paper")
-PAPERS = ("lee2026", "franco2026")
+PAPERS = ("lee2026", "franco2026", "known")
 _TOO_SMALL = "The preset smoke shows that the figure runs; it is too small to decide."
 EMBEDDED, NANO = "smollm2-135m", "nano:mixed"
 
@@ -208,7 +208,7 @@ def reproduce(
 
     Parameters
     ----------
-    paper : ``lee2026`` or ``franco2026``.
+    paper : ``lee2026``, ``franco2026``, or ``known`` (compiled programs, whose answers are known).
     figures : ids as `list_experiments` has them, or ``["all"]``.
     preset : ``smoke`` (half a minute), ``default`` (minutes) or ``paper`` (the paper's own counts).
     out : the folder below which figures are written, and find each other's work.
@@ -289,8 +289,6 @@ def _checked(paper: str, figures: Sequence[str], preset: str) -> list[str]:
     known = figures_of(paper)
     if preset not in PRESETS:
         raise BadInput(f"there is no preset {preset!r}: take {', '.join(PRESETS)}.")
-    if isinstance(figures, str):
-        raise BadInput(f"figures are a list of ids, as [{figures!r}], but got one id.")
     if not figures:
         raise BadInput(f"no figure was named: take some of {', '.join(known)}, or all.")
     chosen = list(known) if list(figures) == ["all"] else list(dict.fromkeys(figures))

@@ -34,6 +34,12 @@ class Estimate(NamedTuple):
         """The interval, as a claim takes it."""
         return {"low": self.low, "high": self.high}
 
+    def among(self, count: int) -> Estimate:
+        """The interval of one of several, widened for its having been chosen among them."""
+        wider = statistics.NormalDist().inv_cdf(1 - 0.025 / count) / statistics.NormalDist().inv_cdf(0.975)
+        low, high = self.mean - (self.mean - self.low) * wider, self.mean + (self.high - self.mean) * wider
+        return Estimate(self.mean, low, high)
+
 
 def over_runs(values: Iterable[float]) -> Estimate:
     """The mean over independent runs (seeds, directions, heads), with Student's interval: runs are few.

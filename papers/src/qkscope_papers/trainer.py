@@ -333,20 +333,12 @@ class Trainer:
 
     def result(self) -> Outcome:
         """Where every model stands."""
-        final = self._everything()
+        final = {name: value.clone() for name, value in self.final.like(self._everything()).named().items()}
         history = self.final.like(torch.stack(self.history).flatten(0, 1)).named() if self.history else None
-        checks = len(self.history)
-        return Outcome(
-            self.names,
-            {name: value.clone() for name, value in self.final.like(final).named().items()},
-            self.stopped_at.tolist(),
-            [REASONS[code] for code in self.status.tolist()],
-            self.initial.tolist(),
-            self.last.tolist(),
-            list(self.curve_steps),
-            torch.stack(self.curves) if self.curves else None,
-            history and {name: value.unflatten(0, (checks, -1)) for name, value in history.items()},
-        )
+        kept = history and {name: value.unflatten(0, (len(self.history), -1)) for name, value in history.items()}
+        ended = self.stopped_at.tolist(), [REASONS[code] for code in self.status.tolist()]
+        curves = list(self.curve_steps), torch.stack(self.curves) if self.curves else None
+        return Outcome(self.names, final, *ended, self.initial.tolist(), self.last.tolist(), *curves, kept)
 
     def _everything(self) -> Tensor:
         """Parameters of all models, where they stopped or where they are."""

@@ -19,27 +19,18 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
+from qkscope.analyses import guesses
 from qkscope.analyses.because import Because, Look, Reason
-from qkscope.analyses.guesses import (
-    BEGUN,
-    DUPLICATE,
-    FEW,
-    INDUCTION,
-    JOBS,
-    NO_RULE,
-    PREVIOUS,
-    PUNCTUATION,
-    SINK,
-    Sight,
-    score_rows,
-)  # fmt: skip
 from qkscope.analyses.prompts import made_with
 from qkscope.analyses.trace.prompt import reader_of
 from qkscope.capture.encode import token_texts
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.change.again import Again, prompt_of
+from qkscope.change.again import Again, prompt_of, room_of
+from qkscope.change.words import lexicon_of
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -104,22 +95,18 @@ def atlas(
     other = package_texts() if texts is None else documents
     fit, tested = passages_of(scope, documents, n, length, seed), passages_of(scope, other, test, length, seed, "test")
     work.begin(scope, [fit, tested], heads=[str(head) for head in chosen], length=length, seed=seed, words=WORDS)
-    looks: list[dict[str, Any]] = []
-    for i, passage in enumerate(fit):
+    seen, unseen = guesses.Sights.of(scope, chosen, fit), guesses.Sights.of(scope, chosen, tested)
+    looks: dict[str, list[dict[str, Any]]] = {str(head): [] for head in chosen}
+    for i in range(len(fit)):
         with doing(f"changing the words of passage {i + 1} of {len(fit)}", progress):
-            changed = partial(look_rows, scope, chosen, passage, derived_seed(seed, "atlas", i))
-            looks += [row | {"passage": i} for row in work.once(f"passage {i}", changed)]
-    seen = {
-        side: [Sight.of(scope, chosen, passage) for passage in own] for side, own in (("fit", fit), ("test", tested))
-    }
-    rows = [
-        head_row(scope, head, h, [row for row in looks if row["head"] == str(head)], seen["fit"])
-        for h, head in enumerate(chosen)
-    ]
-    jobs = job_rows(rows, looks)
-    scores = score_rows(rows, jobs, seen["fit"], seen["test"])
-    examples = [row for head in chosen for row in _examples(looks, str(head))]
-    _promote(scope, fit, rows, examples)
+            changed = partial(look_rows, scope, chosen, seen, i, derived_seed(seed, "atlas", i))
+            for row in work.once(f"passage {i}", changed):
+                looks[row["head"]].append(row | {"passage": i})
+    rows = [head_row(scope, head, h, looks[str(head)], seen) for h, head in enumerate(chosen)]
+    jobs = job_rows(looks)
+    scores = guesses.score_rows(rows, jobs, seen, unseen)
+    examples = [row for own in looks.values() for row in _examples(own)]
+    _promote(scope, seen.ids, rows, examples)
     return Atlas(
         experiment="atlas",
         answer=_answer(rows, scores, len(fit), len(tested)),
@@ -157,7 +144,7 @@ def passages_of(
     if scope.tokenizer is None:
         raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
     encode = lambda text: scope.tokenizer(text, verbose=False)["input_ids"]  # noqa: E731
-    whole = [x for x in split(documents, encode, length=length, seed=seed)[side] if len(x.ids) > BEGUN]
+    whole = [x for x in split(documents, encode, length=length, seed=seed)[side] if len(x.ids) > guesses.BEGUN]
     order = torch.Generator().manual_seed(derived_seed(seed, "passages", side))
     return [whole[i] for i in torch.randperm(len(whole), generator=order).tolist()[:count]]
 
@@ -165,23 +152,21 @@ def passages_of(
 # ---------------------------------------------------------------------- looks and their reasons
 
 
-def look_rows(scope: Scope, heads: Sequence[Head], passage: Passage, seed: int) -> list[dict[str, Any]]:
-    """A look of each head in a passage, with what decides it."""
-    again = Again.of(scope, torch.tensor(passage.ids, device=scope.device))
-    sight, draws = Sight.of(scope, heads, passage, again), torch.Generator().manual_seed(seed)
-    looks = []
+def look_rows(scope: Scope, heads: Sequence[Head], sights: guesses.Sights, i: int, seed: int) -> list[dict[str, Any]]:
+    """Looks of each head in one of some passages, with what decides them."""
+    passage, draws, looks = sights.passages[i], torch.Generator().manual_seed(seed), []
     for h, head in enumerate(heads):
-        places = sight.looks[h].nonzero()[:, 0].tolist()
-        for i in torch.randperm(len(places), generator=draws).tolist()[:_EACH]:
-            looks.append(Look(head, places[i], int(sight.keys[h, places[i]])))
+        places = sights.looks[i, h].nonzero()[:, 0].tolist()
+        for at in torch.randperm(len(places), generator=draws).tolist()[:_EACH]:
+            looks.append(Look(head, places[at], int(sights.keys[i, h, places[at]])))
     if not looks:
         return []
-    texts = token_texts(scope, passage.ids)
+    again, texts = Again.of(scope, torch.tensor(passage.ids, device=scope.device)), token_texts(scope, passage.ids)
+    prompts = {query: _prompt_of(scope, passage.ids[: query + 1]) for query in {look.query for look in looks}}
     reasons = Because(again, looks, seed, WORDS, WORDS).reasons(follow=False, near=False)
     return [
         {"head": str(r.look.head), "job": job_of(r), "query": r.look.query, "key": r.look.key, "attention": r.before,
-         "group": passage.group, "document": passage.document, "tokens": texts,
-         "text": _prompt_of(scope, passage.ids[: r.look.query + 1]),
+         "group": passage.group, "document": passage.document, "tokens": texts, "text": prompts[r.look.query],
          "causes": [row["position"] for row in r.causes]}
         for r in reasons
     ]  # fmt: skip
@@ -199,99 +184,93 @@ def job_of(reason: Reason) -> str:
         row = next(row for row in reason.relations if row["kind"] == kind and row["verdict"] == "shown")
         start = int(row["positions"].split(", ")[0])
         end = next(word["end"] for word in reason.words if word["position"] == start)
-        return DUPLICATE if start <= look.key < end else INDUCTION if end <= look.key <= end + 1 else "same word"
+        kind = guesses.INDUCTION if end <= look.key <= end + 1 else kind
+        return guesses.DUPLICATE if start <= look.key < end else kind
     if kind == "position":
-        return PREVIOUS if look.query - look.key == 1 else f"position {look.key - look.query}"
+        return guesses.PREVIOUS if look.query - look.key == 1 else f"position {look.key - look.query}"
     shown = {row["kind"]: row["text"] for row in reason.relations if row["verdict"] == "shown"}
     if {"key word", "query word"} <= shown.keys():
         return "key and query words"
-    return PUNCTUATION if kind == "key word" and not any(map(str.isalnum, shown[kind])) else kind
+    return guesses.PUNCTUATION if kind == "key word" and not any(map(str.isalnum, shown[kind])) else kind
 
 
 def head_row(
-    scope: Scope, head: Head, h: int, looks: Sequence[Mapping[str, Any]], sights: Sequence[Sight]
+    scope: Scope, head: Head, h: int, looks: Sequence[Mapping[str, Any]], sights: guesses.Sights
 ) -> dict[str, Any]:
     """A row of the table ``atlas``: a head's kind and name by its looks, its offset, its tokens."""
-    asked = sum(int(sight.looks[h].sum()) for sight in sights)
-    leaves = asked / max(sum(sight.keys.shape[1] - BEGUN for sight in sights), 1)
+    (passage, query, key), lexicon = sights.of_head(h), lexicon_of(scope)
+    leaves = len(query) / max(sum(len(passage.ids) - guesses.BEGUN for passage in sights.passages), 1)
     jobs = Counter(row["job"] for row in looks).most_common()
-    told = ", ".join(f"{job} {count / len(looks):.0%}" for job, count in jobs[:JOBS])
-    rests = len(looks) < FEW
-    kind = SINK if rests else jobs[0][0]
-    own = torch.tensor([[float(row["job"] == kind), row["group"]] for row in looks]) if not rests else torch.zeros(0, 2)
-    low, high = (
-        clustered_bootstrap(own[:, :1].double(), own[:, 1].long())
-        if len(own) > 1
-        else (torch.full((1,), torch.nan),) * 2
-    )
-    offsets = Counter(int(sight.keys[h, q]) - q for sight in sights for q in sight.looks[h].nonzero()[:, 0].tolist())
-    attracts = Counter(
-        sight.passage.ids[int(sight.keys[h, q])] for sight in sights for q in sight.looks[h].nonzero()[:, 0].tolist()
-    )
+    told = ", ".join(f"{job} {count / len(looks):.0%}" for job, count in jobs[: guesses.JOBS])
+    rests = len(looks) < guesses.FEW
+    kind = guesses.SINK if rests else jobs[0][0]
+    low = high = torch.full((1,), torch.nan)
+    if not rests:
+        own = torch.tensor([[float(row["job"] == kind), row["group"]] for row in looks])
+        low, high = clustered_bootstrap(own[:, :1].double(), own[:, 1].long())
+    offsets, attracts = Counter((key - query).tolist()), Counter(sights.ids[passage, key].tolist())
     group = scope.facts.layers[head.layer].n_heads // scope.facts.layers[head.layer].n_kv_heads
     return {
         "head": str(head), "layer": head.layer, "index": head.index, "kind": kind,
         "name": "rests on the first token" if rests else told, "share": None if rests else jobs[0][1] / len(looks),
         "low": float(low[0]), "high": float(high[0]), "looks": len(looks), "leaves": leaves,
         "offset": offsets.most_common(1)[0][0] if offsets else None,
-        "tokens": " ".join(repr(text) for text in token_texts_of(scope, [i for i, _ in attracts.most_common(5)])),
+        "tokens": " ".join(repr(lexicon.text(i)) for i, _ in attracts.most_common(5)),
         "promotes": "", "key_head": f"L{head.layer}K{head.kv(group)}",
     }  # fmt: skip
 
 
-def token_texts_of(scope: Scope, ids: Sequence[int]) -> list[str]:
-    """What tokens read as, each by itself."""
-    return [token_texts(scope, [i])[0] for i in ids]
-
-
-def job_rows(rows: Sequence[Mapping[str, Any]], looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def job_rows(looks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """The table ``jobs``: how often each reason decides where a head looks."""
-    made = []
-    for row in rows:
-        own = [look for look in looks if look["head"] == row["head"]]
-        for job, count in Counter(look["job"] for look in own).most_common():
-            made.append({"head": row["head"], "job": job, "share": count / len(own), "looks": count})
-    return made
+    return [
+        {"head": head, "job": job, "share": count / len(own), "looks": count}
+        for head, own in looks.items()
+        for job, count in Counter(look["job"] for look in own).most_common()
+    ]
 
 
-def _examples(looks: Sequence[Mapping[str, Any]], head: str) -> list[dict[str, Any]]:
+def _examples(looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The strongest looks of a head, as text."""
-    own = sorted((row for row in looks if row["head"] == head), key=lambda row: -row["attention"])[:JOBS]
-    return [{name: value for name, value in row.items() if name != "group"} for row in own]
+    strongest = sorted(looks, key=lambda row: -row["attention"])[: guesses.JOBS]
+    return [{name: value for name, value in row.items() if name != "group"} for row in strongest]
 
 
 def _promote(
-    scope: Scope, passages: Sequence[Passage], rows: Sequence[dict[str, Any]], examples: Sequence[Mapping[str, Any]]
+    scope: Scope, ids: Int[Tensor, "p t"], rows: Sequence[dict[str, Any]], examples: Sequence[Mapping[str, Any]]
 ) -> None:
     """Add the tokens that each head promotes: those whose logits its strongest look raises most, by direct effect."""
-    by_head, reader = {row["head"]: row for row in rows}, reader_of(scope)
-    strongest = {row["head"]: row for row in reversed(examples)}.values()
-    for i in sorted({row["passage"] for row in strongest}):
-        looks = [(Head.parse(row["head"]), row["query"], row["key"]) for row in strongest if row["passage"] == i]
-        inputs, zeros = prompt_of(scope, torch.tensor(passages[i].ids)[None]), torch.zeros(len(looks), dtype=torch.long)
-        nothing, queries = zeros[:, None][:, :0], torch.tensor([query for _, query, _ in looks])
-        places = Places(*(x.to(scope.device) for x in (zeros, queries, nothing, nothing.bool())))
-        run, written = reader.record(inputs, places, deep=True, logits=True), []
-        for head, query, key in looks:
+    by_head, reader, lexicon = {row["head"]: row for row in rows}, reader_of(scope), lexicon_of(scope)
+    strongest, weights = {row["head"]: row for row in reversed(examples)}.values(), cache(reader.output_weights)
+    for some in torch.arange(len(ids)).split(max(room_of(scope) // ids.shape[1], 1)):
+        looks = [row for row in strongest if some[0] <= row["passage"] <= some[-1]]
+        if not looks:
+            continue
+        heads = [Head.parse(row["head"]) for row in looks]
+        at = torch.tensor([[row["passage"] - int(some[0]), row["query"], row["key"]] for row in looks])
+        passage, query, nothing = *at[:, :2].to(scope.device).T, at[:, :0].to(scope.device)
+        places, written = Places(passage, query, nothing, nothing.bool()), []
+        run = reader.record(prompt_of(scope, ids[some]), places, deep=True, logits=True)
+        for head, (i, q, key) in zip(heads, at.tolist(), strict=True):
             call = run.calls[head.layer]
-            rows_of = call.rows(head.index, zeros[:1].to(call.q.device), torch.tensor([query], device=call.q.device))
-            v = call.v[0, run.kv(head, "v"), key].float() * rows_of.attention()[0, 0, key]
-            written.append((reader.output_weights(head.layer)[0][head.index].to(v) @ v).to(run.row.device))
-        raised = direct_effect(run, [head.layer for head, *_ in looks], torch.stack(written))
-        for (head, *_), logits in zip(looks, () if raised is None else raised, strict=raised is not None):
-            best = (logits - logits.mean()).topk(JOBS).indices.tolist()
-            by_head[str(head)]["promotes"] = " ".join(map(repr, token_texts_of(scope, best)))
+            attention = call.rows(head.index, torch.tensor([i]), torch.tensor([q])).attention()[0, 0, key]
+            v = call.v[i, run.index(head, "v"), key].float() * attention
+            written.append((weights(head.layer)[0][head.index].to(v) @ v).to(run.row.device))
+        raised = direct_effect(run, [head.layer for head in heads], torch.stack(written))
+        if raised is not None:
+            best = (raised - raised.mean(1, keepdim=True)).topk(guesses.JOBS).indices.tolist()
+            for head, tokens in zip(heads, best, strict=True):
+                by_head[str(head)]["promotes"] = " ".join(repr(lexicon.text(i)) for i in tokens)
 
 
 # ---------------------------------------------------------------------- in words
 
 
 def _answer(rows: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, Any]], fit: int, tested: int) -> str:
-    if len(rows) <= JOBS:
+    if len(rows) <= guesses.JOBS:
         return " ".join(f"{row['head']}: {row['name']} ({row['looks']} looks)." for row in rows)
     kinds = Counter("position" if row["kind"].startswith("position") else row["kind"] for row in rows)
     told = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common(8))
-    other = [row for row in scores if not row["kind"].startswith(NO_RULE)]
+    other = [row for row in scores if not row["kind"].startswith(guesses.NO_RULE)]
     ahead = sum(row["low"] > 0 for row in other)
     return (
         f"{len(rows)} heads by what decides where they look, on {fit} passages: {told}. On {tested} passages of other"

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from scipy.stats import t as student
 from torch import Tensor
+from torch.nn.functional import pad
 
-from qkscope.capture.tap import Call, Stop
-from qkscope.change.again import Again, prompt_of
+from qkscope.change.again import Again, room_of
 from qkscope.change.words import Alternatives, Word
 from qkscope.draws import derived_seed
 from qkscope.heads import Head
@@ -32,14 +33,16 @@ from qkscope.heads import Head
 Effect = tuple[Float[Tensor, "m n"], Float[Tensor, "m n t"]]
 """What the alternatives of a word leave of each look, and the attention rows then."""
 Pair = tuple[Word, Word]
+# How many words took a pair's place; of each look, what is left with both changed into one other word, the ends of its
+# interval, and what is left with two different ones.
+Together = tuple[int, list[list[float]]]
 WORDS, SCREEN = 8, 2  # alternatives of a word, and those that every word is screened with
 _LEFT, _SCREENED = 0.5, 0.75  # of the attention: a cause leaves less; what two alternatives leave more of is none
 _GAIN, _LEAST = 0.25, 6  # by how much a pair must restore more than its controls, with so many words
 _FEW = 4  # causes that are a reason
 _SAID = {True: "shown", False: "not shown"}
 _INSERTED = 2  # words that are put in after a key, where many looks share a passage
-_TOKENS, _ON_A_GPU = {"cpu": 2**10}, 2**15  # run together
-_AFFORDABLE = 2**16  # tokens that the screen may run: two alternatives of every word of 256 tokens
+_AFFORDABLE, _WORK = 2**16, 2**43  # tokens that the screen may run, of 256 all words; on a CPU, multiplications
 
 
 @dataclass(frozen=True)
@@ -99,21 +102,25 @@ class Because:
         self.again, self.looks, self.seed, self.count, self.screen = again, list(looks), seed, count, screen
         self.ids = again.ids.cpu()
         self.others = Alternatives(again, seed)
-        self.last = max(look.head.layer for look in looks)
-        rows = [again.row(look.query, look.head).attention()[0, 0].cpu().float() for look in looks]
-        self.before = torch.stack(rows)
+        self.last, furthest = max(look.head.layer for look in looks), max(look.query for look in looks)
+        self._queries, self._keys = (torch.tensor([getattr(x, end) for x in looks]) for end in ("query", "key"))
+        by_layer = dict[int, list[int]]()
+        for n, look in enumerate(looks):
+            by_layer.setdefault(look.head.layer, []).append(n)
+        self.before = torch.zeros(len(looks), len(self.ids), device=again.ids.device)
+        self._of_layer = dict[int, tuple[list[int], Tensor, Tensor]]()
+        for layer, own in by_layer.items():
+            call, index = again.calls[layer], torch.tensor([looks[n].head.index for n in own])
+            heads, queries = index.to(call.q.device), self._queries[own].to(call.q.device)
+            self._of_layer[layer] = own, heads, queries
+            self.before[own] = call.rows(heads, torch.zeros_like(queries), queries).attention()[:, 0].to(self.before)
         self.attention = self._at_keys(self.before[None])[0]
-        furthest = max(look.query for look in looks)
         usable = self.others.lexicon.usable
         self.seen = [
             word for word in self.others.words if word.start <= furthest and (word.start or usable[self.ids[0]])
         ]  # a first token that no text has, as <bos>, stays
         self.words = self._affordable(self.seen, furthest)
         self.texts = [self.others.lexicon.text(i) for i in self.ids.tolist()]
-        self._of_layer: dict[int, list[int]] = {}
-        for n, look in enumerate(looks):
-            self._of_layer.setdefault(look.head.layer, []).append(n)
-        self._queries = torch.tensor([look.query for look in looks])
 
     def _affordable(self, words: list[Word], furthest: int) -> list[Word]:
         """All words; of a long prompt copies of what stands at keys and queries, then near ones, within a budget."""
@@ -123,19 +130,19 @@ class Because:
         def rank(word: Word) -> tuple[bool, int]:
             return word.core not in cores, min(abs(word.start - place) for place in places)
 
-        left, kept = _AFFORDABLE, []
+        left, kept = _AFFORDABLE, list[Word]()
+        if self.again.scope.device.type == "cpu":
+            looking = 2 * len(self.ids) * sum(call.q[0, :, 0].numel() for call in self.again.calls.values())
+            left = min(left, _WORK // (looking + self.again.scope.model.num_parameters(exclude_embeddings=True)))
         for word in sorted(words, key=rank):
             left -= self.screen * (furthest + 1 - word.start)
-            if left < 0:
-                break
-            kept.append(word)
+            kept += [word] if left >= 0 else []
         return sorted(kept, key=_start)
 
     # ------------------------------------------------------------------ changed prompts
 
     def _at_keys(self, rows: Float[Tensor, "b n t"]) -> Float[Tensor, "b n"]:
-        keys = torch.tensor([look.key for look in self.looks])
-        return rows.gather(2, keys.expand(len(rows), -1)[..., None])[..., 0]
+        return rows.gather(2, self._keys.to(rows.device).expand(len(rows), -1)[..., None])[..., 0].cpu()
 
     def put(self, *changes: tuple[Word, Sequence[int]]) -> Int[Tensor, " t"]:
         """The prompt with other tokens in place of some words."""
@@ -144,31 +151,41 @@ class Because:
             ids[word.start : word.stop] = torch.tensor(tokens)
         return ids
 
-    def rows(self, prompts: Sequence[Int[Tensor, " t"]]) -> Float[Tensor, "b n t"]:
-        """The attention rows of every look in changed prompts; those that change late share a beginning."""
+    def rows(self, prompts: Sequence[Int[Tensor, " t"]], ends: Sequence[int] = ()) -> Float[Tensor, "b n t"]:
+        """The attention rows of every look in changed prompts, on the model's device.
+
+        Parameters
+        ----------
+        prompts : as long as the prompt, or one token longer: then every look asks from one token further.
+        ends : tokens of each prompt that are read; all looks are by default, and those beyond mean nothing.
+        """
+        if not prompts:
+            return self.before[None][:0]
         ids = torch.stack(list(prompts))
-        differ = ids != self.ids
+        more = ids.shape[1] - len(self.ids)
+        again = self.again.longer if more else self.again
+        differ = ids != again.ids.cpu()
         starts = differ.int().argmax(1).masked_fill(~differ.any(1), ids.shape[1] - 1)
-        made = self.before.repeat(len(ids), 1, 1)
-        order, room = starts.argsort(stable=True).tolist(), _TOKENS.get(self.again.scope.device.type, _ON_A_GPU)
-        while order:
-            start = int(starts[order[0]])
-            step = max(room // (ids.shape[1] - start), 1)
-            some, order = order[:step], order[step:]
-
-            def see(layer: int, start: int, weights: Tensor, some: list[int] = some) -> None:
-                own = [n for n in self._of_layer.get(layer, ()) if self.looks[n].query >= start]
-                if own:
-                    heads = torch.tensor([self.looks[n].head.index for n in own], device=weights.device)
-                    queries = torch.tensor([self.looks[n].query - start for n in own], device=weights.device)
-                    made[torch.tensor(some)[:, None], torch.tensor(own)] = weights[:, heads, queries].float().cpu()
-
-            self.again.run(ids[some], see, self.last)
+        stops = torch.tensor(ends) if ends else torch.full_like(starts, int(self._queries.max()) + 1 + more)
+        widths = (stops - starts).clamp_min(1)
+        made = pad(self.before, (0, more)).repeat(len(ids), 1, 1)
+        order, room = widths.argsort(descending=True, stable=True), room_of(again.scope)
+        while len(order):
+            width = int(widths[order[0]])
+            some, order = order[: max(room // width, 1)], order[max(room // width, 1) :]
+            begun = starts[some].clamp_max(ids.shape[1] - width)
+            tokens = ids[some].gather(1, begun[:, None] + torch.arange(width))
+            again.run(tokens, begun, partial(self._keep, made, some.to(made.device), begun - more), self.last)
         return made
 
-    def left(self, prompts: Sequence[Int[Tensor, " t"]]) -> Float[Tensor, "b n"]:
-        """How much of each look's attention is left in changed prompts."""
-        return self._at_keys(self.rows(prompts)) / self.attention
+    def _keep(self, made: Tensor, some: Tensor, begun: Tensor, layer: int, first: int, weights: Tensor) -> None:
+        """Put the rows of looks from tokens that run, in some prompts, into a table of all."""
+        if layer in self._of_layer:
+            own, heads, queries = self._of_layer[layer]
+            at, some = queries - first - begun.to(queries)[:, None], some[:, None]
+            each, nearest = torch.arange(len(at), device=at.device)[:, None], at.clamp(0, weights.shape[2] - 1)
+            rows, runs = weights[each, heads, nearest].to(made), (at == nearest).to(made.device)
+            made[some, own] = rows.where(runs[..., None], made[some, own])
 
     # ------------------------------------------------------------------ causes
 
@@ -180,6 +197,7 @@ class Because:
         follow : whether to test that the attention follows another word of the prompt.
         near : whether to test pairs of equal words also where one alone does not take half of the attention away.
         """
+        self.others.prepare(self.words)
         first = self._effects(self.words, slice(0, self.screen))
         suspects = [
             word
@@ -210,11 +228,7 @@ class Because:
     def _effects(self, words: Sequence[Word], which: slice) -> list[Effect]:
         """Of each word, what some of its alternatives leave [m, n], and the attention rows [m, n, t]."""
         prompts = [[self.put((word, ids)) for ids in self.others.of(word, self.count)[which]] for word in words]
-        flat = [ids for each in prompts for ids in each]
-        if not flat:
-            empty = self.before[None][:0]
-            return [(self._at_keys(empty), empty)] * len(words)
-        rows = self.rows(flat)
+        rows = self.rows([ids for each in prompts for ids in each])
         left = self._at_keys(rows) / self.attention
         sizes = [len(each) for each in prompts]
         return list(zip(left.split(sizes), rows.split(sizes), strict=True))
@@ -224,15 +238,15 @@ class Because:
         mean, low, high = interval(left)
         gained = rows.mean(0) - self.before
         gained[:, word.start : word.stop] = -1
-        to = gained.argmax(1)
+        to = gained.argmax(1).tolist()
         for n in ((mean < _SCREENED) & self._sees(word)).nonzero()[:, 0].tolist():
             before, ends = float(self.attention[n]), (float(low[n]), float(high[n]))
             cause = "yes" if ends[1] < _LEFT else "open" if ends[0] < _LEFT else "no"
             row = {
                 "head": str(self.looks[n].head), "position": word.start, "end": word.stop, "text": word.text,
                 "before": before, "after": float(mean[n]) * before, "low": max(ends[0], 0.0) * before,
-                "high": ends[1] * before, "words": len(left), "goes_to": self.texts[int(to[n])],
-                "goes_to_position": int(to[n]), "cause": cause,
+                "high": ends[1] * before, "words": len(left), "goes_to": self.texts[to[n]],
+                "goes_to_position": to[n], "cause": cause,
             }  # fmt: skip
             yield n, row
 
@@ -249,7 +263,10 @@ class Because:
             [pair for core in {word.core for word in own} if (pair := _pair(core, own, means[n]))]
             for n, own in enumerate(near)
         ]
-        tested = self._same(list(dict.fromkeys(pair for own in pairs for pair in own)))
+        ends = dict[Pair, int]()
+        for look, own in zip(self.looks, pairs, strict=True):
+            ends |= {pair: max(ends.get(pair, 0), look.query + 1) for pair in own}
+        tested = self._same(ends)
         for n, (reason, look) in enumerate(zip(reasons, self.looks, strict=True)):
             if look.query == look.key:
                 reason.relations.append(relation("self", self.texts[look.key], [look.key], verdict="shown"))
@@ -261,7 +278,8 @@ class Because:
             if follow and same and same[0]["verdict"] == "shown":
                 pair = next(pair for pair in pairs[n] if pair[0].text == same[0]["text"])
                 reason.relations.append(self._follows(n, pair, effects[pair[1]][1]))
-            causes = [word for word in effects if word.start in {row["position"] for row in reason.causes}]
+            starts = {row["position"] for row in reason.causes}
+            causes = [word for word in effects if word.start in starts]
             for kind, at in (("key word", look.key), ("query word", look.query)):
                 for word in (word for word in causes if at in word and look.query != look.key):
                     rest = sorted(left for other, left in means[n].items() if other != word)
@@ -274,10 +292,10 @@ class Because:
                 text = ", ".join(word.text.strip() for word in causes)
                 reason.relations.append(relation(kind, text, [word.start for word in causes], verdict="shown"))
 
-    def _same(self, pairs: Sequence[Pair]) -> dict[Pair, tuple[Float[Tensor, "m n"], Float[Tensor, "m n"]] | None]:
-        """What is left with both words of a pair changed into one other word, and into two different ones."""
-        lexicon, prompts, counts = self.others.lexicon, list[Tensor](), dict[Pair, int]()
-        for a, b in pairs:
+    def _same(self, pairs: Mapping[Pair, int]) -> dict[Pair, Together | None]:
+        """What is left of looks that ask before a token with both words of a pair changed."""
+        lexicon, prompts, ends, counts = self.others.lexicon, list[Tensor](), list[int](), dict[Pair, int]()
+        for (a, b), end in pairs.items():
             both = []
             for ids in dict.fromkeys(self.others.of(b, WORDS) + self.others.of(a, WORDS)):
                 x, y = (lexicon.variant(ids, word.text) for word in (a, b))
@@ -287,20 +305,22 @@ class Because:
             counts[a, b] = len(both)
             prompts += [self.put((a, x), (b, y)) for x, y in both]
             prompts += [self.put((a, x), (b, both[(i + 1) % len(both)][1])) for i, (x, _) in enumerate(both)]
-        if not prompts:
-            return dict.fromkeys(pairs)
-        sizes = [size for count in counts.values() if count for size in (count, count)]  # pairs without words have none
-        left = iter(self.left(prompts).split(sizes))
-        return {pair: (next(left), next(left)) if count else None for pair, count in counts.items()}
+            ends += [end] * 2 * len(both)
+        tested: dict[Pair, Together | None] = dict.fromkeys(pairs)
+        some = {pair: count for pair, count in counts.items() if count}  # a pair without words has no results
+        left = (self._at_keys(self.rows(prompts, ends)) / self.attention).split([2 * count for count in some.values()])
+        for (pair, count), each in zip(some.items(), left, strict=True):
+            one, two = each.split(count)
+            tested[pair] = count, torch.stack([*interval(one), two.mean(0)], dim=1).tolist()
+        return tested
 
-    def _same_row(self, n: int, pair: tuple[Word, Word], alone: float, results: Any) -> dict[str, Any]:
+    def _same_row(self, n: int, pair: Pair, alone: float, results: Together | None) -> dict[str, Any]:
         text, positions = pair[0].text, [word.start for word in pair]
         if results is None:
             return relation("same word", text, positions, alone=alone, verdict="untested")
-        together, low, high = (float(value) for value in interval(results[0][:, n]))
-        different = float(results[1][:, n].mean())
+        count, (together, low, high, different) = results[0], results[1][n]
         shown = alone < _LEFT < together and min(together - alone, together - different) >= _GAIN
-        ends = {"low": low, "high": high, "words": len(results[0]), "verdict": _SAID[shown]}
+        ends = {"low": low, "high": high, "words": count, "verdict": _SAID[shown]}
         return relation("same word", text, positions, alone=alone, together=together, different=different, **ends)
 
     def _follows(self, n: int, pair: tuple[Word, Word], without: Float[Tensor, "m n t"]) -> dict[str, Any]:
@@ -329,44 +349,25 @@ class Because:
 
     def _moved(self, still: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Looks that no word decides: a word put in after the key, and attention at the same distance."""
-        keys, prompts = dict[int, slice](), list[Tensor]()
-        for key in {self.looks[n].key for n in still}:
+        furthest = dict[int, int]()
+        for look in (self.looks[n] for n in still):
+            furthest[look.key] = max(furthest.get(look.key, 0), look.query)
+        keys, prompts, ends = dict[int, slice](), list[Tensor](), list[int]()
+        for key, query in furthest.items():
             more = [ids for ids in self.others.of(Word(key, key + 1, self.texts[key]), self.count) if len(ids) == 1]
             more = more if self.count >= WORDS else more[:_INSERTED]
             if len(more) >= min(_LEAST, _INSERTED if self.count < WORDS else _LEAST):
                 keys[key] = slice(len(prompts), len(prompts) + len(more))
                 prompts += [torch.cat([self.ids[: key + 1], torch.tensor(ids), self.ids[key + 1 :]]) for ids in more]
-        own = [n for n in still if self.looks[n].key in keys]
-        rows = self._whole_rows(torch.stack(prompts), own) if own else torch.zeros(0, 0, 0)
-        made = {}
-        for i, n in enumerate(own):
+                ends += [query + 2] * len(more)
+        rows, made = self.rows(prompts, ends), {}
+        kept, moved = (self._at_keys(rows[:, :, further:]) / self.attention for further in (0, 1))
+        for n in (n for n in still if self.looks[n].key in keys):
             key = self.looks[n].key
-            left = rows[keys[key], i] / self.attention[n]
-            same, old = float(left[:, key + 1].mean()), float(left[:, key].mean())
-            shown = same >= _LEFT and old < _LEFT
-            ends = {"words": len(left), "verdict": _SAID[shown]}
-            made[n] = relation("position", self.texts[key], [key], alone=old, together=same, **ends)
+            old, same = (float(left[keys[key], n].mean()) for left in (kept, moved))
+            numbers = {"words": len(kept[keys[key]]), "verdict": _SAID[same >= _LEFT and old < _LEFT]}
+            made[n] = relation("position", self.texts[key], [key], alone=old, together=same, **numbers)
         return made
-
-    def _whole_rows(self, prompts: Int[Tensor, "b t"], own: Sequence[int]) -> Float[Tensor, "b n t"]:
-        """Attention rows of some looks in prompts that are one token longer."""
-        rows, last = torch.zeros(len(prompts), len(own), prompts.shape[1]), max(self.looks[n].head.layer for n in own)
-        room = _TOKENS.get(self.again.scope.device.type, _ON_A_GPU)
-        for some in torch.arange(len(prompts)).split(max(room // prompts.shape[1], 1)):
-
-            def visit(call: Call, some: Tensor = some) -> None:
-                for i, look in (
-                    (i, self.looks[n]) for i, n in enumerate(own) if self.looks[n].head.layer == call.layer
-                ):
-                    at = torch.full((len(some),), look.query + 1)
-                    rows[some, i] = (
-                        call.rows(look.head.index, torch.arange(len(some)), at).attention()[:, 0].float().cpu()
-                    )
-                if call.layer >= last:
-                    raise Stop
-
-            self.again.scope.watch(prompt_of(self.again.scope, prompts[some]), visit, only=range(last + 1))
-        return rows
 
 
 def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair | None:

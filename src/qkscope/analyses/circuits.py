@@ -130,9 +130,9 @@ def locate(
     return encoded.inputs, torch.tensor(columns)
 
 
-def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"]) -> Places:
+def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"] | int) -> Places:
     """One row per example and query column, example by example, with every token of the example as a key."""
-    mask = inputs["attention_mask"]
+    mask, columns = inputs["attention_mask"], torch.as_tensor(columns).view(len(inputs["input_ids"]), -1)
     row = torch.arange(len(columns), device=mask.device).repeat_interleave(columns.shape[1])
     return Places.everywhere(row, columns.flatten().to(mask.device), mask)
 

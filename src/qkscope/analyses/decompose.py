@@ -25,7 +25,7 @@ from qkscope.kinds import Count, Interval, Seed
 from qkscope.maths.significance import Center, NullKind, lag_one
 from qkscope.maths.subspace import Rank
 from qkscope.runs.folder import RESULTS, read_run
-from qkscope.runs.work import Stage, current_work, out_of_memory, verb
+from qkscope.runs.work import Stage, current_work, verb
 from qkscope.tasks.task import Contrast, Task
 
 #: The p-value from which on a file's neighbours are said to be alike.
@@ -109,18 +109,12 @@ def decompose(
         notes = read_run(Path(out))["asked"].get("notes", [])
     else:
         common: Any = {"group_size": scope.group_size, "replicates": replicates, "seed": seed, "device": scope.device}
-        try:
-            nulls = {name: _nulls(task.contrasts[name]) for name in names}
-            sums = {name: ContrastSums(chosen, [name], scope.d_head, nulls=nulls[name], **common) for name in names}
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            size = f"the null sums of {len(chosen)} heads with {replicates} replicates"
-            raise BadInput(f"{size} do not fit into memory: take fewer heads at a time, or fewer replicates.") from None
+        nulls = {name: _nulls(task.contrasts[name]) for name in names}
+        sums = {name: ContrastSums(chosen, [name], scope.d_head, nulls=nulls[name], **common) for name in names}
         for name, own in sums.items():
             own.about = {**about, "n": n, "batch_size": batch_size, "examples": hashes[name]}
         joints = prompts.joined(units)
-        together = [tuple(joint.prompts) for joint in joints]
+        together = [tuple(prompt for prompt, _ in joint.values()) for joint in joints]
         numbers = {name: prompts.null_units(units[name], task.contrasts[name]) for name in names}
 
         def add(whole: prompts.UnitBatch) -> dict[str, list[Tensor]]:

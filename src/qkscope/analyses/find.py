@@ -16,14 +16,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.prompts import batches_of, clusters_of, made_from, with_notes
+from qkscope.analyses.prompts import batches_of, clusters_of, made_from, made_with, with_notes
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.kinds import Count, Prompts, Share, checked_class
 from qkscope.maths.significance import clustered_bootstrap, wilson
-from qkscope.runs.result import Result, provenance
+from qkscope.runs.result import Result
 from qkscope.runs.work import Stage, current_work, verb
 from qkscope.tasks.task import ANSWER, Task
 
@@ -126,8 +126,8 @@ def find_heads(
         f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
     )
     about = made_from(scope, task)
-    made: Any = {"model": scope.name, "seed": task.seed, "provenance": provenance(**about, n=n)}
-    return Ranking(f"heads/{task.name}", {"heads": rows}, answer=with_notes(answer, about), **made)
+    made = {"answer": with_notes(answer, about), "seed": task.seed, **made_with(scope, **about, n=n)}
+    return Ranking(f"heads/{task.name}", {"heads": rows}, **made)
 
 
 def _scores(encoded: Encoding, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...]:

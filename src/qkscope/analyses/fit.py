@@ -24,9 +24,10 @@ from qkscope.capture.spaces import Space
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
+from qkscope.maths.bases import checked_svd
 from qkscope.maths.controls import FEW_UNITS, run_controls
 from qkscope.maths.moments import Covariance, Moments
-from qkscope.maths.subspace import Subspace
+from qkscope.maths.subspace import Subspace, rank_of
 from qkscope.runs.folder import MANIFEST, WORK, check_unchanged, file_name, read_json, read_run
 from qkscope.runs.result import Result, provenance, write_result
 from qkscope.tasks.task import Task
@@ -176,10 +177,8 @@ def load(folder: str | Path, scope: Scope | None = None) -> Result:
     check_same_model(job, scope, str(folder))
     task = task_of(job, folder)
     sums = read_sums(folder, job, task, scope.device)
-    written = Result.read(folder)
-    asked: Any = written.provenance["asked"]
-    about = made_from(scope, task, job["space"])
-    fit = fit_of(sums, task, about, rank=asked.get("rank", "energy"), center=asked.get("center"))
+    written, about = Result.read(folder), made_from(scope, task, job["space"])
+    fit = fit_of(sums, task, about, rank=job.get("rank", "energy"), center=job.get("center"))
     kept: Any = {"answer": written.answer, "seconds": written.seconds, "provenance": written.provenance}
     return replace(fit, **kept, kept_in=folder)
 
@@ -193,15 +192,14 @@ def fit_of(
     spectrum: list[dict[str, Any]] = []
     for name, moments in sums.items():
         centring = (center or {}).get(name, task.contrasts[name].center)
-        controls = run_controls(moments, name, center=centring)
-        known: Any = {"controls": controls, "sizes": moments.sizes(name), "cov_k": moments.cov_k.matrix()}
-        known |= {"contrast": name, "about": {**about, "group_size": moments.group_size}}
-        cut = rank.get(name, "energy") if isinstance(rank, Mapping) else rank
-        # one direction is kept also of a contrast that is nothing; the verdict says so
-        of_heads = Subspace.from_deltas(moments.delta(name, centring), moments.heads, cut, least=1, **known)
-        for head, subspace in of_heads.items():
-            subspaces[name, head] = subspace
+        controls, cov_k = run_controls(moments, name, center=centring), moments.cov_k.matrix()
+        cut, sizes = rank.get(name, "energy") if isinstance(rank, Mapping) else rank, moments.sizes(name)
+        made_of = {**about, "group_size": moments.group_size}
+        factors = zip(moments.heads, *checked_svd(moments.delta(name, centring)), strict=True)
+        for i, (head, u, s, v) in enumerate(factors):
             at, c = {"head": str(head), "contrast": name}, controls[head]
+            kept = max(rank_of(s, cut, c, float(sizes[i])), 1)  # one where nothing is, as the verdict says
+            subspace = subspaces[name, head] = Subspace(u, s, v, kept, head, name, c, made_of, cov_k[i])
             rows.append({
                 **at, "center": centring, "rank": subspace.rank, "detected": c.detected, "rank_99": c.energy_rank,
                 "rank_null": c.null_rank, "rank_99_centred": c.centred_energy_rank,

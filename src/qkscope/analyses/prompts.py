@@ -49,7 +49,8 @@ def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str,
 
 def made_with(scope: Scope, **asked: Any) -> dict[str, Any]:
     """The fields of a result that say which model it is of, and what was asked of it."""
-    return {"model": scope.name, "provenance": provenance(model=scope.name, weights=scope.weights_hash, **asked)}
+    asked = {"model": scope.name, "weights": scope.weights_hash, **asked}
+    return {"model": scope.name, "provenance": provenance(**asked)}
 
 
 def with_notes(answer: str, about: Mapping[str, Any]) -> str:
@@ -205,39 +206,28 @@ def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, "
     return torch.tensor([numbers.setdefault(cluster_of(own, i), len(numbers)) for i, own in enumerate(units)])[unit]
 
 
-class Joint:
-    """Prompts that run together, each once, with the labels of all contrasts."""
-
-    def __init__(self) -> None:
-        self.prompts: list[Example] = []
-        self.owners: list[dict[str, tuple[int, int]]] = []  # of each prompt, by contrast: the unit, and its place there
+Joint = dict[tuple[str, int], tuple[Example, dict[str, tuple[int, int]]]]
+"""Prompts that run together, each once, with the labels of all contrasts; by contrast, each one's unit and place there.
+"""
 
 
 def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:
-    """The units of some contrasts, those that share a prompt together; a prompt stands there once.
+    """The units of some contrasts, those that begin with the same prompt together; a prompt stands there once.
 
     Copies within a contrast stay as many as they are: the n-th copy meets the n-th of other contrasts.
     """
-    joints, places = list[Joint](), dict[object, tuple[Joint, int]]()
+    joints = dict[tuple[str, int], Joint]()
     for name, drawn in units.items():
         often = Counter[str]()
         for number, unit in enumerate(drawn):
-            prompts = [_without_labels(example, units) for example in unit]
-            copies = [(prompt, often[prompt] + prompts[:m].count(prompt)) for m, prompt in enumerate(prompts)]
-            often.update(prompts)
-            joint = next((places[copy][0] for copy in copies if copy in places), None)
-            if joint is None:
-                joints.append(joint := Joint())
-            for member, (copy, example) in enumerate(zip(copies, unit, strict=True)):
-                there, place = places.setdefault(copy, (joint, len(joint.prompts)))
-                if there is joint and place < len(joint.prompts):
-                    joint.prompts[place] = _with_labels(joint.prompts[place], example, name)
-                else:
-                    place = len(joint.prompts)
-                    joint.prompts.append(example)
-                    joint.owners.append({})
-                joint.owners[place][name] = number, member
-    return joints
+            texts = [_without_labels(example, units) for example in unit]
+            joint = joints.setdefault((texts[0], often[texts[0]]), {})
+            often[texts[0]] += 1
+            for member, (text, example) in enumerate(zip(texts, unit, strict=True)):
+                copy = text, texts[:member].count(text)
+                prompt, owners = joint.get(copy, (example, {}))
+                joint[copy] = _with_labels(prompt, example, name), {**owners, name: (number, member)}
+    return list(joints.values())
 
 
 def _without_labels(example: Example, contrasts: Mapping[str, object]) -> str:
@@ -256,7 +246,7 @@ def _with_labels(example: Example, other: Example, contrast: str) -> Example:
 def rows_of(batch: UnitBatch, joints: Sequence[Joint], contrast: str) -> UnitBatch | None:
     """The rows of a contrast's own prompts, numbered by its own units; None where the batch holds none."""
     rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
-    owners = {row: joints[i].owners[place].get(contrast) for row, (i, place) in enumerate(rows)}
+    owners = {row: list(joints[i].values())[place][1].get(contrast) for row, (i, place) in enumerate(rows)}
     where = {row: owner for row, owner in owners.items() if owner is not None}
     if not where:
         return None

@@ -25,8 +25,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.circuits import CIRCUITS, Duty, Edge, find_circuit, locate, outside, parse_edges, rows_from
-from qkscope.analyses.prompts import batches_of, made_from, units_hash
-from qkscope.analyses.relative import relative_rows, singular_basis
+from qkscope.analyses.prompts import batches_of, made_from, made_with, units_hash
+from qkscope.analyses.split import relative_rows, singular_basis
 from qkscope.capture.files import folder_hash, local_hash, weights_part
 from qkscope.capture.inputs import answer_tokens
 from qkscope.capture.load import check_revisions, revisions_of
@@ -112,15 +112,9 @@ def sparsity(
             "difference": gap, "low": low, "high": high, "positive": float((own["relative"] > 0).double().mean()),
             "n": int(own["sparsity"].isfinite().sum()),
         })  # fmt: skip
-    about = {**made_from(scope, task, "query_frame"), "n": n, "draws": draws, "edges": list(map(str, edges))}
-    return _result(task, scope.name, {"sparsity": rows}, _answer(rows), arrays, edges, seed, about)
-
-
-def _result(
-    task: Task, model: str, tables: Any, answer: str, arrays: Any, edges: Sequence[Edge], seed: int, about: Any
-) -> Sparsity:
-    kept: Any = {"arrays": arrays, "edges": tuple(edges), "seed": seed, "provenance": provenance(**about)}
-    return Sparsity(f"sparsity/{task.name}", tables, answer=answer, model=model, **kept)
+    asked = {**made_from(scope, task, "query_frame"), "n": n, "draws": draws, "edges": list(map(str, edges))}
+    made: Any = {"answer": _answer(rows), "arrays": arrays, "seed": seed, **made_with(scope, **asked)}
+    return Sparsity(f"sparsity/{task.name}", {"sparsity": rows}, edges=tuple(edges), **made)
 
 
 def _measured(
@@ -131,9 +125,8 @@ def _measured(
     places = [(edge.head, edge.duty.query, edge.duty.key) for edge in edges]
     heads, queries, keys = (list(dict.fromkeys(column)) for column in zip(*places, strict=True))
     basis, out = singular_basis(scope, heads), dict[str, Tensor]()
-    first, turned, sums = torch.full((3, len(edges), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
-    counts = torch.zeros(len(edges), dtype=torch.float64)
-    sums.zero_()
+    terms = torch.full((len(edges), len(units), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
+    turned = torch.full_like(terms[:, 0], torch.nan)
 
     def run(indices: list[int]) -> None:
         inputs, columns = locate(scope, [units[i][0] for i in indices], [*queries, *keys], task.chat)
@@ -144,25 +137,21 @@ def _measured(
             slots = columns[:, [len(queries) + keys.index(edges[e].duty.key) for e in own]]
             rows = list(range(q, len(places.row), len(queries)))
             found = relative_rows(captured, slots, basis, rows, [heads.index(edges[e].head) for e in own])
+            where = torch.tensor(own)[:, None], torch.tensor(indices)
+            terms[where] = found.terms.transpose(0, 1)
             for name, value in found.values(draws, seed, indices).items():
-                every = out.setdefault(name, torch.full((len(edges), len(units)), torch.nan, dtype=torch.float64))
-                every[torch.tensor(own)[:, None], torch.tensor(indices)] = value.T
-            seen = found.terms.isfinite().all(-1)
-            sums[own] += torch.where(seen[..., None], found.terms, 0.0).sum(0)
-            counts[own] += seen.sum(0)
+                out.setdefault(name, torch.full_like(terms[..., 0], torch.nan))[where] = value.T
             if 0 in indices:
                 at = indices.index(0)
-                first[own] = found.terms[at]
                 turned[own] = rotated_terms(found.query[at], found.s, found.key[at], 1, seed)[0]
 
     list(stream(batches_of(units, batch_size), run, progress))
-    for edge, seen in zip(edges, counts.tolist(), strict=True):
+    for edge, seen in zip(edges, terms.isfinite().all(-1).any(1).tolist(), strict=True):
         if edge.circuit and not seen:
             unseen = f"in no prompt does {edge.duty.query} see {edge.duty.key} and one token more"
             raise BadInput(f"{edge} cannot be measured: {unseen}; heads look back, so name the later place first.")
-    mean = sums / counts[:, None].clamp_min(1)
     sigma = basis.S[basis.index([edge.head for edge in edges])].double()
-    return out | dict(zip(_OF_VECTORS, (first, turned, mean, sigma), strict=True))
+    return out | dict(zip(_OF_VECTORS, (terms[:, 0], turned, terms.nanmean(1).nan_to_num(0), sigma), strict=True))
 
 
 def group_difference(
@@ -370,5 +359,6 @@ def sweep(
         )
     weights = {point.label: pieces[point.label]["weights"] for point in points}
     kept = {f"{p}/{k}" if p != last else k: v for p, of in arrays.items() for k, v in of.items()}
-    about = {**plan, "edges": [asdict(edge) for edge in edges], "weights": weights}
-    return _result(task, model, tables, answer, kept, edges, seed, about)
+    origin = provenance(**plan, edges=[asdict(edge) for edge in edges], weights=weights)
+    made: Any = {"answer": answer, "arrays": kept, "model": model, "seed": seed, "provenance": origin}
+    return Sparsity(f"sparsity/{task.name}", tables, edges=tuple(edges), **made)

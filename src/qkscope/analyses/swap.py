@@ -8,6 +8,7 @@ the same units and seed give the same, in whatever batches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from qkscope.analyses.clouds import make_clouds
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.prompts import batches_of, check_same_model, clusters_of, unit_runner, with_notes
+from qkscope.analyses.prompts import batches_of, check_same_model, clusters_of, made_with, unit_runner, with_notes
 from qkscope.attention import AttentionRows
 from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
@@ -30,9 +31,10 @@ from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, Method, SwapRows, draw_targets
-from qkscope.runs.result import Result, provenance
+from qkscope.runs.folder import sha256
+from qkscope.runs.result import Result
 from qkscope.runs.work import Stage, Work, current_work, verb
-from qkscope.tasks.task import ANSWER, ASKED, Unit, UnitsToTest
+from qkscope.tasks.task import ANSWER, ASKED, Units, UnitsToTest
 
 SIZES = (1, 2, 4, 8, 12)
 #: A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped.
@@ -86,7 +88,8 @@ def swap(
         ``tables["paired"]`` holds differences of two conditions' shifts on the same rows, with their intervals.
     clouds : also what a page draws: keys and queries as points (``tables["clouds"]``, arrays ``cloud/NAME/…``) and,
         where no sizes are named, the curve of 1, 2, 4, 8 and 12 dimensions.
-    downstream : also patch the swap into the model and read its answer, as `swap_downstream` does.
+    downstream : also patch the swap into all heads at once and read the model's answer (``tables["downstream"]``), of
+        prompts with one query and features fitted in ``post_rope``; it is right where the likeliest candidate is.
     batch_size : prompts that run together.
     seed : of the keys that are drawn, of the random subspaces and of the intervals.
     out : folder for the result and its page, where a run that was stopped goes on; nothing is written by default. The
@@ -108,18 +111,22 @@ def swap(
     sizes = [k for k in SIZES if k <= scope.d_head] if clouds and not sizes else sizes
     if any(k > scope.d_head for k in sizes):
         raise BadInput(f"a curve of {max(sizes)} dimensions does not fit into a head of {scope.d_head}.")
-    pairs = draw_pairs(units, batch_size, seed)
+    pairs, (projectors, numbers) = draw_pairs(units, batch_size, seed), chosen.conditions(draws, seed)
+    asked: Any = {"heads": [str(head) for head in chosen.heads], "space": fitted.space, "chat": fitted.chat}
+    patched = None
     if downstream:
         if fit is None or subspaces:
             raise BadInput("the answer is read with the features of a fit swapped: give one, and no subspaces.")
-        from qkscope.analyses.downstream import swap_downstream  # which stands on this file
+        from qkscope.analyses.downstream import answer_rows, patched_runner  # which stands on this file
 
-        how: Any = {"draws": draws, "batch_size": batch_size, "seed": seed, "out": out, "progress": progress}
-        patched = swap_downstream(scope, units, fit, heads, features=features, **how)
-    asked: Any = {"heads": [str(head) for head in chosen.heads], "space": fitted.space, "chat": fitted.chat}
+        written = {kind: projectors[Condition(chosen.joint, kind)] for kind in methods.SHOWN}
+        patched = patched_runner(scope, units, chosen, pairs, written)
+        factors = [factor.detach().cpu().double().flatten() for each in written.values() for factor in each]
+        # a fit of the same name may have been made anew
+        asked |= {"draws": draws, "seed": seed, "projectors": sha256(torch.cat(factors).numpy().tobytes())}
     work = current_work().begin(scope, list(units), verb="swap", batch_size=batch_size, **asked)
-    rows = capture_rows(scope, units, fitted, chosen.heads, pairs, progress, work)
-    projectors, numbers = chosen.conditions(draws, seed)
+    run = partial(work.run, progress=progress, last=True)
+    rows = capture_rows(scope, units, fitted, chosen.heads, pairs, run, patched)
     if rows.others is not None:
         projectors[Condition(chosen.joint, "sham")] = projectors[Condition(chosen.joint)]
     number = dict(zip(map(str, chosen.heads), numbers, strict=True))
@@ -132,27 +139,28 @@ def swap(
     compared = rows.paired(*chosen.comparisons(projectors, by_size, sizes), seed=seed)
     tables: dict[str, list[dict[str, Any]]] = {"swap": table, "paired": compared}
     if sizes:
-        tables["curve"] = rows.curve(by_size, sizes, against="random", seed=seed)
+        tables["curve"] = rows.curve(by_size, sizes, {name: "random" for name in by_size if name != "random"}, seed)
     at = {row["kind"]: row for row in table if row["head"] == asked["heads"][0] and row["feature"] == chosen.joint}
     row, random = at["feature"], at["random"]
     size = "1 dimension" if row["rank"] == 1 else f"{row['rank']} dimensions"
+    alone = len(pairs.cluster.unique()) < 2
     answer = (
         f"Swapping {chosen.joint} at {row['head']} ({size}) takes its attention on the right key from "
         f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
         f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
         + ("" if chosen.has_covariances else " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out.")
-        + pairs.one_cluster()
+        + (" All its prompts are one or ask for one word: there are no intervals." if alone else "")
     )
-    if downstream:
-        tables["downstream"] = patched.table()
-        answer += f" {patched.answer}"
+    about = {**fitted.provenance.get("asked", {}), "test_units": len(units), "draws": draws}
+    if rows.answers is not None:
+        tables["downstream"], said, about["read"] = answer_rows(rows.answers, written, chosen, pairs, draws)
+        answer += f" {said}"
     arrays: dict[str, Tensor] = {}
     if clouds:
         shown = {(name, head): chosen.subspaces[name, head] for head in chosen.heads for name in chosen.names}
         arrays, tables["clouds"] = make_clouds(rows, pairs.examples, shown, fitted.words)
-    about = {**fitted.provenance.get("asked", {}), "test_units": len(units), "draws": draws}
-    made: Any = {"model": scope.name, "seed": seed, "provenance": provenance(**about)}
-    return Swaps("swap", tables, arrays=arrays, answer=with_notes(answer, about), **made)
+    answer = with_notes(answer, about)
+    return Swaps("swap", tables, arrays=arrays, answer=answer, seed=seed, **made_with(scope, **about))
 
 
 # ---------------------------------------------------------------------- what is swapped
@@ -282,13 +290,8 @@ class Pairs(NamedTuple):
     others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None  # two keys for the sham swap; None where there are none
     cluster: Int[Tensor, " n"]  # rows that ask for the same word, or are of the same unit: resampled together
 
-    def one_cluster(self) -> str:
-        """What to say where there is nothing to resample."""
-        alone = len(self.cluster.unique()) < 2
-        return " All its prompts are one or ask for one word: there are no intervals." if alone else ""
 
-
-def draw_pairs(units: Sequence[Unit], batch_size: int = 32, seed: int = 0) -> Pairs:
+def draw_pairs(units: Units, batch_size: int = 32, seed: int = 0) -> Pairs:
     """A right key and a wrong one of every row, uniformly drawn once, for every condition and every verb.
 
     A sham swaps two keys whose swap should do nothing: two right ones (a filter list), or two wrong ones beside the
@@ -329,20 +332,19 @@ def draw_pairs(units: Sequence[Unit], batch_size: int = 32, seed: int = 0) -> Pa
 
 
 def capture_rows(
-    scope: Scope,
-    units: Sequence[Unit],
-    fit: Fit,
-    heads: Sequence[Head],
-    pairs: Pairs,
-    progress: bool | None = None,
-    work: Work | None = None,
+    scope: Scope, units: Units, fit: Fit, heads: Sequence[Head], pairs: Pairs, run: Any = None, patched: Any = None
 ) -> SwapRows:
-    """Attention rows of held-out units, with their pairs (`draw_pairs` of the same units)."""
+    """Attention rows of held-out units, with their pairs (`draw_pairs` of the same units).
+
+    ``run`` runs the stage (by default nothing is kept); ``patched`` reads the model's answers too (`patched_runner`).
+    """
     capture = unit_runner(scope, units, heads, space=fit.space, chat=fit.chat)
 
-    def run(indices: list[int]) -> dict[str, Any]:
-        return dict(vars(capture(indices).captured.rows()))
+    def captured(indices: list[int]) -> dict[str, Any]:
+        rows, answers = patched(indices) if patched else (capture(indices).captured, None)
+        return {"rows": dict(vars(rows.rows())), "answers": answers}
 
-    parts = (work or Work()).run(Stage("rows", pairs.batches, run), progress, last=True)
-    rows = AttentionRows.cat([AttentionRows(**part) for part in parts])
-    return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others)
+    parts = (run or partial(Work().run, last=True))(Stage("rows", pairs.batches, captured))
+    rows = AttentionRows.cat([AttentionRows(**part["rows"]) for part in parts])
+    answers = torch.cat([part["answers"] for part in parts], dim=1) if patched else None
+    return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others, answers)

@@ -57,21 +57,13 @@ class Normed:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """A learned number for each coordinate."""
-
-    gain: Tensor
-    inner: Node
-
-
-@dataclass(frozen=True)
 class Sum:
     """Several things, each times a number."""
 
     terms: tuple[tuple[float, Node], ...]
 
 
-Node = Entered | Heads | Part | Normed | Scaled | Sum
+Node = Entered | Heads | Part | Normed | Sum
 _Notes = tuple[dict[nn.Module, Any], dict[nn.Module, Any]]  # what modules were given, and what they gave
 
 
@@ -155,8 +147,6 @@ class _Seen:
 
     def same(self, one: Tensor, other: Tensor) -> bool:
         """Whether two are one at every token: a token may have a stream a thousand times as long as another's."""
-        if one.shape != other.shape:
-            return False
         return bool(((one - other).norm(dim=-1) <= 1e-6 * other.norm(dim=-1)).all())
 
     def explain(self, target: Tensor, inside: frozenset[nn.Module] = frozenset()) -> Node | None:
@@ -167,11 +157,9 @@ class _Seen:
             return Heads()
         makers = [module for module, out in self.gave.items() if self.same(out, target) and module not in inside]
         for module in makers:
-            gain = None if is_norm(module) or module not in self.given else self._gain(module, target)
-            if is_norm(module) or gain is not None:
-                inner = self.explain(self.given[module], inside | {module})
-                if inner is not None and not isinstance(inner, Part):
-                    return Normed(module, inner) if gain is None else Scaled(gain, inner)
+            inner = self.explain(self.given[module], inside | {module}) if is_norm(module) else None
+            if inner is not None and not isinstance(inner, Part):
+                return Normed(module, inner)
         alone = [module for module in makers if not self._attends(module)]
         # a block may end inside a module of its own, which adds the stream; dropout may be called for other parts, too
         if alone and target is not self.left:
@@ -201,15 +189,6 @@ class _Seen:
     def _attends(self, module: nn.Module) -> bool:
         """Whether a module holds some of the attention."""
         return self.attention is not None and not set(self.attention.modules()).isdisjoint(module.modules())
-
-    def _gain(self, module: nn.Module, out: Tensor) -> Tensor | None:
-        """A number for each coordinate by which a module with one vector of parameters multiplies, if it does."""
-        if [parameter.ndim for parameter in module.parameters()] != [1] or self.given[module].shape != out.shape:
-            return None
-        given = self.given[module].flatten(0, -2)
-        gain = (given * out.flatten(0, -2)).sum(0) / given.square().sum(0).clamp_min(1e-30)
-        apart = (given * gain - out.flatten(0, -2)).norm()
-        return gain if apart <= self.tolerance * out.norm() else None
 
     def _made_of(self, out: Tensor, others: list[Tensor]) -> bool:
         """Whether a module's output is a combination of others': BLOOM's attention adds the stream itself."""

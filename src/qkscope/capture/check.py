@@ -334,29 +334,18 @@ def _trust(scope: Scope, check: Check) -> None:
     scope.facts = replace(scope.facts, sides=tuple(check.sides), layers=layers)
 
 
-_CHECKED: dict[tuple[type, str], Check | BadInput] = {}  # by class and small config
-
-
 def _small_check(scope: Scope, names: str) -> Check | None:
     """The check of a small copy in which the lengths that a config names are short; None where none can be made."""
     model = scope.model
     try:
         with quiet():  # ratios in small configs are of no concern to anybody
-            config = small_config(model.config)
-            key = type(model), config.to_json_string(use_diff=False)
-            if key not in _CHECKED:
-                build = partial(type(model)._from_config, attn_implementation=model.config._attn_implementation)
-                try:
-                    copy = type(scope)(loud_model(build, config))
-                    _CHECKED[key] = check_at(copy, _beyond(copy), strict=False)
-                except BadInput as failure:
-                    _CHECKED[key] = failure
+            build = partial(type(model)._from_config, attn_implementation=model.config._attn_implementation)
+            copy = type(scope)(loud_model(build, small_config(model.config)))
+            return check_at(copy, _beyond(copy), strict=False)
+    except BadInput as failure:
+        why = str(failure).partition("cannot be looked into: ")[2] or str(failure)
+        raise refusal(model, f"beyond its {names} (seen in a small copy of it) {why.rstrip('.')}") from failure
     except Exception as failure:  # whatever an unusual config makes of itself when it is small
         why = f"no small copy of it could be made ({failure})"
         log.warning("%s was not checked beyond its %s: %s.", scope.name, names, why)
         return None
-    outcome = _CHECKED[key]
-    if isinstance(outcome, BadInput):
-        why = str(outcome).partition("cannot be looked into: ")[2] or str(outcome)
-        raise refusal(model, f"beyond its {names} (seen in a small copy of it) {why.rstrip('.')}")
-    return outcome

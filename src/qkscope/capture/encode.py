@@ -108,7 +108,6 @@ class Encoder:
     own_pad_id: int | None = None
     vocabulary: int | None = None
     first: int | None = None
-    _frame: tuple[str, str] | None = None  # what a chat template puts around a prompt
     _warned: set[str] = field(default_factory=set)
 
     @classmethod
@@ -194,12 +193,9 @@ class Encoder:
             return text, 0
         if not getattr(self.tokenizer, "chat_template", None):
             raise BadInput(f"this tokenizer has no chat template: {_PLAIN}.")
-        if self._frame is None:
-            before, inside, after = self._template(_SENTINEL).partition(_SENTINEL)
-            if not inside or _SENTINEL in after:
-                raise BadInput(f"this chat template does not hold the prompt exactly once: {_PLAIN}.")
-            self._frame = before, after
-        before, after = self._frame
+        before, inside, after = self._template(_SENTINEL).partition(_SENTINEL)
+        if not inside or _SENTINEL in after:
+            raise BadInput(f"this chat template does not hold the prompt exactly once: {_PLAIN}.")
         rendered = self._template(text)
         for content, cut in ((text, 0), (text.strip(), len(text) - len(text.lstrip()))):  # some templates trim
             if rendered == before + content + after:

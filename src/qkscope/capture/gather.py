@@ -133,7 +133,6 @@ class Picker:
         self._kind: tuple[Any, ...] = ()  # what the layers that wait have in common
         self._first: Call | None = None  # of these calls only the first is kept whole: mask and rotation are all's
         self._waiting: list[LayerBuffer] = []
-        self._by_mask: dict[tuple[Any, ...], tuple[Tensor | None, tuple[Tensor, Tensor]]] = {}
 
     # ------------------------------------------------------------------ layers come, wait, and are worked up
 
@@ -220,18 +219,13 @@ class Picker:
         _put(self.k, plan.kv_slots, k)
 
     def _masks(self, call: Call) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
-        """Additive masks of the chosen queries: of the named keys, and of all the others; layers share their masks."""
-        keys = call.k.shape[2]
-        shared = (id(call.mask), call.causal, call.q.shape[2], keys, call.q.device)
-        if shared not in self._by_mask:
-            at = self._places(call.q.device)
-            rows = call.mask_rows(at.row, at.query)
-            at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
-            named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
-            named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
-            both = at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), rows.masked_fill(named, -torch.inf)
-            self._by_mask[shared] = call.mask, both  # the mask is held, so that its id is not used again
-        return self._by_mask[shared][1]
+        """Additive masks of the chosen queries: of the named keys, and of all the others."""
+        keys, at = call.k.shape[2], self._places(call.q.device)
+        rows = call.mask_rows(at.row, at.query)
+        at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
+        named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
+        named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
+        return at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), rows.masked_fill(named, -torch.inf)
 
     def _rest(self, call: Call, at: Places, q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Log-sum-exp of what is not named, and its largest logit, the sink left out."""

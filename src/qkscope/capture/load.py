@@ -1,6 +1,6 @@
 """From a name to a model in memory: its files are checked, no code of theirs runs, and errors are one sentence.
 
-A name is a hub id, a folder, a ``.gguf`` file, ``smollm2-135m`` or ``gemma3-270m`` (inside installed packages), or
+A name is a hub id, a folder, a ``.gguf`` file, ``smollm2-135m`` and others inside packages (`files.EMBEDDED`), or
 ``nano:NAME@STEP`` (shipped; without the step, the last one). A revision is a branch, tag or commit of a hub model, a
 step of a nano model, or a subfolder of a folder that holds one model folder per checkpoint.
 
@@ -25,7 +25,6 @@ import torch
 import transformers
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, dynamic_module_utils
 from transformers.generation import utils as generation_utils
 from transformers.utils import cached_file
@@ -41,8 +40,6 @@ log = logging.getLogger(__name__)
 _NANO, _SHIPPED = "nano:", Path(__file__).parents[1] / "data" / "nano"
 _LOADING = threading.RLock()  # the doors are transformers' own, so one thread at a time shuts and opens them
 _CAUSES = {  # what the errors of a loader are called or say, and what that means
-    r"MemoryError|allocate memory|[Oo]ut of memory": "there is not enough memory to load {name}: close other programs, "
-    "take a smaller model, or load this one with dtype bfloat16 or spread over devices.",
     r"RevisionNotFoundError|valid git identifier|GatedRepoError|RepositoryNotFoundError|valid model identifier": "the "
     "hub has no model {name} with revision {revision!r} for you: check both names, or, for a gated model, accept its "
     "licence and log in with `hf auth login`.",
@@ -70,8 +67,6 @@ def locate(name: str | Path, revision: str | None = None) -> Place:
     model, path = str(name), Path(name).expanduser()
     if model.startswith(_NANO):
         model, at, step = model.partition("@")
-        if at and revision not in (None, step):
-            raise BadInput(f"{name} names step {step!r}, but the revision is {revision!r}: give one of them.")
         revision = step if at else revision or str(nano_steps(model)[-1])
         path = _SHIPPED / model.removeprefix(_NANO)
     if revision is not None:
@@ -154,16 +149,14 @@ def _open(place: Place, options: dict[str, Any]) -> tuple[Any, Any | None, str |
         with suppress(BadInput):  # its files are not all there: what is in memory is hashed instead
             return model, tokenizer, commit, folder_hash(config.parent)
         return model, tokenizer, commit, None
-    read_hash = folder_hash if path.is_dir() else file_hash  # a GGUF file holds the config too
-    digest, folder = read_hash(path), path
-    if not path.is_dir():
+    if path.is_dir():
+        digest, folder = folder_hash(path), path
+    else:
         from qkscope.capture.gguf import dequantised  # takes a while to import
 
+        digest = file_hash(path)  # it holds the config too
         folder = dequantised(path, digest)
-    model, tokenizer = _model(str(path), str(folder), None, options), _tokenizer(str(folder), None)
-    if read_hash(path) != digest:
-        raise BadInput(f"{path} changed while it was loaded: try again when it is written.")
-    return model, tokenizer, None, digest
+    return _model(str(path), str(folder), None, options), _tokenizer(str(folder), None), None, digest
 
 
 def _model(name: str, source: str, revision: str | None, options: dict[str, Any]) -> Any:
@@ -283,18 +276,9 @@ def unwrapped(model: Any, tokenizer: Any | None = None) -> tuple[Any, Any | None
         for named in (inside.named_parameters, inside.named_buffers)
         for name, tensor in named(remove_duplicate=False)
     }
-    if len({tensor.device for tensor in tensors.values()}) > 1:
-        raise BadInput(f"the weights of this {kind} are spread over devices: load it on one.")
     with torch.device("meta"):
         plain = type(inside)(copy.deepcopy(inside.config))
-
-    def same(name: str, empty: Tensor) -> Tensor:
-        tensor = tensors.get(name.lstrip("."))
-        if tensor is None or tensor.shape != empty.shape:
-            raise BadInput(f"this {kind} holds no {name} as its class has: give the model of transformers itself.")
-        return tensor
-
     for path, module in plain.named_modules():
         for slots in (module._parameters, module._buffers):
-            slots.update({name: same(f"{path}.{name}", x) for name, x in slots.items() if x is not None})
+            slots.update({name: tensors[f"{path}.{name}".lstrip(".")] for name in slots if slots[name] is not None})
     return plain.eval(), getattr(model, "tokenizer", None) if tokenizer is None else tokenizer

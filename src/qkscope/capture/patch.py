@@ -47,11 +47,6 @@ class Edit:
     def __repr__(self) -> str:
         return f"Edit({self.kind} of {self.head} at {len(self.row)} places)"
 
-    @property
-    def width(self) -> int:
-        """Of its vectors."""
-        return self.value.shape[-1]
-
     @classmethod
     def keys(cls, head: Head | str, positions: Int[Tensor, "b k"], values: Float[Tensor, "b k d"]) -> Edit:
         """Give one head other keys at some positions of each sequence.
@@ -65,7 +60,7 @@ class Edit:
         values : Float [b, k, d]
             The keys to put there, as the dot product sees them.
         """
-        row, slot = _given(positions, values.shape[:2])
+        row, slot = _given(positions)
         return cls(Head.parse(head), "keys", row, torch.zeros_like(row), positions[row, slot], values[row, slot])
 
     @classmethod
@@ -81,7 +76,7 @@ class Edit:
         values : Float [b, d]
             The queries to put there, as the dot product sees them.
         """
-        (row,) = _given(positions, values.shape[:1])
+        (row,) = _given(positions)
         return cls(Head.parse(head), "queries", row, positions[row], torch.zeros_like(row), values[row])
 
     @classmethod
@@ -101,9 +96,7 @@ class Edit:
         values : Float [b, k]
             The logits to put there; ``-inf`` hides a key.
         """
-        if bool(values.isnan().any()):
-            raise BadInput("edited logits are numbers, but some of them are NaN.")
-        row, slot = _given(positions.masked_fill(queries[:, None] < 0, -1), values.shape)
+        row, slot = _given(positions.masked_fill(queries[:, None] < 0, -1))
         return cls(Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot])
 
     @classmethod
@@ -124,11 +117,8 @@ class Edit:
         return cls(Head.parse(head), "outputs", row, zero, zero, value.expand(len(row), -1))
 
 
-def _given(positions: Tensor, values: torch.Size) -> tuple[Tensor, ...]:
-    """Where positions are given; there must be one for each of the values."""
-    if positions.shape != values:
-        shapes = f"positions {tuple(positions.shape)} for values {tuple(values)}"
-        raise BadInput(f"an edit needs a position for each of its values, but got {shapes}.")
+def _given(positions: Tensor) -> tuple[Tensor, ...]:
+    """Where positions are given."""
     return (positions >= 0).nonzero(as_tuple=True)
 
 
@@ -138,9 +128,7 @@ class Patch:
     def __init__(self, edits: Sequence[Edit | Hook], shape: Shape) -> None:
         self.by_layer: dict[int, list[Edit | Hook]] = {}
         for edit in edits:
-            width = shape.facts.layers[shape.check(edit.head).layer].d_head
-            if edit.kind in ("keys", "queries") and edit.width != width:
-                raise BadInput(f"{edit.head} has width {width}, but the edit's vectors have {edit.width}.")
+            shape.check(edit.head)
             if isinstance(edit, Hook) and edit.space != "post_rope":
                 raise BadInput(f"a patched run writes post_rope {edit.kind}, but {edit!r} is of {edit.space}.")
             self.by_layer.setdefault(edit.head.layer, []).append(edit)

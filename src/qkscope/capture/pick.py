@@ -271,10 +271,6 @@ class Capture:
             raise BadInput("pre_rope vectors do not give the model's logits: capture post_rope or query_frame.")
         return AttentionRows(**{part.name: getattr(self, part.name) for part in dataclasses.fields(AttentionRows)})
 
-    def attention_logits(self) -> Float[Tensor, "b h k"]:
-        """``cap(scale · q·k) + bias`` of the named keys: what goes into the softmax (not in `pre_rope`)."""
-        return self.rows().logits()
-
     def attention(self) -> Float[Tensor, "b h k"]:
         """The model's attention on the named keys: the softmax is over the whole row, so it sums to less than 1."""
         if self.rest is None:

@@ -100,7 +100,7 @@ class Scope(Runner):
         Parameters
         ----------
         name : str or Path
-            A hub id, a folder, a ``.gguf`` file, ``smollm2-135m`` or ``gemma3-270m`` (no network), or
+            A hub id, a folder, a ``.gguf`` file, a name that `fetch` takes as ``smollm2-135m`` (no network), or
             ``nano:NAME@STEP`` (shipped; without the step, the last one).
         device : str, optional
             ``cpu``, ``cuda``, ``cuda:1``; the first GPU where there is one, if not given.

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import cache, cached_property, wraps
 from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 Space = Literal["post_rope", "pre_rope", "query_frame"]
@@ -48,6 +48,7 @@ class Rotary:
         empty = self.q.new_empty(1, 1, 1, self.q.shape[-1])
         return replace(self, q=empty, k=empty, q_rotated=empty, k_rotated=empty)
 
+    @cached_property
     def unit(self) -> Rotary:
         """The rotation without its attention scaling."""
         scaling = (self.cos.float().square() + self.sin.float().square()).sqrt()
@@ -76,29 +77,29 @@ class Rotary:
         offset : int
             Where the rotated dimensions begin.
         """
-        turned = [self.unit().turn(x, batch, position[:, None], offset, back=True) for x in (q[:, :, None], k)]
-        return turned[0][:, :, 0], turned[1]
+        there = self.unit.at(batch, position[:, None])
+        return there.turn(q[:, :, None], offset, back=True)[:, :, 0], there.turn(k, offset, back=True)
 
-    def turn(
-        self, x: Float[Tensor, "n h m d"], batch: Tensor, positions: Tensor, offset: int = 0, back: bool = False
-    ) -> Float[Tensor, "n h m d"]:
-        """Rotate vectors as this layer rotates what stands at m places of n rows of the batch; h of them at each.
+    def at(self, batch: Int[Tensor, " n"], positions: Int[Tensor, "n m"]) -> Rotary:
+        """The rotation of what stands at m places of n rows of the batch."""
+        # a layer of a model split over devices has its tables beside it; they are [b or 1, s, c], for every head
+        row, positions = (index.to(self.cos.device) for index in (batch, positions))
+        row = (row if self.cos.shape[0] > 1 else torch.zeros_like(row))[:, None]
+        return replace(self, cos=self.cos[row, positions].float(), sin=self.sin[row, positions].float())
+
+    def turn(self, x: Float[Tensor, "n h m d"], offset: int = 0, back: bool = False) -> Float[Tensor, "n h m d"]:
+        """Rotate vectors as this layer rotates what stands where they do (`at`); h of them at each place.
 
         Parameters
         ----------
         x : Tensor
             Vectors before the rotation.
-        batch, positions : Tensor
-            Rows of the batch and columns in it.
         offset : int
             Where the rotated dimensions begin.
         back : bool
             Apply the transpose instead: what a direction among rotated vectors is among those before.
         """
-        # a layer of a model split over devices has its tables beside it; they are [b or 1, s, c], for every head
-        row, positions = (index.to(self.cos.device) for index in (batch, positions))
-        row = (row if self.cos.shape[0] > 1 else torch.zeros_like(row))[:, None]
-        cos, sin = (table[row, positions].to(x) for table in (self.cos, self.sin))
+        cos, sin = self.cos.to(x), self.sin.to(x)
         part = x[..., offset : offset + self.q.shape[-1]].contiguous()
         turned, _ = self.function(part, part[:, :1], cos, -sin if back else sin)  # the family's own
         rest = x[..., offset + part.shape[-1] :]
@@ -151,7 +152,8 @@ def record_rotary(files: Iterable[ModuleType]) -> Iterator[deque[Rotary]]:
 
 
 def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[..., Any]:
-    signature = inspect.signature(function)
+    parameters = inspect.signature(function).parameters
+    defaults = {name: of.default for name, of in parameters.items() if of.default is not of.empty}
 
     def turn_one(q: Tensor, _k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
         return function(q.transpose(1, 2), cos=cos, sin=sin).transpose(1, 2), None
@@ -159,9 +161,8 @@ def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[...,
     @wraps(function)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         rotated = function(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}  # in their order, defaults behind
+        given |= {name: value for name, value in defaults.items() if name not in given}
         if "k" in given and given["k"] is None:  # what chooses keys turns its queries by themselves
             return rotated
         alone, x = "q" not in given, next(iter(given.values()))

@@ -132,14 +132,14 @@ class Call:
         return additive(self.mask[batch, :, query][..., :keys])
 
     @torch.no_grad()
-    def rows(self, head: int, batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> AttentionRows:
-        """One head's attention rows at chosen queries, over all keys."""
+    def rows(self, head: int | Int[Tensor, "r"], batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> AttentionRows:
+        """Attention rows of one head, or of one each, at chosen queries, over all keys."""
         batch, query = batch.to(self.q.device), query.to(self.q.device)
         mask, group = self.mask_rows(batch, query), self.q.shape[1] // self.k.shape[1]
-        q, k = self.q[batch, head, query].float(), self.k[:, head // group][batch].float()
-        bias = mask[:, head if mask.shape[1] > 1 else 0]
+        q, k = self.q[batch, head, query].float(), self.k[batch, head // group].float()
+        bias = mask[torch.arange(len(batch)), head if mask.shape[1] > 1 else 0]
         cap = None if self.softcap is None else torch.tensor([float(self.softcap)], device=self.q.device)
-        rest = None if self.sinks is None else self.sinks.detach()[head].float().expand(len(batch), 1)
+        rest = None if self.sinks is None else self.sinks.detach()[head].float().expand(len(batch))[:, None]
         return AttentionRows(q[:, None], k[:, None], self.scale, softcap=cap, bias=bias[:, None], rest=rest)
 
     def logits(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
@@ -167,15 +167,9 @@ class Call:
 # ---------------------------------------------------------------- where its modules are
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """A model and every module in it, once each, in a fixed order: `modules` spends ten times as long on names."""
-    listed = {id(model): model}
-    todo = [model]
-    for module in todo:  # which grows
-        more = {id(child): child for child in module._modules.values() if child is not None and id(child) not in listed}
-        listed |= more
-        todo += more.values()
-    return todo
+def _children(parts: Sequence[nn.Module]) -> list[nn.Module | None]:
+    """All that stands directly in some modules: the same list means the same tree."""
+    return [child for part in parts for child in part._modules.values()]
 
 
 def _places_of(model: Any, name: str) -> list[tuple[nn.ModuleList, int]]:
@@ -209,6 +203,7 @@ class Anatomy:
     """What the tap has to find in a model, found once: a walk through all modules takes as long as a few layers."""
 
     parts: list[nn.Module]
+    children: list[nn.Module | None]
     configs: dict[int, Any]
     files: frozenset[ModuleType]
     by_length: tuple[nn.Module, ...]
@@ -219,10 +214,11 @@ class Anatomy:
         """Its modules, configs that name an attention function, modelling files, modules that rotate by the prompt's
         length, and attention with code of its own.
         """
-        parts = modules_of(model)
+        parts = list(model.modules())
         configs = [part.config for part in parts if hasattr(part, "config")]
         return cls(
             parts,
+            _children(parts),
             {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")},
             frozenset(map(modelling_file, set(map(type, parts)))),
             tuple(part for part in parts if spaces.depends_on_length(part)),
@@ -261,10 +257,10 @@ def tap(
         The part of it that runs, where that is a block of a model that ran just before.
     """
     called: list[int] = []
-    parts = modules_of(within or model)
-    if within is None and anatomy is not None and parts != anatomy.parts:
+    if within is None and anatomy is not None and _children(anatomy.parts) != anatomy.children:
         raise BadInput(f"modules of the model were replaced, added or removed since {ANEW}")
     anatomy = anatomy or Anatomy.of(model)
+    parts = anatomy.parts if within is None else list(within.modules())
     with ExitStack() as stack:
         stack.enter_context(evaluated(parts))
         stack.enter_context(spaces.rows_rotate_alone(anatomy.by_length))
@@ -336,6 +332,8 @@ def _interface(model: Any, configs: dict[int, Any], show: Callable[[Call], None]
         call = Call(module, *given, scale, causal, kwargs.get("softcap"), kwargs.get("s_aux"))
         call.biases = tuple(name for name, value in kwargs.items() if "bias" in name and isinstance(value, Tensor))
         show(call)
+        if call.output is not None:
+            return call.output.to(query.dtype), None
         output, weights = run(module, *given, **kwargs)
         return _edited(call, output), weights
 

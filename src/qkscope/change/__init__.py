@@ -6,5 +6,5 @@ each change, run in one batch. Changes that hold for a whole ``with`` block (`Sc
 
 `again` (other tokens, or one token's attention rows; what precedes the change is computed once) → `words` (other words
 for those of a prompt) → `writers` (writers' parts in one head's query or key ablated or restored) → `whole` (edits of a
-batch, run on from the first layer that they touch)
+batch, run on from the first layer that they touch) → `nodes` (all writers at all tokens: scored, kept, replaced)
 """

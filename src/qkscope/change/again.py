@@ -1,7 +1,8 @@
 """A prompt run again with other tokens in it, or other rows of attention: what precedes the change is computed once.
 
-A change at one token leaves those before it as they were, so only the tokens from there on run, their keys and values
-behind those of the unchanged prompt; all changes of a batch run together, up to the last layer that is read. Where a
+A change at one token leaves those before it as they were, and what is read at one token does not depend on those after
+it. So of each prompt only the tokens from its change to its last reader run, their keys and values behind those of the
+unchanged prompt; all changes of a batch run together, wherever they stand, up to the last layer that is read. Where a
 model does not give its own queries again in this way (it has a memory besides its keys), whole prompts run.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -21,12 +23,16 @@ from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop
 from qkscope.heads import Head
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Run
 
 _AT_ONCE = 64  # rows of attention changed together
 _AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the same tokens in their prompt
+_TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**15  # that run together: on a CPU more are no faster, and less alike
+_ROOM, _MORE_ROOM = {"cpu": 2**24}, 2**28  # numbers of attention made at once: of a long prompt, of some tokens
 
 See = Callable[[int, int, Float[Tensor, "b h s t"]], None]
-"""Is given a layer, the first token that runs, and the attention from there on to all tokens."""
+"""Is given a layer, which of the tokens that run come first, and their attention to all tokens; of many, in parts."""
 
 
 Row = tuple[Head, Float[Tensor, " t"]]
@@ -67,8 +73,7 @@ class Again:
 
     def row(self, query: int, head: Head) -> AttentionRows:
         """A head's row of attention at a token."""
-        at = torch.tensor([query])
-        return self.calls[head.layer].rows(head.index, torch.zeros_like(at), at)
+        return self.calls[head.layer].rows(head.index, torch.tensor([0]), torch.tensor([query]))
 
     def without(self, query: int, head: Head, key: int) -> Row:
         """The same where it may not look at a key."""
@@ -92,72 +97,113 @@ class Again:
         for start in range(0, len(rows), _AT_ONCE):
             some = rows[start : start + _AT_ONCE]
             see: See = lambda layer, _, weights: kept.setdefault(layer, []).append(weights[:, :, -1].cpu())  # noqa: E731
-            logits.append(self.run(self.ids[: query + 1].expand(len(some), -1), see, rows=some))
+            tokens, starts = self.ids[query].expand(len(some), 1), torch.full((len(some),), query)
+            logits.append(self.run(tokens, starts, see, rows=some))
         attention = torch.cat([torch.cat(kept[layer]) for layer in sorted(kept)], dim=1)
         return TokenRun(attention, torch.cat([each.cpu() for each in logits if each is not None]))
 
     # ------------------------------------------------------------------ other tokens
 
+    @cached_property
+    def longer(self) -> Again:
+        """The prompt with one more token at its end, for words that are put in."""
+        longer = Again.of(self.scope, torch.cat([self.ids, self.ids[-1:]]))
+        longer._alone = self._alone
+        return longer
+
     @torch.no_grad()
     def run(
-        self, ids: Int[Tensor, "b t"], see: See | None = None, last: int | None = None, rows: Sequence[Row | None] = ()
+        self,
+        tokens: Int[Tensor, "b s"],
+        starts: Int[Tensor, " b"],
+        see: See | None = None,
+        last: int | None = None,
+        rows: Sequence[Row | None] = (),
+        check: Callable[[Call], None] | None = None,
     ) -> Float[Tensor, "b v"] | None:
-        """Run prompts with other tokens in them, from their first change on, and show the attention of every layer.
+        """Run as many tokens of each prompt, behind what precedes them in the unchanged one; show every layer.
 
         Parameters
         ----------
-        ids : prompts of the same length, or of a part of it from its beginning.
-        see : told each layer, the first token that runs, and the attention from there on.
+        tokens : what stands there instead; the same tokens may be among them.
+        starts : where these tokens begin in each prompt.
+        see : told each layer and its attention, of many tokens in parts.
         last : layer after which the model stops; without one it goes on to the logits of the next token.
         rows : of each prompt, a row of attention that is another at its last token.
+        check : told each attention call, before it is computed.
         """
-        ids, size = ids.to(self.ids), ids.shape[1]
-        differ = (ids != self.ids[:size]).any(0).nonzero()
-        start = int(differ[0]) if len(differ) else size - 1
-        if self._alone is None:
-            self._alone = self._agrees(size - 1)
-        return self._run(ids, start, see, last, rows)
-
-    def _run(
-        self,
-        ids: Tensor,
-        start: int,
-        see: See | None,
-        last: int | None,
-        rows: Sequence[Row | None] = (),
-        check: Callable[[Call], None] | None = None,
-    ) -> Tensor | None:
-        size, begun = ids.shape[1], start if self._alone is not False else 0
-        inputs = {name: value[:, begun:] for name, value in prompt_of(self.scope, ids).items()}
-        if begun:
-            del inputs["attention_mask"]
-        at = torch.arange(start, size, device=ids.device)
+        alone = self._runs_alone()
+        tokens, each, steps = tokens.to(self.ids), *(torch.arange(n, device=self.ids.device) for n in tokens.shape)
+        at = starts.to(self.ids)[:, None] + steps
+        inputs = {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
+        if not alone:
+            inputs = prompt_of(self.scope, self.ids.repeat(len(tokens), 1).scatter(1, at, tokens))
 
         def visit(call: Call) -> None:
             if check is not None:
                 check(call)
-            changed = [
-                (i, row[0].index, row[1][:size]) for i, row in enumerate(rows) if row and row[0].layer == call.layer
-            ]
-            if begun:
-                base = self.calls[call.layer]
-                mask = base.mask_rows(torch.zeros_like(at), at.to(base.q.device))[..., :size]
-                weights, call.output = attend(call, base, mask.transpose(0, 1), start, changed)
+            if alone:
+                self._attend(call, at, see, rows)
             elif see is not None:
-                weights = call.attention(list(range(call.q.shape[1])))[:, :, start:]
-            if see is not None:
-                see(call.layer, start, weights)
+                weights = call.attention(list(range(call.q.shape[1])))
+                see(call.layer, 0, weights[each[:, None], :, at].transpose(1, 2))
             if last is not None and call.layer >= last:
                 raise Stop
 
-        edits = [] if begun else [_edit(i, row, size, ids.device) for i, row in enumerate(rows) if row is not None]
+        edited = enumerate(() if alone else rows)
+        edits = [_edit(i, row, int(at[i, -1]) + 1, self.ids.device) for i, row in edited if row is not None]
         visits = (Patch(edits, self.scope).visit, visit)
         if last is not None:
             return self.scope.watch(inputs, *visits, only=range(last + 1))
-        row = torch.arange(len(ids), device=ids.device)
-        nothing = torch.zeros(len(ids), 0, dtype=torch.long, device=ids.device)
-        places = Places(row, torch.full_like(row, size - begun - 1), nothing, nothing.bool())
-        return self.scope.watch(inputs, *visits, logits_at=places)
+        nothing, ends = at[:, :0], torch.full_like(each, len(steps) - 1) if alone else at[:, -1]
+        return self.scope.watch(inputs, *visits, logits_at=Places(each, ends, nothing, nothing.bool()))
+
+    def _attend(self, call: Call, at: Tensor, see: See | None = None, rows: Sequence[Row | None] = ()) -> None:
+        """Put in what heads put out at some tokens, behind the keys of the unchanged prompt, in parts."""
+        base, at, outputs = self.calls[call.layer], at.to(call.q.device), list[Tensor]()
+        step = _ROOM.get(call.q.device.type, _MORE_ROOM) // (call.q[:, :, 0, 0].numel() * base.k.shape[2])
+        step = max(step, 1)
+        for first in range(0, at.shape[1], step):
+            part, queries = replace(call, q=call.q[:, :, first : first + step]), at[:, first : first + step]
+            mask = base.mask_rows(torch.zeros_like(queries).flatten(), queries.flatten())
+            mask = mask.unflatten(0, queries.shape).transpose(1, 2)
+            others = enumerate(rows if first + step >= at.shape[1] else ())
+            changed = [(i, row[0].index, row[1]) for i, row in others if row and row[0].layer == call.layer]
+            weights, output = attend(part, base, mask, at, changed)
+            outputs.append(output)
+            if see is not None:
+                see(call.layer, first, weights)
+        call.output = torch.cat(outputs, dim=1)
+
+    def record(self, reader: Reader, ids: Int[Tensor, " t"], look: tuple[int, int], layer: int) -> Run:
+        """Run a changed prompt up to a layer, and keep what writers left at a query and a key: its slots 0 and 1.
+
+        Tokens of the run are counted from the first that ran; keys of those before it stand behind the others, as
+        attention does not depend on their order.
+        """
+        query, key = look
+        start = min(key, int((ids != self.ids.cpu()).int().argmax())) if self._runs_alone() else 0
+        inputs = {name: value[:, start:] for name, value in prompt_of(self.scope, ids[None, : query + 1]).items()}
+        if start:
+            del inputs["attention_mask"]
+        row = torch.zeros(1, dtype=torch.long, device=self.scope.device)
+        keys = torch.tensor([[key - start, query - start]], device=row.device)
+        places = Places(row, row + query - start, keys, torch.ones_like(keys, dtype=torch.bool))
+        visits = [partial(self._attend, at=torch.arange(start, query + 1)[None])] if start else []
+        run = reader.record(inputs, places, deep=[layer], last=layer, visits=visits)
+        call, base = run.calls[layer], self.calls[layer]
+        seen = base.mask_rows(row, row + query)[:, :, None]
+        mask = torch.cat([seen[..., start : query + 1], seen[..., :start]], dim=-1)
+        k, v = (torch.cat([a, b[:, :, :start]], dim=2) for a, b in ((call.k, base.k), (call.v, base.v)))
+        run.calls[layer] = replace(call, k=k, v=v, mask=mask, causal=False)
+        return run
+
+    def _runs_alone(self) -> bool:
+        """Whether tokens may run without those before them, tried once."""
+        if self._alone is None:
+            self._alone = True
+            self._alone = self._agrees(len(self.ids) - 1)
+        return self._alone
 
     def _agrees(self, at: int) -> bool:
         """Whether the last token alone asks with the queries that it asked with."""
@@ -169,7 +215,7 @@ class Again:
             worst = max(worst, float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30)))
 
         try:
-            self._run(self.ids[None, : at + 1], at, None, max(self.calls), check=check)
+            self.run(self.ids[None, at:], torch.tensor([at]), None, max(self.calls), check=check)
         except (RuntimeError, IndexError, ValueError):  # its code wants more than one token
             return False
         return worst < _AGREES
@@ -180,6 +226,11 @@ def _edit(number: int, row: Row, size: int, device: torch.device) -> Edit:
     at, keys = torch.tensor([size - 1], device=device), torch.arange(size, device=device)
     edit = Edit.logits(row[0], at, keys[None], row[1][None, :size].to(device))
     return replace(edit, row=torch.full_like(edit.row, number))
+
+
+def room_of(scope: Scope) -> int:
+    """How many tokens run together."""
+    return _TOKENS.get(scope.device.type, _MORE_TOKENS)
 
 
 def prompt_of(scope: Scope, ids: Int[Tensor, "b t"]) -> dict[str, Tensor]:
@@ -195,24 +246,26 @@ def prompt_of(scope: Scope, ids: Int[Tensor, "b t"]) -> dict[str, Tensor]:
 def attend(
     call: Call,
     base: Call,
-    mask: Float[Tensor, "m s t"],
-    start: int,
+    mask: Float[Tensor, "b m s t"],
+    at: Int[Tensor, "b k"],
     changed: Sequence[tuple[int, int, Float[Tensor, " t"]]] = (),
 ) -> tuple[Float[Tensor, "b h s t"], Float[Tensor, "b s h e"]]:
-    """Attention and output of every head from some last tokens, behind the keys and values of those before them.
+    """Attention and output of every head at some tokens, behind the keys and values of those before them.
 
-    Those are the same in every row, so that they are not copied; ``changed`` has other logits at the last token, by row
-    and head.
+    Those are the same in every row, so that they are not copied; ``at`` is where keys and values of the call stand, and
+    ``changed`` has other logits at the last token, by row and head.
     """
     q = call.q.float().unflatten(1, (call.k.shape[1], -1))
-    before = torch.einsum("bgmsd,gtd->bgmst", q, base.k[0, :, :start].float())
+    logits = torch.einsum("bgmsd,gtd->bgmst", q, base.k[0].float())
     own = torch.einsum("bgmsd,bgtd->bgmst", q, call.k.float())
-    logits = call.cap(call.scale * torch.cat([before, own], dim=-1)).flatten(1, 2) + mask
+    at = at.to(own.device)[:, None, None, None]
+    logits = call.cap(call.scale * logits.scatter(-1, at.expand_as(own), own)).flatten(1, 2) + mask.to(own)
     for i, head, others in changed:
         logits[i, head, -1] = others.to(logits)
     sinks = None if call.sinks is None else call.sinks.float()[:, None].expand(logits.shape[:3])
     weights = soft(logits, sinks)
     each = weights.unflatten(1, (call.v.shape[1], -1))
-    out = torch.einsum("bgmst,gte->bgmse", each[..., :start], base.v[0, :, :start].float())
-    out = out + torch.einsum("bgmst,bgte->bgmse", each[..., start:], call.v.float())
+    at = at.expand(*each.shape[:-1], -1)
+    out = torch.einsum("bgmst,gte->bgmse", each.scatter(-1, at, 0.0), base.v[0].float())
+    out = out + torch.einsum("bgmst,bgte->bgmse", each.gather(-1, at), call.v.float())
     return weights, out.flatten(1, 2).transpose(1, 2)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +27,10 @@ from qkscope.errors import BadInput
 
 _WITHOUT_BLANKS = re.compile(r"[぀-ヿ㐀-䶿一-鿿豈-﫿฀-໿ក-៿]")
 _LEAST = 8  # tokens of a shape, under which others are taken as well
-_RANKED, _POSITIONS = 4096, 64  # next tokens that are ranked, and tokens of a prompt whose logits are held at once
+_RANKED, _ROOM = 4096, 2**25  # next tokens that are ranked, and logits that are held at once
+_SHORT = 256  # tokens of a prompt that is ranked as a whole
 _CHARACTERS = 256  # tried in the place of one
+_LIKELY = 4  # of a word's alternatives
 
 Ids = tuple[int, ...]
 
@@ -156,53 +157,68 @@ class Alternatives:
     def __init__(self, again: Again, seed: int = 0) -> None:
         self.again, self.seed, self.ids = again, seed, again.ids.tolist()
         self.words, self.lexicon = words_of(again.scope, self.ids), lexicon_of(again.scope)
-        self.cores = {word.core for word in self.words}
         self.barred = torch.zeros(self.lexicon.size, dtype=torch.bool)
-        self.barred[[i for core in self.cores for i in self.lexicon.by_core.get(core, ())]] = True
-        self._kept: dict[tuple[int, int, int], list[Ids]] = {}
+        self.barred[[i for word in self.words for i in self.lexicon.by_core.get(word.core, ())]] = True
+        self._kept: dict[tuple[Word, int], list[Ids]] = {}
+        self._likely: dict[Word, list[Ids]] = {}
+        self._ranked: dict[int, Int[Tensor, " k"]] = {}
+        self._at_once = max(_ROOM // self.lexicon.size, 1)
 
     def of(self, word: Word, count: int = 8) -> list[Ids]:
         """So many other words for one, likely and drawn ones in turn; fewer where there are no more of its shape."""
-        key = word.start, word.stop, count
-        if key not in self._kept:
-            if any(self.lexicon.texts[i] == PIECE for i in self.ids[word.start : word.stop]):
-                likely, drawn = list[Ids](), self._characters(word, count)
-            else:
-                likely, drawn = self._likely(word, count // 2), self._drawn(word, count)
+        if (word, count) not in self._kept:
+            self.prepare([word])
+            likely = self._likely[word][: count // 2]
+            drawn = self._drawn(word, count) if not self._is_cut(word) else self._characters(word, count)
             drawn = [ids for ids in drawn if ids not in likely][: count - len(likely)]
             mixed = [ids for pair in zip(likely, drawn, strict=False) for ids in pair]
-            self._kept[key] = (mixed + likely[len(drawn) :] + drawn[len(likely) :])[:count]
-        return self._kept[key]
+            self._kept[word, count] = (mixed + likely[len(drawn) :] + drawn[len(likely) :])[:count]
+        return self._kept[word, count]
 
-    @cached_property
-    def _ranked(self) -> Int[Tensor, "t k"]:
-        """The likeliest next tokens at every token of the prompt, in their order."""
-        every = torch.arange(len(self.ids), device=self.again.scope.device)
-        nothing = torch.zeros(len(every), 0, dtype=torch.long, device=every.device)
-        ranked = []
-        for some in every.split(_POSITIONS):
-            places = Places(torch.zeros_like(some), some, nothing[: len(some)], nothing[: len(some)].bool())
+    def _is_cut(self, word: Word) -> bool:
+        """Whether a word has a character that the tokenizer cuts into pieces."""
+        return any(self.lexicon.texts[i] == PIECE for i in self.ids[word.start : word.stop])
+
+    def _rank(self, words: Sequence[Word]) -> None:
+        """Run the prompt once, for the likeliest next tokens before each of some words, in their order."""
+        before = {*range(len(self.ids) - 1)} if len(self.ids) <= _SHORT else {word.start - 1 for word in words}
+        new = torch.tensor(sorted(before - {-1, *self._ranked}), device=self.again.scope.device)
+        for some in new.split(self._at_once) if len(new) else ():
+            places = Places(torch.zeros_like(some), some, some[:, None][:, :0], some[:, None][:, :0].bool())
             logits = self.again.scope.watch(self.again.inputs, logits_at=places)
             assert logits is not None
-            ranked.append(logits[:, : self.lexicon.size].topk(min(_RANKED, self.lexicon.size)).indices.cpu())
-        return torch.cat(ranked)
+            ranked = logits[:, : self.lexicon.size].topk(min(_RANKED, self.lexicon.size)).indices.cpu()
+            self._ranked |= dict(zip(some.tolist(), ranked, strict=True))
 
-    def _likely(self, word: Word, count: int) -> list[Ids]:
-        """The likeliest first pieces of its shape, each continued by the likeliest pieces of their shapes."""
-        if word.start == 0:  # nothing comes before it
+    def prepare(self, words: Sequence[Word]) -> None:
+        """Find the likely ones of some words together: first pieces of a word's shape, continued by the likeliest."""
+        new = [word for word in words if word not in self._likely]
+        self._rank(new)
+        self._likely |= {word: [] for word in new}
+        begun: list[tuple[Word, Ids]] = [(word, (first,)) for word in new for first in self._first(word)]
+        while begun:
+            for word, ids in begun:
+                if len(ids) == len(word):
+                    self._likely[word].append(ids)
+            begun = [(word, ids) for word, ids in begun if len(ids) < len(word)]
+            parts = (begun[i : i + self._at_once] for i in range(0, len(begun), self._at_once))
+            begun = [longer for some in parts for longer in self._continued(some)]
+
+    def _first(self, word: Word) -> list[int]:
+        """The likeliest first pieces of a word's shape."""
+        if word.start == 0 or self._is_cut(word):  # nothing comes before it
             return []
         ranked = self._ranked[word.start - 1]
-        first = ranked[self.lexicon.like(self.ids[word.start], self.barred)[ranked]][:count]
-        if not len(first):
-            return []
-        made = first[:, None].to(self.again.ids)
-        for at in range(word.start + 1, word.stop):
-            logits = self.again.run(torch.cat([self.again.ids[: word.start].expand(len(made), -1), made], dim=1))
-            assert logits is not None
-            allowed = self.lexicon.like(self.ids[at]).to(logits.device)
-            best = logits[:, : self.lexicon.size].masked_fill(~allowed, -torch.inf).argmax(-1)
-            made = torch.cat([made, best[:, None].to(made)], dim=1)
-        return list(dict.fromkeys(map(tuple, made.tolist())))
+        return ranked[self.lexicon.like(self.ids[word.start], self.barred)[ranked]][:_LIKELY].tolist()
+
+    def _continued(self, begun: Sequence[tuple[Word, Ids]]) -> list[tuple[Word, Ids]]:
+        """Words with as many pieces, each with the likeliest next one of its shape."""
+        starts, size = torch.tensor([word.start for word, _ in begun]), self.lexicon.size
+        logits = self.again.run(torch.tensor([ids for _, ids in begun]), starts)
+        assert logits is not None
+        allowed = torch.stack([self.lexicon.like(self.ids[word.start + len(ids)]) for word, ids in begun])
+        best = logits[:, :size].masked_fill(~allowed.to(logits.device), -torch.inf).argmax(-1).tolist()
+        return [(word, (*ids, piece)) for (word, ids), piece in zip(begun, best, strict=True)]
 
     def _drawn(self, word: Word, count: int) -> list[Ids]:
         """Pieces of the same shapes, drawn at random."""

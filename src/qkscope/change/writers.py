@@ -30,14 +30,21 @@ def mean_parts(run: Run, layer: int, tokens: Sequence[int]) -> Float[Tensor, "c 
 
     Parameters
     ----------
-    run : of one prompt, with every token as a key.
+    run : of one prompt, with these tokens among its keys.
     layer : that reads it.
     tokens : their places.
     """
     starts = range(0, len(tokens), _SLOTS)
-    some = (run.slots([1 + token for token in tokens[start : start + _SLOTS]]).stream(layer) for start in starts)
+    every = _slots(run, tokens)
+    some = (run.slots(every[start : start + _SLOTS]).stream(layer) for start in starts)
     sums = [[Parts(piece.writers, piece.values.sum(2, keepdim=True)) for piece in pieces] for pieces in some]
     return torch.stack([named(pieces)[0, :, 0] for pieces in sums]).sum(0) / len(tokens)
+
+
+def _slots(run: Run, tokens: Sequence[int]) -> list[int]:
+    """The slots of the first row's keys that stand at some tokens."""
+    slots = {column: slot for slot, column in enumerate(run.columns[0].tolist()) if slot}
+    return [slots[token] for token in tokens]
 
 
 @torch.no_grad()
@@ -54,14 +61,14 @@ def vectors_with(
 
     Parameters
     ----------
-    run : of one prompt, with every token as a key.
+    run : of one prompt, with the token among its keys.
     head : whose vector.
     side, token : which vector, and where.
     instead : of each writer, what its part is replaced by: `mean_parts` of other tokens, or of one in another run.
     sets : names of writers that are replaced together.
     norms : frozen, or live.
     """
-    names, slots, kind = run.reader.writers(head.layer)[:-1], [1 + token], KINDS[side]
+    names, slots, kind = run.reader.writers(head.layer)[:-1], _slots(run, [token]), KINDS[side]
     for writer in {writer for own in sets for writer in own} - {*names}:
         raise BadInput(f"{writer} does not write before {head}: name one of an earlier layer.")
     chosen = torch.tensor([[name in own for name in names] for own in sets]).to(instead)
@@ -69,7 +76,7 @@ def vectors_with(
     if norms == "frozen":
         true = run.vectors([(head.layer, run.index(head, kind))], kind, slots)[0, :, 0]
         return true + chosen @ run.read(head, side, [Parts(names, away[None, :, None])], slots)[0, :-1, 0]
-    x = run.hidden(head.layer, slots) + (chosen @ away)[:, None, None]
+    x = run.hidden([head.layer], slots)[0] + (chosen @ away)[:, None, None]
     return run.live(head, side, x, slots)[:, 0, 0]
 
 

@@ -3,7 +3,7 @@
 Nothing heavy is imported until a verb runs, so that ``qkscope --help`` answers at once. Bad input is one sentence on
 stderr and exit code 2. Here are the app, its entry point, and how results are printed: the answer, one small table, the
 next command. In reading order: `views` (which rows and columns, and how they are fitted into a line), `verbs` (commands
-from signatures), `begin` (verbs that the command line alone has, and the next command of each). Verbs of other
+from signatures), `begin` (verbs that the command line alone has). Verbs of other
 distributions join by entry points (`Verbs`).
 """
 
@@ -22,7 +22,7 @@ from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.cells import cell_len
@@ -36,11 +36,13 @@ from qkscope import __version__
 from qkscope.cli import views
 from qkscope.errors import BadInput, Terminated
 from qkscope.runs.progress import plain_text
+from qkscope.runs.result import Result
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
 _OF_PAPERS = ("reproduce", "toy", "train", "bench", "models")
 _WHOLE, _WIDEST = 100_000, 100  # columns of a line that nobody wraps, and of sentences on a wide terminal
+PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 MOST_LINES = 14
 """Of an answer of `why`, the page and the next command with it; ``--all`` prints the rest."""
 _HELD = "\ue000"  # stands for the blank of a quoted token, so that no line breaks there
@@ -101,68 +103,32 @@ All = Annotated[bool, typer.Option("--all", help="Print every table with all its
 def main() -> None:
     """Entry point: run a verb; turn bad input into a sentence and exit code 2, Ctrl-C into 130 and SIGTERM into 143.
 
-    Where nothing can be printed, a verb goes on and writes its files; then that is said, and the exit code is 1.
+    A verb has written its folder before anything is printed: a pipe that was closed or a full disk costs no result.
     """
     _listen_to_ourselves()
-    before, stdout, terminated = signal.getsignal(signal.SIGTERM), sys.stdout, []
+    before, terminated = signal.getsignal(signal.SIGTERM), []
 
     def terminate(number: int, frame: FrameType | None) -> None:
         terminated.append(number)
         raise Terminated
 
     signal.signal(signal.SIGTERM, terminate)
-    sys.stdout = printing = _Stdout(stdout)
     try:
         app()
     except (BadInput, UnicodeEncodeError, OSError) as error:  # half a surrogate is no text; a name may be too long
         typer.echo(plain_text(f"qkscope: {error}"), err=True)
+        with suppress(
+            OSError
+        ):  # what cannot be printed Python would print again at its end; a test's stream is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)
     except (SystemExit, KeyboardInterrupt) as ended:
         if isinstance(ended, SystemExit) and ended.code != _INTERRUPTED:
-            printing.flush()
-            if not printing.failed or ended.code:
-                raise
-            written = "; what --out names is written" if "--out" in sys.argv else ""
-            typer.echo(f"qkscope: not all could be printed ({printing.failed}){written}.", err=True)
-            sys.exit(1)
+            raise
         typer.echo("qkscope: stopped.", err=True)
         sys.exit(_TERMINATED if terminated else _INTERRUPTED)
     finally:
-        printing.flush()
-        sys.stdout = stdout
         signal.signal(signal.SIGTERM, before)
-
-
-class _Stdout:
-    """What a verb prints to: once that cannot be written, the rest is dropped, so that files are written all the same.
-
-    Parameters
-    ----------
-    stream : None where it is closed.
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115 (until the end)
-        self.failed = None if stream else "it is closed"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        self._unless_failed(self.stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._unless_failed(self.stream.flush)
-
-    def _unless_failed(self, do: Callable[..., object], *given: str) -> None:
-        try:
-            if not self.failed:
-                do(*given)
-        except OSError as error:
-            self.failed = str(error.strerror)
-            with suppress(OSError):  # Python would try again at its end; a test's stream is no file
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 def _listen_to_ourselves() -> None:
@@ -185,16 +151,35 @@ class _Stderr(logging.Handler):
 # ---------------------------------------------------------------------- how results are printed
 
 
-def print_result(result: Any, as_json: bool, everything: bool = False, end: Sequence[str] = ()) -> None:
+def print_result(result: Result, as_json: bool, everything: bool = False, end: Sequence[str] = ()) -> None:
     """The answer, and the lines or the one table that support it, or every table; or all of it as JSON.
 
-    Of several processes under torchrun the first alone has a result to print.
+    Of `why` so many lines that there are `MOST_LINES` with those at the end. Of several processes under torchrun the
+    first alone has a result to print.
     """
     if as_json and (result.tables or result.answer):
         print_json(result.to_json())
-    elif result.tables or result.answer:
-        claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
-        _print(result.experiment, {**result.tables, "claims": claims}, result.answer, everything, result.main, end)
+    if as_json or not (result.tables or result.answer):
+        return
+    claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
+    tables: Mapping[str, Any] = {**result.tables, "claims": claims}
+    first, said = laid(_text(result.answer, "bold")), [row["line"] for row in tables.get("said", ())]
+    lines, table = _lines(said), [] if everything else _main_table(result.experiment, tables, result.main)
+    room = MOST_LINES if result.experiment in ("why", "why/circuit") and not everything else 10**6
+    while said and len(first) + len(lines) + len(table) + len(end) >= room:
+        said = said[:-1]
+        lines = [*_lines(said), "--all prints the rest."]
+    spare = room - len(first) - len(lines) - len(table) - len(end)  # for empty lines between
+    typer.echo("\n".join([*first, *lines, *[""] * bool(table and spare > 0), *table]))
+    console = Console()
+    console.width = console.width if console.is_terminal else _WHOLE
+    for name, rows in tables.items() if everything else ():
+        if rows:
+            say(f"\n{name}")
+            columns = {column: column for column in rows[0]}
+            console.print(*views.drawn(rows, columns, console.width, whole=True), sep="\n\n")
+    if end:
+        typer.echo("\n".join([*[""] * (spare > bool(table)), *end]))
 
 
 def print_rows(
@@ -204,29 +189,7 @@ def print_rows(
     if as_json:
         print_json({"rows": list(rows)})
     else:
-        _print(verb, {"rows": rows}, answer, everything)
-
-
-def _print(
-    verb: str, tables: Mapping[str, Any], answer: str, everything: bool, main: str = "", end: Sequence[str] = ()
-) -> None:
-    """Answer, lines and table; of `why` so many lines that there are `MOST_LINES` with those at the end."""
-    first, said = laid(_text(answer, "bold")), [row["line"] for row in tables.get("said", ())]
-    lines, table = _lines(said), [] if everything else _main_table(verb, tables, main)
-    room = MOST_LINES if verb == "why" and not everything else 10**6
-    while said and len(first) + len(lines) + len(table) + len(end) >= room:
-        said = said[:-1]
-        lines = [*_lines(said), "--all prints the rest."]
-    spare = room - len(first) - len(lines) - len(table) - len(end)  # for empty lines between
-    typer.echo("\n".join([*first, *lines, *[""] * bool(table and spare > 0), *table]))
-    console = Console(width=None if sys.stdout.isatty() else _WHOLE)
-    for name, rows in tables.items() if everything else ():
-        if rows:
-            say(f"\n{name}")
-            columns = {column: column for column in rows[0]}
-            console.print(*views.drawn(rows, columns, console.width, whole=True), sep="\n\n")
-    if end:
-        typer.echo("\n".join([*[""] * (spare > bool(table)), *end]))
+        print_result(Result(verb, {"rows": rows}, answer=answer), False, everything)
 
 
 def _main_table(verb: str, tables: Mapping[str, Any], main: str = "") -> list[str]:
@@ -280,7 +243,7 @@ def print_json(value: Any) -> None:
 def say(text: str) -> None:
     """Lines for people, broken between words on a terminal; what they quote from a folder does not steer it."""
     console = Console(highlight=False, markup=False, emoji=False)
-    console.print(plain_text(text), soft_wrap=not sys.stdout.isatty())
+    console.print(plain_text(text), soft_wrap=not console.is_terminal)
 
 
 def print_end(*written: str | Path | None, then: str, as_json: bool = False) -> None:
@@ -327,5 +290,92 @@ def command(verb: str, *arguments: object, **options: object) -> str:
             words += [known[name].opts[0], *([] if value is True else [",".join(texts)])]
     return shlex.join(word.replace("\n", "\\n") for word in words)
 
+
+# ---------------------------------------------------------------------- the next command
+
+_SCOPE = ("model", "device", "dtype")
+
+
+def _some(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values.get(name) for name in names}
+
+
+def _after_why(values: Mapping[str, Any], result: Result) -> str:
+    if values["fit"]:
+        return command("view", live=True, fit=values["fit"])
+    if result.experiment == "why/prompts":
+        return _after_prompts(values, result)
+    same = _some(values, "prompt", "query", "chat", *_SCOPE)
+    rival = _some(values, "versus")  # trace's is another: a key
+    if "heads" in result.tables:
+        return command("why", **same, **rival, head=_telling(result))
+    if result.experiment == "why/circuit":  # the first head of the circuit, asked by itself
+        first = (row["node"] for row in result.tables.get("paths", ()) if "H" in row["node"])
+        return command("why", **same, **rival, head=next(first, None))
+    head = values["head"] or values["heads"][0]
+    carried = [row for row in result.tables.get("carriers", ()) if row["verdict"] == "shown"]
+    carriers = [(name, row["side"]) for row in carried for name in row["writers"].split(", ") if "H" in name]
+    if carriers:  # and why did that one look there?
+        name, side = carriers[0]
+        at = {"query": result.tables["output"][0]["key"]} if side == "key" else {}
+        return command("why", **{**same, **rival, **at, "head": name})
+    if head.layer == 0:  # the embedding alone writes there: nothing to trace
+        return command("why", **same, **rival)
+    return command("trace", **same, heads=head, key=values["key"])
+
+
+def _after_prompts(values: Mapping[str, Any], result: Result) -> str:
+    """Why of a prompt in which a head looks at something; where none was named, reasons of the first heads."""
+    same = _some(values, "chat", *_SCOPE)
+    if "decides" in result.tables:
+        first = ",".join(row["head"] for row in result.tables["decides"][:2])
+        return command("why", values["prompt"], heads=first, **same)
+    row = max(result.tables["prompts"], key=lambda row: float(row["attention"]))
+    return command("why", result.tables["answers"][row["prompt"]]["said"], head=row["head"], **same)
+
+
+def _telling(result: Result) -> str:
+    """The head to ask about: one that helps and looks at the answer or at its rival, rather than at itself."""
+    places = ["answer", "rival", "", "itself"]
+    helps = [row for row in result.tables["heads"] if row["direction"] == "for"][:10]
+    return str(min(helps or result.tables["heads"][:1], key=lambda row: places.index(row["at"]))["head"])
+
+
+def _after_heads(values: Mapping[str, Any], result: Result) -> str:
+    """Decompose the first heads; where no head does the task another form of it, or what heads do without one."""
+    named = ",".join([row["head"] for row in result.table() if row["reaches"]][:2])
+    same = _some(values, *_SCOPE, "form", "size", "seed", "chat")
+    if named:
+        return command("decompose", values["task"], heads=named, out=Path("runs") / Path(values["task"]).stem, **same)
+    if values["task"] == "binding":
+        return command("heads", "binding", **same | {"form": "sentence" if same["form"] in (None, "list") else None})
+    return command("atlas", **_some(values, *_SCOPE))
+
+
+def _after_atlas(values: Mapping[str, Any], result: Result) -> str:
+    """Ask why of the strongest look of a head that has a reason."""
+    looks = sorted(result.tables["examples"], key=lambda row: (row["job"] != "induction", -row["attention"]))
+    if not looks:
+        return command("view", values["out"])
+    text = "".join(looks[0]["tokens"][: looks[0]["query"] + 1])
+    return command("why", text, head=looks[0]["head"], **_some(values, *_SCOPE))
+
+
+def next_command(verb: str, values: Mapping[str, Any], result: Result) -> str:
+    """What to type after a verb: what `NEXT` says, its page, or the same into a folder."""
+    if verb in NEXT:
+        return NEXT[verb](values, result)
+    place = values.get("out") or values.get("fit") or values.get("folder")
+    return command("view", place) if place else command(verb, **{**values, "out": f"runs/{verb}"})
+
+
+NEXT: dict[str, Callable[[Mapping[str, Any], Result], str]] = {
+    "why": _after_why,
+    "heads": _after_heads,
+    "decompose": lambda values, result: command("swap", values["out"], **_some(values, "device", "dtype")),
+    "atlas": _after_atlas,
+    "demo": lambda values, result: command("why", PROMPT),
+    "svd": lambda values, result: command("sparsity", "ioi", out="runs/ioi", **_some(values, *_SCOPE)),
+}
 
 from qkscope.cli import verbs as verbs  # noqa: E402  (commands register themselves, on the app above)

@@ -1,74 +1,30 @@
-"""Verbs that the command line alone has (the main job, pages, a model to begin with), and each verb's next command.
+"""Verbs that the command line alone has: the main job, a site of runs, singular vectors, a first model, schemas.
 
 The main job (`demo`): find the heads that answer "which box?", take them apart, test it causally and ask why of one
-prompt, with claims. Words for finding, fitting and testing are disjoint. Nothing heavy is imported before a verb runs.
+prompt, with claims. Words for finding, fitting and testing are disjoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from qkscope.cli import command, print_end, print_json, say
+import qkscope as qk
+from qkscope.analyses.prompts import made_with
+from qkscope.capture.files import fetch as fetch_model
+from qkscope.capture.scope import Scope
+from qkscope.cli import PROMPT, command, print_end, print_json, say
 from qkscope.errors import BadInput
-from qkscope.kinds import cut
+from qkscope.heads import Head
+from qkscope.runs.claims import Claim
+from qkscope.runs.folder import read_tensors
+from qkscope.runs.progress import doing
+from qkscope.runs.result import Result
+from qkscope.runs.work import verb
 
-if TYPE_CHECKING:
-    from qkscope.capture.scope import Scope
-    from qkscope.heads import Head
-    from qkscope.runs.claims import Claim
-    from qkscope.runs.result import Result
-
-PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 _HEADS = 3
-
-
-# ---------------------------------------------------------------------- pages and files
-
-
-def view(
-    folder: str | Path | None = None,
-    *,
-    live: bool = False,
-    made: bool = False,
-    check: bool = False,
-    model: str | None = None,
-    fit: str | Path | None = None,
-    port: int = 0,
-    browser: bool = True,
-) -> Result | None:
-    """Open the page of a run folder, or the live page (stop it with Ctrl-C); or say what made a run.
-
-    Parameters
-    ----------
-    folder : a run folder, as demo, decompose or reproduce write; with --made also a .safetensors file of ours.
-    live : look into a model: what comes next, which heads decide it, why, and what if.
-    made : say what made the run: the command to type again, model, seed, versions, and whether they are the same here.
-    check : with --made: also load the model and compare its weights and its tokenizer.
-    model : with --live: hub id, folder, .gguf file, smollm2-135m or gemma3-270m.
-    fit : with --live: what decompose or atlas wrote.
-    port : with --live: a fixed port, whose address stays; any free one by default.
-    browser : whether to open the page in a browser; its address is printed.
-    """
-    if not made:
-        from qkscope.show.live import view as open_view
-
-        open_view(folder, live=live, model=model, fit=fit, port=port, browser=browser, say=say)
-        return None
-    from qkscope.capture.scope import Scope
-    from qkscope.runs.result import Result
-    from qkscope.runs.result import made as facts_of
-
-    if folder is None or live:
-        raise BadInput("name the run folder whose making is asked for, without --live.")
-    rows = facts_of(folder, load=(lambda model, revision: Scope.load(model, revision=revision)) if check else None)
-    differs = [f"{row['what']} {row['here']}" for row in rows if row["same"] is False]
-    answer = f"Here it is otherwise: {', '.join(differs)}." if differs else "What can be compared is the same here."
-    texts = {row["what"]: str(row["there"]) for row in rows}
-    told = [{"line": f"{what}: {text if what == 'command' else cut(text, 100)}"} for what, text in texts.items()]
-    return Result("made", {"made": rows, "said": told}, answer=answer)
 
 
 def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
@@ -82,10 +38,7 @@ def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
     out : folder for the site.
     title : what to call it.
     """
-    from qkscope.runs.result import Result
-    from qkscope.show.gallery import write_gallery
-
-    return Result.read(write_gallery(out, *folders, title=title).parent)
+    return Result.read(qk.write_gallery(out, *folders, title=title).parent)
 
 
 def svd(
@@ -99,15 +52,11 @@ def svd(
     heads : heads like L18H6,L18H7; all by default.
     out : a .safetensors file for the singular vectors.
     """
-    from qkscope.analyses.relative import singular_basis
-    from qkscope.runs.folder import read_tensors
-    from qkscope.runs.result import Result
-
     if out is not None and Path(out).suffix != ".safetensors":
         raise BadInput(f"{out} should be a file that ends in .safetensors.")
     if out is not None and Path(out).exists():
         read_tensors(out, "singular_basis")  # refused where it is something else: it may be somebody's weights
-    basis = singular_basis(scope, heads)
+    basis = qk.singular_basis(scope, heads)
     if out is not None:
         basis.save(out)
     rows = basis.table()
@@ -121,10 +70,8 @@ def fetch(name: str) -> None:
 
     Parameters
     ----------
-    name : smollm2-135m (93 MB), or gemma3-270m (240 MB; its terms of use apply).
+    name : smollm2-135m (93 MB), gemma3-270m (240 MB; its terms of use apply) or qwen2.5-coder-1.5b (1.1 GB).
     """
-    from qkscope.capture.files import fetch as fetch_model
-
     say(f"{fetch_model(name, say)} is ready.")
     print_end(then=command("why", PROMPT, model=name))
 
@@ -136,8 +83,6 @@ def schema(verb: str) -> None:
     ----------
     verb : one of why, trace, heads, decompose, swap, atlas, sparsity, svd or demo.
     """
-    import json
-
     known = json.loads(Path(__file__).with_name("schemas.json").read_text())
     if verb not in known:
         raise BadInput(f"there is no schema of {verb!r}: take one of {', '.join(known)}.")
@@ -159,9 +104,7 @@ def _record(columns: Mapping[str, list[str]]) -> dict[str, Any]:
     return {"type": "object", "properties": {name: {"type": of} for name, of in types.items()}}
 
 
-# ---------------------------------------------------------------------- the main job
-
-
+@verb("demo")
 def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
     """Run the main job on the embedded model: find heads, take them apart, test it causally, and say why of a prompt.
 
@@ -172,44 +115,25 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
     out : folder for the results and the page.
     n : prompts for finding, fitting and testing, each.
     """
-    from qkscope.runs.folder import check_folder
-
-    check_folder(out, "demo")
-    import time
-
-    from qkscope import Scope, attribute, decompose, find_heads, swap, tasks, why
-    from qkscope.runs.progress import doing
-    from qkscope.runs.result import Result, provenance
-    from qkscope.show.page import report_html
-
-    start, scope, task = time.perf_counter(), Scope.load("smollm2-135m"), tasks.binding(entities=9, form="list")
+    scope, task = Scope.load("smollm2-135m"), qk.tasks.binding(entities=9, form="list")
     with doing(f"scoring all {len(scope.heads())} heads"):
-        ranking = find_heads(scope, task, n)
+        ranking = qk.find_heads(scope, task, n)
     best = ranking.top("row_accuracy")  # right in the whole row: a head may prefer a box and yet hardly look at any
     heads = [str(head) for head in ranking.above(0.30, by="row_accuracy")][:_HEADS] or [best[0]["head"]]
     control = min(ranking.top(), key=lambda row: abs(row["accuracy"] - row["chance"]))["head"]
     with doing(f"fitting order and lexical features of {', '.join(heads)}"):
-        fit = decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
+        fit = qk.decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     with doing("swapping them on held-out prompts"):
-        swaps = swap(scope, task.test(n), fit, heads, clouds=True)
-    parts, asked = attribute(scope, PROMPT, heads[0], fit), why(scope, PROMPT, heads[0], features=fit)
-    tables = {
-        "heads": best[:12], "ranks": fit.table(), "swap": swaps.table(), "curve": swaps.tables["curve"],
-        "tokens": parts.tables["tokens"], "said": [{"line": f"Why: {asked.answer}"}, *asked.tables["said"][:3]],
-    }  # fmt: skip
-    answer, claims = _findings(heads[0], control, tables)
-    about = provenance(model=scope.name, weights=scope.weights_hash, n=n, seed=0)
-    seconds = time.perf_counter() - start
-    result = Result("demo", tables, claims, model=scope.name, seconds=seconds, answer=answer, provenance=about)
-    page = report_html([replace(result, tables={}), ranking, fit, swaps, parts, asked], title="demo")
-    result.write(out, files={"report.html": page})
-    return result
+        swaps = qk.swap(scope, task.test(n), fit, heads, clouds=True)
+    parts, why = qk.attribute(scope, PROMPT, heads[0], fit), qk.why(scope, PROMPT, heads[0], features=fit)
+    said = [{"line": f"Why: {why.answer}"}, *why.tables["said"][:3]]
+    told = {"heads": best, **fit.tables, **swaps.tables, **parts.tables, **why.tables, "said": said}
+    answer, claims = _findings(heads[0], control, told)
+    return Result("demo", told, claims, swaps.arrays, answer=answer, **made_with(scope, n=n, seed=0))
 
 
 def _findings(head: str, control: str, tables: Mapping[str, Any]) -> tuple[str, list[Claim]]:
     """What the best head shows, in a sentence and as claims; ``control`` is a head at chance."""
-    from qkscope.runs.claims import Claim
-
     best = next(row for row in tables["heads"] if row["head"] == head)
     swapped = {row["condition"]: row for row in tables["swap"] if row["head"] == head}
     both, lexical, random, key_pca = (swapped[name] for name in ("both", "lexical", "random_both", "key_pca_both"))
@@ -234,90 +158,3 @@ def _findings(head: str, control: str, tables: Mapping[str, Any]) -> tuple[str, 
         Claim(f"the 99% rank tells {head} from {control}, a head at chance", "lexical rank 9-10",
               ranks[head], ranks[control], "ours != control"),
     ]  # fmt: skip
-
-
-# ---------------------------------------------------------------------- the next command
-
-_SCOPE = ("model", "device", "dtype")
-
-
-def _some(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: values.get(name) for name in names}
-
-
-def _after_why(values: Mapping[str, Any], result: Result) -> str:
-    if values["fit"]:
-        return command("view", live=True, fit=values["fit"])
-    if result.experiment == "why/prompts":
-        return _after_prompts(values, result)
-    same = _some(values, "prompt", "query", "chat", *_SCOPE)
-    rival = _some(values, "versus")  # trace's is another: a key
-    if "heads" in result.tables:
-        return command("why", **same, **rival, head=_telling(result))
-    head = values["head"] or values["heads"][0]
-    carried = [row for row in result.tables.get("carriers", ()) if row["verdict"] == "shown"]
-    carriers = [(name, row["side"]) for row in carried for name in row["writers"].split(", ") if "H" in name]
-    if carriers:  # and why did that one look there?
-        name, side = carriers[0]
-        at = {"query": result.tables["output"][0]["key"]} if side == "key" else {}
-        return command("why", **{**same, **rival, **at, "head": name})
-    if head.layer == 0:  # the embedding alone writes there: nothing to trace
-        return command("why", **same, **rival)
-    return command("trace", **same, heads=head, key=values["key"])
-
-
-def _after_prompts(values: Mapping[str, Any], result: Result) -> str:
-    """Why of a prompt in which a head looks at something; where none was named, reasons of the first heads."""
-    same = _some(values, "chat", *_SCOPE)
-    if "decides" in result.tables:
-        first = ",".join(row["head"] for row in result.tables["decides"][:2])
-        return command("why", values["prompt"], heads=first, **same)
-    row = max(result.tables["prompts"], key=lambda row: float(row["attention"]))
-    return command("why", result.tables["answers"][row["prompt"]]["said"], head=row["head"], **same)
-
-
-def _telling(result: Result) -> str:
-    """The head to ask about: one that helps and looks at the answer or at its rival, rather than at itself."""
-    places = ["answer", "rival", "", "itself"]
-    helps = [row for row in result.tables["heads"] if row["direction"] == "for"][:10]
-    return str(min(helps or result.tables["heads"][:1], key=lambda row: places.index(row["at"]))["head"])
-
-
-def _after_heads(values: Mapping[str, Any], result: Result) -> str:
-    """Decompose the first heads; where no head does the task another form of it, or what heads do without one."""
-    named = ",".join([row["head"] for row in result.table() if row["reaches"]][:2])
-    same = _some(values, *_SCOPE, "form", "size", "seed", "chat")
-    if named:
-        return command("decompose", values["task"], heads=named, out=Path("runs") / Path(values["task"]).stem, **same)
-    if values["task"] == "binding":
-        return command("heads", "binding", **same | {"form": "sentence" if same["form"] in (None, "list") else None})
-    return command("atlas", **_some(values, *_SCOPE))
-
-
-def _after_trace(values: Mapping[str, Any], result: Result) -> str:
-    return command("view", values["out"]) if values["out"] else command("trace", **{**values, "out": "runs/trace"})
-
-
-def _after_atlas(values: Mapping[str, Any], result: Result) -> str:
-    """Ask why of the strongest look of a head that has a reason."""
-    looks = sorted(result.tables["examples"], key=lambda row: (row["job"] != "induction", -row["attention"]))
-    if not looks:
-        return command("view", values["out"])
-    text = "".join(looks[0]["tokens"][: looks[0]["query"] + 1])
-    return command("why", text, head=looks[0]["head"], **_some(values, *_SCOPE))
-
-
-def _then_view(values: Mapping[str, Any], result: Result) -> str:
-    return command("view", values.get("out") or values.get("fit") or values["folder"])
-
-
-NEXT: dict[str, Callable[[Mapping[str, Any], Any], str]] = {
-    "why": _after_why,
-    "trace": _after_trace,
-    "heads": _after_heads,
-    "decompose": lambda values, result: command("swap", values["out"], **_some(values, "device", "dtype")),
-    "atlas": _after_atlas,
-    "demo": lambda values, result: command("why", PROMPT),
-    "svd": lambda values, result: command("sparsity", "ioi", out="runs/ioi", **_some(values, *_SCOPE)),
-    **dict.fromkeys(("swap", "sparsity", "view", "gallery"), _then_view),
-}

@@ -25,12 +25,12 @@ import typer
 
 import qkscope
 from qkscope import tasks
-from qkscope.cli import All, Json, app, end_lines, print_result
-from qkscope.cli.begin import NEXT
+from qkscope.cli import All, Json, app, end_lines, next_command, print_result, say
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
 from qkscope.runs.progress import doing
+from qkscope.runs.result import Result
 
 MODEL = "smollm2-135m"
 PYTHON = "python"  # what Python's own texts are called: its help topics, English that needs no download
@@ -40,29 +40,23 @@ Values = dict[str, Any]
 """What was typed, by the name of its option."""
 
 
-class Verb(NamedTuple):
-    """A command: its function as ``module:name``, its panel in the help, and ``--out`` where that is not given."""
-
-    home: str
-    panel: str = "Commands"
-    out: Any = None
+_FIRST = ("why", "trace", "heads", "decompose", "swap", "atlas", "sparsity", "view", "demo", "fetch")  # in the help
+_OUT = {"decompose": _NEEDED, "atlas": Path("runs/atlas")}  # where it would be a pity to lose what takes minutes
 
 
-VERBS = {
-    "why": Verb("qkscope.analyses.why.why:why"),
-    "trace": Verb("qkscope.analyses.trace.trace:trace"),
-    "heads": Verb("qkscope.analyses.find:find_heads"),
-    "decompose": Verb("qkscope.analyses.decompose:decompose", out=_NEEDED),
-    "swap": Verb("qkscope.analyses.swap:swap"),
-    "atlas": Verb("qkscope.analyses.atlas:atlas", out=Path("runs/atlas")),
-    "sparsity": Verb("qkscope.analyses.sparsity:sweep"),
-    "view": Verb("qkscope.cli.begin:view"),
-    "demo": Verb("qkscope.cli.begin:demo"),
-    "fetch": Verb("qkscope.cli.begin:fetch"),
-    "svd": Verb("qkscope.cli.begin:svd", "More"),
-    "gallery": Verb("qkscope.cli.begin:gallery", "More"),
-    "schema": Verb("qkscope.cli.begin:schema", "More"),
-}
+def _verbs() -> dict[str, str]:
+    """Every command and its function, as ``module:name``: those that have the name of their ``@verb``, and a few."""
+    source, homes = Path(qkscope.__file__).parent, dict[str, str]()
+    for path in (source / "analyses").rglob("*.py"):
+        for name in re.findall(r'^@verb\("(\w+)".*\)\ndef \1\(', path.read_text(encoding="utf-8"), re.MULTILINE):
+            homes[name] = f"qkscope.{'.'.join(path.relative_to(source).with_suffix('').parts)}:{name}"
+    homes |= {name: f"qkscope.cli.begin:{name}" for name in ("demo", "fetch", "svd", "gallery", "schema")}
+    homes |= {"heads": "qkscope.analyses.find:find_heads", "sparsity": "qkscope.analyses.sparsity:sweep"}
+    homes |= {"view": "qkscope.show.live:view"}
+    return {name: homes[name] for name in dict.fromkeys([*_FIRST, *homes])}
+
+
+VERBS = _verbs()
 
 
 # ---------------------------------------------------------------------- a function, read off its source
@@ -113,7 +107,7 @@ def _plain(text: str) -> str:
 
 def _constant(node: ast.expr | None, module: str) -> Any:
     """A default: what is written, or what this module (or the one that it imports from) calls by this name."""
-    if node is None or isinstance(node, ast.Lambda):
+    if node is None or isinstance(node, ast.Lambda | ast.Attribute):  # functions are for Python
         return _NEEDED if node is None else None
     if not isinstance(node, ast.Name):
         return ast.literal_eval(node)
@@ -152,7 +146,7 @@ def _option(
 
 
 _argument = partial(_option, argument=True)
-_MODELS = "Hub id, folder, .gguf file, smollm2-135m, gemma3-270m, or nano:mixed."
+_MODELS = "Hub id, folder, .gguf file, a name that fetch takes (smollm2-135m), or nano:mixed."
 _FORMS = "list, sentence or question (binding); bullets or find (filter); ABBA, BABA or single (ioi)."
 _OF_MODEL = [
     _option("model", str, None, _MODELS, show_default=MODEL),
@@ -171,7 +165,7 @@ _OF_ALL = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
     for name, kind in (("everything", All), ("as_json", Json))
 ]
-_TYPES = {"int": int, "Count": int, "Seed": int, "str": str, "bool": bool, "list[Path]": list[Path]}
+_TYPES = {"int": int, "Count": int, "Natural": int, "Seed": int, "str": str, "bool": bool, "list[Path]": list[Path]}
 
 
 def typed(parameter: Parameter) -> list[inspect.Parameter]:
@@ -207,7 +201,7 @@ def typed(parameter: Parameter) -> list[inspect.Parameter]:
     if name == "part":
         part = "Make every N-th piece of the work, from the I-th on; all parts share --out, and the last adds them up."
         return [_option(name, str, None, part, metavar="I/N", read="part")]
-    if parameter.takes("Mapping") or name == "progress":
+    if parameter.takes("Mapping") or name in ("progress", "say"):
         return []
     if name in _SHARED and (name != "model" or default is _NEEDED):
         return [_SHARED[name]]
@@ -258,6 +252,8 @@ def argument(parameter: Parameter, values: Values) -> Any:
         value = value or MODEL
     elif name == "chat" and ("task" in values or not value):  # a task says itself whether its prompts are chat
         value = None
+    elif name == "say":
+        value = say
     return value
 
 
@@ -344,28 +340,28 @@ def make_task(values: Mapping[str, Any]) -> Any:
 
 
 def _parameters(name: str) -> list[Parameter]:
-    """Those of a verb; ``--out`` is needed, or has a place, where it would be a pity to lose what takes minutes."""
-    home, _, out = VERBS[name]
-    return [p._replace(default=out or p.default) if p.name == "out" else p for p in signature(home)[1]]
+    """Those of a verb, with its ``--out``."""
+    return [p._replace(default=_OUT.get(name, p.default)) if p.name == "out" else p for p in signature(VERBS[name])[1]]
 
 
 def run(name: str, values: Values) -> None:
     """Run a verb with what was typed, and print what it gives."""
     everything, as_json = values.pop("everything", False), values.pop("as_json", False)
-    given = {parameter.name: argument(parameter, values) for parameter in _parameters(name) if typed(parameter)}
-    module, _, function = VERBS[name].home.partition(":")
+    wanted = [parameter for parameter in _parameters(name) if typed(parameter) or parameter.name == "say"]
+    given = {parameter.name: argument(parameter, values) for parameter in wanted}
+    module, _, function = VERBS[name].partition(":")
     with doing(name, None if "scope" in given else False):  # a line that says how far it is
         verb = getattr(import_module(module), function)
         result = verb(**{name: value for name, value in given.items() if value is not None})
-    if result is not None and result.answer:  # otherwise there is nothing to print, or another process prints it
+    if isinstance(result, Result) and result.answer:  # otherwise nothing is left to print, or another process prints it
         ends = result.tables and not as_json  # of a part there are none
-        end = end_lines(given.get("out"), then=NEXT[name](values, result)) if ends else []
+        end = end_lines(given.get("out"), then=next_command(name, values, result)) if ends else []
         print_result(result, as_json, everything, end)
 
 
 def _add_commands() -> None:
     last = {*_SHARED, "out", "part", *(option.name for option in _OF_ALL)}
-    for name, (home, panel, _) in VERBS.items():
+    for name, home in VERBS.items():
         options = [option for parameter in _parameters(name) for option in typed(parameter)]
         options += [] if name in ("fetch", "schema") else _OF_ALL
         unique = {option.name: option for option in options}.values()
@@ -374,6 +370,7 @@ def _add_commands() -> None:
             run(verb, values)
 
         vars(command)["__signature__"] = inspect.Signature(sorted(unique, key=lambda option: option.name in last))
+        panel = "Commands" if name in _FIRST else "More"
         app.command(name, help=signature(home)[0], rich_help_panel=panel)(command)
 
 

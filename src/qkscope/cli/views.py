@@ -25,8 +25,6 @@ _RULE = Box("\n".join(["    ", "    ", " ─  ", *["    "] * 5]) + "\n")  # belo
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
-Source = str | Callable[[Row], Any]
-"""Where cells come from: a column, with its 95% interval where it ends in ``±``, or a function of the row."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +34,19 @@ class View:
     Parameters
     ----------
     table : its name.
-    columns : names with commas between, ``heading=column`` where the heading is another; or headings and where their
-        cells come from. A heading that ends in ``?`` is left out where all rows say the same.
+    columns : names with commas between, ``heading=column`` where the heading is another. A heading that ends in ``?``
+        is left out where all rows say the same; a column that ends in ``±`` has its 95% interval, one in ``!r`` quotes.
     note : what the headings mean, in a line.
     pick : which rows, in which order; those after the tenth are left out.
     """
 
     table: str
-    columns: str | Mapping[str, Source]
+    columns: str
     note: str = ""
     pick: Callable[[Rows], Rows] = list
 
 
-def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, dict[str, Source], int, str] | None:
+def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, dict[str, str], int, str] | None:
     """The rows and columns of the one table that a verb prints, how many rows there are, and what its headings mean.
 
     Parameters
@@ -64,7 +62,8 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, 
         return None
     view = view or View("", ", ".join(f"{name}?" for name in rows[0]))
     picked = list(view.pick(rows))[:MOST_ROWS]
-    sources = _sources(view.columns) if isinstance(view.columns, str) else view.columns
+    named = (name.partition("=") for name in view.columns.split(", "))
+    sources = {heading.rstrip("±"): column or heading.rstrip("?") for heading, _, column in named}
     kept = {
         heading.rstrip("?"): source
         for heading, source in sources.items()
@@ -73,13 +72,7 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, 
     return picked, dict(list((kept or sources).items())[:MOST_COLUMNS]), len(rows), view.note
 
 
-def _sources(columns: str) -> dict[str, Source]:
-    """Headings and columns of ``"head?, share±, after=orig_after"``."""
-    named = (name.partition("=") for name in columns.split(", "))
-    return {heading.rstrip("±"): column or heading.rstrip("?") for heading, _, column in named}
-
-
-def drawn(rows: Rows, columns: Mapping[str, Source], width: int, *, whole: bool = False) -> Iterator[Table]:
+def drawn(rows: Rows, columns: Mapping[str, str], width: int, *, whole: bool = False) -> Iterator[Table]:
     """Tables that stand one below the other where the columns do not fit side by side, the first column repeated.
 
     Parameters
@@ -90,7 +83,7 @@ def drawn(rows: Rows, columns: Mapping[str, Source], width: int, *, whole: bool 
         these are left out.
     """
     cells = [[_cell(source, row, 4 if whole else None) for row in rows] for source in columns.values()]
-    numeric = [any(_is_number(_value(source, row)) for row in rows) for source in columns.values()]
+    numeric = [any(_is_number(row.get(source.rstrip("±"))) for row in rows) for source in columns.values()]
     needed, groups = list[int](), [[0]]
     for i, heading in enumerate(columns):
         longest = max(map(cell_len, cells[i]))
@@ -129,18 +122,14 @@ def cell(value: Any, digits: int | None = None) -> str:
     return f"{value:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"
 
 
-def _value(source: Source, row: Row) -> Any:
-    return source(row) if callable(source) else row.get(source.rstrip("±"))
-
-
-def _cell(source: Source, row: Row, digits: int | None = None) -> str:
-    if isinstance(source, str) and source.endswith("±"):
-        name = source.rstrip("±")
+def _cell(source: str, row: Row, digits: int | None = None) -> str:
+    name = source.removesuffix("±").removesuffix("!r")
+    if source.endswith("±"):
         ends = (f"{name}_low", f"{name}_high") if f"{name}_low" in row else ("low", "high")
         values: list[Any] = [row.get(column) for column in (name, *ends)]
         if all(map(_is_number, values)):  # two decimals, more only of large ones, and never -0.00
             return "{} [{}, {}]".format(*(f"{round(x, 2) + 0.0:.2f}" if abs(x) < 100 else f"{x:.0f}" for x in values))
-    return cell(_value(source, row), digits)
+    return repr(row[name]) if source.endswith("!r") else cell(row.get(name), digits)
 
 
 def _is_number(value: Any) -> bool:
@@ -161,14 +150,14 @@ def where(column: str, value: Any) -> Callable[[Rows], Rows]:
 
 
 def _swapped(rows: Rows) -> Rows:
-    """Of every head its features beside random subspaces and key PCA; of many heads, the joint feature alone."""
+    """Of every head its features beside random subspaces and rivals; of many heads, the joint feature alone."""
     joint = [row["feature"] for row in rows if row["kind"] == "feature"][-1]
     places = list(dict.fromkeys((row["head"], row["feature"]) for row in rows))
-    told = [row for row in rows if row["kind"] in ("feature", "random", "key_pca")]
+    told = [row for row in rows if row["kind"] not in ("oblique", "summed", "cov_qk", "sham")]  # a new rival is told
     told.sort(key=lambda row: places.index((row["head"], row["feature"])))  # each beside its controls
     of_joint = [row for row in told if row["feature"] == joint]
     fewer = [row for row in told if row["feature"] == joint or row["kind"] == "feature"]
-    least = [row for row in of_joint if row["kind"] != "key_pca"]
+    least = [row for row in of_joint if row["kind"] in ("feature", "random")]
     return next((rows for rows in (told, fewer, of_joint) if len(rows) <= MOST_ROWS), least)
 
 
@@ -205,10 +194,17 @@ VIEWS: dict[str, Sequence[View]] = {
         "source: the paper states or implies it, or it is ours; tie: the 95% interval leaves it open.",
     )],
     "why": [View(  # with a head its lines say it all
-        "heads", {"head": "head", "looks at": lambda row: repr(row["token"]), "attention": "attention",
-                  "P without it": "probability", "lead changes by": "difference", "it is": "direction"},
+        "heads",
+        "head, looks at=token!r, attention, P without it=probability, lead changes by=difference, it is=direction",
         pick=_for_and_against,
     )],
+    "why/circuit": [
+        View(
+            "paths", "node, share, path to a word=way, because=reason",
+            "share: of the lead, written straight to the answer; ←: by its largest part.",
+        ),
+        View("roles", "writer, role, score", "score: what the node gives to the lead, by integrated gradients."),
+    ],
     "why/prompts": [
         View(
             "reasons", "head, reason=kind, prompts=count, of=prompts, share±, attention",

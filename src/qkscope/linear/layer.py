@@ -202,6 +202,55 @@ class AffineLayer:
         return self.pull(kind, [head] * width, basis)[0].permute(1, 2, 0, 3)
 
 
+class PartLayer:
+    """What the parts of one block besides its heads put out, as functions of its stream and of its heads' outputs.
+
+    The block's own code runs again, norms frozen, on the tokens of one prompt; a direction is pulled back by autograd.
+    A part is not linear: what its gradient misses of it is a constant.
+
+    Parameters
+    ----------
+    run : of one prompt, with every token as a key.
+    layer : which block.
+    """
+
+    def __init__(self, run: Run, layer: int) -> None:
+        block, hidden = run.reader.blocks[layer], stream_of(*run.called[layer])
+        self.x = hidden.detach().float().requires_grad_()
+        self.z = run.heads[layer][:, 1:].to(hidden.device).requires_grad_() if layer in run.heads else None
+        self.out: dict[nn.Module, Tensor] = {}
+
+        def float_of(value: Tensor) -> Tensor:
+            return self.x if value is hidden else value.float() if value.is_floating_point() else value
+
+        def given(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+            return self.z.reshape(args[0].shape) if self.z is not None else args[0], *args[1:]
+
+        def gave(part: nn.Module, _args: Any, out: Any) -> None:
+            out = out[0] if isinstance(out, tuple) else out
+            if out.numel() == self.x.numel():  # a norm is run on a vector of its own, too, to be taken apart
+                self.out[part] = out.reshape(self.x.shape)
+
+        hooks = Frozen().hooks(block.module.modules())
+        hooks += [part.register_forward_hook(gave) for part in block.parts]
+        hooks += [] if block.output is None else [block.output.register_forward_pre_hook(given)]
+        full = {name: weight.detach().float() for name, weight in block.module.named_parameters()}
+        with cleared(hooks), torch.enable_grad():
+            functional_call(block.module, full, *tree_map_only(Tensor, float_of, run.called[layer]))
+
+    def pull(
+        self, part: nn.Module, tokens: Int[Tensor, " p"], along: Float[Tensor, "1 p d_model"]
+    ) -> tuple[Float[Tensor, "1 p d_model"], Float[Tensor, "1 p he"] | None, Float[Tensor, "1 p"]]:
+        """A direction at some tokens, each once, on the stream and on the heads' outputs; what their sum misses."""
+        out, leaves = self.out[part], [self.x] if self.z is None else [self.x, self.z]
+        wanted = torch.zeros_like(out).index_add_(1, tokens.to(out.device), along.to(out))
+        pulled = torch.autograd.grad(out, leaves, wanted, retain_graph=True, allow_unused=True)
+        found = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, pulled, strict=True)]
+        said = sum(((leaf * g).sum(-1) for leaf, g in zip(leaves, found, strict=True)), -(out * wanted).sum(-1))
+        x, *z = (g.detach()[:, tokens].to(along) for g in found)
+        return x, z[0] if z else None, -said.detach()[:, tokens].to(along)
+
+
 def stream_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Float[Tensor, "b t d_model"]:
     """The residual stream among a block's arguments."""
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -248,9 +297,10 @@ class ClosedForm:
         call, form, offset = run.calls[first], reader.form(first), reader.scope.facts.layers[first].offset
         assert form is not None
         self.W, self.a, self.c, eps = reader.matrices(kind, tuple(own))
-        self._rotary = None if kind == "v" or call.rotary is None or offset is None else call.rotary.unit()
-        self._at: Any = run.row, run.columns[:, slots], offset or 0
-        x = torch.stack([run.hidden(layer, slots) for layer in layers])
+        rotary = None if kind == "v" or offset is None else call.rotary
+        self._rotary = None if rotary is None else rotary.unit.at(run.row, run.columns[:, slots])
+        self._offset = offset or 0
+        x = run.hidden(layers, slots)
         of_layer = reader.index([layers.index(layer) for layer, _ in own])
         sigma = torch.ones_like(x[..., :1])
         if eps is not None:
@@ -268,8 +318,7 @@ class ClosedForm:
         self.wrong = {layer for (layer, _), agrees in zip(own, fine.tolist(), strict=True) if not agrees}
 
     def _turned(self, x: Float[Tensor, "n h p d"], back: bool = False) -> Float[Tensor, "n h p d"]:
-        row, columns, offset = self._at
-        return x if self._rotary is None else self._rotary.turn(x, row, columns, offset, back)
+        return x if self._rotary is None else self._rotary.turn(x, self._offset, back)
 
     def pull(self, along: Float[Tensor, "n h p d"]) -> tuple[Float[Tensor, "n h p d_model"], Float[Tensor, "n h p"]]:
         """Directions on the heads' vectors as directions on the stream, and what the constants say in them."""

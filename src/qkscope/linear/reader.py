@@ -23,7 +23,7 @@ from qkscope.capture.tap import Call, Stop, cleared
 from qkscope.errors import BadInput
 from qkscope.heads import BIAS, EMBEDDING, Head, Writer
 from qkscope.linear.layer import Kind, stream_of
-from qkscope.linear.run import KINDS, Run, Side
+from qkscope.linear.run import KINDS, Run, Side, fits
 from qkscope.linear.split import last_modules
 from qkscope.linear.weights import BlockCall, Form, form_of, recorded
 
@@ -67,6 +67,7 @@ class Reader:
         self.blocks = read_blocks(scope.model, scope.facts.layer_of)
         self._norms: dict[nn.Module, Norm] = {}
         self._said: dict[Any, Any] = {}
+        self._overwrites = False  # whether blocks write into what their parts put out
         self.device = input_device(scope.model)
         self.together = 4 if self.device.type == "cpu" else 64
 
@@ -114,6 +115,11 @@ class Reader:
         zero = module(weight.new_zeros(1, width))[0].float()
         W = module(torch.eye(width, dtype=weight.dtype, device=weight.device)).float() - zero
         return W.unflatten(0, (self.scope.facts.layers[layer].n_heads, -1)).mT.contiguous(), zero
+
+    @_once
+    def stacked_outputs(self, layers: tuple[int, ...]) -> Float[Tensor, "l h d e"]:
+        """W_O of the heads of layers of one shape."""
+        return torch.stack([self.output_weights(layer)[0].to(self.device) for layer in layers])
 
     def taken_apart(self, norm: nn.Module, like: Tensor) -> Norm:
         """A norm's gain, bias and centring, asked for once."""
@@ -184,11 +190,12 @@ class Reader:
         inputs: dict[str, Tensor],
         places: Places,
         *,
-        deep: bool = False,
+        deep: bool | Sequence[int] = False,
         last: int | None = None,
         layers: Sequence[int] = (),
         logits: bool = False,
         neurons: bool = False,
+        visits: Sequence[Callable[[Call], None]] = (),
     ) -> Run:
         """Run a batch up to the deepest layer that is read, and keep what the writers left at these places.
 
@@ -198,24 +205,30 @@ class Reader:
         ----------
         inputs : of the model.
         places : where to look.
-        deep : whether every layer can be asked, not only those of the heads: what their writers read, and why.
+        deep : whether every layer can be asked, not only those of the heads: what their writers read, and why; or which
+            layers can be.
         last : layer whose writers are asked about, where the model runs on to its logits; by default any.
-        layers : others whose input is kept.
+        layers : others whose input is kept, and that of their MLP.
         logits : whether to run the whole model, with next-token logits at the queries.
         neurons : whether to keep what the last matrix of every MLP is given.
+        visits : see, and may change, every attention call.
         """
         keys = places.keys.masked_fill(~places.key_mask, 0)
         run = Run(self, places.row, torch.cat([places.query[:, None], keys], dim=1), inputs)
         rows = len(next(iter(inputs.values())))
         deepest = max(self.layers) if last is None else last
         end = len(self.blocks) - 1 if logits else deepest
-        kept = set(range(deepest + 1)) if deep else {*self.layers, *layers}
-        last_of = self.last if neurons else {}
+        asked = self.layers if isinstance(deep, bool) else deep
+        kept = set(range(deepest + 1)) if deep is True else {*asked, *layers}
+        last_of, later = self.last if neurons else {}, dict[Any, list[tuple[dict[Any, Tensor], Any, Tensor, int]]]()
 
         def note(noted: dict[Any, Tensor], key: Any, value: Any) -> None:
             value = value[0] if isinstance(value, tuple | list) else value
             value = value.reshape(rows, -1, value.shape[-1]) if value.ndim == 2 else value  # experts: tokens in one row
-            noted[key] = run.pick(value)
+            if self._overwrites or not fits(value, len(self.blocks)):
+                noted[key] = run.pick(value)
+            else:
+                later.setdefault((id(noted), value.shape, value.device), []).append((noted, key, value, value._version))
 
         def given(noted: dict[Any, Tensor], key: Any, module: nn.Module) -> None:
             hooks.append(module.register_forward_pre_hook(lambda _, args: note(noted, key, args)))
@@ -228,7 +241,7 @@ class Reader:
                 raise Stop
 
         def entering(layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if layer == 0 or not deep or layer in layers:
+            if layer == 0 or layer in layers:
                 note(run.entered, layer, stream_of(args, kwargs))
             if layer in kept:
                 run.called[layer] = args, kwargs
@@ -259,8 +272,18 @@ class Reader:
                     given(run.heads, layer, block.output)
                 for part in block.parts:
                     hooks.append(part.register_forward_hook(lambda part, _, out: note(run.gave, part, out)))
+                    if layer in layers:
+                        given(run.given, part, part)
                     if part in last_of:
                         given(run.neurons, part, last_of[part][0])
-            shown = None if logits else {*kept, end}
-            run.logits = self.scope.watch(inputs, take, rotary=True, logits_at=places if logits else None, only=shown)
+            shown, at = None if logits or visits else {*kept, end}, places if logits else None
+            run.logits = self.scope.watch(inputs, *visits, take, rotary=True, logits_at=at, only=shown)
+        if any(value._version != version for some in later.values() for *_, value, version in some):
+            self._overwrites = True  # a block adds to what its parts put out: what is noted must be copied at once
+            return self.record(
+                inputs, places, deep=deep, last=last, layers=layers, logits=logits, neurons=neurons, visits=visits
+            )
+        for some in later.values():
+            for (noted, key, *_), value in zip(some, run.pick_all([value for *_, value, _ in some]), strict=True):
+                noted[key] = value
         return run

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkscope.capture.blocks import Entered, Heads, Node, Norm, Normed, Part, Scaled, Sum, full_output
-from qkscope.capture.gather import Picker
+from qkscope.capture.blocks import Entered, Heads, Node, Norm, Normed, Part, Sum, full_output
+from qkscope.capture.gather import Picker, index_on
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.tap import Call
 from qkscope.heads import BIAS, EMBEDDING, Head
@@ -32,6 +32,7 @@ Side = Literal["query", "key"]
 KINDS: dict[Side, Kind] = {"query": "q", "key": "k"}
 _OF_ROWS = ("entered", "heads", "gave", "given", "neurons")
 _KEPT = 4096  # tokens of layers whose graphs are kept ready to be asked again: of a long prompt, those of a few
+_STACKED = 2**28  # bytes of tensors that are gathered from at once
 _ROWS = 128  # of attention, made at once: a row has a copy of all keys
 
 
@@ -72,6 +73,11 @@ class Answer:
     parts: dict[str, Tensor] = field(default_factory=dict)
 
 
+def fits(value: Tensor, count: int) -> bool:
+    """Whether so many tensors may be held and gathered from together: a GPU waits for its orders, a CPU does not."""
+    return value.device.type != "cpu" and count * value.nbytes <= _STACKED
+
+
 def _add(values: dict[Any, Tensor], key: Any, value: Tensor) -> None:
     values[key] = values[key] + value if key in values else value
 
@@ -83,14 +89,12 @@ class Run:
     Attributes
     ----------
     reader : whose heads are read.
-    row, columns : which row of the batch, and which of its columns.
-    inputs : of the model.
+    row, columns, inputs : which row of the model's inputs, and which of its columns.
     entered : by layer, what entered the block: Float [n, p, d_model].
     heads : by layer, the heads' outputs before W_O, head after head: Float [n, p, h·e].
     gave, given : by module, what a part put out, and what a norm was given: Float [n, p, d_model].
     neurons : by part, what its last matrix was given, where neurons are asked for: Float [n, p, f].
-    called : by layer, what its block was called with.
-    calls : by layer, its attention call.
+    called, calls : by layer, what its block was called with, and its attention call.
     left, logits : what left the last block, and next-token logits at the queries, a function of it; where asked for.
     """
 
@@ -108,6 +112,7 @@ class Run:
     left: Float[Tensor, "b t d_model"] | None = None
     logits: Float[Tensor, "n v"] | None = None
     _layers: dict[Any, AffineLayer] = field(default_factory=dict, init=False)
+    _vectors: dict[Any, Tensor] = field(default_factory=dict, init=False)
 
     @cached_property
     def captured(self) -> Capture:
@@ -125,20 +130,22 @@ class Run:
         """The slots of a side."""
         return slice(0, 1) if side == "query" else slice(1, None)
 
-    def slots(self, some: Sequence[int] | slice) -> Self:
-        """Some of the places, in the order named."""
-        kept: Any = {name: {key: value[:, some] for key, value in getattr(self, name).items()} for name in _OF_ROWS}
-        return replace(self, columns=self.columns[:, some], **kept)
-
-    def rows(self, some: slice) -> Self:
-        """Some of the rows."""
-        kept: Any = {name: {key: value[some] for key, value in getattr(self, name).items()} for name in _OF_ROWS}
-        return replace(self, row=self.row[some], columns=self.columns[some], **kept)
+    def slots(self, some: Sequence[int] | slice, rows: slice = slice(None)) -> Self:
+        """Some of the places, in the order named, of some rows."""
+        kept: Any = {name: {key: x[rows, some] for key, x in getattr(self, name).items()} for name in _OF_ROWS}
+        return replace(self, row=self.row[rows], columns=self.columns[rows, some], **kept)
 
     def pick(self, value: Float[Tensor, "b t *d"], slots: Any = slice(None)) -> Float[Tensor, "n p *d"]:
         """What stands at some slots of these rows, in float32."""
         row, columns = self.row[:, None].to(value.device), self.columns[:, slots].to(value.device)
         return value[row, columns].to(self.row.device, torch.float32)
+
+    def pick_all(self, values: Sequence[Tensor], slots: Any = slice(None)) -> Float[Tensor, "l n p *d"]:
+        """The same of several tensors of one shape: small ones on a GPU are stacked first and gathered at once."""
+        if len(values) == 1 or not fits(values[0], len(values)):
+            return torch.stack([self.pick(value, slots) for value in values])
+        stacked = torch.stack(list(values)).movedim(0, 2)
+        return self.pick(stacked, slots).movedim(2, 0)
 
     # ------------------------------------------------------------------ one layer
 
@@ -153,31 +160,30 @@ class Run:
             self._layers[key] = AffineLayer(self.reader.scope, layer, block, given, true, self.row, columns)
         return self._layers[key]
 
-    def kv(self, head: Head, of: Literal["k", "v"] = "k") -> int:
-        """Which key head, or which head of values, a head reads."""
-        call = self.calls[head.layer]
-        return head.index // (call.q.shape[1] // getattr(call, of).shape[1])
-
     def index(self, head: Head, kind: Kind) -> int:
-        """The place of a head's queries, keys or values among its layer's."""
-        return head.index if kind == "q" else self.kv(head, kind)
+        """The place of a head's queries, keys or values among its layer's: several heads may read the same keys."""
+        call = self.calls[head.layer]
+        return head.index // (call.q.shape[1] // getattr(call, kind).shape[1])
 
     def vectors(self, own: Sequence[tuple[int, int]], kind: Kind, slots: Any) -> Float[Tensor, "n h p d"]:
         """Queries, keys or values as the attention was given them, of heads by layer and number, at some slots."""
-        layers = list(dict.fromkeys(layer for layer, _ in own))
-        every = torch.stack([self.pick(getattr(self.calls[layer], kind).transpose(1, 2), slots) for layer in layers])
-        of_layer, heads = self.reader.index([layers.index(layer) for layer, _ in own]), [index for _, index in own]
-        return every[of_layer, :, :, self.reader.index(heads)].transpose(0, 1)
+        asked = kind, str(slots) if isinstance(slots, slice) else None, *own  # those of one side are asked for twice
+        if asked[1] is None or asked not in self._vectors:
+            layers = list(dict.fromkeys(layer for layer, _ in own))
+            every = self.pick_all([getattr(self.calls[layer], kind).transpose(1, 2) for layer in layers], slots)
+            of_layer, heads = zip(*((layers.index(layer), index) for layer, index in own), strict=True)
+            at = (index_on(every.device, numbers) for numbers in (of_layer, heads))
+            self._vectors[asked] = every[next(at), :, :, next(at)].transpose(0, 1)
+        return self._vectors[asked]
 
     def true(self, head: Head, side: Side) -> Float[Tensor, "n p d"]:
         """A head's own queries or keys at the places of that side, as the dot product saw them."""
         kind = KINDS[side]
         return self.vectors([(head.layer, self.index(head, kind))], kind, self.at(side))[:, 0]
 
-    def hidden(self, layer: int, slots: Any) -> Float[Tensor, "n p d_model"]:
-        """What entered a layer, at some slots."""
-        entered = self.entered.get(layer)
-        return self.pick(stream_of(*self.called[layer]), slots) if entered is None else entered[:, slots]
+    def hidden(self, layers: Sequence[int], slots: Any) -> Float[Tensor, "l n p d_model"]:
+        """What entered some layers, at some slots."""
+        return self.pick_all([stream_of(*self.called[layer]) for layer in layers], slots)
 
     def closed(self, heads: Sequence[Head], kind: Kind, slots: Any) -> ClosedForm | None:
         """Heads of layers that are `alike`, in closed form; None where it does not give their true vectors."""
@@ -240,10 +246,11 @@ class Run:
 
     def streams(self, last: int) -> Iterator[tuple[int, list[Parts]]]:
         """What entered each layer up to the last one wanted, split among its writers, biases between."""
-        pieces = [Parts([EMBEDDING], self.entered[0][:, None])]
+        pieces, written = [Parts([EMBEDDING], self.entered[0][:, None])], self._written(last)
         for layer in range(last + 1):
             if layer:
-                pieces = self._through(layer - 1, self.reader.blocks[layer - 1].tree, pieces)
+                tree, wrote = self.reader.blocks[layer - 1].tree, written.get(layer - 1)
+                pieces = self._through(layer - 1, tree, pieces, wrote)
             yield layer, pieces
 
     def stream(self, layer: int) -> list[Parts]:
@@ -251,27 +258,38 @@ class Run:
         *_, (_, pieces) = self.streams(layer)
         return pieces
 
-    def _through(self, layer: int, node: Node, entered: list[Parts]) -> list[Parts]:
+    def _through(self, layer: int, node: Node, entered: list[Parts], wrote: Tensor | None) -> list[Parts]:
+        """What comes out of a part of a block, of what entered the block and what its heads wrote."""
         match node:
             case Entered():
                 return entered
             case Heads():
-                W, bias = self.reader.output_weights(layer)
-                z = self.heads[layer].unflatten(-1, (len(W), -1))
-                parts = torch.einsum("nphe,hde->nhpd", z, W.to(z))
-                return [Parts(self.reader.head_names(layer), parts), *self._constant(bias)]
+                assert wrote is not None
+                bias = self.reader.output_weights(layer)[1]
+                return [Parts(self.reader.head_names(layer), wrote), *self._constant(bias)]
             case Part(module):
                 return [Parts([self.reader.part_name(layer, module)], self.gave[module][:, None])]
-            case Scaled(gain, inner):
-                return [Parts(p.writers, p.values * gain.to(p.values)) for p in self._through(layer, inner, entered)]
             case Sum(terms):
-                every = [(number, piece) for number, term in terms for piece in self._through(layer, term, entered)]
+                every = [(number, p) for number, term in terms for p in self._through(layer, term, entered, wrote)]
                 return [p if number == 1 else Parts(p.writers, p.values * number) for number, p in every]
             case Normed(norm, inner):
                 own, scale = self.scale(norm)
-                pieces = self._through(layer, inner, entered)
+                pieces = self._through(layer, inner, entered, wrote)
                 turned = [Parts(p.writers, own.centred(p.values) * scale[:, None]) for p in pieces]
                 return [*turned, *self._constant(own.bias)]
+
+    def _written(self, last: int) -> dict[int, Float[Tensor, "n h p d"]]:
+        """By layer before the last, what each head wrote, behind W_O; layers of one shape in one product."""
+        groups: dict[Any, list[int]] = {}
+        for layer, z in self.heads.items():
+            if layer < last:
+                groups.setdefault((z.shape, self.reader.output_weights(layer)[0].shape), []).append(layer)
+        written: dict[int, Tensor] = {}
+        for (_, (heads, *_)), layers in groups.items():
+            z = torch.stack([self.heads[layer] for layer in layers]).unflatten(-1, (heads, -1))
+            parts = torch.einsum("lnphe,lhde->lhnpd", z, self.reader.stacked_outputs(tuple(layers)).to(z))
+            written |= zip(layers, parts.transpose(1, 2), strict=True)
+        return written
 
     def scale(self, norm: nn.Module, slots: Any = slice(None)) -> tuple[Norm, Float[Tensor, "n p d"]]:
         """What a norm in the stream multiplied each place by, its gain included."""
@@ -305,7 +323,7 @@ class Run:
         """
         scale = self.calls[head.layer].scale
         q = self.vectors([(head.layer, head.index)], "q", [query])[:, 0, 0]
-        k = self.vectors([(head.layer, self.kv(head))], "k", keys)[:, 0]
+        k = self.vectors([(head.layer, self.index(head, "k"))], "k", keys)[:, 0]
         P = torch.eye(q.shape[-1]).to(q) if projector is None else projector.to(q)
         met = torch.einsum("np,npd->nd", weights, k) @ P.T * scale
         asked = (q @ P)[:, None] * (weights * scale)[..., None]
@@ -340,10 +358,8 @@ class Run:
                 _add(answer.parts, name, g)
                 if module in self.gave:
                     _add(answer.values, name, (self.gave[module][:, slots] * g).sum(-1))
-            case Scaled(gain, inner):
-                return self._back(answer, slots, layer, inner, g * gain.to(g))
             case Sum(terms):
-                every = [self._back(answer, slots, layer, term, g * number) for number, term in terms]
+                every = [self._back(answer, slots, layer, term, g if n == 1 else g * n) for n, term in terms]
                 entering = [value for value in every if value is not None]
                 return sum(entering[1:], entering[0]) if entering else None
             case Normed(norm, inner):
@@ -376,5 +392,5 @@ class Run:
 
     def brought(self, head: Head, along: Float[Tensor, "n p e"]) -> Float[Tensor, "n p t"]:
         """Every token's value along directions on a head's output; times the attention it is what the head brought."""
-        values = self.calls[head.layer].v[:, self.kv(head, "v")]
+        values = self.calls[head.layer].v[:, self.index(head, "v")]
         return along @ values[self.row.to(values.device)].to(along).mT

@@ -55,7 +55,8 @@ def values_of(run: Run, weights: Float[Tensor, "n h k"], heads: Sequence[Head] |
     bytes_of_row = 4 * (writers + len(heads)) * run.columns.shape[1] * run.entered[0].shape[-1]
     step = max(_ROOM * run.reader.together // bytes_of_row, 1)
     starts = range(0, len(run.row), step)
-    every = [_values(run.rows(slice(i, i + step)), heads, weights[i : i + step], writers) for i in starts]
+    some = [run] if step >= len(run.row) else [run.slots(slice(None), slice(i, i + step)) for i in starts]
+    every = [_values(rows, heads, weights[i : i + step], writers) for i, rows in zip(starts, some, strict=True)]
     for parts in zip(*every, strict=True):
         yield parts[0][0], torch.cat([query for _, query, _ in parts]), torch.cat([key for _, _, key in parts])
 
@@ -65,15 +66,18 @@ def _values(run: Run, heads: Sequence[Head], weights: Tensor, writers: int) -> I
     by_layer, columns = dict[int, list[Head]](), {head: i for i, head in enumerate(heads)}
     for head in heads:
         by_layer.setdefault(head.layer, []).append(head)
-    parts = run.entered[0].new_empty(len(run.row), writers, *run.entered[0].shape[1:])
+    parts = run.entered[0].new_empty(writers, *run.entered[0].shape)  # writers first, as products leave them
     asking: list[tuple[list[Head], int, Tensor | None]] = []  # heads, writers before them, the sum of biases there
-    taken, filled, bias = list[Parts](), 0, None
+    taken, fresh, filled, bias = list[Parts](), list[Tensor](), 0, None
 
     def answered() -> Iterator[Values]:
         every, first = [head for heads, *_ in asking for head in heads], 0
+        if fresh:
+            torch.cat(fresh, out=parts[filled - sum(map(len, fresh)) : filled])
+            fresh.clear()
         own_weights = weights[:, run.reader.index([columns[head] for head in every])]
         sides = [
-            (slots, directions, parts[:, :filled, slots].flatten(2) @ directions.flatten(2).mT, said)
+            (slots, directions, parts[:filled, :, slots].transpose(0, 1).flatten(2) @ directions.flatten(2).mT, said)
             for slots, directions, said in _directions(run, every, own_weights)
         ]
         for heads, before, bias in asking:
@@ -93,11 +97,12 @@ def _values(run: Run, heads: Sequence[Head], weights: Tensor, writers: int) -> I
             asking.clear()
         if changed:
             taken, filled, bias = [], 0, None
+            fresh.clear()
         for piece in pieces[len(taken) :]:
             if piece.writers == [BIAS]:
                 bias = piece.values[:, 0] if bias is None else bias + piece.values[:, 0]
             else:
-                parts[:, filled : filled + len(piece.writers)] = piece.values
+                fresh.append(piece.values.transpose(0, 1))
                 filled += len(piece.writers)
         taken = pieces
         if layer in by_layer:
@@ -112,7 +117,7 @@ def _directions(
     at, to = run.at("query"), run.at("key")
     w = weights * torch.tensor([run.calls[head.layer].scale for head in heads]).to(weights)[:, None]
     q = run.vectors([(head.layer, head.index) for head in heads], "q", at)
-    k = run.vectors([(head.layer, run.kv(head)) for head in heads], "k", to)
+    k = run.vectors([(head.layer, run.index(head, "k")) for head in heads], "k", to)
     asked: list[tuple[slice, Kind, Tensor]] = [(at, "q", w[:, :, None] @ k), (to, "k", q * w[..., None])]
     for slots, kind, along in asked:
         directions, said = run.pull(heads, kind, slots, along)
@@ -136,7 +141,7 @@ def direct_effect(run: Run, layers: Sequence[int], written: Float[Tensor, "n d_m
     assert run.logits is not None
     with torch.enable_grad():
         along = torch.zeros_like(run.logits, requires_grad=True)
-        answer = _pulled(run, along)
+        answer = direct_effects(run, along)
         if answer is None:
             return None
         along_heads = torch.stack([answer.heads[layer][i, 0] for i, layer in enumerate(layers)])
@@ -144,17 +149,8 @@ def direct_effect(run: Run, layers: Sequence[int], written: Float[Tensor, "n d_m
     return effect.to(run.row.device)
 
 
-def direct_effects(run: Run, token: int) -> dict[str, Float[Tensor, "n 1"]] | None:
-    """What every writer adds, at the query, to a token's logit over the mean of all; None where `direct_effect` is."""
-    assert run.logits is not None
-    along = torch.full_like(run.logits, -1 / run.logits.shape[1])
-    along[:, token] += 1
-    answer = _pulled(run, along.detach())
-    return None if answer is None else {name: value.detach() for name, value in answer.values.items()}
-
-
-def _pulled(run: Run, along: Float[Tensor, "n v"]) -> Answer | None:
-    """What every writer says in a direction on the logits, before any soft-cap; None where they are not linear."""
+def direct_effects(run: Run, along: Float[Tensor, "n v"]) -> Answer | None:
+    """What every writer adds at the query to a direction on the logits before any soft-cap; None as `direct_effect`."""
     left, logits = run.left, run.logits
     assert left is not None
     assert logits is not None

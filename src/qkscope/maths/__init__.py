@@ -11,5 +11,6 @@ their controls, swaps in closed form, splits of a logit, and singular vectors. F
 - ``singular``: a head's singular vectors, and relative attention as a sum of their terms: how few carry it.
 - ``attribution``: a logit split among subspaces, the one table of every split, and which singular vectors carry a
   feature. ``writers``: a relative logit's keys, what is measured of rows, sums by word, writers at random.
-  ``dictionaries``: one split among a dictionary's features, and dictionaries without meaning; reading one.
+  ``dictionaries``: one split among a dictionary's features, and dictionaries without meaning. ``layouts``: a
+  dictionary's files, here or on the hub.
 """

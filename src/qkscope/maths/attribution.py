@@ -29,7 +29,7 @@ from itertools import combinations, permutations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -48,7 +48,6 @@ Split = Literal["sequential", "average", "oblique"]
 SplitSide = Literal["query", "key", "both"]
 Bases = Mapping[str, Float[Tensor, "d r"]]  # of each feature, by name
 CARRIED = 0.9  # the share of tr ΔC that "carries the feature"
-_MOST_FOR_ALL_ORDERS = 6  # 720 orders; beyond that the oblique split is the order-free one
 
 
 def part_name(feature: str) -> str:
@@ -74,9 +73,6 @@ def split_query(q: Float[Tensor, "*n d"], bases: Bases, split: Split = "sequenti
         projectors = oblique_projectors(list(bases.values()))[0] if bases else []
         parts = {name: (q @ p.right.to(q)) @ p.left.to(q).mT for name, p in zip(bases, projectors, strict=True)}
     else:
-        if split == "average" and len(bases) > _MOST_FOR_ALL_ORDERS:
-            many = f"{len(bases)} features have too many orders to average over (at most {_MOST_FOR_ALL_ORDERS})"
-            raise BadInput(f"{many}: take the oblique split.")
         orders = []
         for order in permutations(bases) if split == "average" else [tuple(bases)]:
             split_off, left = {}, q
@@ -264,7 +260,7 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     for name, (read, write) in bases.items():
         parts = carried(delta, read, write)
         best = parts.argsort(-1, descending=True)[..., :r]
-        query, key = overlap(u, _columns(read, best)), overlap(v, _columns(write, best))
+        query, key = (overlap(x, torch.take_along_dim(y, best[..., None, :], -1)) for x, y in ((u, read), (v, write)))
         count, sparse = reconstruction_count(parts, CARRIED), sparsity(parts)
         measures = {"vectors": count, "sparsity": sparse, "query": query, "key": key}
         numbers |= {f"{measure}{name}": float(values.nanmean()) for measure, values in measures.items()}
@@ -280,7 +276,3 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     query, key = ((normalize(images, dim=0).mT @ feature).norm(dim=-1) for images, feature in ((m, u), (n, v)))
     said = caveat if vectors.rotary and space == "post_rope" else ""
     return Alignment(subspace.head, subspace.contrast, r, space, shares, sigma, query, key, numbers, said)
-
-
-def _columns(x: Float[Tensor, "*n d m"], index: Int[Tensor, "*n k"]) -> Float[Tensor, "*n d k"]:
-    return x.gather(-1, index[..., None, :].expand(*x.shape[:-1], index.shape[-1]))

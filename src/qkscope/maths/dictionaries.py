@@ -1,7 +1,8 @@
 """A dictionary's features in a query and its keys, how few pairs of them carry a logit, and what meaningless ones do.
 
-A dictionary writes the residual stream of a token as ``x = Σ_f a_f d_f + b + e``: active features, its bias, and the
-error, which is all the rest. A head reads each part by itself once its norms are held, so that a relative logit is
+A dictionary writes the residual stream of a token, or what one MLP wrote there, as ``x = Σ_f a_f d_f + b + e``: active
+features, its bias, and the error, which is all the rest. A transcoder's codes are made of what the MLP was given. A
+head reads each part by itself once its norms are held, so that a relative logit is
 
     ``ℓ = Σ_{g,f} q_g · Σ_t w_t k_f(t)``  over pairs of parts: features, error and bias on both sides.
 
@@ -11,64 +12,55 @@ therefore a share of ``Σ |pairs|``, error and bias included, which no cancellin
 
 `NULLS` are dictionaries without meaning: turned about its bias by a random rotation, with random rows and as many
 active ones at every token, with the codes of other features, and with the codes of other tokens.
-
-On disk a dictionary is a SAELens folder (``cfg.json`` and ``sae_weights.safetensors``), or one safetensors file. What
-SAELens folds when it codes is folded here when it is read: a top-k dictionary whose codes are measured in lengths of
-its rows, and a gated one, ``[z > −b_gate] · relu(z eʳ + b_mag)``, which is a JumpReLU whose threshold is
-``b_mag − b_gate eʳ``. Pickles are not opened: reading one runs what it holds.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from qkscope.errors import BadInput
 from qkscope.kinds import Count, Natural, checked_class
+from qkscope.maths.layouts import read_dictionary
 from qkscope.maths.singular import random_rotations
 
-#: The parts of a stream that are no features: what the dictionary misses, what was added after it, what is constant.
-ERROR, AFTER, BIAS = "error", "after", "bias"
+#: The parts of a stream that are no features: what the dictionary misses, what a transcoder passes on as it is, what
+#: was added after the dictionary, what is not the MLP's, what is constant.
+ERROR, SKIP, AFTER, OTHERS, BIAS = "error", "skip", "after", "other writers", "bias"
 NULLS = ("rotated", "random", "features", "tokens")
 #: How many of the largest pairs are taken together.
-SIZES = (1, 2, 5, 10, 20, 50)
+SIZES = (1, 10)
 _RIDGE = 1e-8
-CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
-_NEEDS = {"standard": (), "topk": (), "jumprelu": ("threshold",), "gated": ("b_gate", "b_mag", "r_mag")}
-_PLACE = re.compile(r"(?:.*\.)?(?:blocks|layers|h)\.(\d+)(?:\.(\w+))?")
-_BEFORE, _BEHIND = ("hook_resid_pre", "hook_in", "input"), ("hook_resid_post", "hook_out", "output", None)
-_ADVICE = "save W_enc, W_dec, b_enc and b_dec with safetensors"
-_TENSORS = ("decoder", "encoder", "decoder_bias", "encoder_bias", "threshold")
+_TENSORS = ("decoder", "encoder", "decoder_bias", "encoder_bias", "threshold", "skip")
 
 
 @checked_class
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """Features of the residual stream between two layers: directions, and how strongly each is in a token.
+    """Features of the residual stream, or of what an MLP writes: directions, and how strongly each is in a token.
 
     Parameters
     ----------
     decoder : a direction for each feature, as rows.
     encoder : what each feature is read off with, as columns.
-    layer : the layer whose input it describes; what leaves layer 17 enters layer 18.
+    layer : the layer whose input it describes (what leaves layer 17 enters layer 18), or whose MLP.
     decoder_bias, encoder_bias : 0 by default.
     k : how many features are active in a token (top-k); any number by default (relu).
     threshold : what each feature must exceed to be active (JumpReLU).
+    skip : of a transcoder, what it passes on linearly: its input times this matrix.
     apply_b_dec_to_input : whether the decoder's bias is taken off before encoding.
     normalize_activations : ``none``, ``constant_norm_rescale`` (to the length √d), ``layer_norm``; undone behind the
         decoder.
     centred : whether a token's mean is taken out first, as where writing weights were centred.
+    splits : ``stream``; ``mlp``, what the MLP of its layer writes; ``transcoder``, the same, coded from what the MLP is
+        given.
     name : what it is called.
 
     Examples
@@ -88,40 +80,45 @@ class Dictionary:
     encoder_bias: Float[Tensor, " f"] | None = None
     k: Count | None = None
     threshold: Float[Tensor, " f"] | None = None
+    skip: Float[Tensor, "d d"] | None = None
     apply_b_dec_to_input: bool = True
     normalize_activations: Literal["none", "constant_norm_rescale", "layer_norm"] = "none"
     centred: bool = False
+    splits: Literal["stream", "mlp", "transcoder"] = "stream"
     name: str = "dictionary"
 
     def __post_init__(self) -> None:
         features, width = self.decoder.shape
-        shapes = {"decoder": (features, width), "encoder": (width, features), "decoder_bias": (width,)}
+        shapes = {"encoder": (width, features), "decoder_bias": (width,), "skip": (width, width)}
         for name, value in self._tensors().items():
-            need = shapes.get(name, (features,))
+            need = self.decoder.shape if name == "decoder" else shapes.get(name, (features,))
             if value.shape != need:
                 said = f"{name} of {self.name} has shape {tuple(value.shape)}"
                 raise BadInput(f"{said}, and {features} features of width {width} need {need}.")
             if not bool(value.isfinite().all()):
                 raise BadInput(f"{name} of {self.name} holds values that are not finite: the dictionary is damaged.")
-        if self.k is not None and self.k > features:
-            raise BadInput(f"{self.name} has {features} features, of which {self.k} cannot be active.")
 
     def __repr__(self) -> str:
         how = f"top {self.k}" if self.k is not None else "relu" if self.threshold is None else "jumprelu"
         features, width = self.decoder.shape
-        return f"Dictionary({features:,} features of width {width} entering layer {self.layer}, {how})"
+        where = {"stream": "entering layer ", "mlp": "written by M", "transcoder": "transcoding M"}[self.splits]
+        return f"Dictionary({features:,} features of width {width} {where}{self.layer}, {how})"
 
     @classmethod
-    def load(cls, path: str | Path, *, layer: Natural | None = None, k: Count | None = None) -> Dictionary:
-        """Read a SAELens folder, or a safetensors file with ``W_enc``, ``W_dec``, ``b_enc``, ``b_dec``.
+    def load(
+        cls, path: str | Path, folder: str | None = None, *, layer: Natural | None = None, k: Count | None = None
+    ) -> Dictionary:
+        """Read a folder of SAELens or of Gemma Scope 2, here or on the hub, or a safetensors file.
 
         Parameters
         ----------
-        path : the folder or the file. A file is a relu dictionary; with a ``threshold`` in it jumprelu.
+        path : the folder; the file (relu; with a ``threshold`` in it jumprelu); or a repository of the hub.
+        folder : the dictionary's folder in the repository, as ``"resid_post/layer_12_width_16k_l0_medium"``; it can
+            stand behind the repository's name as well.
         layer : the layer whose input it describes, where the file does not say (``hook_name`` in its header).
         k : as many features are active in a token, where the file does not say.
         """
-        return cls(**_read_dictionary(Path(path), layer, k))
+        return cls(**read_dictionary(path, folder, layer, k))
 
     @property
     def fingerprint(self) -> str:
@@ -148,7 +145,7 @@ class Dictionary:
 
         Parameters
         ----------
-        x : what enters the layer.
+        x : what enters the layer, what the MLP wrote, or what a transcoder's MLP was given.
         turn : a rotation about its bias, applied to the whole dictionary.
         """
         bias = x.new_zeros(x.shape[-1]) if self.decoder_bias is None else self.decoder_bias.to(x)
@@ -159,35 +156,48 @@ class Dictionary:
             scale = y.std(-1, keepdim=True) if normed else y.norm(dim=-1, keepdim=True) / y.shape[-1] ** 0.5
             y = y / (scale + 1e-5 * normed)
         if turn is not None:
-            y = bias + (y - bias) @ turn.to(y)
+            centre = bias * (self.splits != "transcoder")  # whose bias is one of what it puts out
+            y = centre + (y - centre) @ turn.to(y)
         strength = (y - bias if self.apply_b_dec_to_input else y) @ self.encoder.to(y)
         strength = strength if self.encoder_bias is None else strength + self.encoder_bias.to(y)
         if self.threshold is not None:
             strength = strength * (strength > self.threshold.to(y))
         most = min(self.k or strength.shape[-1], max(int((strength > 0).sum(-1).max()), 1))
         values, ids = strength.relu().topk(most)
-        constant = scale * bias + shift
-        return Coded(ids.masked_fill(values <= 0, -1), values * scale, constant, self.decoder.to(x), turn)
+        linear = torch.zeros_like(x) if self.skip is None else x @ self.skip.to(x)
+        ids = ids.masked_fill(values <= 0, -1)
+        return Coded(ids, values * scale, scale * bias + shift, linear, self.decoder.to(x), turn)
 
 
 class Coded(NamedTuple):
-    """Active features of tokens: their numbers (−1 in empty slots), how much of each, and what no token decides."""
+    """Active features of tokens: their numbers (−1 in empty slots), how much of each, and what comes beside them.
+
+    That is what no token decides, and what a transcoder passes on linearly.
+    """
 
     ids: Int[Tensor, "*b s"]
     values: Float[Tensor, "*b s"]
     bias: Float[Tensor, "*b d"]
+    skip: Float[Tensor, "*b d"]
     decoder: Float[Tensor, "f d"]
     turn: Float[Tensor, "d d"] | None = None
 
     def parts(self) -> Float[Tensor, "*b s d"]:
         """What each active feature puts into the stream."""
-        rows = self.decoder[self.ids.clamp_min(0)]
-        rows = rows if self.turn is None else rows @ self.turn.to(rows).mT
-        return rows * self.values[..., None]
+        return self.directions(self.ids) * self.values[..., None]
+
+    def directions(self, ids: Int[Tensor, "*b s"]) -> Float[Tensor, "*b s d"]:
+        """The directions of some features, by number."""
+        rows = self.decoder[ids.clamp_min(0)]
+        return rows if self.turn is None else rows @ self.turn.to(rows).mT
+
+    def amounts(self, chosen: Int[Tensor, "n c"]) -> Float[Tensor, "n p c"]:
+        """How much of some features there is at every place of each prompt."""
+        return ((self.ids[..., None, :] == chosen[:, None, :, None]) * self.values[..., None, :]).sum(-1)
 
     def at(self, places: list[int]) -> Coded:
         """Some of the places, which are the second axis."""
-        return self._replace(ids=self.ids[:, places], values=self.values[:, places], bias=self.bias[:, places])
+        return self._replace(**{name: getattr(self, name)[:, places] for name in ("ids", "values", "bias", "skip")})
 
     @property
     def active(self) -> Int[Tensor, "*b"]:
@@ -196,16 +206,25 @@ class Coded(NamedTuple):
 
 
 def null_code(
-    kind: str, dictionary: Dictionary, x: Float[Tensor, "n p d"], coded: Coded, seed: int, there: Tensor | None = None
+    kind: str,
+    dictionary: Dictionary,
+    x: Float[Tensor, "n p d"],
+    coded: Coded,
+    seed: int,
+    there: Tensor | None = None,
+    target: Float[Tensor, "n p d"] | None = None,
 ) -> Coded:
-    """Codes of a dictionary without meaning, one of `NULLS`; codes of places that are not ``there`` go to nobody."""
+    """Codes of a dictionary without meaning, one of `NULLS`; codes of places that are not ``there`` go to nobody.
+
+    What is coded is ``x``, what is described ``target``, which differs from it for a transcoder.
+    """
     generator = torch.Generator().manual_seed(seed)
     features, width = dictionary.decoder.shape
     if kind == "rotated":
         return dictionary.code(x, random_rotations(width, 1, seed)[0].to(x))
     if kind == "random":
         unit = normalize(torch.randn(features, width, generator=generator), dim=-1).to(x)
-        return _nearest(unit, x - coded.bias, coded)
+        return _nearest(unit, (x if target is None else target) - coded.bias - coded.skip, coded)
     if kind == "features":
         order = torch.randperm(features, generator=generator).to(coded.ids.device)
         return coded._replace(ids=torch.where(coded.ids >= 0, order[coded.ids.clamp_min(0)], -1))
@@ -225,7 +244,7 @@ def _nearest(unit: Float[Tensor, "f d"], x: Float[Tensor, "n p d"], coded: Coded
     rows = (unit[ids] * used[..., None]).double()
     gram = rows @ rows.mT + torch.diag_embed((~used).double() + _RIDGE)
     values = torch.linalg.solve(gram, (rows @ x.double()[..., None]))[..., 0].to(x)
-    return Coded(ids.masked_fill(~used, -1), values * used, coded.bias, unit)
+    return Coded(ids.masked_fill(~used, -1), values * used, coded.bias, coded.skip, unit)
 
 
 # ---------------------------------------------------------------------- pairs
@@ -279,113 +298,24 @@ class FeatureTerms(NamedTuple):
         sums = self.values.sum(1).tolist(), self.values.sum(0).tolist()
         return {side: dict(zip(parts[side], values, strict=True)) for side, values in zip(parts, sums, strict=True)}
 
-    def largest(self, count: int) -> list[tuple[int, int, float]]:
-        """The largest pairs of features by size: of the query, of the key, and what they give."""
-        flat = self.pairs.abs().flatten().topk(min(count, self.pairs.numel())).indices.tolist()
+    def largest(self, count: int, signed: bool = False) -> list[tuple[int, int, float]]:
+        """The largest pairs of features, by size or as they are: of the query, of the key, and what they give."""
+        by = self.pairs if signed else self.pairs.abs()
+        flat = by.flatten().topk(min(count, self.pairs.numel())).indices.tolist()
         places = [divmod(i, len(self.key)) for i in flat]
         return [(int(self.query[a]), int(self.key[b]), float(self.pairs[a, b])) for a, b in places]
 
+    def first(self, count: int) -> list[list[int]]:
+        """The pairs that give most, by the numbers of their features; −1 where there are no more above 0."""
+        pairs = [[g, f] for g, f, value in self.largest(count, signed=True) if value > 0]
+        return pairs + [[-1, -1]] * (count - len(pairs))
+
     def numbers(self) -> Float[Tensor, " m"]:
         """`NUMBERS`: what is compared with dictionaries without meaning."""
-        size = self.pairs.flatten().abs().sort(descending=True)
-        gross = self.values.abs().sum()
-        held = torch.stack([size.values[:count].sum() for count in SIZES]) / gross.clamp_min(1e-300)
-        ordered, logit = self.pairs.flatten()[size.indices], self.values.sum()
-        far = (ordered.cumsum(0) - logit).abs() > (1 - ENOUGH) * logit.abs()
-        count = int(far.nonzero()[-1]) + 2 if bool(far.any()) else 1
-        needed = float(count) if count <= len(ordered) else torch.inf
-        own = [float(logit), float(self.pairs.sum()), float(gross), needed]
-        return torch.cat([torch.tensor(own, dtype=torch.float64), held.cpu()])
+        size, gross = self.pairs.flatten().abs().sort(descending=True).values, self.values.abs().sum()
+        held = torch.stack([size[:count].sum() for count in SIZES]) / gross.clamp_min(1e-300)
+        return torch.cat([torch.stack([self.values.sum(), self.pairs.sum(), gross]), held]).cpu()
 
 
-#: A logit counts as explained by pairs that, the largest first, come as near as this and stay there.
-ENOUGH = 0.8
-#: The logit; what pairs of features give; all pairs, signs left out; pairs for 80%; shares of gross by number.
-NUMBERS = ("logit", "pairs", "gross", "needed", *(f"held_{count}" for count in SIZES))
-
-
-# ---------------------------------------------------------------------- files
-
-
-def _read_dictionary(path: Path, layer: int | None, k: int | None) -> dict[str, Any]:
-    """The fields of a `Dictionary`, from a folder of SAELens or a file of tensors."""
-    if path.name == WEIGHTS and (path.parent / CONFIG).is_file():
-        path = path.parent
-    said: dict[str, Any] = _settings(path) if path.is_dir() else {}
-    tensors, header = _read_tensors(path / WEIGHTS if path.is_dir() else path)
-    if not path.is_dir():
-        said = {"architecture": "jumprelu" if "threshold" in tensors else "standard", **header}
-        k = int(header["k"]) if k is None and "k" in header else k
-    coded = said.get("activation_fn") or said.get("activation_fn_str") or "relu"  # before SAELens 6
-    kind = "topk" if k is not None or coded == "topk" else said["architecture"]
-    k = k or said.get("k") or (said.get("activation_fn_kwargs") or {}).get("k")
-    missing = [name for name in ("W_enc", "W_dec", *_NEEDS.get(kind, ())) if name not in tensors]
-    normalises, hook = said.get("normalize_activations") or "none", said.get("hook_name") or said.get("hook_point")
-    place, scaled = _PLACE.fullmatch(str(hook)), said.get("finetuning_scaling_factor")
-    stands = place is not None and place[2] in (*_BEFORE, *_BEHIND)
-    refusals = {
-        f"is a {kind} dictionary, which is not served: {', '.join(_NEEDS)} are": kind not in _NEEDS,
-        f"codes with {coded!r}, which is not served: relu, topk and jumprelu are": coded not in ("relu", "topk"),
-        "codes with topk and does not say how many features are active: give k": kind == "topk" and not k,
-        "scales its codes after training, which is not served: fold the factor into W_dec": scaled,
-        f"was trained on activations scaled by {normalises}, and does not say by how much: fold the scale into its"
-        " weights and save it again": normalises not in ("none", "constant_norm_rescale", "layer_norm"),
-        f"has no {' and no '.join(missing)}, from which codes are made; it holds {', '.join(tensors)}": missing,
-        "does not say where it stands: name the layer whose input it describes (`--dictionary-layer 18` in the shell,"
-        " layer=18 in Python)": layer is None and not hook,
-        f"stands at {hook}, and trace splits the residual stream between layers: take a dictionary of hook_resid_pre or"
-        " hook_resid_post": layer is None and not stands,
-    }
-    for why, holds in refusals.items():
-        if holds:
-            raise BadInput(f"{path} {why}.")
-    loaded = said.get("model_from_pretrained_kwargs")
-    return {
-        **_folded(kind, tensors, bool(said.get("rescale_acts_by_decoder_norm"))),
-        "layer": layer if place is None or layer is not None else int(place[1]) + (place[2] in _BEHIND),
-        "k": k if kind == "topk" else None,
-        "apply_b_dec_to_input": str(said.get("apply_b_dec_to_input", True)).lower() != "false",
-        "normalize_activations": normalises,
-        "centred": isinstance(loaded, dict) and bool(loaded.get("center_writing_weights")),
-        "name": path.name if path.is_dir() else path.stem,
-    }
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """What ``cfg.json`` says."""
-    try:
-        said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        return {"architecture": "standard", **said.get("metadata", {}), **said}
-    except FileNotFoundError:
-        why = f"holds no {CONFIG}: name a folder that SAELens wrote, or a .safetensors file"
-    except (OSError, ValueError, AttributeError, TypeError):
-        why = f"holds a {CONFIG} that is damaged: it should be what SAELens wrote"
-    raise BadInput(f"{folder} {why}.")
-
-
-def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    if not path.is_file():
-        raise BadInput(f"there is no dictionary {path}: name a SAELens folder or a .safetensors file.")
-    if path.suffix != ".safetensors":
-        raise BadInput(f"{path} is no .safetensors file, and pickles run what they hold when read: {_ADVICE}.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return {name: file.get_tensor(name).float() for name in names}, dict(file.metadata() or {})
-    except (OSError, SafetensorError):
-        raise BadInput(f"{path} is damaged or no safetensors file: {_ADVICE}.") from None
-
-
-def _folded(kind: str, tensors: Mapping[str, Tensor], rescaled: bool) -> dict[str, Tensor | None]:
-    """Encoder and decoder as `Dictionary` codes with them."""
-    encoder, decoder, bias = tensors["W_enc"], tensors["W_dec"], tensors.get("b_enc")
-    threshold = tensors["threshold"] if kind == "jumprelu" else None
-    if kind == "gated":
-        size, bias = tensors["r_mag"].exp(), tensors["b_mag"]
-        encoder, threshold = encoder * size, bias - tensors["b_gate"] * size
-    if kind == "topk" and rescaled:
-        lengths = decoder.norm(dim=-1)
-        encoder, bias = encoder * lengths, None if bias is None else bias * lengths
-        decoder = decoder / lengths.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    made = (decoder, encoder, tensors.get("b_dec"), bias, threshold)
-    return dict(zip(_TENSORS, made, strict=True))
+#: The logit; what pairs of features give; all pairs, signs left out; shares of that by number of pairs.
+NUMBERS = ("logit", "pairs", "gross", *(f"held_{count}" for count in SIZES))

@@ -29,10 +29,10 @@ from torch import Tensor
 from qkscope.draws import draw_bits
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import Count, came, checked_class
+from qkscope.kinds import Count, checked_class
 from qkscope.maths import significance
 from qkscope.maths.significance import DEALS, FLIPS, Center, NullKind, centred_delta
-from qkscope.runs.folder import read_tensors, tensor_bytes, write_tensors
+from qkscope.runs.folder import read_tensors, tensor_bytes
 
 Device = torch.device | str
 FOLDS = 8  # of units, for cross-validation
@@ -299,47 +299,20 @@ class Moments:
         asked = {n: getattr(self, n) for n in ("contrasts", "d_head", "group_size", "nulls", "replicates", "seed")}
         return {"heads": [str(head) for head in self.heads], **asked, "about": json.loads(json.dumps(self.about))}
 
-    def merge(self, *others: Moments) -> Self:
-        """New sums with the data of all: addition, so neither order nor grouping matters (to rounding).
-
-        Parameters
-        ----------
-        others : sums of the same job.
-        """
-        merged, job = deepcopy(self), self.manifest()
-        for other in others:
-            theirs = other.manifest()
-            for name in (name for name in {**job, **theirs} if job.get(name) != theirs.get(name)):
-                differ = f"{name} is {came(job.get(name))} in one and {came(theirs.get(name))} in the other"
-                raise BadInput(f"sums of different jobs cannot be merged: {differ}.")
-            for mine, more in zip(merged.tensors().values(), other.tensors().values(), strict=True):
-                mine += more.to(mine.device)
-        return merged
-
     def to_bytes(self) -> bytes:
         """The content of the file that `load` reads."""
         return tensor_bytes(self.kind, self.tensors(), self.manifest())
 
-    def save(self, path: str | Path) -> None:
-        """Write sums and manifest to one safetensors file.
-
-        Parameters
-        ----------
-        path : of the file.
-        """
-        write_tensors(path, self.kind, self.tensors(), self.manifest())
-
     @classmethod
-    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None, device: Device = "cpu") -> Self:
-        """Read a file that `save` wrote.
+    def load(cls, path: str | Path, *, device: Device = "cpu") -> Self:
+        """Read a file of what `to_bytes` gave.
 
         Parameters
         ----------
         path : of the file.
-        expect : what its ``about`` has to say; a file that says otherwise is refused.
         device : where the sums go.
         """
-        tensors, manifest = read_tensors(path, cls.kind, expect)
+        tensors, manifest = read_tensors(path, cls.kind)
         held = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         try:  # asked of tensors without memory, as a manifest may promise anything
             promised = cls(**manifest, device="meta").tensors().items()

@@ -156,16 +156,19 @@ class SingularBasis:
 
 
 def basis_of_weights(
-    heads: Sequence[Head],
-    w_q: Float[Tensor, "h d_head d"],
-    w_k: Float[Tensor, "g d_head d"],
-    scale: Float[Tensor, " h"],
-    c_q: Float[Tensor, "h d_head"],
-    rotary: Sequence[bool],
-    kv_of_head: Int[Tensor, " h"] | None = None,
-    about: Mapping[str, Any] | None = None,
+    heads: Sequence[Head], weights: Sequence[Tensor], rotary: Sequence[bool], kv_of_head: Any = None, about: Any = None
 ) -> SingularBasis:
-    """Thin SVD of each head, multiplied out on random probes before it is believed; as many at once as fit."""
+    """Thin SVD of each head, multiplied out on random probes before it is believed; as many at once as fit.
+
+    Parameters
+    ----------
+    heads : whose weights they are.
+    weights : W_Q (h d_head d), W_K (g d_head d), the scale of each call (h), and QK-norm's own bias (h d_head).
+    rotary : whether RoPE turns queries and keys in each head.
+    kv_of_head : which of W_K each head reads, Int [h]; its own by default.
+    about : the model, and the hash of its weights.
+    """
+    w_q, w_k, scale, c_q = weights
     kv = torch.arange(len(heads), device=w_q.device) if kv_of_head is None else kv_of_head
     draw = torch.randn(w_k.shape[-1], _PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     parts = []

@@ -6,9 +6,8 @@ is in `qkscope.maths.controls`; what sets of subspaces do together is in `qkscop
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.hooks import Does, Hook
-from qkscope.kinds import Count, Natural, checked_class
-from qkscope.maths.bases import checked_svd, energy_rank, principal_cosines
+from qkscope.kinds import Count, checked_class
+from qkscope.maths.bases import checked_svd, energy_rank
 from qkscope.maths.controls import Controls
-from qkscope.runs.folder import read_tensors, write_tensors
 
 Side = Literal["query", "key"]
 Rank = int | Literal["energy", "null"]
@@ -89,14 +87,7 @@ class Subspace:
 
     @classmethod
     def from_delta(
-        cls,
-        delta: Float[Tensor, "d d"],
-        rank: Rank = "energy",
-        *,
-        head: Head | str | None = None,
-        contrast: str = "",
-        controls: Controls | None = None,
-        about: Mapping[str, Any] | None = None,
+        cls, delta: Float[Tensor, "d d"], rank: Rank = "energy", *, head: Head | str | None = None, **kept: Any
     ) -> Subspace:
         """The SVD of one ΔC, cut at a rank.
 
@@ -104,43 +95,12 @@ class Subspace:
         ----------
         delta : rows in query space, columns in key space.
         rank : ``"energy"`` (the paper's rule), what is detected (``"null"``), or a number.
-        head, contrast, controls, about : kept with it.
+        head : whose it is.
+        kept : ``contrast``, ``controls``, ``about`` and ``cov_k``, as of a `Subspace`.
         """
         u, s, v = checked_svd(delta)
         head = None if head is None else Head.parse(head)
-        return cls(u, s, v, _rank_of(s, rank, controls), head, contrast, controls, dict(about or {}))
-
-    @classmethod
-    def from_deltas(
-        cls,
-        deltas: Float[Tensor, "h d d"],
-        heads: Sequence[Head],
-        rank: Rank = "energy",
-        *,
-        least: Natural = 0,
-        contrast: str = "",
-        controls: Mapping[Head, Controls] | None = None,
-        about: Mapping[str, Any] | None = None,
-        sizes: Float[Tensor, " h"] | None = None,
-        cov_k: Float[Tensor, "h d d"] | None = None,
-    ) -> dict[Head, Subspace]:
-        """The same for many heads in one batched SVD.
-
-        Parameters
-        ----------
-        deltas, heads : ΔC of each head.
-        rank : as in `from_delta`.
-        least : how many directions to keep also where the rule finds fewer; the controls say so.
-        contrast, controls, about : kept with each.
-        sizes : of the numbers that each ΔC is a difference of: what is below their rounding is no direction.
-        cov_k : covariance of each head's keys.
-        """
-        subspaces, about = {}, dict(about or {})
-        for i, (head, u, s, v) in enumerate(zip(heads, *checked_svd(deltas), strict=True)):
-            control, size = (controls or {}).get(head), 0.0 if sizes is None else float(sizes[i])
-            cut, keys = max(_rank_of(s, rank, control, size), least), None if cov_k is None else cov_k[i]
-            subspaces[head] = cls(u, s, v, cut, head, contrast, control, about, keys)
-        return subspaces
+        return cls(u, s, v, rank_of(s, rank, kept.get("controls")), head, **kept)
 
     @property
     def d_head(self) -> int:
@@ -175,16 +135,6 @@ class Subspace:
         side : which of the two they are.
         """
         return self.coordinates(x, side) @ self.basis(side).to(x).mT
-
-    def angles(self, other: Subspace, side: Side = "key") -> Float[Tensor, " m"]:
-        """Principal angles to another subspace, in radians, smallest first.
-
-        Parameters
-        ----------
-        other : a feature of the same head.
-        side : in ``"query"`` or in ``"key"`` space.
-        """
-        return principal_cosines(self.basis(side), other.basis(side)).arccos()
 
     def cut(self, rank: int) -> Subspace:
         """The same singular vectors, cut elsewhere.
@@ -240,38 +190,12 @@ class Subspace:
             lines.append(row + beside + ("  |" if i < self.rank else ""))
         return "\n".join(lines)
 
-    def save(self, path: str | Path) -> None:
-        """Write to one safetensors file.
 
-        Parameters
-        ----------
-        path : the file; one that is there is replaced, whole.
-        """
-        manifest = {
-            "rank": self.rank, "head": self.head and str(self.head), "contrast": self.contrast,
-            "controls": self.controls and asdict(self.controls), "about": dict(self.about),
-        }  # fmt: skip
-        tensors = {"U": self.U, "S": self.S, "V": self.V} | ({} if self.cov_k is None else {"cov_k": self.cov_k})
-        write_tensors(path, "subspace", tensors, manifest)
+def rank_of(s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, size: float = 0.0) -> int:
+    """Where singular values are cut: at a share of their energy, at what the controls detected, or where told.
 
-    @classmethod
-    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> Subspace:
-        """Read a file that `save` wrote.
-
-        Parameters
-        ----------
-        path : the file.
-        expect : the parts of ``about`` that must agree, as ``{"weights": scope.weights_hash}``.
-        """
-        tensors, manifest = read_tensors(path, "subspace", expect)
-        head, controls = manifest.pop("head"), manifest.pop("controls")
-        plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in (controls or {}).items()}
-        given: dict[str, Any] = {**tensors, **manifest, "head": None if head is None else Head.parse(head)}
-        return cls(**given, controls=Controls(**plain) if plain else None)
-
-
-def _rank_of(s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, size: float = 0.0) -> int:
-    """Where singular values are cut: at a share of their energy, at what the controls detected, or where told."""
+    ``size`` is that of the numbers that ΔC is a difference of: what is below their rounding is no direction.
+    """
     if rule == "energy":
         return int(energy_rank(s, size=size))
     if rule == "null":

@@ -131,6 +131,7 @@ class SwapRows:
     cluster : equal for rows that are not independent, which are resampled together.
     heads : the heads of ``rows``.
     others : two further keys of each row for the sham swap; None where there are none.
+    answers : what the model answers, unedited and with each swap written into it, where that was asked for.
     """
 
     rows: AttentionRows
@@ -139,6 +140,7 @@ class SwapRows:
     cluster: Int[Tensor, " n"]
     heads: Sequence[Head]
     others: tuple[Slots, Slots] | None = None
+    answers: Float[Tensor, "r n 4"] | None = None
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -146,10 +148,8 @@ class SwapRows:
 
     def swap(self, projector: Projector, *, sham: bool = False) -> SwapEffect:
         """Swap the two keys of every row, or the ``others`` and look at the two all the same (a sham)."""
-        if not sham:
-            return swap_attention(self.rows, self.orig, self.target, projector)
-        assert self.others is not None
-        return swap_attention(self.rows, *self.others, projector, read=(self.orig, self.target))
+        read = self.orig, self.target
+        return swap_attention(self.rows, *((self.others if sham else None) or read), projector, read=read)
 
     def table(self, conditions: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:
         """One row per head and condition, with what each gains over random subspaces of its size."""
@@ -161,24 +161,20 @@ class SwapRows:
     def paired(self, pairs: Sequence[Pair], effects: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:
         """How much more one condition shifts than another on the same rows, with the interval of the difference."""
         shifts = {what: self.swap(effects[what]).shift.double() for what in dict.fromkeys(c for p in pairs for c in p)}
-        table = []
-        for column, head in enumerate(self.heads):
-            values = torch.stack([(shifts[one] - shifts[other])[:, column] for one, other in pairs], dim=1)
-            low, high = clustered_bootstrap(values, self.cluster, seed=seed)
-            table += [
-                {"head": str(head), "one": one.name, "other": other.name, "difference": float(values[:, i].mean()),
-                 "low": float(low[i]), "high": float(high[i]), "n": len(values)}
-                for i, (one, other) in enumerate(pairs)
-            ]  # fmt: skip
-        return table
+        values = torch.stack([shifts[one] - shifts[other] for one, other in pairs], dim=-1)
+        mean, (low, high) = values.mean(0), clustered_bootstrap(values, self.cluster, seed=seed)
+        return [
+            {"head": str(head), "one": one.name, "other": other.name, "difference": float(mean[column, i]),
+             "low": float(low[column, i]), "high": float(high[column, i]), "n": len(values)}
+            for column, head in enumerate(self.heads)
+            for i, (one, other) in enumerate(pairs)
+        ]  # fmt: skip
 
-    def curve(self, methods: Mapping[Any, Method], sizes: Sequence[int], *, against: Any = None, seed: int = 0) -> Rows:
+    def curve(self, methods: Mapping[Any, Method], sizes: Sequence[int], against: Pairs = None, seed: int = 0) -> Rows:
         """One row per size, head and method.
 
-        ``against`` names the method that the others' gains are over, or one for each; there are no gains without.
+        ``against`` names for a method the one that its gains are over; there are no gains without.
         """
-        if isinstance(against, str):
-            against = {name: against for name in methods if name != against}
         pairs = {_condition(one): _condition(other) for one, other in (against or {}).items()}
         table = []
         for k in sizes:
@@ -262,22 +258,19 @@ def swap_table(
     """
     pairs, conditions = dict(against or {}), {name: _condition(name) for name in effects}
     taken = Counter(what.name for what in conditions.values())
-    table = []
+    base, table = [list(effects).index(pairs.get(name, name)) for name in effects], []
+    sides = ("shift", "carried", "left")
+    every = [torch.stack([getattr(effect, side).double() for effect in effects.values()], dim=1) for side in sides]
     for column, head in enumerate(heads):
-        measures = []
-        for measure in ("shift", "carried"):
-            each = {name: getattr(effect, measure)[:, column].double() for name, effect in effects.items()}
-            gains = [x - each[pairs[name]] if name in pairs else x for name, x in each.items()]
-            measures += [torch.stack(list(each.values()), dim=1), torch.stack(gains, dim=1)]
-        measures.append(torch.stack([effect.left[:, column].double() for effect in effects.values()], dim=1))
-        values = torch.stack(measures, dim=1)
-        low, high = clustered_bootstrap(values, prompts, seed=seed)
+        shift, carried, left = (values[..., column] for values in every)
+        values = torch.stack([shift, shift - shift[:, base], carried, carried - carried[:, base], left], dim=1)
+        ends = values.mean(0), *clustered_bootstrap(values, prompts, seed=seed)
         for i, (name, effect) in enumerate(effects.items()):
-            told: dict[str, float | None] = {}
-            for m, measure in enumerate(_MEASURES):
-                known = name in pairs or not measure.endswith("gain")
-                ends = zip(_ENDS, (values[:, m, i].mean(), low[m, i], high[m, i]), strict=True)
-                told |= {f"{measure}{end}": float(x) if known else None for end, x in ends}
+            told = {
+                f"{measure}{end}": float(x[m, i]) if name in pairs or not measure.endswith("gain") else None
+                for m, measure in enumerate(_MEASURES)
+                for end, x in zip(_ENDS, ends, strict=True)
+            }
             what = conditions[name]
             ours = what.kind == "feature" and taken[what.name] > 1  # a feature that is called as a row of ours
             table.append({

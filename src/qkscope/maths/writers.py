@@ -23,11 +23,12 @@ METRICS = ("attention", "first", "among", "accuracy", "logit")
 
 Side = Literal["query", "key"]
 SIDES: tuple[Side, Side] = ("query", "key")
+Marks = Int[Tensor, "n k"]  # a number for each named key
 PAIRS = 20
 _NEAREST = 8  # MLPs that may stand in for one
 
 
-def relative_weights(signs: Int[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+def relative_weights(signs: Marks) -> Float[Tensor, "n k"]:
     """Weights of keys: the mean of those marked + less the mean of those marked −.
 
     >>> relative_weights(torch.tensor([[1, -1, -1, 0]]))
@@ -38,12 +39,7 @@ def relative_weights(signs: Int[Tensor, "n k"]) -> Float[Tensor, "n k"]:
 
 
 def metrics(
-    rows: AttentionRows,
-    named: Int[Tensor, "n k"],
-    signs: Int[Tensor, "n k"],
-    q: Float[Tensor, "x n d"] | None = None,
-    k: Float[Tensor, "x n k d"] | None = None,
-    projector: Float[Tensor, "d d"] | None = None,
+    rows: AttentionRows, named: Marks, signs: Marks, q: Any = None, k: Any = None, P: Any = None
 ) -> Float[Tensor, "x n m"]:
     """`METRICS` of one head's rows over all tokens, x times over with other queries and other named keys.
 
@@ -51,8 +47,8 @@ def metrics(
     ----------
     rows : the head's queries with every token of the prompt as a key.
     named, signs : columns of the named keys, and +1 for right, −1 for other, 0 for none.
-    q, k : what stands instead; the first token's key stays, named or not.
-    projector : put between query and key, to look inside a feature; for the relative logit alone.
+    q, k : what stands instead, Float [x, n, d] and [x, n, k, d]; the first token's key stays, named or not.
+    P : a projector (d, d) put between query and key, to look inside a feature; for the relative logit alone.
     """
     first = rows.present().int().argmax(1)[:, None]  # padding stands before it, or behind the prompt
     keys = rows.k[:, 0].gather(1, named[..., None].expand(-1, -1, rows.d_head))
@@ -66,8 +62,8 @@ def metrics(
     products = pad(products, (0, 1)).scatter(-1, beyond, at_named)[..., :-1]
     attention = rows.attention(products)
     own = rows.logits(products).gather(-1, columns).masked_fill(~shown, -torch.inf)
-    if projector is not None:
-        at_named = torch.einsum("xnd,xnkd->nxk", q @ projector.to(q), k) * scale
+    if P is not None:
+        at_named = torch.einsum("xnd,xnkd->nxk", q @ P.to(q), k) * scale
     measured = [
         (attention.gather(-1, columns) * right).sum(-1),
         attention.gather(-1, first[:, None].expand(-1, attention.shape[1], 1))[..., 0],

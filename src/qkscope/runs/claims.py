@@ -141,13 +141,11 @@ def rule_holds(rule: str, values: Mapping[str, float | None]) -> bool:
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         if any(_missing(values[name]) for name in used & values.keys()):
             return False
-        holds = _evaluate(tree, values)
-    except (SyntaxError, ArithmeticError, MemoryError, RecursionError) as error:  # nested without end, or x / 0
-        why = f"cannot be decided ({error})"
-    else:
-        if isinstance(holds, bool):
+        if isinstance(holds := _evaluate(tree, values), bool):
             return holds
         why = "is neither true nor false"
+    except (SyntaxError, ArithmeticError, MemoryError, RecursionError) as error:  # nested without end, or x / 0
+        why = f"cannot be decided ({error})"
     raise BadInput(f"the rule {rule[:80]!r} {why}: write a comparison of ours and control.")
 
 

@@ -1,4 +1,4 @@
-"""What every analysis and experiment returns: tables, arrays, claims; and what made it (`provenance`, `made`).
+"""What every analysis and experiment returns: tables, arrays, claims; and what made it (`provenance`, `made_result`).
 
 A run folder holds ``results.json`` (tables and claims), ``manifest.json`` (provenance), ``arrays.safetensors`` and
 ``report.html``. How it is written, and never over anybody's files, is in `qkscope.runs.folder`. What made a result is
@@ -12,7 +12,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
@@ -21,7 +21,7 @@ from textwrap import shorten
 from typing import Any
 
 from qkscope.errors import BadInput
-from qkscope.kinds import checked_class
+from qkscope.kinds import checked_class, cut
 from qkscope.runs import folder as disk
 from qkscope.runs.claims import Claim, count_claims
 
@@ -206,13 +206,12 @@ def provenance(**asked: Any) -> dict[str, Any]:
     return {"command": command, "asked": asked, "versions": versions, "threads": torch.get_num_threads()}
 
 
-def made(path: str | Path, *, load: Callable[[str, str | None], Any] | None = None) -> list[dict[str, Any]]:
-    """One row ``{"what", "there", "here", "same"}`` per fact; what is not compared has nothing ``here``.
+def made_result(path: str | Path) -> Result:
+    """What made a run, and whether it is the same here: a row per fact; what is not compared has nothing ``here``.
 
     Parameters
     ----------
     path : a run folder, or a .safetensors file of ours.
-    load : gives the scope of a model by name and revision, to compare its weights and its tokenizer too.
     """
     path, here = Path(path), provenance()
     if path.suffix == ".safetensors":
@@ -225,16 +224,15 @@ def made(path: str | Path, *, load: Callable[[str, str | None], Any] | None = No
     asked, files = stored.get("asked") or {}, stored.get("files") or {}
     command = re.sub(r" --part \S+", "", stored.get("command") or "") or None  # a part alone makes no run
     versions = {name: stored.get("versions", {}).get(name) for name in here["versions"]}
-    there = {"command": command, **asked, **versions, "threads": stored.get("threads"), "files": len(files) or None}
+    said = {"command": command, **asked, **versions, "threads": stored.get("threads"), "files": len(files) or None}
+    there = {what: value for what, value in said.items() if value is not None}
     unchanged = sum(disk.is_unchanged(path, name, stored) for name in files)
     now = {**here["versions"], "threads": here["threads"], "files": unchanged}
-    if load is not None:
-        if not isinstance(asked.get("model"), str) or not isinstance(asked.get("weights"), str):
-            raise BadInput(f"{path} names no single model that could be compared.")
-        scope = load(asked["model"], asked.get("revision"))
-        now |= {"weights": scope.weights_hash, "tokenizer": scope.tokenizer_hash}
-    return [
+    rows = [
         {"what": what, "there": value, "here": now.get(what), "same": value == now[what] if what in now else None}
         for what, value in there.items()
-        if value is not None
     ]
+    differs = [f"{row['what']} {row['here']}" for row in rows if row["same"] is False]
+    answer = f"Here it is otherwise: {', '.join(differs)}." if differs else "What can be compared is the same here."
+    told = [{"line": f"{what}: {text if what == 'command' else cut(str(text), 100)}"} for what, text in there.items()]
+    return Result("made", {"made": rows, "said": told}, answer=answer)

@@ -162,10 +162,6 @@ class Work:
 
     # ------------------------------------------------------------------ pieces
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, or gave in an earlier run: plain values and tensors in dicts and lists (no tuples)."""
-        return self._piece(name, 0, make)
-
     def run(self, stage: Stage, progress: bool | None = None, *, last: bool = False) -> list[Any]:
         """Make what is missing of a stage, and add it up; what its batches gave comes back, in order.
 
@@ -179,7 +175,7 @@ class Work:
         with counting(sum(len(batch) for group in missing for batch in group), shown=progress) as advance:
 
             def piece(number: int) -> Any:
-                return self._piece(stage.name, number, lambda: stage.make(number, advance))
+                return self.once(stage.name, lambda: stage.make(number, advance), number)
 
             if self.part[1] > 1:
                 for number in every[self.part[0] :: self.part[1]]:
@@ -211,8 +207,15 @@ class Work:
     def _is_there(self, name: str, number: int) -> bool:
         return self.folder is not None and self._path(name, number).exists()
 
-    def _piece(self, name: str, number: int, make: Callable[[], Any]) -> Any:
-        """A piece: read where it is there, made and written where it is not."""
+    def once(self, name: str, make: Callable[[], Any], number: int = 0) -> Any:
+        """A piece: read where it is there, made and written where it is not.
+
+        Parameters
+        ----------
+        name : of what it is a piece of.
+        make : gives it: plain values and tensors in dicts and lists (no tuples).
+        number : of the piece, where there are several.
+        """
         if self._is_there(name, number):
             try:
                 stored, manifest = disk.read_tensors(self._path(name, number), "piece")

@@ -3,18 +3,18 @@
 In come results, or run folders read back; out go pages that need no network, and PNG and PDF files. A page is made of
 tables and arrays alone, so that it is the same whenever it is made.
 
-Reading order: `Block` (one thing to look at), `blocks` (what a table is drawn as, and what is said beside it),
-`reasons` (the same of words, carriers and the atlas), `page` (blocks, claims, tables and what made them as one page),
-``static/`` (a script per kind of block, on `base.js` and `colours.js`; of the live page `ask.js`, `state.js`,
-`decide.js` and `live.js`; `page.css`; templates), `gallery` (many runs as one site), `session` (the same blocks of a
-prompt that somebody types), and `live`, which serves them.
+Reading order: `Block` (one thing to look at) and `drawing` (tables are known by their columns), `blocks` (what a table
+is drawn as, and what is said beside it), `reasons` (the same of words, carriers and the atlas), `page` (blocks, claims,
+tables and what made them as one page), ``static/`` (a script per kind of block, on `base.js` and `colours.js`; of the
+live page `ask.js`, `state.js`, `decide.js` and `live.js`; `page.css`; templates), `gallery` (many runs as one site),
+`session` (the same blocks of a prompt that somebody types), and `live`, which serves them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from inspect import cleandoc
 from typing import Any
 
@@ -39,10 +39,29 @@ class Block:
         return {name: getattr(self, name) for name in ("kind", "title", "words", "rows", "options")}
 
 
-def said(kind: str, draw: Callable[..., object], leads: bool = False) -> Block:
-    """Make a block without rows from a docstring: its first line is the title, the rest are the words."""
-    title, _, words = cleandoc(draw.__doc__ or "").partition("\n")
-    return Block(kind, title.removesuffix("."), " ".join(words.split()), [], leads=leads)
+Draw = Callable[[Block, Tables], Iterator[Block]]
+TABLES: list[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator[Block]]]] = []
+"""What a table is drawn as: the columns it is known by, and what makes its blocks."""
+
+
+def drawing(kind: str, *columns: str, usual: str = "", leads: bool = False) -> Callable[[Draw], Draw]:
+    """Register what draws tables with these columns; a table of another than its usual name has it in the title.
+
+    Of the docstring the first line is the title of the block, the rest are its words.
+    """
+
+    def register(draw: Draw) -> Draw:
+        title, _, words = cleandoc(draw.__doc__ or "").partition("\n")
+        block = Block(kind, title.removesuffix("."), " ".join(words.split()), [], leads=leads)
+
+        def blocks(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+            which = f" ({name.replace('_', ' ')})" if usual and name != usual else ""
+            return draw(replace(block, title=block.title + which, rows=rows, table=name), tables)
+
+        TABLES.append(({*columns}, blocks))
+        return draw
+
+    return register
 
 
 def counted(count: int, what: str) -> str:

@@ -8,27 +8,21 @@ title of a block, the rest stands beside its chart. Scripts only draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from qkscope.analyses.clouds import clouds_of
 from qkscope.heads import Head
 from qkscope.runs.result import Result, plain_value
-from qkscope.show import Block, Row, Tables, counted, number, reasons, said
+from qkscope.show import TABLES, Block, Row, Tables, counted, drawing, number
+from qkscope.show import reasons as reasons  # draws tables of its own
 
 SCRIPTS = {
     "tokens": ["prompt.js"], "atlas": ["map.js", "passage.js", "atlas.js"],
     **{kind: ["why.js"] for kind in ("said", "parts", "tests", "output")},
 }  # fmt: skip
 """What draws a kind of block, where that is not the script of its name alone."""
-
-TABLES: list[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator[Block]]]] = [
-    (reasons.NAMED, reasons.atlas),
-    (reasons.WORDS, reasons.words),
-    (reasons.CARRIED, reasons.carriers),
-]
-"""What a table is drawn as: the columns it is known by, and what makes its blocks."""
 
 _TOKEN = ("position", "token", "attention", "logit")
 _SCORES = ("row_accuracy", "accuracy", "ratio", "mass")
@@ -38,8 +32,8 @@ _VERDICTS = {
     "not above null": "not above chance", "untested": "could not be tested",
 }  # fmt: skip
 _RIVALS = {
-    "share": "share (this split)", "signed": "signed share", "norm": "length", "variance": "variance",
-    "patching": "attribution patching", "path": "path patching", "random": "random",
+    "share": "share (this split)", "signed": "signed share", "variance": "variance",
+    "patching": "attribution patching", "random": "random",
 }  # fmt: skip
 _COPIES = {
     "dictionary": "the dictionary", "rotated": "rotated", "random": "random rows",
@@ -55,36 +49,17 @@ _SPLITS = {
 _PANELS = 24
 _STEPS = 999  # of a point's coordinate: finer than a screen shows
 
-Draw = Callable[[Block, Tables], Iterator[Block]]
-
 
 def blocks_of(result: Result) -> list[Block]:
     """Everything of a result that can be drawn, in the order in which one would tell it."""
-    tables = plain_value(result.tables)
-    drawn = [
+    tables = {**plain_value(result.tables), "clouds": [{"cloud": cloud} for cloud in clouds_of(result)]}
+    return [
         replace(block, options={**block.options, "model": result.model})  # for the commands that a chart names
         for name, rows in tables.items()
         for columns, draw in TABLES
         if rows and columns <= set(rows[0])
         for block in draw(name, rows, tables)
     ]
-    return [*drawn, *_points(result)]
-
-
-def drawing(kind: str, *columns: str, usual: str = "", leads: bool = False) -> Callable[[Draw], Draw]:
-    """Register what draws tables with these columns; a table of another than its usual name has it in the title."""
-
-    def register(draw: Draw) -> Draw:
-        block = said(kind, draw, leads)
-
-        def blocks(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
-            which = f" ({name.replace('_', ' ')})" if usual and name != usual else ""
-            return draw(replace(block, title=block.title + which, rows=rows, table=name), tables)
-
-        TABLES.append(({*columns}, blocks))
-        return draw
-
-    return register
 
 
 @drawing("map", "head", "accuracy", "row_accuracy", "chance")
@@ -188,7 +163,8 @@ def _panel(facts: Row) -> dict[str, Any]:
     return {"head": facts["head"], "contrast": facts["contrast"], "lines": lines}
 
 
-def _points(result: Result) -> Iterator[Block]:
+@drawing("cloud", "cloud")
+def _points(block: Block, tables: Tables) -> Iterator[Block]:
     """Keys and queries in the subspace.
 
     Three principal components of the feature's subspace, in one scale. Drag to turn, or use the arrow keys; point at
@@ -196,7 +172,7 @@ def _points(result: Result) -> Iterator[Block]:
     """
     panels: list[dict[str, Any]] = []
     ways: list[dict[str, Any]] = []
-    for cloud in clouds_of(result):  # in thousandths of the farthest; the script makes a row of each
+    for cloud in (row["cloud"] for row in block.rows):  # in thousandths of the farthest; the script makes a row of each
         sides = (cloud.keys, cloud.queries)
         unit = (max((float(side.abs().max()) for side in sides if side.numel()), default=0.0) or 1.0) / _STEPS
         keys, queries = ((side / unit).round().int().flatten().tolist() for side in sides)
@@ -205,36 +181,52 @@ def _points(result: Result) -> Iterator[Block]:
             ways.append(labels)
         at = ways.index(labels)
         panels.append({"name": cloud.title, "unit": unit, "keys": keys, "queries": queries, "labels": at})
-    if panels:
-        yield replace(said("cloud", _points), options={"panels": panels, "labels": ways}, table="clouds")
+    yield replace(block, rows=[], options={"panels": panels, "labels": ways})
 
 
 # ---------------------------------------------------------------------- writers, and why
 
 
-@drawing(
-    "graph", "head", "id", "parent", "kind", "side", "writer", "layer", "position", "towards", "share", usual="graph"
-)
+@drawing("graph", "head", "source", "target", "kind", "of", "value", "share", usual="graph")
 def _graph(block: Block, tables: Tables) -> Iterator[Block]:
-    """Who wrote the query and the key.
+    """Back to the words.
 
-    Solid lines lead down to who wrote the query and the key, to the tokens that these writers read, and to who wrote
-    there, as wide as their share of the logit; the rest is not drawn. Dashed lines lead to why a head looked where it
-    did, which is a logit of its own (main: writers with a fifth of it). Point at a place for its numbers; click it to
-    follow it.
+    Solid lines lead down to who wrote it, to the writers of what these read, and on to the words, as wide as their
+    share; what is not drawn stands as the rest at each place. Dashed lines lead to why a head looked where it did,
+    which is a logit of its own (main: writers with a fifth of it). Point at a place for its numbers; click it to follow
+    it.
     """
-    for root in (row for row in block.rows if row["kind"] == "root"):
-        head, attention = root["head"], root["attention"]
-        prompt = [row for row in tables.get("prompt", ()) if row["head"] == head]
-        key = next((row["token"] for row in prompt if row["position"] == root["towards"]), "the key")
-        unseen = " That is hardly any attention: what is drawn explains little." if attention < 0.05 else ""
-        words = (
-            f"{head} gives {key!r} {number(attention, '.0%')} of its attention; its logit over the others is "
-            f"{number(root['value'], '.1f')}.{unseen} {block.words}"
+    for head in dict.fromkeys(row["head"] for row in block.rows):
+        nodes, prompt, rows = (
+            [row for row in own if row["head"] == head]
+            for own in (tables["nodes"], tables.get("prompt", ()), block.rows)
         )
-        rows, leads = [row for row in block.rows if row["head"] == head], "said" not in tables  # words go before it
-        title = f"{block.title} of {head}"
-        yield replace(block, title=title, words=words, rows=rows, options={"prompt": prompt}, leads=leads)
+        root, leads = nodes[0], "said" not in tables  # words go before it
+        head = "the answer" if root["attention"] is None else head
+        told = f"The answer leads its rival by {number(root['value'], '.1f')} logits."
+        if root["attention"] is not None:
+            key = next((row["token"] for row in prompt if row["position"] == root["towards"]), "the key")
+            unseen = " That is hardly any attention: what is drawn explains little." if root["attention"] < 0.05 else ""
+            told = (
+                f"{head} gives {key!r} {number(root['attention'], '.0%')} of its attention; its logit over the others"
+                f" is {number(root['value'], '.1f')}.{unseen}"
+            )
+        title, options = f"{block.title} from {head}", {"prompt": prompt, "nodes": nodes}
+        yield replace(block, title=title, words=f"{told} {block.words}", rows=rows, options=options, leads=leads)
+
+
+@drawing("curve", "by", "replaced", "done", "k", "share", "low", "high")
+def _kept(block: Block, tables: Tables) -> Iterator[Block]:
+    """What the first nodes keep in the running model.
+
+    The answer's lead over its rival, as a share of what it is, where only the first k nodes (writers at tokens) run and
+    all others take their mean over other prompts. Nodes against the answer come last, so that a share may exceed 1.
+    """
+    rows = [
+        {**row, "head": ""} for row in block.rows if (row["replaced"], row["done"]) == ("mean", "kept") and row["k"]
+    ]
+    options = {"axis": "nodes", "value": "kept", "of": "nodes", "line": "by", "height": "share", "even": True}
+    yield replace(block, rows=rows, options=options)
 
 
 _EDGES = ("head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots")
@@ -296,17 +288,18 @@ def _features(block: Block, tables: Tables) -> Iterator[Block]:
         yield replace(block, title=title, rows=rows, options={"ways": _DICTIONARY})
 
 
-@drawing("curve", "head", "kind", "k", "held", "low", "high")
-def _held(block: Block, tables: Tables) -> Iterator[Block]:
-    """Pairs of features, and of copies without meaning.
+@drawing("curve", "head", "side", "edge", "k", "kind", "after", "low", "high")
+def _feature_edges(block: Block, tables: Tables) -> Iterator[Block]:
+    """Features cut from the key, and those of copies without meaning.
 
-    How much of all that is added to the logit, signs left out, the k largest pairs of features hold. A dictionary that
-    says something holds much in few pairs; copies of it without meaning (turned, with random rows, with the codes of
-    other features or of other tokens) show what any dictionary would hold. Lines: 95% intervals by word; of copies, the
-    lowest and the highest draw.
+    Attention that is left where the features of the first k pairs are set to their mean in this head's key. A
+    dictionary that says something takes it away with few pairs; copies of it without meaning (turned, with random rows,
+    with the codes of other features or of other tokens) show what any dictionary would do. Lines: 95% intervals by
+    word; of copies, the lowest and the highest draw.
     """
-    options = {"axis": "pairs", "value": "held", "of": "pairs", "line": "kind", "height": "held", "names": _COPIES}
-    yield replace(block, options=options)
+    rows = [row for row in block.rows if (row["side"], row["edge"]) == ("key", "ablated")]
+    options = {"axis": "pairs", "value": "left", "of": "pairs", "line": "kind", "height": "after", "names": _COPIES}
+    yield replace(block, rows=rows, options=options)
 
 
 @drawing("said", "line", leads=True)

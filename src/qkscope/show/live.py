@@ -28,7 +28,7 @@ from typing import Annotated, Any
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.kinds import Interval, checked_call
-from qkscope.runs.result import plain_value
+from qkscope.runs.result import Result, made_result, plain_value
 from qkscope.show.page import STATIC, asset, page_of
 from qkscope.show.session import FeatureStore, Session, features_result
 
@@ -51,39 +51,40 @@ def view(
     folder: str | Path | None = None,
     *,
     live: bool = False,
+    made: bool = False,
     model: str | None = None,
     fit: str | Path | None = None,
     port: Annotated[int, Interval(ge=0, le=65535)] = 0,
     browser: bool = True,
     say: Callable[[str], object] = log.info,
-) -> str:
-    """Open the page of a run folder, or serve the live one until interrupted; returns its address.
+) -> str | Result:
+    """Open the page of a run folder, or the live page (stop it with Ctrl-C); or say what made a run.
 
     Parameters
     ----------
-    folder : a run folder; its page is drawn anew from its data where it has none that was drawn here.
-    live : whether to look into a model instead.
-    model : what to look into: the fit's model by default, or the embedded one.
-    fit : a folder that decompose or atlas wrote, for what it knows of heads; none is needed.
-    port : of the live page, up to 65535, at an address that stays; 0 is any that is free, behind a secret path.
-    browser : whether to open the reader's browser.
+    folder : a run folder, as demo, decompose or reproduce write; for made also a .safetensors file of ours.
+    live : look into a model: what comes next, which heads decide it, why, and what if.
+    made : say what made the run: the command to type again, model, seed, versions, and whether they are the same here.
+    model : of the live page: hub id, folder, .gguf file, or a name that fetch takes; the fit's by default.
+    fit : of the live page: what decompose or atlas wrote.
+    port : of the live page: a fixed port, whose address stays; any free one by default.
+    browser : whether to open the page in a browser; its address is printed.
     say : told the address before it is opened or served.
 
     Examples
     --------
     >>> import tempfile
-    >>> from qkscope import Result
     >>> run = Result("mine", {"heads": [{"head": "L0H1", "score": 0.9}]}, answer="L0H1 finds it.")
     >>> address = view(run.write(tempfile.mkdtemp() + "/run"), browser=False)
     >>> address.startswith("file://")
     True
     """
-    if live and folder is not None:
-        raise BadInput(f"the live page looks into a model: give {folder} as its fit, not as the folder to view.")
-    if not live and folder is None:
-        raise BadInput("name a run folder to view, or ask for the live page to look into a model.")
+    if live == (folder is not None):
+        raise BadInput("name a run folder to view, or ask for the live page of a model; a folder can be its fit.")
     if not live and (fit is not None or model is not None or port):
         raise BadInput("model, fit and port are for the live page: ask for it, or leave them out.")
+    if made and folder is not None:
+        return made_result(folder)
     show = webbrowser.open if browser else str
     if folder is not None:
         url = page_of(folder).absolute().as_uri()
@@ -117,7 +118,7 @@ class Server(ThreadingHTTPServer):
         self._loop = threading.Thread(target=self.serve_forever, args=(0.1,))
         self.questions: Mapping[str, Callable[..., dict[str, Any]]] = {
             f"api/{ask.__name__}": ask
-            for ask in (session.look, session.why, session.change, session.patterns, session.save)
+            for ask in (session.look, session.why, session.circuit, session.change, session.patterns, session.save)
         }
         try:
             super().__init__(("127.0.0.1", port), _Handler)

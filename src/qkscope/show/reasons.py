@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-from qkscope.show import Block, Row, Tables, number, said
+from qkscope.show import Block, Row, Tables, drawing, number
 
 FAMILIES = {
     "induction": "looks behind an earlier copy of its word", "duplicate token": "looks at an earlier copy of its word",
@@ -18,9 +18,6 @@ FAMILIES = {
     "sink": "rests on the first token",
 }  # fmt: skip
 """What heads of each kind do."""
-WORDS = {"head", "position", "text", "before", "after", "low", "high", "goes_to", "cause"}
-CARRIED = {"head", "side", "writers", "before", "changed", "restored", "others", "other_run", "whole_side"}
-NAMED = {"head", "layer", "index", "kind", "name", "share", "looks", "leaves", "offset", "tokens"}
 
 
 def family_of(kind: str) -> str:
@@ -32,7 +29,8 @@ def family_of(kind: str) -> str:
     return "position" if kind.startswith("position") else kind
 
 
-def atlas(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+@drawing("atlas", "head", "layer", "index", "kind", "name", "share", "looks", "leaves", "offset", "tokens", leads=True)
+def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
     """Every head.
 
     Each head is named by what decides where it looks, tested by changing every word of passages: its jobs, with their
@@ -42,17 +40,18 @@ def atlas(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
     looks: dict[str, list[Row]] = {}
     for row in tables.get("examples", ()):
         looks.setdefault(row["head"], []).append(row)
-    counts = Counter(family_of(row["kind"]) for row in rows)
+    counts = Counter(family_of(row["kind"]) for row in block.rows)
     options = {
         "families": {family: [text, counts[family]] for family, text in FAMILIES.items() if counts[family]},
-        "of": {row["head"]: family_of(row["kind"]) for row in rows},
+        "of": {row["head"]: family_of(row["kind"]) for row in block.rows},
         "scores": {head: {k: row[k] for k in ("name", "offset", "tokens", "looks")} for head, row in scores.items()},
         "looks": looks,
     }
-    yield replace(said("atlas", atlas, leads=True), rows=rows, options=options, table=name)
+    yield replace(block, options=options)
 
 
-def words(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+@drawing("tests", "head", "position", "text", "before", "after", "low", "high", "goes_to", "cause", leads=True)
+def _words(block: Block, tables: Tables) -> Iterator[Block]:
     """Because: words changed.
 
     Attention on the key with one word of the prompt changed into others that have as many tokens: half likely, half at
@@ -65,12 +64,13 @@ def words(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
          "done": f"changed into {row['words']} others", "control_low": row["low"],
          "control_high": min(row["high"], 1.0), "beside": f"goes to {row['goes_to']!r}",
          "verdict": verdicts.get(row["cause"], "no")}
-        for row in rows
+        for row in block.rows
     ]  # fmt: skip
-    yield replace(said("tests", words, leads=True), rows=shown, table=name)
+    yield replace(block, rows=shown)
 
 
-def carriers(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+@drawing("tests", "head", "side", "writers", "before", "changed", "restored", "others", "other_run", "whole_side")
+def _carriers(block: Block, tables: Tables) -> Iterator[Block]:
     """Carried by.
 
     The word is changed, and what these writers left in the unchanged prompt is put back into this head's key or query
@@ -83,6 +83,6 @@ def carriers(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
          "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "changed, to others",
          "control_high": max(row["changed"], row["others"]),
          "beside": f"changed {number(row['changed'], '.0%')}, others {number(row['others'], '.0%')}"}
-        for row in rows
+        for row in block.rows
     ]  # fmt: skip
-    yield replace(said("tests", carriers), rows=shown, table=name)
+    yield replace(block, rows=shown)

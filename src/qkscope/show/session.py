@@ -40,7 +40,7 @@ from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question, reader_o
 from qkscope.analyses.trace.verdicts import verdict
 from qkscope.analyses.why.output import TOKENS, Output
 from qkscope.analyses.why.parts import feature_rows
-from qkscope.analyses.why.why import answer_probe
+from qkscope.analyses.why.why import answer_probe, circuit_of
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import cleared
 from qkscope.change.again import Again, TokenRun
@@ -187,6 +187,12 @@ class Session:
         about, texts = self.features.about.get(trace.head), self.features.texts.get(trace.head, [])
         on_text = {"texts": texts[:_TEXTS], "about": f"On text: {about['name']}." if about else ""}
         return {**_shown(result), **_where(trace), **on_text}
+
+    def circuit(self, prompt: str, query: int, versus: str | None = None) -> Reply:
+        """The circuit from a prompt's answer back to its words."""
+        if self.no_writers:
+            raise BadInput(self.no_writers)
+        return _shown(circuit_of(self.ask(prompt, query), versus))
 
     def change(
         self, prompt: str, query: int, head: str, key: int, changes: Changes, versus: str | None = None

@@ -32,7 +32,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from itertools import count
 from typing import Literal
@@ -147,10 +146,8 @@ def greater_than(seed: Seed = 0, *, chat: bool = False) -> Task:
         draft = Draft().write(f"The {event} lasted from the year ")
         draft.key(century, **labels(-1, contrast, ("year",))).role("XX")
         # the key is the tens, which is the token of all of YY where digits are read in twos
-        draft.key(year[0], **labels(1, contrast)).write(f"{year[1]} to the year ").write(century).role("END")
-        example = draft.example(cluster)
-        tens = example.keys[1].span[0]
-        return replace(example, roles={**example.roles, "YY": (tens, tens + 2)}, answers=_decades(year[0]))
+        draft.key(year[0], **labels(1, contrast)).write(year[1]).role("YY", 2).write(" to the year ")
+        return draft.write(century).role("END").example(cluster, _decades(year[0]))
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
@@ -192,21 +189,16 @@ def pronoun(seed: Seed = 0, *, chat: bool = False) -> Task:
     named = (pools(MEN, seed, "names of men", least=1), pools(WOMEN, seed, "names of women", least=1))
     trades = pools(PEOPLE, seed, "people", least=1)
 
-    def prompt(name: str, trade: str, contrast: str, cluster: int) -> Example:
+    def prompt(name: str, turn: int, trade: str, contrast: str, cluster: int) -> Example:
         draft = Draft().write("So ").key(name, **labels(1, contrast)).role("NAME").write(" is such a good ")
         draft.key(trade, **labels(-1, contrast, ("gender",))).role("NOUN").write(", ").write("isn't").role("END")
-        return draft.example(cluster=cluster)
+        return draft.example(cluster, Answers((PRONOUNS[turn],), (PRONOUNS[1 - turn],)))
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
             turns = [(cluster + other) % 2 for other in (0, 1)]
             names, trade = [rng.choice(named[turn][use]) for turn in turns], rng.choice(trades[use])
-            unit = tuple(
-                replace(
-                    prompt(name, trade, contrast, cluster), answers=Answers((PRONOUNS[turn],), (PRONOUNS[1 - turn],))
-                )
-                for name, turn in zip(names, turns, strict=True)
-            )
+            unit = tuple(prompt(*told, trade, contrast, cluster) for told in zip(names, turns, strict=True))
             yield unit if contrast == "gender" else unit[:1]
 
     contrasts = (

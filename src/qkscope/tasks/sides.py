@@ -4,7 +4,7 @@ Text that came to be once must not stand on two sides. So documents that share m
 eight tokens of the smaller one) are one group, each group is assigned to a side at random, and a passage that still
 shares a run with another side is left out. Grouping by any shared run would not do: "Changed in version 3." and the
 like tie three quarters of Python's topics together, and a greeting ties a folder of addresses. In the end no eight
-tokens in a row stand on two sides, which is checked every time.
+tokens in a row stand on two sides.
 """
 
 from __future__ import annotations
@@ -110,33 +110,7 @@ def split(
         parts = math.ceil(len(tokens) / (length - len(start)))
         pieces = tokens.tensor_split(parts) if parts else ()
         passages[side_of[group]] += [Passage(document.name, group, (*start, *piece.tolist())) for piece in pieces]
-    kept = _apart(passages, sides)
-    check_apart(kept)
-    return kept
-
-
-def check_apart(sides: Mapping[str, Sequence[Passage]]) -> None:
-    """Refuse sides on two of which the same eight tokens stand in a row.
-
-    Parameters
-    ----------
-    sides : their passages.
-
-    Examples
-    --------
-    >>> check_apart({"fit": [Passage("a", 0, tuple(range(9)))], "test": [Passage("b", 1, tuple(range(8)))]})
-    Traceback (most recent call last):
-    qkscope.errors.BadInput: the same 8 tokens in a row stand in fit (a) and in test (b): put both on one side.
-    """
-    passages = [(number, side, p) for number, (side, its) in enumerate(sides.items()) for p in its]
-    runs, owner = _runs([_tensor(passage.ids) for *_, passage in passages])
-    runs, order = runs.sort(stable=True)
-    side_of = _tensor([number for number, *_ in passages])[owner[order]]
-    twice = (runs[1:] == runs[:-1]) & (side_of[1:] != side_of[:-1])
-    for at in twice.nonzero()[:1, 0].tolist():
-        (_, side, first), (_, other, second) = (passages[i] for i in owner[order][at : at + 2].tolist())
-        where = f"{side} ({first.document}) and in {other} ({second.document})"
-        raise BadInput(f"the same {RUN} tokens in a row stand in {where}: put both on one side.")
+    return _apart(passages, sides)
 
 
 def _tensor(ids: Sequence[int]) -> Int[Tensor, " t"]:

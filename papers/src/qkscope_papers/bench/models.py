@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from qkscope import tasks
-from qkscope.analyses.atlas import Sight
 from qkscope.analyses.because import SCREEN, WORDS, Because, Look
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.fit import Fit
+from qkscope.analyses.guesses import Sights
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.swap import Features, capture_rows, draw_pairs
 from qkscope.analyses.trace.rows import HeadRows
@@ -137,9 +137,9 @@ def atlas_overhead() -> Row:
     """One passage of the atlas, a look of each of 270 heads, against plain forwards of its changed passages."""
     scope = _scope()
     ids = _passage(scope, 64)
-    sight = Sight.of(scope, scope.heads(), Passage("topic", 0, tuple(ids.tolist())))
-    places = [(h, q) for h, own in enumerate(sight.looks) for q in own.nonzero()[:1, 0].tolist()]
-    looks = [Look(scope.heads()[h], q, int(sight.keys[h, q])) for h, q in places]
+    sights = Sights.of(scope, scope.heads(), [Passage("topic", 0, tuple(ids.tolist()))])
+    places = [(h, q) for h, own in enumerate(sights.looks[0]) for q in own.nonzero()[:1, 0].tolist()]
+    looks = [Look(scope.heads()[h], q, int(sights.keys[0, h, q])) for h, q in places]
     seconds = because_seconds(scope, ids, looks, 4, 4)
     return seconds.overhead(f"{len(looks)} looks in {len(ids)} tokens; {hardware(scope.device)}")
 
@@ -307,14 +307,14 @@ def _swap_sides() -> tuple[Callable[[], None], Callable[[], None], dict[str, Ten
     heads = parse_heads(_HEADS)
     every, _ = Features.of(scope, fit, heads, ["order", "lexical"]).conditions(draws=1, seed=0)
     projectors = {condition.name: projector for condition, projector in every.items()}
-    rows = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH), progress=False)
+    rows = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH))
     found: dict[str, Tensor] = {}
 
     def plain() -> None:
         found["plain"] = _plain_swap(scope, units, rows, projectors)
 
     def ours() -> None:
-        again = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH), progress=False)
+        again = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH))
         found["ours"] = torch.stack([again.swap(projectors[name]).orig_after[0].T for name in _CONDITIONS])
 
     return plain, ours, found, scope

@@ -6,16 +6,18 @@ Of a model as small as SmolLM2 a GPU waits for its orders; at the shape of Llama
 from __future__ import annotations
 
 from functools import cache
+from random import Random
 from typing import Any
 
 import torch
 
+from qkscope.analyses.why.why import why
 from qkscope.capture.encode import Encoding
 from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
 from qkscope.tasks.task import ANSWER
-from qkscope_papers.bench.harness import Row, not_here, row
+from qkscope_papers.bench.harness import Row, compare, not_here, row
 from qkscope_papers.bench.models import against_body, sums_of, trace_seconds
 
 _SHAPES: dict[str, Any] = {
@@ -23,16 +25,19 @@ _SHAPES: dict[str, Any] = {
            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192},
     "135m": {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
              "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
+    "1.5b": {"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+             "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32_768},
 }  # fmt: skip
 
 
 @cache
-def _scope(shape: str) -> Scope:
+def shape_scope(shape: str, tokenizer: Any = None) -> Scope:
+    """Random bfloat16 weights of a shape, on a GPU."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("cuda"):
         model = LlamaForCausalLM._from_config(LlamaConfig(**_SHAPES[shape]), dtype=torch.bfloat16).eval()
-    return Scope.from_model(model, name=f"llama-{shape}-shape")
+    return Scope.from_model(model, tokenizer, name=f"llama-{shape}-shape")
 
 
 def _prompts(scope: Scope, count: int, length: int) -> Encoding:
@@ -45,7 +50,7 @@ def _prompts(scope: Scope, count: int, length: int) -> Encoding:
 def _looking(shape: str, count: int, length: int) -> Row:
     if not torch.cuda.is_available():
         return not_here("needs a GPU")
-    scope = _scope(shape)
+    scope = shape_scope(shape)
     batch, heads = _prompts(scope, count, length), f"{len(scope.heads()):,} heads"
     torch.cuda.reset_peak_memory_stats()
     seconds = against_body(scope, [batch], sums_of(scope, ANSWER), repeats=9)
@@ -57,10 +62,45 @@ def _looking(shape: str, count: int, length: int) -> Row:
 def _tracing(shape: str, chosen: list[Head] | None, count: int, length: int) -> Row:
     if not torch.cuda.is_available():
         return not_here("needs a GPU")
-    scope = _scope(shape)
+    scope = shape_scope(shape)
     heads = chosen or [head for head in scope.heads() if head.layer > 0]
     seconds = trace_seconds(scope, heads, [_prompts(scope, count, length)], repeats=7)
     return seconds.overhead(f"{len(heads)} of its heads, {count}×{length} tokens; one GPU")
+
+
+def _asking(shape: str, length: int) -> Row:
+    """`why` of a head that looks at one token, as queries and keys are made longer, against the forward."""
+    if not torch.cuda.is_available():
+        return not_here("needs a GPU")
+    scope = shape_scope(shape, Scope.load("nano:mixed", device="cpu").tokenizer)
+    for name, weight in scope.model.named_parameters():
+        weight.data *= 3 if "q_proj" in name or "k_proj" in name else 1
+    words = [word for word in scope.tokenizer.get_vocab() if word.isalpha()]
+    prompt = " ".join(Random(0).choices(words, k=length - 1))
+    batch, layer = scope.encode([prompt]), [head for head in scope.heads() if head.layer == 2 * scope.n_layers // 3]
+    rows = scope.capture_inputs(batch, places=batch.everywhere(), heads=layer).attention()[0, :, 1:]
+    head, answers = layer[int(rows.amax(1).argmax())], list[str]()
+    plain = torch.no_grad()(lambda: scope.model(**batch.inputs, logits_to_keep=1, use_cache=False))
+    one = compare(plain, lambda: scope.capture_inputs(batch, places=batch.everywhere(), heads=[head]).attention(), 3)
+    torch.cuda.reset_peak_memory_stats()
+    seconds = compare(plain, lambda: answers.append(str(why(scope, prompt, head))))
+    changed = next((line.strip() for line in answers[0].splitlines() if "replaced" in line), "no word was changed")
+    peak = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+    return seconds.overhead(
+        f"{length:,} tokens, its row alone {one.ours / one.plain:.2f}, {peak}; one GPU; {changed:.90}"
+    )
+
+
+@row
+def why_8b() -> Row:
+    """Why one head of the 8B shape looks at a token of 100, against the bare forward."""
+    return _asking("8b", 100)
+
+
+@row
+def why_long() -> Row:
+    """The same at 32,000 tokens, at the shape of Qwen2.5-1.5B."""
+    return _asking("1.5b", 32_000)
 
 
 @row

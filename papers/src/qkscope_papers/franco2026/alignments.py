@@ -45,18 +45,14 @@ def run(settings: Settings, cells: Cells, decides: bool) -> Result:
                                 "singular_values": [float(x) for x in s]})  # fmt: skip
     after, before = pick(rows, control=False), pick(rows, control=True)
     one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
-    return settings.result(
-        answer=(
-            f"One pair: matched |cos| at least {least(r['matched'] for r in one):.3f} in {len(one) // 2} seeds (before "
-            f"training {mean(r['matched'] for r in pick(before, config=ONE_PAIR)):.2f}). Twenty pairs: mean "
-            f"{mean(r['matched'] for r in many):.3f}, least {least(r['matched'] for r in many):.3f}; a random "
-            f"direction finds {many[0]['best_random']:.2f} at best."
-        ),
-        tables={"alignment": rows, "spectra": spectra},
-        claims=_claims(after, before, spectra) if decides else [],
-        arrays=arrays,
-        about={"work": vars(work)},
+    answer = (
+        f"One pair: matched |cos| at least {least(r['matched'] for r in one):.3f} in {len(one) // 2} seeds (before "
+        f"training {mean(r['matched'] for r in pick(before, config=ONE_PAIR)):.2f}). Twenty pairs: mean "
+        f"{mean(r['matched'] for r in many):.3f}, least {least(r['matched'] for r in many):.3f}; a random "
+        f"direction finds {many[0]['best_random']:.2f} at best."
     )
+    claims = _claims(after, before, spectra) if decides else []
+    return settings.result(answer, {"alignment": rows, "spectra": spectra}, claims, arrays, about={"work": vars(work)})
 
 
 def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Claim]:

@@ -22,14 +22,7 @@ from qkscope_papers.franco2026.theory import sharp_bound, theorem2_bound
 from qkscope_papers.franco2026.toy.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten
 from qkscope_papers.franco2026.toy.measure import alignment_rows
 from qkscope_papers.franco2026.toy.stack import ToyCell
-from qkscope_papers.franco2026.toy.superposition import (
-    FOUR_PAIRS,
-    Superposition,
-    Toy,
-    by_logit,
-    distort,
-    isotropic_dictionary,
-)
+from qkscope_papers.franco2026.toy.superposition import Superposition, Toy, by_logit, distort, isotropic_dictionary
 from qkscope_papers.registry import Settings
 from qkscope_papers.tables import Files, Row, column, distinct, files_of, mean, over_runs, pick
 
@@ -47,7 +40,7 @@ def _distorted(settings: Settings) -> dict[str, list[ToyCell]]:
 
     def cell(epsilon: float, start: float, seed: int) -> ToyCell:
         features = distort(isotropic_dictionary(), epsilon, seed)
-        task = Superposition.frozen(features.float(), pairs=FOUR_PAIRS, scaled=True, head_std=start)
+        task = Superposition.frozen(features.float(), scaled=True, head_std=start)
         return ToyCell(task, seed, work.frozen, work.lr, "constant", work.every)
 
     few = settings.preset == "smoke"
@@ -75,17 +68,14 @@ def run(settings: Settings, cells: Cells) -> Result:
     summary, by_start = summarise(rows), _by_start(starts)
     last = summary[-1]
     spread = sorted(row["raw"] for row in by_start)
-    return settings.result(
-        answer=(
-            f"At ε = {last['epsilon']:g}: raw |cos| {last['raw']:.3f} (best of ten; {spread[0]:.3f} to "
-            f"{spread[-1]:.3f} over {len(by_start)} starts of the head; random directions score {last['random']:.3f}), "
-            f"{last['raw_top']:.3f} over the four vectors in use (random {last['random_top']:.3f}), anti-whitened "
-            f"{last['anti_whitened']:.3f}."
-        ),
-        tables={"anisotropy": summary, "starts": by_start, "directions": rows, "alignment": alignment},
-        claims=_claims(summary, by_start, rows),
-        about={"work": vars(work)},
+    answer = (
+        f"At ε = {last['epsilon']:g}: raw |cos| {last['raw']:.3f} (best of ten; {spread[0]:.3f} to "
+        f"{spread[-1]:.3f} over {len(by_start)} starts of the head; random directions score {last['random']:.3f}), "
+        f"{last['raw_top']:.3f} over the four vectors in use (random {last['random_top']:.3f}), anti-whitened "
+        f"{last['anti_whitened']:.3f}."
     )
+    tables = {"anisotropy": summary, "starts": by_start, "directions": rows, "alignment": alignment}
+    return settings.result(answer, tables, _claims(summary, by_start, rows), about={"work": vars(work)})
 
 
 def _by_start(rows: list[Row]) -> list[Row]:

@@ -24,7 +24,7 @@ from qkscope import tasks
 from qkscope.analyses.decompose import decompose
 from qkscope.analyses.find import find_heads
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.relative import singular_basis
+from qkscope.analyses.split import singular_basis
 from qkscope.analyses.swap import capture_rows, draw_pairs
 from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
@@ -39,7 +39,7 @@ from qkscope.maths.swap import Condition, SwapRows
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope.tasks.task import Unit
-from qkscope_papers.figures import INK, ORIGINAL, REST, colours_of, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, colours_of, legend_below, new_figure
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Files, Row, files_of, model_name, over_runs, pick
 
@@ -77,14 +77,10 @@ def run(settings: Settings) -> Result:
     fit = decompose(scope, task, heads, work.fit, contrasts=list(_CONTRASTS), space="query_frame", seed=settings.seed)
     units = task.test(work.test)
     tables, arrays = bridge(scope, fit, singular_basis(scope, heads), units, draws=work.draws, seed=settings.seed)
-    return settings.result(
-        _answer(tables["alignment"]),
-        {**tables, "heads": ranking.top("row_accuracy")[: work.heads]},
-        _claims(pick(tables["alignment"], contrast="lexical")),
-        arrays,
-        settings.model,
-        {**fit.provenance.get("asked", {}), "test_units": len(units), "draws": work.draws},
-    )
+    tables["heads"] = ranking.top("row_accuracy")[: work.heads]
+    claims = _claims(pick(tables["alignment"], contrast="lexical"))
+    about = {**fit.provenance.get("asked", {}), "test_units": len(units), "draws": work.draws}
+    return settings.result(_answer(tables["alignment"]), tables, claims, arrays, settings.model, about)
 
 
 def bridge(
@@ -263,8 +259,7 @@ def draw(result: Result) -> Files:
     axes[1, 0].set_ylabel("share of the subspace")
     axes[2, 0].set_ylabel("shift of attention")
     axes[1, 0].legend(frameon=False, fontsize=7, ncols=3, loc="upper left", columnspacing=1.0)
-    handles, labels = axes[2, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    legend_below(figure, axes[2, 0], 3, fontsize=8)
     figure.suptitle(f"{model_name(result)}: the lexical feature against singular vectors", fontsize=10)
     return files_of(result, figure)
 

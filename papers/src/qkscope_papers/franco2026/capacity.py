@@ -54,17 +54,14 @@ def run(settings: Settings, cells: Cells) -> Result:
             arrays[f"{('query', 'key')[side]}/{config}"] = cosines(wanted, vectors).float()
     surplus = [row for row in pick(rows, control=False) if row["surplus"]]
     fitting = pick(rows, control=False, surplus=False)
-    return settings.result(
-        answer=(
-            f"{sum(r['on_last'] for r in surplus)} of {len(surplus)} surplus features lie on the last singular vector "
-            f"(mean |cos| {mean(r['matched'] for r in surplus):.2f}); their norms are {_span(surplus)}, those of the "
-            f"others {_span(fitting)}."
-        ),
-        tables={"alignment": rows, "capacity": summary},
-        claims=_claims(rows, surplus, fitting),
-        arrays=arrays,
-        about={"work": vars(WORK[settings.preset])},
+    answer = (
+        f"{sum(r['on_last'] for r in surplus)} of {len(surplus)} surplus features lie on the last singular vector "
+        f"(mean |cos| {mean(r['matched'] for r in surplus):.2f}); their norms are {_span(surplus)}, those of the "
+        f"others {_span(fitting)}."
     )
+    tables = {"alignment": rows, "capacity": summary}
+    about = {"work": vars(WORK[settings.preset])}
+    return settings.result(answer, tables, _claims(rows, surplus, fitting), arrays, about=about)
 
 
 def _summary(config: str, rows: list[Row], d_head: int) -> Row:
@@ -120,10 +117,8 @@ def draw(result: Result) -> Files:
     axes = figure.subplots(2 * lines, columns, squeeze=False, height_ratios=[2.9, 1.7] * lines)
     image = None
     for place in range(lines * columns):
-        above, below = (
-            axes[2 * (place // columns)][place % columns],
-            axes[2 * (place // columns) + 1][place % columns],
-        )
+        line, column = divmod(place, columns)
+        above, below = axes[2 * line][column], axes[2 * line + 1][column]
         if place >= len(configs):
             above.set_axis_off()
             below.set_axis_off()
@@ -133,10 +128,10 @@ def draw(result: Result) -> Files:
         width = result.arrays[f"query/{config}"].shape[1]
         above.axhline(width - 0.5, color=TARGET, lw=1)
         above.set_title(config, fontsize=8.5)
-        above.set(xlabel="u_k", ylabel="pair, by logit" if place % columns == 0 else "")
+        above.set(xlabel="u_k", ylabel="pair, by logit" if column == 0 else "")
         for side in (above.xaxis, above.yaxis, below.xaxis):
             side.set_major_locator(MaxNLocator(4, integer=True))
-        _norms(below, result, config, width, place % columns == 0)
+        _norms(below, result, config, width, column == 0)
     assert image is not None
     figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01).set_label("|cos| of query features and u_k")
     return files_of(result, figure)
@@ -145,10 +140,7 @@ def draw(result: Result) -> Files:
 def _norms(axis: Any, result: Result, config: str, width: int, first: bool) -> None:
     rows = pick(result.tables["alignment"], config=config, side="query", control=False)
     top = max(r["feature_norm"] for r in result.tables["alignment"] if not r["control"])  # one scale for all panels
-    axis.bar(
-        range(len(rows)),
-        [r["feature_norm"] for r in rows],
-        color=[TARGET if i >= width else ORIGINAL for i in range(len(rows))],
-    )
+    colours = [TARGET if i >= width else ORIGINAL for i in range(len(rows))]
+    axis.bar(range(len(rows)), [r["feature_norm"] for r in rows], color=colours)
     axis.axhline(1, color=REST, lw=0.8, ls=":")
     axis.set(xlabel="pair (orange: surplus)", ylabel="feature norm" if first else "", ylim=(0, 1.05 * top))

@@ -55,17 +55,13 @@ def run(settings: Settings, cells: Cells, none: bool) -> Result:
     late, early = (pick(rows, when=when) for when in ("late", "early"))
     share, control = mean(r["first_share"] for r in late), mean(r["first_share"] for r in early)
     what = "no feature of interest" if none else "the pair 0-4 alone"
-    return settings.result(
-        answer=(
-            f"With {what} in the tokens the largest term holds {share:.2f} of Σ|c| after training, {control:.2f} "
-            "before; "
-            f"sparsity {mean(r['sparsity'] for r in late):.3f} (rotated basis {mean(r['rotated'] for r in late):.3f})."
-        ),
-        tables={"terms": rows},
-        claims=_none_claims(late, early) if none else _one_claims(late, early),
-        arrays=arrays,
-        about={"work": vars(work)},
+    answer = (
+        f"With {what} in the tokens the largest term holds {share:.2f} of Σ|c| after training, {control:.2f} "
+        "before; "
+        f"sparsity {mean(r['sparsity'] for r in late):.3f} (rotated basis {mean(r['rotated'] for r in late):.3f})."
     )
+    claims = _none_claims(late, early) if none else _one_claims(late, early)
+    return settings.result(answer, {"terms": rows}, claims, arrays, about={"work": vars(work)})
 
 
 def _first_share(terms: Float[Tensor, "*c m"]) -> Tensor:
@@ -149,18 +145,13 @@ def strengths(toys: list[ToyRun], settings: Settings) -> Result:
               mean(abs(r["correlation"]) for r in late), mean(abs(r["correlation"]) for r in early),
               "ours > 2 * control"),
     ]  # fmt: skip
-    return settings.result(
-        answer=(
-            "The least correlation of a term with the strength of its own pair is "
-            f"{min(r['correlation'] for r in late):.3f}, the largest with another pair's "
-            f"{max(r['other_correlation'] for r in late):.2f}; before training |correlation| with its own pair is "
-            f"{mean(abs(r['correlation']) for r in early):.2f} on average."
-        ),
-        tables={"strength": rows},
-        claims=claims,
-        arrays=arrays,
-        about={"work": vars(work)},
+    answer = (
+        "The least correlation of a term with the strength of its own pair is "
+        f"{min(r['correlation'] for r in late):.3f}, the largest with another pair's "
+        f"{max(r['other_correlation'] for r in late):.2f}; before training |correlation| with its own pair is "
+        f"{mean(abs(r['correlation']) for r in early):.2f} on average."
     )
+    return settings.result(answer, {"strength": rows}, claims, arrays, about={"work": vars(work)})
 
 
 def _slope(x: Tensor, y: Tensor) -> Tensor:
@@ -173,25 +164,18 @@ def _slope(x: Tensor, y: Tensor) -> Tensor:
 @run.drawing
 def draw(result: Result) -> Files:
     """Early, late, and late in a rotated basis."""
-    panels = (
-        ("terms/early", "before training"),
-        ("terms/late", "after training"),
-        ("rotated/late", "after, U and V rotated"),
-    )
+    panels = (("terms/early", "before training", "early", "sparsity"),
+              ("terms/late", "after training", "late", "sparsity"),
+              ("rotated/late", "after, U and V rotated", "late", "rotated"))  # fmt: skip
     figure = new_figure(10.5, 4.4)
     axes = figure.subplots(1, 3, sharey=True)
-    for axis, (key, title) in zip(axes, panels, strict=True):
+    rows = {row["when"]: row for row in result.tables["terms"] if row["seed"] == result.tables["terms"][0]["seed"]}
+    for axis, (key, title, when, column) in zip(axes, panels, strict=True):
         terms = result.arrays[key]
         shares = terms / terms.abs().sum(-1, keepdim=True)
         image = axis.imshow(shares.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
-        axis.set(title=title, xlabel="singular vector k", xticks=range(0, terms.shape[1], 3))
-    rows = {row["when"]: row for row in result.tables["terms"] if row["seed"] == result.tables["terms"][0]["seed"]}
-    for axis, key, column in (
-        (axes[0], "early", "sparsity"),
-        (axes[1], "late", "sparsity"),
-        (axes[2], "late", "rotated"),
-    ):
-        axis.set_title(f"{axis.get_title()}: sparsity {rows[key][column]:.3f}")
+        axis.set(xlabel="singular vector k", xticks=range(0, terms.shape[1], 3))
+        axis.set_title(f"{title}: sparsity {rows[when][column]:.3f}")
     axes[0].set_ylabel("token pair")
     figure.colorbar(image, ax=list(axes), shrink=0.7, pad=0.01).set_label("c_k / Σ|c|")
     return files_of(result, figure)

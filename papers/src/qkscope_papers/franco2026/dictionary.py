@@ -74,13 +74,8 @@ def run(settings: Settings, cells: Cells) -> Result:
             if trained is toys[0]:
                 own = derived_seed(settings.seed, "rotated", seed, 0)
                 arrays["rotated"] = split(toy, usual, "rotated", own, attended=None).size.float()
-    return settings.result(
-        answer=_answer(rows),
-        tables={"feature_pairs": rows},
-        claims=_claims(rows),
-        arrays=arrays,
-        about={"work": vars(work), "contexts": _CONTEXTS},
-    )
+    about = {"work": vars(work), "contexts": _CONTEXTS}
+    return settings.result(_answer(rows), {"feature_pairs": rows}, _claims(rows), arrays, about=about)
 
 
 def split(toy: Toy, x: Float[Tensor, "c p n"], kind: str, seed: int, attended: int | None) -> PairSplit:
@@ -138,7 +133,6 @@ def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: in
     return {
         "pairs_first": sum(map(tuple.__eq__, firsts, wanted)), "contexts_first": mean(map(float, right)),
         "explained": float(at["pairs"].sum() / at["logit"].sum()), "first_held": float(at["held_1"].mean()),
-        "needed": float(at["needed"].median()),
     }  # fmt: skip
 
 

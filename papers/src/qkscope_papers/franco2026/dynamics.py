@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import INK, new_figure
+from qkscope_papers.figures import INK, new_figure, shades
 from qkscope_papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, train, watched
 from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import alignment_rows
@@ -284,10 +283,8 @@ def _spread(axis: Any, last: int, which: str) -> None:
 
 
 def _curves(axis: Any, table: list[Row], pairs: list[tuple[str, float]], config: str) -> None:
-    colours = matplotlib.colormaps["viridis"]
     rows = pick(table, side="query")
-    for i, (pair, logit) in enumerate(pairs):
-        colour = colours(i / max(len(pairs) - 1, 1) * 0.85)
+    for (pair, logit), colour in zip(pairs, shades(len(pairs)), strict=True):
         for n, seed in enumerate(distinct(rows, "seed")):
             own = pick(rows, pair=pair, seed=seed)
             label, width = (f"pair {pair}, logit {logit:g}", 1.2) if n == 0 else (None, 0.5)
@@ -305,15 +302,13 @@ def draw_by_p(result: Result) -> Files:
     """A line for the mean at each p, a thin one for the least."""
     rows = list(result.tables["alignment"])
     figure = new_figure(7.6, 4.0)
-    colours = matplotlib.colormaps["viridis"]
     configs = distinct(rows, "config")
     axis = figure.subplots()
-    for i, config in enumerate(configs):
+    for config, colour in zip(configs, shades(len(configs), 0.92), strict=True):
         own = pick(rows, config=config)
         steps = sorted({r["step"] for r in own})
         means = [mean(r["matched"] for r in own if r["step"] == step) for step in steps]
         lows = [min(r["matched"] for r in own if r["step"] == step) for step in steps]
-        colour = colours(i / max(len(configs) - 1, 1) * 0.92)
         axis.plot(steps, means, "-o", color=colour, ms=3, lw=1.4, label=config)
         axis.plot(steps, lows, "-", color=colour, lw=0.6, alpha=0.5)
     axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random")

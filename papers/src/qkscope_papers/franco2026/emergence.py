@@ -10,15 +10,8 @@ from __future__ import annotations
 import torch
 
 from qkscope.draws import derived_seed
+from qkscope.maths import singular
 from qkscope.maths.significance import clustered_bootstrap
-from qkscope.maths.singular import (
-    cancellation,
-    null_count,
-    random_rotations,
-    reconstruction_count,
-    rotated_terms,
-    sparsity,
-)
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import ORIGINAL, REST, TARGET, new_figure
@@ -47,33 +40,30 @@ def run(settings: Settings, cells: Cells) -> Result:
                 rows.append({"seed": seed, "step": trained.steps[check], "present": present, **found})
     last = max(row["step"] for row in rows)
     ends = {present: pick(rows, present=present, step=last) for present in PRESENT}
-    return settings.result(
-        answer=(
-            "Sparsity after training: "
-            + ", ".join(
-                f"{name} {mean(r['sparsity'] for r in ends[name]):.3f} (rotated "
-                f"{mean(r['rotated'] for r in ends[name]):.3f})"
-                for name in PRESENT
-            )
-            + f"; before training {mean(r['sparsity'] for r in pick(rows, step=0)):.3f}."
-        ),
-        tables={"sparsity": rows},
-        claims=_claims(rows, ends),
-        about={"work": vars(work), "tolerance": TOLERANCE},
+    answer = (
+        "Sparsity after training: "
+        + ", ".join(
+            f"{name} {mean(r['sparsity'] for r in ends[name]):.3f} (rotated "
+            f"{mean(r['rotated'] for r in ends[name]):.3f})"
+            for name in PRESENT
+        )
+        + f"; before training {mean(r['sparsity'] for r in pick(rows, step=0)):.3f}."
     )
+    about = {"work": vars(work), "tolerance": TOLERANCE}
+    return settings.result(answer, {"sparsity": rows}, _claims(rows, ends), about=about)
 
 
 def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
     """One checkpoint and kind of token pair, beside its nulls."""
     at = coordinates(toy, pairs)
     terms = at.terms
-    turned = sparsity(rotated_terms(at.query, at.s, at.difference, work.rotations, seed)).mean(0)
+    turned = singular.sparsity(singular.rotated_terms(at.query, at.s, at.difference, work.rotations, seed)).mean(0)
     q, k = at.query * at.s.sqrt(), at.difference * at.s.sqrt()  # a basis of the head's space, up to a rotation
-    rotation = random_rotations(q.shape[-1], work.rotations, seed).to(q)
+    rotation = singular.random_rotations(q.shape[-1], work.rotations, seed).to(q)
     q, k = (torch.einsum("...m,rmn->r...n", x, rotation) for x in (q, k))
-    shared = sparsity(q * k).mean(0)
-    own = sparsity(terms)
-    exact, close = reconstruction_count(terms), reconstruction_count(terms, TOLERANCE)
+    shared = singular.sparsity(q * k).mean(0)
+    own = singular.sparsity(terms)
+    exact, close = singular.reconstruction_count(terms), singular.reconstruction_count(terms, TOLERANCE)
     context = torch.arange(len(own))
     columns = torch.stack([own, turned, own - turned], dim=1)
     low, high = clustered_bootstrap(columns, context, draws=_RESAMPLES, seed=seed)
@@ -89,9 +79,9 @@ def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
         "difference": float((own - turned).mean()), "difference_low": float(low[2]), "difference_high": float(high[2]),
         "shared": float(shared.mean()), "count": float(exact.nanmean()), "count_low": float(count_low[0]),
         "count_high": float(count_high[0]), "count_tol": float(close.nanmean()),
-        "null_count": float(null_count(terms, TOLERANCE, seed=seed).nanmean()),
-        "cancellation": float(cancellation(terms).nanmean()), "positive": float((terms.sum(-1) > 0).double().mean()),
-        "n": len(own),
+        "null_count": float(singular.null_count(terms, TOLERANCE, seed=seed).nanmean()),
+        "cancellation": float(singular.cancellation(terms).nanmean()),
+        "positive": float((terms.sum(-1) > 0).double().mean()), "n": len(own),
     }  # fmt: skip
 
 

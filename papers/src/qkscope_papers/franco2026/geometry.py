@@ -60,18 +60,14 @@ def run(settings: Settings, cells: Cells, isotropic: bool) -> Result:
     by_p = {config: pick(after, config=config) for config in NO_HEAD if config in toys}
     pairs = ", ".join(f"{_range(own, 'antipodal')} at {config[9:]}" for config, own in by_p.items())
     one = pick(after, config=ONE_PAIR)
-    return settings.result(
-        answer=(
-            f"Without a head features form antipodal pairs: {pairs} ({len(one)} seeds; the paper: 10, its p is lost). "
-            f"With one pair of interest its features overlap with any other by at most "
-            f"{mean(r['interest_overlap'] for r in one):.3f} (mean over seeds), the others among themselves by "
-            f"{mean(r['other_overlap'] for r in one):.2f}."
-        ),
-        tables={"geometry": rows},
-        claims=_isotropy_claims(by_p, after, before) if isotropic else _claims(by_p, after, before),
-        arrays=arrays,
-        about={"work": vars(WORK[settings.preset])},
+    answer = (
+        f"Without a head features form antipodal pairs: {pairs} ({len(one)} seeds; the paper: 10, its p is lost). "
+        f"With one pair of interest its features overlap with any other by at most "
+        f"{mean(r['interest_overlap'] for r in one):.3f} (mean over seeds), the others among themselves by "
+        f"{mean(r['other_overlap'] for r in one):.2f}."
     )
+    claims = _isotropy_claims(by_p, after, before) if isotropic else _claims(by_p, after, before)
+    return settings.result(answer, {"geometry": rows}, claims, arrays, about={"work": vars(WORK[settings.preset])})
 
 
 def geometry_row(config: str, seed: int, step: int, toy: Toy, control: bool) -> Row:

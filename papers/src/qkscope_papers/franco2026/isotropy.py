@@ -49,17 +49,11 @@ def run(settings: Settings) -> Result:
         claims.append(Claim("token embeddings, which are no autoencoder's features, are anisotropic (‖E‖, c = tr G / "
                             "d; control: random rows of the same number and width)", "", main["e_trace"],
                             main["random"], "ours > 2 * control"))  # fmt: skip
-    return settings.result(
-        answer=(
-            f"{main['dictionary']}: ‖E‖ is {main['e_trace']:.1f} at c = tr G / d (random rows {main['random']:.2f}, at "
-            f"most {main['d'] - 1}) and {main['e_one']:.0f} at c = 1; without the mean row {main['e_centred']:.1f}."
-        ),
-        tables={"isotropy": rows},
-        arrays=arrays,
-        claims=claims,
-        model=settings.model,
-        about={"model": settings.model},
+    answer = (
+        f"{main['dictionary']}: ‖E‖ is {main['e_trace']:.1f} at c = tr G / d (random rows {main['random']:.2f}, at "
+        f"most {main['d'] - 1}) and {main['e_one']:.0f} at c = 1; without the mean row {main['e_centred']:.1f}."
     )
+    return settings.result(answer, {"isotropy": rows}, claims, arrays, settings.model, {"model": settings.model})
 
 
 def isotropy(matrix: Float[Tensor, "n d"], seed: int = 0) -> tuple[Row, Float[Tensor, " d"]]:
@@ -67,8 +61,6 @@ def isotropy(matrix: Float[Tensor, "n d"], seed: int = 0) -> tuple[Row, Float[Te
     norms = matrix.norm(dim=-1)
     unit = matrix[norms > 0] / norms[norms > 0, None]
     n, d = unit.shape
-    if n < 2:
-        raise BadInput("a dictionary needs two rows that are not zero: give another matrix.")
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(n, d, generator=generator, dtype=torch.float64)
     spectrum = _spectrum(unit)
@@ -112,21 +104,15 @@ def _embeddings(model: str, revision: str | None, device: str) -> Tensor:
 
 def read_dictionary(path: Path) -> dict[str, Tensor]:
     """The decoder in a file: by its usual names, or else its only matrix; features are rows."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
 
     if not path.is_file():
         raise BadInput(f"there is no file {path}: name a .safetensors file with a decoder matrix.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
-            matrices = [name for name, shape in shapes.items() if len(shape) == 2]
-            named = [name for name in matrices if any(name.endswith(known) for known in _DECODERS)] or matrices
-            if len(named) != 1:
-                there = ", ".join(matrices[:8]) or "none"
-                raise BadInput(f"{path} should hold one decoder matrix (W_dec), but its matrices are: {there}.")
-            matrix = file.get_tensor(named[0]).float()
-    except SafetensorError:
-        raise BadInput(f"{path} is damaged or no safetensors file: save the dictionary again.") from None
+    matrices = {name: tensor.float() for name, tensor in load_file(path).items() if tensor.ndim == 2}
+    named = [name for name in matrices if name.endswith(_DECODERS)] or list(matrices)
+    if len(named) != 1:
+        raise BadInput(f"{path} should hold one decoder matrix (W_dec), but its matrices are: {', '.join(matrices)}.")
+    matrix = matrices[named[0]]
     # there are more features than dimensions: some save one per column
     return {f"{path.name}:{named[0]}": matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT}
 

@@ -32,22 +32,19 @@ def run(settings: Settings, training: bool) -> Result:
     inside = [row for row in rows if row["circuit"]]
     count, null = _mean(inside, "count"), _mean(inside, "count_null")
     few = sum(1 <= row["count"] <= 4 for row in inside)
-    return settings.result(
-        answer=(
-            f"{count:.1f} singular vectors reach the relative logit on average over {len(inside)} edges of the "
-            f"circuit ({_mean(inside, 'count_tol'):.1f} reach 99% of it); random terms of the same sum and norm need "
-            f"{null:.1f} ({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} edges the count is "
-            "between 1 and 4."
-        ),
-        tables={
-            "counts": counts,
-            "sparsity": rows,
-            "training": [dict(row) for row in found.result.tables.get("training", ())] if training else [],
-        },
-        claims=_training_claims(found) if training else _head_claims(found),
-        model=settings.model,
-        about=found.about(),
+    answer = (
+        f"{count:.1f} singular vectors reach the relative logit on average over {len(inside)} edges of the "
+        f"circuit ({_mean(inside, 'count_tol'):.1f} reach 99% of it); random terms of the same sum and norm need "
+        f"{null:.1f} ({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} edges the count is "
+        "between 1 and 4."
     )
+    tables = {
+        "counts": counts,
+        "sparsity": rows,
+        "training": [dict(row) for row in found.result.tables.get("training", ())] if training else [],
+    }
+    claims = _training_claims(found) if training else _head_claims(found)
+    return settings.result(answer, tables, claims, model=settings.model, about=found.about())
 
 
 def _distribution(found: Sweep, i: int) -> list[Row]:

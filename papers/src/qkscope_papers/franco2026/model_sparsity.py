@@ -41,16 +41,12 @@ def run(settings: Settings) -> Result:
     periods = _periods(found)
     units = [{"when": when, **row} for when, (before, after) in periods.items()
              for row in head_changes(after, found.edges, before)]  # fmt: skip
-    return settings.result(
-        answer=found.result.answer,
-        tables={
-            **{name: found.result.tables[name] for name in ("training", "sparsity") if name in found.result.tables},
-            "heads": units,
-        },
-        claims=_claims(found, periods, units),
-        model=settings.model,
-        about=found.about(),
-    )
+    tables = {
+        **{name: found.result.tables[name] for name in ("training", "sparsity") if name in found.result.tables},
+        "heads": units,
+    }
+    claims = _claims(found, periods, units)
+    return settings.result(found.result.answer, tables, claims, model=settings.model, about=found.about())
 
 
 def head_changes(

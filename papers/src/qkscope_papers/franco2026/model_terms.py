@@ -48,19 +48,14 @@ def run(settings: Settings, roles: Sequence[str] | None = None) -> Result:
     end = sum(row["sparsity_end"] for row in rows) / len(rows)
     start = sum(row["sparsity_start"] for row in rows) / len(rows)
     rotated = sum(row["rotated_end"] for row in rows) / len(rows)
-    return settings.result(
-        answer=(
-            f"Mean sparsity of the terms of {len(rows)} edges goes from {start:.2f} to {end:.2f} over training "
-            f"(rotated vectors at the end: {rotated:.2f})."
-            if found.trained
-            else f"Mean sparsity of the terms of {len(rows)} edges is {end:.2f} (rotated vectors: {rotated:.2f})."
-        ),
-        tables={"heads": rows},
-        arrays=arrays,
-        claims=_all_claims(found) if roles is None else _four_claims(found, chosen),
-        model=settings.model,
-        about=found.about(),
+    answer = (
+        f"Mean sparsity of the terms of {len(rows)} edges goes from {start:.2f} to {end:.2f} over training "
+        f"(rotated vectors at the end: {rotated:.2f})."
+        if found.trained
+        else f"Mean sparsity of the terms of {len(rows)} edges is {end:.2f} (rotated vectors: {rotated:.2f})."
     )
+    claims = _all_claims(found) if roles is None else _four_claims(found, chosen)
+    return settings.result(answer, {"heads": rows}, claims, arrays, settings.model, found.about())
 
 
 def _row(found: Sweep, i: int) -> Row:

@@ -20,19 +20,7 @@ from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import before_and_after, divergence_and_error
 from qkscope_papers.franco2026.toy.superposition import Positional, Superposition, Toy, band_frequencies
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import (
-    Estimate,
-    Files,
-    Row,
-    column,
-    distinct,
-    figure_name,
-    files_of,
-    least,
-    mean,
-    over_seeds,
-    pick,
-)
+from qkscope_papers.tables import Estimate, Files, Row, column, distinct, figure_name, files_of, mean, over_seeds, pick
 
 ROPE = Superposition(
     context=40, rope=True, pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)), positional=(Positional(6, 7, 15.0, 1),)
@@ -61,17 +49,14 @@ def run(settings: Settings, cells: Cells, in_bands: bool) -> Result:
         t.toy, 1024, derived_seed(settings.seed, 37)), strict=True))} for t in found]  # fmt: skip
     after = pick(rows, control=False)
     positional = [r for r in pick(bands, control=False) if r["positional"]]
-    return settings.result(
-        answer=(
-            f"Under RoPE the joint matched |cos| is at least {least(r['matched'] for r in after):.3f} over "
-            f"{len(found)} seeds (untrained {mean(r['matched'] for r in pick(rows, control=True)):.2f}); the "
-            f"positional pair has at least {least(r['band_1'] for r in positional):.3f} of its norm in band 1."
-        ),
-        tables={"alignment": rows, "bands": bands, "losses": losses},
-        claims=_band_claims(bands) if in_bands else _claims(rows),
-        arrays=arrays,
-        about={"work": vars(work), "periods": [2 * math.pi / float(t) for t in band_frequencies(toy.task.d_head)]},
+    answer = (
+        f"Under RoPE the joint matched |cos| is at least {min(r['matched'] for r in after):.3f} over "
+        f"{len(found)} seeds (untrained {mean(r['matched'] for r in pick(rows, control=True)):.2f}); the "
+        f"positional pair has at least {min(r['band_1'] for r in positional):.3f} of its norm in band 1."
     )
+    tables = {"alignment": rows, "bands": bands, "losses": losses}
+    about = {"work": vars(work), "periods": [2 * math.pi / float(t) for t in band_frequencies(toy.task.d_head)]}
+    return settings.result(answer, tables, _band_claims(bands) if in_bands else _claims(rows), arrays, about=about)
 
 
 def band_rows(toy: Toy, seed: int, step: int, control: bool) -> list[Row]:
@@ -175,12 +160,8 @@ def _cosines(axis: Any, result: Result, side: str) -> Any:
     labels = [
         f"f_{feature} (pair {row['pair']}): {row['matched']:.3f}" for feature, row in zip(features, rows, strict=True)
     ]
-    axis.set(
-        title=f"{side} features",
-        xlabel=f"singular vector {'u' if side == 'query' else 'v'}_k of the un-rotated Ω",
-        yticks=range(len(features)),
-        yticklabels=labels,
-    )
+    named = f"singular vector {'u' if side == 'query' else 'v'}_k of the un-rotated Ω"
+    axis.set(title=f"{side} features", xlabel=named, yticks=range(len(features)), yticklabels=labels)
     return image
 
 

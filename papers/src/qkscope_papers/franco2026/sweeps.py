@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
-
 from qkscope.maths.significance import wilson
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import INK, REST, new_figure
+from qkscope_papers.figures import INK, REST, new_figure, shades
 from qkscope_papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, toys_of, toys_over, train
 from qkscope_papers.franco2026.toy.measure import before_and_after
 from qkscope_papers.franco2026.toy.superposition import Superposition
@@ -38,17 +36,14 @@ def run(settings: Settings, cells: Cells, over: str) -> Result:
     after = pick(rows, control=False)
     good = sum(row["seeds_aligned"] for row in summary)
     total = sum(row["seeds"] for row in summary)
-    return settings.result(
-        answer=(
-            f"Over {over}: all four pairs reach |cos| {ALIGNED} in {good} of {total} models; mean "
-            f"matched |cos| {mean(r['matched'] for r in after):.3f} (untrained "
-            f"{mean(r['matched'] for r in pick(rows, control=True)):.2f}, best of random "
-            f"{after[0]['best_random']:.2f})."
-        ),
-        tables={"alignment": rows, "summary": summary},
-        claims=_claims(over, rows, summary),
-        about={"work": vars(WORK[settings.preset])},
+    answer = (
+        f"Over {over}: all four pairs reach |cos| {ALIGNED} in {good} of {total} models; mean "
+        f"matched |cos| {mean(r['matched'] for r in after):.3f} (untrained "
+        f"{mean(r['matched'] for r in pick(rows, control=True)):.2f}, best of random "
+        f"{after[0]['best_random']:.2f})."
     )
+    tables = {"alignment": rows, "summary": summary}
+    return settings.result(answer, tables, _claims(over, rows, summary), about={"work": vars(WORK[settings.preset])})
 
 
 def summarise(rows: list[Row]) -> list[Row]:
@@ -142,16 +137,15 @@ def draw(result: Result) -> Files:
 
 
 def _dots(axis: Any, rows: Sequence[Any], keys: Sequence[Any], by_seed: bool) -> None:
-    colours = matplotlib.colormaps["viridis"]
     pairs = distinct(rows, "pair")
-    for i, pair in enumerate(pairs):
+    for i, (pair, shade) in enumerate(zip(pairs, shades(len(pairs)), strict=True)):
         shift = (i - (len(pairs) - 1) / 2) * 0.13
         for control in (True, False):
             own = pick(rows, pair=pair, control=control)
             x = [keys.index((r["config"], r["seed"]) if by_seed else r["config"]) + shift for r in own]
             logit = f"{own[0]['target_logit']:g}" if own else ""
             label = ("untrained" if i == 0 else None) if control else f"pair {pair}, logit {logit}"
-            size, marker, colour = (12, "x", REST) if control else (20, "o", colours(i / max(len(pairs) - 1, 1) * 0.85))
+            size, marker, colour = (12, "x", REST) if control else (20, "o", shade)
             look: Any = {"s": size, "marker": marker, "color": colour, "linewidths": 0.8, "label": label}
             axis.scatter(x, column(own, "matched"), **look)
     axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random, mean")

@@ -11,7 +11,6 @@ import math
 from itertools import pairwise
 from typing import Any
 
-import matplotlib
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,7 +19,7 @@ from qkscope.draws import derived_seed
 from qkscope.maths.bases import checked_svd
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure, shades
 from qkscope_papers.fleet import one_thread
 from qkscope_papers.franco2026.theory import SILENT_FROM, minimise, orthogonalise, theorem1_minimiser, theorem2_bound
 from qkscope_papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten
@@ -273,19 +272,14 @@ def draw_overlap(result: Result) -> Files:
     figure = new_figure(6.6, 4.1)
     rows = [r for r in result.tables["orthogonalisation"] if r["mu"] > 0]
     axis = figure.subplots()
-    colours = matplotlib.colormaps["viridis"]
-    tilts = distinct(rows, "tilt")
-    for i, tilt in enumerate(tilts):
+    tilts, floor = distinct(rows, "tilt"), 1e-9
+    for tilt, colour in zip(tilts, shades(len(tilts)), strict=True):
         own = pick(rows, tilt=tilt)
-        colour = colours(i / max(len(tilts) - 1, 1) * 0.85)
-        floor = 1e-9
+        overlap, bound = ([max(value, floor) for value in column(own, name)] for name in ("overlap", "bound"))
         label = f"teacher tilted by {tilt:g}" if tilt else "orthogonal teacher (0)"
-        axis.plot(
-            [r["mu"] for r in own], [max(r["overlap"], floor) for r in own], "o-", color=colour, ms=4, label=label
-        )
+        axis.plot(column(own, "mu"), overlap, "o-", color=colour, ms=4, label=label)
         if tilt:
-            bound, label = [max(r["bound"], floor) for r in own], "   its bound [CE′ − CE*]/μ"
-            axis.plot(column(own, "mu"), bound, "--", color=colour, lw=1, label=label)
+            axis.plot(column(own, "mu"), bound, "--", color=colour, lw=1, label="   its bound [CE′ − CE*]/μ")
     axis.axhline(2, color=INK, lw=0.8, ls=":")
     axis.text(10, 2.4, "above 2 the bound says nothing", fontsize=8, ha="right")
     axis.set(xscale="log", yscale="log", xlabel="μ", ylabel="(q1·q2)² + (k1·k2)² at the minimum")

@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.errors import BadInput
 from qkscope_papers.franco2026.toy.alignment import gram, invert_gram
 
 SILENT_FROM = 1 - math.sqrt(2 / 3)  # Theorem 2 says nothing from this ε on
@@ -33,8 +32,8 @@ def theorem1_minimiser(
     queries: Float[Tensor, "d n"], keys: Float[Tensor, "d n"], alpha: float, query: int = 0, key: int = 0
 ) -> Float[Tensor, "d d"]:
     """``Ω* = α G_q⁻¹ q kᵀ G_k⁻¹`` (with pseudo-inverses where features do not span the space)."""
-    left = invert_gram(gram(queries)).matrix @ queries[:, query].double()
-    right = invert_gram(gram(keys)).matrix @ keys[:, key].double()
+    left = invert_gram(gram(queries)) @ queries[:, query].double()
+    right = invert_gram(gram(keys)) @ keys[:, key].double()
     return alpha * torch.outer(left, right)
 
 
@@ -75,10 +74,6 @@ class TwoKeyPopulation:
     @classmethod
     def of(cls, n: int, p: float) -> TwoKeyPopulation:
         """All 2ⁿ queries and 3ⁿ differences of n features."""
-        if not 0 < p <= 1:
-            raise BadInput(f"a feature is present with a probability p in (0, 1], but got {p}.")
-        if n > 7:
-            raise BadInput(f"all cases of {n} features are too many to list: take at most 7.")
         queries = torch.tensor(list(product((0.0, 1.0), repeat=n)), dtype=torch.float64)
         differences = torch.tensor(list(product((-1.0, 0.0, 1.0), repeat=n)), dtype=torch.float64)
         moved = p * (1 - p)
@@ -169,8 +164,6 @@ def orthogonalise(
     Two contexts, with queries q_1 and q_2, hold the keys k_1 and k_2. The teacher's pair leans over to the first by
     ``tilt`` (radians): ``q_2° = sin(tilt) q_1 + cos(tilt) u_2``. With tilt 0 the optimum is orthogonal for any μ > 0.
     """
-    if mu < 0:
-        raise BadInput(f"a penalty has a weight of at least 0, but got {mu}.")
     found, inside = _best_pair(mu, tilt, sigma, d, starts, seed, orthogonal=False)
     _, other = _best_pair(mu, tilt, sigma, d, starts, seed, orthogonal=True)
     q, k = found

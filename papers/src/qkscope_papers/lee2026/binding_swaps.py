@@ -12,7 +12,6 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from qkscope.analyses.downstream import swap_downstream
 from qkscope.analyses.swap import SIZES, swap
 from qkscope.runs.claims import Claim, rule_verdict
 from qkscope.runs.result import Result
@@ -23,7 +22,6 @@ from qkscope_papers.lee2026.language import (
     Estimator,
     FigureSession,
     HeadChoice,
-    for_choice,
     session_of,
 )
 from qkscope_papers.lee2026.swap_plots import draw_full, draw_multiples
@@ -49,13 +47,9 @@ def run(settings: Settings, second: bool = False) -> Result:
     session = session_of(settings)
     form = second and session.embedded  # any other model is the second model itself
     found, tables = session.found("binding", form), _swapped(session, form)
-    return settings.result(
-        _answer(tables, found, session.form("binding", form)),
-        tables,
-        _claims(session, found, tables, second),
-        model=session.scope.name,
-        about=_about(session, found, form),
-    )
+    answer = _answer(tables, found, session.form("binding", form))
+    claims = _claims(session, found, tables, second)
+    return settings.result(answer, tables, claims, model=session.scope.name, about=_about(session, found, form))
 
 
 @figure("lee2026", "fig18", "Swapping order and lexical, other heads")
@@ -69,13 +63,9 @@ def run_others(settings: Settings) -> Result:
         for name, rows in _swapped(session, False).items()
         if name != "downstream"
     }
-    return settings.result(
-        _other_answer(tables, shown),
-        tables,
-        _other_claims(session, tables, shown),
-        model=session.scope.name,
-        about=_about(session, found, False),
-    )
+    claims = _other_claims(session, tables, shown)
+    about = _about(session, found, False)
+    return settings.result(_other_answer(tables, shown), tables, claims, model=session.scope.name, about=about)
 
 
 def _about(session: FigureSession, found: HeadChoice, second: bool) -> dict[str, Any]:
@@ -102,7 +92,7 @@ def _tables(session: FigureSession, second: bool) -> dict[str, list[Row]]:
     if work.downstream:
         chosen, fit = units[: work.downstream], session.fit("binding", second)
         groups = [found.heads] if len(found.heads) == 1 else [found.heads[:1], found.heads]
-        patched = [swap_downstream(session.scope, chosen, fit, heads, **options) for heads in groups]
+        patched = [swap(session.scope, chosen, fit, heads, downstream=True, **options) for heads in groups]
         tables["downstream"] = [dict(row) for each in patched for row in each.tables["downstream"]]
     return tables
 
@@ -310,14 +300,14 @@ def _other_claims(session: FigureSession, tables: dict[str, list[Row]], heads: l
     count = len(heads)
     cells = [_of(tables, head, "paper") for head in heads]
     weakest = min((cell["both_summed"] for cell in cells), key=lambda row: float(row["gain_low"]))
-    more = for_choice(_gain(weakest), count)
-    ours_more = for_choice(_gain(_of(tables, weakest["head"], "ours")["both"]), count)
+    more = _gain(weakest).among(count)
+    ours_more = _gain(_of(tables, weakest["head"], "ours")["both"]).among(count)
     closest = min(heads, key=lambda head: _over_alone(tables, head, "paper").mean)
-    alone, ours_alone = (for_choice(_over_alone(tables, closest, estimator), count) for estimator in ESTIMATORS)
+    alone, ours_alone = (_over_alone(tables, closest, estimator).among(count) for estimator in ESTIMATORS)
     first, second = (_unlike(_LITTLE, _above_0(other)) for other in (ours_more, ours_alone))
     near = max(cells, key=lambda cell: cell["random_both"]["shift"] / max(cell["both_summed"]["shift"], 1e-9))
     pca = min(heads, key=lambda head: _more(tables, head, "ours", "both", "key_pca_both").mean)
-    over_pca = for_choice(_more(tables, pca, "ours", "both", "key_pca_both"), count)
+    over_pca = _more(tables, pca, "ours", "both", "key_pca_both").among(count)
     return [
         Claim("at every head both move more than random (shift over random, weakest head, the paper's estimators)",
               "§F.2, Fig. 18: causal intervention results on additional heads", more.mean, None, "ours > 0",

@@ -52,25 +52,15 @@ def run(settings: Settings, projected: bool) -> Result:
                 shown = head == best and estimator == ("ours" if projected else None)
                 mapped = shown and projected and feature == "lexical"
                 row, drawn = _view(points, labels[feature][1], fit, head, feature, session.seed, mapped)
-                about = {"head": str(head), "is_control": head == found.control, "estimator": estimator or ""}
-                rows.append({**about, **row})
+                where = {"head": str(head), "is_control": head == found.control, "estimator": estimator or ""}
+                rows.append({**where, **row})
                 if shown:
                     arrays |= {f"{feature}/{name}": value for name, value in drawn.items()}
-    return settings.result(
-        answer=_answer(rows, str(best)),
-        tables={
-            "views": rows,
-            "labels": [
-                {"feature": feature, "index": i, "label": name}
-                for feature in FEATURES
-                for i, name in enumerate(labels[feature][0][:_WORDS])
-            ],
-        },
-        claims=_claims(rows, str(best), str(found.control), projected),
-        arrays=arrays,
-        model=session.scope.name,
-        about=session.about(form=session.form("binding"), head=str(best)),
-    )
+    named = [{"feature": feature, "index": i, "label": name} for feature in FEATURES
+             for i, name in enumerate(labels[feature][0][:_WORDS])]  # fmt: skip
+    answer, claims = _answer(rows, str(best)), _claims(rows, str(best), str(found.control), projected)
+    about = session.about(form=session.form("binding"), head=str(best))
+    return settings.result(answer, {"views": rows, "labels": named}, claims, arrays, session.scope.name, about)
 
 
 def binding_points(session: FigureSession) -> Points:
@@ -93,13 +83,7 @@ def _labels(session: FigureSession, points: Points) -> dict[str, tuple[list[str]
 
 
 def _view(
-    points: Points,
-    labels: Int[Tensor, "n k"],
-    fit: Fit | None,
-    head: Head,
-    feature: str,
-    seed: int,
-    mapped: bool,
+    points: Points, labels: Int[Tensor, "n k"], fit: Fit | None, head: Head, feature: str, seed: int, mapped: bool
 ) -> tuple[Row, dict[str, Tensor]]:
     q, k = points.at(head)
     asked = labels[torch.arange(len(labels)), points.answers()]

@@ -55,21 +55,13 @@ def run(settings: Settings) -> Result:
     clusters, keys = _fine(session, best)
     ranks = [{**row, "is_control": row["head"] == str(found.control)} for row in fit.table()]
     names = [name for name in task.contrasts if name != POOLED]
-    return settings.result(
-        answer=_answer(found, ranks, views),
-        tables={
-            "ranks": ranks,
-            "views": views,
-            "clusters": clusters,
-            "heads": found.ranking.top("ratio"),
-            "labels": [{"panel": "a", "index": i, "label": name} for i, name in enumerate(names)]
-            + [{"panel": "b", "index": i, "label": name} for i, name in enumerate(_fine_names(session))],
-        },
-        claims=_claims(found, ranks, views, clusters),
-        arrays={**arrays, **keys},
-        model=session.scope.name,
-        about=session.about(form=session.form("filter")),
-    )
+    labels = [{"panel": panel, "index": i, "label": name}
+              for panel, own in (("a", names), ("b", _fine_names(session))) for i, name in enumerate(own)]  # fmt: skip
+    tables = {"ranks": ranks, "views": views, "clusters": clusters, "labels": labels}
+    tables["heads"] = found.ranking.top("ratio")
+    claims = _claims(found, ranks, views, clusters)
+    about = session.about(form=session.form("filter"))
+    return settings.result(_answer(found, ranks, views), tables, claims, {**arrays, **keys}, session.scope.name, about)
 
 
 def _points(session: FigureSession, task: Task, heads: list[Head]) -> Points:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-import torch
 
 from qkscope.draws import derived_seed
 from qkscope_papers.fleet import toy_figures
@@ -18,7 +13,6 @@ from qkscope_papers.lee2026.toy.trained import GRIDS, HeadRun, grid, train_heads
 from qkscope_papers.registry import Figure, Settings
 from qkscope_papers.trainer import Recipe
 
-T = TypeVar("T")
 WAS_IMPLIED = "was counted as implied by the paper, whose argument does not need it."
 
 
@@ -80,12 +74,6 @@ def some_cells(d_head: int, ranks: Sequence[tuple[int, int]], smoke: Sequence[tu
 def train(cells: Cells, settings: Settings) -> list[HeadRun]:
     """The heads of a figure, from the shared folder where they are there already."""
     return _train(cells(settings), settings)
-
-
-def side_by_side(measure: Callable[[HeadRun], T], heads: Sequence[HeadRun]) -> list[T]:
-    """What is measured of each head, on all cores: a head is small, so that each gets one."""
-    with ThreadPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(pool.map(measure, heads))
 
 
 def _train_together(figures: Sequence[Figure], settings: Settings) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import REST, new_figure
+from qkscope_papers.figures import REST, legend_below, new_figure
 from qkscope_papers.lee2026.language import ESTIMATORS, FigureSession, session_of
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Estimate, Files, Row, column, distinct, files_of, mean, model_name, over_runs, pick
@@ -25,13 +25,8 @@ def run(settings: Settings) -> Result:
     """Ranks of the found heads and of the control at every count."""
     session = session_of(settings)
     rows = session.once("entity counts", lambda: _rows(session))
-    return settings.result(
-        answer=_answer(rows),
-        tables={"counts": rows},
-        claims=_claims(rows),
-        model=session.scope.name,
-        about=session.about(form=session.form("binding"), pairs=_PAIRS),
-    )
+    about = session.about(form=session.form("binding"), pairs=_PAIRS)
+    return settings.result(_answer(rows), {"counts": rows}, _claims(rows), model=session.scope.name, about=about)
 
 
 def _rows(session: FigureSession) -> list[Row]:
@@ -103,30 +98,22 @@ def _claims(rows: list[Row]) -> list[Claim]:
         near = min(counts[:-1], key=lambda n: abs(n - 2 * counts[-1] / 3))
         late, start, settled = _change(own, near), _roomy(own, varied, contrast), _settled(own)
         all_along = over_runs([]) if start is None else _change(own, start)
-        claims.append(
-            Claim(
-                f"the {contrast} rank has stopped growing with the number of {varied} (change from two "
-                "thirds of the most to the most, mean over heads, the paper's estimator)",
-                "§F.2, Fig. 16: the effective ranks plateau after enough entities",
-                late.mean,
-                None,
-                "ours <= 1",
-                **late.ends,
-                reason="small model",
-                why="The paper's models have 8B and 4B weights.",
-                changed="was the most against the next fewer, which is another step at each preset.",
-            )
-        )
         enough = (
             f"From {settled} {varied} on it changes by 1 at most; Fig. 16 says after enough entities, and does not say "
             "how many."
         )
-        claims.append(Claim(f"the {contrast} rank does not depend on the number of {varied} (change from the fewest "
-                            "that leave it room to the most, mean over heads, the paper's estimator)",
-                            "§5.2: the ranks do not appear to depend on the number of entities", all_along.mean, None,
-                            "abs(ours) <= 1", **all_along.ends, reason="other setting", why=enough,
-                            changed="was from the fewest on: four words or two pairs cap a rank in any "
-                            "head."))  # fmt: skip
+        claims += [
+            Claim(f"the {contrast} rank has stopped growing with the number of {varied} (change from two thirds of the "
+                  "most to the most, mean over heads, the paper's estimator)",
+                  "§F.2, Fig. 16: the effective ranks plateau after enough entities", late.mean, None, "ours <= 1",
+                  **late.ends, reason="small model", why="The paper's models have 8B and 4B weights.",
+                  changed="was the most against the next fewer, which is another step at each preset."),
+            Claim(f"the {contrast} rank does not depend on the number of {varied} (change from the fewest that leave "
+                  "it room to the most, mean over heads, the paper's estimator)",
+                  "§5.2: the ranks do not appear to depend on the number of entities", all_along.mean, None,
+                  "abs(ours) <= 1", **all_along.ends, reason="other setting", why=enough,
+                  changed="was from the fewest on: four words or two pairs cap a rank in any head."),
+        ]  # fmt: skip
     return claims
 
 
@@ -160,8 +147,7 @@ def draw(result: Result) -> Files:
         axis.set_xlabel("different words" if varied == "words" else "pairs in a prompt")
         axis.set_title(f"{contrast}, {'3 pairs in a prompt' if varied == 'words' else 'all the words'}")
     axes[0].set_ylabel("rank")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    legend_below(figure, axes[0], 6)
     figure.suptitle(
         f"{model_name(result)}: ranks by the 99% rule; solid, the paper's estimators; dotted, ours", fontsize=10
     )

@@ -13,7 +13,7 @@ from qkscope.analyses.swap import swap
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope.tasks.filter import POOLED
-from qkscope_papers.lee2026.language import SECOND, FigureSession, for_choice, session_of
+from qkscope_papers.lee2026.language import SECOND, FigureSession, session_of
 from qkscope_papers.lee2026.swap_plots import draw_full
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Estimate, Files, Row, pick
@@ -30,13 +30,9 @@ def run(settings: Settings, second: bool = False) -> Result:
     again = second and session.embedded  # any other model is the second model itself
     tables = session.once(("swaps", "filter", again), lambda: _tables(session, again))
     heads, form = session.found("filter", again).heads, session.form("filter", again)
-    return settings.result(
-        _answer(tables["swap"], form),
-        tables,
-        _claims(tables, [str(head) for head in heads], second),
-        model=session.scope.name,
-        about=session.about(form=form),
-    )
+    answer = _answer(tables["swap"], form)
+    claims = _claims(tables, [str(head) for head in heads], second)
+    return settings.result(answer, tables, claims, model=session.scope.name, about=session.about(form=form))
 
 
 def _tables(session: FigureSession, second: bool) -> dict[str, list[Row]]:
@@ -78,10 +74,10 @@ def _claims(tables: dict[str, list[Row]], heads: list[str], second: bool) -> lis
                                "The paper's second model is Qwen3-4B; here it is a small model, asked with lists."
                                if second else "The paper's model has 8B weights."}  # fmt: skip
     weak = min(cells, key=lambda cell: cell[JOINT]["shift"] - 2 * cell[f"random_{JOINT}"]["shift"])
-    moved = for_choice(Estimate(*(weak[JOINT][name] for name in ("shift", "shift_low", "shift_high"))), count)
+    moved = Estimate(*(weak[JOINT][name] for name in ("shift", "shift_low", "shift_high"))).among(count)
     empty = min((cell[JOINT] for cell in cells), key=lambda row: row["orig_after"] / max(row["orig_before"], 1e-9))
     kept = Estimate(*(empty["orig_before"] - empty[name] for name in ("left", "left_high", "left_low")))
-    left = for_choice(kept, count)
+    left = kept.among(count)
     pooled = min(cells, key=lambda cell: cell[POOLED]["shift"] - cell[JOINT]["shift"])
     half = sum((pooled[name]["shift_high"] - pooled[name]["shift_low"]) / 2 for name in (POOLED, JOINT))
     less = pooled[POOLED]["shift"] - pooled[JOINT]["shift"]
@@ -96,7 +92,7 @@ def _claims(tables: dict[str, list[Row]], heads: list[str], second: bool) -> lis
     for kind, name in (("key_pca", "key PCA"), ("cov_qk", "Cov_q Cov_k")):
         own = pick(tables["paired"], one=JOINT, other=f"{kind}_{JOINT}")
         row = min(own, key=lambda row: row["difference"])
-        more = for_choice(Estimate(row["difference"], row["low"], row["high"]), count)
+        more = Estimate(row["difference"], row["low"], row["high"]).among(count)
         claims.append(Claim(f"it moves more than {name} of the same size (difference of shifts, weakest head)", "",
                             more.mean, None, "ours > 0", **more.ends))  # fmt: skip
     claims.append(Claim("the pooled centred contrast, one dimension less, moves as much (difference of shifts to the "

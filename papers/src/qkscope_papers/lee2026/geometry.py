@@ -22,7 +22,7 @@ from qkscope.draws import derived_seed
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import new_figure
+from qkscope_papers.figures import legend_below, new_figure
 from qkscope_papers.lee2026.cells import WAS_IMPLIED, WORK, Cells, example_head, toy_figure, train
 from qkscope_papers.lee2026.toy.retrieval import RetrievalHead
 from qkscope_papers.registry import Settings
@@ -64,21 +64,18 @@ def run(settings: Settings, cells: Cells) -> Result:
         if task.variant == "discrete"
         else "the sphere"
     )
-    return settings.result(
-        answer=(
-            f"{shape[0].upper()}{shape[1:]}: a similarity transform of the keys' projections explains "
-            f"{after['latent_fit_key']:.2f} of the latent. A query and its key meet at cosine {after['cosine']:.2f} in "
-            f"the head's space ({before['cosine']:.2f} untrained), and "
-            f"{after['queries_at_their_keys']:.0%} of queries lie nearest to the keys of their own code "
-            f"({before['queries_at_their_keys']:.0%}); in the coordinates of U and V they agree in any head "
-            f"({after['paired_fit']:.2f} trained, {before['paired_fit']:.2f} untrained). "
-            f"Means over {len(heads)} heads of each kind."
-        ),
-        tables={"geometry": rows, "clouds": clouds},
-        claims=_claims(rows, task.variant, 2 ** task.ranks[0]),
-        arrays=arrays,
-        about={"lr": work.lr, "points": _MEASURED},
+    answer = (
+        f"{shape[0].upper()}{shape[1:]}: a similarity transform of the keys' projections explains "
+        f"{after['latent_fit_key']:.2f} of the latent. A query and its key meet at cosine {after['cosine']:.2f} in "
+        f"the head's space ({before['cosine']:.2f} untrained), and "
+        f"{after['queries_at_their_keys']:.0%} of queries lie nearest to the keys of their own code "
+        f"({before['queries_at_their_keys']:.0%}); in the coordinates of U and V they agree in any head "
+        f"({after['paired_fit']:.2f} trained, {before['paired_fit']:.2f} untrained). "
+        f"Means over {len(heads)} heads of each kind."
     )
+    tables = {"geometry": rows, "clouds": clouds}
+    claims = _claims(rows, task.variant, 2 ** task.ranks[0])
+    return settings.result(answer, tables, claims, arrays, about={"lr": work.lr, "points": _MEASURED})
 
 
 def geometry(head: RetrievalHead, pairs: int, seed: int) -> tuple[Row, dict[str, Tensor]]:
@@ -233,8 +230,7 @@ def draw(result: Result) -> Files:
         axis.set(xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
         axis.view_init(elev=18, azim=-62)
         axis.set_box_aspect((1, 1, 1), zoom=0.98)
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    legend_below(figure, axis, 2)
     figure.suptitle(f"z1 in query and key space, colour = {'its code' if discrete else 'its first coordinate'}")
     return files_of(result, figure)
 

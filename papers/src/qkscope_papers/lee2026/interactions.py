@@ -40,18 +40,14 @@ def run(settings: Settings, cells: Cells) -> Result:
     below, above = (pick(rows, where=where) for where in ("below", "above"))
     arrays = {f"G/{t.cell.slug}": t.head.interactions().float() for t in heads}
     variant = rows[0]["variant"]
-    return settings.result(
-        answer=(
-            f"Off-diagonal energy of G ({variant}): at most {_extreme(below, 'off_diagonal', max):.3f} where "
-            f"r1 + r2 < d_head, at least {_extreme(above, 'off_diagonal', min):.3f} where r1 + r2 > d_head; asymmetry "
-            f"{_median(below, 'asymmetry'):.2f} below and {_median(above, 'asymmetry'):.2f} above (untrained "
-            f"{_median(rows, 'untrained_asymmetry'):.2f})."
-        ),
-        tables={"interactions": rows},
-        claims=_claims(variant, below, above),
-        arrays=arrays,
-        about={"lr": work.lr, "rotations": _ROTATIONS},
+    answer = (
+        f"Off-diagonal energy of G ({variant}): at most {_extreme(below, 'off_diagonal', max):.3f} where "
+        f"r1 + r2 < d_head, at least {_extreme(above, 'off_diagonal', min):.3f} where r1 + r2 > d_head; asymmetry "
+        f"{_median(below, 'asymmetry'):.2f} below and {_median(above, 'asymmetry'):.2f} above (untrained "
+        f"{_median(rows, 'untrained_asymmetry'):.2f})."
     )
+    about = {"lr": work.lr, "rotations": _ROTATIONS}
+    return settings.result(answer, {"interactions": rows}, _claims(variant, below, above), arrays, about=about)
 
 
 def interaction_row(trained: HeadRun, seed: int) -> Row:

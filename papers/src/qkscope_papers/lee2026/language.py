@@ -32,7 +32,7 @@ from qkscope.runs.progress import doing
 from qkscope.tasks.filter import POOLED
 from qkscope.tasks.task import Task
 from qkscope_papers.registry import EMBEDDED, Settings
-from qkscope_papers.tables import Estimate, Row, pick
+from qkscope_papers.tables import Row, pick
 
 T = TypeVar("T")
 Kind = Literal["filter", "binding"]
@@ -95,23 +95,11 @@ class HeadChoice:
         It was chosen among them, on the same prompts.
         """
         row = pick(self.ranking.tables["heads"], head=str(head))[0]
-        z = _for_choice(len(self.ranking.tables["heads"]))
+        z = NormalDist().inv_cdf(1 - 0.025 / len(self.ranking.tables["heads"]))
         low, high = wilson(round(row["row_accuracy"] * row["n"]), row["n"], z)
         half = (row["ratio_high"] - row["ratio_low"]) / (2 * NormalDist().inv_cdf(0.975)) * z
         return {**row, "row_low": low, "row_high": high, "ratio_low": row["ratio"] - half,
                 "ratio_high": row["ratio"] + half}  # fmt: skip
-
-
-def _for_choice(count: int) -> float:
-    """Standard errors of an interval that holds for all of so many at once."""
-    return NormalDist().inv_cdf(1 - 0.025 / count)
-
-
-def for_choice(found: Estimate, count: int) -> Estimate:
-    """The interval of one of several, widened for its having been chosen among them."""
-    wider = _for_choice(count) / NormalDist().inv_cdf(0.975)
-    low, high = found.mean - (found.mean - found.low) * wider, found.mean + (found.high - found.mean) * wider
-    return Estimate(found.mean, low, high)
 
 
 def choose_heads(ranking: Ranking, kind: Kind, most: int) -> HeadChoice:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from qkscope.analyses.attribute import attribute
+from qkscope.analyses.split import attribute
 from qkscope.draws import derived_seed
 from qkscope.heads import Head
 from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
@@ -51,26 +51,23 @@ def run(settings: Settings) -> Result:
     tokens = [dict(row) for row in parts.tables["tokens"]]
     error = max(abs(row["logit"] - sum(row[name] for name in (*FEATURES, RESIDUAL))) for row in tokens)
     theirs, by = ({row["split"]: row for row in pick(shares, estimator=name)} for name in ESTIMATORS)
-    return settings.result(
-        answer=(
-            f"{parts.answer} Over {len(points.units)} held-out prompts, of the variance of the boxes' logits order "
-            f"carries {by['order first']['order']:.0%}, lexical {by['order first']['lexical']:.0%}, and "
-            f"{by['order first'][RESIDUAL]:.0%} is unexplained (lexical first: order "
-            f"{by['lexical first']['order']:.0%}, lexical {by['lexical first']['lexical']:.0%}; random subspaces of "
-            f"these ranks leave {by['random'][RESIDUAL]:.0%}); as the paper estimates them, order "
-            f"{theirs['order first']['order']:.0%} and lexical {theirs['order first']['lexical']:.0%}."
-        ),
-        tables={
-            "tokens": tokens,
-            "summary": [dict(row) for row in parts.tables["summary"]],
-            "shares": shares,
-            "overlap": [dict(row) for row in parts.tables["overlap"]],
-            "prompt": [{"head": str(head), "text": example.text, "keys": len(example.keys)}],
-        },
-        claims=_claims(theirs, by, error),
-        model=session.scope.name,
-        about=session.about(form=session.form("binding"), head=str(head)),
+    answer = (
+        f"{parts.answer} Over {len(points.units)} held-out prompts, of the variance of the boxes' logits order "
+        f"carries {by['order first']['order']:.0%}, lexical {by['order first']['lexical']:.0%}, and "
+        f"{by['order first'][RESIDUAL]:.0%} is unexplained (lexical first: order "
+        f"{by['lexical first']['order']:.0%}, lexical {by['lexical first']['lexical']:.0%}; random subspaces of "
+        f"these ranks leave {by['random'][RESIDUAL]:.0%}); as the paper estimates them, order "
+        f"{theirs['order first']['order']:.0%} and lexical {theirs['order first']['lexical']:.0%}."
     )
+    tables = {
+        "tokens": tokens,
+        "summary": [dict(row) for row in parts.tables["summary"]],
+        "shares": shares,
+        "overlap": [dict(row) for row in parts.tables["overlap"]],
+        "prompt": [{"head": str(head), "text": example.text, "keys": len(example.keys)}],
+    }
+    about = session.about(form=session.form("binding"), head=str(head))
+    return settings.result(answer, tables, _claims(theirs, by, error), model=session.scope.name, about=about)
 
 
 def _shares(points: Points, head: Head, bases: dict[str, Tensor], cluster: Int[Tensor, " n"], seed: int) -> list[Row]:

@@ -103,8 +103,7 @@ class CentroidMatch:
     """Cosine of query and key centroids, the same for random pairings, and how often a query finds its own keys."""
 
     cosine: float
-    shuffled: float
-    shuffled_high: float  # 95% quantile
+    shuffled_high: float  # 95% of random pairings are below
     hits: float
     chance: float
 
@@ -129,13 +128,8 @@ def align(
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.stack([(mq[torch.randperm(count, generator=generator)] * mk).sum() for _ in range(draws)]) / size
     nearest = (q @ torch.nn.functional.normalize(mk, dim=1).mT).argmax(dim=1)
-    return CentroidMatch(
-        float((mq * mk).sum() / size),
-        float(shuffled.mean()),
-        float(shuffled.quantile(0.95)),
-        float((nearest == q_labels).double().mean()),
-        1 / count,
-    )
+    cosine, hits = float((mq * mk).sum() / size), float((nearest == q_labels).double().mean())
+    return CentroidMatch(cosine, float(shuffled.quantile(0.95)), hits, 1 / count)
 
 
 class PointView(NamedTuple):

@@ -8,6 +8,7 @@ training. Population ΔC has rank r for any generic weights, so an exact rank by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 import torch
@@ -22,7 +23,8 @@ from qkscope.maths.controls import rank_above
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, new_figure
-from qkscope_papers.lee2026.cells import WAS_IMPLIED, WORK, Cells, side_by_side, toy_figure, train, whole_grids
+from qkscope_papers.fleet import side_by_side
+from qkscope_papers.lee2026.cells import WAS_IMPLIED, WORK, Cells, toy_figure, train, whole_grids
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope_papers.lee2026.toy.retrieval import RetrievalHead, Variant
 from qkscope_papers.lee2026.toy.trained import HeadRun
@@ -47,21 +49,13 @@ def run(settings: Settings, cells: Cells) -> Result:
     summary = summarise(rows)
     below = pick(rows, where="below")
     null, untrained = (share_exact(below, kind) for kind in ("null", "untrained"))
-    return settings.result(
-        answer=(
-            f"Both ranks are exact in {_count(below, 'rank')} of {len(below)} cells with r1 + r2 < d_head (99% rule; "
-            f"{_count(below, 'null')} above the null) - and in {_count(below, 'untrained')} of them before training "
-            f"({_count(below, 'untrained_null')} above the null): the rank is in the data, not in what was learned."
-        ),
-        tables={"ranks": rows, "summary": summary},
-        claims=_claims(rows, null, untrained),
-        about={
-            "lr": work.lr,
-            "recipe": work.recipe.about(),
-            "contrast_pairs": pairs,
-            "replicates": work.replicates,
-        },
+    answer = (
+        f"Both ranks are exact in {_count(below, 'rank')} of {len(below)} cells with r1 + r2 < d_head (99% rule; "
+        f"{_count(below, 'null')} above the null) - and in {_count(below, 'untrained')} of them before training "
+        f"({_count(below, 'untrained_null')} above the null): the rank is in the data, not in what was learned."
     )
+    about = {"lr": work.lr, "recipe": work.recipe.about(), "contrast_pairs": pairs, "replicates": work.replicates}
+    return settings.result(answer, {"ranks": rows, "summary": summary}, _claims(rows, null, untrained), about=about)
 
 
 def rank_row(trained: HeadRun, signs: Float[Tensor, "r n"], contexts: int, seed: int) -> Row:
@@ -230,12 +224,11 @@ def draw(result: Result) -> Files:
 
 
 def _rank_panel(axis: Axes, cells: Sequence[Row], kind: str, title: str) -> None:
-    palette = matplotlib.colormaps["Oranges"]
     for row, x, y in _places(axis, cells, title):
         off = abs(row[f"{kind}1"] - row["r1"]) + abs(row[f"{kind}2"] - row["r2"])
-        axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=palette(0.65 * min(off, _WORST) / _WORST), lw=0))
-        words, weight = f"{row[f'{kind}1']}, {row[f'{kind}2']}", "bold" if off == 0 else "normal"
-        axis.text(x, y, words, ha="center", va="center", fontsize=_font(cells), weight=weight)
+        colour = matplotlib.colormaps["Oranges"](0.65 * min(off, _WORST) / _WORST)
+        _cell(axis, x, y, colour, f"{row[f'{kind}1']}, {row[f'{kind}2']}", weight="bold" if off == 0 else "normal",
+              fontsize=_font(cells))  # fmt: skip
 
 
 def _font(cells: Sequence[Row]) -> float:
@@ -243,20 +236,16 @@ def _font(cells: Sequence[Row]) -> float:
 
 
 def _accuracy_panel(axis: Axes, cells: Sequence[Row], title: str) -> None:
-    palette = matplotlib.colormaps["Blues"]
     for row, x, y in _places(axis, cells, title):
         ceiling = min(row["ceiling"], row["dot_ceiling"])
-        gap = max(ceiling - row["accuracy"], 0)
-        axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=palette(0.05 + 0.6 * min(gap / 0.2, 1)), lw=0))
-        axis.text(
-            x,
-            y,
-            f"{row['accuracy']:.3f}\n{ceiling:.3f}",
-            ha="center",
-            va="center",
-            fontsize=_font(cells) - 1.3,
-            linespacing=1.3,
-        )
+        colour = matplotlib.colormaps["Blues"](0.05 + 0.6 * min(max(ceiling - row["accuracy"], 0) / 0.2, 1))
+        words = f"{row['accuracy']:.3f}\n{ceiling:.3f}"
+        _cell(axis, x, y, colour, words, fontsize=_font(cells) - 1.3, linespacing=1.3)
+
+
+def _cell(axis: Axes, x: int, y: int, colour: Any, words: str, **look: Any) -> None:
+    axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=colour, lw=0))
+    axis.text(x, y, words, ha="center", va="center", **look)
 
 
 def _places(axis: Axes, cells: Sequence[Row], title: str) -> list[tuple[Row, int, int]]:

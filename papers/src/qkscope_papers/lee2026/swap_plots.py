@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from qkscope.runs.result import Result
-from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, colours_of, line_of, new_figure
+from qkscope_papers.figures import INK, ORIGINAL, REST, colours_of, legend_below, line_of, new_figure, paired_bars
 from qkscope_papers.tables import Files, Row, distinct, files_of, model_name, pick
 
 Shown = Sequence[tuple[str, str]]  # conditions and their labels
@@ -45,12 +45,11 @@ def draw_full(result: Result, conditions: Shown, heads: int | None = None) -> Fi
         if i == 0:
             top.set_ylabel("attention")
             low.set_ylabel("shift")
-            handles, labels = top.get_legend_handles_labels()
+            legend_below(figure, top, 2, loc="outside lower left")
     patched = result.tables.get("downstream", ())
     _curve(figure.add_subplot(grid[0, -1] if patched else grid[:, -1]), result.tables["curve"], shown[0])
     if patched:
         _downstream(figure.add_subplot(grid[1, -1]), patched)
-    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False)
     figure.suptitle(f"{model_name(result)}: features swapped between the right key and another", fontsize=10)
     return files_of(result, figure)
 
@@ -68,8 +67,7 @@ def draw_multiples(result: Result, conditions: Shown) -> Files:
         axis.set_axis_off()
     for axis in axes[::columns]:
         axis.set_ylabel("attention")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    legend_below(figure, axes[0], 2)
     return files_of(result, figure)
 
 
@@ -84,9 +82,7 @@ def _attention(axis: Axes, cell: dict[str, Row], conditions: Shown, title: str) 
     start = shown[0][1]
     orig = [start["orig_before"], *(row["orig_after"] for _, row in shown)]
     target = [start["target_before"], *(row["target_after"] for _, row in shown)]
-    places = range(len(orig))
-    axis.bar([x - 0.2 for x in places], orig, 0.38, color=ORIGINAL, label="on the right key")
-    axis.bar([x + 0.2 for x in places], target, 0.38, color=TARGET, label="on the target key")
+    paired_bars(axis, orig, target, "right")
     axis.axhline(start["orig_before"], color=ORIGINAL, lw=0.7, ls=":")
     axis.set_title(title)
     _ticks(axis, ["start", *(label for label, _ in shown)])
@@ -135,10 +131,8 @@ def _downstream(axis: Axes, rows: Sequence[Any]) -> None:
     labels = ["start", *(names.get(row["condition"], str(row["condition"])) for row in own)]
     right = [own[0]["accuracy_before"], *(row["accuracy_after"] for row in own)]
     target = [own[0]["target_before"], *(row["target_after"] for row in own)]
-    places = range(len(labels))
-    axis.bar([x - 0.2 for x in places], right, 0.38, color=ORIGINAL)
-    axis.bar([x + 0.2 for x in places], target, 0.38, color=TARGET)
+    paired_bars(axis, right, target)
     count = groups[-1].count(",") + 1
     axis.set_title(f"the model's answer, {count} head{'s' if count > 1 else ''} patched, n={own[0]['n']}")
     axis.set_ylabel("share of prompts")
-    axis.set_xticks(list(places), labels, fontsize=8)
+    axis.set_xticks(range(len(labels)), labels, fontsize=8)

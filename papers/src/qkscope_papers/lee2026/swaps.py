@@ -28,17 +28,9 @@ from qkscope.maths.subspace import Subspace
 from qkscope.maths.swap import Condition, SwapEffect, draw_targets, swap_attention
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import INK, ORIGINAL, TARGET, new_figure
-from qkscope_papers.lee2026.cells import (
-    WAS_IMPLIED,
-    WORK,
-    Cells,
-    example_head,
-    side_by_side,
-    some_cells,
-    toy_figure,
-    train,
-)
+from qkscope_papers.figures import INK, ORIGINAL, legend_below, new_figure, paired_bars
+from qkscope_papers.fleet import side_by_side
+from qkscope_papers.lee2026.cells import WAS_IMPLIED, WORK, Cells, example_head, some_cells, toy_figure, train
 from qkscope_papers.lee2026.toy.retrieval import Contexts, RetrievalHead
 from qkscope_papers.lee2026.toy.trained import HeadRun
 from qkscope_papers.registry import Settings
@@ -66,17 +58,14 @@ def run(settings: Settings, cells: Cells) -> Result:
         overlaps.append(overlap)
     first = {row["condition"]: row for row in rows[::-1] if row["vacuous"] is False}
     both, random = first["both"], first["random_both"]
-    return settings.result(
-        answer=(
-            f"Swapping both latents moves attention on the right key from {both['orig_before']:.3f} to "
-            f"{both['orig_after']:.3f} (target {both['target_before']:.3f} to {both['target_after']:.3f}) at "
-            f"({both['r1']},{both['r2']}), d_head {both['d_head']}; random subspaces of the same size leave "
-            f"{random['orig_after']:.3f}."
-        ),
-        tables={"swap": rows, "subspaces": overlaps},
-        claims=_claims(rows),
-        about={"lr": work.lr, "swaps": work.swaps, "contrast_pairs": work.contrast_pairs, "random_draws": _DRAWS},
+    answer = (
+        f"Swapping both latents moves attention on the right key from {both['orig_before']:.3f} to "
+        f"{both['orig_after']:.3f} (target {both['target_before']:.3f} to {both['target_after']:.3f}) at "
+        f"({both['r1']},{both['r2']}), d_head {both['d_head']}; random subspaces of the same size leave "
+        f"{random['orig_after']:.3f}."
     )
+    about = {"lr": work.lr, "swaps": work.swaps, "contrast_pairs": work.contrast_pairs, "random_draws": _DRAWS}
+    return settings.result(answer, {"swap": rows, "subspaces": overlaps}, _claims(rows), about=about)
 
 
 def swap_rows(trained: HeadRun, pairs: int, n: int, seed: int) -> tuple[list[Row], Row]:
@@ -136,28 +125,21 @@ def _oracle_swap(head: RetrievalHead, variables: list[int]) -> Swap:
     write = head.encoders.A[:, columns].mT @ head.W_K.mT  # how these latents enter a key
 
     def swap(rows: AttentionRows, contexts: Contexts, target: Tensor) -> SwapEffect:
-        n = torch.arange(len(target))
+        n, asked = torch.arange(len(target)), contexts.asked
         z = contexts.latents[..., columns]
-        moved = (z[n, target] - z[n, contexts.asked]) @ write
+        moved = (z[n, target] - z[n, asked]) @ write
         shift = head.scale * (rows.q[:, 0] * moved).sum(dim=-1)
         before = rows.products()
         after = before.clone()
-        after[n, 0, contexts.asked] += shift
+        after[n, 0, asked] += shift
         after[n, 0, target] -= shift
         a, b = rows.attention(before), rows.attention(after)
-        flipped = ((a.argmax(-1) == contexts.asked[:, None]) & (b.argmax(-1) == target[:, None]))[None]
-        return SwapEffect(
-            a[n, :, contexts.asked],
-            a[n, :, target],
-            b[n, :, contexts.asked][None],
-            b[n, :, target][None],
-            flipped,
-            flipped,  # all tokens are named
-            torch.tensor([len(columns)]),
-            head.d_head,
-            before[n, :, contexts.asked] - before[n, :, target],
-            -shift[None, :, None],
-        )
+        flipped = ((a.argmax(-1) == asked[:, None]) & (b.argmax(-1) == target[:, None]))[None]
+        sides = (a[n, :, asked], a[n, :, target], b[n, :, asked][None], b[n, :, target][None])
+        gap = before[n, :, asked] - before[n, :, target]
+        # all tokens are named: flipped among these is flipped among all
+        rank = torch.tensor([len(columns)])
+        return SwapEffect(*sides, flipped, flipped, rank, head.d_head, gap, -shift[None, :, None])
 
     return swap
 
@@ -319,8 +301,7 @@ def draw(result: Result) -> Files:
         for axis in line[len(own) :]:
             axis.set_axis_off()
         line[0].set_ylabel("attention")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    legend_below(figure, axes[0][0], 3)
     return files_of(result, figure)
 
 
@@ -330,9 +311,8 @@ def _bars(axis: Axes, cell: dict[str, Row], conditions: tuple[tuple[str, str], .
     labels = ["start", *(label for label, _ in shown)]
     orig = [start["orig_before"], *(row["orig_after"] for _, row in shown)]
     target = [start["target_before"], *(row["target_after"] for _, row in shown)]
+    paired_bars(axis, orig, target, "original")
     places = range(len(labels))
-    axis.bar([x - 0.2 for x in places], orig, 0.38, color=ORIGINAL, label="on the original key")
-    axis.bar([x + 0.2 for x in places], target, 0.38, color=TARGET, label="on the target key")
     errors = [0.0, *((row["high"] - row["low"]) / 2 for _, row in shown)]
     axis.errorbar([x + 0.2 for x in places], target, errors, fmt="none", ecolor=INK, elinewidth=0.8)
     axis.set_xticks(list(places), labels, rotation=55, ha="right", rotation_mode="anchor", fontsize=8)

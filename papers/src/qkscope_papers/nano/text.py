@@ -62,23 +62,12 @@ def nano_tokenizer() -> Any:
     rules = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     rules.pre_tokenizer = pre_tokenizers.Split(Regex(_TOKEN), "removed", invert=True)
     rules.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, ids[BOS])])
-    rules.decoder = decoders.Sequence(
-        [
-            decoders.WordPiece(prefix="##", cleanup=True),  # a blank before each word, none before . , ?
-            decoders.Replace(" :", ":"),
-            decoders.Replace(" \n", "\n"),
-            decoders.Fuse(),
-            decoders.Replace("\n ", "\n"),
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=rules,
-        bos_token=BOS,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        model_max_length=CONTEXT,
-        clean_up_tokenization_spaces=False,
-    )
+    words = decoders.WordPiece(prefix="##", cleanup=True)  # a blank before each word, none before . , ?
+    colon, end, start = (decoders.Replace(found, by) for found, by in ((" :", ":"), (" \n", "\n"), ("\n ", "\n")))
+    rules.decoder = decoders.Sequence([words, colon, end, decoders.Fuse(), start])
+    special = {"bos_token": BOS, "pad_token": PAD, "unk_token": UNKNOWN}
+    options = {"model_max_length": CONTEXT, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=rules, **special, **options)
 
 
 # ---------------------------------------------------------------- rows of text

@@ -289,20 +289,11 @@ def _new_model(recipe: NanoRecipe, seed: int) -> Any:
 
     ids = word_ids()
     config = LlamaConfig(
-        vocab_size=len(vocabulary()),
-        hidden_size=recipe.width,
-        intermediate_size=recipe.mlp,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        initializer_range=recipe.init,
-        bos_token_id=ids[BOS],
-        eos_token_id=None,
-        pad_token_id=ids[PAD],
-        dtype="float32",
-    )
+        vocab_size=len(vocabulary()), hidden_size=recipe.width, intermediate_size=recipe.mlp, dtype="float32",
+        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=recipe.init,
+        bos_token_id=ids[BOS], eos_token_id=None, pad_token_id=ids[PAD],
+    )  # fmt: skip
     model = LlamaForCausalLM(config)
     draw = torch.Generator().manual_seed(derived_seed(seed, 1))
     with torch.no_grad():

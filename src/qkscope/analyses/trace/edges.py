@@ -4,10 +4,10 @@ An edge is one writer's part in one side of one head. To *cut* edges their parts
 another prompt) and all else stays; to *keep* edges all the others are replaced. Orders of writers, for each side:
 
 - ``share``: by the size of their share of the relative logit; ``signed``: by the share itself
-- ``norm``: by the mean length of their part in this head's queries or keys; ``variance``: by how much that part varies
-  (between the keys of a prompt; of queries, between prompts)
+- ``variance``: by how much their part in this head's queries or keys varies (between the keys of a prompt; of queries,
+  between prompts)
 - ``patching``: attribution patching, the gradient of the relative logit through live norms times what differs from the
-  mean; ``path``: the fall of the relative logit where the part alone is another prompt's, norms live
+  mean
 
 A head that is taken out of the running model puts out its mean over all tokens but the first, at every token, for all
 readers. MLPs are live, or held at what they put out before, their answers to the head left standing.
@@ -27,21 +27,18 @@ from torch.nn.functional import pad
 
 from qkscope.analyses.prompts import batches_of, words_of
 from qkscope.analyses.trace.rows import HeadRows, Pass, Tables, answer_signs
-from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import answer_tokens
 from qkscope.capture.patch import Edit
-from qkscope.capture.pick import Capture
 from qkscope.change.whole import held_at, noted, summed_outputs
 from qkscope.draws import derived_seed, draw_bits
 from qkscope.heads import Head, Writer, parse_writers
-from qkscope.linear.reader import Reader
 from qkscope.linear.run import Side
 from qkscope.maths.writers import METRICS, SIDES, Measurement, Tally, draw_alike, first_by, metrics, strongest_pairs
 from qkscope.runs.result import Rows
 from qkscope.runs.work import stream
 from qkscope.tasks.task import Unit
 
-ORDERS = ("share", "signed", "norm", "variance", "patching", "path")
+ORDERS = ("share", "signed", "variance", "patching")
 RANDOM = "random"
 SIZES = (1, 2, 3, 5, 10)
 DRAWS = 20
@@ -74,50 +71,41 @@ def choose_writers(how: Pass, units: Sequence[Unit]) -> dict[Head, Choice]:
     """One pass over the prompts for choosing."""
     generator = torch.Generator().manual_seed(derived_seed(how.seed, "banked"))
     banked = set(torch.randperm(len(units), generator=generator)[:_BANK].tolist())
-    scores = {head: _Scores(how.reader, head, how.seed, banked).measure for head in how.reader.heads}
+    frames = {head: {side: how.reader.frame(head, side) for side in SIDES} for head in how.reader.heads}
+    scores = {head: partial(_scores, how.seed, banked, own) for head, own in frames.items()}
     tallies, kept = how.add_up("choosing", units, scores, [""] * len(units))
     return {head: _choice(tallies[head], own) for head, own in zip(scores, kept, strict=True)}
 
 
-class _Scores:
-    """What each prompt for choosing says about the writers of one head."""
-
-    def __init__(self, reader: Reader, head: Head, seed: int, banked: set[int]) -> None:
-        self.seed, self.banked = seed, banked
-        self.frames = {side: reader.frame(head, side).double() for side in SIDES}
-
-    def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
-        """Sums over the places of each prompt, in float64; and parts for the bank."""
-        path, sums = path_effects(rows, derived_seed(self.seed, "path", numbers[0])), {"pairs": rows.pairs}
-        for side in SIDES:
-            stream, shown = rows.stream(side).double(), _shown(rows, side).double()
-            framed = stream @ self.frames[side].to(stream.device).T  # tokens are turned differently: one frame for all
-            counts = shown.sum(1, keepdim=True).clamp_min(1)
-            apart = framed - torch.einsum("np,ncpd->ncd", shown / counts, framed)[:, :, None]
-            x = rows.entered(side).clone().requires_grad_()
-            with torch.enable_grad():  # of the relative logit, the other side held, norms live
-                gradient = torch.autograd.grad(rows.live(x[None], side).sum(), x)[0].double()
-            own = {
-                "path": path[side],
-                "count": shown.sum(1),
-                "value": rows.marginals[side],
-                "length": torch.einsum("np,ncp->nc", shown, rows.read(side).double().norm(dim=-1)),
-                "framed": torch.einsum("np,ncpd->ncd", shown, framed),
-                "square": torch.einsum("np,ncp->nc", shown, framed.square().sum(-1)),
-                "within": torch.einsum("np,ncp->nc", shown / counts, apart.square().sum(-1)),
-                "stream": torch.einsum("np,ncpd->ncd", shown, stream),
-                "along": torch.einsum("npd,ncpd->nc", gradient, stream),
-                "gradient": gradient.sum(1),
-            }
-            sums |= {f"{side} {name}": value for name, value in own.items()}
-        return Measurement(sums, kept=self._bank(rows, numbers[0]) if self.banked & set(numbers) else None)
-
-    def _bank(self, rows: HeadRows, address: int) -> dict[str, Tensor]:
-        """What writers left at each prompt's query, and at one of its named keys, drawn."""
-        generator = torch.Generator().manual_seed(derived_seed(self.seed, "bank", address))
-        slots = torch.multinomial(_shown(rows, "key").float().cpu(), 1, generator=generator)[:, 0].to(rows.signs.device)
-        keys = rows.stream("key")[torch.arange(len(slots), device=slots.device), :, slots]
-        return {"query": rows.stream("query")[:, :, 0].cpu(), "key": keys.cpu()}
+def _scores(seed: int, banked: set[int], frames: Any, rows: HeadRows, numbers: list[int]) -> Measurement:
+    """What prompts for choosing say about the writers: sums over the places of each, in float64; parts for the bank."""
+    sums = {"pairs": rows.pairs}
+    for side in SIDES:
+        stream, shown = rows.streams[side].double(), _shown(rows, side).double()
+        framed = stream @ frames[side].to(stream).T  # tokens are turned differently: one frame for all
+        counts = shown.sum(1, keepdim=True).clamp_min(1)
+        apart = framed - torch.einsum("np,ncpd->ncd", shown / counts, framed)[:, :, None]
+        x = rows.entered(side).clone().requires_grad_()
+        with torch.enable_grad():  # of the relative logit, the other side held, norms live
+            gradient = torch.autograd.grad(rows.live(x[None], side).sum(), x)[0].double()
+        own = {
+            "count": shown.sum(1),
+            "value": rows.marginals[side],
+            "framed": torch.einsum("np,ncpd->ncd", shown, framed),
+            "square": torch.einsum("np,ncp->nc", shown, framed.square().sum(-1)),
+            "within": torch.einsum("np,ncp->nc", shown / counts, apart.square().sum(-1)),
+            "stream": torch.einsum("np,ncpd->ncd", shown, stream),
+            "along": torch.einsum("npd,ncpd->nc", gradient, stream),
+            "gradient": gradient.sum(1),
+        }
+        sums |= {f"{side} {name}": value for name, value in own.items()}
+    if not banked & set(numbers):
+        return Measurement(sums)
+    # what writers left at each prompt's query, and at one of its named keys, drawn
+    generator = torch.Generator().manual_seed(derived_seed(seed, "bank", numbers[0]))
+    slots = torch.multinomial(_shown(rows, "key").float().cpu(), 1, generator=generator)[:, 0].to(rows.signs.device)
+    keys = rows.streams["key"][torch.arange(len(slots), device=slots.device), :, slots]
+    return Measurement(sums, kept={"query": rows.streams["query"][:, :, 0].cpu(), "key": keys.cpu()})
 
 
 def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choice:
@@ -129,10 +117,8 @@ def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choic
         mean[side] = stream.float()
         between = of["square"] / count - (of["framed"] / count).square().sum(-1)
         scores["share", side] = scores["signed", side] = of["value"]
-        scores["norm", side] = of["length"] / count
         scores["variance", side] = pad(between if side == "query" else of["within"], (0, 1))
         scores["patching", side] = pad(of["along"] - stream @ of["gradient"], (0, 1))
-        scores["path", side] = of["path"]
     banked = {side: torch.cat([piece[side] for piece in bank if piece])[:_BANK] for side in SIDES}
     return Choice(mean, banked, scores, tally.mean("pairs").float())
 
@@ -144,29 +130,6 @@ def _shown(rows: HeadRows, side: Side) -> Int[Tensor, "n p"]:
     named, first = rows.signs != 0, rows.rows.present().int().argmax(1)
     later = named & (rows.run.columns[:, 1:] != first[:, None])
     return torch.where(later.any(1, keepdim=True), later, named).long()
-
-
-@torch.no_grad()
-def path_effects(rows: HeadRows, seed: int) -> dict[Side, Float[Tensor, "n c"]]:
-    """The fall of each relative logit where one part alone is another prompt's, norms live."""
-    n, total, device = len(rows.signs), rows.logit(), rows.signs.device
-    generator = torch.Generator().manual_seed(seed)
-    other = ((torch.arange(n) + torch.randint(1, max(n, 2), (n,), generator=generator)) % n).to(device)
-    effects: dict[Side, Tensor] = {}
-    for side in SIDES:
-        x, stream = rows.entered(side), rows.stream(side)
-        donor = stream[other]
-        if side == "key":  # a key of the other prompt in every slot, right or not
-            named = rows.signs[other] != 0
-            slots = torch.rand(rows.signs.shape, generator=generator).to(device)
-            slots = slots.masked_fill(~named, -1).argsort(dim=1, descending=True)
-            counts = named.sum(1, keepdim=True).clamp_min(1)
-            slots = slots.gather(1, torch.arange(slots.shape[1], device=device) % counts)
-            donor = donor.gather(2, slots[:, None, :, None].expand_as(donor))
-        moved = (x[None] + some.transpose(0, 1) for some in (donor - stream).split(16, dim=1))
-        falls = [total - rows.live(some, side) for some in moved]
-        effects[side] = torch.cat([*falls, torch.zeros_like(total)[None]]).T
-    return effects
 
 
 # ---------------------------------------------------------------------- cut and kept
@@ -229,7 +192,8 @@ class EdgeTest:
         for replaced, norms in dict.fromkeys(ways):
             index = torch.tensor([i for i, way in enumerate(ways) if way == (replaced, norms)])
             instead = self.instead(rows, numbers if replaced == "resample" else None)
-            measured[index] = rows.replaced(instead, self.masks[:, index], norms).cpu()
+            every = rows.replaced(instead, self.masks[:, index], norms)
+            measured[index] = torch.cat([rows.measure(q, k).cpu() for q, k in every])
         cells = whole.new_zeros(len(self.cells), *whole.shape).index_add(0, self.cell_of, measured)
         cells /= torch.bincount(self.cell_of)[:, None, None]
         return given._replace(values={**given.values, "whole": whole, "edges": cells.transpose(0, 1)})
@@ -293,13 +257,23 @@ def whole_heads(how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit],
 
     def run(indices: list[int]) -> tuple[list[str], Measurement]:
         encoded = scope.encode([units[i][0] for i in indices], chat=how.chat)
-        capture = partial(scope.capture_inputs, encoded, places=encoded.everywhere(), heads=[head], logits=True)
+        named = encoded.places.keys.masked_fill(~encoded.places.key_mask, 0)
+        tokens, signs = answer_tokens(scope.encoder, encoded, how.chat)
+
+        def measure(**changes: Any) -> Float[Tensor, "n m"]:
+            """`METRICS`, and the probability of the right answer: the one named, or the right keys' own tokens."""
+            places = encoded.everywhere()
+            captured = scope.capture_inputs(encoded, places=places, heads=[head], logits=True, **changes)
+            assert captured.logits is not None
+            measured = metrics(captured.rows().of_head(0), named, answer_signs(encoded))[0]
+            chances = captured.logits.softmax(-1).cpu().gather(1, tokens) * (signs > 0)
+            return torch.cat([measured.cpu(), chances.sum(1, keepdim=True)], dim=1)
+
         with noted(part for block in reader.blocks for part in block.parts) as outputs:
-            captured: dict[Any, Capture] = {None: capture()}
+            values: dict[Any, Tensor] = {None: measure()}
         for size, mlps, kind in cases:
             with held_at(outputs if mlps == "held" else {}):
-                captured[size, mlps, kind] = capture(edits=edits(indices, size, kind))
-        values = {case: _measured(how, encoded, one) for case, one in captured.items()}
+                values[size, mlps, kind] = measure(edits=edits(indices, size, kind))
         return [words[indices[int(e)]] for e in encoded.example], Measurement(values)
 
     tally = Tally(sorted(words[:_PROMPTS]))
@@ -317,13 +291,3 @@ def whole_heads(how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit],
             "answer": values[-1], "n": tally.rows, "draws": tally.rows if kind == "random" else 1,
         })  # fmt: skip
     return rows
-
-
-def _measured(how: Pass, encoded: Encoding, captured: Capture) -> Float[Tensor, "n m"]:
-    """`METRICS` of the head, and the probability of the right answer: the one named, or the right keys' own tokens."""
-    assert captured.logits is not None
-    named = encoded.places.keys.masked_fill(~encoded.places.key_mask, 0)
-    measured = metrics(captured.rows().of_head(0), named, answer_signs(encoded))[0]
-    tokens, signs = answer_tokens(how.reader.scope.encoder, encoded, how.chat)
-    chances = captured.logits.softmax(-1).cpu().gather(1, tokens) * (signs > 0)
-    return torch.cat([measured.cpu(), chances.sum(1, keepdim=True)], dim=1)

@@ -1,13 +1,21 @@
-"""The depth of a trace: one prompt's relative logit, split among writers, over the tokens they read, and down again.
+"""A logit followed down to the words: who wrote it, what these writers read, and who wrote there.
 
-The logit ``Σ_t w_t ℓ(p,t)``, with +1 on a key and −1/m on each of m others, is the sum of its query writers and the sum
-of its key writers. A writer that is a head splits on over the tokens it read, with attention held, and what stands at
-such a token is again a sum of writers one layer down: *content*, every parent the sum of its children. Why a writer
-looked there is another question, with a logit of its own (*why*): that token against all others it saw but the first.
+One walk, whatever it starts from: the relative attention logit of a head (`trace_graph`), which is the sum of its query
+writers and the sum of its key writers, or the lead of an answer over its rival (`qkscope.analyses.circuit`), which is
+the sum of all that is written at the last token. A node is a (writer, token), however many ways lead to it, and the
+directions in which it is asked add up, so that each is followed once, from the last layer down:
+
+- a head splits over the tokens it read, with attention held, and over the writers of what stood there;
+- an MLP splits by its gradient, norms frozen; what the gradient misses is rest;
+- the embedding is a word of the prompt, where a way ends.
+
+Edges of kind *value* into a node sum to it, with one edge of no source for all that is not shown. Why a head looked at
+the token it brought most from is another logit (``of``), that token against all others it saw but the first: edges of
+kind *query* and *key*.
 
 At the keys a part is the key's less the mean of the others', and so it stays on the way down: what the key read two
 tokens back stands against what each other key read two tokens back. The first token, where attention rests, is the same
-token to all. What others read at a distance at which the key has no token is one child, `OTHERS`.
+token to all. What others read at a distance at which the key has no token is rest.
 
 Over many prompts (`sources_of`) a head's part ``x_c(p)·g = Σ_s a(p,s) v(s)·G`` is summed by the offset ``s − p``; at
 the keys, what the right key read at an offset less the mean of what the others read there. The first token stands
@@ -17,39 +25,46 @@ apart.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.trace.prompt import PromptTrace
+from qkscope.analyses.trace.prompt import PromptTrace, Question
 from qkscope.analyses.trace.rows import HeadRows
 from qkscope.capture.encode import token_texts
-from qkscope.heads import Head, Writer
-from qkscope.linear.run import Direction, Side
+from qkscope.heads import BIAS, EMBEDDING, Head, Writer
+from qkscope.linear.layer import PartLayer
+from qkscope.linear.run import Answer, Direction, Run, Side
 
 Row = dict[str, Any]
-REST, OTHERS = "rest", "other keys"
+Kind = Literal["value", "query", "key"]
+_LAYERS = 32  # whose parts are kept ready to be asked again
 _SOURCES = 3  # tokens of a writer that are named, over many prompts
 FIRST, SOURCE_REST = "(first token)", "(rest)"  # of many prompts
 
 
 class Graph(NamedTuple):
-    """One prompt's graph: rows, each with its parent's ``id``, and the prompt it stands on.
+    """One prompt's graph.
 
     Attributes
     ----------
-    rows : ``head, id, parent, kind`` (root, content, why), ``side, writer, layer, position, token, attention, value,
-        share``. A row without writer is a token that the head above it read. Shares are of the root; below a *why*,
-        of that logit. The children of a parent on one side sum to it.
+    nodes : ``head, id, side, writer, layer, position, token, value, share, rest``; the first is the root, and shares
+        are of it. Rest: what the edges that are shown leave out; no value: met in another logit alone. Of a head that
+        is followed ``towards, attention, look``: the token it brought most from, and its relative logit there.
+    edges : ``head, source, target, kind`` (value, query, key), ``of, attention, value, share``. Of is the node whose
+        attention logit shares are of, none where they are of the root. Those of one kind into a node sum to it; the one
+        without a source is all that is not shown.
     prompt : ``head, position, token, attention``, of every token that the query sees.
-    error : largest difference between a parent and what it is the sum of, beside the largest term of its logit.
+    error : largest difference between a node and what it is the sum of, beside the largest term of its logit.
     """
 
-    rows: list[Row]
+    nodes: list[Row]
+    edges: list[Row]
     prompt: list[Row]
     error: float
 
@@ -61,117 +76,249 @@ def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: floa
     ----------
     one : the prompt, in a run with every layer kept.
     depth : how often writers are followed to what they read; 0 names the writers alone.
-    width : how many children of a node are shown; the others are one, `REST`.
-    smallest : share of the root below which a child is not shown.
+    width : how many tokens and writers of a node are shown.
+    smallest : share of the root below which nothing is shown.
 
     Examples
     --------
     >>> import qkscope as qk
     >>> from qkscope.analyses.trace.prompt import Probe
     >>> one = Probe(qk.Scope.load("nano:mixed"), "hat: O jam: Z jam:").head("L2H3", key=6)
-    >>> [(row["side"], row["writer"], row["token"]) for row in trace_graph(one, depth=0, width=1).rows]
-    [(None, 'L2H3', ':'), ('query', 'M0', ':'), ('query', 'rest', ':'), ('key', 'L1H0', 'Z'), ('key', 'rest', 'Z')]
+    >>> graph = trace_graph(one, depth=0, width=1)
+    >>> [(row["side"], row["writer"], row["token"]) for row in graph.nodes]
+    [(None, 'L2H3', ':'), ('query', 'M0', ':'), ('key', 'L1H0', 'Z')]
     """
     if not one.against:
-        return Graph([], [], 0.0)
-    builder = _Builder(one, width, smallest)
-    builder.logit(one, depth, None)
-    prompt = [
-        {"head": str(one.head), "position": i, "token": token, "attention": float(one.attention[i])}
-        for i, token in enumerate(one.asked.tokens[: one.asked.query + 1])
-    ]
-    return Graph(builder.rows, prompt, builder.error)
+        return Graph([], [], [], 0.0)
+    walk = Walk(one.run, one.asked, str(one.head), width, smallest)
+    root = walk.node(None, str(one.head), one.asked.query, one.total)
+    root |= {"towards": one.key, "attention": float(one.attention[one.key])}
+    for side, asked in one.directions.items():
+        walk.follow(root, side, one.run.answer(asked), asked.slots, depth, side=side)
+    return walk.graph(dict(enumerate(one.attention[: one.asked.query + 1].tolist())))
 
 
-class _Builder:
-    """Rows of a graph, as they come."""
+@dataclass
+class _Asked:
+    """What is asked of a node: its value so far, and directions on its output at some slots, a column of a row each."""
 
-    def __init__(self, one: PromptTrace, width: int, smallest: float) -> None:
-        self.one, self.run, self.width, self.smallest = one, one.run, width, smallest
-        self.rows: list[dict[str, Any]] = []
-        self.error = self.root = self.largest = 0.0  # the root's shares are given; the largest of all its terms
-        self.asked_why: set[tuple[Head, int, int]] = set()
+    value: float = 0.0
+    slots: list[Int[Tensor, " p"]] = field(default_factory=list)
+    along: list[Float[Tensor, "1 p e"]] = field(default_factory=list)
+    level: int = 0
 
-    def logit(self, one: PromptTrace, depth: int, parent: dict[str, Any] | None) -> None:
-        """A root of its own, and its writers on both sides."""
-        before = self.root, self.largest
-        self.root, self.largest = one.total, 0.0
-        about: dict[str, Any] = {
-            "writer": str(one.head), "layer": one.head.layer, "position": one.asked.query, "towards": one.key,
-            "attention": float(one.attention[one.key]),
-        }  # fmt: skip
-        row = self._add(parent, "root" if parent is None else "why", None, one.total, **about)
-        for side, direction in one.directions.items():
-            self._writers(row, side, direction, depth)
-        self.root, self.largest = before
+    def directions(self) -> tuple[Int[Tensor, " p"], Float[Tensor, "1 p e"]]:
+        """Directions at each slot once."""
+        slots, place = torch.cat(self.slots).unique(return_inverse=True)
+        along = torch.cat(self.along, dim=1)
+        return slots, along.new_zeros(1, len(slots), along.shape[-1]).index_add_(1, place, along)
 
-    def _writers(self, parent: dict[str, Any], side: Side, asked: Direction, depth: int) -> None:
-        """What stands at a token (and at those it is compared with), split among writers."""
-        answer, position = self.run.answer(asked), int(asked.slots[0]) - 1
-        self._check(parent, torch.stack([*answer.values.values()]))
-        values = {name: float(value.sum()) for name, value in answer.values.items()}
-        every = [(Writer.parse(name), value, {"writer": name, "position": position}) for name, value in values.items()]
-        for writer, row in self._children(parent, side, every, position=position):
-            row["layer"] = writer.block
-            if depth > 0 and writer.head:
-                self._sources(row, side, writer.head, asked.slots, self.run.on_output(answer, writer.head), depth)
 
-    def _sources(self, parent: Row, side: Side, head: Head, slots: Tensor, along: Tensor, depth: int) -> None:
-        """A head's part, split over the tokens that it read."""
-        run, positions, attention = self.run, slots - 1, self.run.attention(head, slots)
+class Walk:
+    """A walk down one prompt's run: nodes and edges, as they are met.
+
+    Parameters
+    ----------
+    run : of the prompt, with every token as a key and every layer kept.
+    asked : the prompt.
+    head : what the graph is of.
+    width, smallest : as in `trace_graph`.
+    deeper : how far the writers of a head's query and key are followed, where it is asked why it looked somewhere.
+    """
+
+    def __init__(self, run: Run, asked: Question, head: str, width: int, smallest: float, deeper: int = 0) -> None:
+        self.run, self.asked, self.head = run, asked, head
+        self.width, self.smallest, self.deeper = width, smallest, deeper
+        self.edges, self.error = list[Row](), 0.0
+        self._nodes: dict[tuple[str | None, str, int], Row] = {}
+        self._parts: dict[int, PartLayer] = {}
+
+    def node(self, side: str | None, writer: str, position: int, value: float | None = None) -> Row:
+        """The row of a node, made where it is met first."""
+        key, layer = (side, writer, position), None if writer in (EMBEDDING, self.head) else Writer.parse(writer).block
+        if key not in self._nodes:
+            self._nodes[key] = {
+                "head": self.head, "id": len(self._nodes), "side": side, "writer": writer, "layer": layer,
+                "position": position, "token": self.asked.tokens[position], "value": value, "share": None, "rest": None,
+                "towards": None, "attention": None, "look": None,
+            }  # fmt: skip
+        return self._nodes[key]
+
+    def graph(self, attention: Mapping[int, float | None]) -> Graph:
+        """All that was met, nodes with their shares of the root, which is the first; attention is the query's."""
+        rows, tokens = list(self._nodes.values()), self.asked.tokens
+        total = rows[0]["value"]
+        for row in rows:
+            row["share"] = row["value"] / total if total and row["value"] is not None else None
+        prompt = [{"head": self.head, "position": i, "token": tokens[i], "attention": a} for i, a in attention.items()]
+        return Graph(rows, self.edges, prompt, self.error)
+
+    def follow(
+        self,
+        root: Row,
+        kind: Kind,
+        answer: Answer,
+        slots: Tensor,
+        depth: int,
+        *,
+        side: str | None,
+        of: Row | None = None,
+    ) -> None:
+        """Split a logit among writers, and follow these down.
+
+        Parameters
+        ----------
+        root : the node whose value, or whose attention logit, is split.
+        kind : of its edges.
+        answer, slots : what its writers say, and where.
+        depth : levels below the first.
+        side : of all nodes.
+        of : the head whose attention logit it is; none where the root's own value is followed.
+        """
+        total = root["value"] if of is None else of["look"]
+        logit = _Logit(self, total, side, of, depth)
+        logit.spread(root, total, kind, self._said(answer, slots), 0)
+        logit.expand()
+
+    def _said(self, answer: Answer, slots: Tensor, token: int | None = None) -> Iterator[_Child]:
+        """What every writer says, and in which direction it is asked on, all slots together."""
+        position = int(slots[0]) - 1 if token is None else token
+        for name, values in answer.values.items():
+            yield _Child(name, position, values[0], slots, partial(self._along, answer, name))
+
+    def _along(self, answer: Answer, name: str) -> Float[Tensor, "1 p e"] | None:
+        """The direction that was asked, on what a writer puts out: of a head, before W_O."""
+        writer = Writer.parse(name)
+        return answer.parts.get(name) if writer.head is None else self.run.on_output(answer, writer.head)
+
+    def read(
+        self, head: Head, position: int, asked: _Asked, least: float
+    ) -> tuple[list[_Child], dict[int, float], int]:
+        """The writers of what a head read at its main tokens, its attention to these, and the first of them."""
+        run, (slots, along) = self.run, asked.directions()
+        attention = run.attention(head, slots)
         brought = (attention * run.brought(head, along))[0]  # of each slot, by token
-        self._check(parent, brought)
+        self.check(asked.value, brought)
         tokens = torch.arange(brought.shape[1], device=slots.device)
-        same = positions[0] + tokens - positions[:, None]  # where the first slot's token at this distance stands
+        same = position + tokens - (slots - 1)[:, None]  # where the node's own token at this distance stands
         same = torch.where((same <= 0) | (same >= len(tokens)), -1, same).where(tokens > 0, 0)
         sums = torch.zeros(len(tokens) + 1, device=slots.device).index_add_(0, same.flatten() + 1, brought.flatten())
-        there, *values = sums.tolist()
-        seen = zip(range(len(values)), values, attention[0, 0].tolist(), strict=True)
-        every = [(i, value, {"layer": head.layer, "position": i, "attention": a}) for i, value, a in seen if value]
-        every += [(-1, there, {"writer": OTHERS})] if there else []
-        for token, row in self._children(parent, side, every):
-            if token >= 0:
-                slot, read = (same == token).nonzero().T
-                asked = run.enter(head, "v", read + 1, attention[:, slot, read, None] * along[:, slot])
-                self._writers(row, side, asked, depth - 1)
-                self._why(row, head, int(positions[0]), token)
+        values = sums[1:].tolist()
+        main = [
+            i
+            for i in sorted(range(len(values)), key=lambda i: -abs(values[i]))[: self.width]
+            if abs(values[i]) >= least
+        ]
+        own = attention[0, (slots - 1 == position).nonzero()[:, 0]]
+        children = list[_Child]()
+        for token in main:
+            slot, there = (same == token).nonzero().T
+            onto = run.enter(head, "v", there + 1, attention[:, slot, there, None] * along[:, slot])
+            answer = run.answer(onto)
+            self.check(values[token], torch.stack([*answer.values.values()]))
+            children += self._said(answer, onto.slots, token)
+        return children, {i: float(own[0, i]) if len(own) else 0.0 for i in main}, next((i for i in main if i), 0)
 
-    def _why(self, row: dict[str, Any], head: Head, query: int, key: int) -> None:
-        """Why a writer looked at a token, once for each; nothing looks at the first for what it says."""
-        seen = self.run.seen(head, query)
-        if key > 0 and {*seen} - {0, key} and key in seen and (head, query, key) not in self.asked_why:
-            self.asked_why.add((head, query, key))
-            self.logit(PromptTrace(self.run, replace(self.one.asked, query=query), head, key), 0, row)
+    def through(self, writer: Writer, position: int, asked: _Asked) -> list[_Child]:
+        """The writers of what an MLP was given, by its gradient."""
+        run, layer, (slots, along) = self.run, writer.layer, asked.directions()
+        if layer not in self._parts:
+            if len(self._parts) == _LAYERS:
+                self._parts.clear()
+            self._parts[layer] = PartLayer(run, layer)
+        module = run.reader.blocks[layer].parts[writer.index[0] if writer.index else 0]
+        x, z, missed = self._parts[layer].pull(module, slots - 1, along)
+        children = [*self._said(run.answer(Direction(layer, slots, x, missed)), slots, position)]
+        if z is not None:
+            names = run.reader.head_names(layer)
+            gave, along_z = (value.unflatten(-1, (len(names), -1)) for value in (run.heads[layer][:, slots], z))
+            for i, name in enumerate(names):
+                said = (gave * along_z)[0, :, i].sum(-1)
+                children.append(_Child(name, position, said, slots, partial(along_z.select, 2, i)))
+        self.check(asked.value, torch.stack([child.values.sum() for child in children]))
+        return children
 
-    def _check(self, parent: dict[str, Any], terms: Tensor) -> None:
-        """What a parent's terms miss of it, beside the largest term of this logit."""
-        self.largest = max(self.largest, float(terms.abs().max()))
-        missed = abs(float(terms.double().sum()) - parent["value"])
-        self.error = max(self.error, missed / self.largest if self.largest > 0 else missed)
+    def why(self, row: Row, head: Head, key: int) -> None:
+        """Ask why a head looked at a token, once; nothing looks at the first for what it says."""
+        seen, query = self.run.seen(head, row["position"]), row["position"]
+        if key > 0 and {*seen} - {0, key} and key in seen and row["look"] is None:
+            one = PromptTrace(self.run, replace(self.asked, query=query), head, key)
+            row |= {"look": one.total, "towards": key, "attention": float(one.attention[key])}
+            for kind, asked in one.directions.items():
+                self.follow(row, kind, self.run.answer(asked), asked.slots, self.deeper, side=row["side"], of=row)
 
-    def _children(
-        self, parent: Row, side: Side, every: list[tuple[Any, float, Row]], **rest: Any
-    ) -> list[tuple[Any, Row]]:
-        """The largest children of a node, each a name, a value and its columns; all others are one row."""
-        every = sorted(every, key=lambda child: -abs(child[1]))
-        shown = [child for child in every[: self.width] if abs(child[1]) >= self.smallest * abs(self.root)]
-        kind = "why" if parent["kind"] == "why" else "content"
-        rows = [(name, self._add(parent, kind, side, value, **about)) for name, value, about in shown]
-        if left := every[len(shown) :]:
-            self._add(parent, kind, side, sum(value for _, value, _ in left), writer=REST, **rest)
-        return rows
+    def check(self, value: float, terms: Tensor) -> None:
+        """Note what the terms of a value miss of it, beside the largest of them."""
+        largest, missed = float(terms.abs().max()), abs(float(terms.double().sum()) - value)
+        self.error = max(self.error, missed / largest if largest > 0 else missed)
 
-    def _add(self, parent: Row | None, kind: str, side: Side | None, value: float, **about: Any) -> Row:
-        row = {
-            "head": str(self.one.head), "id": len(self.rows), "parent": None if parent is None else parent["id"],
-            "kind": kind, "side": side,
-            **dict.fromkeys(("writer", "layer", "position", "token", "towards", "attention")), **about,
-            "value": value, "share": value / self.root if self.root else None,
-        }  # fmt: skip
-        if row["position"] is not None:
-            row["token"] = self.one.asked.tokens[row["position"]]
-        self.rows.append(row)
-        return row
+
+class _Child(NamedTuple):
+    """What a writer says at some slots that stand for one token, and the direction on its output there."""
+
+    writer: str
+    position: int
+    values: Float[Tensor, " p"]
+    slots: Int[Tensor, " p"]
+    along: Callable[[], Float[Tensor, "1 p e"] | None]
+
+
+class _Logit:
+    """One logit that is followed down a walk: its own values of nodes, each followed when all that ask it are known."""
+
+    def __init__(self, walk: Walk, total: float, side: str | None, of: Row | None, depth: int) -> None:
+        self.walk, self.total, self.side, self.of, self.depth = walk, total, side, of, depth
+        self.pending: dict[tuple[Writer, int], _Asked] = {}
+        self.least = walk.smallest * abs(total)
+
+    def spread(
+        self, parent: Row, value: float, kind: Kind, children: Iterable[_Child], level: int, attention: Any = None
+    ) -> None:
+        """Add the edges of a node's main writers, at most `width` of each token, and one of all the rest."""
+        by_token: dict[int, list[tuple[float, _Child]]] = {}
+        for child in children:
+            by_token.setdefault(child.position, []).append((float(child.values.sum()), child))
+        largest = [sorted(own, key=lambda pair: -abs(pair[0]))[: self.walk.width] for own in by_token.values()]
+        shown = [(said, child) for own in largest for said, child in own if abs(said) >= self.least]
+        shown = [(said, child) for said, child in shown if child.writer != BIAS]
+        for said, child in shown:
+            node = self.walk.node(self.side, child.writer, child.position)
+            asked = self.pending.setdefault((Writer.parse(child.writer), child.position), _Asked(level=level))
+            asked.value, asked.level = asked.value + said, min(asked.level, level)
+            if self.of is None:
+                node["value"] = (node["value"] or 0.0) + said
+            if (along := child.along()) is not None:
+                asked.slots.append(child.slots)
+                asked.along.append(along)
+            self._edge(node["id"], parent, kind, said, (attention or {}).get(child.position))
+        rest = value - sum(said for said, _ in shown)
+        self._edge(None, parent, kind, rest)
+        if self.of is None and kind == "value":
+            parent["rest"] = rest
+
+    def _edge(self, source: int | None, parent: Row, kind: Kind, value: float, attention: float | None = None) -> None:
+        self.walk.edges.append({
+            "head": self.walk.head, "source": source, "target": parent["id"], "kind": kind,
+            "of": None if self.of is None else self.of["id"], "attention": attention, "value": value,
+            "share": value / self.total if self.total else None,
+        })  # fmt: skip
+
+    def expand(self) -> None:
+        """Follow nodes from the last layer down, so that all that ask one are known before it is asked."""
+        while self.pending:
+            writer, position = max(self.pending)
+            asked = self.pending.pop((writer, position))
+            row = self.walk.node(self.side, str(writer), position)
+            if asked.level >= self.depth or not asked.along or abs(asked.value) < self.least:
+                continue
+            attention, key = None, 0
+            if writer.head is None:
+                children = self.walk.through(writer, position, asked)
+            else:
+                children, attention, key = self.walk.read(writer.head, position, asked, self.least)
+            self.spread(row, asked.value, "value", children, asked.level + 1, attention)
+            if writer.head is not None and self.of is None:
+                self.walk.why(row, writer.head, key)
 
 
 # ---------------------------------------------------------------------- over many prompts

@@ -8,7 +8,7 @@ stand beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -21,11 +21,10 @@ from torch import Tensor
 
 from qkscope.analyses.trace.rows import ATTENDED, HeadRows
 from qkscope.analyses.trace.verdicts import FEW, verdict
-from qkscope.attention import soft
 from qkscope.capture.encode import Encoding, token_texts
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
-from qkscope.change.writers import mean_parts, vectors_with
+from qkscope.change.writers import mean_parts
 from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
 from qkscope.examples import Example
@@ -35,6 +34,8 @@ from qkscope.linear.run import Run, Side
 from qkscope.linear.split import first_neurons
 from qkscope.maths.writers import SIDES, Tally, different, draw_alike, first_by
 
+Prompt = str | Example
+Place = int | None
 CUTS = (1, 2, 3, 5)
 _SECOND = 0.05  # of the first writer's part: one that gives less is not named beside it
 
@@ -58,13 +59,13 @@ class Question:
         row = self.encoded.places.row[:1]
         return Places.everywhere(row, torch.full_like(row, self.query), self.inputs["attention_mask"])
 
-    def told(self, prompt: str | Example) -> dict[str, Any]:
+    def told(self, prompt: Prompt) -> dict[str, Any]:
         """What a result says of the prompt."""
         shown = prompt if isinstance(prompt, str) else prompt.show(2000)
         return {"prompt": shown, "query": self.query, "tokens": self.tokens}
 
     @classmethod
-    def of(cls, scope: Scope, prompt: str | Example, query: int | None, chat: bool) -> Question:
+    def of(cls, scope: Scope, prompt: Prompt, query: Place, chat: bool) -> Question:
         """The prompt, tokenised; the query is its last token (or the one marked) where none is named."""
         if isinstance(prompt, Example) and len(prompt.queries) > 1:
             raise BadInput(f"a prompt is asked about from one query, but {len(prompt.queries)} are marked: mark one.")
@@ -101,10 +102,16 @@ class PromptTrace(HeadRows):
     head : the head.
     key, versus : tokens; by default the most attended one besides the first, against all others in sight but the first.
     projector : put between query and key.
+
+    Attributes
+    ----------
+    total : the relative logit.
+    attends : whether there is any attention to explain.
+    seen, others, free : tokens in sight; without the first; and without the key and the query either.
     """
 
     def __init__(
-        self, run: Run, asked: Question, head: Head, key: int | None = None, versus: Any = None, projector: Any = None
+        self, run: Run, asked: Question, head: Head, key: Place = None, versus: Any = None, projector: Any = None
     ) -> None:
         super().__init__(run, head, torch.zeros_like(run.columns[:, 1:]), projector, 1 + asked.query)
         self.asked, self.attention = asked, self.rows.attention()[0, 0]
@@ -120,6 +127,8 @@ class PromptTrace(HeadRows):
             raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
         self.signs[0, self.against] = -1
         self.signs[0, self.key] = 1
+        self.total, self.attends = float(self.logit()), float(self.attention[self.key]) >= ATTENDED
+        self.free = [i for i in self.others if i not in (self.key, asked.query)]
 
     def _checked(self, place: int, what: str) -> int:
         place = checked_place(place, len(self.asked.tokens), what)
@@ -134,25 +143,10 @@ class PromptTrace(HeadRows):
         row = self.attention if row is None else row
         return max(tokens, key=lambda i: float(row[i]))
 
-    @property
-    def free(self) -> list[int]:
-        """Tokens in sight that are neither the first, the key nor the query."""
-        return [i for i in self.others if i not in (self.key, self.asked.query)]
-
     def token(self, i: int) -> str:
         """A token as a sentence names it."""
         text = self.asked.tokens[i]
         return f"{text!r} (token {i})" if text else f"token {i} (inside a character)"
-
-    @cached_property
-    def total(self) -> float:
-        """The relative logit."""
-        return float(self.logit())
-
-    @property
-    def attends(self) -> bool:
-        """Whether there is any attention to explain."""
-        return float(self.attention[self.key]) >= ATTENDED
 
     def where(self) -> str:
         """How much of its attention the head gives to the key, in words."""
@@ -163,35 +157,24 @@ class PromptTrace(HeadRows):
 
     # ------------------------------------------------------------------ cuts
 
-    def _gains(self, side: Side, token: int, instead: Float[Tensor, "c d_model"]) -> Float[Tensor, "c d"]:
-        """What the query, or the key of a token, gains where each writer's part of the stream is another one."""
-        own = self.rows.q[0, 0] if side == "query" else self.rows.k[0, 0, token]
-        each = [[name] for name in self.writers[:-1]]
-        return vectors_with(self.run, self.head, side, token, instead, each, "frozen") - own
-
     @cached_property
-    def _lost(self) -> dict[str, Float[Tensor, "c d"]]:
-        """What each writer's part of the query and of the key is, less its mean over the prompt's other tokens."""
-        mean, places = mean_parts(self.run, self.head.layer, self.free or self.others), (self.asked.query, self.key)
-        return {side: -self._gains(side, token, mean) for side, token in zip(SIDES, places, strict=True)}
+    def _pair(self) -> tuple[HeadRows, dict[Side, Tensor]]:
+        """The query and the key alone, and by side the means of each writer's parts over the prompt's other tokens."""
+        mean = mean_parts(self.run, self.head.layer, self.free or self.others)[None, :, None]
+        alone = self.run.slots([self.query, 1 + self.key])
+        return HeadRows(alone, self.head, torch.ones_like(self.signs[:, :1])), dict.fromkeys(SIDES, mean)
 
-    def away(self, writers: Mapping[str, Sequence[int]]) -> dict[str, Float[Tensor, " d"]]:
-        """By side, what cutting some writers takes from the vector at its place."""
-        return {side: self._lost[side][list(writers.get(side, ()))].sum(0) for side in SIDES}
-
-    def cut(self, writers: Mapping[str, Sequence[int]]) -> Float[Tensor, " t"]:
-        """The attention row with some writers' parts replaced by their means over the prompt's other tokens."""
-        away, keys = self.away(writers), self.rows.k[0, 0].clone()
-        keys[self.key] -= away["key"]
-        return self.attend(self.row_of(keys, self.rows.q[0, 0] - away["query"]))
-
-    def row_of(self, keys: Float[Tensor, "t d"], query: Float[Tensor, " d"]) -> Float[Tensor, " t"]:
-        """The row's logits with other keys and another query, as the softmax sees them."""
-        return self.rows.logits((keys @ query * self.scale)[None, None].to(self.rows.q))[0, 0]
-
-    def attend(self, logits: Float[Tensor, " t"]) -> Float[Tensor, " t"]:
-        """The attention that logits give."""
-        return soft(logits, None if self.rows.rest is None else self.rows.rest[0, 0])
+    def cut(self, sets: Sequence[Mapping[Any, Sequence[int]]], norms: str = "held") -> Float[Tensor, "x t"]:
+        """Attention rows with the parts of some writers, by side, replaced by their means; one row for each set."""
+        masks = torch.zeros(2, len(sets), len(self.writers), dtype=torch.bool)
+        for (row, chosen), (at, side) in product(enumerate(sets), enumerate(SIDES)):
+            masks[at, row, list(chosen.get(side, ()))] = True
+        (pair, mean), rows = self._pair, []
+        for q, k in pair.replaced(mean, masks, norms):
+            products = q[:, 0] @ self.rows.k[0, 0].T
+            products[:, self.key] = (q[:, 0] * k[:, 0, 0]).sum(-1)
+            rows.append(self.rows.attention((products * self.scale)[None])[0])
+        return torch.cat(rows)
 
     def strongest(self, side: Side, size: int) -> list[int]:
         """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of what the first gives.
@@ -203,30 +186,20 @@ class PromptTrace(HeadRows):
         least = max(_SECOND * float(values[first[0]]), 0.0) if first else 0.0
         return [i for i in first if float(values[i]) > least]
 
-    def beside(
-        self, chosen: Mapping[Any, list[int]], effect: Callable[[Any], Tensor], draws: int, seed_of: Callable[..., int]
-    ) -> Float[Tensor, " sets"]:
-        """What the different sets do among writers drawn at random, of the kinds and layers of those chosen."""
-        writers = parse_writers(self.writers[:-1])
-        sets = different(
-            {side: draw_alike(own, writers, seed_of(side, draw), FEW) for side, own in chosen.items()}
-            for draw in range(draws)
-        )
-        return torch.stack([effect(drawn) for drawn in sets])
+    def cut_rows(self, draws: int, seed: int, live: bool = False) -> list[dict[str, Any]]:
+        """The strongest writers cut, beside random ones of their kind and layers: a row for each side and number.
 
-    def cut_rows(self, draws: int, seed: int) -> list[dict[str, Any]]:
-        """The strongest writers cut, beside random ones of their kind and layers: a row for each side and number."""
-        made, before = [], float(self.attention[self.key])
+        With ``live``, rows of one or two writers of a side also say what is left where norms are live.
+        """
+        made, before, writers = [], float(self.attention[self.key]), parse_writers(self.writers[:-1])
         for side, size in product(("key", "query", "both"), CUTS):
             chosen: dict[Any, list[int]] = {one: self.strongest(one, size) for one in SIDES if side in (one, "both")}
             if size >= len(self.writers) - 1 or any(len(own) < size for own in chosen.values()):
                 continue
-
-            def seed_of(one: str, draw: int, size: int = size) -> int:
-                return derived_seed(seed, "cut", one, size, draw)
-
-            row = self.cut(chosen)
-            random = self.beside(chosen, lambda drawn: self.cut(drawn)[self.key], draws, seed_of)
+            seeds = [{one: derived_seed(seed, "cut", one, size, draw) for one in chosen} for draw in range(draws)]
+            drawn = ({one: draw_alike(own, writers, at[one], FEW) for one, own in chosen.items()} for at in seeds)
+            row, *others = self.cut([chosen, *different(drawn)])
+            random = torch.stack(others)[:, self.key]
             after, top = float(row[self.key]), self.most_attended(self.others, row)
             made.append({
                 "head": str(self.head), "side": side, "k": size,
@@ -236,6 +209,8 @@ class PromptTrace(HeadRows):
                 "top": top, "top_token": self.asked.tokens[top], "draws": draws, "sets": len(random),
                 "verdict": verdict(before, after, random, vacuous=not self.free),  # no tokens to take a mean over
             })  # fmt: skip
+            if live and self.free and side != "both" and size <= 2:
+                made[-1]["live"] = float(self.cut([chosen], "live")[0, self.key])
         return made
 
     # ------------------------------------------------------------------ tables
@@ -301,13 +276,7 @@ class Probe:
     """
 
     def __init__(
-        self,
-        scope: Scope,
-        prompt: str | Example,
-        query: int | None = None,
-        chat: bool = False,
-        last: int | None = None,
-        **options: Any,
+        self, scope: Scope, prompt: Prompt, query: Place = None, chat: bool = False, last: Place = None, **options: Any
     ) -> None:
         self.scope, self.prompt = scope, prompt
         self.asked, self.reader = Question.of(scope, prompt, query, chat), reader_of(scope)

@@ -8,7 +8,7 @@ token among them, stay as they are. A `Pass` measures all prompts of a task, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,11 +24,11 @@ from qkscope.capture.inputs import check_visible
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
-from qkscope.linear.run import Direction, Parts, Run, named
+from qkscope.linear.run import KINDS, Direction, Parts, Run, named
 from qkscope.linear.split import values_of
 from qkscope.maths.writers import SIDES, Measurement, Side, Tally, metrics, relative_weights
 from qkscope.runs.work import Stage, Work
-from qkscope.tasks.task import ANSWER, Unit
+from qkscope.tasks.task import ANSWER, Units
 
 #: A key with less attention than this is said to be unattended before anything is traced to it.
 ATTENDED = 0.05
@@ -47,6 +47,12 @@ class HeadRows:
     signs : +1 right keys, −1 other keys, 0 none.
     projector : put between query and key, to look inside a feature; none by default.
     query : the slot of the query.
+
+    Attributes
+    ----------
+    scale : factor on q·k.
+    writers : their names, the biases last.
+    slots : of each side.
     """
 
     run: Run
@@ -54,36 +60,27 @@ class HeadRows:
     signs: Int[Tensor, "n k"]
     projector: Float[Tensor, "d d"] | None = None
     query: int = 0
-    _streams: dict[Side, Tensor] = field(default_factory=dict, init=False)
 
-    @property
-    def slots(self) -> dict[Side, list[int]]:
-        """The slots of each side."""
-        return {"query": [self.query], "key": list(range(1, self.run.columns.shape[1]))}
-
-    @cached_property
-    def weights(self) -> Float[Tensor, "n k"]:
-        """Weights of the keys in the relative logit."""
-        return relative_weights(self.signs)
-
-    @property
-    def scale(self) -> float:
-        """Factor on q·k."""
-        return float(self.run.calls[self.head.layer].scale)
+    def __post_init__(self) -> None:
+        self.scale = float(self.run.calls[self.head.layer].scale)
+        self.slots: dict[Side, list[int]] = {"query": [self.query], "key": list(range(1, self.run.columns.shape[1]))}
 
     @cached_property
     def writers(self) -> list[str]:
         """Names of the writers, the biases last."""
         return self.run.reader.writers(self.head.layer)
 
+    @cached_property
+    def weights(self) -> Float[Tensor, "n k"]:
+        """Weights of the keys in the relative logit."""
+        return relative_weights(self.signs)
+
     # ------------------------------------------------------------------ the relative logit, and its parts
 
     def vectors(self, side: Side) -> Float[Tensor, "n p d"]:
         """The model's own query, or its named keys."""
-        if side == "query":
-            return self.rows.q
-        columns = self.run.columns[:, self.slots["key"], None]
-        return self.rows.k[:, 0].gather(1, columns.expand(-1, -1, self.rows.d_head))
+        kind = KINDS[side]
+        return self.run.vectors([(self.head.layer, self.run.index(self.head, kind))], kind, self.slots[side])[:, 0]
 
     def logit(self, q: Tensor | None = None, k: Tensor | None = None) -> Float[Tensor, "*x n"]:
         """The relative logit of the model's own vectors, or of other queries [*x, n, d] and keys [*x, n, k, d]."""
@@ -146,16 +143,15 @@ class HeadRows:
 
     # ------------------------------------------------------------------ parts replaced
 
-    def stream(self, side: Side) -> Float[Tensor, "n c p d_model"]:
-        """What each writer but the biases left at the places of a side, in the residual stream."""
-        if side not in self._streams:
-            every = [named(pieces) for _, pieces in self._pieces(self.slots[side])]
-            self._streams[side] = torch.cat(every, dim=2)
-        return self._streams[side]
+    @cached_property
+    def streams(self) -> dict[Side, Float[Tensor, "n c p d_model"]]:
+        """By side, what each writer but the biases left at its places, in the residual stream."""
+        every = {side: [named(pieces) for _, pieces in self._pieces(slots)] for side, slots in self.slots.items()}
+        return {side: torch.cat(pieces, dim=2) for side, pieces in every.items()}
 
     def entered(self, side: Side) -> Float[Tensor, "n p d_model"]:
         """The whole stream at the places of a side."""
-        return self.run.entered[self.head.layer][:, self.slots[side]]
+        return self.run.hidden([self.head.layer], self.slots[side])[0]
 
     @cached_property
     def rows(self) -> AttentionRows:
@@ -170,11 +166,10 @@ class HeadRows:
         """`METRICS` of the rows, with other queries and other named keys."""
         return metrics(self.rows, self.run.columns[:, self.slots["key"]], self.signs, q, k, self.projector)
 
-    @torch.no_grad()
     def replaced(
         self, instead: Mapping[Side, Float[Tensor, "*n c p d_model"]], masks: Bool[Tensor, "2 x c"], norms: str = "held"
-    ) -> Float[Tensor, "x n m"]:
-        """`METRICS` once the parts of the stream that each of x conditions names are replaced; biases stay.
+    ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
+        """Queries and keys once the parts of the stream that each of x conditions names are replaced; biases stay.
 
         Parameters
         ----------
@@ -182,22 +177,28 @@ class HeadRows:
         masks : of the query and of the keys, the writers that each condition names.
         norms : held, or live.
         """
-        true, away = {}, {}
-        for side in SIDES:
-            true[side], away[side] = self.entered(side), self.stream(side) - instead[side]
-            if norms == "held":
-                lost = self.run.read(self.head, side, [Parts(["away"], away[side])], self.slots[side])
-                true[side], away[side] = self.vectors(side), lost[:, :-1]
-        measured = []
-        for some in masks.split(_CONDITIONS[norms], dim=1):
-            made = {}
-            for side, mask in zip(SIDES, some, strict=True):
-                moved = mask[:, :-1].to(true[side]) @ away[side].transpose(0, 1).flatten(1)
-                made[side] = true[side][None] - moved.unflatten(1, true[side].shape)
-                if norms == "live":
-                    made[side] = self.run.live(self.head, side, made[side])
-            measured.append(self.measure(made["query"][:, :, 0], made["key"]))
-        return torch.cat(measured)
+        return self.without({side: self.streams[side] - instead[side] for side in SIDES}, masks[..., :-1], norms)
+
+    @torch.no_grad()
+    def without(
+        self, away: Mapping[Side, Float[Tensor, "n c p d_model"]], often: Tensor, norms: str = "held"
+    ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
+        """Queries and keys with some parts taken out of the stream, each of them as often as each condition says."""
+        true, parts = {side: self.entered(side) for side in SIDES}, dict(away)
+        for side in SIDES if norms == "held" else ():
+            lost = self.run.read(self.head, side, [Parts(["away"], away[side])], self.slots[side])
+            true[side], parts[side] = self.vectors(side), lost[:, :-1]
+        for some in often.split(_CONDITIONS[norms], dim=1):
+            made = []
+            for side, times in zip(SIDES, some, strict=True):
+                moved = times.to(true[side]) @ parts[side].transpose(0, 1).flatten(1)
+                vectors = true[side][None] - moved.unflatten(1, true[side].shape)
+                made.append(self.run.live(self.head, side, vectors) if norms == "live" else vectors)
+            yield made[0][:, :, 0], made[1]
+
+
+#: By head, what is measured of its rows on a batch and the numbers of their units.
+Measures = Mapping[Head, Callable[[HeadRows, list[int]], Measurement]]
 
 
 def split_together(every: Sequence[HeadRows]) -> None:
@@ -252,7 +253,7 @@ class Pass:
     progress: bool | None = None
 
     def rows(
-        self, units: Sequence[Unit], indices: Sequence[int], named: bool = True, by_some: bool = False
+        self, units: Units, indices: Sequence[int], named: bool = True, by_some: bool = False
     ) -> tuple[list[int], list[HeadRows]]:
         """Prompts of some units through the model: each row's unit, and the rows of every head.
 
@@ -274,13 +275,7 @@ class Pass:
         return [of_example[int(e)] for e in encoded.example], every
 
     def add_up(
-        self,
-        name: str,
-        units: Sequence[Unit],
-        measures: Mapping[Head, Callable[[HeadRows, list[int]], Measurement]],
-        words: Sequence[str] | None = None,
-        last: bool = False,
-        **rows: bool,
+        self, name: str, units: Units, measures: Measures, words: Any = None, last: bool = False, **rows: bool
     ) -> tuple[dict[Head, Tally], list[list[Any]]]:
         """Measure every prompt at every head, in batches: sums by word, and of each head what else its batches keep.
 
@@ -289,7 +284,7 @@ class Pass:
         name : of the stage of the work.
         units : the prompts.
         measures : by head, what takes `HeadRows` of a batch and the numbers of their units.
-        words : of each unit; by default what it asks for.
+        words : of each unit, a list; by default what it asks for.
         last : whether nothing is shared out between processes after it.
         rows : how `rows` takes its keys.
         """

@@ -92,8 +92,8 @@ def trace(
     versus : the token that the key is compared with; by default all others that the query sees, but the first.
     depth : how many levels down the graph of one prompt (of a task: of its first) goes.
     feature : look inside this subspace alone: its projector is put between query and key.
-    dictionary : split among this dictionary's features instead of writers, beside copies of it without meaning; edges
-        are not cut then.
+    dictionary : split among this dictionary's features instead of writers (a transcoder's: what its MLP wrote), which
+        are ablated and restored, beside copies of it without meaning.
     neurons : of one prompt, whether to name the first ten neurons a side of the MLPs before the head; or those to name,
         as ``"M9.N120"``.
     whole : whether whole heads are taken out of the running model, too (of a task).
@@ -110,7 +110,7 @@ def trace(
     Trace
         ``tables["writers"]``, ``["pairs"]``, ``["edges"]``, ``["whole"]``, ``["check"]``; of one prompt ``["tokens"]``,
         ``["cuts"]`` and ``["graph"]``, with neurons ``["neurons"]``. With a dictionary: ``["feature_pairs"]``,
-        ``["features"]``, ``["copies"]``, ``["held"]``, ``["check"]``.
+        ``["features"]``, ``["copies"]``, ``["feature_edges"]``, ``["check"]``.
 
     Examples
     --------
@@ -146,14 +146,11 @@ def trace(
         query, key, versus = (scope.place(what, token, chat=bool(chat)) for token in (query, key, versus))
         layers = [] if dictionary is None else [dictionary.layer, *(h.layer for h in heads)]
         last = max(h.layer for h in heads)
-        probe = Probe(scope, what, query, bool(chat), last, logits=False, layers=layers, neurons=bool(neurons))
-        every = []
-        for h in heads:
-            at = probe.head(h, key, versus, projectors.get(h))
-            if dictionary is None:
-                every.append(_prompt_writers(at, depth, draws, seed, neurons))
-            else:
-                every.append(prompt_features(at, dictionary, draws, seed))
+        probe = Probe(scope, what, query, bool(chat), last=last, logits=False, layers=layers, neurons=bool(neurons))
+        each: Any = partial(_prompt_writers, depth=depth, draws=draws, seed=seed, neurons=neurons)
+        if dictionary is not None:
+            each = partial(prompt_features, dictionary=dictionary, draws=draws, seed=seed)
+        every = [each(probe.head(h, key, versus, projectors.get(h))) for h in heads]
         answer, tables = " ".join(sentence for sentence, _ in every), join_tables(rows for _, rows in every)
         name, about = "prompt", about | probe.asked.told(what)
     else:
@@ -204,7 +201,7 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
         "writers": tally.writer_rows(one.head, one.writers),
         "pairs": tally.pair_rows(one.head, one.writers, pairs),
         "cuts": cuts,
-        "graph": graph.rows,
+        "nodes": graph.nodes, "graph": graph.edges,
         "prompt": graph.prompt,
         "tokens": one.token_rows(),
         "check": [tally.check_row(
@@ -213,7 +210,9 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
         )],
     }  # fmt: skip
     said = one.where()
-    if one.attends:
+    if not one.total:
+        said += " The tokens that it is compared with have the same logit, so there is no relative logit to split."
+    elif one.attends:
         named = {(side, one.writers[i]) for side in SIDES for i in one.strongest(side, 2)}
         giving = [row for row in tables["writers"] if (row["side"], row["writer"]) in named]
         key, query = (written_by(giving, side) for side in ("key", "query"))
@@ -293,8 +292,8 @@ def _task_features(how: Pass, choosing: Units, units: Units, dictionary: Diction
     how = replace(how, layers=[dictionary.layer])
     chosen = choose_features(how, choosing, dictionary)
     tests = {head: FeatureTest(head, dictionary, own, draws, how.seed) for head, own in chosen.items()}
-    tallies, kept = how.add_up("features", units, {h: test.measure for h, test in tests.items()}, last=True)
-    every = [tests[head].tables(tallies[head], torch.cat(needed)) for head, needed in zip(tests, kept, strict=True)]
+    tallies, _ = how.add_up("features", units, {h: test.measure for h, test in tests.items()}, last=True)
+    every = [test.tables(tallies[head]) for head, test in tests.items()]
     said = [says_pairs(says_right(own["check"][0]), own) for own in every]
     return " ".join(said), join_tables(every)
 
@@ -313,7 +312,9 @@ def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int)
         writers = {side: [names[i] for i in first_by(scores["share", side], _FOLLOWED)] for side in SIDES}
         batches = (deep.rows(firsts, some)[1][i] for some in torch.arange(len(firsts)).split(_BATCH))
         graph = trace_graph(PromptTrace(run, asked, head, right[0], others, how.projectors.get(head)), depth)
-        every.append({"sources": sources_of(batches, writers), "graph": graph.rows, "prompt": graph.prompt})
+        every.append({
+            "sources": sources_of(batches, writers), "nodes": graph.nodes, "graph": graph.edges, "prompt": graph.prompt,
+        })  # fmt: skip
     return join_tables(every)
 
 

@@ -22,13 +22,15 @@ _HALF, _SINGLE = 2e-2, 1e-3  # of the largest part, in 16 bits and in more: how 
 _MEASURED = ("check", "tokens", "attention", "output", "whole")  # tables that no split is in
 
 
-def no_sum(head: object, error: float, dtype: object) -> str | None:
+def no_sum(head: object, error: float, dtype: object, single: float = _SINGLE) -> str | None:
     """Say that a head's parts do not sum to its logit, where they miss it by more than rounding does.
+
+    In more than 16 bits ``single`` is allowed.
 
     >>> no_sum("L1H0", 1e-6, "torch.float32"), no_sum("L1H0", 7e-3, "torch.bfloat16")
     (None, None)
     """
-    allowed = _HALF if str(dtype).endswith("float16") else _SINGLE
+    allowed = _HALF if str(dtype).endswith("float16") else single
     if error <= allowed:
         return None
     return (

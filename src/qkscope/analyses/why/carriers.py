@@ -16,8 +16,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.analyses.because import Because, Reason
-from qkscope.capture.pick import Places
-from qkscope.change.again import prompt_of
 from qkscope.change.words import Word
 from qkscope.change.writers import attention_with, restore
 from qkscope.draws import derived_seed
@@ -112,24 +110,30 @@ class Carriers:
     # ------------------------------------------------------------------ one changed run
 
     def _changed(self, word: Word, ids: Sequence[int]) -> Run:
-        inputs = prompt_of(self.run.reader.scope, self.because.put((word, ids))[None])
-        row = self.run.row[:1]
-        places = Places.everywhere(row, torch.full_like(row, self.query), inputs["attention_mask"])
-        return self.run.reader.record(inputs, places, deep=True, last=self.head.layer)
+        prompt, look = self.because.put((word, ids)), (self.query, self.key)
+        return self.because.again.record(self.run.reader, prompt, look, self.head.layer)
+
+    def _look(self, run: Run) -> tuple[int, int]:
+        """Query and key, as a run counts its tokens."""
+        query, key = (self.query, self.key) if run is self.run else run.columns[0, :2].tolist()
+        return query, key
 
     def _attention(self, run: Run) -> float:
-        rows = run.calls[self.head.layer].rows(self.head.index, run.row[:1], torch.full_like(run.row[:1], self.query))
-        return float(rows.attention()[0, 0, self.key])
+        query, key = self._look(run)
+        rows = run.calls[self.head.layer].rows(self.head.index, run.row[:1], torch.full_like(run.row[:1], query))
+        return float(rows.attention()[0, 0, key])
 
     def _put_back(self, run: Run, source: Run, side: Side, sets: Sequence[Sequence[str]]) -> Float[Tensor, " x"]:
         """Attention on the key with some writers' parts of another run in this head's key or query."""
-        return restore(run, source, self.head, self.query, self.key, sets, side=side)[:, self.key]
+        (query, key), (other_query, other_key) = self._look(run), self._look(source)
+        at = other_key if side == "key" else other_query
+        return restore(run, source, self.head, query, key, sets, side=side, at=at)[:, key]
 
     def _whole(self, run: Run, side: Side) -> float:
         """The same with the whole key, or query, of the unchanged run."""
-        call = self.run.calls[self.head.layer]
+        call, (query, key) = self.run.calls[self.head.layer], self._look(run)
         if side == "key":
-            keys = {self.key: call.k[0, self.run.kv(self.head), self.key].float()[None]}
-            return float(attention_with(run, self.head, self.query, keys=keys)[0, self.key])
+            keys = {key: call.k[0, self.run.index(self.head, "k"), self.key].float()[None]}
+            return float(attention_with(run, self.head, query, keys=keys)[0, key])
         q = call.q[0, self.head.index, self.query].float()[None]
-        return float(attention_with(run, self.head, self.query, q=q)[0, self.key])
+        return float(attention_with(run, self.head, query, q=q)[0, key])

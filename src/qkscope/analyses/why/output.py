@@ -125,7 +125,7 @@ class Output:
     def from_key(self, one: PromptTrace) -> Float[Tensor, " v"] | None:
         """What a head adds to the logits by itself by what it read at the key, less its mean over all tokens."""
         layer = one.head.layer
-        v = self.run.calls[layer].v[0, self.run.kv(one.head, "v"), one.key].float() * one.attention[one.key]
+        v = self.run.calls[layer].v[0, self.run.index(one.head, "v"), one.key].float() * one.attention[one.key]
         W = self.run.reader.output_weights(layer)[0][one.head.index].to(v)
         pushed = direct_effect(self.run, [layer], (W @ v)[None].to(self.run.row.device))
         return None if pushed is None else (pushed[0] - pushed[0].mean()).cpu()  # a constant changes no probability

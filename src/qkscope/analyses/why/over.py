@@ -4,6 +4,7 @@ A prompt runs once, and all its looks share every changed prompt (`Because`). A 
 of its attention to a token that is not the first; its reason is the first relation that was shown. Shares are of the
 prompts where it looks, with Wilson's 95% interval. Where answers are marked, reasons are compared between prompts that
 the model gets right and others: a difference of two shares has Newcombe's interval, ``d ± √(Σ (share − end)²)``.
+A circuit's nodes are chosen on half of the prompts and tested on the other half.
 """
 
 from __future__ import annotations
@@ -14,20 +15,27 @@ from dataclasses import dataclass
 from math import hypot
 from typing import Any
 
+import torch
+
 from qkscope.analyses.because import Because, Look
-from qkscope.analyses.trace.prompt import Probe
+from qkscope.analyses.circuit import NodeOrder, kept_words
+from qkscope.analyses.circuits import locate
+from qkscope.analyses.trace.prompt import Probe, reader_of
 from qkscope.analyses.why.carriers import Carriers
 from qkscope.analyses.why.output import Output, first_token, whole
 from qkscope.capture.scope import Scope
+from qkscope.change.nodes import Nodes
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head
 from qkscope.maths.significance import wilson
 from qkscope.runs.work import Stage, current_work
+from qkscope.tasks.task import ANSWER
 
 LOOKS, FEW = 0.3, 5
 """Attention from which on a head looks at a token, and prompts of each group under which reasons are not compared."""
 NO_LOOK = "no look"
+_ROLES = 50  # nodes of a circuit in its table
 _NAMED = 3  # heads and reasons of a sentence
 
 Prompt = tuple[Example, tuple[str, ...]]
@@ -191,3 +199,70 @@ def over_answer(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         none = "no reason is shown to differ between right and wrong answers"
         told.append(f"too few to compare ({FEW} of each are needed)" if few else none)
     return f"{told[0]}: {'; '.join(told[1:])}."
+
+
+# ---------------------------------------------------------------------- circuits
+
+
+def nodes_of(scope: Scope, examples: Sequence[Example], versus: str | None = None, chat: bool = False) -> Nodes:
+    """Run prompts, their tokens lined up by the roles that all have, or by their distance from the end.
+
+    A token is called after the last role at or before it, and its distance to that.
+
+    Parameters
+    ----------
+    scope : the model.
+    examples : prompts that mark their answers, or keys that are right and wrong.
+    versus : the rival of every answer, instead of the one marked.
+    chat : whether prompts go into the chat template.
+    """
+    roles = sorted(set.intersection(*(set(example.roles) for example in examples)))
+    inputs, columns = locate(scope, examples, roles or ["query"], chat)
+    labels = []
+    for mask, places in zip(inputs["attention_mask"].tolist(), columns.tolist(), strict=True):
+        first = (mask.index(1) if roles else places[0], "")
+        marks = [first, *sorted(zip(places, roles, strict=False))]
+        names = []
+        for i in range(len(mask)):
+            at, role = max((mark for mark in marks if mark[0] <= i), default=first)
+            names.append(role if i == at and role else f"{role}{i - at:+d}")
+        labels.append(names)
+    pair = torch.tensor([_pair_of(scope, example, versus) for example in examples])
+    return Nodes(reader_of(scope), inputs, torch.full((len(examples),), len(labels[0]) - 1), pair, labels)
+
+
+def _pair_of(scope: Scope, example: Example, versus: str | None) -> tuple[int, int]:
+    """The first tokens of an example's right answer and of its rival: of its answers, or of its marked keys."""
+    texts: dict[int, str] = {}
+    for key in reversed(example.keys):
+        texts[key.label(ANSWER)] = f" {str(example.piece(key.span)).strip()}"
+    if example.answers is not None:
+        texts = {1: example.answers.right[0], -1: example.answers.wrong[0]}
+    texts |= {} if versus is None else {-1: versus}
+    if not {1, -1} <= {*texts}:
+        needed = "a circuit of many prompts needs the answer of each, and a rival"
+        raise BadInput(f"{needed}: {example.show(80)} marks none.")
+    answer, rival = (first_token(scope, texts[sign]) for sign in (1, -1))
+    if answer == rival:
+        raise BadInput(f"{texts[1]!r} and its rival {texts[-1]!r} begin with the same token: name another rival.")
+    return answer, rival
+
+
+def circuit_of_prompts(
+    scope: Scope, examples: Sequence[Example], versus: str | None, chat: bool, seed: int
+) -> tuple[str, dict[str, list[Row]]]:
+    """The nodes that half of some prompts choose, tested on the other half: an answer and tables."""
+    if len(examples) < 4:
+        raise BadInput(f"of {len(examples)} prompts none are left to test what others choose on: give at least four.")
+    chosen, tested = (nodes_of(scope, examples[half::2], versus, chat) for half in (0, 1))
+    ranking = NodeOrder(chosen, chosen.other_prompts(seed), seed)
+    kept = ranking.rows(tested, tested.other_prompts(seed))
+    nodes = [
+        {"writer": writer, "role": role, "score": score}
+        for (writer, role), score in ranking.first("circuit", _ROLES).items()
+    ]
+    answer = (
+        f"The answer leads its rival by {float(tested.lead.mean()):.1f} logits in {len(tested.lead)} prompts:"
+        f" {kept_words(kept)}. Nodes were chosen on {len(chosen.lead)} others."
+    )
+    return answer, {"roles": nodes, "kept": kept}

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.relative import singular_basis
+from qkscope.analyses.split import singular_basis
 from qkscope.analyses.trace.prompt import PromptTrace
 from qkscope.errors import BadInput
 from qkscope.maths.attribution import Split, SplitSide, part_name, split_query, split_rows
@@ -66,7 +66,7 @@ def singular_terms(one: PromptTrace) -> list[float] | None:
     rotary = run.calls[one.head.layer].rotary
     if rotary is not None and layer.offset is not None:  # both turned back by the query's place
         at = torch.full_like(run.row, one.asked.query)[:, None]
-        both = rotary.turn(both, run.row, at, layer.offset, back=True)
+        both = rotary.at(run.row, at).turn(both, layer.offset, back=True)
     q, difference = both.double().cpu().unbind(1)
     alpha, gamma = singular_coordinates(basis.read.double(), q - basis.c_Q.double(), difference)
     return (one.scale * alpha * gamma).flatten().tolist()

@@ -42,7 +42,7 @@ def answer_of(one: PromptTrace, reason: Reason | None, output: Output, tables: T
         where += f" (though most, {first:.0%}, rests on the first token)"
     carriers = tables["carriers"]
     why = because(one, reason, carriers) if reason else ""
-    return f"{where}{why}{_carried(carriers)}. {_direction(output, tables['output'])}".rstrip()
+    return f"{where}{why}{carried(carriers)}. {_direction(output, tables['output'])}".rstrip()
 
 
 def because(one: PromptTrace, reason: Reason, carriers: Rows = ()) -> str:
@@ -114,7 +114,7 @@ def _token(asked: Question, i: int) -> str:
     return f"{quoted(whole(asked.tokens, i))} (token {i})"
 
 
-def _carried(carriers: Rows) -> str:
+def carried(carriers: Rows) -> str:
     """Who carried each word into which side, those of its several places together."""
     told: dict[tuple[str, str], list[str]] = {}
     for row in (row for row in carriers if row["verdict"] == "shown"):

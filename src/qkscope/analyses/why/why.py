@@ -2,7 +2,7 @@
 
 Of one head: *where* it looks, *because* of which words (each changed, and the model run again), *who carried* them
 there, *cuts* of the strongest writers, and *what it does* for the next token against its rival. Without a head: which
-heads decide between the two, every one of them tried.
+heads decide between the two, every one of them tried; or the circuit that leads from the answer back to the words.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any, TypeAlias
 
 import torch
 
-from qkscope.analyses.attribute import features_of
 from qkscope.analyses.because import Because, Look, Reason
+from qkscope.analyses.circuit import LOGIT, Circuit, write_graph
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.prompts import check_same_model, made_with
+from qkscope.analyses.split import features_of
 from qkscope.analyses.trace.graph import trace_graph
 from qkscope.analyses.trace.prompt import Probe, PromptTrace
 from qkscope.analyses.trace.verdicts import no_sum
 from qkscope.analyses.why import sentences
 from qkscope.analyses.why.carriers import Carriers
 from qkscope.analyses.why.output import Output
-from qkscope.analyses.why.over import Prompts, over_answer, prompts_of
+from qkscope.analyses.why.over import Prompts, circuit_of_prompts, over_answer, prompts_of
 from qkscope.analyses.why.parts import part_rows
 from qkscope.capture.scope import Scope
 from qkscope.change.again import Again
-from qkscope.change.writers import attention_with, mean_parts, vectors_with
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
@@ -42,6 +42,7 @@ from qkscope.runs.work import PartDone, current_work, verb
 from qkscope.tasks.jsonl import read_prompts
 
 Heads: TypeAlias = Sequence[str | Head]
+_SUMS = 2e-5  # of the largest term: how far the edges of a circuit may miss a node, in float32
 _GOES_ON, _RUNS = 5, 4  # tokens of the continuation that are shown, and alternatives of a word that are run
 
 
@@ -53,7 +54,8 @@ class Why(Result):
     @property
     def main(self) -> str:  # type: ignore[override]
         """The table that answers: of one head, of all heads, or of many prompts."""
-        return next((name for name in ("attention", "heads", "reasons", "decides") if name in self.tables), "")
+        named = ("attention", "heads", "reasons", "decides", "paths", "roles")
+        return next((name for name in named if name in self.tables), "")
 
     def __str__(self) -> str:
         return "\n".join([self.answer, *(f"  {row['line']}" for row in self.tables.get("said", ()))])
@@ -84,14 +86,15 @@ class Why(Result):
         return Result("why/diff", {"diff": rows}, answer=f"{self.answer}\n{other.answer}", model=self.model)
 
     def to_networkx(self) -> Any:
-        """The graph of writers and what they read, as a `networkx.DiGraph` from children to their parents."""
+        """The graph of writers and what they read, as a `networkx.MultiDiGraph` from writers to their readers."""
         networkx = import_module("networkx")
 
-        graph = networkx.DiGraph()
-        for row in self.tables.get("graph", ()):
+        graph = networkx.MultiDiGraph()
+        for row in self.tables.get("nodes", ()):
             graph.add_node(row["id"], **row)
-            if row["parent"] is not None:
-                graph.add_edge(row["id"], row["parent"], value=row["value"], side=row["side"])
+        for row in self.tables.get("graph", ()):
+            if row["source"] is not None:
+                graph.add_edge(row["source"], row["target"], **row)
         return graph
 
 
@@ -107,9 +110,11 @@ def why(
     n: Count | None = None,
     carriers: bool = False,
     versus: str | None = None,
+    circuit: bool = False,
+    export: str | Path | None = None,
     features: Fit | Mapping[str, Subspace] | None = None,
     chat: bool = False,
-    depth: Natural = 1,
+    depth: Natural | None = None,
     draws: Count = 20,
     seed: Seed = 0,
     split: Split = "sequential",
@@ -133,9 +138,12 @@ def why(
     n : of many prompts, the first so many; all by default.
     carriers : of many prompts, whether to look for who carried the words too, which is slow.
     versus : the rival of the next token, as ``" John"``; by default the likeliest other word of the prompt.
+    circuit : whether to go from the answer back to the words: nodes, edges, and what the first nodes keep in the
+        running model; of many prompts, nodes are chosen on half of them and tested on the others.
+    export : file for the circuit's graph, as circuit-tracer and Neuronpedia read it.
     features : a fit, or subspaces of this head by name, to split the logit by as well.
     chat : whether the prompt goes into the chat template.
-    depth : levels of the graph of writers and what they read.
+    depth : levels of the graph of writers and what they read; 1 by default, 8 of a circuit.
     draws : random writers beside each cut.
     seed : of them, and of other words.
     split : among features: ``sequential``, ``average`` over all orders, or ``oblique``.
@@ -146,7 +154,8 @@ def why(
     -------
     Why
         ``tables["attention"]``, ``["because"]``, ``["relation"]``, ``["carriers"]``, ``["writers"]``, ``["cuts"]``,
-        ``["output"]``, ``["parts"]``, ``["graph"]``; without a head ``["heads"]``; of many prompts ``["reasons"]``,
+        ``["output"]``, ``["parts"]``, ``["nodes"]`` and ``["graph"]``, its edges; without a head ``["heads"]``; a
+        circuit ``["paths"]``, ``["nodes"]``, ``["graph"]`` and ``["kept"]``; of many prompts ``["reasons"]``,
         ``["differs"]``, ``["prompts"]`` and ``["answers"]``, or ``["decides"]``.
 
     Examples
@@ -160,11 +169,21 @@ def why(
         raise BadInput("heads are named once: as head or as heads.")
     named = heads if head is None else head
     chosen = None if named is None else parse_heads(named)
+    if circuit and (chosen or key is not None or features is not None):
+        raise BadInput("a circuit starts at the answer: leave out the head, the key and the features.")
+    if export is not None and (not circuit or Path(export).is_dir()):
+        why = "is a folder: name a file in it" if circuit else "takes a circuit: ask for one with circuit (--circuit)"
+        raise BadInput(f"{export} {why}.")
     file = isinstance(prompt, str) and prompt.lower().endswith(".jsonl")
     if file or not isinstance(prompt, str | Example) or (chosen is not None and len(chosen) > 1):
         if features is not None or key is not None:
             raise BadInput("features and a key are asked about in one prompt, with one head.")
         every = (read_prompts(str(prompt)) if file else prompts_of(prompt))[:n]
+        if circuit:
+            if export is not None:
+                raise BadInput("a graph is of one prompt: leave out the export, or give one prompt.")
+            said, tables = circuit_of_prompts(scope, [example for example, _ in every], versus, chat, seed)
+            return Why("why/circuit", tables, seed=seed, answer=said, **made_with(scope, prompts=len(every)))
         asked = None if chosen is None else [scope.check(each) for each in chosen]
         tables = Prompts(scope, every, asked, query, versus, chat, carriers, seed).tables()
         about = {"prompts": len(every), "heads": None if asked is None else [str(each) for each in asked]}
@@ -176,7 +195,14 @@ def why(
         chat, head = chat or features.chat, features.heads[0] if head is None else head
     query, key = (scope.place(prompt, token, chat=chat) for token in (query, key))
     last = None if head is None else scope.check(head).layer
-    return answer_probe(Probe(scope, prompt, query, chat, last), head, key, features, depth, draws, seed, split, versus)
+    probe = Probe(scope, prompt, query, chat, last)
+    if not circuit:
+        depth = 1 if depth is None else depth
+        return answer_probe(probe, head, key, features, depth, draws, seed, split, versus)
+    found = circuit_of(probe, versus, depth, seed)
+    if export is not None and "graph" in found.tables:
+        write_graph(Path(export), found)
+    return found
 
 
 def answer_probe(
@@ -207,6 +233,18 @@ def answer_probe(
     return Why("why", {"said": [{"line": line} for line in lines], **tables}, seed=seed, answer=answer, **about)
 
 
+def circuit_of(probe: Probe, versus: str | None = None, depth: int | None = None, seed: Seed = 0) -> Why:
+    """The circuit of a prompt that has run, from its answer back."""
+    output = Output(probe.run, probe.asked, versus)
+    with doing("following the answer back"):
+        made = Circuit(probe, output, depth, seed)
+        answer = no_sum("the answer", made.graph.error, probe.scope.model.dtype, _SUMS)
+        tables = made.tables() if answer is None else {}
+    about = made_with(probe.scope, tokenizer=probe.scope.tokenizer_hash, **probe.asked.told(probe.prompt))
+    check = [{"head": LOGIT, "sum_error": made.graph.error, "logit": output.difference}]
+    return Why("why/circuit", {**tables, "check": check}, seed=seed, answer=answer or made.answer(tables), **about)
+
+
 Told = tuple[str, list[str], dict[str, list[dict[str, Any]]]]
 
 
@@ -234,12 +272,12 @@ def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], dep
         carriers = Carriers(one.run, because, reason, seed).rows() if because and reason else []
         returns = _returns(one, output, because, reason) if because and reason else []
         say("cutting writers")
-        cuts, graph = _with_live(one, one.cut_rows(draws, seed)), trace_graph(one, depth)
+        cuts, graph = one.cut_rows(draws, seed, live=True), trace_graph(one, depth)
     tables = {
         "attention": one.token_rows(), "because": reason.words if reason else [],
         "relation": reason.relations if reason else [], "carriers": carriers, "parts": parts,
         "writers": one.tally.writer_rows(one.head, one.writers), "cuts": cuts, "output": pushed,
-        "returns": returns, "graph": graph.rows, "prompt": graph.prompt, "check": check,
+        "returns": returns, "nodes": graph.nodes, "graph": graph.edges, "prompt": graph.prompt, "check": check,
     }  # fmt: skip
     lines = sentences.lines_of(one, because, reason, tables)
     return sentences.answer_of(one, reason, output, tables), lines, {k: v for k, v in tables.items() if v}
@@ -254,21 +292,6 @@ def _because(one: PromptTrace, seed: int) -> Because | None:
     return Because(Again(scope, one.asked.inputs, one.run.calls), [look], seed)
 
 
-def _with_live(one: PromptTrace, cuts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of cuts that are named, with what they leave where norms are live."""
-    run, head, at = one.run, one.head, {"key": one.key, "query": one.asked.query}
-    if not one.free:
-        return cuts
-    mean = mean_parts(run, head.layer, one.free)
-    for row in cuts:
-        if row["side"] in at and row["k"] <= 2:
-            token = at[row["side"]]
-            made = vectors_with(run, head, row["side"], token, mean, [row["writers"].split(", ")])
-            keys, q = ({token: made}, None) if row["side"] == "key" else (None, made)
-            row["live"] = float(attention_with(run, head, one.asked.query, q=q, keys=keys)[0, one.key])
-    return cuts
-
-
 @torch.no_grad()
 def _returns(one: PromptTrace, output: Output, because: Because, reason: Reason) -> list[dict[str, Any]]:
     """The reason's share of the answer: a word changed, and only this head's attention as it was before."""
@@ -276,13 +299,12 @@ def _returns(one: PromptTrace, output: Output, because: Because, reason: Reason)
     causes = [row for row in reason.words if row["after"] < 0.5 * reason.before and row["text"].strip().isalnum()]
     if not causes:
         return []
-    word, chances = words[causes[0]["position"]], []
-    row = one.rows.logits()[0, 0]
-    for ids in because.others.of(word, because.count)[:_RUNS]:
-        again = Again.of(output.scope, because.put((word, ids)))
-        logits = again.run_rows(one.asked.query, [None, (one.head, row)]).logits
-        chances.append(logits.float().softmax(-1)[:, output.best])
-    changed, restored = torch.stack(chances).mean(0).tolist()
+    word, asked = words[causes[0]["position"]], one.asked.query + 1
+    others = [because.put((word, ids))[word.start : asked] for ids in because.others.of(word, because.count)[:_RUNS]]
+    starts, rows = torch.tensor([word.start] * 2), [None, (one.head, one.rows.logits()[0, 0])]
+    each = [because.again.run(tokens.expand(2, -1), starts, rows=rows) for tokens in others]
+    chances = torch.stack([logits.float().softmax(-1)[:, output.best] for logits in each if logits is not None])
+    changed, restored = chances.mean(0).tolist()
     return [{
         "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],
         "before": float(output.chances[output.best]), "changed": changed, "restored": restored,

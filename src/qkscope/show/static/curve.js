@@ -26,7 +26,8 @@
     return look;
   }
 
-  // line, height: the columns that name a line and that are drawn; axis, value, of: what they are called
+  // line, height: the columns that name a line and that are drawn; axis, value, of: what they are called; even: numbers
+  // stand evenly
   const USUAL = { axis: "dimensions swapped", value: "shift", of: "dimensions", line: "method", height: "shift", names: {} };
   qk.charts.curve = (element, table, options = {}) => {
     const told = { ...USUAL, ...options },
@@ -54,7 +55,9 @@
     rows = rows.filter((row) => methods.includes(row.method) && known(row.shift));
     const low = Math.min(0, ...rows.map((row) => row.low ?? row.shift)),
       high = Math.max(0.05, ...rows.map((row) => row.high ?? row.shift));
-    const x = (k) => left + ((width - left - right) * (k - sizes[0])) / (sizes.at(-1) - sizes[0] || 1);
+    const along = (k) =>
+      told.even ? sizes.indexOf(k) / (sizes.length - 1 || 1) : (k - sizes[0]) / (sizes.at(-1) - sizes[0] || 1);
+    const x = (k) => left + (width - left - right) * along(k);
     const y = (value) => top + (height - top - bottom) * (1 - (value - low) / (high - low));
     const svg = draw(
       "svg",

@@ -1,94 +1,68 @@
 "use strict";
-// A logit followed down: tokens left to right, layers bottom to top. A pill is a writer at a token, a ring what stood at
-// a token when a head read it. Solid lines are as wide as their share of the logit; a dashed one says why a head looked.
+// A logit followed down: tokens left to right, layers bottom to top. A pill is a writer at a token, MLPs stand above the
+// heads of their layer. Solid lines are as wide as their share of the logit; a dashed one says why a head looked there.
 (() => {
   const { draw, make, fixed, visible, piece, tip, pointed, near, redraw, choose, stroke } = qk;
   const PILL = 44,
     TALL = 30,
     WIDEST = 11,
     MAIN = 0.2, // share of why a head looked, from which on a writer is drawn at once
-    AXIS = 40;
+    AXIS = 40,
+    SMALLEST = { any: 0, "5%": 0.05, "10%": 0.1 };
   const signed = (value) => (value > 0 ? "+" : "") + fixed(value);
   const short = (text) => (text.length > 9 ? `${text.slice(0, 8)}…` : text);
   const quoted = (row) => `“${piece(row.token ?? "")}” (token ${row.position})`;
-  const isShown = (row) => row.position !== null && row.writer !== "rest";
 
-  // the tree of rows as a picture: the same writer at the same token is one place, however many ways lead to it
-  const pictured = (rows, why) => {
-    const byId = new Map(rows.map((row) => [row.id, row])),
-      below = Map.groupBy(rows, (row) => row.parent),
-      places = new Map(),
+  // nodes and edges as a picture: what the root leads to along lines that are wide enough, and why heads looked there
+  const pictured = (edges, nodes, why, least) => {
+    const top = Math.max(0, ...nodes.map((node) => node.layer ?? 0)) + 1;
+    const places = nodes.map((node, i) => ({
+      key: i ? `${node.side ?? ""} ${node.writer} ${node.position}`.trim() : "root",
+      node,
+      position: node.position,
+      level: i ? (node.layer ?? -1) + (node.writer.startsWith("M") ? 0.5 : 0) : top,
+      root: !i,
+      into: edges.filter((edge) => edge.target === node.id),
+    }));
+    const shown = new Set([0]),
       lines = new Map();
-    const place = (key, given) => {
-      if (!places.has(key)) places.set(key, { key, rows: [], share: 0, whys: [], ...given });
-      return places.get(key);
-    };
-    const line = (from, to, row, dashed = false) => {
-      const key = `${from.key} ${to.key} ${dashed}`;
-      if (!lines.has(key)) lines.set(key, { from, to, dashed, share: 0, rows: [] });
+    const line = (edge, dashed) => {
+      const key = `${edge.source} ${edge.target} ${dashed}`;
+      if (!lines.has(key)) lines.set(key, { from: places[edge.target], to: places[edge.source], dashed, share: 0, edges: [] });
       const own = lines.get(key);
-      own.share += row.share ?? 0;
-      own.rows.push(row);
+      own.share += edge.share ?? 0;
+      own.edges.push(edge);
     };
-    const ring = (side, position, layer) =>
-      place(`${side} ring ${position} ${layer}`, { side, position, level: layer - 0.5, ring: true });
-    const pill = (side, { writer: name, position, layer }) =>
-      place(`${side} ${name} ${position}`, { side, position, level: layer ?? -1, name });
-    const follow = (row, at) => {
-      for (const child of below.get(row.id) ?? []) {
-        if (child.kind === "why" && child.side === null) {
-          at.whys.push(child);
-          continue;
+    const queue = [0];
+    while (queue.length)
+      for (const edge of places[queue.shift()].into)
+        if (edge.source !== null && edge.of === null && Math.abs(edge.share) >= least) {
+          line(edge, false);
+          if (!shown.has(edge.source)) queue.push(edge.source);
+          shown.add(edge.source);
         }
-        if (!isShown(child)) continue;
-        const to = child.writer === null ? ring(child.side, child.position, child.layer) : pill(child.side, child);
-        to.rows.push(child);
-        to.share += child.share ?? 0;
-        let from = at;
-        if (row.kind === "root") {
-          from = ring(child.side, child.side === "query" ? row.position : row.towards, row.layer);
-          if (!from.rows.length) {
-            const { side, token } = child;
-            from.rows.push({ ...row, side, position: from.position, token, writer: null, of: row });
-            from.share = 1;
-            line(at, from, row);
-          }
+    const asked = { main: MAIN, all: 0, none: Infinity }[why];
+    for (const id of [...shown])
+      for (const edge of places[id].into)
+        if (edge.source !== null && edge.of === id && Math.abs(edge.share) >= asked) {
+          line(edge, true);
+          places[edge.source].ghost ??= !shown.has(edge.source);
         }
-        line(from, to, child);
-        follow(child, to);
-      }
-    };
-    const first = rows.find((row) => row.kind === "root"),
-      root = place("root", { position: first.position, level: first.layer, name: first.writer, share: 1, root: true });
-    root.rows.push(first);
-    follow(first, root);
-    // why a head looked: its own first writers, at the token it looked from and at the one it looked at
-    const read = [...places.values()].filter((at) => at.whys.length);
-    for (const at of read)
-      for (const asked of at.whys) {
-        const head = places.get(`${at.side} ${asked.writer} ${asked.position}`);
-        for (const side of ["query", "key"]) {
-          const least = { main: MAIN, all: 0, none: Infinity }[why];
-          for (const row of below.get(asked.id) ?? [])
-            if (row.side === side && isShown(row) && Math.abs(row.share) >= least)
-              line(head ?? at, pill(at.side, row), { ...row, asked }, true);
-        }
-      }
-    return { byId, below, places: [...places.values()], lines: [...lines.values()], root };
+    return { places: places.filter((at) => shown.has(at.node.id) || at.ghost), lines: [...lines.values()], root: places[0] };
   };
 
   const laidOut = (picture, prompt, width) => {
     const { places } = picture;
     const used = [...new Set(places.map((at) => at.position))].sort((a, b) => a - b);
     const texts = new Map(prompt.map((row) => [row.position, row.token]));
-    for (const at of places) for (const row of at.rows) if (row.token !== null) texts.set(row.position, row.token);
+    for (const { node } of places) texts.set(node.position, node.token);
     const near = new Set(used.flatMap((i) => [i - 1, i, i + 1]).filter((i) => texts.has(i)));
     const columns = [];
     for (const i of [...texts.keys()].sort((a, b) => a - b)) {
       if (near.has(i)) {
         const text = short(visible(texts.get(i)));
         const rows = Map.groupBy(places.filter((at) => at.position === i), (at) => at.level);
-        const lanes = Math.max(0, ...[...rows.values()].map((row) => (row[0].ring ? 0.4 : 1) * row.length));
+        const lanes = Math.max(0, ...[...rows.values()].map((row) => row.length));
         const size = Math.max(lanes * (PILL + 8), 8 + 7.2 * text.length, 20);
         columns.push({ i, text, takesPart: used.includes(i), size });
       } else if (columns.length && columns.at(-1).i !== null) columns.push({ i: null, text: "…", size: 18 });
@@ -105,13 +79,13 @@
     const height = new Map();
     let y = 24;
     levels.forEach((level, i) => {
-      if (i) y += Number.isInteger(level) ? (levels[i - 1] - level > 1 ? 50 : 42) : 32;
+      if (i) y += levels[i - 1] - level > 1 ? 50 : 42;
       height.set(level, y);
     });
     const at = new Map(columns.map((column) => [column.i, column.x]));
     for (const [, own] of Map.groupBy(places, (one) => `${one.position} ${one.level}`)) {
       own.forEach((one, i) => {
-        one.x = at.get(one.position) + (i - (own.length - 1) / 2) * (one.ring ? 18 : PILL + 6);
+        one.x = at.get(one.position) + (i - (own.length - 1) / 2) * (PILL + 6);
         one.y = height.get(one.level);
       });
     }
@@ -119,15 +93,14 @@
   };
 
   const path = ({ from, to }) => {
-    const half = (at) => (at.ring ? 5 : TALL / 2);
-    const [x1, y1, x2, y2] = [from.x, from.y + half(from), to.x, to.y - half(to)];
+    const [x1, y1, x2, y2] = [from.x, from.y + TALL / 2, to.x, to.y - TALL / 2];
     if (Math.abs(x1 - x2) < 2 && y2 - y1 > 60) {
       const bow = PILL / 2 + 10 + Math.min(24, (y2 - y1) / 14); // around what stands between
       return `M${x1},${y1} C${x1 + bow},${y1 + 24} ${x2 + bow},${y2 - 24} ${x2},${y2}`;
     }
     if (y2 < y1) {
-      const side = (at) => Math.sign(x2 - x1) * (at.ring ? 5 : PILL / 2);
-      const [start, end] = [x1 + side(from), x2 - side(to)],
+      const side = (Math.sign(x2 - x1) * PILL) / 2,
+        [start, end] = [x1 + side, x2 - side],
         middle = (start + end) / 2;
       return `M${start},${from.y} C${middle},${from.y} ${middle},${to.y} ${end},${to.y}`;
     }
@@ -135,48 +108,37 @@
     return `M${x1},${y1} C${x1},${y1 + bend} ${x2},${y2 - bend} ${x2},${y2}`;
   };
 
-  const parts = (row, below) =>
-    (below.get(row.id) ?? [])
-      .filter((child) => child.kind === row.kind || row.kind === "root")
-      .filter((child) => child.side === row.side || row.side === null)
-      .map((child) => [
-        child.writer === "rest" ? "all the rest" : (child.writer ?? `read ${quoted(child)}`),
-        signed(child.value),
-      ]);
-  const said = (at, { below, root }) => {
-    const top = root.rows[0];
-    if (at.root)
-      return [
-        [`${top.writer} at ${quoted(top)}`],
-        ["attention on the key", fixed(top.attention)],
-        ["logit of the key over the others", signed(top.value)],
-      ];
-    return at.rows.flatMap((row, i) => [
-      [
-        (at.ring
-          ? row.of
-            ? `${quoted(row)}: the ${row.side} of ${top.writer}`
-            : `${quoted(row)}, as layer ${row.layer} read it`
-          : `${row.writer} at ${quoted(row)}`) + (at.rows.length > 1 ? `, ${i + 1} of ${at.rows.length} ways` : ""),
-      ],
-      ...(row.attention === null || row.attention === undefined ? [] : [["attention", fixed(row.attention)]]),
-      ["part of the logit", signed(row.value)],
-      ["share", fixed(row.share)],
-      ...parts(row.of ? { ...row.of, side: row.side } : row, below),
-      ...at.whys
-        .filter((asked) => asked.parent === row.id)
-        .map((asked) => [`why ${asked.writer} looked here: its logit`, signed(asked.value)]),
-    ]);
+  const named = (source, nodes) =>
+    source === null ? "all the rest" : `${nodes[source].writer} at ${quoted(nodes[source])}`;
+  const told = (at, kind, of, nodes) =>
+    at.into
+      .filter((edge) => edge.kind === kind && edge.of === of)
+      .map((edge) => [named(edge.source, nodes), `${signed(edge.value)} (${fixed(edge.share)})`]);
+  const said = (at, nodes) => {
+    const { node } = at,
+      looks = node.towards !== null && node.attention !== null;
+    return [
+      [at.root && node.writer === "answer" ? "the answer over its rival" : `${node.writer} at ${quoted(node)}`],
+      ...(looks ? [[`attention on token ${node.towards}`, fixed(node.attention)]] : []),
+      ...(node.value === null ? [] : [[at.root ? "logit" : "part of the logit", signed(node.value)]]),
+      ...(node.value === null || at.root ? [] : [["share", fixed(node.share)]]),
+      ...(node.rank ? [["rank in the running model", `${node.rank}`]] : []),
+      ...(node.reason ? [[node.reason]] : []),
+      ...["value", "query", "key"].flatMap((kind) => told(at, kind, null, nodes)),
+    ];
   };
-  const saidWhy = ({ rows }, byId) =>
-    rows.flatMap((row) => [
-      [`Why ${row.asked.writer} at ${quoted(row.asked)} looked at ${quoted(byId.get(row.asked.parent))}`],
-      ["its logit over all others it saw", signed(row.asked.value)],
-      [`${row.writer}, ${row.side} side`, `${signed(row.value)} (${fixed(row.share)})`],
-    ]);
+  const saidWhy = ({ from, edges }, nodes) => [
+    [`Why ${from.node.writer} at ${quoted(from.node)} looked at token ${from.node.towards}`],
+    ["its logit over all others it saw", signed(from.node.look)],
+    ...edges.map((edge) => [
+      `${named(edge.source, nodes)}, ${edge.kind} side`,
+      `${signed(edge.value)} (${fixed(edge.share)})`,
+    ]),
+  ];
 
-  qk.charts.graph = (element, rows, { prompt }) => {
+  qk.charts.graph = (element, edges, { prompt, nodes }) => {
     let why = "main",
+      least = nodes.length > 40 ? "5%" : "any",
       picked = null,
       picture = null,
       groups = new Map(),
@@ -186,14 +148,17 @@
       [stroke("var(--original)", 4), "raises the logit"],
       [stroke("var(--target)", 4), "lowers the logit"],
       [stroke("var(--soft)", 1.5, "4 3"), "why it looked there"],
-      ["", "○ what stood at a token when it was read"],
     );
     const again = redraw(stage, (width) => render(width));
-    const show = (name) => {
+    const asks = choose("Why it looked there", ["main", "all", "none"], why, (name) => {
       why = name;
       again();
-    };
-    const buttons = make("div", { class: "choices" }, ...choose("Why it looked there", ["main", "all", "none"], why, show));
+    });
+    const sizes = choose("Lines of at least", Object.keys(SMALLEST), least, (name) => {
+      least = name;
+      again();
+    });
+    const buttons = make("div", { class: "choices" }, ...asks, ...sizes);
     element.replaceChildren(buttons, legend, stage);
 
     // all that leads to a place and all that it leads to
@@ -236,7 +201,7 @@
 
     function render(width) {
       const kept = picked && picked.key;
-      picture = pictured(rows, why);
+      picture = pictured(edges, nodes, why, SMALLEST[least]);
       const { columns, levels, height, bottom, width: wide } = laidOut(picture, prompt, width);
       groups = new Map();
       const svg = draw("svg", {
@@ -249,7 +214,7 @@
         const y = height.get(level);
         svg.append(
           draw("line", { class: "axis", x1: AXIS - 6, x2: wide - 4, y1: y, y2: y, opacity: 0.6 }),
-          draw("text", { class: "soft", x: 0, y: y + 4 }, level < 0 ? "input" : `${level}`),
+          draw("text", { class: "soft", x: 0, y: y + 4 }, level < 0 ? "input" : level === picture.root.level ? "" : `${level}`),
         );
       }
       svg.append(draw("text", { class: "soft", x: 0, y: 9, "font-size": 11 }, "layer"));
@@ -265,7 +230,7 @@
             "g",
             {
               class: `line${line.dashed ? " why" : ""}`,
-              ...pointed(line.dashed ? saidWhy(line, picture.byId) : said(line.to, picture)),
+              ...pointed(line.dashed ? saidWhy(line, nodes) : said(line.to, nodes)),
             },
             draw("path", { d, stroke: colour, "stroke-width": size, "stroke-dasharray": line.dashed ? "4 3" : null }),
             draw("path", { d, stroke: "transparent", "stroke-width": Math.max(10, size) }),
@@ -274,8 +239,8 @@
           return { line, shape };
         });
       for (const at of picture.places.toSorted((a, b) => b.level - a.level || a.x - b.x)) {
-        const ghost = !at.rows.length;
-        const lines = ghost ? saidWhy(picture.lines.find((line) => line.to === at), picture.byId) : said(at, picture);
+        const { ghost, node } = at,
+          lines = said(at, nodes);
         const group = draw("g", {
           class: `place${ghost ? " ghost" : at.root ? " root" : ""}`,
           tabindex: at.root ? 0 : -1,
@@ -301,27 +266,19 @@
             event.preventDefault();
           },
         });
-        if (at.ring)
-          group.append(
-            draw("circle", { r: 5 }),
-            draw("circle", { r: 11, fill: "transparent", stroke: "none" }),
-            draw("text", { class: "soft beside", x: 10, y: 4 }, at.rows[0].of ? at.side : fixed(at.share)),
-          );
-        else {
-          const name = at.name === "embedding" ? "embed." : at.name,
-            value = at.root ? fixed(at.rows[0].value, 1) : fixed(at.share);
-          group.append(
-            draw("rect", { x: -PILL / 2, y: -TALL / 2, width: PILL, height: TALL, rx: 6 }),
-            draw("text", { y: ghost ? 4 : -2, "text-anchor": "middle" }, name),
-            ghost ? "" : draw("text", { class: "soft", y: 11, "text-anchor": "middle" }, value),
-          );
-        }
+        const name = { embedding: "embed." }[node.writer] ?? node.writer,
+          value = at.root ? fixed(node.value, 1) : fixed(node.share);
+        group.append(
+          draw("rect", { x: -PILL / 2, y: -TALL / 2, width: PILL, height: TALL, rx: 6 }),
+          draw("text", { y: ghost ? 4 : -2, "text-anchor": "middle" }, name),
+          ghost ? "" : draw("text", { class: "soft", y: 11, "text-anchor": "middle" }, value),
+        );
         groups.set(at, group);
         svg.append(group);
       }
       const fresh = !stage.firstChild;
       stage.replaceChildren(svg);
-      if (fresh) stage.scrollLeft = wide; // the head that asks stands at the right
+      if (fresh) stage.scrollLeft = wide; // what is followed stands at the right
       picked = picture.places.find((at) => at.key === kept) ?? null;
       mark();
     }

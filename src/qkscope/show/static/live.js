@@ -234,6 +234,7 @@
     drawChanges();
     drawPattern();
     if ($("patterns-fold").open) quietly(drawPatterns());
+    if ($("circuit-fold").open) quietly(drawCircuit());
   }
   // Mary ‹ L23H0 ‹ L20H0 ‹ John
   function drawTrail() {
@@ -424,6 +425,17 @@
     $("patterns").replaceChildren(...heads.map(small));
   }
 
+  async function drawCircuit() {
+    const question = { prompt: state.prompt, query: seen.query, ...(state.versus === null ? {} : { versus: state.versus }) };
+    const asked = JSON.stringify(question);
+    if ($("circuit").dataset.asked === asked) return;
+    $("circuit").dataset.asked = asked;
+    $("circuit").textContent = "… when the model is free";
+    const { result, blocks } = await qk.ask("circuit", question);
+    if ($("circuit").dataset.asked !== asked) return;
+    $("circuit").replaceChildren(make("p", { class: "words" }, result.answer), ...blocks.map((block) => qk.block(block)));
+  }
+
   // ------------------------------------------------------------------ what if
   function drawChanges() {
     const there = state.changes.length > 0,
@@ -502,6 +514,7 @@
   $("map-fold").addEventListener("toggle", drawMap);
   $("pattern-fold").addEventListener("toggle", () => quietly(drawPattern()));
   $("patterns-fold").addEventListener("toggle", () => $("patterns-fold").open && quietly(drawPatterns()));
+  $("circuit-fold").addEventListener("toggle", () => $("circuit-fold").open && quietly(drawCircuit()));
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") cancel();
     const typing = event.target.matches("input, textarea, select");

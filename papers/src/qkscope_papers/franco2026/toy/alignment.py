@@ -16,8 +16,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.errors import BadInput
-
 log = logging.getLogger(__name__)
 _SINGULAR = 1e-10  # relative size under which an eigenvalue of G is 0
 
@@ -29,8 +27,6 @@ def cosines(features: Float[Tensor, "d k"], basis: Float[Tensor, "d m"]) -> Floa
     tensor([[1., 0., 0.],
             [0., 1., 0.]])
     """
-    if features.shape[-2] != basis.shape[-2]:
-        raise BadInput(f"features of {features.shape[-2]} dimensions have no angle with vectors of {basis.shape[-2]}.")
     return (_unit(features).mT @ _unit(basis.to(features))).abs().clamp_max(1.0)
 
 
@@ -49,8 +45,6 @@ def random_best(d: int, vectors: int, draws: int = 4000, seed: int = 0) -> Rando
     >>> 0.5 < random_best(10, 10).mean < 0.7 and random_best(10, 1).mean < 0.3
     True
     """
-    if not 1 <= vectors <= d:
-        raise BadInput(f"there are 1 to {d} orthonormal vectors in {d} dimensions, but got {vectors}.")
     generator = torch.Generator().manual_seed(seed)
     direction = _unit(torch.randn(d, draws, generator=generator, dtype=torch.float64))
     best = direction[:vectors].abs().amax(0)
@@ -62,29 +56,14 @@ def gram(features: Float[Tensor, "d n"]) -> Float[Tensor, "d d"]:
     return features.double() @ features.double().mT
 
 
-class GramInverse(NamedTuple):
-    """``G⁻¹``, or the pseudo-inverse where G is singular, and its rank."""
-
-    matrix: Float[Tensor, "d d"]
-    rank: int
-
-    @property
-    def singular(self) -> bool:
-        """Whether features leave some directions out."""
-        return self.rank < len(self.matrix)
-
-
-def invert_gram(g: Float[Tensor, "d d"]) -> GramInverse:
+def invert_gram(g: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     """Invert G; where features do not span the space, take the pseudo-inverse, and say so."""
-    if g.ndim != 2 or g.shape[0] != g.shape[1]:
-        raise BadInput(f"a Gram matrix is square, but got shape {tuple(g.shape)}.")
     values, vectors = torch.linalg.eigh(g.double())
     kept = values > _SINGULAR * values.amax().clamp_min(torch.finfo(torch.float64).tiny)
     inverse = torch.where(kept, 1 / values.where(kept, 1.0), 0.0)
-    found = GramInverse((vectors * inverse) @ vectors.mT, int(kept.sum()))
-    if found.singular:
-        _say_singular(found.rank, len(g))
-    return found
+    if not kept.all():
+        _say_singular(int(kept.sum()), len(g))
+    return (vectors * inverse) @ vectors.mT
 
 
 @cache
@@ -94,7 +73,7 @@ def _say_singular(rank: int, d: int) -> None:
 
 def whiten(g: Float[Tensor, "d d"], vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
     """``G⁻¹ f``: where Theorem 1 expects the singular vectors."""
-    return invert_gram(g).matrix @ vectors.double()
+    return invert_gram(g) @ vectors.double()
 
 
 def anti_whiten(g: Float[Tensor, "d d"], vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
@@ -109,8 +88,6 @@ def isotropy_error(g: Float[Tensor, "d d"], c: float | None = None) -> float:
     55.0
     """
     scale = float(g.trace()) / len(g) if c is None else c
-    if scale <= 0:
-        raise BadInput("features of length 0 have no isotropy: give some that are not.")
     eye = torch.eye(len(g), dtype=torch.float64, device=g.device)
     return float(torch.linalg.matrix_norm(g.double() / scale - eye, ord=2))
 

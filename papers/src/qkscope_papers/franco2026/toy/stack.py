@@ -21,7 +21,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
 from qkscope_papers.franco2026.toy.superposition import Superposition, Toy, band_frequencies, rotated_logits
 from qkscope_papers.trainer import Recipe, Stack, TrainingTask
 
@@ -90,10 +89,6 @@ class SuperpositionStack(TrainingTask):
         validation: int = 4096,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not cells:
-            raise BadInput("there is no toy to train: name at least one.")
-        if len({cell.stack_key() for cell in cells}) > 1:
-            raise BadInput("toys of different shapes or lengths of training cannot share a stack: group them first.")
         self.cells, self.tokens, self.validation = list(cells), tokens, validation
         self.device = torch.device(device)
         self.names = [cell.name for cell in cells]

@@ -81,40 +81,14 @@ class Superposition:
             raise BadInput(f"a head cannot be wider than a token: d_head is {self.d_head}, but d is {self.d}.")
         if not 0 <= self.weight < math.inf:
             raise BadInput(f"the weight of a loss is at least 0 and finite, but got {self.weight}.")
-        if not 0 < self.head_std < math.inf:
-            raise BadInput(f"a head starts from entries of a positive, finite size, but got {self.head_std}.")
         for first, second, logit in (*self.pairs, *(pair[:3] for pair in self.positional)):
             if not (0 <= first < self.n and 0 <= second < self.n and math.isfinite(logit)):
                 raise BadInput(
                     f"a pair names two of the features 0 to {self.n - 1} and a finite logit, but got "
                     f"({first}, {second}) with {logit}."
                 )
-        named = [(pair[0], pair[1]) for pair in self.pairs]
-        if len(set(named)) < len(named):
-            twice = next(pair for pair in named if named.count(pair) > 1)
-            raise BadInput(f"M has one entry for a pair, but ({twice[0]}, {twice[1]}) is given twice.")
-        if self.positional and not self.rope:
-            raise BadInput("a head that does not rotate cannot see positions: set rope for positional pairs.")
         if self.rope and self.d_head % 2:
             raise BadInput(f"rotating takes dimensions two by two, but d_head is {self.d_head}: make it even.")
-        if any(not 0 <= pair.band < self.d_head // 2 for pair in self.positional):
-            raise BadInput(f"a head of width {self.d_head} has bands 0 to {self.d_head // 2 - 1}.")
-        widths = {len(row) for row in self.dictionary or ()}
-        if self.dictionary is not None and (len(self.dictionary) != self.d or widths != {self.n}):
-            raise BadInput(
-                f"a dictionary of {self.n} features in {self.d} dimensions has {self.d} rows of {self.n}, "
-                f"but got {len(self.dictionary)} rows of {sorted(widths) or 'none'}."
-            )
-
-    @classmethod
-    def with_target(cls, target: Float[Tensor, "n n"], **other: Any) -> Superposition:
-        """A setting with any target matrix M."""
-        n = other.get("n", cls.n)
-        matrix = torch.as_tensor(target, dtype=torch.float64)
-        if matrix.shape != (n, n):
-            raise BadInput(f"the target matrix of {n} features is {n}×{n}, but M has shape {tuple(matrix.shape)}.")
-        entries = [(int(i), int(j), float(matrix[i, j])) for i, j in matrix.nonzero().tolist()]
-        return cls(pairs=tuple(sorted(entries, key=lambda pair: -abs(pair[2]))), **other)
 
     @classmethod
     def frozen(cls, dictionary: Float[Tensor, "d n"], **other: Any) -> Superposition:
@@ -247,15 +221,9 @@ def isotropic_dictionary(d: int = 10, n: int = 20, wanted: int = 8) -> Float[Ten
 
     Antipodal pairs stand at equal angles in the remaining plane, where they are a tight frame.
     """
-    left, others = d - wanted, n - wanted
-    if left != 2 or others < 4 or others % 2:
-        raise BadInput(
-            f"the other features stand in pairs in a plane: d − wanted must be 2 and n − wanted even and at "
-            f"least 4, but got d={d}, n={n}, wanted={wanted}."
-        )
     W = torch.zeros(d, n, dtype=torch.float64)
     W[:wanted, :wanted] = torch.eye(wanted, dtype=torch.float64)
-    half = others // 2
+    half = (n - wanted) // 2
     angles = math.pi * torch.arange(half, dtype=torch.float64) / half
     plane = torch.stack([angles.cos(), angles.sin()]) / math.sqrt(half)
     W[wanted:, wanted::2], W[wanted:, wanted + 1 :: 2] = plane, -plane
@@ -264,8 +232,6 @@ def isotropic_dictionary(d: int = 10, n: int = 20, wanted: int = 8) -> Float[Ten
 
 def distort(dictionary: Float[Tensor, "d n"], epsilon: float, seed: int) -> Float[Tensor, "d n"]:
     """``(I + (√(1+ε) − 1) v vᵀ) W`` with a random unit v: of ``W Wᵀ = I`` it makes ``I + ε v vᵀ``."""
-    if epsilon <= -1:
-        raise BadInput(f"an anisotropy of {epsilon} would turn features inside out: take one above −1.")
     generator = torch.Generator().manual_seed(derived_seed(seed, 22))
     v = torch.randn(len(dictionary), generator=generator, dtype=torch.float64)
     v = v / v.norm()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from qkscope.errors import BadInput, check_device
 from qkscope.kinds import Count, checked_call
@@ -22,8 +19,6 @@ from qkscope_papers.franco2026.toy.stack import ToyCell
 from qkscope_papers.franco2026.toy.superposition import FOUR_PAIRS, Pair, Reading, Superposition
 from qkscope_papers.franco2026.toy.trained import train_toys
 from qkscope_papers.tables import column, pick
-
-_LARGEST_TARGET = 1 << 26  # bytes
 
 
 @checked_call
@@ -37,7 +32,6 @@ def train_superposition(
     p: Sequence[float] = (0.52,),
     weight: Sequence[float] = (4.0,),
     pairs: Sequence[Pair] = FOUR_PAIRS,
-    target: str | Path | None = None,
     reading: Reading = "C",
     rope: bool = False,
     seeds: Count = 1,
@@ -53,23 +47,16 @@ def train_superposition(
     Parameters
     ----------
     p, weight : one toy for every combination, side by side.
-    pairs : pairs of interest with their target logits; or ``target``, a JSON file with the whole matrix M.
+    pairs : pairs of interest with their target logits.
     every : steps between the checkpoints that are kept with a toy.
     show : told the result before it is written.
     """
-    if not 0 < lr < math.inf:
-        raise BadInput(f"a learning rate is positive and finite, but got {lr}.")
     check_device(device)
     shape: dict[str, Any] = {"n": n, "d": d, "d_head": d_head, "context": context, "reading": reading, "rope": rope}
-    tasks: dict[str, Superposition] = {}
-    for one_p, one_weight in product(p, weight):
-        options = {**shape, "p": one_p, "weight": one_weight}
-        made = (
-            Superposition.with_target(read_target(target), **options)
-            if target is not None
-            else Superposition(pairs=tuple(pairs), **options)
-        )
-        tasks[f"p={one_p:g} λ={one_weight:g}"] = made
+    tasks = {
+        f"p={one_p:g} λ={one_weight:g}": Superposition(pairs=tuple(pairs), p=one_p, weight=one_weight, **shape)
+        for one_p, one_weight in product(p, weight)
+    }
     out = Path(out)
     folder = check_folder(out / "superposition", "toy/superposition")
     check_trained(out / "toys")
@@ -97,7 +84,7 @@ def train_superposition(
         f"{sum(before) / max(len(before), 1):.2f} on average).",
         tables={"toys": losses, "alignment": rows},
         seconds=seconds,
-        provenance=provenance(**shape, **asked, target=None if target is None else str(target)),
+        provenance=provenance(**shape, **asked),
     )
     show(result)
     result.write(folder)
@@ -119,20 +106,3 @@ def parse_pairs(text: str) -> list[Pair]:
         except ValueError:
             raise BadInput(f"pairs are query-key:logit with commas between, as 0-4:24,1-5:21, not {part!r}.") from None
     return pairs
-
-
-def read_target(path: str | Path) -> torch.Tensor:
-    """M from a JSON file: a list of rows."""
-    path = Path(path)
-    if not path.is_file():  # nor a pipe or a device, which would never end
-        raise BadInput(f"there is no file {path} with a target matrix.")
-    try:
-        if path.stat().st_size > _LARGEST_TARGET:
-            raise BadInput(f"{path} has {path.stat().st_size:,} bytes, too many for a target matrix.")
-        return torch.tensor(json.loads(path.read_text()), dtype=torch.float64)
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}).") from None
-    except BadInput:
-        raise
-    except (ValueError, TypeError, RecursionError):
-        raise BadInput(f"{path} holds no matrix: write rows of numbers, as [[1, 0], [0, 1]].") from None

@@ -16,8 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -126,12 +125,10 @@ class Retrieval:
         where, other = self.latent_slices()[variable], z.clone()
         if sampling == "fresh" or self.variant == "continuous":  # a fresh Gaussian draw differs with probability one
             other[:, where] = self.draw_latents((len(z),), generator)[:, where]
-        elif sampling == "strict":
+        else:
             r = self.ranks[variable]
             flips = torch.randint(1, 2**r, (len(z), 1), generator=generator)
             other[:, where] *= 1 - 2 * ((flips >> torch.arange(r)) & 1)
-        else:
-            raise BadInput(f"contrast sampling is strict or fresh, but got {sampling!r}.")
         return other
 
     def contrast_scale(self, variable: int, sampling: Sampling = "strict") -> float:
@@ -276,18 +273,12 @@ class RetrievalHead:
         """Read a head with its encoders; where ``encoders`` are given, a head trained with other ones is refused."""
         expect = None if encoders is None else {"encoders": encoders.fingerprint()}
         tensors, manifest = read_tensors(path, "retrieval head", expect)
-        task = retrieval_from_json(manifest["task"])
+        task = Retrieval(**manifest["task"])
         found = Encoders(task, tensors["A"], tensors["B"], tensors["A_y"])
         if found.fingerprint() != manifest["about"]["encoders"]:
             raise BadInput(f"{path} holds a head and encoders that do not belong together; make it again.")
         w_q, w_k, w_v, w_o = (tensors[name] for name in WEIGHTS)
         return cls(w_q, w_k, w_v, w_o, found)
-
-
-def retrieval_from_json(values: Mapping[str, Any]) -> Retrieval:
-    """Inverse of ``dataclasses.asdict``."""
-    known = {field.name for field in fields(Retrieval)}
-    return Retrieval(**{name: value for name, value in values.items() if name in known})
 
 
 def off_diagonal(g: Float[Tensor, "R R"]) -> float:

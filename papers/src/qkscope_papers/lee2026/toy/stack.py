@@ -21,13 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
 from qkscope_papers.lee2026.toy.retrieval import VARIANTS, WEIGHTS, Encoders, Retrieval, RetrievalHead
 from qkscope_papers.trainer import Stack, TrainingTask
 
-_DRAWN_AT_ONCE = (
-    12  # latents are drawn in this many columns, so that a head sees the same data whoever trains beside it
-)
+# latents are drawn in this many columns, so that a head sees the same data whoever trains beside it
+_DRAWN_AT_ONCE = 12
 
 
 @dataclass(frozen=True)
@@ -79,15 +77,10 @@ class RetrievalStack(TrainingTask):
         validation: tuple[int, int] = (20, 512),
         device: torch.device | str = "cpu",
     ) -> None:
-        if not cells:
-            raise BadInput("there is no head to train: name at least one.")
         self.cells, self.batch, self.validation = list(cells), batch, validation
         self.device = torch.device(device)
         self.names = [cell.name for cell in cells]
         first = cells[0].task
-        shapes = {(c.task.variant, c.task.d, c.task.keys, c.task.payloads, len(c.task.ranks)) for c in cells}
-        if len(shapes) > 1:
-            raise BadInput(f"heads of different data cannot share batches, but got {sorted(map(str, shapes))}.")
         self.variant, self.d, self.keys, self.payloads = first.variant, first.d, first.keys, first.payloads
         self.widths = [max(c.task.ranks[k] for c in cells) for k in range(len(first.ranks))]
         self.d_head = max(c.d_head for c in cells)

@@ -82,15 +82,10 @@ def train_heads(
 def _trainer(task: RetrievalStack, lr: float, recipe: Recipe, folder: Path) -> Trainer:
     seed = derived_seed(task.cells[0].seed, 7, VARIANTS.index(task.variant))
     name = short_hash([task.about(), lr, recipe.about(), task.device.type])
-    on_cpu = task.device.type == "cpu"
-    return Trainer(
-        task,
-        lr,
-        recipe,
-        seed=seed,
-        checkpoint=folder / f"training-{name}.safetensors",
-        compact_below=1.0 if on_cpu else 0.6,  # on a GPU a smaller stack has to be recorded again, which takes a while
-    )
+    checkpoint = folder / f"training-{name}.safetensors"
+    # on a GPU a smaller stack has to be recorded again, which takes a while
+    compact = 1.0 if task.device.type == "cpu" else 0.6
+    return Trainer(task, lr, recipe, seed=seed, checkpoint=checkpoint, compact_below=compact)
 
 
 def _groups(cells: Sequence[HeadCell], merge_widths: bool) -> list[list[HeadCell]]:
