@@ -195,24 +195,26 @@ VIEWS: dict[str, Sequence[View]] = {
     )],
     "why": [View(  # with a head its lines say it all
         "heads",
-        "head, looks at=token!r, attention, P without it=probability, lead changes by=difference, it is=direction",
-        pick=_for_and_against,
+        "head, token=token!r, attention, probability, difference, direction",
+        "With the token hidden from the head: probability of the answer; difference: change of its lead, in logits.",
+        _for_and_against,
     )],
     "why/circuit": [
         View(
             "paths", "node, share, path to a word=way, because=reason",
-            "share: of the lead, written straight to the answer; ←: by its largest part.",
+            "share: of the lead, by direct effect on the answer; ←: through its largest part.",
         ),
         View("roles", "writer, role, score", "score: what the node gives to the lead, by integrated gradients."),
     ],
     "why/prompts": [
         View(
-            "reasons", "head, reason=kind, prompts=count, of=prompts, share±, attention",
-            "of: prompts where the head gives .3 or more to a token that is not the first; share: 95% interval.",
+            "reasons", "head, kind, count, prompts, share±, attention",
+            "prompts: those where the head gives .3 or more to a token that is not the first; share: 95% interval.",
         ),
         View(
-            "decides", "head, for, against, of=prompts, lead changes by=difference",
-            "for, against: prompts where hiding the head's main token changes the lead over the rival by 0.1 or more.",
+            "decides", "head, for, against, prompts, difference",
+            "for, against: prompts where hiding the head's main token changes the lead over the rival by 0.1 or more;"
+            " difference: that change, in logits.",
         ),
     ],
     "made": [],
