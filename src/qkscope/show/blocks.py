@@ -9,10 +9,9 @@ title of a block, the rest stands beside its chart. Scripts only draw.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from qkscope.analyses.clouds import clouds_of
 from qkscope.heads import Head
 from qkscope.runs.result import Result, plain_value
 from qkscope.show import TABLES, Block, Row, Tables, counted, drawing, number
@@ -47,12 +46,11 @@ _SPLITS = {
     "features query": "features",
 }  # fmt: skip
 _PANELS = 24
-_STEPS = 999  # of a point's coordinate: finer than a screen shows
 
 
 def blocks_of(result: Result) -> list[Block]:
     """Everything of a result that can be drawn, in the order in which one would tell it."""
-    tables = {**plain_value(result.tables), "clouds": [{"cloud": cloud} for cloud in clouds_of(result)]}
+    tables = plain_value(result.tables)
     return [
         replace(block, options={**block.options, "model": result.model})  # for the commands that a chart names
         for name, rows in tables.items()
@@ -163,25 +161,14 @@ def _panel(facts: Row) -> dict[str, Any]:
     return {"head": facts["head"], "contrast": facts["contrast"], "lines": lines}
 
 
-@drawing("cloud", "cloud")
+@drawing("cloud", "cloud", "side", "x", "y", "z")
 def _points(block: Block, tables: Tables) -> Iterator[Block]:
     """Keys and queries in the subspace.
 
     Three principal components of the feature's subspace, in one scale. Drag to turn, or use the arrow keys; point at
     one to read it.
     """
-    panels: list[dict[str, Any]] = []
-    ways: list[dict[str, Any]] = []
-    for cloud in (row["cloud"] for row in block.rows):  # in thousandths of the farthest; the script makes a row of each
-        sides = (cloud.keys, cloud.queries)
-        unit = (max((float(side.abs().max()) for side in sides if side.numel()), default=0.0) or 1.0) / _STEPS
-        keys, queries = ((side / unit).round().int().flatten().tolist() for side in sides)
-        labels = {by: asdict(colouring) for by, colouring in cloud.colourings.items()}
-        if labels not in ways:  # heads of one run share them
-            ways.append(labels)
-        at = ways.index(labels)
-        panels.append({"name": cloud.title, "unit": unit, "keys": keys, "queries": queries, "labels": at})
-    yield replace(block, rows=[], options={"panels": panels, "labels": ways})
+    yield block
 
 
 # ---------------------------------------------------------------------- writers, and why
