@@ -119,7 +119,9 @@ def test_charts_hold_the_numbers_of_the_tables(results):
 
 def test_points_lie_in_the_features_subspace_and_know_their_labels(results):
     rows = results["swap"].table("clouds")
-    clouds = {cloud: [row for row in rows if row["cloud"] == cloud] for cloud in dict.fromkeys(r["cloud"] for r in rows)}
+    clouds = {
+        cloud: [row for row in rows if row["cloud"] == cloud] for cloud in dict.fromkeys(r["cloud"] for r in rows)
+    }
     assert list(clouds) == [f"{name} at {h}" for h in ("L2H0", "L1H1") for name in ("order", "lexical")]
     for cloud in clouds.values():
         keys, queries = ([row for row in cloud if row["side"] == side] for side in ("key", "query"))

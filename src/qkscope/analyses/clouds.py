@@ -79,7 +79,7 @@ def principal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n c"]:
 
 
 def _words(example: Example, vocabulary: Sequence[str]) -> list[str]:
-    """The word that each key is called by: the last of the vocabulary before it, or its own text where there is none."""
+    """The word that names each key: the last of the vocabulary before it, or its own text where there is none."""
     words, start = list[str](), 0
     for key in example.keys:
         before = re.findall(r"\w+", (example.text or "")[start : key.span[0]])

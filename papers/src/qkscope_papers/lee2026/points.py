@@ -70,15 +70,13 @@ class Points:
 
 def cloud_rows(arrays: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> list[Row]:
     """Points of a figure as its page draws them: of each panel, with the names of its labels."""
-    return [
-        row
-        for panel, own in names.items()
-        for side, many in (("key", "keys"), ("query", "queries"))
-        for row in point_rows(
-            panel, side, arrays[f"{panel}/{many}"][:_DRAWN],
-            [{"label": int(own[i]) if own[i].isdecimal() else own[i]} for i in arrays[f"{panel}/{side}_labels"].tolist()],
-        )
-    ]  # fmt: skip
+    rows: list[Row] = []
+    for panel, own in names.items():
+        for side, many in (("key", "keys"), ("query", "queries")):
+            said = [own[i] for i in arrays[f"{panel}/{side}_labels"].tolist()]
+            labels = [{"label": int(name) if name.isdecimal() else name} for name in said]
+            rows += point_rows(panel, side, arrays[f"{panel}/{many}"][:_DRAWN], labels)
+    return rows
 
 
 def _text(example: object) -> str:
