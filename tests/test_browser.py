@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 import qkscope as qk
 from browser import Watched

@@ -23,7 +23,7 @@ from qkscope.maths.methods import key_pca
 from qkscope.maths.subspace import Side
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.tasks.filter import POOLED
+from qkscope.tasks.lists import POOLED
 from qkscope.tasks.task import Task
 from qkscope_papers.figures import new_figure
 from qkscope_papers.lee2026.language import FigureSession, HeadChoice, session_of
