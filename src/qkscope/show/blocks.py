@@ -189,8 +189,7 @@ def _kept(block: Block, tables: Tables) -> Iterator[Block]:
     rows = [
         {**row, "head": ""} for row in block.rows if (row["replaced"], row["done"]) == ("mean", "kept") and row["k"]
     ]
-    options = {"axis": "nodes", "value": "kept", "of": "nodes", "line": "by", "height": "share", "even": True}
-    yield replace(block, rows=rows, options=options)
+    yield replace(block, rows=rows, options=NAMES["nodes"])
 
 
 _EDGES = ("head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots")
@@ -221,16 +220,8 @@ def _edges(block: Block, tables: Tables, which: tuple[str, str], axis: str) -> I
     words = f"{block.words} Before: {before}. Writers were chosen on other words, by each rule; 95% intervals by word."
     wanted = (*which, "mean", "held")
     rows = [row for row in block.rows if (row["side"], row["kind"], row["replaced"], row["norms"]) == wanted]
-    options = {
-        "axis": axis,
-        "value": "right",
-        "of": "writers",
-        "line": "by",
-        "height": "accuracy",
-        "names": NAMES["rivals"],
-    }
     if rows:
-        yield replace(block, words=words, rows=rows, options=options)
+        yield replace(block, words=words, rows=rows, options={**NAMES["edges"], "axis": axis})
 
 
 @drawing("parts", "head", "side", "part", "value", "share", "low", "high")
@@ -269,15 +260,7 @@ def _feature_edges(block: Block, tables: Tables) -> Iterator[Block]:
     word; of copies, the lowest and the highest draw.
     """
     rows = [row for row in block.rows if (row["side"], row["edge"]) == ("key", "ablated")]
-    options = {
-        "axis": "pairs",
-        "value": "left",
-        "of": "pairs",
-        "line": "kind",
-        "height": "after",
-        "names": NAMES["copies"],
-    }
-    yield replace(block, rows=rows, options=options)
+    yield replace(block, rows=rows, options=NAMES["feature_edges"])
 
 
 @drawing("said", "line", leads=True)
