@@ -10,6 +10,9 @@ Three contrasts (Lee et al. 2026, section 5.2 and appendix E):
   pool for both, + and − would be exchangeable, and the difference nothing but noise.
 - ``box``: a copy with the answer's label replaced; + is the label, − the label of the copy.
 
+To exchange features of two boxes in the text, entries change places (``order``: a box keeps its label and its word),
+words change places (``lexical``), or labels (``box``): each with the others or without.
+
 The last two are drawn together: one prompt and two copies of it. ``order`` has prompts of its own, as one set of words
 in all of them is what it means.
 """
@@ -22,9 +25,21 @@ from itertools import count
 from typing import Annotated, Literal
 
 from qkscope.errors import BadInput
-from qkscope.examples import Draft, Example, Sign
+from qkscope.examples import Draft, Example, Sign, Span
 from qkscope.kinds import Interval, Natural, Seed, checked_call
-from qkscope.tasks.task import ASKED, Contrast, Task, Unit, Use, checked_words, from_walk, labels, pools, seeded
+from qkscope.tasks.task import (
+    ASKED,
+    Contrast,
+    Task,
+    Unit,
+    Use,
+    checked_words,
+    from_walk,
+    labels,
+    pools,
+    rewritten,
+    seeded,
+)
 from qkscope.tasks.words import BOXES, OBJECTS
 
 Form = Literal["list", "sentence", "question"]
@@ -127,6 +142,21 @@ def binding(
             yield first, prompt(pairs, asked, contrast, rng, cluster, -1 if disjoint else 1)
             rng.setstate(after_both)
 
+    def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
+        text, pair, spans = str(example.text), (one, other), dict[int, tuple[Span, Span]]()
+        for slot in pair:
+            start, stop = example.keys[slot].span
+            ahead_of = [word for word in words if text[:start].endswith(f"{before}{word}{between}")]
+            if not ahead_of or not set(features) <= {"order", "lexical", "box"}:
+                return None
+            end = start - len(between)
+            spans[slot] = (end - len(max(ahead_of, key=len)), end), (start, stop)
+        pieces = dict[Span, str]()
+        for slot, partner in (pair, pair[::-1]):
+            place, word, box = (partner if name in features else slot for name in ("order", "lexical", "box"))
+            pieces |= {spans[place][0]: text[slice(*spans[word][0])], spans[place][1]: text[slice(*spans[box][1])]}
+        return rewritten(example, pieces, {one: other, other: one} if "order" in features else None)
+
     contrasts = (
         Contrast("order", "the box at the asked place / the other boxes", center="query", paired=False, unit="prompt"),
         Contrast("lexical", "the asked word's box / the same box with another word", across=not disjoint, unit=ASKED),
@@ -136,4 +166,4 @@ def binding(
         "entities": entities, "form": form, "lexical": lexical, "pool": pool, "filler": filler, "chat": chat,
         "words": tuple(words), "boxes": tuple(boxes),
     }  # fmt: skip
-    return from_walk("binding", seed, contrasts, walk, asked_for, address, apart=["order"])
+    return from_walk("binding", seed, contrasts, walk, asked_for, address, apart=["order"], exchange=exchange)

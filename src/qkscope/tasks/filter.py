@@ -2,7 +2,8 @@
 
 One contrast per category (+ its items, − all other items, in prompts that ask for it) as in Lee et al. 2026, section
 5.1, and ``category``, which pools all of them and centres the query: within one category every query is alike, so its
-ΔC is ``q̄ (μ⁺ − μ⁻)ᵀ`` whatever the head does.
+ΔC is ``q̄ (μ⁺ − μ⁻)ᵀ`` whatever the head does. In the text a category is exchanged by two items changing places: all
+categories at once, so that of one alone there is no such text.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from itertools import count
 from typing import Literal
 
 from qkscope.errors import BadInput
-from qkscope.examples import Draft
+from qkscope.examples import Draft, Example
 from qkscope.kinds import Count, Seed, checked_call
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, pools
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, pools, rewritten
 from qkscope.tasks.words import CATEGORIES
 
 Form = Literal["list", "bullets", "question", "find"]
@@ -83,6 +84,12 @@ def filter_task(
                 draft.write(after if i + 1 < len(chosen) or form == "bullets" else ".")
             yield (draft.write(question.format(wanted)).example(cluster=cluster),)
 
+    def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
+        first, second = (example.keys[slot].span for slot in (one, other))
+        if POOLED not in features and not set(named) <= set(features):
+            return None
+        return rewritten(example, {first: example.piece(second), second: example.piece(first)})
+
     says = {name: f"{name} / all other items, when {name} are asked for" for name in named}
     contrasts = [Contrast(name, said, paired=False, unit="prompt") for name, said in says.items()]
     pooled = "items of the asked category / other items"
@@ -92,4 +99,4 @@ def filter_task(
     # The pooled contrast could take its prompts from the categories'. It is held against their span, and with a sample
     # in common the two would agree more than two fits do.
     apart, address = [contrast.name for contrast in contrasts], (form, items, *named)
-    return from_walk("filter", seed, contrasts, walk, asked, address, not chat and not start, apart)
+    return from_walk("filter", seed, contrasts, walk, asked, address, not chat and not start, apart, exchange)
