@@ -24,7 +24,7 @@ from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, new_figure
 from qkscope_papers.fleet import side_by_side
-from qkscope_papers.lee2026.cells import WAS_IMPLIED, WORK, Cells, toy_figure, train, whole_grids
+from qkscope_papers.lee2026.cells import SCALES, WAS_IMPLIED, WORK, Cells, toy_figure, train, whole_grids
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope_papers.lee2026.toy.retrieval import RetrievalHead, Variant
 from qkscope_papers.lee2026.toy.trained import HeadRun
@@ -37,8 +37,8 @@ _ROUNDED = 0.985  # what is written as 99%
 _OTHER_GRIDS: tuple[tuple[Variant, int], ...] = (("discrete", 8), ("continuous", 8), ("continuous", 16))
 
 
-@toy_figure("fig2", "Recovered ranks, discrete task, d_head 16", whole_grids(("discrete", 16)))
-@toy_figure("fig11", "Recovered ranks, the other three grids", whole_grids(*_OTHER_GRIDS))
+@toy_figure("fig2", "Recovered ranks, discrete task, d_head 16", whole_grids(("discrete", 16)), prompts=SCALES)
+@toy_figure("fig11", "Recovered ranks, the other three grids", whole_grids(*_OTHER_GRIDS), prompts=SCALES)
 def run(settings: Settings, cells: Cells) -> Result:
     """Ranks of every cell of the figure's grids, with their controls."""
     work = WORK[settings.preset]
