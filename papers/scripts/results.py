@@ -1,9 +1,9 @@
 """The ledger of claims, and the pages made of it: results.md, results-PAPER.md and a place in the README.
 
 ``python papers/scripts/results.py runs/paper --hardware "two CPU cores"`` takes the claims of every figure below a
-folder into papers/results.json, with its picture. Runs of the preset smoke are left out. Of a figure that was taken from
-a larger preset, claims stay as they are; those that are new, or had no interval and have one now, are added, and say
-where they come from.
+folder into papers/results.json, with its picture. Runs of the preset smoke are left out. Of a figure that was taken
+from a larger preset, claims stay as they are; those that are new, or had no interval and have one now, are added, and
+say where they come from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from qkscope_papers.registry import PAPERS, PRESETS, figure_of, figures_of, mark
 
 SOURCES = ("stated", "implied", "ours")
 # how a claim is counted: what stands after "open" is not decided, or says little
-SORTS = {"holds": "hold", "tie": "tie", "fails": "fail", "open": "open", "lenient": "lenient", "no such head": "no such head"}
+SORTS = {
+    "holds": "hold",
+    "tie": "tie",
+    "fails": "fail",
+    "open": "open",
+    "lenient": "lenient",
+    "no such head": "no such head",
+}
 
 
 def results(folders: list[Path], hardware: str) -> None:
@@ -213,7 +220,7 @@ def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
           f"`{c['rule']}` | {_verdict(c)} |" for c in entry["claims"]), "",
     ]  # fmt: skip
     for made in {tuple(c["made"].values()) for c in entry["claims"] if "made" in c}:
-        lines += ["† `{0}` ({1}, {2}, preset {3})".format(*made), ""]
+        lines += ["† `{}` ({}, {}, preset {})".format(*made), ""]
     return [*lines, f"![{name}](figures/{name}.png)", ""] if entry["picture"] else lines
 
 
