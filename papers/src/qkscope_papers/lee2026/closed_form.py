@@ -41,9 +41,9 @@ def run(settings: Settings, cells: object) -> Result:
     after = pick(rows, control=False)
     outside = [f"{mean(r[f'outside_{scheme}'] for r in after):.1%}" for scheme in SCHEMES]
     answer = (
-        f"ΔC is its closed form up to {mean(r['error'] for r in after):.1%} of its norm ({n:,} triplets); of M there lies "
-        f"outside the block of z1: {outside[0]} with z2 held, {outside[1]} with z2 drawn anew, {outside[2]} where + is the "
-        "asked key."
+        f"ΔC is its closed form up to {mean(r['error'] for r in after):.1%} of its norm ({n:,} triplets). Of M there "
+        f"lies outside the block of z1: {outside[0]} with z2 held, {outside[1]} with z2 drawn anew, {outside[2]} where "
+        "+ is the asked key."
     )
     return settings.result(answer, {"closed_form": rows}, _claims(rows), about={"contrast_pairs": n})
 
