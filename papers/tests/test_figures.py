@@ -144,7 +144,7 @@ def test_figures_share_their_toys_and_figure_23_its_controls(toys, out):
     asked = [figure_of("franco2026", figure).asked for figure in toys]  # theorems have no toys
     used = {cell for own in asked if "cells" in own for cells in own["cells"](settings).values() for cell in cells}
     assert len(list((out / "toys" / "superposition").iterdir())) == len(used)
-    rows, (on_last, fitting, _) = toys["fig23"].tables["alignment"], toys["fig23"].claims
+    rows, (on_last, _, fitting, *_) = toys["fig23"].tables["alignment"], toys["fig23"].claims
     untrained = [row for row in rows if row["control"]]
     own = [row["on_own"] for row in untrained if not row["surplus"]]
     last = [row["on_last"] for row in untrained if row["surplus"]]

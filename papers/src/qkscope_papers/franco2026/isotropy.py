@@ -18,10 +18,9 @@ from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.model_sweep import revisions_of
 from qkscope_papers.registry import EMBEDDED, NANO, Settings, figure
-from qkscope_papers.tables import Files, Row, files_of
+from qkscope_papers.tables import Row
 
 _ROWS = {"smoke": 4096, "default": 1 << 20, "paper": 1 << 20}  # rows of a dictionary at most
 _DECODERS = ("W_dec", "decoder.weight", "W_D", "dictionary")
@@ -115,35 +114,3 @@ def read_dictionary(path: Path) -> dict[str, Tensor]:
     matrix = matrices[named[0]]
     # there are more features than dimensions: some save one per column
     return {f"{path.name}:{named[0]}": matrix if matrix.shape[0] >= matrix.shape[1] else matrix.mT}
-
-
-# ---------------------------------------------------------------------- the drawing
-
-_COLOURS = (ORIGINAL, TARGET, "#5a9367", "#8b5fa8")
-
-
-@run.drawing
-def draw(result: Result) -> Files:
-    """Left the eigenvalues of G / c, right ‖E‖ at c = tr G / d beside random rows and without the mean."""
-    rows = [dict(row) for row in result.tables["isotropy"]]
-    figure = new_figure(9.2, 3.7)
-    left, right = figure.subplots(1, 2)
-    for i, row in enumerate(rows):
-        spectrum = result.arrays[f"spectrum/{row['dictionary']}"].numpy()
-        label = f"{row['dictionary']} ({row['n']:,} × {row['d']})"
-        left.plot(range(1, len(spectrum) + 1), spectrum, color=_COLOURS[i % 4], lw=1.5, label=label)
-    left.axhline(1, color=INK, lw=0.6, ls=":")
-    left.set(xscale="log", yscale="log", xlabel="place of the eigenvalue", title="eigenvalues of G / c, c = tr G / d")
-    left.legend(frameon=False, fontsize=8)
-    kinds = (("e_trace", "as it is", TARGET), ("e_centred", "mean row taken out", ORIGINAL),
-             ("random", "random rows", REST))  # fmt: skip
-    for j, (column, label, colour) in enumerate(kinds):
-        places = [i + 0.26 * (j - 1) for i in range(len(rows))]
-        bars = right.bar(places, [row[column] for row in rows], 0.24, color=colour, label=label, zorder=2)
-        right.bar_label(bars, fmt="%.1f", fontsize=7.5)
-    right.axhspan(10, 55, color=REST, alpha=0.3, lw=0, zorder=0)
-    right.set_yscale("log")
-    right.set_xticks(range(len(rows)), [row["dictionary"] for row in rows], fontsize=8)
-    right.set_title("‖E‖ (grey band: the paper's GPT-2 dictionaries)")
-    right.legend(frameon=False, fontsize=8)
-    return files_of(result, figure)
