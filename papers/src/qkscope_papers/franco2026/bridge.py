@@ -37,7 +37,7 @@ from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope.tasks.task import Unit
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Row, over_runs, pick
+from qkscope_papers.tables import Row, over_key_heads, pick
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def run(settings: Settings) -> Result:
     units = task.test(work.test)
     tables, arrays = bridge(scope, fit, singular_basis(scope, heads), units, draws=work.draws, seed=settings.seed)
     tables["heads"] = ranking.top("row_accuracy")[: work.heads]
-    claims = _claims(pick(tables["alignment"], contrast="lexical"))
+    claims = _claims(pick(tables["alignment"], contrast="lexical"), scope.group_size)
     about = {**fit.provenance.get("asked", {}), "test_units": len(units), "draws": work.draws}
     return settings.result(_answer(tables["alignment"]), tables, claims, arrays, settings.model, about)
 
@@ -197,8 +197,8 @@ def _answer(table: Sequence[Row]) -> str:
     )
 
 
-def _claims(rows: list[Row]) -> list[Claim]:
-    """Of the lexical feature, means over heads with their intervals; no paper asks this."""
+def _claims(rows: list[Row], group_size: int) -> list[Claim]:
+    """Of the lexical feature, means over key heads with their intervals; no paper asks this."""
     known = "The keys' own axes know the prompts: singular vectors are no special coordinates of this feature."
     part = "They span most of the feature, not the whole of it."
     asked = [
@@ -222,7 +222,8 @@ def _claims(rows: list[Row]) -> list[Claim]:
     claims = []
     for what, ours, control, rule, why in asked:
         # heads are paired: the interval is of the difference, moved to where ours stands
-        mean, gap = (over_runs(row[ours] - less * row[control] for row in rows) for less in (0, 1))
+        gaps = [{row["head"]: row[ours] - less * row[control] for row in rows} for less in (0, 1)]
+        mean, gap = (over_key_heads(values, group_size) for values in gaps)
         other = mean.mean - gap.mean
         claims.append(Claim(what, "", mean.mean, other, rule, other + gap.low, other + gap.high, why=why))
     return claims
