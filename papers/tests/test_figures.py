@@ -206,6 +206,6 @@ def test_the_papers_one_prompt_can_be_asked_for(swept, tmp_path):
     for table in ("sparsity", "counts"):
         assert {row["n"] for row in results["fig9b"].tables[table]} == {1}
     assert json.loads((tmp_path / "franco2026" / "fig8" / "manifest.json").read_text())["figure"]["prompts"] == "single"
-    for figures, prompts in ((["fig20"], "single"), (["fig8"], "stories")):
+    for figures, prompts in ((["fig9a"], "stories"), (["fig8"], "stories")):
         with pytest.raises(BadInput, match=f"no prompts '{prompts}'"):
             reproduce("franco2026", figures, preset="smoke", out=tmp_path, prompts=prompts)

@@ -18,12 +18,11 @@ from qkscope.draws import derived_seed
 from qkscope.maths.bases import checked_svd
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.fleet import one_thread
 from qkscope_papers.franco2026 import theory
 from qkscope_papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Files, Row, files_of, mean, pick
+from qkscope_papers.tables import Row, mean, pick
 
 _DRAWS = {"smoke": 2, "default": 6, "paper": 12}
 _D, _N, _ALPHA = 4, 6, 4.0
@@ -226,24 +225,3 @@ def run_overlap(settings: Settings) -> Result:
         "which it can give in any direction; with an orthogonal teacher both are 0 for every μ > 0."
     )
     return settings.result(answer, {"orthogonalisation": rows}, claims)
-
-
-# ---------------------------------------------------------------------- the drawing
-
-
-@run_bound.drawing
-def draw_bound(result: Result) -> Files:
-    """Bound, worst and random feature against ε."""
-    figure = new_figure(6.4, 4.1)
-    rows = list(result.tables["bound"])
-    axis = figure.subplots()
-    x = [r["epsilon"] for r in rows]
-    axis.plot(x, [r["random"] for r in rows], "o-", color=REST, ms=4, label="a random feature, mean")
-    axis.plot(x, [r["worst"] for r in rows], "o", color=ORIGINAL, ms=5, label="the worst feature found")
-    axis.plot(x, [r["sharp"] for r in rows], "-", color=ORIGINAL, lw=1, label="sin θ ≤ ε (sharp)")
-    axis.plot(x, [r["bound"] for r in rows], "s-", color=TARGET, ms=4, label="Theorem 2")
-    axis.axvspan(1 - (2 / 3) ** 0.5, max(x), color=REST, alpha=0.2, lw=0)
-    axis.text(0.4, 0.06, "Theorem 2 is silent", color=INK, fontsize=8.5)
-    axis.set(xlabel="ε = ‖E‖", ylabel="|cos| of feature and singular vector", ylim=(0, 1.03))
-    axis.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.22, 0.12))
-    return files_of(result, figure)
