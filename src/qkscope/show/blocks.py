@@ -9,50 +9,25 @@ title of a block, the rest stands beside its chart. Scripts only draw.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from qkscope.analyses.clouds import clouds_of
 from qkscope.heads import Head
 from qkscope.runs.result import Result, plain_value
-from qkscope.show import TABLES, Block, Row, Tables, counted, drawing, number
+from qkscope.show import NAMES, TABLES, Block, Row, Tables, counted, drawing, number
 from qkscope.show import reasons as reasons  # draws tables of its own
 
-SCRIPTS = {
-    "tokens": ["prompt.js"], "atlas": ["map.js", "passage.js", "atlas.js"],
-    **{kind: ["why.js"] for kind in ("said", "parts", "tests", "output")},
-}  # fmt: skip
+SCRIPTS: dict[str, list[str]] = NAMES["scripts"]
 """What draws a kind of block, where that is not the script of its name alone."""
 
 _TOKEN = ("position", "token", "attention", "logit")
 _SCORES = ("row_accuracy", "accuracy", "ratio", "mass")
-_CONTROLS = {"random": "random, as {}", "key_pca": "key PCA, as {}", "cov_qk": "Cov q Cov k, as {}", "sham": "sham, {}"}
-_VERDICTS = {
-    "interaction": "query and key share it", "mean only": "not shown to depend on the query",
-    "not above null": "not above chance", "untested": "could not be tested",
-}  # fmt: skip
-_RIVALS = {
-    "share": "share (this split)", "signed": "signed share", "variance": "variance",
-    "patching": "attribution patching", "random": "random",
-}  # fmt: skip
-_COPIES = {
-    "dictionary": "the dictionary", "rotated": "rotated", "random": "random rows",
-    "features": "codes of other features", "tokens": "codes of other tokens",
-}  # fmt: skip
-_DICTIONARY = {
-    "pairs both": "pairs of features", "dictionary query": "parts of the query", "dictionary key": "of the key",
-}  # fmt: skip
-_SPLITS = {
-    "writers key": "writers of the key", "writers query": "writers of the query", "singular both": "singular vectors",
-    "features query": "features",
-}  # fmt: skip
 _PANELS = 24
-_STEPS = 999  # of a point's coordinate: finer than a screen shows
 
 
 def blocks_of(result: Result) -> list[Block]:
     """Everything of a result that can be drawn, in the order in which one would tell it."""
-    tables = {**plain_value(result.tables), "clouds": [{"cloud": cloud} for cloud in clouds_of(result)]}
+    tables = plain_value(result.tables)
     return [
         replace(block, options={**block.options, "model": result.model})  # for the commands that a chart names
         for name, rows in tables.items()
@@ -92,8 +67,8 @@ def _condition(row: Row) -> dict[str, Any]:
     """What a condition is called, whether it is a control, and the name whose colour it has."""
     feature, kind = row.get("feature", row["condition"]), row.get("kind", "feature")
     other = "{}" if kind == "feature" else f"{{}}, {kind.replace('_', ' ')}"
-    name = _CONTROLS.get(kind, other).format(feature.replace("_", " "))
-    return {"name": name, "control": kind in _CONTROLS, "of": kind if kind in _CONTROLS else feature}
+    name = NAMES["controls"].get(kind, other).format(feature.replace("_", " "))
+    return {"name": name, "control": kind in NAMES["controls"], "of": kind if kind in NAMES["controls"] else feature}
 
 
 @drawing("curve", "head", "method", "k", "shift", "low", "high", usual="curve")
@@ -158,30 +133,19 @@ def _panel(facts: Row) -> dict[str, Any]:
         f"{facts['contrast']} at {facts['head']}",
         f"{counted(facts['rank'], 'direction')} kept",
         f"{facts['detected']} above chance{new}",
-        f"{_VERDICTS.get(facts['verdict'], facts['verdict'])}{centred}",
+        f"{NAMES['verdicts'].get(facts['verdict'], facts['verdict'])}{centred}",
     ]
     return {"head": facts["head"], "contrast": facts["contrast"], "lines": lines}
 
 
-@drawing("cloud", "cloud")
+@drawing("cloud", "cloud", "side", "x", "y", "z")
 def _points(block: Block, tables: Tables) -> Iterator[Block]:
     """Keys and queries in the subspace.
 
     Three principal components of the feature's subspace, in one scale. Drag to turn, or use the arrow keys; point at
     one to read it.
     """
-    panels: list[dict[str, Any]] = []
-    ways: list[dict[str, Any]] = []
-    for cloud in (row["cloud"] for row in block.rows):  # in thousandths of the farthest; the script makes a row of each
-        sides = (cloud.keys, cloud.queries)
-        unit = (max((float(side.abs().max()) for side in sides if side.numel()), default=0.0) or 1.0) / _STEPS
-        keys, queries = ((side / unit).round().int().flatten().tolist() for side in sides)
-        labels = {by: asdict(colouring) for by, colouring in cloud.colourings.items()}
-        if labels not in ways:  # heads of one run share them
-            ways.append(labels)
-        at = ways.index(labels)
-        panels.append({"name": cloud.title, "unit": unit, "keys": keys, "queries": queries, "labels": at})
-    yield replace(block, rows=[], options={"panels": panels, "labels": ways})
+    yield block
 
 
 # ---------------------------------------------------------------------- writers, and why
@@ -225,8 +189,7 @@ def _kept(block: Block, tables: Tables) -> Iterator[Block]:
     rows = [
         {**row, "head": ""} for row in block.rows if (row["replaced"], row["done"]) == ("mean", "kept") and row["k"]
     ]
-    options = {"axis": "nodes", "value": "kept", "of": "nodes", "line": "by", "height": "share", "even": True}
-    yield replace(block, rows=rows, options=options)
+    yield replace(block, rows=rows, options=NAMES["nodes"])
 
 
 _EDGES = ("head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots")
@@ -257,9 +220,8 @@ def _edges(block: Block, tables: Tables, which: tuple[str, str], axis: str) -> I
     words = f"{block.words} Before: {before}. Writers were chosen on other words, by each rule; 95% intervals by word."
     wanted = (*which, "mean", "held")
     rows = [row for row in block.rows if (row["side"], row["kind"], row["replaced"], row["norms"]) == wanted]
-    options = {"axis": axis, "value": "right", "of": "writers", "line": "by", "height": "accuracy", "names": _RIVALS}
     if rows:
-        yield replace(block, words=words, rows=rows, options=options)
+        yield replace(block, words=words, rows=rows, options={**NAMES["edges"], "axis": axis})
 
 
 @drawing("parts", "head", "side", "part", "value", "share", "low", "high")
@@ -285,7 +247,7 @@ def _features(block: Block, tables: Tables) -> Iterator[Block]:
         ]
         rows += [{**row, "by": "dictionary"} for row in block.rows if row["head"] == head]
         title = f"What matched at {head}, in features"
-        yield replace(block, title=title, rows=rows, options={"ways": _DICTIONARY})
+        yield replace(block, title=title, rows=rows, options={"ways": NAMES["dictionary"]})
 
 
 @drawing("curve", "head", "side", "edge", "k", "kind", "after", "low", "high")
@@ -298,8 +260,7 @@ def _feature_edges(block: Block, tables: Tables) -> Iterator[Block]:
     and the highest draw.
     """
     rows = [row for row in block.rows if (row["side"], row["edge"]) == ("key", "ablated")]
-    options = {"axis": "pairs", "value": "left", "of": "pairs", "line": "kind", "height": "after", "names": _COPIES}
-    yield replace(block, rows=rows, options=options)
+    yield replace(block, rows=rows, options=NAMES["feature_edges"])
 
 
 @drawing("said", "line", leads=True)
@@ -317,7 +278,7 @@ def _parts(block: Block, tables: Tables) -> Iterator[Block]:
     are not named.
     """
     there = {f"{row['by']} {row['side']}" for row in block.rows}
-    yield replace(block, options={"ways": {way: words for way, words in _SPLITS.items() if way in there}})
+    yield replace(block, options={"ways": {way: words for way, words in NAMES["splits"].items() if way in there}})
 
 
 @drawing("tests", "head", "side", "k", "writers", "before", "after", "control_low", "control_high", "verdict")

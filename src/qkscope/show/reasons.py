@@ -6,18 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qkscope.show import Block, Row, Tables, drawing, number
-
-FAMILIES = {
-    "induction": "looks behind an earlier copy of its word", "duplicate token": "looks at an earlier copy of its word",
-    "same word": "two equal words elsewhere decide", "previous token": "looks one token back, whatever is there",
-    "position": "looks a fixed number of tokens back", "self": "looks at itself",
-    "key word": "looks at certain words, whatever the query", "query word": "the query's own word decides",
-    "key and query words": "both words decide", "few words": "one to four other words decide",
-    "no few words": "more than four words decide", "no single word": "no single word decides",
-    "sink": "rests on the first token",
-}  # fmt: skip
-"""What heads of each kind do."""
+from qkscope.show import NAMES, Block, Row, Tables, drawing, number
 
 
 def family_of(kind: str) -> str:
@@ -42,7 +31,7 @@ def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
         looks.setdefault(row["head"], []).append(row)
     counts = Counter(family_of(row["kind"]) for row in block.rows)
     options = {
-        "families": {family: [text, counts[family]] for family, text in FAMILIES.items() if counts[family]},
+        "families": {family: [text, counts[family]] for family, text in NAMES["families"].items() if counts[family]},
         "of": {row["head"]: family_of(row["kind"]) for row in block.rows},
         "scores": {head: {k: row[k] for k in ("name", "offset", "tokens", "looks")} for head, row in scores.items()},
         "looks": looks,
