@@ -85,13 +85,8 @@ def binding(
     3
     """
     labelled = checked_words(boxes, "boxes")
-    if len(labelled) <= entities:
-        raise BadInput(f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labelled)}.")
     split = pools(words, seed, "binding words", least=entities + 1)
     disjoint = lexical == "own_query"
-    least, most = (entities, len(split["fit"]) - 1) if disjoint else (entities + 1, len(split["fit"]))
-    if pool is not None and not least <= pool <= most:
-        raise BadInput(f"{entities} entities and a counterfactual need a pool from {least} to {most}, but got {pool}.")
     cut = max(entities, len(split["fit"]) // 2) if disjoint and pool is None else pool
     fitted, address = split["fit"][:cut], (form, entities)
 

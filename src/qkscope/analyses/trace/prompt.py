@@ -19,15 +19,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope import BadInput, Example, Scope
 from qkscope.analyses.trace.rows import ATTENDED, HeadRows
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.capture.encode import Encoding, token_texts
 from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
 from qkscope.change.writers import mean_parts
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
-from qkscope.examples import Example
 from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run, Side
