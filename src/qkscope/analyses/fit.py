@@ -124,6 +124,8 @@ class Fit(Result):
         folder : a new one, or one of the same job.
         files : further files by relative name.
         """
+        if not self.sums:
+            raise BadInput("this fit holds no sums of a whole job: write what decompose or load gave.")
         job, contents = self.provenance["asked"], dict[str, str | bytes](files or {})
         check_job(folder, job)
         if job["task"] not in tasks.BUILT_IN and "file" in job["asked"]:

@@ -36,7 +36,7 @@ class FileLayout(NamedTuple):
 _TABLE = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text("utf-8"))
 LAYOUTS = {name: FileLayout(**said) for name, said in _TABLE["formats"].items()}
 _NEEDS, _KINDS, _SITES = _TABLE["needs"], _TABLE["kinds"], _TABLE["sites"]
-_PLACE = re.compile(r"(?:.*\.)?(?:blocks|layers|h)\.(\d+)(?:\.([\w.]+))?")
+_PLACE = re.compile(r"(?:.*\.)?(?:blocks|layers|h)\.(\d+)\.?([\w.]*)")
 #: Folders of Gemma Scope 2, which say where a dictionary stands if its settings do not.
 _FOLDER = re.compile(r"(resid_post|mlp_out|attn_out|transcoder)(?:_all)?/layer_(\d+)_[^/]*$")
 _SCALES = ("none", "constant_norm_rescale", "layer_norm")
@@ -63,11 +63,7 @@ def read_dictionary(path: str | Path, folder: str | None, layer: int | None, k: 
     missing = [name for name in ("W_enc", "W_dec", *_NEEDS.get(kind, ())) if name not in tensors]
     normalises, scaled = said.get("normalize_activations") or "none", said.get("finetuning_scaling_factor")
     hooks = [said[name] for name in ("hf_hook_name", "hook_name", "hook_point") if said.get(name)]
-    stands = [
-        (int(at[1]), *_SITES[at[2] or ""])
-        for hook in hooks
-        if (at := _PLACE.fullmatch(hook)) and (at[2] or "") in _SITES
-    ]
+    stands = [(int(at[1]), *_SITES[at[2]]) for hook in hooks if (at := _PLACE.fullmatch(hook)) and at[2] in _SITES]
     before, splits, on = stands[0] if layer is None and stands else (layer or 0, "stream", 0)
     out = _PLACE.fullmatch(said.get("hook_name_out") or "")
     transcodes = "transcoder" in said["architecture"] or splits == "transcoder"

@@ -279,6 +279,8 @@ def read_tensors(
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
+    if not path.is_file():
+        raise BadInput(f"there is no file {path}.")
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads(file.metadata()["qkscope"])
@@ -286,7 +288,7 @@ def read_tensors(
             about = dict(manifest.get("about") or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
-        raise BadInput(f"{path} is not there, damaged or no qkscope file: make it again, or name another.") from None
+        raise BadInput(f"{path} is damaged or not a qkscope file: make it again, or name another.") from None
     _check_schema(path, schema)
     if kind not in (None, what):
         raise BadInput(f"{path} holds {what}, not {kind}.")

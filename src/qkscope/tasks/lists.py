@@ -85,6 +85,8 @@ def binding(
     3
     """
     labelled = checked_words(boxes, "boxes")
+    if len(labelled) <= entities:
+        raise BadInput(f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labelled)}.")
     split = pools(words, seed, "binding words", least=entities + 1)
     disjoint = lexical == "own_query"
     cut = max(entities, len(split["fit"]) // 2) if disjoint and pool is None else pool

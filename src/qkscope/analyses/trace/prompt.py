@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +32,7 @@ from qkscope.linear.run import Run, Side
 from qkscope.linear.split import first_neurons
 from qkscope.maths.writers import SIDES, Tally, different, draw_alike, first_by
 
-Prompt = str | Example
+Prompt: TypeAlias = str | Example
 Place = int | None
 CUTS = (1, 2, 3, 5)
 _SECOND = 0.05  # of the first writer's part: one that gives less is not named beside it
