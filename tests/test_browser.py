@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 import qkscope as qk
 from browser import Watched, expect
@@ -166,12 +165,11 @@ def test_the_widget_of_a_notebook_draws_itself(browser, results, tmp_path):
 
 
 def test_a_label_is_text_in_the_legend_and_a_chart_that_fails_is_alone(browser, tmp_path):
-    points = torch.arange(12.0).reshape(4, 3)
-    arrays = {"order/keys": points, "order/queries": points + 1, "order/key_labels": torch.tensor([0, 0, 1, 1]),
-              "order/query_labels": torch.tensor([0, 0, 1, 1])}  # fmt: skip
     evil = '<b>bold</b><a href="https://example.org">x</a>'
     broken = [{"position": 0, "token": None, "attention": 1.0, "logit": 1.0}]
-    result = Result("test/one", {"tokens": broken, "labels": [{"label": evil}, {"label": "plain"}]}, arrays=arrays)
+    points = [{"cloud": "order", "side": side, "x": i, "y": 1, "z": -i, "label": label}
+              for side in ("key", "query") for i, label in enumerate([evil, "plain"])]  # fmt: skip
+    result = Result("test/one", {"tokens": broken, "points": points})
     watched = Watched(browser, write_report(tmp_path / "page.html", result).as_uri())
     page = watched.page
     page.locator(".cloud .stage").scroll_into_view_if_needed()
