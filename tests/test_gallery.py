@@ -120,7 +120,9 @@ def test_the_site_opens_from_disk_and_words_and_choices_hide_what_was_not_asked_
         expect(page.locator(f"#run-{run} .thumbnail {drawn}").first).to_be_attached()
 
     def alone(run):
-        cards = "[...document.querySelectorAll('.card')].filter((each) => each.checkVisibility()).map((each) => each.id)"
+        cards = (
+            "[...document.querySelectorAll('.card')].filter((each) => each.checkVisibility()).map((each) => each.id)"
+        )
         watched.until(f"{cards}.join() === 'run-{run}'")
 
     page.locator("#words").fill("l2h3")
