@@ -109,8 +109,10 @@ def _same_places(one: Encoding, other: Encoding) -> Tensor:
 def more_conditions(
     scope: Scope, what: Features, task: Task, projectors: Mapping[Condition, Projector], n: int, seed: int
 ) -> dict[Condition, Projector]:
-    """What is held against the truth beside the usual conditions; subspaces are trained on words of the fit."""
-    units = task.draw("fit", ANSWER, n)
+    """What is held against the truth beside the usual conditions; subspaces are trained on words of the fit, with twice
+    as many prompts as are tested.
+    """
+    units = task.draw("fit", ANSWER, 2 * n)
     pairs = draw_pairs(units, seed=seed)
     rows = capture_rows(
         scope, units, what.fit, what.heads, pairs, exchanged=truth_runner(scope, what, pairs, task, tested=False)
