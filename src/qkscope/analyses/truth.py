@@ -37,7 +37,8 @@ from qkscope.tasks.task import ANSWER, Task
 
 _NAMES = {
     "feature": "ΔC", "oblique": "oblique ΔC", "summed": "summed ΔC", "trained": "a trained subspace",
-    "omega_svd": "Ω", "cov_qk": "Cov_q Cov_k", "random": "random subspaces",
+    "omega_svd": "Ω", "key_pca": "key PCA", "cov_qk": "Cov_q Cov_k", "random": "random subspaces",
+    "nothing": "nothing done",
 }  # fmt: skip
 
 
@@ -132,16 +133,15 @@ def truth_sentence(table: Rows, head: str, names: Sequence[str]) -> str:
         if not rows["feature"]["tested"]:
             said.append(f"{name} cannot be exchanged in these texts, and is untested.")
             continue
-        best = min((kind for kind in _NAMES if kind in rows), key=lambda kind: rows[kind]["distance"])
-        ours, far = rows["feature"], {kind: f"{row['distance'] or 0.0:.2f}" for kind, row in rows.items()}
-        beside = f"key PCA {far['key_pca']}: " if "key_pca" in rows else ""
-        if beside:
+        far = {kind: row["distance"] for kind, row in rows.items() if row["tested"]}
+        best, ours, beside = min((kind for kind in _NAMES if kind in far), key=far.__getitem__), rows["feature"], ""
+        if "key_pca" in far:
             low, high = ours["nearer_low"], ours["nearer_high"]
             verdict = "nearer" if low > 0 else "farther" if high < 0 else "a tie"
-            beside += f"{verdict}, by {ours['nearer']:.2f} [{low:.2f}, {high:.2f}]; "
+            beside = f", key PCA's {far['key_pca']:.2f} ({verdict}: {ours['nearer']:.2f} [{low:.2f}, {high:.2f}])"
         said.append(
-            f"With {name} exchanged in the text, {head}'s row is {far['feature']} from ΔC's ({beside}nothing done "
-            f"{far['nothing']}, the whole key {far['whole']}, nearest {_NAMES[best]} {far[best]}; "
-            f"{ours['tested']} prompts)."
+            f"With {name} exchanged in the text, the row that ΔC gives {head} is {far['feature']:.2f} from the true one"
+            f"{beside}; nearest is {_NAMES[best]}, {far[best]:.2f}; nothing done {far['nothing']:.2f}, the whole key "
+            f"{far['whole']:.2f} ({ours['tested']} prompts)."
         )
     return " ".join(said)

@@ -184,9 +184,10 @@ def _first_writers(rows: Rows) -> Rows:
 
 
 _SWAPS = (
-    "swap", "head?, feature, kind, before=orig_before, after=orig_after, shift±, rank?",
+    "swap", "head?, feature, kind, distance?=distance±, before=orig_before, after=orig_after, shift±, rank?",
     "before, after: attention on the right key; shift: the share of both keys' attention that changes sides, 95% "
-    "interval; random, key_pca: as many other directions.", _swapped,
+    "interval; random, key_pca: as many other directions; distance: of the row, to that with the feature exchanged in "
+    "the text.", _swapped,
 )  # fmt: skip
 VIEWS: dict[str, Sequence[View]] = {
     "": [View(
