@@ -200,15 +200,15 @@ def test_a_schema_names_every_column_that_a_verb_gives(printed):
 
 
 SAID = [
-    "Same word: ' John', one replaced leaves at most 39%, both by the same word 64%, by different ones 39%: not shown.",
-    "Carried by: L20H0 and L19H2 put back in its query: ' John' (token 3) 33% → 60% (control 34%): shown.",
-    *["Effect: P(' Mary') 92.3% → 88.9% without this look; direct effect in logits: '给' 李明把一瓶水给了 +1.5."] * 9,
+    "Same word: ' John', replacing one leaves at most 39%, both by the same word 64%: not shown.",
+    "Carried by: L20H0 and L19H2 restored in its query: ' John' (token 3) 33% → 60% (control 34%): shown.",
+    *["Effect: P(' Mary') 92.3% → 88.9% with this key hidden; direct effect in logits: '给' 李明把一瓶水 +1.5."] * 9,
 ]
 
 
 @pytest.fixture
 def why_result():
-    answer = "L23H0 at ' to' (token 13) looks at ' Mary' (token 1), 69%, in part because ' John' stands twice. " * 2
+    answer = "L23H0 at ' to' (token 13) looks at ' Mary' (token 1), 69%, in part because ' John' appears twice. " * 2
     return Result("why", {"said": [{"line": line} for line in SAID]}, answer=answer)
 
 

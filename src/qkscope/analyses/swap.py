@@ -87,7 +87,7 @@ def swap(
     draws : random subspaces per size.
     sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each feature and baseline.
         ``tables["paired"]`` holds differences of two conditions' shifts on the same rows, with their intervals.
-    clouds : also what a page draws: keys and queries as points (``tables["clouds"]``, arrays ``cloud/NAME/…``) and,
+    clouds : also what a page draws: keys and queries as points (``tables["clouds"]``) and,
         where no sizes are named, the curve of 1, 2, 4, 8 and 12 dimensions.
     downstream : also patch the swap into all heads at once and read the model's answer (``tables["downstream"]``), of
         prompts with one query and features fitted in ``post_rope``; it is right where the likeliest candidate is.
@@ -169,12 +169,11 @@ def swap(
     if rows.answers is not None:
         tables["downstream"], said, about["read"] = answer_rows(rows.answers, written, chosen, pairs, draws)
         answer += f" {said}"
-    arrays: dict[str, Tensor] = {}
     if clouds:
         shown = {(name, head): chosen.subspaces[name, head] for head in chosen.heads for name in chosen.names}
-        arrays, tables["clouds"] = make_clouds(rows, pairs.examples, shown, fitted.words)
+        tables["clouds"] = make_clouds(rows, pairs.examples, shown, fitted.words)
     answer = with_notes(answer, about)
-    return Swaps("swap", tables, arrays=arrays, answer=answer, seed=seed, **made_with(scope, **about))
+    return Swaps("swap", tables, answer=answer, seed=seed, **made_with(scope, **about))
 
 
 # ---------------------------------------------------------------------- what is swapped

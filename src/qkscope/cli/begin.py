@@ -129,7 +129,7 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
     said = [{"line": f"Why: {why.answer}"}, *why.tables["said"][:3]]
     told = {"heads": best, **fit.tables, **swaps.tables, **parts.tables, **why.tables, "said": said}
     answer, claims = _findings(heads[0], control, told)
-    return Result("demo", told, claims, swaps.arrays, answer=answer, **made_with(scope, n=n, seed=0))
+    return Result("demo", told, claims, answer=answer, **made_with(scope, n=n, seed=0))
 
 
 def _findings(head: str, control: str, tables: Mapping[str, Any]) -> tuple[str, list[Claim]]:

@@ -41,20 +41,10 @@ from typing import Literal
 from qkscope.examples import Answers, Draft, Example
 from qkscope.kinds import Seed, checked_call
 from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, pools, rewritten
-from qkscope.tasks.words import EVENTS, MEN, NAMES, PEOPLE, PLACES, THINGS, WOMEN
+from qkscope.tasks.words import EVENTS, FORMS, MEN, NAMES, PEOPLE, PLACES, THINGS, WOMEN
 
 Order = Literal["both", "ABBA", "BABA", "single"]
-#: ``{A}`` and ``{B}`` are the names in order of their first use, ``{S}`` the one repeated.
-TEMPLATES = (
-    "Then, {A} and {B} were working at the {place}. {S} decided to give a {thing} to",
-    "Then, {A} and {B} went to the {place}. {S} gave a {thing} to",
-    "When {A} and {B} got a {thing} at the {place}, {S} decided to give it to",
-    "Then, {A} and {B} had a long talk at the {place}. Afterwards {S} gave a {thing} to",
-    "After {A} and {B} went to the {place}, {S} gave a {thing} to",
-    "The {place} {A} and {B} went to had a {thing}. {S} gave it to",
-    "Friends {A} and {B} found a {thing} at the {place}. {S} gave it to",
-    "While {A} and {B} were walking to the {place}, {S} offered a {thing} to",
-)
+TEMPLATES = FORMS["ioi"]["templates"]
 _SINGLE = {"io": "Andrew", "subject": "Simon", "place": "restaurant", "thing": "basketball"}
 CENTURIES = ("11", "12", "13", "14", "15", "16", "17", "18")
 YEARS = tuple(f"{year:02d}" for year in range(11, 90) if year % 10)

@@ -1,6 +1,7 @@
-"""Binding: which box is the jam in? Keys are the box labels, the query is the last token.
+"""Tasks over a list: which box is the jam in, which of these are fruits, what comes next.
 
-Three contrasts (Lee et al. 2026, section 5.2 and appendix E):
+`binding`: keys are the box labels, the query is the last token. Three contrasts (Lee et al. 2026, section 5.2 and
+appendix E):
 
 - ``order``: the same words in every prompt, shuffled, and one fixed word asked for; + is the box at its place, − the
   other boxes. The word's own direction enters through the mean, so the query is centred.
@@ -15,19 +16,34 @@ words change places (``lexical``), or labels (``box``): each with the others or 
 
 The last two are drawn together: one prompt and two copies of it. ``order`` has prompts of its own, as one set of words
 in all of them is what it means.
+
+`filter`: find the fruits in a list. Keys are the items' last tokens, the query is the prompt's last token. One contrast
+per category (+ its items, − all other items, in prompts that ask for it) as in Lee et al. 2026, section 5.1, and
+``category``, which pools all of them and centres the query: within one category every query is alike, so its ΔC is
+``q̄ (μ⁺ − μ⁻)ᵀ`` whatever the head does. In the text a category is exchanged by two items changing places: all
+categories at once, so that of one alone there is no such text.
+
+`induction`: a list of words comes a second time and breaks off; which word follows? ``cat tree lamp cat tree`` → lamp.
+The query is the last token, keys are the words of the first copy. Roles: ``PREV`` (the last word's first occurrence),
+``NEXT`` (the word after it, the answer) and ``END`` (the last word).
+
+- ``next``: + is the word after the first occurrence, − every other word of the first copy, query-centred.
+- ``word``: a copy in which the word asked about is another one, in both places; + is what follows it, − the same word
+  in the copy, seen by the same query.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Annotated, Literal
 
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example, Sign, Span
-from qkscope.kinds import Interval, Natural, Seed, checked_call
+from qkscope.kinds import Count, Interval, Natural, Seed, checked_call
 from qkscope.tasks.task import (
+    ANSWER,
     ASKED,
     Contrast,
     Task,
@@ -40,16 +56,13 @@ from qkscope.tasks.task import (
     rewritten,
     seeded,
 )
-from qkscope.tasks.words import BOXES, OBJECTS
+from qkscope.tasks.words import BOXES, CATEGORIES, FORMS, OBJECTS
 
-Form = Literal["list", "sentence", "question"]
-LINES: dict[str, tuple[str, str, str, str]] = {
-    # before the word, between word and label, after the label, the question about a word
-    "list": ("", ": ", "\n", "{}:"),
-    "sentence": ("The ", " is in Box ", ". ", "The {} is in Box"),
-    "question": ("The ", " is in Box ", ". ", "Which box is the {0} in? The {0} is in Box"),
-}
+POOLED = "category"
+LINES = FORMS["binding"]  # before the word, between word and label, after the label, the question about a word
+LISTS = FORMS["filter"]  # before the list, before an item, after an item, the question
 _CHAT = "Which box is the {} in?\nAnswer: Box"  # appendix E; in a chat the model's turn follows it
+_FIND = {"find": ("", "", ", ", " Find the {}.")}  # as in the paper; not in LISTS, whose words the nano models know
 Pairs = Sequence[tuple[str, str]]
 FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", "there", "still", "yet", "soon")
 
@@ -57,7 +70,7 @@ FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", 
 @checked_call
 def binding(
     entities: Annotated[int, Interval(ge=2, le=20)] = 9,
-    form: Form = "list",
+    form: Literal["list", "sentence", "question"] = "list",
     seed: Seed = 0,
     *,
     lexical: Literal["same_query", "own_query"] = "same_query",
@@ -167,3 +180,119 @@ def binding(
         "words": tuple(words), "boxes": tuple(boxes),
     }  # fmt: skip
     return from_walk("binding", seed, contrasts, walk, asked_for, address, apart=["order"], exchange=exchange)
+
+
+@checked_call
+def filter_task(
+    categories: int | Sequence[str] = 5,
+    form: Literal["list", "bullets", "question", "find"] = "list",
+    seed: Seed = 0,
+    *,
+    items: Count = 5,
+    words: Mapping[str, Sequence[str]] = CATEGORIES,
+    chat: bool = False,
+) -> Task:
+    """Make the filter task (``qkscope.tasks.filter``).
+
+    Parameters
+    ----------
+    categories : 5 or 13 for the papers' sets, or names from ``words``.
+    form : ``list``, ``bullets``, ``question``, or ``find`` (the paper's: the list, then ``Find the fruits.``).
+    seed : of every draw.
+    items : items of each category in a prompt.
+    words : words of every category; your own lists are welcome, and words of several tokens too.
+    chat : whether prompts go into the model's chat template.
+
+    Examples
+    --------
+    >>> filter_task(["fish", "birds"], items=2).test(1)[0][0].keys[0].labels["answer"] in (1, -1)
+    True
+    """
+    named = list(words)[:categories] if isinstance(categories, int) else list(dict.fromkeys(categories))
+    if isinstance(categories, int) and len(named) != categories:
+        raise BadInput(f"there are word lists for {len(words)} categories, but {categories} were asked for.")
+    for name in (name for name in named if name not in words):
+        raise BadInput(f"there is no word list for {name!r}: there is {', '.join(words)}.")
+    if len(named) < 2:
+        raise BadInput(f"a list needs 2 categories or more, but got {len(named)}.")
+    if {ANSWER, POOLED} & set(named):
+        raise BadInput(f"a category cannot be called {ANSWER!r} or {POOLED!r}: these name contrasts.")
+    split = {name: pools(words[name], seed, name, least=items) for name in named}
+    home: dict[str, str] = {}
+    for name in named:
+        for word in (word for word in words[name] if home.setdefault(word, name) != name):
+            raise BadInput(f"{word!r} is one of the {home[word]} and of the {name}: a word needs one category.")
+    start, before, after, question = (LISTS | _FIND)[form]
+
+    def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
+        for cluster in count():
+            # every category is asked for equally often
+            wanted = contrast if contrast in named else named[cluster % len(named)]
+            chosen = [(word, name) for name in named for word in rng.sample(split[name][use], items)]
+            rng.shuffle(chosen)
+            draft = Draft().write(start)
+            for i, (word, name) in enumerate(chosen):
+                draft.write(before).key(word, **labels(1 if name == wanted else -1, contrast))
+                draft.write(after if i + 1 < len(chosen) or form == "bullets" else ".")
+            yield (draft.write(question.format(wanted)).example(cluster=cluster),)
+
+    def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
+        first, second = (example.keys[slot].span for slot in (one, other))
+        if POOLED not in features and not set(named) <= set(features):
+            return None
+        return rewritten(example, {first: example.piece(second), second: example.piece(first)})
+
+    says = {name: f"{name} / all other items, when {name} are asked for" for name in named}
+    contrasts = [Contrast(name, said, paired=False, unit="prompt") for name, said in says.items()]
+    pooled = "items of the asked category / other items"
+    contrasts.append(Contrast(POOLED, pooled, center="query", paired=False, unit="prompt"))
+    lists = {name: list(words[name]) for name in named}
+    asked = {"categories": named, "form": form, "items": items, "chat": chat, "words": lists}
+    # The pooled contrast could take its prompts from the categories'. It is held against their span, and with a sample
+    # in common the two would agree more than two fits do.
+    apart, address = [contrast.name for contrast in contrasts], (form, items, *named)
+    return from_walk("filter", seed, contrasts, walk, asked, address, not chat and not start, apart, exchange)
+
+
+@checked_call
+def induction(length: Annotated[int, Interval(ge=3, le=32)] = 8, seed: Seed = 0, *, chat: bool = False) -> Task:
+    """Make the induction task.
+
+    Parameters
+    ----------
+    length : different words in the list, from 3 to 32.
+    seed : of every draw.
+    chat : whether prompts go into the model's chat template.
+
+    Examples
+    --------
+    >>> len(induction(4).test(1)[0][0].keys)
+    4
+    """
+    split = pools(OBJECTS, seed, "words", least=length + 1)  # one more for the copy
+
+    def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
+        for cluster in count():
+            *listed, other = rng.sample(split[use], length + 1)
+            at = rng.randrange(length - 1)  # the last word has no word after it in its own copy
+            first = _repeated(listed, at, contrast, cluster)
+            copy = [other if i == at else word for i, word in enumerate(listed)]
+            yield (first, _repeated(copy, at, contrast, cluster)) if contrast == "word" else (first,)
+
+    says = "the word after the first occurrence / the other words"
+    contrasts = (
+        Contrast("next", says, center="query", paired=False, unit="END"),
+        Contrast("word", "the word after the one repeated / the same after another", across=True, unit="END"),
+    )
+    return from_walk("induction", seed, contrasts, walk, {"length": length, "chat": chat}, address=(length,))
+
+
+def _repeated(listed: Sequence[str], at: int, contrast: str, cluster: int) -> Example:
+    draft = Draft().write("Words:")
+    for i, word in enumerate(listed):
+        draft.write(" ").key(word, **labels(1 if i == at + 1 else -1, contrast, ("word",)))
+        if i in (at, at + 1):
+            draft.role("PREV" if i == at else "NEXT")
+    for word in listed[: at + 1]:
+        draft.write(" ").write(word)
+    return draft.role("END").example(cluster=cluster)
