@@ -29,7 +29,7 @@ from qkscope.maths.singular import basis_of_weights
 from qkscope.maths.swap import SwapRows, Truth, draw_targets
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.tasks.filter import POOLED
+from qkscope.tasks.lists import POOLED
 from qkscope.tasks.task import Task
 from qkscope_papers.figures import INK, colours_of, new_figure
 from qkscope_papers.fleet import one_thread, side_by_side
