@@ -62,36 +62,30 @@ def truth_runner(
     Without ``tested``, only what a subspace is trained on.
     """
     sets = {name: [name] for name in what.names} | {what.joint: what.names}
-    asked = {"asked": (pairs.orig, pairs.target)}
-    both = asked | ({"other": pairs.others} if tested and pairs.others is not None else {})
-    width = max(len(example.keys) for example in pairs.examples)
+    exchanges: Any = {("distance", "text_distance"): (pairs.orig, pairs.target)}
+    exchanges |= {("other_distance",): pairs.others} if tested and pairs.others is not None else {}
+    where: Any = {"heads": what.heads, "space": what.fit.space}
+    exchange, width = task.exchange, max(len(example.keys) for example in pairs.examples)
+    assert exchange is not None  # as `exchanging_task` gave it
 
     def run(indices: list[int], before: Capture) -> dict[str, Any]:
         own = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices]).tolist()
-        examples, chat = [pairs.examples[row] for row in own], what.fit.chat
+        examples, chat, found = [pairs.examples[row] for row in own], what.fit.chat, dict[str, Any](truth={})
         usual = scope.encode(examples, chat=chat)
-        found: dict[str, Any] = {"truth": {}}
-        for whose, (first, second) in both.items():
+        for readings, pair in exchanges.items():
             for name, features in sets.items():
-                assert task.exchange is not None  # asked before
-                slots = ((int(first[row]), int(second[row])) for row in own)
-                texts = [task.exchange(e, features, *pair) for e, pair in zip(examples, slots, strict=True)]
+                texts = [exchange(pairs.examples[row], features, *(int(slots[row]) for slots in pair)) for row in own]
                 encoded = scope.encode([text or e for text, e in zip(texts, examples, strict=True)], chat=chat)
-                every = scope.capture_inputs(
-                    encoded, places=encoded.everywhere(), heads=what.heads, space=what.fit.space
-                )
+                live = scope.capture_inputs(encoded, places=encoded.everywhere(), **where).rows()
                 at, known = encoded.places.keys[:, None].expand(-1, len(what.heads), -1), encoded.places.key_mask
-                rows = (replace(every.rows(), q=before.q), every.rows())
-                sides = [row.attention().gather(-1, at).masked_fill(~known[:, None], 0.0) for row in rows]
                 there = torch.tensor([text is not None for text in texts]).to(known.device)
                 same = there & _same_places(usual, encoded)
-                found["truth"][f"{whose}/{name}"] = [
-                    *(pad(x, (0, width - x.shape[-1])).cpu() for x in sides),
-                    same.cpu(),
-                ]
+                for reading, rows in zip(readings, (replace(live, q=before.q), live), strict=False):
+                    true = rows.attention().gather(-1, at).masked_fill(~known[:, None], 0.0)
+                    true = pad(true, (0, width - true.shape[-1])).where(same[:, None, None], torch.nan)
+                    found["truth"][f"{reading}/{name}"] = true.cpu()
         if tested and what.fit.space != "query_frame":
-            frame = scope.capture_inputs(usual, heads=what.heads, space="query_frame")
-            found["frame"] = dict(vars(frame.rows()))
+            found["frame"] = dict(vars(scope.capture_inputs(usual, heads=what.heads, space="query_frame").rows()))
         return found
 
     return run

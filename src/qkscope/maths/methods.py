@@ -94,16 +94,17 @@ def trained(rows: SwapRows, feature: str, ranks: Sequence[int], seed: int = 0) -
     ranks : of each head.
     seed : of the subspaces to start from.
     """
-    truth, d = rows.truth[feature, "asked"], rows.rows.d_head
+    truth, d = rows.truth[feature, "distance"], rows.rows.d_head
     seeds = [derived_seed(seed, "trained", head.layer, head.index) for head in rows.heads]
     columns = torch.stack([random_bases(d, max(ranks), 1, stream)[0] for stream in seeds]).to(rows.rows.q)
     kept = (torch.arange(max(ranks)) < torch.tensor(ranks)[:, None])[:, None].to(columns)
     optimizer, before = torch.optim.Adam([columns.requires_grad_()], _RATE), rows.rows.products()
-    true = torch.cat([truth.keys, 1 - truth.keys.sum(-1, keepdim=True)], dim=-1).clamp_min(0.0)[truth.tested]
+    tested = truth.isfinite().flatten(1).all(1)
+    true = torch.cat([truth, 1 - truth.sum(-1, keepdim=True)], dim=-1).clamp_min(0.0)[tested]
     for _ in range(_STEPS):
         basis = torch.linalg.qr(columns)[0] * kept
         (change,) = key_changes(rows.rows, rows.orig, rows.target, Projector.orthogonal(basis))
-        after = rows.rows.attention(before + change)[truth.tested]
+        after = rows.rows.attention(before + change)[tested]
         edited = torch.cat([after, 1 - after.sum(-1, keepdim=True)], dim=-1)
         optimizer.zero_grad()
         (-true * edited.clamp_min(_LEAST).log()).sum(-1).mean(0).sum().backward()  # heads do not meet
@@ -126,8 +127,8 @@ def beside_truth(
     """
     eye, swaps = torch.eye(rows.rows.d_head, dtype=torch.float64).repeat(len(rows.heads), 1, 1), {}
     for what, projector in conditions.items():
-        truth = rows.truth.get((what.feature, "asked"))
-        if what.kind == "feature" and truth is not None and bool(truth.tested.any()):
+        truth = rows.truth.get((what.feature, "distance"))
+        if what.kind == "feature" and truth is not None and bool(truth.isfinite().any()):
             ranks = projector.rank.tolist()
             swaps[Condition(what.feature, "trained")] = trained(rows, what.feature, ranks, seed)
             if singular is not None:

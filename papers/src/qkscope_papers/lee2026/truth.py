@@ -26,7 +26,7 @@ from qkscope.draws import derived_seed
 from qkscope.heads import Head
 from qkscope.maths import methods
 from qkscope.maths.singular import basis_of_weights
-from qkscope.maths.swap import SwapRows, Truth, draw_targets
+from qkscope.maths.swap import SwapRows, draw_targets
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope.tasks.lists import POOLED
@@ -114,23 +114,22 @@ def toy_rows(head: RetrievalHead, n: int, seed: int) -> SwapRows:
     free[count, contexts.asked] = free[count, target] = False
     first = draw_targets(target, free, derived_seed(seed, "first"), count)
     pairs = {
-        "asked": (contexts.asked, target),
-        "other": (first, draw_targets(first, free, derived_seed(seed, "second"), count)),
+        "distance": (contexts.asked, target),
+        "other_distance": (first, draw_targets(first, free, derived_seed(seed, "second"), count)),
     }
     q, keys = head.queries(contexts.x_q)[:, None], head.keys(contexts.x_k)
 
     def row(k: Tensor) -> AttentionRows:
         return AttentionRows(q, k[:, None], scale=head.scale)
 
-    slices, truth = head.encoders.task.latent_slices(), dict[tuple[str, str], Truth]()
+    slices, truth = head.encoders.task.latent_slices(), dict[tuple[str, str], Tensor]()
     for whose, (one, other) in pairs.items():
         for name, spans in {"z1": slices[:1], "z2": slices[1:], "both": slices}.items():
             z = contexts.latents.clone()
             for span in spans:
                 z[count, one, span], z[count, other, span] = z[count, other, span], z[count, one, span]
-            true = row(keys + head.keys((z - contexts.latents) @ head.encoders.A.mT)).attention()
-            truth[name, whose] = Truth(true, true, torch.ones(n, dtype=torch.bool))  # no key enters a query
-    return SwapRows(row(keys), *pairs["asked"], count, [Head(0, 0)], pairs["other"], truth=truth)
+            truth[name, whose] = row(keys + head.keys((z - contexts.latents) @ head.encoders.A.mT)).attention()
+    return SwapRows(row(keys), *pairs["distance"], count, [Head(0, 0)], pairs["other_distance"], truth=truth)
 
 
 def _ratio(rows: Sequence[Row], kind: str) -> Estimate:
