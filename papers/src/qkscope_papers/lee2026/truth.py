@@ -66,6 +66,29 @@ WORK = {
 }
 
 
+def _means(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
+    """Mean distance of each kind, by variant or task and feature; cells of the boundary stand apart."""
+    shown, by = (
+        [row for row in rows if row["tested"] and not row.get("boundary")],
+        "variant" if "r1" in rows[0] else "task",
+    )
+    return {
+        (panel, feature): {
+            kind: mean(row["distance"] for row in own)
+            for kind in KINDS
+            if (own := pick(shown, **{by: panel}, feature=feature, kind=kind))
+        }
+        for panel, feature in distinct(shown, by, "feature")
+    }
+
+
+def _told(rows: Sequence[Row]) -> str:
+    return " ".join(
+        f"{panel}, {feature}: {', '.join(f'{KINDS[kind]} {value:.2f}' for kind, value in means.items())}."
+        for (panel, feature), means in _means(rows).items()
+    )
+
+
 # ---------------------------------------------------------------------- the toy
 
 
@@ -79,17 +102,9 @@ def run(settings: Settings) -> Result:
     recipe = Recipe(steps=work.steps, validate_every=work.steps // 2)
     heads = train_heads(cells, settings.shared / "heads", lr=3e-3, recipe=recipe, device=settings.device)
     rows = [row for each in side_by_side(lambda head: _toy_rows(head, work, settings.seed), heads) for row in each]
-    claims, parts = _toy_claims(rows), []
-    for variant in VARIANTS:
-        own = pick(rows, variant=variant, boundary=False)
-        far = {
-            kind: mean(row["distance"] for row in pick(own, kind=kind) if row["feature"] != "both") for kind in KINDS
-        }
-        told = ", ".join(f"{label} {far[kind]:.2f}" for kind, label in KINDS.items())
-        parts.append(f"{variant.capitalize()} latents, one exchanged alone, r1 + r2 < d_head: {told}.")
-    answer = f"Distance to the row with the latent exchanged in the input. {' '.join(parts)}"
+    answer = f"Distance to the row with the latent exchanged in the input, r1 + r2 < d_head. {_told(rows)}"
     about = {"steps": work.steps, "contexts": work.contexts, "contrast_pairs": work.pairs}
-    return settings.result(answer, {"truth": rows}, claims, about=about)
+    return settings.result(answer, {"truth": rows}, _toy_claims(rows), about=about)
 
 
 def _toy_rows(trained: HeadRun, work: TruthWork, seed: int) -> list[Row]:
@@ -133,16 +148,12 @@ def toy_rows(head: RetrievalHead, n: int, seed: int) -> SwapRows:
 
 
 def _ratio(rows: Sequence[Row], kind: str) -> Estimate:
-    """Distances of one kind as parts of key PCA's, mean and interval over cells."""
-    cells = distinct(rows, "variant", "d_head", "r1", "r2")
-    names = ("variant", "d_head", "r1", "r2")
-
-    def part(cell: Sequence[Any]) -> float:
-        own = [row for row in pick(rows, **dict(zip(names, cell, strict=True))) if row["feature"] != "both"]
-        far, beside = ([row["distance"] for row in pick(own, kind=which)] for which in (kind, "key_pca"))
-        return mean(far) / mean(beside)
-
-    return over_runs(map(part, cells))
+    """Distances of one latent by one kind as parts of key PCA's, mean and interval over cells."""
+    far: dict[Any, dict[str, list[float]]] = {}
+    for row in (row for row in rows if row["feature"] != "both" and row["kind"] in (kind, "key_pca")):
+        cell = far.setdefault(tuple(row[name] for name in ("variant", "d_head", "r1", "r2")), {})
+        cell.setdefault(row["kind"], []).append(row["distance"])
+    return over_runs(mean(cell.get(kind, ())) / mean(cell["key_pca"]) for cell in far.values())
 
 
 def _toy_claims(rows: list[Row]) -> list[Claim]:
@@ -187,15 +198,9 @@ def run_model(settings: Settings) -> Result:
         units = task.test(work.prompts)
         found = swap(session.scope, units, fit, heads, features=features, seed=settings.seed, **options)
         rows += [{"task": name, **row} for row in found.table()]
-    claims, told = _model_claims(rows), []
-    for name, feature in distinct([row for row in rows if row["tested"]], "task", "feature"):
-        own = pick(rows, task=name, feature=feature)
-        far = {kind: mean(row["distance"] for row in pick(own, kind=kind)) for kind in KINDS}
-        parts = ", ".join(f"{label} {far[kind]:.2f}" for kind, label in KINDS.items() if far[kind] == far[kind])
-        told.append(f"{name}, {feature} ({len(distinct(own, 'head'))} heads): {parts}.")
-    answer = f"Distance to the row with the feature exchanged in the text, mean of the heads. {' '.join(told)}"
+    answer = f"Distance to the row with the feature exchanged in the text, mean of the heads. {_told(rows)}"
     about = session.about(prompts=work.prompts)
-    return settings.result(answer, {"truth": rows}, claims, model=session.scope.name, about=about)
+    return settings.result(answer, {"truth": rows}, _model_claims(rows), model=session.scope.name, about=about)
 
 
 def _fits(session: FigureSession) -> dict[str, tuple[Task, Fit, list[Head], list[str]]]:
@@ -247,20 +252,16 @@ def _model_claims(rows: list[Row]) -> list[Claim]:
 @run_model.drawing
 def draw(result: Result) -> Files:
     """Mean distances by kind, a panel for each variant or task."""
-    rows = result.tables["truth"]
-    by = "variant" if "variant" in rows[0] else "task"
-    shown = [row for row in rows if row["tested"] and not row.get("boundary")]
-    panels = distinct(shown, by)
-    figure = new_figure(3.6 * len(panels) + 0.6, 3.6)
+    means = _means([dict(row) for row in result.tables["truth"]])
+    panels, features = (list(dict.fromkeys(names)) for names in zip(*means, strict=True))
+    figure, hues = new_figure(3.6 * len(panels) + 0.6, 3.6), colours_of(features)
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axis, panel in zip(axes, panels, strict=True):
-        features = distinct(pick(shown, **{by: panel}), "feature")
-        for i, feature in enumerate(features):
-            own = pick(shown, **{by: panel}, feature=feature)
-            kinds = [kind for kind in KINDS if pick(own, kind=kind)]
-            values = [mean(row["distance"] for row in pick(own, kind=kind)) for kind in kinds]
-            places = [list(KINDS).index(kind) + 0.8 * (i + 0.5) / len(features) - 0.4 for kind in kinds]
-            axis.bar(places, values, 0.8 / len(features), label=feature, color=colours_of(features)[feature])
+        own = [feature for name, feature in means if name == panel]
+        for i, feature in enumerate(own):
+            values, width = means[panel, feature], 0.8 / len(own)
+            places = [list(KINDS).index(kind) + width * (i + 0.5) - 0.4 for kind in values]
+            axis.bar(places, list(values.values()), width, label=feature, color=hues[feature])
         slanted(axis, list(KINDS.values()), 50, 8)
         axis.set_title(f"{result.model or 'toy'}: {panel}", fontsize=9, color=INK)
         axis.legend(frameon=False, fontsize=8)
