@@ -99,7 +99,8 @@ def draw(result: Result) -> Files:
     axes = figure.subplots(len(configs), 3, squeeze=False)
     image = None
     for line, config in zip(axes, configs, strict=True):
-        pairs = _pairs(result, config)
+        named = distinct(pick(result.tables["alignment"], config=config), "pair")
+        pairs = [[int(feature) for feature in pair.split("-")] for pair in named]
         for axis, side in zip(line[:2], ("query", "key"), strict=True):
             features = [pair[side == "key"] for pair in pairs]
             shown = result.arrays[f"{side}/{config}"][features][:, :_SHOWN]
@@ -108,12 +109,6 @@ def draw(result: Result) -> Files:
     assert image is not None
     figure.colorbar(image, ax=axes[:, :2].ravel().tolist(), shrink=0.5, pad=0.01).set_label("|cos|")
     return files_of(result, figure)
-
-
-def _pairs(result: Result, config: str) -> list[tuple[int, int]]:
-    rows = pick(result.tables["alignment"], config=config, side="query", control=False)
-    named = distinct(rows, "pair")
-    return [(int(a), int(b)) for a, b in (pair.split("-") for pair in named)]
 
 
 def _heat_map(axis: Axes, matrix: Any, side: str, config: str, features: list[int]) -> Any:
