@@ -1,4 +1,4 @@
-"""A cost model of `decompose`, fitted to two rows of docs/benchmarks.json; writes the tables of papers/docs/scaling.md.
+"""A cost model of `decompose`, fitted to two rows of papers/docs/benchmarks.json; writes the tables of scaling.md.
 
 ``seconds = prompts · tokens · 2 · parameters · (share of layers) / rate``, one rate per hardware; what is accumulated
 costs a few percent of that. ``bytes = weights + sums``, with ``heads · contrasts · (d_head + 1)² · 16 · (1 + 2 R)`` for
@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from pages import DOCS, REPORTS, put
+from pages import REPORTS, put
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ TOKENS = {"one H200": 96, "two CPU cores": 43}  # of a prompt in the measured ro
 
 def rates() -> dict[str, float]:
     """FLOP/s while looking, from the measured rows: 64 prompts each."""
-    rows = json.loads((DOCS / "benchmarks.json").read_text())
+    rows = json.loads((REPORTS / "benchmarks.json").read_text())
     gpu = next(rows[name]["capture_overhead_8b"] for name in rows if "H200" in name)
     cpu = rows["two CPU cores"]["capture_overhead"]
     return {

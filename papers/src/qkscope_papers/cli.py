@@ -78,7 +78,10 @@ def reproduce(
         str | None, typer.Option("--model", help="Hub id, folder, nano:NAME; by default smollm2-135m or a nano.")
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option("--prompts", help="ioi, single or text (figures 7b, 8, 9 and 25 of franco2026).")
+        str | None,
+        typer.Option(
+            "--prompts", help="ioi, single or text (franco2026 fig7b, 8, 9, 25); as-written (lee2026 fig2, 11)."
+        ),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Run also what is finished in OUT.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Say which figures there are.")] = False,

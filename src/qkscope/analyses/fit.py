@@ -32,8 +32,8 @@ from qkscope.tasks.task import Task
 _SHOWN_SPECTRUM = 16  # singular values, at the least
 _NAMED = 4  # heads in a sentence
 _KINDS = {
-    "interaction": "what tells the keys apart depends on what is asked",
-    "mean only": "the keys differ, and that it depends on what is asked is not shown (which a weak one would not)",
+    "interaction": "query and key share a feature",
+    "mean only": "the keys differ, but no dependence on the query is shown (a weak one can be missed)",
     "not above null": "nothing is above chance",
 }
 #: What a fit was asked for, as its manifest says it.
@@ -226,7 +226,7 @@ def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
             more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
             named.append(f"{name} at {', '.join(heads[:_NAMED])}{more}")
         parts += [f"in {len(having)} {words} ({'; '.join(named)})"] if having else []
-    said = f"Of {len(rows)} contrasts at heads, {'; '.join(parts)}." if parts else f"{len(rows)} contrasts at heads."
+    said = f"Of {len(rows)} contrasts, {'; '.join(parts)}." if parts else f"{len(rows)} contrasts."
     if len(tested) < len(rows):
         why = next(reason for reason in reasons if reason).removeprefix("untested: ")
         said += f" {len(rows) - len(tested)} could not be tested ({why})."

@@ -11,13 +11,17 @@ appendix E):
   pool for both, + and − would be exchangeable, and the difference nothing but noise.
 - ``box``: a copy with the answer's label replaced; + is the label, − the label of the copy.
 
+To exchange features of two boxes in the text, entries change places (``order``: a box keeps its label and its word),
+words change places (``lexical``), or labels (``box``): each with the others or without.
+
 The last two are drawn together: one prompt and two copies of it. ``order`` has prompts of its own, as one set of words
 in all of them is what it means.
 
 `filter`: find the fruits in a list. Keys are the items' last tokens, the query is the prompt's last token. One contrast
 per category (+ its items, − all other items, in prompts that ask for it) as in Lee et al. 2026, section 5.1, and
 ``category``, which pools all of them and centres the query: within one category every query is alike, so its ΔC is
-``q̄ (μ⁺ − μ⁻)ᵀ`` whatever the head does.
+``q̄ (μ⁺ − μ⁻)ᵀ`` whatever the head does. In the text a category is exchanged by two items changing places: all
+categories at once, so that of one alone there is no such text.
 
 `induction`: a list of words comes a second time and breaks off; which word follows? ``cat tree lamp cat tree`` → lamp.
 The query is the last token, keys are the words of the first copy. Roles: ``PREV`` (the last word's first occurrence),
@@ -36,9 +40,22 @@ from itertools import count
 from typing import Annotated, Literal
 
 from qkscope.errors import BadInput
-from qkscope.examples import Draft, Example, Sign
+from qkscope.examples import Draft, Example, Sign, Span
 from qkscope.kinds import Count, Interval, Natural, Seed, checked_call
-from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, checked_words, from_walk, labels, pools, seeded
+from qkscope.tasks.task import (
+    ANSWER,
+    ASKED,
+    Contrast,
+    Task,
+    Unit,
+    Use,
+    checked_words,
+    from_walk,
+    labels,
+    pools,
+    rewritten,
+    seeded,
+)
 from qkscope.tasks.words import BOXES, CATEGORIES, FORMS, OBJECTS
 
 POOLED = "category"
@@ -135,6 +152,21 @@ def binding(
             yield first, prompt(pairs, asked, contrast, rng, cluster, -1 if disjoint else 1)
             rng.setstate(after_both)
 
+    def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
+        text, pair, spans = str(example.text), (one, other), dict[int, tuple[Span, Span]]()
+        for slot in pair:
+            start, stop = example.keys[slot].span
+            ahead_of = [word for word in words if text[:start].endswith(f"{before}{word}{between}")]
+            if not ahead_of or not set(features) <= {"order", "lexical", "box"}:
+                return None
+            end = start - len(between)
+            spans[slot] = (end - len(max(ahead_of, key=len)), end), (start, stop)
+        pieces = dict[Span, str]()
+        for slot, partner in (pair, pair[::-1]):
+            place, word, box = (partner if name in features else slot for name in ("order", "lexical", "box"))
+            pieces |= {spans[place][0]: text[slice(*spans[word][0])], spans[place][1]: text[slice(*spans[box][1])]}
+        return rewritten(example, pieces, {one: other, other: one} if "order" in features else None)
+
     contrasts = (
         Contrast("order", "the box at the asked place / the other boxes", center="query", paired=False, unit="prompt"),
         Contrast("lexical", "the asked word's box / the same box with another word", across=not disjoint, unit=ASKED),
@@ -144,7 +176,7 @@ def binding(
         "entities": entities, "form": form, "lexical": lexical, "pool": pool, "filler": filler, "chat": chat,
         "words": tuple(words), "boxes": tuple(boxes),
     }  # fmt: skip
-    return from_walk("binding", seed, contrasts, walk, asked_for, address, apart=["order"])
+    return from_walk("binding", seed, contrasts, walk, asked_for, address, apart=["order"], exchange=exchange)
 
 
 @checked_call
@@ -201,6 +233,12 @@ def filter_task(
                 draft.write(after if i + 1 < len(chosen) or form == "bullets" else ".")
             yield (draft.write(question.format(wanted)).example(cluster=cluster),)
 
+    def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
+        first, second = (example.keys[slot].span for slot in (one, other))
+        if POOLED not in features and not set(named) <= set(features):
+            return None
+        return rewritten(example, {first: example.piece(second), second: example.piece(first)})
+
     says = {name: f"{name} / all other items, when {name} are asked for" for name in named}
     contrasts = [Contrast(name, said, paired=False, unit="prompt") for name, said in says.items()]
     pooled = "items of the asked category / other items"
@@ -210,7 +248,7 @@ def filter_task(
     # The pooled contrast could take its prompts from the categories'. It is held against their span, and with a sample
     # in common the two would agree more than two fits do.
     apart, address = [contrast.name for contrast in contrasts], (form, items, *named)
-    return from_walk("filter", seed, contrasts, walk, asked, address, not chat and not start, apart)
+    return from_walk("filter", seed, contrasts, walk, asked, address, not chat and not start, apart, exchange)
 
 
 @checked_call

@@ -20,7 +20,20 @@ from qkscope_papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WOR
 from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import before_and_after, divergence_and_error
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Files, Row, column, distinct, figure_name, files_of, heat_map, least, mean, pick
+from qkscope_papers.tables import (
+    Files,
+    Row,
+    column,
+    distinct,
+    figure_name,
+    files_of,
+    heat_map,
+    least,
+    mean,
+    over_runs,
+    over_seeds,
+    pick,
+)
 
 _TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
 
@@ -59,13 +72,15 @@ def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Cla
     one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
     trained, untrained = (pick(spectra, config=ONE_PAIR, control=control) for control in (False, True))
     least_of = "least matched |cos|; control: what random directions find at best"
+    worst = over_seeds(one, lambda own: least(r["matched"] for r in own))
+    second = over_runs(r["next_over_last"] for r in trained)
     return [
-        Claim(f"one pair: both features align with their singular vectors ({least_of}, in every seed)",
-              "Sec. 4, Fig. 2(a): aligned", least(r["matched"] for r in one), one[0]["best_random"],
-              "ours >= 0.95 and ours > control"),
-        Claim("one pair: a single large singular value (second over first, largest of the seeds; control: untrained)",
-              "Sec. 4, Fig. 2(a): only a single large singular value", max(r["next_over_last"] for r in trained),
-              max(r["next_over_last"] for r in untrained), "ours < 0.05"),
+        Claim(f"one pair: both features align with their singular vectors ({least_of}, mean over seeds)",
+              "Sec. 4, Fig. 2(a): aligned", worst.mean, one[0]["best_random"], "ours >= 0.95 and ours > control",
+              **worst.ends),
+        Claim("one pair: a single large singular value (second over first, mean over seeds; control: untrained)",
+              "Sec. 4, Fig. 2(a): only a single large singular value", second.mean,
+              mean(r["next_over_last"] for r in untrained), "ours < 0.05", **second.ends),
         Claim(f"20 pairs: all features align with singular vectors ({least_of})",
               "Sec. 4, Fig. 2(b), Fig. 11: all features align", least(r["matched"] for r in many),
               many[0]["best_random"], "ours >= 0.95 and ours > control"),

@@ -71,7 +71,7 @@ def run(settings: Settings, cells: Cells) -> Result:
 def swap_rows(trained: HeadRun, pairs: int, n: int, seed: int) -> tuple[list[Row], Row]:
     """Every condition on the same contexts and the same targets: rows of the table, and how the subspaces lie."""
     task, head = trained.cell.task, trained.head
-    projectors, overlap = _projectors(head, pairs, seed)
+    projectors, overlap = projectors_of(head, pairs, seed)
     swaps: dict[Condition, Swap] = {condition: _subspace_swap(p) for condition, p in projectors.items()}
     variables = range(len(task.ranks))
     swaps |= {Condition(f"z{k + 1}", "oracle"): _oracle_swap(head, [k]) for k in variables}
@@ -80,13 +80,13 @@ def swap_rows(trained: HeadRun, pairs: int, n: int, seed: int) -> tuple[list[Row
     where |= {f"r{k + 1}": r for k, r in enumerate(task.ranks)}
     rows = [{**where, **row} for row in measure(head, swaps, n, seed)]
     untrained = trained.cell.untrained()
-    joint = _projectors(untrained, pairs, seed)[0][Condition("both")]
+    joint = projectors_of(untrained, pairs, seed)[0][Condition("both")]
     swaps = {Condition("both", "untrained"): _subspace_swap(joint)}
     rows += [{**where, **row} for row in measure(untrained, swaps, n, seed)]
     return rows, {**where, **overlap}
 
 
-def _projectors(head: RetrievalHead, pairs: int, seed: int) -> tuple[dict[Condition, Projector], Row]:
+def projectors_of(head: RetrievalHead, pairs: int, seed: int) -> tuple[dict[Condition, Projector], Row]:
     """Recovered subspaces and the baselines of the same size, fitted on contrast pairs and contexts of their own."""
     task, d = head.encoders.task, head.d_head
     names = [f"z{k + 1}" for k in range(len(task.ranks))]
