@@ -9,9 +9,11 @@ import qkscope as qk
 
 def graph_models() -> Any:
     package = find_spec("circuit_tracer")
-    assert package is not None and package.origin is not None
+    assert package is not None
+    assert package.origin is not None
     spec = spec_from_file_location("graph_models", Path(package.origin).parent / "frontend" / "graph_models.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
