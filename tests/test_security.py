@@ -35,10 +35,6 @@ def fit(kept, tmp_path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "fit"))
 
 
-def edit(path: Path, **fields: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
 def test_sums_that_claim_another_shape_or_belong_elsewhere_are_refused(tmp_path, scope, fit, monkeypatch):
     moments = Moments(["L0H0"], ["order"], 4, nulls=["sign_flip"], replicates=3, about={"model": "m", "n": 1})
     claimed = {**moments.manifest(), "replicates": 10**7}
@@ -71,7 +67,7 @@ def test_names_in_a_run_folder_do_not_lead_out_of_it(scope, tmp_path):
     for name in ("../../secret.jsonl", str(secret)):
         manifest["asked"]["asked"]["file"] = name
         (fit / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(BadInput, match="secret.jsonl cannot be read"):
+        with pytest.raises(BadInput, match=r"secret\.jsonl cannot be read"):
             task_of(read_job(fit), fit)
     assert Path(sums_file("../../x")).name == sums_file("../../x")
 
