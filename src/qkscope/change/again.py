@@ -17,11 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope import Head, Scope
 from qkscope.attention import AttentionRows, soft
 from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop
-from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run
 
