@@ -14,6 +14,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from forked import Forked, command
 from qkscope import cli
 from qkscope.cli import verbs, views
 from qkscope.runs.result import Result
@@ -47,7 +48,7 @@ def fitted(tmp_path_factory):
     """A fit, and what a process of its own said while it was made."""
     out = tmp_path_factory.mktemp("term") / "fit"
     job = [*BINDING, "--heads", "L1H0,L1H1", "-n", "24", "--replicates", "19", "--out", str(out)]
-    return out, subprocess.run([sys.executable, "-m", "qkscope", "decompose", *job], capture_output=True, text=True)
+    return out, *Forked(out.parent, command("decompose", *job)).end()
 
 
 def following(text: str) -> str:
@@ -80,12 +81,11 @@ def test_an_answer_has_one_small_table_and_a_next_command_that_runs(printed, tmp
 
 
 def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_controls(printed, fitted):
-    out, done = fitted
-    assert done.returncode == 0, done.stderr
-    check(done.stdout)
-    assert f"The page: {out / 'report.html'}" in done.stdout
-    assert following(done.stdout) == f"qkscope swap {out}"
-    assert done.stderr == ""  # nobody else says anything
+    out, code, said, complaint = fitted
+    assert (code, complaint) == (0, "")  # nobody else says anything
+    check(said)
+    assert f"The page: {out / 'report.html'}" in said
+    assert following(said) == f"qkscope swap {out}"
     text = printed("swap", out, "-n", 16)
     heading, *rows = check(text)
     assert heading.split() == ["head", "feature", "kind", "before", "after", "shift"]
@@ -179,8 +179,8 @@ def test_every_option_has_its_help_and_its_default_and_no_parameter_is_lost_by_m
 
 
 def test_the_help_needs_nothing_heavy():
-    command = [sys.executable, "-X", "importtime", "-m", "qkscope", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    asked = [sys.executable, "-X", "importtime", "-m", "qkscope", "--help"]
+    done = subprocess.run(asked, capture_output=True, text=True)
     assert "demo" in done.stdout
     assert not {"torch", "transformers", "numpy", "pydantic"} & {line.split()[-1] for line in done.stderr.splitlines()}
 
