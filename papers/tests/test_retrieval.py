@@ -8,7 +8,7 @@ import torch
 from qkscope.draws import draw_signs
 from qkscope_papers.lee2026.interactions import off_asymmetry, rotate
 from qkscope_papers.lee2026.ranks import head_ranks
-from qkscope_papers.lee2026.swaps import swap_rows
+from qkscope_papers.lee2026.swaps import projectors_of, swap_rows
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope_papers.lee2026.toy.retrieval import (
     AS_WRITTEN,
@@ -19,6 +19,7 @@ from qkscope_papers.lee2026.toy.retrieval import (
 )
 from qkscope_papers.lee2026.toy.stack import HeadCell
 from qkscope_papers.lee2026.toy.trained import HeadRun
+from qkscope_papers.lee2026.truth import toy_rows
 
 
 def untrained(ranks=(2, 3), variant="discrete", d_head=8, seed=0, **task):
@@ -121,3 +122,8 @@ def test_oblique_swaps_match_the_oracle_where_orthogonal_ones_leak():
     assert found["random_both"]["shift"] < found["both"]["shift"] - 0.2
     assert all(row["n"] == 4000 and row["vacuous"] is False for row in rows)
     assert found["both"]["low"] <= found["both"]["target_after"] <= found["both"]["high"]
+    table = toy_rows(head, 2000, seed=1).table(projectors_of(head, 20_000, 0)[0])
+    far = {(row["feature"], row["kind"]): row["distance"] for row in table}  # from the latent exchanged in the input
+    for z in ("z1", "z2"):
+        assert far[z, "oblique"] < 0.01 < far[z, "feature"] < 0.65 * far[z, "key_pca"]
+    assert far["both", "feature"] < 0.01

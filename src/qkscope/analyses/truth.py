@@ -14,6 +14,7 @@ as a key. Rows whose text cannot be exchanged, or has other token positions then
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -81,11 +82,16 @@ def truth_runner(
                     true = rows.attention().gather(-1, at).masked_fill(~known[:, None], 0.0)
                     true = pad(true, (0, width - true.shape[-1])).where(same[:, None, None], torch.nan)
                     found["truth"][f"{reading}/{name}"] = true.cpu()
-        if tested and what.fit.space != "query_frame":
+        if tested and what.fit.space != "query_frame" and not _refused(scope, what):
             found["frame"] = dict(vars(scope.capture_inputs(usual, heads=what.heads, space="query_frame").rows()))
         return found
 
     return run
+
+
+def _refused(scope: Scope, what: Features) -> bool:
+    """Whether the components of Ω cannot be swapped: that takes the query's frame."""
+    return any("query_frame" in scope.facts.layers[head.layer].refusals for head in what.heads)
 
 
 def _same_places(one: Encoding, other: Encoding) -> Tensor:
@@ -109,10 +115,9 @@ def more_conditions(
     rows = capture_rows(
         scope, units, what.fit, what.heads, pairs, exchanged=truth_runner(scope, what, pairs, task, tested=False)
     )
-    try:
-        singular = singular_basis(scope, what.heads)
-    except BadInput:  # weights that are not what a component is made of
-        singular = None
+    singular = None
+    with suppress(BadInput):  # weights of which no components can be made
+        singular = None if _refused(scope, what) else singular_basis(scope, what.heads)
     return methods.beside_truth(projectors, rows, singular, seed)
 
 

@@ -127,9 +127,10 @@ def beside_truth(
     eye, swaps = torch.eye(rows.rows.d_head, dtype=torch.float64).repeat(len(rows.heads), 1, 1), {}
     for what, projector in conditions.items():
         truth = rows.truth.get((what.feature, "distance"))
-        if what.kind == "feature" and truth is not None and bool(truth.isfinite().any()):
+        if what.kind == "feature" and truth is not None:
             ranks = projector.rank.tolist()
-            swaps[Condition(what.feature, "trained")] = trained(rows, what.feature, ranks, seed)
+            if bool(truth.isfinite().any()):
+                swaps[Condition(what.feature, "trained")] = trained(rows, what.feature, ranks, seed)
             if singular is not None:
                 swaps[Condition(what.feature, "omega_svd")] = omega_svd(singular, rows.heads)(ranks)
             swaps[Condition(what.feature, "whole")] = Projector.orthogonal(eye)
