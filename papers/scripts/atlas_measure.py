@@ -184,8 +184,8 @@ def ablated(scope: qk.Scope, heads: list[str], jobs: list[dict[str, Any]]) -> No
             if some:
                 stack.enter_context(scope.ablate(*some))
             model = stack.enter_context(scope.patched([]))
-            logits = model(**prompt_of(scope, ids), use_cache=False).logits
-        return float((logits[:, -LENGTH:-1].argmax(-1) == ids[:, 1 - LENGTH :]).float().mean())
+            logits = model(**prompt_of(scope, ids), use_cache=False, logits_to_keep=LENGTH).logits
+        return float((logits[:, :-1].argmax(-1) == ids[:, 1 - LENGTH :]).float().mean())
 
     draws, before = random.Random(0), accuracy([])
     previous = max((row for row in jobs if row["job"] == guesses.PREVIOUS), key=lambda row: row["share"])
