@@ -1,8 +1,8 @@
-"""Write the tables of docs/models.md, benchmarks.md and commands.md from what the commands print.
+"""Write the tables of docs/models.md, commands.md and papers/docs/benchmarks.md from what the commands print.
 
 ``qkscope models --json | python docs/generate.py models`` and
 ``qkscope bench --json | python docs/generate.py bench --hardware "two CPU cores"``. The bench rows also go into
-docs/benchmarks.json, one entry per hardware; the page keeps its text and takes new tables.
+papers/docs/benchmarks.json, one entry per hardware; the page keeps its text and takes new tables.
 
 ``python docs/generate.py commands`` writes the reference of the command line. ``cat *.json | python docs/generate.py
 schemas`` adds the tables and columns of what commands printed with ``--json`` to those that ``qkscope schema`` knows.
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
+REPORTS = DOCS.parent / "papers" / "docs"
 
 
 def models(rows: list[dict]) -> None:
@@ -37,7 +38,7 @@ def models(rows: list[dict]) -> None:
 
 def bench(rows: list[dict], hardware: str) -> None:
     """The ratios on one machine, beside those of the others."""
-    store = DOCS / "benchmarks.json"
+    store = REPORTS / "benchmarks.json"
     known = json.loads(store.read_text()) if store.exists() else {}
     entry = known.setdefault(hardware, {})
     for row in rows:
@@ -56,7 +57,7 @@ def bench(rows: list[dict], hardware: str) -> None:
             times = f"{row['plain_s']:.3g} s | {row['ours_s']:.3g} s"
             lines.append(f"| `{name}` | {times} | {row['ratio']:.3g}× | {row['note']} | {row['date']} |")
         lines.append("")
-    _put(DOCS / "benchmarks.md", "bench", "\n".join(lines).rstrip())
+    _put(REPORTS / "benchmarks.md", "bench", "\n".join(lines).rstrip())
 
 
 def schemas(results: list[dict]) -> None:

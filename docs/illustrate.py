@@ -1,4 +1,4 @@
-"""Run what a page says, and put what came of it into the page: ``python docs/illustrate.py start.md gallery.md``.
+"""Run what a page says, and put what came of it into the page: ``python docs/illustrate.py start.md because.md``.
 
 Python blocks run one after the other in one namespace, as ``tests/test_docs.py`` runs them. What stands between
 ``<!-- printed -->`` and ``<!-- /printed -->`` becomes what the block before printed; a text block that begins with

@@ -27,8 +27,9 @@ def chromium_path() -> str:
 def chromium():
     """The browser, open."""
     path = chromium_path()
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=60_000)  # milliseconds: a busy machine is no fault
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
         yield browser
@@ -40,6 +41,13 @@ def served(session):
     from qkscope.show.live import Server
 
     return Server(session)
+
+
+def expect(part):
+    """Playwright's assertions of a part of a page, which wait until they hold."""
+    from playwright import sync_api
+
+    return sync_api.expect(part)
 
 
 class Watched:

@@ -1,5 +1,7 @@
 """Because: changed prompts run from their first change give what whole prompts give, and planted reasons are found."""
 
+import re
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,7 +88,7 @@ def test_the_same_word_is_the_reason_of_an_induction_head(answer):
     assert same["alone"] < 0.5 < same["together"]
     assert same["together"] - max(same["alone"], same["different"]) >= 0.25
     assert kinds["follows"]["verdict"] == "shown"
-    assert "because 'jam' stands twice (tokens 4 and 12)" in answer.answer
+    assert "because 'jam' appears twice (tokens 4 and 12)" in answer.answer
     carriers = answer.tables["carriers"][0]
     assert (carriers["side"], carriers["writers"], carriers["verdict"]) == ("key", "L17H8, L16H0", "shown")
     assert "L17H8 and L16H0 carried 'jam' into its key" in answer.answer
@@ -202,7 +204,7 @@ def test_a_pair_without_other_words_takes_nothing_from_the_next(nano, monkeypatc
 
 def test_a_heads_name_is_told_where_it_fits_the_prompt(answer, smollm2):
     said = [row["line"] for row in answer.tables["said"]]
-    assert any(line.startswith("Habit: on natural text it does so too, in ") and "(induction)" in line for line in said)
+    assert any(re.match(r"Habit: on natural text it does the same in .*\(induction\)", line) for line in said)
     jobs = known_jobs(smollm2.weights_hash)
     assert jobs["L16H0"] == {"previous token": 1.0}
     assert len(jobs) == len(smollm2.heads())

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 
 import qkscope as qk
-from browser import Watched
+from browser import Watched, expect
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope.show.page import write_report
@@ -40,8 +39,9 @@ def report(browser, url):
     return Watched(browser, url)
 
 
-def note(page):
-    return page.locator("#tip").inner_text()
+def noted(page, *texts):
+    for text in texts:
+        expect(page.locator("#tip")).to_contain_text(text, use_inner_text=True)
 
 
 def test_it_loads_whole_asks_for_nothing_and_is_readable_on_every_screen(report, url, results):
@@ -53,7 +53,7 @@ def test_it_loads_whole_asks_for_nothing_and_is_readable_on_every_screen(report,
     assert page.locator("h1.answer").inner_text().startswith("Swapping both at L2H0")
     assert page.locator(".map svg .cell").count() == len(results[1].table())
     for kind in ("map", "spectra", "swaps", "curve", "cloud", "tokens"):
-        assert page.locator(f"section.{kind} .chart > *").count() > 0, kind
+        expect(page.locator(f"section.{kind} .chart > *").first).to_be_attached()
     report.check_screens("report")
 
 
@@ -61,19 +61,17 @@ def test_pointing_and_keys_read_out_a_head_and_a_swap(report, results):
     page = report.page
     page.locator('.map .cell[data-at="1,1"]').hover()
     row = next(row for row in results[1].table() if row["head"] == "L1H1")
-    assert "L1H1" in note(page)
-    assert f"{row['accuracy']:.2f} [{row['low']:.2f}, {row['high']:.2f}]" in note(page)
+    noted(page, "L1H1", f"{row['accuracy']:.2f} [{row['low']:.2f}, {row['high']:.2f}]")
     page.locator(".map svg").focus()
     for key, head in (("ArrowRight", "L2H1"), ("ArrowDown", "L2H0")):
         page.keyboard.press(key)
-        assert head in note(page)
+        noted(page, head)
     lexical = next(row for row in results[3].table() if row["condition"] == "lexical")
     page.locator(".swaps svg .row").nth(2).hover()
-    assert "lexical" in note(page)
-    assert f"{lexical['orig_before']:.2f} → {lexical['orig_after']:.2f}" in note(page)
+    noted(page, "lexical", f"{lexical['orig_before']:.2f} → {lexical['orig_after']:.2f}")
     page.locator(".swaps svg").focus()
     page.keyboard.press("ArrowDown")
-    assert "L2H0 · before" in note(page)
+    noted(page, "L2H0 · before")
 
 
 def test_the_parts_of_a_token_are_shown_and_sum_to_its_logit(report, results):
@@ -81,6 +79,7 @@ def test_the_parts_of_a_token_are_shown_and_sum_to_its_logit(report, results):
     rows = results[4].tables["tokens"]
     for i in (6, 9):
         page.locator(f'.tokens .token[data-i="{i}"]').hover()
+        noted(page, f"token {i}")
         shown = page.locator(".tokens .split .value").all_inner_texts()
         parts = [float(text.replace("−", "-")) for text in shown]
         assert parts[-1] == pytest.approx(rows[i]["logit"], abs=0.006)
@@ -88,33 +87,31 @@ def test_the_parts_of_a_token_are_shown_and_sum_to_its_logit(report, results):
     colour = "document.querySelector('.tokens .fill[data-i=\"6\"]').style.backgroundColor"
     before = page.evaluate(colour)
     page.locator(".tokens .choices button", has_text="lexical").click()
-    assert page.evaluate(colour) != before
+    report.until(f"{colour} !== {before!r}")
     page.locator(".tokens .prompt").focus()
     report.press("Home", "ArrowRight")
-    assert "token 1" in note(page)
+    noted(page, "token 1")
 
 
 def test_the_points_turn_by_mouse_by_keys_and_by_buttons(report):
     page = report.page
     stage = page.locator(".cloud .stage")
     stage.scroll_into_view_if_needed()
-    seen = lambda: [float(part) for part in stage.get_attribute("data-view").split()]  # noqa: E731
-    start, box = seen(), stage.bounding_box()
+    view = "document.querySelector('.cloud .stage').dataset.view.split(' ').map(Number)"
+    (turned, up, zoom), box = page.evaluate(view), stage.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.mouse.move(x, y)
     page.mouse.down()
     page.mouse.move(x + 120, y + 30, steps=6)
     page.mouse.up()
-    dragged = seen()
-    assert dragged[0] < start[0]
-    assert dragged[1] > start[1]
+    report.until(f"Math.abs({view}[0] - {turned - 0.96}) < 0.002 && {view}[1] > {up}")
     stage.locator("canvas").focus()
     page.keyboard.press("ArrowLeft")
-    assert seen()[0] == pytest.approx(dragged[0] + 0.15, abs=0.002)
+    report.until(f"Math.abs({view}[0] - {turned - 0.81}) < 0.002")
     page.mouse.wheel(0, -200)  # it has the focus
-    assert seen()[2] > 1.2
+    report.until(f"{view}[2] > 1.2")
     page.locator(".cloud .zoom button", has_text="reset").click()
-    assert seen() == start
+    report.until(f"JSON.stringify({view}) === JSON.stringify([{turned}, {up}, {zoom}])")
     assert report.errors == []
 
 
@@ -127,10 +124,11 @@ def test_the_data_of_every_chart_can_be_copied(report, results):
     for i in range(places.count()):
         assert places.nth(i).locator("button").all_inner_texts() == ["CSV", "JSON"]
     page.locator(".swaps .copy button", has_text="JSON").click()
+    report.until("window.copied")
     assert json.loads(page.evaluate("window.copied")) == results[3].to_json()["tables"]["swap"]
     page.locator(".tokens .copy button", has_text="CSV").click()
+    report.until("window.copied.startsWith('position,token,attention,logit,order,lexical,residual\\r\\n')")
     lines = page.evaluate("window.copied")
-    assert lines.startswith("position,token,attention,logit,order,lexical,residual\r\n")
     assert '"\n"' in lines  # a line break inside a token stays one cell
 
 
@@ -147,10 +145,9 @@ def test_every_control_is_reached_by_tab_and_the_theme_can_be_turned(report):
     assert len(reached) >= wanted
     background = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(background)
-    page.locator("#theme").click()
-    assert page.evaluate(background) != light
-    page.locator("#theme").click()
-    assert page.evaluate(background) == light
+    for same in ("!==", "==="):
+        page.locator("#theme").click()
+        report.until(f"{background} {same} {light!r}")
 
 
 def test_the_widget_of_a_notebook_draws_itself(browser, results, tmp_path):
@@ -158,10 +155,9 @@ def test_the_widget_of_a_notebook_draws_itself(browser, results, tmp_path):
     path.write_text(f"<!doctype html><meta charset=utf-8><body>{results[4]._repr_html_()}</body>")
     watched = Watched(browser, path.as_uri())
     inside = watched.page.frame_locator("iframe")
-    inside.locator(".token").first.wait_for()
-    assert inside.locator(".token").count() == len(results[4].tables["tokens"])
+    expect(inside.locator(".token")).to_have_count(len(results[4].tables["tokens"]))
     inside.locator('.token[data-i="6"]').hover()
-    assert "token 6" in inside.locator("#tip").inner_text()
+    noted(inside, "token 6")
     inner = inside.locator("body").evaluate("(body) => body.getBoundingClientRect().height")
     watched.until(f"Math.abs(document.querySelector('iframe').offsetHeight - {inner}) <= 2")  # nothing is cut off
     assert watched.errors == []
@@ -169,18 +165,17 @@ def test_the_widget_of_a_notebook_draws_itself(browser, results, tmp_path):
 
 
 def test_a_label_is_text_in_the_legend_and_a_chart_that_fails_is_alone(browser, tmp_path):
-    points = torch.arange(12.0).reshape(4, 3)
-    arrays = {"order/keys": points, "order/queries": points + 1, "order/key_labels": torch.tensor([0, 0, 1, 1]),
-              "order/query_labels": torch.tensor([0, 0, 1, 1])}  # fmt: skip
     evil = '<b>bold</b><a href="https://example.org">x</a>'
     broken = [{"position": 0, "token": None, "attention": 1.0, "logit": 1.0}]
-    result = Result("test/one", {"tokens": broken, "labels": [{"label": evil}, {"label": "plain"}]}, arrays=arrays)
+    points = [{"cloud": "order", "side": side, "x": i, "y": 1, "z": -i, "label": label}
+              for side in ("key", "query") for i, label in enumerate([evil, "plain"])]  # fmt: skip
+    result = Result("test/one", {"tokens": broken, "points": points})
     watched = Watched(browser, write_report(tmp_path / "page.html", result).as_uri())
     page = watched.page
     page.locator(".cloud .stage").scroll_into_view_if_needed()
-    assert page.locator(".cloud .legend button").nth(2).text_content() == evil
+    expect(page.locator(".cloud .legend button").nth(2)).to_have_text(evil)
     assert page.locator(".cloud .legend a").count() == 0
-    assert "cannot be drawn" in page.locator("section.tokens .chart").inner_text()
+    expect(page.locator("section.tokens .chart")).to_contain_text("cannot be drawn")
     page.close()
 
 
@@ -210,8 +205,8 @@ def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
     for words, by, side in (("writers of the key", "writers", "key"), ("singular vectors", "singular", "both")):
         page.locator("section.parts button", has_text=words).click()
         own = [row["part"] for row in why.tables["parts"] if (row["by"], row["side"]) == (by, side)]
-        assert page.locator("section.parts .name").all_text_contents() == [*own, "logit"]
-        assert page.locator("section.parts .value.sum").inner_text() == logit
+        expect(page.locator("section.parts .name")).to_have_text([*own, "logit"])
+        expect(page.locator("section.parts .value.sum")).to_have_text(logit)
     titles = ("Because", "Carried by", "Cuts")
     words, carried, cuts = (page.locator("section.tests", has_text=title) for title in titles)
     causes = {"yes": "shown", "open": "open", "no": "no"}
@@ -220,8 +215,8 @@ def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
     for size in (1, 3):
         cuts.locator(".choices button", has_text=str(size)).click()
         own = [row["verdict"] for row in why.tables["cuts"] if row["k"] == size]
-        assert cuts.locator(".value b").all_text_contents() == own
-        assert cuts.locator(".band:not(.swatch)").count() == len(own)
+        expect(cuts.locator(".value b")).to_have_text(own)
+        expect(cuts.locator(".band:not(.swatch)")).to_have_count(len(own))
 
 
 def test_a_writer_in_the_graph_is_read_out_and_followed_by_pointer_and_by_keys(answer, why):
@@ -230,24 +225,27 @@ def test_a_writer_in_the_graph_is_read_out_and_followed_by_pointer_and_by_keys(a
     writer = why.tables["nodes"][edge["source"]]
     place = page.locator(f'.graph .place[data-at="key {writer["writer"]} {writer["position"]}"]')
     place.hover()
-    assert f"{writer['value']:+.2f}".replace("-", "−") in note(page)
+    noted(page, f"{writer['value']:+.2f}".replace("-", "−"))
     place.click()
-    assert place.get_attribute("aria-pressed") == "true"
+    expect(place).to_have_attribute("aria-pressed", "true")
+    expect(page.locator('.graph .place.dim[data-at^="query"]').first).to_be_attached()
     assert page.locator('.graph .place[data-at="root"].dim').count() == 0
-    assert page.locator('.graph .place.dim[data-at^="query"]').count() > 0
     page.keyboard.press("Escape")
-    assert page.locator(".graph .dim").count() == 0
+    expect(page.locator(".graph .dim")).to_have_count(0)
     page.locator('.graph .place[data-at="root"]').focus()
-    seen = ["root"]
+    seen, active = ["root"], "document.activeElement.dataset.at"
     for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
         page.keyboard.press(key)
-        seen.append(page.evaluate("document.activeElement.dataset.at"))
+        answer.until(f"{active} !== {seen[-1]!r}")
+        seen.append(page.evaluate(active))
     assert len(set(seen)) == 3
     assert seen[3] == seen[1]
-    assert "share" in note(page)
+    noted(page, "share")
     counts = []
     for name in ("none", "main", "all"):
-        page.locator("section.graph .choices button", has_text=name).click()
+        choice = page.locator("section.graph .choices button", has_text=name)
+        choice.click()
+        expect(choice).to_have_attribute("aria-pressed", "true")
         counts.append(page.locator(".graph .line.why").count())
     assert 0 == counts[0] < counts[1] <= counts[2]
 
@@ -258,20 +256,21 @@ def test_an_atlas_is_searched_filtered_sorted_and_opened(browser, nano, tmp_path
     watched = Watched(browser, write_report(tmp_path / "atlas.html", found).as_uri())
     page, rows = watched.page, found.table()
     lines = page.locator(".atlas tbody:visible")
-    assert (lines.count(), page.locator(".atlas .cell").count()) == (len(rows), len(rows))
+    expect(lines).to_have_count(len(rows))
+    expect(page.locator(".atlas .cell")).to_have_count(len(rows))
     chip = page.locator('.atlas [data-name="induction"]')
     chip.click()
-    assert lines.count() == sum(row["kind"] == "induction" for row in rows)
+    expect(lines).to_have_count(sum(row["kind"] == "induction" for row in rows))
     chip.click()
     page.locator(".atlas th button", has_text="leaves").click()
-    assert lines.first.get_attribute("data-head") == max(rows, key=lambda row: row["leaves"])["head"]
+    expect(lines.first).to_have_attribute("data-head", max(rows, key=lambda row: row["leaves"])["head"])
     page.locator(".atlas input").fill("l1h1")
     look = next(row for row in found.tables["examples"] if row["head"] == "L1H1")
-    assert lines.count() == 1
+    expect(lines).to_have_count(1)
     lines.locator("button").click()
     asking = lines.locator("blockquote").first.locator("mark.query, mark.both")
     assert asking.inner_text() == look["tokens"][look["query"]]
-    assert lines.locator("blockquote mark.cause").count() > 0
-    assert "cause decides" in lines.locator(".marks").inner_text()
+    expect(lines.locator("blockquote mark.cause").first).to_be_attached()
+    expect(lines.locator(".marks")).to_contain_text("cause decides")
     watched.check_screens("atlas")
     page.close()

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 import pytest
 
 import qkscope as qk
-from browser import Watched
+from browser import Watched, expect
 from qkscope import BadInput, Result
 from qkscope.runs.claims import Claim
 from qkscope.show.gallery import write_gallery
@@ -117,20 +117,26 @@ def test_the_site_opens_from_disk_and_words_and_choices_hide_what_was_not_asked_
     watched.check_screens("gallery")
     assert [r for r in watched.requests if not r.startswith("data:")] == [site]
     for run, drawn in (("why", ".graph svg"), ("heads", ".cell"), ("fit", "circle")):
-        assert page.locator(f"#run-{run} .thumbnail {drawn}").count() > 0
-    shown = lambda: page.locator(".card:visible").evaluate_all("(all) => all.map((each) => each.id)")  # noqa: E731
+        expect(page.locator(f"#run-{run} .thumbnail {drawn}").first).to_be_attached()
+
+    def alone(run):
+        cards = (
+            "[...document.querySelectorAll('.card')].filter((each) => each.checkVisibility()).map((each) => each.id)"
+        )
+        watched.until(f"{cards}.join() === 'run-{run}'")
+
     page.locator("#words").fill("l2h3")
-    assert shown() == ["run-why"]
-    assert page.locator(".heads tr.found:visible").all_inner_texts()[0].startswith("L2H3")
-    assert page.locator("#claims").is_hidden()
+    alone("why")
+    expect(page.locator(".heads tr.found:visible").first).to_contain_text("L2H3")
+    expect(page.locator("#claims")).to_be_hidden()
     page.locator("#words").fill("")
     page.locator("select[data-filter=model]").select_option("other")
-    assert shown() == ["run-lee2026-fig9"]
-    assert page.locator("#claims tr.found:visible").count() == 2
+    alone("lee2026-fig9")
+    expect(page.locator("#claims tr.found:visible")).to_have_count(2)
     page.locator("select[data-filter=model]").select_option("")
     page.locator("select[data-filter=what]").select_option("heads")
-    assert shown() == ["run-heads"]
-    assert page.locator("output").inner_text() == "1 of 4 runs"
+    alone("heads")
+    expect(page.locator("output")).to_have_text("1 of 4 runs")
     assert watched.errors == []
     page.close()
 
@@ -139,25 +145,22 @@ def test_a_link_leads_to_a_head_to_a_claim_and_back(browser, site):
     watched = Watched(browser, site)
     page = watched.page
     page.locator("#run-why p.of a", has_text="L2H3").first.click()
-    head = page.locator("#L2H3")
-    assert page.url.endswith("runs/why.html#L2H3")
-    assert head.is_visible()
-    assert head.evaluate("(at) => at.matches(':target') && at.getBoundingClientRect().bottom < innerHeight")
+    expect(page).to_have_url(site.replace("index.html", "runs/why.html#L2H3"))
+    expect(page.locator("#L2H3:target")).to_be_in_viewport()
     page.locator("header a").click()
-    assert page.url == f"{site}#run-why"
+    expect(page).to_have_url(f"{site}#run-why")
     page.locator("#claims a", has_text="L1H1 is right").click()
-    row = page.locator("#claim-2")
-    assert "fails" in row.inner_text()
-    assert row.evaluate("(at) => at.matches(':target') && at.getBoundingClientRect().top > 0")
+    expect(page.locator("#claim-2:target")).to_contain_text("fails")
+    expect(page.locator("#claim-2")).to_be_in_viewport()
     page.go_back()
     page.locator("#run-why .asked a").click()
     page.locator("#prompt-1 .token").nth(10).wait_for()  # a script writes the tokens once the page is there
     page.goto(site.replace("index.html", "runs/heads.html#L2H0"))  # on a map: its script finds it
-    watched.until("document.querySelector('.map .chosen').getAttribute('visibility') === 'visible'")
+    expect(page.locator(".map .chosen")).to_have_attribute("visibility", "visible")
     cell = page.locator('.map .cell[data-at="2,0"]').get_attribute("x")
-    assert page.locator(".map .chosen").get_attribute("x") == cell
+    expect(page.locator(".map .chosen")).to_have_attribute("x", cell)
     page.goto(site.replace("index.html", "runs/lee2026-fig9.html#L1H1"))  # in a folded table: it opens
-    assert page.locator("tr#L1H1").is_visible()
+    expect(page.locator("tr#L1H1")).to_be_visible()
     assert [r for r in watched.requests if not r.startswith(("file:", "data:"))] == []
     assert watched.errors == []
     page.close()

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import qkscope as qk
 from qkscope import BadInput
-from qkscope.analyses.clouds import clouds_of
 from qkscope.cli import app
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
@@ -119,25 +118,22 @@ def test_charts_hold_the_numbers_of_the_tables(results):
 
 
 def test_points_lie_in_the_features_subspace_and_know_their_labels(results):
-    clouds = clouds_of(results["swap"])
-    assert [cloud.title for cloud in clouds] == [
-        f"{name} at {h}" for h in ("L2H0", "L1H1") for name in ("order", "lexical")
-    ]
-    for cloud in clouds:
-        assert (cloud.keys.shape, cloud.queries.shape) == ((12 * 4, 3), (12, 3))
-        # queries count as often as keys, so that both together are centred
-        torch.testing.assert_close(cloud.keys.sum(0) + 4 * cloud.queries.sum(0), torch.zeros(3), atol=1e-3, rtol=0)
-    place, asked = (clouds[0].colourings[name] for name in ("place in the prompt", "right or not"))
-    assert place.keys[:4] == [0, 1, 2, 3]
-    assert [asked.keys[4 * row + place.queries[row]] for row in range(12)] == [0] * 12
-    assert sum(label == 0 for label in asked.keys) == 12
-    drawn = next(block for block in data_of(report_html([results["swap"]])) if block["kind"] == "cloud")["options"]
-    assert (len(drawn["panels"]), len(drawn["labels"])) == (4, 1)  # labels are of prompts, whatever head or feature
-    for panel, cloud in zip(drawn["panels"], clouds, strict=True):
-        for side, points in (("keys", cloud.keys), ("queries", cloud.queries)):
-            away = torch.tensor(panel[side]).reshape(-1, 3) * panel["unit"] - points
-            assert float(away.abs().max()) <= 0.51 * panel["unit"]
-        assert panel["unit"] < 0.0011 * float(torch.cat([cloud.keys, cloud.queries]).abs().max())
+    rows = results["swap"].table("clouds")
+    clouds = {
+        cloud: [row for row in rows if row["cloud"] == cloud] for cloud in dict.fromkeys(r["cloud"] for r in rows)
+    }
+    assert list(clouds) == [f"{name} at {h}" for h in ("L2H0", "L1H1") for name in ("order", "lexical")]
+    for cloud in clouds.values():
+        keys, queries = ([row for row in cloud if row["side"] == side] for side in ("key", "query"))
+        assert (len(keys), len(queries)) == (12 * 4, 12)
+        for axis in "xyz":  # queries count as often as keys, so that both together are centred
+            assert sum(row[axis] for row in keys) + 4 * sum(row[axis] for row in queries) == pytest.approx(0, abs=5e-3)
+        assert [row["place in the prompt"] for row in keys[:4]] == [1, 2, 3, 4]
+        right = [keys[4 * i + row["place in the prompt"] - 1] for i, row in enumerate(queries)]
+        assert [row["right or not"] for row in right] == ["the right key"] * 12
+        assert sum(row["right or not"] == "the right key" for row in keys) == 12
+    drawn = next(block for block in data_of(report_html([results["swap"]])) if block["kind"] == "cloud")
+    assert drawn["rows"] == rows
 
 
 def test_a_page_is_told_in_order(results):

@@ -14,6 +14,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from forked import Forked, command
 from qkscope import cli
 from qkscope.cli import verbs, views
 from qkscope.runs.result import Result
@@ -47,7 +48,7 @@ def fitted(tmp_path_factory):
     """A fit, and what a process of its own said while it was made."""
     out = tmp_path_factory.mktemp("term") / "fit"
     job = [*BINDING, "--heads", "L1H0,L1H1", "-n", "24", "--replicates", "19", "--out", str(out)]
-    return out, subprocess.run([sys.executable, "-m", "qkscope", "decompose", *job], capture_output=True, text=True)
+    return out, *Forked(out.parent, command("decompose", *job)).end()
 
 
 def following(text: str) -> str:
@@ -80,12 +81,11 @@ def test_an_answer_has_one_small_table_and_a_next_command_that_runs(printed, tmp
 
 
 def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_controls(printed, fitted):
-    out, done = fitted
-    assert done.returncode == 0, done.stderr
-    check(done.stdout)
-    assert f"The page: {out / 'report.html'}" in done.stdout
-    assert following(done.stdout) == f"qkscope swap {out}"
-    assert done.stderr == ""  # nobody else says anything
+    out, code, said, complaint = fitted
+    assert (code, complaint) == (0, "")  # nobody else says anything
+    check(said)
+    assert f"The page: {out / 'report.html'}" in said
+    assert following(said) == f"qkscope swap {out}"
     text = printed("swap", out, "-n", 16)
     heading, *rows = check(text)
     assert heading.split() == ["head", "feature", "kind", "before", "after", "shift"]
@@ -179,8 +179,8 @@ def test_every_option_has_its_help_and_its_default_and_no_parameter_is_lost_by_m
 
 
 def test_the_help_needs_nothing_heavy():
-    command = [sys.executable, "-X", "importtime", "-m", "qkscope", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    asked = [sys.executable, "-X", "importtime", "-m", "qkscope", "--help"]
+    done = subprocess.run(asked, capture_output=True, text=True)
     assert "demo" in done.stdout
     assert not {"torch", "transformers", "numpy", "pydantic"} & {line.split()[-1] for line in done.stderr.splitlines()}
 
@@ -200,15 +200,15 @@ def test_a_schema_names_every_column_that_a_verb_gives(printed):
 
 
 SAID = [
-    "Same word: ' John', one replaced leaves at most 39%, both by the same word 64%, by different ones 39%: not shown.",
-    "Carried by: L20H0 and L19H2 put back in its query: ' John' (token 3) 33% → 60% (control 34%): shown.",
-    *["Effect: P(' Mary') 92.3% → 88.9% without this look; direct effect in logits: '给' 李明把一瓶水给了 +1.5."] * 9,
+    "Same word: ' John', replacing one leaves at most 39%, both by the same word 64%: not shown.",
+    "Carried by: L20H0 and L19H2 restored in its query: ' John' (token 3) 33% → 60% (control 34%): shown.",
+    *["Effect: P(' Mary') 92.3% → 88.9% with this key hidden; direct effect in logits: '给' 李明把一瓶水 +1.5."] * 9,
 ]
 
 
 @pytest.fixture
 def why_result():
-    answer = "L23H0 at ' to' (token 13) looks at ' Mary' (token 1), 69%, in part because ' John' stands twice. " * 2
+    answer = "L23H0 at ' to' (token 13) looks at ' Mary' (token 1), 69%, in part because ' John' appears twice. " * 2
     return Result("why", {"said": [{"line": line} for line in SAID]}, answer=answer)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qkscope.capture.inputs import model_pad_id, pad_rows, short_ids, short_inputs
-from qkscope.tasks.binding import FILLER
+from qkscope.tasks.lists import FILLER
 from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
 from qkscope_papers.families import tiny_model
 

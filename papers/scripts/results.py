@@ -1,8 +1,9 @@
 """The ledger of claims, and the pages made of it: results.md, results-PAPER.md and a place in the README.
 
 ``python papers/scripts/results.py runs/paper --hardware "two CPU cores"`` takes the claims of every figure below a
-folder into papers/results.json, with its picture. Runs of the preset smoke are left out; a figure that was taken from a
-larger preset keeps it.
+folder into papers/results.json, with its picture. Runs of the preset smoke are left out. Of a figure that was taken
+from a larger preset, claims stay as they are; those that are new, or had no interval and have one now, are added, and
+say where they come from.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from typing import Any
 
 from pages import LEDGER, REPORTS, ROOT, number_cell, put, text_cell
 
-from qkscope.runs.claims import Claim
+from qkscope.runs.claims import REASONS, Claim
 from qkscope_papers.lee2026.language import EMBEDDED, SECOND
-from qkscope_papers.registry import PAPERS, PRESETS, figure_of, figures_of
+from qkscope_papers.registry import PAPERS, PRESETS, figure_of, figures_of, marked
 
 SOURCES = ("stated", "implied", "ours")
-REASONS = ("refuted", "small model", "other setting", "not run here")
+# how a claim is counted: what stands after "open" is not decided, or says little
+SORTS = {
+    "holds": "hold",
+    "tie": "tie",
+    "fails": "fail",
+    "open": "open",
+    "lenient": "lenient",
+    "no such head": "no such head",
+}
 
 
 def results(folders: list[Path], hardware: str) -> None:
@@ -42,20 +51,43 @@ def results(folders: list[Path], hardware: str) -> None:
         other = "@" + ", ".join(unusual) if unusual else ""
         name = found["experiment"] + other
         old = known.get(name)
+        made_by = {"command": re.sub(r" --out \S+", "", made["command"] or ""), "hardware": hardware,
+                   "date": datetime.date.today().isoformat(), "preset": found["preset"]}  # fmt: skip
         if old and PRESETS.index(old["preset"]) > PRESETS.index(found["preset"]):
+            _add(old["claims"], found["claims"], made_by)
             continue
         picture = path.parent / "figures" / f"{figure}.png"
         drawn = picture.exists() and not other
         if drawn:
             (REPORTS / "figures" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(picture, REPORTS / "figures" / f"{name}.png")
-        known[name] = {key: found[key] for key in ("preset", "model", "seconds", "answer", "claims")} | {
-            "command": re.sub(r" --out \S+", "", made["command"] or ""), "hardware": hardware, "picture": drawn,
-            "date": datetime.date.today().isoformat(),
-        }  # fmt: skip
+        kept = ("model", "seconds", "answer", "claims")
+        known[name] = {key: found[key] for key in kept} | made_by | {"picture": drawn}
+    for name, entry in known.items():
+        entry["claims"] = [
+            row | marked(name.partition("@")[0], Claim.from_json(row)).to_json() for row in entry["claims"]
+        ]
     LEDGER.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     for page, name, text in results_pages(known):
         put(page, name, text)
+
+
+def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[str, str]) -> None:
+    """Rows of a smaller preset among those of a larger one: what is new, and intervals that were missing."""
+
+    def key(row: dict[str, Any]) -> str:
+        return re.sub(r"[\d.,]+", "#", row["claim"])  # numbers in a claim's text depend on the preset
+
+    places = {key(row): i for i, row in enumerate(rows)}
+    for row in new:
+        place = places.get(key(row))
+        if place is None:
+            rows.append(row | {"made": made_by})
+        elif Claim.from_json(row).decided and ("made" in rows[place] or not Claim.from_json(rows[place]).decided):
+            old = rows[place]
+            was = f"At a larger preset it was {number_cell(old['ours'])}, without an interval, and {_word(old)}."
+            before = old["changed"] if "made" in old else f"{old['changed']} {was}".strip()
+            rows[place] = row | {"made": made_by, "changed": before}
 
 
 def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
@@ -86,10 +118,12 @@ def _counts(known: dict[str, Any]) -> list[str]:
     """A sentence, then a line per paper: how many claims hold, by who makes them."""
     # a claim that was tried on a second model, or on other prompts, is one claim still
     everything = [claim for name, entry in known.items() if "@" not in name for claim in entry["claims"]]
-    said = {source: _counted([c for c in everything if _source(c) == source]) for source in SOURCES}
+    said = {source: [c for c in everything if _source(c) == source] for source in SOURCES}
     lines = [
-        f"Of the claims that the papers state, {said['stated']}; of those that they imply, {said['implied']}; of our "
-        f"own, {said['ours']}. A tie: the interval leaves it open.", "",
+        f"Of {len(said['stated'])} claims that the papers state, {_counted(said['stated'])}; of {len(said['implied'])} "
+        f"that they imply, {_counted(said['implied'])}; of {len(said['ours'])} of our own, {_counted(said['ours'])}. A "
+        "tie: the interval leaves it open. Not counted as holding: lenient, a rule that says little; no such head, "
+        "tried on a head that does not do what the paper's does; open, no interval.", "",
         "| paper | figures | stated | implied | ours |", "| --- | ---: | --- | --- | --- |",
     ]  # fmt: skip
     for whose, own in _own(known).items():
@@ -102,20 +136,31 @@ def _counts(known: dict[str, Any]) -> list[str]:
 def _again(known: dict[str, Any]) -> str:
     """How those that are stated fare on the second model."""
     own = [c for name, entry in known.items() if "@gemma" in name for c in entry["claims"] if _source(c) == "stated"]
-    return f"Of those that are stated and were tried on Gemma 3 270M too, {_counted(own)}."
+    return f"Of {len(own)} that are stated and were tried on Gemma 3 270M too, {_counted(own)}."
 
 
 def _counted(claims: list[dict]) -> str:
-    tied = sum(claim["holds"] is None for claim in claims)
-    hold = f"{sum(claim['holds'] is True for claim in claims)} of {len(claims)} hold"
-    return hold + (f", {tied} {'tie' if tied == 1 else 'ties'}" if tied else "")
+    """Claims by how they are counted, those that are none left out."""
+    sorts = [_sort(claim) for claim in claims]
+    return ", ".join(f"{sorts.count(sort)} {word}" for sort, word in SORTS.items() if sort in sorts) or "none"
+
+
+def _sort(row: dict[str, Any]) -> str:
+    """One of `SORTS`."""
+    claim = Claim.from_json(row)
+    if claim.lenient.startswith("no such head"):
+        return "no such head"
+    if not claim.decided:
+        return "open"
+    return "lenient" if claim.lenient and claim.holds else claim.verdict
 
 
 def _reasons(known: dict[str, Any]) -> list[str]:
     """Why claims that papers state or imply fail."""
     lines = [f"| {' | '.join(['stated or implied, and failing', *REASONS])} |", "| --- |" + " ---: |" * len(REASONS)]
     for whose, own in _own(known).items():
-        reasons = [_reason(claim) for entry in own.values() for claim in entry["claims"] if _source(claim) != "ours"]
+        rows = [claim for entry in own.values() for claim in entry["claims"] if _source(claim) != "ours"]
+        reasons = [_reason(claim) for claim in rows if _sort(claim) == "fails"]
         lines.append(f"| {whose} | {' | '.join(str(reasons.count(reason)) for reason in REASONS)} |")
     return lines
 
@@ -140,7 +185,7 @@ def _claims_page(paper: str, known: dict[str, Any]) -> list[str]:
     lines = ["## What the paper says and we did not find", "",
              "| figure | the paper | ours | control | why not |", "| --- | --- | ---: | ---: | --- |"]  # fmt: skip
     for figure, c in rows:
-        if c["holds"] is False and _source(c) != "ours":
+        if _sort(c) == "fails" and _source(c) != "ours":
             said, why = (
                 f"{text_cell(c['paper'])} - {text_cell(c['claim'])}",
                 ": ".join(filter(None, (_reason(c), c.get("why")))),
@@ -174,6 +219,8 @@ def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
         *(f"| {text_cell(c['claim'])} | {text_cell(_said(c))} | {_measured(c)} | {number_cell(c['control'])} | "
           f"`{c['rule']}` | {_verdict(c)} |" for c in entry["claims"]), "",
     ]  # fmt: skip
+    for made in {tuple(c["made"].values()) for c in entry["claims"] if "made" in c}:
+        lines += ["† `{}` ({}, {}, preset {})".format(*made), ""]
     return [*lines, f"![{name}](figures/{name}.png)", ""] if entry["picture"] else lines
 
 
@@ -182,16 +229,23 @@ def _said(claim: dict[str, Any]) -> str:
 
 
 def _verdict(claim: dict[str, Any]) -> str:
-    if claim["holds"] is None:
-        return "tie"
-    reason = f": {_reason(claim)}" if _reason(claim) else ""
-    return "holds" if claim["holds"] else f"**fails**{reason}"
+    sort, word = _sort(claim), _word(claim)
+    if sort == "open":
+        return f"open: no interval, not rerun ({word})" if claim["ours"] is not None else "open: not run here"
+    if sort in ("lenient", "no such head"):
+        return f"*{word}*, {text_cell(claim['lenient'] if sort != 'lenient' else 'lenient: ' + claim['lenient'])}"
+    return f"**fails**: {_reason(claim)}" if sort == "fails" else word
+
+
+def _word(claim: dict[str, Any]) -> str:
+    return Claim.from_json(claim).verdict
 
 
 def _measured(claim: dict[str, Any]) -> str:
     """The number, and its interval where there is one."""
     ends = [number_cell(claim.get(end)) for end in ("low", "high")]
-    return number_cell(claim["ours"]) + (f" [{ends[0]}, {ends[1]}]" if all(ends) else "")
+    beside = f" [{ends[0]}, {ends[1]}]" if all(ends) else ", exact" if claim.get("exact") else ""
+    return number_cell(claim["ours"]) + beside + (" †" if "made" in claim else "")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Nothing heavy is imported until a verb runs: ``qkscope --help`` loads this file.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli import All, Json, command, print_end, print_json, print_result, print_rows
-from qkscope.cli.views import VIEWS, View, where
+from qkscope.cli import All, Json, command, print_end, print_json, print_result
+from qkscope.cli.views import VIEWS, read_views
 from qkscope.errors import BadInput
+from qkscope.runs.result import Result
 
 logging.getLogger("qkscope_papers").setLevel(logging.INFO)  # as the command line does for its own lines
 
@@ -31,6 +33,14 @@ Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.")]
 TrainDevice = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="CPU threads; all cores by default.")]
 HeadWidth = Annotated[int, typer.Option("--d-head", help="Width of the head.")]
+
+
+def print_rows(verb: str, rows: Sequence[Any], answer: str, as_json: bool, everything: bool = False) -> None:
+    """Print what a verb gives that has rows alone; as JSON ``{"rows": [...]}``."""
+    if as_json:
+        print_json({"rows": list(rows)})
+    else:
+        print_result(Result(verb, {"rows": rows}, answer=answer), False, everything)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -68,7 +78,10 @@ def reproduce(
         str | None, typer.Option("--model", help="Hub id, folder, nano:NAME; by default smollm2-135m or a nano.")
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option("--prompts", help="ioi, single or text (figures 7b, 8, 9 and 25 of franco2026).")
+        str | None,
+        typer.Option(
+            "--prompts", help="ioi, single or text (franco2026 fig7b, 8, 9, 25); as-written (lee2026 fig2, 11)."
+        ),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Run also what is finished in OUT.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Say which figures there are.")] = False,
@@ -203,25 +216,4 @@ def toy_superposition(
     print_end(out, then=command("reproduce", "franco2026", "fig2", preset="smoke"), as_json=as_json)
 
 
-_VIEWS: dict[str, list[View]] = {
-    "models": [View(
-        "rows", "family, outcome=verdict, tokens=length, why not=reason", pick=where("supported", False)
-    )],
-    "bench": [View("rows", "row=name, plain=plain_s, ours=ours_s, ratio, what=note", "plain, ours: seconds.")],
-    "list": [View("rows", "paper, figure, shows")],
-    "toy/retrieval": [View(
-        "heads", "variant?, r1, r2, seed?, steps, accuracy, ceiling",
-        "r1, r2: ranks of the two latents; ceiling: accuracy of a perfect head.",
-    )],
-    "toy/superposition": [View(
-        "alignment", "toy?=config, pair, side, matched, best, random=best_random",
-        "|cos| of a feature with its own singular vector (matched), with the nearest (best), with a random direction.",
-        where("control", False),
-    )],
-    "train": [View(
-        "accuracy", "task, accuracy±, among keys=choice, chance",
-        "At the last step: prompts answered rightly, 95% interval; among keys: where only keys can be answered.",
-        lambda rows: [row for row in rows if row["step"] == rows[-1]["step"]],
-    )],
-}  # fmt: skip
-VIEWS.update(_VIEWS)
+VIEWS.update(read_views(Path(__file__).with_name("views.toml")))

@@ -61,6 +61,7 @@ def swap(
     sizes: Sequence[Count] = (),
     clouds: bool = False,
     downstream: bool = False,
+    truth: bool = False,
     batch_size: Count = 32,
     seed: Seed = 0,
     out: str | Path | None = None,
@@ -86,10 +87,13 @@ def swap(
     draws : random subspaces per size.
     sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each feature and baseline.
         ``tables["paired"]`` holds differences of two conditions' shifts on the same rows, with their intervals.
-    clouds : also what a page draws: keys and queries as points (``tables["clouds"]``, arrays ``cloud/NAME/…``) and,
+    clouds : also what a page draws: keys and queries as points (``tables["clouds"]``) and,
         where no sizes are named, the curve of 1, 2, 4, 8 and 12 dimensions.
     downstream : also patch the swap into all heads at once and read the model's answer (``tables["downstream"]``), of
         prompts with one query and features fitted in ``post_rope``; it is right where the likeliest candidate is.
+    truth : also exchange each feature in the text (binding, filter, ioi), and say how far every edited row is from the
+        one that the model has then (``distance``, and how much ``nearer`` than key PCA), beside a subspace trained for
+        it, Ω, the whole key and nothing done.
     batch_size : prompts that run together.
     seed : of the keys that are drawn, of the random subspaces and of the intervals.
     out : folder for the result and its page, where a run that was stopped goes on; nothing is written by default. The
@@ -113,7 +117,13 @@ def swap(
         raise BadInput(f"a curve of {max(sizes)} dimensions does not fit into a head of {scope.d_head}.")
     pairs, (projectors, numbers) = draw_pairs(units, batch_size, seed), chosen.conditions(draws, seed)
     asked: Any = {"heads": [str(head) for head in chosen.heads], "space": fitted.space, "chat": fitted.chat}
-    patched = None
+    patched = exchanged = None
+    if truth:
+        from qkscope.analyses.truth import exchanging_task, more_conditions, truth_runner, truth_sentence
+
+        task = exchanging_task(fit)
+        exchanged = truth_runner(scope, chosen, pairs, task)
+        asked |= {"truth": chosen.names, "seed": seed}
     if downstream:
         if fit is None or subspaces:
             raise BadInput("the answer is read with the features of a fit swapped: give one, and no subspaces.")
@@ -126,7 +136,9 @@ def swap(
         asked |= {"draws": draws, "seed": seed, "projectors": sha256(torch.cat(factors).numpy().tobytes())}
     work = current_work().begin(scope, list(units), verb="swap", batch_size=batch_size, **asked)
     run = partial(work.run, progress=progress, last=True)
-    rows = capture_rows(scope, units, fitted, chosen.heads, pairs, run, patched)
+    rows = capture_rows(scope, units, fitted, chosen.heads, pairs, run, patched, exchanged)
+    if truth:
+        projectors |= more_conditions(scope, chosen, task, projectors, len(units), seed)
     if rows.others is not None:
         projectors[Condition(chosen.joint, "sham")] = projectors[Condition(chosen.joint)]
     number = dict(zip(map(str, chosen.heads), numbers, strict=True))
@@ -144,10 +156,12 @@ def swap(
     row, random = at["feature"], at["random"]
     size = "1 dimension" if row["rank"] == 1 else f"{row['rank']} dimensions"
     alone = len(pairs.cluster.unique()) < 2
+    nearest = f" {truth_sentence(table, row['head'], [*chosen.names, chosen.joint])}" if truth else ""
     answer = (
         f"Swapping {chosen.joint} at {row['head']} ({size}) takes its attention on the right key from "
         f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
         f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
+        + nearest
         + ("" if chosen.has_covariances else " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out.")
         + (" All its prompts are one or ask for one word: there are no intervals." if alone else "")
     )
@@ -155,12 +169,11 @@ def swap(
     if rows.answers is not None:
         tables["downstream"], said, about["read"] = answer_rows(rows.answers, written, chosen, pairs, draws)
         answer += f" {said}"
-    arrays: dict[str, Tensor] = {}
     if clouds:
         shown = {(name, head): chosen.subspaces[name, head] for head in chosen.heads for name in chosen.names}
-        arrays, tables["clouds"] = make_clouds(rows, pairs.examples, shown, fitted.words)
+        tables["clouds"] = make_clouds(rows, pairs.examples, shown, fitted.words)
     answer = with_notes(answer, about)
-    return Swaps("swap", tables, arrays=arrays, answer=answer, seed=seed, **made_with(scope, **about))
+    return Swaps("swap", tables, answer=answer, seed=seed, **made_with(scope, **about))
 
 
 # ---------------------------------------------------------------------- what is swapped
@@ -332,19 +345,32 @@ def draw_pairs(units: Units, batch_size: int = 32, seed: int = 0) -> Pairs:
 
 
 def capture_rows(
-    scope: Scope, units: Units, fit: Fit, heads: Sequence[Head], pairs: Pairs, run: Any = None, patched: Any = None
+    scope: Scope,
+    units: Units,
+    fit: Fit,
+    heads: Sequence[Head],
+    pairs: Pairs,
+    run: Any = None,
+    patched: Any = None,
+    exchanged: Any = None,
 ) -> SwapRows:
     """Attention rows of held-out units, with their pairs (`draw_pairs` of the same units).
 
-    ``run`` runs the stage (by default nothing is kept); ``patched`` reads the model's answers too (`patched_runner`).
+    ``run`` runs the stage (by default nothing is kept); ``patched`` reads the model's answers too (`patched_runner`),
+    ``exchanged`` the rows of other texts (`truth_runner`).
     """
     capture = unit_runner(scope, units, heads, space=fit.space, chat=fit.chat)
 
     def captured(indices: list[int]) -> dict[str, Any]:
         rows, answers = patched(indices) if patched else (capture(indices).captured, None)
-        return {"rows": dict(vars(rows.rows())), "answers": answers}
+        return {"rows": dict(vars(rows.rows())), "answers": answers, **(exchanged(indices, rows) if exchanged else {})}
 
     parts = (run or partial(Work().run, last=True))(Stage("rows", pairs.batches, captured))
     rows = AttentionRows.cat([AttentionRows(**part["rows"]) for part in parts])
     answers = torch.cat([part["answers"] for part in parts], dim=1) if patched else None
-    return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others, answers)
+    truth = {
+        (name, reading): torch.cat([part["truth"][f"{reading}/{name}"] for part in parts])
+        for reading, _, name in (which.partition("/") for which in parts[0].get("truth", ()))
+    }
+    frame = AttentionRows.cat([AttentionRows(**part["frame"]) for part in parts]) if "frame" in parts[0] else None
+    return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others, answers, truth, frame)

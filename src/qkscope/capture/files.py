@@ -25,6 +25,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -265,23 +266,9 @@ class Package(NamedTuple):
 
 
 _PINS = Path(__file__).parents[1] / "data" / "packages"
+_PACKAGES = tomllib.loads((_PINS / "packages.toml").read_text("utf-8"))
 #: Names that stand for the GGUF file in installed packages.
-EMBEDDED: Mapping[str, Package] = {
-    "smollm2-135m": Package(_PINS / "smollm2-135m.txt", "SmolLM2-135M-Instruct (Apache-2.0), 93 MB"),
-    "gemma3-270m": Package(
-        _PINS / "gemma3-270m.txt",
-        "Gemma 3 270M, 240 MB",
-        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        "the Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
-    ),
-    "qwen2.5-coder-1.5b": Package(
-        _PINS / "qwen2.5-coder-1.5b.txt",
-        "Qwen2.5-Coder-1.5B-Instruct (Apache-2.0), 1.1 GB to download; 8.5 GB on disk, 9 GB of memory and four "
-        "minutes of a core to unpack, then 6.2 GB in float32",
-        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        disk=8_500_000_000,
-    ),
-}
+EMBEDDED: Mapping[str, Package] = {name: Package(_PINS / f"{name}.txt", **said) for name, said in _PACKAGES.items()}
 
 
 def packaged_file(name: str) -> Path:

@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import qkscope as qk
+from qkscope import BadInput, Head, Result, Scope
 from qkscope.analyses.prompts import made_with
 from qkscope.capture.files import fetch as fetch_model
-from qkscope.capture.scope import Scope
 from qkscope.cli import PROMPT, command, print_end, print_json, say
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.runs.claims import Claim
 from qkscope.runs.folder import read_tensors
 from qkscope.runs.progress import doing
-from qkscope.runs.result import Result
 from qkscope.runs.work import verb
 
 _HEADS = 3
@@ -129,7 +126,7 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
     said = [{"line": f"Why: {why.answer}"}, *why.tables["said"][:3]]
     told = {"heads": best, **fit.tables, **swaps.tables, **parts.tables, **why.tables, "said": said}
     answer, claims = _findings(heads[0], control, told)
-    return Result("demo", told, claims, swaps.arrays, answer=answer, **made_with(scope, n=n, seed=0))
+    return Result("demo", told, claims, answer=answer, **made_with(scope, n=n, seed=0))
 
 
 def _findings(head: str, control: str, tables: Mapping[str, Any]) -> tuple[str, list[Claim]]:

@@ -1,15 +1,16 @@
 """Tables for people: which rows and columns of a result are printed, and how they are fitted into a line.
 
-A view names the table that answers a verb's question, its columns, and what their headings mean. A verb may have
-several: the first whose table is there is printed. Without any, a result's claims are printed, or the first six columns
-in which the rows of its main table differ. Texts give way to narrow lines, numbers never.
+A view (``views.toml``) names the table that answers a verb's question, its columns, and what their headings mean. A
+verb may have several: the first whose table is there is printed. Without any, a result's claims are printed, or the
+first six columns in which the rows of its main table differ. Texts give way to narrow lines, numbers never.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.box import Box
@@ -27,23 +28,13 @@ Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
 
-@dataclass(frozen=True)
-class View:
-    """A table as people see it.
+def read_views(path: Path) -> dict[str, dict[str, Any]]:
+    """Views of a file, by verb and by table in the order in which tables are looked for."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
-    Parameters
-    ----------
-    table : its name.
-    columns : names with commas between, ``heading=column`` where the heading is another. A heading that ends in ``?``
-        is left out where all rows say the same; a column that ends in ``±`` has its 95% interval, one in ``!r`` quotes.
-    note : what the headings mean, in a line.
-    pick : which rows, in which order; those after the tenth are left out.
-    """
 
-    table: str
-    columns: str
-    note: str = ""
-    pick: Callable[[Rows], Rows] = list
+VIEWS = read_views(Path(__file__).with_name("views.toml"))
+VIEWS["demo"] = {"swap": VIEWS["swap"]["swap"]}
 
 
 def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, dict[str, str], int, str] | None:
@@ -55,21 +46,22 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, 
     tables : all there are.
     main : the table to take where the verb has no view; the first one by default.
     """
-    known = VIEWS.get(verb, VIEWS.get(verb.partition("/")[0], VIEWS[""]))
-    view = next((view for view in known if tables.get(view.table)), None)
-    rows = tables[view.table] if view else tables.get(main) or next((rows for rows in tables.values() if rows), [])
-    if not rows or not known or (view is None and tables.get("said")):  # lines say it all
+    known = VIEWS.get(verb, VIEWS.get(verb.partition("/")[0], VIEWS["default"]))
+    table = next((name for name in known if tables.get(name)), None)
+    rows = tables[table] if table else tables.get(main) or next((rows for rows in tables.values() if rows), [])
+    if not rows or not known or (table is None and tables.get("said")):  # lines say it all
         return None
-    view = view or View("", ", ".join(f"{name}?" for name in rows[0]))
-    picked = list(view.pick(rows))[:MOST_ROWS]
-    named = (name.partition("=") for name in view.columns.split(", "))
+    view: Any = known[table] if table else {"columns": ", ".join(f"{name}?" for name in rows[0])}
+    pick, *about = view.get("pick", ["every"])
+    picked = list(PICKS[pick](rows, *about))[:MOST_ROWS]
+    named = (name.partition("=") for name in view["columns"].split(", "))
     sources = {heading.rstrip("±"): column or heading.rstrip("?") for heading, _, column in named}
     kept = {
         heading.rstrip("?"): source
         for heading, source in sources.items()
         if heading[-1] != "?" or len(picked) == 1 or len({_cell(source, row) for row in picked}) > 1
     }
-    return picked, dict(list((kept or sources).items())[:MOST_COLUMNS]), len(rows), view.note
+    return picked, dict(list((kept or sources).items())[:MOST_COLUMNS]), len(rows), view.get("note", "")
 
 
 def drawn(rows: Rows, columns: Mapping[str, str], width: int, *, whole: bool = False) -> Iterator[Table]:
@@ -139,14 +131,14 @@ def _is_number(value: Any) -> bool:
 # ---------------------------------------------------------------------- which rows
 
 
-def by(column: str, largest: bool = True) -> Callable[[Rows], Rows]:
+def _by(rows: Rows, column: str, largest: bool = True) -> Rows:
     """Rows sorted by a column."""
-    return lambda rows: sorted(rows, key=lambda row: row[column] or 0.0, reverse=largest)
+    return sorted(rows, key=lambda row: row[column] or 0.0, reverse=largest)
 
 
-def where(column: str, value: Any) -> Callable[[Rows], Rows]:
+def _where(rows: Rows, column: str, value: Any) -> Rows:
     """These rows, or all where there are none."""
-    return lambda rows: [row for row in rows if row[column] == value] or rows
+    return [row for row in rows if row[column] == value] or rows
 
 
 def _swapped(rows: Rows) -> Rows:
@@ -183,102 +175,7 @@ def _first_writers(rows: Rows) -> Rows:
     return [row for group in sorted(groups, key=lambda group: group[1]) for row in groups[group][:most]]
 
 
-_SWAPS = (
-    "swap", "head?, feature, kind, before=orig_before, after=orig_after, shift±, rank?",
-    "before, after: attention on the right key; shift: the share of both keys' attention that changes sides, 95% "
-    "interval; random, key_pca: as many other directions.", _swapped,
-)  # fmt: skip
-VIEWS: dict[str, Sequence[View]] = {
-    "": [View(
-        "claims", "claim, source, ours±, control, verdict, reason",
-        "source: the paper states or implies it, or it is ours; tie: the 95% interval leaves it open.",
-    )],
-    "why": [View(  # with a head its lines say it all
-        "heads",
-        "head, looks at=token!r, attention, P without it=probability, lead changes by=difference, it is=direction",
-        pick=_for_and_against,
-    )],
-    "why/circuit": [
-        View(
-            "paths", "node, share, path to a word=way, because=reason",
-            "share: of the lead, written straight to the answer; ←: by its largest part.",
-        ),
-        View("roles", "writer, role, score", "score: what the node gives to the lead, by integrated gradients."),
-    ],
-    "why/prompts": [
-        View(
-            "reasons", "head, reason=kind, prompts=count, of=prompts, share±, attention",
-            "of: prompts where the head gives .3 or more to a token that is not the first; share: 95% interval.",
-        ),
-        View(
-            "decides", "head, for, against, of=prompts, lead changes by=difference",
-            "for, against: prompts where hiding the head's main token changes the lead over the rival by 0.1 or more.",
-        ),
-    ],
-    "made": [],
-    "trace": [
-        View(
-            "neurons", "head?, side, neuron=writer, share, at=token",
-            "share: of the logit of the key over the others; at: the key token that most of it is from; M9.N120: neuron"
-            " 120 of the MLP of layer 9.", _first_writers,
-        ),
-        View(
-            "feature_pairs", "head?, feature of the query=query_feature, of the key=key_feature, value±, share",
-            "value: what this pair gives to the logit of the key over the others; 95% interval by word, of a task.",
-        ),
-        View(
-            "heads",
-            "head, key written by=key_writer, share=key_share, query written by=query_writer, its share=query_share, "
-            "prompts=n",
-            "share: of the logit of the right (or most attended) key over the others.", by("key_share"),
-        ),
-        View(
-            "writers", "head?, side, writer, value±, share",
-            "value: what this writer gives to the logit of the key over the others; 95% interval by word, of a task.",
-            _first_writers,
-        ),
-    ],
-    "heads": [View(
-        "heads", "head, accuracy±, chance, row_accuracy, ratio±, mass",
-        "accuracy: the right key gets most of the named keys; row_accuracy: most of all tokens; ratio: its share of "
-        "the named keys' attention; mass: their attention together; in brackets 95% intervals.",
-        where("reaches", True),
-    )],
-    "decompose": [View(
-        "ranks", "head, contrast, rank, detected, rank_cv, verdict",
-        "rank: dimensions kept; detected: directions above the null; rank_cv: dimensions that predict words left out.",
-    )],
-    "swap": [
-        View(
-            "downstream",
-            "feature, kind, right before=accuracy_before, after=accuracy_after, target after=target_after, "
-            "logit fell=fell±",
-            "right: prompts that the model answers rightly; target: those it answers with the key swapped in; "
-            "logit fell: right less target, 95% interval.",
-        ),
-        View(*_SWAPS),
-    ],
-    "demo": [View(*_SWAPS)],
-    "svd": [View(
-        "heads", "head, top, median, last, effective rank=effective_rank, error",
-        "Singular values of the heads with fewest effective dimensions; error: of the factors multiplied out.",
-        by("effective_rank", largest=False),
-    )],
-    "sparsity": [
-        View(
-            "training", "step, answers right?=accuracy, sparsity, rotated, difference±, change±",
-            "Means over the circuit; rotated: singular vectors turned at random; change: since the first step.",
-            _spread,
-        ),
-        View(
-            "sparsity", "head, from, to, sparsity, rotated, difference±",
-            "Edges of the circuit; rotated: singular vectors turned at random; difference with its 95% interval.",
-            where("circuit", True),
-        ),
-    ],
-    "atlas": [View(
-        "atlas", "head, jobs=name, share±, looks, leaves, words=tokens",
-        "jobs: what decides where it looks, with the share of its looks; share: of the first job, 95% interval by "
-        "document; leaves: how often it gives .3 or more to a token that is not the first.", by("share"),
-    )],
+PICKS: dict[str, Callable[..., Rows]] = {
+    "every": list, "by": _by, "where": _where, "last": lambda rows, column: _where(rows, column, rows[-1][column]),
+    "swapped": _swapped, "spread": _spread, "for_and_against": _for_and_against, "first_writers": _first_writers,
 }  # fmt: skip

@@ -9,6 +9,7 @@ key_pca    principal components of the keys
 cov_qk     key-side directions of ``Cov_q Cov_k``: where queries and keys both vary
 moving     eigenvectors of the symmetric part of ``ΔC``: one projector acts on both sides, so these move the most logit
 omega_svd  components of the logit, ``P = Σ n_j m_jᵀ``, by singular value: what the weights alone would swap
+trained    found by gradient descent towards the true rows, where they are known: distributed alignment search
 ========== ========================================================================================================
 
 Of several features together there are two ways: a joint basis, in which shared directions count once, and ``summed``,
@@ -32,9 +33,10 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.maths.bases import Projector, checked_svd, joint_basis, oblique_projectors, random_bases
 from qkscope.maths.singular import SingularBasis, components
-from qkscope.maths.swap import Condition, Method
+from qkscope.maths.swap import Condition, Method, SwapRows, key_changes
 
 Bases = Sequence[Float[Tensor, "d r"]] | Float[Tensor, "h d r"]  # of each head
+_STEPS, _RATE, _LEAST = 150, 0.02, 1e-6  # of training a subspace; what its attention is at the least
 
 
 def leading(bases: Bases | Projector) -> Method:
@@ -78,6 +80,62 @@ def omega_svd(basis: SingularBasis, heads: Sequence[Head]) -> Method:
     """Components of the logit, those with the largest singular values first."""
     each = [components(basis[head].read, basis[head].S.argsort(descending=True)) for head in heads]
     return leading(Projector.stack(each))
+
+
+def trained(rows: SwapRows, feature: str, ranks: Sequence[int], seed: int = 0) -> Projector:
+    """A subspace of each head, of its rank, whose swap gives the true rows of these prompts: by Adam, on cross-entropy.
+
+    The distance itself has no slope where a row is far off; held-out words were nearer with cross-entropy.
+
+    Parameters
+    ----------
+    rows : of prompts that are not tested on, with the truth of the feature.
+    feature : its name.
+    ranks : of each head.
+    seed : of the subspaces to start from.
+    """
+    truth, d = rows.truth[feature, "distance"], rows.rows.d_head
+    seeds = [derived_seed(seed, "trained", head.layer, head.index) for head in rows.heads]
+    columns = torch.stack([random_bases(d, max(ranks), 1, stream)[0] for stream in seeds]).to(rows.rows.q)
+    kept = (torch.arange(max(ranks)) < torch.tensor(ranks)[:, None])[:, None].to(columns)
+    optimizer, before = torch.optim.Adam([columns.requires_grad_()], _RATE), rows.rows.products()
+    tested = truth.isfinite().flatten(1).all(1)
+    true = torch.cat([truth, 1 - truth.sum(-1, keepdim=True)], dim=-1).clamp_min(0.0)[tested]
+    for _ in range(_STEPS):
+        basis = torch.linalg.qr(columns)[0] * kept
+        (change,) = key_changes(rows.rows, rows.orig, rows.target, Projector.orthogonal(basis))
+        after = rows.rows.attention(before + change)[tested]
+        edited = torch.cat([after, 1 - after.sum(-1, keepdim=True)], dim=-1)
+        optimizer.zero_grad()
+        (-true * edited.clamp_min(_LEAST).log()).sum(-1).mean(0).sum().backward()  # heads do not meet
+        optimizer.step()
+    return Projector.orthogonal((torch.linalg.qr(columns)[0] * kept).detach().double())
+
+
+def beside_truth(
+    conditions: Mapping[Condition, Projector], rows: SwapRows, singular: SingularBasis | None, seed: int = 0
+) -> dict[Condition, Projector]:
+    """What else is held against the truth: of each feature's size a trained subspace and the components of Ω, and
+    without one the whole key and nothing at all.
+
+    Parameters
+    ----------
+    conditions : features as they are swapped.
+    rows : what to train on; of features that have no truth here there is nothing.
+    singular : the singular vectors of the heads, where they can be had.
+    seed : as in `trained`.
+    """
+    eye, swaps = torch.eye(rows.rows.d_head, dtype=torch.float64).repeat(len(rows.heads), 1, 1), {}
+    for what, projector in conditions.items():
+        truth = rows.truth.get((what.feature, "distance"))
+        if what.kind == "feature" and truth is not None and bool(truth.isfinite().any()):
+            ranks = projector.rank.tolist()
+            swaps[Condition(what.feature, "trained")] = trained(rows, what.feature, ranks, seed)
+            if singular is not None:
+                swaps[Condition(what.feature, "omega_svd")] = omega_svd(singular, rows.heads)(ranks)
+            swaps[Condition(what.feature, "whole")] = Projector.orthogonal(eye)
+            swaps[Condition(what.feature, "nothing")] = Projector.orthogonal(0 * eye[..., :1])
+    return swaps
 
 
 #: What stands beside every swap of a fit, at the same size: made of the covariances of its queries and keys.

@@ -7,13 +7,17 @@ random subspaces cost a matrix product.
 Where attention goes is not all: directions whose parts of the logit cancel each other blur a sharp choice when one of
 them is swapped alone, and move attention without carrying anything. Logits add up, so what is carried can be told:
 ``E[qᵀ P (k_a − k_b)] / E[qᵀ (k_a − k_b)]``, 1 for the whole space.
+
+Nor does attention that goes elsewhere say that the *feature* was exchanged. Where it can be exchanged in the input, the
+row that the head then has is the truth, and an edited row is as good as it is near: ``½ Σ |a − a_true|``, with all
+tokens that are not named as one more key.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +36,7 @@ from qkscope.runs.result import Rows
 Method = Callable[[int | Sequence[int]], Projector]
 Slots = Int[Tensor, " n"]  # a key of each row
 Pairs = Mapping[Any, Any] | None  # for a condition, what it is compared with
-_VERSIONS = ("oblique", "oracle", "summed")  # kinds that are another way to swap the feature itself
+_VERSIONS = ("oblique", "oracle", "summed", "trained")  # kinds that are another way to swap the feature itself
 _MEASURES = ("shift", "gain", "carried", "carried_gain", "left")
 _ENDS = ("", "_low", "_high")
 _ATTENTION = ("orig_before", "target_before", "orig_after", "target_after")
@@ -120,6 +124,16 @@ class SwapEffect(NamedTuple):
         return self.rank >= self.d_head
 
 
+def total_variation(one: Float[Tensor, "*n k"], other: Float[Tensor, "*n k"]) -> Float[Tensor, "*n"]:
+    """Distance of two attention rows, 0 to 1; what the named keys leave to other tokens counts as one key.
+
+    >>> total_variation(torch.tensor([0.5, 0.2]), torch.tensor([0.1, 0.2]))
+    tensor(0.4000)
+    """
+    difference = one - other
+    return (difference.abs().sum(-1) + difference.sum(-1).abs()) / 2
+
+
 @dataclass(frozen=True)
 class SwapRows:
     """Rows of some heads to be swapped, whatever in.
@@ -132,6 +146,10 @@ class SwapRows:
     heads : the heads of ``rows``.
     others : two further keys of each row for the sham swap; None where there are none.
     answers : what the model answers, unedited and with each swap written into it, where that was asked for.
+    truth : attention where a feature is exchanged in the text, NaN in rows without such a text, by feature and column:
+        ``distance`` of the prompt's own query, as a swap edits keys alone, ``text_distance`` of the other text's query,
+        and ``other_distance`` where ``others`` are exchanged.
+    frame : the rows in the frame of their query, in which the components of Ω are swapped.
     """
 
     rows: AttentionRows
@@ -141,22 +159,62 @@ class SwapRows:
     heads: Sequence[Head]
     others: tuple[Slots, Slots] | None = None
     answers: Float[Tensor, "r n 4"] | None = None
+    truth: Mapping[tuple[str, str], Float[Tensor, "n h k"]] = field(default_factory=dict)
+    frame: AttentionRows | None = None
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.orig)
 
-    def swap(self, projector: Projector, *, sham: bool = False) -> SwapEffect:
+    def swap(self, projector: Projector, kind: str = "feature") -> SwapEffect:
         """Swap the two keys of every row, or the ``others`` and look at the two all the same (a sham)."""
         read = self.orig, self.target
-        return swap_attention(self.rows, *((self.others if sham else None) or read), projector, read=read)
+        pair = (self.others if kind == "sham" else None) or read
+        return swap_attention(self._rows(kind), *pair, projector, read=read)
+
+    def _rows(self, kind: str) -> AttentionRows:
+        return self.frame if kind == "omega_svd" and self.frame is not None else self.rows
 
     def table(self, conditions: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:
-        """One row per head and condition, with what each gains over random subspaces of its size."""
-        effects = {what: self.swap(p, sham=what.kind == "sham") for what, p in conditions.items()}
+        """One row per head and condition, with what each gains over random subspaces of its size, and its distance to
+        the truth where there is one.
+        """
+        effects = {what: self.swap(p, what.kind) for what, p in conditions.items()}
         random = {what: Condition(what.feature, "random") for what in conditions if what.kind not in ("random", "sham")}
         against = {what: other for what, other in random.items() if other in conditions}
-        return swap_table(effects, self.heads, self.cluster, against=against, seed=seed)
+        table = swap_table(effects, self.heads, self.cluster, against=against, seed=seed)
+        far = self._distances(conditions, seed) if self.truth else {}
+        empty = dict.fromkeys(name for columns in far.values() for name in columns) | ({"tested": 0} if far else {})
+        return [{**row, **empty, **far.get((row["head"], row["feature"], row["kind"]), {})} for row in table]
+
+    def distance(self, projector: Projector, true: Tensor, pair: tuple[Slots, Slots], kind: str = "") -> Tensor:
+        """How far each row (n h) is from the true one after two keys changed places in a subspace; mean of draws."""
+        rows = self._rows(kind)
+        before = rows.products()
+        drawn = [total_variation(rows.attention(before + x), true) for x in key_changes(rows, *pair, projector)]
+        return torch.stack(drawn).double().mean(0)
+
+    def _distances(self, conditions: Mapping[Condition, Projector], seed: int) -> dict[tuple[str, str, str], Any]:
+        """By head, feature and kind: distances to the truth, and how much nearer than key PCA, with their intervals."""
+        columns: dict[tuple[str, str, str], Any] = {}
+        for (feature, reading), true in self.truth.items():
+            every = [what for what in conditions if what.feature == feature and what.kind != "sham"]
+            pair = (self.others if reading == "other_distance" else None) or (self.orig, self.target)
+            tested, pca = true.isfinite().flatten(1).all(1), Condition(feature, "key_pca")
+            if not bool(tested.any()):
+                continue
+            far = torch.stack([self.distance(conditions[what], true, pair, what.kind) for what in every], dim=1)[tested]
+            beside = far[:, [every.index(pca)]] if pca in every else far.new_tensor(torch.nan)
+            both = torch.stack([far, beside - far], dim=1)
+            ends = both.mean(0), *clustered_bootstrap(both, self.cluster[tested], seed=seed)
+            names = [f"{name}{end}" for name in (reading, reading.replace("distance", "nearer")) for end in _ENDS]
+            numbers = torch.stack(ends, dim=1).flatten(0, 1)
+            for i, what in enumerate(every):
+                for column, head in enumerate(self.heads):
+                    told = dict(zip(names, numbers[:, i, column].tolist(), strict=True))
+                    tally = {"tested": int(tested.sum())} if reading == "distance" else {}
+                    columns[str(head), *what] = columns.get((str(head), *what), {}) | told | tally
+        return columns
 
     def paired(self, pairs: Sequence[Pair], effects: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:
         """How much more one condition shifts than another on the same rows, with the interval of the difference."""
@@ -203,11 +261,6 @@ def swap_attention(
     projector : factors of shape (h, d, r), or (draws, h, d, r) for many subspaces of the same rank at once.
     read : the slots whose attention is reported, where they are not the swapped ones (a sham swap).
     """
-    left, right = (f.to(rows.q) if f.ndim == 4 else f[None].to(rows.q) for f in projector)
-    difference = rows.keys_of_heads(target) - rows.keys_of_heads(orig)
-    scale = torch.as_tensor(rows.scale, dtype=rows.q.dtype, device=rows.q.device)
-    inside = torch.einsum("nhd,shdr->snhr", difference, right)
-    moves = scale * torch.einsum("nhd,shdr,snhr->snh", rows.q, left, inside)  # to the original, and from the target
     before = rows.products()
     slots, (watched, wanted) = torch.arange(before.shape[-1], device=before.device), read or (orig, target)
 
@@ -219,8 +272,7 @@ def swap_attention(
 
     attention = rows.attention(before)
     first, first_named, drawn = rows.largest(before), attention.argmax(-1), []
-    for move in moves:  # a draw at a time keeps memory at one copy of the rows
-        change = move[..., None] * at(orig) - move[..., None] * at(target)
+    for change in key_changes(rows, orig, target, projector):
         after = rows.attention(before + change)
         flipped = (first == watched[:, None]) & (rows.largest(before + change) == wanted[:, None])
         flipped_named = (first_named == watched[:, None]) & (after.argmax(-1) == wanted[:, None])
@@ -231,6 +283,18 @@ def swap_attention(
     rank = projector.rank[0] if projector.left.ndim == 4 else projector.rank
     edited = after_orig, after_target, flipped, flipped_named
     return SwapEffect(*attended, *edited, rank, rows.d_head, gap, moved)
+
+
+def key_changes(rows: AttentionRows, orig: Slots, target: Slots, projector: Projector) -> Iterator[Tensor]:
+    """What a swap of two keys adds to the products (n h k), draw by draw: that keeps memory at one copy of the rows."""
+    left, right = (f.to(rows.q) if f.ndim == 4 else f[None].to(rows.q) for f in projector)
+    difference = rows.keys_of_heads(target) - rows.keys_of_heads(orig)
+    scale = torch.as_tensor(rows.scale, dtype=rows.q.dtype, device=rows.q.device)
+    inside = torch.einsum("nhd,shdr->snhr", difference, right)
+    moves = scale * torch.einsum("nhd,shdr,snhr->snh", rows.q, left, inside)  # to the original, and from the target
+    slots = torch.arange(rows.k.shape[2], device=rows.q.device)
+    first, second = ((slots == slot[:, None])[:, None] for slot in (orig, target))
+    return (move[..., None] * first - move[..., None] * second for move in moves)
 
 
 def draw_targets(orig: Slots, allowed: Bool[Tensor, "n k"], *address: int | Slots) -> Slots:

@@ -6,6 +6,7 @@ interval, the rule is asked all along it: if its answers differ, the data do not
 Every claim has a source. ``stated``: the paper says it, and ``paper`` begins with the place where it does. ``implied``:
 the paper needs it, but does not say it (``paper`` begins with that word). ``ours``: we ask it (``paper`` is empty).
 A claim that fails has a reason: ``refuted``, unless something better is argued beside it in one sentence (``why``).
+A claim without an interval is open, unless it is ``exact``; one that holds says little if its rule is ``lenient``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qkscope.errors import BadInput
 
 Number = float | None
 _STEPS = 64  # places of an interval at which a rule is asked
-REASONS = ("refuted", "small model", "other setting", "not run here")
+REASONS = ("refuted", "not run as described", "small model", "other setting", "not run here")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Claim:
     reason : why it would fail, one of `REASONS`.
     why : the argument for that reason, in one sentence.
     changed : what the rule was before, and why it is another now.
+    exact : no estimate, so that it needs no interval: an identity, or a permutation test, whose level is its control.
+    lenient : why the rule says little where it holds, as of a rule that no head could fail.
 
     Examples
     --------
@@ -57,10 +60,8 @@ class Claim:
     reason: str = "refuted"
     why: str = ""
     changed: str = ""
-
-    def __post_init__(self) -> None:
-        if self.reason not in REASONS:
-            raise BadInput(f"{self.reason!r} is no reason for a claim to fail: take one of {', '.join(REASONS)}.")
+    exact: bool = False
+    lenient: str = ""
 
     def __repr__(self) -> str:
         """One line: the claim, its numbers, and whether its rule holds."""
@@ -83,6 +84,11 @@ class Claim:
         """``holds``, ``tie`` or ``fails``."""
         return {True: "holds", None: "tie", False: "fails"}[self.holds]
 
+    @property
+    def decided(self) -> bool:
+        """Whether there is an interval for the rule to be asked along, or no need of one."""
+        return self.exact or not (_missing(self.low) or _missing(self.high))
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; ``reason`` and ``why`` are empty unless it fails."""
         reason = "not run here" if _missing(self.ours) else self.reason
@@ -92,7 +98,8 @@ class Claim:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Claim:
         """A claim as a run folder holds it; refused where its rule does not say of it what the folder does."""
-        claim = cls(**{field.name: row[field.name] for field in fields(cls)} | {"reason": row["reason"] or REASONS[0]})
+        stored = {field.name: row[field.name] for field in fields(cls) if field.name in row}
+        claim = cls(**stored | {"reason": row["reason"] or REASONS[0]})
         if claim.holds is not row["holds"]:
             raise BadInput(f"the claim {claim.claim!r} is stored as {row['holds']}, and its rule says {claim.holds}.")
         return claim

@@ -3,23 +3,28 @@
 In come results, or run folders read back; out go pages that need no network, and PNG and PDF files. A page is made of
 tables and arrays alone, so that it is the same whenever it is made.
 
-Reading order: `Block` (one thing to look at) and `drawing` (tables are known by their columns), `blocks` (what a table
-is drawn as, and what is said beside it), `reasons` (the same of words, carriers and the atlas), `page` (blocks, claims,
-tables and what made them as one page), ``static/`` (a script per kind of block, on `base.js` and `colours.js`; of the
-live page `ask.js`, `state.js`, `decide.js` and `live.js`; `page.css`; templates), `gallery` (many runs as one site),
-`session` (the same blocks of a prompt that somebody types), and `live`, which serves them.
+Reading order: `Block` (one thing to look at), `drawing` (tables are known by their columns) and ``names.toml`` (what
+their values are called), `blocks` (what a table is drawn as, and what is said beside it), `reasons` (the same of words,
+carriers and the atlas), `page` (blocks, claims, tables and what made them as one page), ``static/`` (a script per kind
+of block, on `base.js` and `colours.js`; of the live page `ask.js`, `state.js`, `decide.js` and `live.js`; `page.css`;
+templates), `gallery` (many runs as one site), `session` (the same blocks of a prompt that somebody types), and `live`,
+which serves them.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import cleandoc
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
 Tables = Mapping[str, Sequence[Row]]
+NAMES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("names.toml").read_text("utf-8"))
+"""What a page calls values of tables, and the scripts that draw kinds of blocks."""
 
 
 @dataclass(frozen=True)

@@ -9,50 +9,25 @@ title of a block, the rest stands beside its chart. Scripts only draw.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from qkscope.analyses.clouds import clouds_of
 from qkscope.heads import Head
 from qkscope.runs.result import Result, plain_value
-from qkscope.show import TABLES, Block, Row, Tables, counted, drawing, number
+from qkscope.show import NAMES, TABLES, Block, Row, Tables, counted, drawing, number
 from qkscope.show import reasons as reasons  # draws tables of its own
 
-SCRIPTS = {
-    "tokens": ["prompt.js"], "atlas": ["map.js", "passage.js", "atlas.js"],
-    **{kind: ["why.js"] for kind in ("said", "parts", "tests", "output")},
-}  # fmt: skip
+SCRIPTS: dict[str, list[str]] = NAMES["scripts"]
 """What draws a kind of block, where that is not the script of its name alone."""
 
 _TOKEN = ("position", "token", "attention", "logit")
 _SCORES = ("row_accuracy", "accuracy", "ratio", "mass")
-_CONTROLS = {"random": "random, as {}", "key_pca": "key PCA, as {}", "cov_qk": "Cov q Cov k, as {}", "sham": "sham, {}"}
-_VERDICTS = {
-    "interaction": "depends on what is asked", "mean only": "not shown to depend on what is asked",
-    "not above null": "not above chance", "untested": "could not be tested",
-}  # fmt: skip
-_RIVALS = {
-    "share": "share (this split)", "signed": "signed share", "variance": "variance",
-    "patching": "attribution patching", "random": "random",
-}  # fmt: skip
-_COPIES = {
-    "dictionary": "the dictionary", "rotated": "rotated", "random": "random rows",
-    "features": "codes of other features", "tokens": "codes of other tokens",
-}  # fmt: skip
-_DICTIONARY = {
-    "pairs both": "pairs of features", "dictionary query": "parts of the query", "dictionary key": "of the key",
-}  # fmt: skip
-_SPLITS = {
-    "writers key": "writers of the key", "writers query": "writers of the query", "singular both": "singular vectors",
-    "features query": "features",
-}  # fmt: skip
 _PANELS = 24
-_STEPS = 999  # of a point's coordinate: finer than a screen shows
 
 
 def blocks_of(result: Result) -> list[Block]:
     """Everything of a result that can be drawn, in the order in which one would tell it."""
-    tables = {**plain_value(result.tables), "clouds": [{"cloud": cloud} for cloud in clouds_of(result)]}
+    tables = plain_value(result.tables)
     return [
         replace(block, options={**block.options, "model": result.model})  # for the commands that a chart names
         for name, rows in tables.items()
@@ -66,8 +41,8 @@ def blocks_of(result: Result) -> list[Block]:
 def _map(block: Block, tables: Tables) -> Iterator[Block]:
     """Every head.
 
-    How often each head attends to the right key, in colour. Point at a head, or use the arrow keys: its share of
-    prompts comes with a 95% interval and with what chance gives.
+    How often each head attends to the right key, in colour. Row accuracy: most of all tokens; accuracy: most of the
+    named keys. Point at a head, or use the arrow keys, for its scores with 95% intervals and what chance gives.
     """
     heads = [Head.parse(row["head"]) for row in block.rows]
     grid = (max(head.layer for head in heads) + 1) * (max(head.index for head in heads) + 1)
@@ -82,8 +57,8 @@ def _swaps(block: Block, tables: Tables) -> Iterator[Block]:
     """Swapping features.
 
     The feature's coordinates are exchanged between the right key and another, the target. If the head uses the feature,
-    its attention moves to the target; the shift says how far (1: all of it). Subspaces of the same size that were
-    chosen otherwise stand below. Lines are 95% intervals over prompts.
+    its attention moves to the target; the shift says how far (1: all of it). Below are controls: subspaces of the same
+    size, chosen in other ways. Lines are 95% intervals over prompts.
     """
     yield replace(block, options={"conditions": {row["condition"]: _condition(row) for row in block.rows}})
 
@@ -92,8 +67,8 @@ def _condition(row: Row) -> dict[str, Any]:
     """What a condition is called, whether it is a control, and the name whose colour it has."""
     feature, kind = row.get("feature", row["condition"]), row.get("kind", "feature")
     other = "{}" if kind == "feature" else f"{{}}, {kind.replace('_', ' ')}"
-    name = _CONTROLS.get(kind, other).format(feature.replace("_", " "))
-    return {"name": name, "control": kind in _CONTROLS, "of": kind if kind in _CONTROLS else feature}
+    name = NAMES["controls"].get(kind, other).format(feature.replace("_", " "))
+    return {"name": name, "control": kind in NAMES["controls"], "of": kind if kind in NAMES["controls"] else feature}
 
 
 @drawing("curve", "head", "method", "k", "shift", "low", "high", usual="curve")
@@ -113,7 +88,7 @@ def _parts_of(rows: Sequence[Row]) -> list[str]:
 def _attention(block: Block, tables: Tables) -> Iterator[Block]:
     """Where it looks.
 
-    The prompt as it reads, filled by the head's attention. The last token asks.
+    The prompt, shaded by the head's attention. The underlined token is the query.
     """
     if not _parts_of(block.rows):
         keys = {row["key"] for row in tables.get("parts", ())}
@@ -125,8 +100,8 @@ def _attention(block: Block, tables: Tables) -> Iterator[Block]:
 def _tokens(block: Block, tables: Tables) -> Iterator[Block]:
     """One prompt, split.
 
-    The prompt as it reads. Under each token: the parts of its attention logit, up for and down against; grey is what no
-    feature explains. The last token asks.
+    The prompt. Under each token: the parts of its attention logit, up for and down against; grey is what no feature
+    explains. The last token is the query.
     """
     if parts := _parts_of(block.rows):
         yield replace(block, options={"parts": parts})
@@ -158,30 +133,19 @@ def _panel(facts: Row) -> dict[str, Any]:
         f"{facts['contrast']} at {facts['head']}",
         f"{counted(facts['rank'], 'direction')} kept",
         f"{facts['detected']} above chance{new}",
-        f"{_VERDICTS.get(facts['verdict'], facts['verdict'])}{centred}",
+        f"{NAMES['verdicts'].get(facts['verdict'], facts['verdict'])}{centred}",
     ]
     return {"head": facts["head"], "contrast": facts["contrast"], "lines": lines}
 
 
-@drawing("cloud", "cloud")
+@drawing("cloud", "cloud", "side", "x", "y", "z")
 def _points(block: Block, tables: Tables) -> Iterator[Block]:
     """Keys and queries in the subspace.
 
     Three principal components of the feature's subspace, in one scale. Drag to turn, or use the arrow keys; point at
     one to read it.
     """
-    panels: list[dict[str, Any]] = []
-    ways: list[dict[str, Any]] = []
-    for cloud in (row["cloud"] for row in block.rows):  # in thousandths of the farthest; the script makes a row of each
-        sides = (cloud.keys, cloud.queries)
-        unit = (max((float(side.abs().max()) for side in sides if side.numel()), default=0.0) or 1.0) / _STEPS
-        keys, queries = ((side / unit).round().int().flatten().tolist() for side in sides)
-        labels = {by: asdict(colouring) for by, colouring in cloud.colourings.items()}
-        if labels not in ways:  # heads of one run share them
-            ways.append(labels)
-        at = ways.index(labels)
-        panels.append({"name": cloud.title, "unit": unit, "keys": keys, "queries": queries, "labels": at})
-    yield replace(block, rows=[], options={"panels": panels, "labels": ways})
+    yield block
 
 
 # ---------------------------------------------------------------------- writers, and why
@@ -191,10 +155,10 @@ def _points(block: Block, tables: Tables) -> Iterator[Block]:
 def _graph(block: Block, tables: Tables) -> Iterator[Block]:
     """Back to the words.
 
-    Solid lines lead down to who wrote it, to the writers of what these read, and on to the words, as wide as their
-    share; what is not drawn stands as the rest at each place. Dashed lines lead to why a head looked where it did,
-    which is a logit of its own (main: writers with a fifth of it). Point at a place for its numbers; click it to follow
-    it.
+    Solid lines lead down to the writers, to the writers of what those read, and on to the words; a line is as wide as
+    its share, and what is not drawn is added up as the rest at each node. Dashed lines lead to why a head looked where
+    it did, which is a logit of its own (main: writers with a fifth of it). Point at a node for its numbers; click it to
+    follow it.
     """
     for head in dict.fromkeys(row["head"] for row in block.rows):
         nodes, prompt, rows = (
@@ -220,13 +184,12 @@ def _kept(block: Block, tables: Tables) -> Iterator[Block]:
     """What the first nodes keep in the running model.
 
     The answer's lead over its rival, as a share of what it is, where only the first k nodes (writers at tokens) run and
-    all others take their mean over other prompts. Nodes against the answer come last, so that a share may exceed 1.
+    all others take their mean over other prompts. Nodes against the answer come last, so a share can exceed 1.
     """
     rows = [
         {**row, "head": ""} for row in block.rows if (row["replaced"], row["done"]) == ("mean", "kept") and row["k"]
     ]
-    options = {"axis": "nodes", "value": "kept", "of": "nodes", "line": "by", "height": "share", "even": True}
-    yield replace(block, rows=rows, options=options)
+    yield replace(block, rows=rows, options=NAMES["nodes"])
 
 
 _EDGES = ("head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots")
@@ -246,8 +209,8 @@ def _cut_edges(block: Block, tables: Tables) -> Iterator[Block]:
 def _kept_edges(block: Block, tables: Tables) -> Iterator[Block]:
     """Writers kept on both sides.
 
-    How often it prefers the right key when only the first writers of its query and of its keys are as they are, and all
-    others take their mean.
+    How often it prefers the right key when only the first writers of its query and of its keys stay as they are, and
+    all others take their mean.
     """
     return _edges(block, tables, ("both", "keep"), "writers kept")
 
@@ -257,9 +220,8 @@ def _edges(block: Block, tables: Tables, which: tuple[str, str], axis: str) -> I
     words = f"{block.words} Before: {before}. Writers were chosen on other words, by each rule; 95% intervals by word."
     wanted = (*which, "mean", "held")
     rows = [row for row in block.rows if (row["side"], row["kind"], row["replaced"], row["norms"]) == wanted]
-    options = {"axis": axis, "value": "right", "of": "writers", "line": "by", "height": "accuracy", "names": _RIVALS}
     if rows:
-        yield replace(block, words=words, rows=rows, options=options)
+        yield replace(block, words=words, rows=rows, options={**NAMES["edges"], "axis": axis})
 
 
 @drawing("parts", "head", "side", "part", "value", "share", "low", "high")
@@ -285,21 +247,20 @@ def _features(block: Block, tables: Tables) -> Iterator[Block]:
         ]
         rows += [{**row, "by": "dictionary"} for row in block.rows if row["head"] == head]
         title = f"What matched at {head}, in features"
-        yield replace(block, title=title, rows=rows, options={"ways": _DICTIONARY})
+        yield replace(block, title=title, rows=rows, options={"ways": NAMES["dictionary"]})
 
 
 @drawing("curve", "head", "side", "edge", "k", "kind", "after", "low", "high")
 def _feature_edges(block: Block, tables: Tables) -> Iterator[Block]:
     """Features cut from the key, and those of copies without meaning.
 
-    Attention that is left where the features of the first k pairs are set to their mean in this head's key. A
-    dictionary that says something takes it away with few pairs; copies of it without meaning (turned, with random rows,
-    with the codes of other features or of other tokens) show what any dictionary would do. Lines: 95% intervals by
-    word; of copies, the lowest and the highest draw.
+    Attention left when the features of the first k pairs are set to their mean in this head's key. A meaningful
+    dictionary takes it away with few pairs; copies without meaning (rotated, with random rows, with the codes of other
+    features or other tokens) show what any dictionary would do. Lines: 95% intervals by word; for copies, the lowest
+    and the highest draw.
     """
     rows = [row for row in block.rows if (row["side"], row["edge"]) == ("key", "ablated")]
-    options = {"axis": "pairs", "value": "left", "of": "pairs", "line": "kind", "height": "after", "names": _COPIES}
-    yield replace(block, rows=rows, options=options)
+    yield replace(block, rows=rows, options=NAMES["feature_edges"])
 
 
 @drawing("said", "line", leads=True)
@@ -317,7 +278,7 @@ def _parts(block: Block, tables: Tables) -> Iterator[Block]:
     are not named.
     """
     there = {f"{row['by']} {row['side']}" for row in block.rows}
-    yield replace(block, options={"ways": {way: words for way, words in _SPLITS.items() if way in there}})
+    yield replace(block, options={"ways": {way: words for way, words in NAMES["splits"].items() if way in there}})
 
 
 @drawing("tests", "head", "side", "k", "writers", "before", "after", "control_low", "control_high", "verdict")
@@ -325,9 +286,9 @@ def _cuts(block: Block, tables: Tables) -> Iterator[Block]:
     """Cuts.
 
     Attention on the key with its strongest writers cut, in this head alone and with norms frozen: each one's part takes
-    its mean over the prompt's other tokens. The band is what random writers of the same layers leave, the line what
-    there was. Supported: the attention falls by more than a quarter, and further than with any of the random ones. Not
-    here: it does not. Unattended: under 5% was there to move.
+    its mean over the prompt's other tokens (mean ablation). The band is what random writers of the same layers leave,
+    the line the attention before. Supported: it falls by more than a quarter, and further than with any random writers.
+    Not here: it does not. Unattended: there was under 5% to begin with.
     """
     sides = {"both": "cut from both", "key": "cut from the key", "query": "cut from the query"}
     yield replace(block, rows=[{**row, "done": sides[row["side"]], **_beside(row)} for row in block.rows])
@@ -343,30 +304,30 @@ def _beside(row: Row) -> dict[str, str]:
 def _output(block: Block, tables: Tables) -> Iterator[Block]:
     """What it does.
 
-    Chances of the next token, as they are and where the head may not look at the key (the whole model runs on). The
-    line is the same without another key, the next most attended. Direct: what the head adds to the token's logit by
-    what it read at the key, the last norm held.
+    Probability of the next token, before and with the key hidden from this head (attention knockout; the whole model
+    runs on). The line is the same with its second key hidden instead. Direct: what the head adds to the token's logit
+    by what it read at the key, the last norm frozen.
     """
-    yield replace(block, options={"after": "without this attention"})
+    yield replace(block, options={"after": "with this key hidden"})
 
 
 @drawing("tests", "head", "changes", "before", "after", "control_low", "control_high", "verdict")
 def _changes(block: Block, tables: Tables) -> Iterator[Block]:
     """What if.
 
-    The head's attention on the key with these changes. The band is what others of the same size leave (other heads of
-    the layer ablated, or unable to look there; of an MLP, those of other layers), the line what there was. Supported:
-    it falls by more than a quarter, and further than with any of them.
+    The head's attention on the key with these changes. The band is what controls leave (other heads of the layer
+    ablated, or with that key hidden; for an MLP, those of other layers), the line the attention before. Supported: it
+    falls by more than a quarter, and further than with any control.
     """
-    told = {"done": "", "band": "others in its place"}
+    told = {"done": "", "band": "controls"}
     yield replace(block, rows=[{**row, "writers": row["changes"], **told, **_beside(row)} for row in block.rows])
 
 
 @drawing("output", "token", "before", "after")
 def _next_tokens(block: Block, tables: Tables) -> Iterator[Block]:
-    """So what: the next token.
+    """The next token.
 
-    Probability of the next token as it is, and with these changes.
+    Probability of the next token, before and with these changes.
     """
     rows = [{**row, "without_key": row["after"], "without_other": None, "direct": None} for row in block.rows]
     yield replace(block, rows=rows, options={"after": "with the changes"})

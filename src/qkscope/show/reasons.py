@@ -6,18 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qkscope.show import Block, Row, Tables, drawing, number
-
-FAMILIES = {
-    "induction": "looks behind an earlier copy of its word", "duplicate token": "looks at an earlier copy of its word",
-    "same word": "two equal words decide, elsewhere", "previous token": "looks one token back, whatever stands there",
-    "position": "looks a fixed number of tokens back", "self": "looks at itself",
-    "key word": "looks at certain words, whatever asks", "query word": "the word that asks decides",
-    "key and query words": "both words decide", "few words": "one to four other words decide",
-    "no few words": "more than four words decide", "no single word": "no single word decides",
-    "sink": "rests on the first token",
-}  # fmt: skip
-"""What heads of each kind do."""
+from qkscope.show import NAMES, Block, Row, Tables, drawing, number
 
 
 def family_of(kind: str) -> str:
@@ -42,7 +31,7 @@ def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
         looks.setdefault(row["head"], []).append(row)
     counts = Counter(family_of(row["kind"]) for row in block.rows)
     options = {
-        "families": {family: [text, counts[family]] for family, text in FAMILIES.items() if counts[family]},
+        "families": {family: [text, counts[family]] for family, text in NAMES["families"].items() if counts[family]},
         "of": {row["head"]: family_of(row["kind"]) for row in block.rows},
         "scores": {head: {k: row[k] for k in ("name", "offset", "tokens", "looks")} for head, row in scores.items()},
         "looks": looks,
@@ -52,17 +41,17 @@ def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
 
 @drawing("tests", "head", "position", "text", "before", "after", "low", "high", "goes_to", "cause", leads=True)
 def _words(block: Block, tables: Tables) -> Iterator[Block]:
-    """Because: words changed.
+    """Because: words replaced.
 
-    Attention on the key with one word of the prompt changed into others that have as many tokens: half likely, half at
-    random. The bar is what is left, the band its 90% interval over these words, the line what there was. A word is a
-    cause (shown) where the whole band is below half of it, and open where the band straddles half.
+    Attention on the key with one word of the prompt replaced by others with as many tokens: half likely, half random.
+    The bar is what is left, the band its 90% interval over these words, the line the attention before. A word is a
+    cause (shown) if the whole band is below half of that, and open if the band straddles half.
     """
     verdicts = {"yes": "shown", "open": "open"}
     shown = [
         {**row, "writers": f"{row['text'].strip() or row['text']!r} (token {row['position']})", "band": "90% interval",
-         "done": f"changed into {row['words']} others", "control_low": row["low"],
-         "control_high": min(row["high"], 1.0), "beside": f"goes to {row['goes_to']!r}",
+         "done": f"replaced by {row['words']} others", "control_low": row["low"],
+         "control_high": min(row["high"], 1.0), "beside": f"attention goes to {row['goes_to']!r}",
          "verdict": verdicts.get(row["cause"], "no")}
         for row in block.rows
     ]  # fmt: skip
@@ -73,16 +62,16 @@ def _words(block: Block, tables: Tables) -> Iterator[Block]:
 def _carriers(block: Block, tables: Tables) -> Iterator[Block]:
     """Carried by.
 
-    The word is changed, and what these writers left in the unchanged prompt is put back into this head's key or query
-    alone, norms live. The bar is the attention then, the band reaches from what the change left to what 20 other sets
-    of writers of these layers bring back, the line is what there was before the change. Shown: half of what was lost
-    or more comes back, and a tenth at most with other writers, or with theirs of another changed prompt.
+    The word is replaced, and what these writers wrote in the original prompt is restored in this head's key or query
+    alone, norms live (path patching). The bar is the attention then; the band reaches from what the replacement left to
+    what 20 other sets of writers of these layers restore; the line is the attention before. Shown: at least half of
+    what was lost comes back, and at most a tenth with other writers, or with these writers from another replacement.
     """
     shown = [
-        {**row, "done": f"put back into the {row['side']}, {row['text'].strip()} (token {row['position']}) changed",
-         "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "changed, to others",
+        {**row, "done": f"restored in the {row['side']}, {row['text'].strip()} (token {row['position']}) replaced",
+         "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "replaced, to control",
          "control_high": max(row["changed"], row["others"]),
-         "beside": f"changed {number(row['changed'], '.0%')}, others {number(row['others'], '.0%')}"}
+         "beside": f"replaced {number(row['changed'], '.0%')}, control {number(row['others'], '.0%')}"}
         for row in block.rows
     ]  # fmt: skip
     yield replace(block, rows=shown)

@@ -8,7 +8,9 @@ franco2026's appendix G, and chooses and fits on others.
 
 - ``subject``: a copy in which the *other* name is repeated; + is the name that is not repeated, − the one that is. All
   before the repetition is the same in both, so the names themselves cancel: what is left is what the repetition did.
-- ``name``: a copy with another indirect object; + is its name, − the copy's, seen by the same query.
+- ``name``: a copy with another indirect object; + is its name, − the copy's, seen by the same query. In the text it is
+  exchanged with the subject's by the two names changing places before the repetition. ``subject`` cannot be: the names
+  stand before what repeats one of them, and no key knows what comes after it.
 
 Of the other two the answer is no key, so they name what the model may go on with.
 
@@ -31,28 +33,18 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import count
 from typing import Literal
 
 from qkscope.examples import Answers, Draft, Example
 from qkscope.kinds import Seed, checked_call
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, pools
-from qkscope.tasks.words import EVENTS, MEN, NAMES, PEOPLE, PLACES, THINGS, WOMEN
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, pools, rewritten
+from qkscope.tasks.words import EVENTS, FORMS, MEN, NAMES, PEOPLE, PLACES, THINGS, WOMEN
 
 Order = Literal["both", "ABBA", "BABA", "single"]
-#: ``{A}`` and ``{B}`` are the names in order of their first use, ``{S}`` the one repeated.
-TEMPLATES = (
-    "Then, {A} and {B} were working at the {place}. {S} decided to give a {thing} to",
-    "Then, {A} and {B} went to the {place}. {S} gave a {thing} to",
-    "When {A} and {B} got a {thing} at the {place}, {S} decided to give it to",
-    "Then, {A} and {B} had a long talk at the {place}. Afterwards {S} gave a {thing} to",
-    "After {A} and {B} went to the {place}, {S} gave a {thing} to",
-    "The {place} {A} and {B} went to had a {thing}. {S} gave it to",
-    "Friends {A} and {B} found a {thing} at the {place}. {S} gave it to",
-    "While {A} and {B} were walking to the {place}, {S} offered a {thing} to",
-)
+TEMPLATES = FORMS["ioi"]["templates"]
 _SINGLE = {"io": "Andrew", "subject": "Simon", "place": "restaurant", "thing": "basketball"}
 CENTURIES = ("11", "12", "13", "14", "15", "16", "17", "18")
 YEARS = tuple(f"{year:02d}" for year in range(11, 90) if year % 10)
@@ -96,11 +88,17 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
             drawn = [(order, io, subject), *(copies[name] for name in copies if name == contrast)]
             yield tuple(_gift(template, names, fill, contrast, cluster) for names in drawn)
 
+    def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
+        first, second = (example.keys[slot].span for slot in (one, other))
+        if "name" not in features or {first, second} != {example.roles.get("IO"), example.roles.get("S1")}:
+            return None
+        return rewritten(example, {first: example.piece(second), second: example.piece(first)})
+
     contrasts = (
         Contrast("subject", "the name mentioned once / the name mentioned twice"),
         Contrast("name", "the indirect object / another name in its place", across=True),
     )
-    return from_walk("ioi", seed, contrasts, walk, {"form": form, "chat": chat}, address=(form,))
+    return from_walk("ioi", seed, contrasts, walk, {"form": form, "chat": chat}, (form,), exchange=exchange)
 
 
 def _gift(template: str, names: tuple[str, str, str], fill: dict[str, str], contrast: str, cluster: int) -> Example:

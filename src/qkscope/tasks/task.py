@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
 from qkscope.errors import BadInput
-from qkscope.examples import Example, Sign
+from qkscope.examples import Example, Sign, Span
 from qkscope.kinds import Count, checked_class
 
 #: The label that says which keys are right: +1 there, −1 for the other candidates. Head scores and swaps go by it.
@@ -28,6 +28,8 @@ ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alik
 Unit = tuple[Example, ...]
 Units = Sequence[Unit]
 UnitsToTest = Sequence[Unit]
+#: Gives a prompt in whose text the features of two keys (by name, by slot) are exchanged; None where there is no such.
+Exchange = Callable[[Example, Sequence[str], int, int], Example | None]
 
 
 @checked_class
@@ -75,6 +77,7 @@ class Task:
     asked : the parameters it was made with, for the manifest.
     notes : what a reader of its results must know, as sentences.
     starts_with_key : whether a labelled key may be the first thing in a prompt.
+    exchange : exchanges features of two keys in a prompt's text, keys in the slots that a swap of them leaves them in.
 
     Examples
     --------
@@ -84,6 +87,9 @@ class Task:
     ['order', 'lexical', 'box']
     >>> len(task.test(2)), len(task.fit("lexical", 1)[0])
     (2, 2)
+    >>> prompt = task.test(1)[0][0]
+    >>> [text.split() for text in (prompt.text, task.exchange(prompt, ["lexical"], 0, 2).text)]
+    [['brush:', 'X', 'knife:', 'U', 'pen:', 'J', 'knife:'], ['pen:', 'X', 'knife:', 'U', 'brush:', 'J', 'knife:']]
     """
 
     name: str
@@ -94,6 +100,7 @@ class Task:
     asked: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     starts_with_key: bool = False
+    exchange: Exchange | None = None
 
     def choose(self, n: Count) -> Sequence[Unit]:
         """Units for scoring heads.
@@ -135,6 +142,7 @@ def from_walk(
     address: Sequence[object] = (),
     starts_with_key: bool = False,
     apart: Sequence[str] = (),
+    exchange: Exchange | None = None,
 ) -> Task:
     """A task of units that a walk draws; ``address`` is what its draws depend on besides seed, use and contrast.
 
@@ -148,7 +156,21 @@ def from_walk(
         return list(islice(walk(seeded(seed, name, *address, use, drawn), use, contrast), n))
 
     plain: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in asked.items()}
-    return Task(name, {c.name: c for c in contrasts}, draw, seed, plain["chat"], plain, (), starts_with_key)
+    return Task(name, {c.name: c for c in contrasts}, draw, seed, plain["chat"], plain, (), starts_with_key, exchange)
+
+
+def rewritten(example: Example, pieces: Mapping[Span, str], slots: Mapping[int, int] | None = None) -> Example:
+    """An example with other text in some spans; keys stay where they are, or go where those in ``slots`` were."""
+
+    def moved(place: int) -> int:
+        return place + sum(len(piece) - (stop - start) for (start, stop), piece in pieces.items() if stop <= place)
+
+    text, places = str(example.text), [key.span for key in example.keys]
+    for (start, stop), piece in sorted(pieces.items(), reverse=True):
+        text = text[:start] + piece + text[stop:]
+    ends = [places[(slots or {}).get(i, i)] for i in range(len(places))]
+    keys = [replace(key, span=(moved(a), moved(b))) for key, (a, b) in zip(example.keys, ends, strict=True)]
+    return Example(text, keys=tuple(keys), cluster=example.cluster, answers=example.answers)
 
 
 def labels(sign: Sign, contrast: str, across: Sequence[str] = ()) -> dict[str, Sign]:

@@ -3,24 +3,31 @@
 Surplus pairs, those with the lowest target logits, are said to share the last singular vector. Beside the cosines
 stand the norms of their features, as a cosine hides that a feature has all but vanished; controls are the same features
 before training, under the same measure.
-A feature lies *on* the vector with which its |cos| is largest.
+A feature lies *on* the vector with which its |cos| is largest. A query is *confused* by the keys of other pairs of its
+kind (surplus, or within capacity) by ``Σ_{j≠i} |f_qi Ω f_kj| / ((m − 1) |f_qi Ω f_ki|)``. Toys are the runs: one
+for each number of pairs.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
+from qkscope.draws import derived_seed
+from qkscope.maths.singular import sparsity
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
+from qkscope_papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import before_and_after
-from qkscope_papers.franco2026.toy.superposition import Superposition, by_logit, linear_pairs
+from qkscope_papers.franco2026.toy.superposition import Superposition, Toy, by_logit, linear_pairs
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Files, Row, files_of, heat_map, mean, over_runs, pick
+from qkscope_papers.tables import Estimate, Files, Row, files_of, heat_map, mean, over_runs, pick
 
 
 def _by_pairs(preset: str) -> dict[str, Superposition]:
@@ -44,7 +51,20 @@ def run(settings: Settings, cells: Cells) -> Result:
         row["surplus"] = order.index(row["pair"]) >= task.d_head
         row["on_last"] = row["best_index"] == task.d_head - 1
         row["on_own"] = row["best_index"] == order.index(row["pair"])
-    summary = [_summary(config, rows, found[0].cell.task.d_head) for config, found in toys.items()]
+    summary = []
+    for config, (trained, *_) in toys.items():
+        toy, width, seed = trained.toy, trained.cell.task.d_head, derived_seed(settings.seed, 38)
+        groups = {"fitting": range(width), "surplus": range(width, len(toy.task.pairs))}
+        row = _summary(config, rows, width) | {
+            f"{name}_confusion": _confusion(toy, own) for name, own in groups.items()
+        }
+        contexts = WORK[settings.preset].contexts // 4
+        for name, when, own in (
+            *((name, -1, own) for name, own in groups.items()),
+            ("untrained", 0, groups["fitting"]),
+        ):
+            row[f"{name}_sparsity"] = _sparsity(trained.at(when), own, contexts, seed)
+        summary.append(row)
     arrays = {}
     for config, found in toys.items():
         toy, basis = found[0].toy, found[0].toy.basis()
@@ -61,14 +81,15 @@ def run(settings: Settings, cells: Cells) -> Result:
     )
     tables = {"alignment": rows, "capacity": summary}
     about = {"work": vars(WORK[settings.preset])}
-    return settings.result(answer, tables, _claims(rows, surplus, fitting), arrays, about=about)
+    return settings.result(answer, tables, _claims(rows, summary), arrays, about=about)
 
 
-def _summary(config: str, rows: list[Row], d_head: int) -> Row:
-    own = pick(rows, config=config, control=False)
+def _summary(config: str, rows: list[Row], d_head: int, control: bool = False) -> Row:
+    own = pick(rows, config=config, control=control)
     surplus, fitting = (pick(own, surplus=flag) for flag in (True, False))
     return {
         "config": config, "d_head": d_head, "pairs": len(own) // 2, "surplus": len(surplus) // 2,
+        "fitting_on_own": mean(float(r["on_own"]) for r in fitting),
         "fitting_matched": mean(r["matched"] for r in fitting),
         "surplus_on_last": mean(float(r["on_last"]) for r in surplus),
         "surplus_cosine": mean(r["matched"] for r in surplus),
@@ -78,24 +99,58 @@ def _summary(config: str, rows: list[Row], d_head: int) -> Row:
     }  # fmt: skip
 
 
-def _claims(rows: list[Row], surplus: list[Row], fitting: list[Row]) -> list[Claim]:
-    before, before_fitting = (pick(rows, control=True, surplus=flag) for flag in (True, False))
-    norms = over_runs(r["feature_norm"] for r in surplus)
+def _confusion(toy: Toy, ranked: Sequence[int]) -> float:
+    """How strongly queries of some pairs meet the keys of the others, relative to their own; mean over the queries."""
+    pairs = by_logit(toy.task.pairs)
+    query, key = (toy.W.double()[:, [pairs[i][side] for i in ranked]] for side in (0, 1))
+    logits = ((toy.W_Q.double() @ query).mT @ (toy.W_K.double() @ key)).abs()
+    others = (logits.sum(1) - logits.diagonal()) / max(len(ranked) - 1, 1)
+    return float((others / logits.diagonal()).mean()) if len(ranked) > 1 else math.nan
+
+
+def _sparsity(toy: Toy, ranked: Sequence[int], contexts: int, seed: int) -> float:
+    """Sparsity of relative attention where one of these pairs is present, mean over pairs."""
+    pairs = by_logit(toy.task.pairs)
+    places = [toy.task.pairs.index(pairs[i]) for i in ranked]
+    drawn = (draw_token_pairs(toy.task, "one", contexts, seed, place) for place in places)
+    return mean(float(sparsity(coordinates(toy, own).terms).nanmean()) for own in drawn)
+
+
+def _claims(rows: list[Row], summary: list[Row]) -> list[Claim]:
+    crowded = [row for row in summary if row["surplus"]]
+    before = [_summary(row["config"], rows, row["d_head"], control=True) for row in crowded]
+
+    def over(name: str, widths: Sequence[int] = (5, 10)) -> Estimate:
+        return over_runs(row[name] for row in crowded if row["d_head"] in widths)
+
+    last, kept, norms = over("surplus_on_last"), over("fitting_on_own"), over("surplus_norm")
+    wide, confused, sparse = over("surplus_on_last", (10,)), over("surplus_confusion"), over("fitting_sparsity")
+    less = over_runs(row["surplus_sparsity"] - row["fitting_sparsity"] for row in crowded)
     return [
-        Claim("surplus pairs map to the last singular vector (share of their features; control: untrained)",
-              "App. E, Fig. 23: all of the features having the lowest target logits",
-              mean(float(r["on_last"]) for r in surplus), mean(float(r["on_last"]) for r in before), "ours >= 0.9"),
-        Claim("pairs within capacity keep a vector of their own (share of features that lie on theirs; control: "
-              "untrained)", "App. E, Fig. 23: high-logit features one-to-one",
-              mean(float(r["on_own"]) for r in fitting), mean(float(r["on_own"]) for r in before_fitting),
-              "ours >= 0.9",
+        Claim("surplus pairs map to the last singular vector (share of their features, mean over toys; control: "
+              "untrained)", "App. E, Fig. 23: all of the features having the lowest target logits",
+              last.mean, mean(row["surplus_on_last"] for row in before), "ours >= 0.9", **last.ends),
+        Claim("... in heads of width 10 too", "App. E, Fig. 23(b): persists when model capacities are higher",
+              wide.mean, last.mean, "ours >= 0.9", **wide.ends),
+        Claim("pairs within capacity keep a vector of their own (share of features that lie on theirs, mean over toys; "
+              "control: untrained)", "App. E, Fig. 23: high-logit features one-to-one", kept.mean,
+              mean(row["fitting_on_own"] for row in before), "ours >= 0.9", **kept.ends,
               changed="It was the mean matched |cos| >= 0.95, which one toy more or less decides; the share is on the "
               "scale of the claim above."),
-        Claim("surplus features are still represented (norm, mean over features; control: features within capacity)",
+        Claim("surplus features are still represented (norm, mean over toys; control: features within capacity)",
               "implied by Sec. 4: some features move into superposition within the head's representation space",
-              norms.mean, mean(r["feature_norm"] for r in fitting), "ours > 0.5 * control", norms.low, norms.high,
+              norms.mean, over("fitting_norm").mean, "ours > 0.5 * control", **norms.ends,
               why="They lie on the vector by their angle, which has no length: what is left of them is a fraction of "
               "the others' norm, so they are given up rather than superposed."),
+        Claim("features of different surplus pairs are confused (a foreign key's logit over its own key's, mean over "
+              "toys; control: pairs within capacity)", "App. E, Fig. 23: can mistakenly associate features from "
+              "different pairs", confused.mean, over("fitting_confusion").mean, "ours > 0.5 and ours > 2 * control",
+              **confused.ends),
+        Claim("a pair within capacity is decomposed sparsely still (sparsity, mean over toys; control: untrained)",
+              "App. E, after Fig. 23: sparse decomposition will still arise", sparse.mean,
+              mean(row["untrained_sparsity"] for row in crowded), "ours < 0.75 * control", **sparse.ends),
+        Claim("... a surplus pair less so (sparsity, difference to pairs within capacity; control: theirs)",
+              "App. E, after Fig. 23: although less robustly", less.mean, sparse.mean, "ours > 0", **less.ends),
     ]  # fmt: skip
 
 

@@ -40,7 +40,7 @@ class ToyWork:
 WORK = {
     # Enough training to see the point, not to finish: short, at a high learning rate.
     "smoke": ToyWork(2000, 1000, 400, 800, 200, 5e-3, 100, 2000, 20, 1, 1, 1, 128, 5, 6),
-    "default": ToyWork(20_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 10_000, 40, 5, 5, 5, 512, 20, 14),
+    "default": ToyWork(20_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 10_000, 40, 20, 5, 5, 512, 20, 14),
     "paper": ToyWork(40_000, 5000, 40_000, 80_000, 80_000, 1e-3, 400, 10_000, 40, 20, 5, 20, 1024, 50, 20),
 }
 

@@ -24,7 +24,7 @@ from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import new_figure
 from qkscope_papers.lee2026.language import ESTIMATORS, Estimator, FigureSession, session_of
-from qkscope_papers.lee2026.points import Points, capture_points, nearest_hits, share_of, view
+from qkscope_papers.lee2026.points import Points, capture_points, cloud_rows, nearest_hits, share_of, view
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Files, Row, column, figure_name, files_of, model_name, name_axes, pick
 
@@ -60,7 +60,9 @@ def run(settings: Settings, projected: bool) -> Result:
              for i, name in enumerate(labels[feature][0][:_WORDS])]  # fmt: skip
     answer, claims = _answer(rows, str(best)), _claims(rows, str(best), str(found.control), projected)
     about = session.about(form=session.form("binding"), head=str(best))
-    return settings.result(answer, {"views": rows, "labels": named}, claims, arrays, session.scope.name, about)
+    clouds = cloud_rows(arrays, {feature: labels[feature][0] for feature in FEATURES})
+    tables = {"views": rows, "labels": named, "clouds": clouds}
+    return settings.result(answer, tables, claims, arrays, session.scope.name, about)
 
 
 def binding_points(session: FigureSession) -> Points:

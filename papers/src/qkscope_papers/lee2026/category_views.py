@@ -23,11 +23,19 @@ from qkscope.maths.methods import key_pca
 from qkscope.maths.subspace import Side
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.tasks.filter import POOLED
+from qkscope.tasks.lists import POOLED
 from qkscope.tasks.task import Task
 from qkscope_papers.figures import new_figure
 from qkscope_papers.lee2026.language import FigureSession, HeadChoice, session_of
-from qkscope_papers.lee2026.points import Points, capture_points, nearest_centroid, nearest_hits, share_of, view
+from qkscope_papers.lee2026.points import (
+    Points,
+    capture_points,
+    cloud_rows,
+    nearest_centroid,
+    nearest_hits,
+    share_of,
+    view,
+)
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Files, Row, column, files_of, model_name, name_axes, pick
 
@@ -58,7 +66,7 @@ def run(settings: Settings) -> Result:
     labels = [{"panel": panel, "index": i, "label": name}
               for panel, own in (("a", names), ("b", _fine_names(session))) for i, name in enumerate(own)]  # fmt: skip
     tables = {"ranks": ranks, "views": views, "clusters": clusters, "labels": labels}
-    tables["heads"] = found.ranking.top("ratio")
+    tables |= {"heads": found.ranking.top("ratio"), "clouds": cloud_rows(arrays, {"best": names, "control": names})}
     claims = _claims(found, ranks, views, clusters)
     about = session.about(form=session.form("filter"))
     return settings.result(_answer(found, ranks, views), tables, claims, {**arrays, **keys}, session.scope.name, about)

@@ -12,7 +12,7 @@ from typing import Any
 from qkscope.analyses.swap import swap
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope.tasks.filter import POOLED
+from qkscope.tasks.lists import POOLED
 from qkscope_papers.lee2026.language import SECOND, FigureSession, session_of
 from qkscope_papers.lee2026.swap_plots import draw_full
 from qkscope_papers.registry import Settings, figure

@@ -15,9 +15,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.analyses.clouds import point_rows
 from qkscope.draws import derived_seed
 from qkscope.maths.subspace import Subspace
 from qkscope.runs.claims import Claim
@@ -53,12 +54,9 @@ def run(settings: Settings, cells: Cells) -> Result:
     task = trained.cell.task
     clouds: list[Row] = []
     for name in _HEADS:  # coloured by the latent: its code, or where its first coordinate lies
-        by, names, labels = _labels(arrays[f"{name}/latent"], task.variant == "discrete")
-        arrays |= {f"{name}/{side}_labels": labels.clone() for side in ("key", "query")}
-        clouds += [
-            {"cloud": name, "colouring": by, "ordered": task.variant != "discrete", "index": i, "label": label}
-            for i, label in enumerate(names)
-        ]
+        labels = _labels(arrays[f"{name}/latent"], task.variant == "discrete")
+        for side, cloud in (("key", arrays[f"{name}/keys"]), ("query", arrays[f"{name}/queries"])):
+            clouds += point_rows(name, side, cloud[:_SHOWN], labels)
     shape = (
         f"{after['vertices']:g} of {2 ** task.ranks[0]} vertices recovered"
         if task.variant == "discrete"
@@ -128,15 +126,13 @@ def _clusters(q: Float[Tensor, "n d"], k: Float[Tensor, "n d"], latent: Float[Te
     }
 
 
-def _labels(latent: Float[Tensor, "n r"], discrete: bool) -> tuple[str, list[str], Int[Tensor, " n"]]:
-    """What points are coloured by, the names of the labels, and each point's."""
+def _labels(latent: Float[Tensor, "n r"], discrete: bool) -> list[Row]:
+    """What each point is coloured by: its code, or in which part of all its first coordinate lies."""
     if discrete:
-        codes = ["".join("+" if value > 0 else "−" for value in z) for z in latent.tolist()]
-        names = sorted(set(codes))
-        return "z1", names, torch.tensor([names.index(code) for code in codes])
+        return [{"z1": "".join("+" if value > 0 else "−" for value in z)} for z in latent.tolist()]
     edges = np.quantile(latent[:, 0].numpy(), np.linspace(0, 1, _BINS + 1)[1:-1])
-    labels = torch.from_numpy(np.digitize(latent[:, 0].numpy(), edges))
-    return "first coordinate of z1", [f"part {i + 1} of {_BINS}" for i in range(_BINS)], labels
+    parts = (np.digitize(latent[:, 0].numpy(), edges) + 1).tolist()
+    return [{f"first coordinate of z1, part of {_BINS}": part} for part in parts]
 
 
 def _unit_spread(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:

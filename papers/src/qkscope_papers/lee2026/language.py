@@ -29,7 +29,7 @@ from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.significance import wilson
 from qkscope.runs.progress import doing
-from qkscope.tasks.filter import POOLED
+from qkscope.tasks.lists import POOLED
 from qkscope.tasks.task import Task
 from qkscope_papers.registry import EMBEDDED, Settings
 from qkscope_papers.tables import Row, pick

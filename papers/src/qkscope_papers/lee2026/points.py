@@ -11,7 +11,7 @@ Three statements are made of such pictures, and each has a number with a control
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,14 +19,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.clouds import principal
+from qkscope.analyses.clouds import point_rows, principal
 from qkscope.analyses.prompts import batches_of, unit_runner
 from qkscope.capture.scope import Scope
 from qkscope.heads import Head
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
-from qkscope_papers.tables import Estimate
+from qkscope_papers.tables import Estimate, Row
+
+_DRAWN = 400  # points of a side
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,17 @@ class Points:
                 start = key.span[1]
             found.append(row)
         return found
+
+
+def cloud_rows(arrays: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> list[Row]:
+    """Points of a figure as its page draws them: of each panel, with the names of its labels."""
+    rows: list[Row] = []
+    for panel, own in names.items():
+        for side, many in (("key", "keys"), ("query", "queries")):
+            said = [own[i] for i in arrays[f"{panel}/{side}_labels"].tolist()]
+            labels = [{"label": int(name) if name.isdecimal() else name} for name in said]
+            rows += point_rows(panel, side, arrays[f"{panel}/{many}"][:_DRAWN], labels)
+    return rows
 
 
 def _text(example: object) -> str:

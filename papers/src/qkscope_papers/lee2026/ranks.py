@@ -24,12 +24,12 @@ from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, new_figure
 from qkscope_papers.fleet import side_by_side
-from qkscope_papers.lee2026.cells import WAS_IMPLIED, WORK, Cells, toy_figure, train, whole_grids
+from qkscope_papers.lee2026.cells import SCALES, WAS_IMPLIED, WORK, Cells, toy_figure, train, whole_grids
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope_papers.lee2026.toy.retrieval import RetrievalHead, Variant
 from qkscope_papers.lee2026.toy.trained import HeadRun
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Estimate, Files, Row, column, distinct, files_of, mean, over_seeds, pick
+from qkscope_papers.tables import Files, Row, column, distinct, files_of, mean, over_seeds, pick, share_of
 
 WHERE = ("below", "boundary", "above")
 _ROWS_AT_ONCE = 4096
@@ -37,8 +37,8 @@ _ROUNDED = 0.985  # what is written as 99%
 _OTHER_GRIDS: tuple[tuple[Variant, int], ...] = (("discrete", 8), ("continuous", 8), ("continuous", 16))
 
 
-@toy_figure("fig2", "Recovered ranks, discrete task, d_head 16", whole_grids(("discrete", 16)))
-@toy_figure("fig11", "Recovered ranks, the other three grids", whole_grids(*_OTHER_GRIDS))
+@toy_figure("fig2", "Recovered ranks, discrete task, d_head 16", whole_grids(("discrete", 16)), prompts=SCALES)
+@toy_figure("fig11", "Recovered ranks, the other three grids", whole_grids(*_OTHER_GRIDS), prompts=SCALES)
 def run(settings: Settings, cells: Cells) -> Result:
     """Ranks of every cell of the figure's grids, with their controls."""
     work = WORK[settings.preset]
@@ -48,14 +48,13 @@ def run(settings: Settings, cells: Cells) -> Result:
     rows = side_by_side(lambda head: rank_row(head, signs, contexts, settings.seed), train(cells, settings))
     summary = summarise(rows)
     below = pick(rows, where="below")
-    null, untrained = (share_exact(below, kind) for kind in ("null", "untrained"))
     answer = (
         f"Both ranks are exact in {_count(below, 'rank')} of {len(below)} cells with r1 + r2 < d_head (99% rule; "
         f"{_count(below, 'null')} above the null) - and in {_count(below, 'untrained')} of them before training "
         f"({_count(below, 'untrained_null')} above the null): the rank is in the data, not in what was learned."
     )
     about = {"lr": work.lr, "recipe": work.recipe.about(), "contrast_pairs": pairs, "replicates": work.replicates}
-    return settings.result(answer, {"ranks": rows, "summary": summary}, _claims(rows, null, untrained), about=about)
+    return settings.result(answer, {"ranks": rows, "summary": summary}, _claims(rows), about=about)
 
 
 def rank_row(trained: HeadRun, signs: Float[Tensor, "r n"], contexts: int, seed: int) -> Row:
@@ -105,13 +104,13 @@ def sign_flip_deltas(
     return (total / n).unflatten(1, (h, h))
 
 
-def share_exact(rows: Sequence[Row], kind: str) -> float:
-    """Share of cells in which both ranks of this kind are the true ones."""
-    return _count(rows, kind) / len(rows) if rows else float("nan")
+def exact(rows: Sequence[Row], kind: str) -> list[bool]:
+    """Of each head, whether both ranks of this kind are the true ones."""
+    return [row[f"{kind}1"] == row["r1"] and row[f"{kind}2"] == row["r2"] for row in rows]
 
 
 def _count(rows: Sequence[Row], kind: str) -> int:
-    return sum(row[f"{kind}1"] == row["r1"] and row[f"{kind}2"] == row["r2"] for row in rows)
+    return sum(exact(rows, kind))
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
@@ -131,40 +130,41 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     return table
 
 
-def _claims(rows: list[Row], null: float, untrained: float) -> list[Claim]:
-    below, above = (pick(rows, where=where) for where in ("below", "above"))
-
-    def share(part: list[Row]) -> Estimate:
-        return over_seeds(part, lambda own: share_exact(own, "rank"))
-
-    exact, lost = share(below), share(above)
+def _claims(rows: list[Row]) -> list[Claim]:
+    below, edge, above = (pick(rows, where=where) for where in WHERE)
+    found, lost, null = (share_of(exact(*asked)) for asked in ((below, "rank"), (above, "rank"), (below, "null")))
+    untrained, untrained_null = (share_of(exact(below, f"untrained{kind}")).mean for kind in ("", "_null"))
+    at_edge = share_of(exact(edge, "rank"))
     claims = [
-        Claim("both ranks are recovered wherever r1 + r2 < d_head (share of cells, 99% rule)",
+        Claim("both ranks are recovered wherever r1 + r2 < d_head (share of heads, 99% rule)",
               "Fig. 2, 11: recovers the rank of each latent variable as long as r1 + r2 < d_head",
-              exact.mean, None, "ours >= 0.975", **exact.ends, why=_missed(below)),
-        Claim("the rank above the null is no worse than the 99% rule (share of cells)", "", null, exact.mean,
-              "ours >= control"),
+              found.mean, None, "ours >= 0.975", **found.ends, why=_missed(below)),
+        Claim("... and where r1 + r2 = d_head (share of heads, 99% rule; control: above the null)",
+              "Fig. 5, 11: as long as r1 + r2 ≤ d_head", at_edge.mean, share_of(exact(edge, "null")).mean,
+              "ours >= 0.975", **at_edge.ends, why="The 99% rule leaves out a weak dimension of the head."),
+        Claim("the rank above the null is no worse than the 99% rule (share of heads)", "", null.mean, found.mean,
+              "ours >= control", **null.ends),
         Claim("an exact rank (99% rule) shows that the head learned the latent; control: untrained heads",
-              "", exact.mean, untrained, "control < 0.1 * ours", changed=WAS_IMPLIED,
+              "", found.mean, untrained, "control < 0.1 * ours", **found.ends, changed=WAS_IMPLIED,
               why="W_Q B1 A1ᵀ W_Kᵀ has rank r1 for any weights in general position; the 99% "
               f"rule, which leaves out weak dimensions, still counts it in {untrained:.0%} of the untrained cells."),
         Claim("an exact rank above the null shows that the head learned the latent; control: untrained heads",
-              "", null, share_exact(below, "untrained_null"), "control < 0.1 * ours"),
-        Claim("ranks are lost under superposition (share of cells, r1 + r2 > d_head); control: below",
+              "", null.mean, untrained_null, "control < 0.1 * ours", **null.ends),
+        Claim("ranks are lost under superposition (share of heads, r1 + r2 > d_head); control: below",
               "§4, Fig. 2: otherwise, the model compresses both variables using less dimensions", lost.mean,
-              exact.mean, "ours < 0.5 * control", **lost.ends),
+              found.mean, "ours < 0.5 * control", **lost.ends),
     ]  # fmt: skip
     for variant, d_head in distinct(rows, "variant", "d_head"):
         cells = pick(rows, variant=variant, d_head=d_head)
-        found = over_seeds(cells, lambda own: mean(column(own, "accuracy")))
+        reached = over_seeds(cells, lambda own: mean(column(own, "accuracy")))
         ideal = mean(min(row["ceiling"], row["dot_ceiling"]) for row in cells)
         name = f"{variant}, d_head {d_head}: accuracy (mean of the grid; control: the best one head can do)"
         if (variant, d_head) == ("continuous", 8):
-            claims.append(Claim(name, "§4: drops to around 85%", found.mean, ideal, "abs(ours - 0.85) <= 0.03",
-                                **found.ends))  # fmt: skip
+            claims.append(Claim(name, "§4: drops to around 85%", reached.mean, ideal, "abs(ours - 0.85) <= 0.03",
+                                **reached.ends))  # fmt: skip
         else:
-            claims.append(Claim(name, "§4: the attention heads achieve 99% accuracy", found.mean, ideal,
-                                f"ours >= {_ROUNDED}", **found.ends, why=_short(variant, found.mean, ideal),
+            claims.append(Claim(name, "§4: the attention heads achieve 99% accuracy", reached.mean, ideal,
+                                f"ours >= {_ROUNDED}", **reached.ends, why=_short(variant, reached.mean, ideal),
                                 changed="was ours >= 0.99 of the lowest cell: the 85% in the same sentence can only be "
                                 "a mean, so all of them are."))  # fmt: skip
     gap = over_seeds(below, lambda own: mean(row["accuracy"] - min(row["ceiling"], row["dot_ceiling"]) for row in own))

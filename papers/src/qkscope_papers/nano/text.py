@@ -23,8 +23,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkscope.tasks.binding import FILLER, LINES
-from qkscope.tasks.filter import FORMS
+from qkscope.tasks.lists import FILLER, LINES, LISTS
 from qkscope.tasks.sentences import TEMPLATES
 from qkscope.tasks.task import pools
 from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS
@@ -37,7 +36,7 @@ _TOKEN = r"\n|\w+|[^\w\s]"
 @cache
 def vocabulary() -> tuple[str, ...]:
     """Every token: the special ones, marks, then the words of the tasks' lists and texts."""
-    texts = [re.sub(r"\{\w*\}", " ", " ".join(parts)) for parts in (*LINES.values(), *FORMS.values())]
+    texts = [re.sub(r"\{\w*\}", " ", " ".join(parts)) for parts in (*LINES.values(), *LISTS.values())]
     texts += [re.sub(r"\{\w*\}", " ", template) for template in TEMPLATES]
     texts += ["Words:", *(word for filler in FILLER for word in (filler, filler.capitalize()))]
     texts += [*OBJECTS, *BOXES, *NAMES, *THINGS, *PLACES, *FIVE, *(w for own in CATEGORIES.values() for w in own)]
@@ -237,7 +236,7 @@ def _binding_text(form: str, entities: int, questions: int) -> tuple[str, list[s
 
 def _filter_text(form: str) -> tuple[str, list[str]]:
     """A list of things, the question and one answer, and their slots."""
-    start, before, after, question = FORMS[form]
+    start, before, after, question = LISTS[form]
     slots = [f"item{i}" for i in range(_ITEMS * len(FIVE))]
     ends = [after] * (len(slots) - 1) + [after if form == "bullets" else "."]
     items = "".join(f"{before}{{{slot}}}{end}" for slot, end in zip(slots, ends, strict=True))

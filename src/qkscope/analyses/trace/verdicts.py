@@ -95,8 +95,8 @@ def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
     """A sentence for each side of one head's writers whose shares cancel, with a blank before it; none elsewhere."""
     sizes = {side: sum(abs(row["share"]) for row in rows if row["side"] == side) for side in ("key", "query")}
     return "".join(
-        f" Shares of its {side} cancel: without their signs they sum to {size:.1f} times the logit, so that one share"
-        " alone says little."
+        f" Large positive and negative shares of its {side} cancel (without signs they sum to {size:.1f} times the"
+        " logit): trust cuts, not single shares."
         for side, size in sizes.items()
         if size > CANCELS
     )

@@ -29,8 +29,7 @@ def answer_of(one: PromptTrace, reason: Reason | None, output: Output, tables: T
     attention, first = float(one.attention[one.key]), float(one.attention[0])
     asking, key = f"{one.head} at {_token(one.asked, one.asked.query)}", _token(one.asked, one.key)
     if first > _AWAY and attention < ATTENDED:
-        there = f"({key} has {attention:.1%})"
-        return f"{asking} rests on the first token ({first:.0%}): it attends to nothing here {there}."
+        return f"{asking} rests on the first token ({first:.0%}): it attends to nothing ({key} has {attention:.1%})."
     if attention < ATTENDED:
         return f"{asking} does not attend to {key}: {attention:.1%} of its attention is there."
     if one.key == 0:
@@ -65,15 +64,13 @@ def because(one: PromptTrace, reason: Reason, carriers: Rows = ()) -> str:
             a, b = (int(place) for place in row["positions"].split(", "))
             end = next(word["end"] for word in reason.words if word["position"] == a)
             twice = sum(token.strip().lower() == row["text"].strip().lower() for token in one.asked.tokens) <= 2
-            stands = (
-                "stands just before it and again" if end == one.key else "stands twice" if twice else "stands again"
-            )
-            stands = "stands there and again" if a <= one.key < end else stands
+            where = "just before it and again" if end == one.key else "twice" if twice else "again"
+            where = "there and again" if a <= one.key < end else where
             part = "" if row["verdict"] == "shown" else " in part"
-            return f",{part} because {quoted(row['text'])} {stands} (tokens {a} and {b}){also}"
+            return f",{part} because {quoted(row['text'])} appears {where} (tokens {a} and {b}){also}"
         case "position":
             back, left = one.asked.query - one.key, [_share(row[name], reason) for name in ("alone", "together")]
-            moved = f"with a word put in after it {left[0]} stays there and {left[1]} goes to the same distance"
+            moved = f"with a word inserted after it, {left[0]} stays and {left[1]} moves to the token at that distance"
             return f", by position ({back} token{'s' * (back > 1)} back): {moved}"
         case "self":
             return ", which is itself"
@@ -81,19 +78,20 @@ def because(one: PromptTrace, reason: Reason, carriers: Rows = ()) -> str:
             return f", because of {' and '.join(words)}"
         case "few words":
             named = ", ".join(map(_word, reason.causes))
-            return f", because of {named}: with any one of them replaced less than half of that is left"
+            one_of = "any one" if "," in row["positions"] else "it"
+            return f", because of {named}: replacing {one_of} leaves less than half"
         case "no few words":
-            return f": {len(reason.causes)} words matter to it, too many to name a reason"
+            return f": it depends on {len(reason.causes)} words, too many to name one reason"
     likely = [row for row in reason.words if row["after"] < 0.5 * reason.before][:2]
     if likely:
         named = ", ".join(f"{_word(row)} {row['after']:.0%}" for row in likely)
-        return f": no single word is certain to decide it (replaced, these leave less than half on average: {named})"
-    return f": no single word decides it (none of {_tried(reason)} takes half of that away when replaced)"
+        return f": no single word is certain to decide it (replacing one leaves less than half on average: {named})"
+    return f": no single word decides it (of {_tried(reason)} replaced one at a time, none takes half of that away)"
 
 
 def _own_word(one: PromptTrace, row: Row, reason: Reason) -> str:
     at = "there" if row["kind"] == "key word" else "it looks from"
-    return f"the word {at}, {quoted(row['text'])} (another one leaves {_share(row['alone'], reason)})"
+    return f"the word {at}, {quoted(row['text'])} (replacing it leaves {_share(row['alone'], reason)})"
 
 
 def nearly_same(row: Row) -> bool:
@@ -134,7 +132,7 @@ def _direction(output: Output, pushed: Rows) -> str:
     before, after = output.difference, rival["difference"]
     does = "helps" if after < before - _MOVES else "works against" if after > before + _MOVES else "hardly changes"
     best, other = output.told(output.best), output.told(output.rival)
-    return f"It {does} {best}: lead over {other} {before:.1f} in logits, {after:.1f} without this look."
+    return f"It {does} {best}: {before:.1f} logits ahead of {other}, {after:.1f} with this key hidden."
 
 
 def lines_of(one: PromptTrace, because: Because | None, reason: Reason | None, tables: Tables) -> list[str]:
@@ -162,8 +160,8 @@ def where_line(one: PromptTrace) -> str:
 def _habit(one: PromptTrace, reason: Reason) -> str:
     """What the head does on natural text, where that fits what it does here."""
     usual, job = known_jobs(one.run.reader.scope.weights_hash).get(str(one.head), {}), job_of(reason)
-    often = usual.get(job, 0.0)
-    return f"Habit: on natural text it does so too, in {often:.0%} of its looks ({job})." if often >= _OFTEN else ""
+    often = 0.0 if job.startswith("no ") else usual.get(job, 0.0)  # that nothing was found is no habit
+    return f"Habit: on natural text it does the same in {often:.0%} of its looks ({job})." if often >= _OFTEN else ""
 
 
 def _tried(reason: Reason) -> str:
@@ -174,18 +172,17 @@ def _words(one: PromptTrace, because: Because, reason: Reason) -> str:
     every = [row for row in reason.words if row["after"] < 0.5 * reason.before]
     named, rest = every[:_SHOWN], f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     alone = [quoted(word.text) for word in because.words if not because.others.of(word, because.count)]
-    none = f"; no other word of its shape for {', '.join(dict.fromkeys(alone))}" if alone else ""
+    none = f"; no other word has the shape of {', '.join(dict.fromkeys(alone))}" if alone else ""
     if not named:
-        return f"Words: none of {_tried(reason)} takes half of the attention away when replaced{none}."
+        return f"Words: of {_tried(reason)} replaced one at a time, none takes half of the attention away{none}."
     told = ", ".join(
         f"{_word(row)} {row['after']:.0%}"
         + (f" (not certain, {row['low']:.0%} to {row['high']:.0%})" if row["cause"] == "open" else "")
         for row in named
     )
     to = _token(one.asked, named[0]["goes_to_position"])
-    return (
-        f"Words: of {_tried(reason)} replaced in turn these leave less than half: {told}{rest}; it goes to {to}{none}."
-    )
+    left = f"Words: of {_tried(reason)} replaced one at a time, these leave less than half"
+    return f"{left}: {told}{rest}; attention goes to {to}{none}."
 
 
 def _relations(reason: Reason) -> list[str]:
@@ -194,19 +191,19 @@ def _relations(reason: Reason) -> list[str]:
     for row in [row for row in reason.relations if row["kind"] == "same word"][:2]:
         pair = f"Same word: {quoted(row['text'])}"
         if row["together"] is None:
-            lines.append(f"{pair} (tokens {row['positions']}), for want of words that fit both places: untested.")
+            lines.append(f"{pair} (tokens {row['positions']}), too few other words fit both places: untested.")
             continue
         alone, both, different = (_share(row[name], reason) for name in ("alone", "together", "different"))
         few = " (one alone leaves over half)" if row["alone"] >= 0.5 and nearly_same(row) else ""
         lines.append(
-            f"{pair}, one replaced leaves at most {alone}, both by the same word {both}, by different words"
+            f"{pair}, replacing one leaves at most {alone}, both by the same word {both}, by different words"
             f" {different}: {row['verdict']}{few}."
         )
     for row in reason.relations:
         if row["kind"] == "follows" and row["together"] is not None:
             lines.append(
-                f"Follows: {quoted(row['text'])} (token {row['positions']}) made another word of the prompt"
-                f" ({row['words']} tried), {_share(row['together'], reason)} goes where that one leads (control"
+                f"Follows: {quoted(row['text'])} (token {row['positions']}) replaced by another word of the prompt"
+                f" ({row['words']} tried), {_share(row['together'], reason)} moves to that word's key (control"
                 f" {_share(row['control'], reason)}): {row['verdict']}."
             )
     return lines
@@ -221,7 +218,7 @@ def _carriers(carriers: Rows) -> Iterator[str]:
         control = [max(row["others"], row["other_run"]) for row in rows]
         moved = (f"{_word(row)} {row['changed']:.0%} → {row['restored']:.0%}" for row in rows)
         words = ", ".join(f"{text} (control {value:.0%})" for text, value in zip(moved, control, strict=True))
-        yield f"Carried by: {_and(writers.split(', '))} put back in its {side}: {words}: {verdict}."
+        yield f"Carried by: {_and(writers.split(', '))} restored in its {side}: {words}: {verdict}."
 
 
 def does_line(pushed: Rows) -> str:
@@ -229,9 +226,9 @@ def does_line(pushed: Rows) -> str:
     if not pushed:
         return ""
     best, rival = pushed[0], next((row for row in pushed if row["rival"]), pushed[0])
-    text = f"Effect: P({quoted(best['token'])}) {best['before']:.1%} → {best['without_key']:.1%} without this look"
+    text = f"Effect: P({quoted(best['token'])}) {best['before']:.1%} → {best['without_key']:.1%} with this key hidden"
     if best["without_other"] is not None:
-        text += f" (control, its second token: {best['without_other']:.1%})"
+        text += f" (control, its second key: {best['without_other']:.1%})"
     if best["direct"] is not None:
         named = ", ".join(f"{quoted(row['token'])} {round(row['direct'], 1) + 0.0:+.1f}" for row in (best, rival))
         small = max(abs(best["direct"]), abs(rival["direct"])) < _MOVES
@@ -243,7 +240,7 @@ def does_line(pushed: Rows) -> str:
 def _returned(row: Row) -> str:
     return (
         f"Share: with {_word(row)} replaced, P({quoted(row['token'])}) is"
-        f" {row['changed']:.1%}; with this head's attention alone put back {row['restored']:.1%} (before"
+        f" {row['changed']:.1%}; restoring this head's attention alone gives {row['restored']:.1%} (before"
         f" {row['before']:.1%})."
     )
 
@@ -253,9 +250,9 @@ def heads_answer(output: Output, rows: Rows, says: str) -> str:
     after = quoted(whole(output.asked.tokens, output.asked.query))
     best, rival = (output.told(i, chance=True) for i in (output.best, output.rival))
     told = f"The next token after {after} is {best} rather than {rival}, ahead by {output.difference:.1f} in logits"
-    told += f"; it goes on {quoted(says)}." if says else "."
+    told += f"; it continues {quoted(says)}." if says else "."
     matter = {way: sum(row["direction"] == way for row in rows) for way in ("for", "against")}
     tried = f"Hide each head's main token in turn ({len(rows)} tried):"
     if not any(matter.values()):
-        return f"{told} {tried} no single head matters, none changes that by 0.1."
+        return f"{told} {tried} no single head changes that by 0.1."
     return f"{told} {tried} {matter['for']} heads are for it, {matter['against']} against (by 0.1 or more)."

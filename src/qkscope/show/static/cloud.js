@@ -7,16 +7,6 @@
   const TURN = 0.15, // radians of an arrow key
     REACH = 14; // pixels around the pointer
 
-  // a row for each point, with its label in every colouring
-  function* pointsOf({ name, unit, keys, queries }, colourings) {
-    for (const [side, flat, of] of [["key", keys, "keys"], ["query", queries, "queries"]])
-      for (let i = 0; 3 * i < flat.length; i += 1) {
-        const [x, y, z] = flat.slice(3 * i, 3 * i + 3).map((value) => Number((value * unit).toPrecision(4)));
-        const labels = Object.entries(colourings).map(([by, each]) => [by, each.names[each[of][i]] ?? null]);
-        yield { cloud: name, side, x, y, z, ...Object.fromEntries(labels) };
-      }
-  }
-
   // the middle of the points, and how far they reach from there
   function measure(rows) {
     const [x, y, z] = ["x", "y", "z"].map((axis) => {
@@ -27,8 +17,10 @@
     return { middle: [x, y, z], extent };
   }
 
-  qk.charts.cloud = (element, rows, { panels, labels }) => {
-    for (const panel of panels) rows.push(...pointsOf(panel, labels[panel.labels])); // what the reader can copy
+  const PLACE = ["cloud", "side", "x", "y", "z"]; // all other columns are ways to colour
+
+  qk.charts.cloud = (element, rows) => {
+    const panels = [...new Set(rows.map((row) => row.cloud))];
     const canvas = make("canvas", {
       tabindex: 0,
       role: "application",
@@ -42,24 +34,22 @@
       legend = make("div", { class: "legend" });
     element.replaceChildren(bar, legend, stage);
 
-    let name = panels[0].name,
-      by = Object.keys(labels[panels[0].labels])[0],
+    let name = panels[0],
+      ways = [],
+      by = null,
       view = { ...START },
       points = [],
       room = null;
     const hidden = new Set();
 
     function pick() {
-      const panel = panels.find((each) => each.name === name),
-        colourings = labels[panel.labels];
-      if (!colourings[by]) by = Object.keys(colourings)[0];
-      const all = panels.map((each) => each.name),
-        ways = Object.keys(colourings);
+      const own = rows.filter((row) => row.cloud === name);
+      ways = Object.keys(own[0]).filter((column) => !PLACE.includes(column));
+      if (!ways.includes(by)) by = ways[0];
       bar.replaceChildren(
-        ...(all.length > 1 ? choose("feature", all, name, (next) => pick((name = next))) : []),
+        ...(panels.length > 1 ? choose("feature", panels, name, (next) => pick((name = next))) : []),
         ...(ways.length > 1 ? choose("colour", ways, by, (next) => pick((by = next), hidden.clear())) : []),
       );
-      const own = rows.filter((row) => row.cloud === name);
       room = measure(own);
       points = own.map((row) => ({ row, colour: "", at: null }));
       paint();
@@ -73,9 +63,11 @@
 
     // the legend and every point's colour, which depend on the theme
     function paint() {
-      const { names, ordered } = labels[panels.find((each) => each.name === name).labels][by],
+      const names = [...new Set(points.map(({ row }) => row[by] ?? null))].filter((label) => label !== null),
+        ordered = names.every((label) => typeof label === "number"),
         other = inked("--rest"),
         spread = (i) => (isDark() ? 0.25 : 0) + ((isDark() ? 0.75 : 0.92) * i) / Math.max(names.length - 1, 1);
+      if (ordered) names.sort((a, b) => a - b);
       const found = ordered ? names.map((_, i) => viridis(spread(i))) : qk.labelColours(names);
       const colours = new Map([...names.map((label, i) => [label, found[i]]), [null, other]]);
       for (const point of points) point.colour = colours.get(point.row[by]);
@@ -170,8 +162,7 @@
       }
       canvas.style.cursor = best ? "pointer" : "grab";
       if (!best) return tip.hide();
-      const known = Object.keys(labels[panels.find((each) => each.name === name).labels]);
-      tip.show([[best.row.side], ...known.map((way) => [way, best.row[way] ?? "other"])], event.clientX, event.clientY);
+      tip.show([[best.row.side], ...ways.map((way) => [way, best.row[way] ?? "other"])], event.clientX, event.clientY);
     }
 
     // a finger or the mouse turns; up and down with a finger scrolls the page (page.css)

@@ -1,7 +1,7 @@
 "use strict";
 // Heads that decide the next token, for and against it, and the words that decide where one of them looks.
 (() => {
-  const { make, button, fixed, signed, percent, piece } = qk;
+  const { make, button, signed, percent, piece } = qk;
   const SHOWN = { for: 6, against: 4 }, // heads of each kind, before the others are asked for
     NEARLY = 0.25; // of the attention: two equal words that restore so much more than each alone, though not by the rule
 
@@ -11,17 +11,17 @@
       most = Math.max(0.1, ...rows.map(({ difference }) => Math.abs(difference)));
     const line = (row) => {
       const { head, key, difference, probability } = row,
-        points = Math.round(100 * (probability - answer.probability)),
         width = `${((100 * Math.abs(difference)) / most).toFixed(1)}%`,
         background = `var(${difference < 0 ? "--original" : "--target"})`,
         chances = `${percent(answer.probability, 1)} → ${percent(probability, 1)}`,
+        digits = probability > 0.98 || probability < 0.02 ? 1 : 0,
         pressed = { "aria-pressed": String(head === picked), title: called(head) };
       return make(
         "tr",
         { class: head === picked ? "picked" : null, onclick: () => onpick(row) },
         make("td", {}, button(head, () => {}, pressed)),
         make("td", { class: "at" }, token(key)),
-        make("td", { class: "n", title: chances }, (points > 0 ? "+" : "") + fixed(points, 0)),
+        make("td", { class: "n", title: chances }, percent(probability, digits)),
         make("td", { class: "bar" }, make("i", { style: { width, background } })),
         make("td", { class: "n" }, signed(difference)),
       );
@@ -38,17 +38,20 @@
     if (!matter) body.push(heading("no single head changes it by 0.1"));
     if (mine) body.push(heading(mine.direction === "neither" ? "neither" : `also ${mine.direction}`), line(mine));
     const title = (words, given = {}) => make("th", { scope: "col", ...given }, words),
-      points = `points of probability of ${best}, where the head may not look there`,
-      logits = { class: "n", colspan: 2, title: "in logits, where the head may not look there" };
+      chance = `probability of ${best} with that token hidden from the head`,
+      logits = { class: "n", colspan: 2, title: `change of the lead of ${best} over ${piece(rival.token)}, in logits` };
     const titles = [
       title("head"),
-      title("looks at"),
-      title("ΔP, pts", { class: "n", title: points }),
-      title(`Δ ${best} − ${piece(rival.token)}`, logits),
+      title("token"),
+      title("probability", { class: "n", title: chance }),
+      title("difference", logits),
     ];
+    const told =
+      `Hide each head's main token from it, one head at a time: the probability of ${best} then` +
+      ` (${percent(answer.probability)} before), and how its lead over ${piece(rival.token)} changes, in logits.`;
     const more = button(all ? "fewer" : `${matter - listed.length} more`, onmore);
     element.replaceChildren(
-      make("p", { class: "words" }, "Each head in turn may not look at its main token: what becomes of the answer."),
+      make("p", { class: "words" }, told),
       make("table", { class: "heads" }, make("thead", {}, make("tr", {}, ...titles)), make("tbody", {}, ...body)),
       ...(all || matter > listed.length ? [make("div", { class: "choices" }, more)] : []),
     );
@@ -62,8 +65,8 @@
         causes.set(i, {
           kind: { yes: "cause", open: "open" }[row.cause] ?? "",
           lines: [
-            ["changed", `${percent(row.before)} → ${percent(row.after)}`],
-            ["it goes to", piece(row.goes_to)],
+            ["replaced", `${percent(row.before)} → ${percent(row.after)}`],
+            ["the attention goes to", piece(row.goes_to)],
           ],
         });
     for (const { kind, verdict, positions, together, alone, different } of relation) {
@@ -71,7 +74,7 @@
       if (kind !== "same word" || (verdict !== "shown" && !nearly)) continue;
       for (const i of positions.split(", ").map(Number)) {
         const { kind: before = "", lines = [] } = causes.get(i) ?? {},
-          both = [`${positions} by the same other word`, percent(together * attention)];
+          both = [`tokens ${positions} replaced by the same word`, percent(together * attention)];
         causes.set(i, { kind: verdict === "shown" ? "cause" : before || "open", lines: [...lines, both] });
       }
     }

@@ -5,11 +5,11 @@
 (() => {
   const { make, button, choose, fixed, signed, percent, visible, piece } = qk;
   const $ = (id) => document.getElementById(id);
-  const MODES = { key: "ask why it is looked at", query: "ask from here", type: "type over it" };
+  const MODES = { key: "ask why the head looks at it", query: "ask from it", type: "replace it" };
   const MOST = 5, // buttons in a line
     MULTIPLES = 12, // small patterns
     NARROW = 1024; // pixels under which the reason stands below the heads
-  const OPEN = ["In words", "Because: words changed", "Carried by"]; // folds that are open at first
+  const OPEN = ["In words", "Because: words replaced", "Carried by"]; // folds that are open at first
   const EMPTY = { prompt: "", query: null, versus: null, path: [], changes: [] };
   let state = EMPTY, // path: steps of head, query and key, each a writer of the one before
     model = null,
@@ -145,7 +145,7 @@
   function progress(text) {
     say(text ? `… ${text}` : "");
     $("doing").hidden = !text || !answer || Boolean(answer.result);
-    $("doing").textContent = text ? `The reason is being looked for: ${text}` : "";
+    $("doing").textContent = text ? `Looking for the reason: ${text}` : "";
   }
   function cancel() {
     if (!document.body.classList.contains("busy")) return;
@@ -154,7 +154,7 @@
     busy(false);
     say("cancelled");
     if (answer && !answer.result) {
-      $("doing").textContent = "Cancelled: this is where the head looks, without a reason. ";
+      $("doing").textContent = "Cancelled: this is where the head looks; its reason was not looked for. ";
       $("doing").append(button("Look for it", () => move({})));
       $("doing").hidden = false;
     }
@@ -194,7 +194,7 @@
   function drawHeads() {
     const rows = seen.result?.tables.heads;
     $("tried").textContent = rows ? `${rows.length} tried` : "";
-    if (!rows) return $("heads").replaceChildren(make("p", { class: "soft" }, "every head is being tried …"));
+    if (!rows) return $("heads").replaceChildren(make("p", { class: "soft" }, "trying every head …"));
     const onpick = ({ head, key }) => {
       move({ path: [{ head, query: seen.query, key }] });
       if (innerWidth < NARROW) $("reason").scrollIntoView({ behavior: "smooth" });
@@ -220,13 +220,13 @@
     view.note(causes);
     view.put(qk.typed(state.changes));
     const kinds = new Set([...causes.values()].map(({ kind }) => kind)),
-      decides = "decides: changed, most of the look is gone",
-      marks = [["asks", "asks"], ["key", "looked at"], ["cause", decides], ["open", "may decide"]];
+      decides = "decides: replaced, less than half of the attention is left",
+      marks = [["asks", "query"], ["key", "key"], ["cause", decides], ["open", "may decide"]];
     $("marks").replaceChildren(
       ...marks
         .filter(([kind]) => kinds.has(kind) || kind === "asks" || kind === "key")
         .map(([kind, words]) => make("span", {}, make("span", { class: `token ${kind}` }, "word"), ` ${words}`)),
-      make("span", {}, `the first token, where heads rest: ${percent((changed ? changed.row : answer.row)[0])}`),
+      make("span", {}, `on the first token, where idle heads rest: ${percent((changed ? changed.row : answer.row)[0])}`),
     );
     drawOffers();
     drawBlocks();
@@ -304,14 +304,14 @@
     const { head, query } = step();
     if (how === "query") return move({ query: i, path: [{ head, query: i, key: null }], changes: [] });
     if (i <= query) return move({ path: [...state.path.slice(0, -1), { head, query, key: i }] });
-    const later = `${token(i)} stands after the token that asks, which sees only what is before it.`;
-    return refuse(`${later} Shift-click asks from it.`);
+    const later = `${token(i)} comes after the query, which sees only what is before it.`;
+    return refuse(`${later} Shift-click it to ask from there.`);
   }
   function setMode(next) {
     mode = next;
     const set = (name) => (mode = name),
       buttons = choose("Click a token to", Object.keys(MODES), mode, set, (name) => MODES[name]);
-    $("mode").replaceChildren(...buttons, make("span", { class: "hint" }, "a double click types over it"));
+    $("mode").replaceChildren(...buttons, make("span", { class: "hint" }, "or double-click one to replace it"));
   }
   const has = (text) => state.changes.includes(text);
   const toggle = (text) => {
@@ -411,7 +411,7 @@
     });
   }
   async function drawPatterns() {
-    if (!$("patterns").firstChild) $("patterns").textContent = "… when the model is free";
+    if (!$("patterns").firstChild) $("patterns").textContent = "… waiting for the model";
     const rows = seen.result?.tables.heads ?? [],
       heads = [...new Set([step().head, ...rows.slice(0, MULTIPLES).map(({ head }) => head)])].slice(0, MULTIPLES),
       { patterns } = await qk.ask("patterns", { prompt: state.prompt, heads });
@@ -430,7 +430,7 @@
     const asked = JSON.stringify(question);
     if ($("circuit").dataset.asked === asked) return;
     $("circuit").dataset.asked = asked;
-    $("circuit").textContent = "… when the model is free";
+    $("circuit").textContent = "… waiting for the model";
     const { result, blocks } = await qk.ask("circuit", question);
     if ($("circuit").dataset.asked !== asked) return;
     $("circuit").replaceChildren(make("p", { class: "words" }, result.answer), ...blocks.map((block) => qk.block(block)));
@@ -464,7 +464,7 @@
             number(`${piece(row.answer)} − ${piece(row.rival)}`, signed(row.difference), signed(row.difference_after)),
             number(`${row.head} on ${token(step().key)}`, percent(row.before), percent(row.after)),
           ]
-        : [there ? "…" : "nothing is changed: type over a word, hide a token from a head, or ablate one"]),
+        : [there ? "…" : "nothing is changed: replace a word, hide a token from a head, or ablate a head"]),
     );
     $("changed-fold").hidden = !row;
     $("changed-answer").textContent = row ? changed.result.answer : "";
@@ -548,7 +548,7 @@
         painted = name;
         drawMap();
       };
-      const names = { attention: "attention before", difference: "what the changes do" };
+      const names = { attention: "attention", difference: "what the changes do" };
       $("painted").replaceChildren(...choose("coloured by", Object.keys(names), painted, paint, (name) => names[name]));
       const given = qk.readAddress() ?? { prompt: model.examples[0] };
       $("prompt").value = given.prompt;

@@ -150,26 +150,20 @@
     const lines = (row) =>
       [
         [row.head],
-        ["most of all tokens", number(row.row_accuracy)],
-        ["accuracy", `${fixed(row.accuracy)} [${fixed(row.low)}, ${fixed(row.high)}]`],
+        ["row accuracy (of all tokens)", number(row.row_accuracy)],
+        ["accuracy (of the named keys)", `${fixed(row.accuracy)} [${fixed(row.low)}, ${fixed(row.high)}]`],
         ["chance", fixed(row.chance)],
-        ["share of the keys' attention", number(row.ratio)],
-        ["attention on the keys", number(row.mass)],
+        ["ratio (right key, of the named keys)", number(row.ratio)],
+        ["mass (attention on the named keys)", number(row.mass)],
         ["prompts", number(row.n)],
       ].filter(([, value]) => value !== "–" && value !== "– [–, –]");
     const best = () => {
       const top = [...rows].sort((a, b) => b[score] - a[score]).slice(0, 8);
       const cells = top.map((row) => [row.head, fixed(row[score])]);
-      right.replaceChildren(qk.table(["best heads", NAMES[score] || score], cells));
-    };
-    const NAMES = {
-      row_accuracy: "right of all",
-      accuracy: "right of the keys",
-      ratio: "share of the keys",
-      mass: "on the keys",
+      right.replaceChildren(qk.table(["best heads", pretty(score)], cells));
     };
     element.replaceChildren(bar, make("div", { class: "beside" }, left, right));
-    const view = qk.map(left, { rows, value: (row) => row[score], lines, title: NAMES[score] });
+    const view = qk.map(left, { rows, value: (row) => row[score], lines, title: pretty(score) });
     document.addEventListener("qk-head", ({ detail }) => {
       view.pick(detail);
       if (!document.getElementById(detail)) element.scrollIntoView({ block: "center" });
@@ -177,9 +171,9 @@
     best();
     const show = (next) => {
       score = next;
-      view.repaint((row) => row[score], NAMES[score]);
+      view.repaint((row) => row[score], pretty(score));
       best();
     };
-    if (scores.length > 1) bar.append(...choose("score", scores, score, show, (name) => NAMES[name] || pretty(name)));
+    if (scores.length > 1) bar.append(...choose("score", scores, score, show, pretty));
   };
 })();

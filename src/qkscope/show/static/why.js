@@ -88,8 +88,8 @@
     const own = qk.byHead(rows, bar, show);
     if (sizes.length > 1) bar.append(...choose("writers cut", sizes, size, (next) => ((size = next), show()), String));
     const shown = legend(
-      [swatch("var(--original)"), "on the key, after"],
-      ...(rows.some((each) => each.control_high !== null) ? [[swatch("", "band"), rows[0].band ?? "random"]] : []),
+      [swatch("var(--original)"), "attention on the key, after"],
+      ...(rows.some((each) => each.control_high !== null) ? [[swatch("", "band"), rows[0].band ?? "random writers"]] : []),
       [swatch("var(--ink)", "line"), "before"],
     );
     element.replaceChildren(bar, shown, place);
@@ -118,8 +118,8 @@
           each.direct === null ? "" : make("small", {}, `direct ${signed(each.direct)}`),
         ],
       );
-    const shown = [[swatch("var(--original)"), "as it is"], [swatch("var(--target)"), after]];
-    if (rows.some((each) => each.without_other !== null)) shown.push([swatch("var(--ink)", "line"), "without another key"]);
+    const shown = [[swatch("var(--original)"), "before"], [swatch("var(--target)"), after]];
+    if (rows.some((each) => each.without_other !== null)) shown.push([swatch("var(--ink)", "line"), "with its second key hidden instead"]);
     element.replaceChildren(legend(...shown), make("div", { class: "why output" }, ...rows.flatMap(token)));
   };
 })();

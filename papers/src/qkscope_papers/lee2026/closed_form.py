@@ -1,0 +1,126 @@
+"""Appendix B: what ΔC is in closed form, which assumptions that needs, and that attention is high where features align.
+
+For a latent z of the query and of two keys ``ΔC = W_Q B M Aᵀ W_Kᵀ`` with ``M = E[z_q (z₊ − z₋)ᵀ]``. Held as the paper
+says, M has one block, of the latent that differs. Three ways to draw the two keys are compared: the other latent
+``held`` (the same in both), drawn ``anew`` in each, and ``asked`` (+ is the key that is asked for, − any other one).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.draws import derived_seed
+from qkscope.maths.bases import energy_rank
+from qkscope.runs.claims import Claim
+from qkscope.runs.result import Result
+from qkscope_papers.lee2026.cells import WORK, example_head, toy_figure, train
+from qkscope_papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead
+from qkscope_papers.lee2026.toy.stack import HeadCell
+from qkscope_papers.registry import Settings
+from qkscope_papers.tables import Estimate, Row, mean, over_runs, pick, share_of
+
+SCHEMES = ("held", "anew", "asked")
+_CONTEXTS = 2048
+
+
+def _heads(settings: Settings) -> list[HeadCell]:
+    return [cell for variant in VARIANTS for cell in example_head(variant)(settings)]
+
+
+@toy_figure("appB", "ΔC in closed form, its assumptions, and alignment against attention", _heads)
+def run(settings: Settings, cells: object) -> Result:
+    """Every head of the paper's example, trained and not."""
+    n, rows = WORK[settings.preset].contrast_pairs, list[Row]()
+    for trained in train(_heads, settings):
+        for control, head in ((False, trained.head), (True, trained.cell.untrained())):
+            row = {"variant": trained.cell.task.variant, "seed": trained.cell.seed, "control": control}
+            rows.append(row | head_row(head, n, derived_seed(settings.seed, "closed form", trained.cell.seed)))
+    after = pick(rows, control=False)
+    outside = [f"{mean(r[f'outside_{scheme}'] for r in after):.1%}" for scheme in SCHEMES]
+    answer = (
+        f"ΔC is its closed form up to {mean(r['error'] for r in after):.1%} of its norm ({n:,} triplets). Of M there "
+        f"lies outside the block of z1: {outside[0]} with z2 held, {outside[1]} with z2 drawn anew, {outside[2]} where "
+        "+ is the asked key."
+    )
+    return settings.result(answer, {"closed_form": rows}, _claims(rows), about={"contrast_pairs": n})
+
+
+def head_row(head: RetrievalHead, n: int, seed: int) -> Row:
+    """Of one head: distance to the closed form, M outside its block and the rank by scheme, payload, alignment."""
+    task = head.encoders.task
+    formula = head.delta(0)
+    errors = [float((head.sampled_delta(0, m, seed) - formula).norm() / formula.norm()) for m in (n, n // 4)]
+    row: Row = {"error": errors[0], "error_quarter": errors[1]}
+    left, right = (w.double() @ x.double() for w, x in ((head.W_Q, head.encoders.B), (head.W_K, head.encoders.A)))
+    for scheme in SCHEMES:
+        moment = second_moment(task, scheme, n, seed)
+        size, block = (
+            float(moment.square().sum()),
+            float(moment[task.latent_slices()[0]][:, task.latent_slices()[0]].square().sum()),
+        )
+        row[f"outside_{scheme}"] = 1 - block / size
+        row[f"rank_{scheme}"] = int(energy_rank(torch.linalg.svdvals(left @ moment @ right.mT)))
+    payload, latent = (
+        float((head.W_K @ x).norm(dim=0).square().mean().sqrt()) for x in (head.encoders.A_y, head.encoders.A)
+    )
+    contexts = head.encoders.contexts(_CONTEXTS, seed)
+    q, k = head.queries(contexts.x_q), head.keys(contexts.x_k)
+    attention = (head.scale * (k @ q[..., None])[..., 0]).softmax(-1)
+    generator = torch.Generator().manual_seed(seed)
+    bases = {"aligned": left, "aligned_random": torch.randn(left.shape, generator=generator).double()}
+    for name, basis in bases.items():
+        row[name] = alignment(q.double(), k.double(), torch.linalg.qr(basis)[0], attention)
+    return row | {"payload": payload / latent, "r1": task.ranks[0], "total": task.total_rank}
+
+
+def second_moment(task: Retrieval, scheme: str, n: int, seed: int) -> Float[Tensor, "R R"]:
+    """``M = E[z_q (z₊ − z₋)ᵀ]`` over n triplets of the first latent, drawn by one of `SCHEMES`."""
+    generator = torch.Generator().manual_seed(seed)
+    query, plus, fresh = (task.draw_latents((n,), generator) for _ in range(3))
+    first = task.latent_slices()[0]
+    plus = query.clone() if scheme == "asked" else torch.cat([query[:, first], plus[:, first.stop :]], dim=1)
+    minus = task.draw_other(plus, 0, "strict", generator) if scheme == "held" else fresh
+    return query.double().mT @ (plus - minus).double() / n
+
+
+def alignment(q: Tensor, k: Tensor, basis: Tensor, attention: Tensor) -> float:
+    """Rank correlation, over keys and contexts, of attention and the cosine of query and key inside a subspace."""
+    from scipy.stats import spearmanr
+
+    inside = torch.cosine_similarity((q @ basis)[:, None], k @ basis, dim=-1)
+    return float(spearmanr(inside.flatten(), attention.flatten()).statistic)
+
+
+def _claims(rows: list[Row]) -> list[Claim]:
+    after, before = (pick(rows, control=control) for control in (False, True))
+
+    def over(name: str) -> Estimate:
+        return over_runs(row[name] for row in after)
+
+    error, outside, payload = over("error"), over("outside_held"), over("payload")
+    ahead = over_runs(row["aligned"] - row["aligned_random"] for row in after)
+    anew, asked = (share_of(row[f"rank_{scheme}"] == row["r1"] for row in after) for scheme in ("anew", "asked"))
+    return [
+        Claim("ΔC is its closed form (relative error, mean over heads; control: with a quarter of the triplets)",
+              "App. B, Eqs. 1-2: the derivation", error.mean, over("error_quarter").mean,
+              "ours < 0.1 and ours < 0.7 * control", **error.ends),
+        Claim("cross blocks vanish (share of ‖M‖² outside the block of z1; control: + is the asked key)",
+              "App. B, Eqs. 1-2: isolates the contribution of latent variable z1", outside.mean,
+              over("outside_asked").mean, "ours < 0.02 and ours < 0.1 * control", **outside.ends),
+        Claim("keys do not encode the payload (‖W_K A_y‖ / ‖W_K A‖ by column; control: untrained)",
+              "App. B, Eqs. 1-2: assuming W_K A_y ≈ 0", payload.mean, mean(r["payload"] for r in before),
+              "ours < 0.2 * control", **payload.ends),
+        Claim("z2 has to be held fixed: drawn anew in both keys, the rank of ΔC is not r1 (share of heads with r1; "
+              "control: + is the asked key)", "implied by §3: crucially, we hold z2 fixed", anew.mean, asked.mean,
+              "ours < 0.5", **anew.ends,
+              why="z2 of either key is independent of the query's, so that its blocks vanish in the mean whether it is "
+              "held or not: holding it only takes noise away."),
+        Claim("where + is the asked key and − another one, ΔC has not the rank of z1 (share of heads with r1)", "",
+              asked.mean, None, "ours < 0.5", **asked.ends),
+        Claim("attention is high where features align (rank correlation of attention and the cosine of query and key "
+              "in the latents' span, less that in a random span; control: untrained)", "§1: it is when these features "
+              "in keys and queries align that leads to high attention scores", ahead.mean,
+              mean(r["aligned"] - r["aligned_random"] for r in before), "ours > 0.1", **ahead.ends),
+    ]  # fmt: skip
