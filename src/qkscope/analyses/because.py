@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -151,6 +151,10 @@ class Because:
             ids[word.start : word.stop] = torch.tensor(tokens)
         return ids
 
+    @cached_property
+    def _longer(self) -> Again:
+        return self.again.longer(self.last)
+
     def rows(self, prompts: Sequence[Int[Tensor, " t"]], ends: Sequence[int] = ()) -> Float[Tensor, "b n t"]:
         """The attention rows of every look in changed prompts, on the model's device.
 
@@ -163,7 +167,7 @@ class Because:
             return self.before[None][:0]
         ids = torch.stack(list(prompts))
         more = ids.shape[1] - len(self.ids)
-        again = self.again.longer if more else self.again
+        again = self._longer if more else self.again
         differ = ids != again.ids.cpu()
         starts = differ.int().argmax(1).masked_fill(~differ.any(1), ids.shape[1] - 1)
         stops = torch.tensor(ends) if ends else torch.full_like(starts, int(self._queries.max()) + 1 + more)
