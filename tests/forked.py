@@ -37,7 +37,7 @@ class Forked:
             os._exit(code)
 
     def end(self) -> tuple[int, str, str]:
-        """Wait for its end: its exit code (less than 0 where a signal ended it), what it printed and complained about."""
+        """Wait for its end: its exit code (below 0 where a signal ended it), what it printed and complained about."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.number, 0)[1])
         return code, *(path.read_text() for path in self.files)
 
