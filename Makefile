@@ -38,21 +38,33 @@ gemma: setup
 demo: setup
 	@$(BIN)/qkscope demo
 
-# One offline site of eleven small runs. Each is made once, so that a stopped one goes on; Gemma's are left out without it.
+# One offline site to look at: six prompts with their reasons, a small atlas, tasks, and figures of the papers. Each run is
+# made once, so that a stopped one goes on; Gemma's are left out without it.
 SHOWN   := runs/gallery
+PROMPTS := names-heads names boxes code capital potter position
 GEMMA   := $(addprefix $(SHOWN)/,$(addsuffix /results.json,gemma-heads gemma-why))
-RUNS    := $(addprefix $(SHOWN)/,$(addsuffix /results.json,demo why why-names trace nano-heads nano-fit nano-sparsity lee2026/fig4 franco2026/fig2))
+RUNS    := $(addprefix $(SHOWN)/,$(addsuffix /results.json,$(PROMPTS) atlas demo trace nano-heads nano-fit nano-sparsity lee2026/fig4 franco2026/fig2))
 BOXES   := hat: O\njam: Z\ncat: B\njam:
 NAMES   := When Mary and John went to the store, John gave a drink to
+AREA    := def area(width, height):\n    return width *
+ROME    := The capital of France is Paris. The capital of Italy is
+TRAIN   := Harry Potter went to school. On the train, Harry
+TEA     := Anna likes tea and Tom likes coffee. So Anna drinks
 PLACE    = $(@D)
 OR_ELSE := false
 
 gallery: $(RUNS) $(GEMMA)
-	@$(BIN)/qkscope gallery $(addprefix $(SHOWN)/,demo why trace) $(SHOWN) --out runs/site
+	@$(BIN)/qkscope gallery $(addprefix $(SHOWN)/,$(PROMPTS) atlas demo) $(SHOWN) --out runs/site
 
 $(SHOWN)/demo/results.json:          VERB = demo
-$(SHOWN)/why/results.json:           VERB = why '$(BOXES)' --head L18H6
-$(SHOWN)/why-names/results.json:     VERB = why '$(NAMES)' --versus ' John'
+$(SHOWN)/names-heads/results.json:   VERB = why '$(NAMES)' --versus ' John'
+$(SHOWN)/names/results.json:         VERB = why '$(NAMES)' --versus ' John' --head L23H0
+$(SHOWN)/boxes/results.json:         VERB = why '$(BOXES)' --head L18H6
+$(SHOWN)/code/results.json:          VERB = why '$(AREA)' --head L23H3
+$(SHOWN)/capital/results.json:       VERB = why '$(ROME)' --head L20H5
+$(SHOWN)/potter/results.json:        VERB = why '$(TRAIN)' --head L24H4
+$(SHOWN)/position/results.json:      VERB = why '$(TEA)' --head L11H1
+$(SHOWN)/atlas/results.json:         VERB = atlas --heads L11H1,L16H0,L17H4,L18H6,L20H0,L23H0 -n 4 --test 4
 $(SHOWN)/trace/results.json:         VERB = trace binding --heads L18H6 -n 16 --no-whole
 $(SHOWN)/gemma-heads/results.json:   VERB = heads ioi -n 32 --model gemma3-270m
 $(SHOWN)/gemma-why/results.json:     VERB = why '$(NAMES)' --head L12H1 --model gemma3-270m

@@ -21,6 +21,7 @@ include_patterns = ["docs/**", "papers/docs/**"]
 exclude_patterns = ["docs/_build"]
 html_theme = "furo"
 html_title = "qkscope"
+html_show_search_summary = False  # summaries are fetched, which a browser forbids a page from disk
 html_math_renderer = "mathml"  # MathJax would come from elsewhere, and a page from disk would show bare TeX
 html_static_path, html_css_files = ["_static"], ["math.css"]
 autodoc_typehints = "none"

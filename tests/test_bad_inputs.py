@@ -69,7 +69,6 @@ CALLS = {
     # who wrote it, and why
     'qk.trace(scope, ["hat", "jam"], "L1H3")': "no text is long enough to ask in",
     'qk.trace(scope, task, "L1H3", feature=pre)': "the feature was fitted in pre_rope",
-    'qk.trace(scope, task, "L1H3", feature=narrow)': "the feature has width 3, but L1H3 has 16",
 }
 
 
@@ -120,7 +119,7 @@ def names(model) -> dict[str, object]:
     return {
         "qk": qk, "torch": torch, "tasks": tasks, "scope": scope, "task": task, "fit": fit, "units": task.test(4),
         "basis": qk.singular_basis(scope, ["L0H1"]), "lex": fit["lexical", "L1H3"],
-        "pre": pre, "narrow": qk.Subspace.from_delta(torch.eye(3)),
+        "pre": pre,
     }  # fmt: skip
 
 

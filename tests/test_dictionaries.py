@@ -170,7 +170,6 @@ def test_a_name_on_the_hub_is_looked_for_there_and_in_the_local_cache(tmp_path, 
         ({}, {"normalize_activations": "expected_average_only_in", **HOOK}, "does not say by how much"),
         ({}, {"architecture": "jumprelu", **HOOK}, "has no threshold, from which codes are made; it holds"),
         ({"b_enc": torch.full((F,), torch.nan)}, HOOK, "encoder_bias of sae holds values that are not finite"),
-        ({"W_enc": torch.zeros(F, D)}, HOOK, "encoder of sae has shape (15, 6), and 15 features of width 6"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path, tensors, settings, said):

@@ -25,7 +25,7 @@ from qkscope.runs.result import Result, plain_value
 from qkscope.show import session as session_module
 from qkscope.show.blocks import blocks_of
 from qkscope.show.live import Server
-from qkscope.show.session import FeatureStore, Session
+from qkscope.show.session import Session, read_features
 
 PROMPT = "hat : O jam : Z cat : B jam :"
 
@@ -51,7 +51,7 @@ def fit(scope):
 
 @pytest.fixture(scope="module")
 def session(scope, fit):
-    return Session(scope, FeatureStore(fit))
+    return Session(scope, fit)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_what_is_known_early_is_told_first_and_raising_ends_the_work(nano):
 def test_what_an_atlas_says_of_a_head_stands_here(nano, tmp_path):
     texts = [unit[0].text for unit in qk.tasks.induction().test(300)]
     found = qk.atlas(nano, texts, 8, test=8, heads=["L1H1"], length=32, progress=False)
-    session = Session(nano, FeatureStore.read(found.write(tmp_path / "found"), nano))
+    session = Session(nano, read_features(found.write(tmp_path / "found"), nano))
     answer = session.why(PROMPT, 10, "L1H1")
     assert session.describe()["names"] == {"L1H1": "induction"}
     assert answer["about"] == f"On text: {found.table()[0]['name']}."

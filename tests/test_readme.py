@@ -47,19 +47,26 @@ def run(calls, capsys, tmp_path, monkeypatch):
     return run_blocks
 
 
-def test_the_dozen_lines_run_as_written(run, calls):
+def test_the_ten_lines_run_as_written_and_print_what_is_shown(run):
     names, printed = run("README.md")
     shown = (ROOT / "README.md").read_text().split("$ qkscope why")[1].partition("--all prints")[0].partition("\n")[2]
     answer, same = (re.sub(r"[:\s]+", " ", text).strip() for text in (shown, printed))  # a terminal lines up the names
     assert answer in same
-    (ioi,) = (result for asked, result in calls.items() if "versus" in asked)  # heads for and against, by hiding keys
-    assert "' Mary' (92.3%) rather than ' John'" in ioi.answer
-    assert {"L23H3", "L20H0"} <= {row["head"] for row in ioi.tables["heads"][:5] if row["direction"] == "for"}
-    assert next(row for row in ioi.tables["heads"] if row["head"] == "L24H4")["direction"] == "against"
+    heads = names["heads"].tables["heads"]  # for and against, by hiding keys
+    assert "' Mary' (92.3%) rather than ' John'" in names["heads"].answer
+    assert {"L23H3", "L20H0"} <= {row["head"] for row in heads[:5] if row["direction"] == "for"}
+    assert next(row for row in heads if row["head"] == "L24H4")["direction"] == "against"
+
+
+def test_the_twenty_lines_run_as_written(run):
+    names, printed = run("docs/api.md")
+    assert "prefers the right key" in printed
+    assert "lexical at L18H6: rank" in printed
     ranked = {row["head"]: row for row in names["ranking"].top("row_accuracy")}
     assert next(iter(ranked)) == "L18H6"
     assert ranked["L18H6"]["row_accuracy"] > 0.75 > 0.65 > ranked["L18H7"]["row_accuracy"]  # it looks elsewhere mostly
     assert {"L18H6", "L17H5", "L17H3"} <= {str(head) for head in names["ranking"].above(0.30, by="row_accuracy")}
+    assert f"# {', '.join(map(str, names['heads']))}\n" in (ROOT / "docs" / "api.md").read_text()
     assert "L17H8" in names["circuit"].answer
     order, lexical = (names["fit"][contrast, "L18H6"] for contrast in ("order", "lexical"))
     assert order.rank < lexical.rank <= 14
@@ -70,13 +77,6 @@ def test_the_dozen_lines_run_as_written(run, calls):
     assert rows["both"]["target_after"] >= 0.3 > 0.1 >= rows["both"]["target_before"]
     assert rows["lexical"]["shift"] > rows["order"]["shift"]
     assert rows["sham_both"]["orig_after"] == pytest.approx(rows["sham_both"]["orig_before"], abs=0.1)
-
-
-def test_the_twenty_lines_run_as_written(run):
-    names, printed = run("docs/api.md")
-    assert "prefers the right key" in printed
-    assert "lexical at L18H6: rank" in printed
-    assert f"# {', '.join(map(str, names['heads']))}\n" in (ROOT / "docs" / "api.md").read_text()
     assert re.search(r"^both feature \d+ 0\.[0-2]", printed, flags=re.MULTILINE)
     assert re.search(r"^both random \d+ 0\.[4-9]", printed, flags=re.MULTILINE)
     for row in names["parts"].tables["tokens"]:

@@ -17,10 +17,10 @@ from qkscope.capture.patch import Edit
 from qkscope.draws import derived_seed, draw_bits
 from qkscope.examples import Example
 from qkscope.maths.bases import Projector
-from qkscope.maths.methods import cov_qk, key_pca
+from qkscope.maths.methods import beside_truth, conditions, cov_qk, key_pca
 from qkscope.maths.moments import Covariance
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import draw_targets, swap_attention, swap_table, swapped_keys
+from qkscope.maths.swap import Condition, SwapRows, draw_targets, swap_attention, swap_table, swapped_keys
 from qkscope.tasks.task import ANSWER, Task
 
 seeds = st.integers(0, 10**6)
@@ -298,3 +298,86 @@ def test_a_full_swap_downstream_is_an_exchange_of_the_two_keys(scope, task):
         gap = [x.logits[0, ids[orig]] - x.logits[0, ids[target]] for x in (plain, edited)]
         fell.append(float(gap[0] - gap[1]))
     assert row["fell"] == pytest.approx(sum(fell) / len(fell), abs=1e-5)
+
+
+def planted_truth(head, n, seed):
+    """Rows, what they are where feature ``a`` of the two keys is exchanged in what made them, and how that is done."""
+    rows, asked, target = planted_rows(head, n, seed)
+    onto = head.A["a"] @ torch.linalg.pinv(torch.cat(list(head.A.values()), 1))[: head.A["a"].shape[1]]  # a, along b
+    both, k = torch.arange(n), rows.k.clone()
+    moved = (k[both, :, target] - k[both, :, asked]) @ onto.mT
+    k[both, :, asked] += moved
+    k[both, :, target] -= moved
+    truth = {("a", "distance"): dataclasses.replace(rows, k=k).attention()}
+    truth["a", "distance"][0] = torch.nan
+    return SwapRows(rows, asked, target, torch.arange(n), [Head(0, 0)], truth=truth), onto[None]
+
+
+def test_only_the_feature_itself_is_at_no_distance_from_the_truth():
+    """Key PCA takes what varies most, which is the other feature; rows without another text do not count."""
+    head = PlantedHead.make({"a": 2, "b": 2}, d_head=8)
+    rows, onto = planted_truth(head, 400, seed=5)
+    bases, eye = {name: torch.linalg.qr(a)[0][None] for name, a in head.A.items()}, torch.eye(8, dtype=torch.float64)
+    loud, random = eye + 9 * bases["b"] @ bases["b"].mT, Projector.orthogonal(orthonormal(1, 8, 2)[None])
+    every, _ = conditions(bases, {"a": (loud, loud)}, lambda k: random)
+    every |= beside_truth(every, planted_truth(head, 400, seed=6)[0], None)
+    table = {tuple(row[x] for x in ("feature", "kind")): row for row in rows.table(every | {
+        Condition("a", "oracle"): Projector(onto, eye[None])})}  # fmt: skip
+    far = {kind: row["distance"] for (feature, kind), row in table.items() if feature == "a"}
+    assert max(far["oracle"], far["oblique"]) < 1e-9
+    assert max(far["feature"], far["trained"]) < 0.5 * min(far["nothing"], far["key_pca"], far["whole"])
+    near = table["a", "feature"]
+    assert 0 < near["nearer_low"] <= near["nearer"] == pytest.approx(far["key_pca"] - far["feature"])
+    assert near["tested"] == 399
+    assert (table["b", "feature"]["tested"], table["b", "feature"]["distance"]) == (0, None)
+
+
+def test_binding_exchanges_features_in_its_text_and_keys_keep_their_slots():
+    example = Example.mark("hat: O\njam: Z\ncat: B\njam:", keys=["O", "Z", "B"])
+    task = tasks.binding(2, words=["hat", "jam", "cat", *"uvwxyz"])
+    for features, words, boxes, keys in (
+        (["lexical"], "jam hat", "OZ", "OZ"), (["order"], "jam hat", "ZO", "OZ"), (["box"], "hat jam", "ZO", "ZO"),
+        (["order", "lexical"], "hat jam", "ZO", "OZ"), (["order", "lexical", "box"], "hat jam", "OZ", "ZO"),
+    ):  # fmt: skip
+        other = task.exchange(example, features, 1, 0)
+        lines = [f"{word}: {box}\n" for word, box in zip(words.split(), boxes, strict=True)]
+        assert other.text == "".join(lines) + "cat: B\njam:"
+        assert "".join(other.piece(key.span) for key in other.keys) == f"{keys}B"
+    assert task.exchange(example, ["mine"], 1, 0) is None
+
+
+def test_the_true_row_is_a_run_of_the_other_text_and_is_met_by_either_query(scope, task, fit):
+    """Found again without it: the other text run plainly, and with the prompt's own queries patched in."""
+    units = task.test(10)
+    found = swap(scope, units, fit, draws=2, batch_size=4, truth=True)
+    table, far = {(row["head"], row["condition"]): row for row in found.table()}, {"distance": [], "text_distance": []}
+    for example, orig, target in pairs_of(units):
+        encoded = scope.encode([task.exchange(example, ["lexical"], orig, target)])
+        plain, live = (scope.capture_inputs(x, heads=HEADS) for x in (scope.encode([example]), encoded))
+        assert torch.equal(live.key_positions, plain.key_positions)
+        edits = [Edit.queries(head, live.query_positions, plain.q[:, i]) for i, head in enumerate(HEADS)]
+        for values, captured in zip(
+            far.values(), (scope.capture_inputs(encoded, heads=HEADS, edits=edits), live), strict=True
+        ):
+            one, other = (torch.cat([a := x.attention(), 1 - a.sum(-1, keepdim=True)], -1) for x in (plain, captured))
+            values.append((one - other).abs().sum(-1) / 2)
+    for name, values in far.items():
+        assert [table[head, "nothing_lexical"][name] for head in HEADS] == pytest.approx(
+            torch.cat(values).mean(0).tolist(), abs=1e-5
+        )
+    assert {row["tested"] for row in table.values() if row["kind"] == "feature"} == {10}
+    full = decompose(scope, task, HEADS, 8, contrasts=["lexical"], rank=16, replicates=3)
+    kinds = {row["kind"]: row["distance"] for row in swap(scope, units, full, "L1H0", draws=1, truth=True).table()}
+    for kind in ("feature", "key_pca", "omega_svd", "trained"):  # whoever fills the head swaps the whole key
+        assert kinds[kind] == pytest.approx(kinds["whole"], abs=1e-5)
+
+
+def test_what_cannot_be_exchanged_is_said_in_a_sentence_and_untested(scope):
+    with pytest.raises(BadInput, match="a swap without a fit cannot exchange a feature in its text"):
+        swap(scope, tasks.binding(4).test(2), heads="L0H0", subspaces={"mine": EYE}, truth=True)
+    listed = tasks.filter(["fruits", "animals"], items=2)
+    fitted = decompose(scope, listed, "L0H0", 12, replicates=3)
+    found = swap(scope, listed.test(6), fitted, features=["fruits", "animals"], draws=2, truth=True)
+    tested = {row["feature"]: row["tested"] for row in found.table() if row["kind"] == "feature"}
+    assert (tested["fruits"], tested["animals"], tested["both"] > 0) == (0, 0, True)
+    assert "fruits cannot be exchanged in these texts, and is untested." in found.answer

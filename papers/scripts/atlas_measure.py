@@ -1,131 +1,118 @@
 """What the names of an atlas are worth: predictions on unseen documents, labels, ablations, random weights.
 
-    python papers/scripts/atlas_measure.py look FOLDER --kind python [--texts DIR] [--model MODEL] [--device cuda]
-    python papers/scripts/atlas_measure.py look FOLDER --kind random0 --random 0 [--device cuda]
-    python papers/scripts/atlas_measure.py score FOLDER --kind python --on python-test,packages-test [--model MODEL]
-    python papers/scripts/atlas_measure.py speed FOLDER [--looks 40] [--device cuda]
+    python papers/scripts/atlas_measure.py RUN [--model MODEL] [--texts DIR] [-n 40] [--on python,packages,DIR]
+    python papers/scripts/atlas_measure.py RUN --ship FILE --command "qkscope atlas …" --hardware "two CPU cores"
+    python papers/scripts/atlas_measure.py RUN --random 0 -n 16
 
-``look`` writes, passage by passage, the looks of all heads with their reasons (documents to fit on), and where every
-head looks (documents to choose, fit and test on); ``--looks 0`` leaves the reasons out. ``score`` names the heads from
-these files and prints how well names predict, their areas under the curve against labels from repeated random tokens,
-and what is left of copying with the heads named *induction* ablated, beside random heads of the same layers. ``speed``
-says what an atlas takes, and where the time goes.
+RUN is a folder that ``qkscope atlas`` wrote; where it is none, the atlas is made there, and the script says what it
+took (``--warm``: after a small one). Then it prints how well names predict on passages of unseen documents, their areas
+under the curve against labels from repeated random tokens, and what is left of copying with the heads named *induction*
+ablated, beside random heads of the same layers. ``--ship`` writes the file that comes with the package.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import pstats
 import random
 import time
 from collections import Counter
 from contextlib import ExitStack
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import because_measure
 import torch
-from safetensors.torch import load_file, save_file
 from sklearn.metrics import roc_auc_score
 from transformers import AutoModelForCausalLM
 
 import qkscope as qk
 from qkscope.analyses import atlas, guesses
 from qkscope.change.again import prompt_of
-from qkscope.draws import derived_seed
 from qkscope.maths.significance import clustered_bootstrap
-from qkscope.tasks.sides import SIDES, Passage
-from qkscope.tasks.texts import python_texts, read_documents
+from qkscope.runs.result import Result
+from qkscope.tasks.texts import Document, package_texts, python_texts, read_documents
 
 JOBS = (guesses.PREVIOUS, guesses.DUPLICATE, guesses.INDUCTION)
+TESTED, LENGTH = 60, 32  # passages of unseen documents, and random tokens that are repeated
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("look", "score", "speed"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", default="python")
-    parser.add_argument("--texts", type=Path)
+    parser.add_argument("run", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device")
-    parser.add_argument("--random", type=int)
-    parser.add_argument("--looks", type=int, default=40)
-    parser.add_argument("--passages", type=int, default=60)
+    parser.add_argument("--texts", default="python")
+    parser.add_argument("-n", type=int, default=40)
     parser.add_argument("--on", default="")
+    parser.add_argument("--random", type=int)
+    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--ship", type=Path)
+    parser.add_argument("--command")
+    parser.add_argument("--hardware")
     asked = parser.parse_args()
-    scope = qk.Scope.load(asked.model, device=asked.device)
+    scope, documents = qk.Scope.load(asked.model, device=asked.device), texts(asked.texts)
     if asked.random is not None:
-        torch.manual_seed(asked.random)
-        model = AutoModelForCausalLM.from_config(scope.model.config).to(scope.device, torch.float32).eval()
-        scope = qk.Scope.from_model(model, scope.tokenizer, name="random", check=False)
-    {"look": look, "score": score, "speed": speed}[asked.what](scope, asked)
-
-
-def look(scope: qk.Scope, asked: argparse.Namespace) -> None:
-    """Write the looks of all heads."""
-    documents = read_documents([asked.texts]) if asked.texts else python_texts(docstrings=True)
-    heads, start = tuple(scope.parse(None)), time.time()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    if asked.random is not None:
+        scope = random_weights(scope, asked.random)
         (first,) = atlas.passages_of(scope, documents, 1, atlas.LENGTH, 0)
         because_measure.peaked(scope, torch.tensor(first.ids, device=scope.device))
-    for side in SIDES:
-        some = atlas.passages_of(scope, documents, asked.passages, atlas.LENGTH, 0, side)
-        seen, name = guesses.Sights.of(scope, heads, some), str(asked.folder / f"{asked.kind}-{side}")
-        tensors = {"ids": seen.ids.int(), "keys": seen.keys.to(torch.uint8), "attention": seen.attention.half()}
-        save_file(tensors, name + ".safetensors")
-        Path(name + ".json").write_text(json.dumps([[p.document, p.group, p.ids] for p in some]))
-        if side == "fit" and asked.looks:
-            with Path(name + "-looks.jsonl").open("w") as file:
-                for i in range(len(some[: asked.looks])):
-                    for row in atlas.look_rows(scope, heads, seen, i, derived_seed(0, "atlas", i)):
-                        row = {name: value for name, value in row.items() if name not in ("tokens", "text")}
-                        print(json.dumps(row), file=file, flush=True)
-                    print(f"{asked.kind}: passage {i + 1}, {time.time() - start:.0f} s", flush=True)
+    if not (asked.run / "results.json").exists():
+        make = partial(qk.atlas, scope, None if asked.texts == "python" else documents)
+        if asked.warm:
+            make(2, test=2, progress=False)
+        wall, cpu = time.perf_counter(), time.process_time()
+        make(asked.n, test=asked.n, out=asked.run)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        print(f"{asked.n} passages on {scope.device.type}: {wall:.1f} s, {cpu:.1f} CPU-seconds", flush=True)
+    names = Result.read(asked.run)
+    if asked.ship:
+        ship(names, asked)
+    print(names.answer)
+    if asked.random is None and not asked.ship:
+        score(scope, names, documents, asked.on)
 
 
-def sights(folder: Path, name: str, count: int | None = None) -> guesses.Sights:
-    tensors = load_file(folder / f"{name}.safetensors")
-    ids, keys, attention = (tensors[which][:count] for which in ("ids", "keys", "attention"))
-    passages = [Passage(*x[:2], tuple(x[2])) for x in json.loads((folder / f"{name}.json").read_text())[:count]]
-    return guesses.Sights(passages, ids.long(), keys.long(), attention.float())
+def random_weights(scope: qk.Scope, seed: int) -> qk.Scope:
+    """A model of the same shape that was not trained."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(scope.model.config).to(scope.device, torch.float32).eval()
+    return qk.Scope.from_model(model, scope.tokenizer, name="random", check=False)
 
 
-def speed(scope: qk.Scope, asked: argparse.Namespace) -> None:
-    """Seconds of an atlas, warm, and where they go: of all functions that take part, with what they call."""
-    make = partial(qk.atlas, scope, test=asked.looks, progress=False)
-    make(n=2)
-    wall, cpu = time.perf_counter(), time.process_time()
-    make(n=asked.looks)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    print(f"{asked.looks} passages on {scope.device.type}: {wall:.1f} s, {cpu:.1f} CPU-seconds; once more, profiled:")
-    with cProfile.Profile() as profile:
-        make(n=asked.looks)
-    files = r"qkscope/(analyses/(atlas|guesses|because)|change/|capture/running|linear/|tasks/|runs/work)"
-    pstats.Stats(profile).sort_stats("cumulative").print_stats(files, 40)
+def texts(name: str) -> tuple[Document, ...]:
+    """Python's texts, what packages say of themselves, or a folder."""
+    if name in ("python", "packages"):
+        return python_texts(docstrings=True) if name == "python" else package_texts()
+    return tuple(read_documents([Path(name)]))
 
 
-def score(scope: qk.Scope, asked: argparse.Namespace) -> None:
-    """Name heads, and say what the names are worth."""
-    looks = [json.loads(line) for line in (asked.folder / f"{asked.kind}-fit-looks.jsonl").open()]
-    fit = sights(asked.folder, f"{asked.kind}-fit", asked.looks)
-    by_head = {str(head): [look for look in looks if look["head"] == str(head)] for head in scope.heads()}
-    rows = [atlas.head_row(scope, head, h, by_head[str(head)], fit) for h, head in enumerate(scope.heads())]
-    jobs = atlas.job_rows(by_head)
-    print(f"{asked.kind}: {dict(Counter(row['kind'] for row in rows))}")
-    if asked.random is not None:
-        return
+def ship(names: Result, asked: argparse.Namespace) -> None:
+    """Write the heads, their names and their jobs, with what made them."""
+    heads = [{name: round(x, 3) if isinstance(x, float) else x for name, x in row.items()} for row in names.table()]
+    for row in heads:
+        own = (job for job in names.tables["jobs"] if job["head"] == row["head"])
+        row["jobs"] = {job["job"]: round(job["share"], 3) for job in own}
+    made = {"command": asked.command, "date": f"{date.today()}", "hardware": asked.hardware, "asked": names.asked}
+    made |= {"versions": names.versions, "answer": names.answer}
+    asked.ship.write_text(json.dumps({"made": made, "heads": heads}, ensure_ascii=False, indent=0) + "\n")
+
+
+def score(scope: qk.Scope, names: Result, documents: tuple[Document, ...], on: str) -> None:
+    """Say what the names of all heads are worth."""
+    rows, jobs, heads = names.tables["atlas"], names.tables["jobs"], tuple(scope.heads())
+    print(dict(Counter(row["kind"] for row in rows)))
     for kind in JOBS:
         print(f"  {kind}: " + "; ".join(f"{row['head']} {row['name']}" for row in rows if row["kind"] == kind))
-    for name in filter(None, asked.on.split(",")):
-        test = sights(asked.folder, name)
+    labels(scope, jobs)
+    ablated(scope, [row["head"] for row in rows if row["kind"] == guesses.INDUCTION], jobs)
+    sights = partial(atlas.passages_of, scope, length=atlas.LENGTH, seed=0)
+    fit = guesses.Sights.of(scope, heads, sights(documents, names.asked["n"]))
+    for name in filter(None, on.split(",")):
+        test = guesses.Sights.of(scope, heads, sights(texts(name), TESTED, side="test"))
         said(guesses.score_rows(rows, jobs, fit, test), name)
         pooled(rows, jobs, fit, test)
-    labels(scope, jobs)
-    ablated(scope, [row["head"] for row in rows if row["kind"] == guesses.INDUCTION])
 
 
 def said(scores: list[dict[str, Any]], on: str) -> None:
@@ -160,16 +147,18 @@ def pooled(rows: list[Any], jobs: list[Any], fit: guesses.Sights, test: guesses.
 # ---------------------------------------------------------------------- repeated random tokens
 
 
-def repeated(scope: qk.Scope, count: int = 16, length: int = 32) -> torch.Tensor:
+def repeated(scope: qk.Scope, count: int = 16, length: int = LENGTH) -> torch.Tensor:
+    """So many tokens, drawn at random, twice in a row, behind what the tokenizer puts in front of any text."""
     ids = torch.randint(1000, 40000, (count, length), generator=torch.Generator().manual_seed(0))
-    return torch.cat([ids, ids], dim=1).to(scope.device)
+    start = torch.tensor(scope.tokenizer("")["input_ids"], dtype=torch.long).expand(count, -1)
+    return torch.cat([start, ids, ids], dim=1).to(scope.device)
 
 
 def labels(scope: qk.Scope, jobs: list[dict[str, Any]]) -> None:
     """Areas under the curve of each job's share against labels from repeated random tokens (attention above .3)."""
     ids, scored = repeated(scope), dict[int, dict[str, torch.Tensor]]()
-    half, index = ids.shape[1] // 2, torch.arange(ids.shape[1] // 2 - 2, device=ids.device)
-    at = half + 1 + index
+    half, index = LENGTH, torch.arange(LENGTH - 2, device=ids.device)
+    at = ids.shape[1] - half + 1 + index
 
     def visit(call: Any) -> None:
         weights = call.attention(list(range(call.q.shape[1])))[:, :, at]
@@ -184,8 +173,10 @@ def labels(scope: qk.Scope, jobs: list[dict[str, Any]]) -> None:
         print(f"  labels from repeated random tokens, {job} ({sum(truth)} heads): area under the curve {area:.3f}")
 
 
-def ablated(scope: qk.Scope, heads: list[str]) -> None:
+def ablated(scope: qk.Scope, heads: list[str], jobs: list[dict[str, Any]]) -> None:
     """Accuracy on the second copy with heads ablated together, beside random sets of the same layers."""
+    if not heads:
+        return
 
     def accuracy(some: list[str]) -> float:
         ids = repeated(scope)
@@ -194,14 +185,15 @@ def ablated(scope: qk.Scope, heads: list[str]) -> None:
                 stack.enter_context(scope.ablate(*some))
             model = stack.enter_context(scope.patched([]))
             logits = model(**prompt_of(scope, ids), use_cache=False).logits
-        half = ids.shape[1] // 2
-        return float((logits[:, half:-1].argmax(-1) == ids[:, half + 1 :]).float().mean())
+        return float((logits[:, -LENGTH:-1].argmax(-1) == ids[:, 1 - LENGTH :]).float().mean())
 
     draws, before = random.Random(0), accuracy([])
+    previous = max((row for row in jobs if row["job"] == guesses.PREVIOUS), key=lambda row: row["share"])
     others = {head: [str(h) for h in scope.heads() if h.layer == qk.Head.parse(head).layer] for head in heads}
     free = {head: [name for name in names if name not in heads] for head, names in others.items()}
     sets = sorted(accuracy([draws.choice(free[head]) for head in heads]) for _ in range(20))
-    together, single = accuracy(heads), {head: f"{accuracy([head]) / before - 1:+.0%}" for head in [*heads, "L16H0"]}
+    together = accuracy(heads)
+    single = {head: f"{accuracy([head]) / before - 1:+.0%}" for head in [*heads, previous["head"]]}
     print(f"  second copy right {before:.2f}; {len(heads)} induction heads ablated {together / before - 1:+.0%};")
     low, median, high = (f"{sets[i] / before - 1:+.0%}" for i in (0, 10, -1))
     print(f"    20 random sets: median {median}, {low} to {high}; each alone {single}")

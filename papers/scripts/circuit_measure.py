@@ -1,18 +1,24 @@
 """How much of the answer's lead a circuit of few nodes keeps, on indirect objects: names and templates not chosen on.
 
-``python papers/scripts/circuit_measure.py [MODEL] [PROMPTS] [SEEDS]`` (SmolLM2, 64, 3; one H200 a few minutes, a CPU
-with 8 prompts and one seed about as long). Nodes are chosen on the first four templates and tested on the other four,
-with other names; by integrated gradients (the circuit), attribution patching, direct effect, and at random. At the end:
-the paired difference to attribution patching at 20 nodes over all seeds, and how many of the first 20 nodes two
-disjoint sets of names have in common.
+``python papers/scripts/circuit_measure.py [MODEL] [PROMPTS] [SEEDS] [FILE]`` (SmolLM2, 64, ``0,1,2``; one H200 a few
+minutes); ``random:MODEL`` is its shape with random weights. Shares of each seed are kept in the file, where
+one is named: seeds that it has are not run again. Nodes are chosen on the first four templates and tested on the other
+four, with other names; by integrated gradients (the circuit), attribution patching, direct effect, and at random. At
+the end: the paired difference to attribution patching at 20 nodes over all seeds, and how many of the first 20 nodes
+two disjoint sets of names have in common.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
+from atlas_measure import random_weights
 
 import qkscope as qk
 from qkscope.analyses.circuit import CIRCUIT, NodeOrder
@@ -31,31 +37,46 @@ def prompts(use: str, templates: tuple[str, ...], n: int, seed: int) -> list[qk.
     return [example for example in every if any(re.fullmatch(shape, example.text) for shape in shapes)][:n]
 
 
+def measured(scope: qk.Scope, n: int, seed: int) -> dict[str, Any]:
+    """Of one seed: how many of the first nodes two sets of names share, and by condition each prompt's share."""
+    chosen, half = (nodes_of(scope, prompts(use, SEEN, n, seed)) for use in ("choose", "fit"))
+    tested = nodes_of(scope, prompts("test", UNSEEN, n, seed))
+    ranking, other = (NodeOrder(own, own.other_prompts(seed), seed) for own in (chosen, half))
+    first, again = ({*own.first("circuit", CIRCUIT)} for own in (ranking, other))
+    common = len(first & again) / CIRCUIT
+    print(f"seed {seed}: lead {float(tested.lead.mean()):.2f}, {ranking.count} nodes, common {common:.0%}")
+    print("  " + ", ".join(f"{writer} {role}" for writer, role in ranking.first("circuit", CIRCUIT)), flush=True)
+    shares = {
+        ", ".join(map(str, (replaced, *key))): own.mean(0).tolist()
+        for replaced, values in tested.other_prompts(seed).items()
+        for key, own in ranking.shares(tested, values, SIZES).items()
+    }
+    return {"common": common, "shares": shares}
+
+
 def main() -> None:
-    """Print shares by seed, then intervals over all prompts."""
-    name, n, seeds = (*sys.argv[1:], *("smollm2-135m", "64", "3")[len(sys.argv) - 1 :])
-    scope, found, common = qk.Scope.load(name), {}, []
-    for seed in range(int(seeds)):
-        chosen, half = (nodes_of(scope, prompts(use, SEEN, int(n), seed)) for use in ("choose", "fit"))
-        tested = nodes_of(scope, prompts("test", UNSEEN, int(n), seed))
-        ranking, other = (NodeOrder(own, own.other_prompts(seed), seed) for own in (chosen, half))
-        first, again = ({*own.first("circuit", CIRCUIT)} for own in (ranking, other))
-        common.append(len(first & again) / CIRCUIT)
-        print(f"seed {seed}: lead {float(tested.lead.mean()):.2f}, {ranking.count} nodes, common {common[-1]:.0%}")
-        print("  " + ", ".join(f"{writer} {role}" for writer, role in ranking.first("circuit", CIRCUIT)), flush=True)
-        for replaced, values in tested.other_prompts(seed).items():
-            for key, shares in ranking.shares(tested, values, SIZES, SIZES).items():
-                found.setdefault((replaced, *key), []).append(shares.mean(0))
-                print(f"  {replaced}, {key[0]}, {key[1]} {key[2]}: {float(shares.mean()):.3f}", flush=True)
-    for key, parts in found.items():
-        shares = torch.cat(parts)
+    """Measure seeds that are not kept, then print intervals over all prompts."""
+    name, n, seeds, path = (*sys.argv[1:], *("smollm2-135m", "64", "0,1,2", "")[len(sys.argv) - 1 :])
+    kept, scope = (
+        json.loads(Path(path).read_text()) if path and Path(path).exists() else {},
+        qk.Scope.load(name.removeprefix("random:")),
+    )
+    scope = random_weights(scope, 0) if name.startswith("random:") else scope
+    for seed in (seed for seed in seeds.split(",") if seed not in kept):
+        kept[seed], took = measured(scope, int(n), int(seed)), time.process_time()
+        if path:
+            Path(path).write_text(json.dumps(kept))
+        print(f"  {took:.0f} CPU-seconds so far", flush=True)
+    parts = [own["shares"] for own in kept.values()]
+    found = {key: torch.tensor([x for own in parts for x in own[key]]) for key in parts[0]}
+    for key, shares in found.items():
         low, high = clustered_bootstrap(shares[:, None], torch.arange(len(shares)))
-        print(f"{', '.join(map(str, key))}: {float(shares.mean()):.3f} [{float(low):.3f}, {float(high):.3f}]")
+        print(f"{key}: {float(shares.mean()):.3f} [{float(low):.3f}, {float(high):.3f}]")
     for replaced in ("mean", "other"):
-        ours, theirs = (torch.cat(found[replaced, by, "kept", CIRCUIT]) for by in ("circuit", "attribution patching"))
+        ours, theirs = (found[f"{replaced}, {by}, kept, {CIRCUIT}"] for by in ("circuit", "attribution patching"))
         low, high = clustered_bootstrap((ours - theirs)[:, None], torch.arange(len(ours)))
         print(f"ahead at {replaced}: {float((ours - theirs).mean()):+.3f} [{float(low):+.3f}, {float(high):+.3f}]")
-    print("common to two sets of names:", ", ".join(f"{share:.0%}" for share in common))
+    print("common to two sets of names:", ", ".join(f"{own['common']:.0%}" for own in kept.values()))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def test_figures_share_their_toys_and_figure_23_its_controls(toys, out):
     asked = [figure_of("franco2026", figure).asked for figure in toys]  # theorems have no toys
     used = {cell for own in asked if "cells" in own for cells in own["cells"](settings).values() for cell in cells}
     assert len(list((out / "toys" / "superposition").iterdir())) == len(used)
-    rows, (on_last, fitting, _) = toys["fig23"].tables["alignment"], toys["fig23"].claims
+    rows, (on_last, _, fitting, *_) = toys["fig23"].tables["alignment"], toys["fig23"].claims
     untrained = [row for row in rows if row["control"]]
     own = [row["on_own"] for row in untrained if not row["surplus"]]
     last = [row["on_last"] for row in untrained if row["surplus"]]
@@ -206,6 +206,6 @@ def test_the_papers_one_prompt_can_be_asked_for(swept, tmp_path):
     for table in ("sparsity", "counts"):
         assert {row["n"] for row in results["fig9b"].tables[table]} == {1}
     assert json.loads((tmp_path / "franco2026" / "fig8" / "manifest.json").read_text())["figure"]["prompts"] == "single"
-    for figures, prompts in ((["fig20"], "single"), (["fig8"], "stories")):
+    for figures, prompts in ((["fig9a"], "stories"), (["fig8"], "stories")):
         with pytest.raises(BadInput, match=f"no prompts '{prompts}'"):
             reproduce("franco2026", figures, preset="smoke", out=tmp_path, prompts=prompts)

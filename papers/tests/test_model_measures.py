@@ -4,18 +4,16 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from qkscope import BadInput
 from qkscope.analyses.find import Ranking
 from qkscope.heads import Head
 from qkscope_papers.franco2026 import model_sparsity
-from qkscope_papers.franco2026.isotropy import read_dictionary
 from qkscope_papers.franco2026.model_sparsity import relabelled
 from qkscope_papers.franco2026.prompts import clusters_of, prompts_of, text_task
 from qkscope_papers.lee2026.language import choose_heads
 from qkscope_papers.lee2026.points import align
-from qkscope_papers.registry import NANO, reproduce
+from qkscope_papers.registry import NANO
 from qkscope_papers.tables import Estimate
 
 
@@ -92,23 +90,6 @@ def test_natural_text_is_asked_where_a_token_stands_again():
     assert not runs[0] & runs[1], "heads are chosen on other text"
     with pytest.raises(BadInput, match="knows the words of its own tasks alone"):
         prompts_of("text", NANO, None, 0)
-
-
-def test_a_decoder_is_read_from_a_file(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    decoder = torch.randn(32, 8, generator=generator)
-    file = tmp_path / "sae.safetensors"
-    save_file({"W_dec": decoder, "W_enc": decoder.T.contiguous(), "b_dec": torch.zeros(8)}, file)
-    ((name, read),) = read_dictionary(file).items()
-    assert name == "sae.safetensors:W_dec"
-    assert torch.equal(read, decoder)
-    result = reproduce("franco2026", ["fig20"], preset="smoke", out=tmp_path / "out", model=str(file))["fig20"]
-    (row,) = result.tables["isotropy"]
-    assert (row["n"], row["d"]) == (32, 8)
-    assert (result.claims[0].source, result.claims[0].control) == ("stated", pytest.approx(row["random"]))
-    save_file({"a": decoder, "b": decoder.clone()}, tmp_path / "two.safetensors")
-    with pytest.raises(BadInput, match="one decoder matrix"):
-        read_dictionary(tmp_path / "two.safetensors")
 
 
 def test_relabelling_counts_the_ways_to_deal_the_labels(monkeypatch):

@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 
 from qkscope.runs.claims import Claim
+from qkscope_papers import registry
+from qkscope_papers.registry import figure_of, marked
 
 ROOT = Path(__file__).parents[2]
 LEDGER, SCRIPTS = ROOT / "papers" / "results.json", ROOT / "papers" / "scripts"
@@ -45,6 +47,32 @@ def test_every_claim_on_the_results_page_was_decided_by_its_rule():
         assert claim["source"] != "stated" or re.match(r"[A-Z§][^:]*\d[^:]*:", claim["paper"]), claim
     for page, place, text in script("results").results_pages(known):
         assert between(page, place) == text, "run: python papers/scripts/results.py"
+
+
+def test_every_row_is_counted_once_and_holds_only_with_an_interval_and_a_rule_that_can_fail():
+    known, made = json.loads(LEDGER.read_text()), script("results")
+    rows = [(name.partition("@")[0], row) for name, entry in known.items() for row in entry["claims"]]
+    for figure, row in rows:
+        claim = Claim.from_json(row)
+        assert marked(figure, claim) == claim, "run: python papers/scripts/results.py"
+        if made._sort(row) in ("holds", "tie", "fails"):
+            assert claim.exact or None not in (row["low"], row["high"]), row
+            assert made._sort(row) != "holds" or not row["lenient"], row
+        if claim.source != "ours" and row["reason"] == "refuted":
+            assert not figure_of(*figure.split("/")).deviation, row
+    for mark in registry._marks():
+        assert any(figure in mark["figures"] and mark["claim"] in row["claim"] for figure, row in rows), mark
+
+
+def test_rows_of_a_smaller_preset_fill_gaps_and_say_where_they_come_from():
+    old = Claim("share of 12", "", 1.0, None, "ours > 0.5").to_json()
+    kept = Claim("a mean", "", 1.0, None, "ours > 0", low=0.5, high=1.5).to_json()
+    new = Claim("share of 9", "", 0.9, None, "ours > 0.5", low=0.4, high=1.0).to_json()
+    rows, made_by = [old, kept], {"preset": "default"}
+    script("results")._add(rows, [new, kept | {"ours": 2.0}, kept | {"claim": "another"}], made_by)
+    assert [row["ours"] for row in rows] == [0.9, 1.0, 1.0]
+    assert [row.get("made") for row in rows] == [made_by, None, made_by]
+    assert "was 1, without an interval, and holds" in rows[0]["changed"]
 
 
 def test_the_tables_of_two_models_are_those_that_were_measured():

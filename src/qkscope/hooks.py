@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope import BadInput, Head
 
 Does = Literal["swap", "remove"]
 
@@ -100,11 +99,9 @@ class Hook:
         ----------
         vectors : at all tokens of the batch.
         """
-        (batch, length, _), device = vectors.shape, vectors.device
+        batch, device = len(vectors), vectors.device
         rows = torch.arange(batch, device=device)
         at = [torch.as_tensor(token, device=device).expand(batch) for token in self.tokens]
-        if any(int(token.max()) >= length for token in at):
-            raise BadInput(f"{self!r} points outside the batch of {batch} sequences of {length} tokens.")
         basis = self.basis.to(device, torch.float32)
         inside = (vectors.float() @ basis) @ basis.mT
         change = torch.zeros_like(inside) if at else -inside

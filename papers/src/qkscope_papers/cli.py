@@ -6,6 +6,7 @@ Nothing heavy is imported until a verb runs: ``qkscope --help`` loads this file.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from qkscope.cli import All, Json, command, print_end, print_json, print_result, print_rows
+from qkscope.cli import All, Json, command, print_end, print_json, print_result
 from qkscope.cli.views import VIEWS, read_views
 from qkscope.errors import BadInput
+from qkscope.runs.result import Result
 
 logging.getLogger("qkscope_papers").setLevel(logging.INFO)  # as the command line does for its own lines
 
@@ -31,6 +33,14 @@ Seed = Annotated[int, typer.Option("--seed", help="Seed of every draw.")]
 TrainDevice = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="CPU threads; all cores by default.")]
 HeadWidth = Annotated[int, typer.Option("--d-head", help="Width of the head.")]
+
+
+def print_rows(verb: str, rows: Sequence[Any], answer: str, as_json: bool, everything: bool = False) -> None:
+    """Print what a verb gives that has rows alone; as JSON ``{"rows": [...]}``."""
+    if as_json:
+        print_json({"rows": list(rows)})
+    else:
+        print_result(Result(verb, {"rows": rows}, answer=answer), False, everything)
 
 
 @app.command(rich_help_panel=PANEL)

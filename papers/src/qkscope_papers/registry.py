@@ -95,7 +95,7 @@ def marked(figure: str, claim: Claim) -> Claim:
     """A claim as a second reader of ``marks.toml`` sees it: ``ours`` rather than the paper's, exact, or lenient."""
     for mark in _marks():
         if figure in mark["figures"] and mark["claim"] in claim.claim:
-            seen = {name: mark[name] for name in ("exact", "lenient") if name in mark}
+            seen: dict[str, Any] = {name: mark[name] for name in ("exact", "lenient") if name in mark}
             if "ours" in mark and claim.source != "ours":
                 was = f"was {claim.source} ({claim.paper}): {mark['ours']}"
                 seen |= {"paper": "", "changed": f"{claim.changed} {was}".strip()}
@@ -140,12 +140,11 @@ class Figure:
         return self.experiment(settings, **self.asked)
 
     def draw(self, result: Result) -> dict[str, str | bytes]:
-        """Its files, drawn in our style."""
-        from qkscope_papers.figures import styled
+        """Its page, and its picture where something draws one: the page shows claims and tables by itself."""
+        from qkscope_papers.figures import styled, with_page
 
-        assert self.experiment.draw is not None, f"nothing draws {result.experiment}"
         with styled():
-            return self.experiment.draw(result)
+            return self.experiment.draw(result) if self.experiment.draw else with_page(result, {})
 
 
 _FIGURES: dict[str, dict[str, Figure]] = {paper: {} for paper in PAPERS}
@@ -289,8 +288,8 @@ def reproduce(
         for name, found in missing.items():
             start = time.perf_counter()
             with doing(f"{paper}/{name}: {found.title}"):
-                asked_of = {"figure": name, "model": model or found.model, "deviation": found.deviation}
-                result = found.run(replace(settings, **asked_of))
+                own = replace(settings, figure=name, model=model or found.model, deviation=found.deviation)
+                result = found.run(own)
             made_by = {**result.provenance, "figure": asked[name]}
             result = replace(result, seconds=time.perf_counter() - start, provenance=made_by)
             show(result)

@@ -56,6 +56,21 @@ def over_runs(values: Iterable[float]) -> Estimate:
     return Estimate(mean(kept), mean(kept) - half, mean(kept) + half)
 
 
+def over_key_heads(values: Mapping[str, float], group_size: int) -> Estimate:
+    """The mean over key heads: heads that share one are one run, with their mean.
+
+    >>> over_key_heads({"L0H0": 1.0, "L0H1": 3.0, "L1H0": 4.0}, 2).mean
+    3.0
+    """
+    from qkscope.heads import Head
+
+    groups: dict[tuple[int, int], list[float]] = {}
+    for name, value in values.items():
+        head = Head.parse(name)
+        groups.setdefault((head.layer, head.kv(group_size)), []).append(value)
+    return over_runs(mean(own) for own in groups.values())
+
+
 def share_of(flags: Iterable[bool]) -> Estimate:
     """A share of independent runs, with Wilson's interval, which has a width where all are alike.
 

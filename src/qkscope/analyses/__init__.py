@@ -8,7 +8,7 @@ page is drawn from, in a folder if one is named. Files in reading order:
 - Features from contrasts: `find` (which heads), `decompose` (their features in one pass, and whether a file's prompts
   depend on each other) and `fit` (what it gives: sums, subspaces, and the folder they are kept in and read from).
 - What features do: `swap` (which keys change places, and where the attention goes), `downstream` (what the model
-  answers), `clouds` (keys and queries as points).
+  answers), `truth` (how near it comes to the feature exchanged in the text), `clouds` (keys and queries as points).
 - One prompt's logits: `split` (among features; relative attention, over every head's singular basis).
 - Who wrote what a head matched on: ``trace/``. The question itself, of one prompt: ``why/``; from the answer back:
   `circuit` (the graph, and its nodes kept in the running model).

@@ -163,7 +163,7 @@ def look_rows(scope: Scope, heads: Sequence[Head], sights: guesses.Sights, i: in
         return []
     again, texts = Again.of(scope, torch.tensor(passage.ids, device=scope.device)), token_texts(scope, passage.ids)
     prompts = {query: _prompt_of(scope, passage.ids[: query + 1]) for query in {look.query for look in looks}}
-    reasons = Because(again, looks, seed, WORDS, WORDS).reasons(follow=False, near=False)
+    reasons = Because(again, looks, seed, WORDS).reasons(follow=False, near=False)
     return [
         {"head": str(r.look.head), "job": job_of(r), "query": r.look.query, "key": r.look.key, "attention": r.before,
          "group": passage.group, "document": passage.document, "tokens": texts, "text": prompts[r.look.query],

@@ -199,12 +199,11 @@ class Because:
         """
         self.others.prepare(self.words)
         first = self._effects(self.words, slice(0, self.screen))
-        suspects = [
-            word
-            for word, (left, _) in zip(self.words, first, strict=True)
-            if len(left) and bool(((left.mean(0) < _SCREENED) & self._sees(word)).any())
-        ]
-        more = self._effects(suspects, slice(self.screen, self.count))
+        suspects = dict[Word, int]()  # words that may be causes of looks, and how far these are read
+        for word, (left, _) in zip(self.words, first, strict=True):
+            asking = self._queries[(left.mean(0) < _SCREENED) & self._sees(word)]
+            suspects |= {word: int(asking.max()) + 1} if len(asking) else {}
+        more = self._effects([*suspects], slice(self.screen, self.count), [*suspects.values()])
         begun = dict(zip(self.words, first, strict=True))
         effects = {
             word: (torch.cat([begun[word][0], left]), torch.cat([begun[word][1], rows]))
@@ -225,10 +224,11 @@ class Because:
     def _sees(self, word: Word) -> Tensor:
         return word.start <= self._queries
 
-    def _effects(self, words: Sequence[Word], which: slice) -> list[Effect]:
+    def _effects(self, words: Sequence[Word], which: slice, ends: Sequence[int] = ()) -> list[Effect]:
         """Of each word, what some of its alternatives leave [m, n], and the attention rows [m, n, t]."""
         prompts = [[self.put((word, ids)) for ids in self.others.of(word, self.count)[which]] for word in words]
-        rows = self.rows([ids for each in prompts for ids in each])
+        until = [end for end, each in zip(ends, prompts, strict=False) for _ in each]
+        rows = self.rows([ids for each in prompts for ids in each], until)
         left = self._at_keys(rows) / self.attention
         sizes = [len(each) for each in prompts]
         return list(zip(left.split(sizes), rows.split(sizes), strict=True))

@@ -138,15 +138,16 @@ def kept_words(rows: Rows) -> str:
     """What the circuit's nodes keep of the lead, beside controls."""
     count = rows[0]["nodes"]
     size = CIRCUIT if count > CIRCUIT else max(row["k"] for row in rows if row["k"] < count)
-    found = {(row["by"], row["done"]): row for row in rows if (row["replaced"], row["k"]) == ("mean", size)}
-    told = {
-        key: f"{row['share']:.0%}" + (f" [{row['low']:.0%}, {row['high']:.0%}]" if row["prompts"] > 1 else "")
-        for key, row in found.items()
-    }
-    random = f", {size} random {told['random', 'kept']}" if ("random", "kept") in told else ""
+    told = dict[tuple[str, str, str], str]()
+    for row in (row for row in rows if row["k"] == size):
+        ends = f" [{row['low']:.0%}, {row['high']:.0%}]" if row["prompts"] > 1 else ""
+        told[row["by"], row["done"], row["replaced"]] = f"{row['share']:.0%}{ends}"
+    random = told.get(("random", "kept", "mean"))
     return (
-        f"{size} of {count:,} nodes keep {told['circuit', 'kept']} of it (control: {size} by attribution patching"
-        f" {told['attribution patching', 'kept']}{random}); without them {told['circuit', 'removed']} is left"
+        f"{size} of {count:,} nodes keep {told['circuit', 'kept', 'mean']} of it (control: {size} by attribution"
+        f" patching {told['attribution patching', 'kept', 'mean']}{f', {size} random {random}' if random else ''});"
+        f" without them {told['circuit', 'removed', 'mean']} is left. With others at another prompt's values instead"
+        f" of their mean, these {size} keep {told['circuit', 'kept', 'other']}"
     )
 
 
@@ -218,12 +219,8 @@ class Circuit:
         groups: dict[str, list[Any]] = {}
         self._others.prepare(self._others.words)
         for word in self._others.words:
-            if (
-                word.start > 0
-                and word.stop <= self.query + 1
-                and word.core.isalnum()
-                and self._others.of(word, _OTHERS)
-            ):
+            inside = word.start > 0 and word.stop <= self.query + 1 and word.core.isalnum()
+            if inside and self._others.of(word, _OTHERS):
                 groups.setdefault(word.core, []).append(word)
         ids, named = self._others.ids, {self.output.best, self.output.rival}
         own = [words for words in groups.values() if named & {*ids[words[0].start : words[0].stop]}]
@@ -295,8 +292,8 @@ class Circuit:
         named = [quoted(words[0].text) for words in self._words]
         words = ", ".join(named[:_NAMED]) + f" and {len(named) - _NAMED} more" * (len(named) > _NAMED)
         return (
-            f"{best} over {rival} ({self.output.difference:.1f} logits): {kept_words(tables['kept'])}. Other nodes"
-            f" take their mean over {_OTHERS} prompts with other words for {words}."
+            f"{best} over {rival} ({self.output.difference:.1f} logits): {kept_words(tables['kept'])}. Means are"
+            f" over {_OTHERS} prompts with other words for {words}."
         )
 
 

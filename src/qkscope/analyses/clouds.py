@@ -18,9 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.examples import Example
-from qkscope.heads import Head
-from qkscope.maths.subspace import Subspace
+from qkscope import Example, Head, Subspace
 from qkscope.maths.swap import SwapRows
 from qkscope.runs.result import Rows
 

@@ -15,11 +15,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from qkscope import BadInput, Scope
 from qkscope.analyses import prompts
 from qkscope.analyses.fit import ContrastSums, Fit, check_job, checked_contrasts, fit_of, read_sums, sums_file
-from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Interval, Seed
 from qkscope.maths.significance import Center, NullKind, lag_one

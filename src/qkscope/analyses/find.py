@@ -8,7 +8,6 @@ that mostly looks at the first token, or at itself, can be accurate among candid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +15,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope import Head, Result, Scope
 from qkscope.analyses.prompts import batches_of, clusters_of, made_from, made_with, with_notes
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
-from qkscope.capture.scope import Scope
-from qkscope.heads import Head
 from qkscope.kinds import Count, Prompts, Share, checked_class
 from qkscope.maths.significance import clustered_bootstrap, wilson
-from qkscope.runs.result import Result
 from qkscope.runs.work import Stage, current_work, verb
 from qkscope.tasks.task import ANSWER, Task
 
@@ -42,12 +39,6 @@ class Ranking(Result):
     def top(self, by: Score = "accuracy") -> list[dict[str, Any]]:
         """All rows, best first by this score."""
         return sorted((dict(row) for row in self.tables["heads"]), key=lambda row: -row[by])
-
-
-def no_head(threshold: float, best: Mapping[str, Any], by: str = "accuracy") -> tuple[str, str]:
-    """Say that no head reaches a threshold, and give the best score with digits enough to see it."""
-    digits = next((i for i in range(9) if f"{best[by]:.{i}%}" != f"{threshold:.{i}%}"), 9)
-    return f"No head reaches {threshold:.0%}: ", f"{best[by]:.{digits}%}"
 
 
 @verb("heads")
@@ -118,7 +109,9 @@ def find_heads(
     best, first = rows[0], max(rows, key=lambda row: row["row_accuracy"])
     attends = "it attends to it most of all tokens"
     whole = attends if first is best else f"of all tokens, {first['head']} attends to it most"
-    none, score = no_head(threshold, best, by) if best[by] < threshold else ("", f"{best[by]:.0%}")
+    # digits enough to tell the best score from the threshold
+    digits = next((i for i in range(9) if f"{best[by]:.{i}%}" != f"{threshold:.{i}%}" or best[by] >= threshold), 9)
+    none, score = f"No head reaches {threshold:.0%}: " * (best[by] < threshold), f"{best[by]:.{digits}%}"
     if by != "accuracy":
         none, score = f"{none}{best['head']} is first by {by} ({score}): ", f"{best['accuracy']:.0%}"
     answer = (

@@ -11,24 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import tasks
+from qkscope import BadInput, Head, Scope, tasks
 from qkscope.analyses.prompts import check_same_model, made_from, units_hash, with_notes
-from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.bases import checked_svd
 from qkscope.maths.controls import FEW_UNITS, run_controls
 from qkscope.maths.moments import Covariance, Moments
 from qkscope.maths.subspace import Subspace, rank_of
-from qkscope.runs.folder import MANIFEST, WORK, check_unchanged, file_name, read_json, read_run
+from qkscope.runs.folder import MANIFEST, WORK, check_unchanged, file_name, read_run
 from qkscope.runs.result import Result, provenance, write_result
 from qkscope.tasks.task import Task
 
@@ -127,7 +124,7 @@ class Fit(Result):
         folder : a new one, or one of the same job.
         files : further files by relative name.
         """
-        if not self.subspaces or not self.sums:
+        if not self.sums:
             raise BadInput("this fit holds no sums of a whole job: write what decompose or load gave.")
         job, contents = self.provenance["asked"], dict[str, str | bytes](files or {})
         check_job(folder, job)
@@ -141,16 +138,8 @@ class Fit(Result):
         return write_result(self, folder, contents)
 
 
-@overload
-def load(folder: str | Path, scope: None = None) -> Result: ...
-
-
-@overload
-def load(folder: str | Path, scope: Scope) -> Fit: ...
-
-
 @checked_call
-def load(folder: str | Path, scope: Scope | None = None) -> Result:
+def load(folder: str | Path, scope: Scope | None = None) -> Any:
     """Read back a run's folder: the fit of one that `decompose` wrote, and of any the tables.
 
     Parameters
@@ -266,26 +255,19 @@ def check_job(out: str | Path | None, asked: Mapping[str, Any]) -> None:
 def read_job(folder: str | Path) -> dict[str, Any]:
     """What the fit in a folder was asked for."""
     folder = Path(folder)
-    if not (folder / MANIFEST).is_file():
-        if (folder / WORK).is_dir():
-            raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on from there.")
+    if (folder / WORK).is_dir() and not (folder / MANIFEST).is_file():
+        raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on from there.")
+    manifest = read_run(folder)
+    if not manifest.get("asked", {}).keys() >= set(_JOB):
         raise BadInput(f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first.")
-    manifest = read_json(folder / MANIFEST)
-    experiment, job = str(manifest.get("experiment", "decompose/")), manifest.get("asked", {})
-    if not experiment.startswith("decompose/"):
-        raise BadInput(f"{folder} is not a folder that decompose wrote, but a run of {experiment}: name one of a fit.")
-    if not job.keys() >= set(_JOB):
-        raise BadInput(f"{folder / MANIFEST} is damaged: run decompose again into another folder.")
-    return {**job, "command": manifest.get("command")}
+    return dict(manifest["asked"])
 
 
 def read_sums(folder: Path, job: Mapping[str, Any], task: Task, device: torch.device) -> dict[str, ContrastSums]:
     """The sums of every contrast of a folder's fit."""
     every, manifest = {}, read_run(folder)
     for name in checked_contrasts(task, job["contrasts"]):
-        path, command = folder / sums_file(name), job.get("command") or "decompose"
-        if not path.is_file():
-            raise BadInput(f"{path} is missing, the sums that {folder} is made of: run `{command}` again to make it.")
+        path = folder / sums_file(name)
         check_unchanged(folder, path.name, manifest)
         every[name] = ContrastSums.load(path, device=device)
         if every[name].about.get("examples") != units_hash(task.fit(name, job["n"])):
@@ -296,19 +278,10 @@ def read_sums(folder: Path, job: Mapping[str, Any], task: Task, device: torch.de
 def task_of(job: Mapping[str, Any], folder: str | Path) -> Task:
     """The task that a fit folder was made from, made again; of a file, the folder keeps a copy."""
     folder, asked, seed = Path(folder), dict(job["asked"]), job["task_seed"]
-    try:
-        if job["task"] in tasks.BUILT_IN:
-            task = tasks.BUILT_IN[job["task"]](seed=seed, **asked)
-            list(task.fit(next(iter(task.contrasts)), 1))
-            return task
-        kept = folder / Path(asked["file"]).name
-        if not kept.is_file():
-            raise BadInput(f"{kept} is missing, the copy of the task that {folder} was made from: run decompose again.")
-        task = tasks.from_jsonl(kept, seed=seed, chat=asked["chat"], center=asked["center"])
-    except BadInput:
-        raise
-    except Exception:  # whatever numbers for words, or words for numbers, lead to
-        raise BadInput(f"{folder / MANIFEST} names no task that can be made: run decompose again.") from None
+    if job["task"] in tasks.BUILT_IN:
+        return tasks.BUILT_IN[job["task"]](seed=seed, **asked)
+    kept = folder / Path(asked["file"]).name
+    task = tasks.from_jsonl(kept, seed=seed, chat=asked["chat"], center=asked["center"])
     if task.asked["hash"] != asked.get("hash"):
         raise BadInput(f"{kept} has changed since {folder} was made from it: run decompose again.")
     return replace(task, asked=asked)  # its sums know it by the name it was given

@@ -18,15 +18,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope import BadInput, Head, Scope
 from qkscope.capture.files import weights_part
 from qkscope.capture.inputs import FIRST_TOKEN, check_visible
 from qkscope.capture.pick import Capture
-from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
-from qkscope.heads import Head
 from qkscope.runs.folder import sha256
 from qkscope.runs.result import provenance
 from qkscope.tasks.task import ASKED, Contrast, Task, Unit
@@ -98,8 +96,6 @@ def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
 
     What is too short to ask in, or a copy, is left out.
     """
-    if scope.tokenizer is None:
-        raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
     pieces = [(piece, number) for number, text in enumerate(texts) for piece in passages(text)]
     generator = torch.Generator().manual_seed(derived_seed(seed, "texts"))
     order = torch.randperm(len(pieces), generator=generator).tolist()[:n]
@@ -140,7 +136,12 @@ def null_units(units: Sequence[Unit], contrast: Contrast) -> Callable[[UnitBatch
     words = [[_words(unit, contrast, member) for member in range(len(unit))] for unit in units]
     varied = len({own for row in words for own in row}) > 1
     texts = [tuple(repr(e.text if e.ids is None else e.ids) for e in unit) for unit in units]
-    numbers = [[_hash(own if varied and own else text) for own in row] for row, text in zip(words, texts, strict=True)]
+
+    def hashed(unit: tuple[str, ...]) -> int:  # the same in every process
+        digest = hashlib.blake2b(repr(unit).encode("utf-8", "backslashreplace"), digest_size=8).digest()
+        return int.from_bytes(digest, "big", signed=True)
+
+    numbers = [[hashed(own if varied and own else text) for own in row] for row, text in zip(words, texts, strict=True)]
 
     def number(batch: UnitBatch) -> Int[Tensor, " b"]:
         rows = zip(batch.unit.tolist(), batch.member.tolist(), strict=True)
@@ -159,12 +160,6 @@ def _words(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...]:
     else:
         spans = [(e, e.roles[contrast.unit]) for e in examples if contrast.unit in e.roles]
     return tuple(sorted(str(example.piece(span)) for example, span in spans))
-
-
-def _hash(words: tuple[str, ...]) -> int:
-    """A number for a unit, the same in every process."""
-    digest = hashlib.blake2b(repr(words).encode("utf-8", "backslashreplace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
 
 
 Rows = tuple[Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]]

@@ -24,15 +24,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope import BadInput, Head, Scope
 from qkscope.analyses.circuits import CIRCUITS, Duty, Edge, find_circuit, locate, outside, parse_edges, rows_from
 from qkscope.analyses.prompts import batches_of, made_from, made_with, units_hash
 from qkscope.analyses.split import relative_rows, singular_basis
 from qkscope.capture.files import folder_hash, local_hash, weights_part
 from qkscope.capture.inputs import answer_tokens
 from qkscope.capture.load import check_revisions, revisions_of
-from qkscope.capture.scope import Scope
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.singular import rotated_terms

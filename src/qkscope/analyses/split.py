@@ -19,25 +19,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.circuits import QUERY, locate, rows_from
+from qkscope import BadInput, Example, Head, Result, Scope, Subspace
 from qkscope.analyses.fit import Fit
 from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.analyses.swap import default_features
-from qkscope.capture.encode import token_texts
+from qkscope.analyses.trace.prompt import Question
 from qkscope.capture.pick import Capture
-from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import Space
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
-from qkscope.examples import Example
-from qkscope.heads import Head
 from qkscope.kinds import checked_call
 from qkscope.linear.weights import head_weights
 from qkscope.maths import singular as measure
 from qkscope.maths.attribution import Split, attribute_logits, part_name, split_rows
 from qkscope.maths.singular import SingularBasis, basis_of_weights, singular_coordinates
-from qkscope.maths.subspace import Subspace
-from qkscope.runs.result import Result
 from qkscope.runs.work import verb
 
 TOLERANCE = 0.99
@@ -210,21 +204,16 @@ def attribute(
     chosen, space = features_of(features, head)
     for name, subspace in chosen.items():
         check_same_model(subspace.about, scope, f"feature {name!r}")
-    example = Example(text=prompt) if isinstance(prompt, str) else prompt
-    if len(example.queries) > 1:
-        raise BadInput(f"a prompt is explained from one query, but {len(example.queries)} are marked: mark one.")
     fitted_chat = isinstance(features, Fit) and features.chat
-    inputs, columns = locate(scope, [example], [QUERY], fitted_chat if chat is None else chat)
-    query = int(columns)
-    captured = scope.capture_inputs(inputs, places=rows_from(inputs, query), heads=[head], space=space)
-    ids = inputs["input_ids"][0, : query + 1].tolist()
+    asked = Question.first_of(scope, scope.encode([prompt], chat=fitted_chat if chat is None else chat))
+    captured, query = scope.capture_inputs(asked.inputs, places=asked.places, heads=[head], space=space), asked.query
     ordered = sorted(chosen.items(), key=lambda item: item[1].rank)  # what features share goes to the smaller
     bases = {part_name(name): subspace.basis("query") for name, subspace in ordered}
     q, k, scale = captured.q[0, 0], captured.k[0, captured.kv_of_head[0], : query + 1], float(captured.scale[0])
     parts = attribute_logits(q, k, scale, bases, split)
     reverse = attribute_logits(q, k, scale, dict(reversed(bases.items())))
     attention, logits = captured.attention()[0, 0, : query + 1].tolist(), parts.logits.tolist()
-    shown: dict[str, Any] = {"position": range(len(ids)), "token": token_texts(scope, ids), "attention": attention}
+    shown: dict[str, Any] = {"position": range(query + 1), "token": asked.tokens[: query + 1], "attention": attention}
     shown |= {"logit": logits, **{name: part.tolist() for name, part in parts.parts.items()}}
     rows = [dict(zip(shown, row, strict=True)) for row in zip(*shown.values(), strict=True)]
     best = max(rows, key=lambda row: row["attention"])
@@ -247,8 +236,8 @@ def attribute(
         "overlap": [{"one": a, "other": b, "cosine": cosine} for (a, b), cosine in parts.overlap.items()],
         "split": split_rows(head, query, range(query + 1), parts.logits, parts.parts, "query"),
     }
-    asked = {"head": str(head), "prompt": Example(ids=tuple(ids)).show(2000), "split": split, "space": space}
-    return Explanation("explain", tables, answer=answer, **made_with(scope, **asked))
+    told = {**asked.told(prompt), "head": str(head), "split": split, "space": space}
+    return Explanation("explain", tables, answer=answer, **made_with(scope, **told))
 
 
 def features_of(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dict[str, Subspace], Space]:

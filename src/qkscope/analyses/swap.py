@@ -30,7 +30,7 @@ from qkscope.kinds import Count, Seed
 from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import Condition, Method, SwapRows, Truth, draw_targets
+from qkscope.maths.swap import Condition, Method, SwapRows, draw_targets
 from qkscope.runs.folder import sha256
 from qkscope.runs.result import Result
 from qkscope.runs.work import Stage, Work, current_work, verb
@@ -369,8 +369,8 @@ def capture_rows(
     rows = AttentionRows.cat([AttentionRows(**part["rows"]) for part in parts])
     answers = torch.cat([part["answers"] for part in parts], dim=1) if patched else None
     truth = {
-        (name, whose): Truth(*(torch.cat([part["truth"][f"{whose}/{name}"][i] for part in parts]) for i in range(3)))
-        for whose, _, name in (which.partition("/") for which in parts[0].get("truth", ()))
+        (name, reading): torch.cat([part["truth"][f"{reading}/{name}"] for part in parts])
+        for reading, _, name in (which.partition("/") for which in parts[0].get("truth", ()))
     }
     frame = AttentionRows.cat([AttentionRows(**part["frame"]) for part in parts]) if "frame" in parts[0] else None
     return SwapRows(rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others, answers, truth, frame)

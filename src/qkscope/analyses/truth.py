@@ -37,7 +37,8 @@ from qkscope.tasks.task import ANSWER, Task
 
 _NAMES = {
     "feature": "ΔC", "oblique": "oblique ΔC", "summed": "summed ΔC", "trained": "a trained subspace",
-    "omega_svd": "Ω", "cov_qk": "Cov_q Cov_k", "random": "random subspaces",
+    "omega_svd": "Ω", "key_pca": "key PCA", "cov_qk": "Cov_q Cov_k", "random": "random subspaces",
+    "nothing": "nothing done",
 }  # fmt: skip
 
 
@@ -61,36 +62,30 @@ def truth_runner(
     Without ``tested``, only what a subspace is trained on.
     """
     sets = {name: [name] for name in what.names} | {what.joint: what.names}
-    asked = {"asked": (pairs.orig, pairs.target)}
-    both = asked | ({"other": pairs.others} if tested and pairs.others is not None else {})
-    width = max(len(example.keys) for example in pairs.examples)
+    exchanges: Any = {("distance", "text_distance"): (pairs.orig, pairs.target)}
+    exchanges |= {("other_distance",): pairs.others} if tested and pairs.others is not None else {}
+    where: Any = {"heads": what.heads, "space": what.fit.space}
+    exchange, width = task.exchange, max(len(example.keys) for example in pairs.examples)
+    assert exchange is not None  # as `exchanging_task` gave it
 
     def run(indices: list[int], before: Capture) -> dict[str, Any]:
         own = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices]).tolist()
-        examples, chat = [pairs.examples[row] for row in own], what.fit.chat
+        examples, chat, found = [pairs.examples[row] for row in own], what.fit.chat, dict[str, Any](truth={})
         usual = scope.encode(examples, chat=chat)
-        found: dict[str, Any] = {"truth": {}}
-        for whose, (first, second) in both.items():
+        for readings, pair in exchanges.items():
             for name, features in sets.items():
-                assert task.exchange is not None  # asked before
-                slots = ((int(first[row]), int(second[row])) for row in own)
-                texts = [task.exchange(e, features, *pair) for e, pair in zip(examples, slots, strict=True)]
+                texts = [exchange(pairs.examples[row], features, *(int(slots[row]) for slots in pair)) for row in own]
                 encoded = scope.encode([text or e for text, e in zip(texts, examples, strict=True)], chat=chat)
-                every = scope.capture_inputs(
-                    encoded, places=encoded.everywhere(), heads=what.heads, space=what.fit.space
-                )
+                live = scope.capture_inputs(encoded, places=encoded.everywhere(), **where).rows()
                 at, known = encoded.places.keys[:, None].expand(-1, len(what.heads), -1), encoded.places.key_mask
-                rows = (replace(every.rows(), q=before.q), every.rows())
-                sides = [row.attention().gather(-1, at).masked_fill(~known[:, None], 0.0) for row in rows]
                 there = torch.tensor([text is not None for text in texts]).to(known.device)
                 same = there & _same_places(usual, encoded)
-                found["truth"][f"{whose}/{name}"] = [
-                    *(pad(x, (0, width - x.shape[-1])).cpu() for x in sides),
-                    same.cpu(),
-                ]
+                for reading, rows in zip(readings, (replace(live, q=before.q), live), strict=False):
+                    true = rows.attention().gather(-1, at).masked_fill(~known[:, None], 0.0)
+                    true = pad(true, (0, width - true.shape[-1])).where(same[:, None, None], torch.nan)
+                    found["truth"][f"{reading}/{name}"] = true.cpu()
         if tested and what.fit.space != "query_frame":
-            frame = scope.capture_inputs(usual, heads=what.heads, space="query_frame")
-            found["frame"] = dict(vars(frame.rows()))
+            found["frame"] = dict(vars(scope.capture_inputs(usual, heads=what.heads, space="query_frame").rows()))
         return found
 
     return run
@@ -109,8 +104,10 @@ def _same_places(one: Encoding, other: Encoding) -> Tensor:
 def more_conditions(
     scope: Scope, what: Features, task: Task, projectors: Mapping[Condition, Projector], n: int, seed: int
 ) -> dict[Condition, Projector]:
-    """What is held against the truth beside the usual conditions; subspaces are trained on words of the fit."""
-    units = task.draw("fit", ANSWER, n)
+    """What is held against the truth beside the usual conditions; subspaces are trained on words of the fit, with twice
+    as many prompts as are tested.
+    """
+    units = task.draw("fit", ANSWER, 2 * n)
     pairs = draw_pairs(units, seed=seed)
     rows = capture_rows(
         scope, units, what.fit, what.heads, pairs, exchanged=truth_runner(scope, what, pairs, task, tested=False)
@@ -130,16 +127,15 @@ def truth_sentence(table: Rows, head: str, names: Sequence[str]) -> str:
         if not rows["feature"]["tested"]:
             said.append(f"{name} cannot be exchanged in these texts, and is untested.")
             continue
-        best = min((kind for kind in _NAMES if kind in rows), key=lambda kind: rows[kind]["distance"])
-        ours, far = rows["feature"], {kind: f"{row['distance'] or 0.0:.2f}" for kind, row in rows.items()}
-        beside = f"key PCA {far['key_pca']}: " if "key_pca" in rows else ""
-        if beside:
+        far = {kind: row["distance"] for kind, row in rows.items() if row["tested"]}
+        best, ours, beside = min((kind for kind in _NAMES if kind in far), key=far.__getitem__), rows["feature"], ""
+        if "key_pca" in far:
             low, high = ours["nearer_low"], ours["nearer_high"]
             verdict = "nearer" if low > 0 else "farther" if high < 0 else "a tie"
-            beside += f"{verdict}, by {ours['nearer']:.2f} [{low:.2f}, {high:.2f}]; "
+            beside = f", key PCA's {far['key_pca']:.2f} ({verdict}: {ours['nearer']:.2f} [{low:.2f}, {high:.2f}])"
         said.append(
-            f"With {name} exchanged in the text, {head}'s row is {far['feature']} from ΔC's ({beside}nothing done "
-            f"{far['nothing']}, the whole key {far['whole']}, nearest {_NAMES[best]} {far[best]}; "
-            f"{ours['tested']} prompts)."
+            f"With {name} exchanged in the text, the row that ΔC gives {head} is {far['feature']:.2f} from the true one"
+            f"{beside}; nearest is {_NAMES[best]}, {far[best]:.2f}; nothing done {far['nothing']:.2f}, the whole key "
+            f"{far['whole']:.2f} ({ours['tested']} prompts)."
         )
     return " ".join(said)

@@ -25,6 +25,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from qkscope import BadInput, Example
 from qkscope.capture.files import cache_dir, read_json, write_json
 from qkscope.capture.inputs import PaddingSide, context_limit, forward, short_ids, short_inputs
 from qkscope.capture.load import quiet
@@ -33,8 +34,6 @@ from qkscope.capture.probe import refusal
 from qkscope.capture.small import loud_model, named_lengths, small_config
 from qkscope.capture.spaces import SPACES, Space, rows_rotate_alone, swapped
 from qkscope.capture.tap import Call, evaluated, tap
-from qkscope.errors import BadInput
-from qkscope.examples import Example
 
 if TYPE_CHECKING:
     from qkscope.capture.scope import Scope

@@ -141,8 +141,6 @@ class Encoder:
     def prompts(self, examples: Sequence[Example | str], chat: bool) -> list[Prompt]:
         """Examples with their tokens; a plain string is an example without marks."""
         listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
-        if not listed:
-            raise BadInput("there are no examples: give at least one.")
         return list(zip(listed, self.tokenise(listed, chat), strict=True))
 
     def tokenise(self, examples: Sequence[Example], chat: bool = False) -> list[Tokens]:
@@ -230,8 +228,6 @@ class Encoder:
 
     def _check_ids(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> None:
         """Refuse a prompt that is empty or too long, or of ids that the model does not know."""
-        if not ids:
-            raise BadInput("the prompt is empty: give at least one token.")
         why = ""
         if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             over = max(ids) if min(ids) >= 0 else min(ids)

@@ -16,11 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope import BadInput, Head
 from qkscope.capture.pick import Capture, Facts, Places
 from qkscope.capture.spaces import Rotary, Space
 from qkscope.capture.tap import Call, Stop
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 
 _HELD = {"cpu": 2**21, "gpu": 2**28}  # bytes that may wait: what stays in a cache, what fills a GPU
 

@@ -21,10 +21,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from qkscope import BadInput, Example, Head
 from qkscope.capture.spaces import rotary_settings
-from qkscope.errors import BadInput
-from qkscope.examples import Example
-from qkscope.heads import Head
 
 if TYPE_CHECKING:
     from qkscope.capture.encode import Encoder, Encoding

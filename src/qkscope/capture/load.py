@@ -127,36 +127,30 @@ def load(
     if kind not in ("auto", torch.float32, torch.bfloat16, torch.float16):
         raise BadInput(f"{dtype!r} is no dtype for a model: write float32, bfloat16, float16 or auto.")
     options = {"dtype": kind, "attn_implementation": attn, "device_map": device_map}
-    place = locate(name, revision)
-    with _guarded(str(name), revision, offline=place.path is None and not _hub_answers()):
+    options, (model_name, revision, path) = {k: v for k, v in options.items() if v is not None}, locate(name, revision)
+    with _guarded(str(name), revision, offline=path is None and not _hub_answers()):
         if device_map is None:
             check_device(target)
-        model, tokenizer, commit, digest = _open(place, {k: v for k, v in options.items() if v is not None})
+        source, commit, digest = model_name, None, None
+        if path is None:
+            config = Path(cached_file(model_name, "config.json", revision=revision))
+            # the rest comes from the same commit, whatever happens to the branch meanwhile
+            commit = revision = config.parent.name if config.parent.parent.name == "snapshots" else revision
+        elif path.is_dir():
+            digest, source = folder_hash(path), str(path)
+        else:
+            from qkscope.capture.gguf import dequantised  # takes a while to import
+
+            digest = file_hash(path)  # it holds the config too
+            source = str(dequantised(path, digest))
+        model, tokenizer = _model(str(path or name), source, commit, options), _tokenizer(source, commit)
+        if path is None:
+            with suppress(BadInput):  # its files are not all there: what is in memory is hashed instead
+                digest = folder_hash(config.parent)
         model.eval().requires_grad_(False)
         if device_map is None:
             model.to(target)
-    return model, tokenizer, place.name, commit or place.revision, digest
-
-
-def _open(place: Place, options: dict[str, Any]) -> tuple[Any, Any | None, str | None, str | None]:
-    """The model and tokenizer at a place, the commit on the hub, and the hash of the files."""
-    path, commit = place.path, None
-    if path is None:
-        config = Path(cached_file(place.name, "config.json", revision=place.revision))
-        # the rest comes from the same commit, whatever happens to the branch meanwhile
-        commit = config.parent.name if config.parent.parent.name == "snapshots" else place.revision
-        model, tokenizer = _model(place.name, place.name, commit, options), _tokenizer(place.name, commit)
-        with suppress(BadInput):  # its files are not all there: what is in memory is hashed instead
-            return model, tokenizer, commit, folder_hash(config.parent)
-        return model, tokenizer, commit, None
-    if path.is_dir():
-        digest, folder = folder_hash(path), path
-    else:
-        from qkscope.capture.gguf import dequantised  # takes a while to import
-
-        digest = file_hash(path)  # it holds the config too
-        folder = dequantised(path, digest)
-    return _model(str(path), str(folder), None, options), _tokenizer(str(folder), None), None, digest
+    return model, tokenizer, model_name, revision, digest
 
 
 def _model(name: str, source: str, revision: str | None, options: dict[str, Any]) -> Any:

@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkscope import BadInput, Head
 from qkscope.capture.pick import Shape
 from qkscope.capture.tap import Call
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.hooks import Hook
 from qkscope.kinds import checked_class
 
@@ -158,10 +157,8 @@ class Patch:
 
 
 def _apply(edit: Edit, call: Call, past: int) -> None:
-    batch, keys, index = len(call.q), call.k.shape[2], edit.head.index
+    batch, index = len(call.q), edit.head.index
     row, query, key, value = (x.to(call.q.device) for x in (edit.row, edit.query, edit.key, edit.value))
-    if len(row) and (int(row.max()) >= batch or int(torch.maximum(query, key).max()) >= keys):
-        raise BadInput(f"the edit of {edit.head} points outside the batch of {batch} sequences of {keys} tokens.")
     if edit.kind == "outputs" and len(row):
         rows = torch.zeros(batch, dtype=torch.bool, device=row.device).index_fill(0, row, True)
         before = call.outputs.get(index, lambda z: z)  # of other sequences

@@ -16,14 +16,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from qkscope import BadInput, Example
 from qkscope.capture.blocks import read_blocks
 from qkscope.capture.encode import Encoder, Encoding, token_texts
 from qkscope.capture.inputs import forward, logits_of
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Places, Shape
 from qkscope.capture.tap import ANEW, Call, Stop, cleared, tap
-from qkscope.errors import BadInput
-from qkscope.examples import Example
 from qkscope.heads import Head, Writer
 from qkscope.hooks import Hook
 from qkscope.kinds import Count, checked_class

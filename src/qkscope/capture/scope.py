@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from qkscope import BadInput, Example, Head
 from qkscope.capture.check import Check, check_model, check_once
 from qkscope.capture.encode import Encoder, Encoding, Prompt, choose_side, padded
 from qkscope.capture.files import Fingerprint, tokenizer_hash
@@ -26,9 +27,6 @@ from qkscope.capture.pick import Capture, Places
 from qkscope.capture.probe import probe
 from qkscope.capture.running import Runner
 from qkscope.capture.spaces import Space
-from qkscope.errors import BadInput
-from qkscope.examples import Example
-from qkscope.heads import Head
 from qkscope.hooks import Hook
 from qkscope.kinds import Count, checked_class
 from qkscope.runs.work import stream

@@ -186,9 +186,8 @@ def place_of(model: Any, name: str) -> tuple[nn.ModuleList, int] | None:
 
 def block_of(model: Any, name: str) -> nn.Module:
     """The transformer block a module belongs to: the innermost ancestor that stands in a list of modules."""
-    for layers, number in reversed(_places_of(model, name)):
-        return layers[number]
-    raise BadInput(f"{name} is not part of a list of layers.")
+    layers, number = _places_of(model, name)[-1]
+    return layers[number]
 
 
 @cache  # every attention call asks

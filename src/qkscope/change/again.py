@@ -18,7 +18,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.attention import AttentionRows, soft
-from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop
@@ -27,7 +26,7 @@ from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run
 
 _AT_ONCE = 64  # rows of attention changed together
-_AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the same tokens in their prompt
+_AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the same tokens in their prompt, or 4 ε
 _TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**15  # that run together: on a CPU more are no faster, and less alike
 _ROOM, _MORE_ROOM = {"cpu": 2**24}, 2**28  # numbers of attention made at once: of a long prompt, of some tokens
 
@@ -35,6 +34,8 @@ See = Callable[[int, int, Float[Tensor, "b h s t"]], None]
 """Is given a layer, which of the tokens that run come first, and their attention to all tokens; of many, in parts."""
 
 
+Changed = tuple[int, int, Float[Tensor, " t"]]
+"""A row of the batch, a head's number, and the logits that it gets instead."""
 Row = tuple[Head, Float[Tensor, " t"]]
 """A head and the logits that its row of attention gets instead, at the last token that runs."""
 
@@ -142,38 +143,46 @@ class Again:
         def visit(call: Call) -> None:
             if check is not None:
                 check(call)
-            if alone:
-                self._attend(call, at, see, rows)
-            elif see is not None:
-                weights = call.attention(list(range(call.q.shape[1])))
-                see(call.layer, 0, weights[each[:, None], :, at].transpose(1, 2))
+            if alone or see is not None or rows:
+                self._attend(call, at, see, rows, alone)
             if last is not None and call.layer >= last:
                 raise Stop
 
-        edited = enumerate(() if alone else rows)
-        edits = [_edit(i, row, int(at[i, -1]) + 1, self.ids.device) for i, row in edited if row is not None]
-        visits = (Patch(edits, self.scope).visit, visit)
         if last is not None:
-            return self.scope.watch(inputs, *visits, only=range(last + 1))
+            return self.scope.watch(inputs, visit, only=range(last + 1))
         nothing, ends = at[:, :0], torch.full_like(each, len(steps) - 1) if alone else at[:, -1]
-        return self.scope.watch(inputs, *visits, logits_at=Places(each, ends, nothing, nothing.bool()))
+        return self.scope.watch(inputs, visit, logits_at=Places(each, ends, nothing, nothing.bool()))
 
-    def _attend(self, call: Call, at: Tensor, see: See | None = None, rows: Sequence[Row | None] = ()) -> None:
-        """Put in what heads put out at some tokens, behind the keys of the unchanged prompt, in parts."""
-        base, at, outputs = self.calls[call.layer], at.to(call.q.device), list[Tensor]()
-        step = _ROOM.get(call.q.device.type, _MORE_ROOM) // (call.q[:, :, 0, 0].numel() * base.k.shape[2])
-        step = max(step, 1)
+    def _attend(
+        self, call: Call, at: Tensor, see: See | None = None, rows: Sequence[Row | None] = (), alone: bool = True
+    ) -> None:
+        """Show the attention of some tokens, in parts, and put in what heads put out there, where that is another.
+
+        Tokens that run alone stand behind the keys of the unchanged prompt; of whole prompts only changed rows are.
+        """
+        base, at, outputs = self.calls[call.layer] if alone else call, at.to(call.q.device), list[Tensor]()
+        changed = [(i, row[0].index, row[1]) for i, row in enumerate(rows) if row and row[0].layer == call.layer]
+        if not alone and see is None:
+            at = at[:, -1:] if changed else at[:, :0]
+        each, room = torch.arange(len(at), device=at.device)[:, None], _ROOM.get(call.q.device.type, _MORE_ROOM)
+        step = max(room // (call.q[:, :, 0, 0].numel() * base.k.shape[2]), 1)
         for first in range(0, at.shape[1], step):
-            part, queries = replace(call, q=call.q[:, :, first : first + step]), at[:, first : first + step]
-            mask = base.mask_rows(torch.zeros_like(queries).flatten(), queries.flatten())
-            mask = mask.unflatten(0, queries.shape).transpose(1, 2)
-            others = enumerate(rows if first + step >= at.shape[1] else ())
-            changed = [(i, row[0].index, row[1]) for i, row in others if row and row[0].layer == call.layer]
-            weights, output = attend(part, base, mask, at, changed)
-            outputs.append(output)
+            queries, others = at[:, first : first + step], changed if first + step >= at.shape[1] else ()
+            batch = (each * 0 if alone else each).expand_as(queries)
+            mask = base.mask_rows(batch.flatten(), queries.flatten()).unflatten(0, queries.shape).transpose(1, 2)
+            if alone:
+                weights, output = attend(replace(call, q=call.q[:, :, first : first + step]), base, mask, at, others)
+                outputs.append(output)
+            else:
+                part = replace(call, q=call.q[each, :, queries].transpose(1, 2), mask=mask, causal=False)
+                weights = _softened(call, part.logits([*range(part.q.shape[1])]), others)
+                for i, head, _ in others:
+                    value = weights[i, head, -1] @ call.v[i, head // (len(call.q[0]) // len(call.v[0]))].float()
+                    call.outputs[head] = partial(_put, (i, at[i, -1]), value, call.outputs.get(head))
             if see is not None:
                 see(call.layer, first, weights)
-        call.output = torch.cat(outputs, dim=1)
+        if alone:
+            call.output = torch.cat(outputs, dim=1)
 
     def record(self, reader: Reader, ids: Int[Tensor, " t"], look: tuple[int, int], layer: int) -> Run:
         """Run a changed prompt up to a layer, and keep what writers left at a query and a key: its slots 0 and 1.
@@ -218,14 +227,21 @@ class Again:
             self.run(self.ids[None, at:], torch.tensor([at]), None, max(self.calls), check=check)
         except (RuntimeError, IndexError, ValueError):  # its code wants more than one token
             return False
-        return worst < _AGREES
+        return worst < max(_AGREES, 4 * torch.finfo(self.scope.model.dtype).eps)
 
 
-def _edit(number: int, row: Row, size: int, device: torch.device) -> Edit:
-    """A row of attention of one prompt of a batch, as an edit."""
-    at, keys = torch.tensor([size - 1], device=device), torch.arange(size, device=device)
-    edit = Edit.logits(row[0], at, keys[None], row[1][None, :size].to(device))
-    return replace(edit, row=torch.full_like(edit.row, number))
+def _softened(call: Call, logits: Float[Tensor, "b h s t"], changed: Sequence[Changed]) -> Float[Tensor, "b h s t"]:
+    """Attention of logits, with other ones at the last token of some heads; hidden keys stay hidden."""
+    for i, head, others in changed:
+        logits[i, head, -1] = others.to(logits).masked_fill(logits[i, head, -1] == -torch.inf, -torch.inf)
+    sinks = None if call.sinks is None else call.sinks.float()[:, None].expand(logits.shape[:3])
+    return soft(logits, sinks)
+
+
+def _put(place: tuple[int, Tensor], value: Tensor, before: Callable[[Tensor], Tensor] | None, out: Tensor) -> Tensor:
+    """What a head put out, with another vector at one place, and what else was to be changed of it."""
+    out[place] = value.to(out)
+    return out if before is None else before(out)
 
 
 def room_of(scope: Scope) -> int:
@@ -248,7 +264,7 @@ def attend(
     base: Call,
     mask: Float[Tensor, "b m s t"],
     at: Int[Tensor, "b k"],
-    changed: Sequence[tuple[int, int, Float[Tensor, " t"]]] = (),
+    changed: Sequence[Changed] = (),
 ) -> tuple[Float[Tensor, "b h s t"], Float[Tensor, "b s h e"]]:
     """Attention and output of every head at some tokens, behind the keys and values of those before them.
 
@@ -260,10 +276,7 @@ def attend(
     own = torch.einsum("bgmsd,bgtd->bgmst", q, call.k.float())
     at = at.to(own.device)[:, None, None, None]
     logits = call.cap(call.scale * logits.scatter(-1, at.expand_as(own), own)).flatten(1, 2) + mask.to(own)
-    for i, head, others in changed:
-        logits[i, head, -1] = others.to(logits)
-    sinks = None if call.sinks is None else call.sinks.float()[:, None].expand(logits.shape[:3])
-    weights = soft(logits, sinks)
+    weights = _softened(call, logits, changed)
     each = weights.unflatten(1, (call.v.shape[1], -1))
     at = at.expand(*each.shape[:-1], -1)
     out = torch.einsum("bgmst,gte->bgmse", each.scatter(-1, at, 0.0), base.v[0].float())

@@ -182,16 +182,6 @@ def print_result(result: Result, as_json: bool, everything: bool = False, end: S
         typer.echo("\n".join([*[""] * (spare > bool(table)), *end]))
 
 
-def print_rows(
-    verb: str, rows: Sequence[Mapping[str, Any]], answer: str, as_json: bool, everything: bool = False
-) -> None:
-    """As `print_result`, of a verb that gives rows; as JSON ``{"rows": [...]}``."""
-    if as_json:
-        print_json({"rows": list(rows)})
-    else:
-        print_result(Result(verb, {"rows": rows}, answer=answer), False, everything)
-
-
 def _main_table(verb: str, tables: Mapping[str, Any], main: str = "") -> list[str]:
     """The lines of the one table that a verb prints; none where lines say it all."""
     chosen = views.shown(verb, tables, main)

@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import qkscope as qk
+from qkscope import BadInput, Head, Result, Scope
 from qkscope.analyses.prompts import made_with
 from qkscope.capture.files import fetch as fetch_model
-from qkscope.capture.scope import Scope
 from qkscope.cli import PROMPT, command, print_end, print_json, say
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.runs.claims import Claim
 from qkscope.runs.folder import read_tensors
 from qkscope.runs.progress import doing
-from qkscope.runs.result import Result
 from qkscope.runs.work import verb
 
 _HEADS = 3

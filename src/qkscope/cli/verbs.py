@@ -24,13 +24,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import qkscope
-from qkscope import tasks
+from qkscope import BadInput, Example, Result, tasks
 from qkscope.cli import All, Json, app, end_lines, next_command, print_result, say
-from qkscope.errors import BadInput
-from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
 from qkscope.runs.progress import doing
-from qkscope.runs.result import Result
 
 MODEL = "smollm2-135m"
 PYTHON = "python"  # what Python's own texts are called: its help topics, English that needs no download

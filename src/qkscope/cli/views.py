@@ -51,7 +51,7 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, 
     rows = tables[table] if table else tables.get(main) or next((rows for rows in tables.values() if rows), [])
     if not rows or not known or (table is None and tables.get("said")):  # lines say it all
         return None
-    view = known[table] if table else {"columns": ", ".join(f"{name}?" for name in rows[0])}
+    view: Any = known[table] if table else {"columns": ", ".join(f"{name}?" for name in rows[0])}
     pick, *about = view.get("pick", ["every"])
     picked = list(PICKS[pick](rows, *about))[:MOST_ROWS]
     named = (name.partition("=") for name in view["columns"].split(", "))

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from qkscope import Head, Scope
 from qkscope.capture.blocks import Frozen
-from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared, tap
-from qkscope.heads import Head
 
 if TYPE_CHECKING:
     from qkscope.linear.run import Run

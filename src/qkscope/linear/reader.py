@@ -14,13 +14,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkscope import BadInput, Scope
 from qkscope.capture.blocks import Frozen, Heads, Norm, Part, read_blocks, take_apart
 from qkscope.capture.gather import index_on
 from qkscope.capture.inputs import input_device, short_inputs
 from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, cleared
-from qkscope.errors import BadInput
 from qkscope.heads import BIAS, EMBEDDING, Head, Writer
 from qkscope.linear.layer import Kind, stream_of
 from qkscope.linear.run import KINDS, Run, Side, fits

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkscope.attention import soft
 from qkscope.capture.blocks import Entered, Heads, Node, Norm, Normed, Part, Sum, full_output
 from qkscope.capture.gather import Picker, index_on
 from qkscope.capture.pick import Capture, Places
@@ -33,7 +34,6 @@ KINDS: dict[Side, Kind] = {"query": "q", "key": "k"}
 _OF_ROWS = ("entered", "heads", "gave", "given", "neurons")
 _KEPT = 4096  # tokens of layers whose graphs are kept ready to be asked again: of a long prompt, those of a few
 _STACKED = 2**28  # bytes of tensors that are gathered from at once
-_ROWS = 128  # of attention, made at once: a row has a copy of all keys
 
 
 class Parts(NamedTuple):
@@ -379,11 +379,13 @@ class Run:
 
     def attention(self, head: Head, slots: Int[Tensor, " p"]) -> Float[Tensor, "n p t"]:
         """A head's attention at some slots, over every token of the batch."""
-        columns = self.columns[:, slots]
-        row = self.row[:, None].expand_as(columns).flatten()
-        places = zip(row.split(_ROWS), columns.flatten().split(_ROWS), strict=True)
-        every = [self.calls[head.layer].rows(head.index, *some).attention()[:, 0] for some in places]
-        return torch.cat(every).unflatten(0, columns.shape).to(self.row.device)
+        call, columns = self.calls[head.layer], self.columns[:, slots].to(self.calls[head.layer].q.device)
+        row = self.row[:, None].to(columns)
+        mask = call.mask_rows(row.expand_as(columns).flatten(), columns.flatten()).unflatten(0, columns.shape)
+        q, k = call.q[row, head.index, columns].float(), call.k[row[:, 0], self.index(head, "k")].float()
+        logits = call.cap(call.scale * q @ k.mT) + mask[:, :, head.index if mask.shape[2] > 1 else 0]
+        sinks = None if call.sinks is None else call.sinks.detach()[head.index].float().expand(columns.shape)
+        return soft(logits, sinks).to(self.row.device)
 
     def on_output(self, answer: Answer, head: Head) -> Float[Tensor, "n p e"]:
         """The direction that was asked, on a head's output before W_O."""

@@ -20,13 +20,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkscope import BadInput, Head, Scope
 from qkscope.capture.blocks import Norm, is_norm, take_apart
 from qkscope.capture.gather import layout_of
 from qkscope.capture.inputs import short_inputs
-from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop, block_of, cleared
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.linear.layer import AffineLayer, Given, Kind, stream_of
 
 _FAR = 16  # times an input of usual length, so that vectors that are clipped somewhere show that they are

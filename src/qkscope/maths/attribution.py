@@ -33,14 +33,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from qkscope import BadInput, Head, Subspace
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.kinds import Count, checked_call
 from qkscope.maths.bases import checked_svd, oblique_projectors, principal_cosines
 from qkscope.maths.significance import p_value
 from qkscope.maths.singular import SingularBasis, random_rotations, reconstruction_count, sparsity
-from qkscope.maths.subspace import Subspace
 from qkscope.runs.result import Rows
 
 RESIDUAL = "residual"
@@ -232,15 +230,12 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     >>> round(float(found.carried.sum()), 3) == round(found.total, 3)
     True
     """
-    if subspace.head is None:
-        raise BadInput("this subspace does not say which head it belongs to: make it with decompose.")
+    assert subspace.head is not None, "this subspace does not say which head it belongs to"
     weights, here = subspace.about.get("weights"), basis.about.get("weights")
     if weights is not None and here is not None and weights != here:
         raise BadInput("the feature and the singular basis come from different weights: load the same model for both.")
     vectors, r = basis[subspace.head], subspace.rank
     m, n, sigma = vectors.read, vectors.write, vectors.S.double()
-    if len(m) != subspace.d_head:
-        raise BadInput(f"the feature has width {subspace.d_head}, the head {len(m)}: take the same model.")
     u, v = subspace.basis("query").double().cpu(), subspace.basis("key").double().cpu()
     delta = u @ torch.diag(subspace.S[:r].double().cpu()) @ v.mT
     shares, leading = carried(delta, m, n), sigma.argsort(descending=True)

@@ -23,11 +23,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope import BadInput, Head, Moments
 from qkscope.kinds import checked_call
 from qkscope.maths.bases import ROUNDING, checked_svd, energy_rank
-from qkscope.maths.moments import Moments
 from qkscope.maths.significance import Center, NullKind, Statistic, centred_delta, false_discovery, head_p_values
 
 Verdict = Literal["interaction", "mean only", "not above null", "untested"]

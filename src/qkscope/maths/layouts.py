@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,26 +33,10 @@ class FileLayout(NamedTuple):
     by_default: Mapping[str, Any]
 
 
-LAYOUTS = {
-    "SAELens": FileLayout("cfg.json", "sae_weights.safetensors", {}, {"architecture": "standard"}),
-    "Gemma Scope 2": FileLayout(
-        "config.json",
-        "params.safetensors",
-        {"w_enc": "W_enc", "w_dec": "W_dec", "hf_hook_point_in": "hook_name", "hf_hook_point_out": "hook_name_out"},
-        {"architecture": "jump_relu", "apply_b_dec_to_input": False},
-    ),
-}
-_NEEDS = {"standard": (), "topk": (), "jumprelu": ("threshold",), "gated": ("b_gate", "b_mag", "r_mag")}
-_KINDS = {"jump_relu": "jumprelu", "transcoder": "standard", "jumprelu_transcoder": "jumprelu",
-          "skip_transcoder": "standard", "jumprelu_skip_transcoder": "jumprelu"}  # fmt: skip
-_PLACE = re.compile(r"(?:.*\.)?(?:blocks|layers|h)\.(\d+)(?:\.([\w.]+))?")
-#: What stands behind the layer in a hook's name: what is described there, and how many layers on it enters.
-_SITES: dict[str | None, tuple[str, int]] = {
-    **dict.fromkeys(("hook_resid_pre", "hook_in", "input"), ("stream", 0)),
-    **dict.fromkeys(("hook_resid_post", "hook_out", "output", "resid_post", None), ("stream", 1)),
-    **dict.fromkeys(("hook_mlp_out", "mlp.hook_out", "post_feedforward_layernorm.output", "mlp_out"), ("mlp", 0)),
-    **dict.fromkeys(("mlp.hook_in", "mlp.input", "pre_feedforward_layernorm.output", "transcoder"), ("transcoder", 0)),
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text("utf-8"))
+LAYOUTS = {name: FileLayout(**said) for name, said in _TABLE["formats"].items()}
+_NEEDS, _KINDS, _SITES = _TABLE["needs"], _TABLE["kinds"], _TABLE["sites"]
+_PLACE = re.compile(r"(?:.*\.)?(?:blocks|layers|h)\.(\d+)\.?([\w.]*)")
 #: Folders of Gemma Scope 2, which say where a dictionary stands if its settings do not.
 _FOLDER = re.compile(r"(resid_post|mlp_out|attn_out|transcoder)(?:_all)?/layer_(\d+)_[^/]*$")
 _SCALES = ("none", "constant_norm_rescale", "layer_norm")

@@ -150,14 +150,8 @@ class Moments:
         prompts : the number of the random unit that each row belongs to: of its prompt, or of all the prompts that
             share a word or are copies. Needed when nulls are carried; unique over all pieces.
         """
-        b, slots = q.shape[0], k.shape[2]
-        check_shape("queries", q, (b, len(self.heads), self.d_head), "rows, heads, d_head")
-        check_shape("keys", k, (b, len(self.key_heads), slots, self.d_head), "rows, key heads, keys, d_head")
         if prompts is None and self.nulls:
             raise BadInput("null replicates need to know which prompt each row belongs to: pass prompts=.")
-        for contrast, label in labels.items():
-            self._sums_of(contrast)
-            check_shape(f"labels of {contrast!r}", label, (b, slots), "rows, keys")
         queries, keys = _augmented(q), k.to(torch.float64)
         for contrast, label in labels.items():
             label = label.to(keys.device)
@@ -167,7 +161,7 @@ class Moments:
                 labelled = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
                 self._check_finite(q, labelled, prompts)
                 sums = significance.key_sums(significance.by_sign(label), labelled)
-            _add_outer(self._sums_of(contrast), queries, sums.flatten(2), self._kv_of_head)
+            _add_outer(self.state["sums"][contrast], queries, sums.flatten(2), self._kv_of_head)
             if prompts is not None and self.nulls:
                 self._add_nulls(contrast, queries, labelled, label, sums, prompts.to(keys.device))
 
@@ -206,7 +200,7 @@ class Moments:
         ----------
         contrast : its name.
         """
-        return self._sums_of(contrast)[:, -1, :, -1]
+        return self.state["sums"][contrast][:, -1, :, -1]
 
     def delta(self, contrast: str, center: Center = "none") -> Float[Tensor, "h d d"]:
         """ΔC of every head, rows in query space and columns in key space.
@@ -240,8 +234,6 @@ class Moments:
         center : as in `delta`; those of ``interaction`` are query-centred where it is ``"none"``.
         """
         head = Head.parse(head)
-        if kind not in self.nulls or head not in self.heads:
-            raise BadInput(f"no {kind} replicates were carried for {head}: ask for them when the moments are made.")
         if kind == "interaction":
             return self.interaction_nulls(contrast, head, center)[1]
         row, drawn = self.heads.index(head), self.state[DEALS if kind == "label_permutation" else FLIPS][contrast]
@@ -279,16 +271,11 @@ class Moments:
         count = round(-_BUCKETS * math.log(max(_BUCKETS - filled, 1) / _BUCKETS))
         return count, float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300)) * count / max(filled, 1)
 
-    def _sums_of(self, contrast: str) -> Tensor:
-        if contrast not in self.contrasts:
-            raise BadInput(f"there is no contrast {contrast!r} here: there is {', '.join(self.contrasts)}.")
-        return self.state["sums"][contrast]
-
     def _filled(self, contrast: str) -> Tensor:
         for head, sign in (self.count(contrast) <= 0).nonzero()[:1].tolist():
             lacks = f"{('positive', 'negative')[sign]} pairs for {self.heads[head]}"
             raise BadInput(f"contrast {contrast!r} has no {lacks}: it needs both + and − keys.")
-        return self._sums_of(contrast)
+        return self.state["sums"][contrast]
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
@@ -325,12 +312,6 @@ class Moments:
         for name, mine in sums.tensors().items():
             mine.copy_(tensors[name])
         return sums
-
-
-def check_shape(what: str, tensor: Tensor, want: tuple[int, ...], axes: str) -> None:
-    """Refuse a tensor of another shape, by its name and the names of its axes."""
-    if tuple(tensor.shape) != want:
-        raise BadInput(f"{what} should have shape {want} ({axes}), but have {tuple(tensor.shape)}.")
 
 
 def _augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:

@@ -35,8 +35,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope import BadInput, Head
 from qkscope.kinds import checked_class
 from qkscope.maths.bases import Projector, heads_at_once, thin_svd
 from qkscope.runs.folder import read_tensors, write_tensors
@@ -142,15 +141,14 @@ class SingularBasis:
         write_tensors(path, "singular_basis", {name: getattr(self, name) for name in names}, manifest)
 
     @classmethod
-    def load(cls, path: str | Path, *, expect: Mapping[str, Any] | None = None) -> SingularBasis:
+    def load(cls, path: str | Path) -> SingularBasis:
         """Read a file that `save` wrote.
 
         Parameters
         ----------
         path : the file.
-        expect : the parts of ``about`` that must agree, as ``{"weights": scope.weights_hash}``.
         """
-        tensors, manifest = read_tensors(path, "singular_basis", expect)
+        tensors, manifest = read_tensors(path, "singular_basis")
         heads = tuple(Head.parse(head) for head in manifest["heads"])
         return cls(heads, rotary=tuple(manifest["rotary"]), about=manifest["about"], **tensors)
 

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.errors import BadInput
-from qkscope.heads import Head
+from qkscope import BadInput, Head
 from qkscope.hooks import Does, Hook
 from qkscope.kinds import Count, checked_class
 from qkscope.maths.bases import checked_svd, energy_rank
@@ -64,9 +63,6 @@ class Subspace:
 
     def __post_init__(self) -> None:
         where, s = f" for {self.head}" if self.head else "", self.S
-        if not self.U.shape == self.V.shape == (len(self.U), len(s)):
-            shapes = ", ".join(str(tuple(x.shape)) for x in (self.U, s, self.V))
-            raise BadInput(f"U, S and V{where} should be [d, m], [m] and [d, m], but are {shapes}.")
         for name, x in (("U", self.U), ("V", self.V)):
             off = float((x.mT @ x - torch.eye(x.shape[1]).to(x)).abs().max())
             if not off <= _ORTHONORMAL:
@@ -169,8 +165,7 @@ class Subspace:
         tensor([[ 9., 10.,  8.],
                 [ 6.,  7., 11.]])
         """
-        if self.head is None:
-            raise BadInput("this subspace does not say whose it is: make it with head='L18H6' to use it as a hook.")
+        assert self.head is not None, "this subspace does not say whose it is: make it with head='L18H6'"
         space, known = str(self.about.get("space", "post_rope")), self.about.get("group_size")
         kind: Literal["keys", "queries"] = "keys" if side == "key" else "queries"
         return Hook(does, self.head, kind, space, self.basis(side), tokens, group_size or known)
@@ -199,7 +194,6 @@ def rank_of(s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None
     if rule == "energy":
         return int(energy_rank(s, size=size))
     if rule == "null":
-        if controls is None:
-            raise BadInput("a rank above the null needs controls: run them first, or cut by energy.")
+        assert controls is not None, "a rank above the null needs controls"
         return controls.detected
     return rule

@@ -9,7 +9,7 @@ them is swapped alone, and move attention without carrying anything. Logits add 
 ``E[qᵀ P (k_a − k_b)] / E[qᵀ (k_a − k_b)]``, 1 for the whole space.
 
 Nor does attention that goes elsewhere say that the *feature* was exchanged. Where it can be exchanged in the input, the
-row that the head then has is the `Truth`, and an edited row is as good as it is near: ``½ Σ |a − a_true|``, with all
+row that the head then has is the truth, and an edited row is as good as it is near: ``½ Σ |a − a_true|``, with all
 tokens that are not named as one more key.
 """
 
@@ -134,26 +134,6 @@ def total_variation(one: Float[Tensor, "*n k"], other: Float[Tensor, "*n k"]) ->
     return (difference.abs().sum(-1) + difference.sum(-1).abs()) / 2
 
 
-class Truth(NamedTuple):
-    """Attention on the named keys where a feature of two keys is exchanged in the text.
-
-    ``keys`` is that of the prompt's own query, as a swap edits keys alone; ``text`` that of the query which the other
-    text has. Rows that are not ``tested`` have no such text.
-    """
-
-    keys: Float[Tensor, "n h k"]
-    text: Float[Tensor, "n h k"]
-    tested: Bool[Tensor, " n"]
-
-
-#: Columns of the distance, and of how much nearer than key PCA a condition is; whose pair of keys; which truth.
-_READINGS = (
-    ("distance", "nearer", "asked", "keys"),
-    ("text_distance", "text_nearer", "asked", "text"),
-    ("other_distance", "other_nearer", "other", "keys"),
-)
-
-
 @dataclass(frozen=True)
 class SwapRows:
     """Rows of some heads to be swapped, whatever in.
@@ -166,7 +146,9 @@ class SwapRows:
     heads : the heads of ``rows``.
     others : two further keys of each row for the sham swap; None where there are none.
     answers : what the model answers, unedited and with each swap written into it, where that was asked for.
-    truth : by feature, and ``asked`` or ``other`` (the ``others`` were exchanged), where that was asked for.
+    truth : attention where a feature is exchanged in the text, NaN in rows without such a text, by feature and column:
+        ``distance`` of the prompt's own query, as a swap edits keys alone, ``text_distance`` of the other text's query,
+        and ``other_distance`` where ``others`` are exchanged.
     frame : the rows in the frame of their query, in which the components of Ω are swapped.
     """
 
@@ -177,7 +159,7 @@ class SwapRows:
     heads: Sequence[Head]
     others: tuple[Slots, Slots] | None = None
     answers: Float[Tensor, "r n 4"] | None = None
-    truth: Mapping[tuple[str, str], Truth] = field(default_factory=dict)
+    truth: Mapping[tuple[str, str], Float[Tensor, "n h k"]] = field(default_factory=dict)
     frame: AttentionRows | None = None
 
     def __len__(self) -> int:
@@ -201,10 +183,9 @@ class SwapRows:
         random = {what: Condition(what.feature, "random") for what in conditions if what.kind not in ("random", "sham")}
         against = {what: other for what, other in random.items() if other in conditions}
         table = swap_table(effects, self.heads, self.cluster, against=against, seed=seed)
-        if self.truth:
-            columns = self._distances(conditions, seed)
-            table = Rows({**row, **columns[row["head"], row["feature"], row["kind"]]} for row in table)
-        return table
+        far = self._distances(conditions, seed) if self.truth else {}
+        empty = dict.fromkeys(name for columns in far.values() for name in columns) | ({"tested": 0} if far else {})
+        return [{**row, **empty, **far.get((row["head"], row["feature"], row["kind"]), {})} for row in table]
 
     def distance(self, projector: Projector, true: Tensor, pair: tuple[Slots, Slots], kind: str = "") -> Tensor:
         """How far each row (n h) is from the true one after two keys changed places in a subspace; mean of draws."""
@@ -214,30 +195,25 @@ class SwapRows:
         return torch.stack(drawn).double().mean(0)
 
     def _distances(self, conditions: Mapping[Condition, Projector], seed: int) -> dict[tuple[str, str, str], Any]:
-        """The columns of each head, feature and kind: distances by `_READINGS`, with their intervals."""
-        empty = {f"{name}{end}": None for reading in _READINGS for name in reading[:2] for end in _ENDS}
-        kinds = [(str(head), *what) for head in self.heads for what in conditions]
-        columns: dict[tuple[str, str, str], Any] = {where: {**empty, "tested": 0} for where in kinds}
-        for (feature, whose), truth in self.truth.items():
+        """By head, feature and kind: distances to the truth, and how much nearer than key PCA, with their intervals."""
+        columns: dict[tuple[str, str, str], Any] = {}
+        for (feature, reading), true in self.truth.items():
             every = [what for what in conditions if what.feature == feature and what.kind != "sham"]
-            pair, tested = ((self.orig, self.target) if whose == "asked" else self.others), truth.tested
-            for distance, nearer, _, which in (reading for reading in _READINGS if reading[2] == whose):
-                if pair is None or not bool(tested.any()):
-                    continue
-                far = [self.distance(conditions[what], getattr(truth, which), pair, what.kind) for what in every]
-                values = torch.stack(far, dim=1)[tested]
-                pca = Condition(feature, "key_pca")
-                beside = values[:, [every.index(pca)]] if pca in every else torch.full_like(values, torch.nan)
-                both = torch.stack([values, beside - values])
-                ends = both.mean(1), *clustered_bootstrap(both.transpose(0, 1), self.cluster[tested], seed=seed)
-                for i, what in enumerate(every):
-                    for column, head in enumerate(self.heads):
-                        told = {
-                            f"{name}{end}": float(x[m, i, column])
-                            for m, name in enumerate((distance, nearer))
-                            for end, x in zip(_ENDS, ends, strict=True)
-                        }
-                        columns[str(head), *what] |= told | ({"tested": int(tested.sum())} if whose == "asked" else {})
+            pair = (self.others if reading == "other_distance" else None) or (self.orig, self.target)
+            tested, pca = true.isfinite().flatten(1).all(1), Condition(feature, "key_pca")
+            if not bool(tested.any()):
+                continue
+            far = torch.stack([self.distance(conditions[what], true, pair, what.kind) for what in every], dim=1)[tested]
+            beside = far[:, [every.index(pca)]] if pca in every else far.new_tensor(torch.nan)
+            both = torch.stack([far, beside - far], dim=1)
+            ends = both.mean(0), *clustered_bootstrap(both, self.cluster[tested], seed=seed)
+            names = [f"{name}{end}" for name in (reading, reading.replace("distance", "nearer")) for end in _ENDS]
+            numbers = torch.stack(ends, dim=1).flatten(0, 1)
+            for i, what in enumerate(every):
+                for column, head in enumerate(self.heads):
+                    told = dict(zip(names, numbers[:, i, column].tolist(), strict=True))
+                    tally = {"tested": int(tested.sum())} if reading == "distance" else {}
+                    columns[str(head), *what] = columns.get((str(head), *what), {}) | told | tally
         return columns
 
     def paired(self, pairs: Sequence[Pair], effects: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:

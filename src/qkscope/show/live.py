@@ -25,12 +25,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any
 
-from qkscope.capture.scope import Scope
-from qkscope.errors import BadInput
+from qkscope import BadInput, Scope
 from qkscope.kinds import Interval, checked_call
 from qkscope.runs.result import Result, made_result, plain_value
 from qkscope.show.page import STATIC, asset, page_of
-from qkscope.show.session import FeatureStore, Session, features_result
+from qkscope.show.session import Session, features_result, read_features
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ def view(
         return url
     there = None if fit is None else features_result(fit).model  # a folder without features is refused first
     scope = Scope.load(model or there or "smollm2-135m")
-    session = Session(scope, None if fit is None else FeatureStore.read(fit, scope))
+    session = Session(scope, None if fit is None else read_features(fit, scope), str(fit or ""))
     with Server(session, port) as server, suppress(KeyboardInterrupt):  # how one stops it
         say(server.url)
         show(server.url)

@@ -72,10 +72,6 @@ def write_report(
     True
     """
     path = Path(path)
-    if not results:
-        raise BadInput("there is nothing to report: give at least one result.")
-    if path.is_dir():
-        raise BadInput(f"{path} is a folder: name a file for the page, like {path / 'report.html'}.")
     of_a_run = path.name == PAGE and bool(read_run(path.parent))
     if path.suffix != ".html" or (not of_a_run and os.path.lexists(path) and not drawn_here(path)):
         raise BadInput(f"{path} is no page that qkscope drew here: name a new file that ends in .html.")

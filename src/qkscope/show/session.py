@@ -33,6 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qkscope import BadInput, Result, Scope, Subspace
 from qkscope.analyses.fit import Fit, load
 from qkscope.analyses.prompts import check_same_model, made_with
 from qkscope.analyses.swap import check_swappable, default_features
@@ -41,17 +42,13 @@ from qkscope.analyses.trace.verdicts import verdict
 from qkscope.analyses.why.output import TOKENS, Output
 from qkscope.analyses.why.parts import feature_rows
 from qkscope.analyses.why.why import answer_probe, circuit_of
-from qkscope.capture.scope import Scope
 from qkscope.capture.tap import cleared
 from qkscope.change.again import Again, TokenRun
 from qkscope.change.words import words_of
-from qkscope.errors import BadInput
 from qkscope.heads import Head, Writer
 from qkscope.kinds import checked_class
 from qkscope.linear.run import Run
-from qkscope.maths.subspace import Subspace
 from qkscope.runs.folder import RESULTS
-from qkscope.runs.result import Result
 from qkscope.show import counted
 from qkscope.show.blocks import blocks_of
 from qkscope.show.page import report_html
@@ -77,29 +74,13 @@ Call = tuple[str, tuple[Any, ...]]
 """A method of `Scope` that changes the model for a block, and its arguments."""
 
 
-class FeatureStore:
-    """Features by head and name, and the name, sentence and texts that a folder has for a head."""
-
-    def __init__(self, fit: Fit | None = None, folder: str = "") -> None:
-        self.folder = folder
-        self.of: dict[Head, dict[str, Subspace]] = {}
-        self.about: dict[Head, dict[str, Any]] = {}  # its name and its sentence, with more
-        self.texts: dict[Head, list[dict[str, Any]]] = {}
-        if fit is not None:
-            check_swappable(fit.space, downstream=True)
-            self.of = {head: {name: fit[name, head] for name in default_features(fit.contrasts)} for head in fit.heads}
-
-    @classmethod
-    def read(cls, folder: str | Path, scope: Scope) -> FeatureStore:
-        """Those of a folder of decompose or atlas."""
-        result, store = features_result(folder), cls(folder=str(folder))
-        if result.experiment.startswith("decompose"):
-            return cls(load(folder, scope), str(folder))
-        check_same_model(result.provenance, scope, str(folder))
-        store.about = {Head.parse(row["head"]): dict(row) for row in result.tables.get("atlas", [])}
-        for row in result.tables.get("examples", []):
-            store.texts.setdefault(Head.parse(row["head"]), []).append(dict(row))
-        return store
+def read_features(folder: str | Path, scope: Scope) -> Result:
+    """The fit that `decompose` wrote into a folder, or the names of heads that `atlas` did."""
+    result = features_result(folder)
+    if result.experiment.startswith("decompose"):
+        return cast(Fit, load(folder, scope))
+    check_same_model(result.provenance, scope, str(folder))
+    return result
 
 
 def features_result(folder: str | Path) -> Result:
@@ -115,13 +96,29 @@ def features_result(folder: str | Path) -> Result:
 
 @checked_class
 class Session:
-    """A model that is looked into; its server asks one question at a time."""
+    """A model that is looked into; its server asks one question at a time.
 
-    def __init__(self, scope: Scope, features: FeatureStore | None = None) -> None:
+    Parameters
+    ----------
+    scope : the model.
+    known : a fit, whose features split logits too, or an atlas, which names heads.
+    folder : that it was read from.
+    """
+
+    def __init__(self, scope: Scope, known: Result | None = None, folder: str = "") -> None:
         if scope.tokenizer is None:
             raise BadInput(f"{scope.name} has no tokenizer, so that no prompt can be typed: add one to its folder.")
         self.scope, self.heads = scope, list(scope.heads())
-        self.features = features or FeatureStore()
+        self.folder, self.features = folder, dict[str, dict[str, Subspace]]()
+        if isinstance(known, Fit):
+            check_swappable(known.space, downstream=True)
+            names = default_features(known.contrasts)
+            self.features = {str(head): {name: known[name, head] for name in names} for head in known.heads}
+        tables = {} if known is None else known.tables
+        self.about = {row["head"]: row for row in tables.get("atlas", ())}  # by head its name, with more
+        self.texts: dict[str, list[Mapping[str, Any]]] = {}
+        for row in tables.get("examples", ()):
+            self.texts.setdefault(row["head"], []).append(row)
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int, int], str] = lambda runs, place: f"{runs} runs of the model"
         self._kept_probe, self._kept_answer = lru_cache(_RUNS)(self._probe), lru_cache(_KEPT)(self._answer)
@@ -158,8 +155,8 @@ class Session:
         """The model, its heads, and what is known of them already."""
         return {
             "model": self.scope.name, "heads": [str(head) for head in self.heads], "examples": EXAMPLES,
-            "fitted": [str(head) for head in self.features.of], "folder": self.features.folder,
-            "names": {str(head): row["kind"] for head, row in self.features.about.items()},
+            "fitted": list(self.features), "folder": self.folder,
+            "names": {head: row["kind"] for head, row in self.about.items()},
         }  # fmt: skip
 
     def look(self, prompt: str, query: int | None = None, versus: str | None = None) -> dict[str, Any]:
@@ -184,7 +181,7 @@ class Session:
         """Why a head looks from one token at another: the result of `why`, and what folders know of the head."""
         trace = self._trace(prompt, query, head, key)
         result = self._kept_answer(prompt, trace.asked.query, head, trace.key, versus)
-        about, texts = self.features.about.get(trace.head), self.features.texts.get(trace.head, [])
+        about, texts = self.about.get(str(trace.head)), self.texts.get(str(trace.head), [])
         on_text = {"texts": texts[:_TEXTS], "about": f"On text: {about['name']}." if about else ""}
         return {**_shown(result), **_where(trace), **on_text}
 
@@ -252,7 +249,7 @@ class Session:
     def _answer(self, prompt: str, query: int, head: str, key: int, versus: str | None) -> Result:
         """Why one head looks at one token; where it looks is told at once."""
         trace = self._trace(prompt, query, head, key)
-        asked, features = trace.asked, self.features.of.get(trace.head, {})
+        asked, features = trace.asked, self.features.get(str(trace.head), {})
         self.tell({"early": {**_where(trace), "answer": trace.where()}})
         words = words_of(self.scope, asked.inputs["input_ids"][0].tolist())
         seen = [word.start for word in words if word.start <= query]

@@ -106,9 +106,6 @@ def binding(
         raise BadInput(f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labelled)}.")
     split = pools(words, seed, "binding words", least=entities + 1)
     disjoint = lexical == "own_query"
-    least, most = (entities, len(split["fit"]) - 1) if disjoint else (entities + 1, len(split["fit"]))
-    if pool is not None and not least <= pool <= most:
-        raise BadInput(f"{entities} entities and a counterfactual need a pool from {least} to {most}, but got {pool}.")
     cut = max(entities, len(split["fit"]) // 2) if disjoint and pool is None else pool
     fitted, address = split["fit"][:cut], (form, entities)
 

@@ -87,8 +87,6 @@ def split(
     >>> {side: len(passages) for side, passages in found.items()}
     {'choose': 15, 'fit': 30, 'test': 15}
     """
-    if not sides or min(sides.values()) <= 0:
-        raise BadInput("sides are names with a share above 0 each, as {'fit': .5, 'test': .5}.")
     needed = math.ceil(_EACH * sum(sides.values()) / min(sides.values()))
     if len(documents) < needed:
         raise BadInput(f"a split needs {needed} documents or more, but got {len(documents)}: give more.")

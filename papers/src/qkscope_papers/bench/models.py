@@ -140,7 +140,7 @@ def atlas_overhead() -> Row:
     sights = Sights.of(scope, scope.heads(), [Passage("topic", 0, tuple(ids.tolist()))])
     places = [(h, q) for h, own in enumerate(sights.looks[0]) for q in own.nonzero()[:1, 0].tolist()]
     looks = [Look(scope.heads()[h], q, int(sights.keys[0, h, q])) for h, q in places]
-    seconds = because_seconds(scope, ids, looks, 4, 4)
+    seconds = because_seconds(scope, ids, looks, 4, SCREEN)
     return seconds.overhead(f"{len(looks)} looks in {len(ids)} tokens; {hardware(scope.device)}")
 
 

@@ -1,6 +1,6 @@
-"""Figures 2 and 11: one pair of interest, and twenty: which singular vector points along which feature.
+"""Figure 2: one pair of interest, and twenty: which singular vector points along which feature.
 
-Figure 11 shows all features and all vectors of the same toys: what the paper says of it stands with figure 2.
+Figure 11 of the paper shows all features of the same toys, which ``arrays`` holds: what it says stands with figure 2.
 
 Besides the matched cosines: whether singular values are the target logits (their largest relative difference), the
 best cosine that a random direction finds, and the same numbers before training.
@@ -20,27 +20,13 @@ from qkscope_papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WOR
 from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import before_and_after, divergence_and_error
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import (
-    Files,
-    Row,
-    column,
-    distinct,
-    figure_name,
-    files_of,
-    heat_map,
-    least,
-    mean,
-    over_runs,
-    over_seeds,
-    pick,
-)
+from qkscope_papers.tables import Files, Row, column, distinct, files_of, heat_map, mean, over_runs, over_seeds, pick
 
 _TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
 
 
-@toy_figure("fig2", "Features and singular vectors: one pair, twenty", _TOYS, decides=True)
-@toy_figure("fig11", "All features and all singular vectors", _TOYS, decides=False)
-def run(settings: Settings, cells: Cells, decides: bool) -> Result:
+@toy_figure("fig2", "Features and singular vectors: one pair, twenty", _TOYS)
+def run(settings: Settings, cells: Cells) -> Result:
     """Alignment of both configurations, and all cosines of the first seed as arrays."""
     work, toys = WORK[settings.preset], train(cells, settings)
     rows = before_and_after(toys)
@@ -59,12 +45,12 @@ def run(settings: Settings, cells: Cells, decides: bool) -> Result:
     after, before = pick(rows, control=False), pick(rows, control=True)
     one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
     answer = (
-        f"One pair: matched |cos| at least {least(r['matched'] for r in one):.3f} in {len(one) // 2} seeds (before "
+        f"One pair: matched |cos| at least {min(r['matched'] for r in one):.3f} in {len(one) // 2} seeds (before "
         f"training {mean(r['matched'] for r in pick(before, config=ONE_PAIR)):.2f}). Twenty pairs: mean "
-        f"{mean(r['matched'] for r in many):.3f}, least {least(r['matched'] for r in many):.3f}; a random "
+        f"{mean(r['matched'] for r in many):.3f}, least {min(r['matched'] for r in many):.3f}; a random "
         f"direction finds {many[0]['best_random']:.2f} at best."
     )
-    claims = _claims(after, before, spectra) if decides else []
+    claims = _claims(after, before, spectra)
     return settings.result(answer, {"alignment": rows, "spectra": spectra}, claims, arrays, about={"work": vars(work)})
 
 
@@ -72,7 +58,7 @@ def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Cla
     one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
     trained, untrained = (pick(spectra, config=ONE_PAIR, control=control) for control in (False, True))
     least_of = "least matched |cos|; control: what random directions find at best"
-    worst = over_seeds(one, lambda own: least(r["matched"] for r in own))
+    worst = over_seeds(one, lambda own: min(r["matched"] for r in own))
     second = over_runs(r["next_over_last"] for r in trained)
     return [
         Claim(f"one pair: both features align with their singular vectors ({least_of}, mean over seeds)",
@@ -82,7 +68,7 @@ def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Cla
               "Sec. 4, Fig. 2(a): only a single large singular value", second.mean,
               mean(r["next_over_last"] for r in untrained), "ours < 0.05", **second.ends),
         Claim(f"20 pairs: all features align with singular vectors ({least_of})",
-              "Sec. 4, Fig. 2(b), Fig. 11: all features align", least(r["matched"] for r in many),
+              "Sec. 4, Fig. 2(b), Fig. 11: all features align", min(r["matched"] for r in many),
               many[0]["best_random"], "ours >= 0.95 and ours > control"),
         Claim("20 pairs: singular values are the target logits (σ‖f_q‖‖f_k‖, mean relative difference; control: "
               "untrained)", "Sec. 4, Fig. 2(b): reflect the values of the target logits", _value_error(many),
@@ -107,21 +93,18 @@ _SHOWN = 24  # singular vectors of the short figure
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """Figure 2: features of interest and spectra. Figure 11: all features and all vectors."""
-    short = figure_name(result) == "fig2"
+    """Features of interest and spectra."""
     configs = [key.split("/", 1)[1] for key in result.arrays if key.startswith("query/")]
-    figure = new_figure(11.5, 4.0 * len(configs)) if short else new_figure(9.5, 4.9 * len(configs))
-    axes = figure.subplots(len(configs), 3 if short else 2, squeeze=False)
+    figure = new_figure(11.5, 4.0 * len(configs))
+    axes = figure.subplots(len(configs), 3, squeeze=False)
     image = None
     for line, config in zip(axes, configs, strict=True):
         pairs = _pairs(result, config)
         for axis, side in zip(line[:2], ("query", "key"), strict=True):
-            matrix = result.arrays[f"{side}/{config}"]
-            features: Any = [pair[side == "key"] for pair in pairs] if short else range(len(matrix))
-            shown = matrix[list(features)][:, :_SHOWN] if short else matrix
-            image = _heat_map(axis, shown.numpy(), side, config, list(features))
-        if short:
-            _spectrum(line[2], result, config)
+            features = [pair[side == "key"] for pair in pairs]
+            shown = result.arrays[f"{side}/{config}"][features][:, :_SHOWN]
+            image = _heat_map(axis, shown.numpy(), side, config, features)
+        _spectrum(line[2], result, config)
     assert image is not None
     figure.colorbar(image, ax=axes[:, :2].ravel().tolist(), shrink=0.5, pad=0.01).set_label("|cos|")
     return files_of(result, figure)
@@ -136,10 +119,8 @@ def _pairs(result: Result, config: str) -> list[tuple[int, int]]:
 def _heat_map(axis: Axes, matrix: Any, side: str, config: str, features: list[int]) -> Any:
     image = heat_map(axis, matrix)
     letter = "u" if side == "query" else "v"
-    few = len(features) <= 25
     axis.set(title=f"{config}: {side} features", xlabel=f"singular vector {letter}_k", ylabel="feature")
-    if few:
-        axis.set(yticks=range(len(features)), yticklabels=[str(f) for f in features])
+    axis.set(yticks=range(len(features)), yticklabels=[str(f) for f in features])
     return image
 
 

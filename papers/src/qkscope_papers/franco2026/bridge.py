@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
-from matplotlib.axes import Axes
 from torch import Tensor
 
 from qkscope import tasks
@@ -39,9 +36,8 @@ from qkscope.maths.swap import Condition, SwapRows
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope.tasks.task import Unit
-from qkscope_papers.figures import INK, ORIGINAL, REST, colours_of, legend_below, new_figure
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Files, Row, files_of, model_name, over_runs, pick
+from qkscope_papers.tables import Row, over_key_heads, pick
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def run(settings: Settings) -> Result:
     units = task.test(work.test)
     tables, arrays = bridge(scope, fit, singular_basis(scope, heads), units, draws=work.draws, seed=settings.seed)
     tables["heads"] = ranking.top("row_accuracy")[: work.heads]
-    claims = _claims(pick(tables["alignment"], contrast="lexical"))
+    claims = _claims(pick(tables["alignment"], contrast="lexical"), scope.group_size)
     about = {**fit.provenance.get("asked", {}), "test_units": len(units), "draws": work.draws}
     return settings.result(_answer(tables["alignment"]), tables, claims, arrays, settings.model, about)
 
@@ -201,8 +197,8 @@ def _answer(table: Sequence[Row]) -> str:
     )
 
 
-def _claims(rows: list[Row]) -> list[Claim]:
-    """Of the lexical feature, means over heads with their intervals; no paper asks this."""
+def _claims(rows: list[Row], group_size: int) -> list[Claim]:
+    """Of the lexical feature, means over key heads with their intervals; no paper asks this."""
     known = "The keys' own axes know the prompts: singular vectors are no special coordinates of this feature."
     part = "They span most of the feature, not the whole of it."
     asked = [
@@ -226,75 +222,8 @@ def _claims(rows: list[Row]) -> list[Claim]:
     claims = []
     for what, ours, control, rule, why in asked:
         # heads are paired: the interval is of the difference, moved to where ours stands
-        mean, gap = (over_runs(row[ours] - less * row[control] for row in rows) for less in (0, 1))
+        gaps = [{row["head"]: row[ours] - less * row[control] for row in rows} for less in (0, 1)]
+        mean, gap = (over_key_heads(values, group_size) for values in gaps)
         other = mean.mean - gap.mean
         claims.append(Claim(what, "", mean.mean, other, rule, other + gap.low, other + gap.high, why=why))
     return claims
-
-
-# ---------------------------------------------------------------------- the drawing
-
-_HUES = colours_of(["lexical", "omega_svd", "key_pca", "random"])
-_LINES = {
-    "contrast": ("contrast's own directions", _HUES["lexical"], "-"),
-    "singular": ("singular vectors, by share", ORIGINAL, "-"),
-    "omega_svd": ("singular vectors, by σ", _HUES["omega_svd"], "--"), "key_pca": ("key PCA", _HUES["key_pca"], "-"),
-    "rotated": ("rotated vectors, by share", INK, ":"), "random": ("random", _HUES["random"], "-"),
-}  # fmt: skip
-
-
-@run.drawing
-def draw(result: Result) -> Files:
-    """A column per head: the lexical feature over the singular vectors, its overlaps, and swaps by size."""
-    rows = pick(result.tables["alignment"], contrast="lexical")
-    curve = pick(result.tables["curve"], contrast="lexical")
-    figure = new_figure(3.1 * len(rows) + 0.6, 7.4)
-    axes = figure.subplots(3, len(rows), squeeze=False)
-    for i, row in enumerate(rows):
-        carried = result.arrays[f"carried/lexical/{row['head']}"].numpy()
-        _carried(axes[0, i], carried, row)
-        _overlaps(axes[1, i], row)
-        _swaps(axes[2, i], pick(curve, head=row["head"]), row)
-    axes[0, 0].set_ylabel("share of tr ΔC")
-    axes[1, 0].set_ylabel("share of the subspace")
-    axes[2, 0].set_ylabel("shift of attention")
-    axes[1, 0].legend(frameon=False, fontsize=7, ncols=3, loc="upper left", columnspacing=1.0)
-    legend_below(figure, axes[2, 0], 3, fontsize=8)
-    figure.suptitle(f"{model_name(result)}: the lexical feature against singular vectors", fontsize=10)
-    return files_of(result, figure)
-
-
-def _carried(axis: Axes, carried: Any, row: Row) -> None:
-    total = float(carried.sum()) or 1.0  # a feature that is nothing at this head has no shares
-    axis.bar(np.arange(len(carried)), carried / total, 0.9, color=ORIGINAL)
-    axis.axhline(0, color=INK, lw=0.5)
-    carriers = f"{row['head']}, rank {row['rank']}: {row['vectors']:.0f} vectors carry 90%"
-    controls = ", ".join(
-        f"{label} {row[f'vectors_{kind}']:.0f}"
-        for kind, label in (("rotated", "rotated"), ("random", "random"), ("key_pca", "key PCA"))
-    )
-    axis.set_title(f"{carriers}\n({controls})", fontsize=8.5)
-    axis.set_xlabel("singular vector, largest σ first", fontsize=8)
-
-
-def _overlaps(axis: Axes, row: Row) -> None:
-    kinds = (("", "by share", ORIGINAL), ("_leading", "by σ", _HUES["omega_svd"]), ("_rotated", "rotated", INK),
-             ("_key_pca", "key PCA", _HUES["key_pca"]), ("_random", "random axes", _HUES["random"]))  # fmt: skip
-    for j, (suffix, label, colour) in enumerate(kinds):
-        places, values = [side + 0.17 * (j - 2) for side in (0, 1)], [row[f"query{suffix}"], row[f"key{suffix}"]]
-        bars = axis.bar(places, values, 0.16, color=colour, label=label)
-        axis.bar_label(bars, fmt="%.2f", fontsize=6.5)
-    axis.set_xticks([0, 1], ["query space", "key space"], fontsize=8)
-    axis.set_ylim(0, 1.45)
-    axis.set_yticks([0, 0.5, 1])
-    axis.set_title(f"in the span of {row['rank']} vectors", fontsize=8.5)
-
-
-def _swaps(axis: Axes, rows: Sequence[Row], row: Row) -> None:
-    for method, (label, colour, style) in _LINES.items():
-        line = sorted((r for r in rows if r["method"] == method), key=lambda r: r["k"])
-        x = [r["k"] for r in line]
-        axis.plot(x, [r["shift"] for r in line], style, marker="o", ms=3, lw=1.4, color=colour, label=label)
-        axis.fill_between(x, [r["low"] for r in line], [r["high"] for r in line], color=colour, alpha=0.1, lw=0)
-    axis.axvline(row["rank"], color=REST, lw=0.8, ls=":")
-    axis.set_xlabel("dimensions swapped", fontsize=8)

@@ -19,19 +19,18 @@ from qkscope.maths.dictionaries import BIAS, ERROR, NULLS, NUMBERS, Coded, Dicti
 from qkscope.maths.writers import relative_weights
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
 from qkscope_papers.franco2026.token_pairs import draw_token_pairs
 from qkscope_papers.franco2026.toy.superposition import Toy
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Files, Row, files_of, mean, pick
+from qkscope_papers.tables import Row, mean, pick
 
 _CONTEXTS = 32  # of each pair, for each copy
 _GIVEN_UP = 0.05  # of the longest feature's length
 _KINDS = ("true", *NULLS)
 _CALLED = {
-    "true": "the toy's own", "rotated": "rotated", "random": "random rows", "features": "codes of\nother features",
-    "tokens": "codes of\nother tokens",
+    "true": "the toy's own", "rotated": "rotated", "random": "random rows", "features": "codes of other features",
+    "tokens": "codes of other tokens",
 }  # fmt: skip
 
 
@@ -47,7 +46,7 @@ class PairSplit(NamedTuple):
 def run(settings: Settings, cells: Cells) -> Result:
     """Every seed, before and after training, with the toy's own dictionary; after training with copies."""
     (toys,) = train(cells, settings).values()
-    work, rows, arrays = WORK[settings.preset], list[Row](), dict[str, Tensor]()
+    work, rows = WORK[settings.preset], list[Row]()
     for trained in toys:
         seed, task = trained.cell.seed, trained.cell.task
         drawn = [
@@ -66,16 +65,12 @@ def run(settings: Settings, cells: Cells) -> Result:
             rows.append({**row, "kind": "true", "draw": 0, "among": among, **_alone(toy, alone, "true", 0)})
             if when == "early":
                 continue
-            arrays.setdefault("true", size.float())
             for kind in NULLS:
                 for draw in range(work.rotations):
                     own = derived_seed(settings.seed, kind, seed, draw)
                     rows.append({**row, "kind": kind, "draw": draw, "among": None, **_alone(toy, alone, kind, own)})
-            if trained is toys[0]:
-                own = derived_seed(settings.seed, "rotated", seed, 0)
-                arrays["rotated"] = split(toy, usual, "rotated", own, attended=None).size.float()
     about = {"work": vars(work), "contexts": _CONTEXTS}
-    return settings.result(_answer(rows), {"feature_pairs": rows}, _claims(rows), arrays, about=about)
+    return settings.result(_answer(rows), {"feature_pairs": rows}, _claims(rows), about=about)
 
 
 def split(toy: Toy, x: Float[Tensor, "c p n"], kind: str, seed: int, attended: int | None) -> PairSplit:
@@ -142,9 +137,7 @@ def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: in
 def _answer(rows: list[Row]) -> str:
     late = pick(rows, when="late")
     of = {kind: pick(late, kind=kind) for kind in _KINDS}
-    copies = ", ".join(
-        f"{_CALLED[kind]} {mean(r['first_held'] for r in of[kind]):.0%}".replace("\n", " ") for kind in NULLS
-    )
+    copies = ", ".join(f"{_CALLED[kind]} {mean(r['first_held'] for r in of[kind]):.0%}" for kind in NULLS)
     seeds = len(of["true"])
     return (
         f"With the toy's own dictionary the true pairs are the largest in {sum(r['among'] == 4 for r in of['true'])} "
@@ -181,38 +174,3 @@ def _claims(rows: list[Row]) -> list[Claim]:
               changed="Was with features that training gave up: their bias made them active in every token, and copies "
               "had as many active ones."),
     ]  # fmt: skip
-
-
-# ---------------------------------------------------------------------- the drawing
-
-
-@run.drawing
-def draw(result: Result) -> Files:
-    """Mean size of every pair, with the toy's own dictionary and a rotated one; then the first pair's share."""
-    figure = new_figure(11.5, 3.9)
-    axes = figure.subplots(1, 3, width_ratios=(1, 1, 1.35))
-    top = float(result.arrays["true"].max())
-    for axis, (key, title) in zip(axes, (("true", "the toy's own features"), ("rotated", "rotated")), strict=False):
-        image = axis.imshow(result.arrays[key].numpy(), cmap="magma_r", vmin=0, vmax=top, interpolation="nearest")
-        axis.set(title=f"pairs of features: {title}", xlabel="feature of the key", xticks=range(0, 20, 4))
-        axis.set(yticks=range(0, 20, 4))
-        for pair in range(4):
-            axis.add_patch(_ring(pair + 4, pair))
-    axes[0].set_ylabel("feature of the query")
-    figure.colorbar(image, ax=list(axes[:2]), shrink=0.75, pad=0.01).set_label("mean size (rings: the true pairs)")
-    late = pick(result.tables["feature_pairs"], when="late")
-    for place, kind in enumerate(_KINDS):
-        values = [row["first_held"] for row in pick(late, kind=kind)]
-        spread = [place + 0.3 * (i / max(len(values) - 1, 1) - 0.5) for i in range(len(values))]
-        axes[2].scatter(spread, values, s=14, linewidths=0, color=ORIGINAL if kind == "true" else REST)
-        axes[2].plot([place - 0.28, place + 0.28], [mean(values)] * 2, color=INK if kind == "true" else TARGET, lw=1.2)
-    axes[2].set_xticks(range(len(_KINDS)), [_CALLED[kind] for kind in _KINDS], fontsize=7)
-    axes[2].set(ylim=(0, None), title="what the first pair holds, one true pair present")
-    axes[2].set_ylabel("share of all that is added, signs left out")
-    return files_of(result, figure)
-
-
-def _ring(column: int, row: int):  # type: ignore[no-untyped-def]
-    from matplotlib.patches import Circle
-
-    return Circle((column, row), 0.85, fill=False, lw=1.1, edgecolor="#2b6cb0", clip_on=False)

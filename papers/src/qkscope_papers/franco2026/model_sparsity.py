@@ -96,11 +96,12 @@ def _claims(found: Sweep, periods: dict[str, tuple[Values | None, Values]], unit
                   f"{reason[1]} Its spectrum sharpens in training, which makes rotated terms unequal too."),
         ]  # fmt: skip
     end, rotated = found.mean(_gap(last), inside), found.mean(last["rotated"], inside).mean
+    against = "refuted" if reason[0] == "other setting" else reason[0]  # the paper claims it of any architecture
     claims.append(
         Claim("At the end terms are sparser than over rotated singular vectors (sparsity − rotated; control: at heads "
               "outside the circuit)", "implied by Sec. 5: sparsity is not attributable to a few large singular values",
               end.mean, found.mean(_gap(last), found.outside).mean, "ours < 0", end.low, end.high,
-              reason[0], f"{reason[1]} A few singular values are so large that rotated terms are unequal, too "
+              against, f"{reason[1]} A few singular values are so large that rotated terms are unequal, too "
               f"({rotated:.2f}; all equal, 1)."))  # fmt: skip
     for when, (before, after) in periods.items():
         if before is not None:

@@ -111,7 +111,7 @@ class Sweep:
         if self.prompts != TEXT and model == paper:
             return "refuted", ""
         if model.startswith("nano:"):
-            return "small model", f"A nano of 0.7 million parameters stands in for {paper}, which was not at hand."
+            return "small model", f"A nano of 0.3 million parameters stands in for {paper}, which was not at hand."
         text = " on natural text" if self.prompts == TEXT else ""
         return "other setting", f"This is {Path(model).name}{text}; {paper} was not at hand."
 

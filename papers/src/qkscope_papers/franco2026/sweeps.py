@@ -16,19 +16,7 @@ from qkscope_papers.franco2026.toy.measure import before_and_after
 from qkscope_papers.franco2026.toy.stack import ToyCell
 from qkscope_papers.franco2026.toy.superposition import Superposition
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import (
-    Estimate,
-    Files,
-    Row,
-    column,
-    distinct,
-    figure_name,
-    files_of,
-    least,
-    mean,
-    pick,
-    share_of,
-)
+from qkscope_papers.tables import Estimate, Files, Row, column, distinct, files_of, mean, pick, share_of
 
 ALIGNED = 0.99
 _WEIGHTS = tuple(4 * 10 ** (k / 3) for k in range(-3, 4))  # two orders of magnitude around 4
@@ -57,7 +45,6 @@ def _everything(settings: Settings) -> dict[str, list[ToyCell]]:
 @toy_figure("fig16", "Alignment against the width of the head", _OVER["d_head"], over="d_head")
 @toy_figure("fig17", "Alignment against the length of the context", _OVER["context"], over="context")
 @toy_figure("fig18", "Alignment over seeds, both readings of the loss", _OVER["seeds"], over="seeds")
-@toy_figure("sweeps", "Alignment over all settings that are varied, together", _everything, over="everything")
 def run(settings: Settings, cells: Cells, over: str) -> Result:
     """Matched cosines of every configuration and seed, before and after training."""
     toys = train(cells, settings)
@@ -76,13 +63,19 @@ def run(settings: Settings, cells: Cells, over: str) -> Result:
     return settings.result(answer, tables, _claims(over, rows, summary), about={"work": vars(WORK[settings.preset])})
 
 
+@toy_figure("sweeps", "Alignment over all settings that are varied, together", _everything)
+def run_together(settings: Settings, cells: Cells) -> Result:
+    """All sweeps as one."""
+    return run(settings, cells=cells, over="everything")
+
+
 def summarise(rows: list[Row]) -> list[Row]:
     """Per configuration: mean and least matched cosine, the control's, and in how many seeds all pairs align."""
     table = []
     for config in distinct(rows, "config"):
         after, before = (pick(rows, config=config, control=control) for control in (False, True))
         seeds = sorted({row["seed"] for row in after})
-        lows = [least(r["matched"] for r in pick(after, seed=seed)) for seed in seeds]
+        lows = [min(r["matched"] for r in pick(after, seed=seed)) for seed in seeds]
         table.append({
             "config": config, "seeds": len(seeds), "seeds_aligned": sum(low >= ALIGNED for low in lows),
             "matched": mean(r["matched"] for r in after), "least": min(lows), "best": mean(r["best"] for r in after),
@@ -119,7 +112,7 @@ def _claims(over: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
                        "0.038", common, untrained, changed="It was the mean matched |cos|, as in no other sweep."),
             Claim(f"... and no longer where pairs are too rare, p ≤ 0.038 (share of models with all |cos| ≥ {ALIGNED}; "
                   "control: the least share at larger p)", "A.2, Fig. 12: 0.038 or less, not often enough", few.mean,
-                  least(shares), "ours < control", **few.ends,
+                  min(shares), "ours < control", **few.ends,
                   changed="It was p = 0.02 alone, without an interval."),
         ]  # fmt: skip
     every = f"every pair aligns at every {over}"
@@ -160,11 +153,9 @@ def draw(result: Result) -> Files:
         own = pick(rows, side=side)
         _dots(axis, own, keys, by_seed)
         readings = [f"{'B' if 'B' in key[0] else 'C'}{key[1]}" for key in keys]
-        together = figure_name(result) == "sweeps"
-        values = readings if by_seed else keys if together else [key.split("=")[1] for key in keys]
-        axis.set_xticks(range(len(keys)), values, rotation=90 if together else 0)
+        axis.set_xticks(range(len(keys)), readings if by_seed else [key.split("=")[1] for key in keys])
         axis.set(title=f"{side} features and {'u' if side == 'query' else 'v'}_k", ylim=(-0.03, 1.05))
-        axis.set_xlabel("reading of the loss and seed" if by_seed else "" if together else _LABELS[varied])
+        axis.set_xlabel("reading of the loss and seed" if by_seed else _LABELS[varied])
     axes[0].set_ylabel("matched |cos|")
     axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return files_of(result, figure)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,19 +18,11 @@ from qkscope.draws import derived_seed
 from qkscope.maths.bases import checked_svd
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure, shades
 from qkscope_papers.fleet import one_thread
-from qkscope_papers.franco2026.theory import (
-    SILENT_FROM,
-    TwoKeyPopulation,
-    minimise,
-    orthogonalise,
-    theorem1_minimiser,
-    theorem2_bound,
-)
+from qkscope_papers.franco2026 import theory
 from qkscope_papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Files, Row, column, distinct, files_of, mean, pick
+from qkscope_papers.tables import Row, mean, pick
 
 _DRAWS = {"smoke": 2, "default": 6, "paper": 12}
 _D, _N, _ALPHA = 4, 6, 4.0
@@ -108,7 +99,7 @@ def run_minimiser(settings: Settings) -> Result:
 
 def _moment_error(keys: Float[Tensor, "d n"], p: float) -> float:
     """Of the exact second moment of differences of two keys, relative to Lemma 3's."""
-    population = TwoKeyPopulation.of(keys.shape[1], p)
+    population = theory.TwoKeyPopulation.of(keys.shape[1], p)
     differences = population.differences @ keys.mT
     moment = (differences * population.difference_p[:, None]).mT @ differences
     said = 2 * p * (1 - p) * gram(keys)
@@ -116,14 +107,14 @@ def _moment_error(keys: Float[Tensor, "d n"], p: float) -> float:
 
 
 def _minimum_row(kind: str, draw: int, p: float, teacher: str, q: Tensor, k: Tensor) -> Row:
-    formula = theorem1_minimiser(q, k, _ALPHA)
+    formula = theory.theorem1_minimiser(q, k, _ALPHA)
     interactions = q.mT @ formula @ k
     if teacher == "indicator":
         interactions = torch.zeros_like(interactions)
         interactions[0, 0] = _ALPHA
     generator = torch.Generator().manual_seed(derived_seed(draw, 42))
     start = torch.randn(len(q), len(q), generator=generator, dtype=torch.float64)
-    found = minimise(q, k, interactions, p, start=start)
+    found = theory.minimise(q, k, interactions, p, start=start)
     u, s, v = checked_svd(found.omega)
     # what of Ω the data can see: features only meet it inside their span
     inside = [torch.linalg.pinv(x) for x in (q, k)]
@@ -159,7 +150,7 @@ def run_bound(settings: Settings) -> Result:
             f = torch.randn(10, 1, generator=generator, dtype=torch.float64)
             random.append(float(cosines(f, whiten(g, f))))
             worst = min(worst, float(cosines(f, whiten(g, f))), _adversary(g))
-        bound = theorem2_bound(epsilon)
+        bound = theory.theorem2_bound(epsilon)
         rows.append({"epsilon": epsilon, "bound": bound, "sharp": math.sqrt(1 - epsilon**2), "random": mean(random),
                      "random_least": min(random), "worst": worst, "silent": math.isnan(bound)})  # fmt: skip
     spoken = pick(rows, silent=False)
@@ -177,8 +168,8 @@ def run_bound(settings: Settings) -> Result:
               "ours <= 0.000001"),
     ]  # fmt: skip
     answer = (
-        f"Theorem 2 holds, with a bound that is not vacuous for ε < {SILENT_FROM:.3f} only, where the worst feature "
-        f"has |cos| {spoken[-1]['worst']:.3f} and the bound says {spoken[-1]['bound']:.3f} (ε = "
+        f"Theorem 2 holds, with a bound that is not vacuous for ε < {theory.SILENT_FROM:.3f} only, where the worst "
+        f"feature has |cos| {spoken[-1]['worst']:.3f} and the bound says {spoken[-1]['bound']:.3f} (ε = "
         f"{spoken[-1]['epsilon']}). As Ω* has rank 1, sin θ ≤ ε holds for all ε < 1, and the worst feature attains it."
     )
     return settings.result(answer, {"bound": rows}, claims)
@@ -199,7 +190,7 @@ def run_overlap(settings: Settings) -> Result:
     mus = (0.01, 0.1, 1.0, 10.0) if settings.preset == "smoke" else _MUS
     for tilt in _TILTS:
         for mu in (0.0, *mus):
-            found = orthogonalise(mu, tilt=tilt, seed=derived_seed(settings.seed, 44))
+            found = theory.orthogonalise(mu, tilt=tilt, seed=derived_seed(settings.seed, 44))
             overlap = found.query_overlap + found.key_overlap
             rows.append({"tilt": tilt, "mu": mu, "overlap": overlap, "query_overlap": found.query_overlap,
                          "key_overlap": found.key_overlap, "loss": found.loss,
@@ -234,75 +225,3 @@ def run_overlap(settings: Settings) -> Result:
         "which it can give in any direction; with an orthogonal teacher both are 0 for every μ > 0."
     )
     return settings.result(answer, {"orthogonalisation": rows}, claims)
-
-
-# ---------------------------------------------------------------------- the drawing
-
-
-@run_minimiser.drawing
-def draw_minimiser(result: Result) -> Files:
-    """Errors of the formula; cosines with features and whitened features."""
-    figure = new_figure(9.6, 3.9)
-    rows = list(result.tables["minimiser"])
-    left, right = figure.subplots(1, 2)
-    kinds = [(f, p) for f in ("random", "isotropic", "flat") for p in (0.1, 0.5, 1.0)]
-    for teacher, colour in (("whitened", ORIGINAL), ("indicator", TARGET)):
-        own = pick(rows, teacher=teacher)
-        x = [kinds.index((r["features"], r["p"])) for r in own]
-        look: Any = {"s": 16, "color": colour, "alpha": 0.7, "linewidths": 0, "label": f"{teacher} target"}
-        left.scatter(x, [max(r["error"], 1e-17) for r in own], **look)
-    left.axhline(1e-3, color=INK, lw=0.8, ls=":")
-    left.set(yscale="log", ylabel="relative error of the formula", xticks=range(len(kinds)))
-    left.set_xticklabels([f"{f}\np={p:g}" for f, p in kinds], fontsize=7, rotation=45)
-    left.legend(frameon=False, fontsize=8)
-    left.set_title("p = 1 and flat features: where Theorem 1 is silent", fontsize=9)
-    chosen = [r for r in rows if r["p"] < 1 and r["features"] != "flat"]
-    for kind, marker, feature in (("raw", "o", "f"), ("whitened", "s", "G⁻¹f")):
-        for teacher, colour in (("whitened", ORIGINAL), ("indicator", TARGET)):
-            own = pick(chosen, teacher=teacher)
-            look = {"s": 18, "marker": marker, "alpha": 0.8, "edgecolors": colour}
-            look |= {"facecolors": "none"} if kind == "whitened" else {"color": colour}
-            label = f"{teacher} target, |cos| with {feature}"
-            right.scatter(column(own, "isotropy_error"), column(own, kind), label=label, **look)
-    right.set(xlabel="‖G/c − I‖ of the query features", ylabel="|cos| of the top singular vector", ylim=(None, 1.01))
-    right.legend(frameon=False, fontsize=7.5)
-    return files_of(result, figure)
-
-
-@run_bound.drawing
-def draw_bound(result: Result) -> Files:
-    """Bound, worst and random feature against ε."""
-    figure = new_figure(6.4, 4.1)
-    rows = list(result.tables["bound"])
-    axis = figure.subplots()
-    x = [r["epsilon"] for r in rows]
-    axis.plot(x, [r["random"] for r in rows], "o-", color=REST, ms=4, label="a random feature, mean")
-    axis.plot(x, [r["worst"] for r in rows], "o", color=ORIGINAL, ms=5, label="the worst feature found")
-    axis.plot(x, [r["sharp"] for r in rows], "-", color=ORIGINAL, lw=1, label="sin θ ≤ ε (sharp)")
-    axis.plot(x, [r["bound"] for r in rows], "s-", color=TARGET, ms=4, label="Theorem 2")
-    axis.axvspan(1 - (2 / 3) ** 0.5, max(x), color=REST, alpha=0.2, lw=0)
-    axis.text(0.4, 0.06, "Theorem 2 is silent", color=INK, fontsize=8.5)
-    axis.set(xlabel="ε = ‖E‖", ylabel="|cos| of feature and singular vector", ylim=(0, 1.03))
-    axis.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.22, 0.12))
-    return files_of(result, figure)
-
-
-@run_overlap.drawing
-def draw_overlap(result: Result) -> Files:
-    """Overlap and bound against μ, by tilt of the teacher."""
-    figure = new_figure(6.6, 4.1)
-    rows = [r for r in result.tables["orthogonalisation"] if r["mu"] > 0]
-    axis = figure.subplots()
-    tilts, floor = distinct(rows, "tilt"), 1e-9
-    for tilt, colour in zip(tilts, shades(len(tilts)), strict=True):
-        own = pick(rows, tilt=tilt)
-        overlap, bound = ([max(value, floor) for value in column(own, name)] for name in ("overlap", "bound"))
-        label = f"teacher tilted by {tilt:g}" if tilt else "orthogonal teacher (0)"
-        axis.plot(column(own, "mu"), overlap, "o-", color=colour, ms=4, label=label)
-        if tilt:
-            axis.plot(column(own, "mu"), bound, "--", color=colour, lw=1, label="   its bound [CE′ − CE*]/μ")
-    axis.axhline(2, color=INK, lw=0.8, ls=":")
-    axis.text(10, 2.4, "above 2 the bound says nothing", fontsize=8, ha="right")
-    axis.set(xscale="log", yscale="log", xlabel="μ", ylabel="(q1·q2)² + (k1·k2)² at the minimum")
-    axis.legend(frameon=False, fontsize=8)
-    return files_of(result, figure)

@@ -52,8 +52,13 @@ def whole_grids(*grids: tuple[Variant, int]) -> Cells:
 
     def cells(settings: Settings) -> list[HeadCell]:
         scales: dict[str, Any] = AS_WRITTEN if settings.prompts == SCALES[1] else {}
-        ranks = WORK[settings.preset].ranks
-        return [c for s in _seeds(settings) for v, d_head in grids for c in grid(v, d_head, ranks[d_head], s, **scales)]
+        ranks, most = WORK[settings.preset].ranks, None if settings.preset == "paper" else 1
+        return [
+            c
+            for s in _seeds(settings)[:most]
+            for v, d_head in grids
+            for c in grid(v, d_head, ranks[d_head], s, **scales)
+        ]
 
     return cells
 

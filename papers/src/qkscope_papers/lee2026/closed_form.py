@@ -15,12 +15,11 @@ from qkscope.draws import derived_seed
 from qkscope.maths.bases import energy_rank
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.lee2026.cells import WORK, example_head, toy_figure, train
 from qkscope_papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead
 from qkscope_papers.lee2026.toy.stack import HeadCell
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Estimate, Files, Row, files_of, mean, over_runs, pick, share_of
+from qkscope_papers.tables import Estimate, Row, mean, over_runs, pick, share_of
 
 SCHEMES = ("held", "anew", "asked")
 _CONTEXTS = 2048
@@ -41,9 +40,9 @@ def run(settings: Settings, cells: object) -> Result:
     after = pick(rows, control=False)
     outside = [f"{mean(r[f'outside_{scheme}'] for r in after):.1%}" for scheme in SCHEMES]
     answer = (
-        f"ΔC is its closed form up to {mean(r['error'] for r in after):.1%} of its norm ({n:,} triplets); of M there lies "
-        f"outside the block of z1: {outside[0]} with z2 held, {outside[1]} with z2 drawn anew, {outside[2]} where + is the "
-        "asked key."
+        f"ΔC is its closed form up to {mean(r['error'] for r in after):.1%} of its norm ({n:,} triplets). Of M there "
+        f"lies outside the block of z1: {outside[0]} with z2 held, {outside[1]} with z2 drawn anew, {outside[2]} where "
+        "+ is the asked key."
     )
     return settings.result(answer, {"closed_form": rows}, _claims(rows), about={"contrast_pairs": n})
 
@@ -125,23 +124,3 @@ def _claims(rows: list[Row]) -> list[Claim]:
               "in keys and queries align that leads to high attention scores", ahead.mean,
               mean(r["aligned"] - r["aligned_random"] for r in before), "ours > 0.1", **ahead.ends),
     ]  # fmt: skip
-
-
-@run.drawing
-def draw(result: Result) -> Files:
-    """Left what lies outside the block of z1, by scheme; right the rank correlation of alignment and attention."""
-    rows = list(result.tables["closed_form"])
-    figure = new_figure(8.6, 3.4)
-    left, right = figure.subplots(1, 2)
-    for control, colour in ((False, ORIGINAL), (True, REST)):
-        own, name = pick(rows, control=control), "untrained" if control else "trained"
-        for axis, columns in ((left, [f"outside_{s}" for s in SCHEMES]), (right, ["aligned", "aligned_random"])):
-            for place, column in enumerate(columns):
-                axis.scatter([place + 0.15 * control] * len(own), [r[column] for r in own], s=18, color=colour,
-                             label=name if place == 0 else None)  # fmt: skip
-    left.set_xticks(range(3), ["z2 held", "z2 anew", "+ asked key"])
-    left.set_title("share of ‖M‖² outside the block of z1", color=TARGET if rows[0]["outside_held"] > 0.1 else "black")
-    right.set_xticks(range(2), ["latents' span", "random span"])
-    right.set_title("rank correlation of alignment and attention")
-    right.legend(frameon=False, fontsize=8)
-    return files_of(result, figure)

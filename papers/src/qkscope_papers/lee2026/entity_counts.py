@@ -13,7 +13,18 @@ from qkscope.runs.result import Result
 from qkscope_papers.figures import REST, legend_below, new_figure
 from qkscope_papers.lee2026.language import ESTIMATORS, FigureSession, session_of
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Estimate, Files, Row, column, distinct, files_of, mean, model_name, over_runs, pick
+from qkscope_papers.tables import (
+    Estimate,
+    Files,
+    Row,
+    column,
+    distinct,
+    files_of,
+    mean,
+    model_name,
+    over_key_heads,
+    pick,
+)
 
 _PAIRS = 3  # in a prompt, while the words are varied
 _MOST_WORDS = 24  # of the paper's estimator: a few must be left for the copies
@@ -26,7 +37,9 @@ def run(settings: Settings) -> Result:
     session = session_of(settings)
     rows = session.once("entity counts", lambda: _rows(session))
     about = session.about(form=session.form("binding"), pairs=_PAIRS)
-    return settings.result(_answer(rows), {"counts": rows}, _claims(rows), model=session.scope.name, about=about)
+    return settings.result(
+        _answer(rows), {"counts": rows}, _claims(rows, session.scope.group_size), model=session.scope.name, about=about
+    )
 
 
 def _rows(session: FigureSession) -> list[Row]:
@@ -57,11 +70,11 @@ def _counts(rows: list[Row]) -> list[int]:
     return sorted(set(column(rows, "count")))
 
 
-def _change(rows: list[Row], start: int) -> Estimate:
-    """Change of the rank from one count to the most, over heads."""
+def _change(rows: list[Row], start: int, group_size: int) -> Estimate:
+    """Change of the rank from one count to the most, over key heads."""
     most = _counts(rows)[-1]
     before, after = ({row["head"]: row["rank"] for row in pick(rows, count=count)} for count in (start, most))
-    return over_runs(after[head] - before[head] for head in after)
+    return over_key_heads({head: after[head] - before[head] for head in after}, group_size)
 
 
 def _roomy(rows: list[Row], varied: str, contrast: str) -> int | None:
@@ -90,26 +103,26 @@ def _answer(rows: list[Row]) -> str:
     return f"Mean ranks by the 99% rule, from the fewest to the most: {'; '.join(parts)}."
 
 
-def _claims(rows: list[Row]) -> list[Claim]:
+def _claims(rows: list[Row], group_size: int) -> list[Claim]:
     claims = []
     for varied, contrast in _PANELS:
         own = pick(rows, varied=varied, contrast=contrast, estimator="paper", is_control=False)
         counts = _counts(own)
         near = min(counts[:-1], key=lambda n: abs(n - 2 * counts[-1] / 3))
-        late, start, settled = _change(own, near), _roomy(own, varied, contrast), _settled(own)
-        all_along = over_runs([]) if start is None else _change(own, start)
+        late, start, settled = _change(own, near, group_size), _roomy(own, varied, contrast), _settled(own)
+        all_along = over_key_heads({}, 1) if start is None else _change(own, start, group_size)
         enough = (
             f"From {settled} {varied} on it changes by 1 at most; Fig. 16 says after enough entities, and does not say "
             "how many."
         )
         claims += [
             Claim(f"the {contrast} rank has stopped growing with the number of {varied} (change from two thirds of the "
-                  "most to the most, mean over heads, the paper's estimator)",
+                  "most to the most, mean over key heads, the paper's estimator)",
                   "§F.2, Fig. 16: the effective ranks plateau after enough entities", late.mean, None, "ours <= 1",
                   **late.ends, reason="small model", why="The paper's models have 8B and 4B weights.",
                   changed="was the most against the next fewer, which is another step at each preset."),
             Claim(f"the {contrast} rank does not depend on the number of {varied} (change from the fewest that leave "
-                  "it room to the most, mean over heads, the paper's estimator)",
+                  "it room to the most, mean over key heads, the paper's estimator)",
                   "§5.2: the ranks do not appear to depend on the number of entities", all_along.mean, None,
                   "abs(ours) <= 1", **all_along.ends, reason="other setting", why=enough,
                   changed="was from the fewest on: four words or two pairs cap a rank in any head."),

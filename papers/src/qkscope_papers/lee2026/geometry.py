@@ -55,8 +55,8 @@ def run(settings: Settings, cells: Cells) -> Result:
     clouds: list[Row] = []
     for name in _HEADS:  # coloured by the latent: its code, or where its first coordinate lies
         labels = _labels(arrays[f"{name}/latent"], task.variant == "discrete")
-        for side, points in (("key", arrays[f"{name}/keys"]), ("query", arrays[f"{name}/queries"])):
-            clouds += point_rows(name, side, points[:_SHOWN], labels)
+        for side, cloud in (("key", arrays[f"{name}/keys"]), ("query", arrays[f"{name}/queries"])):
+            clouds += point_rows(name, side, cloud[:_SHOWN], labels)
     shape = (
         f"{after['vertices']:g} of {2 ** task.ranks[0]} vertices recovered"
         if task.variant == "discrete"

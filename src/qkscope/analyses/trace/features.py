@@ -21,13 +21,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope import BadInput, Scope
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.trace.prompt import PromptTrace
 from qkscope.analyses.trace.rows import HeadRows, Pass, Tables
 from qkscope.analyses.trace.verdicts import verdict
-from qkscope.capture.scope import Scope
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
 from qkscope.heads import Head, Writer
 from qkscope.linear.run import Parts
 from qkscope.maths import dictionaries

@@ -43,7 +43,8 @@ from qkscope.linear.run import Answer, Direction, Run, Side
 
 Row = dict[str, Any]
 Kind = Literal["value", "query", "key"]
-_LAYERS = 32  # whose parts are kept ready to be asked again
+_KEPT = 2**13  # tokens of layers whose parts are kept ready to be asked again
+_SLOTS = 256  # tokens whose attention is made at once
 _SOURCES = 3  # tokens of a writer that are named, over many prompts
 FIRST, SOURCE_REST = "(first token)", "(rest)"  # of many prompts
 
@@ -196,34 +197,43 @@ class Walk:
     ) -> tuple[list[_Child], dict[int, float], int]:
         """The writers of what a head read at its main tokens, its attention to these, and the first of them."""
         run, (slots, along) = self.run, asked.directions()
-        attention = run.attention(head, slots)
-        brought = (attention * run.brought(head, along))[0]  # of each slot, by token
-        self.check(asked.value, brought)
-        tokens = torch.arange(brought.shape[1], device=slots.device)
-        same = position + tokens - (slots - 1)[:, None]  # where the node's own token at this distance stands
-        same = torch.where((same <= 0) | (same >= len(tokens)), -1, same).where(tokens > 0, 0)
-        sums = torch.zeros(len(tokens) + 1, device=slots.device).index_add_(0, same.flatten() + 1, brought.flatten())
+        tokens = torch.arange(run.calls[head.layer].k.shape[2], device=slots.device)
+        sums = torch.zeros(len(tokens) + 1, device=slots.device)
+
+        def parts() -> Iterator[Float[Tensor, "p t"]]:  # of some slots at a time, by token
+            for some, own in zip(slots.split(_SLOTS), along.split(_SLOTS, dim=1), strict=True):
+                brought = (run.attention(head, some) * run.brought(head, own))[0]
+                same = position + tokens - (some - 1)[:, None]  # where the node's own token at this distance stands
+                same = torch.where((same <= 0) | (same >= len(tokens)), -1, same).where(tokens > 0, 0)
+                sums.index_add_(0, same.flatten() + 1, brought.flatten())
+                yield brought
+
+        self.check(asked.value, parts())
         values = sums[1:].tolist()
         main = [
             i
             for i in sorted(range(len(values)), key=lambda i: -abs(values[i]))[: self.width]
             if abs(values[i]) >= least
         ]
-        own = attention[0, (slots - 1 == position).nonzero()[:, 0]]
+        there = torch.stack([slots - 1 + i - position if i else slots * 0 for i in main]) if main else slots[None, :0]
+        near = zip(slots.split(_SLOTS), there.clamp(0, len(tokens) - 1).T.split(_SLOTS), strict=True) if main else ()
+        weights = [run.attention(head, some)[0].gather(1, at) for some, at in near]
         children = list[_Child]()
-        for token in main:
-            slot, there = (same == token).nonzero().T
-            onto = run.enter(head, "v", there + 1, attention[:, slot, there, None] * along[:, slot])
+        for number, token in enumerate(main):
+            kept = (there[number] < len(tokens)) & (there[number] >= min(token, 1))
+            turned = torch.cat(weights)[kept, number, None] * along[:, kept]
+            onto = run.enter(head, "v", there[number, kept] + 1, turned)
             answer = run.answer(onto)
-            self.check(values[token], torch.stack([*answer.values.values()]))
+            self.check(values[token], answer.values.values())
             children += self._said(answer, onto.slots, token)
+        own = run.attention(head, slots[slots - 1 == position])[0]
         return children, {i: float(own[0, i]) if len(own) else 0.0 for i in main}, next((i for i in main if i), 0)
 
     def through(self, writer: Writer, position: int, asked: _Asked) -> list[_Child]:
         """The writers of what an MLP was given, by its gradient."""
         run, layer, (slots, along) = self.run, writer.layer, asked.directions()
         if layer not in self._parts:
-            if len(self._parts) == _LAYERS:
+            if len(self._parts) * len(self.asked.tokens) > _KEPT:
                 self._parts.clear()
             self._parts[layer] = PartLayer(run, layer)
         module = run.reader.blocks[layer].parts[writer.index[0] if writer.index else 0]
@@ -235,7 +245,7 @@ class Walk:
             for i, name in enumerate(names):
                 said = (gave * along_z)[0, :, i].sum(-1)
                 children.append(_Child(name, position, said, slots, partial(along_z.select, 2, i)))
-        self.check(asked.value, torch.stack([child.values.sum() for child in children]))
+        self.check(asked.value, [child.values.sum() for child in children])
         return children
 
     def why(self, row: Row, head: Head, key: int) -> None:
@@ -247,9 +257,10 @@ class Walk:
             for kind, asked in one.directions.items():
                 self.follow(row, kind, self.run.answer(asked), asked.slots, self.deeper, side=row["side"], of=row)
 
-    def check(self, value: float, terms: Tensor) -> None:
+    def check(self, value: float, terms: Iterable[Tensor]) -> None:
         """Note what the terms of a value miss of it, beside the largest of them."""
-        largest, missed = float(terms.abs().max()), abs(float(terms.double().sum()) - value)
+        sums, sizes = zip(*((float(some.double().sum()), float(some.abs().max())) for some in terms), strict=True)
+        largest, missed = max(sizes), abs(sum(sums) - value)
         self.error = max(self.error, missed / largest if largest > 0 else missed)
 
 

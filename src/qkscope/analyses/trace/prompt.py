@@ -12,29 +12,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope import BadInput, Example, Scope
 from qkscope.analyses.trace.rows import ATTENDED, HeadRows
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.capture.encode import Encoding, token_texts
 from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
 from qkscope.change.writers import mean_parts
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
-from qkscope.examples import Example
 from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run, Side
 from qkscope.linear.split import first_neurons
 from qkscope.maths.writers import SIDES, Tally, different, draw_alike, first_by
 
-Prompt = str | Example
+Prompt: TypeAlias = str | Example
 Place = int | None
 CUTS = (1, 2, 3, 5)
 _SECOND = 0.05  # of the first writer's part: one that gives less is not named beside it

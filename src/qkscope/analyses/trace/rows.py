@@ -17,12 +17,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkscope import BadInput, Head
 from qkscope.analyses.prompts import batches_of, words_of
 from qkscope.attention import AttentionRows
 from qkscope.capture.encode import Encoding
 from qkscope.capture.inputs import check_visible
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import KINDS, Direction, Parts, Run, named
 from qkscope.linear.split import values_of

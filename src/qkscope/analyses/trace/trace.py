@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkscope import BadInput, Dictionary, Example, Scope, Subspace
 from qkscope.analyses.prompts import check_same_model, made_from, text_units, units_hash, with_notes
 from qkscope.analyses.trace.edges import DRAWS, Choice, EdgeTest, choose_writers, whole_heads
 from qkscope.analyses.trace.features import FeatureTest, check_dictionary, choose_features, prompt_features, says_pairs
@@ -24,15 +25,10 @@ from qkscope.analyses.trace.graph import sources_of, trace_graph
 from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question
 from qkscope.analyses.trace.rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
 from qkscope.analyses.trace.verdicts import controls_of, named_cut, says_cancels, says_right, that_sum, written_by
-from qkscope.capture.scope import Scope
-from qkscope.errors import BadInput
-from qkscope.examples import Example
 from qkscope.heads import BIAS, Head, parse_heads, parse_writers
 from qkscope.kinds import Count, Natural, Seed
 from qkscope.linear.reader import Reader
 from qkscope.linear.split import check_neurons
-from qkscope.maths.dictionaries import Dictionary
-from qkscope.maths.subspace import Subspace
 from qkscope.maths.writers import SIDES, Measurement, Tally, first_by, strongest_pairs
 from qkscope.runs.result import Result, provenance
 from qkscope.runs.work import current_work, verb
@@ -185,8 +181,6 @@ def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
     if space != "post_rope":
         raise BadInput(f"the feature was fitted in {space}: trace looks inside features fitted in post_rope.")
     basis = feature.basis("query").float()
-    if len(basis) != (width := scope.facts.layers[head.layer].d_head):
-        raise BadInput(f"the feature has width {len(basis)}, but {head} has {width}.")
     return basis @ basis.T
 
 

@@ -29,8 +29,7 @@ def answer_of(one: PromptTrace, reason: Reason | None, output: Output, tables: T
     attention, first = float(one.attention[one.key]), float(one.attention[0])
     asking, key = f"{one.head} at {_token(one.asked, one.asked.query)}", _token(one.asked, one.key)
     if first > _AWAY and attention < ATTENDED:
-        there = f"({key} has {attention:.1%})"
-        return f"{asking} rests on the first token ({first:.0%}): it attends to nothing here {there}."
+        return f"{asking} rests on the first token ({first:.0%}): it attends to nothing ({key} has {attention:.1%})."
     if attention < ATTENDED:
         return f"{asking} does not attend to {key}: {attention:.1%} of its attention is there."
     if one.key == 0:
@@ -65,12 +64,10 @@ def because(one: PromptTrace, reason: Reason, carriers: Rows = ()) -> str:
             a, b = (int(place) for place in row["positions"].split(", "))
             end = next(word["end"] for word in reason.words if word["position"] == a)
             twice = sum(token.strip().lower() == row["text"].strip().lower() for token in one.asked.tokens) <= 2
-            stands = (
-                "appears just before it and again" if end == one.key else "appears twice" if twice else "appears again"
-            )
-            stands = "appears there and again" if a <= one.key < end else stands
+            where = "just before it and again" if end == one.key else "twice" if twice else "again"
+            where = "there and again" if a <= one.key < end else where
             part = "" if row["verdict"] == "shown" else " in part"
-            return f",{part} because {quoted(row['text'])} {stands} (tokens {a} and {b}){also}"
+            return f",{part} because {quoted(row['text'])} appears {where} (tokens {a} and {b}){also}"
         case "position":
             back, left = one.asked.query - one.key, [_share(row[name], reason) for name in ("alone", "together")]
             moved = f"with a word inserted after it, {left[0]} stays and {left[1]} moves to the token at that distance"
@@ -81,7 +78,8 @@ def because(one: PromptTrace, reason: Reason, carriers: Rows = ()) -> str:
             return f", because of {' and '.join(words)}"
         case "few words":
             named = ", ".join(map(_word, reason.causes))
-            return f", because of {named}: replacing any one of them leaves less than half"
+            one_of = "any one" if "," in row["positions"] else "it"
+            return f", because of {named}: replacing {one_of} leaves less than half"
         case "no few words":
             return f": it depends on {len(reason.causes)} words, too many to name one reason"
     likely = [row for row in reason.words if row["after"] < 0.5 * reason.before][:2]
@@ -252,7 +250,7 @@ def heads_answer(output: Output, rows: Rows, says: str) -> str:
     after = quoted(whole(output.asked.tokens, output.asked.query))
     best, rival = (output.told(i, chance=True) for i in (output.best, output.rival))
     told = f"The next token after {after} is {best} rather than {rival}, ahead by {output.difference:.1f} in logits"
-    told += f"; it goes on {quoted(says)}." if says else "."
+    told += f"; it continues {quoted(says)}." if says else "."
     matter = {way: sum(row["direction"] == way for row in rows) for way in ("for", "against")}
     tried = f"Hide each head's main token in turn ({len(rows)} tried):"
     if not any(matter.values()):

@@ -121,34 +121,34 @@ def why(
     out: str | Path | None = None,
     part: tuple[int, int] | None = None,
 ) -> Why:
-    """Say why a head attended to a token: because of which words, carried by whom, and what it does.
+    """Say why a head attended to a token: because of which words, carried by which writers, and to what effect.
 
-    Of many prompts: how often each reason decides where heads look; without heads, which decide most often.
+    For many prompts: how often each reason decides where heads look; without heads, which heads decide most often.
 
     Parameters
     ----------
     scope : the model.
-    prompt : any text; of many prompts a list, or a .jsonl file of lines like ``{"prompt": "…", "answer": " Mary"}``.
-    head : like L18H6; without one, those that decide the next token are told, every head tried (of a fit, its first
-        head is asked).
-    query : the token that asks, by place (from the end where negative) or by its text (``" John"``, ``"to#2"``); the
-        last one by default.
+    prompt : any text; for many prompts a list, or a .jsonl file of lines like ``{"prompt": "…", "answer": " Mary"}``.
+    head : like L18H6; without one, every head is tried, and those that decide the next token are named (with a fit, its
+        first head is asked).
+    query : the token that the head looks from, by place (from the end if negative) or text (``" John"``, ``"to#2"``);
+        the last one by default.
     key : the token attended to; by default the one that the head attends to most besides the first.
     heads : several heads, like L18H6,L23H0, to count their reasons over many prompts.
-    n : of many prompts, the first so many; all by default.
-    carriers : of many prompts, whether to look for who carried the words too, which is slow.
+    n : how many of the prompts, from the first on; all by default.
+    carriers : whether to look for the writers that carried the words in many prompts, too, which is slow.
     versus : the rival of the next token, as ``" John"``; by default the likeliest other word of the prompt.
     circuit : whether to go from the answer back to the words: nodes, edges, and what the first nodes keep in the
-        running model; of many prompts, nodes are chosen on half of them and tested on the others.
+        running model; with many prompts, nodes are chosen on half of them and tested on the others.
     export : file for the circuit's graph, as circuit-tracer and Neuronpedia read it.
     features : a fit, or subspaces of this head by name, to split the logit by as well.
     chat : whether the prompt goes into the chat template.
-    depth : levels of the graph of writers and what they read; 1 by default, 8 of a circuit.
+    depth : levels of the graph of writers and what they read; 1 by default, 8 for a circuit.
     draws : random writers beside each cut.
-    seed : of them, and of other words.
+    seed : of the random writers, and of the words that replace others.
     split : among features: ``sequential``, ``average`` over all orders, or ``oblique``.
-    out : folder for the result and its page, where many prompts go on if they were stopped; none by default.
-    part : as in `decompose`, of many prompts.
+    out : folder for the result and its page, where a stopped run over many prompts goes on; none by default.
+    part : which part of many prompts, as in `decompose`.
 
     Returns
     -------

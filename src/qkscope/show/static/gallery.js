@@ -19,7 +19,7 @@
         asked.every((word) => text.includes(word)) &&
         chosen.every(({ value, dataset }) => [undefined, value].includes(kind(node, dataset.filter)))
       );
-    for (const section of document.querySelectorAll("section.heads, section.claims"))
+    for (const section of document.querySelectorAll("section.heads, section.claims, section.group"))
       section.hidden = !section.querySelector(".found:not([hidden])");
     shown.textContent = `${cards.filter((card) => !card.hidden).length} of ${cards.length} runs`;
   };
