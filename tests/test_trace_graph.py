@@ -70,6 +70,15 @@ def test_the_root_is_the_models_own_logit(family):
     assert all(row["target"] == 0 for row in found.edges)
 
 
+def test_no_attention_of_all_tokens_runs_again_to_ask_what_an_mlp_read(monkeypatch):
+    scope, head = qk.Scope.from_model(tiny_model("llama"), check=False), Head(1, 2)
+    asked = Question.first_of(scope, prompt_of(scope))
+    run = Reader(scope, [head]).record(asked.inputs, asked.places, deep=True)
+    monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention")
+    found = trace_graph(PromptTrace(run, asked, head, 3), depth=3, smallest=0)
+    assert any(found.nodes[edge["target"]]["writer"] == "M0" for edge in found.edges)
+
+
 def test_sources_are_what_the_weights_say():
     """``scale (R_p W_Q σ_p W_O a(p,s) W_V x̂(s)) · (k_t − k_u)``, by hand, of every writer and token of the query."""
     model = tiny_model("llama").eval()

@@ -230,11 +230,17 @@ class PartLayer:
             if out.numel() == self.x.numel():  # a norm is run on a vector of its own, too, to be taken apart
                 self.out[part] = out.reshape(self.x.shape)
 
+        def skip(call: Call) -> None:
+            call.output = call.q.new_zeros(len(call.q), call.q.shape[2], call.q.shape[1], call.v.shape[-1])
+
+        scope, layers = run.reader.scope, {} if self.z is None else {id(run.calls[layer].module): layer}
         hooks = Frozen().hooks(block.module.modules())
         hooks += [part.register_forward_hook(gave) for part in block.parts]
         hooks += [] if block.output is None else [block.output.register_forward_pre_hook(given)]
         full = {name: weight.detach().float() for name, weight in block.module.named_parameters()}
-        with cleared(hooks), torch.enable_grad():
+        # what its heads put out is known, so its attention, of size T × T in float32, need not run
+        watched = tap(scope.model, skip, layers=layers, anatomy=scope.facts.anatomy, within=block.module)
+        with cleared(hooks), watched, torch.enable_grad():
             functional_call(block.module, full, *tree_map_only(Tensor, float_of, run.called[layer]))
 
     def pull(
