@@ -137,7 +137,7 @@ class Because:
         for word in sorted(words, key=rank):
             left -= self.screen * (furthest + 1 - word.start)
             kept += [word] if left >= 0 else []
-        return sorted(kept, key=_start)
+        return sorted(kept)
 
     # ------------------------------------------------------------------ changed prompts
 
@@ -376,11 +376,7 @@ class Because:
 def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair | None:
     """Of words that matter, the two strongest with one text, in their order; they do not overlap another's test."""
     same = sorted((word for word in words if word.core == core), key=lambda word: left[word])[:2]
-    return None if len(same) < 2 else (min(same, key=_start), max(same, key=_start))
-
-
-def _start(word: Word) -> int:
-    return word.start
+    return None if len(same) < 2 else (min(same), max(same))
 
 
 def _before(words: Sequence[Word], query: int) -> int:
