@@ -26,7 +26,6 @@ from typing import Any
 import because_measure
 import torch
 from sklearn.metrics import roc_auc_score
-from transformers import AutoModelForCausalLM
 
 import qkscope as qk
 from qkscope.analyses import atlas, guesses
@@ -53,7 +52,7 @@ def main() -> None:
     asked = parser.parse_args()
     scope, documents = qk.Scope.load(asked.model, device=asked.device), texts(asked.texts)
     if asked.random is not None:
-        scope = random_weights(scope, asked.random)
+        scope = because_measure.random_weights(scope.model.config, scope.tokenizer, scope.device, asked.random)
         (first,) = atlas.passages_of(scope, documents, 1, atlas.LENGTH, 0)
         because_measure.peaked(scope, torch.tensor(first.ids, device=scope.device))
     if not (asked.run / "results.json").exists():
@@ -69,13 +68,6 @@ def main() -> None:
     print(names.answer)
     if asked.random is None and not asked.ship:
         score(scope, names, documents, asked.on)
-
-
-def random_weights(scope: qk.Scope, seed: int) -> qk.Scope:
-    """A model of the same shape that was not trained."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(scope.model.config).to(scope.device, torch.float32).eval()
-    return qk.Scope.from_model(model, scope.tokenizer, name="random", check=False)
 
 
 def texts(name: str) -> tuple[Document, ...]:

@@ -15,13 +15,12 @@ import argparse
 import json
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import binomtest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import qkscope as qk
@@ -31,7 +30,9 @@ from qkscope.analyses.why.carriers import Carriers
 from qkscope.capture.pick import Places
 from qkscope.change.again import Again
 from qkscope.heads import Head
+from qkscope.maths.significance import wilson
 from qkscope.tasks.texts import read_documents
+from qkscope_papers.tables import mean, pick
 
 HEADS = {
     "smollm2-135m": {
@@ -41,8 +42,9 @@ HEADS = {
     "gemma3-270m": {"binding": "L5H1", "induction": "L5H2 L5H1", "ioi": "L12H1 L17H2", "text": "L5H1 L5H2 L12H1"},
     "qwen2.5-coder-1.5b": {"binding": "L8H7", "induction": "L2H3", "ioi": "L24H10", "text": "L2H3 L8H7 L24H10"},
 }  # fmt: skip
+BACK = ("restored", "others", "other_run", "whole_side")
 LENGTH, ATTENDED, BEGUN = 80, 0.4, 20
-KINDS = ("follows", "position", "self", "key word", "query word")
+KINDS = ("same word", "follows", "position", "self", "key word", "query word")
 Record = dict[str, Any]
 
 
@@ -115,11 +117,9 @@ def at_random(
     scope: qk.Scope | None, shape: Path | None, device: str | None, folder: Path, count: int, seed: int
 ) -> Iterator[Record]:
     """Looks of all heads on random weights of a model's shape."""
-    torch.manual_seed(seed)
     config = scope.model.config if scope else AutoConfig.from_pretrained(shape)
     tokenizer = scope.tokenizer if scope else AutoTokenizer.from_pretrained(shape)
-    model = AutoModelForCausalLM.from_config(config).to(device or "cpu", torch.float32).eval()
-    wild = qk.Scope.from_model(model, tokenizer, name="random", check=False)
+    wild = random_weights(config, tokenizer, device or "cpu", seed)
     draws = random.Random(seed)
     some = [ids.to(wild.device) for ids in passages(tokenizer, folder, draws, count)]
     peaked(wild, some[0])
@@ -127,6 +127,13 @@ def at_random(
         again, heads = Again.of(wild, ids), draws.sample(list(wild.heads()), 60)
         looks = [look for head in heads if (look := drawn_look(again, head, draws, 0.3)) is not None][:20]
         yield from records(wild, again, looks, seed, carried=4)
+
+
+def random_weights(config: Any, tokenizer: Any, device: Any, seed: int) -> qk.Scope:
+    """A model of this shape that was not trained."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(device, torch.float32).eval()
+    return qk.Scope.from_model(model, tokenizer, name="random", check=False)
 
 
 def peaked(scope: qk.Scope, ids: torch.Tensor) -> None:
@@ -206,54 +213,33 @@ def say(looks: list[Record]) -> None:
     for (model, where, head), own in sorted(groups.items()):
         print(f"\n{model} {where} {head}: {len(own)} looks, {mean([look['causes'] for look in own]):.1f} causes")
         marks = {
-            "same word": lambda look: shown(look, "same word"),
-            "same word, letters": lambda look: any(row["text"].strip().isalnum() for row in pairs(look, "shown")),
-            "same word, asked": lambda look: any(core(row) == look["asked"] for row in pairs(look, "shown")),
             **{kind: (lambda look, kind=kind: shown(look, kind)) for kind in KINDS},
+            "same word, letters": lambda look: any(map(str.isalnum, shown(look, "same word"))),
+            "same word, asked": lambda look: look["asked"] in shown(look, "same word"),
             "more than four causes": lambda look: look["causes"] > 4,
             "no cause": lambda look: look["causes"] == 0,
             "cause just before the key": lambda look: look["cause before key"],
         }  # fmt: skip
         for name, mark in marks.items():
             print(f"  {name:28s} {rate([bool(mark(look)) for look in own], [look['seed'] for look in own])}")
-        tested = [row for look in own for row in strongest(look)]
+        same = (pick(look["relations"], kind="same word") for look in own)
+        tested = [row for rows in same for row in [row for row in rows if row["together"] is not None][:1]]
         if tested:
             left = {name: mean([row[name] for row in tested]) for name in ("alone", "together", "different")}
             print("  left of the attention        " + ", ".join(f"{name} {value:.2f}" for name, value in left.items()))
-        carried = [(look, row) for look in own for row in look["carriers"]]
+        carried = [row for look in own for row in look["carriers"]]
         if carried:
-            print(f"  carriers shown               {rate([row['verdict'] == 'shown' for _, row in carried])}")
-            for side in ("key", "query"):
-                rows = [row for _, row in carried if row["side"] == side]
-                share = {
-                    name: mean([back(row, name) for row in rows])
-                    for name in ("restored", "others", "other_run", "whole_side")
-                }
-                print(
-                    f"  put back into the {side:11s}"
-                    + ", ".join(f"{name} {value:.2f}" for name, value in share.items())
-                    + f" ({len(rows)})"
-                )
-                names: dict[str, int] = defaultdict(int)
-                for row in rows:
-                    names[row["writers"]] += 1
-                print("     ", sorted(names.items(), key=lambda item: -item[1])[:4])
+            print(f"  carriers shown               {rate([row['verdict'] == 'shown' for row in carried])}")
+        for side in ("key", "query") if carried else ():
+            rows = pick(carried, side=side)
+            share = (f"{name} {mean(back(row, name) for row in rows):.2f}" for name in BACK)
+            print(f"  put back into the {side:11s}{', '.join(share)} ({len(rows)})")
+            print("     ", Counter(row["writers"] for row in rows).most_common(4))
 
 
-def pairs(look: Record, verdict: str) -> list[Record]:
-    return [row for row in look["relations"] if row["kind"] == "same word" and row["verdict"] == verdict]
-
-
-def strongest(look: Record) -> list[Record]:
-    return [row for row in look["relations"] if row["kind"] == "same word" and row["together"] is not None][:1]
-
-
-def core(row: Record) -> str:
-    return str(row["text"].strip().lower())
-
-
-def shown(look: Record, kind: str) -> bool:
-    return any(row["kind"] == kind and row["verdict"] == "shown" for row in look["relations"])
+def shown(look: Record, kind: str) -> list[str]:
+    """The words of the relations of a kind that are shown."""
+    return [row["text"].strip().lower() for row in pick(look["relations"], kind=kind, verdict="shown")]
 
 
 def back(row: Record, name: str) -> float:
@@ -261,15 +247,11 @@ def back(row: Record, name: str) -> float:
     return float((row[name] - row["changed"]) / (row["before"] - row["changed"]))
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
-
-
 def rate(marks: Sequence[bool], seeds: Sequence[int] = ()) -> str:
-    ends = binomtest(sum(marks), len(marks)).proportion_ci(method="wilson")
+    low, high = wilson(sum(marks), len(marks))
     each = [mean([mark for mark, seed in zip(marks, seeds, strict=True) if seed == s]) for s in sorted(set(seeds))]
     by_seed = f"; seeds {', '.join(f'{value:.0%}' for value in each)}" if len(each) > 1 else ""
-    return f"{mean(marks):.1%} [{ends.low:.1%}, {ends.high:.1%}]  {sum(marks)} of {len(marks)}{by_seed}"
+    return f"{mean(marks):.1%} [{low:.1%}, {high:.1%}]  {sum(marks)} of {len(marks)}{by_seed}"
 
 
 if __name__ == "__main__":

@@ -139,3 +139,24 @@ def name_axes(axis: Any) -> None:
         label(f"PC {i}", labelpad=-10)
     axis.view_init(elev=18, azim=-62)
     axis.set_box_aspect((1, 1, 1), zoom=0.95)
+
+
+def scatter_sides(
+    axis: Any, arrays: Mapping[str, Any], name: str, labels: Sequence[str], colours: Sequence[Any], components: slice
+) -> None:
+    """Keys and queries of every label, on some of their components; on three, their axes are named."""
+    for i, label in enumerate(labels):
+        for side, shown, marker, size, alpha in (("key", "keys", "o", 10, 0.4), ("query", "queries", "^", 26, 0.9)):
+            points = arrays[f"{name}/{shown}"][arrays[f"{name}/{side}_labels"] == i][:, components]
+            look: Any = {"marker": marker, "s": size, "alpha": alpha, "color": colours[i], "linewidths": 0}
+            axis.scatter(*points.T, label=label if side == "key" else None, **look)
+    if axis.name == "3d":
+        name_axes(axis)
+
+
+def plane_axes(axis: Any, names: str = "PC 2, PC 3", **look: Any) -> None:
+    """Two components without numbers, and a legend in full colours."""
+    first, second = names.split(", ")
+    axis.set(xlabel=first, ylabel=second, xticks=[], yticks=[])
+    for handle in axis.legend(frameon=False, **look).legend_handles:
+        handle.set_alpha(1)

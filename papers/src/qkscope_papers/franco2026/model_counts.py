@@ -150,8 +150,7 @@ def _boxes(axis: Axes, rows: Sequence[Row], heads: Sequence[tuple[str, str, bool
         axis.plot(i, own["count_tol_null"]["mean"], "x", color=INK, ms=4.5)
     slanted(axis, [f"{head} {way}" for head, way, _ in heads], 60, 7)
     axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
-    axis.set_ylim(0, None)
-    axis.set_ylabel("singular vectors")
+    axis.set(ylim=(0, None), ylabel="singular vectors")
     handles = [
         axis.plot([], [], color=TARGET, lw=6, alpha=0.6, label="circuit")[0],
         axis.plot([], [], color=ORIGINAL, lw=6, alpha=0.6, label="heads outside")[0],

@@ -56,9 +56,7 @@ def head_changes(
 
     With heads as the units a statement is about heads like these, not about these.
     """
-    gap = (arrays["sparsity"] - arrays["rotated"]).nanmean(1)
-    if baseline is not None:
-        gap = gap - (baseline["sparsity"] - baseline["rotated"]).nanmean(1)
+    gap = _gap(arrays).nanmean(1) - (0 if baseline is None else _gap(baseline).nanmean(1))
     own: dict[tuple[Head, bool], list[int]] = {}
     for i, edge in enumerate(edges):
         own.setdefault((edge.head, edge.circuit), []).append(i)
@@ -209,8 +207,7 @@ def _over_training(result: Result, rows: Sequence[Row]) -> Figure:
     for own, name, label, colour, style in lines:
         if own:
             left.plot(x, smoothed(column(own, name)), style, color=colour, lw=1.6, label=label)
-    left.set_ylim(0, None)
-    left.set_title("sparsity of the terms (1: all equal)")
+    left.set(ylim=(0, None), title="sparsity of the terms (1: all equal)")
     left.legend(frameon=False, fontsize=7.5, loc="lower left")
     steps_axis(middle, [row["step"] for row in inside])
     for own, label, colour in ((inside, "circuit", TARGET), (outside, "heads outside", ORIGINAL)):
@@ -227,8 +224,7 @@ def _over_training(result: Result, rows: Sequence[Row]) -> Figure:
     right.plot(x, [row["attention"] for row in inside], "o-", ms=3, color=TARGET, label="attention, circuit")
     if outside:
         right.plot(x, [row["attention"] for row in outside], "o-", ms=3, color=ORIGINAL, label="attention, outside")
-    right.set_ylim(0, 1.03)
-    right.set_title("what the model does")
+    right.set(ylim=(0, 1.03), title="what the model does")
     right.legend(frameon=False, fontsize=8)
     figure.suptitle(f"{model_name(result)}: relative attention over its singular vectors", fontsize=10)
     return figure

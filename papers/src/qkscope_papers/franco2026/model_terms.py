@@ -169,7 +169,7 @@ def draw(result: Result) -> Files:
             if column == 0:
                 axis.set_ylabel(label if trained else label.replace("end, ", "").replace("end", "terms"))
             if j == 0:
-                axis.set_title(_title(rows[i]), fontsize=8.5)
+                axis.set_title("{head} {role}\n{from} → {to}".format(**rows[i]), fontsize=8.5)
     for axis in axes[-1]:
         axis.set_xlabel("singular vector, largest σ first", fontsize=8)
     when = "one prompt, at the start and at the end of training" if trained else "one prompt"
@@ -187,7 +187,3 @@ def _bars(axis: Axes, terms: Any, colour: str) -> None:
     sparsity = float(np.nanmean(np.abs(terms))) ** 2 / spread if spread else float("nan")
     words, place = f"sum {total:.1f}\nsparsity {sparsity:.2f}", axis.transAxes
     axis.text(0.98, 0.95, words, transform=place, ha="right", va="top", fontsize=7)
-
-
-def _title(row: dict[str, Any]) -> str:
-    return f"{row['head']} {row['role']}\n{row['from']} → {row['to']}"

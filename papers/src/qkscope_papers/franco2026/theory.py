@@ -28,12 +28,9 @@ from qkscope_papers.franco2026.toy.alignment import gram, invert_gram
 SILENT_FROM = 1 - math.sqrt(2 / 3)  # Theorem 2 says nothing from this ε on
 
 
-def theorem1_minimiser(
-    queries: Float[Tensor, "d n"], keys: Float[Tensor, "d n"], alpha: float, query: int = 0, key: int = 0
-) -> Float[Tensor, "d d"]:
-    """``Ω* = α G_q⁻¹ q kᵀ G_k⁻¹`` (with pseudo-inverses where features do not span the space)."""
-    left = invert_gram(gram(queries)) @ queries[:, query].double()
-    right = invert_gram(gram(keys)) @ keys[:, key].double()
+def theorem1_minimiser(queries: Float[Tensor, "d n"], keys: Float[Tensor, "d n"], alpha: float) -> Float[Tensor, "d d"]:
+    """``Ω* = α G_q⁻¹ q kᵀ G_k⁻¹`` of the first pair (with pseudo-inverses where features do not span the space)."""
+    left, right = (invert_gram(gram(x)) @ x[:, 0].double() for x in (queries, keys))
     return alpha * torch.outer(left, right)
 
 
@@ -93,13 +90,7 @@ class Minimiser:
 
 
 def minimise(
-    queries: Float[Tensor, "d n"],
-    keys: Float[Tensor, "d n"],
-    interactions: Float[Tensor, "n n"],
-    p: float,
-    *,
-    start: Float[Tensor, "d d"] | None = None,
-    steps: int = 100,
+    queries: Float[Tensor, "d n"], keys: Float[Tensor, "d n"], interactions: Tensor, p: float, start: Tensor
 ) -> Minimiser:
     """Minimise the exact cross-entropy over Ω by damped Newton steps: convex, so what it finds is the minimum.
 
@@ -114,13 +105,13 @@ def minimise(
     weight = cases.query_p[:, None] * cases.difference_p
     target = (cases.queries @ interactions.double() @ cases.differences.mT).sigmoid()
     entropy = (weight * _bernoulli_loss(target, target.logit())).sum()
-    omega = torch.zeros(d, d, dtype=torch.float64) if start is None else start.double().clone()
+    omega = start.double()
 
     def loss(at: Tensor) -> Tensor:
         return (weight * _bernoulli_loss(target, t_q @ at @ t_k.mT)).sum()
 
     value, gradient, taken = loss(omega), torch.ones(d, d, dtype=torch.float64), 0
-    while taken < steps and float(gradient.abs().max()) >= 1e-13:
+    while taken < 100 and float(gradient.abs().max()) >= 1e-13:
         taken += 1
         student = (t_q @ omega @ t_k.mT).sigmoid()
         gradient = t_q.mT @ (weight * (student - target)) @ t_k
@@ -156,30 +147,24 @@ class Overlap:
     bound: float  # [CE′ − CE*]/μ
 
 
-def orthogonalise(
-    mu: float, *, tilt: float, sigma: tuple[float, float] = (4.0, 2.0), d: int = 4, starts: int = 16, seed: int = 0
-) -> Overlap:
-    """Theorem 3: Ω = σ_1 q_1 k_1ᵀ + σ_2 u_2 v_2ᵀ is fixed, q_2 and k_2 are unit vectors that may move.
+def orthogonalise(mu: float, *, tilt: float, starts: int = 16, seed: int = 0) -> Overlap:
+    """Theorem 3: Ω = 4 q_1 k_1ᵀ + 2 u_2 v_2ᵀ (d = 4) is fixed, q_2 and k_2 are unit vectors that may move.
 
     Two contexts, with queries q_1 and q_2, hold the keys k_1 and k_2. The teacher's pair leans over to the first by
     ``tilt`` (radians): ``q_2° = sin(tilt) q_1 + cos(tilt) u_2``. With tilt 0 the optimum is orthogonal for any μ > 0.
     """
-    found, inside = _best_pair(mu, tilt, sigma, d, starts, seed, orthogonal=False)
-    _, other = _best_pair(mu, tilt, sigma, d, starts, seed, orthogonal=True)
-    q, k = found
+    (q, k), inside = _best_pair(mu, tilt, starts, seed, orthogonal=False)
+    _, other = _best_pair(mu, tilt, starts, seed, orthogonal=True)
     overlaps = float(q[0] ** 2), float(k[0] ** 2)
     return Overlap(mu, *overlaps, inside, other, (other - inside) / mu if mu > 0 else math.inf)
 
 
 def _best_pair(
-    mu: float, tilt: float, sigma: tuple[float, float], d: int, starts: int, seed: int, *, orthogonal: bool
+    mu: float, tilt: float, starts: int, seed: int, *, orthogonal: bool
 ) -> tuple[tuple[Tensor, Tensor], float]:
     """The best of many starts: unit vectors (axis 0 is q_1 or k_1), and their cross-entropy above the entropy."""
-    strength = torch.zeros(d, dtype=torch.float64)
-    strength[0], strength[1] = sigma
-    lean = torch.zeros(d, dtype=torch.float64)
-    lean[0], lean[1] = math.sin(tilt), math.cos(tilt)
-    first = torch.eye(d, dtype=torch.float64)[0]
+    axes = ((4.0, 2.0, 0, 0), (math.sin(tilt), math.cos(tilt), 0, 0), (1.0, 0, 0, 0))
+    strength, lean, first = torch.tensor(axes, dtype=torch.float64)
 
     def gaps(q: Tensor, k: Tensor) -> Tensor:
         return torch.stack([(strength * x * (first - k)).sum(-1) for x in (first, q)], dim=-1)
@@ -187,9 +172,8 @@ def _best_pair(
     target = gaps(lean, lean).sigmoid()
     entropy = _bernoulli_loss(target, target.logit()).sum()
     generator = torch.Generator().manual_seed(seed)
-    leaf = torch.randn(2, starts, d, generator=generator, dtype=torch.float64).requires_grad_()
-    free = torch.ones(d, dtype=torch.float64)
-    free[0] = 0.0 if orthogonal else 1.0
+    leaf = torch.randn(2, starts, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    free = 1 - first * orthogonal
 
     def unit() -> Tensor:
         return torch.nn.functional.normalize(leaf * free, dim=-1)

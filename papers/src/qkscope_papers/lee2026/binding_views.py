@@ -22,11 +22,11 @@ from qkscope.analyses.fit import Fit
 from qkscope.heads import Head
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
-from qkscope_papers.figures import new_figure
+from qkscope_papers.figures import new_figure, shades
 from qkscope_papers.lee2026.language import ESTIMATORS, Estimator, FigureSession, session_of
 from qkscope_papers.lee2026.points import Points, capture_points, cloud_rows, nearest_hits, share_of, view
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Files, Row, column, figure_name, files_of, model_name, name_axes, pick
+from qkscope_papers.tables import Files, Row, column, figure_name, files_of, model_name, pick, plane_axes, scatter_sides
 
 log = logging.getLogger(__name__)
 _WORDS = 9  # lexical labels drawn; more colours cannot be told apart
@@ -97,7 +97,7 @@ def _view(
     early = prompt % 2 == 0  # centroids from every other prompt
 
     def clusters(name: str, x: Tensor) -> Row:
-        found = share_of(nearest_hits(x[early], of_key[early], x[~early], of_key[~early]), prompt[~early])
+        found = share_of(nearest_hits(x, of_key, early), prompt[~early])
         return {name: found.mean, **{f"{name}_{end}": value for end, value in found.ends.items()}}
 
     space, size = ("whole head", q.shape[1]) if fit is None else (feature, fit[feature, head].rank)
@@ -231,37 +231,24 @@ def draw(result: Result) -> Files:
         row = pick(result.tables["views"], feature=feature, estimator=which)[0]
         solid: Any = figure.add_subplot(2, columns, line * columns + 1, projection="3d")
         plane = figure.add_subplot(2, columns, line * columns + 2)
-        _scatter(solid, arrays, feature, labels, slice(0, 3))
-        _scatter(plane, arrays, feature, labels, slice(1, 3))
-        name_axes(solid)
+        colours: Any = matplotlib.colormaps["tab10"](range(len(labels)))
+        if feature == "order":
+            colours = shades(len(labels), 1.0)
+        scatter_sides(solid, arrays, feature, labels, colours, slice(0, 3))
+        scatter_sides(plane, arrays, feature, labels, colours, slice(1, 3))
         where = f"{feature} subspace ({row['dimensions']} dimensions)" if projected else f"{space}, by {feature}"
         solid.set_title(f"{row['head']}, {where}\nkeys • and queries ▴ apart on PC 1: AUC {row['apart_on_pc1']:.2f}")
-        plane.set(xlabel="PC 2", ylabel="PC 3", xticks=[], yticks=[])
         plane.set_title(
             f"PCs 2, 3: cosine {row['cosine_pc23']:.2f} (random {row['cosine_pc23_shuffled_high']:.2f}); whole "
             f"space {row['cosine']:.2f} ({row['cosine_shuffled_high']:.2f})\n"
             f"keys nearest to their own label {row['clusters_3_pcs']:.0%} in 3 PCs, {row['clusters']:.0%} in all"
         )
-        look: Any = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "markerscale": 1.8, "frameon": False}
-        legend = plane.legend(fontsize=7.5, title="place" if feature == "order" else "word", **look)
-        for handle in legend.legend_handles:
-            handle.set_alpha(1)  # type: ignore[union-attr]
+        look: Any = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "markerscale": 1.8, "fontsize": 7.5}
+        plane_axes(plane, title="place" if feature == "order" else "word", **look)
         if f"{feature}/umap_keys" in arrays:
             flat = figure.add_subplot(2, columns, line * columns + 3)
             shown = {f"{feature}/{side}": arrays[f"{feature}/umap_{side}"] for side in ("keys", "queries")}
-            _scatter(flat, {**arrays, **shown}, feature, labels, slice(0, 2))
-            flat.set(xlabel="UMAP 1", ylabel="UMAP 2", xticks=[], yticks=[])
-            flat.set_title("UMAP")
+            scatter_sides(flat, {**arrays, **shown}, feature, labels, colours, slice(0, 2))
+            flat.set(xlabel="UMAP 1", ylabel="UMAP 2", xticks=[], yticks=[], title="UMAP")
     figure.suptitle(f"{model_name(result)}: held-out prompts", fontsize=10)
     return files_of(result, figure)
-
-
-def _scatter(axis: Any, arrays: dict[str, Any], feature: str, labels: list[str], components: slice) -> None:
-    colours = matplotlib.colormaps["viridis" if feature == "order" else "tab10"]
-    for i, label in enumerate(labels):
-        colour = colours(i / max(len(labels) - 1, 1)) if feature == "order" else colours(i)
-        for side, marker, size, alpha in (("keys", "o", 10, 0.45), ("queries", "^", 26, 0.9)):
-            of = arrays[f"{feature}/{'key' if side == 'keys' else 'query'}_labels"]
-            points = arrays[f"{feature}/{side}"][of == i][:, components]
-            look: Any = {"marker": marker, "s": size, "alpha": alpha, "color": colour, "linewidths": 0}
-            axis.scatter(*points.T, label=label if side == "keys" else None, **look)

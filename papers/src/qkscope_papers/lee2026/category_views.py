@@ -27,17 +27,9 @@ from qkscope.tasks.lists import POOLED
 from qkscope.tasks.task import Task
 from qkscope_papers.figures import new_figure
 from qkscope_papers.lee2026.language import FigureSession, HeadChoice, session_of
-from qkscope_papers.lee2026.points import (
-    Points,
-    capture_points,
-    cloud_rows,
-    nearest_centroid,
-    nearest_hits,
-    share_of,
-    view,
-)
+from qkscope_papers.lee2026.points import Points, capture_points, cloud_rows, nearest_hits, share_of, view
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Files, Row, column, files_of, model_name, name_axes, pick
+from qkscope_papers.tables import Files, Row, column, files_of, model_name, pick, plane_axes, scatter_sides
 
 _FINE = 13  # categories of panel b
 _ITEMS = 5  # of each category, as in the paper: a list of 65 items
@@ -147,12 +139,9 @@ def _fine(session: FigureSession, head: Head) -> tuple[list[Row], dict[str, Tens
     of_word[index] = labels
     for _ in range(20):
         dealt = of_word[torch.randperm(len(vocabulary), generator=generator)][index]
-        shuffled.append(nearest_centroid(projected[even], dealt[even], projected[~even], dealt[~even]))
-
-    def hits(x: Tensor) -> Tensor:
-        return nearest_hits(x[even], labels[even], x[~even], labels[~even])
-
-    found = {"category directions": hits(projected), "key PCA": hits(flat @ pca), "whole head": hits(flat)}
+        shuffled.append(float(nearest_hits(projected, dealt, even).mean()))
+    spaces = {"category directions": projected, "key PCA": flat @ pca, "whole head": flat}
+    found = {space: nearest_hits(x, labels, even) for space, x in spaces.items()}
     found["category directions less key PCA"] = found["category directions"] - found["key PCA"]
     rows = []
     for space, own in found.items():
@@ -242,24 +231,14 @@ def draw(result: Result) -> Files:
     solid: Any = figure.add_subplot(1, 3, 1, projection="3d")
     plane = figure.add_subplot(1, 3, 2)
     fine = figure.add_subplot(1, 3, 3)
-    for i, name in enumerate(names["a"]):
-        colour = _COLOURS[i % len(_COLOURS)]
-        for side, marker, size, alpha in (("keys", "o", 9, 0.35), ("queries", "^", 26, 0.9)):
-            label = "key_labels" if side == "keys" else "query_labels"
-            points = arrays[f"best/{side}"][arrays[f"best/{label}"] == i]
-            look: dict[str, Any] = {"marker": marker, "s": size, "alpha": alpha, "color": colour, "linewidths": 0}
-            solid.scatter(*points.T, **look)
-            plane.scatter(points[:, 1], points[:, 2], label=name if side == "keys" else None, **look)
-    name_axes(solid)
+    for axis, components in ((solid, slice(0, 3)), (plane, slice(1, 3))):
+        scatter_sides(axis, arrays, "best", names["a"], _COLOURS, components)
     solid.set_title(f"{view['head']}: keys • and queries ▴\napart on PC 1: AUC {view['apart_on_pc1']:.2f}")
-    plane.set(xlabel="PC 2", ylabel="PC 3", xticks=[], yticks=[])
+    plane_axes(plane, fontsize=8, markerscale=1.6, loc="best")
     plane.set_title(
         f"PCs 2 and 3: cosine of centroids {view['cosine_pc23']:.2f}\n"
         f"(95% of random pairings below {view['cosine_pc23_shuffled_high']:.2f})"
     )
-    legend = plane.legend(frameon=False, fontsize=8, markerscale=1.6, loc="best")
-    for handle in legend.legend_handles:
-        handle.set_alpha(1)  # type: ignore[union-attr]
     _draw_fine(fine, arrays, names["b"])
     clusters = {row["space"]: row["accuracy"] for row in result.tables["clusters"]}
     fine.set_title(
@@ -279,5 +258,5 @@ def _draw_fine(axis: Any, arrays: dict[str, Any], names: list[str]) -> None:
     for i, name in enumerate(names):
         own = points[labels == i]
         axis.scatter(own[:, x], own[:, y], s=9, alpha=0.6, color=colours(i), linewidths=0, label=name)
-    axis.set(xlabel=f"PC {x + 1}", ylabel=f"PC {y + 1}", xticks=[], yticks=[])
-    axis.legend(frameon=False, fontsize=7.5, loc="center left", bbox_to_anchor=(1, 0.5), markerscale=1.6)
+    look: Any = {"fontsize": 7.5, "loc": "center left", "bbox_to_anchor": (1, 0.5), "markerscale": 1.6}
+    plane_axes(axis, f"PC {x + 1}, PC {y + 1}", **look)

@@ -162,8 +162,7 @@ def draw(result: Result) -> Files:
         parts.bar([x + (i - 1) * 0.27 for x in places], [row[name] for row in rows], 0.26, color=colour, label=name)
     parts.plot(places, [row["logit"] for row in rows], "_", color=INK, ms=7, label="logit")
     parts.axhline(0, color=INK, lw=0.6)
-    parts.set_ylabel("logit")
-    parts.set_xticks([])
+    parts.set(ylabel="logit", xticks=[])
     parts.legend(frameon=False, ncols=4, fontsize=8, loc="best")
     head = result.tables["prompt"][0]["head"]
     parts.set_title(f"{model_name(result)} {head}: logits of one held-out prompt, as its last token sees them")
@@ -193,5 +192,4 @@ def _draw_shares(axis: Axes, result: Result) -> None:
                 axis.text(x, base + value / 2, f"{value:.0%}", ha="center", va="center", fontsize=7, color=ink)
         bottom = [base + value for base, value in zip(bottom, values, strict=True)]
     axis.set_xticks(range(len(rows)), [row["split"].replace(" ", "\n") for row in rows], fontsize=7.5)
-    axis.set_title(f"share of the boxes' logits,\n{rows[0]['n']} prompts")
-    axis.set_yticks([])
+    axis.set(title=f"share of the boxes' logits,\n{rows[0]['n']} prompts", yticks=[])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope.analyses.clouds import point_rows, principal
@@ -127,7 +127,6 @@ def align(
     k: Float[Tensor, "m d"],
     k_labels: Int[Tensor, " m"],
     seed: int,
-    draws: int = 999,
 ) -> CentroidMatch:
     """How well queries and keys of one label point the same way, each side centred on its own mean."""
     present = torch.unique(torch.cat([q_labels, k_labels]))
@@ -139,7 +138,7 @@ def align(
     mq, mk = centroids(q, q_labels, count), centroids(k, k_labels, count)
     size = (mq.square().sum() * mk.square().sum()).sqrt().clamp_min(torch.finfo(mq.dtype).tiny)
     generator = torch.Generator().manual_seed(seed)
-    shuffled = torch.stack([(mq[torch.randperm(count, generator=generator)] * mk).sum() for _ in range(draws)]) / size
+    shuffled = torch.stack([(mq[torch.randperm(count, generator=generator)] * mk).sum() for _ in range(999)]) / size
     nearest = (q @ torch.nn.functional.normalize(mk, dim=1).mT).argmax(dim=1)
     cosine, hits = float((mq * mk).sum() / size), float((nearest == q_labels).double().mean())
     return CentroidMatch(cosine, float(shuffled.quantile(0.95)), hits, 1 / count)
@@ -167,19 +166,10 @@ def view(
     return PointView(q_at, k_at, separation(q_at[:, 0], k_at[:, 0]), everywhere, plane)
 
 
-def nearest_hits(
-    known: Float[Tensor, "n d"], known_labels: Int[Tensor, " n"], x: Float[Tensor, "m d"], labels: Int[Tensor, " m"]
-) -> Float[Tensor, " m"]:
-    """1 for each point that is nearest to the centroid of its own label, with centroids made from other points."""
-    count = int(max(known_labels.max(), labels.max())) + 1
-    return (torch.cdist(x, centroids(known, known_labels, count)).argmin(dim=1) == labels).double()
-
-
-def nearest_centroid(
-    known: Float[Tensor, "n d"], known_labels: Int[Tensor, " n"], x: Float[Tensor, "m d"], labels: Int[Tensor, " m"]
-) -> float:
-    """Share of points nearest to the centroid of their own label."""
-    return float(nearest_hits(known, known_labels, x, labels).mean())
+def nearest_hits(x: Float[Tensor, "n d"], labels: Int[Tensor, " n"], known: Bool[Tensor, " n"]) -> Float[Tensor, " m"]:
+    """1 for each point that is nearest to its own label's centroid, of points not ``known``; of these it is made."""
+    means = centroids(x[known], labels[known], int(labels.max()) + 1)
+    return (torch.cdist(x[~known], means).argmin(dim=1) == labels[~known]).double()
 
 
 def share_of(hits: Float[Tensor, " m"], cluster: Int[Tensor, " m"]) -> Estimate:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, REST, colours_of, legend_below, line_of, new_figure, paired_bars
-from qkscope_papers.tables import Files, Row, distinct, files_of, model_name, pick
+from qkscope_papers.tables import Files, Row, column, distinct, files_of, model_name, pick
 
 Shown = Sequence[tuple[str, str]]  # conditions and their labels
 _LINES = {
@@ -114,9 +114,7 @@ def _curve(axis: Axes, rows: Sequence[Any], head: str) -> None:
         sizes, colour = [row["k"] for row in line], colours[method]
         style: Any = {"marker": "o", "ms": 3.5, "lw": 1.4, "color": colour, "ls": line_of(method)}
         axis.plot(sizes, [row["shift"] for row in line], label=label, **style)
-        axis.fill_between(
-            sizes, [row["low"] for row in line], [row["high"] for row in line], color=colour, alpha=0.15, lw=0
-        )
+        axis.fill_between(sizes, column(line, "low"), column(line, "high"), color=colour, alpha=0.15, lw=0)
     axis.set(xlabel="dimensions swapped", ylabel="shift")
     axis.set_xticks(sorted({row["k"] for row in own}))
     axis.set_title(f"{head}: by size")

@@ -238,10 +238,9 @@ def distort(dictionary: Float[Tensor, "d n"], epsilon: float, seed: int) -> Floa
     return dictionary.double() + (math.sqrt(1 + epsilon) - 1) * torch.outer(v, v @ dictionary.double())
 
 
-def linear_pairs(count: int, top: float, offset: int | None = None, step: float = 1.0) -> tuple[Pair, ...]:
-    """Pairs (i, i + offset) with target logits ``top − i · step``; offset is the number of pairs by default."""
-    offset = count if offset is None else offset
-    return tuple((i, i + offset, top - step * i) for i in range(count))
+def linear_pairs(count: int, top: float) -> tuple[Pair, ...]:
+    """Pairs (i, i + count) with target logits ``top − i``."""
+    return tuple((i, i + count, top - i) for i in range(count))
 
 
 def by_logit(pairs: Sequence[Pair]) -> list[Pair]:
