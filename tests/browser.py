@@ -36,13 +36,6 @@ def chromium():
         browser.close()
 
 
-def served(session):
-    """The live page of a session, served while the block lasts."""
-    from qkscope.show.live import Server
-
-    return Server(session)
-
-
 def expect(part):
     """Playwright's assertions of a part of a page, which wait until they hold."""
     from playwright import sync_api

@@ -15,7 +15,7 @@ ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 4.0
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
-def test_where_columns_are_positions_padding_is_on_the_right_or_refused() -> None:
+def test_where_columns_are_positions_padding_is_on_the_right_and_the_check_sees_which() -> None:
     model, prompts = tiny_model("bart"), marked((12, 7, 9))
     scope = Scope.from_model(model)
     assert scope.facts.sides == ("right",)
@@ -24,18 +24,12 @@ def test_where_columns_are_positions_padding_is_on_the_right_or_refused() -> Non
     assert list(scope.capture(prompts[:1], padding_side="left"))  # nothing to pad
     with pytest.raises(BadInput, match="generate from one at a time"):
         scope.generate(scope.encode(prompts))
-
-
-def test_the_check_sees_left_padding_where_columns_are_positions() -> None:
     scope = Scope.from_model(tiny_model("bart"), check=False)
     scope.facts = replace(scope.facts, sides=("left", "right"))
     assert scope.self_check().sides == scope.facts.sides == ("right",)
     scope.facts = replace(scope.facts, sides=("left",))
     with pytest.raises(BadInput, match="padded on the left beside a longer prompt, its post_rope"):
         scope.self_check()
-
-
-def test_the_check_sees_a_padding_id_that_is_not_the_models() -> None:
     scope = Scope.from_model(tiny_model("roberta"), check=False)
     scope.encoder.own_pad_id = 0
     assert scope.self_check().sides == ("right",)

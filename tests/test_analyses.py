@@ -214,7 +214,7 @@ def test_what_decompose_writes_load_reads(scope, task, tmp_path):
         load(tmp_path / "toy", scope)
 
 
-def test_scores_are_those_of_the_models_own_attention(scope, model):
+def test_scores_are_those_of_the_models_own_attention_with_wilsons_interval(scope, model):
     """Keys labelled 0 are no candidates, however much attention they get."""
     examples = []
     for (example,) in tasks.binding(4, "sentence", filler=3).choose(6):
@@ -240,9 +240,6 @@ def test_scores_are_those_of_the_models_own_attention(scope, model):
         found = [row[name] for name in ("accuracy", "row_accuracy", "ratio", "mass")]
         assert found == pytest.approx(wanted[:, i].tolist(), abs=1e-5)
         assert (row["low"], row["high"]) == wilson(round(6 * row["accuracy"]), 6)
-
-
-def test_wilsons_interval_holds_the_proportions_that_the_score_test_accepts():
     for hits, n in ((0, 10), (3, 10), (10, 10), (57, 64)):
         low, high = wilson(hits, n)
         for p in (low, high):

@@ -55,7 +55,7 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, monk
     assert torch.allclose(logits[True], plain.float(), atol=1e-3)
 
 
-def test_alternatives_have_as_many_tokens_and_stand_nowhere_in_the_prompt(smollm2):
+def test_alternatives_have_as_many_tokens_also_of_the_first_word_and_of_scripts_without_blanks(smollm2):
     again = Again.of(smollm2, ids_of(smollm2, "When Mary and John went to the store, Gwendolyn gave"))
     others, lexicon = Alternatives(again), lexicon_of(smollm2)
     words = {word.text: word for word in others.words}
@@ -70,18 +70,24 @@ def test_alternatives_have_as_many_tokens_and_stand_nowhere_in_the_prompt(smollm
             assert lexicon.texts[ids[0]].startswith(" ") == word.text.startswith(" ")
     assert all(lexicon.texts[ids[0]][1].isupper() for ids in others.of(words[" Mary"]))
     assert lexicon.variant((lexicon.by_text[" John"],), "Mary") == (lexicon.by_text["John"],)
-
-
-def test_words_of_scripts_without_blanks_are_tokens_and_characters_stay_whole(smollm2):
     prompt = ids_of(smollm2, "王芳和李明")
     words = words_of(smollm2, prompt.tolist())
     assert [word.text for word in words] == ["王", "芳", "和", "李", "明"]
     cut = next(word for word in words if len(word) > 1)
     for ids in Alternatives(Again.of(smollm2, prompt)).of(cut):
         assert len(smollm2.tokenizer.decode(ids)) == 1, "another whole character"
+    ids = ids_of(smollm2, "crown: Z\nhat: O\nunhappiness: B\nfork: K\ncrown:")
+    because = Because(Again.of(smollm2, ids), [Look(Head(18, 6), len(ids) - 1, 3)])
+    assert because.words[0].text == "crown"
+    pairs = [row for row in because.reasons()[0].relations if row["kind"] == "same word"]
+    assert {"crown": "shown"}.items() <= {row["text"].strip(): row["verdict"] for row in pairs}.items()
+    long = next(word for word in because.words if len(word) > 1)
+    token = Word(long.start, long.start + 1, because.texts[long.start])
+    assert {len(ids) for ids in because.others.of(long)} == {len(long)}
+    assert {len(ids) for ids in because.others.of(token)} == {1}
 
 
-def test_the_same_word_is_the_reason_of_an_induction_head(answer):
+def test_the_same_word_is_the_reason_of_an_induction_head_and_its_name_is_told_where_it_fits(answer, smollm2):
     kinds = {row["kind"]: row for row in reversed(answer.tables["relation"])}
     same = kinds["same word"]
     assert (same["text"], same["positions"], same["verdict"]) == ("jam", "4, 12", "shown")
@@ -94,6 +100,12 @@ def test_the_same_word_is_the_reason_of_an_induction_head(answer):
     assert "L17H8 and L16H0 carried 'jam' into its key" in answer.answer
     assert "jam" in {row["text"] for row in answer.tables["because"] if row["cause"] == "yes"}
     assert all(row["low"] <= row["after"] <= row["high"] for row in answer.tables["because"])
+    said = [row["line"] for row in answer.tables["said"]]
+    assert any(re.match(r"Habit: on natural text it does the same in .*\(induction\)", line) for line in said)
+    jobs = known_jobs(smollm2.weights_hash)
+    assert jobs["L16H0"] == {"previous token": 1.0}
+    assert len(jobs) == len(smollm2.heads())
+    assert known_jobs("other weights") == {}
 
 
 def test_effects_of_a_word_are_those_of_plain_forwards(nano):
@@ -167,7 +179,7 @@ def test_carriers_put_back_what_the_whole_side_puts_back(nano):
         assert row["restored"] >= row["changed"] - 0.05
 
 
-def test_heads_stand_by_what_they_change_and_the_rival_can_be_named(nano):
+def test_heads_stand_by_what_they_change_and_answers_are_compared_and_drawn(nano):
     rows = qk.why(nano, PROMPT).tables["heads"]
     changes = [row["difference"] for row in rows]
     assert changes == sorted(changes, key=abs, reverse=True)
@@ -176,9 +188,6 @@ def test_heads_stand_by_what_they_change_and_the_rival_can_be_named(nano):
     assert "rather than 'B'" in qk.why(nano, PROMPT, versus="B").answer
     with pytest.raises(BadInput, match="is the next token itself"):
         qk.why(nano, PROMPT, versus="Z")
-
-
-def test_answers_are_compared_and_drawn_and_an_interval_is_students(nano):
     first, other = (qk.why(nano, unit[0].text, "L1H1") for unit in qk.tasks.induction().test(2))
     rows = first.diff(other).table()
     assert {"attention", "because", "writers"} <= {row["table"] for row in rows}
@@ -200,27 +209,6 @@ def test_a_pair_without_other_words_takes_nothing_from_the_next(nano, monkeypatc
     assert both[pairs[0]] is None
     assert both[pairs[1]][0] == alone[0]
     torch.testing.assert_close(torch.tensor(both[pairs[1]][1]), torch.tensor(alone[1]))
-
-
-def test_a_heads_name_is_told_where_it_fits_the_prompt(answer, smollm2):
-    said = [row["line"] for row in answer.tables["said"]]
-    assert any(re.match(r"Habit: on natural text it does the same in .*\(induction\)", line) for line in said)
-    jobs = known_jobs(smollm2.weights_hash)
-    assert jobs["L16H0"] == {"previous token": 1.0}
-    assert len(jobs) == len(smollm2.heads())
-    assert known_jobs("other weights") == {}
-
-
-def test_the_first_word_is_tried_and_a_token_has_other_alternatives_than_its_word(smollm2):
-    ids = ids_of(smollm2, "crown: Z\nhat: O\nunhappiness: B\nfork: K\ncrown:")
-    because = Because(Again.of(smollm2, ids), [Look(Head(18, 6), len(ids) - 1, 3)])
-    assert because.words[0].text == "crown"
-    pairs = [row for row in because.reasons()[0].relations if row["kind"] == "same word"]
-    assert {"crown": "shown"}.items() <= {row["text"].strip(): row["verdict"] for row in pairs}.items()
-    long = next(word for word in because.words if len(word) > 1)
-    token = Word(long.start, long.start + 1, because.texts[long.start])
-    assert {len(ids) for ids in because.others.of(long)} == {len(long)}
-    assert {len(ids) for ids in because.others.of(token)} == {1}
 
 
 def test_of_a_long_prompt_copies_and_near_words_are_tried(nano, monkeypatch):

@@ -66,7 +66,7 @@ def test_all_nodes_kept_are_the_model_and_none_a_forward_with_hooks(family):
     assert not torch.allclose(none, whole)
 
 
-def test_scores_are_gradients_on_the_way():
+def test_scores_are_gradients_on_the_way_and_means_of_the_same_label_in_other_prompts():
     nodes = nodes_of_ids(qk.Scope.from_model(tiny_model("llama"), check=False))
     instead = nodes.other_prompts()["mean"]
     patching, direct = (nodes.scores(instead, (1.0,), held) for held in (False, True))
@@ -84,10 +84,6 @@ def test_scores_are_gradients_on_the_way():
     mask[:, writer, token] = False
     moved = (nodes.lead - nodes.kept([mask], nearer)[0]) / step
     assert moved == pytest.approx(patching[:, writer, token], rel=0.1, abs=1e-3)
-
-
-def test_means_are_of_the_same_label_in_other_prompts():
-    nodes = nodes_of_ids(qk.Scope.from_model(tiny_model("llama"), check=False))
     made, z = nodes.other_prompts(), nodes.values[3]
     assert made["mean"][3][0, 5] == pytest.approx((z[1, 5] + z[2, 5]) / 2, abs=1e-6)
     other = made["other"][3][0]

@@ -79,7 +79,7 @@ def test_codes_and_reconstruction_are_those_of_the_definition(tmp_path, kind, no
     assert torch.equal(coded.active, (codes > 0).sum(-1))
 
 
-def test_folders_of_earlier_versions_and_plain_files_give_the_same_codes(tmp_path):
+def test_folders_of_earlier_versions_give_the_same_codes_and_say_where_they_stand(tmp_path):
     own = weights()
     new = qk.Dictionary.load(folder(tmp_path / "new", own, architecture="topk", k=3, **HOOK))
     old = {"hook_point": "blocks.18.hook_resid_pre", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3}}
@@ -97,9 +97,6 @@ def test_folders_of_earlier_versions_and_plain_files_give_the_same_codes(tmp_pat
     other = qk.Dictionary.load(plain, layer=18)
     assert (other.k, other.threshold) == (None, None)
     assert other.fingerprint != new.fingerprint
-
-
-def test_where_a_dictionary_stands_and_that_a_centred_stream_is_centred_first(tmp_path):
     hooks = {"blocks.3.hook_resid_pre": 3, "blocks.3.hook_resid_post": 4, "transformer.h.3": 4, "layers.3.input": 3}
     for hook, layer in hooks.items():
         assert qk.Dictionary.load(folder(tmp_path / hook, weights(), hook_name=hook)).layer == layer
@@ -195,16 +192,13 @@ def plain(**more):
     return qk.Dictionary(own["W_dec"], own["W_enc"], 1, own["b_dec"], own["b_enc"], **more)
 
 
-def test_a_rotated_dictionary_is_one_with_every_direction_turned():
+def test_a_rotated_dictionary_is_turned_and_copies_are_as_sparse_with_no_token_its_own():
     own, x = plain(), stream(2, 5)
     turn = random_rotations(D, 1, 3)[0].float()
     bias = own.decoder_bias
     turned = qk.Dictionary(own.decoder @ turn.T, turn @ own.encoder, 1, bias, own.encoder_bias)
     for one, other in zip(dense(null_code("rotated", own, x, own.code(x), 3)), dense(turned.code(x)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_copies_are_as_sparse_and_no_token_keeps_its_own():
     own, x = plain(k=3), stream(2, 6)
     there = torch.ones(2, 6, dtype=torch.bool)
     there[1, 4:] = False

@@ -63,7 +63,7 @@ def gemma() -> Scope:
 
 
 @needs_gemma
-def test_it_gives_the_drink_to_mary_and_every_text_begins_with_bos_once(gemma: Scope) -> None:
+def test_it_gives_the_drink_to_mary_has_the_tokens_of_its_file_and_l5h1_binds(gemma: Scope) -> None:
     assert (gemma.n_layers, gemma.n_heads, gemma.n_kv_heads, gemma.d_head) == (18, 4, 1, 256)
     assert gemma.weights_hash == EMBEDDED[MODEL].sha256
     assert not [name for name in sys.modules if name.startswith("gemma3_270m")]
@@ -78,10 +78,6 @@ def test_it_gives_the_drink_to_mary_and_every_text_begins_with_bos_once(gemma: S
     assert gemma.encode([gemma.tokenizer.bos_token + PROMPT]).inputs["input_ids"].tolist() == ids.tolist()
     padded = gemma.encode([PROMPT, "hat: O"])
     assert (padded.inputs["input_ids"] == first).sum(1).tolist() == [1, 1]
-
-
-@needs_gemma
-def test_it_has_the_tokens_of_its_file_and_l5h1_binds(gemma: Scope) -> None:
     check_rules(packaged_file(MODEL), gemma, TEXTS)
     ranking = qk.find_heads(gemma, qk.tasks.binding(), 8, progress=False)
     (head,) = [row for row in ranking.tables["heads"] if row["head"] == "L5H1"]

@@ -25,7 +25,7 @@ def feature(nano: Scope) -> Subspace:
     return own_feature(nano, HEAD)
 
 
-def test_a_patched_run_swaps_as_the_closed_form_does(nano, feature):
+def test_a_patched_run_swaps_as_the_closed_form_does_and_edits_queries_in_their_own_space(nano, feature):
     prompt = swapped_prompt(nano, feature)
     hook = feature.as_hook("swap", *prompt.tokens)
     encoded = nano.encode([tasks.binding(4, form="sentence").test(1)[0][0]])
@@ -38,9 +38,16 @@ def test_a_patched_run_swaps_as_the_closed_form_does(nano, feature):
     with nano.patched([hook]) as model:
         edited = model(prompt.ids).logits
     assert not torch.equal(edited, nano.model(prompt.ids).logits)
+    encoded = nano.encode(["hat jam hat"])
+    hook = feature.as_hook("remove", side="query")
+    after = nano.capture_inputs(encoded, places=encoded.everywhere(), heads=HEAD, edits=[hook])
+    assert float(feature.coordinates(after.q[:, 0], "query").abs().max()) < 1e-5
+    assert float(feature.coordinates(after.q[:, 0], "key").abs().max()) > 0.1
+    assert hook.name == "blocks.1.attn.hook_rot_q"
+    assert nano.generate(encoded, edits=[hook, feature.as_hook("remove", 1, side="query")], max_new_tokens=2).shape
 
 
-def test_a_swap_is_the_closed_forms_and_a_removed_part_is_gone(feature):
+def test_a_swap_is_the_closed_forms_and_at_another_point_a_hook_is_refused(feature):
     keys = torch.randn(2, 2, 5, 24, generator=torch.Generator().manual_seed(1))
     kept = keys.clone()
     at = torch.tensor([0, 4]), torch.tensor([3, 1])  # other tokens in each sequence
@@ -56,19 +63,6 @@ def test_a_swap_is_the_closed_forms_and_a_removed_part_is_gone(feature):
     assert float(feature.coordinates(every[:, 1]).abs().max()) < 1e-5
     torch.testing.assert_close(some[:, 1, 2], every[:, 1, 2])
     assert torch.equal(some[:, 1, [0, 1, 3, 4]], keys[:, 1, [0, 1, 3, 4]])
-
-
-def test_queries_are_edited_in_their_own_space(nano, feature):
-    encoded = nano.encode(["hat jam hat"])
-    hook = feature.as_hook("remove", side="query")
-    after = nano.capture_inputs(encoded, places=encoded.everywhere(), heads=HEAD, edits=[hook])
-    assert float(feature.coordinates(after.q[:, 0], "query").abs().max()) < 1e-5
-    assert float(feature.coordinates(after.q[:, 0], "key").abs().max()) > 0.1
-    assert hook.name == "blocks.1.attn.hook_rot_q"
-    assert nano.generate(encoded, edits=[hook, feature.as_hook("remove", 1, side="query")], max_new_tokens=2).shape
-
-
-def test_at_another_point_than_its_own_a_hook_is_refused(feature):
     keys, point = torch.randn(1, 5, 4, 24, generator=torch.Generator().manual_seed(1)), SimpleNamespace
     of_keys, of_queries = feature.as_hook("remove"), feature.as_hook("remove", side="query")
     before = replace(feature, about={**feature.about, "space": "pre_rope"}).as_hook("remove")

@@ -51,7 +51,7 @@ def test_names_stand_where_their_roles_say(form):
     assert chosen == {"both": {True, False}, "ABBA": {True}, "BABA": {False}}[form]
 
 
-def test_a_copy_of_subject_is_the_same_text_up_to_the_second_mention():
+def test_a_copy_of_subject_is_the_same_text_up_to_there_and_induction_breaks_off_at_a_known_word():
     for first, copy in tasks.ioi().fit("subject", 40):
         shared = first.roles["S2"][0]
         assert first.text[:shared] == copy.text[:shared]
@@ -61,9 +61,6 @@ def test_a_copy_of_subject_is_the_same_text_up_to_the_second_mention():
             assert signs == {role(example, "IO"): 1, role(example, "S1"): -1}
     for first, copy in tasks.ioi().fit("name", 20):
         assert first.text.replace(role(first, "IO"), role(copy, "IO")) == copy.text
-
-
-def test_an_induction_prompt_breaks_off_at_a_word_that_stood_before():
     for example in examples_of(tasks.induction(6)):
         words = example.text.removeprefix("Words: ").split()
         assert words[6:] == words[: len(words) - 6]

@@ -1,15 +1,18 @@
-"""Facts about a user's own file: it is a task, or one sentence that names the line."""
+"""Facts about a user's own file: it is a task, or a sentence names the line; neighbours that are alike are said."""
 
 import json
+import random
 from itertools import permutations
 from pathlib import Path
 
 import pytest
+import torch
 
 import qkscope as qk
 from qkscope import BadInput, tasks
 from qkscope.capture.inputs import answer_ids
 from qkscope.examples import Answers, Example
+from qkscope.maths.significance import lag_one
 from qkscope.tasks.task import ANSWER, USES, Task
 from qkscope.tasks.words import BOXES, OBJECTS
 
@@ -64,7 +67,7 @@ def test_uses_are_kept_and_other_lines_are_dealt_out_evenly_by_what_they_say(tmp
     assert task.asked["hash"] != renamed.asked["hash"]  # another file
 
 
-def test_lines_of_a_group_are_one_unit_and_groups_that_share_a_prompt_one_cluster(tmp_path):
+def test_lines_of_a_group_are_one_unit_and_what_is_tested_must_be_new(tmp_path):
     lines = [{**line, "group": i % 6} for i, line in enumerate(numbered(18))]
     task = tasks.from_jsonl(write(tmp_path, *lines))
     assert sorted(len(unit) for use in USES for unit in task.draw(use, "mine", 99)) == [3] * 6
@@ -73,6 +76,13 @@ def test_lines_of_a_group_are_one_unit_and_groups_that_share_a_prompt_one_cluste
     units = tasks.from_jsonl(write(tmp_path, *lines)).fit("mine", 9)
     assert list(map(len, units)) == [2, 2]  # what does not say its use goes where its group or its copy is
     assert len({example.cluster for unit in units for example in unit}) == 1
+    lines = [*numbered(5, use="fit"), *numbered(1, 9, use="test"), *numbered(1, 2, use="test")]
+    with pytest.raises(BadInput, match="line 7 is for test, but its prompt is that of line 3, which is for fit"):
+        tasks.from_jsonl(write(tmp_path, *lines))
+    a, b = numbered(2)  # also through a group that stands between two uses
+    path = write(tmp_path, {**a, "use": "fit"}, {**b, "use": "test"}, {**a, "group": 1}, {**b, "group": 1})
+    with pytest.raises(BadInput, match="what is tested must be new"):
+        tasks.from_jsonl(path)
 
 
 def test_copies_are_said_dealt_to_one_side_and_count_as_one(tmp_path, scope):
@@ -92,16 +102,6 @@ def test_copies_are_said_dealt_to_one_side_and_count_as_one(tmp_path, scope):
     assert ranking.provenance["asked"]["notes"] == list(twice.notes)
     for row, other in zip(ranking.tables["heads"], qk.find_heads(scope, once, 4).tables["heads"], strict=True):
         assert (row["low"], row["high"]) == (other["low"], other["high"]), "eight lines, but four prompts"
-
-
-def test_what_is_tested_must_be_new(tmp_path):
-    lines = [*numbered(5, use="fit"), *numbered(1, 9, use="test"), *numbered(1, 2, use="test")]
-    with pytest.raises(BadInput, match="line 7 is for test, but its prompt is that of line 3, which is for fit"):
-        tasks.from_jsonl(write(tmp_path, *lines))
-    a, b = numbered(2)  # also through a group that stands between two uses
-    path = write(tmp_path, {**a, "use": "fit"}, {**b, "use": "test"}, {**a, "group": 1}, {**b, "group": 1})
-    with pytest.raises(BadInput, match="what is tested must be new"):
-        tasks.from_jsonl(path)
 
 
 def test_named_answers_are_read_downstream_and_said(tmp_path, scope):
@@ -167,3 +167,57 @@ def test_a_bad_line_is_named_in_one_sentence(tmp_path, line, says):
         tasks.from_jsonl(write(tmp_path, GOOD, line))
     assert says in str(caught.value)
     assert str(caught.value).endswith(".")
+
+
+WORDS = ["soap", "suit", "sword", "trophy", "tent", "guitar", "seed", "bottle", "gift", "button", "blanket", "towel"]
+
+
+def topics(path, ordered: bool, group: bool = False):
+    """Prompts about a few topics; a topic's prompts stand together, or anywhere."""
+    draw, lines = random.Random(0), []
+    for topic in range(16):
+        first, second = draw.sample(WORDS, 2)
+        for _ in range(6):
+            extra = draw.choice([word for word in WORDS if word not in (first, second)])
+            keys = [{"text": first, "labels": {"mine": 1}}, {"text": second, "labels": {"mine": -1}}]
+            line = {"prompt": f"{extra} {first} {second} {extra}", "keys": keys, "use": "fit"}
+            lines.append(line | ({"group": topic} if group else {}))
+    if not ordered:
+        draw.shuffle(lines)
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return qk.tasks.from_jsonl(path)
+
+
+@pytest.mark.parametrize(("ordered", "group"), [(True, False), (False, False), (True, True)])
+def test_a_file_in_order_is_noticed_and_group_is_the_way_out(nano, tmp_path, ordered, group):
+    task = topics(tmp_path / "mine.jsonl", ordered, group)
+    fit = qk.decompose(nano, task, "L1H0,L1H1", 96, replicates=19, out=tmp_path / "fit", progress=False)
+    said = "are alike in mine" in fit.answer
+    assert said == (ordered and not group)
+    if said:
+        assert "p = 0.001" in fit.answer
+        assert '"group" (`cluster`' in fit.answer
+    assert qk.load(tmp_path / "fit", nano).answer == fit.answer
+    again = qk.decompose(nano, task, "L1H0,L1H1", 96, replicates=19, out=tmp_path / "fit", progress=False)
+    assert again.answer == fit.answer, "which no prompt was run for"
+
+
+def autoregressive(rho: float, seed: int) -> float:
+    noise = torch.randn(64, 3, 1, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for i in range(1, 64):
+        noise[i] = rho * noise[i - 1] + (1 - rho**2) ** 0.5 * noise[i]
+    return lag_one(1 + noise[:, 0], noise[:, 1] - noise[:, 2], torch.arange(64), seed + 1000)[1]
+
+
+def test_dependence_is_found_and_rows_of_a_unit_count_together():
+    assert all(autoregressive(0.4, seed) <= 0.01 for seed in range(10))
+    alarms = sum(autoregressive(0.0, seed) <= 0.05 for seed in range(100))
+    assert alarms <= 12  # 5 expected, at the 5% level
+    draw = torch.Generator().manual_seed(0)
+    q, keys = (torch.randn(40, 2, 4, generator=draw) for _ in range(2))
+    unit = torch.arange(20).repeat_interleave(2)
+    outer = torch.einsum("bhd,bhe->bhde", q, keys).unflatten(0, (20, 2)).sum(1)
+    outer = outer - outer.mean(0)
+    norms = outer.flatten(2).square().sum((0, 2))
+    by_head = (outer[:-1] * outer[1:]).flatten(2).sum((0, 2)) / norms
+    assert lag_one(q, keys, unit)[0] == pytest.approx(float(by_head.mean()), abs=1e-6)

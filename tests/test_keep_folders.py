@@ -60,15 +60,12 @@ def test_a_thesis_survives_every_command(command, tmp_path, qkscope, no_model):
     assert contents(tmp_path) == before
 
 
-def test_weights_are_not_replaced(model, tmp_path, qkscope, no_model):
+def test_weights_are_not_replaced_and_a_link_to_a_folder_stays_one(model, tmp_path, qkscope, no_model, scope):
     weights = shutil.copyfile(model / "model.safetensors", tmp_path / "model.safetensors")
     before = contents(tmp_path)
     code, _, said = qkscope("svd", "--model", model, "--out", weights)
     assert (code, "is a file: name a folder for the results" in said) == (2, True)
     assert contents(tmp_path) == before
-
-
-def test_a_link_to_a_folder_stays_one(scope, tmp_path):
     for name in ("fits", "runs"):
         (tmp_path / name).mkdir()
         (tmp_path / f"to {name}").symlink_to(tmp_path / name)
@@ -140,7 +137,7 @@ def test_a_page_replaces_only_a_page_that_was_drawn_here(tmp_path):
     assert (run / "notes.txt").read_text() == "mine"
 
 
-def test_only_what_is_listed_is_removed(tmp_path):
+def test_only_what_is_listed_is_removed_and_an_earlier_run_survives_a_full_disk(tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_text("mine")
     folder = Result("demo", {}).write(tmp_path / "run", files={"figures/a.png": b"a", "figures/b.png": b"b"})
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -152,6 +149,18 @@ def test_only_what_is_listed_is_removed(tmp_path):
     Result("demo", {}).write(folder, files={"figures/a.png": b"new"})
     assert set(contents(folder)) == {"figures/a.png", "manifest.json", "results.json", ".work/piece"}
     assert (tmp_path / "mine.txt").read_text() == "mine"
+    # everything is on the disk before the first file takes its place
+    folder = Result("demo", {}).write(tmp_path / "run", files={"report.html": "old"})
+    before = contents(tmp_path)
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for place in (folder, tmp_path / "new"):
+        with pytest.raises(BadInput, match="No space left on device"):
+            Result("demo", {}).write(place, files={"report.html": "new"})
+    assert contents(tmp_path) == before
 
 
 def test_a_death_at_any_moment_of_writing_leaves_a_folder_that_is_whole_or_can_be_written_again(tmp_path, monkeypatch):
@@ -185,21 +194,6 @@ def test_a_death_at_any_moment_of_writing_leaves_a_folder_that_is_whole_or_can_b
         else:
             moments.append("half")
     assert list(dict.fromkeys(moments)) == ["0", "half", "1"]
-
-
-def test_an_earlier_run_survives_a_full_disk(tmp_path, monkeypatch):
-    """Everything is on the disk before the first file takes its place."""
-    folder = Result("demo", {}).write(tmp_path / "run", files={"report.html": "old"})
-    before = contents(tmp_path)
-
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    for place in (folder, tmp_path / "new"):
-        with pytest.raises(BadInput, match="No space left on device"):
-            Result("demo", {}).write(place, files={"report.html": "new"})
-    assert contents(tmp_path) == before
 
 
 OURS = "qkscope decompose 'my file.jsonl' --heads L1H0 --out 'a run' -n 5"

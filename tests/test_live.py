@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import qkscope as qk
-from browser import Watched, expect, served
+from browser import Watched, expect
 from qkscope import BadInput
 from qkscope.runs.result import Result, plain_value
 from qkscope.show import session as session_module
@@ -56,7 +56,7 @@ def session(scope, fit):
 
 @pytest.fixture(scope="module")
 def server(session):
-    with served(session) as running:
+    with Server(session) as running:
         yield running
 
 
@@ -242,7 +242,7 @@ def test_the_command_serves_until_it_is_stopped():
 
 @pytest.fixture(scope="module")
 def live(nano):
-    with served(Session(nano)) as running:
+    with Server(Session(nano)) as running:
         yield running
 
 

@@ -28,7 +28,7 @@ def scope(request: pytest.FixtureRequest) -> Scope:
     return Scope.from_model(tiny_model(request.param), check=False)
 
 
-def test_edited_keys_give_the_closed_form(scope: Scope) -> None:
+def test_edited_keys_queries_and_logits_give_the_closed_form(scope: Scope) -> None:
     encoded = encode(scope)
     before = scope.capture_inputs(encoded, heads=[HEAD])
     new = noise(2, 2, scope.d_head)
@@ -39,11 +39,6 @@ def test_edited_keys_give_the_closed_form(scope: Scope) -> None:
     row = torch.softmax(torch.cat([logits + before.bias[:, 0], before.rest], dim=-1), dim=-1)[:, :-1]
     torch.testing.assert_close(after.attention()[:, 0], row, atol=1e-5, rtol=0)
     assert (row - before.attention()[:, 0]).abs().max() > 0.01
-
-
-def test_edited_queries_and_logits_give_the_closed_form(scope: Scope) -> None:
-    encoded = encode(scope)
-    before = scope.capture_inputs(encoded, heads=[HEAD])
     query = noise(2, scope.d_head)
     after = scope.capture_inputs(encoded, heads=[HEAD], edits=[Edit.queries(HEAD, before.query_positions, query)])
     assert torch.equal(after.q[:, 0], query)
@@ -56,14 +51,11 @@ def test_edited_queries_and_logits_give_the_closed_form(scope: Scope) -> None:
     torch.testing.assert_close(after.rows().logits()[:, 0], wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(after.rest, before.rest)
     # seen from other keys the same edit is part of the rest: the whole row still sums to one
-    fewer = scope.encode([Example(ids=ids_of(encoded, i)) for i in range(2)])
+    real = zip(encoded.inputs["input_ids"], encoded.inputs["attention_mask"].bool(), strict=True)
+    fewer = scope.encode([Example(ids=row[mask].tolist()) for row, mask in real])
     rest = scope.capture_inputs(fewer, heads=[HEAD], edits=[edit]).rest
     whole = torch.logsumexp(torch.cat([after.rows().logits()[:, 0], after.rest], dim=-1), dim=-1)
     torch.testing.assert_close(rest[:, 0], whole, atol=1e-5, rtol=1e-5)
-
-
-def ids_of(encoded: Encoding, row: int) -> list[int]:
-    return encoded.inputs["input_ids"][row][encoded.inputs["attention_mask"][row].bool()].tolist()
 
 
 def rewritten(module: torch.nn.Module, write: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:

@@ -1,6 +1,10 @@
-"""What answers say: how many controls there were, no head that is below chance, tokens with their blanks."""
+"""What answers say: controls counted, no head below chance, tokens with their blanks, and no parts that do not sum."""
 
 import re
+
+import pytest
+import torch
+from torch import nn
 
 import qkscope as qk
 from qkscope.analyses.trace.verdicts import FEW
@@ -8,16 +12,16 @@ from qkscope.capture.encode import token_texts
 from qkscope.heads import parse_writers
 from qkscope.maths.writers import different, draw_alike
 
-PROMPT = "hat jam cat pen hat jam"
+WORDS = "hat jam cat pen hat jam"
 
 
 def test_controls_are_counted_once_each_and_few_heads_are_joined_by_the_next_layers(nano):
-    found = qk.why(nano, PROMPT, "L1H0", draws=20)
+    found = qk.why(nano, WORDS, "L1H0", draws=20)
     one, two = (row for row in found.tables["cuts"] if row["side"] == "key" and row["k"] <= 2)
     assert (one["draws"], one["sets"], one["verdict"]) == (20, 3, "untested")  # layer 0 has three other heads
     assert (two["sets"], two["verdict"]) == (1, "untested")
-    assert "(the one other set of heads: " in qk.trace(nano, PROMPT, "L1H0").answer
-    deeper = qk.why(nano, PROMPT, "L2H3", draws=20)
+    assert "(the one other set of heads: " in qk.trace(nano, WORDS, "L1H0").answer
+    deeper = qk.why(nano, WORDS, "L2H3", draws=20)
     for row in deeper.tables["cuts"]:
         assert row["sets"] <= row["draws"]
         assert (row["verdict"] == "untested") == (row["sets"] < FEW) or row["verdict"] in ("unattended", "vacuous")
@@ -47,3 +51,45 @@ def test_tokens_of_sentencepiece_keep_their_blank(nano):
     scope = qk.Scope(nano.model, PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>"))
     assert scope.tokenizer.decode([1]) == "Mary"
     assert token_texts(scope, [1, 2, 3]) == [" Mary", " gave", "n"]
+
+
+LENGTH = 12
+PROMPT = "hat jam cat pen cup hat jam cat pen cup hat jam cat pen cup hat"
+
+
+class Rescaled(nn.Linear):
+    """Queries rescaled by a number that depends on themselves, from some length on: no norm explains it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = super().forward(x)
+        return q if x.shape[1] < LENGTH else q * (0.5 + q.abs().mean(-1, keepdim=True))
+
+
+@pytest.fixture(scope="module")
+def broken(nano) -> qk.Scope:
+    model = qk.Scope.load("nano:mixed", check=False).model
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.__class__ = Rescaled
+    return qk.Scope.from_model(model, nano.tokenizer, name="rescaled")  # passes every check, on its short prompts
+
+
+def test_why_gives_no_shares_of_parts_that_do_not_sum(broken):
+    found = qk.why(broken, PROMPT, "L1H0", draws=2)
+    assert found.tables["check"][0]["sum_error"] > 1e-3
+    assert found.answer.startswith("The parts of L1H0 do not sum to its logit")
+    assert set(found.tables) == {"said", "attention", "output", "check"}
+    assert "written" not in str(found)
+    assert "%" in found.tables["said"][0]["line"]  # where it looks was measured
+    short = qk.why(broken, "hat jam cat hat", "L1H0", draws=2)  # below that length all is as ever
+    assert {"writers", "cuts"} <= set(short.tables)
+
+
+@pytest.mark.parametrize(("what", "heads"), [("prompt", "L1H0,L2H3"), ("task", "L1H0"), ("texts", "all")])
+def test_trace_gives_no_shares_of_parts_that_do_not_sum(broken, what, heads):
+    asked = {"prompt": PROMPT, "task": qk.tasks.induction(seed=0), "texts": [PROMPT] * 4}[what]
+    found = qk.trace(broken, asked, heads, 4, draws=2, whole=False, progress=False)
+    wrong = [row["head"] for row in found.tables["check"] if row["sum_error"] > 1e-3]
+    assert "L1H0" in wrong
+    assert "do not sum" in found.answer
+    for name in ("writers", "pairs", "cuts", "edges", "graph", "sources", "heads"):
+        assert not [row for row in found.tables.get(name, ()) if row["head"] in wrong]

@@ -56,7 +56,7 @@ def test_singular_vectors_multiply_out_and_are_orthonormal(family):
     assert float(basis.error.max()) < 1e-10
 
 
-def test_components_resolve_the_identity_and_add_up_to_every_logit():
+def test_components_add_up_to_every_logit_also_of_a_head_with_dead_dimensions():
     every = singular_basis(scope_of("llama"), "L1H2")
     basis = every["L1H2"]
     d, m = basis.read.shape
@@ -69,6 +69,15 @@ def test_components_resolve_the_identity_and_add_up_to_every_logit():
     assert torch.equal(largest(3).left[0], dual(basis.read)[:, :3])
     with pytest.raises(BadInput, match="does not fit"):
         largest(m + 1)
+    # w_Q of rank 3 in 4 dimensions: queries never leave its range, and there the components add up
+    generator = torch.Generator().manual_seed(1)
+    w_q, w_k = (torch.randn(1, 4, 9, generator=generator, dtype=torch.float64) for _ in range(2))
+    w_q[0, 3] = w_q[0, 0] - w_q[0, 1]
+    basis = basis_of_weights([Head(0, 0)], (w_q, w_k, torch.ones(1), torch.zeros(1, 4)), [False])["L0H0"]
+    x, k = torch.randn(9, generator=generator, dtype=torch.float64), torch.randn(4, dtype=torch.float64,
+                                                                                  generator=generator)  # fmt: skip
+    q = w_q[0] @ x
+    assert float(q @ components(basis.read, range(4)).matrix() @ k - q @ k) == pytest.approx(0, abs=1e-9)
 
 
 def test_a_basis_is_of_the_weights_as_they_are():
@@ -80,18 +89,6 @@ def test_a_basis_is_of_the_weights_as_they_are():
     changed = singular_basis(scope, "L0H1,L1H0")
     torch.testing.assert_close(changed.S[0], 2 * first.S[0])
     torch.testing.assert_close(changed.S[1], first.S[1])
-
-
-def test_a_head_with_dead_dimensions_still_splits_every_logit():
-    """W_Q of rank 3 in 4 dimensions: queries never leave its range, and there the components add up."""
-    generator = torch.Generator().manual_seed(1)
-    w_q, w_k = (torch.randn(1, 4, 9, generator=generator, dtype=torch.float64) for _ in range(2))
-    w_q[0, 3] = w_q[0, 0] - w_q[0, 1]
-    basis = basis_of_weights([Head(0, 0)], (w_q, w_k, torch.ones(1), torch.zeros(1, 4)), [False])["L0H0"]
-    x, k = torch.randn(9, generator=generator, dtype=torch.float64), torch.randn(4, dtype=torch.float64,
-                                                                                  generator=generator)  # fmt: skip
-    q = w_q[0] @ x
-    assert float(q @ components(basis.read, range(4)).matrix() @ k - q @ k) == pytest.approx(0, abs=1e-9)
 
 
 def everywhere(model):
@@ -187,7 +184,7 @@ def test_jacobi_finds_what_lapack_finds(kind, n):
     assert _failures(matrix[full], u[full], s[full], v[full]) == []
 
 
-def test_the_gram_way_gives_a_qr_also_of_weights_that_it_is_not_made_for():
+def test_the_gram_way_gives_a_qr_of_any_weights_and_with_jacobi_the_thin_svd():
     w = torch.randn(4, 8, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     w[1, 3] = w[1, 4]
     w[2] *= torch.logspace(0, -12, 8, dtype=torch.float64)[:, None]
@@ -196,9 +193,6 @@ def test_the_gram_way_gives_a_qr_also_of_weights_that_it_is_not_made_for():
     assert torch.allclose(q @ r, w.mT, atol=1e-13)
     assert torch.allclose(q.mT @ q, torch.eye(8, dtype=torch.float64).expand(4, -1, -1), atol=1e-13)
     assert bool((r.tril(-1).abs() < 1e-13).all())
-
-
-def test_both_together_are_the_thin_svd():
     generator = torch.Generator().manual_seed(1)
     w_q, w_k = (torch.randn(3, 8, 30, generator=generator, dtype=torch.float64) for _ in range(2))
     (q, r), (q_k, r_k) = gram_qr(w_q), gram_qr(w_k)

@@ -25,7 +25,7 @@ def scope(request: pytest.FixtureRequest) -> Scope:
     return Scope.from_model(tiny_model(request.param, **far), check=False)
 
 
-def test_query_frame_keeps_logits_and_forgets_the_absolute_position(scope: Scope) -> None:
+def test_the_query_frame_forgets_the_absolute_position_and_pre_rope_holds_none(scope: Scope) -> None:
     post, frame = capture(scope, "post_rope"), capture(scope, "query_frame")
     torch.testing.assert_close(frame.rows().logits(), post.rows().logits(), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(frame.attention(), post.attention(), atol=1e-5, rtol=0)
@@ -34,9 +34,6 @@ def test_query_frame_keeps_logits_and_forgets_the_absolute_position(scope: Scope
     assert (far_frame.q - frame.q).abs().max() / unit < 1e-4
     assert (far_frame.k - frame.k).abs().max() / unit < 1e-4
     assert (far_post.k - post.k).abs().max() / unit > 0.1  # the test would see it
-
-
-def test_pre_rope_holds_no_position(scope: Scope) -> None:
     near, far = capture(scope, "pre_rope"), capture(scope, "pre_rope", 1000)
     first = [slot for slot, head in enumerate(near.heads) if head.layer == 0]  # later layers read rotated attention
     assert torch.equal(near.q[:, first], far.q[:, first])
@@ -58,7 +55,7 @@ def test_without_rotation_all_spaces_are_one(family: str) -> None:
         assert torch.equal(other.k, post.k)
 
 
-def test_query_frame_is_refused_where_it_does_not_exist() -> None:
+def test_what_a_space_cannot_give_is_refused_and_the_rotary_function_is_put_back() -> None:
     dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
     for model, reason in (
         (tiny_model("llama", **dynamic), "depends on the length"),
@@ -67,9 +64,6 @@ def test_query_frame_is_refused_where_it_does_not_exist() -> None:
     ):
         with pytest.raises(BadInput, match=reason):
             capture(Scope.from_model(model, check=False), "query_frame")
-
-
-def test_pre_rope_gives_no_logits_and_the_rotary_function_is_put_back() -> None:
     before = modeling_llama.apply_rotary_pos_emb
     scope = Scope.from_model(tiny_model("llama"), check=False)
     batch = capture(scope, "pre_rope")

@@ -48,7 +48,7 @@ def test_terms_sum_to_the_relative_logit_and_masked_keys_do_not_count():
         key_difference(KEYS[:, :1], torch.zeros(50, dtype=torch.int64))
 
 
-def test_sparsity_and_counts_of_terms_are_what_they_say():
+def test_sparsity_and_counts_of_terms_are_what_they_say_and_null_counts_of_random_ones():
     assert float(sparsity(torch.tensor([0.0, 0.0, -4.0, 0.0]))) == pytest.approx(0.25)
     assert float(sparsity(torch.tensor([3.0, -3.0, 3.0, 3.0]))) == pytest.approx(1.0)
     terms = drawn(100, 10)
@@ -64,32 +64,6 @@ def test_sparsity_and_counts_of_terms_are_what_they_say():
     assert float(reconstruction_count(torch.tensor([9.9, 0.1, 0.0, 0.0]), 0.99)) == 1
     assert float(reconstruction_count(torch.tensor([9.9, 0.1, 0.0, 0.0]))) == 2
     assert float(reconstruction_count(torch.tensor([0.1] * 10))) == 10
-
-
-def test_a_rotated_basis_loses_the_sparsity_of_an_aligned_one():
-    """Queries and keys that hold one feature each, along the singular vectors."""
-    turns = random_rotations(5, 8, seed=1)
-    torch.testing.assert_close(turns @ turns.mT, torch.eye(5, dtype=torch.float64).expand(8, 5, 5))
-    which = one_hot(torch.randint(10, (200,), generator=torch.Generator().manual_seed(0)), 10).double()
-    query, difference = which + 0.01 * drawn(200, 10), which + 0.01 * drawn(200, 10, seed=1)
-    s = torch.ones(10, dtype=torch.float64)
-    assert float(sparsity(query * s * difference).mean()) < 0.11
-    assert float(sparsity(rotated_terms(query, s, difference)).mean()) > 0.3
-
-
-def test_directions_drawn_for_each_prompt_are_what_rotations_give():
-    """Mean sparsity over many rotation matrices equals that over uniform directions, of both nulls."""
-    alpha, beta = drawn(2, 1, 1, 12)
-    s = torch.linspace(3.0, 0.1, 12, dtype=torch.float64)
-    by_matrix = sparsity(rotated_terms(alpha, s, beta, 2000)).mean()
-    by_prompt = sparsity(turned_terms(alpha.expand(200, 1, 12), s[None], 20, range(200))).mean()
-    assert float(by_prompt) == pytest.approx(float(by_matrix), abs=0.008)
-    one, other = (torch.einsum("abm,rmn->rabn", x, random_rotations(12, 2000, 0)) for x in (alpha, beta))
-    ours = shared_sparsity(alpha.expand(200, 1, 12), beta.expand(200, 1, 12), 20, range(200)).mean()
-    assert float(ours) == pytest.approx(float(sparsity(one * other).mean()), abs=0.008)
-
-
-def test_null_counts_are_those_of_random_terms_with_the_same_sum_and_norm():
     single = torch.zeros(1, 64, dtype=torch.float64)
     single[0, 3] = 5.0
     assert float(reconstruction_count(single)) == 1
@@ -98,3 +72,23 @@ def test_null_counts_are_those_of_random_terms_with_the_same_sum_and_norm():
     assert float(null_count(even)) == 8
     assert float(cancellation(even)) == 1.0
     assert float(cancellation(torch.tensor([[2.0, -1.0]]))) == pytest.approx(1 / 3)
+
+
+def test_a_rotated_basis_loses_sparsity_and_drawn_directions_are_what_rotations_give():
+    """Queries and keys that hold one feature each, along the singular vectors."""
+    turns = random_rotations(5, 8, seed=1)
+    torch.testing.assert_close(turns @ turns.mT, torch.eye(5, dtype=torch.float64).expand(8, 5, 5))
+    which = one_hot(torch.randint(10, (200,), generator=torch.Generator().manual_seed(0)), 10).double()
+    query, difference = which + 0.01 * drawn(200, 10), which + 0.01 * drawn(200, 10, seed=1)
+    s = torch.ones(10, dtype=torch.float64)
+    assert float(sparsity(query * s * difference).mean()) < 0.11
+    assert float(sparsity(rotated_terms(query, s, difference)).mean()) > 0.3
+    # mean sparsity over many rotation matrices equals that over uniform directions, of both nulls
+    alpha, beta = drawn(2, 1, 1, 12)
+    s = torch.linspace(3.0, 0.1, 12, dtype=torch.float64)
+    by_matrix = sparsity(rotated_terms(alpha, s, beta, 2000)).mean()
+    by_prompt = sparsity(turned_terms(alpha.expand(200, 1, 12), s[None], 20, range(200))).mean()
+    assert float(by_prompt) == pytest.approx(float(by_matrix), abs=0.008)
+    one, other = (torch.einsum("abm,rmn->rabn", x, random_rotations(12, 2000, 0)) for x in (alpha, beta))
+    ours = shared_sparsity(alpha.expand(200, 1, 12), beta.expand(200, 1, 12), 20, range(200)).mean()
+    assert float(ours) == pytest.approx(float(sparsity(one * other).mean()), abs=0.008)

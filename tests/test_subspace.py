@@ -41,14 +41,11 @@ def test_a_silently_wrong_svd_is_caught_and_done_again(monkeypatch):
         checked_svd(matrices)
 
 
-def test_energy_rank_is_the_smallest_that_holds_the_share():
+def test_an_energy_rank_is_the_smallest_and_a_subspace_recovers_planted_directions():
     s = torch.tensor([[3.0, 1.0, 0.1, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1e-9, 0.0, 0.0]])
     assert energy_rank(s).tolist() == [2, 4, 0, 1]
     assert energy_rank(s, 0.5).tolist() == [1, 2, 0, 1]
     assert energy_rank(s, 1.0).tolist()[1] == 4
-
-
-def test_a_subspace_recovers_planted_directions():
     u, v = orthonormal(1, 8, 3), orthonormal(2, 8, 3)
     delta = u @ torch.diag(torch.tensor([5.0, 4.0, 3.0], dtype=torch.float64)) @ v.mT
     feature = Subspace.from_delta(delta + 1e-3 * randn(3, 8, 8), head="L3H1", contrast="order")
@@ -68,16 +65,11 @@ def test_a_subspace_recovers_planted_directions():
 
 @given(seeds)
 @settings(max_examples=10)
-def test_joint_basis_counts_shared_directions_once(seed):
+def test_shared_directions_count_once_and_oblique_projectors_annihilate_the_others(seed):
     whole = orthonormal(seed, 9, 5)
     joint = joint_basis([whole[:, :3], whole[:, 1:5]])
     assert joint.shape == (9, 5)
     torch.testing.assert_close(joint @ joint.mT, whole @ whole.mT)
-
-
-@given(seeds)
-@settings(max_examples=10)
-def test_oblique_projectors_keep_their_own_and_annihilate_the_others(seed):
     bases = [orthonormal(seed, 10, 3), orthonormal(seed + 1, 10, 2), orthonormal(seed + 2, 10, 1)]
     projectors, condition = oblique_projectors(bases)
     assert condition >= 1

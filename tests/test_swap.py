@@ -108,7 +108,7 @@ def test_parts_that_cancel_move_attention_and_carry_nothing():
     assert float(sham.carried.abs().max()) == 0.0
 
 
-def test_baselines_find_what_varies():
+def test_baselines_find_what_varies_and_a_row_that_attends_to_neither_key_moves_nothing():
     keys = torch.cat([5 * randn(0, 500, 1, 2), 0.1 * randn(1, 500, 1, 4)], dim=-1)
     queries = torch.cat([randn(2, 500, 1, 1), 0.01 * randn(3, 500, 1, 1), 3 * randn(4, 500, 1, 4)], dim=-1)
     cov_k, cov_q = Covariance(1, 6), Covariance(1, 6)
@@ -118,6 +118,15 @@ def test_baselines_find_what_varies():
     assert torch.linalg.svdvals(pca[:2]).min() > 0.99
     both = cov_qk(cov_q.matrix(), cov_k.matrix())(1).left[0]
     assert both[0].abs() > 0.99  # queries hardly vary along the second direction in which keys do
+    rows = random_rows(0)
+    hidden = rows.bias.clone()
+    hidden[2, :, :2] = -torch.inf
+    rows = AttentionRows(rows.q, rows.k, rows.scale, rows.kv_of_head, rows.softcap, hidden, rows.rest)
+    p = Projector.orthogonal(orthonormal(0, 6, 2).expand(4, 6, 2))
+    effect = swap_attention(rows, torch.zeros(7, dtype=int), torch.ones(7, dtype=int), p)
+    assert effect.shift[2].abs().max() == 0
+    assert effect.shift.isfinite().all()
+    assert effect.shift.abs().sum() > 0
 
 
 def test_targets_are_drawn_by_the_address_of_their_row_and_never_the_original():
@@ -132,18 +141,6 @@ def test_targets_are_drawn_by_the_address_of_their_row_and_never_the_original():
     some = torch.randperm(4000)[:50]
     assert torch.equal(draw_targets(orig[some], allowed[some], 0, row[some]), target[some])
     assert not torch.equal(draw_targets(orig, allowed, 1, row), target)
-
-
-def test_a_row_that_attends_to_neither_key_moves_nothing():
-    rows = random_rows(0)
-    hidden = rows.bias.clone()
-    hidden[2, :, :2] = -torch.inf
-    rows = AttentionRows(rows.q, rows.k, rows.scale, rows.kv_of_head, rows.softcap, hidden, rows.rest)
-    p = Projector.orthogonal(orthonormal(0, 6, 2).expand(4, 6, 2))
-    effect = swap_attention(rows, torch.zeros(7, dtype=int), torch.ones(7, dtype=int), p)
-    assert effect.shift[2].abs().max() == 0
-    assert effect.shift.isfinite().all()
-    assert effect.shift.abs().sum() > 0
 
 
 HEADS = ["L1H3", "L0H1", "L1H0"]  # two layers, out of order, two of one key head's group apart
@@ -271,7 +268,7 @@ def test_bad_swaps_are_one_sentence(scope, task, fit, options, says):
         swap(scope, **{"units": task.test(2), "fit": fit, **options})
 
 
-def test_spaces_without_attention_cannot_be_swapped(scope, task):
+def test_spaces_without_attention_are_refused_and_what_cannot_be_exchanged_is_untested(scope, task):
     before = decompose(scope, task, "L0H0", 8, space="pre_rope", replicates=3)
     with pytest.raises(BadInput, match="pre_rope vectors do not give the model's attention"):
         swap(scope, task.test(2), before)
@@ -279,6 +276,14 @@ def test_spaces_without_attention_cannot_be_swapped(scope, task):
     assert swap(scope, task.test(2), frame).table()
     with pytest.raises(BadInput, match="a patched run writes post_rope keys"):
         swap(scope, task.test(2), frame, downstream=True)
+    with pytest.raises(BadInput, match="a swap without a fit cannot exchange a feature in its text"):
+        swap(scope, tasks.binding(4).test(2), heads="L0H0", subspaces={"mine": EYE}, truth=True)
+    listed = tasks.filter(["fruits", "animals"], items=2)
+    fitted = decompose(scope, listed, "L0H0", 12, replicates=3)
+    found = swap(scope, listed.test(6), fitted, features=["fruits", "animals"], draws=2, truth=True)
+    tested = {row["feature"]: row["tested"] for row in found.table() if row["kind"] == "feature"}
+    assert (tested["fruits"], tested["animals"], tested["both"] > 0) == (0, 0, True)
+    assert "fruits cannot be exchanged in these texts, and is untested." in found.answer
 
 
 def test_a_full_swap_downstream_is_an_exchange_of_the_two_keys(scope, task):
@@ -370,14 +375,3 @@ def test_the_true_row_is_a_run_of_the_other_text_and_is_met_by_either_query(scop
     kinds = {row["kind"]: row["distance"] for row in swap(scope, units, full, "L1H0", draws=1, truth=True).table()}
     for kind in ("feature", "key_pca", "omega_svd", "trained"):  # whoever fills the head swaps the whole key
         assert kinds[kind] == pytest.approx(kinds["whole"], abs=1e-5)
-
-
-def test_what_cannot_be_exchanged_is_said_in_a_sentence_and_untested(scope):
-    with pytest.raises(BadInput, match="a swap without a fit cannot exchange a feature in its text"):
-        swap(scope, tasks.binding(4).test(2), heads="L0H0", subspaces={"mine": EYE}, truth=True)
-    listed = tasks.filter(["fruits", "animals"], items=2)
-    fitted = decompose(scope, listed, "L0H0", 12, replicates=3)
-    found = swap(scope, listed.test(6), fitted, features=["fruits", "animals"], draws=2, truth=True)
-    tested = {row["feature"]: row["tested"] for row in found.table() if row["kind"] == "feature"}
-    assert (tested["fruits"], tested["animals"], tested["both"] > 0) == (0, 0, True)
-    assert "fruits cannot be exchanged in these texts, and is untested." in found.answer

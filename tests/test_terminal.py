@@ -101,15 +101,12 @@ def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_con
     assert len(tables(everything)) >= 2
 
 
-def test_why_splits_by_the_features_of_a_fit_of_this_model_at_its_first_head(printed, fitted):
+def test_why_splits_by_the_features_of_a_fit_and_a_token_is_named_by_its_place_or_its_text(printed, fitted):
     prompt = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
     text = printed("why", prompt, "--fit", fitted)
     assert text == printed("why", prompt, "--fit", fitted, "--head", "L1H0", "--model", "nano:mixed")
     assert "By features  " in text
     assert following(text) == f"qkscope view --live --fit {fitted}"
-
-
-def test_a_token_is_named_by_its_place_or_its_text(printed):
     asked = ["why", r"hat: O\njam: Z\njam:", "--head", "L1H0", "--model", "nano:mixed", "--query"]
     by_place, by_text = (json.loads(printed(*asked, q, "--key", k, "--json")) for q, k in ((9, 3), ("jam#2", "O")))
     assert by_place["tables"] == by_text["tables"]
@@ -163,7 +160,7 @@ def test_numbers_are_never_cut_and_all_columns_stand_one_below_the_other_where_a
     assert len(lines([row], columns, 1000, whole=True)) == 3
 
 
-def test_every_option_has_its_help_and_its_default_and_no_parameter_is_lost_by_mistake():
+def test_every_option_has_its_help_and_its_default_and_the_help_needs_nothing_heavy():
     """From one docstring; what is for Python alone cannot be typed: mappings, functions, lists of numbers, objects."""
     for name, home in verbs.VERBS.items():
         module, _, function = home.partition(":")
@@ -177,9 +174,6 @@ def test_every_option_has_its_help_and_its_default_and_no_parameter_is_lost_by_m
             if not options:
                 python = ("Mapping", "Callable", "Sequence", "Probe", "Targets")
                 assert parameter.name == "progress" or any(map(parameter.takes, python)), (name, parameter.name)
-
-
-def test_the_help_needs_nothing_heavy():
     asked = [sys.executable, "-X", "importtime", "-m", "qkscope", "--help"]
     done = subprocess.run(asked, capture_output=True, text=True)
     assert "demo" in done.stdout

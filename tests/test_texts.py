@@ -42,7 +42,7 @@ def runs(passages) -> set[tuple[int, ...]]:
     return {passage.ids[i : i + RUN] for passage in passages for i in range(len(passage.ids) - RUN + 1)}
 
 
-def test_each_file_of_a_folder_is_a_document(tmp_path):
+def test_each_file_of_a_folder_is_a_document_and_what_cannot_be_read_is_one_sentence(tmp_path):
     for i in range(20):
         (tmp_path / f"{i:02d}.txt").write_text(f"Text {i}\n\nand more.\n")
     (tmp_path / "inner").mkdir()
@@ -52,6 +52,16 @@ def test_each_file_of_a_folder_is_a_document(tmp_path):
     found = read_documents([tmp_path])
     assert [document.text for document in found] == [f"Text {i}\n\nand more." for i in range(20)] + ["A note."]
     assert read_documents([tmp_path / "03.txt", tmp_path])[0].text == "Text 3\n\nand more."
+    (tmp_path / "raw.txt").write_bytes(b"\xff\xfe\x00x")
+    for path, says in [
+        ("nothing.txt", "cannot be read"),
+        ("raw.txt", "not text in UTF-8"),
+        ("/dev/zero", "no plain file"),  # it never ends
+    ]:
+        with pytest.raises(BadInput, match=says):
+            read_documents([tmp_path / path])
+    (tmp_path / "ends.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    assert read_documents([tmp_path / "ends.txt"])[0].text == "one\ntwo\nthree"
 
 
 @pytest.mark.parametrize("mark", ["\n\n", "\n", " "])
@@ -67,19 +77,6 @@ def test_one_long_file_is_cut_into_sections_and_says_so(tmp_path, caplog, mark):
     assert all(document.text.lstrip()[0].isdigit() for document in found) or mark == " "
 
 
-def test_what_cannot_be_read_is_one_sentence(tmp_path):
-    (tmp_path / "raw.txt").write_bytes(b"\xff\xfe\x00x")
-    for path, says in [
-        ("nothing.txt", "cannot be read"),
-        ("raw.txt", "not text in UTF-8"),
-        ("/dev/zero", "no plain file"),  # it never ends
-    ]:
-        with pytest.raises(BadInput, match=says):
-            read_documents([tmp_path / path])
-    (tmp_path / "ends.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
-    assert read_documents([tmp_path / "ends.txt"])[0].text == "one\ntwo\nthree"
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sides_hold_their_shares_whole_documents_and_no_run_twice(seed):
     ids = drawn(60, seed=seed)
@@ -92,7 +89,7 @@ def test_sides_hold_their_shares_whole_documents_and_no_run_twice(seed):
     assert len(set.union(*by_side)) == sum(map(len, by_side))
 
 
-def test_documents_that_share_much_stay_together_whatever_the_seed():
+def test_documents_that_share_much_stay_together_and_a_single_shared_run_ties_nothing(caplog):
     ids = drawn(24)
     ids[20][:100] = ids[3][200:300]  # a sixth of one in another
     ids[11][300:500] = ids[20][300:500]  # and a third in that one
@@ -102,10 +99,6 @@ def test_documents_that_share_much_stay_together_whatever_the_seed():
         assert where["d3"] == where["d20"] == where["d11"]
         assert len(where["d3"]) == 1
         assert groups["d3"] == groups["d20"] == groups["d11"] != groups["d4"]
-
-
-def test_a_single_shared_run_ties_nothing_and_its_passage_is_left_out(caplog):
-    ids = drawn(24)
     for own in ids:
         own[210:218] = range(8)  # a greeting in all of them
     with caplog.at_level(logging.INFO):
@@ -117,7 +110,7 @@ def test_a_single_shared_run_ties_nothing_and_its_passage_is_left_out(caplog):
     assert sum(map(len, found.values())) == 144 - dropped
 
 
-def test_passages_are_the_documents_ids_in_order_each_behind_what_the_tokenizer_puts_in_front():
+def test_passages_are_the_documents_ids_in_order_and_too_few_documents_say_how_many_are_needed():
     ids = drawn(24, length=LENGTH)
     found = split(documents(ids), lambda text: [7, *encode(text), 8])
     for i, own in enumerate(ids):
@@ -125,9 +118,6 @@ def test_passages_are_the_documents_ids_in_order_each_behind_what_the_tokenizer_
         assert [token for piece in pieces for token in piece[1:]] == own
         assert {piece[0] for piece in pieces} == {7}
         assert sorted(map(len, pieces)) == [LENGTH // 2 + 1, LENGTH // 2 + 1]  # as few as can be, about as long
-
-
-def test_too_few_documents_say_how_many_are_needed():
     assert set(split(documents(drawn(6)), encode, sides={"fit": 1, "test": 1})) == {"fit", "test"}
     for ids, options, says in (
         (drawn(FEW - 1), {}, "a split needs 12 documents or more, but got 11: give more"),

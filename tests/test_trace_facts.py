@@ -42,7 +42,7 @@ def sums_to_its_logit(found):
     return True
 
 
-def test_writers_of_each_side_and_pairs_of_a_prompt_sum_to_the_logit(nano, scope, induction):
+def test_writers_and_pairs_sum_to_the_logit_and_with_nothing_taken_out_the_model_is_as_it_was(nano, scope, induction):
     both = traced(nano, qk.tasks.filter(), ["L1H0", "L2H3"])  # many right keys
     assert [row["head"] for row in both.tables["check"]] == ["L1H0", "L2H3"]
     for found in (induction, both, traced(scope, qk.tasks.binding(4), "L1H2")):
@@ -55,6 +55,14 @@ def test_writers_of_each_side_and_pairs_of_a_prompt_sum_to_the_logit(nano, scope
     assert sum(token["attention"] for token in one.token_rows()) == pytest.approx(1, abs=1e-5)
     found = qk.trace(nano, TASK, "L1H0", 1, draws=2, progress=False)
     assert found.tables["writers"][0]["low"] is None
+    rows = {(row["size"], row["kind"], row["mlps"]): row for row in induction.tables["whole"]}
+    check, none = induction.tables["check"][0], rows[0, "chosen", "live"]
+    for name in ("attention", "first", "among", "accuracy"):
+        assert none[name] == pytest.approx(check[name], abs=1e-5)
+    assert none["answer"] == none["answer_before"]
+    assert rows[2, "chosen", "live"]["answer"] < 0.5 * none["answer"]
+    assert rows[2, "chosen", "live"]["answer"] < rows[2, "random", "live"]["answer"]
+    assert rows[2, "random", "live"]["draws"] == N  # a draw of its own for each prompt
 
 
 def test_a_feature_and_all_that_is_not_in_it_sum_to_the_whole(nano, induction):
@@ -173,14 +181,3 @@ def test_a_task_without_right_keys_is_refused(nano, head):
     task = qk.tasks.Task("mine", {"mine": qk.tasks.Contrast("mine", "this / that")}, draw)
     with pytest.raises(BadInput, match="its keys labelled answer, and this one has none"):
         traced(nano, task, head)
-
-
-def test_with_nothing_taken_out_the_running_model_is_as_it_was(induction):
-    rows = {(row["size"], row["kind"], row["mlps"]): row for row in induction.tables["whole"]}
-    check, none = induction.tables["check"][0], rows[0, "chosen", "live"]
-    for name in ("attention", "first", "among", "accuracy"):
-        assert none[name] == pytest.approx(check[name], abs=1e-5)
-    assert none["answer"] == none["answer_before"]
-    assert rows[2, "chosen", "live"]["answer"] < 0.5 * none["answer"]
-    assert rows[2, "chosen", "live"]["answer"] < rows[2, "random", "live"]["answer"]
-    assert rows[2, "random", "live"]["draws"] == N  # a draw of its own for each prompt

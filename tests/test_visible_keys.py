@@ -39,7 +39,7 @@ def every_use(after: str, query: str | None = None, start: str = "The ") -> list
     return [line for use, words in uses for line in lines_of(use, list(words), after, query, start)]
 
 
-def test_a_key_after_the_query_is_refused_by_line_and_key(tmp_path, scope):
+def test_a_key_after_the_query_is_refused_by_line_and_one_outside_a_window_for_its_head_alone(tmp_path, scope):
     """Line 3 asks from between its keys; once this was an "interaction" with p = 0.005."""
     lines = every_use("is in Box")
     task = file_of(tmp_path, *lines)
@@ -58,6 +58,17 @@ def test_a_key_after_the_query_is_refused_by_line_and_key(tmp_path, scope):
 
     with pytest.raises(BadInput, match=r"in 'The hat', key 1 \('hat'\) is the token that asks"):
         scope.encode([Example(text="The hat", keys=(Key((4, 7), {"mine": 1}),))])
+    gemma = Scope.from_model(tiny_model("gemma3"), check=False)
+    sliding = [kind == "sliding_attention" for kind in gemma.model.config.get_text_config().layer_types]
+    near, far = sliding.index(True), sliding.index(False)
+    unit_runner(gemma, looking(11, [1, 10]), [Head(far, 0)])([0, 1])
+    with pytest.raises(BadInput, match=rf"key 1 \(\(11,\)\) is out of sight of L{near}H0, which looks only so far"):
+        unit_runner(gemma, looking(11, [1, 10]), [Head(near, 0)])([0, 1])
+
+    marks = (Key((1, 2), {"answer": 1}), Key((10, 11), {"answer": -1}))
+    units = [(Example(ids=tuple(range(10, 22)), keys=marks),)]
+    task = Task("mine", {"mine": Contrast("mine", "")}, lambda use, contrast, n: units)
+    assert len(qk.find_heads(gemma, task, 1).tables["heads"]) == len(gemma.heads())  # a head that sees it decides
 
 
 def test_a_key_that_is_the_first_token_is_said_once_and_in_the_result(tmp_path, scope, caplog):
@@ -81,17 +92,3 @@ def looking(query: int, keys: list[int], length: int = 12) -> list[tuple[Example
     marks = tuple(Key((i, i + 1), {"mine": sign}) for i, sign in zip(keys, (1, -1), strict=True))
     ids = [tuple(range(start, start + length)) for start in (10, 11)]
     return [(Example(ids=own, queries=((query, query + 1),), keys=marks),) for own in ids]
-
-
-def test_a_key_outside_a_heads_window_is_refused_for_that_head_alone():
-    gemma = Scope.from_model(tiny_model("gemma3"), check=False)
-    sliding = [kind == "sliding_attention" for kind in gemma.model.config.get_text_config().layer_types]
-    near, far = sliding.index(True), sliding.index(False)
-    unit_runner(gemma, looking(11, [1, 10]), [Head(far, 0)])([0, 1])
-    with pytest.raises(BadInput, match=rf"key 1 \(\(11,\)\) is out of sight of L{near}H0, which looks only so far"):
-        unit_runner(gemma, looking(11, [1, 10]), [Head(near, 0)])([0, 1])
-
-    marks = (Key((1, 2), {"answer": 1}), Key((10, 11), {"answer": -1}))
-    units = [(Example(ids=tuple(range(10, 22)), keys=marks),)]
-    task = Task("mine", {"mine": Contrast("mine", "")}, lambda use, contrast, n: units)
-    assert len(qk.find_heads(gemma, task, 1).tables["heads"]) == len(gemma.heads())  # a head that sees it decides

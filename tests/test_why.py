@@ -131,12 +131,14 @@ def test_a_question_is_answered_in_fourteen_lines(smollm2, capsys, monkeypatch):
     assert max(map(len, lines)) <= 80
 
 
-def test_a_head_of_the_first_layer_reads_the_embedding_and_is_not_traced_next(nano):
+def test_a_head_of_the_first_layer_and_the_shortest_prompt_are_answered(nano):
     found = qk.why(nano, PROMPT, "L0H1", draws=2)
     assert {row["part"] for row in found.tables["parts"] if row["by"] == "writers"} == {"embedding", "bias", "rest"}
     arguments = ["why", "hat: O jam: Z jam:", "--model", "nano:mixed"]
     printed = CliRunner().invoke(app, [*arguments, "--head", "L0H0"]).stdout
     assert printed.splitlines()[-1] == "Next: qkscope why 'hat: O jam: Z jam:' --model nano:mixed"
+    found = qk.why(nano, "hat", "L1H0", draws=2)  # the query is the only key besides the first
+    assert "graph" not in found.tables
 
 
 @pytest.mark.parametrize(
@@ -150,11 +152,6 @@ def test_a_head_of_the_first_layer_reads_the_embedding_and_is_not_traced_next(na
 def test_what_cannot_be_asked_is_refused(nano, prompt, asked, said):
     with pytest.raises(BadInput, match=said):
         qk.why(nano, prompt, **asked)
-
-
-def test_the_shortest_prompt_is_answered(nano):
-    found = qk.why(nano, "hat", "L1H0", draws=2)  # the query is the only key besides the first
-    assert "graph" not in found.tables
 
 
 def test_pieces_of_a_character_are_read_whole_or_named(smollm2):
@@ -180,7 +177,7 @@ def over(nano):
     return qk.why(nano, BOXES, heads=HEADS)
 
 
-def test_reasons_over_prompts_are_those_of_each_prompt(nano, over):
+def test_reasons_over_prompts_are_those_of_each_and_intervals_of_those_where_a_head_looks(nano, over):
     rows = over.tables["prompts"]
     assert [(row["prompt"], row["head"]) for row in rows] == [(i, head) for i in range(3) for head in HEADS]
     for row in rows:
@@ -189,9 +186,6 @@ def test_reasons_over_prompts_are_those_of_each_prompt(nano, over):
         assert (row["key"], row["attention"]) == (attended["position"], pytest.approx(attended["attention"], abs=1e-6))
         shown = [r["kind"] for r in alone.tables.get("relation", ()) if r["verdict"] == "shown"]
         assert row["kind"] == ("no look" if row["attention"] < 0.3 else shown[0])
-
-
-def test_counts_and_intervals_are_of_the_prompts_where_a_head_looks(over):
     for row in over.tables["reasons"]:
         own = [r for r in over.tables["prompts"] if r["head"] == row["head"]]
         assert row["count"] == sum(r["kind"] == row["kind"] for r in own)
@@ -231,7 +225,7 @@ def test_heads_that_decide_most_often_are_counted_over_prompts(nano):
         assert row["difference"] == pytest.approx(sum(r["difference"] for r in own) / 2, abs=1e-5)
 
 
-def test_right_and_wrong_answers_are_told_apart(nano, tmp_path):
+def test_right_and_wrong_answers_are_told_apart_and_reasons_that_go_with_them_differ(nano, tmp_path):
     lines = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(BOXES, "ZOK", strict=True)]
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
@@ -242,8 +236,6 @@ def test_right_and_wrong_answers_are_told_apart(nano, tmp_path):
     assert {row["verdict"] for row in found.tables["differs"]} == {"too few"}
     assert "too few to compare (5 of each are needed)" in found.answer
 
-
-def test_a_reason_that_goes_with_right_answers_differs():
     def rows(kind, right, count):
         return [{"head": "L1H0", "kind": kind, "right": right}] * count
 

@@ -117,7 +117,7 @@ def test_smoke_already_shows_exact_ranks_swaps_and_a_cube(heads, out):
     assert len(list((out / "heads" / "heads").iterdir())) == 5, "four cells of fig2, one head for both fig3 and fig4"
 
 
-def test_the_papers_templates_reach_a_model_that_has_one(llama, out):
+def test_templates_reach_a_model_and_binding_swaps_stand_beside_their_baselines(llama, out):
     asked = json.loads((out / "llama" / "lee2026" / "fig9" / "manifest.json").read_text())["asked"]
     assert (asked["chat"], asked["form"]) == (True, "question")
     prompt = llama["fig10"].tables["prompt"][0]["text"]
@@ -125,9 +125,6 @@ def test_the_papers_templates_reach_a_model_that_has_one(llama, out):
     assert prompt.endswith(" in?\nAnswer: Box")  # the model's own turn follows
     tokens = [row["token"] for row in llama["fig10"].tables["tokens"]]
     assert (tokens[0], tokens[-1]) == ("<user>", "<bot>")  # the last token of the template asks
-
-
-def test_binding_swaps_stand_beside_their_baselines_and_a_random_model_binds_nothing(llama):
     rows, theirs = (llama["fig9"].tables[table] for table in ("swap", "paper_swap"))
     assert [(row["head"], row["condition"]) for row in theirs] == [(row["head"], row["condition"]) for row in rows]
     assert any(a["shift"] != b["shift"] for a, b in zip(theirs, rows, strict=True))
@@ -140,7 +137,7 @@ def test_binding_swaps_stand_beside_their_baselines_and_a_random_model_binds_not
     assert [claim.holds for claim in both] == [False, False]
 
 
-def test_figures_share_their_toys_and_figure_23_its_controls(toys, out):
+def test_figures_share_their_toys_their_columns_are_defined_and_figure_23_has_controls(toys, out):
     settings = Settings("smoke", out / "toys")
     asked = [figure_of("franco2026", figure).asked for figure in toys]  # theorems have no toys
     used = {cell for own in asked if "cells" in own for cells in own["cells"](settings).values() for cell in cells}
@@ -152,9 +149,6 @@ def test_figures_share_their_toys_and_figure_23_its_controls(toys, out):
     last = [row["on_last"] for row in untrained if row["surplus"]]
     assert fitting.control == pytest.approx(sum(own) / len(own))
     assert on_last.control == pytest.approx(sum(last) / len(last))
-
-
-def test_every_column_is_defined_in_the_docs(toys):
     page = (Path(__file__).parents[1] / "docs" / "results-franco2026.md").read_text().partition("## Columns")[2]
     named = set(re.findall(r"`([a-z_0-9]+)`", page)) | {f"band_{i}" for i in range(5)}
     ends = re.compile(r"_(sd|untrained|low|high)$")
@@ -186,12 +180,19 @@ def test_figures_of_training_run_on_a_nano_by_default(swept):
     assert counts == {"count", "count_tol", "count_null", "count_tol_null"}
 
 
-def test_one_sweep_serves_them_all_and_is_found_again(swept, out):
+def test_one_sweep_serves_all_and_the_papers_one_prompt_can_be_asked_for(swept, out, tmp_path):
     (folder,) = (out / "swept" / "franco2026" / "sweeps").iterdir()
     stamps = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     model_sweep._swept.cache_clear()
     reproduce("franco2026", ["fig9b"], preset="smoke", out=out / "swept", again=True)
     assert stamps == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    results = reproduce("franco2026", ["fig8", "fig9b"], preset="smoke", out=tmp_path, prompts="single")
+    for table in ("sparsity", "counts"):
+        assert {row["n"] for row in results["fig9b"].tables[table]} == {1}
+    assert json.loads((tmp_path / "franco2026" / "fig8" / "manifest.json").read_text())["figure"]["prompts"] == "single"
+    for figures, prompts in ((["fig9a"], "stories"), (["fig8"], "stories")):
+        with pytest.raises(BadInput, match=f"no prompts '{prompts}'"):
+            reproduce("franco2026", figures, preset="smoke", out=tmp_path, prompts=prompts)
 
 
 def test_a_model_with_one_checkpoint_has_no_training_to_show(swept, nano, tmp_path):
@@ -201,13 +202,3 @@ def test_a_model_with_one_checkpoint_has_no_training_to_show(swept, nano, tmp_pa
     found = reproduce("franco2026", ["fig7b"], **asked)["fig7b"]
     assert "training" not in found.tables
     assert not any("over training" in claim.claim for claim in found.claims)
-
-
-def test_the_papers_one_prompt_can_be_asked_for(swept, tmp_path):
-    results = reproduce("franco2026", ["fig8", "fig9b"], preset="smoke", out=tmp_path, prompts="single")
-    for table in ("sparsity", "counts"):
-        assert {row["n"] for row in results["fig9b"].tables[table]} == {1}
-    assert json.loads((tmp_path / "franco2026" / "fig8" / "manifest.json").read_text())["figure"]["prompts"] == "single"
-    for figures, prompts in ((["fig9a"], "stories"), (["fig8"], "stories")):
-        with pytest.raises(BadInput, match=f"no prompts '{prompts}'"):
-            reproduce("franco2026", figures, preset="smoke", out=tmp_path, prompts=prompts)

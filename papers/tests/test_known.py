@@ -9,13 +9,15 @@ from qkscope_papers.known.compiled import FIRST, load_program, programs
 from qkscope_papers.known.programs import looks_of, patched, score, word_rows, writer_rows
 
 
-def test_every_program_attends_as_tracr_said_when_it_was_compiled():
+def test_every_program_attends_as_tracr_said_and_a_selector_true_everywhere_splits_nothing():
     for name, said in programs().items():
         scope = load_program(name)
         for layer, rows in enumerate(said["logits"]):
             for head, row in enumerate(rows):
                 ours = scope.attention(" ".join([FIRST, *said["test"]]), f"L{layer}H{head}")
                 torch.testing.assert_close(ours, torch.tensor(row).softmax(-1), rtol=0, atol=1e-5)
+    found = qk.trace(load_program("count_less_freq"), f"{FIRST} a b c", "L1H0", query=1, key=2, depth=0, draws=1)
+    assert "there is no relative logit to split" in found.answer
 
 
 @pytest.mark.parametrize(("name", "head"), [("reverse", "L3H0"), ("sort_freq", "L3H0")])
@@ -35,8 +37,3 @@ def test_trace_finds_the_true_writers_and_changes_the_true_words(name, head):
         == along.keys()
         == {("both", writer) for side, writer in parts if side == "key"} - {("both", "bias")}
     )
-
-
-def test_a_selector_that_is_true_everywhere_has_nothing_to_split():
-    found = qk.trace(load_program("count_less_freq"), f"{FIRST} a b c", "L1H0", query=1, key=2, depth=0, draws=1)
-    assert "there is no relative logit to split" in found.answer

@@ -29,7 +29,7 @@ def checkpoints() -> list[qk.Scope]:
     return [qk.Scope.load(f"nano:mixed@{step}", device="cpu", check=False) for step in nano_steps("mixed")]
 
 
-def test_shipped_checkpoints_are_small_different_and_load_by_name(nano, checkpoints):
+def test_checkpoints_are_small_and_load_by_name_and_the_indirect_object_is_learned_among_them(nano, checkpoints):
     steps = nano_steps("mixed")
     assert steps == sorted(steps)
     assert (steps[0], len(steps) >= 12) == (0, True)
@@ -41,6 +41,11 @@ def test_shipped_checkpoints_are_small_different_and_load_by_name(nano, checkpoi
     assert again.weights_hash == checkpoints[3].weights_hash
     assert (nano.name, nano.revision, nano.weights_hash) == ("nano:mixed", str(steps[-1]), checkpoints[-1].weights_hash)
     assert nano.model.dtype == torch.float32  # computed with in full, whatever they are stored in
+    # some checkpoints choose at random between the two names, some are on the way, and the last ones are right
+    found = [accuracy(scope, "ioi") for scope in checkpoints]
+    assert sum(0.4 <= accuracy <= 0.62 for accuracy in found) >= 2
+    assert sum(0.62 < accuracy < 0.95 for accuracy in found) >= 2
+    assert sum(accuracy >= 0.95 for accuracy in found) >= 3
 
 
 @pytest.mark.parametrize("name", CLAIMED)
@@ -48,14 +53,6 @@ def test_the_last_checkpoint_does_what_it_claims_and_the_first_knows_nothing(che
     """On prompts no training saw: all of ``ioi``'s have a new pair of names, and contexts of nine never come twice."""
     assert accuracy(checkpoints[-1], name) >= 0.95
     assert accuracy(checkpoints[0], name) < 0.1
-
-
-def test_the_indirect_object_is_learned_within_the_shipped_steps(checkpoints):
-    """Some checkpoints choose at random between the two names, some are on the way, and the last ones are right."""
-    found = [accuracy(scope, "ioi") for scope in checkpoints]
-    assert sum(0.4 <= accuracy <= 0.62 for accuracy in found) >= 2
-    assert sum(0.62 < accuracy < 0.95 for accuracy in found) >= 2
-    assert sum(accuracy >= 0.95 for accuracy in found) >= 3
 
 
 def test_no_story_has_a_pair_of_test_names():

@@ -64,7 +64,7 @@ def test_every_row_is_counted_once_and_holds_only_with_an_interval_and_a_rule_th
         assert any(figure in mark["figures"] and mark["claim"] in row["claim"] for figure, _, row in rows), mark
 
 
-def test_rows_of_a_smaller_preset_fill_gaps_and_say_where_they_come_from():
+def test_rows_of_a_smaller_preset_fill_gaps_and_tables_are_those_that_were_measured():
     old = Claim("share of 12", "", 1.0, None, "ours > 0.5").to_json()
     kept = Claim("a mean", "", 1.0, None, "ours > 0", low=0.5, high=1.5).to_json()
     new = Claim("share of 9", "", 0.9, None, "ours > 0.5", low=0.4, high=1.0).to_json()
@@ -73,9 +73,6 @@ def test_rows_of_a_smaller_preset_fill_gaps_and_say_where_they_come_from():
     assert [row["ours"] for row in rows] == [0.9, 1.0, 1.0]
     assert [row.get("made") for row in rows] == [made_by, None, made_by]
     assert "was 1, without an interval, and holds" in rows[0]["changed"]
-
-
-def test_the_tables_of_two_models_are_those_that_were_measured():
     made = script("two_models")
     known = json.loads(made.STORE.read_text())
     for name, table in made.TABLES.items():

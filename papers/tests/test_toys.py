@@ -51,7 +51,7 @@ def test_the_loss_is_the_toys_own(cell):
     assert float(task.loss(task.start().named(), batch)[0]) == pytest.approx(float(plain), rel=1e-5)
 
 
-def test_rotated_logits_are_those_of_rotated_vectors():
+def test_rotated_logits_are_those_of_rotated_vectors_and_token_pairs_hold_what_they_say():
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(3, 6, generator=generator), torch.randn(3, 4, 6, generator=generator)
     frequencies = band_frequencies(6).float()
@@ -65,6 +65,18 @@ def test_rotated_logits_are_those_of_rotated_vectors():
     at, keys = torch.tensor([3, 0, 7]), torch.arange(4).expand(3, 4)
     plain = torch.einsum("bh,bth->bt", rotate(q, at), rotate(k, keys))
     torch.testing.assert_close(rotated_logits(q, k, at[:, None] - keys, frequencies), plain, rtol=1e-4, atol=1e-4)
+    task = Superposition()
+    for present, count in (("one", 1), ("two", 2), ("none", 0)):
+        pairs = draw_token_pairs(task, present, 200, seed=1)
+        assert bool((pairs.chosen.sum(1) == count).all())
+        for i, (query, key, _) in enumerate(task.pairs):
+            there = pairs.chosen[:, i] > 0
+            assert bool(((pairs.x_q[:, query] > 0) == there).all())
+            assert bool(((pairs.x_k[:, 0, key] > 0) == there).all())
+        assert bool((pairs.x_q[:, 4:8] == 0).all()), "key features of interest are taken out of the query too"
+        assert bool((pairs.x_k[:, 1:, 4:8] > 0).any()), "other keys stay as they come"
+    only = draw_token_pairs(task, "one", 50, seed=1, only=2)
+    assert bool((only.chosen[:, 2] == 1).all())
 
 
 def test_checkpoints_are_kept_from_the_start_and_toys_are_shared(tmp_path):
@@ -116,7 +128,7 @@ def aligned_toy(**options):
     return Toy(W, torch.zeros(20), (u * s.sqrt()).mT, s.sqrt()[:, None] * vh, task)
 
 
-def test_an_aligned_toy_reads_as_aligned():
+def test_an_aligned_toy_reads_as_aligned_and_its_terms_are_the_pairs():
     rows = alignment_rows("by hand", 0, 0, aligned_toy())
     assert len(rows) == 8
     for row in rows:
@@ -128,24 +140,6 @@ def test_an_aligned_toy_reads_as_aligned():
     untrained = alignment_rows("by hand", 0, 0, Toy.untrained(Superposition(), 0), control=True)
     assert max(row["matched"] for row in untrained) < 0.95
     assert all(row["control"] for row in untrained)
-
-
-def test_token_pairs_hold_what_they_say():
-    task = Superposition()
-    for present, count in (("one", 1), ("two", 2), ("none", 0)):
-        pairs = draw_token_pairs(task, present, 200, seed=1)
-        assert bool((pairs.chosen.sum(1) == count).all())
-        for i, (query, key, _) in enumerate(task.pairs):
-            there = pairs.chosen[:, i] > 0
-            assert bool(((pairs.x_q[:, query] > 0) == there).all())
-            assert bool(((pairs.x_k[:, 0, key] > 0) == there).all())
-        assert bool((pairs.x_q[:, 4:8] == 0).all()), "key features of interest are taken out of the query too"
-        assert bool((pairs.x_k[:, 1:, 4:8] > 0).any()), "other keys stay as they come"
-    only = draw_token_pairs(task, "one", 50, seed=1, only=2)
-    assert bool((only.chosen[:, 2] == 1).all())
-
-
-def test_terms_of_an_aligned_toy_are_the_pairs_and_sum_to_the_relative_logit():
     toy, pairs = aligned_toy(), draw_token_pairs(Superposition(), "two", 100, seed=2)
     terms = coordinates(toy, pairs).terms
     logits = toy.logits(pairs.x_q, pairs.x_k)
@@ -156,7 +150,7 @@ def test_terms_of_an_aligned_toy_are_the_pairs_and_sum_to_the_relative_logit():
         torch.testing.assert_close(terms[:, i], logit * pairs.x_q[:, query] * difference, rtol=1e-5, atol=1e-5)
 
 
-def test_sparsity_of_an_aligned_toy_counts_its_pairs_and_a_rotation_loses_them():
+def test_an_aligned_toy_is_sparse_in_its_pairs_and_its_dictionary_has_the_true_ones():
     toy = aligned_toy()
     rows = {
         name: sparsity_row(toy, draw_token_pairs(toy.task, name, 200, seed=3), WORK["smoke"], 0)
@@ -167,9 +161,20 @@ def test_sparsity_of_an_aligned_toy_counts_its_pairs_and_a_rotation_loses_them()
     assert rows["one"]["sparsity"] < rows["two"]["sparsity"] < rows["two"]["rotated_low"]
     assert rows["one"]["difference_high"] < 0
     assert rows["two"]["low"] <= rows["two"]["sparsity"] <= rows["two"]["high"]
+    generator = torch.Generator().manual_seed(0)
+    x = toy.task.strengths(torch.rand(32, 5, 20, generator=generator, dtype=torch.float64))
+    true, turned = (split(toy, x, kind, 0, attended=None) for kind in ("true", "rotated"))
+    assert true_among(true.size, toy) == 4
+    pairs = [pair[:2] for pair in toy.task.pairs]
+    others = true.size.clone()
+    for query, key in pairs:
+        others[query, key] = 0
+    assert others.max() < 1e-5, "features of interest are read back as they are, and no other pair is answered to"
+    assert true_among(turned.size, toy) < 4
+    torch.testing.assert_close(true.numbers[:, 0], turned.numbers[:, 0])  # the logit is the same, however it is split
 
 
-def test_geometry_counts_antipodal_pairs_and_overlap():
+def test_geometry_counts_antipodal_pairs_and_bands_are_where_the_head_puts_a_feature():
     eye = torch.eye(10)
     plain = Toy(torch.cat([eye, -eye], dim=1), torch.zeros(20), eye, eye, Superposition(weight=0.0))
     row = geometry_row("by hand", 0, 0, plain, False)
@@ -178,6 +183,14 @@ def test_geometry_counts_antipodal_pairs_and_overlap():
     assert row["interest_overlap"] == pytest.approx(0.0, abs=1e-6)
     assert row["antipodal"] == 6
     assert row["rest_isotropy_error"] == pytest.approx(0.0, abs=1e-5)
+    toy = aligned_toy(rope=True, positional=(Positional(8, 9, 1.0, 1),))
+    weight = torch.zeros(10, 10)
+    weight[2, 0], weight[3, 8], weight[9, 8] = 2.0, 3.0, 4.0
+    rows = band_rows(replace(toy, W_Q=weight, W=torch.eye(10, 20)), 0, 0, False)
+    first = next(row for row in rows if row["pair"] == "0-4" and row["side"] == "query")
+    assert (first["band_1"], first["slow"]) == (1.0, 0.0)
+    last = next(row for row in rows if row["positional"] and row["side"] == "query")
+    assert (last["band_1"], last["band_4"]) == (pytest.approx(0.6), pytest.approx(0.8))
 
 
 def test_anti_whitening_recovers_features_from_a_whitened_head():
@@ -193,29 +206,3 @@ def test_anti_whitening_recovers_features_from_a_whitened_head():
     assert row["raw_top"] < 0.99
     assert row["error_undistorted"] == pytest.approx(10.0, abs=1e-4)
     assert row["raw_top"] >= row["sharp"] - 1e-6
-
-
-def test_bands_are_where_the_head_puts_a_feature():
-    toy = aligned_toy(rope=True, positional=(Positional(8, 9, 1.0, 1),))
-    weight = torch.zeros(10, 10)
-    weight[2, 0], weight[3, 8], weight[9, 8] = 2.0, 3.0, 4.0
-    rows = band_rows(replace(toy, W_Q=weight, W=torch.eye(10, 20)), 0, 0, False)
-    first = next(row for row in rows if row["pair"] == "0-4" and row["side"] == "query")
-    assert (first["band_1"], first["slow"]) == (1.0, 0.0)
-    last = next(row for row in rows if row["positional"] and row["side"] == "query")
-    assert (last["band_1"], last["band_4"]) == (pytest.approx(0.6), pytest.approx(0.8))
-
-
-def test_the_true_dictionary_of_an_aligned_toy_has_the_true_pairs_alone():
-    toy = aligned_toy()
-    generator = torch.Generator().manual_seed(0)
-    x = toy.task.strengths(torch.rand(32, 5, 20, generator=generator, dtype=torch.float64))
-    true, turned = (split(toy, x, kind, 0, attended=None) for kind in ("true", "rotated"))
-    assert true_among(true.size, toy) == 4
-    pairs = [pair[:2] for pair in toy.task.pairs]
-    others = true.size.clone()
-    for query, key in pairs:
-        others[query, key] = 0
-    assert others.max() < 1e-5, "features of interest are read back as they are, and no other pair is answered to"
-    assert true_among(turned.size, toy) < 4
-    torch.testing.assert_close(true.numbers[:, 0], turned.numbers[:, 0])  # the logit is the same, however it is split

@@ -91,7 +91,7 @@ def test_bridges_of_other_families_give_their_queries_and_keys(family):
     assert largest(captured(scope, encoded), captured(plain, encoded)) == 0
 
 
-def test_a_bridge_with_other_weights_than_the_models_is_refused():
+def test_a_bridge_with_other_weights_or_around_no_model_of_transformers_is_refused():
     plain = Scope.load("nano:mixed")
     bridge = bridged(plain)
     bridge.enable_compatibility_mode(no_processing=True)
@@ -103,9 +103,6 @@ def test_a_bridge_with_other_weights_than_the_models_is_refused():
     again.process_weights(fold_ln=False, center_writing_weights=False)
     with pytest.raises(BadInput, match="weights of this TransformerBridge were processed"):
         Scope.from_model(again)
-
-
-def test_a_bridge_around_no_model_of_transformers_is_refused():
     config = TransformerBridgeConfig(n_layers=1, d_model=8, n_ctx=8, d_head=4, n_heads=2, d_vocab=10, act_fn="relu")
     says = r"wraps no model of transformers, so it cannot be looked into: .*TransformerBridge\.boot_transformers"
     with pytest.raises(BadInput, match=says):
