@@ -11,7 +11,7 @@ PIP    := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --no-build-i
 FETCH  := $(BIN)/qkscope fetch
 CODE   := src tests docs papers conftest.py
 
-.PHONY: setup gemma demo gallery test browser lint bench calibrate docs clean
+.PHONY: setup gemma demo gallery test test-papers coverage browser lint bench calibrate docs clean
 
 setup: $(STAMP)
 
@@ -81,7 +81,14 @@ $(RUNS) $(GEMMA): | setup
 	@$(BIN)/qkscope $(VERB) --out $(PLACE) >/dev/null || $(OR_ELSE)
 
 test: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest tests
+
+test-papers: setup
+	@$(BIN)/python -m pytest papers/tests
+
+# Which lines no test runs; slower than the tests alone. Processes that tests kill say nothing of theirs.
+coverage: setup
+	@$(BIN)/python -m pytest --cov=qkscope --cov=qkscope_papers --cov-report=term:skip-covered tests papers/tests
 
 # A browser for the tests of the pages; without one they skip, and say so.
 browser:

@@ -27,8 +27,9 @@ with suppress(ModuleNotFoundError):  # the wheel alone is tried without it
     settings.load_profile("ours")
 
 
-LONGEST = [f"test_{name}.py" for name in ("readme", "figures", "work", "live", "why", "families", "result", "gemma")]
-"""Files that begin first, so that no worker ends alone with one of them; the first fills the cache of a new machine."""
+_LONGEST = ("readme", "figures", "live", "families", "result", "browser", "work", "why", "gemma", "because")
+LONGEST = [f"test_{name}.py" for name in _LONGEST]
+"""Files that begin first, so that no worker ends alone with one of them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

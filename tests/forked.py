@@ -1,45 +1,28 @@
 """Processes for tests, forked: they start neither Python nor torch again, which takes five seconds."""
 
 import logging
+import multiprocessing
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from qkscope import cli
 
 
-class Forked:
-    """A function in a process of its own, in whose `place` lies what it printed and complained about."""
+def forked(place: Path, function: Callable[[], object]) -> multiprocessing.Process:
+    """Start a function in a process of its own; what it prints and complains about goes to two files in `place`."""
 
-    def __init__(self, place: Path, function: Callable[[], object]) -> None:
-        self.files = [place / name for name in ("printed", "said")]
-        sys.stdout.flush()
-        self.number = os.fork()
-        if self.number:
-            return
-        code = 1
-        try:
-            for into, path in enumerate(self.files, 1):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), into)
-            logging.root.handlers.clear()  # pytest's; a new process has none
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-            function()
-            code = 0
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    def run() -> None:
+        logging.root.handlers.clear()  # pytest's; a new process has none
+        for into, name in ((1, "printed"), (2, "said")):
+            os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT), into)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        function()
 
-    def end(self) -> tuple[int, str, str]:
-        """Wait for its end: exit code (below 0 where a signal ended it), what it printed and complained about."""
-        code = os.waitstatus_to_exitcode(os.waitpid(self.number, 0)[1])
-        return code, *(path.read_text() for path in self.files)
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return process
 
 
 def command(*arguments: object) -> Callable[[], None]:

@@ -44,7 +44,6 @@ COMMANDS = {
     "trace binding --heads L1H3 --feature FIT": "--feature is DIR:CONTRAST",
     "trace --model MODEL --heads L1H0 --prompt hat:_A --key 2 --versus 2": "token 2 cannot be compared with itself",
     # weights, features without labels, pages
-    "svd --out OUT": "should be a file that ends in .safetensors",
     "atlas binding --out OUT": "binding is a task",
     "view FULL --port 8000": "model, fit and port are for the live page: ask for it",
     "schema nonsense": "there is no schema of 'nonsense'",

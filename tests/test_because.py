@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkscope as qk
 from qkscope.analyses.atlas import known_jobs
@@ -46,8 +47,8 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, monk
         logits[alone] = again.run(tokens, starts, see)
     assert seen[True].keys() == seen[False].keys() == set(range(scope.n_layers))
     for layer, weights in seen[True].items():
-        assert (len(weights) > 1) == (family != "bloom")  # which takes no positions, and runs whole
-        assert torch.allclose(torch.cat(weights, dim=2), seen[False][layer][0], atol=2e-5)
+        assert min(len(weights), len(seen[False][layer])) > 1, "whole prompts are shown in parts too"
+        assert torch.allclose(torch.cat(weights, dim=2), torch.cat(seen[False][layer], dim=2), atol=2e-5)
     assert torch.allclose(logits[True], logits[False], atol=1e-4)
     with torch.no_grad():
         plain = scope.model(input_ids=changed, use_cache=False).logits[torch.arange(3), starts + 4]
@@ -228,3 +229,40 @@ def test_of_a_long_prompt_copies_and_near_words_are_tried(nano, monkeypatch):
     reason = because.reasons()[0]
     assert 0 < reason.tried < reason.seen
     assert {4, 10} <= {word.start for word in because.words}, "both places of the word that is asked about"
+
+
+class _Squares(TorchDispatchMode):
+    """Notes every tensor of tokens by tokens that is made."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.sizes, self.made = {tokens - 1, tokens, tokens + 1}, set[tuple[int, ...]]()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(value, torch.Tensor) and sum(size in self.sizes for size in value.shape) > 1:
+                self.made.add((str(function), *value.shape))
+        return out
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
+    """Words changed, writers put back, cut and followed, whether tokens run alone or whole prompts do."""
+    for name, value in (("change.again._ROOM", {"cpu": 2**14}), ("analyses.trace.graph._SLOTS", 64)):
+        monkeypatch.setattr(f"qkscope.{name}", value)
+    monkeypatch.setattr("qkscope.analyses.because._AFFORDABLE", 1024)
+    if not alone:
+        monkeypatch.setattr(Again, "_agrees", lambda *_: False)
+    words = [word for word in sorted(nano.tokenizer.get_vocab()) if word.isalpha()][:40]
+    prompt = " ".join([*(words * 5)[:192], "hat", ":", "O", "jam", ":", "Z", "jam", ":"])
+    with _Squares(len(nano.encode([prompt]).inputs["input_ids"][0])) as squares:
+        answer = qk.why(nano, prompt, "L2H3", depth=2)
+    assert answer.tables["because"]
+    assert answer.tables["carriers"] or not alone
+    assert not squares.made
+
+
+def test_tokens_of_a_model_in_half_precision_run_alone():
+    scope = qk.Scope.from_model(tiny_model("llama").bfloat16(), check=False)
+    assert Again.of(scope, torch.arange(3, 60))._runs_alone(), "otherwise every changed prompt runs as a whole"

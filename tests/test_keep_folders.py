@@ -64,7 +64,7 @@ def test_weights_are_not_replaced(model, tmp_path, qkscope, no_model):
     weights = shutil.copyfile(model / "model.safetensors", tmp_path / "model.safetensors")
     before = contents(tmp_path)
     code, _, said = qkscope("svd", "--model", model, "--out", weights)
-    assert (code, "is damaged or not a qkscope file: make it again, or name another" in said) == (2, True)
+    assert (code, "is a file: name a folder for the results" in said) == (2, True)
     assert contents(tmp_path) == before
 
 

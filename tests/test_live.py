@@ -139,22 +139,6 @@ def test_what_an_atlas_says_of_a_head_stands_here(nano, tmp_path):
     assert session.why(PROMPT, 10, "L1H0")["texts"] == []
 
 
-def test_a_model_whose_writers_cannot_be_told_apart_is_still_looked_into(scope, monkeypatch):
-    def refuse(_scope):
-        raise BadInput("its writers cannot be told apart.")
-
-    monkeypatch.setattr("qkscope.show.session.reader_of", refuse)
-    session = Session(scope)
-    heads = {row["head"]: row["difference"] for row in session.look(PROMPT)["result"]["tables"]["heads"]}
-    theirs = {row["head"]: row["difference"] for row in qk.why(scope, PROMPT).tables["heads"]}
-    assert heads == pytest.approx(theirs, abs=1e-4)
-    answer = session.why(PROMPT, 10, "L1H1")
-    assert answer["result"]["tables"]["said"] == [{"line": "its writers cannot be told apart."}]
-    changed = session.change(PROMPT, 10, "L1H1", answer["key"], ["ablate L0H1"])
-    assert changed["result"]["tables"]["changes"][0]["sets"] > 0
-    assert session.save(PROMPT, 10, "L1H1", answer["key"])["html"].startswith("<!doctype html>")
-
-
 # ---------------------------------------------------------------- it answers sentences, and nobody else
 
 HERE = {"prompt": PROMPT, "query": 10, "head": "L1H3", "key": 2}

@@ -14,7 +14,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from forked import Forked, command
+from forked import command, forked
 from qkscope import cli
 from qkscope.cli import verbs, views
 from qkscope.runs.result import Result
@@ -45,10 +45,11 @@ def tables(text: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A fit, and what a process of its own said while it was made."""
+    """A fit by a process of its own; what that said lies beside it."""
     out = tmp_path_factory.mktemp("term") / "fit"
     job = [*BINDING, "--heads", "L1H0,L1H1", "-n", "24", "--replicates", "19", "--out", str(out)]
-    return out, *Forked(out.parent, command("decompose", *job)).end()
+    forked(out.parent, command("decompose", *job)).join()
+    return out
 
 
 def following(text: str) -> str:
@@ -81,8 +82,8 @@ def test_an_answer_has_one_small_table_and_a_next_command_that_runs(printed, tmp
 
 
 def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_controls(printed, fitted):
-    out, code, said, complaint = fitted
-    assert (code, complaint) == (0, "")  # nobody else says anything
+    out, said = fitted, (fitted.parent / "printed").read_text()
+    assert (fitted.parent / "said").read_text() == ""  # nobody else says anything
     check(said)
     assert f"The page: {out / 'report.html'}" in said
     assert following(said) == f"qkscope swap {out}"
@@ -102,10 +103,10 @@ def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_con
 
 def test_why_splits_by_the_features_of_a_fit_of_this_model_at_its_first_head(printed, fitted):
     prompt = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
-    text = printed("why", prompt, "--fit", fitted[0])
-    assert text == printed("why", prompt, "--fit", fitted[0], "--head", "L1H0", "--model", "nano:mixed")
+    text = printed("why", prompt, "--fit", fitted)
+    assert text == printed("why", prompt, "--fit", fitted, "--head", "L1H0", "--model", "nano:mixed")
     assert "By features  " in text
-    assert following(text) == f"qkscope view --live --fit {fitted[0]}"
+    assert following(text) == f"qkscope view --live --fit {fitted}"
 
 
 def test_a_token_is_named_by_its_place_or_its_text(printed):

@@ -14,14 +14,27 @@ PAPERS = tomllib.loads((ROOT / "papers" / "pyproject.toml").read_text())["projec
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 
 
-def test_one_version_everywhere_and_the_workflow_runs_what_we_run():
+def test_one_version_everywhere_and_the_workflow_runs_what_we_run_on_every_python_that_is_named():
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1]
     assert {PROJECT["version"], PAPERS["version"], str(CITATION["version"]), newest} == {qkscope.__version__}
     assert PAPERS["dependencies"][0] == f"qkscope=={qkscope.__version__}"
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert {"run": ".ci/run"} in workflow["jobs"]["run"]["steps"]
+    tried = {"3.11", *workflow["jobs"]["pythons"]["strategy"]["matrix"]["python"]}
+    assert {f"Programming Language :: Python :: {version}" for version in tried} <= {*PROJECT["classifiers"]}
+    assert len(tried) == sum("Python :: 3." in kind for kind in PROJECT["classifiers"])
     gate = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert {"make lint", "make test", ".ci/wheel", ".ci/peers"} <= set(gate)
+    assert {"make lint", "make test", "make test-papers", ".ci/wheel", ".ci/peers"} <= set(gate)
+
+
+def test_every_file_of_data_that_is_shipped_stands_with_its_licence():
+    """In a NOTICE, whose lines at the margin name files; what is no data is under LICENSE."""
+    for place, package in ((ROOT, "qkscope"), (ROOT / "papers", "qkscope_papers")):
+        named = re.findall(r"^[\w./*-]+(?:, [\w./*-]+)*$", (place / "NOTICE").read_text(), flags=re.MULTILINE)
+        patterns = [pattern for line in named for pattern in line.split(", ")]
+        files = [path for path in (place / "src" / package).rglob("*.*") if path.is_file()]
+        data = [path for path in files if not re.search(r"\.(pyi?|pyc|typed|js|css|html)$", path.name)]
+        assert [str(path) for path in data if not any(map(path.match, patterns))] == []
 
 
 def test_every_pin_admits_what_the_project_asks_for():

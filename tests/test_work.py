@@ -1,10 +1,8 @@
 """Work in pieces: any number of processes, and any kill, give the numbers of one undisturbed run, bit for bit."""
 
 import json
-import os
 import random
 import shutil
-import signal
 import time
 from functools import cache
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import qkscope as qk
-from forked import Forked, command
+from forked import command, forked
 from qkscope import BadInput, Scope
 from qkscope.analyses.fit import sums_file
 from qkscope.runs import folder as folder_module
@@ -119,10 +117,11 @@ def test_kills_at_random_moments_change_no_number(nano, fit, whole, tmp_path):
     seconds, draw, killed = time.perf_counter() - start, random.Random(0), 0
     while killed < 3:
         out = tmp_path / f"run{killed}"
-        child = Forked(tmp_path, lambda out=out: run(nano, fit, out=out))
+        child = forked(tmp_path, lambda out=out: run(nano, fit, out=out))
         time.sleep(draw.uniform(0, seconds))
-        os.kill(child.number, signal.SIGKILL)
-        if child.end()[0] < 0:
+        child.kill()
+        child.join()
+        if child.exitcode < 0:
             killed += 1
         else:  # one that was quicker than we does not count, and the first run took longer than others do
             seconds /= 2
@@ -153,13 +152,13 @@ def test_a_disk_that_refuses_in_the_end_takes_no_work_away(scope, tmp_path, monk
 def test_a_scheduler_stops_a_command_with_its_own_code(model, tmp_path):
     out = tmp_path / "fit"
     asked = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 4000, "--contrasts", "order", "--out", out]
-    running = Forked(tmp_path, command(*asked, "--batch-size", 4, "--model", model, "--device", "cpu"))
-    end = time.monotonic() + 60
-    while not list(out.glob(".work/*/order-0.safetensors")) and time.monotonic() < end:
+    running = forked(tmp_path, command(*asked, "--batch-size", 4, "--model", model, "--device", "cpu"))
+    while not list(out.glob(".work/*/order-0.safetensors")) and running.is_alive():
         time.sleep(0.01)
-    os.kill(running.number, signal.SIGTERM)
-    code, _, said = running.end()
-    assert code == 143, said
+    running.terminate()
+    running.join()
+    said = (tmp_path / "said").read_text()
+    assert running.exitcode == 143, said
     assert f"What is done is saved in {out}: the same command goes on from there." in said
     assert "Traceback" not in said
 
@@ -192,9 +191,10 @@ def test_torchrun_gives_the_bits_of_one_process(model, undisturbed, tmp_path, mo
     # what torchrun calls, but that it starts a function in forked processes
     standalone = {"run_id": "test", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
     launcher = elastic_launch(LaunchConfig(1, 1, 2, **standalone), command(*asked, "--out", tmp_path / "run"))
-    code, printed, said = Forked(tmp_path, launcher).end()
-    assert code == 0, said
-    assert json.loads(printed)["experiment"] == "decompose/binding"  # one process speaks
+    done = forked(tmp_path, launcher)
+    done.join()
+    assert done.exitcode == 0, (tmp_path / "said").read_text()
+    assert json.loads((tmp_path / "printed").read_text())["experiment"] == "decompose/binding"  # one process speaks
     assert same_sums(tmp_path / "run", undisturbed)
     assert not (tmp_path / "run" / ".work").exists()
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4")):  # other launchers number their processes too

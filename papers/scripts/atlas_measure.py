@@ -1,7 +1,7 @@
 """What the names of an atlas are worth: predictions on unseen documents, labels, ablations, random weights.
 
     python papers/scripts/atlas_measure.py RUN [--model MODEL] [--texts DIR] [-n 40] [--on python,packages,DIR]
-    python papers/scripts/atlas_measure.py RUN --ship FILE --command "qkscope atlas …" --hardware "two CPU cores"
+    python papers/scripts/atlas_measure.py RUN --ship FILE --hardware "two CPU cores"
     python papers/scripts/atlas_measure.py RUN --random 0 -n 16
 
 RUN is a folder that ``qkscope atlas`` wrote; where it is none, the atlas is made there, and the script says what it
@@ -43,15 +43,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device")
     parser.add_argument("--texts", default="python")
     parser.add_argument("-n", type=int, default=40)
     parser.add_argument("--on", default="")
     parser.add_argument("--random", type=int)
     parser.add_argument("--warm", action="store_true")
-    parser.add_argument("--ship", type=Path)
-    parser.add_argument("--command")
-    parser.add_argument("--hardware")
+    for name in ("device", "ship", "hardware"):
+        parser.add_argument(f"--{name}")
     asked = parser.parse_args()
     scope, documents = qk.Scope.load(asked.model, device=asked.device), texts(asked.texts)
     if asked.random is not None:
@@ -62,9 +60,8 @@ def main() -> None:
         make = partial(qk.atlas, scope, None if asked.texts == "python" else documents)
         if asked.warm:
             make(2, test=2, progress=False)
-        wall, cpu = time.perf_counter(), time.process_time()
-        make(asked.n, test=asked.n, out=asked.run)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        start = time.process_time()
+        wall, cpu = make(asked.n, test=asked.n, out=asked.run).seconds, time.process_time() - start
         print(f"{asked.n} passages on {scope.device.type}: {wall:.1f} s, {cpu:.1f} CPU-seconds", flush=True)
     names = Result.read(asked.run)
     if asked.ship:
@@ -94,9 +91,9 @@ def ship(names: Result, asked: argparse.Namespace) -> None:
     for row in heads:
         own = (job for job in names.tables["jobs"] if job["head"] == row["head"])
         row["jobs"] = {job["job"]: round(job["share"], 3) for job in own}
-    made = {"command": asked.command, "date": f"{date.today()}", "hardware": asked.hardware, "asked": names.asked}
-    made |= {"versions": names.versions, "answer": names.answer}
-    asked.ship.write_text(json.dumps({"made": made, "heads": heads}, ensure_ascii=False, indent=0) + "\n")
+    made = {name: names.provenance[name] for name in ("command", "asked", "versions")}
+    made |= {"date": f"{date.today()}", "hardware": asked.hardware, "answer": names.answer}
+    Path(asked.ship).write_text(json.dumps({"made": made, "heads": heads}, ensure_ascii=False, indent=0) + "\n")
 
 
 def score(scope: qk.Scope, names: Result, documents: tuple[Document, ...], on: str) -> None:
@@ -108,7 +105,7 @@ def score(scope: qk.Scope, names: Result, documents: tuple[Document, ...], on: s
     labels(scope, jobs)
     ablated(scope, [row["head"] for row in rows if row["kind"] == guesses.INDUCTION], jobs)
     sights = partial(atlas.passages_of, scope, length=atlas.LENGTH, seed=0)
-    fit = guesses.Sights.of(scope, heads, sights(documents, names.asked["n"]))
+    fit = guesses.Sights.of(scope, heads, sights(documents, names.provenance["asked"]["n"]))
     for name in filter(None, on.split(",")):
         test = guesses.Sights.of(scope, heads, sights(texts(name), TESTED, side="test"))
         said(guesses.score_rows(rows, jobs, fit, test), name)
@@ -184,8 +181,8 @@ def ablated(scope: qk.Scope, heads: list[str], jobs: list[dict[str, Any]]) -> No
             if some:
                 stack.enter_context(scope.ablate(*some))
             model = stack.enter_context(scope.patched([]))
-            logits = model(**prompt_of(scope, ids), use_cache=False).logits
-        return float((logits[:, -LENGTH:-1].argmax(-1) == ids[:, 1 - LENGTH :]).float().mean())
+            logits = model(**prompt_of(scope, ids), use_cache=False, logits_to_keep=LENGTH).logits
+        return float((logits[:, :-1].argmax(-1) == ids[:, 1 - LENGTH :]).float().mean())
 
     draws, before = random.Random(0), accuracy([])
     previous = max((row for row in jobs if row["job"] == guesses.PREVIOUS), key=lambda row: row["share"])

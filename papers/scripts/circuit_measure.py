@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,9 @@ def main() -> None:
     )
     scope = random_weights(scope, 0) if name.startswith("random:") else scope
     for seed in (seed for seed in seeds.split(",") if seed not in kept):
-        kept[seed], took = measured(scope, int(n), int(seed)), time.process_time()
+        kept[seed] = measured(scope, int(n), int(seed))
         if path:
             Path(path).write_text(json.dumps(kept))
-        print(f"  {took:.0f} CPU-seconds so far", flush=True)
     parts = [own["shares"] for own in kept.values()]
     found = {key: torch.tensor([x for own in parts for x in own[key]]) for key in parts[0]}
     for key, shares in found.items():

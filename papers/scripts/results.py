@@ -24,14 +24,7 @@ from qkscope_papers.registry import PAPERS, PRESETS, figure_of, figures_of, mark
 
 SOURCES = ("stated", "implied", "ours")
 # how a claim is counted: what stands after "open" is not decided, or says little
-SORTS = {
-    "holds": "hold",
-    "tie": "tie",
-    "fails": "fail",
-    "open": "open",
-    "lenient": "lenient",
-    "no such head": "no such head",
-}
+SORTS = {"holds": "hold", "tie": "tie", "fails": "fail", **{x: x for x in ("open", "lenient", "no such head")}}
 
 
 def results(folders: list[Path], hardware: str) -> None:
@@ -92,15 +85,12 @@ def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[st
 
 def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
     """What the ledger writes: page, place in it, text."""
-    papers = list(dict.fromkeys(name.split("/")[0] for name in known))
+    pages = {paper: _claims_page(paper, known) for paper in PAPERS}
     counts, failed = "\n".join(_counts(known)), "\n".join(_reasons(known))
-    own = [
-        (REPORTS / f"results-{paper}.md", "claims", "\n".join(_claims_page(paper, known)).strip()) for paper in papers
-    ]
     return [
         (ROOT / "README.md", "results", f"{counts.partition(chr(10))[0]} {_again(known)}"),
         (REPORTS / "results.md", "results", f"{counts}\n\n{failed}"),
-        *own,
+        *((REPORTS / f"results-{paper}.md", "claims", "\n".join(lines).strip()) for paper, lines in pages.items()),
     ]
 
 
@@ -160,17 +150,13 @@ def _reasons(known: dict[str, Any]) -> list[str]:
     lines = [f"| {' | '.join(['stated or implied, and failing', *REASONS])} |", "| --- |" + " ---: |" * len(REASONS)]
     for whose, own in _own(known).items():
         rows = [claim for entry in own.values() for claim in entry["claims"] if _source(claim) != "ours"]
-        reasons = [_reason(claim) for claim in rows if _sort(claim) == "fails"]
+        reasons = [claim["reason"] for claim in rows if _sort(claim) == "fails"]
         lines.append(f"| {whose} | {' | '.join(str(reasons.count(reason)) for reason in REASONS)} |")
     return lines
 
 
 def _source(claim: dict[str, Any]) -> str:
     return Claim.from_json(claim).source
-
-
-def _reason(claim: dict[str, Any]) -> str:
-    return str(claim.get("reason", ""))
 
 
 def _claims_page(paper: str, known: dict[str, Any]) -> list[str]:
@@ -186,10 +172,8 @@ def _claims_page(paper: str, known: dict[str, Any]) -> list[str]:
              "| figure | the paper | ours | control | why not |", "| --- | --- | ---: | ---: | --- |"]  # fmt: skip
     for figure, c in rows:
         if _sort(c) == "fails" and _source(c) != "ours":
-            said, why = (
-                f"{text_cell(c['paper'])} - {text_cell(c['claim'])}",
-                ": ".join(filter(None, (_reason(c), c.get("why")))),
-            )
+            said = f"{text_cell(c['paper'])} - {text_cell(c['claim'])}"
+            why = ": ".join(filter(None, (c["reason"], c["why"])))
             lines.append(f"| {figure} | {said} | {_measured(c)} | {number_cell(c['control'])} | {text_cell(why)} |")
     for figure, experiment in figures_of(paper).items():
         lines += ["", f"## {figure}: {text_cell(experiment.title)}", ""]
@@ -216,16 +200,12 @@ def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
         text_cell(entry["answer"]), "",
         f"`{entry['command']}` ({where}{entry['hardware']}, {entry['date']}, {entry['seconds']:.3g} s)", "",
         "| claim | source | ours | control | rule | verdict |", "| --- | --- | ---: | ---: | --- | --- |",
-        *(f"| {text_cell(c['claim'])} | {text_cell(_said(c))} | {_measured(c)} | {number_cell(c['control'])} | "
-          f"`{c['rule']}` | {_verdict(c)} |" for c in entry["claims"]), "",
+        *(f"| {text_cell(c['claim'])} | {text_cell(c['paper'] or 'ours')} | {_measured(c)} | "
+          f"{number_cell(c['control'])} | `{c['rule']}` | {_verdict(c)} |" for c in entry["claims"]), "",
     ]  # fmt: skip
     for made in {tuple(c["made"].values()) for c in entry["claims"] if "made" in c}:
         lines += ["† `{}` ({}, {}, preset {})".format(*made), ""]
     return [*lines, f"![{name}](figures/{name}.png)", ""] if entry["picture"] else lines
-
-
-def _said(claim: dict[str, Any]) -> str:
-    return {"stated": claim["paper"], "implied": claim["paper"], "ours": "ours"}[_source(claim)]
 
 
 def _verdict(claim: dict[str, Any]) -> str:
@@ -234,7 +214,7 @@ def _verdict(claim: dict[str, Any]) -> str:
         return f"open: no interval, not rerun ({word})" if claim["ours"] is not None else "open: not run here"
     if sort in ("lenient", "no such head"):
         return f"*{word}*, {text_cell(claim['lenient'] if sort != 'lenient' else 'lenient: ' + claim['lenient'])}"
-    return f"**fails**: {_reason(claim)}" if sort == "fails" else word
+    return f"**fails**: {claim['reason']}" if sort == "fails" else word
 
 
 def _word(claim: dict[str, Any]) -> str:

@@ -51,17 +51,17 @@ def test_every_claim_on_the_results_page_was_decided_by_its_rule():
 
 def test_every_row_is_counted_once_and_holds_only_with_an_interval_and_a_rule_that_can_fail():
     known, made = json.loads(LEDGER.read_text()), script("results")
-    rows = [(name.partition("@")[0], row) for name, entry in known.items() for row in entry["claims"]]
-    for figure, row in rows:
+    rows = [(*name.partition("@")[::2], row) for name, entry in known.items() for row in entry["claims"]]
+    for figure, asked, row in rows:
         claim = Claim.from_json(row)
         assert marked(figure, claim) == claim, "run: python papers/scripts/results.py"
         if made._sort(row) in ("holds", "tie", "fails"):
             assert claim.exact or None not in (row["low"], row["high"]), row
             assert made._sort(row) != "holds" or not row["lenient"], row
-        if claim.source != "ours" and row["reason"] == "refuted":
+        if claim.source != "ours" and row["reason"] == "refuted" and asked != "as-written":
             assert not figure_of(*figure.split("/")).deviation, row
     for mark in registry._marks():
-        assert any(figure in mark["figures"] and mark["claim"] in row["claim"] for figure, row in rows), mark
+        assert any(figure in mark["figures"] and mark["claim"] in row["claim"] for figure, _, row in rows), mark
 
 
 def test_rows_of_a_smaller_preset_fill_gaps_and_say_where_they_come_from():

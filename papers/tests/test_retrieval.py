@@ -15,7 +15,6 @@ from qkscope_papers.lee2026.toy.retrieval import (
     Retrieval,
     RetrievalHead,
     asymmetry,
-    cross_variable,
     off_diagonal,
 )
 from qkscope_papers.lee2026.toy.stack import HeadCell
@@ -75,7 +74,6 @@ def test_logits_are_the_interactions_of_the_latents_and_their_shares_count_what_
     task = Retrieval((1, 2))
     g = torch.tensor([[3.0, 0.0, 0.0], [4.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert off_diagonal(g) == pytest.approx(16 / 25)
-    assert cross_variable(g, task) == pytest.approx(16 / 25)
     assert asymmetry(g) == pytest.approx(math.sqrt(32) / 5)
     assert off_asymmetry(g) == pytest.approx(1.0)
     assert off_diagonal(torch.eye(3)) == 0.0

@@ -88,11 +88,6 @@ def over_seeds(rows: Sequence[Row], score: Callable[[list[Row]], float]) -> Esti
     return over_runs(score(pick(rows, seed=seed)) for seed in distinct(rows, "seed"))
 
 
-def least(values: Iterable[float]) -> float:
-    """The smallest; NaN of nothing."""
-    return min(values, default=math.nan)
-
-
 def pick(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> list[Row]:
     """Copies of the rows with these values."""
     return [dict(row) for row in rows if all(row[name] == value for name, value in wanted.items())]

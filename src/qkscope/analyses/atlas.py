@@ -22,23 +22,20 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from qkscope import BadInput, Head, Result, Scope
 from qkscope.analyses import guesses
 from qkscope.analyses.because import Because, Look, Reason
 from qkscope.analyses.prompts import made_with
 from qkscope.analyses.trace.prompt import reader_of
 from qkscope.capture.encode import token_texts
 from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
 from qkscope.change.again import Again, prompt_of, room_of
 from qkscope.change.words import lexicon_of
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.kinds import Count, Seed, checked_class
 from qkscope.linear.split import direct_effect
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.progress import doing
-from qkscope.runs.result import Result
 from qkscope.runs.work import current_work, verb
 from qkscope.tasks.sides import Passage, split
 from qkscope.tasks.texts import Document, package_texts, python_texts, text_hash

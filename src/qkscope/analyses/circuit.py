@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkscope import BadInput, Result
 from qkscope.analyses.because import Because, Look
 from qkscope.analyses.trace.graph import Graph, Walk
 from qkscope.analyses.trace.prompt import Probe, PromptTrace
@@ -33,11 +34,9 @@ from qkscope.change.again import prompt_of
 from qkscope.change.nodes import WAY, Nodes, Values
 from qkscope.change.words import Alternatives
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
 from qkscope.heads import EMBEDDING, Head, Writer
 from qkscope.linear.split import direct_effects
 from qkscope.maths.significance import clustered_bootstrap
-from qkscope.runs.result import Result
 
 Row = dict[str, Any]
 Rows = list[Row]

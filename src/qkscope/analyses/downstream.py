@@ -16,14 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope import BadInput, Head, Scope
 from qkscope.analyses.swap import Features, Pairs, check_swappable
 from qkscope.capture.inputs import answer_tokens, check_visible
 from qkscope.capture.patch import Edit
 from qkscope.capture.pick import Capture
-from qkscope.capture.scope import Scope
 from qkscope.change.whole import Batch
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.maths.bases import Projector
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.maths.swap import Condition, swapped_keys

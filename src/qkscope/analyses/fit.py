@@ -268,6 +268,8 @@ def read_sums(folder: Path, job: Mapping[str, Any], task: Task, device: torch.de
     every, manifest = {}, read_run(folder)
     for name in checked_contrasts(task, job["contrasts"]):
         path = folder / sums_file(name)
+        if not path.is_file():
+            raise BadInput(f"{path} is missing, the sums that {folder} is made of: run decompose again to make it.")
         check_unchanged(folder, path.name, manifest)
         every[name] = ContrastSums.load(path, device=device)
         if every[name].about.get("examples") != units_hash(task.fit(name, job["n"])):

@@ -18,10 +18,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope.capture.scope import Scope
+from qkscope import Head, Scope
 from qkscope.capture.tap import Call
 from qkscope.change.again import prompt_of, room_of
-from qkscope.heads import Head
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.tasks.sides import Passage
 

@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from qkscope.draws import derived_seed
 from qkscope.examples import Example, Key
 from qkscope.runs.folder import sha256
 from qkscope.runs.result import provenance
+from qkscope.tasks.sides import passages_of
 from qkscope.tasks.task import ASKED, Contrast, Task, Unit
-from qkscope.tasks.texts import Texts, passages
+from qkscope.tasks.texts import Texts
 
 _LENGTH = 96  # tokens of a passage
 _FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
@@ -96,12 +98,13 @@ def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
 
     What is too short to ask in, or a copy, is left out.
     """
-    pieces = [(piece, number) for number, text in enumerate(texts) for piece in passages(text)]
-    generator = torch.Generator().manual_seed(derived_seed(seed, "texts"))
-    order = torch.randperm(len(pieces), generator=generator).tolist()[:n]
-    first: dict[tuple[int, ...], Unit] = {}  # passages that differ only where they are cut off are copies
-    for i, (text, number) in enumerate(pieces[place] for place in order):
-        ids = tuple(scope.tokenizer(text, truncation=True, max_length=_LENGTH, verbose=False)["input_ids"])
+    encode: Any = partial(scope.tokenizer, verbose=False)  # of long texts it would warn
+    tokens = [encode(text if isinstance(text, str) else text.text)["input_ids"] for text in texts]
+    around = encode("")["input_ids"]
+    pieces = [(ids, number) for number, text in enumerate(tokens) for ids in passages_of(text, around, _LENGTH)]
+    order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(derived_seed(seed, "texts"))).tolist()
+    first: dict[tuple[int, ...], Unit] = {}  # of copies the first is taken
+    for i, (ids, number) in enumerate(pieces[place] for place in order[:n]):
         if len(ids) > _FIRST_QUERY and ids not in first:
             place = _FIRST_QUERY + derived_seed(seed, "queries", i) % (len(ids) - _FIRST_QUERY)
             first[ids] = (Example(ids=ids, queries=((place, place + 1),), cluster=number),)
@@ -215,27 +218,16 @@ def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:
     for name, drawn in units.items():
         often = Counter[str]()
         for number, unit in enumerate(drawn):
-            texts = [_without_labels(example, units) for example in unit]
+            texts = [repr((e.text, e.ids, e.queries, [key.span for key in e.keys])) for e in unit]  # but for labels
             joint = joints.setdefault((texts[0], often[texts[0]]), {})
             often[texts[0]] += 1
             for member, (text, example) in enumerate(zip(texts, unit, strict=True)):
                 copy = text, texts[:member].count(text)
                 prompt, owners = joint.get(copy, (example, {}))
-                joint[copy] = _with_labels(prompt, example, name), {**owners, name: (number, member)}
+                both = zip(prompt.keys, example.keys, strict=True)
+                keys = tuple(Key(a.span, {**a.labels, name: b.label(name)}) for a, b in both)
+                joint[copy] = replace(prompt, keys=keys), {**owners, name: (number, member)}
     return list(joints.values())
-
-
-def _without_labels(example: Example, contrasts: Mapping[str, object]) -> str:
-    """A prompt with all its marks but the labels of these contrasts, as text: what tells prompts apart."""
-    others = [{name: sign for name, sign in key.labels.items() if name not in contrasts} for key in example.keys]
-    spans = [key.span for key in example.keys]
-    return repr((example.text, example.ids, example.queries, example.cluster, example.roles, spans, others))
-
-
-def _with_labels(example: Example, other: Example, contrast: str) -> Example:
-    """The same prompt with the other's labels of a contrast."""
-    both = zip(example.keys, other.keys, strict=True)
-    return replace(example, keys=tuple(Key(a.span, {**a.labels, contrast: b.label(contrast)}) for a, b in both))
 
 
 def rows_of(batch: UnitBatch, joints: Sequence[Joint], contrast: str) -> UnitBatch | None:

@@ -35,7 +35,6 @@ from qkscope.maths.singular import SingularBasis, basis_of_weights, singular_coo
 from qkscope.runs.work import verb
 
 TOLERANCE = 0.99
-_BAR = 40  # characters of the longest bar
 
 
 @checked_call
@@ -145,23 +144,6 @@ def relative_rows(
     )
 
 
-class Explanation(Result):
-    """Logits of one prompt's tokens, split among features."""
-
-    def show(self) -> str:
-        """A chart for the terminal: one line per token, a bar of its attention, and the parts of its logit."""
-        rows = self.tables["tokens"]
-        names = [name for name in rows[0] if name not in ("position", "token", "attention", "logit")]
-        head = " ".join(f"{name[:9]:>9}" for name in names)
-        lines = [self.answer, f"{'token':>16} {'attention':>9} {'':{_BAR}} {'logit':>7} {head}"]
-        for row in rows:
-            bar, parts = "█" * round(row["attention"] * _BAR), " ".join(f"{row[name]:9.2f}" for name in names)
-            lines.append(f"{row['token']!r:>16} {row['attention']:9.3f} {bar:{_BAR}} {row['logit']:7.2f} {parts}")
-        return "\n".join(lines)
-
-    __str__ = show
-
-
 @verb("explain")
 def attribute(
     scope: Scope,
@@ -172,7 +154,7 @@ def attribute(
     split: Split = "sequential",
     chat: bool | None = None,
     out: str | Path | None = None,
-) -> Explanation:
+) -> Result:
     """Split the logits of every token of a prompt, as the last token (or the marked query) sees them.
 
     Parameters
@@ -187,7 +169,7 @@ def attribute(
 
     Returns
     -------
-    Explanation
+    Result
         ``tables["tokens"]``: attention, logit and its parts, token by token; ``tables["split"]``: the same parts, one a
         row; ``tables["summary"]``: the share of each feature, also in the reverse order; ``tables["overlap"]``.
 
@@ -237,7 +219,7 @@ def attribute(
         "split": split_rows(head, query, range(query + 1), parts.logits, parts.parts, "query"),
     }
     told = {**asked.told(prompt), "head": str(head), "split": split, "space": space}
-    return Explanation("explain", tables, answer=answer, **made_with(scope, **told))
+    return Result("explain", tables, answer=answer, **made_with(scope, **told))
 
 
 def features_of(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dict[str, Subspace], Space]:

@@ -22,14 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope import tasks
+from qkscope import BadInput, Scope, singular_basis, tasks
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.split import singular_basis
 from qkscope.analyses.swap import Features, Pairs, capture_rows, draw_pairs
 from qkscope.capture.encode import Encoding
 from qkscope.capture.pick import Capture
-from qkscope.capture.scope import Scope
-from qkscope.errors import BadInput
 from qkscope.maths import methods
 from qkscope.maths.bases import Projector
 from qkscope.maths.swap import Condition

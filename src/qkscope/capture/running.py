@@ -297,28 +297,39 @@ class Runner(Shape):
             yield self.model
 
     @torch.no_grad()
-    def attention(self, prompt: str | Example, head: str | Head) -> Float[Tensor, "t t"]:
+    def attention(
+        self, prompt: str | Example, head: str | Head, query: int | str | None = None
+    ) -> Float[Tensor, "*t t"]:
         """One head's attention pattern on a prompt: how much each token (row) gives to each token (column).
 
         Parameters
         ----------
         prompt : a text, or an example.
         head : the head.
+        query : the token whose row alone is wanted, by place or text; of a long prompt the whole pattern is large.
 
         Examples
         --------
         >>> from qkscope import Scope
         >>> Scope.load("nano:mixed").attention("hat jam hat", "L1H0").shape
         torch.Size([4, 4])
+        >>> Scope.load("nano:mixed").attention("hat jam hat", "L1H0", query=-1).shape
+        torch.Size([4])
         """
-        asked, patterns = self.check(head), list[Tensor]()
+        asked, inputs, patterns = self.check(head), self.encode([prompt]).inputs, list[Tensor]()
+        ids, shown = inputs["input_ids"][0], inputs["attention_mask"][0].bool()
+        at = self.column(ids, shown, query) if isinstance(query, str) else query
 
         def visit(call: Call) -> None:
-            if call.layer == asked.layer:
+            if call.layer == asked.layer and at is not None:
+                row = torch.arange(len(ids))[[at]]
+                patterns.append(call.rows(asked.index, row * 0, row).attention()[0, 0])
+            elif call.layer == asked.layer:
                 patterns.append(call.attention([asked.index])[0, 0])
+            if patterns:
                 raise Stop
 
-        self.watch(self.encode([prompt]).inputs, visit)
+        self.watch(inputs, visit)
         return patterns[0]
 
     @torch.no_grad()

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope import Head, Scope
 from qkscope.attention import AttentionRows, soft
 from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
 from qkscope.capture.tap import Call, Stop
-from qkscope.heads import Head
-from qkscope.linear.reader import Reader
+from qkscope.linear.reader import Reader, last_alone
 from qkscope.linear.run import Run
 
 _AT_ONCE = 64  # rows of attention changed together
 _AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the same tokens in their prompt, or 4 ε
 _TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**15  # that run together: on a CPU more are no faster, and less alike
-_ROOM, _MORE_ROOM = {"cpu": 2**24}, 2**28  # numbers of attention made at once: of a long prompt, of some tokens
+_ROOM, _MORE_ROOM = {"cpu": 2**23}, 2**28  # numbers of attention made at once: of a long prompt, of some tokens
 
 See = Callable[[int, int, Float[Tensor, "b h s t"]], None]
 """Is given a layer, which of the tokens that run come first, and their attention to all tokens; of many, in parts."""
@@ -70,6 +69,21 @@ class Again:
         scope.watch(inputs, lambda call: calls.__setitem__(call.layer, call))
         return cls(scope, inputs, calls)
 
+    @torch.no_grad()
+    def longer(self, last: int) -> Again:
+        """The prompt with one more token at its end, for words that are put in: keys and values up to a layer."""
+        ids, calls = torch.cat([self.ids, self.ids[-1:]]), dict[int, Call]()
+
+        def keep(call: Call) -> None:
+            calls[call.layer] = last_alone(call)
+            if call.layer >= last:
+                raise Stop
+
+        self.scope.watch(prompt_of(self.scope, ids[None]), keep, only=range(last + 1))
+        longer = Again(self.scope, prompt_of(self.scope, ids[None]), calls)
+        longer._alone = self._runs_alone()
+        return longer
+
     # ------------------------------------------------------------------ rows of attention changed
 
     def row(self, query: int, head: Head) -> AttentionRows:
@@ -104,13 +118,6 @@ class Again:
         return TokenRun(attention, torch.cat([each.cpu() for each in logits if each is not None]))
 
     # ------------------------------------------------------------------ other tokens
-
-    @cached_property
-    def longer(self) -> Again:
-        """The prompt with one more token at its end, for words that are put in."""
-        longer = Again.of(self.scope, torch.cat([self.ids, self.ids[-1:]]))
-        longer._alone = self._alone
-        return longer
 
     @torch.no_grad()
     def run(

@@ -22,14 +22,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from qkscope import Head, Scope
 from qkscope.capture.encode import Encoding
 from qkscope.capture.gather import Picker
 from qkscope.capture.patch import Edit, Patch
 from qkscope.capture.pick import Capture, Places
-from qkscope.capture.scope import Scope
 from qkscope.capture.spaces import other_forwards
 from qkscope.capture.tap import Call, cleared, place_of
-from qkscope.heads import Head
 
 _TOKENS = 2**13  # run together
 _AGREES = 1e-4  # of the largest logit: how far a run from the middle may be from a whole one

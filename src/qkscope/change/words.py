@@ -18,12 +18,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from qkscope import BadInput, Scope
 from qkscope.capture.encode import PIECE, token_texts
 from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
 from qkscope.change.again import Again
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
 
 _WITHOUT_BLANKS = re.compile(r"[぀-ヿ㐀-䶿一-鿿豈-﫿฀-໿ក-៿]")
 _LEAST = 8  # tokens of a shape, under which others are taken as well
@@ -35,7 +34,7 @@ _LIKELY = 4  # of a word's alternatives
 Ids = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Word:
     """Tokens ``start`` to ``stop - 1`` of a prompt, as they read together."""
 

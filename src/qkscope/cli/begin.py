@@ -17,7 +17,6 @@ from qkscope.analyses.prompts import made_with
 from qkscope.capture.files import fetch as fetch_model
 from qkscope.cli import PROMPT, command, print_end, print_json, say
 from qkscope.runs.claims import Claim
-from qkscope.runs.folder import read_tensors
 from qkscope.runs.progress import doing
 from qkscope.runs.work import verb
 
@@ -38,6 +37,7 @@ def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
     return Result.read(qk.write_gallery(out, *folders, title=title).parent)
 
 
+@verb("svd")
 def svd(
     scope: Scope, heads: str | Head | Sequence[str | Head] | None = None, *, out: str | Path | None = None
 ) -> Result:
@@ -47,19 +47,14 @@ def svd(
     ----------
     scope : the model.
     heads : heads like L18H6,L18H7; all by default.
-    out : a .safetensors file for the singular vectors.
+    out : folder for the singular vectors (``arrays.safetensors``), the table and its page.
     """
-    if out is not None and Path(out).suffix != ".safetensors":
-        raise BadInput(f"{out} should be a file that ends in .safetensors.")
-    if out is not None and Path(out).exists():
-        read_tensors(out, "singular_basis")  # refused where it is something else: it may be somebody's weights
     basis = qk.singular_basis(scope, heads)
-    if out is not None:
-        basis.save(out)
-    rows = basis.table()
+    rows, arrays = basis.table(), {name: getattr(basis, name) for name in ("U", "S", "V", "read", "scale", "c_Q")}
     ranks = sorted(row["effective_rank"] for row in rows)
     answer = f"QK matrices of {len(rows)} heads: {ranks[0]:.1f} to {ranks[-1]:.1f} effective dimensions."
-    return Result("svd", {"heads": rows}, answer=answer, model=scope.name)
+    named = made_with(scope, heads=[row["head"] for row in rows])
+    return Result("svd", {"heads": rows}, arrays=arrays if out else {}, answer=answer, **named)
 
 
 def fetch(name: str) -> None:

@@ -7,6 +7,7 @@ forward. What no token decides (biases of any kind) is the writer `BIAS`, always
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
 
@@ -27,6 +28,11 @@ from qkscope.linear.split import last_modules
 from qkscope.linear.weights import BlockCall, Form, form_of, recorded
 
 T = TypeVar("T")
+
+
+def last_alone(call: Call) -> Call:
+    """An attention call with the queries of its last token alone, which stand for those of all."""
+    return replace(call, q=call.q[:, :, -1:].clone().expand_as(call.q))
 
 
 def _once(method: Callable[..., T]) -> Callable[..., T]:
@@ -216,6 +222,7 @@ class Reader:
         run = Run(self, places.row, torch.cat([places.query[:, None], keys], dim=1), inputs)
         rows = len(next(iter(inputs.values())))
         deepest = max(self.layers) if last is None else last
+        ends = int(places.query[0]) + 1 if len(keys) == 1 else 0  # where a prompt is asked about that runs alone
         end = len(self.blocks) - 1 if logits else deepest
         asked = self.layers if isinstance(deep, bool) else deep
         kept = set(range(deepest + 1)) if deep is True else {*asked, *layers}
@@ -234,6 +241,7 @@ class Reader:
 
         def take(call: Call) -> None:
             if call.layer in kept or logits:
+                call = last_alone(call) if call.q.shape[2] == ends and call.layer > deepest else call
                 run.calls[call.layer] = call
                 call.rotary = call.rotary and call.rotary.slim()
             if call.layer == end and not logits:

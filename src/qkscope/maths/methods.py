@@ -28,9 +28,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qkscope import BadInput, Head
 from qkscope.draws import derived_seed
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.maths.bases import Projector, checked_svd, joint_basis, oblique_projectors, random_bases
 from qkscope.maths.singular import SingularBasis, components
 from qkscope.maths.swap import Condition, Method, SwapRows, key_changes

@@ -27,7 +27,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,6 @@ from torch.nn.functional import cosine_similarity, normalize
 from qkscope import BadInput, Head
 from qkscope.kinds import checked_class
 from qkscope.maths.bases import Projector, heads_at_once, thin_svd
-from qkscope.runs.folder import read_tensors, write_tensors
 
 _NULL = 1e-7  # relative size under which a direction of W_Q is not there
 _PROBES = 8
@@ -128,29 +126,6 @@ class SingularBasis:
             }
             for i, head in enumerate(self.heads)
         ]  # fmt: skip
-
-    def save(self, path: str | Path) -> None:
-        """Write to one safetensors file.
-
-        Parameters
-        ----------
-        path : the file; one that is there is replaced, whole.
-        """
-        names = ("U", "S", "V", "read", "scale", "c_Q", "error")
-        manifest = {"heads": [str(head) for head in self.heads], "rotary": list(self.rotary), "about": dict(self.about)}
-        write_tensors(path, "singular_basis", {name: getattr(self, name) for name in names}, manifest)
-
-    @classmethod
-    def load(cls, path: str | Path) -> SingularBasis:
-        """Read a file that `save` wrote.
-
-        Parameters
-        ----------
-        path : the file.
-        """
-        tensors, manifest = read_tensors(path, "singular_basis")
-        heads = tuple(Head.parse(head) for head in manifest["heads"])
-        return cls(heads, rotary=tuple(manifest["rotary"]), about=manifest["about"], **tensors)
 
 
 def basis_of_weights(

@@ -24,10 +24,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkscope import BadInput, Head
 from qkscope.attention import AttentionRows
 from qkscope.draws import draw_bits
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.maths.bases import Projector
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.result import Rows

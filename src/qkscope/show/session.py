@@ -23,10 +23,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -40,7 +39,6 @@ from qkscope.analyses.swap import check_swappable, default_features
 from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question, reader_of
 from qkscope.analyses.trace.verdicts import verdict
 from qkscope.analyses.why.output import TOKENS, Output
-from qkscope.analyses.why.parts import feature_rows
 from qkscope.analyses.why.why import answer_probe, circuit_of
 from qkscope.capture.tap import cleared
 from qkscope.change.again import Again, TokenRun
@@ -121,12 +119,8 @@ class Session:
             self.texts.setdefault(row["head"], []).append(row)
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int, int], str] = lambda runs, place: f"{runs} runs of the model"
-        self._kept_probe, self._kept_answer = lru_cache(_RUNS)(self._probe), lru_cache(_KEPT)(self._answer)
-        try:
-            self.no_writers = ""
-            reader_of(scope)
-        except BadInput as error:  # the rest can be shown all the same
-            self.no_writers = str(error)
+        self._kept_probe, self._kept_answer = lru_cache(_RUNS)(partial(Probe, scope)), lru_cache(_KEPT)(self._answer)
+        reader_of(scope)  # a model whose writers cannot be told apart is refused
 
     @contextmanager
     def told(self, tell: Tell) -> Iterator[None]:
@@ -187,8 +181,6 @@ class Session:
 
     def circuit(self, prompt: str, query: int, versus: str | None = None) -> Reply:
         """The circuit from a prompt's answer back to its words."""
-        if self.no_writers:
-            raise BadInput(self.no_writers)
         return _shown(circuit_of(self.ask(prompt, query), versus))
 
     def change(
@@ -232,16 +224,6 @@ class Session:
             raise BadInput(f"the prompt has {len(asked.tokens)} tokens: at most {longest} are looked at here.")
         return self._kept_probe(prompt, asked.query)
 
-    def _probe(self, prompt: str, query: int) -> Any:
-        if not self.no_writers:
-            return Probe(self.scope, prompt, query)
-        asked = Question.of(self.scope, prompt, query, chat=False)  # what needs no writers works with as much of one
-        again, reader = Again.of(self.scope, asked.inputs["input_ids"][0]), cast(Any, SimpleNamespace(scope=self.scope))
-        columns = torch.cat([asked.places.query[:, None], asked.places.keys], dim=1)
-        logits = again.run_rows(query, [None]).logits
-        run = Run(reader, asked.places.row, columns, asked.inputs, calls=dict(again.calls), logits=logits)
-        return SimpleNamespace(scope=self.scope, prompt=prompt, asked=asked, run=run)
-
     def _trace(self, prompt: str, query: int, head: str, key: int | None) -> PromptTrace:
         at, probe = self.scope.check(head), self.ask(prompt, query)
         return PromptTrace(probe.run, probe.asked, at, key)
@@ -259,12 +241,7 @@ class Session:
             return f"{word if 0 < place < query else ''}{runs} runs of the model"
 
         self.doing = doing
-        if not self.no_writers:
-            return answer_probe(self.ask(prompt, query), trace.head, key, features or None, versus=versus)
-        lines, parts = [{"line": self.no_writers}], feature_rows(trace, features)
-        told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked.told(prompt))
-        tables = {"said": lines, "attention": trace.token_rows(), "parts": parts}
-        return Result("why", tables, answer=trace.where(), **told)
+        return answer_probe(self.ask(prompt, query), trace.head, key, features or None, versus=versus)
 
 
 def _where(trace: PromptTrace) -> dict[str, Any]:

@@ -91,10 +91,9 @@ def split(
     if len(documents) < needed:
         raise BadInput(f"a split needs {needed} documents or more, but got {len(documents)}: give more.")
     encoded, around = [list(encode(document.text)) for document in documents], list(encode(""))
-    start = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, encoded[0], strict=False))]
+    (start, *_), ids = zip(*(_inner(tokens, around) for tokens in encoded), strict=True)
     if length < len(start) + RUN:
         raise BadInput(f"length is at least {len(start) + RUN}, but got {length}.")
-    ids = [_tensor(tokens[len(start) : len(tokens) - len(around) + len(start)]) for tokens in encoded]
     groups = _groups(ids)
     if (count := max(groups) + 1) < needed:
         alike = f"these {len(documents)} repeat each other so much that they count as {count}"
@@ -104,11 +103,30 @@ def split(
         sizes[group] += len(tokens)
     side_of = _drawn(sizes, sides, seed)
     passages: dict[str, list[Passage]] = {side: [] for side in sides}
-    for document, tokens, group in zip(documents, ids, groups, strict=True):
-        parts = math.ceil(len(tokens) / (length - len(start)))
-        pieces = tokens.tensor_split(parts) if parts else ()
-        passages[side_of[group]] += [Passage(document.name, group, (*start, *piece.tolist())) for piece in pieces]
+    for document, tokens, group in zip(documents, encoded, groups, strict=True):
+        pieces = passages_of(tokens, around, length)
+        passages[side_of[group]] += [Passage(document.name, group, piece) for piece in pieces]
     return _apart(passages, sides)
+
+
+def passages_of(ids: list[int], around: list[int], length: int) -> list[tuple[int, ...]]:
+    """A tokenised text cut into as few parts of about the same length as can be.
+
+    ``around`` is what the tokenizer makes of no text at all: what it puts in front of any text comes in front of every
+    part and counts towards its length; what it puts behind is left out.
+
+    >>> passages_of([1, 5, 6, 7, 8, 9], [1], 4)
+    [(1, 5, 6, 7), (1, 8, 9)]
+    """
+    start, tokens = _inner(ids, around)
+    parts = math.ceil(len(tokens) / (length - len(start)))
+    return [(*start, *piece.tolist()) for piece in (tokens.tensor_split(parts) if parts else ())]
+
+
+def _inner(ids: list[int], around: list[int]) -> tuple[list[int], Int[Tensor, " t"]]:
+    """What the tokenizer puts in front of a text, and the text's own tokens."""
+    start = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, ids, strict=False))]
+    return start, _tensor(ids[len(start) : len(ids) - len(around) + len(start)])
 
 
 def _tensor(ids: Sequence[int]) -> Int[Tensor, " t"]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 from qkscope.errors import BadInput
 
@@ -32,7 +32,6 @@ _KINDS = (".txt", ".md", ".rst", ".text")  # files of a folder that are taken fo
 _NOT_LIBRARY = re.compile(r"tests?|idlelib|lib2to3|turtledemo|ensurepip|distutils|encodings|pydoc_data|\w+-packages")
 _LEAST_LINES, _LEAST_DOCUMENT = 3, 400  # lines of a docstring, characters of a module's docstrings
 _PROSE = 0.85  # of a docstring's characters: letters and blanks
-_CHARACTERS = 480  # of a passage, before it is tokenised: about as many tokens as it may have of English
 
 
 @dataclass(frozen=True)
@@ -190,29 +189,6 @@ def _sections(text: str, size: int) -> list[str]:
         sections.append(text[:cut])
         text = text[cut:].lstrip("\n")
     return [*sections, text]
-
-
-def passages(text: Any) -> list[str]:
-    """A document cut at blank lines, short pieces joined and long ones cut at line ends or blanks.
-
-    A text that is a string already is a passage.
-    """
-    if isinstance(text, str):
-        return [text]
-    pieces: list[str] = []
-    for piece in (piece.strip("\n") for piece in re.split(r"\n\s*\n", text.text)):
-        while len(piece) > _CHARACTERS:
-            cut = max(piece.rfind("\n", 1, _CHARACTERS), piece.rfind(" ", 1, _CHARACTERS))
-            cut = cut if cut > _CHARACTERS // 2 else _CHARACTERS
-            pieces.append(piece[:cut])
-            piece = piece[cut:].lstrip("\n")
-        pieces += [piece] if piece.strip() else []
-    joined: list[str] = []
-    for piece in pieces:
-        if joined and len(joined[-1]) + len(piece) < _CHARACTERS // 2:
-            piece = f"{joined.pop()}\n\n{piece}"
-        joined.append(piece)
-    return joined
 
 
 def text_hash(texts: Texts) -> str:

@@ -1,6 +1,6 @@
-"""Figure 2: one pair of interest, and twenty: which singular vector points along which feature.
+"""Figures 2 and 11: one pair of interest, and twenty: which singular vector points along which feature.
 
-Figure 11 of the paper shows all features of the same toys, which ``arrays`` holds: what it says stands with figure 2.
+Figure 11 shows all features and all vectors of the same toys: what the paper says of it stands with figure 2.
 
 Besides the matched cosines: whether singular values are the target logits (their largest relative difference), the
 best cosine that a random direction finds, and the same numbers before training.
@@ -25,8 +25,9 @@ from qkscope_papers.tables import Files, Row, column, distinct, files_of, heat_m
 _TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
 
 
-@toy_figure("fig2", "Features and singular vectors: one pair, twenty", _TOYS)
-def run(settings: Settings, cells: Cells) -> Result:
+@toy_figure("fig2", "Features and singular vectors: one pair, twenty", _TOYS, decides=True)
+@toy_figure("fig11", "All features and all singular vectors", _TOYS, decides=False)
+def run(settings: Settings, cells: Cells, decides: bool) -> Result:
     """Alignment of both configurations, and all cosines of the first seed as arrays."""
     work, toys = WORK[settings.preset], train(cells, settings)
     rows = before_and_after(toys)
@@ -50,7 +51,7 @@ def run(settings: Settings, cells: Cells) -> Result:
         f"{mean(r['matched'] for r in many):.3f}, least {min(r['matched'] for r in many):.3f}; a random "
         f"direction finds {many[0]['best_random']:.2f} at best."
     )
-    claims = _claims(after, before, spectra)
+    claims = _claims(after, before, spectra) if decides else []
     return settings.result(answer, {"alignment": rows, "spectra": spectra}, claims, arrays, about={"work": vars(work)})
 
 
@@ -93,16 +94,20 @@ _SHOWN = 24  # singular vectors of the short figure
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """Features of interest and spectra."""
+    """Features of interest and spectra; where the figure decides nothing, all features and all vectors."""
     configs = [key.split("/", 1)[1] for key in result.arrays if key.startswith("query/")]
     figure = new_figure(11.5, 4.0 * len(configs))
     axes = figure.subplots(len(configs), 3, squeeze=False)
     image = None
     for line, config in zip(axes, configs, strict=True):
-        pairs = _pairs(result, config)
+        named = distinct(pick(result.tables["alignment"], config=config), "pair")
+        pairs = [[int(feature) for feature in pair.split("-")] for pair in named]
         for axis, side in zip(line[:2], ("query", "key"), strict=True):
-            features = [pair[side == "key"] for pair in pairs]
-            shown = result.arrays[f"{side}/{config}"][features][:, :_SHOWN]
+            shown, features = result.arrays[f"{side}/{config}"], [pair[side == "key"] for pair in pairs]
+            if result.claims:
+                shown = shown[features][:, :_SHOWN]
+            else:
+                features = []
             image = _heat_map(axis, shown.numpy(), side, config, features)
         _spectrum(line[2], result, config)
     assert image is not None
@@ -110,17 +115,12 @@ def draw(result: Result) -> Files:
     return files_of(result, figure)
 
 
-def _pairs(result: Result, config: str) -> list[tuple[int, int]]:
-    rows = pick(result.tables["alignment"], config=config, side="query", control=False)
-    named = distinct(rows, "pair")
-    return [(int(a), int(b)) for a, b in (pair.split("-") for pair in named)]
-
-
 def _heat_map(axis: Axes, matrix: Any, side: str, config: str, features: list[int]) -> Any:
     image = heat_map(axis, matrix)
     letter = "u" if side == "query" else "v"
     axis.set(title=f"{config}: {side} features", xlabel=f"singular vector {letter}_k", ylabel="feature")
-    axis.set(yticks=range(len(features)), yticklabels=[str(f) for f in features])
+    if features:
+        axis.set(yticks=range(len(features)), yticklabels=[str(f) for f in features])
     return image
 
 

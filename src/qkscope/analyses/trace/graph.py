@@ -43,7 +43,7 @@ from qkscope.linear.run import Answer, Direction, Run, Side
 
 Row = dict[str, Any]
 Kind = Literal["value", "query", "key"]
-_KEPT = 2**13  # tokens of layers whose parts are kept ready to be asked again
+_KEPT = 2**12  # tokens of layers whose parts are kept ready to be asked again
 _SLOTS = 256  # tokens whose attention is made at once
 _SOURCES = 3  # tokens of a writer that are named, over many prompts
 FIRST, SOURCE_REST = "(first token)", "(rest)"  # of many prompts
@@ -233,7 +233,7 @@ class Walk:
         """The writers of what an MLP was given, by its gradient."""
         run, layer, (slots, along) = self.run, writer.layer, asked.directions()
         if layer not in self._parts:
-            if len(self._parts) * len(self.asked.tokens) > _KEPT:
+            if (len(self._parts) + 1) * len(self.asked.tokens) > _KEPT:
                 self._parts.clear()
             self._parts[layer] = PartLayer(run, layer)
         module = run.reader.blocks[layer].parts[writer.index[0] if writer.index else 0]

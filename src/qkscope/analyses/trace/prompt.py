@@ -138,8 +138,8 @@ class PromptTrace(HeadRows):
 
     def most_attended(self, tokens: Sequence[int], row: Float[Tensor, " t"] | None = None) -> int:
         """Of some tokens, the one with most attention in the head's row, or in another."""
-        row = self.attention if row is None else row
-        return max(tokens, key=lambda i: float(row[i]))
+        values = (self.attention if row is None else row).tolist()
+        return max(tokens, key=values.__getitem__)
 
     def token(self, i: int) -> str:
         """A token as a sentence names it."""
@@ -235,10 +235,11 @@ class PromptTrace(HeadRows):
 
     def token_rows(self) -> list[dict[str, Any]]:
         """The head's attention to every token it sees, and its logit."""
-        logits = self.rows.k[0, 0] @ self.projected(self.rows.q[0, 0]) * self.scale
+        logits = (self.rows.k[0, 0] @ self.projected(self.rows.q[0, 0]) * self.scale).tolist()
+        attention = self.attention.tolist()
         return [
             {"head": str(self.head), "position": i, "token": self.asked.tokens[i],
-             "attention": float(self.attention[i]), "logit": float(logits[i])}
+             "attention": attention[i], "logit": logits[i]}
             for i in self.seen
         ]  # fmt: skip
 

@@ -15,13 +15,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope import BadInput, Head, Scope
 from qkscope.analyses.trace.prompt import PromptTrace, Question
 from qkscope.capture.encode import PIECE, token_texts
-from qkscope.capture.scope import Scope
 from qkscope.change.again import Again, prompt_of
 from qkscope.change.words import shape_of
-from qkscope.errors import BadInput
-from qkscope.heads import Head
 from qkscope.linear.run import Run
 from qkscope.linear.split import direct_effect
 

@@ -17,17 +17,14 @@ from typing import Any
 
 import torch
 
+from qkscope import BadInput, Example, Head, Scope
 from qkscope.analyses.because import Because, Look
 from qkscope.analyses.circuit import NodeOrder, kept_words
 from qkscope.analyses.circuits import locate
 from qkscope.analyses.trace.prompt import Probe, reader_of
 from qkscope.analyses.why.carriers import Carriers
 from qkscope.analyses.why.output import Output, first_token, whole
-from qkscope.capture.scope import Scope
 from qkscope.change.nodes import Nodes
-from qkscope.errors import BadInput
-from qkscope.examples import Example
-from qkscope.heads import Head
 from qkscope.maths.significance import wilson
 from qkscope.runs.work import Stage, current_work
 from qkscope.tasks.task import ANSWER

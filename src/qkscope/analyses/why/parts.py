@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.split import singular_basis
+from qkscope import BadInput, singular_basis
 from qkscope.analyses.trace.prompt import PromptTrace
-from qkscope.errors import BadInput
 from qkscope.maths.attribution import Split, SplitSide, part_name, split_query, split_rows
 from qkscope.maths.singular import singular_coordinates
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from qkscope import BadInput, Example, Result, Scope, Subspace
 from qkscope.analyses.because import Because, Look, Reason
 from qkscope.analyses.circuit import LOGIT, Circuit, write_graph
 from qkscope.analyses.fit import Fit
@@ -28,16 +29,11 @@ from qkscope.analyses.why.carriers import Carriers
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.over import Prompts, circuit_of_prompts, over_answer, prompts_of
 from qkscope.analyses.why.parts import part_rows
-from qkscope.capture.scope import Scope
 from qkscope.change.again import Again
-from qkscope.errors import BadInput
-from qkscope.examples import Example
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.attribution import Split
-from qkscope.maths.subspace import Subspace
 from qkscope.runs.progress import doing
-from qkscope.runs.result import Result
 from qkscope.runs.work import PartDone, current_work, verb
 from qkscope.tasks.jsonl import read_prompts
 

@@ -187,7 +187,7 @@
         return row.token.trim() ? button(words, () => versus(row.token), given) : make("span", {}, words);
       }),
     );
-    $("says").textContent = seen.says ? `goes on: “${visible(seen.says.trim())}”` : "\u00a0";
+    $("says").textContent = seen.says ? `continues: “${visible(seen.says.trim())}”` : "\u00a0";
   }
   const versus = (text) => move({ versus: text, path: state.path.slice(0, 1) });
 

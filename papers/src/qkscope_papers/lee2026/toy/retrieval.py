@@ -287,12 +287,6 @@ def off_diagonal(g: Float[Tensor, "R R"]) -> float:
     return 1 - float(g.diagonal().square().sum()) / total if total > 0 else math.nan
 
 
-def cross_variable(g: Float[Tensor, "R R"], task: Retrieval) -> float:
-    """Share of ‖G‖² in which one variable of the query meets another one of the key: outside the diagonal blocks."""
-    total = float(g.square().sum())
-    return 1 - sum(float(g[s, s].square().sum()) for s in task.latent_slices()) / total if total > 0 else math.nan
-
-
 def asymmetry(g: Float[Tensor, "R R"]) -> float:
     """``‖G − Gᵀ‖ / ‖G‖``: 0 for a symmetric matrix, √2 on average for a random one."""
     norm = float(g.norm())
