@@ -137,7 +137,7 @@ class Because:
         for word in sorted(words, key=rank):
             left -= self.screen * (furthest + 1 - word.start)
             kept += [word] if left >= 0 else []
-        return sorted(kept, key=_start)
+        return sorted(kept)
 
     # ------------------------------------------------------------------ changed prompts
 
@@ -205,7 +205,7 @@ class Because:
         first = self._effects(self.words, slice(0, self.screen))
         suspects = dict[Word, int]()  # words that may be causes of looks, and how far these are read
         for word, (left, _) in zip(self.words, first, strict=True):
-            asking = self._queries[(left.mean(0) < _SCREENED) & self._sees(word)]
+            asking = self._queries[(left.mean(0) < _SCREENED) & (word.start <= self._queries)]
             suspects |= {word: int(asking.max()) + 1} if len(asking) else {}
         more = self._effects([*suspects], slice(self.screen, self.count), [*suspects.values()])
         begun = dict(zip(self.words, first, strict=True))
@@ -225,9 +225,6 @@ class Because:
         self._relate(reasons, effects, follow, _SCREENED if near else _LEFT)
         return reasons
 
-    def _sees(self, word: Word) -> Tensor:
-        return word.start <= self._queries
-
     def _effects(self, words: Sequence[Word], which: slice, ends: Sequence[int] = ()) -> list[Effect]:
         """Of each word, what some of its alternatives leave [m, n], and the attention rows [m, n, t]."""
         prompts = [[self.put((word, ids)) for ids in self.others.of(word, self.count)[which]] for word in words]
@@ -243,7 +240,7 @@ class Because:
         gained = rows.mean(0) - self.before
         gained[:, word.start : word.stop] = -1
         to = gained.argmax(1).tolist()
-        for n in ((mean < _SCREENED) & self._sees(word)).nonzero()[:, 0].tolist():
+        for n in ((mean < _SCREENED) & (word.start <= self._queries)).nonzero()[:, 0].tolist():
             before, ends = float(self.attention[n]), (float(low[n]), float(high[n]))
             cause = "yes" if ends[1] < _LEFT else "open" if ends[0] < _LEFT else "no"
             row = {
@@ -257,7 +254,9 @@ class Because:
     # ------------------------------------------------------------------ relations
 
     def _relate(self, reasons: list[Reason], effects: Mapping[Word, Effect], follow: bool, least: float) -> None:
-        every = {word: (left.mean(0).tolist(), self._sees(word).tolist()) for word, (left, _) in effects.items()}
+        every = {
+            word: (left.mean(0).tolist(), (word.start <= self._queries).tolist()) for word, (left, _) in effects.items()
+        }
         means = [{word: left[n] for word, (left, sees) in every.items() if sees[n]} for n in range(len(reasons))]
         broken = [[word for word, left in own.items() if left < _LEFT] for own in means]
         near = [[word for word, left in own.items() if left < least] for own in means]
@@ -377,11 +376,7 @@ class Because:
 def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair | None:
     """Of words that matter, the two strongest with one text, in their order; they do not overlap another's test."""
     same = sorted((word for word in words if word.core == core), key=lambda word: left[word])[:2]
-    return None if len(same) < 2 else (min(same, key=_start), max(same, key=_start))
-
-
-def _start(word: Word) -> int:
-    return word.start
+    return None if len(same) < 2 else (min(same), max(same))
 
 
 def _before(words: Sequence[Word], query: int) -> int:

@@ -34,7 +34,7 @@ _LIKELY = 4  # of a word's alternatives
 Ids = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Word:
     """Tokens ``start`` to ``stop - 1`` of a prompt, as they read together."""
 
