@@ -189,7 +189,7 @@ def test_only_this_machine_with_the_token_is_answered_from_a_fixed_list(server):
         assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_a_chosen_port_has_an_address_that_stays(nano):
+def test_a_chosen_port_stays_and_what_cannot_be_asked_about_is_refused(nano, scope, tmp_path):
     with Server(Session(nano)) as first:
         port = first.server_port
     with Server(Session(nano), port) as server:
@@ -197,6 +197,13 @@ def test_a_chosen_port_has_an_address_that_stays(nano):
         assert ask(server, "api/model")[0] == 200
         assert ask(server, "api/model", host="evil.example")[0] == 403
         assert "There is nothing at this address" in ask(server, "nothing")[2]
+    with pytest.raises(BadInput, match="decompose or atlas wrote"):
+        qk.view(live=True, fit=tmp_path, browser=False)
+    Result("heads", {"heads": []}).write(tmp_path / "run")
+    with pytest.raises(BadInput, match="was written by heads"):
+        qk.view(live=True, fit=tmp_path / "run", browser=False)
+    with pytest.raises(BadInput, match="has no tokenizer"):
+        Session(qk.Scope.from_model(scope.model, name="bare", check=False))
 
 
 def test_questions_at_once_are_answered_one_after_the_other(server):
@@ -205,16 +212,6 @@ def test_questions_at_once_are_answered_one_after_the_other(server):
     with ThreadPoolExecutor(len(prompts)) as pool:
         rows = list(pool.map(lambda question: ask(server, "api/why", question)[2]["row"], asked))
     assert rows == [server.session.why(**question)["row"] for question in asked]
-
-
-def test_what_cannot_be_asked_about_is_refused(scope, tmp_path):
-    with pytest.raises(BadInput, match="decompose or atlas wrote"):
-        qk.view(live=True, fit=tmp_path, browser=False)
-    Result("heads", {"heads": []}).write(tmp_path / "run")
-    with pytest.raises(BadInput, match="was written by heads"):
-        qk.view(live=True, fit=tmp_path / "run", browser=False)
-    with pytest.raises(BadInput, match="has no tokenizer"):
-        Session(qk.Scope.from_model(scope.model, name="bare", check=False))
 
 
 def test_the_command_serves_until_it_is_stopped():

@@ -55,7 +55,7 @@ def test_the_query_is_the_last_token_and_a_word_its_last_one(smollm2: Scope) -> 
     assert smollm2.tokenizer.decode(cup.inputs["input_ids"][0, : int(cup.places.keys) + 1]) == "a ☕"
 
 
-def test_a_template_that_trims_and_one_that_rewrites(smollm2: Scope) -> None:
+def test_a_template_trims_or_rewrites_and_only_whole_words_match(smollm2: Scope) -> None:
     before = smollm2.tokenizer.chat_template
     try:
         smollm2.tokenizer.chat_template = "U: {{ messages[0]['content'] | trim }} A:"
@@ -71,9 +71,6 @@ def test_a_template_that_trims_and_one_that_rewrites(smollm2: Scope) -> None:
             Scope.from_model(smollm2.model, smollm2.tokenizer, check=False).encode([PROMPT], chat=True)
     finally:
         smollm2.tokenizer.chat_template = before
-
-
-def test_only_whole_words_match_and_ids_take_token_spans() -> None:
     assert find_span("category cat, cats", "cat") == (9, 12)
     assert find_span("Box (O).", "(O)") == (4, 7)
     scope = Scope.from_model(tiny_model("llama"), check=False)

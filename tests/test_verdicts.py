@@ -17,7 +17,7 @@ NULLS = ("sign_flip", "interaction")
 PAIR = torch.tensor([[1, -1]])
 
 
-def test_pooled_tails_reach_further_and_folds_add_up():
+def test_pooled_tails_reach_further_and_the_nulls_of_a_large_batch_come_in_pieces(monkeypatch):
     null = randn(0, 50, 199).abs()
     heads = [[(30.0 if i == 0 else float(row.max()) + 1e-9, row.tolist())] for i, row in enumerate(null)]
     p = head_p_values(heads)
@@ -33,6 +33,16 @@ def test_pooled_tails_reach_further_and_folds_add_up():
     moments.update(q, k, {"c": PAIR.expand(40, 2)}, prompts=torch.arange(40) % 10)
     torch.testing.assert_close(moments.state["folds"]["c"].sum(0), moments.state["sums"]["c"])
     assert moments.state["folds"]["c"][:, 0, -1, 0, -1].remainder(4).eq(0).all()
+    from qkscope.maths import moments as module
+
+    q, k = randn(0, 30, 1, 4), randn(1, 30, 1, 2, 4)
+    found = []
+    for bytes_at_once in (module._AT_ONCE, 1):
+        monkeypatch.setattr(module, "_AT_ONCE", bytes_at_once)
+        found.append(Moments(["L0H0"], ["c"], 4, nulls=("sign_flip", "label_permutation"), replicates=9))
+        found[-1].update(q, k, {"c": PAIR.expand(30, 2)}, prompts=torch.arange(30))
+    for name, tensor in found[0].tensors().items():
+        torch.testing.assert_close(tensor, found[1].tensors()[name])
 
 
 def calibration():
@@ -125,16 +135,3 @@ def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prom
         moments.update(q, k, {"c": PAIR.expand(prompts, 2)}, prompts=word)
         found.append(cross_validated_rank(moments, "c", "query", range(5)))
     assert found == [[rank] * 5] * 2
-
-
-def test_the_nulls_of_a_large_batch_come_in_pieces(monkeypatch):
-    from qkscope.maths import moments as module
-
-    q, k = randn(0, 30, 1, 4), randn(1, 30, 1, 2, 4)
-    found = []
-    for bytes_at_once in (module._AT_ONCE, 1):
-        monkeypatch.setattr(module, "_AT_ONCE", bytes_at_once)
-        found.append(Moments(["L0H0"], ["c"], 4, nulls=("sign_flip", "label_permutation"), replicates=9))
-        found[-1].update(q, k, {"c": PAIR.expand(30, 2)}, prompts=torch.arange(30))
-    for name, tensor in found[0].tensors().items():
-        torch.testing.assert_close(tensor, found[1].tensors()[name])
