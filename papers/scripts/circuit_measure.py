@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from atlas_measure import random_weights
+from because_measure import random_weights
 
 import qkscope as qk
 from qkscope.analyses.circuit import CIRCUIT, NodeOrder
@@ -60,7 +60,8 @@ def main() -> None:
         json.loads(Path(path).read_text()) if path and Path(path).exists() else {},
         qk.Scope.load(name.removeprefix("random:")),
     )
-    scope = random_weights(scope, 0) if name.startswith("random:") else scope
+    if name.startswith("random:"):
+        scope = random_weights(scope.model.config, scope.tokenizer, scope.device, 0)
     for seed in (seed for seed in seeds.split(",") if seed not in kept):
         kept[seed] = measured(scope, int(n), int(seed))
         if path:
