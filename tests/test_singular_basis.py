@@ -69,7 +69,7 @@ def test_components_add_up_to_every_logit_also_of_a_head_with_dead_dimensions():
     assert torch.equal(largest(3).left[0], dual(basis.read)[:, :3])
     with pytest.raises(BadInput, match="does not fit"):
         largest(m + 1)
-    # w_Q of rank 3 in 4 dimensions: queries never leave its range, and there the components add up
+    # W_Q of rank 3 in 4 dimensions: queries never leave its range, and there the components add up
     generator = torch.Generator().manual_seed(1)
     w_q, w_k = (torch.randn(1, 4, 9, generator=generator, dtype=torch.float64) for _ in range(2))
     w_q[0, 3] = w_q[0, 0] - w_q[0, 1]
