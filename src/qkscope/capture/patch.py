@@ -59,7 +59,7 @@ class Edit:
         values : Float [b, k, d]
             The keys to put there, as the dot product sees them.
         """
-        row, slot = _given(positions)
+        row, slot = (positions >= 0).nonzero(as_tuple=True)
         return cls(Head.parse(head), "keys", row, torch.zeros_like(row), positions[row, slot], values[row, slot])
 
     @classmethod
@@ -75,7 +75,7 @@ class Edit:
         values : Float [b, d]
             The queries to put there, as the dot product sees them.
         """
-        (row,) = _given(positions)
+        (row,) = (positions >= 0).nonzero(as_tuple=True)
         return cls(Head.parse(head), "queries", row, positions[row], torch.zeros_like(row), values[row])
 
     @classmethod
@@ -95,7 +95,7 @@ class Edit:
         values : Float [b, k]
             The logits to put there; ``-inf`` hides a key.
         """
-        row, slot = _given(positions.masked_fill(queries[:, None] < 0, -1))
+        row, slot = ((positions >= 0) & (queries[:, None] >= 0)).nonzero(as_tuple=True)
         return cls(Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot])
 
     @classmethod
@@ -114,11 +114,6 @@ class Edit:
         (row,) = rows.nonzero(as_tuple=True)
         zero = torch.zeros_like(row)
         return cls(Head.parse(head), "outputs", row, zero, zero, value.expand(len(row), -1))
-
-
-def _given(positions: Tensor) -> tuple[Tensor, ...]:
-    """Where positions are given."""
-    return (positions >= 0).nonzero(as_tuple=True)
 
 
 class Patch:
