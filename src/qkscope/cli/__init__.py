@@ -105,7 +105,12 @@ def main() -> None:
 
     A verb has written its folder before anything is printed: a pipe that was closed or a full disk costs no result.
     """
-    _listen_to_ourselves()
+    for name, value in _QUIET.items():  # whoever set a variable or -W keeps it
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.ERROR, handlers=[_Stderr()])  # of other libraries nothing but errors
+    logging.getLogger("qkscope").setLevel(logging.INFO)
     before, terminated = signal.getsignal(signal.SIGTERM), []
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -117,9 +122,8 @@ def main() -> None:
         app()
     except (BadInput, UnicodeEncodeError, OSError) as error:  # half a surrogate is no text; a name may be too long
         typer.echo(plain_text(f"qkscope: {error}"), err=True)
-        with suppress(
-            OSError
-        ):  # what cannot be printed Python would print again at its end; a test's stream is no file
+        # what cannot be printed Python would print again at its end; a test's stream is no file
+        with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)
     except (SystemExit, KeyboardInterrupt) as ended:
@@ -129,16 +133,6 @@ def main() -> None:
         sys.exit(_TERMINATED if terminated else _INTERRUPTED)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _listen_to_ourselves() -> None:
-    """Log our own lines on stderr; of other libraries nothing but errors. Whoever set a variable or -W keeps it."""
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    logging.basicConfig(level=logging.ERROR, handlers=[_Stderr()])
-    logging.getLogger("qkscope").setLevel(logging.INFO)
 
 
 class _Stderr(logging.Handler):
