@@ -158,7 +158,11 @@ def print_result(result: Result, as_json: bool, everything: bool = False, end: S
     claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
     tables: Mapping[str, Any] = {**result.tables, "claims": claims}
     first, said = laid(_text(result.answer, "bold")), [row["line"] for row in tables.get("said", ())]
-    lines, table = _lines(said), [] if everything else _main_table(result.experiment, tables, result.main)
+    lines, table = _lines(said), list[str]()
+    if not everything and (chosen := views.shown(result.experiment, tables, result.main)) is not None:
+        some, columns, count, note = chosen
+        more = (f"{len(some)} of {count} rows; " if len(some) < count else "") + "--all prints everything."
+        table = laid(*views.drawn(some, columns, _console().width), *filter(None, [note, more]))
     room = MOST_LINES if result.experiment in ("why", "why/circuit") and not everything else 10**6
     while said and len(first) + len(lines) + len(table) + len(end) >= room:
         said = said[:-1]
@@ -174,16 +178,6 @@ def print_result(result: Result, as_json: bool, everything: bool = False, end: S
             console.print(*views.drawn(rows, columns, console.width, whole=True), sep="\n\n")
     if end:
         typer.echo("\n".join([*[""] * (spare > bool(table)), *end]))
-
-
-def _main_table(verb: str, tables: Mapping[str, Any], main: str = "") -> list[str]:
-    """The lines of the one table that a verb prints; none where lines say it all."""
-    chosen = views.shown(verb, tables, main)
-    if chosen is None:
-        return []
-    rows, columns, count, note = chosen
-    more = (f"{len(rows)} of {count} rows; " if len(rows) < count else "") + "--all prints everything."
-    return laid(*views.drawn(rows, columns, _console().width), *filter(None, [note, more]))
 
 
 def _console() -> Console:
