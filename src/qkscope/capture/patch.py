@@ -19,7 +19,7 @@ from qkscope import BadInput, Head
 from qkscope.capture.pick import Shape
 from qkscope.capture.tap import Call
 from qkscope.hooks import Hook
-from qkscope.kinds import checked_class
+from qkscope.kinds import checked_class, grouped
 
 
 @checked_class
@@ -120,12 +120,11 @@ class Patch:
     """A visitor of the tap that applies edits, and hooks to what the model computes."""
 
     def __init__(self, edits: Sequence[Edit | Hook], shape: Shape) -> None:
-        self.by_layer: dict[int, list[Edit | Hook]] = {}
+        self.by_layer = grouped(edits, lambda edit: edit.head.layer)
         for edit in edits:
             shape.check(edit.head)
             if isinstance(edit, Hook) and edit.space != "post_rope":
                 raise BadInput(f"a patched run writes post_rope {edit.kind}, but {edit!r} is of {edit.space}.")
-            self.by_layer.setdefault(edit.head.layer, []).append(edit)
 
     @property
     def own_keys(self) -> frozenset[int]:

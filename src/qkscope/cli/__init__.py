@@ -285,8 +285,10 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
         return _after_prompts(values, result)
     same = _some(values, "prompt", "query", "chat", *_SCOPE)
     rival = _some(values, "versus")  # trace's is another: a key
-    if "heads" in result.tables:
-        return command("why", **same, **rival, head=_telling(result))
+    if "heads" in result.tables:  # one that helps and looks at the answer or at its rival, rather than at itself
+        places, rows = ["answer", "rival", "", "itself"], result.tables["heads"]
+        helps = [row for row in rows if row["direction"] == "for"][:10] or rows[:1]
+        return command("why", **same, **rival, head=min(helps, key=lambda row: places.index(row["at"]))["head"])
     if result.experiment == "why/circuit":  # the first head of the circuit, asked by itself
         first = (row["node"] for row in result.tables.get("paths", ()) if "H" in row["node"])
         return command("why", **same, **rival, head=next(first, None))
@@ -310,13 +312,6 @@ def _after_prompts(values: Mapping[str, Any], result: Result) -> str:
         return command("why", values["prompt"], heads=first, **same)
     row = max(result.tables["prompts"], key=lambda row: float(row["attention"]))
     return command("why", result.tables["answers"][row["prompt"]]["said"], head=row["head"], **same)
-
-
-def _telling(result: Result) -> str:
-    """The head to ask about: one that helps and looks at the answer or at its rival, rather than at itself."""
-    places = ["answer", "rival", "", "itself"]
-    helps = [row for row in result.tables["heads"] if row["direction"] == "for"][:10]
-    return str(min(helps or result.tables["heads"][:1], key=lambda row: places.index(row["at"]))["head"])
 
 
 def _after_heads(values: Mapping[str, Any], result: Result) -> str:
