@@ -1,7 +1,5 @@
 """Families that count positions their own way: on which side they are padded, where they end, and the check sees it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -25,9 +23,9 @@ def test_where_columns_are_positions_padding_is_on_the_right_and_the_check_sees_
     with pytest.raises(BadInput, match="generate from one at a time"):
         scope.generate(scope.encode(prompts))
     scope = Scope.from_model(tiny_model("bart"), check=False)
-    scope.facts = replace(scope.facts, sides=("left", "right"))
+    scope.facts = scope.facts._replace(sides=("left", "right"))
     assert scope.self_check().sides == scope.facts.sides == ("right",)
-    scope.facts = replace(scope.facts, sides=("left",))
+    scope.facts = scope.facts._replace(sides=("left",))
     with pytest.raises(BadInput, match="padded on the left beside a longer prompt, its post_rope"):
         scope.self_check()
     scope = Scope.from_model(tiny_model("roberta"), check=False)

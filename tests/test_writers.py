@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from batches import each_head, look, padded, sides_of
-from qkscope.capture.blocks import Sum, read_blocks
+from qkscope.capture.blocks import Sum, read_blocks, walk
 from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -125,10 +125,10 @@ def test_a_block_that_writes_nothing_is_taken_apart_all_the_same(family):
 def test_half_precision_is_taken_apart_as_full_precision_is(family):
     full, half = look(family), look(family, torch.bfloat16)
     for ours, theirs in zip(*(read_blocks(scope.model, scope.facts.layer_of) for scope in (full, half)), strict=True):
-        assert [type(node) for node in ours.walk()] == [type(node) for node in theirs.walk()]
+        assert [type(node) for node in walk(ours.tree)] == [type(node) for node in walk(theirs.tree)]
         assert [type(module) for module in ours.parts] == [type(module) for module in theirs.parts]
         numbers = [
-            torch.tensor([number for node in block.walk() if isinstance(node, Sum) for number, _ in node.terms])
+            torch.tensor([number for node in walk(block.tree) if isinstance(node, Sum) for number, _ in node.terms])
             for block in (ours, theirs)
         ]
         torch.testing.assert_close(*numbers, atol=0.01, rtol=0)

@@ -14,7 +14,7 @@ import operator
 import threading
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, cast
@@ -26,6 +26,7 @@ from qkscope.errors import BadInput
 
 P = ParamSpec("P")
 T = TypeVar("T")
+K = TypeVar("K")
 C = TypeVar("C", bound=type)
 
 Count = Annotated[int, AtLeast(1)]
@@ -160,6 +161,18 @@ def _typed(hint: Any) -> Any:
 def _plain(value: Any) -> Any:
     """A number of numpy's or torch's as Python's."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def grouped(items: Iterable[T], by: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by what they have in common, groups in the order of their first items.
+
+    >>> grouped(["hat", "jam", "hut"], lambda word: word[0])
+    {'h': ['hat', 'hut'], 'j': ['jam']}
+    """
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(by(item), []).append(item)
+    return groups
 
 
 def came(value: Any) -> str:

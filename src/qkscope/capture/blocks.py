@@ -41,23 +41,20 @@ class Heads:
     """The attention's heads, added up by ``W_O`` (its bias included)."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """All that a module puts out: one writer."""
 
     module: nn.Module
 
 
-@dataclass(frozen=True)
-class Normed:
+class Normed(NamedTuple):
     """A norm of something; with its scalar held it is linear."""
 
     norm: nn.Module
     inner: Node
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(NamedTuple):
     """Several things, each times a number."""
 
     terms: tuple[tuple[float, Node], ...]
@@ -76,31 +73,28 @@ class BlockTree:
     output: nn.Module | None  # W_O: a linear map of the heads' outputs, head after head
     tree: Node
 
-    def walk(self) -> Iterator[Node]:
-        """Every part of the tree, what comes first first."""
-        yield from _walk(self.tree)
-
     @cached_property
     def parts(self) -> list[nn.Module]:
         """The modules that write besides the heads."""
-        return [node.module for node in self.walk() if isinstance(node, Part)]
+        return [node.module for node in walk(self.tree) if isinstance(node, Part)]
 
     @cached_property
     def norms(self) -> list[nn.Module]:
         """The norms whose scalars have to be held."""
-        return [node.norm for node in self.walk() if isinstance(node, Normed)]
+        return [node.norm for node in walk(self.tree) if isinstance(node, Normed)]
 
 
-def _walk(node: Node) -> Iterator[Node]:
+def walk(node: Node) -> Iterator[Node]:
+    """Every part of a tree, what comes first first."""
     for inner in [term for _, term in node.terms] if isinstance(node, Sum) else [getattr(node, "inner", None)]:
         if inner is not None:
-            yield from _walk(inner)
+            yield from walk(inner)
     yield node
 
 
 def _enters(node: Node) -> bool:
     """Whether something is made of what entered the block."""
-    return any(isinstance(one, Entered) for one in _walk(node))
+    return any(isinstance(one, Entered) for one in walk(node))
 
 
 class _Seen:
@@ -265,9 +259,7 @@ def read_blocks(model: PreTrainedModel, layer_of: dict[int, int]) -> list[BlockT
         kind = f"{model.config.model_type} layer {layer}"
         seen = _Seen(kind, block, attentions.get(layer), heads.get(layer), (given, gave))
         tree = seen.with_silent(seen.explain(seen.left))
-        nodes = [] if tree is None else list(_walk(tree))
-        wanted = Heads() in nodes or seen.attention is None
-        if tree is None or not any(isinstance(node, Entered) for node in nodes) or not wanted:
+        if tree is None or not _enters(tree) or (seen.attention is not None and Heads() not in walk(tree)):
             added = "what it adds to the residual stream is not a sum of its heads and its other parts"
             raise BadInput(f"{kind} cannot be traced: {added}, so its writers cannot be told apart.")
         if before is not None and not seen.same(seen.entered, before.to(seen.entered.device)):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -329,8 +329,8 @@ def _trust(scope: Scope, check: Check) -> None:
     if check.frame:
         reason = f"beyond a length that its config names, {check.frame}"
         why: dict[Space, str] = {"pre_rope": reason, "query_frame": reason}  # so a trace reads its own code instead
-        layers = tuple(x if x.offset is None else replace(x, refusals=why | x.refusals) for x in layers)
-    scope.facts = replace(scope.facts, sides=tuple(check.sides), layers=layers)
+        layers = tuple(x if x.offset is None else x._replace(refusals=why | x.refusals) for x in layers)
+    scope.facts = scope.facts._replace(sides=tuple(check.sides), layers=layers)
 
 
 def _small_check(scope: Scope, names: str) -> Check | None:

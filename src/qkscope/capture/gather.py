@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -34,13 +34,6 @@ class Plan:
     kv_slots: list[int] = field(default_factory=list)
 
 
-class Layout(NamedTuple):
-    """What each layer gives to which slots, and which key head (in order of first use) each head reads."""
-
-    plans: dict[int, Plan]
-    kv_of_head: tuple[int, ...]
-
-
 @lru_cache(maxsize=4096)
 def index_on(device: torch.device, numbers: tuple[int, ...]) -> Int[Tensor, "n"]:
     """Numbers on a device, brought there once: small GPU calls cost more than their work."""
@@ -50,8 +43,8 @@ def index_on(device: torch.device, numbers: tuple[int, ...]) -> Int[Tensor, "n"]
 @lru_cache(maxsize=64)  # a batch comes every few milliseconds, and a model has a thousand heads
 def layout_of(
     shapes: tuple[tuple[int, int], ...], heads: tuple[Head, ...], own_keys: frozenset[int] = frozenset()
-) -> Layout:
-    """Where heads go, in layers of so many query heads and key heads."""
+) -> tuple[dict[int, Plan], tuple[int, ...]]:
+    """What each layer (of so many query and key heads) gives to which slots, and which key head each head reads."""
     plans: dict[int, Plan] = {}
     groups: dict[tuple[int, int], int] = {}
     kv_of_head = []
@@ -66,16 +59,7 @@ def layout_of(
         plan.heads.append(head.index)
         plan.slots.append(slot)
         kv_of_head.append(groups[head.layer, kv])
-    return Layout(plans, tuple(kv_of_head))
-
-
-class LayerBuffer(NamedTuple):
-    """What is kept of a layer that waits: queries at their places, every key, and sinks."""
-
-    plan: Plan
-    q: Float[Tensor, "*b h d"]
-    k: Float[Tensor, "n g t d"]
-    sinks: Float[Tensor, "h"] | None
+    return plans, tuple(kv_of_head)
 
 
 class Picker:
@@ -110,28 +94,28 @@ class Picker:
         own_keys: frozenset[int] = frozenset(),
     ) -> None:
         self.facts, self.heads, self.places, self.space, self.stop = facts, tuple(heads), places, space, stop
-        layout = layout_of(tuple((layer.n_heads, layer.n_kv_heads) for layer in facts.layers), self.heads, own_keys)
-        widths = sorted({facts.layers[layer].d_head for layer in layout.plans})
+        shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in facts.layers)
+        self.plans, kv_of_head = layout_of(shapes, self.heads, own_keys)
+        widths = sorted({facts.layers[layer].d_head for layer in self.plans})
         if len(widths) > 1:
             raise BadInput(f"these heads have different widths {widths}: take each width on its own.")
-        if space == "pre_rope" and own_keys & set(layout.plans):
+        if space == "pre_rope" and own_keys & set(self.plans):
             raise BadInput("edited keys are post_rope vectors: capture their layer in post_rope or query_frame.")
-        for layer in layout.plans:
+        for layer in self.plans:
             if space in facts.layers[layer].refusals:
                 raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
-        self.deepest, self.plans = max(layout.plans), layout.plans
         self.scales, self.softcaps = [0.0] * len(heads), [torch.inf] * len(heads)
         (rows, keys), device = places.keys.shape, places.row.device
-        self.kv_of_head = index_on(device, layout.kv_of_head)
+        self.kv_of_head = index_on(device, kv_of_head)
         shape = (rows, len(heads))
         self.q, self.bias = (torch.zeros(*shape, n, device=device) for n in (widths[0], keys))
-        self.k = torch.zeros(rows, max(layout.kv_of_head) + 1, keys, widths[0], device=device)
+        self.k = torch.zeros(rows, max(kv_of_head) + 1, keys, widths[0], device=device)
         self.rest, self.top = (torch.zeros(shape, device=device) if rest else None for _ in range(2))
         self._one_each = places.row.tolist() == list(range(rows))
         self._at: dict[torch.device, Places] = {}
         self._kind: tuple[Any, ...] = ()  # what the layers that wait have in common
         self._first: Call | None = None  # of these calls only the first is kept whole: mask and rotation are all's
-        self._waiting: list[LayerBuffer] = []
+        self._waiting: list[tuple[Plan, Tensor, Tensor, Any]] = []  # queries at their places, every key, and sinks
 
     # ------------------------------------------------------------------ layers come, wait, and are worked up
 
@@ -143,7 +127,7 @@ class Picker:
                 self.scales[slot] = call.scale
                 self.softcaps[slot] = torch.inf if call.softcap is None else float(call.softcap)
             self._take(call, plan)
-        if call.layer == self.deepest:
+        if call.layer == max(self.plans):
             self._work_up()
             if self.stop:
                 raise Stop
@@ -156,14 +140,14 @@ class Picker:
         turn = (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1]) if call.rotary else None
         mask = call.layer if alone else None, id(call.mask), call.causal
         kind = *mask, *shape, call.scale, call.softcap, call.sinks is None, turn, rotary is None, offset
-        held = sum(layer.q.nbytes + layer.k.nbytes for layer in self._waiting)
+        held = sum(q.nbytes + k.nbytes for _, q, k, _ in self._waiting)
         if held and (kind != self._kind or held > _HELD["cpu" if call.q.device.type == "cpu" else "gpu"]):
             self._work_up()
         if not self._waiting:
             self._kind, self._first = kind, call
         at = self._places(call.q.device)
         # every head of one place is a small tensor: heads are chosen later
-        self._waiting.append(LayerBuffer(plan, call.q[at.row, :, at.query], call.k, call.sinks))
+        self._waiting.append((plan, call.q[at.row, :, at.query], call.k, call.sinks))
         if self.space == "pre_rope" and rotary is not None:
             every_q, every_k = rotary.unrotated(call.q, call.k, offset)
             self._put_vectors(plan, _choose(every_q[at.row, :, at.query], plan.heads), _keys(every_k, plan.kv, at))
@@ -188,17 +172,17 @@ class Picker:
         if not layers or call is None:
             return
         plan, heads, groups = Plan(), 0, 0
-        for layer in layers:  # renumbering query and key heads
-            plan.heads += [heads + head for head in layer.plan.heads]
-            plan.kv += [groups + kv for kv in layer.plan.kv]
-            plan.slots += layer.plan.slots
-            plan.kv_slots += layer.plan.kv_slots
-            heads, groups = heads + layer.q.shape[-2], groups + layer.k.shape[1]
-        all_q = _cat([layer.q for layer in layers], -2).float()
-        all_k = _cat([layer.k for layer in layers], 1)
-        sinks = None if call.sinks is None else _cat([layer.sinks for layer in layers], 0).float()  # type: ignore[misc]
+        for own, layer_q, layer_k, _ in layers:  # renumbering query and key heads
+            plan.heads += [heads + head for head in own.heads]
+            plan.kv += [groups + kv for kv in own.kv]
+            plan.slots += own.slots
+            plan.kv_slots += own.kv_slots
+            heads, groups = heads + layer_q.shape[-2], groups + layer_k.shape[1]
+        _, every_q, every_k, every_sink = map(list, zip(*layers, strict=True))
+        all_q, all_k = _cat(every_q, -2).float(), _cat(every_k, 1)
+        sinks = None if call.sinks is None else _cat(every_sink, 0).float()
         at = self._places(all_q.device)
-        at_keys, elsewhere = self._masks(call)
+        at_keys, elsewhere = self._masks(call, at)
         q, k = _choose(all_q, plan.heads), _keys(all_k, plan.kv, at)
         bias = (at_keys if at_keys.shape[1] == 1 else _choose(at_keys, plan.heads)).expand(-1, len(plan.heads), -1)
         _put(self.bias, plan.slots, bias)
@@ -217,10 +201,9 @@ class Picker:
         _put(self.q, plan.slots, q)
         _put(self.k, plan.kv_slots, k)
 
-    def _masks(self, call: Call) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
+    def _masks(self, call: Call, at: Places) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
         """Additive masks of the chosen queries: of the named keys, and of all the others."""
-        keys, at = call.k.shape[2], self._places(call.q.device)
-        rows = call.mask_rows(at.row, at.query)
+        keys, rows = call.k.shape[2], call.mask_rows(at.row, at.query)
         at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
         named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
         named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]

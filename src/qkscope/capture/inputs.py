@@ -32,11 +32,6 @@ SIDES: tuple[PaddingSide, ...] = ("left", "right")
 _EXPECT_FIRST = ("gemma", "opt")  # how the model types start of families of which every release expects a first token
 
 
-def text_config(model: Any) -> Any:
-    """The config of the part that reads text (the config itself for a plain model)."""
-    return model.config.get_text_config()
-
-
 def input_device(model: Any) -> torch.device:
     """Where inputs go: the device of the embedding, which for a model split over devices is not the model's."""
     try:
@@ -72,14 +67,14 @@ def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) ->
 
 def model_pad_id(model: Any) -> int | None:
     """The padding id of the model itself: RoBERTa's relatives count positions from the ids that are not it."""
-    config = text_config(model)
+    config = model.config.get_text_config()
     pad = getattr(config, "pad_token_id", None)
     return pad if isinstance(pad, int) and 0 <= pad < getattr(config, "vocab_size", 0) else None
 
 
 def first_token(model: Any, tokenizer: Any | None) -> int | None:
     """The id that stands first in every prompt a model was trained on; None where that is not known."""
-    config = text_config(model)
+    config = model.config.get_text_config()
     loaded = bool(getattr(model.config, "name_or_path", ""))  # made in memory, it was trained on nothing
     named = getattr(config, "bos_token_id", None)
     expects = loaded and isinstance(named, int) and config.model_type.startswith(_EXPECT_FIRST)
@@ -111,7 +106,7 @@ def pad_rows(rows: list[Tensor], pad_id: int, side: PaddingSide, positions: bool
 def short_ids(model: Any, lengths: tuple[int, ...]) -> list[Tensor]:
     """Random prompts for a check, of ids that are no special tokens."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = text_config(model).vocab_size
+    vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(min(10, vocabulary // 2), vocabulary, (len(lengths), max(lengths)), generator=generator)
     pad = model_pad_id(model)
     if pad is not None:  # the padding id may stand anywhere in the vocabulary, and is no part of a prompt
@@ -137,7 +132,7 @@ def context_limit(model: Any, first_position: int = 0) -> int | None:
     It is the config's length, less the positions that are never given out (`first_position`). Dynamic RoPE is made for
     what lies beyond it, and YaRN and LongRoPE reach ``factor`` times the length they were extended from.
     """
-    config = text_config(model)
+    config = model.config.get_text_config()
     names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
     known = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
     if not known:

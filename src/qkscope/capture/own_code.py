@@ -16,9 +16,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -66,8 +65,7 @@ def watched(modules: list[nn.Module], serve: Serve) -> AbstractContextManager[No
     return other_forwards(modules, watching)
 
 
-@dataclass(frozen=True)
-class _Product:
+class _Product(NamedTuple):
     """A tensor made of a product: the operands, and the steps since. After softmax: what softmax was given and gave."""
 
     tensor: Tensor  # held, so that its id is not used again
@@ -113,11 +111,11 @@ class _Watch(TorchFunctionMode):
         elif name in _PRODUCTS and min(arg.ndim for arg in args) > 2:  # a weight has two axes, activations have more
             product = _Product(out, args[0], args[1], out.shape)
         elif known is not None and name == "softmax":
-            product = replace(known, tensor=out, weights=out)
+            product = known._replace(tensor=out, weights=out)
         elif known is not None:
-            product = replace(known, tensor=out)
+            product = known._replace(tensor=out)
             if known.weights is None:
-                product = replace(product, steps=(*known.steps, _again(func, args, kwargs, known.tensor)))
+                product = product._replace(steps=(*known.steps, _again(func, args, kwargs, known.tensor)))
         if product is not None:
             self.products[id(out)] = product
         return out

@@ -19,7 +19,7 @@ from qkscope import BadInput, Head
 from qkscope.capture.pick import Shape
 from qkscope.capture.tap import Call
 from qkscope.hooks import Hook
-from qkscope.kinds import checked_class
+from qkscope.kinds import checked_class, grouped
 
 
 @checked_class
@@ -59,7 +59,7 @@ class Edit:
         values : Float [b, k, d]
             The keys to put there, as the dot product sees them.
         """
-        row, slot = _given(positions)
+        row, slot = (positions >= 0).nonzero(as_tuple=True)
         return cls(Head.parse(head), "keys", row, torch.zeros_like(row), positions[row, slot], values[row, slot])
 
     @classmethod
@@ -75,7 +75,7 @@ class Edit:
         values : Float [b, d]
             The queries to put there, as the dot product sees them.
         """
-        (row,) = _given(positions)
+        (row,) = (positions >= 0).nonzero(as_tuple=True)
         return cls(Head.parse(head), "queries", row, positions[row], torch.zeros_like(row), values[row])
 
     @classmethod
@@ -95,7 +95,7 @@ class Edit:
         values : Float [b, k]
             The logits to put there; ``-inf`` hides a key.
         """
-        row, slot = _given(positions.masked_fill(queries[:, None] < 0, -1))
+        row, slot = ((positions >= 0) & (queries[:, None] >= 0)).nonzero(as_tuple=True)
         return cls(Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot])
 
     @classmethod
@@ -116,21 +116,15 @@ class Edit:
         return cls(Head.parse(head), "outputs", row, zero, zero, value.expand(len(row), -1))
 
 
-def _given(positions: Tensor) -> tuple[Tensor, ...]:
-    """Where positions are given."""
-    return (positions >= 0).nonzero(as_tuple=True)
-
-
 class Patch:
     """A visitor of the tap that applies edits, and hooks to what the model computes."""
 
     def __init__(self, edits: Sequence[Edit | Hook], shape: Shape) -> None:
-        self.by_layer: dict[int, list[Edit | Hook]] = {}
+        self.by_layer = grouped(edits, lambda edit: edit.head.layer)
         for edit in edits:
             shape.check(edit.head)
             if isinstance(edit, Hook) and edit.space != "post_rope":
                 raise BadInput(f"a patched run writes post_rope {edit.kind}, but {edit!r} is of {edit.space}.")
-            self.by_layer.setdefault(edit.head.layer, []).append(edit)
 
     @property
     def own_keys(self) -> frozenset[int]:

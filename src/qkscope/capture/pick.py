@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,8 +27,7 @@ from qkscope.heads import Head, parse_heads
 from qkscope.kinds import checked_class
 
 
-@dataclass(frozen=True)
-class LayerFacts:
+class LayerFacts(NamedTuple):
     """One layer's attention. `offset` is where its rotated dimensions begin, None where nothing rotates.
 
     A layer without attention has no heads; `instead` names the module that it has in its place.
@@ -42,8 +41,7 @@ class LayerFacts:
     instead: str = ""
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What the probe found.
 
     Attributes

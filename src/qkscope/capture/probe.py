@@ -80,7 +80,7 @@ def _calls(model: Any, inputs: dict[str, Tensor], last: int | None = None) -> li
 
 def _family_refusals(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> dict[Space, str]:
     kind = model.config.model_type
-    types = {settings["rope_type"] for settings in rotary_settings(feed.text_config(model))}
+    types = {settings["rope_type"] for settings in rotary_settings(model.config.get_text_config())}
     unseen = types and not any(call.rotary for call in calls) and not _holds_no_position(model, inputs, calls)
     if unseen or (calls[0].weights is not None and _turns_unheard(model, inputs, calls)):
         reason = f"{kind} rotates inside its own code, where the rotation cannot be read"
@@ -236,7 +236,7 @@ def _without_attention(model: Any, calls: list[Call]) -> dict[int, str]:
     """
     place = place_of(model, next(name for name, part in model.named_modules() if part is calls[0].module))
     blocks = [] if place is None else list(place[0])
-    expected = len(blocks) or getattr(feed.text_config(model), "num_hidden_layers", len(calls))
+    expected = len(blocks) or getattr(model.config.get_text_config(), "num_hidden_layers", len(calls))
     called = {call.module for call in calls}
     seeing = [block for block in blocks if not called.isdisjoint(block.modules())]
     silent = {i: block for i, block in enumerate(blocks) if block not in seeing}

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -197,8 +197,7 @@ def modelling_file(kind: type) -> ModuleType:
     return next((file for file in files if hasattr(file, "eager_attention_forward")), files[0])
 
 
-@dataclass(frozen=True)
-class Anatomy:
+class Anatomy(NamedTuple):
     """What the tap has to find in a model, found once: a walk through all modules takes as long as a few layers."""
 
     parts: list[nn.Module]

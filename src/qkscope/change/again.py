@@ -216,14 +216,9 @@ class Again:
 
     def _runs_alone(self) -> bool:
         """Whether tokens may run without those before them, tried once."""
-        if self._alone is None:
-            self._alone = True
-            self._alone = self._agrees(len(self.ids) - 1)
-        return self._alone
-
-    def _agrees(self, at: int) -> bool:
-        """Whether the last token alone asks with the queries that it asked with."""
-        worst = 0.0
+        if self._alone is not None:
+            return self._alone
+        self._alone, worst, at = True, 0.0, len(self.ids) - 1  # the last token alone asks as it asked
 
         def check(call: Call) -> None:
             nonlocal worst
@@ -233,8 +228,9 @@ class Again:
         try:
             self.run(self.ids[None, at:], torch.tensor([at]), None, max(self.calls), check=check)
         except (RuntimeError, IndexError, ValueError):  # its code wants more than one token
-            return False
-        return worst < max(_AGREES, 4 * torch.finfo(self.scope.model.dtype).eps)
+            worst = torch.inf
+        self._alone = worst < max(_AGREES, 4 * torch.finfo(self.scope.model.dtype).eps)
+        return self._alone
 
 
 def _softened(call: Call, logits: Float[Tensor, "b h s t"], changed: Sequence[Changed]) -> Float[Tensor, "b h s t"]:

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from qkscope.capture.blocks import Heads, Part
+from qkscope.capture.blocks import Heads, Part, walk
 from qkscope.capture.pick import Places
 from qkscope.capture.tap import cleared
 from qkscope.draws import derived_seed
@@ -95,7 +95,7 @@ class Nodes:
         """Where all writers write, in their order."""
         sites, first = [Site(self.reader.blocks[0].module, True, slice(0, 1))], 1
         for layer, block in enumerate(self.reader.blocks):
-            for node in block.walk():
+            for node in walk(block.tree):
                 if isinstance(node, Heads | Part):
                     heads = isinstance(node, Heads)
                     count = len(self.reader.head_names(layer)) if heads else 1

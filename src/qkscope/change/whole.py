@@ -12,7 +12,7 @@ model knows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -117,11 +117,9 @@ def noted(parts: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
         yield found
 
 
-@contextmanager
-def held_at(outputs: Mapping[nn.Module, Any]) -> Iterator[None]:
+def held_at(outputs: Mapping[nn.Module, Any]) -> AbstractContextManager[None]:
     """Let modules put out what they put out before, during a run."""
-    with cleared([part.register_forward_hook(lambda *_, out=out: out) for part, out in outputs.items()]):
-        yield
+    return cleared([part.register_forward_hook(lambda *_, out=out: out) for part, out in outputs.items()])
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from qkscope.capture.encode import PIECE, token_texts
 from qkscope.capture.pick import Places
 from qkscope.change.again import Again
 from qkscope.draws import derived_seed
+from qkscope.kinds import grouped
 
 _WITHOUT_BLANKS = re.compile(r"[぀-ヿ㐀-䶿一-鿿豈-﫿฀-໿ក-៿]")
 _LEAST = 8  # tokens of a shape, under which others are taken as well
@@ -104,9 +105,7 @@ class Lexicon:
         whole = (bool(text.strip()) and "�" not in text and text != PIECE for text in self.texts)
         self.usable = torch.tensor([fine and i not in special for i, fine in enumerate(whole)])
         self.by_text = {text: i for i, text in reversed(list(enumerate(self.texts))) if self.usable[i]}
-        self.by_core: dict[str, list[int]] = {}
-        for i, text in enumerate(self.texts):
-            self.by_core.setdefault(text.strip().lower(), []).append(i)
+        self.by_core = grouped(range(self.size), lambda i: self.texts[i].strip().lower())
 
     def text(self, token: int) -> str:
         """What a token reads as; its number where the model has more tokens than the tokenizer."""

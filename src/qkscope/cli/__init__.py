@@ -105,7 +105,12 @@ def main() -> None:
 
     A verb has written its folder before anything is printed: a pipe that was closed or a full disk costs no result.
     """
-    _listen_to_ourselves()
+    for name, value in _QUIET.items():  # whoever set a variable or -W keeps it
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.ERROR, handlers=[_Stderr()])  # of other libraries nothing but errors
+    logging.getLogger("qkscope").setLevel(logging.INFO)
     before, terminated = signal.getsignal(signal.SIGTERM), []
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -117,9 +122,8 @@ def main() -> None:
         app()
     except (BadInput, UnicodeEncodeError, OSError) as error:  # half a surrogate is no text; a name may be too long
         typer.echo(plain_text(f"qkscope: {error}"), err=True)
-        with suppress(
-            OSError
-        ):  # what cannot be printed Python would print again at its end; a test's stream is no file
+        # what cannot be printed Python would print again at its end; a test's stream is no file
+        with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)
     except (SystemExit, KeyboardInterrupt) as ended:
@@ -129,16 +133,6 @@ def main() -> None:
         sys.exit(_TERMINATED if terminated else _INTERRUPTED)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _listen_to_ourselves() -> None:
-    """Log our own lines on stderr; of other libraries nothing but errors. Whoever set a variable or -W keeps it."""
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    logging.basicConfig(level=logging.ERROR, handlers=[_Stderr()])
-    logging.getLogger("qkscope").setLevel(logging.INFO)
 
 
 class _Stderr(logging.Handler):
@@ -164,7 +158,11 @@ def print_result(result: Result, as_json: bool, everything: bool = False, end: S
     claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
     tables: Mapping[str, Any] = {**result.tables, "claims": claims}
     first, said = laid(_text(result.answer, "bold")), [row["line"] for row in tables.get("said", ())]
-    lines, table = _lines(said), [] if everything else _main_table(result.experiment, tables, result.main)
+    lines, table = _lines(said), list[str]()
+    if not everything and (chosen := views.shown(result.experiment, tables, result.main)) is not None:
+        some, columns, count, note = chosen
+        more = (f"{len(some)} of {count} rows; " if len(some) < count else "") + "--all prints everything."
+        table = laid(*views.drawn(some, columns, _console().width), *filter(None, [note, more]))
     room = MOST_LINES if result.experiment in ("why", "why/circuit") and not everything else 10**6
     while said and len(first) + len(lines) + len(table) + len(end) >= room:
         said = said[:-1]
@@ -180,16 +178,6 @@ def print_result(result: Result, as_json: bool, everything: bool = False, end: S
             console.print(*views.drawn(rows, columns, console.width, whole=True), sep="\n\n")
     if end:
         typer.echo("\n".join([*[""] * (spare > bool(table)), *end]))
-
-
-def _main_table(verb: str, tables: Mapping[str, Any], main: str = "") -> list[str]:
-    """The lines of the one table that a verb prints; none where lines say it all."""
-    chosen = views.shown(verb, tables, main)
-    if chosen is None:
-        return []
-    rows, columns, count, note = chosen
-    more = (f"{len(rows)} of {count} rows; " if len(rows) < count else "") + "--all prints everything."
-    return laid(*views.drawn(rows, columns, _console().width), *filter(None, [note, more]))
 
 
 def _console() -> Console:
@@ -297,8 +285,10 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
         return _after_prompts(values, result)
     same = _some(values, "prompt", "query", "chat", *_SCOPE)
     rival = _some(values, "versus")  # trace's is another: a key
-    if "heads" in result.tables:
-        return command("why", **same, **rival, head=_telling(result))
+    if "heads" in result.tables:  # one that helps and looks at the answer or at its rival, rather than at itself
+        places, rows = ["answer", "rival", "", "itself"], result.tables["heads"]
+        helps = [row for row in rows if row["direction"] == "for"][:10] or rows[:1]
+        return command("why", **same, **rival, head=min(helps, key=lambda row: places.index(row["at"]))["head"])
     if result.experiment == "why/circuit":  # the first head of the circuit, asked by itself
         first = (row["node"] for row in result.tables.get("paths", ()) if "H" in row["node"])
         return command("why", **same, **rival, head=next(first, None))
@@ -322,13 +312,6 @@ def _after_prompts(values: Mapping[str, Any], result: Result) -> str:
         return command("why", values["prompt"], heads=first, **same)
     row = max(result.tables["prompts"], key=lambda row: float(row["attention"]))
     return command("why", result.tables["answers"][row["prompt"]]["said"], head=row["head"], **same)
-
-
-def _telling(result: Result) -> str:
-    """The head to ask about: one that helps and looks at the answer or at its rival, rather than at itself."""
-    places = ["answer", "rival", "", "itself"]
-    helps = [row for row in result.tables["heads"] if row["direction"] == "for"][:10]
-    return str(min(helps or result.tables["heads"][:1], key=lambda row: places.index(row["at"]))["head"])
 
 
 def _after_heads(values: Mapping[str, Any], result: Result) -> str:

@@ -18,6 +18,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from qkscope.kinds import grouped
 from qkscope.runs.progress import plain_text
 
 MOST_COLUMNS, MOST_ROWS = 6, 10
@@ -168,9 +169,7 @@ def _for_and_against(rows: Rows) -> Rows:
 
 def _first_writers(rows: Rows) -> Rows:
     """The first writers of each head and side, as many of each as there is room for; keys first."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["head"], row["side"]), []).append(row)
+    groups = grouped(rows, lambda row: (row["head"], row["side"]))
     most = max(MOST_ROWS // max(len(groups), 1), 1)
     return [row for group in sorted(groups, key=lambda group: group[1]) for row in groups[group][:most]]
 

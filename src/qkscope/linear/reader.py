@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope import BadInput, Scope
-from qkscope.capture.blocks import Frozen, Heads, Norm, Part, read_blocks, take_apart
+from qkscope.capture.blocks import Frozen, Heads, Norm, Part, read_blocks, take_apart, walk
 from qkscope.capture.gather import index_on
 from qkscope.capture.inputs import input_device, short_inputs
 from qkscope.capture.pick import Places
@@ -87,7 +87,7 @@ class Reader:
         """Names of all that write before a layer, in the order of every split, `BIAS` last."""
         names = [EMBEDDING]
         for before, block in enumerate(self.blocks[:layer]):
-            for node in block.walk():
+            for node in walk(block.tree):
                 if isinstance(node, Heads):
                     names += self.head_names(before)
                 elif isinstance(node, Part):

@@ -24,6 +24,7 @@ from qkscope.capture.gather import Picker, index_on
 from qkscope.capture.pick import Capture, Places
 from qkscope.capture.tap import Call
 from qkscope.heads import BIAS, EMBEDDING, Head
+from qkscope.kinds import grouped
 from qkscope.linear.layer import AffineLayer, ClosedForm, Given, Kind, alike, stream_of
 
 if TYPE_CHECKING:
@@ -199,9 +200,7 @@ class Run:
         Layers in closed form are done together, the others one by one.
         """
         by_layer = {layer: alike(self, layer) or layer for layer in dict.fromkeys(head.layer for head in heads)}
-        groups: dict[Any, list[int]] = {}
-        for i, head in enumerate(heads):
-            groups.setdefault(by_layer[head.layer], []).append(i)
+        groups = grouped(range(len(heads)), lambda i: by_layer[heads[i].layer])
         if len(groups) > 1:
             every = [self.pull([heads[i] for i in some], kind, slots, along[:, some]) for some in groups.values()]
             back = torch.tensor([i for some in groups.values() for i in some]).argsort().to(along.device)
@@ -280,10 +279,8 @@ class Run:
 
     def _written(self, last: int) -> dict[int, Float[Tensor, "n h p d"]]:
         """By layer before the last, what each head wrote, behind W_O; layers of one shape in one product."""
-        groups: dict[Any, list[int]] = {}
-        for layer, z in self.heads.items():
-            if layer < last:
-                groups.setdefault((z.shape, self.reader.output_weights(layer)[0].shape), []).append(layer)
+        before, weights = (layer for layer in self.heads if layer < last), self.reader.output_weights
+        groups = grouped(before, lambda layer: (self.heads[layer].shape, weights(layer)[0].shape))
         written: dict[int, Tensor] = {}
         for (_, (heads, *_)), layers in groups.items():
             z = torch.stack([self.heads[layer] for layer in layers]).unflatten(-1, (heads, -1))

@@ -30,6 +30,7 @@ from qkscope.capture.inputs import short_inputs
 from qkscope.capture.tap import cleared
 from qkscope.errors import BadInput
 from qkscope.heads import BIAS, Head, Writer
+from qkscope.kinds import grouped
 from qkscope.linear.layer import Kind, stream_of
 from qkscope.linear.run import Answer, Direction, Parts, Run
 
@@ -63,9 +64,7 @@ def values_of(run: Run, weights: Float[Tensor, "n h k"], heads: Sequence[Head] |
 
 def _values(run: Run, heads: Sequence[Head], weights: Tensor, writers: int) -> Iterator[Values]:
     """A few layers ask together, as long as writers' parts stay as they are: a norm of the whole stream changes all."""
-    by_layer, columns = dict[int, list[Head]](), {head: i for i, head in enumerate(heads)}
-    for head in heads:
-        by_layer.setdefault(head.layer, []).append(head)
+    by_layer, columns = grouped(heads, lambda head: head.layer), {head: i for i, head in enumerate(heads)}
     parts = run.entered[0].new_empty(writers, *run.entered[0].shape)  # writers first, as products leave them
     asking: list[tuple[list[Head], int, Tensor | None]] = []  # heads, writers before them, the sum of biases there
     taken, fresh, filled, bias = list[Parts](), list[Tensor](), 0, None

@@ -112,11 +112,12 @@ class BlockCall(NamedTuple):
 
 
 def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
-    layout = layout_of(tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers), tuple(wanted))
-    called = recorded(scope, max(layout.plans))
+    shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers)
+    plans, kv_of_head = layout_of(shapes, tuple(wanted))
+    called = recorded(scope, max(plans))
     device = stream_of(*called[wanted[0].layer].given).device
     found: dict[Kind, dict[int, tuple[Tensor, Tensor]]] = {"q": {}, "k": {}}  # W and c, by slot
-    for number, plan in layout.plans.items():
+    for number, plan in plans.items():
         form = form_of(scope, number, called[number])
         rows: dict[Kind, tuple[list[int], list[int]]] = {"q": (plan.heads, plan.slots), "k": (plan.kv, plan.kv_slots)}
         for kind, (heads, slots) in rows.items():
@@ -125,7 +126,7 @@ def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
     sides = [zip(*(of[slot] for slot in sorted(of)), strict=True) for of in found.values()]
     W_Q, c_Q, W_K, c_K = (torch.stack([x.to(device) for x in part]) for side in sides for part in side)
     scale = torch.tensor([called[head.layer].call.scale for head in wanted]).to(c_Q)
-    return HeadWeights(tuple(wanted), W_Q, W_K, torch.tensor(layout.kv_of_head, device=device), scale, c_Q, c_K)
+    return HeadWeights(tuple(wanted), W_Q, W_K, torch.tensor(kv_of_head, device=device), scale, c_Q, c_K)
 
 
 @torch.no_grad()

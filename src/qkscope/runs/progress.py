@@ -38,7 +38,7 @@ def doing(step: str, shown: bool | None = None) -> Iterator[Callable[[str], None
         _LOGGED[:] = _LOGGED or [now]
         if shown is None and not watched and now - _LOGGED[0] >= _EVERY:
             _LOGGED[0] = now
-            log.info("%s", _line())
+            log.info("%s", ": ".join(_STEPS))
 
     name(step)
     try:
@@ -46,10 +46,6 @@ def doing(step: str, shown: bool | None = None) -> Iterator[Callable[[str], None
             yield name
     finally:
         del _STEPS[place:]
-
-
-def _line() -> str:
-    return ": ".join(_STEPS)
 
 
 def _drawn() -> AbstractContextManager[object]:
@@ -60,7 +56,7 @@ def _drawn() -> AbstractContextManager[object]:
 
     console = Console(stderr=True, force_terminal=True, force_jupyter=False)
     text = partial(Text, no_wrap=True, overflow="ellipsis")
-    return Live(get_renderable=lambda: text(_line()), console=console, transient=True, redirect_stdout=False)
+    return Live(get_renderable=lambda: text(": ".join(_STEPS)), console=console, transient=True, redirect_stdout=False)
 
 
 @contextmanager

@@ -261,7 +261,8 @@ def _fitting(batches: list[list[int]], run: Callable[[list[int]], T], advance: C
             try:
                 value = run(some)
             except (MemoryError, RuntimeError) as error:
-                if len(some) < 2 or not out_of_memory(error):
+                memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+                if len(some) < 2 or not memory:
                     raise
                 most = len(some) // 2
                 log.warning("out of memory: going on with batches of %d", most)
@@ -270,11 +271,6 @@ def _fitting(batches: list[list[int]], run: Callable[[list[int]], T], advance: C
             batch = batch[len(some) :]
             advance(len(some))
             yield value
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether memory is what an error is about, on whatever device."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
 
 
 # ---------------------------------------------------------------- several processes

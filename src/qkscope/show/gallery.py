@@ -11,7 +11,7 @@ import base64
 import logging
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import count, groupby
 from operator import itemgetter
@@ -108,7 +108,10 @@ def _read(folders: Sequence[str | Path], out: Path) -> tuple[list[Run], list[str
         for folder in (folder for folder in inside if folder.resolve() not in seen):
             seen.add(folder.resolve())
             parts = folder.relative_to(given).parts or (given.resolve().name,)
-            name = _free_name(parts, runs)
+            # one that needs no quoting in an address, and another also where capitals are not told
+            stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts[-3:])).strip(".-")[:80] or "run"
+            names = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
+            name = next(each for each in names if each.casefold() not in runs)
             try:
                 run = _run(folder, name)
             except BadInput as error:  # the page is sent: it names nothing above what was given
@@ -156,13 +159,6 @@ def _run(folder: Path, name: str) -> Run | None:
             for i, claim in enumerate(result.claims, 1)
         ]
         return {**run, "heads": _head_rows(run), "of_claims": claims}
-
-
-def _free_name(parts: Sequence[str], taken: Container[str]) -> str:
-    """A name for a page: one that needs no quoting in an address, and another also where capitals are not told."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts[-3:])).strip(".-")[:80] or "run"
-    names = (name if i == 1 else f"{name}-{i}" for i in count(1))
-    return next(each for each in names if each.casefold() not in taken)
 
 
 # ---------------------------------------------------------------------- what the index shows

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qkscope.show import NAMES, Block, Row, Tables, drawing, number
+from qkscope.kinds import grouped
+from qkscope.show import NAMES, Block, Tables, drawing, number
 
 
 def family_of(kind: str) -> str:
@@ -26,15 +27,12 @@ def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
     shares of its looks. Click a head on the map, a kind to see its heads alone, a column to sort, a line to open it.
     """
     scores = {row["head"]: row for row in tables.get("scores", ())}
-    looks: dict[str, list[Row]] = {}
-    for row in tables.get("examples", ()):
-        looks.setdefault(row["head"], []).append(row)
     counts = Counter(family_of(row["kind"]) for row in block.rows)
     options = {
         "families": {family: [text, counts[family]] for family, text in NAMES["families"].items() if counts[family]},
         "of": {row["head"]: family_of(row["kind"]) for row in block.rows},
         "scores": {head: {k: row[k] for k in ("name", "offset", "tokens", "looks")} for head, row in scores.items()},
-        "looks": looks,
+        "looks": grouped(tables.get("examples", ()), lambda row: row["head"]),
     }
     yield replace(block, options=options)
 

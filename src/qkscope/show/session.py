@@ -44,7 +44,7 @@ from qkscope.capture.tap import cleared
 from qkscope.change.again import Again, TokenRun
 from qkscope.change.words import words_of
 from qkscope.heads import Head, Writer
-from qkscope.kinds import checked_class
+from qkscope.kinds import checked_class, grouped
 from qkscope.linear.run import Run
 from qkscope.runs.folder import RESULTS
 from qkscope.show import counted
@@ -114,9 +114,7 @@ class Session:
             self.features = {str(head): {name: known[name, head] for name in names} for head in known.heads}
         tables = {} if known is None else known.tables
         self.about = {row["head"]: row for row in tables.get("atlas", ())}  # by head its name, with more
-        self.texts: dict[str, list[Mapping[str, Any]]] = {}
-        for row in tables.get("examples", ()):
-            self.texts.setdefault(row["head"], []).append(row)
+        self.texts = grouped(tables.get("examples", ()), lambda row: row["head"])
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int, int], str] = lambda runs, place: f"{runs} runs of the model"
         self._kept_probe, self._kept_answer = lru_cache(_RUNS)(partial(Probe, scope)), lru_cache(_KEPT)(self._answer)

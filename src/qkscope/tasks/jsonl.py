@@ -31,7 +31,7 @@ from typing_extensions import TypedDict  # pydantic reads Python's own from 3.12
 
 from qkscope.errors import BadInput
 from qkscope.examples import Answers, Example, Key, Sign, Span, find_span
-from qkscope.kinds import Seed, came, checked_call
+from qkscope.kinds import Seed, came, checked_call, grouped
 from qkscope.runs.folder import sha256
 from qkscope.tasks.task import ANSWER, USES, Center, Contrast, Task, Unit, Use, connected
 from qkscope.tasks.texts import read_text
@@ -100,9 +100,8 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     text, lines = _read(path)
     names = list(dict.fromkeys(name for line in lines for key in line.example.keys for name in key.labels))
     contrasts = [name for name in names if name != ANSWER] or names
-    groups: dict[str, list[_Line]] = {}
-    for line in _dealt(lines, seed):
-        groups.setdefault(line.group, []).append(line._replace(example=_with_answer(line.example, contrasts)))
+    dealt = (line._replace(example=_with_answer(line.example, contrasts)) for line in _dealt(lines, seed))
+    groups = grouped(dealt, lambda line: line.group)
     digest, notes = sha256(text)[:32], tuple[str, ...]()
     if copies := len(groups) - len({group[0].example.cluster for group in groups.values()}):
         notes = (f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",)
@@ -204,7 +203,16 @@ def _line(text: str, where: str, marked: bool) -> _Line:
 
     try:
         line: LineSchema = _reader().validate_json(text)
-        group, example = line.get("group"), _example(line, where, marked)
+        prompt, query, answers, group = line["prompt"], line.get("query"), line.get("answers"), line.get("group")
+        keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line.get("keys", ()))
+        if len({key.span for key in keys}) < len(keys):
+            raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
+        if marked and not any(sign for key in keys for sign in key.labels.values()):
+            raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
+        queries = () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
+        sides = (answers["right"], answers["wrong"]) if answers else ()
+        said = [(side,) if isinstance(side, str) else tuple(dict.fromkeys(side)) for side in sides]
+        example = Example(prompt, None, queries, keys, answers=Answers(*said) if said else None, where=where)
         right = line.get("answer") or (example.answers.right if example.answers else ())
         right = (right,) if isinstance(right, str) else tuple(right)
         return _Line(example, f"line {where}" if group is None else f"group {group}", line.get("use"), right)
@@ -214,19 +222,6 @@ def _line(text: str, where: str, marked: bool) -> _Line:
         raise BadInput(f"{place}: {wrong['msg']}, but got {came(wrong['input'])}.") from None
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
-
-
-def _example(line: LineSchema, where: str, marked: bool) -> Example:
-    prompt, query, answers = line["prompt"], line.get("query"), line.get("answers")
-    keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line.get("keys", ()))
-    if len({key.span for key in keys}) < len(keys):
-        raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
-    if marked and not any(sign for key in keys for sign in key.labels.values()):
-        raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
-    queries = () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
-    sides = (answers["right"], answers["wrong"]) if answers else ()
-    said = [(side,) if isinstance(side, str) else tuple(dict.fromkeys(side)) for side in sides]
-    return Example(prompt, queries=queries, keys=keys, answers=Answers(*said) if said else None, where=where)
 
 
 def _span(prompt: str, piece: PieceSchema) -> Span:

@@ -42,21 +42,8 @@ from typing import Annotated, Literal
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example, Sign, Span
 from qkscope.kinds import Count, Interval, Natural, Seed, checked_call
-from qkscope.tasks.task import (
-    ANSWER,
-    ASKED,
-    Contrast,
-    Task,
-    Unit,
-    Use,
-    checked_words,
-    from_walk,
-    labels,
-    pools,
-    rewritten,
-    seeded,
-)
-from qkscope.tasks.words import BOXES, CATEGORIES, FORMS, OBJECTS
+from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, from_walk, labels, rewritten, seeded
+from qkscope.tasks.words import BOXES, CATEGORIES, FORMS, OBJECTS, checked_words, pools
 
 POOLED = "category"
 LINES = FORMS["binding"]  # before the word, between word and label, after the label, the question about a word

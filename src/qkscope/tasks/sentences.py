@@ -34,14 +34,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import count
 from typing import Literal
 
 from qkscope.examples import Answers, Draft, Example
 from qkscope.kinds import Seed, checked_call
-from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, pools, rewritten
-from qkscope.tasks.words import EVENTS, FORMS, MEN, NAMES, PEOPLE, PLACES, THINGS, WOMEN
+from qkscope.tasks.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, rewritten
+from qkscope.tasks.words import EVENTS, FORMS, MEN, NAMES, PEOPLE, PLACES, THINGS, WOMEN, pools
 
 Order = Literal["both", "ABBA", "BABA", "single"]
 TEMPLATES = FORMS["ioi"]["templates"]
@@ -145,7 +144,9 @@ def greater_than(seed: Seed = 0, *, chat: bool = False) -> Task:
         draft.key(century, **labels(-1, contrast, ("year",))).role("XX")
         # the key is the tens, which is the token of all of YY where digits are read in twos
         draft.key(year[0], **labels(1, contrast)).write(year[1]).role("YY", 2).write(" to the year ")
-        return draft.write(century).role("END").example(cluster, _decades(year[0]))
+        # a year of the same decade is no answer: where digits are read one by one, its first digit says nothing
+        sides = (tuple(f"{n:02d}" for n in range(100) if sign * (n // 10 - int(year[0])) > 0) for sign in (1, -1))
+        return draft.write(century).role("END").example(cluster, Answers(*sides))
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
@@ -158,16 +159,6 @@ def greater_than(seed: Seed = 0, *, chat: bool = False) -> Task:
         Contrast("half", "the year's last two digits / its first two", center="query"),
     )
     return from_walk("greater_than", seed, contrasts, walk, {"chat": chat})
-
-
-@cache
-def _decades(tens: str) -> Answers | None:
-    """Years of later and of earlier decades.
-
-    One of the same decade is no answer: where digits are read one by one, its first digit says nothing.
-    """
-    later, earlier = (tuple(f"{n:02d}" for n in range(100) if sign * (n // 10 - int(tens)) > 0) for sign in (1, -1))
-    return Answers(later, earlier) if later and earlier else None
 
 
 @checked_call

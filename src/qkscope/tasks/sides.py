@@ -13,8 +13,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -37,8 +37,7 @@ _EACH = 3  # groups that a side needs: intervals are by group
 _LARGE = 0.5  # of a side: a group that is larger goes to another, so that a side is never one group alone
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """A piece of a document as the model reads it.
 
     Parameters

@@ -184,25 +184,6 @@ def seeded(*address: object) -> random.Random:
     return random.Random("/".join(map(str, address)))
 
 
-def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, list[str]]:
-    """Cut a word list into three disjoint pools of at least ``least`` words each."""
-    unique = checked_words(words, what)
-    seeded(seed, "pools", what).shuffle(unique)
-    size = len(unique) // len(USES)
-    if size < least:
-        lacking = f"{what}: {least} words are needed for each of choosing, fitting and testing"
-        raise BadInput(f"{lacking}, but {len(unique)} leave {size}: give {least * len(USES)} or more.")
-    return {use: unique[i * size : (i + 1) * size] for i, use in enumerate(USES)}
-
-
-def checked_words(words: Sequence[str], what: str) -> list[str]:
-    """The different words of a list, in its order."""
-    for word in words:
-        if not word or word != word.strip():
-            raise BadInput(f"{what} should be words without blanks around them, but there is {word!r}.")
-    return list(dict.fromkeys(words))
-
-
 def connected(count: int, links: Sequence[tuple[int, int]]) -> list[int]:
     """The component of each of ``count`` nodes, numbered in the order of their first nodes.
 

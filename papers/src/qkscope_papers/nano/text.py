@@ -25,8 +25,7 @@ from torch import Tensor
 
 from qkscope.tasks.lists import FILLER, LINES, LISTS
 from qkscope.tasks.sentences import TEMPLATES
-from qkscope.tasks.task import pools
-from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS
+from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS, pools
 
 CONTEXT = 256
 BOS, PAD, UNKNOWN = SPECIAL = ("<s>", "<pad>", "<unk>")
