@@ -188,7 +188,7 @@ class Circuit:
         walk = Walk(run, self.probe.asked, LOGIT, _WIDTH, _SMALLEST, deeper=1)
         root = walk.node(None, LOGIT, self.query, float((logits * along).double().sum()))
         walk.check(root["value"], torch.stack([*answer.values.values()]))
-        walk.follow(root, "value", answer, torch.tensor([1 + self.query], device=run.row.device), self.depth, side=None)
+        walk.follow(root, "value", answer, torch.tensor([1 + self.query], device=run.row.device), self.depth)
         return walk.graph(dict.fromkeys(range(self.query + 1)))
 
     def tables(self) -> dict[str, Rows]:

@@ -162,11 +162,11 @@ class PromptTrace(HeadRows):
 
     def cut(self, sets: Sequence[Mapping[Any, Sequence[int]]], norms: Norms = "frozen") -> Float[Tensor, "x t"]:
         """Attention rows with the parts of some writers, by side, replaced by their means; one row for each set."""
-        vectors = dict[Side, Tensor]()
-        for side, at in zip(SIDES, (self.asked.query, self.key), strict=True):
+        asking, vectors = self.asked.query, dict[Side, Tensor]()
+        for side, at in zip(SIDES, (asking, self.key), strict=True):
             named = [[self.writers[i] for i in chosen.get(side, ())] for chosen in sets]
             vectors[side] = vectors_with(self.run, self.head, side, at, self._mean, named, norms)
-        return attention_with(self.run, self.head, self.asked.query, q=vectors["query"], keys={self.key: vectors["key"]})
+        return attention_with(self.run, self.head, asking, q=vectors["query"], keys={self.key: vectors["key"]})
 
     def strongest(self, side: Side, size: int) -> list[int]:
         """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of what the first gives.
@@ -211,11 +211,6 @@ class PromptTrace(HeadRows):
     def tally(self) -> Tally:
         """What the writers give, without pairs."""
         return Tally.of_prompt(self.given())
-
-    @property
-    def error(self) -> float:
-        """How far the parts are from summing to the logit, as a share of the largest of them."""
-        return self.tally.error
 
     def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
         """The first ten neurons of each side, or those named, with the token where the largest part of each stands."""
