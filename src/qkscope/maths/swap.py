@@ -263,11 +263,8 @@ def swap_attention(
     before = rows.products()
     slots, (watched, wanted) = torch.arange(before.shape[-1], device=before.device), read or (orig, target)
 
-    def at(slot: Tensor) -> Tensor:
-        return (slots == slot[:, None])[:, None]
-
     def pick(values: Tensor, slot: Tensor) -> Tensor:
-        return (values * at(slot)).sum(dim=-1)
+        return (values * (slots == slot[:, None])[:, None]).sum(dim=-1)
 
     attention = rows.attention(before)
     first, first_named, drawn = rows.largest(before), attention.argmax(-1), []

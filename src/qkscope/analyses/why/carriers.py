@@ -132,8 +132,7 @@ class Carriers:
     def _whole(self, run: Run, side: Side) -> float:
         """The same with the whole key, or query, of the unchanged run."""
         call, (query, key) = self.run.calls[self.head.layer], self._look(run)
+        put: dict[str, Any] = {"q": call.q[0, self.head.index, self.query].float()[None]}
         if side == "key":
-            keys = {key: call.k[0, self.run.index(self.head, "k"), self.key].float()[None]}
-            return float(attention_with(run, self.head, query, keys=keys)[0, key])
-        q = call.q[0, self.head.index, self.query].float()[None]
-        return float(attention_with(run, self.head, query, q=q)[0, key])
+            put = {"keys": {key: call.k[0, self.run.index(self.head, "k"), self.key].float()[None]}}
+        return float(attention_with(run, self.head, query, **put)[0, key])
