@@ -171,6 +171,7 @@ class Circuit:
             raise BadInput(
                 "besides the first token there is one word, and a circuit leads to several: give a longer prompt."
             )
+        self._others = Alternatives(output.again, seed)
 
     @cached_property
     def graph(self) -> Graph:
@@ -226,10 +227,6 @@ class Circuit:
         if not groups:
             raise BadInput("the prompt has no word that another could take the place of: give a longer one.")
         return own or [*groups.values()]
-
-    @cached_property
-    def _others(self) -> Alternatives:
-        return Alternatives(self.output.again, self.seed)
 
     def _other_prompts(self, ids: Int[Tensor, " t"]) -> Int[Tensor, "n t"]:
         """The prompt with other words, each the same one wherever it stands."""

@@ -62,12 +62,8 @@ class HeadRows:
 
     def __post_init__(self) -> None:
         self.scale = float(self.run.calls[self.head.layer].scale)
+        self.writers = self.run.reader.writers(self.head.layer)
         self.slots: dict[Side, list[int]] = {"query": [self.query], "key": list(range(1, self.run.columns.shape[1]))}
-
-    @cached_property
-    def writers(self) -> list[str]:
-        """Names of the writers, the biases last."""
-        return self.run.reader.writers(self.head.layer)
 
     @cached_property
     def weights(self) -> Float[Tensor, "n k"]:
