@@ -103,7 +103,11 @@ def atlas(
             for row in work.once(f"passage {i}", changed):
                 looks[row["head"]].append(row | {"passage": i})
     rows = [head_row(scope, head, h, looks[str(head)], seen) for h, head in enumerate(chosen)]
-    jobs = job_rows(looks)
+    jobs = [
+        {"head": head, "job": job, "share": count / len(own), "looks": count}
+        for head, own in looks.items()
+        for job, count in Counter(look["job"] for look in own).most_common()
+    ]
     scores = guesses.score_rows(rows, jobs, seen, unseen)
     strongest = (sorted(own, key=lambda row: -row["attention"])[: guesses.JOBS] for own in looks.values())
     examples = [{name: row[name] for name in row if name != "group"} for own in strongest for row in own]
@@ -207,15 +211,6 @@ def head_row(
         "tokens": " ".join(repr(lexicon.text(i)) for i, _ in attracts.most_common(5)),
         "promotes": "", "key_head": f"L{head.layer}K{head.kv(group)}",
     }  # fmt: skip
-
-
-def job_rows(looks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The table ``jobs``: how often each reason decides where a head looks."""
-    return [
-        {"head": head, "job": job, "share": count / len(own), "looks": count}
-        for head, own in looks.items()
-        for job, count in Counter(look["job"] for look in own).most_common()
-    ]
 
 
 def _promote(

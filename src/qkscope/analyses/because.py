@@ -104,12 +104,10 @@ class Because:
         self.others = Alternatives(again, seed)
         self.last, furthest = max(look.head.layer for look in looks), max(look.query for look in looks)
         self._queries, self._keys = (torch.tensor([getattr(x, end) for x in looks]) for end in ("query", "key"))
-        by_layer = dict[int, list[int]]()
-        for n, look in enumerate(looks):
-            by_layer.setdefault(look.head.layer, []).append(n)
         self.before = torch.zeros(len(looks), len(self.ids), device=again.ids.device)
         self._of_layer = dict[int, tuple[list[int], Tensor, Tensor]]()
-        for layer, own in by_layer.items():
+        for layer in {look.head.layer for look in looks}:
+            own = [n for n, look in enumerate(looks) if look.head.layer == layer]
             call, index = again.calls[layer], torch.tensor([looks[n].head.index for n in own])
             heads, queries = index.to(call.q.device), self._queries[own].to(call.q.device)
             self._of_layer[layer] = own, heads, queries

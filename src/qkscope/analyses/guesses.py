@@ -49,21 +49,19 @@ class Sights:
     @classmethod
     def of(cls, scope: Scope, heads: Sequence[Head], passages: Sequence[Passage]) -> Sights:
         """Run passages, as many together as there is room for."""
-        by_layer, length = dict[int, list[int]](), max(len(passage.ids) for passage in passages)
+        layers, length = {head.layer for head in heads}, max(len(passage.ids) for passage in passages)
         ids = torch.tensor([[*x.ids, *x.ids[-1:] * (length - len(x.ids))] for x in passages])
         seen = torch.zeros(2, len(ids), len(heads), length, device=scope.device)
-        for h, head in enumerate(heads):
-            by_layer.setdefault(head.layer, []).append(h)
         for some in torch.arange(len(ids)).split(max(room_of(scope) // length, 1)):
 
             def visit(call: Call, some: Tensor = some) -> None:
-                own = by_layer[call.layer]
+                own = [h for h, head in enumerate(heads) if head.layer == call.layer]
                 weights = call.attention([heads[h].index for h in own])
                 weights[..., 0] = 0
                 most = weights.max(-1)
                 seen[:, some[:, None], torch.tensor(own)] = torch.stack([most.indices.float(), most.values]).to(seen)
 
-            scope.watch(prompt_of(scope, ids[some]), visit, only=by_layer)
+            scope.watch(prompt_of(scope, ids[some]), visit, only=layers)
         ends = torch.tensor([len(passage.ids) for passage in passages])[:, None, None]
         return cls(passages, ids, seen[0].long().cpu(), seen[1].cpu() * (torch.arange(length) < ends))
 

@@ -82,11 +82,6 @@ class HeadRows:
         q, k = self.rows.q[:, 0] if q is None else q, self.vectors("key") if k is None else k
         return torch.einsum("...nd,...nkd,nk->...n", self.projected(q), k, self.weights.to(q)) * self.scale
 
-    def live(self, x: Float[Tensor, "x n p d_model"], side: Side) -> Float[Tensor, "x n"]:
-        """The relative logit with other streams at the places of a side, norms running; the other side is held."""
-        made = self.run.live(self.head, side, x)
-        return self.logit(made[..., 0, :]) if side == "query" else self.logit(k=made)
-
     def projected(self, q: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         """A query as the projector leaves it."""
         return q if self.projector is None else q @ self.projector.to(q)

@@ -24,7 +24,7 @@ from qkscope.analyses.trace.features import FeatureTest, check_dictionary, choos
 from qkscope.analyses.trace.graph import sources_of, trace_graph
 from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question
 from qkscope.analyses.trace.rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
-from qkscope.analyses.trace.verdicts import controls_of, named_cut, says_cancels, says_right, that_sum, written_by
+from qkscope.analyses.trace.verdicts import controls_of, says_cancels, says_right, that_sum, written_by
 from qkscope.heads import BIAS, Head, parse_heads, parse_writers
 from qkscope.kinds import Count, Natural, Seed
 from qkscope.linear.reader import Reader
@@ -211,7 +211,9 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
         giving = [row for row in tables["writers"] if (row["side"], row["writer"]) in named]
         key, query = (written_by(giving, side) for side in ("key", "query"))
         said += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
-        if (cut := named_cut(cuts)) is not None:
+        few = {row["k"]: row for row in cuts if row["side"] == "key" and row["k"] <= 2}
+        if few:  # two writers are named, or one where no second gives much
+            cut = few[max(few)]
             said += (
                 f" With {cut['writers']} cut from the key, the attention there is {cut['after']:.0%}"
                 f" ({controls_of(cut)}: {cut['control']:.0%}): {cut['verdict']}."

@@ -108,12 +108,6 @@ def written_by(rows: Iterable[Mapping[str, Any]], side: str) -> str:
     return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
 
 
-def named_cut(cuts: Sequence[Mapping[str, Any]], side: str = "key") -> Mapping[str, Any] | None:
-    """The row of cuts whose writers an answer names: of two, or of one where no second gives much."""
-    own = [row for row in cuts if row["side"] == side and row["k"] <= 2]
-    return max(own, key=lambda row: row["k"]) if own else None
-
-
 def controls_of(row: Mapping[str, Any]) -> str:
     """Name the random writers beside a cut or a swap, and how many different sets of them there were."""
     kinds = "MLPs" if "L" not in row["writers"] else "heads" if "M" not in row["writers"] else "writers"
