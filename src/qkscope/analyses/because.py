@@ -211,10 +211,10 @@ class Because:
             word: (torch.cat([begun[word][0], left]), torch.cat([begun[word][1], rows]))
             for word, (left, rows) in zip(suspects, more, strict=True)
         }
-        reasons = [
-            Reason(look, float(a), _before(self.words, look.query), _before(self.seen, look.query))
-            for look, a in zip(self.looks, self.attention, strict=True)
-        ]
+        reasons = list[Reason]()
+        for look, a in zip(self.looks, self.attention, strict=True):
+            counts = (sum(word.start <= look.query for word in words) for words in (self.words, self.seen))
+            reasons.append(Reason(look, float(a), *counts))
         for word in suspects:
             for n, row in self._word_rows(word, *effects[word]):
                 reasons[n].words.append(row)
@@ -375,10 +375,6 @@ def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair 
     """Of words that matter, the two strongest with one text, in their order; they do not overlap another's test."""
     same = sorted((word for word in words if word.core == core), key=lambda word: left[word])[:2]
     return None if len(same) < 2 else (min(same), max(same))
-
-
-def _before(words: Sequence[Word], query: int) -> int:
-    return sum(word.start <= query for word in words)
 
 
 def relation(kind: str, text: str, positions: Sequence[int], **numbers: Any) -> dict[str, Any]:

@@ -161,10 +161,6 @@ class SwapRows:
     truth: Mapping[tuple[str, str], Float[Tensor, "n h k"]] = field(default_factory=dict)
     frame: AttentionRows | None = None
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.orig)
-
     def swap(self, projector: Projector, kind: str = "feature") -> SwapEffect:
         """Swap the two keys of every row, or the ``others`` and look at the two all the same (a sham)."""
         read = self.orig, self.target
