@@ -164,7 +164,7 @@ def clustered_bootstrap(
     sizes = flat.new_zeros(clusters).index_add(0, cluster, flat.new_ones(len(flat)))
     generator = torch.Generator().manual_seed(seed)
     resampled = []
-    for start in range(0, draws, _DRAWS_AT_ONCE):
+    for start in range(0, draws * (clusters > 1), _DRAWS_AT_ONCE):
         some = min(_DRAWS_AT_ONCE, draws - start)
         picks = torch.randint(clusters, (some, clusters), generator=generator).to(flat.device)
         counts = flat.new_zeros(some, clusters).scatter_add(1, picks, torch.ones_like(picks, dtype=flat.dtype))

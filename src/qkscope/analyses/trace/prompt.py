@@ -268,8 +268,8 @@ class Probe:
     ) -> None:
         self.scope, self.prompt = scope, prompt
         self.asked, self.reader = Question.of(scope, prompt, query, chat), reader_of(scope)
-        inputs, places = self.asked.inputs, self.asked.places
-        self.run = self.reader.record(inputs, places, deep=True, last=last, **{"logits": True, **options})
+        options = {"deep": True, "last": last, "logits": True, **options}
+        self.run = self.reader.record(self.asked.inputs, self.asked.places, **options)
 
     def head(
         self, head: str | Head, key: int | None = None, versus: int | None = None, projector: Tensor | None = None

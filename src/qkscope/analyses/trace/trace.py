@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qkscope import BadInput, Dictionary, Example, Scope, Subspace
-from qkscope.analyses.prompts import check_same_model, made_from, text_units, units_hash, with_notes
+from qkscope.analyses.prompts import made_from, text_units, units_hash, with_notes
+from qkscope.analyses.split import features_of
 from qkscope.analyses.trace.edges import DRAWS, Choice, EdgeTest, choose_writers, whole_heads
 from qkscope.analyses.trace.features import FeatureTest, check_dictionary, choose_features, prompt_features, says_pairs
 from qkscope.analyses.trace.graph import sources_of, trace_graph
@@ -174,10 +175,7 @@ def trace(
 
 def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
     """``U Uᵀ`` of a feature of this head, this model, and of vectors as the dot product sees them."""
-    if feature.head not in (None, head):
-        raise BadInput(f"the feature belongs to {feature.head}, not to {head}: trace one head, with a feature of it.")
-    check_same_model(feature.about, scope, "the feature")
-    space = feature.about.get("space", "post_rope")
+    space = features_of({feature.contrast or "to look inside": feature}, head, scope)[1]
     if space != "post_rope":
         raise BadInput(f"the feature was fitted in {space}: trace looks inside features fitted in post_rope.")
     basis = feature.basis("query").float()

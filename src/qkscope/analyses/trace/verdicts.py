@@ -46,9 +46,8 @@ def that_sum(result: R, dtype: object) -> R:
     wrong = {row["head"]: said for row in checks if (said := no_sum(row["head"], row["sum_error"], dtype))}
     if not wrong:
         return result
-    kept = dict(result.tables)
-    for name in kept.keys() - set(_MEASURED):
-        kept[name] = [row for row in kept[name] if row["head"] not in wrong]
+    every = result.tables.items()
+    kept = {name: [row for row in rows if name in _MEASURED or row["head"] not in wrong] for name, rows in every}
     others = f" The tables hold the other {len(checks) - len(wrong)} heads." if len(wrong) < len(checks) else ""
     return replace(result, answer=" ".join(wrong.values()) + others, tables=kept)
 
