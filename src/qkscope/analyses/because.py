@@ -213,8 +213,8 @@ class Because:
         }
         reasons = list[Reason]()
         for look, a in zip(self.looks, self.attention, strict=True):
-            counts = (sum(word.start <= look.query for word in words) for words in (self.words, self.seen))
-            reasons.append(Reason(look, float(a), *counts))
+            tried, seen = (sum(word.start <= look.query for word in words) for words in (self.words, self.seen))
+            reasons.append(Reason(look, float(a), tried, seen))
         for word in suspects:
             for n, row in self._word_rows(word, *effects[word]):
                 reasons[n].words.append(row)

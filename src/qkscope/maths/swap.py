@@ -270,10 +270,10 @@ def swap_attention(
         flipped_named = (first_named == watched[:, None]) & (after.argmax(-1) == wanted[:, None])
         moved = (pick(change, wanted) - pick(change, watched)) / 2
         drawn.append((pick(after, watched), pick(after, wanted), flipped, flipped_named, moved))
-    *edited, moved = map(torch.stack, zip(*drawn, strict=True))
+    after_orig, after_target, flipped, flipped_named, moved = map(torch.stack, zip(*drawn, strict=True))
     attended, gap = (pick(attention, watched), pick(attention, wanted)), pick(before, watched) - pick(before, wanted)
     rank = projector.rank[0] if projector.left.ndim == 4 else projector.rank
-    return SwapEffect(*attended, *edited, rank, rows.d_head, gap, moved)
+    return SwapEffect(*attended, after_orig, after_target, flipped, flipped_named, rank, rows.d_head, gap, moved)
 
 
 def key_changes(rows: AttentionRows, orig: Slots, target: Slots, projector: Projector) -> Iterator[Tensor]:
