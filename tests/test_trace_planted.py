@@ -61,7 +61,7 @@ def test_two_writers_that_cancel_are_said_to(seed):
     assert key[str(gives)] > 2
     assert key[str(takes)] < -1
     assert found.tables["check"][0]["cancels"] > CANCELS
-    assert "Shares of its key cancel" in found.answer
+    assert "shares of its key cancel" in found.answer
     assert "Shares of its query cancel" not in found.answer
     one, other = (edge(found, side="key", kind="cut", k=1, by=by) for by in ("share", "signed"))
     assert one == other | {"by": "share"}  # the one that gives is first by size and by sign

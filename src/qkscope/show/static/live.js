@@ -55,6 +55,9 @@
   async function go(next, how = "push") {
     const mine = ++turn,
       wanted = { ...EMPTY, ...next };
+    const place = ({ prompt, query, versus, path }) => JSON.stringify([prompt, query, versus, path]);
+    // changes asked for before the last ones are answered are added to these
+    if (place(wanted) === place(state)) state = { ...state, changes: wanted.changes };
     qk.cancel();
     refuse("");
     busy(true);
