@@ -98,21 +98,19 @@ class NodeOrder:
         kept[chosen // size, chosen % size] = True
         return kept[:, tested.places(self.labels).cpu()].transpose(0, 1)
 
-    def shares(
-        self, tested: Nodes, instead: Values, sizes: Sequence[int] = KEPT, random: Sequence[int] = (CIRCUIT,)
-    ) -> dict[tuple[str, str, int], Float[Tensor, "d b"]]:
-        """By rule, whether nodes are kept or removed, and their number: each prompt's lead over the mean lead.
+    def shares(self, tested: Nodes, instead: Values, sizes: Sequence[int] = KEPT) -> dict[tuple[str, str, int], Tensor]:
+        """By rule, whether nodes are kept or removed, and their number: each prompt's lead over the mean lead (d b).
 
         Parameters
         ----------
         tested, instead : nodes of prompts, and what replaces them.
-        sizes, random : numbers of nodes, and those for which random ones are run too, each draw a row.
+        sizes : numbers of nodes; `CIRCUIT` random ones are run too, each draw a row.
         """
         sizes, own = [k for k in sizes if k < self.count], self.order("circuit")
         asked = {(by, "kept", k): [self._mask(tested, self.order(by)[:k])] for by in ORDERS for k in sizes}
         asked |= {("circuit", "kept", k): [self._mask(tested, own[:k])] for k in (0, self.count)}
         asked |= {("circuit", "removed", k): [~self._mask(tested, own[:k])] for k in sizes}
-        for k in (k for k in random if k < self.count):
+        if (k := CIRCUIT) < self.count:
             asked["random", "kept", k] = [self._mask(tested, self.order("random", i)[:k]) for i in range(_DRAWS)]
         leads = iter(tested.kept([mask for masks in asked.values() for mask in masks], instead).cpu().double())
         whole_lead = tested.lead.double().mean().cpu()
