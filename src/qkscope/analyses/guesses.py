@@ -94,13 +94,12 @@ def score_rows(
         if len(hits) < FEW:
             continue
         gain, without, with_name = (hits[:, 0] - hits[:, 1]).double(), *guess.losses(fit, test)
-        low, high = clustered_bootstrap(gain[:, None], groups)
-        ends = clustered_bootstrap((with_name - without)[:, None].double(), groups)
+        low, high = clustered_bootstrap(torch.stack([gain, (with_name - without).double()], dim=1), groups)
         made.append({
             "head": row["head"], "kind": row["kind"], "looks": len(hits), "name": float(hits[:, 0].mean()),
             **{name: float(hits[:, 1 + i].mean()) for i, name in enumerate(BASELINES)}, "gain": float(gain.mean()),
             "low": float(low[0]), "high": float(high[0]), "log_loss": float(without.mean()),
-            "with_name": float(with_name.mean()), "loss_low": float(ends[0][0]), "loss_high": float(ends[1][0]),
+            "with_name": float(with_name.mean()), "loss_low": float(low[1]), "loss_high": float(high[1]),
         })  # fmt: skip
     return made
 

@@ -85,7 +85,7 @@ def _scores(seed: int, banked: set[int], frames: Any, rows: HeadRows, numbers: l
         framed = stream @ frames[side].to(stream).T  # tokens are turned differently: one frame for all
         counts = shown.sum(1, keepdim=True).clamp_min(1)
         apart = framed - torch.einsum("np,ncpd->ncd", shown / counts, framed)[:, :, None]
-        x = rows.entered(side).clone().requires_grad_()
+        x = rows.run.hidden([rows.head.layer], rows.slots[side])[0].clone().requires_grad_()
         with torch.enable_grad():  # of the relative logit, the other side held, norms live
             other = rows.run.live(rows.head, side, x[None])
             logit = rows.logit(other[..., 0, :]) if side == "query" else rows.logit(k=other)

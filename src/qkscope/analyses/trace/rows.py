@@ -139,10 +139,6 @@ class HeadRows:
         every = {side: [named(pieces) for _, pieces in self._pieces(slots)] for side, slots in self.slots.items()}
         return {side: torch.cat(pieces, dim=2) for side, pieces in every.items()}
 
-    def entered(self, side: Side) -> Float[Tensor, "n p d_model"]:
-        """The whole stream at the places of a side."""
-        return self.run.hidden([self.head.layer], self.slots[side])[0]
-
     @cached_property
     def rows(self) -> AttentionRows:
         """The model's attention rows, over every token of each prompt."""
@@ -174,7 +170,7 @@ class HeadRows:
         self, away: Mapping[Side, Float[Tensor, "n c p d_model"]], often: Tensor, norms: str = "held"
     ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
         """Queries and keys with some parts taken out of the stream, each of them as often as each condition says."""
-        true, parts = {side: self.entered(side) for side in SIDES}, dict(away)
+        parts, true = dict(away), {side: self.run.hidden([self.head.layer], self.slots[side])[0] for side in SIDES}
         for side in SIDES if norms == "held" else ():
             lost = self.run.read(self.head, side, [Parts(["away"], away[side])], self.slots[side])
             true[side], parts[side] = self.vectors(side), lost[:, :-1]
