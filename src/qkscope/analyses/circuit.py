@@ -208,8 +208,7 @@ class Circuit:
         for row in self.graph.nodes:
             at = row["writer"], str(row["position"])
             row |= {"rank": ranks.get(at), "score": scores.get(at), "reason": reasons.get(row["id"], "")}
-        graph = {"nodes": self.graph.nodes, "graph": self.graph.edges, "prompt": self.graph.prompt}
-        return {"paths": self._paths(), **graph, "kept": ranking.rows(nodes, instead)}
+        return {"paths": self._paths(), **self.graph.tables, "kept": ranking.rows(nodes, instead)}
 
     @cached_property
     def _words(self) -> list[list[Any]]:

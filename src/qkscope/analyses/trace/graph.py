@@ -69,6 +69,11 @@ class Graph(NamedTuple):
     prompt: list[Row]
     error: float
 
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        """The tables of a result."""
+        return {"nodes": self.nodes, "graph": self.edges, "prompt": self.prompt}
+
 
 def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: float = 0.05) -> Graph:
     """Follow one relative logit of one prompt down its writers; empty where the key has nothing to be compared with.

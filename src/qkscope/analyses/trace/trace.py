@@ -193,8 +193,7 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
         "writers": tally.writer_rows(one.head, one.writers),
         "pairs": tally.pair_rows(one.head, one.writers, pairs),
         "cuts": cuts,
-        "nodes": graph.nodes, "graph": graph.edges,
-        "prompt": graph.prompt,
+        **graph.tables,
         "tokens": one.token_rows(),
         "check": [tally.check_row(
             one.head, query=one.asked.query, key=one.key, attention=float(one.attention[one.key]),
@@ -306,9 +305,7 @@ def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int)
         writers = {side: [names[i] for i in first_by(scores["share", side], _FOLLOWED)] for side in SIDES}
         batches = (deep.rows(firsts, some)[1][i] for some in torch.arange(len(firsts)).split(_BATCH))
         graph = trace_graph(PromptTrace(run, asked, head, right[0], others, how.projectors.get(head)), depth)
-        every.append({
-            "sources": sources_of(batches, writers), "nodes": graph.nodes, "graph": graph.edges, "prompt": graph.prompt,
-        })  # fmt: skip
+        every.append({"sources": sources_of(batches, writers), **graph.tables})
     return join_tables(every)
 
 

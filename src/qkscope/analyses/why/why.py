@@ -266,7 +266,7 @@ def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], dep
         "attention": one.token_rows(), "because": reason.words if reason else [],
         "relation": reason.relations if reason else [], "carriers": carriers, "parts": parts,
         "writers": one.tally.writer_rows(one.head, one.writers), "cuts": cuts, "output": pushed,
-        "returns": returns, "nodes": graph.nodes, "graph": graph.edges, "prompt": graph.prompt, "check": check,
+        "returns": returns, **graph.tables, "check": check,
     }  # fmt: skip
     lines = sentences.lines_of(one, because, reason, tables)
     return sentences.answer_of(one, reason, output, tables), lines, {k: v for k, v in tables.items() if v}
