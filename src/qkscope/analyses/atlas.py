@@ -88,8 +88,11 @@ def atlas(
     >>> names.table()[0]["kind"]
     'induction'
     """
-    chosen, documents, work = tuple(scope.parse(heads)), documents_of(texts), current_work()
-    other = package_texts() if texts is None else documents
+    chosen, work = tuple(scope.parse(heads)), current_work()
+    given = [t if isinstance(t, Document) else Document(f"text {i}", str(t)) for i, t in enumerate(texts or (), 1)]
+    documents = other = tuple(document for document in given if document.text.strip())
+    if texts is None:
+        documents, other = python_texts(docstrings=True), package_texts()
     fit, tested = passages_of(scope, documents, n, length, seed), passages_of(scope, other, test, length, seed, "test")
     work.begin(scope, [fit, tested], heads=[str(head) for head in chosen], length=length, seed=seed, words=WORDS)
     seen, unseen = guesses.Sights.of(scope, chosen, fit), guesses.Sights.of(scope, chosen, tested)
@@ -100,9 +103,14 @@ def atlas(
             for row in work.once(f"passage {i}", changed):
                 looks[row["head"]].append(row | {"passage": i})
     rows = [head_row(scope, head, h, looks[str(head)], seen) for h, head in enumerate(chosen)]
-    jobs = job_rows(looks)
+    jobs = [
+        {"head": head, "job": job, "share": count / len(own), "looks": count}
+        for head, own in looks.items()
+        for job, count in Counter(look["job"] for look in own).most_common()
+    ]
     scores = guesses.score_rows(rows, jobs, seen, unseen)
-    examples = [row for own in looks.values() for row in _examples(own)]
+    strongest = (sorted(own, key=lambda row: -row["attention"])[: guesses.JOBS] for own in looks.values())
+    examples = [{name: row[name] for name in row if name != "group"} for own in strongest for row in own]
     _promote(scope, seen.ids, rows, examples)
     return Atlas(
         experiment="atlas",
@@ -124,14 +132,6 @@ def known_jobs(weights: str) -> dict[str, dict[str, float]]:
 
 
 # ---------------------------------------------------------------------- text
-
-
-def documents_of(texts: Texts) -> tuple[Document, ...]:
-    """Documents as they are, strings as documents of their own, and Python's own texts where nothing is given."""
-    if texts is None:
-        return python_texts(docstrings=True)
-    made = [t if isinstance(t, Document) else Document(f"text {i}", str(t)) for i, t in enumerate(texts, 1)]
-    return tuple(document for document in made if document.text.strip())
 
 
 def passages_of(
@@ -159,7 +159,8 @@ def look_rows(scope: Scope, heads: Sequence[Head], sights: guesses.Sights, i: in
     if not looks:
         return []
     again, texts = Again.of(scope, torch.tensor(passage.ids, device=scope.device)), token_texts(scope, passage.ids)
-    prompts = {query: _prompt_of(scope, passage.ids[: query + 1]) for query in {look.query for look in looks}}
+    decode = partial(scope.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    prompts = {query: str(decode(passage.ids[: query + 1])) for query in {look.query for look in looks}}  # to type
     reasons = Because(again, looks, seed, WORDS).reasons(follow=False, near=False)
     return [
         {"head": str(r.look.head), "job": job_of(r), "query": r.look.query, "key": r.look.key, "attention": r.before,
@@ -167,11 +168,6 @@ def look_rows(scope: Scope, heads: Sequence[Head], sights: guesses.Sights, i: in
          "causes": [row["position"] for row in r.causes]}
         for r in reasons
     ]  # fmt: skip
-
-
-def _prompt_of(scope: Scope, ids: Sequence[int]) -> str:
-    """What to type for these tokens: without those that the tokenizer puts in front of a text."""
-    return str(scope.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def job_of(reason: Reason) -> str:
@@ -215,21 +211,6 @@ def head_row(
         "tokens": " ".join(repr(lexicon.text(i)) for i, _ in attracts.most_common(5)),
         "promotes": "", "key_head": f"L{head.layer}K{head.kv(group)}",
     }  # fmt: skip
-
-
-def job_rows(looks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The table ``jobs``: how often each reason decides where a head looks."""
-    return [
-        {"head": head, "job": job, "share": count / len(own), "looks": count}
-        for head, own in looks.items()
-        for job, count in Counter(look["job"] for look in own).most_common()
-    ]
-
-
-def _examples(looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The strongest looks of a head, as text."""
-    strongest = sorted(looks, key=lambda row: -row["attention"])[: guesses.JOBS]
-    return [{name: value for name, value in row.items() if name != "group"} for row in strongest]
 
 
 def _promote(

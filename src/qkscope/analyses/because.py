@@ -104,12 +104,10 @@ class Because:
         self.others = Alternatives(again, seed)
         self.last, furthest = max(look.head.layer for look in looks), max(look.query for look in looks)
         self._queries, self._keys = (torch.tensor([getattr(x, end) for x in looks]) for end in ("query", "key"))
-        by_layer = dict[int, list[int]]()
-        for n, look in enumerate(looks):
-            by_layer.setdefault(look.head.layer, []).append(n)
         self.before = torch.zeros(len(looks), len(self.ids), device=again.ids.device)
         self._of_layer = dict[int, tuple[list[int], Tensor, Tensor]]()
-        for layer, own in by_layer.items():
+        for layer in {look.head.layer for look in looks}:
+            own = [n for n, look in enumerate(looks) if look.head.layer == layer]
             call, index = again.calls[layer], torch.tensor([looks[n].head.index for n in own])
             heads, queries = index.to(call.q.device), self._queries[own].to(call.q.device)
             self._of_layer[layer] = own, heads, queries
@@ -213,10 +211,10 @@ class Because:
             word: (torch.cat([begun[word][0], left]), torch.cat([begun[word][1], rows]))
             for word, (left, rows) in zip(suspects, more, strict=True)
         }
-        reasons = [
-            Reason(look, float(a), _before(self.words, look.query), _before(self.seen, look.query))
-            for look, a in zip(self.looks, self.attention, strict=True)
-        ]
+        reasons = list[Reason]()
+        for look, a in zip(self.looks, self.attention, strict=True):
+            tried, seen = (sum(word.start <= look.query for word in words) for words in (self.words, self.seen))
+            reasons.append(Reason(look, float(a), tried, seen))
         for word in suspects:
             for n, row in self._word_rows(word, *effects[word]):
                 reasons[n].words.append(row)
@@ -377,10 +375,6 @@ def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair 
     """Of words that matter, the two strongest with one text, in their order; they do not overlap another's test."""
     same = sorted((word for word in words if word.core == core), key=lambda word: left[word])[:2]
     return None if len(same) < 2 else (min(same), max(same))
-
-
-def _before(words: Sequence[Word], query: int) -> int:
-    return sum(word.start <= query for word in words)
 
 
 def relation(kind: str, text: str, positions: Sequence[int], **numbers: Any) -> dict[str, Any]:

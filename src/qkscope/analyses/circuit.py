@@ -98,21 +98,19 @@ class NodeOrder:
         kept[chosen // size, chosen % size] = True
         return kept[:, tested.places(self.labels).cpu()].transpose(0, 1)
 
-    def shares(
-        self, tested: Nodes, instead: Values, sizes: Sequence[int] = KEPT, random: Sequence[int] = (CIRCUIT,)
-    ) -> dict[tuple[str, str, int], Float[Tensor, "d b"]]:
-        """By rule, whether nodes are kept or removed, and their number: each prompt's lead over the mean lead.
+    def shares(self, tested: Nodes, instead: Values, sizes: Sequence[int] = KEPT) -> dict[tuple[str, str, int], Tensor]:
+        """By rule, whether nodes are kept or removed, and their number: each prompt's lead over the mean lead (d b).
 
         Parameters
         ----------
         tested, instead : nodes of prompts, and what replaces them.
-        sizes, random : numbers of nodes, and those for which random ones are run too, each draw a row.
+        sizes : numbers of nodes; `CIRCUIT` random ones are run too, each draw a row.
         """
         sizes, own = [k for k in sizes if k < self.count], self.order("circuit")
         asked = {(by, "kept", k): [self._mask(tested, self.order(by)[:k])] for by in ORDERS for k in sizes}
         asked |= {("circuit", "kept", k): [self._mask(tested, own[:k])] for k in (0, self.count)}
         asked |= {("circuit", "removed", k): [~self._mask(tested, own[:k])] for k in sizes}
-        for k in (k for k in random if k < self.count):
+        if (k := CIRCUIT) < self.count:
             asked["random", "kept", k] = [self._mask(tested, self.order("random", i)[:k]) for i in range(_DRAWS)]
         leads = iter(tested.kept([mask for masks in asked.values() for mask in masks], instead).cpu().double())
         whole_lead = tested.lead.double().mean().cpu()
@@ -171,6 +169,7 @@ class Circuit:
             raise BadInput(
                 "besides the first token there is one word, and a circuit leads to several: give a longer prompt."
             )
+        self._others = Alternatives(output.again, seed)
 
     @cached_property
     def graph(self) -> Graph:
@@ -188,7 +187,7 @@ class Circuit:
         walk = Walk(run, self.probe.asked, LOGIT, _WIDTH, _SMALLEST, deeper=1)
         root = walk.node(None, LOGIT, self.query, float((logits * along).double().sum()))
         walk.check(root["value"], torch.stack([*answer.values.values()]))
-        walk.follow(root, "value", answer, torch.tensor([1 + self.query], device=run.row.device), self.depth, side=None)
+        walk.follow(root, "value", answer, torch.tensor([1 + self.query], device=run.row.device), self.depth)
         return walk.graph(dict.fromkeys(range(self.query + 1)))
 
     def tables(self) -> dict[str, Rows]:
@@ -209,8 +208,7 @@ class Circuit:
         for row in self.graph.nodes:
             at = row["writer"], str(row["position"])
             row |= {"rank": ranks.get(at), "score": scores.get(at), "reason": reasons.get(row["id"], "")}
-        graph = {"nodes": self.graph.nodes, "graph": self.graph.edges, "prompt": self.graph.prompt}
-        return {"paths": self._paths(), **graph, "kept": ranking.rows(nodes, instead)}
+        return {"paths": self._paths(), **self.graph.tables, "kept": ranking.rows(nodes, instead)}
 
     @cached_property
     def _words(self) -> list[list[Any]]:
@@ -226,10 +224,6 @@ class Circuit:
         if not groups:
             raise BadInput("the prompt has no word that another could take the place of: give a longer one.")
         return own or [*groups.values()]
-
-    @cached_property
-    def _others(self) -> Alternatives:
-        return Alternatives(self.output.again, self.seed)
 
     def _other_prompts(self, ids: Int[Tensor, " t"]) -> Int[Tensor, "n t"]:
         """The prompt with other words, each the same one wherever it stands."""

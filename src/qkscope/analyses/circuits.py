@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 import torch
@@ -113,10 +113,8 @@ def locate(
 ) -> tuple[dict[str, Tensor], Int[Tensor, "n roles"]]:
     """A left-padded batch, and the column of each role's (last) token in it; two roles may share a token."""
     spans = [[span_of(example, role) for role in roles] for example in examples]
-    marked = [
-        Example(text=example.text, ids=example.ids, queries=tuple(filter(None, own)), roles=example.roles)
-        for example, own in zip(examples, spans, strict=True)
-    ]
+    pairs = zip(examples, spans, strict=True)
+    marked = [replace(example, queries=tuple(filter(None, own)), keys=(), answers=None) for example, own in pairs]
     encoded = scope.encode(marked, chat=chat)
     last = encoded.inputs["input_ids"].shape[1] - 1
     found = [encoded.places.query[encoded.places.row == i].tolist() for i in range(len(examples))]

@@ -40,7 +40,7 @@ def make_clouds(
     subspaces : features by name and head.
     words : the vocabulary that keys are told apart by.
     """
-    n, rows, right = min(len(swaps), _PROMPTS), swaps.rows, swaps.orig.tolist()
+    n, rows, right = min(len(swaps.orig), _PROMPTS), swaps.rows, swaps.orig.tolist()
     mask = rows.present()[:n]
     per = mask.sum(dim=1)  # keys of each query
     kv = torch.arange(rows.q.shape[1]) if rows.kv_of_head is None else rows.kv_of_head

@@ -49,21 +49,19 @@ class Sights:
     @classmethod
     def of(cls, scope: Scope, heads: Sequence[Head], passages: Sequence[Passage]) -> Sights:
         """Run passages, as many together as there is room for."""
-        by_layer, length = dict[int, list[int]](), max(len(passage.ids) for passage in passages)
+        layers, length = {head.layer for head in heads}, max(len(passage.ids) for passage in passages)
         ids = torch.tensor([[*x.ids, *x.ids[-1:] * (length - len(x.ids))] for x in passages])
         seen = torch.zeros(2, len(ids), len(heads), length, device=scope.device)
-        for h, head in enumerate(heads):
-            by_layer.setdefault(head.layer, []).append(h)
         for some in torch.arange(len(ids)).split(max(room_of(scope) // length, 1)):
 
             def visit(call: Call, some: Tensor = some) -> None:
-                own = by_layer[call.layer]
+                own = [h for h, head in enumerate(heads) if head.layer == call.layer]
                 weights = call.attention([heads[h].index for h in own])
                 weights[..., 0] = 0
                 most = weights.max(-1)
                 seen[:, some[:, None], torch.tensor(own)] = torch.stack([most.indices.float(), most.values]).to(seen)
 
-            scope.watch(prompt_of(scope, ids[some]), visit, only=by_layer)
+            scope.watch(prompt_of(scope, ids[some]), visit, only=layers)
         ends = torch.tensor([len(passage.ids) for passage in passages])[:, None, None]
         return cls(passages, ids, seen[0].long().cpu(), seen[1].cpu() * (torch.arange(length) < ends))
 
@@ -96,13 +94,12 @@ def score_rows(
         if len(hits) < FEW:
             continue
         gain, without, with_name = (hits[:, 0] - hits[:, 1]).double(), *guess.losses(fit, test)
-        low, high = clustered_bootstrap(gain[:, None], groups)
-        ends = clustered_bootstrap((with_name - without)[:, None].double(), groups)
+        low, high = clustered_bootstrap(torch.stack([gain, (with_name - without).double()], dim=1), groups)
         made.append({
             "head": row["head"], "kind": row["kind"], "looks": len(hits), "name": float(hits[:, 0].mean()),
             **{name: float(hits[:, 1 + i].mean()) for i, name in enumerate(BASELINES)}, "gain": float(gain.mean()),
             "low": float(low[0]), "high": float(high[0]), "log_loss": float(without.mean()),
-            "with_name": float(with_name.mean()), "loss_low": float(ends[0][0]), "loss_high": float(ends[1][0]),
+            "with_name": float(with_name.mean()), "loss_low": float(low[1]), "loss_high": float(high[1]),
         })  # fmt: skip
     return made
 

@@ -183,9 +183,7 @@ def attribute(
     ['first two', 'residual']
     """
     head = scope.check(head)
-    chosen, space = features_of(features, head)
-    for name, subspace in chosen.items():
-        check_same_model(subspace.about, scope, f"feature {name!r}")
+    chosen, space = features_of(features, head, scope)
     fitted_chat = isinstance(features, Fit) and features.chat
     asked = Question.first_of(scope, scope.encode([prompt], chat=fitted_chat if chat is None else chat))
     captured, query = scope.capture_inputs(asked.inputs, places=asked.places, heads=[head], space=space), asked.query
@@ -222,13 +220,14 @@ def attribute(
     return Result("explain", tables, answer=answer, **made_with(scope, **told))
 
 
-def features_of(features: Fit | Mapping[str, Subspace], head: Head) -> tuple[dict[str, Subspace], Space]:
-    """The features of this head by name, and the space they were all fitted in."""
+def features_of(features: Any, head: Head, scope: Scope) -> tuple[dict[str, Subspace], Space]:
+    """The features of this head, of a `Fit` or by name, made with this model; and the space they were all fitted in."""
     if isinstance(features, Fit):
-        return {name: features[name, head] for name in default_features(features.contrasts)}, features.space
+        features = {name: features[name, head] for name in default_features(features.contrasts)}
     for name, subspace in features.items():
         if subspace.head not in (None, head):
             raise BadInput(f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head.")
+        check_same_model(subspace.about, scope, f"feature {name!r}")
     spaces: set[Any] = {subspace.about.get("space", "post_rope") for subspace in features.values()}
     if len(spaces) != 1:
         there = ", ".join(sorted(spaces))

@@ -136,7 +136,7 @@ def swap(
         asked |= {"draws": draws, "seed": seed, "projectors": sha256(torch.cat(factors).numpy().tobytes())}
     work = current_work().begin(scope, list(units), verb="swap", batch_size=batch_size, **asked)
     run = partial(work.run, progress=progress, last=True)
-    rows = capture_rows(scope, units, fitted, chosen.heads, pairs, run, patched, exchanged)
+    rows = capture_rows(scope, units, fitted, chosen.heads, pairs, run, (patched, exchanged))
     if truth:
         projectors |= more_conditions(scope, chosen, task, projectors, len(units), seed)
     if rows.others is not None:
@@ -345,21 +345,14 @@ def draw_pairs(units: Units, batch_size: int = 32, seed: int = 0) -> Pairs:
 
 
 def capture_rows(
-    scope: Scope,
-    units: Units,
-    fit: Fit,
-    heads: Sequence[Head],
-    pairs: Pairs,
-    run: Any = None,
-    patched: Any = None,
-    exchanged: Any = None,
+    scope: Scope, units: Units, fit: Fit, heads: Sequence[Head], pairs: Pairs, run: Any = None, more: Any = (None, None)
 ) -> SwapRows:
     """Attention rows of held-out units, with their pairs (`draw_pairs` of the same units).
 
-    ``run`` runs the stage (by default nothing is kept); ``patched`` reads the model's answers too (`patched_runner`),
-    ``exchanged`` the rows of other texts (`truth_runner`).
+    ``run`` runs the stage (by default nothing is kept); of ``more``, what reads the model's answers too
+    (`patched_runner`), and what gives the rows of other texts (`truth_runner`).
     """
-    capture = unit_runner(scope, units, heads, space=fit.space, chat=fit.chat)
+    capture, (patched, exchanged) = unit_runner(scope, units, heads, space=fit.space, chat=fit.chat), more
 
     def captured(indices: list[int]) -> dict[str, Any]:
         rows, answers = patched(indices) if patched else (capture(indices).captured, None)

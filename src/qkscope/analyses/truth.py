@@ -112,9 +112,8 @@ def more_conditions(
     """
     units = task.draw("fit", ANSWER, 2 * n)
     pairs = draw_pairs(units, seed=seed)
-    rows = capture_rows(
-        scope, units, what.fit, what.heads, pairs, exchanged=truth_runner(scope, what, pairs, task, tested=False)
-    )
+    exchanged = truth_runner(scope, what, pairs, task, tested=False)
+    rows = capture_rows(scope, units, what.fit, what.heads, pairs, more=(None, exchanged))
     singular = None
     with suppress(BadInput):  # weights of which no components can be made
         singular = None if _refused(scope, what) else singular_basis(scope, what.heads)

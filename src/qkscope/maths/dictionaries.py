@@ -262,24 +262,23 @@ class FeatureTerms(NamedTuple):
     @classmethod
     def of(
         cls,
-        query: tuple[Int[Tensor, " s"], Float[Tensor, "s+r d"]],
-        key: tuple[Int[Tensor, "p s"], Float[Tensor, "s+r p d"]],
+        ids: Int[Tensor, "p+1 s"],
+        q: Float[Tensor, "s+r d"],
+        keys: Tensor,
         weights: Float[Tensor, " p"],
-        scale: float,
-        rest: tuple[str, ...],
+        *rest: str,
     ) -> FeatureTerms:
         """From the numbers of features in slots of the query and of every key, and vectors of these and of the rest.
 
-        A feature that is active in several keys is one part of the weighted keys.
+        Keys are vectors of every place (s+r p d). A feature that is active in several keys is one part of the weighted
+        keys; weights hold the logit's scale.
         """
-        asked, q = query[0], query[1].double()
-        q = torch.cat([q[: len(asked)][asked >= 0], q[len(asked) :]])
-        weighted = weights.double()[:, None] * key[1].double()
-        there, slots = (key[0].mT >= 0) & (weights != 0), key[0].shape[1]
-        numbers, where = key[0].mT[there].unique(return_inverse=True)
+        (asked, others), slots = (ids[0], ids[1:].mT), ids.shape[1]
+        q, weighted = torch.cat([q[:slots][asked >= 0], q[slots:]]).double(), weights.double()[:, None] * keys.double()
+        there = (others >= 0) & (weights != 0)
+        numbers, where = others[there].unique(return_inverse=True)
         k = q.new_zeros(len(numbers), q.shape[-1]).index_add(0, where, weighted[:slots][there])
-        k = torch.cat([k, weighted[slots:].sum(1)])
-        return cls(asked[asked >= 0], numbers, rest, scale * q @ k.mT)
+        return cls(asked[asked >= 0], numbers, rest, q @ torch.cat([k, weighted[slots:].sum(1)]).mT)
 
     @property
     def pairs(self) -> Float[Tensor, "a b"]:

@@ -15,7 +15,8 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,18 +24,9 @@ from torch import Tensor
 
 from qkscope.errors import BadInput
 
-
-class FileLayout(NamedTuple):
-    """The files of a folder, and what it calls tensors and settings that have another name here."""
-
-    settings: str
-    weights: str
-    called: Mapping[str, str]
-    by_default: Mapping[str, Any]
-
-
 _TABLE = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text("utf-8"))
-LAYOUTS = {name: FileLayout(**said) for name, said in _TABLE["formats"].items()}
+#: By format, the files of a folder, and what it calls tensors and settings that have another name here.
+LAYOUTS = {name: SimpleNamespace(**said) for name, said in _TABLE["formats"].items()}
 _NEEDS, _KINDS, _SITES = _TABLE["needs"], _TABLE["kinds"], _TABLE["sites"]
 _PLACE = re.compile(r"(?:.*\.)?(?:blocks|layers|h)\.(\d+)\.?([\w.]*)")
 #: Folders of Gemma Scope 2, which say where a dictionary stands if its settings do not.
@@ -116,7 +108,7 @@ def _from_hub(repository: str, folder: str) -> Path:
     """The files of a dictionary, downloaded or from the local cache; whether the hub answers is asked once."""
     from huggingface_hub import constants, get_session, snapshot_download
 
-    wanted, answers = [f"{folder}/{file}" for own in LAYOUTS.values() for file in own[:2]], False
+    wanted, answers = [f"{folder}/{file}" for own in LAYOUTS.values() for file in (own.settings, own.weights)], False
     with suppress(Exception):  # no name, no route, no proxy, or told to stay offline
         get_session().head(constants.ENDPOINT, timeout=2)
         answers = True
@@ -128,7 +120,7 @@ def _from_hub(repository: str, folder: str) -> Path:
     raise BadInput(f"there is no dictionary {repository}/{folder} here or {where}: check both names, or give a folder.")
 
 
-def _settings(folder: Path, layout: FileLayout) -> dict[str, Any]:
+def _settings(folder: Path, layout: SimpleNamespace) -> dict[str, Any]:
     """What a folder's settings say, and its name where they are silent."""
     file, stands = folder / layout.settings, _FOLDER.search(folder.absolute().as_posix())
     at = f"layers.{stands[2]}" if stands else ""

@@ -48,8 +48,6 @@ def leading(bases: Bases | Projector) -> Method:
 
 
 def _orthogonal(bases: Bases) -> Projector:
-    if isinstance(bases, Tensor):
-        return Projector.orthogonal(bases)
     return Projector.stack([Projector.orthogonal(basis) for basis in bases])
 
 
@@ -146,12 +144,6 @@ BASELINES: dict[str, Callable[[Tensor, Tensor], Method]] = {
 SHOWN = ("feature", "random", *BASELINES)  # kinds that are compared in every table, downstream too, and printed
 
 
-def summed(features: Sequence[Bases]) -> Projector:
-    """At each head, the sum of all features' projectors: no projector, unless they are orthogonal."""
-    joined = [torch.cat([basis.double() for basis in bases], dim=-1) for bases in zip(*features, strict=True)]
-    return _orthogonal(joined)
-
-
 def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | None]]:
     """For each feature the projectors onto it along the others, and the condition number of the set at each head.
 
@@ -196,7 +188,8 @@ def conditions(
     swaps = {Condition(feature): _orthogonal(list(bases)) for feature, bases in every.items()}
     numbers: list[float | None] = [None] * len(every[name])
     if len(features) > 1:
-        swaps[Condition(name, "summed")] = summed(separate)
+        joined = [torch.cat([basis.double() for basis in bases], dim=-1) for bases in zip(*separate, strict=True)]
+        swaps[Condition(name, "summed")] = _orthogonal(joined)  # the sum: no projector, unless they are orthogonal
         projectors, numbers = oblique(separate)
         swaps |= {Condition(feature, "oblique"): p for feature, p in zip(features, projectors, strict=True)}
     for feature, bases in every.items():

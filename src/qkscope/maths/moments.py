@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Self
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkscope.draws import draw_bits
 from qkscope.errors import BadInput
@@ -316,9 +317,7 @@ class Moments:
 
 def _augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
     """``[v; 1]`` in float64."""
-    out = vectors.new_ones((*vectors.shape[:-1], vectors.shape[-1] + 1), dtype=torch.float64)
-    out[..., :-1] = vectors
-    return out
+    return pad(vectors.to(torch.float64), (0, 1), value=1.0)
 
 
 def _add_outer(

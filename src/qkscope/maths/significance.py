@@ -30,6 +30,7 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkscope.draws import draw_bits, draw_signs
 
@@ -65,10 +66,7 @@ def by_sign(labels: Int[Tensor, "*r b k"]) -> Float[Tensor, "*r b 2 k"]:
 
 def key_sums(weights: Float[Tensor, "b s k"], keys: Float[Tensor, "b g k d"]) -> Float[Tensor, "b g s d+1"]:
     """``Σ_j w_j [k_j; 1]`` of every row, for s sets of weights (a row's keys share its q, so they meet it summed)."""
-    out = keys.new_empty((*keys.shape[:2], weights.shape[1], keys.shape[3] + 1))
-    out[..., :-1] = weights[:, None] @ keys
-    out[..., -1] = weights.sum(dim=-1)[:, None]
-    return out
+    return weights[:, None] @ pad(keys, (0, 1), value=1.0)
 
 
 def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
@@ -166,7 +164,7 @@ def clustered_bootstrap(
     sizes = flat.new_zeros(clusters).index_add(0, cluster, flat.new_ones(len(flat)))
     generator = torch.Generator().manual_seed(seed)
     resampled = []
-    for start in range(0, draws, _DRAWS_AT_ONCE):
+    for start in range(0, draws * (clusters > 1), _DRAWS_AT_ONCE):
         some = min(_DRAWS_AT_ONCE, draws - start)
         picks = torch.randint(clusters, (some, clusters), generator=generator).to(flat.device)
         counts = flat.new_zeros(some, clusters).scatter_add(1, picks, torch.ones_like(picks, dtype=flat.dtype))

@@ -161,10 +161,6 @@ class SwapRows:
     truth: Mapping[tuple[str, str], Float[Tensor, "n h k"]] = field(default_factory=dict)
     frame: AttentionRows | None = None
 
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.orig)
-
     def swap(self, projector: Projector, kind: str = "feature") -> SwapEffect:
         """Swap the two keys of every row, or the ``others`` and look at the two all the same (a sham)."""
         read = self.orig, self.target
@@ -263,11 +259,8 @@ def swap_attention(
     before = rows.products()
     slots, (watched, wanted) = torch.arange(before.shape[-1], device=before.device), read or (orig, target)
 
-    def at(slot: Tensor) -> Tensor:
-        return (slots == slot[:, None])[:, None]
-
     def pick(values: Tensor, slot: Tensor) -> Tensor:
-        return (values * at(slot)).sum(dim=-1)
+        return (values * (slots == slot[:, None])[:, None]).sum(dim=-1)
 
     attention = rows.attention(before)
     first, first_named, drawn = rows.largest(before), attention.argmax(-1), []
@@ -280,8 +273,7 @@ def swap_attention(
     after_orig, after_target, flipped, flipped_named, moved = map(torch.stack, zip(*drawn, strict=True))
     attended, gap = (pick(attention, watched), pick(attention, wanted)), pick(before, watched) - pick(before, wanted)
     rank = projector.rank[0] if projector.left.ndim == 4 else projector.rank
-    edited = after_orig, after_target, flipped, flipped_named
-    return SwapEffect(*attended, *edited, rank, rows.d_head, gap, moved)
+    return SwapEffect(*attended, after_orig, after_target, flipped, flipped_named, rank, rows.d_head, gap, moved)
 
 
 def key_changes(rows: AttentionRows, orig: Slots, target: Slots, projector: Projector) -> Iterator[Tensor]:

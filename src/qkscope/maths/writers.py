@@ -138,8 +138,6 @@ class Tally:
         there = self.sums["count"].nonzero()[:, 0]
         sizes, means = self.sums["count"][there], self.sums[name][there]
         means = means[:, columns] if means.ndim > 1 else means
-        if len(there) < 2:
-            return (torch.full_like(means[0], torch.nan),) * 2
         means = means / sizes.view(-1, *[1] * (means.ndim - 1))
         rows = torch.repeat_interleave(torch.arange(len(there)), sizes.long())
         return clustered_bootstrap(means[rows], rows)

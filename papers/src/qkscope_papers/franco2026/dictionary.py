@@ -97,7 +97,7 @@ def split(toy: Toy, x: Float[Tensor, "c p n"], kind: str, seed: int, attended: i
     size, numbers, first = torch.zeros(toy.task.n, toy.task.n, dtype=torch.float64), [], []
     for parts, ids, weights in zip(every, coded.ids, relative_weights(signs).to(x), strict=True):
         asked, keys = parts[:, 0] @ toy.W_Q.mT.to(x), parts[:, 1:] @ toy.W_K.mT.to(x)
-        terms = FeatureTerms.of((ids[0], asked), (ids[1:], keys), weights, toy.task.scale, (ERROR, BIAS))
+        terms = FeatureTerms.of(ids, asked, keys, weights.double() * toy.task.scale, ERROR, BIAS)
         size[alive[terms.query][:, None], alive[terms.key]] += terms.pairs.abs() / len(x)
         numbers.append(terms.numbers())
         first += [(int(alive[a]), int(alive[b])) for a, b, _ in terms.largest(1)] or [(-1, -1)]

@@ -85,9 +85,11 @@ def _scores(seed: int, banked: set[int], frames: Any, rows: HeadRows, numbers: l
         framed = stream @ frames[side].to(stream).T  # tokens are turned differently: one frame for all
         counts = shown.sum(1, keepdim=True).clamp_min(1)
         apart = framed - torch.einsum("np,ncpd->ncd", shown / counts, framed)[:, :, None]
-        x = rows.entered(side).clone().requires_grad_()
+        x = rows.run.hidden([rows.head.layer], rows.slots[side])[0].clone().requires_grad_()
         with torch.enable_grad():  # of the relative logit, the other side held, norms live
-            gradient = torch.autograd.grad(rows.live(x[None], side).sum(), x)[0].double()
+            other = rows.run.live(rows.head, side, x[None])
+            logit = rows.logit(other[..., 0, :]) if side == "query" else rows.logit(k=other)
+            gradient = torch.autograd.grad(logit.sum(), x)[0].double()
         own = {
             "count": shown.sum(1),
             "value": rows.marginals[side],

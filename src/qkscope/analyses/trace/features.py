@@ -106,7 +106,7 @@ class FeatureSplit:
         chunks = [list(range(start, min(start + step, slots))) for start in range(1, slots, step)]
         k = torch.cat([self._read(coded, "key", chunk) for chunk in chunks], dim=2)
         return [
-            FeatureTerms.of((ids[0], own), (ids[1:], keys), w.to(own), rows.scale, self.rest)
+            FeatureTerms.of(ids, own, keys, w.to(own).double() * rows.scale, *self.rest)
             for ids, own, keys, w in zip(coded.ids, q, k, rows.weights, strict=True)
         ]
 

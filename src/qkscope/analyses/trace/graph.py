@@ -69,6 +69,11 @@ class Graph(NamedTuple):
     prompt: list[Row]
     error: float
 
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        """The tables of a result."""
+        return {"nodes": self.nodes, "graph": self.edges, "prompt": self.prompt}
+
 
 def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: float = 0.05) -> Graph:
     """Follow one relative logit of one prompt down its writers; empty where the key has nothing to be compared with.
@@ -95,7 +100,7 @@ def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: floa
     root = walk.node(None, str(one.head), one.asked.query, one.total)
     root |= {"towards": one.key, "attention": float(one.attention[one.key])}
     for side, asked in one.directions.items():
-        walk.follow(root, side, one.run.answer(asked), asked.slots, depth, side=side)
+        walk.follow(root, side, one.run.answer(asked), asked.slots, depth)
     return walk.graph(dict(enumerate(one.attention[: one.asked.query + 1].tolist())))
 
 
@@ -154,17 +159,7 @@ class Walk:
         prompt = [{"head": self.head, "position": i, "token": tokens[i], "attention": a} for i, a in attention.items()]
         return Graph(rows, self.edges, prompt, self.error)
 
-    def follow(
-        self,
-        root: Row,
-        kind: Kind,
-        answer: Answer,
-        slots: Tensor,
-        depth: int,
-        *,
-        side: str | None,
-        of: Row | None = None,
-    ) -> None:
+    def follow(self, root: Row, kind: Kind, answer: Answer, slots: Tensor, depth: int, look: bool = False) -> None:
         """Split a logit among writers, and follow these down.
 
         Parameters
@@ -173,12 +168,10 @@ class Walk:
         kind : of its edges.
         answer, slots : what its writers say, and where.
         depth : levels below the first.
-        side : of all nodes.
-        of : the head whose attention logit it is; none where the root's own value is followed.
+        look : whether it is the attention logit of the root, a head that was met; its own value by default.
         """
-        total = root["value"] if of is None else of["look"]
-        logit = _Logit(self, total, side, of, depth)
-        logit.spread(root, total, kind, self._said(answer, slots), 0)
+        logit = _Logit(self, root, kind, look, depth)
+        logit.spread(root, logit.total, kind, self._said(answer, slots), 0)
         logit.expand()
 
     def _said(self, answer: Answer, slots: Tensor, token: int | None = None) -> Iterator[_Child]:
@@ -210,11 +203,8 @@ class Walk:
 
         self.check(asked.value, parts())
         values = sums[1:].tolist()
-        main = [
-            i
-            for i in sorted(range(len(values)), key=lambda i: -abs(values[i]))[: self.width]
-            if abs(values[i]) >= least
-        ]
+        largest = sorted(range(len(values)), key=lambda i: -abs(values[i]))[: self.width]
+        main = [i for i in largest if abs(values[i]) >= least]
         there = torch.stack([slots - 1 + i - position if i else slots * 0 for i in main]) if main else slots[None, :0]
         near = zip(slots.split(_SLOTS), there.clamp(0, len(tokens) - 1).T.split(_SLOTS), strict=True) if main else ()
         weights = [run.attention(head, some)[0].gather(1, at) for some, at in near]
@@ -255,7 +245,7 @@ class Walk:
             one = PromptTrace(self.run, replace(self.asked, query=query), head, key)
             row |= {"look": one.total, "towards": key, "attention": float(one.attention[key])}
             for kind, asked in one.directions.items():
-                self.follow(row, kind, self.run.answer(asked), asked.slots, self.deeper, side=row["side"], of=row)
+                self.follow(row, kind, self.run.answer(asked), asked.slots, self.deeper, look=True)
 
     def check(self, value: float, terms: Iterable[Tensor]) -> None:
         """Note what the terms of a value miss of it, beside the largest of them."""
@@ -277,10 +267,12 @@ class _Child(NamedTuple):
 class _Logit:
     """One logit that is followed down a walk: its own values of nodes, each followed when all that ask it are known."""
 
-    def __init__(self, walk: Walk, total: float, side: str | None, of: Row | None, depth: int) -> None:
-        self.walk, self.total, self.side, self.of, self.depth = walk, total, side, of, depth
+    def __init__(self, walk: Walk, root: Row, kind: Kind, look: bool, depth: int) -> None:
+        self.walk, self.depth, self.of = walk, depth, root if look else None
+        self.total = root["look" if look else "value"]
+        self.side = root["side"] if look or kind == "value" else kind
         self.pending: dict[tuple[Writer, int], _Asked] = {}
-        self.least = walk.smallest * abs(total)
+        self.least = walk.smallest * abs(self.total)
 
     def spread(
         self, parent: Row, value: float, kind: Kind, children: Iterable[_Child], level: int, attention: Any = None
@@ -342,7 +334,6 @@ def sources_of(batches: Iterable[HeadRows], writers: Mapping[Side, Sequence[str]
     ----------
     batches : of the head, with the layers of the writers kept.
     writers : by side, whose sources are wanted; those that are no heads have none.
-    width : how many offsets are named for each writer.
 
     Returns
     -------

@@ -24,7 +24,7 @@ from qkscope.analyses.trace.rows import ATTENDED, HeadRows
 from qkscope.analyses.trace.verdicts import FEW, verdict
 from qkscope.capture.encode import Encoding, token_texts
 from qkscope.capture.pick import Places
-from qkscope.change.writers import mean_parts
+from qkscope.change.writers import Norms, attention_with, mean_parts, vectors_with
 from qkscope.draws import derived_seed
 from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.reader import Reader
@@ -156,23 +156,17 @@ class PromptTrace(HeadRows):
     # ------------------------------------------------------------------ cuts
 
     @cached_property
-    def _pair(self) -> tuple[HeadRows, dict[Side, Tensor]]:
-        """The query and the key alone, and by side the means of each writer's parts over the prompt's other tokens."""
-        mean = mean_parts(self.run, self.head.layer, self.free or self.others)[None, :, None]
-        alone = self.run.slots([self.query, 1 + self.key])
-        return HeadRows(alone, self.head, torch.ones_like(self.signs[:, :1])), dict.fromkeys(SIDES, mean)
+    def _mean(self) -> Float[Tensor, "c d_model"]:
+        """The mean of each writer's part over the prompt's other tokens."""
+        return mean_parts(self.run, self.head.layer, self.free or self.others)
 
-    def cut(self, sets: Sequence[Mapping[Any, Sequence[int]]], norms: str = "held") -> Float[Tensor, "x t"]:
+    def cut(self, sets: Sequence[Mapping[Any, Sequence[int]]], norms: Norms = "frozen") -> Float[Tensor, "x t"]:
         """Attention rows with the parts of some writers, by side, replaced by their means; one row for each set."""
-        masks = torch.zeros(2, len(sets), len(self.writers), dtype=torch.bool)
-        for (row, chosen), (at, side) in product(enumerate(sets), enumerate(SIDES)):
-            masks[at, row, list(chosen.get(side, ()))] = True
-        (pair, mean), rows = self._pair, []
-        for q, k in pair.replaced(mean, masks, norms):
-            products = q[:, 0] @ self.rows.k[0, 0].T
-            products[:, self.key] = (q[:, 0] * k[:, 0, 0]).sum(-1)
-            rows.append(self.rows.attention((products * self.scale)[None])[0])
-        return torch.cat(rows)
+        asking, vectors = self.asked.query, dict[Side, Tensor]()
+        for side, at in zip(SIDES, (asking, self.key), strict=True):
+            named = [[self.writers[i] for i in chosen.get(side, ())] for chosen in sets]
+            vectors[side] = vectors_with(self.run, self.head, side, at, self._mean, named, norms)
+        return attention_with(self.run, self.head, asking, q=vectors["query"], keys={self.key: vectors["key"]})
 
     def strongest(self, side: Side, size: int) -> list[int]:
         """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of what the first gives.
@@ -217,11 +211,6 @@ class PromptTrace(HeadRows):
     def tally(self) -> Tally:
         """What the writers give, without pairs."""
         return Tally.of_prompt(self.given())
-
-    @property
-    def error(self) -> float:
-        """How far the parts are from summing to the logit, as a share of the largest of them."""
-        return self.tally.error
 
     def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
         """The first ten neurons of each side, or those named, with the token where the largest part of each stands."""
@@ -279,8 +268,8 @@ class Probe:
     ) -> None:
         self.scope, self.prompt = scope, prompt
         self.asked, self.reader = Question.of(scope, prompt, query, chat), reader_of(scope)
-        inputs, places = self.asked.inputs, self.asked.places
-        self.run = self.reader.record(inputs, places, deep=True, last=last, **{"logits": True, **options})
+        options = {"deep": True, "last": last, "logits": True, **options}
+        self.run = self.reader.record(self.asked.inputs, self.asked.places, **options)
 
     def head(
         self, head: str | Head, key: int | None = None, versus: int | None = None, projector: Tensor | None = None

@@ -62,12 +62,8 @@ class HeadRows:
 
     def __post_init__(self) -> None:
         self.scale = float(self.run.calls[self.head.layer].scale)
+        self.writers = self.run.reader.writers(self.head.layer)
         self.slots: dict[Side, list[int]] = {"query": [self.query], "key": list(range(1, self.run.columns.shape[1]))}
-
-    @cached_property
-    def writers(self) -> list[str]:
-        """Names of the writers, the biases last."""
-        return self.run.reader.writers(self.head.layer)
 
     @cached_property
     def weights(self) -> Float[Tensor, "n k"]:
@@ -85,11 +81,6 @@ class HeadRows:
         """The relative logit of the model's own vectors, or of other queries [*x, n, d] and keys [*x, n, k, d]."""
         q, k = self.rows.q[:, 0] if q is None else q, self.vectors("key") if k is None else k
         return torch.einsum("...nd,...nkd,nk->...n", self.projected(q), k, self.weights.to(q)) * self.scale
-
-    def live(self, x: Float[Tensor, "x n p d_model"], side: Side) -> Float[Tensor, "x n"]:
-        """The relative logit with other streams at the places of a side, norms running; the other side is held."""
-        made = self.run.live(self.head, side, x)
-        return self.logit(made[..., 0, :]) if side == "query" else self.logit(k=made)
 
     def projected(self, q: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         """A query as the projector leaves it."""
@@ -148,10 +139,6 @@ class HeadRows:
         every = {side: [named(pieces) for _, pieces in self._pieces(slots)] for side, slots in self.slots.items()}
         return {side: torch.cat(pieces, dim=2) for side, pieces in every.items()}
 
-    def entered(self, side: Side) -> Float[Tensor, "n p d_model"]:
-        """The whole stream at the places of a side."""
-        return self.run.hidden([self.head.layer], self.slots[side])[0]
-
     @cached_property
     def rows(self) -> AttentionRows:
         """The model's attention rows, over every token of each prompt."""
@@ -183,7 +170,7 @@ class HeadRows:
         self, away: Mapping[Side, Float[Tensor, "n c p d_model"]], often: Tensor, norms: str = "held"
     ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
         """Queries and keys with some parts taken out of the stream, each of them as often as each condition says."""
-        true, parts = {side: self.entered(side) for side in SIDES}, dict(away)
+        parts, true = dict(away), {side: self.run.hidden([self.head.layer], self.slots[side])[0] for side in SIDES}
         for side in SIDES if norms == "held" else ():
             lost = self.run.read(self.head, side, [Parts(["away"], away[side])], self.slots[side])
             true[side], parts[side] = self.vectors(side), lost[:, :-1]

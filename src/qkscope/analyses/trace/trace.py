@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from qkscope import BadInput, Dictionary, Example, Scope, Subspace
-from qkscope.analyses.prompts import check_same_model, made_from, text_units, units_hash, with_notes
+from qkscope.analyses.prompts import made_from, text_units, units_hash, with_notes
+from qkscope.analyses.split import features_of
 from qkscope.analyses.trace.edges import DRAWS, Choice, EdgeTest, choose_writers, whole_heads
 from qkscope.analyses.trace.features import FeatureTest, check_dictionary, choose_features, prompt_features, says_pairs
 from qkscope.analyses.trace.graph import sources_of, trace_graph
 from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question
 from qkscope.analyses.trace.rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
-from qkscope.analyses.trace.verdicts import controls_of, named_cut, says_cancels, says_right, that_sum, written_by
+from qkscope.analyses.trace.verdicts import controls_of, says_cancels, says_right, that_sum, written_by
 from qkscope.heads import BIAS, Head, parse_heads, parse_writers
 from qkscope.kinds import Count, Natural, Seed
 from qkscope.linear.reader import Reader
@@ -174,10 +175,7 @@ def trace(
 
 def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
     """``U Uᵀ`` of a feature of this head, this model, and of vectors as the dot product sees them."""
-    if feature.head not in (None, head):
-        raise BadInput(f"the feature belongs to {feature.head}, not to {head}: trace one head, with a feature of it.")
-    check_same_model(feature.about, scope, "the feature")
-    space = feature.about.get("space", "post_rope")
+    space = features_of({feature.contrast or "to look inside": feature}, head, scope)[1]
     if space != "post_rope":
         raise BadInput(f"the feature was fitted in {space}: trace looks inside features fitted in post_rope.")
     basis = feature.basis("query").float()
@@ -195,8 +193,7 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
         "writers": tally.writer_rows(one.head, one.writers),
         "pairs": tally.pair_rows(one.head, one.writers, pairs),
         "cuts": cuts,
-        "nodes": graph.nodes, "graph": graph.edges,
-        "prompt": graph.prompt,
+        **graph.tables,
         "tokens": one.token_rows(),
         "check": [tally.check_row(
             one.head, query=one.asked.query, key=one.key, attention=float(one.attention[one.key]),
@@ -211,7 +208,9 @@ def _prompt_writers(one: PromptTrace, depth: int, draws: int, seed: int, neurons
         giving = [row for row in tables["writers"] if (row["side"], row["writer"]) in named]
         key, query = (written_by(giving, side) for side in ("key", "query"))
         said += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
-        if (cut := named_cut(cuts)) is not None:
+        few = {row["k"]: row for row in cuts if row["side"] == "key" and row["k"] <= 2}
+        if few:  # two writers are named, or one where no second gives much
+            cut = few[max(few)]
             said += (
                 f" With {cut['writers']} cut from the key, the attention there is {cut['after']:.0%}"
                 f" ({controls_of(cut)}: {cut['control']:.0%}): {cut['verdict']}."
@@ -306,9 +305,7 @@ def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int)
         writers = {side: [names[i] for i in first_by(scores["share", side], _FOLLOWED)] for side in SIDES}
         batches = (deep.rows(firsts, some)[1][i] for some in torch.arange(len(firsts)).split(_BATCH))
         graph = trace_graph(PromptTrace(run, asked, head, right[0], others, how.projectors.get(head)), depth)
-        every.append({
-            "sources": sources_of(batches, writers), "nodes": graph.nodes, "graph": graph.edges, "prompt": graph.prompt,
-        })  # fmt: skip
+        every.append({"sources": sources_of(batches, writers), **graph.tables})
     return join_tables(every)
 
 

@@ -46,9 +46,8 @@ def that_sum(result: R, dtype: object) -> R:
     wrong = {row["head"]: said for row in checks if (said := no_sum(row["head"], row["sum_error"], dtype))}
     if not wrong:
         return result
-    kept = dict(result.tables)
-    for name in kept.keys() - set(_MEASURED):
-        kept[name] = [row for row in kept[name] if row["head"] not in wrong]
+    every = result.tables.items()
+    kept = {name: [row for row in rows if name in _MEASURED or row["head"] not in wrong] for name, rows in every}
     others = f" The tables hold the other {len(checks) - len(wrong)} heads." if len(wrong) < len(checks) else ""
     return replace(result, answer=" ".join(wrong.values()) + others, tables=kept)
 
@@ -106,12 +105,6 @@ def written_by(rows: Iterable[Mapping[str, Any]], side: str) -> str:
     """The first two writers of one side of one head, biases left out, with their shares."""
     own = [row for row in rows if row["side"] == side and row["writer"] != BIAS][:2]
     return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
-
-
-def named_cut(cuts: Sequence[Mapping[str, Any]], side: str = "key") -> Mapping[str, Any] | None:
-    """The row of cuts whose writers an answer names: of two, or of one where no second gives much."""
-    own = [row for row in cuts if row["side"] == side and row["k"] <= 2]
-    return max(own, key=lambda row: row["k"]) if own else None
 
 
 def controls_of(row: Mapping[str, Any]) -> str:

@@ -97,15 +97,14 @@ class Carriers:
 
     def _choose(self, runs: Sequence[Run], side: Side, left: float) -> list[str]:
         """The writer that brings back most by itself, and the one that adds most to it, if that is much."""
-        first = self._best(runs, side, [[name] for name in self.names])
-        second = self._best(runs, side, [[first[0][0], name] for name in self.names if name != first[0][0]])
-        more = second[1] - first[1] > _SECOND * (self.reason.before - left)
-        return second[0] if more else first[0]
-
-    def _best(self, runs: Sequence[Run], side: Side, sets: list[list[str]]) -> tuple[list[str], float]:
-        restored = torch.stack([self._put_back(run, self.run, side, sets) for run in runs]).mean(0)
-        best = int(restored.argmax())
-        return sets[best], float(restored[best])
+        chosen, reached = list[str](), -torch.inf
+        for _ in range(2):
+            sets = [[*chosen, name] for name in self.names if name not in chosen]
+            restored = torch.stack([self._put_back(run, self.run, side, sets) for run in runs]).mean(0)
+            most = float(restored.max())
+            if most - reached > _SECOND * (self.reason.before - left):
+                chosen, reached = sets[int(restored.argmax())], most
+        return chosen
 
     # ------------------------------------------------------------------ one changed run
 
@@ -132,8 +131,7 @@ class Carriers:
     def _whole(self, run: Run, side: Side) -> float:
         """The same with the whole key, or query, of the unchanged run."""
         call, (query, key) = self.run.calls[self.head.layer], self._look(run)
+        put: dict[str, Any] = {"q": call.q[0, self.head.index, self.query].float()[None]}
         if side == "key":
-            keys = {key: call.k[0, self.run.index(self.head, "k"), self.key].float()[None]}
-            return float(attention_with(run, self.head, query, keys=keys)[0, key])
-        q = call.q[0, self.head.index, self.query].float()[None]
-        return float(attention_with(run, self.head, query, q=q)[0, key])
+            put = {"keys": {key: call.k[0, self.run.index(self.head, "k"), self.key].float()[None]}}
+        return float(attention_with(run, self.head, query, **put)[0, key])

@@ -116,10 +116,6 @@ class Output:
         """The prompt, ready to run again from the token that asks."""
         return Again(self.scope, self.asked.inputs, self.run.calls)
 
-    def hidden(self, edges: Sequence[tuple[Head, int]]) -> Float[Tensor, "n v"]:
-        """Next-token logits where each of these heads, one at a time, may not look at its key."""
-        return self.again.hidden(self.asked.query, edges).float()
-
     def from_key(self, one: PromptTrace) -> Float[Tensor, " v"] | None:
         """What a head adds to the logits by itself by what it read at the key, less its mean over all tokens."""
         layer = one.head.layer
@@ -131,7 +127,7 @@ class Output:
     def rows(self, one: PromptTrace) -> list[dict[str, Any]]:
         """The table ``output``: the likeliest next tokens, the rival, and those that the head pushes most."""
         control = [one.most_attended(one.free)] if one.free else []
-        logits = self.hidden([(one.head, key) for key in (one.key, *control)])
+        logits = self.again.hidden(self.asked.query, [(one.head, key) for key in (one.key, *control)]).float()
         after, pushed = logits.softmax(-1), self.from_key(one)
         likely = [*self.chances.topk(TOKENS).indices.tolist(), self.rival]
         more = [] if pushed is None else pushed.topk(3).indices.tolist()
@@ -153,7 +149,7 @@ class Output:
         """The table ``heads``: every head with its main key hidden, the largest change of the difference first."""
         heads, query = list(self.scope.heads()), self.asked.query
         keys, looks = zip(*map(self.look, heads), strict=True)
-        logits = self.hidden(list(zip(heads, keys, strict=True)))
+        logits = self.again.hidden(query, list(zip(heads, keys, strict=True))).float()
         change = logits[:, self.best] - logits[:, self.rival] - self.difference
         chances = logits.softmax(-1)[:, self.best]
         at = {self.name(self.rival)[0].strip(): "rival", self.name(self.best)[0].strip(): "answer"}

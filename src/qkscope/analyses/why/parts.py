@@ -32,18 +32,13 @@ def part_rows(
     terms = singular_terms(one)
     if terms is not None:
         rows += _rows(one, "singular", {f"vector {i}": value for i, value in enumerate(terms)}, "both")
-    return rows + feature_rows(one, features or {}, split)
-
-
-def feature_rows(one: PromptTrace, features: Mapping[str, Any], split: Split = "sequential") -> list[dict[str, Any]]:
-    """Those rows of it that features (subspaces by name) give, smallest rank first."""
-    if not features:
-        return []
-    ordered = sorted(features.items(), key=lambda item: item[1].rank)
-    bases = {part_name(name): feature.basis("query") for name, feature in ordered}
-    queries = split_query(one.rows.q[0, 0], bases, split)  # what no feature explains is the rest
-    values = {name: float(queries[name] @ _weighted_keys(one)) * one.scale for name in bases}
-    return _rows(one, "features", values, "query", shown=len(features))
+    if features:  # subspaces by name, smallest rank first
+        ordered = sorted(features.items(), key=lambda item: item[1].rank)
+        bases = {part_name(name): feature.basis("query") for name, feature in ordered}
+        queries = split_query(one.rows.q[0, 0], bases, split)  # what no feature explains is the rest
+        parts = {name: float(queries[name] @ _weighted_keys(one)) * one.scale for name in bases}
+        rows += _rows(one, "features", parts, "query", shown=len(features))
+    return rows
 
 
 def _weighted_keys(one: PromptTrace) -> Float[Tensor, " d"]:

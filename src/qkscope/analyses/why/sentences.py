@@ -142,7 +142,12 @@ def lines_of(one: PromptTrace, because: Because | None, reason: Reason | None, t
     lines += [*_relations(reason), *_carriers(tables["carriers"])] if reason else []
     lines.append(does_line(tables["output"]))
     lines += [_words(one, because, reason), _habit(one, reason)] if because and reason else []
-    return [line for line in (*lines, where_line(one), *map(_returned, tables["returns"])) if line]
+    returned = (
+        f"Share: with {_word(row)} replaced, P({quoted(row['token'])}) is {row['changed']:.1%}; restoring this head's"
+        f" attention alone gives {row['restored']:.1%} (before {row['before']:.1%})."
+        for row in tables["returns"]
+    )
+    return [line for line in (*lines, where_line(one), *returned) if line]
 
 
 def where_line(one: PromptTrace) -> str:
@@ -235,14 +240,6 @@ def does_line(pushed: Rows) -> str:
         moves = ", it acts through later layers" * (abs(best["without_key"] - best["before"]) >= 0.01)
         text += f"; no direct effect{moves}" if small else f"; direct effect in logits: {named}"
     return text + "."
-
-
-def _returned(row: Row) -> str:
-    return (
-        f"Share: with {_word(row)} replaced, P({quoted(row['token'])}) is"
-        f" {row['changed']:.1%}; restoring this head's attention alone gives {row['restored']:.1%} (before"
-        f" {row['before']:.1%})."
-    )
 
 
 def heads_answer(output: Output, rows: Rows, says: str) -> str:

@@ -19,7 +19,7 @@ from qkscope import BadInput, Example, Result, Scope, Subspace
 from qkscope.analyses.because import Because, Look, Reason
 from qkscope.analyses.circuit import LOGIT, Circuit, write_graph
 from qkscope.analyses.fit import Fit
-from qkscope.analyses.prompts import check_same_model, made_with
+from qkscope.analyses.prompts import made_with
 from qkscope.analyses.split import features_of
 from qkscope.analyses.trace.graph import trace_graph
 from qkscope.analyses.trace.prompt import Probe, PromptTrace
@@ -29,7 +29,6 @@ from qkscope.analyses.why.carriers import Carriers
 from qkscope.analyses.why.output import Output
 from qkscope.analyses.why.over import Prompts, circuit_of_prompts, over_answer, prompts_of
 from qkscope.analyses.why.parts import part_rows
-from qkscope.change.again import Again
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Natural, Seed, checked_class
 from qkscope.maths.attribution import Split
@@ -222,9 +221,12 @@ def answer_probe(
         says = probe.scope.generate(probe.prompt, _GOES_ON) if last and isinstance(probe.prompt, str) else ""
         answer, lines, tables = sentences.heads_answer(output, rows, str(says)), list[str](), {"heads": rows}
     else:
-        one = probe.head(head, key)
-        parts = part_rows(one, _features(one, features, probe.scope), split)
-        answer, lines, tables = _one_head(one, output, parts, depth, draws, seed)
+        one, chosen = probe.head(head, key), dict[str, Subspace]()
+        if features is not None:
+            chosen, space = features_of(features, one.head, probe.scope)
+            if space != "post_rope":
+                raise BadInput(f"the features were fitted in {space}, and why splits in post_rope: use qk.attribute.")
+        answer, lines, tables = _one_head(one, output, part_rows(one, chosen, split), depth, draws, seed)
     about = made_with(probe.scope, tokenizer=probe.scope.tokenizer_hash, **probe.asked.told(probe.prompt))
     return Why("why", {"said": [{"line": line} for line in lines], **tables}, seed=seed, answer=answer, **about)
 
@@ -244,48 +246,30 @@ def circuit_of(probe: Probe, versus: str | None = None, depth: int | None = None
 Told = tuple[str, list[str], dict[str, list[dict[str, Any]]]]
 
 
-def _features(one: PromptTrace, features: Any, scope: Scope) -> dict[str, Subspace]:
-    if features is None:
-        return {}
-    chosen, space = features_of(features, one.head)
-    if space != "post_rope":
-        raise BadInput(f"the features were fitted in {space}, and why splits in post_rope: qk.attribute takes these.")
-    for name, subspace in chosen.items():
-        check_same_model(subspace.about, scope, f"feature {name!r}")
-    return chosen
-
-
 def _one_head(one: PromptTrace, output: Output, parts: list[dict[str, Any]], depth: int, draws: int, seed: int) -> Told:
-    check = [{"head": str(one.head), "sum_error": one.error, "logit": one.total}]
+    check = [{"head": str(one.head), "sum_error": one.tally.error, "logit": one.total}]
     pushed = output.rows(one)
-    if (wrong := no_sum(one.head, one.error, output.scope.model.dtype)) is not None:
+    if (wrong := no_sum(one.head, one.tally.error, output.scope.model.dtype)) is not None:
         lines = [sentences.where_line(one), sentences.does_line(pushed)]
         return wrong, lines, {"attention": one.token_rows(), "output": pushed, "check": check}
+    because, reason, carriers, returns = None, None, list[dict[str, Any]](), list[dict[str, Any]]()
     with doing("changing words") as say:
-        because = _because(one, seed)
-        reason = None if because is None else because.reasons()[0]
-        say("putting writers back")
-        carriers = Carriers(one.run, because, reason, seed).rows() if because and reason else []
-        returns = _returns(one, output, because, reason) if because and reason else []
+        if one.attends and one.key and output.scope.tokenizer is not None:  # there is attention, and words to put in
+            because = Because(output.again, [Look(one.head, one.asked.query, one.key)], seed)
+            reason = because.reasons()[0]
+            say("putting writers back")
+            carriers = Carriers(one.run, because, reason, seed).rows()
+            returns = _returns(one, output, because, reason)
         say("cutting writers")
         cuts, graph = one.cut_rows(draws, seed, live=True), trace_graph(one, depth)
     tables = {
         "attention": one.token_rows(), "because": reason.words if reason else [],
         "relation": reason.relations if reason else [], "carriers": carriers, "parts": parts,
         "writers": one.tally.writer_rows(one.head, one.writers), "cuts": cuts, "output": pushed,
-        "returns": returns, "nodes": graph.nodes, "graph": graph.edges, "prompt": graph.prompt, "check": check,
+        "returns": returns, **graph.tables, "check": check,
     }  # fmt: skip
     lines = sentences.lines_of(one, because, reason, tables)
     return sentences.answer_of(one, reason, output, tables), lines, {k: v for k, v in tables.items() if v}
-
-
-def _because(one: PromptTrace, seed: int) -> Because | None:
-    """What decides this look; nothing where there is no attention to explain, or no words to put in."""
-    scope = one.run.reader.scope
-    if not one.attends or one.key == 0 or scope.tokenizer is None:
-        return None
-    look = Look(one.head, one.asked.query, one.key)
-    return Because(Again(scope, one.asked.inputs, one.run.calls), [look], seed)
 
 
 @torch.no_grad()
