@@ -21,6 +21,8 @@ from qkscope.linear.run import KINDS, Parts, Run, Side, named
 
 _SLOTS = 128  # tokens whose writers are held at once: a long prompt takes no more room
 
+Norms = Literal["frozen", "live"]
+
 
 def mean_parts(run: Run, layer: int, tokens: Sequence[int]) -> Float[Tensor, "c d_model"]:
     """What each writer but the biases left in the stream that enters a layer, on average over some tokens of a prompt.
@@ -42,6 +44,39 @@ def _slots(run: Run, tokens: Sequence[int]) -> list[int]:
     """The slots of the first row's keys that stand at some tokens."""
     slots = {column: slot for slot, column in enumerate(run.columns[0].tolist()) if slot}
     return [slots[token] for token in tokens]
+
+
+@torch.no_grad()
+def vectors_with(
+    run: Run,
+    head: Head,
+    side: Side,
+    token: int,
+    instead: Float[Tensor, "c d_model"],
+    sets: Sequence[Sequence[str]],
+    norms: Norms = "live",
+) -> Float[Tensor, "x d"]:
+    """A head's query or key at a token, with the parts of some writers replaced: once for each set of them.
+
+    Parameters
+    ----------
+    run : of one prompt, with the token among its keys.
+    head : whose vector.
+    side, token : which vector, and where.
+    instead : of each writer, what its part is replaced by: `mean_parts` of other tokens, or of one in another run.
+    sets : names of writers that are replaced together.
+    norms : frozen, or live.
+    """
+    names, slots, kind = run.reader.writers(head.layer)[:-1], _slots(run, [token]), KINDS[side]
+    for writer in {writer for own in sets for writer in own} - {*names}:
+        raise BadInput(f"{writer} does not write before {head}: name one of an earlier layer.")
+    chosen = torch.tensor([[name in own for name in names] for own in sets]).to(instead)
+    away = instead - mean_parts(run, head.layer, [token])
+    if norms == "frozen":
+        true = run.vectors([(head.layer, run.index(head, kind))], kind, slots)[0, :, 0]
+        return true + chosen @ run.read(head, side, [Parts(names, away[None, :, None])], slots)[0, :-1, 0]
+    x = run.hidden([head.layer], slots)[0] + (chosen @ away)[:, None, None]
+    return run.live(head, side, x, slots)[:, 0, 0]
 
 
 def attention_with(
@@ -66,7 +101,6 @@ def attention_with(
     return replace(rows, k=k, q=rows.q if q is None else q[:, None].to(k)).attention()[:, 0]
 
 
-@torch.no_grad()
 def restore(
     run: Run,
     source: Run,
@@ -77,7 +111,7 @@ def restore(
     *,
     side: Side = "key",
     at: int | None = None,
-    norms: Literal["frozen", "live"] = "live",
+    norms: Norms = "live",
 ) -> Float[Tensor, "x t"]:
     """A head's attention in a changed run, with what some writers left in another run put back into it alone.
 
@@ -101,19 +135,9 @@ def restore(
     >>> restore(*runs, "L1H0", query=8, key=6, sets=[["embedding", "L0H1"], ["M0"]]).shape
     torch.Size([2, 9])
     """
-    head, token, kind = Head.parse(head), key if side == "key" else query, KINDS[side]
-    names, slots = run.reader.writers(head.layer)[:-1], _slots(run, [token])
-    for writer in {writer for own in sets for writer in own} - {*names}:
-        raise BadInput(f"{writer} does not write before {head}: name one of an earlier layer.")
+    head, token = Head.parse(head), key if side == "key" else query
     instead = mean_parts(source, head.layer, [token if at is None else at])
-    chosen = torch.tensor([[name in own for name in names] for own in sets]).to(instead)
-    away = instead - mean_parts(run, head.layer, [token])
-    if norms == "frozen":
-        true = run.vectors([(head.layer, run.index(head, kind))], kind, slots)[0, :, 0]
-        vectors = true + chosen @ run.read(head, side, [Parts(names, away[None, :, None])], slots)[0, :-1, 0]
-    else:
-        x = run.hidden([head.layer], slots)[0] + (chosen @ away)[:, None, None]
-        vectors = run.live(head, side, x, slots)[:, 0, 0]
+    vectors = vectors_with(run, head, side, token, instead, sets, norms)
     if side == "key":
         return attention_with(run, head, query, keys={token: vectors})
     return attention_with(run, head, query, q=vectors)
