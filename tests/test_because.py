@@ -42,7 +42,8 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, monk
     seen: dict[bool, dict[int, list[torch.Tensor]]] = {True: {}, False: {}}
     logits = {}
     for alone in (True, False):
-        again._alone = again._agrees(len(ids) - 1) if alone else False
+        again._alone = None if alone else False
+        assert again._runs_alone() == alone
         see = lambda layer, _, weights, of=seen[alone]: of.setdefault(layer, []).append(weights)  # noqa: E731
         logits[alone] = again.run(tokens, starts, see)
     assert seen[True].keys() == seen[False].keys() == set(range(scope.n_layers))
@@ -241,7 +242,7 @@ def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
         monkeypatch.setattr(f"qkscope.{name}", value)
     monkeypatch.setattr("qkscope.analyses.because._AFFORDABLE", 1024)
     if not alone:
-        monkeypatch.setattr(Again, "_agrees", lambda *_: False)
+        monkeypatch.setattr(Again, "_runs_alone", lambda *_: False)
     words = [word for word in sorted(nano.tokenizer.get_vocab()) if word.isalpha()][:40]
     prompt = " ".join([*(words * 5)[:192], "hat", ":", "O", "jam", ":", "Z", "jam", ":"])
     with _Squares(len(nano.encode([prompt]).inputs["input_ids"][0])) as squares:
