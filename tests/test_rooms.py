@@ -14,7 +14,7 @@ NOUNS = ["errors", "kinds", "draws", "heads", "examples", "attention", "hooks"]
 ROOMS = [*NOUNS, "runs", "tasks", "capture", "linear", "change", "maths", "analyses", "show", "cli"]
 """In the order of the design: a room imports itself and those above it."""
 PAPERS = SOURCE.parents[1] / "papers" / "src" / "qkscope_papers"
-LINES, FILES = 14_546, 108
+LINES, FILES = 14_494, 108
 """Code lines and files that the instrument has; the aim is 14,500 in 110, and these only fall."""
 ALONE = {
     "runs": {"runs", *NOUNS},

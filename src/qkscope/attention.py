@@ -134,8 +134,7 @@ class AttentionRows:
         products = self.products() if products is None else products
         if self.softcap is not None:
             cap = self._per_head(self.softcap)
-            capped = cap * torch.tanh(products / cap)
-            products = torch.where(cap.isinf(), products, capped)
+            products = torch.where(cap.isinf(), products, cap * torch.tanh(products / cap))
         if self.bias is not None:
             products = products + self.bias
         if self.key_mask is not None:

@@ -23,12 +23,6 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
 def draw_bits(*address: Tensor | int) -> Int[Tensor, "*shape"]:
     """64 random bits for every element of the broadcast address.
 
@@ -45,7 +39,10 @@ def draw_bits(*address: Tensor | int) -> Int[Tensor, "*shape"]:
     devices = [part.device for part in address if isinstance(part, Tensor)]
     bits = torch.zeros((), dtype=torch.int64, device=devices[0] if devices else None)
     for part in address:
-        bits = _mix(bits + torch.as_tensor(part, dtype=torch.int64, device=bits.device) * _GOLDEN + _GOLDEN)
+        bits = bits + torch.as_tensor(part, dtype=torch.int64, device=bits.device) * _GOLDEN + _GOLDEN
+        bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+        bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+        bits = bits ^ _shift_right(bits, 31)
     return bits
 
 

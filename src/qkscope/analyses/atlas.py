@@ -161,12 +161,11 @@ def look_rows(scope: Scope, heads: Sequence[Head], sights: guesses.Sights, i: in
     again, texts = Again.of(scope, torch.tensor(passage.ids, device=scope.device)), token_texts(scope, passage.ids)
     decode = partial(scope.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     prompts = {query: str(decode(passage.ids[: query + 1])) for query in {look.query for look in looks}}  # to type
-    reasons = Because(again, looks, seed, WORDS).reasons(follow=False, near=False)
     return [
         {"head": str(r.look.head), "job": job_of(r), "query": r.look.query, "key": r.look.key, "attention": r.before,
          "group": passage.group, "document": passage.document, "tokens": texts, "text": prompts[r.look.query],
          "causes": [row["position"] for row in r.causes]}
-        for r in reasons
+        for r in Because(again, looks, seed, WORDS).reasons(follow=False, near=False)
     ]  # fmt: skip
 
 

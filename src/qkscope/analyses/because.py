@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -45,8 +45,7 @@ _INSERTED = 2  # words that are put in after a key, where many looks share a pas
 _AFFORDABLE, _WORK = 2**16, 2**43  # tokens that the screen may run, of 256 all words; on a CPU, multiplications
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """A head that looks from one token at another."""
 
     head: Head
@@ -240,12 +239,11 @@ class Because:
         to = gained.argmax(1).tolist()
         for n in ((mean < _SCREENED) & (word.start <= self._queries)).nonzero()[:, 0].tolist():
             before, ends = float(self.attention[n]), (float(low[n]), float(high[n]))
-            cause = "yes" if ends[1] < _LEFT else "open" if ends[0] < _LEFT else "no"
             row = {
                 "head": str(self.looks[n].head), "position": word.start, "end": word.stop, "text": word.text,
                 "before": before, "after": float(mean[n]) * before, "low": max(ends[0], 0.0) * before,
                 "high": ends[1] * before, "words": len(left), "goes_to": self.texts[to[n]],
-                "goes_to_position": to[n], "cause": cause,
+                "goes_to_position": to[n], "cause": "yes" if ends[1] < _LEFT else "open" if ends[0] < _LEFT else "no",
             }  # fmt: skip
             yield n, row
 
@@ -258,8 +256,7 @@ class Because:
         means = [{word: left[n] for word, (left, sees) in every.items() if sees[n]} for n in range(len(reasons))]
         broken = [[word for word, left in own.items() if left < _LEFT] for own in means]
         near = [[word for word, left in own.items() if left < least] for own in means]
-        still = [n for n, look in enumerate(self.looks) if not broken[n] and look.query != look.key]
-        moved = self._moved(still)
+        moved = self._moved([n for n, look in enumerate(self.looks) if not broken[n] and look.query != look.key])
         pairs = [
             [pair for core in {word.core for word in own} if (pair := _pair(core, own, means[n]))]
             for n, own in enumerate(near)

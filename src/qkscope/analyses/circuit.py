@@ -35,6 +35,7 @@ from qkscope.change.nodes import WAY, Nodes, Values
 from qkscope.change.words import Alternatives
 from qkscope.draws import derived_seed
 from qkscope.heads import EMBEDDING, Head, Writer
+from qkscope.kinds import grouped
 from qkscope.linear.split import direct_effects
 from qkscope.maths.significance import clustered_bootstrap
 
@@ -213,12 +214,9 @@ class Circuit:
     @cached_property
     def _words(self) -> list[list[Any]]:
         """The words that are others in other prompts, those of one text together."""
-        groups: dict[str, list[Any]] = {}
         self._others.prepare(self._others.words)
-        for word in self._others.words:
-            inside = word.start > 0 and word.stop <= self.query + 1 and word.core.isalnum()
-            if inside and self._others.of(word, _OTHERS):
-                groups.setdefault(word.core, []).append(word)
+        inside = [w for w in self._others.words if w.start > 0 and w.stop <= self.query + 1 and w.core.isalnum()]
+        groups = grouped((word for word in inside if self._others.of(word, _OTHERS)), lambda word: word.core)
         ids, named = self._others.ids, {self.output.best, self.output.rival}
         own = [words for words in groups.values() if named & {*ids[words[0].start : words[0].stop]}]
         if not groups:
@@ -251,17 +249,15 @@ class Circuit:
         for row, reason in zip(rows, because.reasons(), strict=True):
             one = PromptTrace(self.probe.run, self.probe.asked, reason.look.head, reason.look.key)
             carriers = Carriers(self.probe.run, because, reason, self.seed).rows() if not told else []
-            text = sentences.because(one, reason, carriers) + sentences.carried(carriers)
-            told[row["id"]] = text.lstrip(",: ")
+            told[row["id"]] = (sentences.because(one, reason, carriers) + sentences.carried(carriers)).lstrip(",: ")
         return told
 
     def _paths(self) -> Rows:
         """The strongest nodes that write the answer, each followed along its strongest edges to a word."""
-        nodes, into = self.graph.nodes, dict[int, Rows]()
-        for edge in sorted(self.graph.edges, key=lambda edge: -abs(edge["value"])):
-            if edge["kind"] == "value" and edge["of"] is None and edge["source"] is not None:
-                into.setdefault(edge["target"], []).append(edge)
-        paths = []
+        nodes, paths = self.graph.nodes, []
+        ranked = sorted(self.graph.edges, key=lambda edge: -abs(edge["value"]))
+        values = [edge for edge in ranked if edge["kind"] == "value" and edge["of"] is None]
+        into = grouped((edge for edge in values if edge["source"] is not None), lambda edge: edge["target"])
         for edge in into.get(0, [])[:_PATHS]:
             way, at = list[str](), [edge]
             while at:

@@ -38,8 +38,7 @@ _FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
 
 def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
     """What an analysis was made from, for manifests and for refusing to mix."""
-    first = task.starts_with_key and not scope.encoder.adds_first
-    notes = [*task.notes, *([FIRST_TOKEN] if first else [])]
+    notes = [*task.notes, *([FIRST_TOKEN] if task.starts_with_key and not scope.encoder.adds_first else [])]
     return {
         "model": scope.name, "revision": scope.revision, "weights": scope.weights_hash,
         "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,

@@ -297,8 +297,7 @@ class Norm(NamedTuple):
     def scalar(self, x: Float[Tensor, "*b d"], out: Float[Tensor, "*b d"]) -> Float[Tensor, "*b 1"]:
         """What the norm multiplied its (centred) input by, besides its gain."""
         y = self.gain.to(x) * self.centred(x)
-        found = ((out - self.bias.to(x)) * y).sum(-1, keepdim=True)
-        return found / y.square().sum(-1, keepdim=True).clamp_min(1e-30)
+        return ((out - self.bias.to(x)) * y).sum(-1, keepdim=True) / y.square().sum(-1, keepdim=True).clamp_min(1e-30)
 
 
 def is_norm(module: nn.Module) -> bool:

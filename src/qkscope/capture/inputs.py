@@ -120,8 +120,7 @@ def short_inputs(model: Any, lengths: tuple[int, ...] = (6,), positions: bool = 
     if model.main_input_name == "pixel_values":
         size = model.config.image_size
         shape = len(lengths), model.config.num_channels, *((size, size) if isinstance(size, int) else size)
-        pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        return {"pixel_values": pixels.to(device, model.dtype)}
+        return {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, model.dtype)}
     batch = pad_rows(short_ids(model, lengths), model_pad_id(model) or 0, "left", positions)
     return {name: value.to(device) for name, value in batch.items()}
 
@@ -152,8 +151,7 @@ FIRST_TOKEN = "A labelled key is the first token of its prompt, which draws atte
 
 def place_of(example: Example, key: int) -> str:
     """A key in a message: its line and number, or its prompt."""
-    piece = example.piece(example.keys[key].span)
-    return f"{example.where or 'in ' + example.show(80)}, key {key + 1} ({piece!r})"
+    return f"{example.where or 'in ' + example.show(80)}, key {key + 1} ({example.piece(example.keys[key].span)!r})"
 
 
 def check_visible(encoded: Encoding, heads: Sequence[Head], bias: Tensor, by_some: bool = False) -> None:

@@ -183,8 +183,7 @@ class Places:
     @classmethod
     def everywhere(cls, row: Int[Tensor, "b"], query: Int[Tensor, "b"], mask: Int[Tensor, "n t"]) -> Places:
         """These queries, each with every token of its own sequence as a key: slot j is column j of the batch."""
-        columns = torch.arange(mask.shape[1], device=mask.device).expand(len(row), -1)
-        return cls(row, query, columns, mask.bool()[row])
+        return cls(row, query, torch.arange(mask.shape[1], device=mask.device).expand(len(row), -1), mask.bool()[row])
 
     def to(self, device: torch.device | str) -> Places:
         """The same places on another device."""
@@ -279,5 +278,4 @@ class Capture:
         """Some of the rows, in this order."""
         names = ("q", "k", "key_mask", "bias", "rest", "top", "example", "query_positions", "key_positions", "logits")
         taken: dict[str, Any] = {name: value[rows] for name in names if (value := getattr(self, name)) is not None}
-        labels = {name: value[rows] for name, value in self.labels.items()}
-        return dataclasses.replace(self, **taken, labels=labels)
+        return dataclasses.replace(self, **taken, labels={name: value[rows] for name, value in self.labels.items()})

@@ -111,8 +111,7 @@ def _smaller(name: str, value: Any) -> Any:
         value = 10**9  # some are larger than the vocabulary, some are lists
     if name in ("short_factor", "long_factor"):  # one number for each pair of rotated dimensions
         return value[:8] if value else value
-    rules = (at_most for rule, at_most in (*_LENGTHS, *_SIZES) if rule.fullmatch(name))
-    at_most = next(rules, None)
+    at_most = next((at_most for rule, at_most in (*_LENGTHS, *_SIZES) if rule.fullmatch(name)), None)
     if at_most is None or isinstance(value, bool) or value is None:
         return value
     return min(value, at_most) if _is_count(value) and _is_count(at_most) else at_most

@@ -237,8 +237,7 @@ def _softened(call: Call, logits: Float[Tensor, "b h s t"], changed: Sequence[Ch
     """Attention of logits, with other ones at the last token of some heads; hidden keys stay hidden."""
     for i, head, others in changed:
         logits[i, head, -1] = others.to(logits).masked_fill(logits[i, head, -1] == -torch.inf, -torch.inf)
-    sinks = None if call.sinks is None else call.sinks.float()[:, None].expand(logits.shape[:3])
-    return soft(logits, sinks)
+    return soft(logits, None if call.sinks is None else call.sinks.float()[:, None].expand(logits.shape[:3]))
 
 
 def _put(place: tuple[int, Tensor], value: Tensor, before: Callable[[Tensor], Tensor] | None, out: Tensor) -> Tensor:

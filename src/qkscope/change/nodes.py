@@ -79,14 +79,13 @@ class Nodes:
         mask = inputs["attention_mask"].bool()
         until = torch.arange(mask.shape[1], device=device) <= self.query[:, None]
         self.free: Bool[Tensor, "b t"] = mask & (mask.cumsum(1) > 1) & until
-        seen, leads = [list[Tensor]() for _ in self.sites], []
+        seen = [list[Tensor]() for _ in self.sites]
 
         def note(site: int, z: Tensor) -> Tensor:
             seen[site].append(z.clone())
             return z
 
-        for rows in torch.arange(len(query), device=device).split(self._at_once):
-            leads.append(self._run(rows, note))
+        leads = [self._run(rows, note) for rows in torch.arange(len(query), device=device).split(self._at_once)]
         self.values: Values = [torch.cat(parts) for parts in seen]
         self.lead: Float[Tensor, " b"] = torch.cat(leads)
 
@@ -106,8 +105,7 @@ class Nodes:
 
     @property
     def _at_once(self) -> int:
-        most = _TOKENS.get(self.reader.device.type, _ON_A_GPU)
-        return max(most // self.inputs["input_ids"].shape[1], 1)
+        return max(_TOKENS.get(self.reader.device.type, _ON_A_GPU) // self.inputs["input_ids"].shape[1], 1)
 
     def _run(self, rows: Int[Tensor, " m"], visit: Callable[[int, Tensor], Tensor], grad: bool = False) -> Tensor:
         """The lead of some prompts, each site handing on what ``visit`` makes of what it has."""
@@ -136,8 +134,7 @@ class Nodes:
         row = torch.arange(len(rows), device=rows.device)
         nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=rows.device)
         with cleared(hooks):
-            places = Places(row, self.query[rows], nothing, nothing.bool())
-            logits = self.reader.scope.watch(inputs, logits_at=places)
+            logits = self.reader.scope.watch(inputs, logits_at=Places(row, self.query[rows], nothing, nothing.bool()))
             assert logits is not None
             own = self.pair[rows].to(logits.device)
             with torch.set_grad_enabled(grad):
@@ -225,8 +222,7 @@ class Nodes:
                 leaves.append(z if z.requires_grad else z.requires_grad_())
                 return leaves[-1]
 
-            lead = self._run(rows, visit, grad=True)
-            for site, gradient in enumerate(torch.autograd.grad(lead.sum(), leaves)):
+            for site, gradient in enumerate(torch.autograd.grad(self._run(rows, visit, grad=True).sum(), leaves)):
                 lost = gradient * (self.values[site] - instead[site])[rows].to(gradient)
                 found = lost.sum(-1).transpose(1, 2).to(scores) / len(way)
                 scores[:, self.sites[site].writers] = scores[:, self.sites[site].writers].index_add(0, rows, found)

@@ -96,8 +96,7 @@ class Batch:
         )
         starts = torch.arange(count).repeat_interleave(len(batch.places.row)).to(batch.places.row) * size
         places = Places(**fields | {"row": fields["row"] + starts})
-        edits = [replace(edit, row=edit.row + i * size) for i, own in enumerate(changes) for edit in own]
-        patch = Patch(edits, scope)
+        patch = Patch([replace(edit, row=edit.row + i * size) for i, own in enumerate(changes) for edit in own], scope)
         picker = Picker(scope.facts, heads, places, stop=False, own_keys=patch.own_keys)
         logits = scope.watch(inputs, patch.visit, picker.visit, logits_at=places, first=first)
         every = picker.finish(example, labels, logits)

@@ -222,8 +222,7 @@ class Alternatives:
         """Pieces of the same shapes, drawn at random."""
         draws, columns = self._generator(word), []
         for at in range(word.start, word.stop):
-            allowed = self.lexicon.like(self.ids[at], self.barred if at == word.start else None)
-            pool = allowed.nonzero()[:, 0]
+            pool = self.lexicon.like(self.ids[at], self.barred if at == word.start else None).nonzero()[:, 0]
             columns.append(pool[torch.randint(len(pool), (2 * count,), generator=draws)])
         return list(dict.fromkeys(map(tuple, torch.stack(columns, dim=1).tolist())))[:count]
 

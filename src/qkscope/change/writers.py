@@ -75,8 +75,7 @@ def vectors_with(
     if norms == "frozen":
         true = run.vectors([(head.layer, run.index(head, kind))], kind, slots)[0, :, 0]
         return true + chosen @ run.read(head, side, [Parts(names, away[None, :, None])], slots)[0, :-1, 0]
-    x = run.hidden([head.layer], slots)[0] + (chosen @ away)[:, None, None]
-    return run.live(head, side, x, slots)[:, 0, 0]
+    return run.live(head, side, run.hidden([head.layer], slots)[0] + (chosen @ away)[:, None, None], slots)[:, 0, 0]
 
 
 def attention_with(

@@ -367,8 +367,7 @@ def _add_commands() -> None:
             run(verb, values)
 
         vars(command)["__signature__"] = inspect.Signature(sorted(unique, key=lambda option: option.name in last))
-        panel = "Commands" if name in _FIRST else "More"
-        app.command(name, help=signature(home)[0], rich_help_panel=panel)(command)
+        app.command(name, help=signature(home)[0], rich_help_panel="Commands" if name in _FIRST else "More")(command)
 
 
 _add_commands()

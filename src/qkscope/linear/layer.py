@@ -88,8 +88,7 @@ class AffineLayer:
     @torch.no_grad()
     def constants(self) -> dict[Kind, Float[Tensor, "n p h d"]]:
         """What no stream decides: every head's vectors of a stream of 0."""
-        made = self._push(torch.zeros_like(self.x), self.row, self.columns, frozen=True)
-        return self._picked(made, self.columns)
+        return self._picked(self._push(torch.zeros_like(self.x), self.row, self.columns, frozen=True), self.columns)
 
     def unit(self, unbiased: Collection[nn.Module] = ()) -> None:
         """From now on every norm's scalar is 1, and some norms have no bias."""
@@ -170,8 +169,7 @@ class AffineLayer:
         index = torch.tensor(heads, device=self.x.device)
         every = zip(index.split(step), along.to(self.x).split(step), strict=True)
         constants = self.constants[kind][:, :, index].permute(2, 0, 1, 3)
-        pulled = torch.cat([self._pulled(kind, *some) for some in every])
-        return pulled, (along.to(constants) * constants).sum(-1)
+        return torch.cat([self._pulled(kind, *some) for some in every]), (along.to(constants) * constants).sum(-1)
 
     def _pulled(self, kind: Kind, heads: Tensor, along: Float[Tensor, "b n p d"]) -> Float[Tensor, "b n p d_model"]:
         made, every = self._vectors[kind], torch.arange(len(along), device=self.x.device)

@@ -145,8 +145,7 @@ class Run:
         """The same of several tensors of one shape: small ones on a GPU are stacked first and gathered at once."""
         if len(values) == 1 or not fits(values[0], len(values)):
             return torch.stack([self.pick(value, slots) for value in values])
-        stacked = torch.stack(list(values)).movedim(0, 2)
-        return self.pick(stacked, slots).movedim(2, 0)
+        return self.pick(torch.stack(list(values)).movedim(0, 2), slots).movedim(2, 0)
 
     # ------------------------------------------------------------------ one layer
 

@@ -168,8 +168,7 @@ def direct_effects(run: Run, along: Float[Tensor, "n v"]) -> Answer | None:
         (g,) = torch.autograd.grad(logits, left, along, create_graph=along.requires_grad, retain_graph=True)
     g = g[at].to(run.entered[0])
     said = (logits * along).sum(1).detach().to(g) - (g.detach() * left.detach()[at].to(g)).sum(-1)
-    asked = Direction(len(run.reader.blocks), slots.to(run.row.device), g[:, None], said[:, None])
-    return run.answer(asked)
+    return run.answer(Direction(len(run.reader.blocks), slots.to(run.row.device), g[:, None], said[:, None]))
 
 
 # ---------------------------------------------------------------------- neurons

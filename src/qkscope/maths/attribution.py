@@ -92,8 +92,7 @@ def attribute_logits(
     >>> list(attribute_logits(q, k, 0.5, {"order": torch.eye(4)[:, :1], "lexical": torch.eye(4)[:, 1:3]}).parts)
     ['order', 'lexical', 'residual']
     """
-    queries = split_query(q, bases, split)
-    parts = {name: scale * (k @ part[..., None])[..., 0] for name, part in queries.items()}
+    parts = {name: scale * (k @ part[..., None])[..., 0] for name, part in split_query(q, bases, split).items()}
     overlap = {(a, b): float(principal_cosines(bases[a], bases[b])[0]) for a, b in combinations(bases, 2)}
     return Attribution(scale * (k @ q[..., None])[..., 0], parts, overlap)
 
@@ -139,8 +138,7 @@ def carried(delta: Float[Tensor, "d d"], read: Tensor, write: Tensor) -> Float[T
 
 def overlap(basis: Float[Tensor, "d r"], images: Float[Tensor, "*n d k"]) -> Float[Tensor, "*n"]:
     """Share of a subspace that lies in the span of some images: mean squared cosine of the principal angles, over r."""
-    span = torch.linalg.qr(images)[0]
-    return (span.mT @ basis).square().sum((-2, -1)) / basis.shape[-1]
+    return (torch.linalg.qr(images)[0].mT @ basis).square().sum((-2, -1)) / basis.shape[-1]
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,7 @@ def energy_rank(s: Float[Tensor, "*n m"], energy: float = 0.99, *, size: float |
 def _failures(matrix: Tensor, u: Tensor, s: Tensor, v: Tensor) -> list[tuple[int, ...]]:
     """Indices of the matrices whose factors do not multiply out, or whose bases are not orthonormal."""
     tolerance = 64 * torch.finfo(s.dtype).eps * max(matrix.shape[-2:])
-    scale = s[..., :1, None].clamp_min(torch.finfo(s.dtype).tiny)
-    residual = ((u * s[..., None, :]) @ v.mT - matrix) / scale
+    residual = ((u * s[..., None, :]) @ v.mT - matrix) / s[..., :1, None].clamp_min(torch.finfo(s.dtype).tiny)
     eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
     worst = torch.stack([x.abs().amax(dim=(-2, -1)) for x in (residual, u.mT @ u - eye, v.mT @ v - eye)]).amax(dim=0)
     return [tuple(index) for index in (~(worst <= tolerance)).nonzero().tolist()]

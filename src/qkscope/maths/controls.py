@@ -262,5 +262,4 @@ def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: 
     if len(gains) < _FEWEST_FOLDS:
         return [0] * len(rows)
     rebuilt = pad(torch.stack(gains).sum(dim=0), (1, 0))  # heads, components from 0 on; each fold by its share
-    enough = rebuilt >= _ENOUGH * rebuilt.amax(dim=1, keepdim=True)
-    return enough.int().argmax(dim=1).tolist()  # the first
+    return (rebuilt >= _ENOUGH * rebuilt.amax(dim=1, keepdim=True)).int().argmax(dim=1).tolist()  # the first

@@ -145,8 +145,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise BadInput(f"{path} is no .safetensors file, and pickles run what they hold when read: {_ADVICE}.")
     try:
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return {name: file.get_tensor(name).float() for name in names}, dict(file.metadata() or {})
+            return {name: file.get_tensor(name).float() for name in list(file.keys())}, dict(file.metadata() or {})
     except (OSError, SafetensorError):
         raise BadInput(f"{path} is damaged or no safetensors file: {_ADVICE}.") from None
 

@@ -245,8 +245,7 @@ def rank_correlation(a: Float[Tensor, "*b m"], b: Float[Tensor, "*b m"]) -> Floa
     """Spearman's: whether the largest terms sit at the largest singular values; NaN where a term is."""
     ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
     one, other = (r - r.mean(-1, keepdim=True) for r in ranks)
-    found = (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1))
-    return torch.where(a.isnan().any(-1), torch.nan, found)
+    return torch.where(a.isnan().any(-1), torch.nan, (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1)))
 
 
 def largest_place(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
@@ -286,8 +285,7 @@ def rotated_terms(
 
 def random_rotations(d: int, draws: int, seed: int) -> Float[Tensor, "draws d d"]:
     """Haar-random orthogonal matrices."""
-    generator = torch.Generator().manual_seed(seed)
-    q, r = torch.linalg.qr(torch.randn(draws, d, d, generator=generator, dtype=torch.float64))
+    q, r = torch.linalg.qr(torch.randn(draws, d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
     return q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
 
 

@@ -195,8 +195,7 @@ def first_by(scores: Float[Tensor, " c"], size: int, signed: bool = False) -> li
     >>> first_by(torch.tensor([1.0, -3.0, 2.0, 9.0]), 2), first_by(torch.tensor([1.0, -3.0, 2.0, 9.0]), 2, signed=True)
     ([1, 2], [2, 0])
     """
-    values = scores[:-1] if signed else scores[:-1].abs()
-    return values.argsort(descending=True)[:size].tolist()
+    return (scores[:-1] if signed else scores[:-1].abs()).argsort(descending=True)[:size].tolist()
 
 
 def draw_alike(chosen: Sequence[int], writers: Sequence[Writer], seed: int, least: int = 1) -> list[int]:

@@ -116,8 +116,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The contract's JSON: NaN and infinities are null."""
         fields = {name: getattr(self, name) for name in _STORED}
-        claims = [claim.to_json() for claim in self.claims]
-        return {"schema": disk.SCHEMA, **plain_value({**fields, "claims": claims})}
+        return {"schema": disk.SCHEMA, **plain_value({**fields, "claims": [claim.to_json() for claim in self.claims]})}
 
     def _repr_html_(self) -> str:
         """What a notebook shows. The page is a room below this one, so it is found by name."""

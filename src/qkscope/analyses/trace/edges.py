@@ -264,8 +264,7 @@ def whole_heads(how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit],
 
         def measure(**changes: Any) -> Float[Tensor, "n m"]:
             """`METRICS`, and the probability of the right answer: the one named, or the right keys' own tokens."""
-            places = encoded.everywhere()
-            captured = scope.capture_inputs(encoded, places=places, heads=[head], logits=True, **changes)
+            captured = scope.capture_inputs(encoded, places=encoded.everywhere(), heads=[head], logits=True, **changes)
             assert captured.logits is not None
             measured = metrics(captured.rows().of_head(0), named, answer_signs(encoded))[0]
             chances = captured.logits.softmax(-1).cpu().gather(1, tokens) * (signs > 0)

@@ -353,10 +353,8 @@ def sources_of(batches: Iterable[HeadRows], writers: Mapping[Side, Sequence[str]
         for side, direction in batch.directions.items():
             answer = run.answer(direction)
             for other in named[side]:
-                along = run.on_output(answer, other)
-                brought = run.attention(other, direction.slots) * run.brought(other, along)
-                read = _by_offset(brought, run.columns[:, direction.slots], mask.argmax(dim=1))
-                sums[side, other].update(read)
+                brought = run.attention(other, direction.slots) * run.brought(other, run.on_output(answer, other))
+                sums[side, other].update(_by_offset(brought, run.columns[:, direction.slots], mask.argmax(dim=1)))
             places = (run.columns[:, 0] if side == "query" else right).tolist()
             for (row, column), token in zip(mask.nonzero().tolist(), ids[mask.bool()].tolist(), strict=True):
                 tokens[side, column - places[row]][token] += 1  # by their distance

@@ -79,8 +79,7 @@ class Question:
     @classmethod
     def first_of(cls, scope: Scope, encoded: Encoding) -> Question:
         """The first query of a prompt that is tokenised already."""
-        ids = encoded.inputs["input_ids"][0].tolist()
-        return cls(encoded, token_texts(scope, ids), int(encoded.places.query[0]))
+        return cls(encoded, token_texts(scope, encoded.inputs["input_ids"][0].tolist()), int(encoded.places.query[0]))
 
 
 def checked_place(place: int, length: int, what: str) -> int:

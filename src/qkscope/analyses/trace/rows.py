@@ -299,8 +299,7 @@ def _most_attended(run: Run) -> Int[Tensor, "n h k"]:
     attention, bias, mask = run.captured.attention(), run.captured.bias, run.captured.key_mask
     places = torch.arange(mask.shape[1], device=mask.device)
     seen = (bias > -torch.inf) & (mask & (places != mask.int().argmax(1)[:, None]))[:, None]
-    top = attention.masked_fill(~seen, -1).argmax(-1, keepdim=True)
-    return (-seen.long()).scatter(-1, top, 1)
+    return (-seen.long()).scatter(-1, attention.masked_fill(~seen, -1).argmax(-1, keepdim=True), 1)
 
 
 def merge_sums(name: str, total: Tensor, piece: Tensor) -> Tensor:

@@ -287,8 +287,7 @@ def _task_features(how: Pass, choosing: Units, units: Units, dictionary: Diction
     tests = {head: FeatureTest(head, dictionary, own, draws, how.seed) for head, own in chosen.items()}
     tallies, _ = how.add_up("features", units, {h: test.measure for h, test in tests.items()}, last=True)
     every = [test.tables(tallies[head]) for head, test in tests.items()]
-    said = [says_pairs(says_right(own["check"][0]), own) for own in every]
-    return " ".join(said), join_tables(every)
+    return " ".join(says_pairs(says_right(own["check"][0]), own) for own in every), join_tables(every)
 
 
 def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int) -> Tables:

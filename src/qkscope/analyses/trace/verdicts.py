@@ -75,8 +75,7 @@ def verdict(before: float, after: float, random: Float[Tensor, " sets"], *, vacu
         return "vacuous"
     if len(random) < FEW:
         return "untested"
-    falls = before - after > 0.25 * before
-    return "supported" if falls and after < float(random.min()) else "not here"
+    return "supported" if before - after > 0.25 * before and after < float(random.min()) else "not here"
 
 
 # ---------------------------------------------------------------------- sentences that several answers share

@@ -58,8 +58,7 @@ class Carriers:
             causes = [row["position"] for row in self.reason.words if row["after"] < _RESTORED * self.reason.before]
             sides = ([at for at in causes if (at <= self.key) == early][:1] for early in (True, False))
             places = [at for side in sides for at in side]
-        rows = [self._row(words[at]) for at in places]
-        return [row for row in rows if row is not None]
+        return [row for at in places if (row := self._row(words[at])) is not None]
 
     def _row(self, word: Word) -> dict[str, Any] | None:
         runs = [self._changed(word, ids) for ids in self.because.others.of(word, self.because.count)[:RUNS]]

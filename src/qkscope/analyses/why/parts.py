@@ -74,5 +74,4 @@ def _rows(
     named = {name: torch.tensor([values[name]]) for name in order[:shown]}
     total = torch.tensor([one.total])
     named[REST] = total - sum(named.values())
-    rows = split_rows(one.head, one.asked.query, [one.key], total, named, side)
-    return [{**row, "by": by} for row in rows]
+    return [{**row, "by": by} for row in split_rows(one.head, one.asked.query, [one.key], total, named, side)]

@@ -14,6 +14,7 @@ from qkscope.analyses.because import Because, Reason
 from qkscope.analyses.trace.prompt import PromptTrace, Question
 from qkscope.analyses.trace.rows import ATTENDED
 from qkscope.analyses.why.output import Output, quoted, whole
+from qkscope.kinds import grouped
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -154,8 +155,7 @@ def where_line(one: PromptTrace) -> str:
     """The tokens that get most attention, pieces of a character together."""
     given: dict[str, float] = {}
     for i in one.others:
-        start = next((j for j in range(i, -1, -1) if one.asked.tokens[j]), i)
-        name = _token(one.asked, start)
+        name = _token(one.asked, next((j for j in range(i, -1, -1) if one.asked.tokens[j]), i))
         given[name] = given.get(name, 0.0) + float(one.attention[i])
     ranked = sorted(given, key=lambda name: -given[name])[:_SHOWN]
     keys = ", ".join(f"{name} {given[name]:.0%}" for name in ranked if given[name] >= 0.005)
@@ -216,9 +216,7 @@ def _relations(reason: Reason) -> list[str]:
 
 def _carriers(carriers: Rows) -> Iterator[str]:
     """A line for the same writers and side, with every word that they carried."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in carriers:
-        groups.setdefault((row["writers"], row["side"], row["verdict"]), []).append(row)
+    groups = grouped(carriers, lambda row: (row["writers"], row["side"], row["verdict"]))
     for (writers, side, verdict), rows in groups.items():
         control = [max(row["others"], row["other_run"]) for row in rows]
         moved = (f"{_word(row)} {row['changed']:.0%} → {row['restored']:.0%}" for row in rows)

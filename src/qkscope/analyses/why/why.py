@@ -82,9 +82,7 @@ class Why(Result):
 
     def to_networkx(self) -> Any:
         """The graph of writers and what they read, as a `networkx.MultiDiGraph` from writers to their readers."""
-        networkx = import_module("networkx")
-
-        graph = networkx.MultiDiGraph()
+        graph = import_module("networkx").MultiDiGraph()
         for row in self.tables.get("nodes", ()):
             graph.add_node(row["id"], **row)
         for row in self.tables.get("graph", ()):
@@ -189,8 +187,7 @@ def why(
     if isinstance(features, Fit):  # asked as it was fitted
         chat, head = chat or features.chat, features.heads[0] if head is None else head
     query, key = (scope.place(prompt, token, chat=chat) for token in (query, key))
-    last = None if head is None else scope.check(head).layer
-    probe = Probe(scope, prompt, query, chat, last)
+    probe = Probe(scope, prompt, query, chat, None if head is None else scope.check(head).layer)
     if not circuit:
         depth = 1 if depth is None else depth
         return answer_probe(probe, head, key, features, depth, draws, seed, split, versus)
