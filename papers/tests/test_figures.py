@@ -181,7 +181,7 @@ def test_figures_of_training_run_on_a_nano_by_default(swept):
 
 
 def test_one_sweep_serves_all_and_the_papers_one_prompt_can_be_asked_for(swept, out, tmp_path):
-    (folder,) = (out / "swept" / "franco2026" / "sweeps").iterdir()
+    (folder,) = (out / "swept" / "franco2026" / "model_sweeps").iterdir()
     stamps = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     model_sweep._swept.cache_clear()
     reproduce("franco2026", ["fig9b"], preset="smoke", out=out / "swept", again=True)

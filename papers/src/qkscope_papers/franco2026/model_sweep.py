@@ -152,7 +152,7 @@ def swept(settings: Settings) -> Sweep:
 def _swept(model: str, prompts: str, preset: str, seed: int, device: str, shared: Path) -> Sweep:
     work, revisions = WORK[preset], revisions_of(model, preset)
     name = hashlib.sha256(f"{model} {prompts} {preset} {seed}".encode()).hexdigest()[:12]
-    folder = shared / "franco2026" / "sweeps" / name
+    folder = shared / "franco2026" / "model_sweeps" / name  # no figure is called so
     found = checkpoints(model, revisions)
     task = prompts_of(prompts, model, found[-1].revision, seed)
     asked: Any = {"n": work.n, "controls": work.controls, "draws": work.draws}
