@@ -3,6 +3,9 @@
 A null flips or deals what each unit adds to ΔC as if units were independent. The prompts of a file may stand in an
 order that matters: what units add, ``X_i``, is compared with what the next one in the file adds,
 ``r = Σ ⟨X_i − X̄, X_{i+1} − X̄⟩ / Σ ‖X_i − X̄‖²``, beside the same in random orders.
+
+All heads of the model are captured: those that prefer the right key as often as chance (Wilson's 95% interval over
+prompts covers it) are the reference of the others (`qkscope.maths.controls`).
 """
 
 from __future__ import annotations
@@ -13,19 +16,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput, Scope
 from qkscope.analyses import prompts
 from qkscope.analyses.fit import ContrastSums, Fit, check_job, checked_contrasts, fit_of, read_sums, sums_file
+from qkscope.capture.pick import Capture
 from qkscope.capture.spaces import Space
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Interval, Seed
-from qkscope.maths.significance import Center, NullKind, lag_one
+from qkscope.maths.controls import Gain
+from qkscope.maths.moments import Moments
+from qkscope.maths.significance import Center, lag_one, wilson
 from qkscope.maths.subspace import Rank
 from qkscope.runs.folder import RESULTS, read_run
 from qkscope.runs.work import Stage, current_work, verb
-from qkscope.tasks.task import Contrast, Task
+from qkscope.tasks.task import ANSWER, Task
 
 #: The p-value from which on a file's neighbours are said to be alike.
 ALIKE = 0.01
@@ -108,8 +115,11 @@ def decompose(
         notes = read_run(Path(out))["asked"].get("notes", [])
     else:
         common: Any = {"group_size": scope.group_size, "replicates": replicates, "seed": seed, "device": scope.device}
-        nulls = {name: _nulls(task.contrasts[name]) for name in names}
-        sums = {name: ContrastSums(chosen, [name], scope.d_head, nulls=nulls[name], **common) for name in names}
+        sums = {name: ContrastSums(chosen, [name], scope.d_head, **common) for name in names}
+        heads = scope.heads()
+        every = Moments(heads, names, scope.d_head, group_size=scope.group_size, device=scope.device)
+        scores = {name: torch.zeros(4, len(heads), dtype=torch.float64, device=scope.device) for name in names}
+        columns = [heads.index(head) for head in chosen]
         for name, own in sums.items():
             own.about = {**about, "n": n, "batch_size": batch_size, "examples": hashes[name]}
         joints = prompts.joined(units)
@@ -121,19 +131,29 @@ def decompose(
             for name, own in sums.items():
                 batch = prompts.rows_of(whole, joints, name)
                 if batch is not None:
-                    q, k, labels, _ = rows = prompts.contrast_rows(batch, task.contrasts[name])
-                    own.update(q, k, {name: labels}, prompts=numbers[name](batch))
+                    q, k, labels, unit = prompts.contrast_rows(batch, task.contrasts[name])
                     captured = batch.captured
-                    own.cov_q.update(captured.q)
-                    own.cov_k.update(captured.k[:, captured.kv_of_head].transpose(1, 2)[captured.key_mask])
+                    every.update(q * captured.scale[:, None], k, {name: labels})
+                    scores[name] += _scored(captured)
+                    read = captured.kv_of_head[columns]
+                    q, keys = q[:, columns], [every.key_heads.index(key_head) for key_head in own.key_heads]
+                    own.update(q, k[:, keys], {name: labels}, prompts=numbers[name](batch))
+                    own.cov_q.update(captured.q[:, columns])
+                    own.cov_k.update(captured.k[:, read].transpose(1, 2)[captured.key_mask])
                     if "file" in task.asked:  # tasks that draw their prompts have no order
-                        parts[name] = _adds(rows, captured.kv_of_head)
+                        parts[name] = _adds((q, k, labels, unit), read)
             return parts
 
-        run = prompts.unit_runner(scope, together, chosen, space=space, chat=task.chat, rest=False)
+        run = prompts.unit_runner(scope, together, heads, asked=columns, space=space, chat=task.chat, rest=False)
         state = {f"{name}/{what}": tensor for name, own in sums.items() for what, tensor in own.tensors().items()}
+        state |= {f"every/{what}": tensor for what, tensor in every.tensors().items()}
+        state |= {f"scores/{name}": tensor for name, tensor in scores.items()}
         stage = Stage(names[0], prompts.batches_of(together, batch_size), run, state, add)
         values = work.run(stage, progress, last=True)
+        for name, own in sums.items():
+            own.about["gains"] = _gains(
+                every, name, scores[name], len({prompts.cluster_of(unit, i) for i, unit in enumerate(units[name])})
+            )
         added = {name: [parts[name] for parts in values if name in parts] for name in names}
         alike = [_neighbours(task, name, parts, seed) for name, parts in added.items()]
         notes = [*about.get("notes", ()), *(note for note in alike if note)]
@@ -142,15 +162,30 @@ def decompose(
     return fit if out is None else replace(fit, kept_in=Path(out))
 
 
-def _nulls(contrast: Contrast) -> tuple[NullKind, ...]:
-    """Which nulls a contrast needs.
+def _scored(captured: Capture) -> Float[Tensor, "4 h"]:
+    """Summed over rows: heads right among the named keys, chance, scale, and 1.
 
-    Across a prompt and its copy each difference stands with both signs, so there is nothing but the interaction. Labels
-    are dealt out again within a prompt; where words are the unit, their signs are flipped instead.
+    Right is NaN where a named key is out of sight, and where vectors do not give the model's attention.
     """
-    if contrast.across:
-        return ("interaction",)
-    return ("label_permutation" if contrast.unit == "prompt" and not contrast.paired else "sign_flip", "interaction")
+    right = captured.labels.get(ANSWER, torch.zeros_like(captured.key_positions))
+    logits = replace(captured, space="post_rope").rows().logits().masked_fill((right == 0)[:, None], -torch.inf)
+    hits = (right.gather(1, logits.argmax(dim=-1)) > 0).double()
+    blind = ((captured.bias == -torch.inf) & (right != 0)[:, None]).any(dim=-1)
+    hits[blind | (captured.space == "pre_rope")] = torch.nan
+    chance = ((right > 0).sum(dim=1) / (right != 0).sum(dim=1))[:, None].expand_as(hits)
+    return torch.stack([hits, chance, captured.scale.expand_as(hits), torch.ones_like(hits)]).sum(dim=1)
+
+
+def _gains(every: Moments, contrast: str, scores: Float[Tensor, "4 h"], trials: int) -> dict[str, Gain]:
+    """What each head's query-centred ΔC gives to the logit of the + key, and whether the head is at chance."""
+    logits = every.delta(contrast, "query").diagonal(dim1=-2, dim2=-1).sum(dim=-1).abs().tolist()
+    gains = {}
+    for head, logit, (hits, chance, scale) in zip(
+        every.heads, logits, (scores[:3] / scores[3]).T.tolist(), strict=True
+    ):
+        low, high = wilson(hits * trials, trials)
+        gains[str(head)] = Gain(logit, scale, low <= chance <= high)
+    return gains
 
 
 def _adds(rows: prompts.Rows, kv_of_head: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ from qkscope.analyses.prompts import check_same_model, made_from, units_hash, wi
 from qkscope.capture.spaces import Space
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.bases import checked_svd
-from qkscope.maths.controls import FEW_UNITS, run_controls
+from qkscope.maths.controls import FEW_UNITS, FEWEST, Gain, run_controls
 from qkscope.maths.moments import Covariance, Moments
 from qkscope.maths.subspace import Subspace, rank_of
 from qkscope.runs.folder import MANIFEST, WORK, check_unchanged, file_name, read_run
@@ -32,7 +32,9 @@ from qkscope.tasks.task import Task
 _SHOWN_SPECTRUM = 16  # singular values, at the least
 _NAMED = 4  # heads in a sentence
 _KINDS = {
-    "interaction": "query and key share a feature",
+    "interaction": "query and key share a feature that heads at chance do not have",
+    "not specific": "query and key share one, but heads at chance on the task have as much of it",
+    "no reference": f"query and key share one, but fewer than {FEWEST} heads are at chance, to hold it against",
     "mean only": "the keys differ, but no dependence on the query is shown (a weak one can be missed)",
     "not above null": "nothing is above chance",
 }
@@ -181,7 +183,8 @@ def fit_of(
     spectrum: list[dict[str, Any]] = []
     for name, moments in sums.items():
         centring = (center or {}).get(name, task.contrasts[name].center)
-        controls, cov_k = run_controls(moments, name, center=centring), moments.cov_k.matrix()
+        gains = {head: Gain(*gain) for head, gain in moments.about["gains"].items()}
+        controls, cov_k = run_controls(moments, name, center=centring, gains=gains), moments.cov_k.matrix()
         cut, sizes = rank.get(name, "energy") if isinstance(rank, Mapping) else rank, moments.sizes(name)
         made_of = {**about, "group_size": moments.group_size}
         factors = zip(moments.heads, *checked_svd(moments.delta(name, centring)), strict=True)
@@ -193,8 +196,8 @@ def fit_of(
                 **at, "center": centring, "rank": subspace.rank, "detected": c.detected, "rank_99": c.energy_rank,
                 "rank_null": c.null_rank, "rank_99_centred": c.centred_energy_rank,
                 "interaction_rank": c.interaction_rank, "rank_cv": c.cv_rank, "mean_dominance": c.mean_dominance,
-                "p_difference": c.p_difference, "p_interaction": c.p_interaction, "units": c.units,
-                "verdict": c.verdict,
+                "p_difference": c.p_difference, "p_interaction": c.p_interaction, "units": c.units, "gain": c.gain,
+                "percentile": c.percentile, "reference": c.reference, "verdict": c.verdict,
             })  # fmt: skip
             shown = max(subspace.rank + 3, c.detected + 3, _SHOWN_SPECTRUM)  # a few more than were kept or detected
             columns = zip_longest(c.spectrum[:shown], c.null_median[:shown], c.null_high[:shown])

@@ -10,11 +10,17 @@ differ, but not in a way that depends on the query* (``interaction``, on the que
 **detected** grows with the data; how many **predict units that were left out** does not, when words are what is scarce
 (`cross_validated_rank`). Mean dominance is the share of ‖ΔC‖² that ``q̄ (μ⁺ − μ⁻)ᵀ`` explains, the part every query
 sees alike.
+
+Queries and keys share features at nearly every head, also at heads that do nothing with them. So a head that is above
+its null is held against a **reference**: the heads that are at chance on the task. Its **gain** is what the
+query-centred ΔC gives to the logit of the + key over the − key, ``|scale · tr ΔC|``. No direction is fitted to it, so
+no word needs to be left out. ``interaction`` is said where at most 5% of the reference reach it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -26,14 +32,32 @@ from torch.nn.functional import pad
 from qkscope import BadInput, Head, Moments
 from qkscope.kinds import checked_call
 from qkscope.maths.bases import ROUNDING, checked_svd, energy_rank
-from qkscope.maths.significance import Center, NullKind, Statistic, centred_delta, false_discovery, head_p_values
+from qkscope.maths.significance import (
+    Center,
+    NullKind,
+    Statistic,
+    centred_delta,
+    false_discovery,
+    head_p_values,
+    p_value,
+)
 
-Verdict = Literal["interaction", "mean only", "not above null", "untested"]
+Verdict = Literal["interaction", "not specific", "no reference", "mean only", "not above null", "untested"]
 FEW_UNITS = 10
 LEVEL = 0.05  # of the tests
 _UNITS_A_DIRECTION = 4  # few units span few directions: with most projected out, replicates have no room left
 _FEWEST_FOLDS = 3  # with both signs
 _ENOUGH = 0.99
+FEWEST = round(1 / LEVEL) - 1  # heads of a reference: above fewer nothing is at the level
+_PLANTS, _POWER = 20, 0.8  # planted features, and the share of them that must be found
+
+
+class Gain(NamedTuple):
+    """What a head's query-centred ΔC gives to the + key's logit, its factor of q·k, and whether it is at chance."""
+
+    logit: float
+    scale: float
+    at_chance: bool
 
 
 class RankTest(NamedTuple):
@@ -84,14 +108,15 @@ class Controls:
     ``spectrum``, ``null_median`` and ``null_high`` are all of the matrix that ``center`` gives, and so are the detected
     directions: ``null_rank`` where it is ``none``, else ``interaction_rank`` (`detected`). ``cv_rank`` is that matrix's
     rank by cross-validation over units. ``units`` is how many random units there were; ``reason`` says what hindered a
-    test.
+    test. ``percentile`` is the share of the ``reference`` heads at chance whose gain is smaller than ``gain``; NaN
+    where there are none.
     """
 
     energy_rank: int
     null_rank: int
     centred_energy_rank: int
     interaction_rank: int
-    cv_rank: int
+    cv_rank: int | Literal["untested"]
     mean_dominance: float
     p_difference: float
     p_interaction: float
@@ -105,7 +130,10 @@ class Controls:
     units: int
     replicates: int
     null: str
-    reason: str = ""
+    reason: str
+    gain: float
+    percentile: float
+    reference: int
 
     @property
     def detected(self) -> int:
@@ -126,12 +154,18 @@ class Controls:
             f"{self.cv_rank} predict units that were left out; {self.units} units{few}",
             f"mean dominance {self.mean_dominance:.3f}; pairs + {self.positive_pairs:g}, − {self.negative_pairs:g}",
         ]
-        return [*said, *([self.reason] if self.reason else [])]
+        chance = f"gives {self.gain:.2g} logits, more than {self.percentile:.0%} of {self.reference} heads at chance"
+        return [*said, *([chance] if self.reference else []), *([self.reason] if self.reason else [])]
 
 
 @checked_call
 def run_controls(
-    moments: Moments, contrast: str, heads: Sequence[Head | str] | None = None, *, center: Center = "none"
+    moments: Moments,
+    contrast: str,
+    heads: Sequence[Head | str] | None = None,
+    *,
+    center: Center = "none",
+    gains: Mapping[str, Gain] | None = None,
 ) -> dict[Head, Controls]:
     """Controls of one contrast for every head that carries null replicates (or those named).
 
@@ -139,14 +173,16 @@ def run_controls(
     asked for together; where it is small, one direction at least is detected. As ΔC is: ``not above null`` unless the
     difference is there, then ``interaction`` if it depends on the query, else ``mean only``. Where ``center`` takes the
     mean part out, what depends on the query is tested by itself, as the noise of the mean part could hide it.
-    ``untested`` is what nothing could have shown: too few units or replicates for so many heads.
+    ``untested`` is what nothing could have shown: too few units or replicates for so many heads. An interaction whose
+    gain more than 5% of the heads at chance reach is ``not specific``; with fewer than 19 of them, ``no reference``.
 
     Parameters
     ----------
-    moments : with replicates of ``interaction``, and of ``sign_flip`` or ``label_permutation``.
+    moments : with replicates.
     contrast : its name.
     heads : all that carry replicates by default.
     center : of the matrix whose spectrum and directions are shown.
+    gains : of all heads of the model, by name.
     """
     chosen = moments.heads if heads is None else [Head.parse(head) for head in heads]
     rows = [moments.heads.index(head) for head in chosen]
@@ -163,7 +199,7 @@ def run_controls(
         # a scale that queries and keys share may lean on a difference of means: what it explains must not be needed
         beyond_scale.append(rank_above(deltas[centred][row] - fixed, replicates - fixed, max_rank=1, size=size))
         if null != "interaction":
-            replicates = moments.null_deltas(null, contrast, head)
+            replicates = moments.flipped_nulls(contrast, head)
             differences.append(rank_above(deltas["none"][row], replicates, max_rank=limit, size=size))
     differences = differences or interactions
     floor = max(0.5 ** max(units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
@@ -177,10 +213,17 @@ def run_controls(
         few = f"{units} independent units (different words, or prompts)"
     reason = f"untested: {few} are too few" + (f" for {len(chosen)} heads at once" if len(chosen) > 1 else "")
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
-    cv_ranks = cross_validated_rank(moments, contrast, centred if null == "interaction" else center, rows)
+    predicting: Center = centred if null == "interaction" else center
+    known, unknown = gains or {}, Gain(math.nan, math.inf, False)
+    sizes_of_logits = [1 / known.get(str(head), unknown).scale for head in chosen]
+    cv_ranks = cross_validated_rank(moments, contrast, predicting, rows, sizes_of_logits)
     controls = {}
     for i, (head, row, (differ, depend)) in enumerate(zip(chosen, rows, calls, strict=True)):
-        verdict = _verdict(differ, depend, center != "none")
+        gain = known.get(str(head), unknown).logit
+        others = torch.tensor([other.logit for name, other in known.items() if other.at_chance and name != str(head)])
+        specific = len(others) >= FEWEST and p_value(others, gain) <= LEVEL
+        beside: Verdict = "interaction" if specific else "not specific" if len(others) >= FEWEST else "no reference"
+        verdict = _verdict(differ, depend, center != "none", beside)
         spectra = {c: torch.linalg.svdvals(delta[row]) for c, delta in deltas.items()}
         energy, centred_energy = (int(energy_rank(spectra[c], size=sizes[row])) for c in ("none", centred))
         detected = max(differences[i].rank, 1) if differ else 0
@@ -190,20 +233,21 @@ def run_controls(
         tests = dominance[row], p_difference[i], p_interaction[i], verdict, center
         spectrum = tuple(spectra[center].tolist()), shown.null_median, shown.null_high
         (plus, minus), said = moments.count(contrast)[row].tolist(), reason if verdict == "untested" else ""
-        controls[head] = Controls(*ranks, *tests, *spectrum, plus, minus, units, moments.replicates, null, said)
+        counts = plus, minus, units, moments.replicates, null, said
+        below = float((others < gain).double().mean())
+        controls[head] = Controls(*ranks, *tests, *spectrum, *counts, gain, below, len(others))
     return controls
 
 
 def _difference_null(moments: Moments, contrast: str) -> NullKind:
-    """The null of a difference: the one that was carried besides the interaction's."""
-    if "interaction" in moments.nulls:
-        if len(moments.nulls) > 1:
-            return "label_permutation" if "label_permutation" in moments.nulls else "sign_flip"
-        # a prompt and its copy: each difference of keys stands there with both signs, so there is no mean part to test
-        mean_part = (moments.delta(contrast, "query") - moments.delta(contrast)).abs().amax(dim=(1, 2))
-        if bool((mean_part <= ROUNDING * moments.sizes(contrast)).all()):
-            return "interaction"
-    raise BadInput("controls need null replicates: make the moments with nulls=('sign_flip', 'interaction').")
+    """The null of a difference: signs flipped, unless there is no mean part to test.
+
+    Of a prompt and its copy each difference of keys stands there with both signs.
+    """
+    if not moments.replicates:
+        raise BadInput("controls need null replicates: make the moments with replicates=199.")
+    mean_part = (moments.delta(contrast, "query") - moments.delta(contrast)).abs().amax(dim=(1, 2))
+    return "interaction" if bool((mean_part <= ROUNDING * moments.sizes(contrast)).all()) else "sign_flip"
 
 
 def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -> list[bool | None]:
@@ -217,13 +261,13 @@ def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -
     return calls
 
 
-def _verdict(differs: bool | None, depends: bool | None, centred: bool) -> Verdict:
-    """What the tests say; None is of a test that could not have shown anything."""
+def _verdict(differs: bool | None, depends: bool | None, centred: bool, beside: Verdict) -> Verdict:
+    """What the tests say, and the reference of an interaction; None is of a test that could not have shown anything."""
     if centred and depends is not False:
-        return "interaction" if depends else "untested"
+        return beside if depends else "untested"
     if not differs:
         return "untested" if differs is None else "not above null"
-    return "interaction" if depends else "untested" if depends is None else "mean only"
+    return beside if depends else "untested" if depends is None else "mean only"
 
 
 def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:
@@ -235,7 +279,9 @@ def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:
     return torch.where(whole > 0, 1 - centred / whole, torch.zeros_like(whole))
 
 
-def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: Sequence[int]) -> list[int]:
+def cross_validated_rank(
+    moments: Moments, contrast: str, center: Center, rows: Sequence[int], one_logit: Sequence[float] = ()
+) -> list[int | Literal["untested"]]:
     """How many directions predict units that took no part in finding them, of the heads in these rows of the sums.
 
     The sums are kept in folds of units (of words, where words are the unit). Each fold is left out in turn: the others
@@ -243,23 +289,56 @@ def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: 
     ΔC; the fewest that rebuild 99% of what any number of them can are the rank (the paper's 99%, of data that took no
     part). Noise that one fold has is not in another, so what only this sample of units shows does not help: pure noise
     has rank 0.
+
+    Where none predicts, a feature is planted: ΔC worth one logit, in as many random directions as the head's own ΔC has
+    (99%), with the head's noise, what its folds differ by from their mean, under random signs. Where fewer than 80% of
+    20 such features are found, none could be expected to be, and the rank is ``untested``; so it is with fewer than
+    three folds that hold both signs.
+
+    Parameters
+    ----------
+    one_logit : the size of ΔC that gives one logit at each head; where it is not known (0), nothing is planted.
     """
     folds = moments.state["folds"][contrast][:, list(rows)]
     whole, sizes = folds.sum(dim=0), moments.sizes(contrast)[list(rows)]
-    gains = []
+    every = []
     for fold in folds:
         count, rest = fold[:, -1, :, -1], whole - fold
-        if not bool((count > 0).all()) or not bool((rest[:, -1, :, -1] > 0).all()):
-            continue
-        # the mean query and key of the other folds, with the weights of the fold that was left out
-        left_out = rest / rest[:, -1:, :, -1:] * count[:, None, :, None]
-        u, s, v = checked_svd(centred_delta(rest, center))
+        if bool((count > 0).all()) and bool((rest[:, -1, :, -1] > 0).all()):
+            # the mean query and key of the other folds, with the weights of the fold that was left out
+            left_out = rest / rest[:, -1:, :, -1:] * count[:, None, :, None]
+            share = count.sum(dim=1) / whole[:, -1, :, -1].sum(dim=1)
+            every.append((centred_delta(rest, center), centred_delta(fold, center, reference=left_out), share))
+    if len(every) < _FEWEST_FOLDS:
+        return ["untested"] * len(rows)
+    ranks: list[int | Literal["untested"]] = [*_predicted(every, sizes)]
+    generator = torch.Generator().manual_seed(0)
+    for i in (i for i, size in enumerate(one_logit) if size and ranks[i] == 0):
+        parts, shares = (torch.stack([fold[n][i] for fold in every]).cpu() for n in (1, 2))
+        mean = torch.einsum("f,fde->de", shares / shares.sum(), parts)
+        spread = max(int(energy_rank(torch.linalg.svdvals(mean))), 1)
+        basis = torch.linalg.qr(torch.randn(_PLANTS, len(mean), spread, generator=generator, dtype=mean.dtype))[0]
+        signs = torch.randint(2, (len(every), _PLANTS, 1, 1), generator=generator) * 2 - 1
+        noise = (parts - mean)[:, None] * signs * (len(every) / (len(every) - 1)) ** 0.5
+        planted, weights = (
+            noise + basis @ basis.mT * one_logit[i] / spread,
+            (shares / shares.sum())[:, None, None, None],
+        )
+        total = (weights * planted).sum(dim=0)
+        left = [((total - w * fold) / (1 - w), fold, w.flatten()) for w, fold in zip(weights, planted, strict=True)]
+        if sum(rank > 0 for rank in _predicted(left, sizes[i].cpu().expand(_PLANTS))) < _POWER * _PLANTS:
+            ranks[i] = "untested"
+    return ranks
+
+
+def _predicted(folds: Sequence[tuple[Tensor, Tensor, Tensor]], sizes: Float[Tensor, " h"]) -> list[int]:
+    """The fewest components of the ΔC of what is left that rebuild the ΔC of what is left out, over folds by share."""
+    rebuilt: Tensor | float = 0.0
+    for rest, fold, share in folds:
+        u, s, v = checked_svd(rest)
         s = s.where(s > ROUNDING * sizes[:, None], 0.0)
-        held = (u.mT @ centred_delta(fold, center, reference=left_out) @ v).diagonal(dim1=-2, dim2=-1)
-        gain = (2 * held - s) * s  # how much less of the fold's ‖ΔC‖² is left when the j-th component is taken out
-        share = count.sum(dim=1) / whole[:, -1, :, -1].sum(dim=1)
-        gains.append(gain.cumsum(dim=1) * share[:, None])
-    if len(gains) < _FEWEST_FOLDS:
-        return [0] * len(rows)
-    rebuilt = pad(torch.stack(gains).sum(dim=0), (1, 0))  # heads, components from 0 on; each fold by its share
-    return (rebuilt >= _ENOUGH * rebuilt.amax(dim=1, keepdim=True)).int().argmax(dim=1).tolist()  # the first
+        held = (u.mT @ fold @ v).diagonal(dim1=-2, dim2=-1)
+        # how much less of the fold's ‖ΔC‖² is left when the j-th component is taken out
+        rebuilt = rebuilt + ((2 * held - s) * s).cumsum(dim=1) * share[:, None]
+    gains = pad(torch.as_tensor(rebuilt), (1, 0))  # heads, components from 0 on
+    return (gains >= _ENOUGH * gains.amax(dim=1, keepdim=True)).int().argmax(dim=1).tolist()  # the first

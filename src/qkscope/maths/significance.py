@@ -1,10 +1,9 @@
 """What chance would have given, and so how sure a number is: null replicates, p-values, intervals.
 
 Each row of data is a query and the label-weighted sums of its keys, ``s± = Σ_j w_j [k_j; 1]`` over the keys labelled ±.
-A null changes only those sums, so replicates stream beside the data and nothing is stored:
+A null changes only those sums, so replicates stream beside the data and nothing is stored. One set of signs serves two:
 
 - ``sign_flip``: multiply a unit's sums by one random sign. H0: the conditions do not differ.
-- ``label_permutation``: deal a prompt's labels out again among its keys. The same H0, exact for unpaired keys.
 - ``interaction``: the same signs, on what is left of ``(q − q̄) s`` when the difference that every query sees alike, in
   the row's own scale, is taken out. H0: a difference that ignores the query (`interaction_deltas`).
 
@@ -25,19 +24,17 @@ these units heads are alike, and their tail reaches further. No p-value is below
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.draws import draw_bits, draw_signs
+from qkscope.draws import draw_signs
 
 Center = Literal["none", "query", "both"]  # what is taken out of ΔC: nothing, the mean query, or the mean key too
-NullKind = Literal["sign_flip", "label_permutation", "interaction"]
-NULL_KINDS: tuple[NullKind, ...] = get_args(NullKind)
-FLIPS, DEALS = "flips", "deals"  # what is carried: signs serve two of the nulls
+NullKind = Literal["sign_flip", "interaction"]
 Sums = Float[Tensor, "*n a 2 a"]  # augmented, of + and of −
 Statistic = tuple[float, Sequence[float]]  # what a head reached, and what each of its replicates did
 _DRAWS_AT_ONCE = 200  # resamples of an interval: all at once would take as much room as prompts times draws
@@ -59,7 +56,7 @@ def centred_delta(sums: Sums, center: Center = "none", *, reference: Sums | None
     return delta[..., :-1] - delta[..., -1:] * mean_key if center == "both" else delta[..., :-1]
 
 
-def by_sign(labels: Int[Tensor, "*r b k"]) -> Float[Tensor, "*r b 2 k"]:
+def by_sign(labels: Int[Tensor, "b k"]) -> Float[Tensor, "b 2 k"]:
     """Weight of each key in the + sum and in the − sum."""
     return torch.stack([labels > 0, labels < 0], dim=-2).to(torch.float64)
 
@@ -80,28 +77,13 @@ def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
     return (means[..., :1, :] - means[..., 1:, :]).norm(dim=-1, keepdim=True) * weight
 
 
-def replicate_sums(
-    kind: str, seed: int, count: int, keys: Tensor, labels: Tensor, sums: Tensor, prompts: Tensor
-) -> Float[Tensor, "b g r 2 x"]:
-    """The key sums ``s±`` of every row under ``count`` draws: flipped, and the row's scale with them, or dealt again.
-
-    Of each row its ``keys`` (b g k d), their ``labels`` (b k), its unit (``prompts``) and the observed ``sums`` s±
-    (b g 2 a), with the summed weight in their last place: ``a = d_head + 1``.
-    """
-    replicate = torch.arange(count, device=keys.device)[:, None]
-    if kind == FLIPS:
-        signs = draw_signs(seed, NULL_KINDS.index("sign_flip"), replicate, prompts).T.to(sums.dtype)
-        return torch.cat([sums, row_scale(sums)], dim=-1)[:, :, None] * signs[:, None, :, None, None]
-    # Labels dealt out again among the labelled keys of each row; the same deal for all rows of a unit.
-    slot = torch.arange(labels.shape[1], device=labels.device)
-    stream, ignored = NULL_KINDS.index("label_permutation"), labels == 0
-    priority = draw_bits(seed, stream, replicate[..., None], prompts[:, None], slot)
-    last = torch.iinfo(torch.int64).max  # ignored keys sort last, so that they keep their label 0
-    receivers = priority.masked_fill(ignored, last).argsort(dim=-1)
-    givers = ignored.to(torch.int8).argsort(dim=-1, stable=True).expand_as(receivers)
-    dealt = labels.expand_as(receivers).gather(-1, givers)
-    dealt = by_sign(torch.zeros_like(dealt).scatter(-1, receivers, dealt))
-    return key_sums(dealt.transpose(0, 1).flatten(1, 2), keys).unflatten(2, (count, 2))
+def flipped_sums(
+    seed: int, count: int, sums: Float[Tensor, "b g 2 a"], prompts: Int[Tensor, " b"]
+) -> Float[Tensor, "b g r 2 a+1"]:
+    """The key sums ``s±`` of every row and its scale behind them, times the sign of its unit in ``count`` draws."""
+    replicate = torch.arange(count, device=sums.device)[:, None]
+    signs = draw_signs(seed, 0, replicate, prompts).T.to(sums.dtype)
+    return torch.cat([sums, row_scale(sums)], dim=-1)[:, :, None] * signs[:, None, :, None, None]
 
 
 def interaction_deltas(
