@@ -9,16 +9,20 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from qkscope import Scope, decompose, tasks
 from qkscope.analyses.decompose import ALIKE
-from qkscope.maths.controls import rank_above
+from qkscope.maths.controls import LEVEL, Gain, rank_above
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import NullKind, head_p_values, lag_one
 
 AT_ONCE = 50
+OVER = 0.30  # attention on the right key, from which on a head is said to do the task
 D_HEAD = 8
 Data = tuple[Tensor, Tensor, Tensor, list[int]]  # queries (n, heads, d), keys (n, heads, k, d), units (n), labels (k)
 
@@ -94,15 +98,27 @@ def shared(noise: Noise, n: int) -> Data:
     return q + both, k + both[:, :, None], units, labels
 
 
+def skewed(noise: Noise, n: int) -> Data:
+    """Keys far to one side: with one + and eight − keys a row may not as well have the other sign."""
+    q, k, units, labels = plain(noise, n, (1,) + (-1,) * 8)
+    return q, k.exp(), units, labels
+
+
+def ordered(noise: Noise, n: int, rho: float, text: int, group: int = 1, heads: int = AT_ONCE) -> Data:
+    """AR(1) between the prompts of a text, which begins anew after ``text`` of them; groups of so many are a unit."""
+    q, k = noise(n, heads, D_HEAD), noise(n, heads, 2, D_HEAD)
+    for i in (i for i in range(n) if i % text):
+        for x in (q, k):
+            x[i] = rho * x[i - 1] + (1 - rho**2) ** 0.5 * x[i]
+    return 1 + q, k, torch.arange(n) // group, [1, -1]
+
+
 CASES: dict[str, tuple[NullKind, Callable[[Noise, int], Data]]] = {
     "sign flip, one + and one − key": ("sign_flip", plain),
     "sign flip, two rows a prompt": ("sign_flip", lambda r, n: plain(r, n, rows=2)),
     "sign flip, one + and eight − keys": ("sign_flip", lambda r, n: plain(r, n, (1,) + (-1,) * 8)),
-    "label permutation, one + and eight − keys": ("label_permutation", lambda r, n: plain(r, n, (1,) + (-1,) * 8)),
-    "label permutation, five + and twenty − keys": (
-        "label_permutation",
-        lambda r, n: plain(r, n, (1,) * 5 + (-1,) * 20),
-    ),
+    "sign flip, one + and eight − skewed keys": ("sign_flip", skewed),
+    "sign flip, five + and twenty − keys": ("sign_flip", lambda r, n: plain(r, n, (1,) * 5 + (-1,) * 20)),
     "sign flip, shared scale .7": ("sign_flip", lambda r, n: scaled(r, n, 0.7)),
     "sign flip, 8 × 8 copies": ("sign_flip", copies),
     "sign flip, six words": ("sign_flip", lambda r, n: words(r, n, 6)),
@@ -127,6 +143,14 @@ CASES: dict[str, tuple[NullKind, Callable[[Noise, int], Data]]] = {
     "interaction, heavy tails": ("interaction", heavy),
     "interaction, a shared prompt vector": ("interaction", shared),
 }
+_NULLS: tuple[NullKind, ...] = ("sign_flip", "interaction")
+for _null, (_what, _rho, _text, _group) in product(_NULLS, (
+    ("one text, no groups", 0.6, 256, 1), ("texts of 8 prompts, no groups", 0.6, 8, 1),
+    ("texts of 8 prompts, each a group", 0.6, 8, 8), ("texts of 16 prompts, each a group", 0.6, 16, 16),
+    ("one text, groups of 8", 0.6, 256, 8), ("one text, groups of 16", 0.6, 256, 16),
+)):  # fmt: skip
+    _draw = partial(ordered, n=256, rho=_rho, text=_text, group=_group)
+    CASES[f"{_null.replace('_', ' ')}, AR(1) .6, {_what}"] = (_null, lambda r, n, draw=_draw: draw(r))
 
 
 def false_positives(case: str, seed: int, prompts: int = 64, replicates: int = 199) -> int:
@@ -134,7 +158,7 @@ def false_positives(case: str, seed: int, prompts: int = 64, replicates: int = 1
     null, draw = CASES[case]
     q, k, units, labels = draw(Noise(seed), prompts)
     heads = [f"L0H{i}" for i in range(AT_ONCE)]
-    moments = Moments(heads, ["c"], D_HEAD, nulls=[null], replicates=replicates, seed=seed)
+    moments = Moments(heads, ["c"], D_HEAD, replicates=replicates, seed=seed)
     moments.update(q, k, {"c": torch.tensor([labels]).expand(len(q), -1)}, prompts=units)
     deltas = moments.delta("c", "query" if null == "interaction" else "none")
     return sum(_p_value(moments, null, deltas[i], head) <= 0.05 for i, head in enumerate(heads))
@@ -142,26 +166,58 @@ def false_positives(case: str, seed: int, prompts: int = 64, replicates: int = 1
 
 def neighbours_alike(rho: float, seed: int, prompts: int = 64, heads: int = 1) -> bool:
     """Whether `decompose` would say of noise heads that neighbouring prompts of a file are alike: AR(1) of ``rho``."""
-    noise = Noise(seed)
-
-    def walk(*shape: int) -> Tensor:
-        steps = noise(prompts, *shape)
-        for i in range(1, prompts):
-            steps[i] = rho * steps[i - 1] + (1 - rho**2) ** 0.5 * steps[i]
-        return steps
-
-    q, k = 1 + walk(heads, D_HEAD), walk(heads, 2, D_HEAD)
-    return lag_one(q, k[:, :, 0] - k[:, :, 1], torch.arange(prompts), seed + 1_000_000)[1] <= ALIKE
+    q, k, units, _ = ordered(Noise(seed), prompts, rho, prompts, heads=heads)
+    return lag_one(q, k[:, :, 0] - k[:, :, 1], units, seed + 1_000_000)[1] <= ALIKE
 
 
 def _p_value(moments: Moments, null: NullKind, delta: Tensor, head: str) -> float:
     """As `qkscope.maths.controls` takes it."""
-    nulls = moments.null_deltas(null, "c", head)
-    found = [(delta, nulls)]
     if null == "interaction":
-        fixed, _ = moments.interaction_nulls("c", head)
-        found.append((delta - fixed, nulls - fixed))
-    return max(head_p_values([rank_above(*one, max_rank=1).statistics])[0] for one in found)
+        fixed, nulls = moments.interaction_nulls("c", head)
+        tests = [(delta, nulls), (delta - fixed, nulls - fixed)]
+    else:
+        tests = [(delta, moments.flipped_nulls("c", head))]
+    return max(head_p_values([rank_above(*test, max_rank=1).statistics])[0] for test in tests)
+
+
+def reference(model: str, name: str, n: int) -> None:
+    """Print how many heads at chance, and how many with over 30% on the right key, `decompose` calls an interaction.
+
+    Those over 30% are found on words that nothing is fitted on. A head at chance can only be called where its gain is
+    above the reference: the others are not fitted.
+    """
+    scope, task = Scope.load(model), tasks.BUILT_IN[name]()
+    contrasts = [contrast for contrast in task.contrasts if name != "filter" or contrast == "category"]
+    batches = scope.capture([unit[0] for unit in task.choose(n)], scope.heads(), chat=task.chat)
+    on_right = torch.cat([(own.attention() * (own.labels["answer"] > 0)[:, None]).sum(-1) for own in batches]).mean(0)
+    over = [str(head) for head, share in zip(scope.heads(), on_right.tolist(), strict=True) if share > OVER]
+    verdicts, gains = dict[tuple[str, str], str](), dict[str, dict[str, Gain]]()
+
+    def decomposed(heads: list[str]) -> None:
+        for start in range(0, len(heads), 6):  # as many as fit into memory
+            fit = decompose(scope, task, heads[start : start + 6], n, contrasts=contrasts, progress=False)
+            gains.update({contrast: fit.sums[contrast].about["gains"] for contrast in contrasts})
+            for row in fit.tables["ranks"]:
+                verdicts[row["contrast"], row["head"]] = row["verdict"]
+                print(*(row[x] for x in ("contrast", "head", "rank_cv", "gain", "percentile", "verdict")), flush=True)
+
+    decomposed(over or ["L0H0"])
+    chance = {c: {head: gain.logit for head, gain in own.items() if gain.at_chance} for c, own in gains.items()}
+    high = {
+        c: [h for h, x in own.items() if sum(y >= x for y in own.values()) <= LEVEL * len(own)]
+        for c, own in chance.items()
+    }  # fmt: skip
+    decomposed(sorted({head for own in high.values() for head in own} - set(over)))
+    called = {key for key, verdict in verdicts.items() if verdict == "interaction"}
+    for c in contrasts:
+        false, right = (sum((c, head) in called for head in some) for some in (chance[c], over))
+        print(f"| {model} | {name} | {c} | {false} of {len(chance[c])} | {right} of {len(over)} |")
+    any_right, always = (
+        sum(any((c, h) in called for c in contrasts) for h in over),
+        set.intersection(*map(set, chance.values())),
+    )
+    any_false = sum(any((c, head) in called for c in contrasts) for head in always)
+    print(f"| {model} | {name} | any | {any_false} of {len(always)} | {any_right} of {len(over)} |")
 
 
 def main() -> None:
@@ -172,8 +228,12 @@ def main() -> None:
     parser.add_argument("--replicates", type=int, default=199)
     parser.add_argument("--only", default="", help="part of the names of the rows to print")
     parser.add_argument("--neighbours", action="store_true", help="the test of a file's order instead")
+    parser.add_argument("--reference", nargs=2, metavar=("MODEL", "TASK"), help="verdicts of real heads instead")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.reference:
+        reference(*given.reference, given.prompts)
+        return
     if given.neighbours:
         for rho in (0.0, 0.2, 0.4, 0.6):
             for heads in (1, 8):
