@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qkscope import Scope, decompose, tasks
 from qkscope.analyses.decompose import ALIKE
-from qkscope.maths.controls import LEVEL, Gain, rank_above
+from qkscope.maths.controls import LEVEL, rank_above
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import NullKind, head_p_values, lag_one
 
@@ -187,37 +188,26 @@ def reference(model: str, name: str, n: int) -> None:
     above the reference: the others are not fitted.
     """
     scope, task = Scope.load(model), tasks.BUILT_IN[name]()
-    contrasts = [contrast for contrast in task.contrasts if name != "filter" or contrast == "category"]
+    asked: Any = {"contrasts": ["category"] if name == "filter" else list(task.contrasts), "progress": False}
     batches = scope.capture([unit[0] for unit in task.choose(n)], scope.heads(), chat=task.chat)
     on_right = torch.cat([(own.attention() * (own.labels["answer"] > 0)[:, None]).sum(-1) for own in batches]).mean(0)
     over = [str(head) for head, share in zip(scope.heads(), on_right.tolist(), strict=True) if share > OVER]
-    verdicts, gains = dict[tuple[str, str], str](), dict[str, dict[str, Gain]]()
-
-    def decomposed(heads: list[str]) -> None:
-        for start in range(0, len(heads), 6):  # as many as fit into memory
-            fit = decompose(scope, task, heads[start : start + 6], n, contrasts=contrasts, progress=False)
-            gains.update({contrast: fit.sums[contrast].about["gains"] for contrast in contrasts})
-            for row in fit.tables["ranks"]:
-                verdicts[row["contrast"], row["head"]] = row["verdict"]
-                print(*(row[x] for x in ("contrast", "head", "rank_cv", "gain", "percentile", "verdict")), flush=True)
-
-    decomposed(over or ["L0H0"])
-    chance = {c: {head: gain.logit for head, gain in own.items() if gain.at_chance} for c, own in gains.items()}
-    high = {
-        c: [h for h, x in own.items() if sum(y >= x for y in own.values()) <= LEVEL * len(own)]
-        for c, own in chance.items()
-    }  # fmt: skip
-    decomposed(sorted({head for own in high.values() for head in own} - set(over)))
-    called = {key for key, verdict in verdicts.items() if verdict == "interaction"}
-    for c in contrasts:
-        false, right = (sum((c, head) in called for head in some) for some in (chance[c], over))
-        print(f"| {model} | {name} | {c} | {false} of {len(chance[c])} | {right} of {len(over)} |")
-    any_right, always = (
-        sum(any((c, h) in called for c in contrasts) for h in over),
-        set.intersection(*map(set, chance.values())),
-    )
-    any_false = sum(any((c, head) in called for c in contrasts) for head in always)
-    print(f"| {model} | {name} | any | {any_false} of {len(always)} | {any_right} of {len(over)} |")
+    known = decompose(scope, task, "L0H0", n, replicates=1, **asked).sums
+    chance = {c: {h: g.logit for h, g in own.about["gains"].items() if g.at_chance} for c, own in known.items()}
+    above = {
+        h for own in chance.values() for h, x in own.items() if sum(y >= x for y in own.values()) <= LEVEL * len(own)
+    }
+    rows = decompose(scope, task, sorted({*over, *above}), n, replicates=99, **asked).tables["ranks"]
+    for row in rows:
+        print(
+            *(row[column] for column in ("contrast", "head", "rank_cv", "gain", "percentile", "reference", "verdict"))
+        )
+    said = {c: {row["head"] for row in rows if (row["contrast"], row["verdict"]) == (c, "interaction")} for c in chance}
+    any_said, at_chance = set.union(*said.values()), set.intersection(*map(set, chance.values()))
+    for c, heads, called in [*((c, set(chance[c]), said[c]) for c in chance), ("any", at_chance, any_said)]:
+        print(
+            f"| {model} | {name} | {c} | {len(called & heads)} of {len(heads)} | {len(called & {*over})} of {len(over)} |"
+        )
 
 
 def main() -> None:
