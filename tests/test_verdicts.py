@@ -9,7 +9,7 @@ import torch
 from planted import PlantedHead, randn
 from qkscope import Head, tasks
 from qkscope.analyses.prompts import UnitBatch, null_units
-from qkscope.maths.controls import cross_validated_rank, rank_above, run_controls
+from qkscope.maths.controls import cross_validated_rank, plant, rank_above, run_controls
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import false_discovery, head_p_values
 
@@ -68,7 +68,9 @@ def test_six_words_are_never_sure_and_cannot_be_told_apart_at_sixteen_heads():
     k[:, 0, 0] += 9 * randn(3, 6, 4)[word]
     moments = Moments([f"L0H{i}" for i in range(16)], ["c"], 4, replicates=199)
     moments.update(q, k, {"c": PAIR.expand(256, 2)}, prompts=word)
-    alone = run_controls(moments, "c", ["L0H0"])[Head(0, 0)]
+    one = Moments(["L0H0"], ["c"], 4, replicates=199)
+    one.update(q[:, :1], k[:, :1], {"c": PAIR.expand(256, 2)}, prompts=word)
+    alone = run_controls(one, "c")[Head(0, 0)]
     assert alone.units == 6
     assert alone.p_interaction >= 1 / 32
     assert "6 units, which are few" in "\n".join(alone.lines())
@@ -133,8 +135,9 @@ def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prom
         k[:, :, 0] += torch.einsum("hdr,nr->nhd", a, z) + (randn(7, 33, 5, 32) / 12)[word]
         moments = Moments([f"L0H{i}" for i in range(5)], ["c"], 32, replicates=1)
         moments.update(q, k, {"c": PAIR.expand(prompts, 2)}, prompts=word)
-        found.append(cross_validated_rank(moments, "c", "query", range(5)))
-        for size in (0.01, 100):  # one logit: far below the noise, and far above it
-            told = cross_validated_rank(moments, "c", "query", range(5), [size] * 5)
-            assert told == [rank if rank or size == 100 else "untested"] * 5
+        folds, sizes = moments.state["folds"]["c"], moments.sizes("c")
+        found.append(cross_validated_rank(folds, "query", sizes))
+        told = [cross_validated_rank(plant(folds[:, 0], "query", size), "query", sizes[:1]) for size in (1e-3, 1e3)]
+        assert rank or set(told[0]) == {0}, "far below the noise"
+        assert 0 not in told[1]
     assert found == [[rank] * 5] * 2

@@ -20,7 +20,7 @@ from qkscope import Scope, decompose, tasks
 from qkscope.analyses.decompose import ALIKE
 from qkscope.maths.controls import LEVEL, rank_above
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import NullKind, head_p_values, lag_one
+from qkscope.maths.significance import head_p_values, lag_one
 
 AT_ONCE = 50
 OVER = 0.30  # attention on the right key, from which on a head is said to do the task
@@ -114,7 +114,7 @@ def ordered(noise: Noise, n: int, rho: float, text: int, group: int = 1, heads: 
     return 1 + q, k, torch.arange(n) // group, [1, -1]
 
 
-CASES: dict[str, tuple[NullKind, Callable[[Noise, int], Data]]] = {
+CASES: dict[str, tuple[str, Callable[[Noise, int], Data]]] = {
     "sign flip, one + and one − key": ("sign_flip", plain),
     "sign flip, two rows a prompt": ("sign_flip", lambda r, n: plain(r, n, rows=2)),
     "sign flip, one + and eight − keys": ("sign_flip", lambda r, n: plain(r, n, (1,) + (-1,) * 8)),
@@ -144,7 +144,7 @@ CASES: dict[str, tuple[NullKind, Callable[[Noise, int], Data]]] = {
     "interaction, heavy tails": ("interaction", heavy),
     "interaction, a shared prompt vector": ("interaction", shared),
 }
-_NULLS: tuple[NullKind, ...] = ("sign_flip", "interaction")
+_NULLS: tuple[str, ...] = ("sign_flip", "interaction")
 for _null, (_what, _rho, _text, _group) in product(_NULLS, (
     ("one text, no groups", 0.6, 256, 1), ("texts of 8 prompts, no groups", 0.6, 8, 1),
     ("texts of 8 prompts, each a group", 0.6, 8, 8), ("texts of 16 prompts, each a group", 0.6, 16, 16),
@@ -171,7 +171,7 @@ def neighbours_alike(rho: float, seed: int, prompts: int = 64, heads: int = 1) -
     return lag_one(q, k[:, :, 0] - k[:, :, 1], units, seed + 1_000_000)[1] <= ALIKE
 
 
-def _p_value(moments: Moments, null: NullKind, delta: Tensor, head: str) -> float:
+def _p_value(moments: Moments, null: str, delta: Tensor, head: str) -> float:
     """As `qkscope.maths.controls` takes it."""
     if null == "interaction":
         fixed, nulls = moments.interaction_nulls("c", head)
@@ -205,9 +205,8 @@ def reference(model: str, name: str, n: int) -> None:
     said = {c: {row["head"] for row in rows if (row["contrast"], row["verdict"]) == (c, "interaction")} for c in chance}
     any_said, at_chance = set.union(*said.values()), set.intersection(*map(set, chance.values()))
     for c, heads, called in [*((c, set(chance[c]), said[c]) for c in chance), ("any", at_chance, any_said)]:
-        print(
-            f"| {model} | {name} | {c} | {len(called & heads)} of {len(heads)} | {len(called & {*over})} of {len(over)} |"
-        )
+        rates = (f"{len(called & some)} of {len(some)}" for some in (heads, {*over}))
+        print(f"| {model} | {name} | {c} |", " | ".join(rates), "|")
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Interval, Seed
 from qkscope.maths.controls import Gain
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import Center, lag_one, wilson
+from qkscope.maths.significance import Center, by_sign, key_sums, lag_one, mean_difference, wilson
 from qkscope.maths.subspace import Rank
 from qkscope.runs.folder import RESULTS, read_run
 from qkscope.runs.work import Stage, current_work, verb
@@ -70,7 +70,7 @@ def decompose(
     rank : how subspaces are cut: the paper's 99% ``energy``, the directions detected against the ``null`` of the
         matrix that the contrast's centring gives, a number, or one of these per contrast. One direction is kept also
         where there is none.
-    center : overrides a contrast's own centring: ``none``, ``query`` or ``both``.
+    center : overrides a contrast's own centring: ``none`` or ``query``.
     space : ``post_rope`` (the papers'), ``pre_rope`` or ``query_frame``.
     batch_size : prompts that run together.
     replicates : of each null; they are pooled over heads, so that 199 do for any number of them.
@@ -119,6 +119,7 @@ def decompose(
         heads = scope.heads()
         every = Moments(heads, names, scope.d_head, group_size=scope.group_size, device=scope.device)
         scores = {name: torch.zeros(4, len(heads), dtype=torch.float64, device=scope.device) for name in names}
+        every.state["scores"] = scores
         columns = [heads.index(head) for head in chosen]
         for name, own in sums.items():
             own.about = {**about, "n": n, "batch_size": batch_size, "examples": hashes[name]}
@@ -141,13 +142,13 @@ def decompose(
                     own.cov_q.update(captured.q[:, columns])
                     own.cov_k.update(captured.k[:, read].transpose(1, 2)[captured.key_mask])
                     if "file" in task.asked:  # tasks that draw their prompts have no order
-                        parts[name] = _adds((q, k, labels, unit), read)
+                        added = mean_difference(key_sums(by_sign(labels), k[:, read[:_HEADS]].double()))
+                        parts[name] = [x[unit < _UNITS].cpu() for x in (q[:, :_HEADS], added, unit)]
             return parts
 
         run = prompts.unit_runner(scope, together, heads, asked=columns, space=space, chat=task.chat, rest=False)
         state = {f"{name}/{what}": tensor for name, own in sums.items() for what, tensor in own.tensors().items()}
         state |= {f"every/{what}": tensor for what, tensor in every.tensors().items()}
-        state |= {f"scores/{name}": tensor for name, tensor in scores.items()}
         stage = Stage(names[0], prompts.batches_of(together, batch_size), run, state, add)
         values = work.run(stage, progress, last=True)
         for name, own in sums.items():
@@ -188,27 +189,18 @@ def _gains(every: Moments, contrast: str, scores: Float[Tensor, "4 h"], trials: 
     return gains
 
 
-def _adds(rows: prompts.Rows, kv_of_head: Tensor) -> list[Tensor]:
-    """What rows of the first units add at the first heads: query, sums and counts of + and of − keys, and the unit."""
-    q, k, labels, unit = rows
-    some, keys = unit < _UNITS, k[:, kv_of_head[:_HEADS]].double()
-    signs = [(labels == sign).double() for sign in (1, -1)]
-    sums = [torch.einsum("bk,bhkd->bhd", sign, keys) for sign in signs]
-    return [x[some].cpu() for x in (q[:, :_HEADS].double(), *sums, *(sign.sum(1) for sign in signs), unit)]
-
-
 def _neighbours(task: Task, contrast: str, parts: Sequence[Sequence[Tensor]], seed: int) -> str:
     """A sentence where neighbouring prompts of a task's file add alike: they are not independent of each other."""
     if not parts:
         return ""
-    q, plus, minus, n_plus, n_minus, unit = (torch.cat(column) for column in zip(*parts, strict=True))
+    q, added, unit = (torch.cat(column) for column in zip(*parts, strict=True))
     if len(unit.unique()) < _LEAST:
         return ""
-    correlation, p = lag_one(q, plus / n_plus.sum() - minus / n_minus.sum(), unit, seed=seed)
+    correlation, p = lag_one(q.double(), added, unit, seed=seed)
     if p > ALIKE:
         return ""
     return (
         f"Neighbouring prompts of {task.asked['file']} are alike in {contrast} (correlation {correlation:.2f} with the"
         f" next one, p = {p:.2g}), so they are not independent, and the p-values are too small: give prompts of one"
-        ' text the same "group" (`cluster` of an Example).'
+        ' text the same "group".'
     )

@@ -192,13 +192,8 @@ def fit_of(
             at, c = {"head": str(head), "contrast": name}, controls[head]
             kept = max(rank_of(s, cut, c, float(sizes[i])), 1)  # one where nothing is, as the verdict says
             subspace = subspaces[name, head] = Subspace(u, s, v, kept, head, name, c, made_of, cov_k[i])
-            rows.append({
-                **at, "center": centring, "rank": subspace.rank, "detected": c.detected, "rank_99": c.energy_rank,
-                "rank_null": c.null_rank, "rank_99_centred": c.centred_energy_rank,
-                "interaction_rank": c.interaction_rank, "rank_cv": c.cv_rank, "mean_dominance": c.mean_dominance,
-                "p_difference": c.p_difference, "p_interaction": c.p_interaction, "units": c.units, "gain": c.gain,
-                "percentile": c.percentile, "reference": c.reference, "verdict": c.verdict,
-            })  # fmt: skip
+            told = {column: value for column, value in vars(c).items() if not isinstance(value, tuple)}
+            rows.append({**at, "rank": subspace.rank, "detected": c.detected, **told})
             shown = max(subspace.rank + 3, c.detected + 3, _SHOWN_SPECTRUM)  # a few more than were kept or detected
             columns = zip_longest(c.spectrum[:shown], c.null_median[:shown], c.null_high[:shown])
             spectrum += [
@@ -212,15 +207,14 @@ def fit_of(
         "batch_size": some.about["batch_size"], "replicates": some.replicates, "seed": some.seed, "rank": rank,
         **({"center": dict(center)} if center else {}),
     }  # fmt: skip
-    reasons = [subspace.controls.reason for subspace in subspaces.values() if subspace.controls]
     made: Any = {"model": about["model"], "seed": some.seed, "provenance": provenance(**asked)}
     of: Any = {"heads": tuple(some.heads), "space": about["space"], "words": tuple(task.asked.get("words", ()))}
-    tables, answer = {"ranks": rows, "spectrum": spectrum}, with_notes(_answer(rows, reasons), about)
+    tables, answer = {"ranks": rows, "spectrum": spectrum}, with_notes(_answer(rows), about)
     name = f"decompose/{task.name}"
     return Fit(name, tables, answer=answer, subspaces=subspaces, sums=sums, chat=task.chat, **made, **of)
 
 
-def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
+def _answer(rows: list[dict[str, Any]]) -> str:
     parts, tested = list[str](), [row for row in rows if row["verdict"] != "untested"]
     for verdict, words in _KINDS.items():
         named, having = list[str](), [row for row in rows if row["verdict"] == verdict]
@@ -231,7 +225,7 @@ def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
         parts += [f"in {len(having)} {words} ({'; '.join(named)})"] if having else []
     said = f"Of {len(rows)} contrasts, {'; '.join(parts)}." if parts else f"{len(rows)} contrasts."
     if len(tested) < len(rows):
-        why = next(reason for reason in reasons if reason).removeprefix("untested: ")
+        why = next(row["reason"] for row in rows if row["reason"]).removeprefix("untested: ")
         said += f" {len(rows) - len(tested)} could not be tested ({why})."
     few = {row["contrast"]: row["units"] for row in tested if row["units"] < FEW_UNITS}
     return said + "".join(f" {name} rests on {n} different words or prompts, which is few." for name, n in few.items())

@@ -202,7 +202,7 @@ class Moments:
         ----------
         contrast : its name.
         center : ``"none"`` is the papers'. ``"query"`` takes out ``q̄ (μ⁺ − μ⁻)ᵀ``, what every query sees alike, with
-            ``q̄`` halfway between the conditions' mean queries; ``"both"`` is the difference of the two covariances.
+            ``q̄`` halfway between the conditions' mean queries.
         """
         return centred_delta(self._filled(contrast), center)
 
@@ -229,21 +229,17 @@ class Moments:
         # Flipped signs cancel in Σw, so a flipped sum is divided by what the data itself gave.
         return centred_delta(drawn, reference=self._filled(contrast)[row][None])
 
-    def interaction_nulls(
-        self, contrast: str, head: Head | str, center: Center = "query"
-    ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
+    def interaction_nulls(self, contrast: str, head: Head | str) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
         """What rows' own scale makes of a difference of means at one head, and the replicates that hold it too.
 
         Parameters
         ----------
         contrast, head : whose replicates.
-        center : as in `delta`, where ``"none"`` is ``"query"``.
         """
         row = self.heads.index(Head.parse(head))
         whole = torch.cat([self._filled(contrast)[row], self.state["scales"][contrast][row][..., None]], dim=-1)
         drawn = self.state["flips"][contrast][row].transpose(0, 1)
-        units = max(self.unit_count(contrast)[1], 2.0)
-        return significance.interaction_deltas(whole, drawn, "query" if center == "none" else center, units)
+        return significance.interaction_deltas(whole, drawn, max(self.unit_count(contrast)[1], 2.0))
 
     def unit_count(self, contrast: str) -> tuple[int, float]:
         """How many random units went in, and how many equally large ones they are worth.

@@ -33,8 +33,7 @@ from torch.nn.functional import pad
 
 from qkscope.draws import draw_signs
 
-Center = Literal["none", "query", "both"]  # what is taken out of ΔC: nothing, the mean query, or the mean key too
-NullKind = Literal["sign_flip", "interaction"]
+Center = Literal["none", "query"]  # what is taken out of ΔC: nothing, or what the mean query sees
 Sums = Float[Tensor, "*n a 2 a"]  # augmented, of + and of −
 Statistic = tuple[float, Sequence[float]]  # what a head reached, and what each of its replicates did
 _DRAWS_AT_ONCE = 200  # resamples of an interval: all at once would take as much room as prompts times draws
@@ -49,11 +48,8 @@ def centred_delta(sums: Sums, center: Center = "none", *, reference: Sums | None
     delta = conditional[..., 0, :] - conditional[..., 1, :]  # the augmented difference, (d + 1) × (d + 1)
     if center == "none":
         return delta[..., :-1, :-1]
-    means = reference / count
-    # halfway between the conditions: d × 1, and 1 × d
-    mean_query, mean_key = means[..., :-1, :, -1:].mean(dim=-2), means[..., -1:, :, :-1].mean(dim=-2)
-    delta = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
-    return delta[..., :-1] - delta[..., -1:] * mean_key if center == "both" else delta[..., :-1]
+    mean_query = (reference / count)[..., :-1, :, -1:].mean(dim=-2)  # halfway between the conditions: d × 1
+    return (delta[..., :-1, :] - mean_query * delta[..., -1:, :])[..., :-1]
 
 
 def by_sign(labels: Int[Tensor, "b k"]) -> Float[Tensor, "b 2 k"]:
@@ -66,15 +62,19 @@ def key_sums(weights: Float[Tensor, "b s k"], keys: Float[Tensor, "b g k d"]) ->
     return weights[:, None] @ pad(keys, (0, 1), value=1.0)
 
 
+def mean_difference(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g d"]:
+    """Mean + key of a row less its mean − key, 0 where it has none."""
+    means = sums[..., :-1] / sums[..., -1:].clamp_min(torch.finfo(sums.dtype).tiny)
+    return means[..., 0, :] - means[..., 1, :]
+
+
 def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
     """Size of a row's difference ``|mean⁺ − mean⁻|`` (of its mean key, where it has one sign), times its weights.
 
     A prompt may scale its queries and keys together. In units of its own size no row's difference stands out, so what
     shared scale makes of a difference of means is told from an interaction.
     """
-    weight = sums[..., -1:]
-    means = sums[..., :-1] / weight.clamp_min(torch.finfo(sums.dtype).tiny)
-    return (means[..., :1, :] - means[..., 1:, :]).norm(dim=-1, keepdim=True) * weight
+    return mean_difference(sums).norm(dim=-1)[..., None, None] * sums[..., -1:]
 
 
 def flipped_sums(
@@ -87,7 +87,7 @@ def flipped_sums(
 
 
 def interaction_deltas(
-    observed: Float[Tensor, "a 2 a+1"], flipped: Float[Tensor, "r a 2 a+1"], center: Center, units: float
+    observed: Float[Tensor, "a 2 a+1"], flipped: Float[Tensor, "r a 2 a+1"], units: float
 ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
     """The centred ΔC under H0: a difference of means that ignores the query, in rows of whatever scale.
 
@@ -110,24 +110,20 @@ def interaction_deltas(
 
     sure = bool(mean_difference(observed).norm() > mean_difference(flipped).norm(dim=-1).quantile(0.9))
     grown = (units / (units - 1)) ** (1.0 if sure else 0.5)
-    fixed = centred_delta(observed[..., :-1], center) - _interaction_part(observed, observed, center, sure)
-    return fixed, fixed + grown * _interaction_part(flipped, observed, center, sure)
+    fixed = centred_delta(observed[..., :-1], "query") - _interaction_part(observed, observed, sure)
+    return fixed, fixed + grown * _interaction_part(flipped, observed, sure)
 
 
-def _interaction_part(sums: Tensor, observed: Tensor, center: Center, sure: bool) -> Float[Tensor, "*n d d"]:
+def _interaction_part(sums: Tensor, observed: Tensor, sure: bool) -> Float[Tensor, "*n d d"]:
     d = sums.shape[-1] - 2
     count = observed[-1, :, d, None]
     mean_query = (observed[:-1, :, d] / count[:, 0]).mean(dim=-1)
     queries = sums[..., :-1, :, :] - mean_query[:, None, None] * sums[..., -1:, :, :]
-    keys, total = queries[..., :d], observed[-1, :, :d]
-    if center == "both":
-        mean_key = (total / count).mean(dim=0)
-        keys, total = keys - queries[..., d : d + 1] * mean_key, total - count * mean_key
-    scale = observed[-1, :, d + 1 :]
+    total, scale = observed[-1, :, :d], observed[-1, :, d + 1 :]
     expected = torch.where(scale > 0, total / scale, torch.zeros_like(total))
     level = expected.mean(dim=0)
     expected = level + sure * (expected - level)
-    left = (keys - queries[..., d + 1 :] * expected) / count
+    left = (queries[..., :d] - queries[..., d + 1 :] * expected) / count
     return left[..., 0, :] - left[..., 1, :]
 
 

@@ -84,7 +84,7 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     ----------
     path : a UTF-8 text file with one JSON object per line.
     seed : of dealing out lines that do not say their use; what the file is called and how it is sorted do not matter.
-    center : centring of every contrast: take out of ΔC what all queries (``query``), or also all keys, see alike.
+    center : centring of every contrast: take out of ΔC what all queries see alike (``query``), or nothing.
     chat : whether prompts go into the model's chat template.
 
     Examples

@@ -23,7 +23,7 @@ from qkscope.kinds import Count, checked_class
 ANSWER = "answer"
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
-Center = Literal["none", "query", "both"]
+Center = Literal["none", "query"]
 ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
 Unit = tuple[Example, ...]
 Units = Sequence[Unit]
