@@ -28,11 +28,11 @@ from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Interval, Seed
 from qkscope.maths.controls import Gain
 from qkscope.maths.moments import Moments
-from qkscope.maths.significance import Center, by_sign, key_sums, lag_one, mean_difference, wilson
+from qkscope.maths.significance import Center, key_sums, lag_one, mean_difference, wilson
 from qkscope.maths.subspace import Rank
 from qkscope.runs.folder import RESULTS, read_run
 from qkscope.runs.work import Stage, current_work, verb
-from qkscope.tasks.task import ANSWER, Task
+from qkscope.tasks.task import ANSWER, Task, Units
 
 #: The p-value from which on a file's neighbours are said to be alike.
 ALIKE = 0.01
@@ -118,8 +118,8 @@ def decompose(
         sums = {name: ContrastSums(chosen, [name], scope.d_head, **common) for name in names}
         heads = scope.heads()
         every = Moments(heads, names, scope.d_head, group_size=scope.group_size, device=scope.device)
-        scores = {name: torch.zeros(4, len(heads), dtype=torch.float64, device=scope.device) for name in names}
-        every.state["scores"] = scores
+        none = torch.zeros(4, len(heads), dtype=torch.float64, device=scope.device)
+        every.state["scores"] = {name: none.clone() for name in names}
         columns = [heads.index(head) for head in chosen]
         for name, own in sums.items():
             own.about = {**about, "n": n, "batch_size": batch_size, "examples": hashes[name]}
@@ -135,14 +135,14 @@ def decompose(
                     q, k, labels, unit = prompts.contrast_rows(batch, task.contrasts[name])
                     captured = batch.captured
                     every.update(q * captured.scale[:, None], k, {name: labels})
-                    scores[name] += _scored(captured)
+                    every.state["scores"][name] += _scored(captured)
                     read = captured.kv_of_head[columns]
                     q, keys = q[:, columns], [every.key_heads.index(key_head) for key_head in own.key_heads]
                     own.update(q, k[:, keys], {name: labels}, prompts=numbers[name](batch))
                     own.cov_q.update(captured.q[:, columns])
                     own.cov_k.update(captured.k[:, read].transpose(1, 2)[captured.key_mask])
                     if "file" in task.asked:  # tasks that draw their prompts have no order
-                        added = mean_difference(key_sums(by_sign(labels), k[:, read[:_HEADS]].double()))
+                        added = mean_difference(key_sums(labels, k[:, read[:_HEADS]].double()))
                         parts[name] = [x[unit < _UNITS].cpu() for x in (q[:, :_HEADS], added, unit)]
             return parts
 
@@ -152,9 +152,7 @@ def decompose(
         stage = Stage(names[0], prompts.batches_of(together, batch_size), run, state, add)
         values = work.run(stage, progress, last=True)
         for name, own in sums.items():
-            own.about["gains"] = _gains(
-                every, name, scores[name], len({prompts.cluster_of(unit, i) for i, unit in enumerate(units[name])})
-            )
+            own.about["gains"] = _gains(every, name, units[name])
         added = {name: [parts[name] for parts in values if name in parts] for name in names}
         alike = [_neighbours(task, name, parts, seed) for name, parts in added.items()]
         notes = [*about.get("notes", ()), *(note for note in alike if note)]
@@ -177,16 +175,17 @@ def _scored(captured: Capture) -> Float[Tensor, "4 h"]:
     return torch.stack([hits, chance, captured.scale.expand_as(hits), torch.ones_like(hits)]).sum(dim=1)
 
 
-def _gains(every: Moments, contrast: str, scores: Float[Tensor, "4 h"], trials: int) -> dict[str, Gain]:
+def _gains(every: Moments, contrast: str, units: Units) -> dict[str, Gain]:
     """What each head's query-centred ΔC gives to the logit of the + key, and whether the head is at chance."""
     logits = every.delta(contrast, "query").diagonal(dim1=-2, dim2=-1).sum(dim=-1).abs().tolist()
-    gains = {}
-    for head, logit, (hits, chance, scale) in zip(
-        every.heads, logits, (scores[:3] / scores[3]).T.tolist(), strict=True
-    ):
-        low, high = wilson(hits * trials, trials)
-        gains[str(head)] = Gain(logit, scale, low <= chance <= high)
-    return gains
+    *scores, rows = every.state["scores"][contrast]
+    trials = len({prompts.cluster_of(unit, i) for i, unit in enumerate(units)})  # copies of a prompt are one
+    every_head = zip(every.heads, logits, *((score / rows).tolist() for score in scores), strict=True)
+    return {
+        str(head): Gain(logit, scale, low <= chance <= high)
+        for head, logit, hits, chance, scale in every_head
+        for low, high in [wilson(hits * trials, trials)]
+    }
 
 
 def _neighbours(task: Task, contrast: str, parts: Sequence[Sequence[Tensor]], seed: int) -> str:

@@ -118,8 +118,6 @@ class Controls:
     spectrum: tuple[float, ...]
     null_median: tuple[float, ...]
     null_high: tuple[float, ...]
-    positive_pairs: float
-    negative_pairs: float
     units: int
     replicates: int
     null: str
@@ -136,16 +134,12 @@ class Controls:
     def lines(self) -> list[str]:
         """The controls in words, one per line."""
         few = ", which are few" if self.units < FEW_UNITS else ""
-        most = max(self.units // _UNITS_A_DIRECTION, 1)
-        ranks = self.rank_null, self.interaction_rank
-        difference, interaction = (f"{rank} or more" if rank == most else f"{rank}" for rank in ranks)
         said = [
-            f"99% rank {self.rank_99}; {difference} detected against the {self.null} null"
+            f"99% rank {self.rank_99}; {self.rank_null} detected against the {self.null} null"
             f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
-            f"query-centred: 99% rank {self.rank_99_centred}; {interaction} detected against the"
+            f"query-centred: 99% rank {self.rank_99_centred}; {self.interaction_rank} detected against the"
             f" interaction null (p {self.p_interaction:.3g})",
-            f"{self.rank_cv} predict units that were left out; {self.units} units{few}",
-            f"mean dominance {self.mean_dominance:.3f}; pairs + {self.positive_pairs:g}, − {self.negative_pairs:g}",
+            f"predict units left out: {self.rank_cv}; {self.units} units{few}; mean dominance {self.mean_dominance:.3f}",
         ]
         chance = f"gives {self.gain:.2g} logits, more than {self.percentile:.0%} of {self.reference} heads at chance"
         return [*said, *([chance] if self.reference else []), *([self.reason] if self.reason else [])]
@@ -221,10 +215,9 @@ def run_controls(
         left, all_of_it = (float(spectrum.square().sum()) for spectrum in reversed(spectra))
         tests = 1 - left / all_of_it if all_of_it else 0.0, p_difference[i], p_interaction[i], verdict, center
         null, said = "interaction" if one_null else "sign flip", reason if verdict == "untested" else ""
-        plus, minus = moments.count(contrast)[i].tolist()
         controls[head] = Controls(
             energy, detected, centred_energy, depending, cv_ranks[i], *tests,
-            tuple(spectrum.tolist()), shown.null_median, shown.null_high, plus, minus, units, moments.replicates, null,
+            tuple(spectrum.tolist()), shown.null_median, shown.null_high, units, moments.replicates, null,
             said, gain, float((others < gain).double().mean()), len(others),
         )  # fmt: skip
     return controls

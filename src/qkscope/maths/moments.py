@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.draws import draw_bits
+from qkscope.draws import draw_bits, draw_signs
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Natural, checked_class
@@ -95,8 +95,6 @@ class Moments:
     >>> moments = Moments(["L0H0", "L0H1"], ["order"], d_head=4, group_size=2)
     >>> q, k = torch.randn(8, 2, 4), torch.randn(8, 1, 3, 4)  # 8 prompts; 2 heads; 1 key head, 3 keys each
     >>> moments.update(q, k, {"order": torch.tensor([[1, -1, 0]]).expand(8, 3)})
-    >>> moments
-    Moments(order at 2 heads of width 4: 8 + and 8 − pairs)
     >>> moments.delta("order").shape
     torch.Size([2, 4, 4])
     """
@@ -130,11 +128,6 @@ class Moments:
         new = functools.partial(torch.zeros, dtype=torch.float64, device=device)
         self.state = {name: {contrast: new(shape) for contrast in contrasts} for name, shape in shapes.items()}
 
-    def __repr__(self) -> str:
-        plus, minus = (sum(float(self.count(c)[0, sign]) for c in self.contrasts) for sign in (0, 1))
-        where = f"{', '.join(self.contrasts)} at {len(self.heads)} heads of width {self.d_head}"
-        return f"Moments({where}: {plus:g} + and {minus:g} − pairs)"
-
     def update(self, q: Tensor, k: Tensor, labels: Mapping[str, Tensor], *, prompts: Tensor | None = None) -> None:
         """Add one batch of rows: a query and its labelled keys.
 
@@ -151,12 +144,12 @@ class Moments:
         queries, keys = _augmented(q), k.to(torch.float64)
         for contrast, label in labels.items():
             label = label.to(keys.device)
-            sums = significance.key_sums(significance.by_sign(label), keys)
+            sums = significance.key_sums(label, keys)
             if not bool(torch.isfinite(sums.sum() + q.sum(dtype=torch.float64))):
                 # NaN or Inf somewhere. In an ignored key it is harmless (0 · NaN is NaN: blank it out), elsewhere not.
                 labelled = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
                 self._check_finite(q, labelled, prompts)
-                sums = significance.key_sums(significance.by_sign(label), labelled)
+                sums = significance.key_sums(label, labelled)
             _add_outer(self.state["sums"][contrast], queries, sums.flatten(2), self._kv_of_head)
             if prompts is not None and self.replicates:
                 self._add_nulls(contrast, queries, sums, prompts.to(keys.device))
@@ -171,17 +164,19 @@ class Moments:
 
     def _add_nulls(self, contrast: str, queries: Tensor, sums: Tensor, unit: Tensor) -> None:
         """What one batch of a contrast adds to the row scales, the folds and the null replicates."""
-        scale = significance.row_scale(sums)[..., 0]
-        self.state["scales"][contrast] += torch.einsum("bha,bhs->has", queries, scale[:, self._kv_of_head])
+        scale = significance.row_scale(sums)
+        self.state["scales"][contrast] += torch.einsum("bha,bhs->has", queries, scale[:, self._kv_of_head, :, 0])
         bucket = draw_bits(unit).remainder(_BUCKETS)
         self.state["units"][contrast].index_add_(0, bucket, torch.ones_like(unit, dtype=torch.float64))
         fold = draw_bits(_FOLD_STREAM, unit).remainder(FOLDS)  # whatever the seed of the nulls
         for number in fold.unique().tolist():
             some, state = fold == number, self.state["folds"][contrast][number]
             _add_outer(state, queries[some], sums[some].flatten(2), self._kv_of_head)
+        scaled, replicate = torch.cat([sums, scale], dim=-1), torch.arange(self.replicates, device=unit.device)[:, None]
         each = sums[0].numel() * self.replicates * sums.element_size()
         for rows in torch.arange(len(unit), device=unit.device).split(max(_AT_ONCE // max(each, 1), 1)):
-            drawn = significance.flipped_sums(self.seed, self.replicates, sums[rows], unit[rows])
+            signs = draw_signs(self.seed, 0, replicate, unit[rows]).T.to(sums.dtype)
+            drawn = scaled[rows, :, None] * signs[:, None, :, None, None]
             for n, g in enumerate(self._kv_of_head):  # all heads' replicates at once would not fit in memory
                 state = self.state["flips"][contrast][n : n + 1]
                 _add_outer(state, queries[rows, n : n + 1], drawn[:, g, None].flatten(2), [0])

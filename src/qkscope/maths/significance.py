@@ -31,8 +31,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.draws import draw_signs
-
 Center = Literal["none", "query"]  # what is taken out of ΔC: nothing, or what the mean query sees
 Sums = Float[Tensor, "*n a 2 a"]  # augmented, of + and of −
 Statistic = tuple[float, Sequence[float]]  # what a head reached, and what each of its replicates did
@@ -52,13 +50,9 @@ def centred_delta(sums: Sums, center: Center = "none", *, reference: Sums | None
     return (delta[..., :-1, :] - mean_query * delta[..., -1:, :])[..., :-1]
 
 
-def by_sign(labels: Int[Tensor, "b k"]) -> Float[Tensor, "b 2 k"]:
-    """Weight of each key in the + sum and in the − sum."""
-    return torch.stack([labels > 0, labels < 0], dim=-2).to(torch.float64)
-
-
-def key_sums(weights: Float[Tensor, "b s k"], keys: Float[Tensor, "b g k d"]) -> Float[Tensor, "b g s d+1"]:
-    """``Σ_j w_j [k_j; 1]`` of every row, for s sets of weights (a row's keys share its q, so they meet it summed)."""
+def key_sums(labels: Int[Tensor, "b k"], keys: Float[Tensor, "b g k d"]) -> Float[Tensor, "b g 2 d+1"]:
+    """``Σ_j [k_j; 1]`` of every row over its + keys and over its − keys: they share its q, so they meet it summed."""
+    weights = torch.stack([labels > 0, labels < 0], dim=-2).to(keys)
     return weights[:, None] @ pad(keys, (0, 1), value=1.0)
 
 
@@ -75,15 +69,6 @@ def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
     shared scale makes of a difference of means is told from an interaction.
     """
     return mean_difference(sums).norm(dim=-1)[..., None, None] * sums[..., -1:]
-
-
-def flipped_sums(
-    seed: int, count: int, sums: Float[Tensor, "b g 2 a"], prompts: Int[Tensor, " b"]
-) -> Float[Tensor, "b g r 2 a+1"]:
-    """The key sums ``s±`` of every row and its scale behind them, times the sign of its unit in ``count`` draws."""
-    replicate = torch.arange(count, device=sums.device)[:, None]
-    signs = draw_signs(seed, 0, replicate, prompts).T.to(sums.dtype)
-    return torch.cat([sums, row_scale(sums)], dim=-1)[:, :, None] * signs[:, None, :, None, None]
 
 
 def interaction_deltas(
