@@ -9,21 +9,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from functools import partial
-from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkscope import Scope, decompose, tasks
 from qkscope.analyses.decompose import ALIKE
-from qkscope.maths.controls import LEVEL, rank_above
+from qkscope.maths.controls import rank_above
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import head_p_values, lag_one
 
 AT_ONCE = 50
-OVER = 0.30  # attention on the right key, from which on a head is said to do the task
+BOTH = ("sign flip", "interaction")
 D_HEAD = 8
 Data = tuple[Tensor, Tensor, Tensor, list[int]]  # queries (n, heads, d), keys (n, heads, k, d), units (n), labels (k)
 
@@ -114,52 +110,46 @@ def ordered(noise: Noise, n: int, rho: float, text: int, group: int = 1, heads: 
     return 1 + q, k, torch.arange(n) // group, [1, -1]
 
 
-CASES: dict[str, tuple[str, Callable[[Noise, int], Data]]] = {
-    "sign flip, one + and one − key": ("sign_flip", plain),
-    "sign flip, two rows a prompt": ("sign_flip", lambda r, n: plain(r, n, rows=2)),
-    "sign flip, one + and eight − keys": ("sign_flip", lambda r, n: plain(r, n, (1,) + (-1,) * 8)),
-    "sign flip, one + and eight − skewed keys": ("sign_flip", skewed),
-    "sign flip, five + and twenty − keys": ("sign_flip", lambda r, n: plain(r, n, (1,) * 5 + (-1,) * 20)),
-    "sign flip, shared scale .7": ("sign_flip", lambda r, n: scaled(r, n, 0.7)),
-    "sign flip, 8 × 8 copies": ("sign_flip", copies),
-    "sign flip, six words": ("sign_flip", lambda r, n: words(r, n, 6)),
-    "sign flip, 33 words": ("sign_flip", lambda r, n: words(r, n, 33)),
-    "interaction": ("interaction", plain),
-    "interaction, a mean difference present": ("interaction", lambda r, n: plain(r, n, difference=1)),
-    "interaction, two rows a prompt": ("interaction", lambda r, n: plain(r, n, rows=2)),
-    "interaction, shared scale .35": ("interaction", lambda r, n: scaled(r, n, 0.35)),
-    "interaction, shared scale .7": ("interaction", lambda r, n: scaled(r, n, 0.7)),
-    "interaction, shared scale .7, no means": ("interaction", lambda r, n: scaled(r, n, 0.7, query=0)),
-    "interaction, shared scale .35, difference alone": ("interaction", lambda r, n: scaled(r, n, 0.35, 0, 1)),
-    "interaction, shared scale .7, difference alone": ("interaction", lambda r, n: scaled(r, n, 0.7, 0, 1)),
-    "interaction, shared scale .35, means": ("interaction", lambda r, n: scaled(r, n, 0.35, difference=1)),
-    "interaction, shared scale .7, means": ("interaction", lambda r, n: scaled(r, n, 0.7, difference=1)),
-    "interaction, shared scale .7, large means": ("interaction", lambda r, n: scaled(r, n, 0.7, 3, 2)),
-    "interaction, 8 × 8 copies": ("interaction", copies),
-    "interaction, six words": ("interaction", lambda r, n: words(r, n, 6)),
-    "interaction, 33 words": ("interaction", lambda r, n: words(r, n, 33)),
-    "interaction, 33 words, strong": ("interaction", lambda r, n: words(r, n, 33, size=3)),
-    "interaction, pairs of six words": ("interaction", lambda r, n: word_pairs(r, n, 6)),
-    "interaction, pairs of 33 words": ("interaction", lambda r, n: word_pairs(r, n, 33)),
-    "interaction, heavy tails": ("interaction", heavy),
-    "interaction, a shared prompt vector": ("interaction", shared),
+#: Noise by name; what it is, and the nulls that are tried on it: a mean difference is no noise to a flipped sign.
+NOISE: dict[str, tuple[Callable[[Noise, int], Data], tuple[str, ...]]] = {
+    "one + and one − key": (plain, BOTH),
+    "one + and eight − keys": (lambda r, n: plain(r, n, (1,) + (-1,) * 8), BOTH),
+    "five + and twenty − keys": (lambda r, n: plain(r, n, (1,) * 5 + (-1,) * 20), BOTH),
+    "one + and eight − skewed keys": (skewed, BOTH),
+    "two rows a prompt": (lambda r, n: plain(r, n, rows=2), BOTH),
+    "8 × 8 copies": (copies, BOTH),
+    "six words": (lambda r, n: words(r, n, 6), BOTH),
+    "33 words": (lambda r, n: words(r, n, 33), BOTH),
+    "shared scale .7": (lambda r, n: scaled(r, n, 0.7), BOTH),
+    "a mean difference present": (lambda r, n: plain(r, n, difference=1), BOTH[1:]),
+    "shared scale .35": (lambda r, n: scaled(r, n, 0.35), BOTH[1:]),
+    "shared scale .7, no means": (lambda r, n: scaled(r, n, 0.7, query=0), BOTH[1:]),
+    "shared scale .35, difference alone": (lambda r, n: scaled(r, n, 0.35, 0, 1), BOTH[1:]),
+    "shared scale .7, difference alone": (lambda r, n: scaled(r, n, 0.7, 0, 1), BOTH[1:]),
+    "shared scale .35, means": (lambda r, n: scaled(r, n, 0.35, difference=1), BOTH[1:]),
+    "shared scale .7, means": (lambda r, n: scaled(r, n, 0.7, difference=1), BOTH[1:]),
+    "shared scale .7, large means": (lambda r, n: scaled(r, n, 0.7, 3, 2), BOTH[1:]),
+    "33 words, strong": (lambda r, n: words(r, n, 33, size=3), BOTH[1:]),
+    "pairs of six words": (lambda r, n: word_pairs(r, n, 6), BOTH[1:]),
+    "pairs of 33 words": (lambda r, n: word_pairs(r, n, 33), BOTH[1:]),
+    "heavy tails": (heavy, BOTH[1:]),
+    "a shared prompt vector": (shared, BOTH[1:]),
+    "AR(1) .6, one text, no groups": (lambda r, n: ordered(r, 256, 0.6, 256), BOTH),
+    "AR(1) .6, texts of 8 prompts, no groups": (lambda r, n: ordered(r, 256, 0.6, 8), BOTH),
+    "AR(1) .6, texts of 8 prompts, each a group": (lambda r, n: ordered(r, 256, 0.6, 8, 8), BOTH),
+    "AR(1) .6, texts of 16 prompts, each a group": (lambda r, n: ordered(r, 256, 0.6, 16, 16), BOTH),
+    "AR(1) .6, one text, groups of 8": (lambda r, n: ordered(r, 256, 0.6, 256, 8), BOTH),
+    "AR(1) .6, one text, groups of 16": (lambda r, n: ordered(r, 256, 0.6, 256, 16), BOTH),
 }
-_NULLS: tuple[str, ...] = ("sign_flip", "interaction")
-for _null, (_what, _rho, _text, _group) in product(_NULLS, (
-    ("one text, no groups", 0.6, 256, 1), ("texts of 8 prompts, no groups", 0.6, 8, 1),
-    ("texts of 8 prompts, each a group", 0.6, 8, 8), ("texts of 16 prompts, each a group", 0.6, 16, 16),
-    ("one text, groups of 8", 0.6, 256, 8), ("one text, groups of 16", 0.6, 256, 16),
-)):  # fmt: skip
-    _draw = partial(ordered, n=256, rho=_rho, text=_text, group=_group)
-    CASES[f"{_null.replace('_', ' ')}, AR(1) .6, {_what}"] = (_null, lambda r, n, draw=_draw: draw(r))
+CASES = {f"{null}, {name}": (null, draw) for name, (draw, nulls) in NOISE.items() for null in nulls}
 
 
-def false_positives(case: str, seed: int, prompts: int = 64, replicates: int = 199) -> int:
+def false_positives(case: str, seed: int, prompts: int = 64) -> int:
     """How many of fifty noise heads are above the null at 5%."""
     null, draw = CASES[case]
     q, k, units, labels = draw(Noise(seed), prompts)
     heads = [f"L0H{i}" for i in range(AT_ONCE)]
-    moments = Moments(heads, ["c"], D_HEAD, replicates=replicates, seed=seed)
+    moments = Moments(heads, ["c"], D_HEAD, replicates=199, seed=seed)
     moments.update(q, k, {"c": torch.tensor([labels]).expand(len(q), -1)}, prompts=units)
     deltas = moments.delta("c", "query" if null == "interaction" else "none")
     return sum(_p_value(moments, null, deltas[i], head) <= 0.05 for i, head in enumerate(heads))
@@ -181,63 +171,28 @@ def _p_value(moments: Moments, null: str, delta: Tensor, head: str) -> float:
     return max(head_p_values([rank_above(*test, max_rank=1).statistics])[0] for test in tests)
 
 
-def reference(model: str, name: str, n: int) -> None:
-    """Print how many heads at chance, and how many with over 30% on the right key, `decompose` calls an interaction.
-
-    Those over 30% are found on words that nothing is fitted on. A head at chance can only be called where its gain is
-    above the reference: the others are not fitted.
-    """
-    scope, task = Scope.load(model), tasks.BUILT_IN[name]()
-    asked: Any = {"contrasts": ["category"] if name == "filter" else list(task.contrasts), "progress": False}
-    batches = scope.capture([unit[0] for unit in task.choose(n)], scope.heads(), chat=task.chat)
-    on_right = torch.cat([(own.attention() * (own.labels["answer"] > 0)[:, None]).sum(-1) for own in batches]).mean(0)
-    over = [str(head) for head, share in zip(scope.heads(), on_right.tolist(), strict=True) if share > OVER]
-    known = decompose(scope, task, "L0H0", n, replicates=1, **asked).sums
-    chance = {c: {h: g.logit for h, g in own.about["gains"].items() if g.at_chance} for c, own in known.items()}
-    above = {
-        h for own in chance.values() for h, x in own.items() if sum(y >= x for y in own.values()) <= LEVEL * len(own)
-    }
-    rows = decompose(scope, task, sorted({*over, *above}), n, replicates=99, **asked).tables["ranks"]
-    for row in rows:
-        print(
-            *(row[column] for column in ("contrast", "head", "rank_cv", "gain", "percentile", "reference", "verdict"))
-        )
-    said = {c: {row["head"] for row in rows if (row["contrast"], row["verdict"]) == (c, "interaction")} for c in chance}
-    any_said, at_chance = set.union(*said.values()), set.intersection(*map(set, chance.values()))
-    for c, heads, called in [*((c, set(chance[c]), said[c]) for c in chance), ("any", at_chance, any_said)]:
-        rates = (f"{len(called & some)} of {len(some)}" for some in (heads, {*over}))
-        print(f"| {model} | {name} | {c} |", " | ".join(rates), "|")
-
-
 def main() -> None:
     """Print one row per null and kind of noise."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--replicates", type=int, default=199)
     parser.add_argument("--only", default="", help="part of the names of the rows to print")
     parser.add_argument("--neighbours", action="store_true", help="the test of a file's order instead")
-    parser.add_argument("--reference", nargs=2, metavar=("MODEL", "TASK"), help="verdicts of real heads instead")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if given.reference:
-        reference(*given.reference, given.prompts)
-        return
     if given.neighbours:
         for rho in (0.0, 0.2, 0.4, 0.6):
             for heads in (1, 8):
                 said = sum(neighbours_alike(rho, seed, given.prompts, heads) for seed in range(given.heads))
                 print(f"| {rho:.1f} | {heads} | {said} | {said / given.heads:.1%} |", flush=True)
         return
-    print(f"{given.heads} heads, {given.prompts} prompts, d_head {D_HEAD}, {given.replicates} replicates, level 5%")
+    print(f"{given.heads} heads, {given.prompts} prompts, d_head {D_HEAD}, 199 replicates, level 5%")
     for case in [c for c in CASES if given.only in c]:
-        start = time.perf_counter()
-        called = sum(
-            false_positives(case, seed, given.prompts, given.replicates) for seed in range(given.heads // AT_ONCE)
-        )
+        start, batches = time.process_time(), range(given.heads // AT_ONCE)
+        called = sum(false_positives(case, seed, given.prompts) for seed in batches)
         rate = called / given.heads
         half = 1.96 * (rate * (1 - rate) / given.heads) ** 0.5
-        print(f"| {case} | {called} | {rate:.2%} ± {half:.2%} | {time.perf_counter() - start:.0f} s |", flush=True)
+        print(f"| {case} | {called} | {rate:.2%} ± {half:.2%} | {time.process_time() - start:.0f} s |", flush=True)
 
 
 if __name__ == "__main__":
