@@ -32,9 +32,9 @@ from qkscope.tasks.task import Task
 _SHOWN_SPECTRUM = 16  # singular values, at the least
 _NAMED = 4  # heads in a sentence
 _KINDS = {
-    "interaction": "query and key share a feature that heads at chance do not have",
-    "not specific": "query and key share one, but heads at chance on the task have as much of it",
-    "no reference": f"query and key share one, but fewer than {FEWEST} heads are at chance, to hold it against",
+    "interaction": "query and key share a feature that adds more to the logit than at heads at chance on the task",
+    "not specific": "query and key share a feature, but it adds no more to the logit than at heads at chance",
+    "no reference": f"query and key share a feature, but fewer than {FEWEST} heads are at chance, to hold it against",
     "mean only": "the keys differ, but no dependence on the query is shown (a weak one can be missed)",
     "not above null": "nothing is above chance",
 }

@@ -139,7 +139,7 @@ class Controls:
             f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
             f"query-centred: 99% rank {self.rank_99_centred}; {self.interaction_rank} detected against the"
             f" interaction null (p {self.p_interaction:.3g})",
-            f"predict units left out: {self.rank_cv}; {self.units} units{few}; mean dominance {self.mean_dominance:.3f}",
+            f"predict units left out: {self.rank_cv}; {self.units} units{few}; means {self.mean_dominance:.3f} of it",
         ]
         chance = f"gives {self.gain:.2g} logits, more than {self.percentile:.0%} of {self.reference} heads at chance"
         return [*said, *([chance] if self.reference else []), *([self.reason] if self.reason else [])]
