@@ -70,19 +70,17 @@ def kind_of_layer(scope: qk.Scope, head: Head) -> str:
     return str(kinds[head.layer]).removesuffix("_attention")
 
 
-def ranks(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
-    """Order and lexical at the binding head and at a control head."""
-    found = find(scope, "binding", given.n)
-    fit = qk.decompose(scope, qk.tasks.binding(), found.all, 2 * given.n, contrasts=["order", "lexical"])
-    return [dict(row, control=row["head"] == str(found.control)) for row in fit.tables["ranks"]]
-
-
 def swaps(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
-    """Order and lexical swapped at the binding head, beside what means nothing."""
-    task, chosen = qk.tasks.binding(), find(scope, "binding", given.n).heads
-    fit = qk.decompose(scope, task, chosen, 2 * given.n, contrasts=["order", "lexical"])
-    moved = qk.swap(scope, task.test(given.n), fit, sizes=SIZES)
-    return {"swap": moved.table(), "curve": [dict(row) for row in moved.tables["curve"]]}
+    """Order and lexical at the binding head and at a control head: ranks, and swaps beside what means nothing."""
+    task = qk.tasks.binding()
+    found = find(scope, "binding", given.n)
+    fit = qk.decompose(scope, task, found.all, 2 * given.n, contrasts=["order", "lexical"])
+    moved = qk.swap(scope, task.test(given.n), fit, found.heads, sizes=SIZES)
+    return {
+        "ranks": [dict(row, control=row["head"] == str(found.control)) for row in fit.tables["ranks"]],
+        "swap": moved.table(),
+        "curve": [dict(row) for row in moved.tables["curve"]],
+    }
 
 
 def traces(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
@@ -142,7 +140,7 @@ def one_head(head: str, values: dict[str, torch.Tensor]) -> Row | None:
 
 
 PARTS: dict[str, Callable[[qk.Scope, argparse.Namespace], Any]] = {
-    "heads": heads, "ranks": ranks, "swaps": swaps, "traces": traces, "sparsity": sparsity,
+    "heads": heads, "swaps": swaps, "traces": traces, "sparsity": sparsity,
 }  # fmt: skip
 
 
@@ -157,7 +155,7 @@ CUTS = {
     "two key edges cut": ("key", "cut", 2, "share"), "two random ones": ("key", "cut", 2, "random"),
     "two query edges cut": ("query", "cut", 2, "share"), "five a side kept": ("both", "keep", 5, "share"),
     "five random ones": ("both", "keep", 5, "random"),
-    "five a side kept, all others at another prompt's parts": ("both", "keep", 5, "share", "resample"),
+    "five a side kept, the others at another prompt's parts": ("both", "keep", 5, "share", "resample"),
 }  # fmt: skip
 
 
@@ -191,13 +189,12 @@ def ranks_table(kept: dict[str, Any]) -> str:
     rows = [
         [name, row["head"] + (" (control)" if row["control"] else ""), row["contrast"],
          *(str(row[number]) for number in ("rank_99", "rank_99_centred", "detected", "rank_cv")),
-         f"{row['mean_dominance']:.2f}", f"{row['gain']:.2f}", f"{row['percentile']:.2f} of {row['reference']}",
-         row["verdict"]]
+         f"{row['mean_dominance']:.2f}", f"{row['percentile']:.2f} of {row['reference']}", row["verdict"]]
         for model, name in MODELS.items()
-        for row in kept[model]["ranks"]
+        for row in kept[model]["swaps"]["ranks"]
     ]  # fmt: skip
     names = ["model", "head", "contrast", "99% rank", "the same, centred", "detected", "predict words left out"]
-    return table([*names, "share of the means", "logits", "over heads at chance", "verdict"], rows)
+    return table([*names, "share of the means", "percentile of heads at chance", "verdict"], rows)
 
 
 def swap_of(kept: dict[str, Any], model: str, condition: str) -> Row:
@@ -283,13 +280,12 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
     """The findings of one model: what was found, its numbers, and whether it holds."""
     tasks = {row["task"]: row for row in kept[model]["heads"]}
     both, lexical, order, pca = (swap_of(kept, model, name) for name in ("both", "lexical", "order", "key_pca_both"))
-    own, controls = (
-        {row["contrast"]: row for row in pick(kept[model]["ranks"], control=flag)} for flag in (False, True)
-    )
-    predict = [own[contrast]["rank_cv"] for contrast in ("lexical", "order")]
+    ranks, controls = ({row["contrast"]: row for row in pick(kept[model]["swaps"]["ranks"], control=flag)}
+                       for flag in (False, True))  # fmt: skip
     four = {row["method"]: row for row in kept[model]["swaps"]["curve"] if row["k"] == 4}
     cut = edge(kept, model, "key", "cut", 2, "share")["accuracy"]
     five, other = (edge(kept, model, "both", "keep", 5, "share", by)["accuracy"] for by in ("mean", "resample"))
+    predict = [ranks[contrast]["rank_cv"] for contrast in ("lexical", "order")]
     rows, writer = kept[model]["sparsity"], kept[model]["traces"]["key"][0]
     bind, chance = tasks["binding"], tasks["binding"]["chance"]
     whole = kept[model]["traces"]["check"][0]["accuracy"]
@@ -312,8 +308,8 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
         ("More dimensions of lexical than of order predict words left out",
          f"{predict[0]} against {predict[1]}", "untested" not in predict and predict[0] > predict[1]),
         ("The 99% rank of lexical is smaller than at a head at chance",
-         f"{own['lexical']['rank_99']} against {controls['lexical']['rank_99']}",
-         own["lexical"]["rank_99"] < controls["lexical"]["rank_99"]),
+         f"{ranks['lexical']['rank_99']} against {controls['lexical']['rank_99']}",
+         ranks["lexical"]["rank_99"] < controls["lexical"]["rank_99"]),
         ("Two key edges cut in this head alone, norms held, bring accuracy to chance (within .1)",
          f"{whole:.2f} to {cut:.2f}, chance {chance:.2f}", cut <= chance + 0.1),
         ("Five writers a side kept there keep half of the accuracy above chance, the others at their mean and at "
