@@ -30,7 +30,7 @@ def test_the_worked_example_finds_the_gender_of_a_pronoun_in_one_direction(smoll
     fit = decompose(smollm2, task, ["L15H6", "L0H0"], 32)
     assert fit["gender", "L15H6"].rank == 1
     found = {row["head"]: row for row in fit.table()}  # both are far above their null, and one of them at chance
-    assert max(row["p_interaction"] for row in found.values()) < 0.01
+    assert max(row["p_interaction"] for row in found.values()) < 0.05
     assert {head: row["verdict"] for head, row in found.items()} == {"L15H6": "interaction", "L0H0": "not specific"}
     assert found["L15H6"]["gain"] == pytest.approx(abs(float(fit.delta("gender", "L15H6").trace())) / 8, rel=1e-4)
     rows = {(r["head"], r["condition"]): r for r in swap(smollm2, task.test(16), fit).table()}
