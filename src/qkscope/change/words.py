@@ -178,12 +178,20 @@ class Alternatives:
         return any(self.lexicon.texts[i] == PIECE for i in self.ids[word.start : word.stop])
 
     def _rank(self, words: Sequence[Word]) -> None:
-        """Run the prompt once, for the likeliest next tokens before each of some words, in their order."""
-        before = {*range(len(self.ids) - 1)} if len(self.ids) <= _SHORT else {word.start - 1 for word in words}
+        """The likeliest next tokens before each of some words, in their order; a long prompt does not run again."""
+        short = len(self.ids) <= _SHORT
+        before = {*range(len(self.ids) - 1)} if short else {word.start - 1 for word in words}
         new = torch.tensor(sorted(before - {-1, *self._ranked}), device=self.again.scope.device)
-        for some in new.split(self._at_once) if len(new) else ():
-            places = Places(torch.zeros_like(some), some, some[:, None][:, :0], some[:, None][:, :0].bool())
-            logits = self.again.scope.watch(self.again.inputs, logits_at=places)
+        whole = short or not self.again.runs_alone()
+        for some in (
+            new.split(self._at_once if whole else min(self._at_once, self.again.at_once(1))) if len(new) else ()
+        ):
+            at = some[:, None]
+            if whole:
+                places = Places(torch.zeros_like(some), some, at[:, :0], at[:, :0].bool())
+                logits = self.again.scope.watch(self.again.inputs, logits_at=places)
+            else:
+                logits = self.again.run(self.again.ids[at], at)
             assert logits is not None
             ranked = logits[:, : self.lexicon.size].topk(min(_RANKED, self.lexicon.size)).indices.cpu()
             self._ranked |= dict(zip(some.tolist(), ranked, strict=True))
@@ -199,7 +207,8 @@ class Alternatives:
                 if len(ids) == len(word):
                     self._likely[word].append(ids)
             begun = [(word, ids) for word, ids in begun if len(ids) < len(word)]
-            parts = (begun[i : i + self._at_once] for i in range(0, len(begun), self._at_once))
+            step = min(self._at_once, self.again.at_once(max(map(len, new))))
+            parts = (begun[i : i + step] for i in range(0, len(begun), step))
             begun = [longer for some in parts for longer in self._continued(some)]
 
     def _first(self, word: Word) -> list[int]:
@@ -211,8 +220,9 @@ class Alternatives:
 
     def _continued(self, begun: Sequence[tuple[Word, Ids]]) -> list[tuple[Word, Ids]]:
         """Words with as many pieces, each with the likeliest next one of its shape."""
-        starts, size = torch.tensor([word.start for word, _ in begun]), self.lexicon.size
-        logits = self.again.run(torch.tensor([ids for _, ids in begun]), starts)
+        tokens, size = torch.tensor([ids for _, ids in begun]), self.lexicon.size
+        at = torch.tensor([[*range(word.start, word.start + len(ids))] for word, ids in begun])
+        logits = self.again.run(tokens, at)
         assert logits is not None
         allowed = torch.stack([self.lexicon.like(self.ids[word.start + len(ids)]) for word, ids in begun])
         best = logits[:, :size].masked_fill(~allowed.to(logits.device), -torch.inf).argmax(-1).tolist()

@@ -109,7 +109,9 @@ class Carriers:
 
     def _changed(self, word: Word, ids: Sequence[int]) -> Run:
         prompt, look = self.because.put((word, ids)), (self.query, self.key)
-        return self.because.again.record(self.run.reader, prompt, look, self.head.layer)
+        runs = self.because.running(prompt[None], torch.tensor([self.query + 1]))[0]
+        runs[self.key] = True
+        return self.because.again.record(self.run.reader, prompt, look, self.head.layer, runs.nonzero()[:, 0])
 
     def _look(self, run: Run) -> tuple[int, int]:
         """Query and key, as a run counts its tokens."""

@@ -276,10 +276,11 @@ def _returns(one: PromptTrace, output: Output, because: Because, reason: Reason)
     causes = [row for row in reason.words if row["after"] < 0.5 * reason.before and row["text"].strip().isalnum()]
     if not causes:
         return []
-    word, asked = words[causes[0]["position"]], one.asked.query + 1
-    others = [because.put((word, ids))[word.start : asked] for ids in because.others.of(word, because.count)[:_RUNS]]
-    starts, rows = torch.tensor([word.start] * 2), [None, (one.head, one.rows.logits()[0, 0])]
-    each = [because.again.run(tokens.expand(2, -1), starts, rows=rows) for tokens in others]
+    word, rows = words[causes[0]["position"]], [None, (one.head, one.rows.logits()[0, 0])]
+    others = torch.stack([because.put((word, ids)) for ids in because.others.of(word, because.count)[:_RUNS]])
+    runs = because.running(others, torch.full((len(others),), one.asked.query + 1))
+    twice = ((ids[own].expand(2, -1), own.nonzero()[:, 0].expand(2, -1)) for ids, own in zip(others, runs, strict=True))
+    each = [because.again.run(tokens, at, rows=rows) for tokens, at in twice]
     chances = torch.stack([logits.float().softmax(-1)[:, output.best] for logits in each if logits is not None])
     changed, restored = chances.mean(0).tolist()
     return [{
