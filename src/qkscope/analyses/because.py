@@ -133,9 +133,10 @@ class Because:
             asked = [call.q[0, :, 0].numel() for layer, call in self.again.calls.items() if layer <= self.last]
             weights = scope.model.num_parameters(exclude_embeddings=True) * len(asked) // len(self.again.calls)
             left = min(left, _WORK // (2 * len(self.ids) * sum(asked) + weights))
+        most = 3 * NEAR if self.again.runs_alone() else len(self.ids)
         for word in sorted(words, key=rank):
             tokens = furthest + 1 - word.start
-            left -= self.screen * (tokens if tokens <= _WHOLE else 3 * NEAR)
+            left -= self.screen * (tokens if tokens <= _WHOLE else most)
             kept += [word] if left >= 0 else []
         return sorted(kept)
 

@@ -278,11 +278,11 @@ def _returns(one: PromptTrace, output: Output, because: Because, reason: Reason)
         return []
     word, rows = words[causes[0]["position"]], [None, (one.head, one.rows.logits()[0, 0])]
     others = torch.stack([because.put((word, ids)) for ids in because.others.of(word, because.count)[:_RUNS]])
-    runs = because.running(others, torch.full((len(others),), one.asked.query + 1))
-    twice = ((ids[own].expand(2, -1), own.nonzero()[:, 0].expand(2, -1)) for ids, own in zip(others, runs, strict=True))
-    each = [because.again.run(tokens, at, rows=rows) for tokens, at in twice]
-    chances = torch.stack([logits.float().softmax(-1)[:, output.best] for logits in each if logits is not None])
-    changed, restored = chances.mean(0).tolist()
+    at = because.running(others, torch.full((len(others),), one.asked.query + 1)).any(0).nonzero()[:, 0]
+    twice = others[:, at].repeat_interleave(2, dim=0)
+    logits = because.again.run(twice, at.expand_as(twice), rows=rows * len(others))
+    assert logits is not None
+    changed, restored = logits.float().softmax(-1)[:, output.best].view(-1, 2).mean(0).tolist()
     return [{
         "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],
         "before": float(output.chances[output.best]), "changed": changed, "restored": restored,
