@@ -154,7 +154,7 @@ class Because:
 
     @cached_property
     def _longer(self) -> Again:
-        return self.again.longer(self.last)
+        return Again.of(self.again.scope, torch.cat([self.again.ids, self.again.ids[-1:]]), self.last)
 
     def rows(self, prompts: Sequence[Int[Tensor, " t"]], ends: Sequence[int] = ()) -> Float[Tensor, "b n t"]:
         """The attention rows of every look in changed prompts, on the model's device.
@@ -172,16 +172,14 @@ class Because:
         stops = torch.tensor(ends or [int(self._queries.max()) + 1 + more] * len(ids))
         runs = self.running(ids, stops)
         widths, made = runs.sum(1), pad(self.before, (0, more)).repeat(len(ids), 1, 1)
-        order, reads = (
-            widths.argsort(descending=True, stable=True),
-            {layer: (queries + more).unique() for layer, (*_, queries) in self._of_layer.items()},
-        )
+        reads = {layer: queries + more for layer, (*_, queries) in self._of_layer.items()}
+        order = widths.argsort(descending=True, stable=True)
         while len(order):
             width = int(widths[order[0]])
             some, order = order[: again.at_once(width)], order[again.at_once(width) :]
             # where fewer run than in the longest, first tokens run besides, as they did
             at = runs[some].int().argsort(dim=1, descending=True, stable=True)[:, :width].sort(dim=1).values
-            keep = partial(self._keep, made, some.to(made.device), more)
+            keep = partial(self._keep, made, some[:, None].to(made.device))
             again.run(ids[some].gather(1, at), at, reads, keep, self.last)
         return made
 
@@ -200,16 +198,12 @@ class Because:
         near = behind[:, 1:].any(-1) | before[1:].any(-1).flip(0)
         return runs & (near | (runs.sum(1, keepdim=True) <= _WHOLE))
 
-    def _keep(
-        self, made: Tensor, some: Tensor, more: int, layer: int, tokens: Tensor, runs: Tensor, weights: Tensor
-    ) -> None:
+    def _keep(self, made: Tensor, some: Tensor, layer: int, first: int, runs: Tensor, weights: Tensor) -> None:
         """Put the rows of looks from tokens that run, in some prompts, into a table of all."""
-        own, heads, queries = self._of_layer[layer]
-        same = (queries + more)[:, None] == tokens
-        here, which = same.any(1), same.int().argmax(1)
-        at = some[:, None], torch.tensor(own, device=made.device)[here.to(made.device)]
-        rows = weights[:, heads[here], which[here]].to(made)
-        made[at] = rows.where(runs[:, which[here], None].to(made.device), made[at])
+        every, heads, _ = self._of_layer[layer]
+        own = every[first : first + runs.shape[1]]
+        rows = weights[:, heads[first : first + len(own)], torch.arange(len(own), device=heads.device)].to(made)
+        made[some, own] = rows.where(runs[..., None].to(made.device), made[some, own])
 
     # ------------------------------------------------------------------ causes
 

@@ -32,10 +32,12 @@ _TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**15  # that run together: on a CPU more
 _KEYS = 16  # keys that take as much room as a token that runs
 _ROOM, _MORE_ROOM = {"cpu": 2**23}, 2**28  # numbers of attention made at once: of a long prompt, of some tokens
 
-See = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Is given a layer, some tokens [u], whether each runs [b, u], and every head's attention from there [b, h, u, t]."""
+See = Callable[[int, int, Tensor, Tensor], None]
+"""Is given a layer, the number of the first token shown, whether each runs [b, u], and attention [b, h, u, t]."""
 
 
+Around = Int[Tensor, " r"] | None
+"""Tokens that do not run in every prompt; None where whole prompts run."""
 Changed = tuple[int, int, Float[Tensor, " t"]]
 """A row of the batch, a head's number, and the logits that it gets instead."""
 Row = tuple[Head, Float[Tensor, " t"]]
@@ -66,26 +68,17 @@ class Again:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, scope: Scope, ids: Int[Tensor, " t"]) -> Again:
-        """Run a prompt of these tokens and keep its attention calls."""
+    def of(cls, scope: Scope, ids: Int[Tensor, " t"], last: int | None = None) -> Again:
+        """Run a prompt of these tokens and keep its attention calls; up to a layer, if one is named."""
         inputs, calls = prompt_of(scope, ids[None]), dict[int, Call]()
-        scope.watch(inputs, lambda call: calls.__setitem__(call.layer, call))
-        return cls(scope, inputs, calls)
-
-    @torch.no_grad()
-    def longer(self, last: int) -> Again:
-        """The prompt with one more token at its end, for words that are put in: keys and values up to a layer."""
-        ids, calls = torch.cat([self.ids, self.ids[-1:]]), dict[int, Call]()
 
         def keep(call: Call) -> None:
-            calls[call.layer] = last_alone(call)
-            if call.layer >= last:
+            calls[call.layer] = call if last is None else last_alone(call)
+            if call.layer == last:
                 raise Stop
 
-        self.scope.watch(prompt_of(self.scope, ids[None]), keep, only=range(last + 1))
-        longer = Again(self.scope, prompt_of(self.scope, ids[None]), calls)
-        longer._alone = self.runs_alone()
-        return longer
+        scope.watch(inputs, keep)
+        return cls(scope, inputs, calls)
 
     # ------------------------------------------------------------------ rows of attention changed
 
@@ -149,98 +142,91 @@ class Again:
         rows : of each prompt, a row of attention that is another at its last token.
         check : told each attention call, before it is computed.
         """
-        alone = self.runs_alone()
         tokens, at, each = tokens.to(self.ids), at.to(self.ids), torch.arange(len(at), device=self.ids.device)
+        around = self._around(at)
         inputs = {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
-        if not alone:
+        if around is None:
             inputs = prompt_of(self.scope, self.ids.repeat(len(tokens), 1).scatter(1, at, tokens))
-        around = self._around(at) if alone else None
 
         def visit(call: Call) -> None:
             if check is not None:
                 check(call)
             changed = [(i, row[0].index, row[1]) for i, row in enumerate(rows) if row and row[0].layer == call.layer]
             if see is not None and reads and call.layer in reads:
-                self._show(call, at, reads[call.layer], see, changed, alone)
+                self._show(call, at, around, reads[call.layer], see, changed)
             if last is not None and call.layer >= last:
                 raise Stop
             if around is not None:
                 self._attend(call, at, around)
             if changed:
-                self._change(call, at, changed, alone)
+                self._change(call, at, around, changed)
 
         if last is not None:
             return self.scope.watch(inputs, visit, only=range(last + 1))
-        nothing, ends = at[:, :0], torch.full_like(each, at.shape[1] - 1) if alone else at[:, -1]
+        nothing, ends = at[:, :0], at[:, -1] if around is None else torch.full_like(each, at.shape[1] - 1)
         return self.scope.watch(inputs, visit, logits_at=Places(each, ends, nothing, nothing.bool()))
 
-    def _around(self, at: Int[Tensor, "b s"]) -> Int[Tensor, " r"]:
+    def _around(self, at: Int[Tensor, "b s"]) -> Around:
         """Tokens whose keys are read as they were: those before the last that do not run in every prompt."""
+        if not self.runs_alone():
+            return None
         often = torch.bincount(at.flatten(), minlength=len(self.ids))[: int(at.max())]
         return (often < len(at)).nonzero()[:, 0]
 
-    def _weights(
-        self, call: Call, at: Int[Tensor, "b s"], which: Int[Tensor, "b u"], changed: Sequence[Changed], alone: bool
-    ) -> Float[Tensor, "b h u t"]:
-        """Every head's attention at some of the tokens that run, over the whole prompt."""
-        base, each = self.calls[call.layer] if alone else call, torch.arange(len(at), device=at.device)[:, None]
-        queries = at.gather(1, which)
-        rows = (each * 0 if alone else each).expand_as(queries)
+    def _part(self, call: Call, at: Int[Tensor, "b s"], around: Around, which: Int[Tensor, "b u"]) -> Call:
+        """The same call with the queries of some tokens that run, over all keys: theirs, then those around them."""
+        at, which, each = at.to(call.q.device), which.to(call.q.device), torch.arange(len(at), device=call.q.device)
+        base, queries = call if around is None else self.calls[call.layer], at.gather(1, which)
+        rows = (each if around is None else each * 0)[:, None].expand_as(queries)
         mask = base.mask_rows(rows.flatten(), queries.flatten()).unflatten(0, queries.shape).transpose(1, 2)
-        q = call.q[each, :, which if alone else queries].transpose(1, 2).float().unflatten(1, (call.k.shape[1], -1))
-        logits = torch.einsum("bgmsd,bgtd->bgmst", q, call.k.float())
-        if alone:  # keys of the others are the same in every row, so that they are not copied
-            where = at[:, None, None, None].expand_as(logits)
-            logits = torch.einsum("bgmsd,gtd->bgmst", q, base.k[0].float()).scatter(-1, where, logits)
-        logits = call.cap(call.scale * logits).flatten(1, 2) + mask.to(logits)
+        q, k, v = call.q[each[:, None], :, queries if around is None else which].transpose(1, 2), call.k, call.v
+        if around is not None:
+            here, around = at[:, None, None].expand(*mask.shape[:3], -1), around.to(at)
+            mask = torch.cat([mask.gather(-1, here), mask.scatter(-1, here, -torch.inf)[..., around]], dim=-1)
+            old = ((x[:, :, around].expand(len(at), -1, -1, -1)) for x in (base.k, base.v))
+            k, v = (torch.cat([new, next(old)], dim=2) for new in (k, v))
+        return replace(call, q=q, k=k, v=v, mask=mask, causal=False)
+
+    def _weights(
+        self, call: Call, at: Int[Tensor, "b s"], around: Around, which: Tensor, changed: Sequence[Changed]
+    ) -> tuple[Call, Float[Tensor, "b h u k"], Int[Tensor, "b k"]]:
+        """A part of a call, every head's attention there, other logits at the last token, and the tokens it is to."""
+        part = self._part(call, at, around, which)
+        columns = torch.arange(part.k.shape[2], device=at.device).expand(len(at), -1)
+        if around is not None:
+            columns = torch.cat([at, around.expand(len(at), -1)], dim=1)
+        columns, logits = columns.to(part.q.device), part.logits([*range(part.q.shape[1])])
         for i, head, others in changed:  # hidden keys stay hidden
-            new = others.to(logits).masked_fill(logits[i, head] == -torch.inf, -torch.inf)
-            logits[i, head] = torch.where((which[i] == at.shape[1] - 1)[:, None], new, logits[i, head])
-        return soft(logits, None if call.sinks is None else call.sinks.float()[:, None].expand(logits.shape[:3]))
+            new = others.to(logits)[columns[i]].masked_fill(logits[i, head] == -torch.inf, -torch.inf)
+            logits[i, head] = torch.where((which[i, :, None] == at.shape[1] - 1).to(new.device), new, logits[i, head])
+        sinks = None if part.sinks is None else part.sinks.float()[:, None].expand(logits.shape[:3])
+        return part, soft(logits, sinks), columns
 
     def _show(
-        self, call: Call, at: Tensor, tokens: Int[Tensor, " u"], see: See, changed: Sequence[Changed], alone: bool
+        self, call: Call, at: Tensor, around: Around, tokens: Int[Tensor, " u"], see: See, changed: Sequence[Changed]
     ) -> None:
-        """Show the attention of some tokens, in parts."""
-        at, tokens = at.to(call.q.device), tokens.to(call.q.device)
-        keys = self.calls[call.layer].k.shape[2]
-        for some in tokens.split(_step(call, keys)):
-            same = at[:, None] == some[:, None]
-            see(call.layer, some, same.any(-1), self._weights(call, at, same.int().argmax(-1), changed, alone))
+        """Show the attention of some tokens, in parts, by the order of the prompt."""
+        step = _step(call, len(self.ids))
+        for first in range(0, len(tokens), step):
+            same = at[:, None] == tokens[first : first + step, None].to(at)
+            _, weights, columns = self._weights(call, at, around, same.int().argmax(-1), changed)
+            rows = weights.new_zeros(*weights.shape[:3], len(self.ids))
+            rows.scatter_add_(-1, columns[:, None, None].expand_as(weights), weights)
+            see(call.layer, first, same.any(-1), rows)
 
-    def _attend(self, call: Call, at: Int[Tensor, "b s"], around: Int[Tensor, " r"]) -> None:
+    def _attend(self, call: Call, at: Int[Tensor, "b s"], around: Around) -> None:
         """Put in what heads put out at tokens that run alone, in parts."""
-        base, outputs = self.calls[call.layer], list[Tensor]()
-        at, around = at.to(call.q.device), around.to(call.q.device)
-        k, v = (
-            torch.cat([old[:, :, around].expand(len(at), -1, -1, -1), new], dim=2)
-            for old, new in ((base.k, call.k), (base.v, call.v))
-        )
-        step = _step(call, k.shape[2])
-        for first in range(0, at.shape[1], step):
-            queries, seen = at[:, first : first + step], at[:, : first + step]
-            mask = base.mask_rows(queries.flatten() * 0, queries.flatten()).unflatten(0, queries.shape).transpose(1, 2)
-            mine, theirs = (x[:, None, None].expand(*mask.shape[:3], -1) for x in (seen, at))
-            mask = torch.cat([mask.scatter(-1, theirs, -torch.inf)[..., around], mask.gather(-1, mine)], dim=-1)
-            until = mask.shape[-1]
-            part = replace(call, q=call.q[:, :, first : first + step], k=k[:, :, :until], v=v[:, :, :until], mask=mask)
-            outputs.append(_output(replace(part, causal=False)))
-        call.output = torch.cat(outputs, dim=1)
+        some = torch.arange(at.shape[1]).expand_as(at).split(_step(call, len(self.ids)), dim=1)
+        call.output = torch.cat([_output(self._part(call, at, around, which)) for which in some], dim=1)
 
-    def _change(self, call: Call, at: Int[Tensor, "b s"], changed: Sequence[Changed], alone: bool) -> None:
+    def _change(self, call: Call, at: Int[Tensor, "b s"], around: Around, changed: Sequence[Changed]) -> None:
         """Put in what heads put out at the last token with other rows of attention."""
-        at = at.to(call.q.device)
-        weights = self._weights(call, at, torch.full_like(at[:, :1], at.shape[1] - 1), changed, alone)
+        last = torch.full_like(at[:, :1], at.shape[1] - 1)
+        part, weights, _ = self._weights(call, at, around, last, changed)
         for i, head, _ in changed:
-            own = head // (call.q.shape[1] // call.v.shape[1])
-            values = call.v[i, own]
-            if alone:
-                values = self.calls[call.layer].v[0, own].index_copy(0, at[i], values)
-            value = weights[i, head, 0] @ values.float()
-            if call.output is not None:
-                call.output[i, -1, head] = value.to(call.output)
-            else:
-                call.outputs[head] = partial(_put, (i, at[i, -1]), value, call.outputs.get(head))
+            value = weights[i, head, 0] @ part.v[i, head // (part.q.shape[1] // part.v.shape[1])].float()
+            place = i, at[i, -1] if around is None else last[i, 0]
+            call.outputs[head] = partial(_put, place, value, call.outputs.get(head))
 
     def record(
         self, reader: Reader, ids: Int[Tensor, " t"], look: tuple[int, int], layer: int, at: Int[Tensor, " s"]
@@ -251,20 +237,19 @@ class Again:
         does not depend on their order.
         """
         query, key = look
-        alone = self.runs_alone()
-        at = at.to(self.ids) if alone else torch.arange(query + 1).to(self.ids)
-        inputs, around = prompt_of(self.scope, ids[None, : query + 1]), self._around(at[None])
-        if alone:
-            inputs = {name: value[:, at] for name, value in inputs.items() if name != "attention_mask"}
+        at, inputs = at.to(self.ids)[None], prompt_of(self.scope, ids[None, : query + 1])
+        around, visits = self._around(at), list[Callable[[Call], None]]()
+        if around is None:
+            at = torch.arange(query + 1).to(self.ids)[None]
+        else:
+            inputs = {name: value[:, at[0]] for name, value in inputs.items() if name != "attention_mask"}
+            visits.append(partial(self._attend, at=at, around=around))
         row = torch.zeros(1, dtype=torch.long, device=self.scope.device)
-        keys = torch.searchsorted(at, torch.tensor([key, query]).to(at))[None].to(row)
+        keys = torch.searchsorted(at[0], torch.tensor([key, query]).to(at))[None].to(row)
         places = Places(row, keys[:, 1], keys, torch.ones_like(keys, dtype=torch.bool))
-        visits = [partial(self._attend, at=at[None], around=around)] if alone else []
         run = reader.record(inputs, places, deep=[layer], last=layer, visits=visits)
-        call, base = run.calls[layer], self.calls[layer]
-        mask = base.mask_rows(row, row + query)[:, :, None, torch.cat([at, around]).to(base.k.device)]
-        k, v = (torch.cat([a, b[:, :, around]], dim=2) for a, b in ((call.k, base.k), (call.v, base.v)))
-        run.calls[layer] = replace(call, k=k, v=v, mask=mask, causal=False)
+        call = run.calls[layer]
+        run.calls[layer] = replace(self._part(call, at, around, keys[:, 1:]), q=call.q)
         return run
 
     def runs_alone(self) -> bool:
