@@ -56,7 +56,7 @@ EXAMPLES = (
     "hat: O\njam: Z\ncat: B\npen: K\njam:",
     "The war lasted from the year 1743 to the year 17",
 )
-_LONGEST = 2048  # tokens
+_LONGEST = 8192  # tokens
 _TEXTS = 3  # of a head that a folder names
 _OTHERS = 8  # heads or MLPs that take the place of one
 _CHANGE = re.compile(r"(ablate) (\S+)|(hide) (\S+) (\d+) (\d+)|(replace) (\d+) (.+)", re.S)
