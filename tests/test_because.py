@@ -30,11 +30,12 @@ def ids_of(scope, prompt):
     return scope.encode([prompt]).inputs["input_ids"][0]
 
 
+@pytest.mark.parametrize("length", [12, 30])  # keys around are copied for each row, or shared
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox", "bloom", "gpt_oss"])
-def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, monkeypatch):
+def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, length, monkeypatch):
     """Prefix shared, soft-caps, sinks, windows and biases as they are: every layer's attention, and the logits."""
     scope = qk.Scope.from_model(tiny_model(family), check=False)
-    ids = torch.arange(3, 15)
+    ids = torch.arange(3, 3 + length)
     again, changed, at = Again.of(scope, ids), ids.repeat(3, 1), torch.tensor([5, 7, 0])[:, None] + torch.arange(5)
     changed[0, 5], changed[1, 8], changed[2, :2] = 20, 21, torch.tensor([22, 23])
     reads = dict.fromkeys(range(scope.n_layers), ids - 3)

@@ -117,8 +117,9 @@ class Again:
     # ------------------------------------------------------------------ other tokens
 
     def at_once(self, tokens: int) -> int:
-        """How many prompts run together with so many tokens each; keys of the others are copied for each."""
-        return max(room_of(self.scope) // max(tokens, len(self.ids) // _KEYS), 1)
+        """How many prompts run together with so many tokens each, keys around them shared, or few enough to copy."""
+        room, length = room_of(self.scope), len(self.ids)
+        return max(min(room // tokens, max(length // tokens, room * _KEYS // length)), 1)
 
     @torch.no_grad()
     def run(
@@ -174,16 +175,27 @@ class Again:
         return (often < len(at)).nonzero()[:, 0]
 
     def _part(self, call: Call, at: Int[Tensor, "b s"], around: Around, which: Int[Tensor, "b u"]) -> Call:
-        """The same call with the queries of some tokens that run, over all keys: theirs, then those around them."""
+        """The same call with the queries of some tokens that run, over all keys: theirs, then those around them.
+
+        Of few tokens in a long prompt all rows are one, which sees the keys around once, and each token those of its
+        own row.
+        """
         at, which, each = at.to(call.q.device), which.to(call.q.device), torch.arange(len(at), device=call.q.device)
         base, queries = call if around is None else self.calls[call.layer], at.gather(1, which)
-        rows = (each if around is None else each * 0)[:, None].expand_as(queries)
-        mask = base.mask_rows(rows.flatten(), queries.flatten()).unflatten(0, queries.shape).transpose(1, 2)
-        q, k, v = call.q[each[:, None], :, queries if around is None else which].transpose(1, 2), call.k, call.v
+        rows = each.repeat_interleave(which.shape[1])
+        mask = base.mask_rows(rows if around is None else rows * 0, queries.flatten())
+        q, k, v = call.q[each[:, None], :, queries if around is None else which], call.k, call.v
+        size = 1 if around is not None and at.numel() <= len(around) else len(at)
+        q, mask = (x.reshape(size, -1, *x.shape[-2:]).transpose(1, 2) for x in (q, mask))
         if around is not None:
-            here, around = at[:, None, None].expand(*mask.shape[:3], -1), around.to(at)
-            mask = torch.cat([mask.gather(-1, here), mask.scatter(-1, here, -torch.inf)[..., around]], dim=-1)
-            old = ((x[:, :, around].expand(len(at), -1, -1, -1)) for x in (base.k, base.v))
+            k, v = (x if size > 1 else x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))
+            here, steps = at[rows].view(size, 1, -1, at.shape[1]), torch.arange(at.shape[1], device=at.device)
+            there = (rows * at.shape[1] if size == 1 else rows * 0).view(size, 1, -1, 1) + steps
+            here, there = (x.expand(*mask.shape[:3], -1) for x in (here, there))
+            mine = mask.new_full((*mask.shape[:3], k.shape[2]), -torch.inf).scatter(-1, there, mask.gather(-1, here))
+            around = around.to(at)
+            mask = torch.cat([mine, mask.scatter(-1, here, -torch.inf)[..., around]], dim=-1)
+            old = (x[:, :, around].expand(size, -1, -1, -1) for x in (base.k, base.v))
             k, v = (torch.cat([new, next(old)], dim=2) for new in (k, v))
         return replace(call, q=q, k=k, v=v, mask=mask, causal=False)
 
@@ -191,11 +203,11 @@ class Again:
         self, call: Call, at: Int[Tensor, "b s"], around: Around, which: Tensor, changed: Sequence[Changed]
     ) -> tuple[Call, Float[Tensor, "b h u k"], Int[Tensor, "b k"]]:
         """A part of a call, every head's attention there, other logits at the last token, and the tokens it is to."""
-        part = self._part(call, at, around, which)
-        columns = torch.arange(part.k.shape[2], device=at.device).expand(len(at), -1)
+        part, columns = self._part(call, at, around, which), torch.arange(call.k.shape[2], device=at.device)[None]
         if around is not None:
-            columns = torch.cat([at, around.expand(len(at), -1)], dim=1)
-        columns, logits = columns.to(part.q.device), part.logits([*range(part.q.shape[1])])
+            columns = torch.cat([at.reshape(len(part.k), -1), around.expand(len(part.k), -1)], dim=1)
+        columns, logits = columns.expand(len(at), -1).to(part.q.device), part.logits([*range(part.q.shape[1])])
+        logits = logits.transpose(1, 2).reshape(*which.shape, *logits.shape[1::2]).transpose(1, 2)
         for i, head, others in changed:  # hidden keys stay hidden
             new = others.to(logits)[columns[i]].masked_fill(logits[i, head] == -torch.inf, -torch.inf)
             logits[i, head] = torch.where((which[i, :, None] == at.shape[1] - 1).to(new.device), new, logits[i, head])
@@ -217,14 +229,16 @@ class Again:
     def _attend(self, call: Call, at: Int[Tensor, "b s"], around: Around) -> None:
         """Put in what heads put out at tokens that run alone, in parts."""
         some = torch.arange(at.shape[1]).expand_as(at).split(_step(call, len(self.ids)), dim=1)
-        call.output = torch.cat([_output(self._part(call, at, around, which)) for which in some], dim=1)
+        outputs = (_output(self._part(call, at, around, which)) for which in some)
+        call.output = torch.cat([out.reshape(len(at), -1, *out.shape[2:]) for out in outputs], dim=1)
 
     def _change(self, call: Call, at: Int[Tensor, "b s"], around: Around, changed: Sequence[Changed]) -> None:
         """Put in what heads put out at the last token with other rows of attention."""
         last = torch.full_like(at[:, :1], at.shape[1] - 1)
         part, weights, _ = self._weights(call, at, around, last, changed)
         for i, head, _ in changed:
-            value = weights[i, head, 0] @ part.v[i, head // (part.q.shape[1] // part.v.shape[1])].float()
+            own = head // (part.q.shape[1] // part.v.shape[1])
+            value = weights[i, head, 0] @ part.v[min(i, len(part.v) - 1), own].float()
             place = i, at[i, -1] if around is None else last[i, 0]
             call.outputs[head] = partial(_put, place, value, call.outputs.get(head))
 
