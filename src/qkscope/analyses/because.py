@@ -198,11 +198,10 @@ class Because:
         near = behind[:, 1:].any(-1) | before[1:].any(-1).flip(0)
         return runs & (near | (runs.sum(1, keepdim=True) <= _WHOLE))
 
-    def _keep(self, made: Tensor, some: Tensor, layer: int, first: int, runs: Tensor, weights: Tensor) -> None:
+    def _keep(self, made: Tensor, some: Tensor, layer: int, runs: Tensor, weights: Tensor) -> None:
         """Put the rows of looks from tokens that run, in some prompts, into a table of all."""
-        every, heads, _ = self._of_layer[layer]
-        own = every[first : first + runs.shape[1]]
-        rows = weights[:, heads[first : first + len(own)], torch.arange(len(own), device=heads.device)].to(made)
+        own, heads, _ = self._of_layer[layer]
+        rows = weights[:, heads, torch.arange(len(own), device=heads.device)].to(made)
         made[some, own] = rows.where(runs[..., None].to(made.device), made[some, own])
 
     # ------------------------------------------------------------------ causes

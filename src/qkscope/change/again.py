@@ -32,8 +32,8 @@ _TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**15  # that run together: on a CPU more
 _KEYS = 16  # keys that take as much room as a token that runs
 _ROOM, _MORE_ROOM = {"cpu": 2**23}, 2**28  # numbers of attention made at once: of a long prompt, of some tokens
 
-See = Callable[[int, int, Tensor, Tensor], None]
-"""Is given a layer, the number of the first token shown, whether each runs [b, u], and attention [b, h, u, t]."""
+See = Callable[[int, Tensor, Tensor], None]
+"""Is given a layer, whether each token that is shown runs [b, u], and every head's attention there [b, h, u, t]."""
 
 
 Around = Int[Tensor, " r"] | None
@@ -45,10 +45,10 @@ Row = tuple[Head, Float[Tensor, " t"]]
 
 
 class TokenRun(NamedTuple):
-    """A token run with other attention logits: every head's attention, and the next token's logits, of each change."""
+    """Every head's attention at a token, and the next token's logits."""
 
-    attention: Float[Tensor, "b h t"]
-    logits: Float[Tensor, "b v"]
+    attention: Float[Tensor, "h t"]
+    logits: Float[Tensor, " v"]
 
 
 class Again:
@@ -86,33 +86,25 @@ class Again:
         """A head's row of attention at a token."""
         return self.calls[head.layer].rows(head.index, torch.tensor([0]), torch.tensor([query]))
 
-    def without(self, query: int, head: Head, key: int) -> Row:
-        """The same where it may not look at a key."""
-        logits = self.row(query, head).logits()[0, 0].clone()
-        logits[key] = -torch.inf
-        return head, logits
-
+    @torch.no_grad()
     def hidden(self, query: int, edges: Sequence[tuple[Head, int]]) -> Float[Tensor, "n v"]:
         """Next-token logits where each of these heads, one at a time, may not look at a key from this token."""
-        return self.run_rows(query, [self.without(query, head, key) for head, key in edges]).logits
-
-    def run_rows(self, query: int, rows: Sequence[Row | None]) -> TokenRun:
-        """A token run with one row of attention changed, each change on its own; None changes nothing.
-
-        Parameters
-        ----------
-        query : the token that asks.
-        rows : changes.
-        """
-        kept, logits, reads = dict[int, list[Tensor]](), [], dict.fromkeys(self.calls, torch.tensor([query]))
-        see: See = lambda layer, _, __, weights: kept.setdefault(layer, []).append(weights[:, :, -1].cpu())  # noqa: E731
+        rows, found = [(head, self.row(query, head).logits()[0, 0].clone()) for head, _ in edges], list[Tensor]()
+        for (_, logits), (_, key) in zip(rows, edges, strict=True):
+            logits[key] = -torch.inf
         step = min(self.at_once(1), _AT_ONCE)
-        for start in range(0, len(rows), step):
-            some = rows[start : start + step]
-            at = torch.full((len(some), 1), query)
-            logits.append(self.run(self.ids[at.to(self.ids.device)], at, reads, see, rows=some))
-        attention = torch.cat([torch.cat(kept[layer]) for layer in sorted(kept)], dim=1)
-        return TokenRun(attention, torch.cat([each.cpu() for each in logits if each is not None]))
+        for some in (rows[start : start + step] for start in range(0, len(rows), step)):
+            at = torch.full((len(some), 1), query, device=self.ids.device)
+            found += [logits.cpu() for logits in [self.run(self.ids[at], at, rows=some)] if logits is not None]
+        return torch.cat(found)
+
+    def token(self, query: int) -> TokenRun:
+        """Run one token as it is."""
+        kept, at = dict[int, Tensor](), torch.tensor([[query]], device=self.ids.device)
+        see: See = lambda layer, _, weights: kept.update({layer: weights[0, :, 0].cpu()})  # noqa: E731
+        logits = self.run(self.ids[at], at, dict.fromkeys(self.calls, at[0]), see)
+        assert logits is not None
+        return TokenRun(torch.cat([kept[layer] for layer in sorted(kept)]), logits[0].cpu())
 
     # ------------------------------------------------------------------ other tokens
 
@@ -138,16 +130,14 @@ class Again:
         ----------
         tokens : what stands there instead; the same tokens may be among them.
         at : their places in each prompt, in order.
-        reads, see : by layer, tokens whose attention is shown, in parts, and to whom.
+        reads, see : by layer, tokens whose attention is shown, and to whom.
         last : layer after which the model stops; without one it goes on to the logits of the next token.
         rows : of each prompt, a row of attention that is another at its last token.
         check : told each attention call, before it is computed.
         """
         tokens, at, each = tokens.to(self.ids), at.to(self.ids), torch.arange(len(at), device=self.ids.device)
         around = self._around(at)
-        inputs = {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
-        if around is None:
-            inputs = prompt_of(self.scope, self.ids.repeat(len(tokens), 1).scatter(1, at, tokens))
+        inputs = self._inputs(tokens, at, around)
 
         def visit(call: Call) -> None:
             if check is not None:
@@ -166,6 +156,12 @@ class Again:
             return self.scope.watch(inputs, visit, only=range(last + 1))
         nothing, ends = at[:, :0], at[:, -1] if around is None else torch.full_like(each, at.shape[1] - 1)
         return self.scope.watch(inputs, visit, logits_at=Places(each, ends, nothing, nothing.bool()))
+
+    def _inputs(self, tokens: Int[Tensor, "b s"], at: Int[Tensor, "b s"], around: Around) -> dict[str, Tensor]:
+        """What the model is given of tokens that run alone, or of whole prompts with these tokens in them."""
+        if around is None:
+            return prompt_of(self.scope, self.ids.repeat(len(tokens), 1).scatter(1, at, tokens))
+        return {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
 
     def _around(self, at: Int[Tensor, "b s"]) -> Around:
         """Tokens whose keys are read as they were: those before the last that do not run in every prompt."""
@@ -217,14 +213,11 @@ class Again:
     def _show(
         self, call: Call, at: Tensor, around: Around, tokens: Int[Tensor, " u"], see: See, changed: Sequence[Changed]
     ) -> None:
-        """Show the attention of some tokens, in parts, by the order of the prompt."""
-        step = _step(call, len(self.ids))
-        for first in range(0, len(tokens), step):
-            same = at[:, None] == tokens[first : first + step, None].to(at)
-            _, weights, columns = self._weights(call, at, around, same.int().argmax(-1), changed)
-            rows = weights.new_zeros(*weights.shape[:3], len(self.ids))
-            rows.scatter_add_(-1, columns[:, None, None].expand_as(weights), weights)
-            see(call.layer, first, same.any(-1), rows)
+        """Show the attention of some tokens, by the order of the prompt."""
+        same = at[:, None] == tokens[:, None].to(at)
+        _, weights, columns = self._weights(call, at, around, same.int().argmax(-1), changed)
+        rows = weights.new_zeros(*weights.shape[:3], len(self.ids))
+        see(call.layer, same.any(-1), rows.scatter_add_(-1, columns[:, None, None].expand_as(weights), weights))
 
     def _attend(self, call: Call, at: Int[Tensor, "b s"], around: Around) -> None:
         """Put in what heads put out at tokens that run alone, in parts."""
@@ -250,20 +243,14 @@ class Again:
         Tokens of the run are counted among those that ran, ``at``; keys of all others stand behind them, as attention
         does not depend on their order.
         """
-        query, key = look
-        at, inputs = at.to(self.ids)[None], prompt_of(self.scope, ids[None, : query + 1])
-        around, visits = self._around(at), list[Callable[[Call], None]]()
-        if around is None:
-            at = torch.arange(query + 1).to(self.ids)[None]
-        else:
-            inputs = {name: value[:, at[0]] for name, value in inputs.items() if name != "attention_mask"}
-            visits.append(partial(self._attend, at=at, around=around))
-        row = torch.zeros(1, dtype=torch.long, device=self.scope.device)
-        keys = torch.searchsorted(at[0], torch.tensor([key, query]).to(at))[None].to(row)
-        places = Places(row, keys[:, 1], keys, torch.ones_like(keys, dtype=torch.bool))
+        around = self._around(at.to(self.ids)[None])
+        at = (torch.arange(len(ids)) if around is None else at).to(self.ids)[None]
+        inputs, keys = self._inputs(ids.to(at)[at], at, around), torch.searchsorted(at, torch.tensor([look]).to(at))
+        places = Places(at[:, 0] * 0, keys[:, 0], keys.flip(1), torch.ones_like(keys, dtype=torch.bool))
+        visits = [] if around is None else [partial(self._attend, at=at, around=around)]
         run = reader.record(inputs, places, deep=[layer], last=layer, visits=visits)
         call = run.calls[layer]
-        run.calls[layer] = replace(self._part(call, at, around, keys[:, 1:]), q=call.q)
+        run.calls[layer] = replace(self._part(call, at, around, keys[:, :1]), q=call.q)
         return run
 
     def runs_alone(self) -> bool:
