@@ -44,11 +44,11 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, leng
     for alone in (True, False):
         again._alone = None if alone else False
         assert again.runs_alone() == alone
-        see = lambda layer, runs, rows, of=seen[alone]: of.update({layer: rows * runs[:, None, :, None]})  # noqa: E731
+        see = lambda layer, runs, rows, of=seen[alone]: of.update({layer: (rows, runs[:, None, :, None])})  # noqa: E731
         logits[alone] = again.run(changed.gather(1, at), at, reads, see)
     assert seen[True].keys() == seen[False].keys() == set(range(scope.n_layers))
-    for layer, weights in seen[True].items():
-        assert torch.allclose(weights, seen[False][layer], atol=2e-5)
+    for layer, (weights, runs) in seen[True].items():
+        assert torch.allclose(weights * runs, seen[False][layer][0] * runs, atol=2e-5)
     assert torch.allclose(logits[True], logits[False], atol=1e-4)
     with torch.no_grad():
         plain = scope.model(input_ids=changed, use_cache=False).logits[torch.arange(3), at[:, -1]]

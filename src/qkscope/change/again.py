@@ -36,8 +36,6 @@ See = Callable[[int, Tensor, Tensor], None]
 """Is given a layer, whether each token that is shown runs [b, u], and every head's attention there [b, h, u, t]."""
 
 
-Around = Int[Tensor, " r"] | None
-"""Tokens that do not run in every prompt; None where whole prompts run."""
 Changed = tuple[int, int, Float[Tensor, " t"]]
 """A row of the batch, a head's number, and the logits that it gets instead."""
 Row = tuple[Head, Float[Tensor, " t"]]
@@ -49,6 +47,15 @@ class TokenRun(NamedTuple):
 
     attention: Float[Tensor, "h t"]
     logits: Float[Tensor, " v"]
+
+
+class _Placed(NamedTuple):
+    """Tokens that run: what the model is given, their places, the tokens around them, and the last one of each row."""
+
+    inputs: dict[str, Tensor]
+    at: Int[Tensor, "b s"]
+    around: Int[Tensor, " r"]
+    ends: Int[Tensor, " b"]
 
 
 class Again:
@@ -135,105 +142,95 @@ class Again:
         rows : of each prompt, a row of attention that is another at its last token.
         check : told each attention call, before it is computed.
         """
-        tokens, at, each = tokens.to(self.ids), at.to(self.ids), torch.arange(len(at), device=self.ids.device)
-        around = self._around(at)
-        inputs = self._inputs(tokens, at, around)
+        place = self._placed(tokens.to(self.ids), at.to(self.ids))
 
         def visit(call: Call) -> None:
             if check is not None:
                 check(call)
             changed = [(i, row[0].index, row[1]) for i, row in enumerate(rows) if row and row[0].layer == call.layer]
             if see is not None and reads and call.layer in reads:
-                self._show(call, at, around, reads[call.layer], see, changed)
+                self._show(call, place, reads[call.layer], see, changed)
             if last is not None and call.layer >= last:
                 raise Stop
-            if around is not None:
-                self._attend(call, at, around)
+            if self._alone:
+                self._attend(call, place)
             if changed:
-                self._change(call, at, around, changed)
+                self._change(call, place, changed)
 
         if last is not None:
-            return self.scope.watch(inputs, visit, only=range(last + 1))
-        nothing, ends = at[:, :0], at[:, -1] if around is None else torch.full_like(each, at.shape[1] - 1)
-        return self.scope.watch(inputs, visit, logits_at=Places(each, ends, nothing, nothing.bool()))
+            return self.scope.watch(place.inputs, visit, only=range(last + 1))
+        each, nothing = torch.arange(len(at), device=place.at.device), place.at[:, :0]
+        return self.scope.watch(place.inputs, visit, logits_at=Places(each, place.ends, nothing, nothing.bool()))
 
-    def _inputs(self, tokens: Int[Tensor, "b s"], at: Int[Tensor, "b s"], around: Around) -> dict[str, Tensor]:
-        """What the model is given of tokens that run alone, or of whole prompts with these tokens in them."""
-        if around is None:
-            return prompt_of(self.scope, self.ids.repeat(len(tokens), 1).scatter(1, at, tokens))
-        return {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
-
-    def _around(self, at: Int[Tensor, "b s"]) -> Around:
-        """Tokens whose keys are read as they were: those before the last that do not run in every prompt."""
+    def _placed(self, tokens: Int[Tensor, "b s"], at: Int[Tensor, "b s"]) -> _Placed:
+        """Some tokens as they run: alone, or whole prompts with these tokens in them."""
         if not self.runs_alone():
-            return None
+            whole = self.ids.repeat(len(tokens), 1).scatter(1, at, tokens)
+            every = torch.arange(len(self.ids), device=at.device).expand_as(whole)
+            return _Placed(prompt_of(self.scope, whole), every, at[0, :0], at[:, -1])
         often = torch.bincount(at.flatten(), minlength=len(self.ids))[: int(at.max())]
-        return (often < len(at)).nonzero()[:, 0]
+        around, ends = (often < len(at)).nonzero()[:, 0], torch.full_like(at[:, 0], at.shape[1] - 1)
+        inputs = {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
+        return _Placed(inputs, at, around, ends)
 
-    def _part(self, call: Call, at: Int[Tensor, "b s"], around: Around, which: Int[Tensor, "b u"]) -> Call:
+    def _part(self, call: Call, place: _Placed, which: Int[Tensor, "b u"]) -> Call:
         """The same call with the queries of some tokens that run, over all keys: theirs, then those around them.
 
         Of few tokens in a long prompt all rows are one, which sees the keys around once, and each token those of its
         own row.
         """
-        at, which, each = at.to(call.q.device), which.to(call.q.device), torch.arange(len(at), device=call.q.device)
-        base, queries = call if around is None else self.calls[call.layer], at.gather(1, which)
+        at, around, which = (x.to(call.q.device) for x in (place.at, place.around, which))
+        base, size = self.calls[call.layer], 1 if at.numel() <= len(around) else len(at)
+        each, steps = (torch.arange(n, device=at.device) for n in at.shape)
         rows = each.repeat_interleave(which.shape[1])
-        mask = base.mask_rows(rows if around is None else rows * 0, queries.flatten())
-        q, k, v = call.q[each[:, None], :, queries if around is None else which], call.k, call.v
-        size = 1 if around is not None and at.numel() <= len(around) else len(at)
-        q, mask = (x.reshape(size, -1, *x.shape[-2:]).transpose(1, 2) for x in (q, mask))
-        if around is not None:
-            k, v = (x if size > 1 else x.transpose(0, 1).flatten(1, 2)[None] for x in (k, v))
-            here, steps = at[rows].view(size, 1, -1, at.shape[1]), torch.arange(at.shape[1], device=at.device)
-            there = (rows * at.shape[1] if size == 1 else rows * 0).view(size, 1, -1, 1) + steps
-            here, there = (x.expand(*mask.shape[:3], -1) for x in (here, there))
-            mine = mask.new_full((*mask.shape[:3], k.shape[2]), -torch.inf).scatter(-1, there, mask.gather(-1, here))
-            around = around.to(at)
-            mask = torch.cat([mine, mask.scatter(-1, here, -torch.inf)[..., around]], dim=-1)
-            old = (x[:, :, around].expand(size, -1, -1, -1) for x in (base.k, base.v))
-            k, v = (torch.cat([new, next(old)], dim=2) for new in (k, v))
+        mask = base.mask_rows(rows * 0, at.gather(1, which).flatten())
+        q, mask = (x.reshape(size, -1, *x.shape[-2:]).transpose(1, 2) for x in (call.q[each[:, None], :, which], mask))
+        k, v = (x if size > 1 else x.transpose(0, 1).flatten(1, 2)[None] for x in (call.k, call.v))
+        there = (rows * len(steps) if size == 1 else rows * 0).view(size, 1, -1, 1) + steps
+        here, there = (x.view(size, 1, -1, len(steps)).expand(*mask.shape[:3], -1) for x in (at[rows], there))
+        mine = mask.new_full((*mask.shape[:3], k.shape[2]), -torch.inf).scatter(-1, there, mask.gather(-1, here))
+        mask = torch.cat([mine, mask.scatter(-1, here, -torch.inf)[..., around]], dim=-1)
+        old = (x[:, :, around].expand(size, -1, -1, -1) for x in (base.k, base.v))
+        k, v = (torch.cat([new, next(old)], dim=2) for new in (k, v))
         return replace(call, q=q, k=k, v=v, mask=mask, causal=False)
 
     def _weights(
-        self, call: Call, at: Int[Tensor, "b s"], around: Around, which: Tensor, changed: Sequence[Changed]
+        self, call: Call, place: _Placed, which: Int[Tensor, "b u"], changed: Sequence[Changed]
     ) -> tuple[Call, Float[Tensor, "b h u k"], Int[Tensor, "b k"]]:
         """A part of a call, every head's attention there, other logits at the last token, and the tokens it is to."""
-        part, columns = self._part(call, at, around, which), torch.arange(call.k.shape[2], device=at.device)[None]
-        if around is not None:
-            columns = torch.cat([at.reshape(len(part.k), -1), around.expand(len(part.k), -1)], dim=1)
+        part, at = self._part(call, place, which), place.at
+        columns = torch.cat([at.reshape(len(part.k), -1), place.around.expand(len(part.k), -1)], dim=1)
         columns, logits = columns.expand(len(at), -1).to(part.q.device), part.logits([*range(part.q.shape[1])])
         logits = logits.transpose(1, 2).reshape(*which.shape, *logits.shape[1::2]).transpose(1, 2)
         for i, head, others in changed:  # hidden keys stay hidden
             new = others.to(logits)[columns[i]].masked_fill(logits[i, head] == -torch.inf, -torch.inf)
-            logits[i, head] = torch.where((which[i, :, None] == at.shape[1] - 1).to(new.device), new, logits[i, head])
+            logits[i, head] = torch.where((which[i, :, None] == place.ends[i]).to(new.device), new, logits[i, head])
         sinks = None if part.sinks is None else part.sinks.float()[:, None].expand(logits.shape[:3])
         return part, soft(logits, sinks), columns
 
     def _show(
-        self, call: Call, at: Tensor, around: Around, tokens: Int[Tensor, " u"], see: See, changed: Sequence[Changed]
+        self, call: Call, place: _Placed, tokens: Int[Tensor, " u"], see: See, changed: Sequence[Changed]
     ) -> None:
         """Show the attention of some tokens, by the order of the prompt."""
-        same = at[:, None] == tokens[:, None].to(at)
-        _, weights, columns = self._weights(call, at, around, same.int().argmax(-1), changed)
+        same = place.at[:, None] == tokens[:, None].to(place.at)
+        _, weights, columns = self._weights(call, place, same.int().argmax(-1), changed)
         rows = weights.new_zeros(*weights.shape[:3], len(self.ids))
         see(call.layer, same.any(-1), rows.scatter_add_(-1, columns[:, None, None].expand_as(weights), weights))
 
-    def _attend(self, call: Call, at: Int[Tensor, "b s"], around: Around) -> None:
+    def _attend(self, call: Call, place: _Placed) -> None:
         """Put in what heads put out at tokens that run alone, in parts."""
-        some = torch.arange(at.shape[1]).expand_as(at).split(_step(call, len(self.ids)), dim=1)
-        outputs = (_output(self._part(call, at, around, which)) for which in some)
-        call.output = torch.cat([out.reshape(len(at), -1, *out.shape[2:]) for out in outputs], dim=1)
+        room = _ROOM.get(call.q.device.type, _MORE_ROOM) // (call.q[:, :, 0, 0].numel() * len(self.ids))
+        some = torch.arange(place.at.shape[1]).expand_as(place.at).split(max(room, 1), dim=1)
+        outputs = (_output(self._part(call, place, which)) for which in some)
+        call.output = torch.cat([out.reshape(len(place.at), -1, *out.shape[2:]) for out in outputs], dim=1)
 
-    def _change(self, call: Call, at: Int[Tensor, "b s"], around: Around, changed: Sequence[Changed]) -> None:
+    def _change(self, call: Call, place: _Placed, changed: Sequence[Changed]) -> None:
         """Put in what heads put out at the last token with other rows of attention."""
-        last = torch.full_like(at[:, :1], at.shape[1] - 1)
-        part, weights, _ = self._weights(call, at, around, last, changed)
+        part, weights, _ = self._weights(call, place, place.ends[:, None], changed)
         for i, head, _ in changed:
             own = head // (part.q.shape[1] // part.v.shape[1])
             value = weights[i, head, 0] @ part.v[min(i, len(part.v) - 1), own].float()
-            place = i, at[i, -1] if around is None else last[i, 0]
-            call.outputs[head] = partial(_put, place, value, call.outputs.get(head))
+            call.outputs[head] = partial(_put, (i, place.ends[i]), value, call.outputs.get(head))
 
     def record(
         self, reader: Reader, ids: Int[Tensor, " t"], look: tuple[int, int], layer: int, at: Int[Tensor, " s"]
@@ -243,14 +240,14 @@ class Again:
         Tokens of the run are counted among those that ran, ``at``; keys of all others stand behind them, as attention
         does not depend on their order.
         """
-        around = self._around(at.to(self.ids)[None])
-        at = (torch.arange(len(ids)) if around is None else at).to(self.ids)[None]
-        inputs, keys = self._inputs(ids.to(at)[at], at, around), torch.searchsorted(at, torch.tensor([look]).to(at))
+        ids, at = ids.to(self.ids), at.to(self.ids)[None]
+        place = self._placed(ids[at], at)
+        keys = torch.searchsorted(place.at.contiguous(), torch.tensor([look]).to(at))
         places = Places(at[:, 0] * 0, keys[:, 0], keys.flip(1), torch.ones_like(keys, dtype=torch.bool))
-        visits = [] if around is None else [partial(self._attend, at=at, around=around)]
-        run = reader.record(inputs, places, deep=[layer], last=layer, visits=visits)
+        visits = [partial(self._attend, place=place)] if self._alone else []
+        run = reader.record(place.inputs, places, deep=[layer], last=layer, visits=visits)
         call = run.calls[layer]
-        run.calls[layer] = replace(self._part(call, at, around, keys[:, :1]), q=call.q)
+        run.calls[layer] = replace(self._part(call, place, keys[:, :1]), q=call.q)
         return run
 
     def runs_alone(self) -> bool:
@@ -270,11 +267,6 @@ class Again:
             worst = torch.inf
         self._alone = worst < max(_AGREES, 4 * torch.finfo(self.scope.model.dtype).eps)
         return self._alone
-
-
-def _step(call: Call, keys: int) -> int:
-    """Tokens whose attention to so many is made at once."""
-    return max(_ROOM.get(call.q.device.type, _MORE_ROOM) // (call.q[:, :, 0, 0].numel() * keys), 1)
 
 
 def _output(call: Call) -> Float[Tensor, "b s h e"]:
