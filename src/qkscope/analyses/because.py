@@ -118,6 +118,8 @@ class Because:
             word for word in self.others.words if word.start <= furthest and (word.start or usable[self.ids[0]])
         ]  # a first token that no text has, as <bos>, stays
         self.words = self._affordable(self.seen, furthest)
+        far = self.words and furthest + 1 - self.words[0].start > _WHOLE and again.runs_alone()
+        self.held = f"; tokens over {NEAR} away from it, the key and the query are held" if far else ""
         self.texts = [self.others.lexicon.text(i) for i in self.ids.tolist()]
 
     def _affordable(self, words: list[Word], furthest: int) -> list[Word]:

@@ -55,7 +55,7 @@ EXAMPLES = (
     "hat: O\njam: Z\ncat: B\npen: K\njam:",
     "The war lasted from the year 1743 to the year 17",
 )
-_LONGEST = 8192  # tokens
+_LONGEST, _SQUARE = 8192, 2048  # tokens of a prompt, and of one whose whole patterns are shown
 _TEXTS = 3  # of a head that a folder names
 _OTHERS = 8  # heads or MLPs that take the place of one
 _CHANGE = re.compile(r"(ablate) (\S+)|(hide) (\S+) (\d+) (\d+)|(replace) (\d+) (.+)", re.S)
@@ -199,8 +199,10 @@ class Session:
 
     def patterns(self, prompt: str, heads: Sequence[str]) -> dict[str, Any]:
         """The whole attention pattern of some heads [t, t], a byte each."""
-        run = self.ask(prompt, None).run
-        return {"patterns": {head: _pattern(run, self.scope.check(head)) for head in heads}}
+        probe = self.ask(prompt, None)
+        if len(probe.asked.tokens) > _SQUARE:
+            raise BadInput(f"a whole pattern is drawn of at most {_SQUARE} tokens: ask about a shorter prompt.")
+        return {"patterns": {head: _pattern(probe.run, self.scope.check(head)) for head in heads}}
 
     def save(
         self, prompt: str, query: int, head: str, key: int, changes: Changes = (), versus: str | None = None
