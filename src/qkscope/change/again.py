@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -26,7 +26,7 @@ from qkscope.capture.tap import Call, Stop
 from qkscope.linear.reader import Reader, last_alone
 from qkscope.linear.run import Run
 
-_AT_ONCE = 64  # rows of attention changed together
+_AT_ONCE = 128  # prompts that run together to their logits
 _AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the same tokens in their prompt, or 4 ε
 _TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**15  # that run together: on a CPU more are no faster, and less alike
 _KEYS = 16  # keys that take as much room as a token that runs
@@ -49,7 +49,7 @@ class TokenRun(NamedTuple):
     logits: Float[Tensor, " v"]
 
 
-class _Placed(NamedTuple):
+class _TokenSet(NamedTuple):
     """Tokens that run: what the model is given, their places, the tokens around them, and the last one of each row."""
 
     inputs: dict[str, Tensor]
@@ -93,25 +93,20 @@ class Again:
         """A head's row of attention at a token."""
         return self.calls[head.layer].rows(head.index, torch.tensor([0]), torch.tensor([query]))
 
-    @torch.no_grad()
     def hidden(self, query: int, edges: Sequence[tuple[Head, int]]) -> Float[Tensor, "n v"]:
         """Next-token logits where each of these heads, one at a time, may not look at a key from this token."""
-        rows, found = [(head, self.row(query, head).logits()[0, 0].clone()) for head, _ in edges], list[Tensor]()
+        rows, at = [(head, self.row(query, head).logits()[0, 0].clone()) for head, _ in edges], torch.tensor([[query]])
         for (_, logits), (_, key) in zip(rows, edges, strict=True):
             logits[key] = -torch.inf
-        step = min(self.at_once(1), _AT_ONCE)
-        for some in (rows[start : start + step] for start in range(0, len(rows), step)):
-            at = torch.full((len(some), 1), query, device=self.ids.device)
-            found += [logits.cpu() for logits in [self.run(self.ids[at], at, rows=some)] if logits is not None]
-        return torch.cat(found)
+        at = at.repeat(len(rows), 1).to(self.ids)
+        return self.run(self.ids[at], at, rows=rows).cpu()
 
     def token(self, query: int) -> TokenRun:
         """Run one token as it is."""
         kept, at = dict[int, Tensor](), torch.tensor([[query]], device=self.ids.device)
         see: See = lambda layer, _, weights: kept.update({layer: weights[0, :, 0].cpu()})  # noqa: E731
-        logits = self.run(self.ids[at], at, dict.fromkeys(self.calls, at[0]), see)
-        assert logits is not None
-        return TokenRun(torch.cat([kept[layer] for layer in sorted(kept)]), logits[0].cpu())
+        logits = self.run(self.ids[at], at, dict.fromkeys(self.calls, at[0]), see)[0].cpu()
+        return TokenRun(torch.cat([kept[layer] for layer in sorted(kept)]), logits)
 
     # ------------------------------------------------------------------ other tokens
 
@@ -129,24 +124,25 @@ class Again:
         see: See | None = None,
         last: int | None = None,
         rows: Sequence[Row | None] = (),
-        check: Callable[[Call], None] | None = None,
-    ) -> Float[Tensor, "b v"] | None:
-        """Run as many tokens of each prompt, among keys and values of the unchanged one.
+    ) -> Float[Tensor, "b v"]:
+        """Run as many tokens of each prompt, among keys and values of the unchanged one; the next token's logits.
 
         Parameters
         ----------
         tokens : what stands there instead; the same tokens may be among them.
         at : their places in each prompt, in order.
         reads, see : by layer, tokens whose attention is shown, and to whom.
-        last : layer after which the model stops; without one it goes on to the logits of the next token.
+        last : layer after which the model stops, without logits.
         rows : of each prompt, a row of attention that is another at its last token.
-        check : told each attention call, before it is computed.
         """
-        place = self._placed(tokens.to(self.ids), at.to(self.ids))
+        step = self.at_once(tokens.shape[1]) if last is not None else min(self.at_once(tokens.shape[1]), _AT_ONCE)
+        if len(tokens) > step and see is None:
+            starts = range(0, len(tokens), step)
+            every = (slice(start, start + step) for start in starts)
+            return torch.cat([self.run(tokens[some], at[some], last=last, rows=rows[some]) for some in every])
+        place = self._token_set(tokens.to(self.ids), at.to(self.ids))
 
         def visit(call: Call) -> None:
-            if check is not None:
-                check(call)
             changed = [(i, row[0].index, row[1]) for i, row in enumerate(rows) if row and row[0].layer == call.layer]
             if see is not None and reads and call.layer in reads:
                 self._show(call, place, reads[call.layer], see, changed)
@@ -157,23 +153,24 @@ class Again:
             if changed:
                 self._change(call, place, changed)
 
-        if last is not None:
-            return self.scope.watch(place.inputs, visit, only=range(last + 1))
         each, nothing = torch.arange(len(at), device=place.at.device), place.at[:, :0]
-        return self.scope.watch(place.inputs, visit, logits_at=Places(each, place.ends, nothing, nothing.bool()))
+        ends = None if last is not None else Places(each, place.ends, nothing, nothing.bool())
+        only = None if last is None else range(last + 1)
+        logits = self.scope.watch(place.inputs, visit, logits_at=ends, only=only)
+        return nothing if logits is None else logits
 
-    def _placed(self, tokens: Int[Tensor, "b s"], at: Int[Tensor, "b s"]) -> _Placed:
+    def _token_set(self, tokens: Int[Tensor, "b s"], at: Int[Tensor, "b s"]) -> _TokenSet:
         """Some tokens as they run: alone, or whole prompts with these tokens in them."""
         if not self.runs_alone():
             whole = self.ids.repeat(len(tokens), 1).scatter(1, at, tokens)
             every = torch.arange(len(self.ids), device=at.device).expand_as(whole)
-            return _Placed(prompt_of(self.scope, whole), every, at[0, :0], at[:, -1])
+            return _TokenSet(prompt_of(self.scope, whole), every, at[0, :0], at[:, -1])
         often = torch.bincount(at.flatten(), minlength=len(self.ids))[: int(at.max())]
         around, ends = (often < len(at)).nonzero()[:, 0], torch.full_like(at[:, 0], at.shape[1] - 1)
         inputs = {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
-        return _Placed(inputs, at, around, ends)
+        return _TokenSet(inputs, at, around, ends)
 
-    def _part(self, call: Call, place: _Placed, which: Int[Tensor, "b u"]) -> Call:
+    def _part(self, call: Call, place: _TokenSet, which: Int[Tensor, "b u"]) -> Call:
         """The same call with the queries of some tokens that run, over all keys: theirs, then those around them.
 
         Of few tokens in a long prompt all rows are one, which sees the keys around once, and each token those of its
@@ -195,7 +192,7 @@ class Again:
         return replace(call, q=q, k=k, v=v, mask=mask, causal=False)
 
     def _weights(
-        self, call: Call, place: _Placed, which: Int[Tensor, "b u"], changed: Sequence[Changed]
+        self, call: Call, place: _TokenSet, which: Int[Tensor, "b u"], changed: Sequence[Changed]
     ) -> tuple[Call, Float[Tensor, "b h u k"], Int[Tensor, "b k"]]:
         """A part of a call, every head's attention there, other logits at the last token, and the tokens it is to."""
         part, at = self._part(call, place, which), place.at
@@ -209,7 +206,7 @@ class Again:
         return part, soft(logits, sinks), columns
 
     def _show(
-        self, call: Call, place: _Placed, tokens: Int[Tensor, " u"], see: See, changed: Sequence[Changed]
+        self, call: Call, place: _TokenSet, tokens: Int[Tensor, " u"], see: See, changed: Sequence[Changed]
     ) -> None:
         """Show the attention of some tokens, by the order of the prompt."""
         same = place.at[:, None] == tokens[:, None].to(place.at)
@@ -217,14 +214,14 @@ class Again:
         rows = weights.new_zeros(*weights.shape[:3], len(self.ids))
         see(call.layer, same.any(-1), rows.scatter_add_(-1, columns[:, None, None].expand_as(weights), weights))
 
-    def _attend(self, call: Call, place: _Placed) -> None:
+    def _attend(self, call: Call, place: _TokenSet) -> None:
         """Put in what heads put out at tokens that run alone, in parts."""
         room = _ROOM.get(call.q.device.type, _MORE_ROOM) // (call.q[:, :, 0, 0].numel() * len(self.ids))
         some = torch.arange(place.at.shape[1]).expand_as(place.at).split(max(room, 1), dim=1)
         outputs = (_output(self._part(call, place, which)) for which in some)
         call.output = torch.cat([out.reshape(len(place.at), -1, *out.shape[2:]) for out in outputs], dim=1)
 
-    def _change(self, call: Call, place: _Placed, changed: Sequence[Changed]) -> None:
+    def _change(self, call: Call, place: _TokenSet, changed: Sequence[Changed]) -> None:
         """Put in what heads put out at the last token with other rows of attention."""
         part, weights, _ = self._weights(call, place, place.ends[:, None], changed)
         for i, head, _ in changed:
@@ -241,7 +238,7 @@ class Again:
         does not depend on their order.
         """
         ids, at = ids.to(self.ids), at.to(self.ids)[None]
-        place = self._placed(ids[at], at)
+        place = self._token_set(ids[at], at)
         keys = torch.searchsorted(place.at.contiguous(), torch.tensor([look]).to(at))
         places = Places(at[:, 0] * 0, keys[:, 0], keys.flip(1), torch.ones_like(keys, dtype=torch.bool))
         visits = [partial(self._attend, place=place)] if self._alone else []
@@ -254,15 +251,17 @@ class Again:
         """Whether tokens may run without those before them, tried once."""
         if self._alone is not None:
             return self._alone
-        self._alone, worst, at = True, 0.0, len(self.ids) - 1  # the last token alone asks as it asked
+        self._alone, worst, at = True, 0.0, torch.tensor([[len(self.ids) - 1]]).to(self.ids)
+        place = self._token_set(self.ids[at], at)  # the last token alone asks as it asked
 
         def check(call: Call) -> None:
             nonlocal worst
-            mine, theirs = call.q[0, :, 0].float(), self.calls[call.layer].q[0, :, at].float()
+            mine, theirs = call.q[0, :, 0].float(), self.calls[call.layer].q[0, :, -1].float()
             worst = max(worst, float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30)))
+            self._attend(call, place)
 
         try:
-            self.run(self.ids[None, at:], torch.tensor([[at]]), last=max(self.calls), check=check)
+            self.scope.watch(place.inputs, check, only=self.calls)
         except (RuntimeError, IndexError, ValueError):  # its code wants more than one token
             worst = torch.inf
         self._alone = worst < max(_AGREES, 4 * torch.finfo(self.scope.model.dtype).eps)
@@ -272,7 +271,7 @@ class Again:
 def _output(call: Call) -> Float[Tensor, "b s h e"]:
     """What heads put out, by torch's own kernel where it knows all that the call asks for."""
     if call.softcap is None and call.sinks is None and call.k.shape[1] == call.v.shape[1]:
-        mask = None if call.mask is None else call.mask.to(call.q)
+        mask = cast(Tensor, call.mask).to(call.q)
         out = scaled_dot_product_attention(call.q, call.k, call.v, mask, scale=call.scale, enable_gqa=True)
         return out.transpose(1, 2)
     return call.attend([*range(call.q.shape[1])])

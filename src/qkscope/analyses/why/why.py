@@ -282,7 +282,6 @@ def _returns(one: PromptTrace, output: Output, because: Because, reason: Reason)
     at = because.running(others, torch.full((len(others),), one.asked.query + 1)).any(0).nonzero()[:, 0]
     twice = others[:, at].repeat_interleave(2, dim=0)
     logits = because.again.run(twice, at.expand_as(twice), rows=rows * len(others))
-    assert logits is not None
     changed, restored = logits.float().softmax(-1)[:, output.best].view(-1, 2).mean(0).tolist()
     return [{
         "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],
