@@ -28,8 +28,7 @@ from qkscope.linear.run import Run
 
 _AT_ONCE = 128  # prompts that run together to their logits
 _AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the same tokens in their prompt, or 4 ε
-_TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**15  # that run together: on a CPU more are no faster, and less alike
-_KEYS = 16  # keys that take as much room as a token that runs
+_TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**12  # that run together: on a CPU more are no faster, and less alike
 _ROOM, _MORE_ROOM = {"cpu": 2**23}, 2**28  # numbers of attention made at once: of a long prompt, of some tokens
 
 See = Callable[[int, Tensor, Tensor], None]
@@ -111,9 +110,8 @@ class Again:
     # ------------------------------------------------------------------ other tokens
 
     def at_once(self, tokens: int) -> int:
-        """How many prompts run together with so many tokens each, keys around them shared, or few enough to copy."""
-        room, length = room_of(self.scope), len(self.ids)
-        return max(min(room // tokens, max(length // tokens, room * _KEYS // length)), 1)
+        """How many prompts run together with so many tokens each."""
+        return max(room_of(self.scope) // (tokens if self.runs_alone() else len(self.ids)), 1)
 
     @torch.no_grad()
     def run(
@@ -171,36 +169,30 @@ class Again:
         return _TokenSet(inputs, at, around, ends)
 
     def _part(self, call: Call, place: _TokenSet, which: Int[Tensor, "b u"]) -> Call:
-        """The same call with the queries of some tokens that run, over all keys: theirs, then those around them.
+        """The same call with the queries of some tokens that run, as one row, over their keys and those around them.
 
-        Of few tokens in a long prompt all rows are one, which sees the keys around once, and each token those of its
-        own row.
+        Keys around are the same for all, so that they are not copied; of tokens that run each sees those of its prompt.
         """
         at, around, which = (x.to(call.q.device) for x in (place.at, place.around, which))
-        base, size = self.calls[call.layer], 1 if at.numel() <= len(around) else len(at)
-        each, steps = (torch.arange(n, device=at.device) for n in at.shape)
+        base, (each, steps) = self.calls[call.layer], (torch.arange(n, device=at.device) for n in at.shape)
         rows = each.repeat_interleave(which.shape[1])
-        mask = base.mask_rows(rows * 0, at.gather(1, which).flatten())
-        q, mask = (x.reshape(size, -1, *x.shape[-2:]).transpose(1, 2) for x in (call.q[each[:, None], :, which], mask))
-        k, v = (x if size > 1 else x.transpose(0, 1).flatten(1, 2)[None] for x in (call.k, call.v))
-        there = (rows * len(steps) if size == 1 else rows * 0).view(size, 1, -1, 1) + steps
-        here, there = (x.view(size, 1, -1, len(steps)).expand(*mask.shape[:3], -1) for x in (at[rows], there))
-        mine = mask.new_full((*mask.shape[:3], k.shape[2]), -torch.inf).scatter(-1, there, mask.gather(-1, here))
+        mask = base.mask_rows(rows * 0, at.gather(1, which).flatten()).transpose(0, 1)
+        here, there = (x.expand(len(mask), -1, -1) for x in (at[rows], rows[:, None] * len(steps) + steps))
+        mine = mask.new_full((*mask.shape[:2], at.numel()), -torch.inf).scatter(-1, there, mask.gather(-1, here))
         mask = torch.cat([mine, mask.scatter(-1, here, -torch.inf)[..., around]], dim=-1)
-        old = (x[:, :, around].expand(size, -1, -1, -1) for x in (base.k, base.v))
-        k, v = (torch.cat([new, next(old)], dim=2) for new in (k, v))
-        return replace(call, q=q, k=k, v=v, mask=mask, causal=False)
+        q = call.q[each[:, None], :, which].flatten(0, 1).transpose(0, 1)
+        own = ((call.k, base.k), (call.v, base.v))
+        k, v = (torch.cat([new.transpose(0, 1).flatten(1, 2), old[0, :, around]], dim=1) for new, old in own)
+        return replace(call, q=q[None], k=k[None], v=v[None], mask=mask[None], causal=False)
 
     def _weights(
         self, call: Call, place: _TokenSet, which: Int[Tensor, "b u"], changed: Sequence[Changed]
-    ) -> tuple[Call, Float[Tensor, "b h u k"], Int[Tensor, "b k"]]:
+    ) -> tuple[Call, Float[Tensor, "b h u k"], Int[Tensor, " k"]]:
         """A part of a call, every head's attention there, other logits at the last token, and the tokens it is to."""
-        part, at = self._part(call, place, which), place.at
-        columns = torch.cat([at.reshape(len(part.k), -1), place.around.expand(len(part.k), -1)], dim=1)
-        columns, logits = columns.expand(len(at), -1).to(part.q.device), part.logits([*range(part.q.shape[1])])
-        logits = logits.transpose(1, 2).reshape(*which.shape, *logits.shape[1::2]).transpose(1, 2)
+        part, columns = self._part(call, place, which), torch.cat([place.at.flatten(), place.around]).to(call.q.device)
+        logits = part.logits([*range(part.q.shape[1])])[0].unflatten(1, which.shape).transpose(0, 1)
         for i, head, others in changed:  # hidden keys stay hidden
-            new = others.to(logits)[columns[i]].masked_fill(logits[i, head] == -torch.inf, -torch.inf)
+            new = others.to(logits)[columns].masked_fill(logits[i, head] == -torch.inf, -torch.inf)
             logits[i, head] = torch.where((which[i, :, None] == place.ends[i]).to(new.device), new, logits[i, head])
         sinks = None if part.sinks is None else part.sinks.float()[:, None].expand(logits.shape[:3])
         return part, soft(logits, sinks), columns
@@ -212,21 +204,21 @@ class Again:
         same = place.at[:, None] == tokens[:, None].to(place.at)
         _, weights, columns = self._weights(call, place, same.int().argmax(-1), changed)
         rows = weights.new_zeros(*weights.shape[:3], len(self.ids))
-        see(call.layer, same.any(-1), rows.scatter_add_(-1, columns[:, None, None].expand_as(weights), weights))
+        see(call.layer, same.any(-1), rows.index_add_(-1, columns, weights))
 
     def _attend(self, call: Call, place: _TokenSet) -> None:
         """Put in what heads put out at tokens that run alone, in parts."""
-        room = _ROOM.get(call.q.device.type, _MORE_ROOM) // (call.q[:, :, 0, 0].numel() * len(self.ids))
-        some = torch.arange(place.at.shape[1]).expand_as(place.at).split(max(room, 1), dim=1)
-        outputs = (_output(self._part(call, place, which)) for which in some)
-        call.output = torch.cat([out.reshape(len(place.at), -1, *out.shape[2:]) for out in outputs], dim=1)
+        numbers = call.q[:, :, 0, 0].numel() * (place.at.numel() + len(place.around))
+        step = max(_ROOM.get(call.q.device.type, _MORE_ROOM) // numbers, 1)
+        some = torch.arange(place.at.shape[1]).expand_as(place.at).split(step, dim=1)
+        outputs = [_output(self._part(call, place, which))[0].unflatten(0, which.shape) for which in some]
+        call.output = torch.cat(outputs, dim=1)
 
     def _change(self, call: Call, place: _TokenSet, changed: Sequence[Changed]) -> None:
         """Put in what heads put out at the last token with other rows of attention."""
         part, weights, _ = self._weights(call, place, place.ends[:, None], changed)
         for i, head, _ in changed:
-            own = head // (part.q.shape[1] // part.v.shape[1])
-            value = weights[i, head, 0] @ part.v[min(i, len(part.v) - 1), own].float()
+            value = weights[i, head, 0] @ part.v[0, head // (part.q.shape[1] // part.v.shape[1])].float()
             call.outputs[head] = partial(_put, (i, place.ends[i]), value, call.outputs.get(head))
 
     def record(
