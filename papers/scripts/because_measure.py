@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import qkscope as qk
 from qkscope.analyses.because import Because, Look, Reason
@@ -32,6 +32,7 @@ from qkscope.change.again import Again
 from qkscope.heads import Head
 from qkscope.maths.significance import wilson
 from qkscope.tasks.texts import read_documents
+from qkscope_papers.models import random_weights
 from qkscope_papers.tables import mean, pick
 
 HEADS = {
@@ -127,13 +128,6 @@ def at_random(
         again, heads = Again.of(wild, ids), draws.sample(list(wild.heads()), 60)
         looks = [look for head in heads if (look := drawn_look(again, head, draws, 0.3)) is not None][:20]
         yield from records(wild, again, looks, seed, carried=4)
-
-
-def random_weights(config: Any, tokenizer: Any, device: Any, seed: int) -> qk.Scope:
-    """A model of this shape that was not trained."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).to(device, torch.float32).eval()
-    return qk.Scope.from_model(model, tokenizer, name="random", check=False)
 
 
 def peaked(scope: qk.Scope, ids: torch.Tensor) -> None:
