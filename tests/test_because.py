@@ -35,24 +35,24 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, monk
     """Prefix shared, soft-caps, sinks, windows and biases as they are: every layer's attention, and the logits."""
     scope = qk.Scope.from_model(tiny_model(family), check=False)
     ids = torch.arange(3, 15)
-    again, changed, starts = Again.of(scope, ids), ids.repeat(3, 1), torch.tensor([5, 7, 0])
+    again, changed, at = Again.of(scope, ids), ids.repeat(3, 1), torch.tensor([5, 7, 0])[:, None] + torch.arange(5)
     changed[0, 5], changed[1, 8], changed[2, :2] = 20, 21, torch.tensor([22, 23])
-    tokens = torch.stack([row[start : start + 5] for row, start in zip(changed, starts.tolist(), strict=True)])
+    reads = dict.fromkeys(range(scope.n_layers), ids - 3)
     monkeypatch.setattr("qkscope.change.again._ROOM", {"cpu": 300})  # attention rows of two tokens at a time
     seen: dict[bool, dict[int, list[torch.Tensor]]] = {True: {}, False: {}}
     logits = {}
     for alone in (True, False):
         again._alone = None if alone else False
-        assert again._runs_alone() == alone
-        see = lambda layer, _, weights, of=seen[alone]: of.setdefault(layer, []).append(weights)  # noqa: E731
-        logits[alone] = again.run(tokens, starts, see)
+        assert again.runs_alone() == alone
+        see = lambda layer, _, runs, rows, of=seen[alone]: of.setdefault(layer, []).append(rows * runs[:, None, :, None])  # noqa: E731, E501
+        logits[alone] = again.run(changed.gather(1, at), at, reads, see)
     assert seen[True].keys() == seen[False].keys() == set(range(scope.n_layers))
     for layer, weights in seen[True].items():
         assert min(len(weights), len(seen[False][layer])) > 1, "whole prompts are shown in parts too"
         assert torch.allclose(torch.cat(weights, dim=2), torch.cat(seen[False][layer], dim=2), atol=2e-5)
     assert torch.allclose(logits[True], logits[False], atol=1e-4)
     with torch.no_grad():
-        plain = scope.model(input_ids=changed, use_cache=False).logits[torch.arange(3), starts + 4]
+        plain = scope.model(input_ids=changed, use_cache=False).logits[torch.arange(3), at[:, -1]]
     assert torch.allclose(logits[True], plain.float(), atol=1e-3)
 
 
@@ -242,7 +242,7 @@ def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
         monkeypatch.setattr(f"qkscope.{name}", value)
     monkeypatch.setattr("qkscope.analyses.because._AFFORDABLE", 1024)
     if not alone:
-        monkeypatch.setattr(Again, "_runs_alone", lambda *_: False)
+        monkeypatch.setattr(Again, "runs_alone", lambda *_: False)
     words = [word for word in sorted(nano.tokenizer.get_vocab()) if word.isalpha()][:40]
     prompt = " ".join([*(words * 5)[:192], "hat", ":", "O", "jam", ":", "Z", "jam", ":"])
     with _Squares(len(nano.encode([prompt]).inputs["input_ids"][0])) as squares:
@@ -254,4 +254,4 @@ def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
 
 def test_tokens_of_a_model_in_half_precision_run_alone():
     scope = qk.Scope.from_model(tiny_model("llama").bfloat16(), check=False)
-    assert Again.of(scope, torch.arange(3, 60))._runs_alone(), "otherwise every changed prompt runs as a whole"
+    assert Again.of(scope, torch.arange(3, 60)).runs_alone(), "otherwise every changed prompt runs as a whole"

@@ -292,8 +292,7 @@ def tap(
 
 def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s h e"]:
     """The output to go on with, after visitors saw the call."""
-    if call.output is not None:
-        return call.output.to(output.dtype)
+    output = output if call.output is None else call.output.to(output.dtype)
     if not call.redo and not call.outputs:
         return output
     heads, output = sorted(call.redo), output.clone()
@@ -331,7 +330,7 @@ def _interface(model: Any, configs: dict[int, Any], show: Callable[[Call], None]
         call.biases = tuple(name for name, value in kwargs.items() if "bias" in name and isinstance(value, Tensor))
         show(call)
         if call.output is not None:
-            return call.output.to(query.dtype), None
+            return _edited(call, call.output.to(query.dtype)), None
         output, weights = run(module, *given, **kwargs)
         return _edited(call, output), weights
 

@@ -1,9 +1,10 @@
 """A prompt run again with other tokens in it, or other rows of attention: what precedes the change is computed once.
 
 A change at one token leaves those before it as they were, and what is read at one token does not depend on those after
-it. So of each prompt only the tokens from its change to its last reader run, their keys and values behind those of the
-unchanged prompt; all changes of a batch run together, wherever they stand, up to the last layer that is read. Where a
-model does not give its own queries again in this way (it has a memory besides its keys), whole prompts run.
+it. So of each prompt only the tokens from its change to its last reader run, among keys and values of the unchanged
+prompt; all changes of a batch run together, wherever they stand, up to the last layer that is read. Tokens in between
+that do not run are held: others read there what they read in the unchanged prompt. Where a model does not give its own
+queries again in this way (it has a memory besides its keys), whole prompts run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from qkscope import Head, Scope
 from qkscope.attention import AttentionRows, soft
@@ -27,12 +29,15 @@ from qkscope.linear.run import Run
 _AT_ONCE = 64  # rows of attention changed together
 _AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the same tokens in their prompt, or 4 ε
 _TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**15  # that run together: on a CPU more are no faster, and less alike
+_KEYS = 16  # keys that take as much room as a token that runs
 _ROOM, _MORE_ROOM = {"cpu": 2**23}, 2**28  # numbers of attention made at once: of a long prompt, of some tokens
 
-See = Callable[[int, int, Float[Tensor, "b h s t"]], None]
-"""Is given a layer, which of the tokens that run come first, and their attention to all tokens; of many, in parts."""
+See = Callable[[int, int, Tensor, Tensor], None]
+"""Is given a layer, the number of the first token shown, whether each runs [b, u], and attention [b, h, u, t]."""
 
 
+Around = Int[Tensor, " r"] | None
+"""Tokens that do not run in every prompt; None where whole prompts run."""
 Changed = tuple[int, int, Float[Tensor, " t"]]
 """A row of the batch, a head's number, and the logits that it gets instead."""
 Row = tuple[Head, Float[Tensor, " t"]]
@@ -63,26 +68,17 @@ class Again:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, scope: Scope, ids: Int[Tensor, " t"]) -> Again:
-        """Run a prompt of these tokens and keep its attention calls."""
+    def of(cls, scope: Scope, ids: Int[Tensor, " t"], last: int | None = None) -> Again:
+        """Run a prompt of these tokens and keep its attention calls; up to a layer, if one is named."""
         inputs, calls = prompt_of(scope, ids[None]), dict[int, Call]()
-        scope.watch(inputs, lambda call: calls.__setitem__(call.layer, call))
-        return cls(scope, inputs, calls)
-
-    @torch.no_grad()
-    def longer(self, last: int) -> Again:
-        """The prompt with one more token at its end, for words that are put in: keys and values up to a layer."""
-        ids, calls = torch.cat([self.ids, self.ids[-1:]]), dict[int, Call]()
 
         def keep(call: Call) -> None:
-            calls[call.layer] = last_alone(call)
-            if call.layer >= last:
+            calls[call.layer] = call if last is None else last_alone(call)
+            if call.layer == last:
                 raise Stop
 
-        self.scope.watch(prompt_of(self.scope, ids[None]), keep, only=range(last + 1))
-        longer = Again(self.scope, prompt_of(self.scope, ids[None]), calls)
-        longer._alone = self._runs_alone()
-        return longer
+        scope.watch(inputs, keep)
+        return cls(scope, inputs, calls)
 
     # ------------------------------------------------------------------ rows of attention changed
 
@@ -108,113 +104,155 @@ class Again:
         query : the token that asks.
         rows : changes.
         """
-        kept, logits = dict[int, list[Tensor]](), []
-        for start in range(0, len(rows), _AT_ONCE):
-            some = rows[start : start + _AT_ONCE]
-            see: See = lambda layer, _, weights: kept.setdefault(layer, []).append(weights[:, :, -1].cpu())  # noqa: E731
-            tokens, starts = self.ids[query].expand(len(some), 1), torch.full((len(some),), query)
-            logits.append(self.run(tokens, starts, see, rows=some))
+        kept, logits, reads = dict[int, list[Tensor]](), [], dict.fromkeys(self.calls, torch.tensor([query]))
+        see: See = lambda layer, _, __, weights: kept.setdefault(layer, []).append(weights[:, :, -1].cpu())  # noqa: E731
+        step = min(self.at_once(1), _AT_ONCE)
+        for start in range(0, len(rows), step):
+            some = rows[start : start + step]
+            at = torch.full((len(some), 1), query)
+            logits.append(self.run(self.ids[at.to(self.ids.device)], at, reads, see, rows=some))
         attention = torch.cat([torch.cat(kept[layer]) for layer in sorted(kept)], dim=1)
         return TokenRun(attention, torch.cat([each.cpu() for each in logits if each is not None]))
 
     # ------------------------------------------------------------------ other tokens
 
+    def at_once(self, tokens: int) -> int:
+        """How many prompts run together with so many tokens each; keys of the others are copied for each."""
+        return max(room_of(self.scope) // max(tokens, len(self.ids) // _KEYS), 1)
+
     @torch.no_grad()
     def run(
         self,
         tokens: Int[Tensor, "b s"],
-        starts: Int[Tensor, " b"],
+        at: Int[Tensor, "b s"],
+        reads: Mapping[int, Int[Tensor, " u"]] | None = None,
         see: See | None = None,
         last: int | None = None,
         rows: Sequence[Row | None] = (),
         check: Callable[[Call], None] | None = None,
     ) -> Float[Tensor, "b v"] | None:
-        """Run as many tokens of each prompt, behind what precedes them in the unchanged one; show every layer.
+        """Run as many tokens of each prompt, among keys and values of the unchanged one.
 
         Parameters
         ----------
         tokens : what stands there instead; the same tokens may be among them.
-        starts : where these tokens begin in each prompt.
-        see : told each layer and its attention, of many tokens in parts.
+        at : their places in each prompt, in order.
+        reads, see : by layer, tokens whose attention is shown, in parts, and to whom.
         last : layer after which the model stops; without one it goes on to the logits of the next token.
         rows : of each prompt, a row of attention that is another at its last token.
         check : told each attention call, before it is computed.
         """
-        alone = self._runs_alone()
-        tokens, each, steps = tokens.to(self.ids), *(torch.arange(n, device=self.ids.device) for n in tokens.shape)
-        at = starts.to(self.ids)[:, None] + steps
+        tokens, at, each = tokens.to(self.ids), at.to(self.ids), torch.arange(len(at), device=self.ids.device)
+        around = self._around(at)
         inputs = {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
-        if not alone:
+        if around is None:
             inputs = prompt_of(self.scope, self.ids.repeat(len(tokens), 1).scatter(1, at, tokens))
 
         def visit(call: Call) -> None:
             if check is not None:
                 check(call)
-            if alone or see is not None or rows:
-                self._attend(call, at, see, rows, alone)
+            changed = [(i, row[0].index, row[1]) for i, row in enumerate(rows) if row and row[0].layer == call.layer]
+            if see is not None and reads and call.layer in reads:
+                self._show(call, at, around, reads[call.layer], see, changed)
             if last is not None and call.layer >= last:
                 raise Stop
+            if around is not None:
+                self._attend(call, at, around)
+            if changed:
+                self._change(call, at, around, changed)
 
         if last is not None:
             return self.scope.watch(inputs, visit, only=range(last + 1))
-        nothing, ends = at[:, :0], torch.full_like(each, len(steps) - 1) if alone else at[:, -1]
+        nothing, ends = at[:, :0], at[:, -1] if around is None else torch.full_like(each, at.shape[1] - 1)
         return self.scope.watch(inputs, visit, logits_at=Places(each, ends, nothing, nothing.bool()))
 
-    def _attend(
-        self, call: Call, at: Tensor, see: See | None = None, rows: Sequence[Row | None] = (), alone: bool = True
+    def _around(self, at: Int[Tensor, "b s"]) -> Around:
+        """Tokens whose keys are read as they were: those before the last that do not run in every prompt."""
+        if not self.runs_alone():
+            return None
+        often = torch.bincount(at.flatten(), minlength=len(self.ids))[: int(at.max())]
+        return (often < len(at)).nonzero()[:, 0]
+
+    def _part(self, call: Call, at: Int[Tensor, "b s"], around: Around, which: Int[Tensor, "b u"]) -> Call:
+        """The same call with the queries of some tokens that run, over all keys: theirs, then those around them."""
+        at, which, each = at.to(call.q.device), which.to(call.q.device), torch.arange(len(at), device=call.q.device)
+        base, queries = call if around is None else self.calls[call.layer], at.gather(1, which)
+        rows = (each if around is None else each * 0)[:, None].expand_as(queries)
+        mask = base.mask_rows(rows.flatten(), queries.flatten()).unflatten(0, queries.shape).transpose(1, 2)
+        q, k, v = call.q[each[:, None], :, queries if around is None else which].transpose(1, 2), call.k, call.v
+        if around is not None:
+            here, around = at[:, None, None].expand(*mask.shape[:3], -1), around.to(at)
+            mask = torch.cat([mask.gather(-1, here), mask.scatter(-1, here, -torch.inf)[..., around]], dim=-1)
+            old = ((x[:, :, around].expand(len(at), -1, -1, -1)) for x in (base.k, base.v))
+            k, v = (torch.cat([new, next(old)], dim=2) for new in (k, v))
+        return replace(call, q=q, k=k, v=v, mask=mask, causal=False)
+
+    def _weights(
+        self, call: Call, at: Int[Tensor, "b s"], around: Around, which: Tensor, changed: Sequence[Changed]
+    ) -> tuple[Call, Float[Tensor, "b h u k"], Int[Tensor, "b k"]]:
+        """A part of a call, every head's attention there, other logits at the last token, and the tokens it is to."""
+        part = self._part(call, at, around, which)
+        columns = torch.arange(part.k.shape[2], device=at.device).expand(len(at), -1)
+        if around is not None:
+            columns = torch.cat([at, around.expand(len(at), -1)], dim=1)
+        columns, logits = columns.to(part.q.device), part.logits([*range(part.q.shape[1])])
+        for i, head, others in changed:  # hidden keys stay hidden
+            new = others.to(logits)[columns[i]].masked_fill(logits[i, head] == -torch.inf, -torch.inf)
+            logits[i, head] = torch.where((which[i, :, None] == at.shape[1] - 1).to(new.device), new, logits[i, head])
+        sinks = None if part.sinks is None else part.sinks.float()[:, None].expand(logits.shape[:3])
+        return part, soft(logits, sinks), columns
+
+    def _show(
+        self, call: Call, at: Tensor, around: Around, tokens: Int[Tensor, " u"], see: See, changed: Sequence[Changed]
     ) -> None:
-        """Show the attention of some tokens, in parts, and put in what heads put out there, where that is another.
+        """Show the attention of some tokens, in parts, by the order of the prompt."""
+        step = _step(call, len(self.ids))
+        for first in range(0, len(tokens), step):
+            same = at[:, None] == tokens[first : first + step, None].to(at)
+            _, weights, columns = self._weights(call, at, around, same.int().argmax(-1), changed)
+            rows = weights.new_zeros(*weights.shape[:3], len(self.ids))
+            rows.scatter_add_(-1, columns[:, None, None].expand_as(weights), weights)
+            see(call.layer, first, same.any(-1), rows)
 
-        Tokens that run alone stand behind the keys of the unchanged prompt; of whole prompts only changed rows are.
-        """
-        base, at, outputs = self.calls[call.layer] if alone else call, at.to(call.q.device), list[Tensor]()
-        changed = [(i, row[0].index, row[1]) for i, row in enumerate(rows) if row and row[0].layer == call.layer]
-        if not alone and see is None:
-            at = at[:, -1:] if changed else at[:, :0]
-        each, room = torch.arange(len(at), device=at.device)[:, None], _ROOM.get(call.q.device.type, _MORE_ROOM)
-        step = max(room // (call.q[:, :, 0, 0].numel() * base.k.shape[2]), 1)
-        for first in range(0, at.shape[1], step):
-            queries, others = at[:, first : first + step], changed if first + step >= at.shape[1] else ()
-            batch = (each * 0 if alone else each).expand_as(queries)
-            mask = base.mask_rows(batch.flatten(), queries.flatten()).unflatten(0, queries.shape).transpose(1, 2)
-            if alone:
-                weights, output = attend(replace(call, q=call.q[:, :, first : first + step]), base, mask, at, others)
-                outputs.append(output)
-            else:
-                part = replace(call, q=call.q[each, :, queries].transpose(1, 2), mask=mask, causal=False)
-                weights = _softened(call, part.logits([*range(part.q.shape[1])]), others)
-                for i, head, _ in others:
-                    value = weights[i, head, -1] @ call.v[i, head // (len(call.q[0]) // len(call.v[0]))].float()
-                    call.outputs[head] = partial(_put, (i, at[i, -1]), value, call.outputs.get(head))
-            if see is not None:
-                see(call.layer, first, weights)
-        if alone:
-            call.output = torch.cat(outputs, dim=1)
+    def _attend(self, call: Call, at: Int[Tensor, "b s"], around: Around) -> None:
+        """Put in what heads put out at tokens that run alone, in parts."""
+        some = torch.arange(at.shape[1]).expand_as(at).split(_step(call, len(self.ids)), dim=1)
+        call.output = torch.cat([_output(self._part(call, at, around, which)) for which in some], dim=1)
 
-    def record(self, reader: Reader, ids: Int[Tensor, " t"], look: tuple[int, int], layer: int) -> Run:
+    def _change(self, call: Call, at: Int[Tensor, "b s"], around: Around, changed: Sequence[Changed]) -> None:
+        """Put in what heads put out at the last token with other rows of attention."""
+        last = torch.full_like(at[:, :1], at.shape[1] - 1)
+        part, weights, _ = self._weights(call, at, around, last, changed)
+        for i, head, _ in changed:
+            value = weights[i, head, 0] @ part.v[i, head // (part.q.shape[1] // part.v.shape[1])].float()
+            place = i, at[i, -1] if around is None else last[i, 0]
+            call.outputs[head] = partial(_put, place, value, call.outputs.get(head))
+
+    def record(
+        self, reader: Reader, ids: Int[Tensor, " t"], look: tuple[int, int], layer: int, at: Int[Tensor, " s"]
+    ) -> Run:
         """Run a changed prompt up to a layer, and keep what writers left at a query and a key: its slots 0 and 1.
 
-        Tokens of the run are counted from the first that ran; keys of those before it stand behind the others, as
-        attention does not depend on their order.
+        Tokens of the run are counted among those that ran, ``at``; keys of all others stand behind them, as attention
+        does not depend on their order.
         """
         query, key = look
-        start = min(key, int((ids != self.ids.cpu()).int().argmax())) if self._runs_alone() else 0
-        inputs = {name: value[:, start:] for name, value in prompt_of(self.scope, ids[None, : query + 1]).items()}
-        if start:
-            del inputs["attention_mask"]
+        at, inputs = at.to(self.ids)[None], prompt_of(self.scope, ids[None, : query + 1])
+        around, visits = self._around(at), list[Callable[[Call], None]]()
+        if around is None:
+            at = torch.arange(query + 1).to(self.ids)[None]
+        else:
+            inputs = {name: value[:, at[0]] for name, value in inputs.items() if name != "attention_mask"}
+            visits.append(partial(self._attend, at=at, around=around))
         row = torch.zeros(1, dtype=torch.long, device=self.scope.device)
-        keys = torch.tensor([[key - start, query - start]], device=row.device)
-        places = Places(row, row + query - start, keys, torch.ones_like(keys, dtype=torch.bool))
-        visits = [partial(self._attend, at=torch.arange(start, query + 1)[None])] if start else []
+        keys = torch.searchsorted(at[0], torch.tensor([key, query]).to(at))[None].to(row)
+        places = Places(row, keys[:, 1], keys, torch.ones_like(keys, dtype=torch.bool))
         run = reader.record(inputs, places, deep=[layer], last=layer, visits=visits)
-        call, base = run.calls[layer], self.calls[layer]
-        seen = base.mask_rows(row, row + query)[:, :, None]
-        mask = torch.cat([seen[..., start : query + 1], seen[..., :start]], dim=-1)
-        k, v = (torch.cat([a, b[:, :, :start]], dim=2) for a, b in ((call.k, base.k), (call.v, base.v)))
-        run.calls[layer] = replace(call, k=k, v=v, mask=mask, causal=False)
+        call = run.calls[layer]
+        run.calls[layer] = replace(self._part(call, at, around, keys[:, 1:]), q=call.q)
         return run
 
-    def _runs_alone(self) -> bool:
+    def runs_alone(self) -> bool:
         """Whether tokens may run without those before them, tried once."""
         if self._alone is not None:
             return self._alone
@@ -226,18 +264,25 @@ class Again:
             worst = max(worst, float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30)))
 
         try:
-            self.run(self.ids[None, at:], torch.tensor([at]), None, max(self.calls), check=check)
+            self.run(self.ids[None, at:], torch.tensor([[at]]), last=max(self.calls), check=check)
         except (RuntimeError, IndexError, ValueError):  # its code wants more than one token
             worst = torch.inf
         self._alone = worst < max(_AGREES, 4 * torch.finfo(self.scope.model.dtype).eps)
         return self._alone
 
 
-def _softened(call: Call, logits: Float[Tensor, "b h s t"], changed: Sequence[Changed]) -> Float[Tensor, "b h s t"]:
-    """Attention of logits, with other ones at the last token of some heads; hidden keys stay hidden."""
-    for i, head, others in changed:
-        logits[i, head, -1] = others.to(logits).masked_fill(logits[i, head, -1] == -torch.inf, -torch.inf)
-    return soft(logits, None if call.sinks is None else call.sinks.float()[:, None].expand(logits.shape[:3]))
+def _step(call: Call, keys: int) -> int:
+    """Tokens whose attention to so many is made at once."""
+    return max(_ROOM.get(call.q.device.type, _MORE_ROOM) // (call.q[:, :, 0, 0].numel() * keys), 1)
+
+
+def _output(call: Call) -> Float[Tensor, "b s h e"]:
+    """What heads put out, by torch's own kernel where it knows all that the call asks for."""
+    if call.softcap is None and call.sinks is None and call.k.shape[1] == call.v.shape[1]:
+        mask = None if call.mask is None else call.mask.to(call.q)
+        out = scaled_dot_product_attention(call.q, call.k, call.v, mask, scale=call.scale, enable_gqa=True)
+        return out.transpose(1, 2)
+    return call.attend([*range(call.q.shape[1])])
 
 
 def _put(place: tuple[int, Tensor], value: Tensor, before: Callable[[Tensor], Tensor] | None, out: Tensor) -> Tensor:
@@ -259,28 +304,3 @@ def prompt_of(scope: Scope, ids: Int[Tensor, "b t"]) -> dict[str, Tensor]:
             torch.arange(ids.shape[1], device=scope.device) + scope.facts.first_position
         ).expand_as(ids)
     return inputs
-
-
-def attend(
-    call: Call,
-    base: Call,
-    mask: Float[Tensor, "b m s t"],
-    at: Int[Tensor, "b k"],
-    changed: Sequence[Changed] = (),
-) -> tuple[Float[Tensor, "b h s t"], Float[Tensor, "b s h e"]]:
-    """Attention and output of every head at some tokens, behind the keys and values of those before them.
-
-    Those are the same in every row, so that they are not copied; ``at`` is where keys and values of the call stand, and
-    ``changed`` has other logits at the last token, by row and head.
-    """
-    q = call.q.float().unflatten(1, (call.k.shape[1], -1))
-    logits = torch.einsum("bgmsd,gtd->bgmst", q, base.k[0].float())
-    own = torch.einsum("bgmsd,bgtd->bgmst", q, call.k.float())
-    at = at.to(own.device)[:, None, None, None]
-    logits = call.cap(call.scale * logits.scatter(-1, at.expand_as(own), own)).flatten(1, 2) + mask.to(own)
-    weights = _softened(call, logits, changed)
-    each = weights.unflatten(1, (call.v.shape[1], -1))
-    at = at.expand(*each.shape[:-1], -1)
-    out = torch.einsum("bgmst,gte->bgmse", each.scatter(-1, at, 0.0), base.v[0].float())
-    out = out + torch.einsum("bgmst,bgte->bgmse", each.gather(-1, at), call.v.float())
-    return weights, out.flatten(1, 2).transpose(1, 2)

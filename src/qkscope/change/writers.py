@@ -70,7 +70,10 @@ def vectors_with(
     names, slots, kind = run.reader.writers(head.layer)[:-1], _slots(run, [token]), KINDS[side]
     for writer in {writer for own in sets for writer in own} - {*names}:
         raise BadInput(f"{writer} does not write before {head}: name one of an earlier layer.")
-    chosen = torch.tensor([[name in own for name in names] for own in sets]).to(instead)
+    numbers, chosen = {name: i for i, name in enumerate(names)}, torch.zeros(len(sets), len(names))
+    every = [(row, numbers[name]) for row, own in enumerate(sets) for name in own]
+    chosen[tuple(torch.tensor(every, dtype=torch.long).view(-1, 2).T)] = 1
+    chosen = chosen.to(instead)
     away = instead - mean_parts(run, head.layer, [token])
     if norms == "frozen":
         true = run.vectors([(head.layer, run.index(head, kind))], kind, slots)[0, :, 0]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkscope.analyses.atlas import atlas
 from qkscope.analyses.why.why import why
 from qkscope.capture.encode import Encoding
 from qkscope.capture.scope import Scope
@@ -35,12 +36,13 @@ _PEAK, _LONG = 0.5, 10_000  # attention that a look has, and tokens of a prompt 
 
 
 @cache
-def shape_scope(shape: str, tokenizer: Any = None) -> Scope:
-    """Random bfloat16 weights of a shape, on a GPU where there is one."""
+def shape_scope(shape: str, words: bool = False) -> Scope:
+    """Random bfloat16 weights of a shape, on a GPU where there is one; with words, those of a nano's tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = LlamaForCausalLM._from_config(LlamaConfig(**_SHAPES[shape]), dtype=torch.bfloat16).eval()
+    tokenizer = Scope.load("nano:mixed", device="cpu").tokenizer if words else None
     return Scope.from_model(model, tokenizer, name=f"llama-{shape}-shape")
 
 
@@ -73,19 +75,10 @@ def _tracing(shape: str, chosen: list[Head] | None, count: int, length: int) -> 
 
 
 def asking(shape: str, length: int) -> Row:
-    """`why` of the head that looks at one token most, its words changed, against the forward.
-
-    Queries and keys are made longer until one head of the layer at two thirds gives half of its attention to a token
-    that is not the first; half of the vocabulary stands in the prompt, and the other half takes its place.
-    """
-    scope, gpu = shape_scope(shape, Scope.load("nano:mixed", device="cpu").tokenizer), torch.cuda.is_available()
-    words = sorted(word for word in scope.tokenizer.get_vocab() if word.isalpha())[::2]
-    prompt = " ".join(Random(0).choices(words, k=length - 1))
-    batch, layer = scope.encode([prompt]), [head for head in scope.heads() if head.layer == 2 * scope.n_layers // 3]
-    while (top := _tops(scope, batch, layer)).max() < _PEAK:
-        for name, weight in scope.model.named_parameters():
-            weight.data *= 1.5 if "q_proj" in name or "k_proj" in name else 1
-    head, answers = layer[int(top.argmax())], list[str]()
+    """`why` of the head that looks at one token most, its words changed, against the forward."""
+    scope, gpu = shape_scope(shape, words=True), torch.cuda.is_available()
+    prompt, answers = _text(scope, length - 1), list[str]()
+    head, batch = _sharpened(scope, prompt), scope.encode([prompt])
     plain = torch.no_grad()(lambda: scope.model(**batch.inputs, logits_to_keep=1, use_cache=False))
     one = compare(plain, lambda: _tops(scope, batch, [head]), 3)
     if gpu:
@@ -94,6 +87,33 @@ def asking(shape: str, length: int) -> Row:
     told = next((line.strip() for line in answers[-1].splitlines() if "Words:" in line), "no word was changed")
     peak = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB; one GPU" if gpu else ""
     return seconds.overhead(f"{length:,} tokens, its row alone {one.ours / one.plain:.2f}{peak}; {told:.90}")
+
+
+def _text(scope: Scope, length: int, seed: int = 0) -> str:
+    """Random words: half of the vocabulary; the other half can take their place."""
+    words = sorted(word for word in scope.tokenizer.get_vocab() if word.isalpha())[::2]
+    return " ".join(Random(seed).choices(words, k=length))
+
+
+def _sharpened(scope: Scope, prompt: str) -> Head:
+    """Make queries and keys longer until a head at two thirds of the layers gives half of its attention to a token."""
+    batch, layer = scope.encode([prompt]), [head for head in scope.heads() if head.layer == 2 * scope.n_layers // 3]
+    while (top := _tops(scope, batch, layer)).max() < _PEAK:
+        for name, weight in scope.model.named_parameters():
+            weight.data *= 1.5 if "q_proj" in name or "k_proj" in name else 1
+    return layer[int(top.argmax())]
+
+
+def naming(shape: str, passages: int, length: int) -> Row:
+    """`atlas` of all heads on random words, against the forward of its passages."""
+    scope, found = shape_scope(shape, words=True), list[Any]()
+    texts = [_text(scope, length - 1, seed) for seed in range(8 * passages)]
+    _sharpened(scope, texts[0])
+    batches = [scope.encode([text]) for text in texts[: 2 * passages]]
+    plain = torch.no_grad()(lambda: [scope.model(**batch.inputs, use_cache=False) for batch in batches])
+    ours = lambda: found.append(atlas(scope, texts, passages, test=passages, length=length, progress=False))  # noqa: E731
+    seconds, looks = compare(plain, ours, warm=False), sum(row["looks"] for row in found[0].tables["atlas"])
+    return seconds.overhead(f"{len(scope.heads()):,} heads, {passages}×{length} tokens, {looks:,} looks")
 
 
 def _tops(scope: Scope, batch: Encoding, heads: list[Head]) -> Tensor:
@@ -111,6 +131,12 @@ def why_8b() -> Row:
 def why_long() -> Row:
     """The same at 32,000 tokens, at the shape of Qwen2.5-1.5B."""
     return asking("1.5b", 32_000) if torch.cuda.is_available() else not_here("needs a GPU")
+
+
+@row
+def atlas_8b() -> Row:
+    """Every head of the 8B shape by what decides where it looks, against the bare forwards."""
+    return naming("8b", 16, 96) if torch.cuda.is_available() else not_here("needs a GPU")
 
 
 @row

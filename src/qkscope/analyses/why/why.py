@@ -276,12 +276,13 @@ def _returns(one: PromptTrace, output: Output, because: Because, reason: Reason)
     causes = [row for row in reason.words if row["after"] < 0.5 * reason.before and row["text"].strip().isalnum()]
     if not causes:
         return []
-    word, asked = words[causes[0]["position"]], one.asked.query + 1
-    others = [because.put((word, ids))[word.start : asked] for ids in because.others.of(word, because.count)[:_RUNS]]
-    starts, rows = torch.tensor([word.start] * 2), [None, (one.head, one.rows.logits()[0, 0])]
-    each = [because.again.run(tokens.expand(2, -1), starts, rows=rows) for tokens in others]
-    chances = torch.stack([logits.float().softmax(-1)[:, output.best] for logits in each if logits is not None])
-    changed, restored = chances.mean(0).tolist()
+    word, rows = words[causes[0]["position"]], [None, (one.head, one.rows.logits()[0, 0])]
+    others = torch.stack([because.put((word, ids)) for ids in because.others.of(word, because.count)[:_RUNS]])
+    at = because.running(others, torch.full((len(others),), one.asked.query + 1)).any(0).nonzero()[:, 0]
+    twice = others[:, at].repeat_interleave(2, dim=0)
+    logits = because.again.run(twice, at.expand_as(twice), rows=rows * len(others))
+    assert logits is not None
+    changed, restored = logits.float().softmax(-1)[:, output.best].view(-1, 2).mean(0).tolist()
     return [{
         "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],
         "before": float(output.chances[output.best]), "changed": changed, "restored": restored,
