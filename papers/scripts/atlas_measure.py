@@ -85,7 +85,8 @@ def ship(names: Result, asked: argparse.Namespace) -> None:
         own = (job for job in names.tables["jobs"] if job["head"] == row["head"])
         row["jobs"] = {job["job"]: round(job["share"], 3) for job in own}
     made = {name: names.provenance[name] for name in ("command", "asked", "versions")}
-    made |= {"date": f"{date.today()}", "hardware": asked.hardware, "answer": names.answer}
+    command = made["command"] or f"python papers/scripts/atlas_measure.py RUN --model {asked.model} -n {asked.n}"
+    made |= {"command": command, "date": f"{date.today()}", "hardware": asked.hardware, "answer": names.answer}
     Path(asked.ship).write_text(json.dumps({"made": made, "heads": heads}, ensure_ascii=False, indent=0) + "\n")
 
 
