@@ -113,15 +113,25 @@ def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
 
 
 def unit_runner(
-    scope: Scope, units: Sequence[Unit], heads: Sequence[Head], *, chat: bool = False, **how: Any
+    scope: Scope,
+    units: Sequence[Unit],
+    heads: Sequence[Head],
+    *,
+    asked: Sequence[int] | None = None,
+    chat: bool = False,
+    **how: Any,
 ) -> Callable[[list[int]], UnitBatch]:
-    """What captures the units of one batch, by number; ``how`` as in `Scope.capture_inputs`."""
+    """What captures the units of one batch, by number; ``how`` as in `Scope.capture_inputs`.
+
+    The heads whose columns are ``asked`` must see every named key.
+    """
+    looking = list(range(len(heads)) if asked is None else asked)
 
     def run(indices: list[int]) -> UnitBatch:
         members = [(i, m) for i in indices for m in range(len(units[i]))]
         encoded = scope.encode([units[i][m] for i, m in members], chat=chat)
         captured = scope.capture_inputs(encoded, heads=list(heads), **how)
-        check_visible(encoded, captured.heads, captured.bias)
+        check_visible(encoded, [heads[i] for i in looking], captured.bias[:, looking])
         unit, member = torch.tensor(members, device=captured.example.device)[captured.example].unbind(1)
         return UnitBatch(captured, unit, member)
 

@@ -153,7 +153,7 @@ _OF_MODEL = [
 _OF_TASK = [
     _option("form", str, None, _FORMS),
     _option("size", int, None, "Entities (binding), categories (filter) or words (induction)."),
-    _option("center", str, None, "Of a .jsonl file: none, query or both."),
+    _option("center", str, None, "Of a .jsonl file: none or query."),
     _option("seed", int, 0, "Seed of every draw."),
     _option("chat", bool, False, "Put prompts into the model's chat template.", "--chat"),
 ]

@@ -199,8 +199,8 @@ _EDGES = ("head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "l
 def _cut_edges(block: Block, tables: Tables) -> Iterator[Block]:
     """Writers cut from the keys.
 
-    How often the head still prefers the right key when the parts of the first writers are taken out of its keys and
-    take their mean instead.
+    How often the head still prefers the right key when the parts of the first writers are taken out of its keys, in
+    this head alone and with norms held, and take their mean instead, or another prompt's parts.
     """
     return _edges(block, tables, ("key", "cut"), "writers cut")
 
@@ -209,8 +209,8 @@ def _cut_edges(block: Block, tables: Tables) -> Iterator[Block]:
 def _kept_edges(block: Block, tables: Tables) -> Iterator[Block]:
     """Writers kept on both sides.
 
-    How often it prefers the right key when only the first writers of its query and of its keys stay as they are, and
-    all others take their mean.
+    How often it prefers the right key when only the first writers of its query and of its keys stay as they are, in
+    this head alone and with norms held, and all others take their mean, or another prompt's parts.
     """
     return _edges(block, tables, ("both", "keep"), "writers kept")
 
@@ -218,8 +218,9 @@ def _kept_edges(block: Block, tables: Tables) -> Iterator[Block]:
 def _edges(block: Block, tables: Tables, which: tuple[str, str], axis: str) -> Iterator[Block]:
     before = ", ".join(f"{row['head']} {number(row['accuracy'], '.0%')}" for row in tables.get("check", ()))
     words = f"{block.words} Before: {before}. Writers were chosen on other words, by each rule; 95% intervals by word."
-    wanted = (*which, "mean", "held")
-    rows = [row for row in block.rows if (row["side"], row["kind"], row["replaced"], row["norms"]) == wanted]
+    rows = [row for row in block.rows if (row["side"], row["kind"], row["norms"]) == (*which, "held")]
+    rows = [{**row, "by": "resample"} if row["replaced"] != "mean" else row
+            for row in rows if row["replaced"] == "mean" or row["by"] == "share"]  # fmt: skip
     if rows:
         yield replace(block, words=words, rows=rows, options={**NAMES["edges"], "axis": axis})
 

@@ -142,9 +142,8 @@ Edge = dict[str, Any]
 
 
 def all_edges(writers: int) -> list[Edge]:
-    """Every condition: each order, each rival replacement of the first one, and random writers."""
-    ways = [(by, "mean", "held") for by in ORDERS]
-    ways += [("share", "resample", "held"), ("share", "mean", "live"), (RANDOM, "mean", "held")]
+    """Every condition: each order at the mean and at another prompt's parts, live norms, and random writers."""
+    ways = [*product(ORDERS, ("mean", "resample"), ("held",)), ("share", "mean", "live"), (RANDOM, "mean", "held")]
     cells = product(ways, ("key", "query", "both"), ("cut", "keep"), [k for k in SIZES if k < writers - 1])
     names = ("side", "kind", "by", "replaced", "norms", "k")
     return [dict(zip(names, (side, kind, *way, k), strict=True)) for way, side, kind, k in cells]

@@ -311,8 +311,8 @@ def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int)
 def _answer(tables: Tables) -> str:
     """One head alone."""
     (check,) = tables["check"]
-    cells = (("key", "cut", "share", 2), ("key", "cut", "random", 2), ("both", "keep", "share", 5))
-    cut, beside, keep = (_edge(tables, *cell) for cell in cells)
+    cut, beside = (_edge(tables, "key", "cut", by, 2) for by in ("share", "random"))
+    keeps = [_edge(tables, "both", "keep", "share", 5, replaced) for replaced in ("mean", "resample")]
     text = says_right(check)
     if check["attention"] < ATTENDED:
         only = f"only {check['attention']:.1%} of its attention"
@@ -321,13 +321,14 @@ def _answer(tables: Tables) -> str:
     text += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
     if cut and beside:
         text += (
-            f" With those two parts cut from its keys it is right in {cut['accuracy']:.0%} (95% interval"
-            f" {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their layers cut: {beside['accuracy']:.0%})."
+            f" With those two parts cut from its keys, in this head alone and with norms held, it is right in"
+            f" {cut['accuracy']:.0%} (95% interval {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their"
+            f" layers cut: {beside['accuracy']:.0%})."
         )
-    if keep:
-        over = ", which overshoots" if keep["overshoots"] else ""
-        left = f"{keep['accuracy']:.0%} right, {keep['logit_kept']:.0%} of the logit{over}"
-        text += f" Five writers a side kept, all others replaced: {left}."
+    if all(keeps):
+        told = "{accuracy:.0%} right, {logit_kept:.0%} of the logit"
+        left = [told.format(**row) + ", which overshoots" * row["overshoots"] for row in keeps if row]
+        text += f" Five writers a side kept there, all others at their mean: {left[0]}; at another prompt's: {left[1]}."
     return text
 
 
@@ -335,11 +336,13 @@ def _in_short(tables: Tables) -> str:
     """One head among several: its key's writers, and what is left without them."""
     (check,) = tables["check"]
     cut = _edge(tables, "key", "cut", "share", 2)
-    left = "" if cut is None else f"; without both {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
+    left = (
+        "" if cut is None else f"; cut there, norms held, {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
+    )
     return f"{check['head']}: key written by {written_by(tables['writers'], 'key')}{left}."
 
 
-def _edge(tables: Tables, side: str, kind: str, by: str, k: int) -> dict[str, Any] | None:
-    """A row of edges, replaced by means, norms held."""
-    wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": "mean", "norms": "held"}
+def _edge(tables: Tables, side: str, kind: str, by: str, k: int, replaced: str = "mean") -> dict[str, Any] | None:
+    """A row of edges, norms held."""
+    wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": replaced, "norms": "held"}
     return next((row for row in tables["edges"] if wanted.items() <= row.items()), None)
