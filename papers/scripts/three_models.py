@@ -89,12 +89,12 @@ def swaps(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
 
 
 def traces(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
-    """Who writes for the binding head, with edges cut and kept, and whole heads taken out."""
+    """Who writes for the binding head, with edges cut and kept."""
     (head,) = find(scope, "binding", given.n).heads
-    found = qk.trace(scope, qk.tasks.binding(), head, given.n)
+    found = qk.trace(scope, qk.tasks.binding(), head, given.n, whole=False)
     edges = [row for by in ("share", "random") for row in pick(found.tables["edges"], by=by, norms="held")]
     first = {side: pick(found.tables["writers"], side=side)[:4] for side in ("key", "query")}
-    return {**first, "edges": edges, **{name: pick(found.tables[name]) for name in ("check", "whole")}}
+    return {**first, "edges": edges, "check": pick(found.tables["check"])}
 
 
 def sparsity(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
@@ -278,17 +278,6 @@ def trace_table(kept: dict[str, Any]) -> str:
     return table([*names, *CUTS], rows)
 
 
-def whole_table(kept: dict[str, Any]) -> str:
-    """Whole heads taken out of the running model."""
-    rows = [
-        [name, row["removed"], row["mlps"], *(f"{row[number]:.2f}" for number in ("accuracy", "attention", "answer"))]
-        for model, name in MODELS.items()
-        for row in pick(kept[model]["traces"]["whole"], kind="chosen")
-    ]
-    names = ["model", "taken out", "MLPs", "accuracy among the boxes", "attention", "the right answer's probability"]
-    return table(names, rows)
-
-
 def median(rows: list[Row], name: str) -> float:
     """Over heads."""
     return float(torch.tensor(column(rows, name), dtype=torch.float64).median())
@@ -433,7 +422,7 @@ def atlas_table(kept: dict[str, Any]) -> str:
 
 TABLES = {
     "findings": findings, "heads": heads_table, "ranks": ranks_table, "swaps": swaps_table, "curve": curve_table,
-    "traces": trace_table, "whole": whole_table, "sparsity": sparsity_table, "because": because_table,
+    "traces": trace_table, "sparsity": sparsity_table, "because": because_table,
     "sharing": sharing_table, "atlas": atlas_table,
 }  # fmt: skip
 
