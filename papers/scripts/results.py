@@ -79,7 +79,7 @@ def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[st
         elif Claim.from_json(row).decided and ("made" in rows[place] or not Claim.from_json(rows[place]).decided):
             old = rows[place]
             was = f"At a larger preset it was {number_cell(old['ours'])}, without an interval, and {_word(old)}."
-            before = old["changed"] if "made" in old else f"{old['changed']} {was}".strip()
+            before = old["changed"] if "made" in old else f"{row['changed']} {was}".strip()
             rows[place] = row | {"made": made_by, "changed": before}
 
 

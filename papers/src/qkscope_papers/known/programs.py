@@ -119,7 +119,7 @@ def run(settings: Settings) -> Result:
         f"Of the true writers of nine heads trace finds {ours['recall']:.0%}, and {ours['precision']:.0%} of what it "
         f"finds is true (attribution patching {around['recall']:.0%} and {around['precision']:.0%}, path patching "
         f"{along['recall']:.0%} and {along['precision']:.0%}); {flat} of {looked} looks have no relative logit. What "
-        f"changing each token says agrees with the program in {agreed.mean:.1%} of {len(words)} tokens ({sure} decide).",
+        f"changing each token says agrees with the program in {agreed.mean:.1%} of {len(words)} ({sure} decide).",
         {"heads": heads, "writers": rows, "words": words},
         [
             Claim("trace finds every true writer of the nine heads (recall)", "", ours["recall"], None, "ours >= 1"),
