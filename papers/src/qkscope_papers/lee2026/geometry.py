@@ -9,7 +9,6 @@ wrong.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import matplotlib
@@ -198,8 +197,6 @@ def _claims(rows: list[Row], variant: str, total: int) -> list[Claim]:
                   clusters.mean, clusters_before, f"ours >= {0.9 * total:g} and ours > 2 * control", **clusters.ends,
                   changed="was a mean cosine > 0.9: same clusters means nearest centroids, not one direction."),
         ]  # fmt: skip
-    if any(math.isnan(claim.ours or 0.0) for claim in claims):
-        raise ArithmeticError("a geometry number came out undefined")
     return claims
 
 
