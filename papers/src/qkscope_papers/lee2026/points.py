@@ -119,7 +119,7 @@ def align(
     k: Float[Tensor, "m d"],
     k_labels: Int[Tensor, " m"],
     seed: int,
-    draws: int,
+    draws: int = 999,
     where: str = "",
 ) -> Row:
     """How well queries and keys of one label point the same way, each side centred on its own mean.
