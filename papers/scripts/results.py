@@ -69,7 +69,7 @@ def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[st
     """Rows of a smaller preset among those of a larger one: what is new, and intervals that were missing."""
 
     def key(row: dict[str, Any]) -> str:
-        return re.sub(r"[\d.,]+|(mean over|median of)( the| key)? heads", "#", row["claim"])  # they depend on the preset
+        return re.sub(r"[\d.,]+|(mean over|median of)( the| key)? heads", "#", row["claim"])  # what presets change
 
     places = {key(row): i for i, row in enumerate(rows)}
     for row in new:
