@@ -92,7 +92,7 @@ def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[st
     """Rows of a smaller preset among those of a larger one: what is new, and intervals that were missing."""
 
     def key(row: dict[str, Any]) -> str:
-        return re.sub(r"[\d.,]+", "#", row["claim"])  # numbers in a claim's text depend on the preset
+        return re.sub(r"[\d.,]+|(mean over|median of)( the| key)? heads", "#", row["claim"])  # what presets change
 
     places = {key(row): i for i, row in enumerate(rows)}
     for row in new:
@@ -102,7 +102,7 @@ def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[st
         elif Claim.from_json(row).decided and ("made" in rows[place] or not Claim.from_json(rows[place]).decided):
             old = rows[place]
             was = f"At a larger preset it was {number_cell(old['ours'])}, without an interval, and {_word(old)}."
-            before = old["changed"] if "made" in old else f"{old['changed']} {was}".strip()
+            before = old["changed"] if "made" in old else f"{row['changed']} {was}".strip()
             rows[place] = row | {"made": made_by, "changed": before}
 
 
