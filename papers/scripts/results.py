@@ -79,7 +79,7 @@ def _over_seeds(row: dict[str, Any], runs: list[list[dict[str, Any]]]) -> dict[s
     """A claim without an interval as the mean over seeds, with Student's interval."""
     claim = Claim.from_json(row)
     own = [row, *(other for claims in runs for other in claims if other["claim"] == row["claim"])]
-    if claim.decided or len(own) < 3:
+    if claim.decided or len(own) < 3 or any(each["ours"] is None for each in own):
         return row
     ours, control = (
         over_runs(float("nan" if r[name] is None else r[name]) for r in own) for name in ("ours", "control")
