@@ -118,6 +118,8 @@ class Because:
             word for word in self.others.words if word.start <= furthest and (word.start or usable[self.ids[0]])
         ]  # a first token that no text has, as <bos>, stays
         self.words = self._affordable(self.seen, furthest)
+        far = self.words and furthest + 1 - self.words[0].start > _WHOLE and again.runs_alone()
+        self.held = f"; tokens over {NEAR} away from it, the key and the query are held" if far else ""
         self.texts = [self.others.lexicon.text(i) for i in self.ids.tolist()]
 
     def _affordable(self, words: list[Word], furthest: int) -> list[Word]:
@@ -198,11 +200,10 @@ class Because:
         near = behind[:, 1:].any(-1) | before[1:].any(-1).flip(0)
         return runs & (near | (runs.sum(1, keepdim=True) <= _WHOLE))
 
-    def _keep(self, made: Tensor, some: Tensor, layer: int, first: int, runs: Tensor, weights: Tensor) -> None:
+    def _keep(self, made: Tensor, some: Tensor, layer: int, runs: Tensor, weights: Tensor) -> None:
         """Put the rows of looks from tokens that run, in some prompts, into a table of all."""
-        every, heads, _ = self._of_layer[layer]
-        own = every[first : first + runs.shape[1]]
-        rows = weights[:, heads[first : first + len(own)], torch.arange(len(own), device=heads.device)].to(made)
+        own, heads, _ = self._of_layer[layer]
+        rows = weights[:, heads, torch.arange(len(own), device=heads.device)].to(made)
         made[some, own] = rows.where(runs[..., None].to(made.device), made[some, own])
 
     # ------------------------------------------------------------------ causes

@@ -26,7 +26,7 @@ from qkscope.kinds import grouped
 
 _WITHOUT_BLANKS = re.compile(r"[぀-ヿ㐀-䶿一-鿿豈-﫿฀-໿ក-៿]")
 _LEAST = 8  # tokens of a shape, under which others are taken as well
-_RANKED, _ROOM = 4096, 2**25  # next tokens that are ranked, and logits that are held at once
+_RANKED, _AT_ONCE = 4096, 256  # next tokens that are ranked, and tokens whose logits are held at once
 _CHARACTERS = 256  # tried in the place of one
 _LIKELY = 4  # of a word's alternatives
 
@@ -159,10 +159,6 @@ class Alternatives:
         self._likely: dict[Word, list[Ids]] = {}
         self._ranked: dict[int, Int[Tensor, " k"]] = {}
 
-    def _step(self, tokens: int) -> int:
-        """Prompts that run together with so many tokens, on to their logits."""
-        return min(max(_ROOM // self.lexicon.size, 1), self.again.at_once(tokens))
-
     def of(self, word: Word, count: int = 8) -> list[Ids]:
         """So many other words for one, likely and drawn ones in turn; fewer where there are no more of its shape."""
         if (word, count) not in self._kept:
@@ -181,10 +177,9 @@ class Alternatives:
     def _rank(self, words: Sequence[Word]) -> None:
         """Find the likeliest next tokens before each of some words, in their order: these tokens run again."""
         new = torch.tensor(sorted({word.start - 1 for word in words} - {-1, *self._ranked}), dtype=torch.long)
-        for some in new.split(self._step(1)) if len(new) else ():
-            logits = self.again.run(self.again.ids.cpu()[some, None], some[:, None])
-            assert logits is not None
-            ranked = logits[:, : self.lexicon.size].topk(min(_RANKED, self.lexicon.size)).indices.cpu()
+        for some in new.split(_AT_ONCE) if len(new) else ():
+            logits = self.again.run(self.again.ids.cpu()[some, None], some[:, None])[:, : self.lexicon.size]
+            ranked = logits.topk(min(_RANKED, self.lexicon.size)).indices.cpu()
             self._ranked |= dict(zip(some.tolist(), ranked, strict=True))
 
     def prepare(self, words: Sequence[Word]) -> None:
@@ -198,8 +193,7 @@ class Alternatives:
                 if len(ids) == len(word):
                     self._likely[word].append(ids)
             begun = [(word, ids) for word, ids in begun if len(ids) < len(word)]
-            step = self._step(max(map(len, new)))
-            parts = (begun[i : i + step] for i in range(0, len(begun), step))
+            parts = (begun[i : i + _AT_ONCE] for i in range(0, len(begun), _AT_ONCE))
             begun = [longer for some in parts for longer in self._continued(some)]
 
     def _first(self, word: Word) -> list[int]:
@@ -214,7 +208,6 @@ class Alternatives:
         tokens, size = torch.tensor([ids for _, ids in begun]), self.lexicon.size
         at = torch.tensor([[*range(word.start, word.start + len(ids))] for word, ids in begun])
         logits = self.again.run(tokens, at)
-        assert logits is not None
         allowed = torch.stack([self.lexicon.like(self.ids[word.start + len(ids)]) for word, ids in begun])
         best = logits[:, :size].masked_fill(~allowed.to(logits.device), -torch.inf).argmax(-1).tolist()
         return [(word, (*ids, piece)) for (word, ids), piece in zip(begun, best, strict=True)]

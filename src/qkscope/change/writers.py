@@ -71,10 +71,9 @@ def vectors_with(
     for writer in {writer for own in sets for writer in own} - {*names}:
         raise BadInput(f"{writer} does not write before {head}: name one of an earlier layer.")
     numbers, chosen = {name: i for i, name in enumerate(names)}, torch.zeros(len(sets), len(names))
-    every = [(row, numbers[name]) for row, own in enumerate(sets) for name in own]
-    chosen[tuple(torch.tensor(every, dtype=torch.long).view(-1, 2).T)] = 1
-    chosen = chosen.to(instead)
-    away = instead - mean_parts(run, head.layer, [token])
+    for row, own in enumerate(sets):
+        chosen[row, [numbers[name] for name in own]] = 1
+    chosen, away = chosen.to(instead), instead - mean_parts(run, head.layer, [token])
     if norms == "frozen":
         true = run.vectors([(head.layer, run.index(head, kind))], kind, slots)[0, :, 0]
         return true + chosen @ run.read(head, side, [Parts(names, away[None, :, None])], slots)[0, :-1, 0]

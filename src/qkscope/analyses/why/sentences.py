@@ -177,7 +177,7 @@ def _words(one: PromptTrace, because: Because, reason: Reason) -> str:
     every = [row for row in reason.words if row["after"] < 0.5 * reason.before]
     named, rest = every[:_SHOWN], f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     alone = [quoted(word.text) for word in because.words if not because.others.of(word, because.count)]
-    none = f"; no other word has the shape of {', '.join(dict.fromkeys(alone))}" if alone else ""
+    none = (f"; no other word has the shape of {', '.join(dict.fromkeys(alone))}" if alone else "") + because.held
     if not named:
         return f"Words: of {_tried(reason)} replaced one at a time, none takes half of the attention away{none}."
     told = ", ".join(

@@ -39,6 +39,7 @@ from qkscope.tasks.jsonl import read_prompts
 Heads: TypeAlias = Sequence[str | Head]
 _SUMS = 2e-5  # of the largest term: how far the edges of a circuit may miss a node, in float32
 _GOES_ON, _RUNS = 5, 4  # tokens of the continuation that are shown, and alternatives of a word that are run
+_LONG = 2048  # tokens of a prompt that does not run once more for its continuation
 
 
 @checked_class
@@ -214,7 +215,7 @@ def answer_probe(
         if key is not None:
             raise BadInput("a key is asked about with a head: name one, or leave the key out.")
         with doing("hiding each head's main token"):
-            rows, last = output.head_rows(), probe.asked.query == len(probe.asked.tokens) - 1
+            rows, last = output.head_rows(), probe.asked.query == len(probe.asked.tokens) - 1 < _LONG
         says = probe.scope.generate(probe.prompt, _GOES_ON) if last and isinstance(probe.prompt, str) else ""
         answer, lines, tables = sentences.heads_answer(output, rows, str(says)), list[str](), {"heads": rows}
     else:
@@ -281,7 +282,6 @@ def _returns(one: PromptTrace, output: Output, because: Because, reason: Reason)
     at = because.running(others, torch.full((len(others),), one.asked.query + 1)).any(0).nonzero()[:, 0]
     twice = others[:, at].repeat_interleave(2, dim=0)
     logits = because.again.run(twice, at.expand_as(twice), rows=rows * len(others))
-    assert logits is not None
     changed, restored = logits.float().softmax(-1)[:, output.best].view(-1, 2).mean(0).tolist()
     return [{
         "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],

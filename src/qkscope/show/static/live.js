@@ -156,6 +156,7 @@
     qk.cancel();
     busy(false);
     say("cancelled");
+    if (seen && !seen.result) $("heads").textContent = "Cancelled: press Look to try every head.";
     if (answer && !answer.result) {
       $("doing").textContent = "Cancelled: this is where the head looks; its reason was not looked for. ";
       $("doing").append(button("Look for it", () => move({})));
