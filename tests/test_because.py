@@ -186,7 +186,11 @@ def test_heads_stand_by_what_they_change_and_answers_are_compared_and_drawn(nano
     assert changes == sorted(changes, key=abs, reverse=True)
     ways = ["neither" if abs(change) < 0.1 else "for" if change < 0 else "against" for change in changes]
     assert [row["direction"] for row in rows] == ways
-    assert "rather than 'B'" in qk.why(nano, PROMPT, versus="B").answer
+    assert re.search(r"rather than 'B' \(\S+%\), ahead", qk.why(nano, PROMPT, versus="B").answer)
+    chosen = {PROMPT: "'O' (0.0%), the likeliest other word of the prompt",  # no other token has 0.1%
+              "The hat is in": "'hat' (0.3%), the likeliest other word of the prompt",
+              "hat: O jam:": "'flounder' (0.6%), the likeliest other token"}  # fmt: skip
+    assert all(f"rather than {rival}, ahead" in qk.why(nano, prompt).answer for prompt, rival in chosen.items())
     with pytest.raises(BadInput, match="is the next token itself"):
         qk.why(nano, PROMPT, versus="Z")
     first, other = (qk.why(nano, unit[0].text, "L1H1") for unit in qk.tasks.induction().test(2))

@@ -262,10 +262,8 @@ def command(verb: str, *arguments: object, **options: object) -> str:
         if name not in known or value is None or value is False or value == known[name].default:
             continue
         texts = list(map(str, value)) if isinstance(value, list) else [str(value)]
-        if known[name].param_type_name == "argument":
-            words += texts
-        else:
-            words += [known[name].opts[0], *([] if value is True else [",".join(texts)])]
+        option = [known[name].opts[0], *([] if value is True else [",".join(texts)])]
+        words += texts if known[name].param_type_name == "argument" else option
     return shlex.join(word.replace("\n", "\\n") for word in words)
 
 
@@ -283,25 +281,24 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
         return command("view", live=True, fit=values["fit"])
     if result.experiment == "why/prompts":
         return _after_prompts(values, result)
-    same = _some(values, "prompt", "query", "chat", *_SCOPE)
-    rival = _some(values, "versus")  # trace's is another: a key
+    same = _some(values, "prompt", "query", "chat", "versus", *_SCOPE)
     if "heads" in result.tables:  # one that helps and looks at the answer or at its rival, rather than at itself
         places, rows = ["answer", "rival", "", "itself"], result.tables["heads"]
         helps = [row for row in rows if row["direction"] == "for"][:10] or rows[:1]
-        return command("why", **same, **rival, head=min(helps, key=lambda row: places.index(row["at"]))["head"])
+        return command("why", **same, head=min(helps, key=lambda row: places.index(row["at"]))["head"])
     if result.experiment == "why/circuit":  # the first head of the circuit, asked by itself
         first = (row["node"] for row in result.tables.get("paths", ()) if "H" in row["node"])
-        return command("why", **same, **rival, head=next(first, None))
+        return command("why", **same, head=next(first, None))
     head = values["head"] or values["heads"][0]
     carried = [row for row in result.tables.get("carriers", ()) if row["verdict"] == "shown"]
     carriers = [(name, row["side"]) for row in carried for name in row["writers"].split(", ") if "H" in name]
     if carriers:  # and why did that one look there?
         name, side = carriers[0]
         at = {"query": result.tables["output"][0]["key"]} if side == "key" else {}
-        return command("why", **{**same, **rival, **at, "head": name})
+        return command("why", **{**same, **at, "head": name})
     if head.layer == 0:  # the embedding alone writes there: nothing to trace
-        return command("why", **same, **rival)
-    return command("trace", **same, heads=head, key=values["key"])
+        return command("why", **same)
+    return command("trace", **{**same, "versus": None}, heads=head, key=values["key"])  # trace's is another: a key
 
 
 def _after_prompts(values: Mapping[str, Any], result: Result) -> str:
