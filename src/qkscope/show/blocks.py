@@ -300,6 +300,12 @@ def _beside(row: Row) -> dict[str, str]:
     return {"beside": "" if row["control_high"] is None else f"control {low} to {high}"}
 
 
+@drawing("decide", "head", "key", "token", "probability", "difference", "direction", leads=True)
+def _deciding(block: Block, tables: Tables) -> Iterator[Block]:
+    """Heads that decide."""
+    yield block
+
+
 @drawing("output", "head", "key", "token", "before", "without_key", "without_other", "direct")
 def _output(block: Block, tables: Tables) -> Iterator[Block]:
     """What it does.

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 GALLERY = "gallery"
 _FEW = 12  # heads of a table that speaks of each
-_SMALL = ("graph", "map", "swaps", "curve", "spectra", "parts", "tokens")  # charts whose data is small
+_SMALL = ("graph", "decide", "map", "swaps", "curve", "spectra", "parts", "tokens")  # charts whose data is small
 _CARD = ("run", "page", "verb", "experiment", "preset", "model", "date", "answer", "prompt", "claims")  # of each run
 _CHOICES = {"model": "model", "what": "verb"}
 _MARK, _BACK = '<span class="name">qkscope</span>', '<a class="name" href="../index.html#run-{}">← all runs</a>'
@@ -75,10 +75,8 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
     heads = sorted((row for run in runs for row in run["heads"]), key=_by_head)
     claims = [claim for run in runs for claim in run["of_claims"]]
     choices = {what: [*dict.fromkeys(filter(None, map(itemgetter(of), cards)))] for what, of in _CHOICES.items()}
-    models = choices["model"]
-    of = f" of {', '.join(models[:-1])}{' and ' * (len(models) > 1)}{models[-1]}" if models else ""
     held = count_claims([claim for run in runs for claim in run["result"].claims])
-    answer = f"{counted(len(runs), 'run')}{of}{f'; {held}' if held else ''}."
+    answer = f"{counted(len(runs), 'run')}{f'; {held}' if held else ''}."
     tables: dict[str, Sequence[Mapping[str, Any]]] = {"runs": cards, "heads": heads, "claims": claims}
     result = Result(GALLERY, tables, answer=answer, provenance=provenance(runs=[card["run"] for card in cards]))
     scripts = [*page.scripts_of([run["block"] for run in runs if run["block"]]), "gallery.js"]
