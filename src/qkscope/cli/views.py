@@ -141,7 +141,7 @@ def _by(rows: Rows, column: str, largest: bool = True) -> Rows:
 
 
 def _where(rows: Rows, column: str, value: Any) -> Rows:
-    """These rows, or all where there are none."""
+    """Rows with this value in a column, or all rows if there are none."""
     return [row for row in rows if row[column] == value] or rows
 
 

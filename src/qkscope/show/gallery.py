@@ -92,7 +92,7 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
 
 
 def _read(folders: Sequence[str | Path], out: Path) -> tuple[list[Run], list[str]]:
-    """The runs, and a sentence for each folder that is left out."""
+    """Read the runs, and collect a sentence for each folder that is left out."""
     runs: dict[str, Run] = {}
     left: list[str] = []
     seen = {out.resolve()}
@@ -131,7 +131,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _run(folder: Path, name: str) -> Run | None:
-    """What the index shows of a run; nothing of a gallery."""
+    """Collect what the index shows of a run; None for a folder that is itself a gallery."""
     if not (folder / RESULTS).is_file():
         begun = read_run(folder)
         command = f" ({begun['command']})" if begun.get("command") else ""
@@ -167,7 +167,7 @@ def _by_head(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _head_rows(run: Run) -> list[dict[str, Any]]:
-    """The heads that a run speaks of, in its answer, its claims or a table of a few, and what it calls each."""
+    """The heads that a run names in its answer, its claims or a small table, and what it calls each."""
     claims, tables = [{"line": claim.claim} for claim in run["result"].claims], run["result"].tables.values()
     answer, rows = {"line": run["answer"]}, [row for rows in tables for row in rows]
     small = [row for rows in tables if len(page.heads_in(rows)) <= _FEW for row in rows]

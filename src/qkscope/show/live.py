@@ -254,5 +254,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _line(value: Any) -> bytes:
-    """A line of JSON."""
+    """Encode a value as a line of JSON."""
     return json.dumps(plain_value(value), allow_nan=False).encode() + b"\n"

@@ -91,7 +91,7 @@ def report_html(results: Sequence[Result], pictures: Mapping[str, bytes] | None 
 
 
 def remembered(page: str) -> str:
-    """The page, noted as drawn here; where the cache cannot be written, it is drawn anew when it is viewed."""
+    """Note in the cache that this page was drawn here; without a cache it is drawn anew when viewed."""
     with suppress(OSError):
         notes = cache_dir("pages", "drawn.txt")
         notes.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ def heads_in(rows: Sequence[Row]) -> list[str]:
 def _name_places(sections: Sequence[dict[str, Any]]) -> None:
     """Let links name a head (``#L18H6``), a claim (``#claim-3``) and a prompt (``#prompt-1``).
 
-    A head's place is the block that speaks of fewest heads; one that no block speaks of has a row of a table. Charts
+    A head's place is the block that names fewest heads; one that no block names has a row of a table. Charts
     of all heads have too many to write out: their scripts find the one that a link names.
     """
     blocks = [(block, shown, heads_in(block.rows)) for section in sections for block, shown in section["blocks"]]

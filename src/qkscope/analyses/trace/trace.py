@@ -281,7 +281,7 @@ def _task_writers(how: Pass, choosing: Units, units: Units, draws: int, depth: i
 
 
 def _task_features(how: Pass, choosing: Units, units: Units, dictionary: Dictionary, draws: int) -> tuple[str, Tables]:
-    """Pairs of features chosen on some words, all else on others."""
+    """Pairs of features, chosen on some words and tested on others."""
     how = replace(how, layers=[dictionary.layer])
     chosen = choose_features(how, choosing, dictionary)
     tests = {head: FeatureTest(head, dictionary, own, draws, how.seed) for head, own in chosen.items()}
@@ -309,7 +309,7 @@ def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int)
 
 
 def _answer(tables: Tables) -> str:
-    """One head alone."""
+    """The answer for one head."""
     (check,) = tables["check"]
     cells = (("key", "cut", "share", 2), ("key", "cut", "random", 2), ("both", "keep", "share", 5))
     cut, beside, keep = (_edge(tables, *cell) for cell in cells)
@@ -332,7 +332,7 @@ def _answer(tables: Tables) -> str:
 
 
 def _in_short(tables: Tables) -> str:
-    """One head among several: its key's writers, and what is left without them."""
+    """The short answer for one head among several: its key's writers, and what is left without them."""
     (check,) = tables["check"]
     cut = _edge(tables, "key", "cut", "share", 2)
     left = "" if cut is None else f"; without both {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
@@ -340,6 +340,6 @@ def _in_short(tables: Tables) -> str:
 
 
 def _edge(tables: Tables, side: str, kind: str, by: str, k: int) -> dict[str, Any] | None:
-    """A row of edges, replaced by means, norms held."""
+    """Find the row of the table ``edges`` with parts replaced by means and norms held."""
     wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": "mean", "norms": "held"}
     return next((row for row in tables["edges"] if wanted.items() <= row.items()), None)

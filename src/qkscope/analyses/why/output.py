@@ -44,7 +44,7 @@ def whole(tokens: Sequence[str], i: int) -> str:
 
 
 def first_token(scope: Scope, text: str) -> int:
-    """The first token of a text that is no blank."""
+    """Id of the first token of a text that is not blank."""
     ids = [] if scope.tokenizer is None else scope.tokenizer.encode(text, add_special_tokens=False)
     named = [i for i in ids if token_texts(scope, [i])[0].strip()]
     if not named:
@@ -58,7 +58,7 @@ class Output:
     Parameters
     ----------
     run : of the prompt, with logits.
-    asked : the prompt and the token that asks.
+    asked : the prompt and the query token.
     versus : the rival's text; by default the likeliest other word of the prompt, or the likeliest other token where no
         such word has 0.1%, though others have; ``why_rival`` says which.
     """
@@ -117,11 +117,11 @@ class Output:
 
     @cached_property
     def again(self) -> Again:
-        """The prompt, ready to run again from the token that asks."""
+        """The prompt, ready to run again from the query token."""
         return Again(self.scope, self.asked.inputs, self.run.calls)
 
     def from_key(self, one: PromptTrace) -> Float[Tensor, " v"] | None:
-        """What a head adds to the logits by itself by what it read at the key, less its mean over all tokens."""
+        """Direct effect on the logits of what a head read at the key, less its mean over the vocabulary."""
         layer = one.head.layer
         v = self.run.calls[layer].v[0, self.run.index(one.head, "v"), one.key].float() * one.attention[one.key]
         W = self.run.reader.output_weights(layer)[0][one.head.index].to(v)
@@ -145,7 +145,7 @@ class Output:
         ]  # fmt: skip
 
     def look(self, head: Head) -> tuple[int, Float[Tensor, " t"]]:
-        """The token that a head attends to most from where is asked, the first left out, and its row of attention."""
+        """The token that a head attends to most from the query, the first token left out, and its row of attention."""
         row = self.again.row(self.asked.query, head).attention()[0, 0].cpu()
         return 1 + int(row[1 : self.asked.query + 1].argmax()), row
 

@@ -114,7 +114,7 @@ def _token(asked: Question, i: int) -> str:
 
 
 def carried(carriers: Rows) -> str:
-    """Who carried each word into which side, those of its several places together."""
+    """Say which writers carried each word into the query or the key; equal words are named once."""
     told: dict[tuple[str, str], list[str]] = {}
     for row in (row for row in carriers if row["verdict"] == "shown"):
         told.setdefault((row["text"].strip() or row["text"], row["side"]), []).extend(row["writers"].split(", "))

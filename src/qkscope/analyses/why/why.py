@@ -1,4 +1,4 @@
-"""Why: the question on the door, for any prompt, head and token, without any fit.
+"""Why did this head attend to that token: for any prompt, head and token, without any fit.
 
 Of one head: *where* it looks, *because* of which words (each changed, and the model run again), *who carried* them
 there, *cuts* of the strongest writers, and *what it does* for the next token against its rival. Without a head: which
