@@ -163,7 +163,7 @@ def swap(
         f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
         + nearest
         + ("" if chosen.has_covariances else " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out.")
-        + (" All its prompts are one or ask for one word: there are no intervals." if alone else "")
+        + (" All prompts are copies or ask for one word, so there are no intervals." if alone else "")
     )
     about = {**fitted.provenance.get("asked", {}), "test_units": len(units), "draws": draws}
     if rows.answers is not None:

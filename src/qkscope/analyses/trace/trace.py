@@ -131,7 +131,7 @@ def trace(
             raise BadInput(f"{name} is for one prompt, not for {given}: leave it out, or give a prompt.")
     heads = [h for h in scope.parse(head) if h.layer > 0]
     if not heads:
-        raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nobody to trace.")
+        raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nothing to trace.")
     asked: dict[str, Any] = {"heads": [str(h) for h in heads], "draws": draws}
     if dictionary is not None:
         check_dictionary(scope, heads, dictionary)
