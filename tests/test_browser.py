@@ -207,7 +207,7 @@ def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
         own = [row["part"] for row in why.tables["parts"] if (row["by"], row["side"]) == (by, side)]
         expect(page.locator("section.parts .name")).to_have_text([*own, "logit"])
         expect(page.locator("section.parts .value.sum")).to_have_text(logit)
-    titles = ("Because", "Carried by", "Cuts")
+    titles = ("Because", "Carried by", "Writers cut")
     words, carried, cuts = (page.locator("section.tests", has_text=title) for title in titles)
     causes = {"yes": "shown", "open": "open", "no": "no"}
     assert words.locator(".value b").all_text_contents() == [causes[row["cause"]] for row in why.tables["because"]]

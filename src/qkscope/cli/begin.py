@@ -62,7 +62,7 @@ def fetch(name: str) -> None:
 
     Parameters
     ----------
-    name : smollm2-135m (93 MB), gemma3-270m (240 MB; its terms of use apply) or qwen2.5-coder-1.5b (1.1 GB).
+    name : a model: smollm2-135m (98 MB), gemma3-270m (240 MB; its terms of use apply) or qwen2.5-coder-1.5b (1.1 GB).
     """
     say(f"{fetch_model(name, say)} is ready.")
     print_end(then=command("why", PROMPT, model=name))
