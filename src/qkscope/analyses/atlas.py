@@ -66,7 +66,7 @@ def atlas(
     out: str | Path | None = None,
     progress: bool | None = None,
 ) -> Atlas:
-    """Name every head by what decides where it looks.
+    """Name every head by what decides where it looks on plain text.
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ def decompose(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Fit:
-    """Fit the task's contrasts at these heads, controls included.
+    """Find the features of chosen heads: the directions that tell a task's contrasts apart, with their nulls.
 
     Parameters
     ----------

@@ -295,7 +295,7 @@ def sweep(
     device: str | None = None,
     dtype: str | None = None,
 ) -> Sparsity:
-    """How few singular vectors carry the attention of a circuit's heads, at one checkpoint or over training.
+    """Measure how few singular vectors carry the attention of a circuit's heads, at one checkpoint or over training.
 
     A sweep that was stopped goes on with the checkpoints that are missing.
 

@@ -68,7 +68,7 @@ def swap(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Swaps:
-    """Swap features between the right key and another on held-out prompts, beside the baselines.
+    """Test features causally: swap them between the right key and another on held-out prompts, beside baselines.
 
     Each feature is swapped alone, all together, obliquely, and as many dimensions that were chosen otherwise.
 

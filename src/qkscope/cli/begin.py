@@ -98,7 +98,7 @@ def _record(columns: Mapping[str, list[str]]) -> dict[str, Any]:
 
 @verb("demo")
 def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
-    """Run the main job on the embedded model: find heads, take them apart, test it causally, and say why of a prompt.
+    """Run the main job on the embedded model: find heads, take them apart, test that causally, and ask why on a prompt.
 
     It takes half a minute, so that nothing is kept of one that is stopped.
 

@@ -75,7 +75,7 @@ def trace(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Trace:
-    """Split what a head matched on among the writers of its query and of its keys, and cut and keep them.
+    """Say which writers made a head's query and keys (QK attribution), and test that by cutting and keeping their edges.
 
     Parameters
     ----------
