@@ -75,7 +75,7 @@ def trace(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Trace:
-    """Say which writers made a head's query and keys (QK attribution), and test that by cutting and keeping their edges.
+    """Say which writers made a head's query and keys (QK attribution), and test it by cutting and keeping edges.
 
     Parameters
     ----------
