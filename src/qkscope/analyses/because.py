@@ -180,7 +180,7 @@ class Because:
         return made
 
     def _keep(self, made: Tensor, some: Tensor, begun: Tensor, layer: int, first: int, weights: Tensor) -> None:
-        """Copy the attention rows of looks whose query token was run into the table of all looks."""
+        """Put the rows of looks from tokens that run, in some prompts, into a table of all."""
         if layer in self._of_layer:
             own, heads, queries = self._of_layer[layer]
             at, some = queries - first - begun.to(queries)[:, None], some[:, None]

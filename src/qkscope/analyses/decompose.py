@@ -143,7 +143,7 @@ def decompose(
 
 
 def _nulls(contrast: Contrast) -> tuple[NullKind, ...]:
-    """Choose the nulls that a contrast needs.
+    """Which nulls a contrast needs.
 
     Across a prompt and its copy each difference stands with both signs, so there is nothing but the interaction. Labels
     are dealt out again within a prompt; where words are the unit, their signs are flipped instead.
@@ -154,7 +154,7 @@ def _nulls(contrast: Contrast) -> tuple[NullKind, ...]:
 
 
 def _adds(rows: prompts.Rows, kv_of_head: Tensor) -> list[Tensor]:
-    """Per-row terms of the first units at the first heads: query, sums and counts of + and − keys, and the unit."""
+    """What rows of the first units add at the first heads: query, sums and counts of + and of − keys, and the unit."""
     q, k, labels, unit = rows
     some, keys = unit < _UNITS, k[:, kv_of_head[:_HEADS]].double()
     signs = [(labels == sign).double() for sign in (1, -1)]

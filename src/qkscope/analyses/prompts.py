@@ -115,7 +115,7 @@ def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
 def unit_runner(
     scope: Scope, units: Sequence[Unit], heads: Sequence[Head], *, chat: bool = False, **how: Any
 ) -> Callable[[list[int]], UnitBatch]:
-    """Make the function that captures the units of one batch, by number; ``how`` as in `Scope.capture_inputs`."""
+    """What captures the units of one batch, by number; ``how`` as in `Scope.capture_inputs`."""
 
     def run(indices: list[int]) -> UnitBatch:
         members = [(i, m) for i in indices for m in range(len(units[i]))]

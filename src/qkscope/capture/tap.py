@@ -291,7 +291,7 @@ def tap(
 
 
 def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s h e"]:
-    """Show a call to the visitors, and return the output to go on with."""
+    """The output to go on with, after visitors saw the call."""
     if call.output is not None:
         return call.output.to(output.dtype)
     if not call.redo and not call.outputs:

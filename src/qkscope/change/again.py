@@ -91,7 +91,7 @@ class Again:
         return self.calls[head.layer].rows(head.index, torch.tensor([0]), torch.tensor([query]))
 
     def without(self, query: int, head: Head, key: int) -> Row:
-        """A head's row of attention with one key hidden."""
+        """The same where it may not look at a key."""
         logits = self.row(query, head).logits()[0, 0].clone()
         logits[key] = -torch.inf
         return head, logits
@@ -105,7 +105,7 @@ class Again:
 
         Parameters
         ----------
-        query : the query token.
+        query : the token that asks.
         rows : changes.
         """
         kept, logits = dict[int, list[Tensor]](), []

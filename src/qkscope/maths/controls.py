@@ -218,7 +218,7 @@ def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -
 
 
 def _verdict(differs: bool | None, depends: bool | None, centred: bool) -> Verdict:
-    """Verdict from the tests; None stands for a test that could not have shown anything."""
+    """What the tests say; None is of a test that could not have shown anything."""
     if centred and depends is not False:
         return "interaction" if depends else "untested"
     if not differs:

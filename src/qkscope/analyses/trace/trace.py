@@ -340,6 +340,6 @@ def _in_short(tables: Tables) -> str:
 
 
 def _edge(tables: Tables, side: str, kind: str, by: str, k: int) -> dict[str, Any] | None:
-    """Find the row of the table ``edges`` with parts replaced by means and norms held."""
+    """A row of edges, replaced by means, norms held."""
     wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": "mean", "norms": "held"}
     return next((row for row in tables["edges"] if wanted.items() <= row.items()), None)
