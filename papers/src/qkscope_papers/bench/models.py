@@ -201,7 +201,7 @@ def trace_one() -> Row:
 
 @row
 def trace_all() -> Row:
-    """The same of all heads but the first layer's, against the forward to the last layer."""
+    """Writers of all heads but the first layer's, both sides, against the forward to the last layer."""
     scope = _scope()
     heads = [head for head in scope.heads() if head.layer > 0]
     seconds = trace_seconds(scope, heads, _order_prompts(scope, 4 * _BATCH), repeats=5)

@@ -74,7 +74,7 @@ def toys_of(tasks: Tasks, *, crowded: bool = False) -> Cells:
 
 
 def toys_over(field: str, values: Sequence[float], smoke: int = 1, name: str | None = None) -> Cells:
-    """The default toy with one setting varied; at preset smoke each so many of the values."""
+    """The default toy with one setting varied; at preset smoke only some of the values."""
     return toys_of(
         lambda preset: {
             f"{name or field}={value:.3g}": Superposition(**{field: value})  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def run(settings: Settings, cells: Cells) -> Result:
 
 
 def split(toy: Toy, x: Float[Tensor, "c p n"], kind: str, seed: int, attended: int | None) -> PairSplit:
-    """Contexts through the toy, their logits split into pairs of features; the first token of each asks.
+    """Run contexts through the toy and split their logits into pairs of features; the first token is the query.
 
     Parameters
     ----------
