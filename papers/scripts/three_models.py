@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import because_measure
@@ -24,7 +25,7 @@ import qkscope as qk
 from qkscope.analyses.sparsity import answers_right
 from qkscope.analyses.split import relative_rows, singular_basis
 from qkscope.capture.pick import Places
-from qkscope.heads import Head, Writer
+from qkscope.heads import Writer
 from qkscope.maths.significance import clustered_bootstrap, wilson
 from qkscope.tasks.sides import split
 from qkscope.tasks.texts import python_texts, read_documents
@@ -64,15 +65,8 @@ def heads(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
         rows.append({
             "task": task, **found.row(found.heads[0]), "among_head": among["head"], "among": among["accuracy"],
             "reached": found.reached, "all": len(scope.heads()), "answers": float(right.mean()),
-            "kind": kind_of_layer(scope, found.heads[0]),
         })  # fmt: skip
     return rows
-
-
-def kind_of_layer(scope: qk.Scope, head: Head) -> str:
-    """Whether a head sees the whole prompt or a window."""
-    kinds = getattr(scope.model.config, "layer_types", None) or ["full_attention"] * scope.n_layers
-    return str(kinds[head.layer]).removesuffix("_attention")
 
 
 def swaps(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
@@ -190,7 +184,6 @@ SWAPPED = {
     "order": "order", "lexical": "lexical", "both": "both", "random_both": "random directions",
     "key_pca_both": "key PCA", "cov_qk_both": "Cov_q Cov_k", "sham_both": "both, of two boxes not asked for",
 }  # fmt: skip
-CURVE = {name.removesuffix("_both"): said for name, said in SWAPPED.items() if name not in ("both", "sham_both")}
 CUTS = {
     "two key edges cut": ("key", "cut", 2, "share"), "two random ones": ("key", "cut", 2, "random"),
     "two query edges cut": ("query", "cut", 2, "share"), "five a side kept": ("both", "keep", 5, "share"),
@@ -213,14 +206,14 @@ def table(names: list[str], rows: list[list[str]]) -> str:
 def heads_table(kept: dict[str, Any]) -> str:
     """Tasks down, models across."""
     rows = [
-        [task, name, per_cent(row["answers"]), f"{row['head']} ({row['kind']})",
+        [task, name, per_cent(row["answers"]), row["head"],
          f"{per_cent(row['row_accuracy'])} [{per_cent(row['row_low'])}, {per_cent(row['row_high'])}]",
          f"{row['among_head']} {per_cent(row['among'])} ({per_cent(row['chance'])})",
          f"{row['reached']} of {row['all']}"]
         for i, task in enumerate(TASKS)
         for name, row in ((name, kept[model]["heads"][i]) for model, name in MODELS.items())
     ]  # fmt: skip
-    names = ["task", "model", "answers right", "best head (its layer)", "right key first of all tokens"]
+    names = ["task", "model", "answers right", "best head", "right key first of all tokens"]
     return table([*names, "best among the named keys (chance)", f"heads over {per_cent(THRESHOLD)}"], rows)
 
 
@@ -278,17 +271,12 @@ def trace_table(kept: dict[str, Any]) -> str:
     return table([*names, *CUTS], rows)
 
 
-def median(rows: list[Row], name: str) -> float:
-    """Over heads."""
-    return float(torch.tensor(column(rows, name), dtype=torch.float64).median())
-
-
 def sparsity_table(kept: dict[str, Any]) -> str:
     """Heads summed up."""
     rows = [
-        [name, str(len(own)), *(f"{median(own, what):.2f}" for what in ("sparsity", "rotated")),
+        [name, str(len(own)), *(f"{median(column(own, what)):.2f}" for what in ("sparsity", "rotated")),
          str(sum(row["high"] < 0 for row in own)), str(sum(row["low"] > 0 for row in own)),
-         *(f"{median(own, what):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null"))]
+         *(f"{median(column(own, what)):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null"))]
         for name, own in ((name, kept[model]["sparsity"]) for model, name in MODELS.items())
     ]  # fmt: skip
     names = ["model", "heads that attend", "sparsity (median)", "rotated", "heads below theirs", "above"]
@@ -319,7 +307,7 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
     bind, chance = tasks["binding"], tasks["binding"]["chance"]
     whole = kept[model]["traces"]["check"][0]["accuracy"]
     below = sum(row["high"] < 0 for row in rows) / len(rows)
-    needed, random = median(rows, "count_tol"), median(rows, "count_tol_null")
+    needed, random = median(column(rows, "count_tol")), median(column(rows, "count_tol_null"))
     return [
         ("A head looks at the right box first of all tokens, in half of the prompts or more",
          f"{bind['head']} {per_cent(bind['row_accuracy'])}", bind["row_low"] >= 0.5),
@@ -370,16 +358,6 @@ def draw(kept: dict[str, Any]) -> None:
             (REPORTS / "figures" / "three-models" / "sparsity.png").write_bytes(picture)
 
 
-def curve_table(kept: dict[str, Any]) -> str:
-    """Shifts by the size of what is swapped."""
-    rows = [
-        [name, said, *(f"{row['shift']:z.2f}" for row in pick(kept[model]["swaps"]["curve"], method=method))]
-        for model, name in MODELS.items()
-        for method, said in CURVE.items()
-    ]
-    return table(["model", "swapped", *map(str, SIZES)], rows)
-
-
 def because_table(kept: dict[str, Any]) -> str:
     """Reasons shown, with Wilson's interval."""
 
@@ -421,7 +399,7 @@ def atlas_table(kept: dict[str, Any]) -> str:
 
 
 TABLES = {
-    "findings": findings, "heads": heads_table, "ranks": ranks_table, "swaps": swaps_table, "curve": curve_table,
+    "findings": findings, "heads": heads_table, "ranks": ranks_table, "swaps": swaps_table,
     "traces": trace_table, "sparsity": sparsity_table, "because": because_table,
     "sharing": sharing_table, "atlas": atlas_table,
 }  # fmt: skip
