@@ -112,8 +112,8 @@ def test_options_choose_contrasts_ranks_and_centring(scope, task):
     centred = decompose(scope, task, HEADS, 40, rank="null", **job)
     for fit, name, kind in (
         (centred, "order", "interaction_rank"),
-        (centred, "box", "null_rank"),
-        (chosen, "order", "null_rank"),
+        (centred, "box", "rank_null"),
+        (chosen, "order", "rank_null"),
     ):
         for head in HEADS:
             assert fit[name, head].rank == max(getattr(fit[name, head].controls, kind), 1)
@@ -123,7 +123,7 @@ def test_a_contrast_that_is_nothing_at_a_head_says_so_and_leaves_the_others_alon
     """In the first layer a box's key does not know its word: the copy's key is the same one, and lexical is zero."""
     found = fit["lexical", "L0H1"]
     assert float(found.S.max()) < 1e-6 < float(fit["lexical", "L1H3"].S.max())
-    assert (found.rank, found.controls.energy_rank, found.controls.verdict) == (1, 0, "not above null")
+    assert (found.rank, found.controls.rank_99, found.controls.verdict) == (1, 0, "not above null")
 
 
 def shared_file(folder: Path) -> Path:

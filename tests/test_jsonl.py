@@ -196,7 +196,7 @@ def test_a_file_in_order_is_noticed_and_group_is_the_way_out(nano, tmp_path, ord
     assert said == (ordered and not group)
     if said:
         assert "p = 0.001" in fit.answer
-        assert '"group" (`cluster`' in fit.answer
+        assert 'the same "group"' in fit.answer
     assert qk.load(tmp_path / "fit", nano).answer == fit.answer
     again = qk.decompose(nano, task, "L1H0,L1H1", 96, replicates=19, out=tmp_path / "fit", progress=False)
     assert again.answer == fit.answer, "which no prompt was run for"

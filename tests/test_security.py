@@ -36,7 +36,7 @@ def fit(kept, tmp_path) -> Path:
 
 
 def test_sums_that_claim_another_shape_or_belong_elsewhere_are_refused(tmp_path, scope, fit, monkeypatch):
-    moments = Moments(["L0H0"], ["order"], 4, nulls=["sign_flip"], replicates=3, about={"model": "m", "n": 1})
+    moments = Moments(["L0H0"], ["order"], 4, replicates=3, about={"model": "m", "n": 1})
     claimed = {**moments.manifest(), "replicates": 10**7}
     write_tensors(tmp_path / "m.safetensors", "moments", moments.tensors(), claimed)
     with pytest.raises(BadInput, match="is missing or of another shape"):

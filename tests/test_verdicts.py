@@ -9,11 +9,10 @@ import torch
 from planted import PlantedHead, randn
 from qkscope import Head, tasks
 from qkscope.analyses.prompts import UnitBatch, null_units
-from qkscope.maths.controls import cross_validated_rank, rank_above, run_controls
+from qkscope.maths.controls import cross_validated_rank, plant, rank_above, run_controls
 from qkscope.maths.moments import Moments
 from qkscope.maths.significance import false_discovery, head_p_values
 
-NULLS = ("sign_flip", "interaction")
 PAIR = torch.tensor([[1, -1]])
 
 
@@ -29,7 +28,7 @@ def test_pooled_tails_reach_further_and_the_nulls_of_a_large_batch_come_in_piece
     assert head_p_values([[(middle, null[0].tolist())]])[0] == pytest.approx(0.5, abs=0.02), "its own say how often"
     assert head_p_values([[(middle, null[0].tolist()), (30.0, null[1].tolist())], []]) == [1 / 200, 1.0]
     q, k = randn(0, 40, 2, 4), randn(1, 40, 2, 2, 4)
-    moments = Moments(["L0H0", "L0H1"], ["c"], 4, nulls=NULLS, replicates=3)
+    moments = Moments(["L0H0", "L0H1"], ["c"], 4, replicates=3)
     moments.update(q, k, {"c": PAIR.expand(40, 2)}, prompts=torch.arange(40) % 10)
     torch.testing.assert_close(moments.state["folds"]["c"].sum(0), moments.state["sums"]["c"])
     assert moments.state["folds"]["c"][:, 0, -1, 0, -1].remainder(4).eq(0).all()
@@ -39,7 +38,7 @@ def test_pooled_tails_reach_further_and_the_nulls_of_a_large_batch_come_in_piece
     found = []
     for bytes_at_once in (module._AT_ONCE, 1):
         monkeypatch.setattr(module, "_AT_ONCE", bytes_at_once)
-        found.append(Moments(["L0H0"], ["c"], 4, nulls=("sign_flip", "label_permutation"), replicates=9))
+        found.append(Moments(["L0H0"], ["c"], 4, replicates=9))
         found[-1].update(q, k, {"c": PAIR.expand(30, 2)}, prompts=torch.arange(30))
     for name, tensor in found[0].tensors().items():
         torch.testing.assert_close(tensor, found[1].tensors()[name])
@@ -55,10 +54,7 @@ def calibration():
 
 @pytest.mark.parametrize("case", ["shared scale .7, large means", "8 × 8 copies", "six words"])
 def test_noise_whose_rows_are_not_independent_is_not_called_an_interaction(case):
-    """papers/docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once in ten thousand.
-
-    Queries shuffled over prompts called 72 to 100 of them.
-    """
+    """papers/docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once in ten thousand."""
     assert sum(calibration().false_positives(f"interaction, {case}", seed) for seed in (100, 101)) <= 14
 
 
@@ -67,9 +63,11 @@ def test_six_words_are_never_sure_and_cannot_be_told_apart_at_sixteen_heads():
     q, k = randn(1, 256, 16, 4), randn(2, 256, 16, 2, 4)
     q[:, 0] += 9 * randn(3, 6, 4)[word]
     k[:, 0, 0] += 9 * randn(3, 6, 4)[word]
-    moments = Moments([f"L0H{i}" for i in range(16)], ["c"], 4, nulls=NULLS)
+    moments = Moments([f"L0H{i}" for i in range(16)], ["c"], 4, replicates=199)
     moments.update(q, k, {"c": PAIR.expand(256, 2)}, prompts=word)
-    alone = run_controls(moments, "c", ["L0H0"])[Head(0, 0)]
+    one = Moments(["L0H0"], ["c"], 4, replicates=199)
+    one.update(q[:, :1], k[:, :1], {"c": PAIR.expand(256, 2)}, prompts=word)
+    alone = run_controls(one, "c")[Head(0, 0)]
     assert alone.units == 6
     assert alone.p_interaction >= 1 / 32
     assert "6 units, which are few" in "\n".join(alone.lines())
@@ -104,19 +102,20 @@ def controls_of(center):
     q, k, labels = head.pairs("colour", 200, seed=0)
     q, k = q + 5, k.clone()
     k[:, 0] += 1
-    moments = Moments(["L0H0"], ["c"], 8, nulls=NULLS)
+    moments = Moments(["L0H0"], ["c"], 8, replicates=199)
     moments.update(q[:, None], k[:, None], {"c": labels}, prompts=torch.arange(200))
     return moments, run_controls(moments, "c", center=center)[Head(0, 0)]
 
 
-@pytest.mark.parametrize(("center", "kind", "rank"), [("none", "sign_flip", 3), ("query", "interaction", 2)])
-def test_spectrum_null_rank_and_verdict_are_of_one_matrix(center, kind, rank):
+@pytest.mark.parametrize(("center", "rank"), [("none", 3), ("query", 2)])
+def test_spectrum_null_rank_and_verdict_are_of_one_matrix(center, rank):
     moments, found = controls_of(center)
     delta = moments.delta("c", center)[0]
     torch.testing.assert_close(torch.tensor(found.spectrum, dtype=torch.float64), torch.linalg.svdvals(delta))
-    test = rank_above(delta, moments.null_deltas(kind, "c", "L0H0", center))
+    nulls = {"none": moments.flipped_nulls("c", "L0H0"), "query": moments.interaction_nulls("c", "L0H0")[1]}
+    test = rank_above(delta, nulls[center])
     assert (found.null_high, found.detected) == (test.null_high, test.rank)
-    assert found.verdict == "interaction"
+    assert found.verdict == "no reference"
     assert rank - 1 <= found.detected <= rank
 
 
@@ -131,7 +130,11 @@ def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prom
         q, k = randn(4, prompts, 5, 32) / 6, randn(5, prompts, 5, 2, 32) / 6
         q += torch.einsum("hdr,nr->nhd", b, z) + (randn(6, 33, 5, 32) / 12)[word]
         k[:, :, 0] += torch.einsum("hdr,nr->nhd", a, z) + (randn(7, 33, 5, 32) / 12)[word]
-        moments = Moments([f"L0H{i}" for i in range(5)], ["c"], 32, nulls=("interaction",), replicates=1)
+        moments = Moments([f"L0H{i}" for i in range(5)], ["c"], 32, replicates=1)
         moments.update(q, k, {"c": PAIR.expand(prompts, 2)}, prompts=word)
-        found.append(cross_validated_rank(moments, "c", "query", range(5)))
+        folds, sizes = moments.state["folds"]["c"], moments.sizes("c")
+        found.append(cross_validated_rank(folds, "query", sizes))
+        told = [cross_validated_rank(plant(folds[:, 0], "query", size), "query", sizes[:1]) for size in (1e-3, 1e3)]
+        assert rank or set(told[0]) == {0}, "far below the noise"
+        assert 0 not in told[1]
     assert found == [[rank] * 5] * 2

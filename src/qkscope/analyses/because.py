@@ -75,7 +75,7 @@ class Reason:
 
     @property
     def causes(self) -> list[dict[str, Any]]:
-        """Words whose change breaks the attention."""
+        """Words whose replacement breaks the attention."""
         return [row for row in self.words if row["cause"] == "yes"]
 
     @property
@@ -241,7 +241,7 @@ class Because:
         return reasons
 
     def _effects(self, words: Sequence[Word], which: slice, ends: Sequence[int] = ()) -> list[Effect]:
-        """Of each word, what some of its alternatives leave [m, n], and the attention rows [m, n, t]."""
+        """Attention left [m, n] by some alternatives of each word, and the attention rows [m, n, t]."""
         prompts = [[self.put((word, ids)) for ids in self.others.of(word, self.count)[which]] for word in words]
         until = [end for end, each in zip(ends, prompts, strict=False) for _ in each]
         rows = self.rows([ids for each in prompts for ids in each], until)
@@ -250,7 +250,7 @@ class Because:
         return list(zip(left.split(sizes), rows.split(sizes), strict=True))
 
     def _word_rows(self, word: Word, left: Tensor, rows: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Rows of the table ``because`` that a word has, of the looks that it matters to."""
+        """Rows of the table ``because`` for one word, one for each look that it matters to."""
         mean, low, high = interval(left)
         gained = rows.mean(0) - self.before
         gained[:, word.start : word.stop] = -1
@@ -309,7 +309,7 @@ class Because:
                 reason.relations.append(relation(kind, text, [word.start for word in causes], verdict="shown"))
 
     def _same(self, pairs: Mapping[Pair, int]) -> dict[Pair, Together | None]:
-        """What is left of looks that ask before a token with both words of a pair changed."""
+        """Attention left with both words of a pair replaced, for looks whose query comes before a token."""
         lexicon, prompts, ends, counts = self.others.lexicon, list[Tensor](), list[int](), dict[Pair, int]()
         for (a, b), end in pairs.items():
             both = []
@@ -340,7 +340,7 @@ class Because:
         return relation("same word", text, positions, alone=alone, together=together, different=different, **ends)
 
     def _follows(self, n: int, pair: tuple[Word, Word], without: Float[Tensor, "m n t"]) -> dict[str, Any]:
-        """The later word becomes another word of the prompt: does the attention go where that one stands?"""
+        """Test *follows*: the later word becomes another of the prompt; the attention should move to that one."""
         (a, b), look, tokens = pair, self.looks[n], self.ids.tolist()
         if not a.start <= look.key < b.start:
             return relation("follows", b.text, [b.start], verdict="untested")
@@ -364,7 +364,7 @@ class Because:
         return relation("follows", b.text, [b.start], alone=here, together=there, control=control, **ends)
 
     def _moved(self, still: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Looks that no word decides: a word put in after the key, and attention at the same distance."""
+        """Test *position* where no word decides: insert a word after the key, read attention at the same distance."""
         furthest = dict[int, int]()
         for look in (self.looks[n] for n in still if self.looks[n].query - self.looks[n].key <= _WHOLE):
             furthest[look.key] = max(furthest.get(look.key, 0), look.query)
@@ -387,13 +387,13 @@ class Because:
 
 
 def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair | None:
-    """Of words that matter, the two strongest with one text, in their order; they do not overlap another's test."""
+    """The two strongest causes with the same text, in order of position, if they overlap no pair tested before."""
     same = sorted((word for word in words if word.core == core), key=lambda word: left[word])[:2]
     return None if len(same) < 2 else (min(same), max(same))
 
 
 def relation(kind: str, text: str, positions: Sequence[int], **numbers: Any) -> dict[str, Any]:
-    """A row of the table ``relation``; numbers are shares of the attention before."""
+    """Make a row of the table ``relation``; numbers are shares of the attention in the unchanged prompt."""
     empty = dict.fromkeys(("alone", "together", "different", "control", "low", "high", "words"))
     return {"kind": kind, "text": text, "positions": ", ".join(map(str, positions)), **empty, **numbers}
 

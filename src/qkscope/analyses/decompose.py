@@ -3,6 +3,9 @@
 A null flips or deals what each unit adds to ΔC as if units were independent. The prompts of a file may stand in an
 order that matters: what units add, ``X_i``, is compared with what the next one in the file adds,
 ``r = Σ ⟨X_i − X̄, X_{i+1} − X̄⟩ / Σ ‖X_i − X̄‖²``, beside the same in random orders.
+
+All heads of the model are captured: those that prefer the right key as often as chance (Wilson's 95% interval over
+prompts covers it) are the reference of the others (`qkscope.maths.controls`).
 """
 
 from __future__ import annotations
@@ -13,19 +16,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput, Scope
 from qkscope.analyses import prompts
 from qkscope.analyses.fit import ContrastSums, Fit, check_job, checked_contrasts, fit_of, read_sums, sums_file
+from qkscope.capture.pick import Capture
 from qkscope.capture.spaces import Space
 from qkscope.heads import Head, parse_heads
 from qkscope.kinds import Count, Interval, Seed
-from qkscope.maths.significance import Center, NullKind, lag_one
+from qkscope.maths.controls import Gain
+from qkscope.maths.moments import Moments
+from qkscope.maths.significance import Center, key_sums, lag_one, mean_difference, wilson
 from qkscope.maths.subspace import Rank
 from qkscope.runs.folder import RESULTS, read_run
 from qkscope.runs.work import Stage, current_work, verb
-from qkscope.tasks.task import Contrast, Task
+from qkscope.tasks.task import ANSWER, Task, Units
 
 #: The p-value from which on a file's neighbours are said to be alike.
 ALIKE = 0.01
@@ -51,7 +58,7 @@ def decompose(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Fit:
-    """Fit the task's contrasts at these heads, controls included.
+    """Find the features of chosen heads: the directions that tell a task's contrasts apart, with their nulls.
 
     Parameters
     ----------
@@ -63,7 +70,7 @@ def decompose(
     rank : how subspaces are cut: the paper's 99% ``energy``, the directions detected against the ``null`` of the
         matrix that the contrast's centring gives, a number, or one of these per contrast. One direction is kept also
         where there is none.
-    center : overrides a contrast's own centring: ``none``, ``query`` or ``both``.
+    center : overrides a contrast's own centring: ``none`` or ``query``.
     space : ``post_rope`` (the papers'), ``pre_rope`` or ``query_frame``.
     batch_size : prompts that run together.
     replicates : of each null; they are pooled over heads, so that 199 do for any number of them.
@@ -108,8 +115,12 @@ def decompose(
         notes = read_run(Path(out))["asked"].get("notes", [])
     else:
         common: Any = {"group_size": scope.group_size, "replicates": replicates, "seed": seed, "device": scope.device}
-        nulls = {name: _nulls(task.contrasts[name]) for name in names}
-        sums = {name: ContrastSums(chosen, [name], scope.d_head, nulls=nulls[name], **common) for name in names}
+        sums = {name: ContrastSums(chosen, [name], scope.d_head, **common) for name in names}
+        heads = scope.heads()
+        every = Moments(heads, names, scope.d_head, group_size=scope.group_size, device=scope.device)
+        none = torch.zeros(4, len(heads), dtype=torch.float64, device=scope.device)
+        every.state["scores"] = {name: none.clone() for name in names}
+        columns = [heads.index(head) for head in chosen]
         for name, own in sums.items():
             own.about = {**about, "n": n, "batch_size": batch_size, "examples": hashes[name]}
         joints = prompts.joined(units)
@@ -121,19 +132,27 @@ def decompose(
             for name, own in sums.items():
                 batch = prompts.rows_of(whole, joints, name)
                 if batch is not None:
-                    q, k, labels, _ = rows = prompts.contrast_rows(batch, task.contrasts[name])
-                    own.update(q, k, {name: labels}, prompts=numbers[name](batch))
+                    q, k, labels, unit = prompts.contrast_rows(batch, task.contrasts[name])
                     captured = batch.captured
-                    own.cov_q.update(captured.q)
-                    own.cov_k.update(captured.k[:, captured.kv_of_head].transpose(1, 2)[captured.key_mask])
+                    every.update(q * captured.scale[:, None], k, {name: labels})
+                    every.state["scores"][name] += _scored(captured)
+                    read = captured.kv_of_head[columns]
+                    q, keys = q[:, columns], [every.key_heads.index(key_head) for key_head in own.key_heads]
+                    own.update(q, k[:, keys], {name: labels}, prompts=numbers[name](batch))
+                    own.cov_q.update(captured.q[:, columns])
+                    own.cov_k.update(captured.k[:, read].transpose(1, 2)[captured.key_mask])
                     if "file" in task.asked:  # tasks that draw their prompts have no order
-                        parts[name] = _adds(rows, captured.kv_of_head)
+                        added = mean_difference(key_sums(labels, k[:, read[:_HEADS]].double()))
+                        parts[name] = [x[unit < _UNITS].cpu() for x in (q[:, :_HEADS], added, unit)]
             return parts
 
-        run = prompts.unit_runner(scope, together, chosen, space=space, chat=task.chat, rest=False)
+        run = prompts.unit_runner(scope, together, heads, asked=columns, space=space, chat=task.chat, rest=False)
         state = {f"{name}/{what}": tensor for name, own in sums.items() for what, tensor in own.tensors().items()}
+        state |= {f"every/{what}": tensor for what, tensor in every.tensors().items()}
         stage = Stage(names[0], prompts.batches_of(together, batch_size), run, state, add)
         values = work.run(stage, progress, last=True)
+        for name, own in sums.items():
+            own.about["gains"] = _gains(every, name, units[name])
         added = {name: [parts[name] for parts in values if name in parts] for name in names}
         alike = [_neighbours(task, name, parts, seed) for name, parts in added.items()]
         notes = [*about.get("notes", ()), *(note for note in alike if note)]
@@ -142,38 +161,45 @@ def decompose(
     return fit if out is None else replace(fit, kept_in=Path(out))
 
 
-def _nulls(contrast: Contrast) -> tuple[NullKind, ...]:
-    """Which nulls a contrast needs.
+def _scored(captured: Capture) -> Float[Tensor, "4 h"]:
+    """Summed over rows: heads right among the named keys, chance, scale, and 1.
 
-    Across a prompt and its copy each difference stands with both signs, so there is nothing but the interaction. Labels
-    are dealt out again within a prompt; where words are the unit, their signs are flipped instead.
+    Right is NaN where a named key is out of sight, and where vectors do not give the model's attention.
     """
-    if contrast.across:
-        return ("interaction",)
-    return ("label_permutation" if contrast.unit == "prompt" and not contrast.paired else "sign_flip", "interaction")
+    right = captured.labels.get(ANSWER, torch.zeros_like(captured.key_positions))
+    logits = replace(captured, space="post_rope").rows().logits().masked_fill((right == 0)[:, None], -torch.inf)
+    hits = (right.gather(1, logits.argmax(dim=-1)) > 0).double()
+    blind = ((captured.bias == -torch.inf) & (right != 0)[:, None]).any(dim=-1)
+    hits[blind | (captured.space == "pre_rope")] = torch.nan
+    chance = ((right > 0).sum(dim=1) / (right != 0).sum(dim=1))[:, None].expand_as(hits)
+    return torch.stack([hits, chance, captured.scale.expand_as(hits), torch.ones_like(hits)]).sum(dim=1)
 
 
-def _adds(rows: prompts.Rows, kv_of_head: Tensor) -> list[Tensor]:
-    """What rows of the first units add at the first heads: query, sums and counts of + and of − keys, and the unit."""
-    q, k, labels, unit = rows
-    some, keys = unit < _UNITS, k[:, kv_of_head[:_HEADS]].double()
-    signs = [(labels == sign).double() for sign in (1, -1)]
-    sums = [torch.einsum("bk,bhkd->bhd", sign, keys) for sign in signs]
-    return [x[some].cpu() for x in (q[:, :_HEADS].double(), *sums, *(sign.sum(1) for sign in signs), unit)]
+def _gains(every: Moments, contrast: str, units: Units) -> dict[str, Gain]:
+    """What each head's query-centred ΔC gives to the logit of the + key, and whether the head is at chance."""
+    logits = every.delta(contrast, "query").diagonal(dim1=-2, dim2=-1).sum(dim=-1).abs().tolist()
+    *scores, rows = every.state["scores"][contrast]
+    trials = len({prompts.cluster_of(unit, i) for i, unit in enumerate(units)})  # copies of a prompt are one
+    every_head = zip(every.heads, logits, *((score / rows).tolist() for score in scores), strict=True)
+    return {
+        str(head): Gain(logit, scale, low <= chance <= high)
+        for head, logit, hits, chance, scale in every_head
+        for low, high in [wilson(hits * trials, trials)]
+    }
 
 
 def _neighbours(task: Task, contrast: str, parts: Sequence[Sequence[Tensor]], seed: int) -> str:
-    """A sentence where neighbouring prompts of a task's file add alike: they are not independent of each other."""
+    """Warn, in a sentence, if neighbouring prompts of a task's file add alike and so are not independent."""
     if not parts:
         return ""
-    q, plus, minus, n_plus, n_minus, unit = (torch.cat(column) for column in zip(*parts, strict=True))
+    q, added, unit = (torch.cat(column) for column in zip(*parts, strict=True))
     if len(unit.unique()) < _LEAST:
         return ""
-    correlation, p = lag_one(q, plus / n_plus.sum() - minus / n_minus.sum(), unit, seed=seed)
+    correlation, p = lag_one(q.double(), added, unit, seed=seed)
     if p > ALIKE:
         return ""
     return (
         f"Neighbouring prompts of {task.asked['file']} are alike in {contrast} (correlation {correlation:.2f} with the"
         f" next one, p = {p:.2g}), so they are not independent, and the p-values are too small: give prompts of one"
-        ' text the same "group" (`cluster` of an Example).'
+        ' text the same "group".'
     )

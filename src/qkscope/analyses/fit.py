@@ -22,7 +22,7 @@ from qkscope.analyses.prompts import check_same_model, made_from, units_hash, wi
 from qkscope.capture.spaces import Space
 from qkscope.kinds import checked_call, checked_class
 from qkscope.maths.bases import checked_svd
-from qkscope.maths.controls import FEW_UNITS, run_controls
+from qkscope.maths.controls import FEW_UNITS, FEWEST, Gain, run_controls
 from qkscope.maths.moments import Covariance, Moments
 from qkscope.maths.subspace import Subspace, rank_of
 from qkscope.runs.folder import MANIFEST, WORK, check_unchanged, file_name, read_run
@@ -32,7 +32,9 @@ from qkscope.tasks.task import Task
 _SHOWN_SPECTRUM = 16  # singular values, at the least
 _NAMED = 4  # heads in a sentence
 _KINDS = {
-    "interaction": "query and key share a feature",
+    "interaction": "query and key share a feature that adds more to the logit than at heads at chance on the task",
+    "not specific": "query and key share a feature, but it adds no more to the logit than at heads at chance",
+    "no reference": f"query and key share a feature, but fewer than {FEWEST} heads are at chance, to hold it against",
     "mean only": "the keys differ, but no dependence on the query is shown (a weak one can be missed)",
     "not above null": "nothing is above chance",
 }
@@ -181,7 +183,8 @@ def fit_of(
     spectrum: list[dict[str, Any]] = []
     for name, moments in sums.items():
         centring = (center or {}).get(name, task.contrasts[name].center)
-        controls, cov_k = run_controls(moments, name, center=centring), moments.cov_k.matrix()
+        gains = {head: Gain(*gain) for head, gain in moments.about["gains"].items()}
+        controls, cov_k = run_controls(moments, name, center=centring, gains=gains), moments.cov_k.matrix()
         cut, sizes = rank.get(name, "energy") if isinstance(rank, Mapping) else rank, moments.sizes(name)
         made_of = {**about, "group_size": moments.group_size}
         factors = zip(moments.heads, *checked_svd(moments.delta(name, centring)), strict=True)
@@ -189,13 +192,8 @@ def fit_of(
             at, c = {"head": str(head), "contrast": name}, controls[head]
             kept = max(rank_of(s, cut, c, float(sizes[i])), 1)  # one where nothing is, as the verdict says
             subspace = subspaces[name, head] = Subspace(u, s, v, kept, head, name, c, made_of, cov_k[i])
-            rows.append({
-                **at, "center": centring, "rank": subspace.rank, "detected": c.detected, "rank_99": c.energy_rank,
-                "rank_null": c.null_rank, "rank_99_centred": c.centred_energy_rank,
-                "interaction_rank": c.interaction_rank, "rank_cv": c.cv_rank, "mean_dominance": c.mean_dominance,
-                "p_difference": c.p_difference, "p_interaction": c.p_interaction, "units": c.units,
-                "verdict": c.verdict,
-            })  # fmt: skip
+            told = {column: value for column, value in vars(c).items() if not isinstance(value, tuple)}
+            rows.append({**at, "rank": subspace.rank, "detected": c.detected, **told})
             shown = max(subspace.rank + 3, c.detected + 3, _SHOWN_SPECTRUM)  # a few more than were kept or detected
             columns = zip_longest(c.spectrum[:shown], c.null_median[:shown], c.null_high[:shown])
             spectrum += [
@@ -209,15 +207,14 @@ def fit_of(
         "batch_size": some.about["batch_size"], "replicates": some.replicates, "seed": some.seed, "rank": rank,
         **({"center": dict(center)} if center else {}),
     }  # fmt: skip
-    reasons = [subspace.controls.reason for subspace in subspaces.values() if subspace.controls]
     made: Any = {"model": about["model"], "seed": some.seed, "provenance": provenance(**asked)}
     of: Any = {"heads": tuple(some.heads), "space": about["space"], "words": tuple(task.asked.get("words", ()))}
-    tables, answer = {"ranks": rows, "spectrum": spectrum}, with_notes(_answer(rows, reasons), about)
+    tables, answer = {"ranks": rows, "spectrum": spectrum}, with_notes(_answer(rows), about)
     name = f"decompose/{task.name}"
     return Fit(name, tables, answer=answer, subspaces=subspaces, sums=sums, chat=task.chat, **made, **of)
 
 
-def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
+def _answer(rows: list[dict[str, Any]]) -> str:
     parts, tested = list[str](), [row for row in rows if row["verdict"] != "untested"]
     for verdict, words in _KINDS.items():
         named, having = list[str](), [row for row in rows if row["verdict"] == verdict]
@@ -228,7 +225,7 @@ def _answer(rows: list[dict[str, Any]], reasons: list[str]) -> str:
         parts += [f"in {len(having)} {words} ({'; '.join(named)})"] if having else []
     said = f"Of {len(rows)} contrasts, {'; '.join(parts)}." if parts else f"{len(rows)} contrasts."
     if len(tested) < len(rows):
-        why = next(reason for reason in reasons if reason).removeprefix("untested: ")
+        why = next(row["reason"] for row in rows if row["reason"]).removeprefix("untested: ")
         said += f" {len(rows) - len(tested)} could not be tested ({why})."
     few = {row["contrast"]: row["units"] for row in tested if row["units"] < FEW_UNITS}
     return said + "".join(f" {name} rests on {n} different words or prompts, which is few." for name, n in few.items())
@@ -253,7 +250,7 @@ def check_job(out: str | Path | None, asked: Mapping[str, Any]) -> None:
 
 
 def read_job(folder: str | Path) -> dict[str, Any]:
-    """What the fit in a folder was asked for."""
+    """Read what the fit in a folder was asked for."""
     folder = Path(folder)
     if (folder / WORK).is_dir() and not (folder / MANIFEST).is_file():
         raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on from there.")
@@ -264,7 +261,7 @@ def read_job(folder: str | Path) -> dict[str, Any]:
 
 
 def read_sums(folder: Path, job: Mapping[str, Any], task: Task, device: torch.device) -> dict[str, ContrastSums]:
-    """The sums of every contrast of a folder's fit."""
+    """Read the sums of every contrast of a folder's fit."""
     every, manifest = {}, read_run(folder)
     for name in checked_contrasts(task, job["contrasts"]):
         path = folder / sums_file(name)

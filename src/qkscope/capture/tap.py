@@ -57,7 +57,7 @@ class Stop(Exception):
 
 @contextmanager
 def cleared(hooks: Iterable[Any], stop: Stop | None = None) -> Iterator[None]:
-    """Afterwards no hook is left on the model, and no tensor in a stopped forward's frames."""
+    """Remove every hook afterwards, and free the tensors in a stopped forward's frames."""
     try:
         yield
     finally:
@@ -168,7 +168,7 @@ class Call:
 
 
 def _children(parts: Sequence[nn.Module]) -> list[nn.Module | None]:
-    """All that stands directly in some modules: the same list means the same tree."""
+    """Direct children of some modules: the same list means the same tree."""
     return [child for part in parts for child in part._modules.values()]
 
 

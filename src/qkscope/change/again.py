@@ -270,18 +270,18 @@ def _output(call: Call) -> Float[Tensor, "b s h e"]:
 
 
 def _put(place: tuple[int, Tensor], value: Tensor, before: Callable[[Tensor], Tensor] | None, out: Tensor) -> Tensor:
-    """What a head put out, with another vector at one place, and what else was to be changed of it."""
+    """Replace one vector in a head's output, and apply the other changes of it."""
     out[place] = value.to(out)
     return out if before is None else before(out)
 
 
 def room_of(scope: Scope) -> int:
-    """How many tokens run together."""
+    """Number of tokens to run together."""
     return _TOKENS.get(scope.device.type, _MORE_TOKENS)
 
 
 def prompt_of(scope: Scope, ids: Int[Tensor, "b t"]) -> dict[str, Tensor]:
-    """What a model is given of prompts without padding."""
+    """Model inputs of prompts without padding."""
     inputs = {"input_ids": ids.to(scope.device), "attention_mask": torch.ones_like(ids).to(scope.device)}
     if scope.facts.takes_positions:
         inputs["position_ids"] = (

@@ -78,7 +78,7 @@ def words_of(scope: Scope, ids: Sequence[int]) -> list[Word]:
 
 
 def _continues(before: str, text: str) -> bool:
-    """Whether a token goes on with the word before it."""
+    """Whether a token continues the word before it."""
     a, b = before[-1:], text[:1]
     inside = (a.isalnum() or a == "_") and (b.isalnum() or b == "_")
     return inside and not _WITHOUT_BLANKS.match(a) and not _WITHOUT_BLANKS.match(b)
@@ -160,7 +160,7 @@ class Alternatives:
         self._ranked: dict[int, Int[Tensor, " k"]] = {}
 
     def of(self, word: Word, count: int = 8) -> list[Ids]:
-        """So many other words for one, likely and drawn ones in turn; fewer where there are no more of its shape."""
+        """Up to ``count`` other words for one, likely and random ones in turn; fewer if its shape has no more."""
         if (word, count) not in self._kept:
             self.prepare([word])
             likely = self._likely[word][: count // 2]

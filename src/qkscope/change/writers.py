@@ -89,7 +89,7 @@ def attention_with(
     ----------
     run : of one prompt.
     head : the head.
-    query : the token that asks.
+    query : the query token.
     q : queries to put there, Float [x, d].
     keys : by token, keys to put there, Float [x, d].
     """

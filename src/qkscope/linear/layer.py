@@ -87,16 +87,16 @@ class AffineLayer:
     @cached_property
     @torch.no_grad()
     def constants(self) -> dict[Kind, Float[Tensor, "n p h d"]]:
-        """What no stream decides: every head's vectors of a stream of 0."""
+        """Constants: every head's vectors for a zero residual stream."""
         return self._picked(self._push(torch.zeros_like(self.x), self.row, self.columns, frozen=True), self.columns)
 
     def unit(self, unbiased: Collection[nn.Module] = ()) -> None:
-        """From now on every norm's scalar is 1, and some norms have no bias."""
+        """Set every norm's scalar to 1 from now on, and drop the biases of some norms."""
         self.norms.unit(unbiased)
         self._trace()
 
     def reads(self, kind: Kind) -> bool:
-        """Whether its vectors are made of the stream at all; some layers read keys of another."""
+        """Whether the layer's vectors depend on its stream; some layers use another layer's keys."""
         return self._vectors[kind].requires_grad
 
     def _push(self, x: Tensor, row: Tensor, columns: Tensor, frozen: bool) -> dict[Kind, Float[Tensor, "m t h d"]]:
@@ -136,7 +136,7 @@ class AffineLayer:
         return value.unflatten(0, (batch, -1))[row].flatten(0, 1)  # ALiBi: sequences times heads
 
     def _picked(self, made: dict[Kind, Tensor], columns: Tensor) -> dict[Kind, Float[Tensor, "m p h d"]]:
-        """At the tokens asked about."""
+        """Select the tokens asked about."""
         rows = torch.arange(len(columns), device=columns.device)[:, None]
         return made if self.alone else {kind: value[rows, columns] for kind, value in made.items()}
 

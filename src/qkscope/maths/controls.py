@@ -8,13 +8,19 @@ value is compared with the largest one of null replicates from which the compone
 Two hypotheses are tested this way: *the conditions do not differ* (sign flip or label permutation, on ΔC) and *they
 differ, but not in a way that depends on the query* (``interaction``, on the query-centred ΔC). How many directions are
 **detected** grows with the data; how many **predict units that were left out** does not, when words are what is scarce
-(`cross_validated_rank`). Mean dominance is the share of ‖ΔC‖² that ``q̄ (μ⁺ − μ⁻)ᵀ`` explains, the part every query
-sees alike.
+(`cross_validated_rank`). Mean dominance is the share of ‖ΔC‖² that goes when ``q̄ (μ⁺ − μ⁻)ᵀ``, the part every query
+sees alike, is taken out: 1 if ΔC is nothing but the mean, below 0 where the two work against each other.
+
+Queries and keys share features at nearly every head, also at heads that do nothing with them. So a head that is above
+its null is held against a **reference**: the heads that are at chance on the task. Its **gain** is what the
+query-centred ΔC gives to the logit of the + key over the − key, ``|scale · tr ΔC|``. No direction is fitted to it, so
+no word needs to be left out. ``interaction`` is said where at most 5% of the reference reach it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -26,14 +32,25 @@ from torch.nn.functional import pad
 from qkscope import BadInput, Head, Moments
 from qkscope.kinds import checked_call
 from qkscope.maths.bases import ROUNDING, checked_svd, energy_rank
-from qkscope.maths.significance import Center, NullKind, Statistic, centred_delta, false_discovery, head_p_values
+from qkscope.maths.significance import Center, Statistic, centred_delta, false_discovery, head_p_values, p_value
 
-Verdict = Literal["interaction", "mean only", "not above null", "untested"]
+Verdict = Literal["interaction", "not specific", "no reference", "mean only", "not above null", "untested"]
+CvRank = int | Literal["untested"]
 FEW_UNITS = 10
 LEVEL = 0.05  # of the tests
 _UNITS_A_DIRECTION = 4  # few units span few directions: with most projected out, replicates have no room left
 _FEWEST_FOLDS = 3  # with both signs
 _ENOUGH = 0.99
+FEWEST = round(1 / LEVEL) - 1  # heads of a reference: above fewer nothing is at the level
+_PLANTS, _POWER = 20, 0.8  # planted features, and the share of them that must be found
+
+
+class Gain(NamedTuple):
+    """What a head's query-centred ΔC gives to the + key's logit, its factor of q·k, and whether it is at chance."""
+
+    logit: float
+    scale: float
+    at_chance: bool
 
 
 class RankTest(NamedTuple):
@@ -82,16 +99,17 @@ class Controls:
     """What stands beside a rank; ``p_*`` are of the whole matrix.
 
     ``spectrum``, ``null_median`` and ``null_high`` are all of the matrix that ``center`` gives, and so are the detected
-    directions: ``null_rank`` where it is ``none``, else ``interaction_rank`` (`detected`). ``cv_rank`` is that matrix's
+    directions: ``rank_null`` where it is ``none``, else ``interaction_rank`` (`detected`). ``rank_cv`` is that matrix's
     rank by cross-validation over units. ``units`` is how many random units there were; ``reason`` says what hindered a
-    test.
+    test. ``percentile`` is the share of the ``reference`` heads at chance whose gain is smaller than ``gain``; NaN
+    where there are none.
     """
 
-    energy_rank: int
-    null_rank: int
-    centred_energy_rank: int
+    rank_99: int
+    rank_null: int
+    rank_99_centred: int
     interaction_rank: int
-    cv_rank: int
+    rank_cv: CvRank
     mean_dominance: float
     p_difference: float
     p_interaction: float
@@ -100,110 +118,109 @@ class Controls:
     spectrum: tuple[float, ...]
     null_median: tuple[float, ...]
     null_high: tuple[float, ...]
-    positive_pairs: float
-    negative_pairs: float
     units: int
     replicates: int
     null: str
-    reason: str = ""
+    reason: str
+    gain: float
+    percentile: float
+    reference: int
 
     @property
     def detected(self) -> int:
         """Directions of the matrix shown that are detected with this much data."""
-        return self.null_rank if self.center == "none" else self.interaction_rank
+        return self.rank_null if self.center == "none" else self.interaction_rank
 
     def lines(self) -> list[str]:
         """The controls in words, one per line."""
         few = ", which are few" if self.units < FEW_UNITS else ""
-        most = max(self.units // _UNITS_A_DIRECTION, 1)
-        ranks = self.null_rank, self.interaction_rank
-        difference, interaction = (f"{rank} or more" if rank == most else f"{rank}" for rank in ranks)
         said = [
-            f"99% rank {self.energy_rank}; {difference} detected against the {self.null.replace('_', ' ')} null"
+            f"99% rank {self.rank_99}; {self.rank_null} detected against the {self.null} null"
             f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
-            f"query-centred: 99% rank {self.centred_energy_rank}; {interaction} detected against the"
+            f"query-centred: 99% rank {self.rank_99_centred}; {self.interaction_rank} detected against the"
             f" interaction null (p {self.p_interaction:.3g})",
-            f"{self.cv_rank} predict units that were left out; {self.units} units{few}",
-            f"mean dominance {self.mean_dominance:.3f}; pairs + {self.positive_pairs:g}, − {self.negative_pairs:g}",
+            f"predict units left out: {self.rank_cv}; {self.units} units{few}; means {self.mean_dominance:.3f} of it",
         ]
-        return [*said, *([self.reason] if self.reason else [])]
+        chance = f"gives {self.gain:.2g} logits, more than {self.percentile:.0%} of {self.reference} heads at chance"
+        return [*said, *([chance] if self.reference else []), *([self.reason] if self.reason else [])]
 
 
 @checked_call
 def run_controls(
-    moments: Moments, contrast: str, heads: Sequence[Head | str] | None = None, *, center: Center = "none"
+    moments: Moments, contrast: str, *, center: Center = "none", gains: Mapping[str, Gain] | None = None
 ) -> dict[Head, Controls]:
-    """Controls of one contrast for every head that carries null replicates (or those named).
+    """Controls of one contrast for every head.
 
     The verdict takes the p-value of the whole matrix (`head_p_values`) after Benjamini-Hochberg over the heads that are
     asked for together; where it is small, one direction at least is detected. As ΔC is: ``not above null`` unless the
     difference is there, then ``interaction`` if it depends on the query, else ``mean only``. Where ``center`` takes the
     mean part out, what depends on the query is tested by itself, as the noise of the mean part could hide it.
-    ``untested`` is what nothing could have shown: too few units or replicates for so many heads.
+    ``untested`` is what nothing could have shown: too few units or replicates for so many heads. An interaction whose
+    gain more than 5% of the heads at chance reach is ``not specific``; with fewer than 19 of them, ``no reference``.
+
+    Of a prompt and its copy each difference of keys stands there with both signs, so that ΔC has no mean part, and one
+    null serves both tests.
 
     Parameters
     ----------
-    moments : with replicates of ``interaction``, and of ``sign_flip`` or ``label_permutation``.
+    moments : with replicates.
     contrast : its name.
-    heads : all that carry replicates by default.
     center : of the matrix whose spectrum and directions are shown.
+    gains : of all heads of the model, by name.
     """
-    chosen = moments.heads if heads is None else [Head.parse(head) for head in heads]
-    rows = [moments.heads.index(head) for head in chosen]
-    centred: Center = "query" if center == "none" else center  # of the interaction's matrix
-    null = _difference_null(moments, contrast)
-    deltas = {c: moments.delta(contrast, c) for c in ("none", centred)}
-    sizes, units = moments.sizes(contrast).tolist(), moments.unit_count(contrast)[0]
-    dominance = mean_dominance(moments, contrast).tolist()
-    differences, interactions, beyond_scale = [], [], []
-    for head, row in zip(chosen, rows, strict=True):
-        limit, size = max(units // _UNITS_A_DIRECTION, 1), sizes[row]
-        fixed, replicates = moments.interaction_nulls(contrast, head, centred)
-        interactions.append(rank_above(deltas[centred][row], replicates, max_rank=limit, size=size))
+    if not moments.replicates:
+        raise BadInput("controls need null replicates: make the moments with replicates=199.")
+    whole, centred = (moments.delta(contrast, c) for c in ("none", "query"))
+    sizes, units = moments.sizes(contrast), moments.unit_count(contrast)[0]
+    one_null = bool(((centred - whole).abs().amax(dim=(1, 2)) <= ROUNDING * sizes).all())
+    limit, differences, interactions, beyond_scale = max(units // _UNITS_A_DIRECTION, 1), [], [], []
+    for i, (head, size) in enumerate(zip(moments.heads, sizes.tolist(), strict=True)):
+        fixed, replicates = moments.interaction_nulls(contrast, head)
+        interactions.append(rank_above(centred[i], replicates, max_rank=limit, size=size))
         # a scale that queries and keys share may lean on a difference of means: what it explains must not be needed
-        beyond_scale.append(rank_above(deltas[centred][row] - fixed, replicates - fixed, max_rank=1, size=size))
-        if null != "interaction":
-            replicates = moments.null_deltas(null, contrast, head)
-            differences.append(rank_above(deltas["none"][row], replicates, max_rank=limit, size=size))
+        beyond_scale.append(rank_above(centred[i] - fixed, replicates - fixed, max_rank=1, size=size))
+        if not one_null:
+            replicates = moments.flipped_nulls(contrast, head)
+            differences.append(rank_above(whole[i], replicates, max_rank=limit, size=size))
     differences = differences or interactions
-    floor = max(0.5 ** max(units - 1, 0), 1 / (moments.replicates * len(chosen) + 1))
+    floor = max(0.5 ** max(units - 1, 0), 1 / (moments.replicates * len(sizes) + 1))
     every = interactions, beyond_scale, differences
     depends, beyond, differs = (head_p_values([test.statistics for test in tests], floor) for tests in every)
     p_interaction = list(map(max, depends, beyond))
-    p_difference = p_interaction if null == "interaction" else differs
+    p_difference = p_interaction if one_null else differs
     calls = zip(_calls(differences, p_difference, floor), _calls(interactions, p_interaction, floor), strict=True)
     few = f"{moments.replicates} replicates"
     if 0.5 ** max(units - 1, 0) >= floor:
         few = f"{units} independent units (different words, or prompts)"
-    reason = f"untested: {few} are too few" + (f" for {len(chosen)} heads at once" if len(chosen) > 1 else "")
+    reason = f"untested: {few} are too few" + (f" for {len(sizes)} heads at once" if len(sizes) > 1 else "")
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
-    cv_ranks = cross_validated_rank(moments, contrast, centred if null == "interaction" else center, rows)
-    controls = {}
-    for i, (head, row, (differ, depend)) in enumerate(zip(chosen, rows, calls, strict=True)):
-        verdict = _verdict(differ, depend, center != "none")
-        spectra = {c: torch.linalg.svdvals(delta[row]) for c, delta in deltas.items()}
-        energy, centred_energy = (int(energy_rank(spectra[c], size=sizes[row])) for c in ("none", centred))
+    predicting: Center = "query" if one_null else center
+    folds, known = moments.state["folds"][contrast], gains or {}
+    cv_ranks, controls = cross_validated_rank(folds, predicting, sizes), {}
+    for i, (head, (differ, depend)) in enumerate(zip(moments.heads, calls, strict=True)):
+        gain, scale, _ = known.get(str(head), Gain(math.nan, math.inf, False))
+        if known and cv_ranks[i] == 0:
+            planted = plant(folds[:, i], predicting, 1 / scale)
+            found = cross_validated_rank(planted, predicting, sizes[i].cpu().expand(_PLANTS))
+            cv_ranks[i] = 0 if sum(rank != 0 for rank in found) >= _POWER * _PLANTS else "untested"
+        others = torch.tensor([other.logit for name, other in known.items() if other.at_chance and name != str(head)])
+        specific = len(others) >= FEWEST and p_value(others, gain) <= LEVEL
+        beside: Verdict = "interaction" if specific else "not specific" if len(others) >= FEWEST else "no reference"
+        verdict = _verdict(differ, depend, center != "none", beside)
+        spectra = [torch.linalg.svdvals(delta[i]) for delta in (whole, centred)]
+        energy, centred_energy = (int(energy_rank(spectrum, size=float(sizes[i]))) for spectrum in spectra)
         detected = max(differences[i].rank, 1) if differ else 0
         depending = max(interactions[i].rank, 1) if depend else 0
-        shown = differences[i] if center == "none" else interactions[i]
-        ranks = energy, detected, centred_energy, depending, cv_ranks[i]
-        tests = dominance[row], p_difference[i], p_interaction[i], verdict, center
-        spectrum = tuple(spectra[center].tolist()), shown.null_median, shown.null_high
-        (plus, minus), said = moments.count(contrast)[row].tolist(), reason if verdict == "untested" else ""
-        controls[head] = Controls(*ranks, *tests, *spectrum, plus, minus, units, moments.replicates, null, said)
+        shown, spectrum = (differences[i], spectra[0]) if center == "none" else (interactions[i], spectra[1])
+        left, all_of_it = (float(spectrum.square().sum()) for spectrum in reversed(spectra))
+        tests = 1 - left / all_of_it if all_of_it else 0.0, p_difference[i], p_interaction[i], verdict, center
+        null, said = "interaction" if one_null else "sign flip", reason if verdict == "untested" else ""
+        controls[head] = Controls(
+            energy, detected, centred_energy, depending, cv_ranks[i], *tests,
+            tuple(spectrum.tolist()), shown.null_median, shown.null_high, units, moments.replicates, null,
+            said, gain, float((others < gain).double().mean()), len(others),
+        )  # fmt: skip
     return controls
-
-
-def _difference_null(moments: Moments, contrast: str) -> NullKind:
-    """The null of a difference: the one that was carried besides the interaction's."""
-    if "interaction" in moments.nulls:
-        if len(moments.nulls) > 1:
-            return "label_permutation" if "label_permutation" in moments.nulls else "sign_flip"
-        # a prompt and its copy: each difference of keys stands there with both signs, so there is no mean part to test
-        mean_part = (moments.delta(contrast, "query") - moments.delta(contrast)).abs().amax(dim=(1, 2))
-        if bool((mean_part <= ROUNDING * moments.sizes(contrast)).all()):
-            return "interaction"
-    raise BadInput("controls need null replicates: make the moments with nulls=('sign_flip', 'interaction').")
 
 
 def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -> list[bool | None]:
@@ -217,36 +234,25 @@ def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -
     return calls
 
 
-def _verdict(differs: bool | None, depends: bool | None, centred: bool) -> Verdict:
-    """What the tests say; None is of a test that could not have shown anything."""
+def _verdict(differs: bool | None, depends: bool | None, centred: bool, beside: Verdict) -> Verdict:
+    """What the tests say, and the reference of an interaction; None is of a test that could not have shown anything."""
     if centred and depends is not False:
-        return "interaction" if depends else "untested"
+        return beside if depends else "untested"
     if not differs:
         return "untested" if differs is None else "not above null"
-    return "interaction" if depends else "untested" if depends is None else "mean only"
+    return beside if depends else "untested" if depends is None else "mean only"
 
 
-def mean_dominance(moments: Moments, contrast: str) -> Float[Tensor, " h"]:
-    """Share of ‖ΔC‖² that goes when ``q̄ (μ⁺ − μ⁻)ᵀ`` is taken out: 1 if ΔC is nothing but the mean.
-
-    Not clipped: below 0 the mean part and the interaction work against each other.
-    """
-    whole, centred = (moments.delta(contrast, center).square().sum(dim=(1, 2)) for center in ("none", "query"))
-    return torch.where(whole > 0, 1 - centred / whole, torch.zeros_like(whole))
-
-
-def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: Sequence[int]) -> list[int]:
-    """How many directions predict units that took no part in finding them, of the heads in these rows of the sums.
+def cross_validated_rank(folds: Float[Tensor, "f h a 2 a"], center: Center, sizes: Float[Tensor, " h"]) -> list[CvRank]:
+    """How many directions predict units that took no part in finding them, of the heads of these sums.
 
     The sums are kept in folds of units (of words, where words are the unit). Each fold is left out in turn: the others
     give singular vectors, and the fold says how well the first r of them, with their singular values, rebuild its own
     ΔC; the fewest that rebuild 99% of what any number of them can are the rank (the paper's 99%, of data that took no
     part). Noise that one fold has is not in another, so what only this sample of units shows does not help: pure noise
-    has rank 0.
+    has rank 0. ``untested`` where fewer than three folds hold both signs.
     """
-    folds = moments.state["folds"][contrast][:, list(rows)]
-    whole, sizes = folds.sum(dim=0), moments.sizes(contrast)[list(rows)]
-    gains = []
+    whole, gains = folds.sum(dim=0), []
     for fold in folds:
         count, rest = fold[:, -1, :, -1], whole - fold
         if not bool((count > 0).all()) or not bool((rest[:, -1, :, -1] > 0).all()):
@@ -260,6 +266,24 @@ def cross_validated_rank(moments: Moments, contrast: str, center: Center, rows: 
         share = count.sum(dim=1) / whole[:, -1, :, -1].sum(dim=1)
         gains.append(gain.cumsum(dim=1) * share[:, None])
     if len(gains) < _FEWEST_FOLDS:
-        return [0] * len(rows)
+        return ["untested"] * len(sizes)
     rebuilt = pad(torch.stack(gains).sum(dim=0), (1, 0))  # heads, components from 0 on; each fold by its share
     return (rebuilt >= _ENOUGH * rebuilt.amax(dim=1, keepdim=True)).int().argmax(dim=1).tolist()  # the first
+
+
+def plant(folds: Float[Tensor, "f a 2 a"], center: Center, size: float) -> Float[Tensor, "f p a 2 a"]:
+    """Sums of one head in which a feature of known size has taken the place of ΔC, twenty times, with the head's noise.
+
+    It is as large as ``size`` in all, in as many random directions as the head's own ΔC has (99%). Noise is what the
+    ΔC of a fold differs by from that of all, under a random sign. Where `cross_validated_rank` finds fewer than 80% of
+    such features, a rank of 0 says nothing.
+    """
+    folds = folds[(folds[:, -1, :, -1] > 0).all(dim=1)].cpu()
+    own, count, mean = centred_delta(folds, center), folds[:, -1, 0, -1], centred_delta(folds.sum(dim=0), center)
+    rank, generator = max(int(energy_rank(torch.linalg.svdvals(mean))), 1), torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(_PLANTS, len(mean), rank, generator=generator, dtype=mean.dtype))[0]
+    signs = torch.randint(2, (len(folds), _PLANTS, 1, 1), generator=generator) * 2 - 1
+    noise = signs * (own - mean)[:, None] * (len(folds) / (len(folds) - 1)) ** 0.5
+    planted = folds[:, None].repeat(1, _PLANTS, 1, 1, 1)
+    planted[..., :-1, 0, :-1] += (basis @ basis.mT * size / rank + noise - own[:, None]) * count[:, None, None, None]
+    return planted

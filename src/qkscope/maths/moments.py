@@ -27,12 +27,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.draws import draw_bits
+from qkscope.draws import draw_bits, draw_signs
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
-from qkscope.kinds import Count, checked_class
+from qkscope.kinds import Count, Natural, checked_class
 from qkscope.maths import significance
-from qkscope.maths.significance import DEALS, FLIPS, Center, NullKind, centred_delta
+from qkscope.maths.significance import Center, centred_delta
 from qkscope.runs.folder import read_tensors, tensor_bytes
 
 Device = torch.device | str
@@ -84,10 +84,9 @@ class Moments:
     contrasts : names of the contrasts.
     d_head : width of queries and keys.
     group_size : query heads per key head (grouped-query attention); 1 when every head has its own keys.
-    nulls : the nulls to carry replicates for (see `qkscope.maths.significance`); with them, the sums are also kept in
-        folds of units, for cross-validation. Each head costs ``2 · replicates · (d_head + 1)² · 8`` bytes per
-        contrast, and as much again where labels are dealt besides.
-    replicates, seed : how many draws of each null, and their seed.
+    replicates, seed : how many draws of the nulls to carry (see `qkscope.maths.significance`), and their seed; with
+        them, the sums are also kept in folds of units, for cross-validation. Each head costs
+        ``2 · replicates · (d_head + 1)² · 8`` bytes per contrast.
     about : what the sums were made from (model, weights hash, tokenizer, …); kept in the file, compared on merge.
     device : where the sums are kept, which is where batches come from.
 
@@ -96,8 +95,6 @@ class Moments:
     >>> moments = Moments(["L0H0", "L0H1"], ["order"], d_head=4, group_size=2)
     >>> q, k = torch.randn(8, 2, 4), torch.randn(8, 1, 3, 4)  # 8 prompts; 2 heads; 1 key head, 3 keys each
     >>> moments.update(q, k, {"order": torch.tensor([[1, -1, 0]]).expand(8, 3)})
-    >>> moments
-    Moments(order at 2 heads of width 4: 8 + and 8 − pairs)
     >>> moments.delta("order").shape
     torch.Size([2, 4, 4])
     """
@@ -111,14 +108,13 @@ class Moments:
         d_head: Count,
         *,
         group_size: Count = 1,
-        nulls: Sequence[NullKind] = (),
-        replicates: Count = 199,
+        replicates: Natural = 0,
         seed: int = 0,
         about: Mapping[str, Any] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.heads = parse_heads(heads)
-        self.contrasts, self.nulls = list(contrasts), list(nulls)
+        self.contrasts = list(contrasts)
         self.d_head, self.group_size, self.replicates, self.seed = d_head, group_size, replicates, seed
         self.about = dict(about or {})
         readers = [(head.layer, head.kv(group_size)) for head in self.heads]
@@ -126,19 +122,11 @@ class Moments:
         self._kv_of_head = [self.key_heads.index(reader) for reader in readers]
         h, a = len(self.heads), d_head + 1
         shapes: dict[str, tuple[int, ...]] = {"sums": (h, a, 2, a)}
-        if nulls:  # Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has
+        if replicates:  # Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has
             shapes |= {"scales": (h, a, 2), "folds": (FOLDS, h, a, 2, a), "units": (_BUCKETS,)}
-        if {"sign_flip", "interaction"} & set(nulls):
-            shapes[FLIPS] = (h, a, replicates, 2, a + 1)
-        if "label_permutation" in nulls:
-            shapes[DEALS] = (h, a, replicates, 2, a)
+            shapes["flips"] = (h, a, replicates, 2, a + 1)
         new = functools.partial(torch.zeros, dtype=torch.float64, device=device)
         self.state = {name: {contrast: new(shape) for contrast in contrasts} for name, shape in shapes.items()}
-
-    def __repr__(self) -> str:
-        plus, minus = (sum(float(self.count(c)[0, sign]) for c in self.contrasts) for sign in (0, 1))
-        where = f"{', '.join(self.contrasts)} at {len(self.heads)} heads of width {self.d_head}"
-        return f"Moments({where}: {plus:g} + and {minus:g} − pairs)"
 
     def update(self, q: Tensor, k: Tensor, labels: Mapping[str, Tensor], *, prompts: Tensor | None = None) -> None:
         """Add one batch of rows: a query and its labelled keys.
@@ -151,20 +139,20 @@ class Moments:
         prompts : the number of the random unit that each row belongs to: of its prompt, or of all the prompts that
             share a word or are copies. Needed when nulls are carried; unique over all pieces.
         """
-        if prompts is None and self.nulls:
+        if prompts is None and self.replicates:
             raise BadInput("null replicates need to know which prompt each row belongs to: pass prompts=.")
         queries, keys = _augmented(q), k.to(torch.float64)
         for contrast, label in labels.items():
             label = label.to(keys.device)
-            labelled, sums = keys, significance.key_sums(significance.by_sign(label), keys)
+            sums = significance.key_sums(label, keys)
             if not bool(torch.isfinite(sums.sum() + q.sum(dtype=torch.float64))):
                 # NaN or Inf somewhere. In an ignored key it is harmless (0 · NaN is NaN: blank it out), elsewhere not.
                 labelled = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
                 self._check_finite(q, labelled, prompts)
-                sums = significance.key_sums(significance.by_sign(label), labelled)
+                sums = significance.key_sums(label, labelled)
             _add_outer(self.state["sums"][contrast], queries, sums.flatten(2), self._kv_of_head)
-            if prompts is not None and self.nulls:
-                self._add_nulls(contrast, queries, labelled, label, sums, prompts.to(keys.device))
+            if prompts is not None and self.replicates:
+                self._add_nulls(contrast, queries, sums, prompts.to(keys.device))
 
     def _check_finite(self, q: Tensor, keys: Tensor, prompts: Tensor | None) -> None:
         for side, vectors in (("query", q), ("key", keys)):
@@ -174,25 +162,24 @@ class Moments:
                 advice = "check the model's dtype (float16 can overflow; try bfloat16 or float32)"
                 raise BadInput(f"the {side} of {head} at example {example} is NaN or infinite: {advice}.")
 
-    def _add_nulls(self, contrast: str, *batch: Tensor) -> None:
+    def _add_nulls(self, contrast: str, queries: Tensor, sums: Tensor, unit: Tensor) -> None:
         """What one batch of a contrast adds to the row scales, the folds and the null replicates."""
-        queries, _keys, _labels, sums, unit = batch
-        scale = significance.row_scale(sums)[..., 0]
-        self.state["scales"][contrast] += torch.einsum("bha,bhs->has", queries, scale[:, self._kv_of_head])
+        scale = significance.row_scale(sums)
+        self.state["scales"][contrast] += torch.einsum("bha,bhs->has", queries, scale[:, self._kv_of_head, :, 0])
         bucket = draw_bits(unit).remainder(_BUCKETS)
         self.state["units"][contrast].index_add_(0, bucket, torch.ones_like(unit, dtype=torch.float64))
         fold = draw_bits(_FOLD_STREAM, unit).remainder(FOLDS)  # whatever the seed of the nulls
         for number in fold.unique().tolist():
             some, state = fold == number, self.state["folds"][contrast][number]
             _add_outer(state, queries[some], sums[some].flatten(2), self._kv_of_head)
+        scaled, replicate = torch.cat([sums, scale], dim=-1), torch.arange(self.replicates, device=unit.device)[:, None]
         each = sums[0].numel() * self.replicates * sums.element_size()
         for rows in torch.arange(len(unit), device=unit.device).split(max(_AT_ONCE // max(each, 1), 1)):
-            part, *others = (x[rows] for x in batch)
-            for kind in (kind for kind in (FLIPS, DEALS) if kind in self.state):
-                drawn = significance.replicate_sums(kind, self.seed, self.replicates, *others)
-                state = self.state[kind][contrast]
-                for n, g in enumerate(self._kv_of_head):  # all heads' replicates at once would not fit in memory
-                    _add_outer(state[n : n + 1], part[:, n : n + 1], drawn[:, g, None].flatten(2), [0])
+            signs = draw_signs(self.seed, 0, replicate, unit[rows]).T.to(sums.dtype)
+            drawn = scaled[rows, :, None] * signs[:, None, :, None, None]
+            for n, g in enumerate(self._kv_of_head):  # all heads' replicates at once would not fit in memory
+                state = self.state["flips"][contrast][n : n + 1]
+                _add_outer(state, queries[rows, n : n + 1], drawn[:, g, None].flatten(2), [0])
 
     def count(self, contrast: str) -> Float[Tensor, "h 2"]:
         """Total pair weight of + and of − for every head.
@@ -210,7 +197,7 @@ class Moments:
         ----------
         contrast : its name.
         center : ``"none"`` is the papers'. ``"query"`` takes out ``q̄ (μ⁺ − μ⁻)ᵀ``, what every query sees alike, with
-            ``q̄`` halfway between the conditions' mean queries; ``"both"`` is the difference of the two covariances.
+            ``q̄`` halfway between the conditions' mean queries.
         """
         return centred_delta(self._filled(contrast), center)
 
@@ -225,39 +212,29 @@ class Moments:
         averages = (sums / sums[:, -1:, :, -1:])[:, :-1, :, :-1]
         return torch.linalg.matrix_norm(averages.transpose(1, 2), ord=2).amax(dim=1)
 
-    def null_deltas(self, kind: NullKind, contrast: str, head: Head | str, center: Center = "none") -> Tensor:
-        """ΔC of every null replicate of one head (replicates, d, d).
+    def flipped_nulls(self, contrast: str, head: Head | str) -> Float[Tensor, "r d d"]:
+        """ΔC of one head with the signs of its units flipped, of every replicate.
 
         Parameters
         ----------
-        kind : which null.
         contrast, head : whose replicates.
-        center : as in `delta`; those of ``interaction`` are query-centred where it is ``"none"``.
         """
-        head = Head.parse(head)
-        if kind == "interaction":
-            return self.interaction_nulls(contrast, head, center)[1]
-        row, drawn = self.heads.index(head), self.state[DEALS if kind == "label_permutation" else FLIPS][contrast]
-        if kind == "label_permutation":
-            return centred_delta(drawn[row].transpose(0, 1), center)
-        # Flipped signs cancel in Σw, so a flipped sum is divided by, and centred on, what the data itself gave.
-        return centred_delta(drawn[row].transpose(0, 1)[..., :-1], center, reference=self._filled(contrast)[row][None])
+        row = self.heads.index(Head.parse(head))
+        drawn = self.state["flips"][contrast][row].transpose(0, 1)[..., :-1]
+        # Flipped signs cancel in Σw, so a flipped sum is divided by what the data itself gave.
+        return centred_delta(drawn, reference=self._filled(contrast)[row][None])
 
-    def interaction_nulls(
-        self, contrast: str, head: Head | str, center: Center = "query"
-    ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
+    def interaction_nulls(self, contrast: str, head: Head | str) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
         """What rows' own scale makes of a difference of means at one head, and the replicates that hold it too.
 
         Parameters
         ----------
         contrast, head : whose replicates.
-        center : as in `delta`, where ``"none"`` is ``"query"``.
         """
         row = self.heads.index(Head.parse(head))
         whole = torch.cat([self._filled(contrast)[row], self.state["scales"][contrast][row][..., None]], dim=-1)
-        drawn = self.state[FLIPS][contrast][row].transpose(0, 1)
-        units = max(self.unit_count(contrast)[1], 2.0)
-        return significance.interaction_deltas(whole, drawn, "query" if center == "none" else center, units)
+        drawn = self.state["flips"][contrast][row].transpose(0, 1)
+        return significance.interaction_deltas(whole, drawn, max(self.unit_count(contrast)[1], 2.0))
 
     def unit_count(self, contrast: str) -> tuple[int, float]:
         """How many random units went in, and how many equally large ones they are worth.
@@ -284,7 +261,7 @@ class Moments:
 
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""
-        asked = {n: getattr(self, n) for n in ("contrasts", "d_head", "group_size", "nulls", "replicates", "seed")}
+        asked = {n: getattr(self, n) for n in ("contrasts", "d_head", "group_size", "replicates", "seed")}
         return {"heads": [str(head) for head in self.heads], **asked, "about": json.loads(json.dumps(self.about))}
 
     def to_bytes(self) -> bytes:

@@ -1,10 +1,9 @@
 """What chance would have given, and so how sure a number is: null replicates, p-values, intervals.
 
 Each row of data is a query and the label-weighted sums of its keys, ``s± = Σ_j w_j [k_j; 1]`` over the keys labelled ±.
-A null changes only those sums, so replicates stream beside the data and nothing is stored:
+A null changes only those sums, so replicates stream beside the data and nothing is stored. One set of signs serves two:
 
 - ``sign_flip``: multiply a unit's sums by one random sign. H0: the conditions do not differ.
-- ``label_permutation``: deal a prompt's labels out again among its keys. The same H0, exact for unpaired keys.
 - ``interaction``: the same signs, on what is left of ``(q − q̄) s`` when the difference that every query sees alike, in
   the row's own scale, is taken out. H0: a difference that ignores the query (`interaction_deltas`).
 
@@ -25,19 +24,14 @@ these units heads are alike, and their tail reaches further. No p-value is below
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.draws import draw_bits, draw_signs
-
-Center = Literal["none", "query", "both"]  # what is taken out of ΔC: nothing, the mean query, or the mean key too
-NullKind = Literal["sign_flip", "label_permutation", "interaction"]
-NULL_KINDS: tuple[NullKind, ...] = get_args(NullKind)
-FLIPS, DEALS = "flips", "deals"  # what is carried: signs serve two of the nulls
+Center = Literal["none", "query"]  # what is taken out of ΔC: nothing, or what the mean query sees
 Sums = Float[Tensor, "*n a 2 a"]  # augmented, of + and of −
 Statistic = tuple[float, Sequence[float]]  # what a head reached, and what each of its replicates did
 _DRAWS_AT_ONCE = 200  # resamples of an interval: all at once would take as much room as prompts times draws
@@ -52,21 +46,20 @@ def centred_delta(sums: Sums, center: Center = "none", *, reference: Sums | None
     delta = conditional[..., 0, :] - conditional[..., 1, :]  # the augmented difference, (d + 1) × (d + 1)
     if center == "none":
         return delta[..., :-1, :-1]
-    means = reference / count
-    # halfway between the conditions: d × 1, and 1 × d
-    mean_query, mean_key = means[..., :-1, :, -1:].mean(dim=-2), means[..., -1:, :, :-1].mean(dim=-2)
-    delta = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
-    return delta[..., :-1] - delta[..., -1:] * mean_key if center == "both" else delta[..., :-1]
+    mean_query = (reference / count)[..., :-1, :, -1:].mean(dim=-2)  # halfway between the conditions: d × 1
+    return (delta[..., :-1, :] - mean_query * delta[..., -1:, :])[..., :-1]
 
 
-def by_sign(labels: Int[Tensor, "*r b k"]) -> Float[Tensor, "*r b 2 k"]:
-    """Weight of each key in the + sum and in the − sum."""
-    return torch.stack([labels > 0, labels < 0], dim=-2).to(torch.float64)
-
-
-def key_sums(weights: Float[Tensor, "b s k"], keys: Float[Tensor, "b g k d"]) -> Float[Tensor, "b g s d+1"]:
-    """``Σ_j w_j [k_j; 1]`` of every row, for s sets of weights (a row's keys share its q, so they meet it summed)."""
+def key_sums(labels: Int[Tensor, "b k"], keys: Float[Tensor, "b g k d"]) -> Float[Tensor, "b g 2 d+1"]:
+    """``Σ_j [k_j; 1]`` of every row over its + keys and over its − keys: they share its q, so they meet it summed."""
+    weights = torch.stack([labels > 0, labels < 0], dim=-2).to(keys)
     return weights[:, None] @ pad(keys, (0, 1), value=1.0)
+
+
+def mean_difference(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g d"]:
+    """Mean + key of a row less its mean − key, 0 where it has none."""
+    means = sums[..., :-1] / sums[..., -1:].clamp_min(torch.finfo(sums.dtype).tiny)
+    return means[..., 0, :] - means[..., 1, :]
 
 
 def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
@@ -75,37 +68,11 @@ def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
     A prompt may scale its queries and keys together. In units of its own size no row's difference stands out, so what
     shared scale makes of a difference of means is told from an interaction.
     """
-    weight = sums[..., -1:]
-    means = sums[..., :-1] / weight.clamp_min(torch.finfo(sums.dtype).tiny)
-    return (means[..., :1, :] - means[..., 1:, :]).norm(dim=-1, keepdim=True) * weight
-
-
-def replicate_sums(
-    kind: str, seed: int, count: int, keys: Tensor, labels: Tensor, sums: Tensor, prompts: Tensor
-) -> Float[Tensor, "b g r 2 x"]:
-    """The key sums ``s±`` of every row under ``count`` draws: flipped, and the row's scale with them, or dealt again.
-
-    Of each row its ``keys`` (b g k d), their ``labels`` (b k), its unit (``prompts``) and the observed ``sums`` s±
-    (b g 2 a), with the summed weight in their last place: ``a = d_head + 1``.
-    """
-    replicate = torch.arange(count, device=keys.device)[:, None]
-    if kind == FLIPS:
-        signs = draw_signs(seed, NULL_KINDS.index("sign_flip"), replicate, prompts).T.to(sums.dtype)
-        return torch.cat([sums, row_scale(sums)], dim=-1)[:, :, None] * signs[:, None, :, None, None]
-    # Labels dealt out again among the labelled keys of each row; the same deal for all rows of a unit.
-    slot = torch.arange(labels.shape[1], device=labels.device)
-    stream, ignored = NULL_KINDS.index("label_permutation"), labels == 0
-    priority = draw_bits(seed, stream, replicate[..., None], prompts[:, None], slot)
-    last = torch.iinfo(torch.int64).max  # ignored keys sort last, so that they keep their label 0
-    receivers = priority.masked_fill(ignored, last).argsort(dim=-1)
-    givers = ignored.to(torch.int8).argsort(dim=-1, stable=True).expand_as(receivers)
-    dealt = labels.expand_as(receivers).gather(-1, givers)
-    dealt = by_sign(torch.zeros_like(dealt).scatter(-1, receivers, dealt))
-    return key_sums(dealt.transpose(0, 1).flatten(1, 2), keys).unflatten(2, (count, 2))
+    return mean_difference(sums).norm(dim=-1)[..., None, None] * sums[..., -1:]
 
 
 def interaction_deltas(
-    observed: Float[Tensor, "a 2 a+1"], flipped: Float[Tensor, "r a 2 a+1"], center: Center, units: float
+    observed: Float[Tensor, "a 2 a+1"], flipped: Float[Tensor, "r a 2 a+1"], units: float
 ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
     """The centred ΔC under H0: a difference of means that ignores the query, in rows of whatever scale.
 
@@ -128,24 +95,20 @@ def interaction_deltas(
 
     sure = bool(mean_difference(observed).norm() > mean_difference(flipped).norm(dim=-1).quantile(0.9))
     grown = (units / (units - 1)) ** (1.0 if sure else 0.5)
-    fixed = centred_delta(observed[..., :-1], center) - _interaction_part(observed, observed, center, sure)
-    return fixed, fixed + grown * _interaction_part(flipped, observed, center, sure)
+    fixed = centred_delta(observed[..., :-1], "query") - _interaction_part(observed, observed, sure)
+    return fixed, fixed + grown * _interaction_part(flipped, observed, sure)
 
 
-def _interaction_part(sums: Tensor, observed: Tensor, center: Center, sure: bool) -> Float[Tensor, "*n d d"]:
+def _interaction_part(sums: Tensor, observed: Tensor, sure: bool) -> Float[Tensor, "*n d d"]:
     d = sums.shape[-1] - 2
     count = observed[-1, :, d, None]
     mean_query = (observed[:-1, :, d] / count[:, 0]).mean(dim=-1)
     queries = sums[..., :-1, :, :] - mean_query[:, None, None] * sums[..., -1:, :, :]
-    keys, total = queries[..., :d], observed[-1, :, :d]
-    if center == "both":
-        mean_key = (total / count).mean(dim=0)
-        keys, total = keys - queries[..., d : d + 1] * mean_key, total - count * mean_key
-    scale = observed[-1, :, d + 1 :]
+    total, scale = observed[-1, :, :d], observed[-1, :, d + 1 :]
     expected = torch.where(scale > 0, total / scale, torch.zeros_like(total))
     level = expected.mean(dim=0)
     expected = level + sure * (expected - level)
-    left = (keys - queries[..., d + 1 :] * expected) / count
+    left = (queries[..., :d] - queries[..., d + 1 :] * expected) / count
     return left[..., 0, :] - left[..., 1, :]
 
 
@@ -223,7 +186,7 @@ def p_value(null: Float[Tensor, "*r"], value: float) -> float:
     >>> p_value(torch.tensor([1.0, 2.0, 3.0]), 3.0)
     0.5
     """
-    return float((1 + (null >= value).sum()) / (1 + null.numel()))
+    return (1 + int((null >= value).sum())) / (1 + null.numel())  # not in float32, where 1/20 is above .05
 
 
 def head_p_values(heads: Sequence[Sequence[Statistic]], floor: float = 0.0) -> list[float]:

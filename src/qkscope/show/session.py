@@ -1,7 +1,7 @@
 """What the live page asks of a model: the next token and who decides it, why a head looks somewhere, and what if.
 
 Answers are the results of `qkscope.why` and of `WhatIf`, with the blocks that a saved page draws of them. A question
-names the prompt, the token that asks, the rival, the head and the key; a change is a few words, so that the page's
+names the prompt, the query token, the rival, the head and the key; a change is a few words, so that the page's
 address is the whole state:
 
 - ``ablate L17H8``: a head or an MLP puts out its mean over the other tokens;
@@ -220,7 +220,7 @@ class Session:
     # ------------------------------------------------------------------ runs and answers, the last few kept
 
     def ask(self, prompt: str, query: int | None) -> Probe:
-        """Run a prompt with one token asking."""
+        """Run a prompt with one query token."""
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
         asked = Question.of(self.scope, prompt, query, chat=False)
@@ -349,7 +349,7 @@ class WhatIf:
             return Again.of(self.scope, asked.inputs["input_ids"][0]).token(asked.query)
 
     def _alike(self) -> Iterator[list[Call]]:
-        """The same with another head of the layer, or the MLP of another layer, in the place of one."""
+        """The control: the same change at another head of the layer, or at the MLP of another layer."""
         for at, (name, (writer, *rest)) in [each for each in enumerate(self.calls) if each[1][0] != "replace"][:1]:
             mine = Writer.parse(writer)
             near = sorted(range(self.scope.n_layers), key=lambda layer: abs(layer - mine.layer))[1:]

@@ -84,7 +84,7 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     ----------
     path : a UTF-8 text file with one JSON object per line.
     seed : of dealing out lines that do not say their use; what the file is called and how it is sorted do not matter.
-    center : centring of every contrast: take out of ΔC what all queries (``query``), or also all keys, see alike.
+    center : centring of every contrast: take out of ΔC what all queries see alike (``query``), or nothing.
     chat : whether prompts go into the model's chat template.
 
     Examples
@@ -118,11 +118,12 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
             _say_once(f"{path} holds {len(drawn)} examples to {use}, fewer than {n}: taking all.", digest)
         return drawn[:n]
 
-    paired = {name: _paired(name, list(groups.values())) for name in contrasts}
+    for name in contrasts:
+        _check_signs(name, list(groups.values()))
     asked = {"file": str(path), "hash": digest, "center": center, "chat": chat}
     keys = [(str(line.example.text)[: key.span[0]], key) for line in lines for key in line.example.keys]
     first = not chat and any(not before.strip() for before, key in keys if any(key.labels.values()))
-    every = {name: Contrast(name, "as labelled", center=center, paired=paired[name]) for name in contrasts}
+    every = {name: Contrast(name, "as labelled", center=center) for name in contrasts}
     return Task("jsonl", every, draw, seed, chat, asked, notes, first)
 
 
@@ -141,7 +142,7 @@ def _read(path: str | Path, marked: bool = True) -> tuple[str, list[_Line]]:
 
 @cache
 def _say_once(sentence: str, about: str) -> None:
-    """Warn, unless this process has said the same of the same file: one command may read a file several times."""
+    """Warn once per process and file: one command may read a file several times."""
     log.warning("%s", sentence)
 
 
@@ -178,15 +179,14 @@ def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
     return replace(example, keys=tuple(Key(k.span, {**k.labels, ANSWER: k.label(first)}) for k in example.keys))
 
 
-def _paired(contrast: str, groups: Sequence[Sequence[_Line]]) -> bool:
-    """Whether + and − stand in different lines of a group; a mixture has no null, so it is refused."""
+def _check_signs(contrast: str, groups: Sequence[Sequence[_Line]]) -> None:
+    """Refuse a contrast with + and − in some lines and in different lines of a group in others: it has no null."""
     whole = any(len(line.signs(contrast)) == 2 for group in groups for line in group)
     for unit in [[line] for group in groups for line in group] if whole else groups:
         signs = {sign for line in unit for sign in line.signs(contrast)}
         if len(signs) == 1:
             lacking = f"{unit[0].example.where} has {'+ but no −' if 1 in signs else '− but no +'} keys of {contrast!r}"
             raise BadInput(f"{lacking}: label both in every line, or put the two lines of each pair into one group.")
-    return not whole
 
 
 @cache

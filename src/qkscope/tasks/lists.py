@@ -155,7 +155,7 @@ def binding(
         return rewritten(example, pieces, {one: other, other: one} if "order" in features else None)
 
     contrasts = (
-        Contrast("order", "the box at the asked place / the other boxes", center="query", paired=False, unit="prompt"),
+        Contrast("order", "the box at the asked place / the other boxes", center="query", unit="prompt"),
         Contrast("lexical", "the asked word's box / the same box with another word", across=not disjoint, unit=ASKED),
         Contrast("box", "the answer's label / another label in its place", across=True),
     )
@@ -227,9 +227,9 @@ def filter_task(
         return rewritten(example, {first: example.piece(second), second: example.piece(first)})
 
     says = {name: f"{name} / all other items, when {name} are asked for" for name in named}
-    contrasts = [Contrast(name, said, paired=False, unit="prompt") for name, said in says.items()]
+    contrasts = [Contrast(name, said, unit="prompt") for name, said in says.items()]
     pooled = "items of the asked category / other items"
-    contrasts.append(Contrast(POOLED, pooled, center="query", paired=False, unit="prompt"))
+    contrasts.append(Contrast(POOLED, pooled, center="query", unit="prompt"))
     lists = {name: list(words[name]) for name in named}
     asked = {"categories": named, "form": form, "items": items, "chat": chat, "words": lists}
     # The pooled contrast could take its prompts from the categories'. It is held against their span, and with a sample
@@ -265,7 +265,7 @@ def induction(length: Annotated[int, Interval(ge=3, le=32)] = 8, seed: Seed = 0,
 
     says = "the word after the first occurrence / the other words"
     contrasts = (
-        Contrast("next", says, center="query", paired=False, unit="END"),
+        Contrast("next", says, center="query", unit="END"),
         Contrast("word", "the word after the one repeated / the same after another", across=True, unit="END"),
     )
     return from_walk("induction", seed, contrasts, walk, {"length": length, "chat": chat}, address=(length,))

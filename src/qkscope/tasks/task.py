@@ -23,7 +23,7 @@ from qkscope.kinds import Count, checked_class
 ANSWER = "answer"
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
-Center = Literal["none", "query", "both"]
+Center = Literal["none", "query"]
 ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
 Unit = tuple[Example, ...]
 Units = Sequence[Unit]
@@ -43,14 +43,13 @@ class Contrast:
     says : + and − in words.
     across : whether − is the + key of the counterfactual copy, seen by the same query (labels then mark + alone).
     center : centring that this contrast needs to mean what it says ("none" is the papers').
-    paired : whether each + key has one − key; decides which null applies.
     unit : what prompts are told apart by in the nulls and in cross-validation, as prompts that share it are not
         independent: the text of their + keys (``key``), the piece in a role of that name, or ``prompt``, where by
         design nothing but the arrangement varies.
 
     Examples
     --------
-    >>> Contrast("mine", "the right box / the others", paired=False).center
+    >>> Contrast("mine", "the right box / the others").center
     'none'
     """
 
@@ -58,7 +57,6 @@ class Contrast:
     says: str
     across: bool = False
     center: Center = "none"
-    paired: bool = True
     unit: str = "key"
 
 

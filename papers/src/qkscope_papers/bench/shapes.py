@@ -47,7 +47,7 @@ def shape_scope(shape: str, words: bool = False) -> Scope:
 
 
 def _prompts(scope: Scope, count: int, length: int) -> Encoding:
-    """Random ids, the last token asks, every ninth is a key and the first of them the right one."""
+    """Random ids; the last token is the query, every ninth is a key and the first of them the right one."""
     ids = torch.randint(1000, (count, length), generator=torch.Generator().manual_seed(0))
     keys = tuple(Key((i, i + 1), {ANSWER: 1 if i == 5 else -1}) for i in range(5, length - 1, 9))
     return scope.encode([Example(ids=tuple(line.tolist()), keys=keys) for line in ids])
@@ -129,7 +129,7 @@ def why_8b() -> Row:
 
 @row
 def why_long() -> Row:
-    """The same at 32,000 tokens, at the shape of Qwen2.5-1.5B."""
+    """Why one head looks at a token of 32,000, at the shape of Qwen2.5-1.5B, against the bare forward."""
     return asking("1.5b", 32_000) if torch.cuda.is_available() else not_here("needs a GPU")
 
 
@@ -147,7 +147,7 @@ def capture_overhead_8b() -> Row:
 
 @row
 def capture_overhead_135m() -> Row:
-    """The same at the shape of SmolLM2-135M: all 270 heads."""
+    """Looking at all 270 heads of the shape of SmolLM2-135M, against the bare body."""
     return _looking("135m", 256, 75)
 
 
@@ -159,5 +159,5 @@ def trace_one_135m() -> Row:
 
 @row
 def trace_all_135m() -> Row:
-    """The same of all heads but the first layer's, against the forward to the last layer."""
+    """Writers of all heads but the first layer's, at every key, against the forward to the last layer."""
     return _tracing("135m", None, 64, 75)

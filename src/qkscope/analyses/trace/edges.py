@@ -51,7 +51,7 @@ _ACCURACY = METRICS.index("accuracy")
 
 
 class Choice(NamedTuple):
-    """What the words for choosing say about one head.
+    """Statistics of one head's writers on the words for choosing.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ def choose_writers(how: Pass, units: Sequence[Unit]) -> dict[Head, Choice]:
 
 
 def _scores(seed: int, banked: set[int], frames: Any, rows: HeadRows, numbers: list[int]) -> Measurement:
-    """What prompts for choosing say about the writers: sums over the places of each, in float64; parts for the bank."""
+    """Sums of each writer's scores over the places of the prompts for choosing (float64), and parts for the bank."""
     sums = {"pairs": rows.pairs}
     for side in SIDES:
         stream, shown = rows.streams[side].double(), _shown(rows, side).double()
@@ -111,7 +111,7 @@ def _scores(seed: int, banked: set[int], frames: Any, rows: HeadRows, numbers: l
 
 
 def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choice:
-    """Means and orders."""
+    """Turn the sums of one head into mean parts and orders of writers."""
     mean, scores = dict[Side, Tensor](), dict[tuple[str, Side], Tensor]()
     for side in SIDES:
         of = {name.removeprefix(f"{side} "): tally.mean(name) for name in tally.sums if name.startswith(side)}
@@ -142,9 +142,8 @@ Edge = dict[str, Any]
 
 
 def all_edges(writers: int) -> list[Edge]:
-    """Every condition: each order, each rival replacement of the first one, and random writers."""
-    ways = [(by, "mean", "held") for by in ORDERS]
-    ways += [("share", "resample", "held"), ("share", "mean", "live"), (RANDOM, "mean", "held")]
+    """Every condition: each order at the mean and at another prompt's parts, live norms, and random writers."""
+    ways = [*product(ORDERS, ("mean", "resample"), ("held",)), ("share", "mean", "live"), (RANDOM, "mean", "held")]
     cells = product(ways, ("key", "query", "both"), ("cut", "keep"), [k for k in SIZES if k < writers - 1])
     names = ("side", "kind", "by", "replaced", "norms", "k")
     return [dict(zip(names, (side, kind, *way, k), strict=True)) for way, side, kind, k in cells]

@@ -106,7 +106,7 @@ def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: floa
 
 @dataclass
 class _Asked:
-    """What is asked of a node: its value so far, and directions on its output at some slots, a column of a row each."""
+    """A request to a node: its value so far, and directions on its output at some slots, one column per row."""
 
     value: float = 0.0
     slots: list[Int[Tensor, " p"]] = field(default_factory=list)
@@ -174,13 +174,13 @@ class Walk:
         logit.expand()
 
     def _said(self, answer: Answer, slots: Tensor, token: int | None = None) -> Iterator[_Child]:
-        """What every writer says, and in which direction it is asked on, all slots together."""
+        """Every writer's value and the direction to follow it in, all slots together."""
         position = int(slots[0]) - 1 if token is None else token
         for name, values in answer.values.items():
             yield _Child(name, position, values[0], slots, partial(self._along, answer, name))
 
     def _along(self, answer: Answer, name: str) -> Float[Tensor, "1 p e"] | None:
-        """The direction that was asked, on what a writer puts out: of a head, before W_O."""
+        """The followed direction, expressed on a writer's output (for a head, before W_O)."""
         writer = Writer.parse(name)
         return answer.parts.get(name) if writer.head is None else self.run.on_output(answer, writer.head)
 
@@ -240,7 +240,7 @@ class Walk:
         return children
 
     def why(self, row: Row, head: Head, key: int) -> None:
-        """Ask why a head looked at a token, once; nothing looks at the first for what it says."""
+        """Follow why a head looked at a token, once for each; the first token is left out (it is a sink)."""
         seen, query = self.run.seen(head, row["position"]), row["position"]
         if key > 0 and {*seen} - {0, key} and key in seen and row["look"] is None:
             one = PromptTrace(self.run, replace(self.asked, query=query), head, key)
@@ -256,7 +256,7 @@ class Walk:
 
 
 class _Child(NamedTuple):
-    """What a writer says at some slots that stand for one token, and the direction on its output there."""
+    """A writer's value at the slots of one token, and the direction on its output there."""
 
     writer: str
     position: int

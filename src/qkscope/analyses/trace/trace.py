@@ -75,7 +75,7 @@ def trace(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Trace:
-    """Split what a head matched on among the writers of its query and of its keys, and cut and keep them.
+    """Say which writers made a head's query and keys (QK attribution), and test it by cutting and keeping edges.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def trace(
             raise BadInput(f"{name} is for one prompt, not for {given}: leave it out, or give a prompt.")
     heads = [h for h in scope.parse(head) if h.layer > 0]
     if not heads:
-        raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nobody to trace.")
+        raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nothing to trace.")
     asked: dict[str, Any] = {"heads": [str(h) for h in heads], "draws": draws}
     if dictionary is not None:
         check_dictionary(scope, heads, dictionary)
@@ -281,7 +281,7 @@ def _task_writers(how: Pass, choosing: Units, units: Units, draws: int, depth: i
 
 
 def _task_features(how: Pass, choosing: Units, units: Units, dictionary: Dictionary, draws: int) -> tuple[str, Tables]:
-    """Pairs of features chosen on some words, all else on others."""
+    """Pairs of features, chosen on some words and tested on others."""
     how = replace(how, layers=[dictionary.layer])
     chosen = choose_features(how, choosing, dictionary)
     tests = {head: FeatureTest(head, dictionary, own, draws, how.seed) for head, own in chosen.items()}
@@ -309,10 +309,10 @@ def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int)
 
 
 def _answer(tables: Tables) -> str:
-    """One head alone."""
+    """The answer for one head."""
     (check,) = tables["check"]
-    cells = (("key", "cut", "share", 2), ("key", "cut", "random", 2), ("both", "keep", "share", 5))
-    cut, beside, keep = (_edge(tables, *cell) for cell in cells)
+    cut, beside = (_edge(tables, "key", "cut", by, 2) for by in ("share", "random"))
+    keeps = [_edge(tables, "both", "keep", "share", 5, replaced) for replaced in ("mean", "resample")]
     text = says_right(check)
     if check["attention"] < ATTENDED:
         only = f"only {check['attention']:.1%} of its attention"
@@ -321,25 +321,28 @@ def _answer(tables: Tables) -> str:
     text += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
     if cut and beside:
         text += (
-            f" With those two parts cut from its keys it is right in {cut['accuracy']:.0%} (95% interval"
-            f" {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their layers cut: {beside['accuracy']:.0%})."
+            f" With those two parts cut from its keys, in this head alone and with norms held, it is right in"
+            f" {cut['accuracy']:.0%} (95% interval {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their"
+            f" layers cut: {beside['accuracy']:.0%})."
         )
-    if keep:
-        over = ", which overshoots" if keep["overshoots"] else ""
-        left = f"{keep['accuracy']:.0%} right, {keep['logit_kept']:.0%} of the logit{over}"
-        text += f" Five writers a side kept, all others replaced: {left}."
+    if all(keeps):
+        told = "{accuracy:.0%} right, {logit_kept:.0%} of the logit"
+        left = [told.format(**row) + ", which overshoots" * row["overshoots"] for row in keeps if row]
+        text += f" Five writers a side kept there, all others at their mean: {left[0]}; at another prompt's: {left[1]}."
     return text
 
 
 def _in_short(tables: Tables) -> str:
-    """One head among several: its key's writers, and what is left without them."""
+    """The short answer for one head among several: its key's writers, and what is left without them."""
     (check,) = tables["check"]
     cut = _edge(tables, "key", "cut", "share", 2)
-    left = "" if cut is None else f"; without both {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
+    left = (
+        "" if cut is None else f"; cut there, norms held, {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
+    )
     return f"{check['head']}: key written by {written_by(tables['writers'], 'key')}{left}."
 
 
-def _edge(tables: Tables, side: str, kind: str, by: str, k: int) -> dict[str, Any] | None:
-    """A row of edges, replaced by means, norms held."""
-    wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": "mean", "norms": "held"}
+def _edge(tables: Tables, side: str, kind: str, by: str, k: int, replaced: str = "mean") -> dict[str, Any] | None:
+    """A row of edges, norms held."""
+    wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": replaced, "norms": "held"}
     return next((row for row in tables["edges"] if wanted.items() <= row.items()), None)

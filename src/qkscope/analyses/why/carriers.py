@@ -131,7 +131,7 @@ class Carriers:
         return restore(run, source, self.head, query, key, sets, side=side, at=at)[:, key]
 
     def _whole(self, run: Run, side: Side) -> float:
-        """The same with the whole key, or query, of the unchanged run."""
+        """Attention on the key with the whole key, or query, of the unchanged run restored."""
         call, (query, key) = self.run.calls[self.head.layer], self._look(run)
         put: dict[str, Any] = {"q": call.q[0, self.head.index, self.query].float()[None]}
         if side == "key":

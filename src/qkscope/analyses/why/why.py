@@ -1,4 +1,4 @@
-"""Why: the question on the door, for any prompt, head and token, without any fit.
+"""Why did this head attend to that token: for any prompt, head and token, without any fit.
 
 Of one head: *where* it looks, *because* of which words (each changed, and the model run again), *who carried* them
 there, *cuts* of the strongest writers, and *what it does* for the next token against its rival. Without a head: which
@@ -131,7 +131,8 @@ def why(
     heads : several heads, like L18H6,L23H0, to count their reasons over many prompts.
     n : how many of the prompts, from the first on; all by default.
     carriers : whether to look for the writers that carried the words in many prompts, too, which is slow.
-    versus : the rival of the next token, as ``" John"``; by default the likeliest other word of the prompt.
+    versus : the rival of the next token, as ``" John"``; by default the likeliest other word of the prompt, or the
+        likeliest other token where no such word has 0.1%.
     circuit : whether to go from the answer back to the words: nodes, edges, and what the first nodes keep in the
         running model; with many prompts, nodes are chosen on half of them and tested on the others.
     export : file for the circuit's graph, as circuit-tracer and Neuronpedia read it.

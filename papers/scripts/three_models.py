@@ -1,20 +1,23 @@
-"""The two models that need no hub, asked the same: the tables and the picture of papers/docs/two-models.md.
+"""The three models that need no hub, asked the same: the tables and the picture of papers/docs/three-models.md.
 
-``python papers/scripts/two_models.py --device cuda --n 512 --texts 256`` runs every part on both models, keeps the rows
-in papers/docs/two-models.json and writes the page. ``--only swaps --model gemma3-270m`` runs a part again, ``--only
-page`` writes the page from the rows that are kept. On one CPU core the defaults take about an hour.
+``python papers/scripts/three_models.py --device cuda --n 512 --texts 256`` runs every part on all models, keeps the
+rows in papers/docs/three-models.json and writes the page. ``--only swaps --model gemma3-270m`` runs a part again,
+``--only page`` writes the page from the rows that are kept; ``--store FILE`` keeps rows elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import because_measure
 import torch
 from pages import REPORTS, ROOT, put
 
@@ -22,17 +25,19 @@ import qkscope as qk
 from qkscope.analyses.sparsity import answers_right
 from qkscope.analyses.split import relative_rows, singular_basis
 from qkscope.capture.pick import Places
-from qkscope.heads import Head, Writer
-from qkscope.maths.significance import clustered_bootstrap
+from qkscope.heads import Writer
+from qkscope.maths.significance import clustered_bootstrap, wilson
 from qkscope.tasks.sides import split
 from qkscope.tasks.texts import python_texts, read_documents
 from qkscope_papers.figures import figure_files, new_figure
 from qkscope_papers.lee2026.language import THRESHOLD, HeadChoice, choose_heads
-from qkscope_papers.tables import Row, column, pick
+from qkscope_papers.tables import Row, column, over_key_heads, pick
 
-PAGE, STORE = REPORTS / "two-models.md", REPORTS / "two-models.json"
-MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M"}
+PAGE, STORE = REPORTS / "three-models.md", REPORTS / "three-models.json"
+MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M", "qwen2.5-coder-1.5b": "Qwen2.5-Coder 1.5B"}
 TASKS = ("binding", "ioi", "induction", "filter")
+REASONED, SHARED = TASKS[:3], (3, 4, 6)  # tasks whose reasons are asked for; query heads of a key head, by model
+SIZED = {"sparsity": "{texts} passages", "because": "{looks} looks", "atlas": "{passages} passages"}
 SIZES = (1, 2, 4, 8, 16)  # of subspaces that are swapped
 ATTENDED = 0.1  # of a row: a split of a logit that gets less than this explains nothing
 LEAST = 20  # rows of a head, to speak of it
@@ -43,6 +48,7 @@ LENGTH, QUERIES = 96, 8  # tokens of a passage, and how many of them ask
 # ---------------------------------------------------------------- the parts
 
 
+@functools.cache
 def find(scope: qk.Scope, task: str, n: int) -> HeadChoice:
     """The head that looks at the right key most, of all tokens, and a head at chance."""
     return choose_heads(qk.find_heads(scope, qk.tasks.BUILT_IN[task](), n), "binding", 1)
@@ -59,15 +65,8 @@ def heads(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
         rows.append({
             "task": task, **found.row(found.heads[0]), "among_head": among["head"], "among": among["accuracy"],
             "reached": found.reached, "all": len(scope.heads()), "answers": float(right.mean()),
-            "kind": kind_of_layer(scope, found.heads[0]),
         })  # fmt: skip
     return rows
-
-
-def kind_of_layer(scope: qk.Scope, head: Head) -> str:
-    """Whether a head sees the whole prompt or a window."""
-    kinds = getattr(scope.model.config, "layer_types", None) or ["full_attention"] * scope.n_layers
-    return str(kinds[head.layer]).removesuffix("_attention")
 
 
 def swaps(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
@@ -84,14 +83,12 @@ def swaps(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
 
 
 def traces(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
-    """Who writes for the binding head, with edges cut and kept, and whole heads taken out."""
+    """Who writes for the binding head, with edges cut and kept."""
     (head,) = find(scope, "binding", given.n).heads
-    found = qk.trace(scope, qk.tasks.binding(), head, given.n)
-    edges = [
-        row for by in ("share", "random") for row in pick(found.tables["edges"], by=by, replaced="mean", norms="held")
-    ]
+    found = qk.trace(scope, qk.tasks.binding(), head, given.n, whole=False)
+    edges = [row for by in ("share", "random") for row in pick(found.tables["edges"], by=by, norms="held")]
     first = {side: pick(found.tables["writers"], side=side)[:4] for side in ("key", "query")}
-    return {**first, "edges": edges, **{name: pick(found.tables[name]) for name in ("check", "whole")}}
+    return {**first, "edges": edges, "check": pick(found.tables["check"])}
 
 
 def sparsity(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
@@ -141,8 +138,43 @@ def one_head(head: str, values: dict[str, torch.Tensor]) -> Row | None:
     }  # fmt: skip
 
 
+def because(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
+    """Which reasons are shown at the best head of each task, and how many words it takes."""
+    rows = []
+    for name in REASONED:
+        (head,) = find(scope, name, given.n).heads
+        looks = list(because_measure.task(scope, name, str(head), given.looks, 0))
+        kinds = Counter(
+            kind for look in looks for kind in {row["kind"] for row in pick(look["relations"], verdict="shown")}
+        )
+        few = sum(0 < look["causes"] <= 4 for look in looks)
+        rows.append({"task": name, "head": str(head), "looks": len(looks), "few": few, "kinds": dict(kinds)})
+    return rows
+
+
+def sharing(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
+    """At every head over the threshold, the largest writer of its keys beside all of them, signs aside."""
+    rows = []
+    for name in REASONED:
+        task = qk.tasks.BUILT_IN[name]()
+        ranked = pick(find(scope, name, given.n).ranking.tables["heads"])
+        over = [row["head"] for row in ranked if row["row_accuracy"] >= THRESHOLD and row["head"][:2] != "L0"]
+        writers = qk.trace(scope, task, over, given.looks, whole=False).tables["writers"]
+        for head in over:
+            values = [abs(row["value"]) for row in pick(writers, head=head, side="key")]
+            rows.append({"task": name, "head": head, "share": max(values) / sum(values)})
+    return rows
+
+
+def atlas(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
+    """How many heads have each kind of name, and how well names predict."""
+    named = qk.atlas(scope, None, given.passages, test=given.passages)
+    return [{"kind": kind, "heads": count} for kind, count in Counter(row["kind"] for row in named.table()).items()]
+
+
 PARTS: dict[str, Callable[[qk.Scope, argparse.Namespace], Any]] = {
-    "heads": heads, "swaps": swaps, "traces": traces, "sparsity": sparsity,
+    "heads": heads, "swaps": swaps, "traces": traces, "sparsity": sparsity, "because": because, "sharing": sharing,
+    "atlas": atlas,
 }  # fmt: skip
 
 
@@ -152,11 +184,11 @@ SWAPPED = {
     "order": "order", "lexical": "lexical", "both": "both", "random_both": "random directions",
     "key_pca_both": "key PCA", "cov_qk_both": "Cov_q Cov_k", "sham_both": "both, of two boxes not asked for",
 }  # fmt: skip
-CURVE = {name.removesuffix("_both"): said for name, said in SWAPPED.items() if name not in ("both", "sham_both")}
 CUTS = {
     "two key edges cut": ("key", "cut", 2, "share"), "two random ones": ("key", "cut", 2, "random"),
     "two query edges cut": ("query", "cut", 2, "share"), "five a side kept": ("both", "keep", 5, "share"),
     "five random ones": ("both", "keep", 5, "random"),
+    "five a side kept, the others at another prompt's parts": ("both", "keep", 5, "share", "resample"),
 }  # fmt: skip
 
 
@@ -174,14 +206,14 @@ def table(names: list[str], rows: list[list[str]]) -> str:
 def heads_table(kept: dict[str, Any]) -> str:
     """Tasks down, models across."""
     rows = [
-        [task, name, per_cent(row["answers"]), f"{row['head']} ({row['kind']})",
+        [task, name, per_cent(row["answers"]), row["head"],
          f"{per_cent(row['row_accuracy'])} [{per_cent(row['row_low'])}, {per_cent(row['row_high'])}]",
          f"{row['among_head']} {per_cent(row['among'])} ({per_cent(row['chance'])})",
          f"{row['reached']} of {row['all']}"]
         for i, task in enumerate(TASKS)
         for name, row in ((name, kept[model]["heads"][i]) for model, name in MODELS.items())
     ]  # fmt: skip
-    names = ["task", "model", "answers right", "best head (its layer)", "right key first of all tokens"]
+    names = ["task", "model", "answers right", "best head", "right key first of all tokens"]
     return table([*names, "best among the named keys (chance)", f"heads over {per_cent(THRESHOLD)}"], rows)
 
 
@@ -190,12 +222,12 @@ def ranks_table(kept: dict[str, Any]) -> str:
     rows = [
         [name, row["head"] + (" (control)" if row["control"] else ""), row["contrast"],
          *(str(row[number]) for number in ("rank_99", "rank_99_centred", "detected", "rank_cv")),
-         f"{row['mean_dominance']:.2f}", row["verdict"]]
+         f"{row['mean_dominance']:.2f}", f"{row['percentile']:.2f} of {row['reference']}", row["verdict"]]
         for model, name in MODELS.items()
         for row in kept[model]["swaps"]["ranks"]
     ]  # fmt: skip
     names = ["model", "head", "contrast", "99% rank", "the same, centred", "detected", "predict words left out"]
-    return table([*names, "share of the means", "verdict"], rows)
+    return table([*names, "share of the means", "percentile of heads at chance", "verdict"], rows)
 
 
 def swap_of(kept: dict[str, Any], model: str, condition: str) -> Row:
@@ -221,9 +253,9 @@ def pair(row: Row, when: str) -> str:
     return f"{row[f'orig_{when}']:.2f} / {row[f'target_{when}']:.2f}"
 
 
-def edge(kept: dict[str, Any], model: str, side: str, kind: str, k: int, by: str) -> Row:
+def edge(kept: dict[str, Any], model: str, side: str, kind: str, k: int, by: str, replaced: str = "mean") -> Row:
     """One condition of a trace."""
-    return pick(kept[model]["traces"]["edges"], side=side, kind=kind, k=k, by=by)[0]
+    return pick(kept[model]["traces"]["edges"], side=side, kind=kind, k=k, by=by, replaced=replaced)[0]
 
 
 def trace_table(kept: dict[str, Any]) -> str:
@@ -239,28 +271,12 @@ def trace_table(kept: dict[str, Any]) -> str:
     return table([*names, *CUTS], rows)
 
 
-def whole_table(kept: dict[str, Any]) -> str:
-    """Whole heads taken out of the running model."""
-    rows = [
-        [name, row["removed"], row["mlps"], *(f"{row[number]:.2f}" for number in ("accuracy", "attention", "answer"))]
-        for model, name in MODELS.items()
-        for row in pick(kept[model]["traces"]["whole"], kind="chosen")
-    ]
-    names = ["model", "taken out", "MLPs", "accuracy among the boxes", "attention", "the right answer's probability"]
-    return table(names, rows)
-
-
-def median(rows: list[Row], name: str) -> float:
-    """Over heads."""
-    return float(torch.tensor(column(rows, name), dtype=torch.float64).median())
-
-
 def sparsity_table(kept: dict[str, Any]) -> str:
     """Heads summed up."""
     rows = [
-        [name, str(len(own)), *(f"{median(own, what):.2f}" for what in ("sparsity", "rotated")),
+        [name, str(len(own)), *(f"{median(column(own, what)):.2f}" for what in ("sparsity", "rotated")),
          str(sum(row["high"] < 0 for row in own)), str(sum(row["low"] > 0 for row in own)),
-         *(f"{median(own, what):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null"))]
+         *(f"{median(column(own, what)):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null"))]
         for name, own in ((name, kept[model]["sparsity"]) for model, name in MODELS.items())
     ]  # fmt: skip
     names = ["model", "heads that attend", "sparsity (median)", "rotated", "heads below theirs", "above"]
@@ -268,13 +284,13 @@ def sparsity_table(kept: dict[str, Any]) -> str:
 
 
 def findings(kept: dict[str, Any], shown: Sequence[int] | None = None) -> str:
-    """Which findings carry over, all or those that are shown: one rule for both models."""
-    first, second = (judged(kept, model) for model in MODELS)
-    one, other = MODELS.values()
-    said = {(1, 1): "yes", (0, 0): "in neither", (1, 0): f"only {one}", (0, 1): f"only {other}"}
-    rows = [[what, here, there, said[bool(holds), bool(too)]]
-            for (what, here, holds), (_, there, too) in zip(first, second, strict=True)]  # fmt: skip
-    return table(["finding", one, other, "holds in both"], rows if shown is None else [rows[i] for i in shown])
+    """Which findings carry over, all or those that are shown: one rule for all models."""
+    rows = []
+    for each in zip(*(judged(kept, model) for model in MODELS), strict=True):
+        where = [name for name, (_, _, holds) in zip(MODELS.values(), each, strict=True) if holds]
+        said = "all" if len(where) == len(MODELS) else ", ".join(where) or "none"
+        rows.append([each[0][0], *(found for _, found, _ in each), said])
+    return table(["finding", *MODELS.values(), "holds in"], rows if shown is None else [rows[i] for i in shown])
 
 
 def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
@@ -285,12 +301,13 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
                        for flag in (False, True))  # fmt: skip
     four = {row["method"]: row for row in kept[model]["swaps"]["curve"] if row["k"] == 4}
     cut = edge(kept, model, "key", "cut", 2, "share")["accuracy"]
-    five = edge(kept, model, "both", "keep", 5, "share")["accuracy"]
+    five, other = (edge(kept, model, "both", "keep", 5, "share", by)["accuracy"] for by in ("mean", "resample"))
+    predict = [ranks[contrast]["rank_cv"] for contrast in ("lexical", "order")]
     rows, writer = kept[model]["sparsity"], kept[model]["traces"]["key"][0]
     bind, chance = tasks["binding"], tasks["binding"]["chance"]
     whole = kept[model]["traces"]["check"][0]["accuracy"]
     below = sum(row["high"] < 0 for row in rows) / len(rows)
-    needed, random = median(rows, "count_tol"), median(rows, "count_tol_null")
+    needed, random = median(column(rows, "count_tol")), median(column(rows, "count_tol_null"))
     return [
         ("A head looks at the right box first of all tokens, in half of the prompts or more",
          f"{bind['head']} {per_cent(bind['row_accuracy'])}", bind["row_low"] >= 0.5),
@@ -306,15 +323,15 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
         ("Lexical moves more than order (shift)", f"{lexical['shift']:.2f} against {order['shift']:.2f}",
          lexical["shift_low"] > order["shift"]),
         ("More dimensions of lexical than of order predict words left out",
-         f"{ranks['lexical']['rank_cv']} against {ranks['order']['rank_cv']}",
-         ranks["lexical"]["rank_cv"] > ranks["order"]["rank_cv"]),
+         f"{predict[0]} against {predict[1]}", "untested" not in predict and predict[0] > predict[1]),
         ("The 99% rank of lexical is smaller than at a head at chance",
          f"{ranks['lexical']['rank_99']} against {controls['lexical']['rank_99']}",
          ranks["lexical"]["rank_99"] < controls["lexical"]["rank_99"]),
-        ("Two key edges cut bring accuracy to chance (within .1)", f"{whole:.2f} to {cut:.2f}, chance {chance:.2f}",
-         cut <= chance + 0.1),
-        ("Five writers a side keep half of the accuracy above chance", f"{whole:.2f} to {five:.2f}",
-         five - chance >= 0.5 * (whole - chance)),
+        ("Two key edges cut in this head alone, norms held, bring accuracy to chance (within .1)",
+         f"{whole:.2f} to {cut:.2f}, chance {chance:.2f}", cut <= chance + 0.1),
+        ("Five writers a side kept there keep half of the accuracy above chance, the others at their mean and at "
+         "another prompt's parts", f"{whole:.2f} to {five:.2f} and {other:.2f}",
+         min(five, other) - chance >= 0.5 * (whole - chance)),
         ("The first writer of its keys is an attention head", f"{writer['writer']} {writer['share']:.2f}",
          Writer.parse(writer["writer"]).head is not None),
         ("On natural text the terms of most heads are sparser than over rotated vectors", per_cent(below), below > 0.5),
@@ -325,8 +342,8 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
 
 def draw(kept: dict[str, Any]) -> None:
     """Every head's sparsity beside that of its rotated vectors."""
-    figure = new_figure(9, 4.2)
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    figure = new_figure(4.5 * len(MODELS), 4.2)
+    panels = figure.subplots(1, len(MODELS), sharex=True, sharey=True)
     for panel, (model, name) in zip(panels, MODELS.items(), strict=True):
         rows = kept[model]["sparsity"]
         colours = ["#CC3311" if row["high"] < 0 else "#0072B2" if row["low"] > 0 else "#999999" for row in rows]
@@ -338,22 +355,53 @@ def draw(kept: dict[str, Any]) -> None:
     panels[0].set_ylabel("sparsity over its own (1: all terms equal)")
     for path, picture in figure_files({"sparsity": figure}).items():
         if path.endswith("png"):
-            (REPORTS / "figures" / "two-models" / "sparsity.png").write_bytes(picture)
+            (REPORTS / "figures" / "three-models" / "sparsity.png").write_bytes(picture)
 
 
-def curve_table(kept: dict[str, Any]) -> str:
-    """Shifts by the size of what is swapped."""
+def because_table(kept: dict[str, Any]) -> str:
+    """Reasons shown, with Wilson's interval."""
+
+    def rate(count: int, of: int) -> str:
+        return f"{per_cent(count / of)} [{', '.join(map(per_cent, wilson(count, of)))}]" if of else "no look"
+
     rows = [
-        [name, said, *(f"{row['shift']:z.2f}" for row in pick(kept[model]["swaps"]["curve"], method=method))]
-        for model, name in MODELS.items()
-        for method, said in CURVE.items()
-    ]
-    return table(["model", "swapped", *map(str, SIZES)], rows)
+        [task, name, row["head"], str(row["looks"]), rate(row["kinds"].get("same word", 0), row["looks"]),
+         rate(row["few"], row["looks"]),
+         ", ".join(f"{kind} {count}" for kind, count in sorted(row["kinds"].items()) if kind != "same word")]
+        for i, task in enumerate(REASONED)
+        for name, row in ((name, kept[model]["because"][i]) for model, name in MODELS.items())
+    ]  # fmt: skip
+    names = ["task", "model", "head", "looks", "*same word* shown", "one to four words decide", "other relations shown"]
+    return table(names, rows)
+
+
+def sharing_table(kept: dict[str, Any]) -> str:
+    """The largest writers' parts by how many query heads share a key head."""
+    rows = []
+    for (model, name), group in zip(MODELS.items(), SHARED, strict=True):
+        own = kept[model]["sharing"]
+        cells = []
+        for task in REASONED:
+            shares = {row["head"]: row["share"] for row in pick(own, task=task)}
+            part = over_key_heads(shares, group)
+            cells.append(f"{part.mean:.2f} [{part.low:.2f}, {part.high:.2f}] ({len(shares)})")
+        rows.append([str(group), name, *cells])
+    return table(["query heads a key head", "model", *REASONED], rows)
+
+
+def atlas_table(kept: dict[str, Any]) -> str:
+    """Kinds of names down, models across."""
+    counts = [{row["kind"]: row["heads"] for row in kept[model]["atlas"]} for model in MODELS]
+    parts = [{kind: count / sum(own.values()) for kind, count in own.items()} for own in counts]
+    kinds = sorted({kind for own in parts for kind in own}, key=lambda kind: -sum(own.get(kind, 0) for own in parts))
+    rows = [[kind, *(per_cent(own.get(kind, 0)) for own in parts)] for kind in kinds]
+    return table(["name", *MODELS.values()], rows)
 
 
 TABLES = {
-    "findings": findings, "heads": heads_table, "ranks": ranks_table, "swaps": swaps_table, "curve": curve_table,
-    "traces": trace_table, "whole": whole_table, "sparsity": sparsity_table,
+    "findings": findings, "heads": heads_table, "ranks": ranks_table, "swaps": swaps_table,
+    "traces": trace_table, "sparsity": sparsity_table, "because": because_table,
+    "sharing": sharing_table, "atlas": atlas_table,
 }  # fmt: skip
 
 
@@ -387,19 +435,22 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--n", type=int, default=128, help="Prompts of each task; contrasts take twice as many.")
     parser.add_argument("--texts", type=int, default=48, help="Passages of natural text.")
+    parser.add_argument("--looks", type=int, default=32, help="Looks of a head whose reason is asked for.")
+    parser.add_argument("--passages", type=int, default=16, help="Passages of an atlas.")
+    parser.add_argument("--store", type=Path, default=STORE)
     parser.add_argument("--draws", type=int, default=5, help="Rotated bases of each passage.")
     parser.add_argument("--folder", type=Path, action="append", help="Text files instead of what Python carries.")
     given = parser.parse_args()
-    kept = json.loads(STORE.read_text()) if STORE.exists() else {}
+    kept = json.loads(given.store.read_text()) if given.store.exists() else {}
     for model in given.model or MODELS:
         parts = [part for part in given.only or PARTS if part != "page"]
         scope = qk.Scope.load(model, device=given.device) if parts else None
         for part in parts:
             own = kept.setdefault(model, {"made": {}})
             own[part] = PARTS[part](scope, given)
-            size = f"{given.texts} passages" if part == "sparsity" else f"n = {given.n}"
+            size = SIZED.get(part, "n = {n}").format(**vars(given))
             own["made"][part] = f"{size} on {given.device}, {datetime.date.today()}"
-            STORE.write_text(json.dumps(rounded(kept), separators=(",", ":")) + "\n")
+            given.store.write_text(json.dumps(rounded(kept), separators=(",", ":")) + "\n")
             print(model, part, "done")
     if all(part in kept.get(model, {}) for model in MODELS for part in PARTS):
         write(kept)
