@@ -387,7 +387,7 @@ class Because:
 
 
 def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair | None:
-    """The two strongest causes with the same text, in order of position, if they overlap no pair tested before."""
+    """The two strongest words with this core among some, in order of position; None if there are fewer."""
     same = sorted((word for word in words if word.core == core), key=lambda word: left[word])[:2]
     return None if len(same) < 2 else (min(same), max(same))
 

@@ -324,7 +324,7 @@ def _beyond(scope: Scope) -> int:
 
 
 def _trust(scope: Scope, check: Check) -> None:
-    """Keep the padding sides and spaces of a model that passed."""
+    """Keep only those padding sides and spaces of a model that passed."""
     layers = scope.facts.layers
     if check.frame:
         reason = f"beyond a length that its config names, {check.frame}"

@@ -34,7 +34,7 @@ const qk = (() => {
   const piece = (text) => visible(text.trim() === "" ? text : text.trim());
   // a sentence whose lines do not break between a quote and the blank of its token
   const unbroken = (text) =>
-    text.split(/(?<!\w)(' +[^' ]+')/).map((part, i) => (i % 2 ? make("span", { class: "quoted" }, part) : part));
+    text.split(/(?<!\w)(' +[^' ]+'?)/).map((part, i) => (i % 2 ? make("span", { class: "quoted" }, part) : part));
 
   // ------------------------------------------------------------------ a colour for a share: viridis
   const VIRIDIS = [
