@@ -1,6 +1,7 @@
 """Because: changed prompts run from their first change give what whole prompts give, and planted reasons are found."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from qkscope.analyses.atlas import known_jobs
 from qkscope.analyses.because import Because, Look, interval
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.analyses.why.carriers import Carriers
-from qkscope.change.again import Again
+from qkscope.capture.tap import cleared
+from qkscope.change.again import Again, prompt_of
 from qkscope.change.words import Alternatives, Word, lexicon_of, words_of
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -108,25 +110,31 @@ def test_the_same_word_is_the_reason_of_an_induction_head_and_its_name_is_told_w
     assert known_jobs("other weights") == {}
 
 
-def test_effects_of_a_word_are_those_of_plain_forwards(nano):
-    """By hand: each alternative in the prompt, the whole model run, the mean of what is left."""
+@torch.no_grad()
+@pytest.mark.parametrize(("whole", "near"), [(256, 64), (3, 1)])
+def test_effects_of_a_word_are_those_of_plain_forwards_with_far_tokens_held(nano, monkeypatch, whole, near):
+    """By hand: each alternative in the prompt, and blocks given what they were given before at tokens that are held."""
+    monkeypatch.setattr("qkscope.analyses.because._WHOLE", whole)
+    monkeypatch.setattr("qkscope.analyses.because.NEAR", near)
     again, head = Again.of(nano, ids_of(nano, COPIED)), Head(1, 1)
     query = len(again.ids) - 1
-    row = nano.attention(COPIED, head)[query]
-    key = 1 + int(row[1:].argmax())
+    key = 1 + int(nano.attention(COPIED, head)[query][1:].argmax())
     because = Because(again, [Look(head, query, key)])
-    told = because.reasons()[0].words[0]
-    word, left = Word(told["position"], told["end"], told["text"]), []
-    for ids in because.others.of(word):
-        changed = again.ids.clone()
-        changed[word.start] = ids[0]
+    word = next(word for word in because.words if key - 1 in word)
+    prompts = [because.put((word, ids)) for ids in because.others.of(word)]
+    before = nano.model(again.ids[None], output_hidden_states=True).hidden_states
+    held = [at for at in range(word.start, query) if at not in {key, word.start} and whole < 256]
+    assert bool(held) == (whole < 256) == bool(because.held)
+    for prompt, found in zip(prompts, because.rows(prompts), strict=True):
         kept = []
-        nano.watch(
-            {"input_ids": changed[None], "attention_mask": torch.ones_like(changed)[None]},
-            lambda call, kept=kept: kept.append(call.attention([1])[0, 0, query, key]) if call.layer == 1 else None,
-        )
-        left.append(float(kept[0]))
-    assert told["after"] == pytest.approx(sum(left) / len(left), abs=1e-5)
+
+        def hold(layer, _block, args):
+            args[0][:, held] = before[layer][:, held]
+
+        hooks = [block.register_forward_pre_hook(partial(hold, i)) for i, block in enumerate(nano.model.model.layers)]
+        with cleared(hooks):
+            nano.watch(prompt_of(nano, prompt[None]), kept.append)
+        torch.testing.assert_close(found[0], kept[1].attention([1])[0, 0, query], rtol=0, atol=1e-5)
 
 
 def test_a_head_that_goes_by_position_is_moved_by_a_word_put_in(smollm2):

@@ -7,8 +7,8 @@ The plain way of the causal test is the published one: stock eager attention wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -43,8 +43,8 @@ _BATCH = 16
 
 
 @cache
-def _scope() -> Scope:
-    return Scope.load("smollm2-135m")
+def _scope(attn: Any = None) -> Scope:
+    return Scope.load("smollm2-135m", attn=attn)
 
 
 def _order_prompts(scope: Scope, count: int) -> list[Encoding]:
@@ -211,36 +211,25 @@ def trace_all() -> Row:
 # ---------------------------------------------------------------- the causal test
 
 
-@contextmanager
-def _eager(scope: Scope) -> Iterator[None]:
-    before = scope.model.config._attn_implementation
-    scope.model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        scope.model.set_attn_implementation(before)
-
-
-def _plain_swap(scope: Scope, units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Projector]) -> Tensor:
+def _plain_swap(units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Projector]) -> Tensor:
     """Two forwards per head and condition; returns the edited attention on the right key, (condition, head, prompt)."""
-    heads = parse_heads(_HEADS)
+    scope, heads = _scope("eager"), parse_heads(_HEADS)
     after = torch.zeros(len(_CONDITIONS), len(heads), len(units))
     batches = batches_of(units, _BATCH)
     starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
-    with _eager(scope):
-        for c, condition in enumerate(_CONDITIONS):
-            left, right = (f[0] if f.ndim == 4 else f for f in projectors[condition])
-            for h, head in enumerate(heads):
-                own = Projector(left[h], right[h])
-                for part, first in zip(batches, starts, strict=False):
-                    encoded = scope.encode([units[i][0] for i in part])
-                    index = torch.arange(len(part))
-                    orig, target = (x[first : first + len(part)] for x in (rows.orig, rows.target))
-                    columns = encoded.places.keys[index, orig], encoded.places.keys[index, target]
-                    with torch.no_grad():
-                        scope.model(**encoded.inputs, use_cache=False)
-                    weights = _edited_forward(scope, encoded.inputs, head, columns, own)
-                    after[c, h, first : first + len(part)] = weights[index, encoded.places.query, columns[0]]
+    for c, condition in enumerate(_CONDITIONS):
+        left, right = (f[0] if f.ndim == 4 else f for f in projectors[condition])
+        for h, head in enumerate(heads):
+            own = Projector(left[h], right[h])
+            for part, first in zip(batches, starts, strict=False):
+                encoded = scope.encode([units[i][0] for i in part])
+                index = torch.arange(len(part))
+                orig, target = (x[first : first + len(part)] for x in (rows.orig, rows.target))
+                columns = encoded.places.keys[index, orig], encoded.places.keys[index, target]
+                with torch.no_grad():
+                    scope.model(**encoded.inputs, use_cache=False)
+                weights = _edited_forward(scope, encoded.inputs, head, columns, own)
+                after[c, h, first : first + len(part)] = weights[index, encoded.places.query, columns[0]]
     return after
 
 
@@ -291,7 +280,7 @@ def swap_pipeline() -> Row:
     found: dict[str, Tensor] = {}
 
     def plain() -> None:
-        found["plain"] = _plain_swap(scope, units, rows, projectors)
+        found["plain"] = _plain_swap(units, rows, projectors)
 
     def ours() -> None:
         again = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH))

@@ -5,7 +5,8 @@ Of a model as small as SmolLM2 a GPU waits for its orders; at the shape of Llama
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from random import Random
 from typing import Any
 
@@ -53,9 +54,12 @@ def _prompts(scope: Scope, count: int, length: int) -> Encoding:
     return scope.encode([Example(ids=tuple(line.tolist()), keys=keys) for line in ids])
 
 
+def _on_a_gpu(function: Callable[[], Row]) -> Callable[[], Row]:
+    """Register a row that is measured where there is a GPU."""
+    return row(wraps(function)(lambda: function() if torch.cuda.is_available() else not_here("needs a GPU")))
+
+
 def _looking(shape: str, count: int, length: int) -> Row:
-    if not torch.cuda.is_available():
-        return not_here("needs a GPU")
     scope = shape_scope(shape)
     batch, heads = _prompts(scope, count, length), f"{len(scope.heads()):,} heads"
     torch.cuda.reset_peak_memory_stats()
@@ -66,8 +70,6 @@ def _looking(shape: str, count: int, length: int) -> Row:
 
 
 def _tracing(shape: str, chosen: list[Head] | None, count: int, length: int) -> Row:
-    if not torch.cuda.is_available():
-        return not_here("needs a GPU")
     scope = shape_scope(shape)
     heads = chosen or [head for head in scope.heads() if head.layer > 0]
     seconds = trace_seconds(scope, heads, [_prompts(scope, count, length)], repeats=7)
@@ -109,8 +111,8 @@ def naming(shape: str, passages: int, length: int) -> Row:
     scope, found = shape_scope(shape, words=True), list[Any]()
     texts = [_text(scope, length - 1, seed) for seed in range(8 * passages)]
     _sharpened(scope, texts[0])
-    batches = [scope.encode([text]) for text in texts[: 2 * passages]]
-    plain = torch.no_grad()(lambda: [scope.model(**batch.inputs, use_cache=False) for batch in batches])
+    batch = scope.encode(texts[: 2 * passages])
+    plain = torch.no_grad()(lambda: scope.model(**batch.inputs, use_cache=False))
     ours = lambda: found.append(atlas(scope, texts, passages, test=passages, length=length, progress=False))  # noqa: E731
     seconds, looks = compare(plain, ours, warm=False), sum(row["looks"] for row in found[0].tables["atlas"])
     return seconds.overhead(f"{len(scope.heads()):,} heads, {passages}×{length} tokens, {looks:,} looks")
@@ -121,43 +123,43 @@ def _tops(scope: Scope, batch: Encoding, heads: list[Head]) -> Tensor:
     return scope.capture_inputs(batch, places=batch.everywhere(), heads=heads).attention()[0, :, 1:].amax(1)
 
 
-@row
+@_on_a_gpu
 def why_8b() -> Row:
     """Why one head of the 8B shape looks at a token of 100, its words changed, against the bare forward."""
-    return asking("8b", 100) if torch.cuda.is_available() else not_here("needs a GPU")
+    return asking("8b", 100)
 
 
-@row
+@_on_a_gpu
 def why_long() -> Row:
     """Why one head looks at a token of 32,000, at the shape of Qwen2.5-1.5B, against the bare forward."""
-    return asking("1.5b", 32_000) if torch.cuda.is_available() else not_here("needs a GPU")
+    return asking("1.5b", 32_000)
 
 
-@row
+@_on_a_gpu
 def atlas_8b() -> Row:
     """Every head of the 8B shape by what decides where it looks, against the bare forwards."""
-    return naming("8b", 16, 96) if torch.cuda.is_available() else not_here("needs a GPU")
+    return naming("8b", 16, 96)
 
 
-@row
+@_on_a_gpu
 def capture_overhead_8b() -> Row:
     """Looking at all 1,024 heads of the shape of Llama-3.1-8B, against the bare body."""
     return _looking("8b", 64, 96)
 
 
-@row
+@_on_a_gpu
 def capture_overhead_135m() -> Row:
     """Looking at all 270 heads of the shape of SmolLM2-135M, against the bare body."""
     return _looking("135m", 256, 75)
 
 
-@row
+@_on_a_gpu
 def trace_one_135m() -> Row:
     """One head's writers at the last token and every key, against the forward to its layer."""
     return _tracing("135m", [Head(18, 6)], 64, 75)
 
 
-@row
+@_on_a_gpu
 def trace_all_135m() -> Row:
     """Writers of all heads but the first layer's, at every key, against the forward to the last layer."""
     return _tracing("135m", None, 64, 75)
