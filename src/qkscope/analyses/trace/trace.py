@@ -327,8 +327,8 @@ def _answer(tables: Tables) -> str:
         )
     if all(keeps):
         told = "{accuracy:.0%} right, {logit_kept:.0%} of the logit"
-        left = [told.format(**row) + ", which overshoots" * row["overshoots"] for row in keeps if row]
-        text += f" Five writers a side kept there, all others at their mean: {left[0]}; at another prompt's: {left[1]}."
+        mean, other = (told.format(**row) + ", which overshoots" * row["overshoots"] for row in keeps if row)
+        text += f" Five writers a side kept there, others at their mean: {mean}; at another prompt's parts: {other}."
     return text
 
 
