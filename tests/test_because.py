@@ -1,6 +1,7 @@
 """Because: changed prompts run from their first change give what whole prompts give, and planted reasons are found."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from qkscope.analyses.atlas import known_jobs
 from qkscope.analyses.because import Because, Look, interval
 from qkscope.analyses.trace.prompt import Probe
 from qkscope.analyses.why.carriers import Carriers
-from qkscope.change.again import Again
+from qkscope.capture.tap import cleared
+from qkscope.change.again import Again, prompt_of
 from qkscope.change.words import Alternatives, Word, lexicon_of, words_of
 from qkscope.errors import BadInput
 from qkscope.heads import Head
@@ -30,29 +32,28 @@ def ids_of(scope, prompt):
     return scope.encode([prompt]).inputs["input_ids"][0]
 
 
+@pytest.mark.parametrize("length", [12, 30])  # keys around are copied for each row, or shared
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox", "bloom", "gpt_oss"])
-def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, monkeypatch):
+def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, length, monkeypatch):
     """Prefix shared, soft-caps, sinks, windows and biases as they are: every layer's attention, and the logits."""
     scope = qk.Scope.from_model(tiny_model(family), check=False)
-    ids = torch.arange(3, 15)
-    again, changed, starts = Again.of(scope, ids), ids.repeat(3, 1), torch.tensor([5, 7, 0])
+    ids = torch.arange(3, 3 + length)
+    again, changed, at = Again.of(scope, ids), ids.repeat(3, 1), torch.tensor([5, 7, 0])[:, None] + torch.arange(5)
     changed[0, 5], changed[1, 8], changed[2, :2] = 20, 21, torch.tensor([22, 23])
-    tokens = torch.stack([row[start : start + 5] for row, start in zip(changed, starts.tolist(), strict=True)])
+    reads = dict.fromkeys(range(scope.n_layers), ids - 3)
     monkeypatch.setattr("qkscope.change.again._ROOM", {"cpu": 300})  # attention rows of two tokens at a time
-    seen: dict[bool, dict[int, list[torch.Tensor]]] = {True: {}, False: {}}
-    logits = {}
+    seen, logits = {True: {}, False: {}}, {}
     for alone in (True, False):
         again._alone = None if alone else False
-        assert again._runs_alone() == alone
-        see = lambda layer, _, weights, of=seen[alone]: of.setdefault(layer, []).append(weights)  # noqa: E731
-        logits[alone] = again.run(tokens, starts, see)
+        assert again.runs_alone() == alone
+        see = lambda layer, runs, rows, of=seen[alone]: of.update({layer: (rows, runs[:, None, :, None])})  # noqa: E731
+        logits[alone] = again.run(changed.gather(1, at), at, reads, see)
     assert seen[True].keys() == seen[False].keys() == set(range(scope.n_layers))
-    for layer, weights in seen[True].items():
-        assert min(len(weights), len(seen[False][layer])) > 1, "whole prompts are shown in parts too"
-        assert torch.allclose(torch.cat(weights, dim=2), torch.cat(seen[False][layer], dim=2), atol=2e-5)
+    for layer, (weights, runs) in seen[True].items():
+        assert torch.allclose(weights * runs, seen[False][layer][0] * runs, atol=2e-5)
     assert torch.allclose(logits[True], logits[False], atol=1e-4)
     with torch.no_grad():
-        plain = scope.model(input_ids=changed, use_cache=False).logits[torch.arange(3), starts + 4]
+        plain = scope.model(input_ids=changed, use_cache=False).logits[torch.arange(3), at[:, -1]]
     assert torch.allclose(logits[True], plain.float(), atol=1e-3)
 
 
@@ -109,25 +110,31 @@ def test_the_same_word_is_the_reason_of_an_induction_head_and_its_name_is_told_w
     assert known_jobs("other weights") == {}
 
 
-def test_effects_of_a_word_are_those_of_plain_forwards(nano):
-    """By hand: each alternative in the prompt, the whole model run, the mean of what is left."""
+@torch.no_grad()
+@pytest.mark.parametrize(("whole", "near"), [(256, 64), (3, 1)])
+def test_effects_of_a_word_are_those_of_plain_forwards_with_far_tokens_held(nano, monkeypatch, whole, near):
+    """By hand: each alternative in the prompt, and blocks given what they were given before at tokens that are held."""
+    monkeypatch.setattr("qkscope.analyses.because._WHOLE", whole)
+    monkeypatch.setattr("qkscope.analyses.because.NEAR", near)
     again, head = Again.of(nano, ids_of(nano, COPIED)), Head(1, 1)
     query = len(again.ids) - 1
-    row = nano.attention(COPIED, head)[query]
-    key = 1 + int(row[1:].argmax())
+    key = 1 + int(nano.attention(COPIED, head)[query][1:].argmax())
     because = Because(again, [Look(head, query, key)])
-    told = because.reasons()[0].words[0]
-    word, left = Word(told["position"], told["end"], told["text"]), []
-    for ids in because.others.of(word):
-        changed = again.ids.clone()
-        changed[word.start] = ids[0]
+    word = next(word for word in because.words if key - 1 in word)
+    prompts = [because.put((word, ids)) for ids in because.others.of(word)]
+    before = nano.model(again.ids[None], output_hidden_states=True).hidden_states
+    held = [at for at in range(word.start, query) if at not in {key, word.start} and whole < 256]
+    assert bool(held) == (whole < 256) == bool(because.held)
+    for prompt, found in zip(prompts, because.rows(prompts), strict=True):
         kept = []
-        nano.watch(
-            {"input_ids": changed[None], "attention_mask": torch.ones_like(changed)[None]},
-            lambda call, kept=kept: kept.append(call.attention([1])[0, 0, query, key]) if call.layer == 1 else None,
-        )
-        left.append(float(kept[0]))
-    assert told["after"] == pytest.approx(sum(left) / len(left), abs=1e-5)
+
+        def hold(layer, _block, args):
+            args[0][:, held] = before[layer][:, held]
+
+        hooks = [block.register_forward_pre_hook(partial(hold, i)) for i, block in enumerate(nano.model.model.layers)]
+        with cleared(hooks):
+            nano.watch(prompt_of(nano, prompt[None]), kept.append)
+        torch.testing.assert_close(found[0], kept[1].attention([1])[0, 0, query], rtol=0, atol=1e-5)
 
 
 def test_a_head_that_goes_by_position_is_moved_by_a_word_put_in(smollm2):
@@ -181,12 +188,15 @@ def test_carriers_put_back_what_the_whole_side_puts_back(nano):
 
 
 def test_heads_stand_by_what_they_change_and_answers_are_compared_and_drawn(nano):
-    rows = qk.why(nano, PROMPT).tables["heads"]
+    answer = qk.why(nano, PROMPT)
+    rows = answer.tables["heads"]
     changes = [row["difference"] for row in rows]
     assert changes == sorted(changes, key=abs, reverse=True)
     ways = ["neither" if abs(change) < 0.1 else "for" if change < 0 else "against" for change in changes]
     assert [row["direction"] for row in rows] == ways
-    assert "rather than 'B'" in qk.why(nano, PROMPT, versus="B").answer
+    assert re.search(r"rather than 'B' \(\S+%\), ahead", qk.why(nano, PROMPT, versus="B").answer)
+    assert "'O' (0.0%), the likeliest other word of the prompt, ahead" in answer.answer  # nothing else has 0.1%
+    assert "'flounder' (0.6%), the likeliest other token, ahead" in qk.why(nano, "hat: O jam:").answer
     with pytest.raises(BadInput, match="is the next token itself"):
         qk.why(nano, PROMPT, versus="Z")
     first, other = (qk.why(nano, unit[0].text, "L1H1") for unit in qk.tasks.induction().test(2))
@@ -242,7 +252,7 @@ def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
         monkeypatch.setattr(f"qkscope.{name}", value)
     monkeypatch.setattr("qkscope.analyses.because._AFFORDABLE", 1024)
     if not alone:
-        monkeypatch.setattr(Again, "_runs_alone", lambda *_: False)
+        monkeypatch.setattr(Again, "runs_alone", lambda *_: False)
     words = [word for word in sorted(nano.tokenizer.get_vocab()) if word.isalpha()][:40]
     prompt = " ".join([*(words * 5)[:192], "hat", ":", "O", "jam", ":", "Z", "jam", ":"])
     with _Squares(len(nano.encode([prompt]).inputs["input_ids"][0])) as squares:
@@ -254,4 +264,4 @@ def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
 
 def test_tokens_of_a_model_in_half_precision_run_alone():
     scope = qk.Scope.from_model(tiny_model("llama").bfloat16(), check=False)
-    assert Again.of(scope, torch.arange(3, 60))._runs_alone(), "otherwise every changed prompt runs as a whole"
+    assert Again.of(scope, torch.arange(3, 60)).runs_alone(), "otherwise every changed prompt runs as a whole"

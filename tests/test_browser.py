@@ -25,7 +25,7 @@ def results(browser, nano):
     claim = Claim("swapping both moves the attention to the target; random subspaces do not", "the majority",
                   both["both"], both["random_both"], "ours > 2 * control")  # fmt: skip
     lead = Result("report", {}, [claim], answer=swaps.answer, model=scope.name, provenance=swaps.provenance)
-    return lead, ranking, fit, swaps, parts
+    return lead, ranking, fit, swaps, parts, qk.why(scope, PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_it_loads_whole_asks_for_nothing_and_is_readable_on_every_screen(report,
     assert [r for r in report.requests if not r.startswith(("data:", "blob:"))] == [url]
     assert page.locator("h1.answer").inner_text().startswith("Swapping both at L2H0")
     assert page.locator(".map svg .cell").count() == len(results[1].table())
-    for kind in ("map", "spectra", "swaps", "curve", "cloud", "tokens"):
+    for kind in ("map", "spectra", "swaps", "curve", "cloud", "tokens", "decide"):
         expect(page.locator(f"section.{kind} .chart > *").first).to_be_attached()
     report.check_screens("report")
 
@@ -119,7 +119,7 @@ def test_the_data_of_every_chart_can_be_copied(report, results):
     page = report.page
     page.evaluate("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
     places = page.locator(".block .copy")
-    assert places.count() == 7  # six charts and the claims
+    assert places.count() == 8  # seven charts and the claims
     assert page.locator(".held").inner_text() in ("1 of 1 claims hold", "0 of 1 claims hold")
     for i in range(places.count()):
         assert places.nth(i).locator("button").all_inner_texts() == ["CSV", "JSON"]
@@ -207,7 +207,7 @@ def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
         own = [row["part"] for row in why.tables["parts"] if (row["by"], row["side"]) == (by, side)]
         expect(page.locator("section.parts .name")).to_have_text([*own, "logit"])
         expect(page.locator("section.parts .value.sum")).to_have_text(logit)
-    titles = ("Because", "Carried by", "Cuts")
+    titles = ("Because", "Carried by", "Writers cut")
     words, carried, cuts = (page.locator("section.tests", has_text=title) for title in titles)
     causes = {"yes": "shown", "open": "open", "no": "no"}
     assert words.locator(".value b").all_text_contents() == [causes[row["cause"]] for row in why.tables["because"]]

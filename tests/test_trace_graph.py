@@ -77,6 +77,9 @@ def test_no_attention_of_all_tokens_runs_again_to_ask_what_an_mlp_read(monkeypat
     monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention")
     found = trace_graph(PromptTrace(run, asked, head, 3), depth=3, smallest=0)
     assert any(found.nodes[edge["target"]]["writer"] == "M0" for edge in found.edges)
+    monkeypatch.setattr("qkscope.analyses.trace.graph._AT_ONCE", 4)  # of a long prompt the tokens asked about, in parts
+    again = trace_graph(PromptTrace(run, asked, head, 3), depth=3, smallest=0)
+    assert [edge["value"] for edge in again.edges] == pytest.approx([edge["value"] for edge in found.edges], abs=1e-6)
 
 
 def test_sources_are_what_the_weights_say():

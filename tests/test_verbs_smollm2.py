@@ -1,8 +1,4 @@
-"""The verbs on the embedded real model: known heads are found, and a feature of a user's own file is swapped.
-
-Counts are small, so the bounds are the ones the project promises, not what was measured; each says how far off it is.
-How the binding head is found, taken apart and swapped is in test_readme.py.
-"""
+"""Verbs on the embedded real model; counts are small, so bounds are the promised ones (binding: test_readme.py)."""
 
 from pathlib import Path
 

@@ -56,7 +56,7 @@ def test_a_key_after_the_query_is_refused_by_line_and_one_outside_a_window_for_i
         with pytest.raises(BadInput, match=says.format(15)):
             qk.swap(scope, task.test(6), fit, downstream=downstream)
 
-    with pytest.raises(BadInput, match=r"in 'The hat', key 1 \('hat'\) is the token that asks"):
+    with pytest.raises(BadInput, match=r"in 'The hat', key 1 \('hat'\) is the query token"):
         scope.encode([Example(text="The hat", keys=(Key((4, 7), {"mine": 1}),))])
     gemma = Scope.from_model(tiny_model("gemma3"), check=False)
     sliding = [kind == "sliding_attention" for kind in gemma.model.config.get_text_config().layer_types]

@@ -33,6 +33,7 @@ from qkscope.change.again import prompt_of
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.result import Result
 from qkscope.tasks.texts import Document, package_texts, python_texts, read_documents
+from qkscope_papers.models import random_weights
 
 JOBS = (guesses.PREVIOUS, guesses.DUPLICATE, guesses.INDUCTION)
 TESTED, LENGTH = 60, 32  # passages of unseen documents, and random tokens that are repeated
@@ -52,7 +53,7 @@ def main() -> None:
     asked = parser.parse_args()
     scope, documents = qk.Scope.load(asked.model, device=asked.device), texts(asked.texts)
     if asked.random is not None:
-        scope = because_measure.random_weights(scope.model.config, scope.tokenizer, scope.device, asked.random)
+        scope = random_weights(scope.model.config, scope.tokenizer, scope.device, asked.random)
         (first,) = atlas.passages_of(scope, documents, 1, atlas.LENGTH, 0)
         because_measure.peaked(scope, torch.tensor(first.ids, device=scope.device))
     if not (asked.run / "results.json").exists():
@@ -84,7 +85,8 @@ def ship(names: Result, asked: argparse.Namespace) -> None:
         own = (job for job in names.tables["jobs"] if job["head"] == row["head"])
         row["jobs"] = {job["job"]: round(job["share"], 3) for job in own}
     made = {name: names.provenance[name] for name in ("command", "asked", "versions")}
-    made |= {"date": f"{date.today()}", "hardware": asked.hardware, "answer": names.answer}
+    command = made["command"] or f"python papers/scripts/atlas_measure.py RUN --model {asked.model} -n {asked.n}"
+    made |= {"command": command, "date": f"{date.today()}", "hardware": asked.hardware, "answer": names.answer}
     Path(asked.ship).write_text(json.dumps({"made": made, "heads": heads}, ensure_ascii=False, indent=0) + "\n")
 
 

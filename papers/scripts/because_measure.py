@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import qkscope as qk
 from qkscope.analyses.because import Because, Look, Reason
@@ -32,6 +31,7 @@ from qkscope.change.again import Again
 from qkscope.heads import Head
 from qkscope.maths.significance import wilson
 from qkscope.tasks.texts import read_documents
+from qkscope_papers.models import random_weights
 from qkscope_papers.tables import mean, pick
 
 HEADS = {
@@ -58,20 +58,19 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--passages", type=int, default=25, help="on random weights, 20 looks each")
     parser.add_argument("--only", default="binding,induction,ioi,text,peaks,random")
-    parser.add_argument("--shape", type=Path, help="folder with a config and a tokenizer: random weights alone")
     parser.add_argument("--say", action="store_true")
     asked = parser.parse_args()
     if asked.say:
         say([json.loads(line) for line in asked.out.read_text().splitlines()])
         return
-    scope = None if asked.shape else qk.Scope.load(asked.model, device=asked.device)
+    scope = qk.Scope.load(asked.model, device=asked.device)
     heads = HEADS.get(asked.model, HEADS["smollm2-135m"])
     with asked.out.open("a") as file:
         for seed in map(int, asked.seeds.split(",")):
             for where in asked.only.split(","):
                 start = time.time()
                 if where == "random":
-                    records = at_random(scope, asked.shape, asked.device, asked.texts, asked.passages, seed)
+                    records = at_random(scope, asked.texts, asked.passages, seed)
                 elif where in ("text", "peaks"):
                     records = texts(scope, heads["text"], asked.texts, asked.looks, seed, where == "peaks")
                 else:
@@ -113,27 +112,16 @@ def texts(scope: qk.Scope, heads: str, folder: Path, count: int, seed: int, peak
         yield from records(scope, again, looks, seed)
 
 
-def at_random(
-    scope: qk.Scope | None, shape: Path | None, device: str | None, folder: Path, count: int, seed: int
-) -> Iterator[Record]:
+def at_random(scope: qk.Scope, folder: Path, count: int, seed: int) -> Iterator[Record]:
     """Looks of all heads on random weights of a model's shape."""
-    config = scope.model.config if scope else AutoConfig.from_pretrained(shape)
-    tokenizer = scope.tokenizer if scope else AutoTokenizer.from_pretrained(shape)
-    wild = random_weights(config, tokenizer, device or "cpu", seed)
+    wild = random_weights(scope.model.config, scope.tokenizer, scope.device, seed)
     draws = random.Random(seed)
-    some = [ids.to(wild.device) for ids in passages(tokenizer, folder, draws, count)]
+    some = [ids.to(wild.device) for ids in passages(scope.tokenizer, folder, draws, count)]
     peaked(wild, some[0])
     for ids in some:
         again, heads = Again.of(wild, ids), draws.sample(list(wild.heads()), 60)
         looks = [look for head in heads if (look := drawn_look(again, head, draws, 0.3)) is not None][:20]
         yield from records(wild, again, looks, seed, carried=4)
-
-
-def random_weights(config: Any, tokenizer: Any, device: Any, seed: int) -> qk.Scope:
-    """A model of this shape that was not trained."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).to(device, torch.float32).eval()
-    return qk.Scope.from_model(model, tokenizer, name="random", check=False)
 
 
 def peaked(scope: qk.Scope, ids: torch.Tensor) -> None:

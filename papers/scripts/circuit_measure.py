@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from because_measure import random_weights
 
 import qkscope as qk
 from qkscope.analyses.circuit import CIRCUIT, NodeOrder
 from qkscope.analyses.why.over import nodes_of
 from qkscope.maths.significance import clustered_bootstrap
 from qkscope.tasks.sentences import TEMPLATES
+from qkscope_papers.models import random_weights
 
 SIZES = (5, 10, 20, 50, 100)
 SEEN, UNSEEN = TEMPLATES[:4], TEMPLATES[4:]

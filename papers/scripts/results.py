@@ -3,7 +3,8 @@
 ``python papers/scripts/results.py runs/paper --hardware "two CPU cores"`` takes the claims of every figure below a
 folder into papers/results.json, with its picture. Runs of the preset smoke are left out. Of a figure that was taken
 from a larger preset, claims stay as they are; those that are new, or had no interval and have one now, are added, and
-say where they come from.
+say where they come from. Of a figure that was run with other seeds too (``--seed 1``: other words and prompts), claims
+without an interval are given one over seeds.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from pages import LEDGER, REPORTS, ROOT, number_cell, put, text_cell
 from qkscope.runs.claims import REASONS, Claim
 from qkscope_papers.lee2026.language import EMBEDDED, SECOND
 from qkscope_papers.registry import PAPERS, PRESETS, figure_of, figures_of, marked
+from qkscope_papers.tables import over_runs
 
 SOURCES = ("stated", "implied", "ours")
 # how a claim is counted: what stands after "open" is not decided, or says little
@@ -32,6 +36,7 @@ def results(folders: list[Path], hardware: str) -> None:
     known = json.loads(LEDGER.read_text()) if LEDGER.exists() else {}
     there = {f"{paper}/{figure}" for paper in PAPERS for figure in figures_of(paper)}
     known = {name: entry for name, entry in known.items() if name.partition("@")[0] in there}
+    more: dict[str, list[list[dict[str, Any]]]] = {}  # claims of other seeds
     for path in sorted(path for folder in folders for path in folder.rglob("results.json")):
         found, made = (json.loads((path.parent / name).read_text()) for name in ("results.json", "manifest.json"))
         paper, _, figure = found["experiment"].partition("/")
@@ -43,6 +48,9 @@ def results(folders: list[Path], hardware: str) -> None:
         unusual += [asked["prompts"]] if asked.get("prompts") in usual.prompts[1:] else []
         other = "@" + ", ".join(unusual) if unusual else ""
         name = found["experiment"] + other
+        if asked["seed"]:
+            more.setdefault(name, []).append(found["claims"])
+            continue
         old = known.get(name)
         made_by = {"command": re.sub(r" --out \S+", "", made["command"] or ""), "hardware": hardware,
                    "date": datetime.date.today().isoformat(), "preset": found["preset"]}  # fmt: skip
@@ -56,6 +64,8 @@ def results(folders: list[Path], hardware: str) -> None:
             shutil.copyfile(picture, REPORTS / "figures" / f"{name}.png")
         kept = ("model", "seconds", "answer", "claims")
         known[name] = {key: found[key] for key in kept} | made_by | {"picture": drawn}
+    for name, runs in more.items():
+        known[name]["claims"] = [_over_seeds(row, runs) for row in known[name]["claims"]]
     for name, entry in known.items():
         entry["claims"] = [
             row | marked(name.partition("@")[0], Claim.from_json(row)).to_json() for row in entry["claims"]
@@ -65,11 +75,24 @@ def results(folders: list[Path], hardware: str) -> None:
         put(page, name, text)
 
 
+def _over_seeds(row: dict[str, Any], runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """A claim without an interval as the mean over seeds, with Student's interval."""
+    claim = Claim.from_json(row)
+    own = [row, *(other for claims in runs for other in claims if other["claim"] == row["claim"])]
+    if claim.decided or len(own) < 3 or any(each["ours"] is None for each in own):
+        return row
+    ours, control = (
+        over_runs(float("nan" if r[name] is None else r[name]) for r in own) for name in ("ours", "control")
+    )
+    beside = None if math.isnan(control.mean) else control.mean
+    return row | replace(claim, ours=ours.mean, control=beside, **ours.ends).to_json() | {"over": f"{len(own)} seeds"}
+
+
 def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[str, str]) -> None:
     """Rows of a smaller preset among those of a larger one: what is new, and intervals that were missing."""
 
     def key(row: dict[str, Any]) -> str:
-        return re.sub(r"[\d.,]+", "#", row["claim"])  # numbers in a claim's text depend on the preset
+        return re.sub(r"[\d.,]+|(mean over|median of)( the| key)? heads", "#", row["claim"])  # what presets change
 
     places = {key(row): i for i, row in enumerate(rows)}
     for row in new:
@@ -79,7 +102,7 @@ def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[st
         elif Claim.from_json(row).decided and ("made" in rows[place] or not Claim.from_json(rows[place]).decided):
             old = rows[place]
             was = f"At a larger preset it was {number_cell(old['ours'])}, without an interval, and {_word(old)}."
-            before = old["changed"] if "made" in old else f"{old['changed']} {was}".strip()
+            before = old["changed"] if "made" in old else f"{row['changed']} {was}".strip()
             rows[place] = row | {"made": made_by, "changed": before}
 
 

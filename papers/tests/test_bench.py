@@ -8,7 +8,9 @@ import torch
 
 import qkscope as qk
 from qkscope.analyses.prompts import batches_of
+from qkscope.heads import Head
 from qkscope_papers.bench import models
+from qkscope_papers.bench.shapes import asking, naming
 from qkscope_papers.franco2026.bridge import bridge
 
 
@@ -27,14 +29,14 @@ def _no_hook_is_left(scope):
     assert hooks() == before
 
 
-@pytest.mark.parametrize("heads", ["L1H0", "all"])
-def test_tracing_gives_a_finite_ratio(scope, heads):
-    read = [head for head in scope.parse(heads) if head.layer > 0]
+def test_rows_of_tracing_reasons_and_names_have_a_ratio_also_without_a_gpu(scope):
     units = qk.tasks.binding(4).test(8)
     batches = [scope.encode([units[i][0] for i in part]) for part in batches_of(units, 4)]
-    seconds = models.trace_seconds(scope, read, batches, repeats=2)
-    assert math.isfinite(seconds.overhead("")["ratio"])
-    assert seconds.overhead("")["ratio"] == seconds.ours / seconds.plain > 0
+    rows = [models.trace_seconds(scope, read, batches, 1).overhead("") for read in ([Head(1, 0)], scope.heads()[4:])]
+    rows += [asking("tiny", 24), naming("tiny", 2, 48)]
+    assert all(math.isfinite(row["ratio"]) and row["ratio"] > 0 for row in rows)
+    assert "of 23 replaced" in rows[2]["note"]
+    assert "12 heads" in rows[3]["note"]
 
 
 def test_the_plain_side_ends_where_queries_and_keys_exist(scope):

@@ -12,7 +12,7 @@ from qkscope_papers.franco2026 import model_sparsity
 from qkscope_papers.franco2026.model_sparsity import relabelled
 from qkscope_papers.franco2026.prompts import clusters_of, prompts_of, text_task
 from qkscope_papers.lee2026.language import choose_heads
-from qkscope_papers.lee2026.points import align
+from qkscope_papers.lee2026.points import align, view
 from qkscope_papers.registry import NANO
 from qkscope_papers.tables import Estimate
 
@@ -67,11 +67,23 @@ def test_alignment_is_one_for_equal_sides_and_nothing_for_another_pairing():
     labels = torch.arange(6).repeat(20)
     points = centres[labels] + 0.01 * torch.randn(120, 5, generator=generator)
     same = align(points + 3, labels, points - 7, labels, seed=0)  # each side is centred: an offset changes nothing
-    assert same.cosine == pytest.approx(1, abs=1e-3)
-    assert same.hits == 1
+    assert same["cosine"] == pytest.approx(1, abs=1e-3)
+    assert same["query_finds_keys"] == 1
     turned = align(points, labels, points, (labels + 1) % 6, seed=0)
-    assert turned.cosine < same.shuffled_high
-    assert turned.hits == 0
+    assert turned["cosine"] < same["cosine_shuffled_high"]
+    assert turned["query_finds_keys"] == 0
+
+
+def test_an_interval_of_a_picture_holds_the_number_of_many_prompts():
+    generator, rows = torch.Generator().manual_seed(0), []
+    means = torch.randn(2, 5, 8, generator=generator).double()
+    for n in (20_000, *[200] * 40):
+        asked = torch.randint(5, (n,), generator=generator)
+        q, k = (own[asked] + 2 * torch.randn(n, 8, generator=generator) for own in means)
+        rows.append(view(q, asked, k, asked, 0).row)
+    many, *few = rows
+    assert sum(abs(row["cosine"] - many["cosine"]) <= row["cosine_half"] for row in few) >= 34
+    assert many["cosine_half"] < 0.2 * sum(row["cosine_half"] for row in few) / 40, "it falls as 1/√n"
 
 
 def test_natural_text_is_asked_where_a_token_stands_again():

@@ -73,10 +73,10 @@ def test_rows_of_a_smaller_preset_fill_gaps_and_tables_are_those_that_were_measu
     assert [row["ours"] for row in rows] == [0.9, 1.0, 1.0]
     assert [row.get("made") for row in rows] == [made_by, None, made_by]
     assert "was 1, without an interval, and holds" in rows[0]["changed"]
-    made = script("two_models")
+    made = script("three_models")
     known = json.loads(made.STORE.read_text())
     for name, table in made.TABLES.items():
-        assert between(made.PAGE, name) == table(known), "run: python papers/scripts/two_models.py --only page"
+        assert between(made.PAGE, name) == table(known), "run: python papers/scripts/three_models.py --only page"
     assert between(ROOT / "README.md", "findings") == made.findings(known, made.IN_README)
 
 

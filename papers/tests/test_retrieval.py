@@ -10,13 +10,7 @@ from qkscope_papers.lee2026.interactions import off_asymmetry, rotate
 from qkscope_papers.lee2026.ranks import head_ranks
 from qkscope_papers.lee2026.swaps import projectors_of, swap_rows
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
-from qkscope_papers.lee2026.toy.retrieval import (
-    AS_WRITTEN,
-    Retrieval,
-    RetrievalHead,
-    asymmetry,
-    off_diagonal,
-)
+from qkscope_papers.lee2026.toy.retrieval import AS_WRITTEN, Retrieval, RetrievalHead, asymmetry, off_diagonal
 from qkscope_papers.lee2026.toy.stack import HeadCell
 from qkscope_papers.lee2026.toy.trained import HeadRun
 from qkscope_papers.lee2026.truth import toy_rows
@@ -83,24 +77,18 @@ def test_logits_are_the_interactions_of_the_latents_and_their_shares_count_what_
 def test_ceilings_are_what_counting_and_dot_products_allow():
     """With payloads that never coincide the ceiling is E[1/(1+m)], m ~ Binomial(T−1, 2^−R), in closed form."""
     task = Retrieval((2, 2), payloads=1000, d=1)
-    p = 1 / 16
-    exact = (1 - (1 - p) ** 16) / (16 * p)
+    exact = 1 - (1 - 1 / 16) ** 16
     assert bayes_ceiling(task.encoders(0), 20_000) == pytest.approx(exact, abs=0.01)
     # gaussian codes never coincide, yet a head that scores z·z' takes long vectors for the right ones
     task = Retrieval((2, 2), "continuous")
     assert bayes_ceiling(task.encoders(0), 4000) > 0.999
     assert dot_product_ceiling(task, 4000) < 0.7
     assert dot_product_ceiling(Retrieval((12, 12), "continuous"), 4000) > 0.995
-    noisy = bayes_ceiling(Retrieval((2, 2), "continuous", **AS_WRITTEN).encoders(0), 4000)
-    assert 0.8 < noisy < 0.999
+    assert 0.8 < bayes_ceiling(Retrieval((2, 2), "continuous", **AS_WRITTEN).encoders(0), 4000) < 0.999
     head = perfect_head((4, 4))
     encoders = head.encoders
     read = torch.linalg.pinv(torch.cat([encoders.A_y, encoders.A], dim=1))[:10]
-    w_v = torch.zeros(16, 32)
-    w_v[:10] = read
-    w_o = torch.zeros(10, 16)
-    w_o[:, :10] = torch.eye(10)
-    exact = RetrievalHead(head.W_Q * 3, head.W_K, w_v, w_o, encoders)
+    exact = RetrievalHead(head.W_Q * 3, head.W_K, torch.cat([read, torch.zeros(6, 32)]), torch.eye(10, 16), encoders)
     assert exact.accuracy(8000) == pytest.approx(bayes_ceiling(encoders, 8000), abs=0.01)
 
 
@@ -118,7 +106,6 @@ def test_oblique_swaps_match_the_oracle_where_orthogonal_ones_leak():
     assert found["both"]["target_after"] == pytest.approx(found["both"]["orig_before"], abs=0.01)
     assert found["both"]["exchanged"] == pytest.approx(1.0, abs=0.01)
     assert found["both_oracle"]["exchanged"] == pytest.approx(1.0, abs=0.01)
-    assert found["random_both"]["draws"] >= 20
     assert found["random_both"]["shift"] < found["both"]["shift"] - 0.2
     assert all(row["n"] == 4000 and row["vacuous"] is False for row in rows)
     assert found["both"]["low"] <= found["both"]["target_after"] <= found["both"]["high"]

@@ -147,7 +147,7 @@ class AttentionRows:
         return soft(logits, None if self.rest is None else self.rest.expand(logits.shape[:-1]))  # edited several times
 
     def largest(self, products: Float[Tensor, "n h k"] | None = None) -> Int[Tensor, "n h"]:
-        """The slot of the key with the most attention; −1 where that is a token that is not named.
+        """Slot of the key with the most attention; −1 if that token is not named.
 
         Examples
         --------

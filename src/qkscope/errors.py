@@ -20,7 +20,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """The device of this name, if this machine has it: asked before long work.
+    """Look up a device by name; one that this machine does not have is refused before long work.
 
     >>> check_device("cpu")
     device(type='cpu')

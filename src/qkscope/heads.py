@@ -89,7 +89,7 @@ def parse_heads(heads: str | Head | Iterable[str | Head]) -> list[Head]:
 @checked_class
 @dataclass(frozen=True, order=True)
 class Writer:
-    """One that writes into the residual stream; sorted as the stream runs, the embedding first and the biases last.
+    """A component that writes into the residual stream; sorted in its order, the embedding first and biases last.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class Writer:
 
     @property
     def head(self) -> Head | None:
-        """The head that it is; None where it is another writer."""
+        """The head, if the writer is one; else None."""
         return Head(self.layer, *self.index) if self.kind == "head" else None
 
     @property
@@ -142,7 +142,7 @@ class Writer:
 
     @property
     def block(self) -> int | None:
-        """The layer that it writes in; the embedding and the biases are of none."""
+        """The layer that the writer belongs to; None for the embedding and the biases."""
         return None if self.kind in (EMBEDDING, BIAS) else self.layer
 
     def __str__(self) -> str:

@@ -63,7 +63,7 @@ class Hook:
 
     @property
     def name(self) -> str:
-        """Where TransformerLens calls it, in a model that rotates."""
+        """Name of the hook point in TransformerLens, for a model with rotary positions."""
         return f"blocks.{self.head.layer}.attn.hook_{'rot_' * (self.space == 'post_rope')}{self.kind[0]}"
 
     def __call__(self, x: Float[Tensor, "b *hs d"], hook: Any = None) -> Float[Tensor, "b *hs d"]:

@@ -64,7 +64,7 @@ def verb_under_way() -> int | None:
 
 
 def checked_call(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, which refuses what its annotations do not allow.
+    """Decorate a function so that it refuses what its annotations do not allow.
 
     >>> @checked_call
     ... def half(n: Count) -> float:
@@ -92,7 +92,7 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def checked_class(cls: C) -> C:
-    """The same class, whose constructor and public methods refuse what their annotations do not allow."""
+    """Decorate a class so that its constructor and public methods refuse what their annotations do not allow."""
     for name, member in list(vars(cls).items()):
         if name.startswith("_") and name != "__init__":
             continue
@@ -104,7 +104,7 @@ def checked_class(cls: C) -> C:
 
 
 def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What takes a call's arguments and gives them back as annotated, or refuses them in a sentence."""
+    """Make the function that validates a call's arguments against its annotations, or refuses them in a sentence."""
     from pydantic import ValidationError, validate_call
 
     def given(*args: Any, **kwargs: Any) -> Any:

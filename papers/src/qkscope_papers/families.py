@@ -95,7 +95,7 @@ LENGTHS = (37, 33)
 def two_prompts(
     scope: Scope, side: PaddingSide | None = None, lengths: tuple[int, ...] = (9, 7)
 ) -> tuple[dict[str, Tensor], Places]:
-    """Two prompts, padded where they can be, or two images; each asks from its last token."""
+    """Two prompts, padded where they can be, or two images; the last token of each is the query."""
     model, sides = scope.model, scope.facts.sides
     if model.main_input_name == "pixel_values":
         inputs, tokens = short_inputs(model, lengths), []

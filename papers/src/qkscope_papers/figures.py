@@ -70,7 +70,7 @@ def styled() -> Any:
 
 
 def shades(count: int, most: float = 0.85) -> list[Any]:
-    """Colours of so many lines in an order, dark to light."""
+    """Colours for ordered lines, dark to light."""
     return [matplotlib.colormaps["viridis"](i / max(count - 1, 1) * most) for i in range(count)]
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from qkscope.analyses.why.why import why
@@ -47,6 +48,13 @@ class FamilyRow(TypedDict):
     trace_error: float | None
     length: int | None
     verdict: Verdict
+
+
+def random_weights(config: Any, tokenizer: Any, device: Any, seed: int = 0) -> Scope:
+    """A model of this shape that was not trained: what any measurement says of it, it says of nothing learned."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(device, torch.float32).eval()
+    return Scope.from_model(model, tokenizer, name="random", check=False)
 
 
 @checked_call

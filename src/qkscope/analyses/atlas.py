@@ -66,7 +66,7 @@ def atlas(
     out: str | Path | None = None,
     progress: bool | None = None,
 ) -> Atlas:
-    """Name every head by what decides where it looks.
+    """Name every head by what decides where it looks on plain text.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def atlas(
 
 @cache
 def known_jobs(weights: str) -> dict[str, dict[str, float]]:
-    """What each head of a shipped atlas does, with shares of its looks; nothing for a model that has none."""
+    """What each head of a shipped atlas does, with shares of its looks; empty for a model without one."""
     for path in sorted(Path(__file__).parent.glob("atlas-*.json")):
         shipped = json.loads(path.read_text("utf-8"))
         if shipped["made"]["asked"]["weights"] == weights:

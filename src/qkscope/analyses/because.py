@@ -20,12 +20,12 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from scipy.stats import t as student
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.change.again import Again, room_of
+from qkscope.change.again import Again
 from qkscope.change.words import Alternatives, Word
 from qkscope.draws import derived_seed
 from qkscope.heads import Head
@@ -42,7 +42,8 @@ _GAIN, _LEAST = 0.25, 6  # by how much a pair must restore more than its control
 _FEW = 4  # causes that are a reason
 _SAID = {True: "shown", False: "not shown"}
 _INSERTED = 2  # words that are put in after a key, where many looks share a passage
-_AFFORDABLE, _WORK = 2**16, 2**43  # tokens that the screen may run, of 256 all words; on a CPU, multiplications
+_AFFORDABLE, _WORK = 2**16, 2**42  # tokens that the screen may run, of 256 all words; on a CPU, multiplications
+_WHOLE, NEAR = 256, 64  # of more tokens than these from a change on, those run that are near it, a key or a query
 
 
 class Look(NamedTuple):
@@ -74,7 +75,7 @@ class Reason:
 
     @property
     def causes(self) -> list[dict[str, Any]]:
-        """Words whose change breaks the attention."""
+        """Words whose replacement breaks the attention."""
         return [row for row in self.words if row["cause"] == "yes"]
 
     @property
@@ -117,6 +118,8 @@ class Because:
             word for word in self.others.words if word.start <= furthest and (word.start or usable[self.ids[0]])
         ]  # a first token that no text has, as <bos>, stays
         self.words = self._affordable(self.seen, furthest)
+        far = self.words and furthest + 1 - self.words[0].start > _WHOLE and again.runs_alone()
+        self.held = f"; tokens over {NEAR} away from it, the key and the query are held" if far else ""
         self.texts = [self.others.lexicon.text(i) for i in self.ids.tolist()]
 
     def _affordable(self, words: list[Word], furthest: int) -> list[Word]:
@@ -124,15 +127,18 @@ class Because:
         places = {place for look in self.looks for place in (look.key, look.query)}
         cores = {word.core for word in words if any(word.start - 2 < place <= word.stop for place in places)}
 
-        def rank(word: Word) -> tuple[bool, int]:
-            return word.core not in cores, min(abs(word.start - place) for place in places)
+        def rank(word: Word) -> float:
+            return min(abs(word.start - place) for place in places) / (NEAR if word.core in cores else 1)
 
-        left, kept = _AFFORDABLE, list[Word]()
-        if self.again.scope.device.type == "cpu":
-            looking = 2 * len(self.ids) * sum(call.q[0, :, 0].numel() for call in self.again.calls.values())
-            left = min(left, _WORK // (looking + self.again.scope.model.num_parameters(exclude_embeddings=True)))
+        left, kept, scope = _AFFORDABLE, list[Word](), self.again.scope
+        if scope.device.type == "cpu":
+            asked = [call.q[0, :, 0].numel() for layer, call in self.again.calls.items() if layer <= self.last]
+            weights = scope.model.num_parameters(exclude_embeddings=True) * len(asked) // len(self.again.calls)
+            left = min(left, _WORK // (2 * len(self.ids) * sum(asked) + weights))
+        most = 3 * NEAR if self.again.runs_alone() else len(self.ids)
         for word in sorted(words, key=rank):
-            left -= self.screen * (furthest + 1 - word.start)
+            tokens = furthest + 1 - word.start
+            left -= self.screen * (tokens if tokens <= _WHOLE else most)
             kept += [word] if left >= 0 else []
         return sorted(kept)
 
@@ -150,7 +156,7 @@ class Because:
 
     @cached_property
     def _longer(self) -> Again:
-        return self.again.longer(self.last)
+        return Again.of(self.again.scope, torch.cat([self.again.ids, self.again.ids[-1:]]), self.last)
 
     def rows(self, prompts: Sequence[Int[Tensor, " t"]], ends: Sequence[int] = ()) -> Float[Tensor, "b n t"]:
         """The attention rows of every look in changed prompts, on the model's device.
@@ -165,28 +171,40 @@ class Because:
         ids = torch.stack(list(prompts))
         more = ids.shape[1] - len(self.ids)
         again = self._longer if more else self.again
-        differ = ids != again.ids.cpu()
-        starts = differ.int().argmax(1).masked_fill(~differ.any(1), ids.shape[1] - 1)
-        stops = torch.tensor(ends) if ends else torch.full_like(starts, int(self._queries.max()) + 1 + more)
-        widths = (stops - starts).clamp_min(1)
-        made = pad(self.before, (0, more)).repeat(len(ids), 1, 1)
-        order, room = widths.argsort(descending=True, stable=True), room_of(again.scope)
+        stops = torch.tensor(ends or [int(self._queries.max()) + 1 + more] * len(ids))
+        runs = self.running(ids, stops)
+        widths, made = runs.sum(1), pad(self.before, (0, more)).repeat(len(ids), 1, 1)
+        reads = {layer: queries + more for layer, (*_, queries) in self._of_layer.items()}
+        order = widths.argsort(descending=True, stable=True)
         while len(order):
             width = int(widths[order[0]])
-            some, order = order[: max(room // width, 1)], order[max(room // width, 1) :]
-            begun = starts[some].clamp_max(ids.shape[1] - width)
-            tokens = ids[some].gather(1, begun[:, None] + torch.arange(width))
-            again.run(tokens, begun, partial(self._keep, made, some.to(made.device), begun - more), self.last)
+            some, order = order[: again.at_once(width)], order[again.at_once(width) :]
+            # where fewer run than in the longest, first tokens run besides, as they did
+            at = runs[some].int().argsort(dim=1, descending=True, stable=True)[:, :width].sort(dim=1).values
+            keep = partial(self._keep, made, some[:, None].to(made.device))
+            again.run(ids[some].gather(1, at), at, reads, keep, self.last)
         return made
 
-    def _keep(self, made: Tensor, some: Tensor, begun: Tensor, layer: int, first: int, weights: Tensor) -> None:
+    def running(self, ids: Int[Tensor, "b t"], stops: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
+        """Tokens of changed prompts that run: from the first change to the last reader.
+
+        Of more than `_WHOLE` those that stand within `NEAR` tokens behind a change or before a key or a query; the
+        others are held as they were.
+        """
+        differ = (ids != (self.again if ids.shape[1] == len(self.ids) else self._longer).ids.cpu()).int()
+        runs = (differ.cumsum(1) > 0) & (torch.arange(ids.shape[1]) < stops[:, None])
+        runs[torch.arange(len(ids)), stops - 1] = True
+        ends = torch.zeros(ids.shape[1], dtype=torch.int)
+        ends[torch.cat([self._keys, self._queries])] = 1
+        behind, before = (pad(x, (NEAR, 0)).unfold(-1, NEAR, 1) for x in (differ, ends.flip(0)))
+        near = behind[:, 1:].any(-1) | before[1:].any(-1).flip(0)
+        return runs & (near | (runs.sum(1, keepdim=True) <= _WHOLE))
+
+    def _keep(self, made: Tensor, some: Tensor, layer: int, runs: Tensor, weights: Tensor) -> None:
         """Put the rows of looks from tokens that run, in some prompts, into a table of all."""
-        if layer in self._of_layer:
-            own, heads, queries = self._of_layer[layer]
-            at, some = queries - first - begun.to(queries)[:, None], some[:, None]
-            each, nearest = torch.arange(len(at), device=at.device)[:, None], at.clamp(0, weights.shape[2] - 1)
-            rows, runs = weights[each, heads, nearest].to(made), (at == nearest).to(made.device)
-            made[some, own] = rows.where(runs[..., None], made[some, own])
+        own, heads, _ = self._of_layer[layer]
+        rows = weights[:, heads, torch.arange(len(own), device=heads.device)].to(made)
+        made[some, own] = rows.where(runs[..., None].to(made.device), made[some, own])
 
     # ------------------------------------------------------------------ causes
 
@@ -223,7 +241,7 @@ class Because:
         return reasons
 
     def _effects(self, words: Sequence[Word], which: slice, ends: Sequence[int] = ()) -> list[Effect]:
-        """Of each word, what some of its alternatives leave [m, n], and the attention rows [m, n, t]."""
+        """Attention left [m, n] by some alternatives of each word, and the attention rows [m, n, t]."""
         prompts = [[self.put((word, ids)) for ids in self.others.of(word, self.count)[which]] for word in words]
         until = [end for end, each in zip(ends, prompts, strict=False) for _ in each]
         rows = self.rows([ids for each in prompts for ids in each], until)
@@ -232,7 +250,7 @@ class Because:
         return list(zip(left.split(sizes), rows.split(sizes), strict=True))
 
     def _word_rows(self, word: Word, left: Tensor, rows: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Rows of the table ``because`` that a word has, of the looks that it matters to."""
+        """Rows of the table ``because`` for one word, one for each look that it matters to."""
         mean, low, high = interval(left)
         gained = rows.mean(0) - self.before
         gained[:, word.start : word.stop] = -1
@@ -291,7 +309,7 @@ class Because:
                 reason.relations.append(relation(kind, text, [word.start for word in causes], verdict="shown"))
 
     def _same(self, pairs: Mapping[Pair, int]) -> dict[Pair, Together | None]:
-        """What is left of looks that ask before a token with both words of a pair changed."""
+        """Attention left with both words of a pair replaced, for looks whose query comes before a token."""
         lexicon, prompts, ends, counts = self.others.lexicon, list[Tensor](), list[int](), dict[Pair, int]()
         for (a, b), end in pairs.items():
             both = []
@@ -322,7 +340,7 @@ class Because:
         return relation("same word", text, positions, alone=alone, together=together, different=different, **ends)
 
     def _follows(self, n: int, pair: tuple[Word, Word], without: Float[Tensor, "m n t"]) -> dict[str, Any]:
-        """The later word becomes another word of the prompt: does the attention go where that one stands?"""
+        """Test *follows*: the later word becomes another of the prompt; the attention should move to that one."""
         (a, b), look, tokens = pair, self.looks[n], self.ids.tolist()
         if not a.start <= look.key < b.start:
             return relation("follows", b.text, [b.start], verdict="untested")
@@ -346,9 +364,9 @@ class Because:
         return relation("follows", b.text, [b.start], alone=here, together=there, control=control, **ends)
 
     def _moved(self, still: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Looks that no word decides: a word put in after the key, and attention at the same distance."""
+        """Test *position* where no word decides: insert a word after the key, read attention at the same distance."""
         furthest = dict[int, int]()
-        for look in (self.looks[n] for n in still):
+        for look in (self.looks[n] for n in still if self.looks[n].query - self.looks[n].key <= _WHOLE):
             furthest[look.key] = max(furthest.get(look.key, 0), look.query)
         keys, prompts, ends = dict[int, slice](), list[Tensor](), list[int]()
         for key, query in furthest.items():
@@ -369,13 +387,13 @@ class Because:
 
 
 def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair | None:
-    """Of words that matter, the two strongest with one text, in their order; they do not overlap another's test."""
+    """The two strongest words with this core among some, in order of position; None if there are fewer."""
     same = sorted((word for word in words if word.core == core), key=lambda word: left[word])[:2]
     return None if len(same) < 2 else (min(same), max(same))
 
 
 def relation(kind: str, text: str, positions: Sequence[int], **numbers: Any) -> dict[str, Any]:
-    """A row of the table ``relation``; numbers are shares of the attention before."""
+    """Make a row of the table ``relation``; numbers are shares of the attention in the unchanged prompt."""
     empty = dict.fromkeys(("alone", "together", "different", "control", "low", "high", "words"))
     return {"kind": kind, "text": text, "positions": ", ".join(map(str, positions)), **empty, **numbers}
 

@@ -44,7 +44,7 @@ Rows = list[Row]
 Node = tuple[str, str]
 """A writer, and the label of a token."""
 KEPT, CIRCUIT = (1, 2, 5, 10, 20, 50, 100, 500, 2000), 20
-"""How many nodes are kept, and the number that an answer speaks of."""
+"""How many nodes are kept, and the number that an answer names."""
 ORDERS: dict[str, tuple[Sequence[float], bool]] = {
     "circuit": (WAY, False), "attribution patching": ((1.0,), False), "direct effect": ((1.0,), True),
 }  # fmt: skip
@@ -93,7 +93,7 @@ class NodeOrder:
         return {(self.writers[i // size], self.labels[i % size]): scores[i] for i in self.order(by)[:k].tolist()}
 
     def _mask(self, tested: Nodes, chosen: Int[Tensor, " n"]) -> Bool[Tensor, "b w t"]:
-        """Where some nodes stand in prompts."""
+        """Mask of some nodes' places in every prompt."""
         size = len(self.labels)
         kept = torch.zeros(len(self.writers), size + 1, dtype=torch.bool)
         kept[chosen // size, chosen % size] = True
@@ -213,7 +213,7 @@ class Circuit:
 
     @cached_property
     def _words(self) -> list[list[Any]]:
-        """The words that are others in other prompts, those of one text together."""
+        """Words to replace for the other prompts, equal words as one group."""
         self._others.prepare(self._others.words)
         inside = [w for w in self._others.words if w.start > 0 and w.stop <= self.query + 1 and w.core.isalnum()]
         groups = grouped((word for word in inside if self._others.of(word, _OTHERS)), lambda word: word.core)
@@ -224,7 +224,7 @@ class Circuit:
         return own or [*groups.values()]
 
     def _other_prompts(self, ids: Int[Tensor, " t"]) -> Int[Tensor, "n t"]:
-        """The prompt with other words, each the same one wherever it stands."""
+        """Make prompts with other words: equal words get the same replacement."""
         prompts = ids.cpu().repeat(_OTHERS, 1)
         for i, words in enumerate(self._words):
             every = self._others.of(words[0], _OTHERS)

@@ -100,7 +100,7 @@ def _parse(text: str, task: str) -> Edge:
 
 
 def span_of(example: Example, role: str) -> Span | None:
-    """Where a role stands; ``answer`` is the first right key, ``query`` the marked query or None, the last token."""
+    """Find the span of a role; ``answer`` is the first right key, ``query`` the marked query, or None (the last)."""
     if role in example.roles:
         return example.roles[role]
     if role == QUERY:

@@ -58,7 +58,7 @@ def decompose(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Fit:
-    """Fit the task's contrasts at these heads, controls included.
+    """Find the features of chosen heads: the directions that tell a task's contrasts apart, with their nulls.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ def _gains(every: Moments, contrast: str, units: Units) -> dict[str, Gain]:
 
 
 def _neighbours(task: Task, contrast: str, parts: Sequence[Sequence[Tensor]], seed: int) -> str:
-    """A sentence where neighbouring prompts of a task's file add alike: they are not independent of each other."""
+    """Warn, in a sentence, if neighbouring prompts of a task's file add alike and so are not independent."""
     if not parts:
         return ""
     q, added, unit = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -37,7 +37,7 @@ first of the unedited run, then with each projector."""
 def patched_runner(
     scope: Scope, units: Units, what: Features, pairs: Pairs, projectors: Mapping[str, Projector]
 ) -> Callable[[list[int]], tuple[Capture, Answers]]:
-    """What runs a batch of units, by number, as it is and with each swap: its queries and keys, and its answers."""
+    """Make the function that runs units unchanged and with each swap, and returns queries, keys and answers."""
     check_swappable(what.fit.space, downstream=True)
     for example in pairs.examples:
         if len(example.queries) > 1:

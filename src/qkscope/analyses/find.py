@@ -54,7 +54,7 @@ def find_heads(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Ranking:
-    """Score every head on a task in one pass, with intervals and the chance level.
+    """Rank every head on a task: how often it attends to the right key, with intervals and the chance level.
 
     The prompts are used for nothing else.
 

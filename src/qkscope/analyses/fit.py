@@ -250,7 +250,7 @@ def check_job(out: str | Path | None, asked: Mapping[str, Any]) -> None:
 
 
 def read_job(folder: str | Path) -> dict[str, Any]:
-    """What the fit in a folder was asked for."""
+    """Read what the fit in a folder was asked for."""
     folder = Path(folder)
     if (folder / WORK).is_dir() and not (folder / MANIFEST).is_file():
         raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on from there.")
@@ -261,7 +261,7 @@ def read_job(folder: str | Path) -> dict[str, Any]:
 
 
 def read_sums(folder: Path, job: Mapping[str, Any], task: Task, device: torch.device) -> dict[str, ContrastSums]:
-    """The sums of every contrast of a folder's fit."""
+    """Read the sums of every contrast of a folder's fit."""
     every, manifest = {}, read_run(folder)
     for name in checked_contrasts(task, job["contrasts"]):
         path = folder / sums_file(name)

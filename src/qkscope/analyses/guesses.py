@@ -28,7 +28,7 @@ INDUCTION, DUPLICATE, PREVIOUS = "induction", "duplicate token", "previous token
 PUNCTUATION, SINK = "punctuation", "sink"
 NO_RULE = (PREVIOUS, "self", SINK, "position", "no ", "few ")  # kinds that say an offset, or nothing
 BASELINES = ("offset", "previous", "itself", "tokens")  # ways to say which token a head looks at, besides its name
-BEGUN = 16  # the first token that asks: the ones before it see little
+BEGUN = 16  # the first query token: those before it see little
 FEW = 4  # looks under which a head rests on the first token
 JOBS = 3  # of a name
 _ATTENDED = 0.3
@@ -71,12 +71,12 @@ class Sights:
         return (self.attention >= _ATTENDED) & (torch.arange(self.keys.shape[2]) >= BEGUN)
 
     def of_head(self, h: int) -> tuple[Int[Tensor, " l"], Int[Tensor, " l"], Int[Tensor, " l"]]:
-        """All looks of a head: the passage, the token that looks, and the one that it looks at."""
+        """All looks of a head: passage, query token, key token."""
         passage, query = self.looks[:, h].nonzero().unbind(1)
         return passage, query, self.keys[passage, h, query]
 
     def every(self, step: int, start: int) -> Sights:
-        """Every so manieth passage."""
+        """Every n-th passage."""
         which = slice(start, None, step)
         return Sights(self.passages[which], *(x[which].contiguous() for x in (self.ids, self.keys, self.attention)))
 
@@ -105,7 +105,7 @@ def score_rows(
 
 
 class Guesses:
-    """Ways to say where one head looks, fitted on some passages; each gives every token in sight a chance.
+    """Predictors of where one head looks, fitted on some passages; each gives a probability to every visible token.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class Guesses:
         self.profile = smooth / smooth.sum()
 
     def chances(self, sights: Sights) -> Float[Tensor, "l m t"]:
-        """At every look: all tokens alike, the offset, previous, itself, tokens; and the name."""
+        """Probabilities at every look by each predictor: uniform, offset, previous, itself, tokens, and the name."""
         passage, query, _ = sights.of_head(self.h)
         ids, at, q = sights.ids[passage], torch.arange(sights.ids.shape[1]), query[:, None]
         seen, back = ((at >= 1) & (at <= q)).float(), (q - at).clamp(0, len(self.profile) - 1)

@@ -163,7 +163,7 @@ def null_units(units: Sequence[Unit], contrast: Contrast) -> Callable[[UnitBatch
 
 
 def _words(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...]:
-    """The words that rows of this prompt are told apart by; none where its prompt does it."""
+    """The words that tell the rows of one prompt apart; empty if the prompt itself does."""
     examples = [unit[member]] if contrast.across else unit
     if contrast.unit == "prompt":
         return ()
@@ -196,12 +196,12 @@ def contrast_rows(batch: UnitBatch, contrast: Contrast) -> Rows:
 
 
 def cluster_of(unit: Unit, number: int) -> object:
-    """What tells the clusters of units apart: their own word for it, or else their number."""
+    """Cluster of a unit: the one it names, or its number."""
     return ("unit", number) if unit[0].cluster == "" else unit[0].cluster
 
 
 def words_of(units: Sequence[Unit]) -> list[str]:
-    """What prompts share that ask alike: the word each unit asks for, or its cluster where none is marked."""
+    """The word that each unit asks for, or its cluster if none is marked: equal for prompts that ask alike."""
     if all(ASKED in unit[0].roles for unit in units):
         return [unit[0].piece(unit[0].roles[ASKED]) for unit in units]
     return [f"prompt {cluster_of(unit, i)}" for i, unit in enumerate(units)]

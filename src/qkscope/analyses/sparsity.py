@@ -295,7 +295,7 @@ def sweep(
     device: str | None = None,
     dtype: str | None = None,
 ) -> Sparsity:
-    """How few singular vectors carry the attention of a circuit's heads, at one checkpoint or over training.
+    """Measure how few singular vectors carry the attention of a circuit's heads, at one checkpoint or over training.
 
     A sweep that was stopped goes on with the checkpoints that are missing.
 
@@ -350,7 +350,7 @@ def sweep(
         ]
         before, *_, after = (row for row in tables["training"] if row["circuit"])
         answer = (
-            f"From {points[0].label} to {last}, sparsity less that of rotated vectors goes from "
+            f"From checkpoint {points[0].label} to {last}, sparsity minus that of rotated singular vectors goes from "
             f"{before['difference']:.3f} to {after['difference']:.3f} over the circuit (change {after['change']:.3f}, "
             f"95% interval {after['change_low']:.3f} to {after['change_high']:.3f}). At {last}: "
             f"{answer[0].lower()}{answer[1:]}"

@@ -68,7 +68,7 @@ def swap(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Swaps:
-    """Swap features between the right key and another on held-out prompts, beside the baselines.
+    """Test features causally: swap them between the right key and another on held-out prompts, beside baselines.
 
     Each feature is swapped alone, all together, obliquely, and as many dimensions that were chosen otherwise.
 
@@ -163,7 +163,7 @@ def swap(
         f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
         + nearest
         + ("" if chosen.has_covariances else " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out.")
-        + (" All its prompts are one or ask for one word: there are no intervals." if alone else "")
+        + (" All prompts are copies or ask for one word, so there are no intervals." if alone else "")
     )
     about = {**fitted.provenance.get("asked", {}), "test_units": len(units), "draws": draws}
     if rows.answers is not None:
@@ -207,7 +207,7 @@ class Features(NamedTuple):
     def of(
         cls, scope: Scope, fit: Fit, heads: Any, features: Sequence[str] | None = None, subspaces: Own | None = None
     ) -> Features:
-        """As `swap` is asked for them; what was not fitted is refused before the model runs."""
+        """Make the features that `swap` is asked for; refuse those that were not fitted, before the model runs."""
         own, names = dict(subspaces or {}), default_features(fit.contrasts) if features is None else list(features)
         every = [*names, *own]
         if not every:
@@ -251,7 +251,7 @@ class Features(NamedTuple):
     def comparisons(
         self, projectors: Mapping[Condition, Projector], by_size: Mapping[Any, Method], sizes: Sequence[int]
     ) -> tuple[list[tuple[Condition, Condition]], dict[Condition, Projector]]:
-        """What is compared on the same rows: all features with each alone and with what chose its directions
+        """Pairs of conditions compared on the same rows: all features with each alone and with directions chosen
         otherwise, and each feature with the keys' principal components, also at every size.
         """
         alone, every = [Condition(name) for name in self.names], dict(projectors)
@@ -271,7 +271,7 @@ class Features(NamedTuple):
 
 
 def _subspace(name: str, given: Basis | Mapping[str | Head, Basis], head: Head, d_head: int) -> Subspace:
-    """One's own subspace at one head; of a basis, both sides are its span."""
+    """The user's subspace at one head; a basis serves both query and key side."""
     if isinstance(given, Mapping):
         by_head = {Head.parse(at): each for at, each in given.items()}
         if head not in by_head:

@@ -55,7 +55,7 @@ def exchanging_task(fit: Fit | None) -> Task:
 def truth_runner(
     scope: Scope, what: Features, pairs: Pairs, task: Task, tested: bool = True
 ) -> Callable[[list[int], Capture], dict[str, Any]]:
-    """What runs the other texts of a batch of units, by number, beside its capture: `SwapRows.truth` and ``frame``.
+    """Make the function that runs the other texts of a batch of units beside its capture: `SwapRows.truth`, ``frame``.
 
     Without ``tested``, only what a subspace is trained on.
     """

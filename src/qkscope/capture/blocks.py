@@ -42,20 +42,20 @@ class Heads:
 
 
 class Part(NamedTuple):
-    """All that a module puts out: one writer."""
+    """The whole output of a module: one writer."""
 
     module: nn.Module
 
 
 class Normed(NamedTuple):
-    """A norm of something; with its scalar held it is linear."""
+    """A norm of another part; linear once its scalar is held."""
 
     norm: nn.Module
     inner: Node
 
 
 class Sum(NamedTuple):
-    """Several things, each times a number."""
+    """A weighted sum of parts."""
 
     terms: tuple[tuple[float, Node], ...]
 
@@ -93,7 +93,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def _enters(node: Node) -> bool:
-    """Whether something is made of what entered the block."""
+    """Whether a part depends on what entered the block."""
     return any(isinstance(one, Entered) for one in walk(node))
 
 
@@ -140,11 +140,11 @@ class _Seen:
         self.given = {part: x for part in self.gave if (x := shaped(given.get(part), width)) is not None}
 
     def same(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two are one at every token: a token may have a stream a thousand times as long as another's."""
+        """Whether two tensors agree at every token; the tolerance is per token, as norms differ a thousandfold."""
         return bool(((one - other).norm(dim=-1) <= 1e-6 * other.norm(dim=-1)).all())
 
     def explain(self, target: Tensor, inside: frozenset[nn.Module] = frozenset()) -> Node | None:
-        """What a tensor is made of; None where it is not seen."""
+        """Express a tensor by the parts seen so far; None if that fails."""
         if self.same(target, self.entered):
             return Entered()
         if self.same(target, self.heads):
@@ -181,7 +181,7 @@ class _Seen:
         return Sum((*terms[:place], *before, *terms[place:], *after)) if heads or parts else tree
 
     def _attends(self, module: nn.Module) -> bool:
-        """Whether a module holds some of the attention."""
+        """Whether a module contains part of the attention."""
         return self.attention is not None and not set(self.attention.modules()).isdisjoint(module.modules())
 
     def _made_of(self, out: Tensor, others: list[Tensor]) -> bool:
@@ -216,7 +216,7 @@ class _Seen:
 
 
 def _needed(columns: Tensor, wanted: Tensor, least: float) -> Tensor:
-    """Which columns a least-squares fit cannot do without: those well above their own standard error."""
+    """Columns that a least-squares fit needs: those well above their own standard error."""
     unit = columns / columns.norm(dim=0).clamp_min(1e-30)
     parts = torch.linalg.lstsq(unit, wanted[:, None], driver="gelsd").solution[:, 0]
     spread = torch.linalg.pinv(unit.T @ unit, hermitian=True).diagonal().sqrt()
@@ -291,7 +291,7 @@ class Norm(NamedTuple):
     eps: float = 0.0
 
     def centred(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """Less its mean, where the norm subtracts it."""
+        """Subtract the mean, if the norm does."""
         return x - x.mean(-1, keepdim=True) if self.centres else x
 
     def scalar(self, x: Float[Tensor, "*b d"], out: Float[Tensor, "*b d"]) -> Float[Tensor, "*b 1"]:
@@ -348,7 +348,7 @@ class Frozen:
         return [norm.register_forward_hook(self._norm) for norm in modules if is_norm(norm)]
 
     def unit(self, unbiased: Collection[nn.Module] = ()) -> None:
-        """From now on multiply by 1 instead, and leave out the biases of some norms."""
+        """Multiply by 1 from now on, and leave out the biases of some norms."""
         for norm, noted in self._scalars.items():
             self._scalars[norm] = [torch.ones((), device=scalar.device) for scalar in noted]
             if norm in unbiased:

@@ -1,4 +1,4 @@
-"""A model is trusted after these facts hold, on short prompts and beyond every length that its config names.
+"""The self-check of a model: facts that must hold on short prompts and beyond every length that its config names.
 
 Every layer is called (the probe refuses otherwise); the output under the tap is the output without it;
 ``softmax([cap(scale · q·k) + mask, sink])`` is the attention the model itself reports when run eagerly; a prompt padded
@@ -317,14 +317,14 @@ def check_model(scope: Scope) -> Check:
 
 
 def _beyond(scope: Scope) -> int:
-    """So many tokens that they are beyond every short length, as far as a prompt may go."""
+    """A number of tokens beyond every short length, as far as a prompt may go."""
     limit = context_limit(scope.model, scope.facts.first_position) or _LONGEST + _BEYOND
     named = named_lengths(scope.model.config).values()
     return min(max([0, *(length + _BEYOND for length in named if length <= _LONGEST)]), limit)
 
 
 def _trust(scope: Scope, check: Check) -> None:
-    """Keep of a model's padding sides and spaces those that passed."""
+    """Keep only those padding sides and spaces of a model that passed."""
     layers = scope.facts.layers
     if check.frame:
         reason = f"beyond a length that its config names, {check.frame}"

@@ -112,7 +112,7 @@ class Encoder:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any | None, first_position: int) -> Encoder:
-        """For prompts that go into a model."""
+        """Make the encoder of a model and its tokenizer."""
         known = None
         with suppress(NotImplementedError, AttributeError):  # models of sounds and pictures may have no vocabulary
             known = model.get_input_embeddings().num_embeddings
@@ -166,7 +166,7 @@ class Encoder:
         return result
 
     def _warn(self, about: str, what: str) -> None:
-        """Say something once."""
+        """Warn once."""
         if about not in self._warned:
             self._warned.add(about)
             log.warning("%s", what)
@@ -260,8 +260,8 @@ class Encoder:
         queries = tuple(find(span) for span in example.queries) or (len(ids) - 1,)
         for i, (key, at) in enumerate(zip(example.keys, keys, strict=True)):
             if at in queries and any(key.labels.values()):
-                other = "a contrast is of other tokens, so take the label off, or let another token ask"
-                raise BadInput(f"{feed.place_of(example, i)} is the token that asks: {other}.")
+                other = "a contrast is of other tokens, so remove its label, or mark another query"
+                raise BadInput(f"{feed.place_of(example, i)} is the query token: {other}.")
             if at == 0 and any(key.labels.values()):
                 self._warn(feed.FIRST_TOKEN, f"{feed.FIRST_TOKEN} Mark later words.")
         return Tokens(ids, queries, keys)

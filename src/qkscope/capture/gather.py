@@ -133,7 +133,7 @@ class Picker:
                 raise Stop
 
     def _take(self, call: Call, plan: Plan) -> None:
-        """Let the layer wait, after those that wait and are not like it were worked up."""
+        """Buffer a layer, after processing the buffered ones that are not like it."""
         rotary, offset = self._rotation(call)
         alone = call.mask is not None and call.mask.shape[1] > 1  # heads of this layer see what others do not
         shape = call.k.shape[2], call.q.shape[1] // call.k.shape[1], call.q.device
@@ -167,7 +167,7 @@ class Picker:
     # ------------------------------------------------------------------ what is taken of them
 
     def _work_up(self) -> None:
-        """Take queries, named keys, their masks, and the rest of the rows from the layers that wait, as from one."""
+        """Take queries, named keys, masks and the rest of the rows from all buffered layers at once."""
         layers, call, self._waiting = self._waiting, self._first, []
         if not layers or call is None:
             return
@@ -238,7 +238,7 @@ class Picker:
 
 
 def _cat(parts: list[Tensor], axis: int) -> Tensor:
-    """Concatenate, without a copy where there is one."""
+    """Concatenate tensors; a single one is not copied."""
     return torch.cat(parts, axis) if len(parts) > 1 else parts[0]
 
 
@@ -252,7 +252,7 @@ def _put(out: Float[Tensor, "b n *r"], slots: list[int], value: Float[Tensor, "b
 
 
 def _choose(values: Float[Tensor, "b h *r"], heads: list[int]) -> Float[Tensor, "b n *r"]:
-    """Some heads of all, without a copy where they are all of them."""
+    """Select heads; no copy if all are wanted."""
     return values if heads == list(range(values.shape[1])) else values[:, index_on(values.device, tuple(heads))]
 
 

@@ -50,7 +50,7 @@ def forward_arguments(module: Any) -> set[str]:
 
 
 def forward(module: Any, inputs: dict[str, Any]) -> Any:
-    """Run a model, or its body, without a cache where it would keep one."""
+    """Run a model, or its body, without a key-value cache."""
     return module(**({"use_cache": False} if "use_cache" in forward_arguments(module) else {}) | inputs)
 
 

@@ -76,7 +76,7 @@ class _Product(NamedTuple):
     weights: Tensor | None = None
 
     def at(self, number: float) -> Float[Tensor, "..."]:
-        """What softmax would be given, were all products this number."""
+        """The softmax's input if all products were this number."""
         x = torch.full(self.shape, number, device=self.tensor.device)
         for step in self.steps:
             x = step(x)
@@ -170,7 +170,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parent: Tensor) -> Callable[[Tensor], Tensor]:
-    """A step, ready to be taken with another tensor in the place of one."""
+    """Make a recorded step repeatable with another tensor in place of one."""
 
     def step(x: Tensor) -> Tensor:
         other = {name: x if value is parent else value for name, value in kwargs.items()}

@@ -100,7 +100,7 @@ class Edit:
 
     @classmethod
     def outputs(cls, head: Head | str, rows: Bool[Tensor, "b"], value: Float[Tensor, "e"]) -> Edit:
-        """Let a head put out one vector at every token of some sequences, for all that read it.
+        """Set a head's output to one vector at every token of some sequences, for all later layers.
 
         Parameters
         ----------

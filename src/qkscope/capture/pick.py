@@ -42,7 +42,7 @@ class LayerFacts(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What the probe found.
+    """Facts about a model's attention, as the probe found them.
 
     Attributes
     ----------

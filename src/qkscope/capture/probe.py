@@ -92,7 +92,7 @@ def _family_refusals(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -
 
 
 def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> bool:
-    """Whether attention code of its own turns vectors unheard: with one input at every token they differ.
+    """Whether a model's own attention code rotates vectors where we cannot listen: equal inputs give different vectors.
 
     What such code adds to its logits besides q·k may know the distance, but not what stands there.
     """
@@ -210,7 +210,7 @@ def _close(x: Tensor) -> float:
 
 
 def refusal(model: Any, why: str) -> BadInput:
-    """What is raised about a model that cannot be looked into."""
+    """Make the error for a model that cannot be looked into."""
     return BadInput(f"{model.config.model_type} cannot be looked into: {why}.")
 
 

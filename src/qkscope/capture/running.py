@@ -124,7 +124,7 @@ class Runner(Shape):
         return parts[at]
 
     def replaced(self, ids: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-        """Ids with the tokens put in that were replaced."""
+        """Apply the token replacements in force to ids."""
         ids = ids.clone() if self._replaced else ids
         for place, text in self._replaced:
             new = [text] if isinstance(text, int) else self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -158,7 +158,7 @@ class Runner(Shape):
 
     @contextmanager
     def changed(self) -> Iterator[list[Callable[[Call], None]]]:
-        """What is in force, as visitors of the tap; MLPs are changed by hooks on them."""
+        """Apply the changes in force, as visitors of the tap and hooks on MLPs."""
         if not self.is_changed:
             yield []
             return

@@ -230,7 +230,7 @@ def _row_by_row(module: nn.Module, rotate: Callable[..., Any]) -> Callable[..., 
 
 
 def _forget_lengths(module: nn.Module) -> None:
-    """Put a rotation back to where it was before its first prompt."""
+    """Reset a rotation to its state before the first prompt."""
     ending = "original_inv_freq"
     for name in [*module._buffers, *vars(module)]:
         if name.endswith(ending):

@@ -57,7 +57,7 @@ class Stop(Exception):
 
 @contextmanager
 def cleared(hooks: Iterable[Any], stop: Stop | None = None) -> Iterator[None]:
-    """Afterwards no hook is left on the model, and no tensor in a stopped forward's frames."""
+    """Remove every hook afterwards, and free the tensors in a stopped forward's frames."""
     try:
         yield
     finally:
@@ -168,7 +168,7 @@ class Call:
 
 
 def _children(parts: Sequence[nn.Module]) -> list[nn.Module | None]:
-    """All that stands directly in some modules: the same list means the same tree."""
+    """Direct children of some modules: the same list means the same tree."""
     return [child for part in parts for child in part._modules.values()]
 
 
@@ -292,8 +292,7 @@ def tap(
 
 def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s h e"]:
     """The output to go on with, after visitors saw the call."""
-    if call.output is not None:
-        return call.output.to(output.dtype)
+    output = output if call.output is None else call.output.to(output.dtype)
     if not call.redo and not call.outputs:
         return output
     heads, output = sorted(call.redo), output.clone()
@@ -331,7 +330,7 @@ def _interface(model: Any, configs: dict[int, Any], show: Callable[[Call], None]
         call.biases = tuple(name for name, value in kwargs.items() if "bias" in name and isinstance(value, Tensor))
         show(call)
         if call.output is not None:
-            return call.output.to(query.dtype), None
+            return _edited(call, call.output.to(query.dtype)), None
         output, weights = run(module, *given, **kwargs)
         return _edited(call, output), weights
 

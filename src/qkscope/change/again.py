@@ -1,9 +1,10 @@
 """A prompt run again with other tokens in it, or other rows of attention: what precedes the change is computed once.
 
 A change at one token leaves those before it as they were, and what is read at one token does not depend on those after
-it. So of each prompt only the tokens from its change to its last reader run, their keys and values behind those of the
-unchanged prompt; all changes of a batch run together, wherever they stand, up to the last layer that is read. Where a
-model does not give its own queries again in this way (it has a memory besides its keys), whole prompts run.
+it. So of each prompt only the tokens from its change to its last reader run, among keys and values of the unchanged
+prompt; all changes of a batch run together, wherever they stand, up to the last layer that is read. Tokens in between
+that do not run are held: others read there what they read in the unchanged prompt. Where a model does not give its own
+queries again in this way (it has a memory besides its keys), whole prompts run.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from qkscope import Head, Scope
 from qkscope.attention import AttentionRows, soft
@@ -24,13 +26,13 @@ from qkscope.capture.tap import Call, Stop
 from qkscope.linear.reader import Reader, last_alone
 from qkscope.linear.run import Run
 
-_AT_ONCE = 64  # rows of attention changed together
+_AT_ONCE = 128  # prompts that run together to their logits
 _AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the same tokens in their prompt, or 4 ε
-_TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**15  # that run together: on a CPU more are no faster, and less alike
+_TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**12  # that run together: on a CPU more are no faster, and less alike
 _ROOM, _MORE_ROOM = {"cpu": 2**23}, 2**28  # numbers of attention made at once: of a long prompt, of some tokens
 
-See = Callable[[int, int, Float[Tensor, "b h s t"]], None]
-"""Is given a layer, which of the tokens that run come first, and their attention to all tokens; of many, in parts."""
+See = Callable[[int, Tensor, Tensor], None]
+"""Is given a layer, whether each token that is shown runs [b, u], and every head's attention there [b, h, u, t]."""
 
 
 Changed = tuple[int, int, Float[Tensor, " t"]]
@@ -40,10 +42,19 @@ Row = tuple[Head, Float[Tensor, " t"]]
 
 
 class TokenRun(NamedTuple):
-    """A token run with other attention logits: every head's attention, and the next token's logits, of each change."""
+    """Every head's attention at a token, and the next token's logits."""
 
-    attention: Float[Tensor, "b h t"]
-    logits: Float[Tensor, "b v"]
+    attention: Float[Tensor, "h t"]
+    logits: Float[Tensor, " v"]
+
+
+class _TokenSet(NamedTuple):
+    """Tokens that run: what the model is given, their places, the tokens around them, and the last one of each row."""
+
+    inputs: dict[str, Tensor]
+    at: Int[Tensor, "b s"]
+    around: Int[Tensor, " r"]
+    ends: Int[Tensor, " b"]
 
 
 class Again:
@@ -63,26 +74,17 @@ class Again:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, scope: Scope, ids: Int[Tensor, " t"]) -> Again:
-        """Run a prompt of these tokens and keep its attention calls."""
+    def of(cls, scope: Scope, ids: Int[Tensor, " t"], last: int | None = None) -> Again:
+        """Run a prompt of these tokens and keep its attention calls; up to a layer, if one is named."""
         inputs, calls = prompt_of(scope, ids[None]), dict[int, Call]()
-        scope.watch(inputs, lambda call: calls.__setitem__(call.layer, call))
-        return cls(scope, inputs, calls)
-
-    @torch.no_grad()
-    def longer(self, last: int) -> Again:
-        """The prompt with one more token at its end, for words that are put in: keys and values up to a layer."""
-        ids, calls = torch.cat([self.ids, self.ids[-1:]]), dict[int, Call]()
 
         def keep(call: Call) -> None:
-            calls[call.layer] = last_alone(call)
-            if call.layer >= last:
+            calls[call.layer] = call if last is None else last_alone(call)
+            if call.layer == last:
                 raise Stop
 
-        self.scope.watch(prompt_of(self.scope, ids[None]), keep, only=range(last + 1))
-        longer = Again(self.scope, prompt_of(self.scope, ids[None]), calls)
-        longer._alone = self._runs_alone()
-        return longer
+        scope.watch(inputs, keep)
+        return cls(scope, inputs, calls)
 
     # ------------------------------------------------------------------ rows of attention changed
 
@@ -90,197 +92,199 @@ class Again:
         """A head's row of attention at a token."""
         return self.calls[head.layer].rows(head.index, torch.tensor([0]), torch.tensor([query]))
 
-    def without(self, query: int, head: Head, key: int) -> Row:
-        """The same where it may not look at a key."""
-        logits = self.row(query, head).logits()[0, 0].clone()
-        logits[key] = -torch.inf
-        return head, logits
-
     def hidden(self, query: int, edges: Sequence[tuple[Head, int]]) -> Float[Tensor, "n v"]:
         """Next-token logits where each of these heads, one at a time, may not look at a key from this token."""
-        return self.run_rows(query, [self.without(query, head, key) for head, key in edges]).logits
+        rows, at = [(head, self.row(query, head).logits()[0, 0].clone()) for head, _ in edges], torch.tensor([[query]])
+        for (_, logits), (_, key) in zip(rows, edges, strict=True):
+            logits[key] = -torch.inf
+        at = at.repeat(len(rows), 1).to(self.ids)
+        return self.run(self.ids[at], at, rows=rows).cpu()
 
-    def run_rows(self, query: int, rows: Sequence[Row | None]) -> TokenRun:
-        """A token run with one row of attention changed, each change on its own; None changes nothing.
-
-        Parameters
-        ----------
-        query : the token that asks.
-        rows : changes.
-        """
-        kept, logits = dict[int, list[Tensor]](), []
-        for start in range(0, len(rows), _AT_ONCE):
-            some = rows[start : start + _AT_ONCE]
-            see: See = lambda layer, _, weights: kept.setdefault(layer, []).append(weights[:, :, -1].cpu())  # noqa: E731
-            tokens, starts = self.ids[query].expand(len(some), 1), torch.full((len(some),), query)
-            logits.append(self.run(tokens, starts, see, rows=some))
-        attention = torch.cat([torch.cat(kept[layer]) for layer in sorted(kept)], dim=1)
-        return TokenRun(attention, torch.cat([each.cpu() for each in logits if each is not None]))
+    def token(self, query: int) -> TokenRun:
+        """Run one token as it is."""
+        kept, at = dict[int, Tensor](), torch.tensor([[query]], device=self.ids.device)
+        see: See = lambda layer, _, weights: kept.update({layer: weights[0, :, 0].cpu()})  # noqa: E731
+        logits = self.run(self.ids[at], at, dict.fromkeys(self.calls, at[0]), see)[0].cpu()
+        return TokenRun(torch.cat([kept[layer] for layer in sorted(kept)]), logits)
 
     # ------------------------------------------------------------------ other tokens
+
+    def at_once(self, tokens: int) -> int:
+        """How many prompts run together with so many tokens each."""
+        return max(room_of(self.scope) // (tokens if self.runs_alone() else len(self.ids)), 1)
 
     @torch.no_grad()
     def run(
         self,
         tokens: Int[Tensor, "b s"],
-        starts: Int[Tensor, " b"],
+        at: Int[Tensor, "b s"],
+        reads: Mapping[int, Int[Tensor, " u"]] | None = None,
         see: See | None = None,
         last: int | None = None,
         rows: Sequence[Row | None] = (),
-        check: Callable[[Call], None] | None = None,
-    ) -> Float[Tensor, "b v"] | None:
-        """Run as many tokens of each prompt, behind what precedes them in the unchanged one; show every layer.
+    ) -> Float[Tensor, "b v"]:
+        """Run as many tokens of each prompt, among keys and values of the unchanged one; the next token's logits.
 
         Parameters
         ----------
         tokens : what stands there instead; the same tokens may be among them.
-        starts : where these tokens begin in each prompt.
-        see : told each layer and its attention, of many tokens in parts.
-        last : layer after which the model stops; without one it goes on to the logits of the next token.
+        at : their places in each prompt, in order.
+        reads, see : by layer, tokens whose attention is shown, and to whom.
+        last : layer after which the model stops, without logits.
         rows : of each prompt, a row of attention that is another at its last token.
-        check : told each attention call, before it is computed.
         """
-        alone = self._runs_alone()
-        tokens, each, steps = tokens.to(self.ids), *(torch.arange(n, device=self.ids.device) for n in tokens.shape)
-        at = starts.to(self.ids)[:, None] + steps
-        inputs = {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
-        if not alone:
-            inputs = prompt_of(self.scope, self.ids.repeat(len(tokens), 1).scatter(1, at, tokens))
+        step = self.at_once(tokens.shape[1]) if last is not None else min(self.at_once(tokens.shape[1]), _AT_ONCE)
+        if len(tokens) > step and see is None:
+            starts = range(0, len(tokens), step)
+            every = (slice(start, start + step) for start in starts)
+            return torch.cat([self.run(tokens[some], at[some], last=last, rows=rows[some]) for some in every])
+        place = self._token_set(tokens.to(self.ids), at.to(self.ids))
 
         def visit(call: Call) -> None:
-            if check is not None:
-                check(call)
-            if alone or see is not None or rows:
-                self._attend(call, at, see, rows, alone)
+            changed = [(i, row[0].index, row[1]) for i, row in enumerate(rows) if row and row[0].layer == call.layer]
+            if see is not None and reads and call.layer in reads:
+                self._show(call, place, reads[call.layer], see, changed)
             if last is not None and call.layer >= last:
                 raise Stop
+            if self._alone:
+                self._attend(call, place)
+            if changed:
+                self._change(call, place, changed)
 
-        if last is not None:
-            return self.scope.watch(inputs, visit, only=range(last + 1))
-        nothing, ends = at[:, :0], torch.full_like(each, len(steps) - 1) if alone else at[:, -1]
-        return self.scope.watch(inputs, visit, logits_at=Places(each, ends, nothing, nothing.bool()))
+        each, nothing = torch.arange(len(at), device=place.at.device), place.at[:, :0]
+        ends = None if last is not None else Places(each, place.ends, nothing, nothing.bool())
+        only = None if last is None else range(last + 1)
+        logits = self.scope.watch(place.inputs, visit, logits_at=ends, only=only)
+        return nothing if logits is None else logits
 
-    def _attend(
-        self, call: Call, at: Tensor, see: See | None = None, rows: Sequence[Row | None] = (), alone: bool = True
-    ) -> None:
-        """Show the attention of some tokens, in parts, and put in what heads put out there, where that is another.
+    def _token_set(self, tokens: Int[Tensor, "b s"], at: Int[Tensor, "b s"]) -> _TokenSet:
+        """Some tokens as they run: alone, or whole prompts with these tokens in them."""
+        if not self.runs_alone():
+            whole = self.ids.repeat(len(tokens), 1).scatter(1, at, tokens)
+            every = torch.arange(len(self.ids), device=at.device).expand_as(whole)
+            return _TokenSet(prompt_of(self.scope, whole), every, at[0, :0], at[:, -1])
+        often = torch.bincount(at.flatten(), minlength=len(self.ids))[: int(at.max())]
+        around, ends = (often < len(at)).nonzero()[:, 0], torch.full_like(at[:, 0], at.shape[1] - 1)
+        inputs = {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
+        return _TokenSet(inputs, at, around, ends)
 
-        Tokens that run alone stand behind the keys of the unchanged prompt; of whole prompts only changed rows are.
+    def _part(self, call: Call, place: _TokenSet, which: Int[Tensor, "b u"]) -> Call:
+        """The same call with the queries of some tokens that run, as one row, over their keys and those around them.
+
+        Keys around are the same for all, so that they are not copied; of tokens that run each sees those of its prompt.
         """
-        base, at, outputs = self.calls[call.layer] if alone else call, at.to(call.q.device), list[Tensor]()
-        changed = [(i, row[0].index, row[1]) for i, row in enumerate(rows) if row and row[0].layer == call.layer]
-        if not alone and see is None:
-            at = at[:, -1:] if changed else at[:, :0]
-        each, room = torch.arange(len(at), device=at.device)[:, None], _ROOM.get(call.q.device.type, _MORE_ROOM)
-        step = max(room // (call.q[:, :, 0, 0].numel() * base.k.shape[2]), 1)
-        for first in range(0, at.shape[1], step):
-            queries, others = at[:, first : first + step], changed if first + step >= at.shape[1] else ()
-            batch = (each * 0 if alone else each).expand_as(queries)
-            mask = base.mask_rows(batch.flatten(), queries.flatten()).unflatten(0, queries.shape).transpose(1, 2)
-            if alone:
-                weights, output = attend(replace(call, q=call.q[:, :, first : first + step]), base, mask, at, others)
-                outputs.append(output)
-            else:
-                part = replace(call, q=call.q[each, :, queries].transpose(1, 2), mask=mask, causal=False)
-                weights = _softened(call, part.logits([*range(part.q.shape[1])]), others)
-                for i, head, _ in others:
-                    value = weights[i, head, -1] @ call.v[i, head // (len(call.q[0]) // len(call.v[0]))].float()
-                    call.outputs[head] = partial(_put, (i, at[i, -1]), value, call.outputs.get(head))
-            if see is not None:
-                see(call.layer, first, weights)
-        if alone:
-            call.output = torch.cat(outputs, dim=1)
+        at, around, which = (x.to(call.q.device) for x in (place.at, place.around, which))
+        base, (each, steps) = self.calls[call.layer], (torch.arange(n, device=at.device) for n in at.shape)
+        rows = each.repeat_interleave(which.shape[1])
+        mask = base.mask_rows(rows * 0, at.gather(1, which).flatten()).transpose(0, 1)
+        here, there = (x.expand(len(mask), -1, -1) for x in (at[rows], rows[:, None] * len(steps) + steps))
+        mine = mask.new_full((*mask.shape[:2], at.numel()), -torch.inf).scatter(-1, there, mask.gather(-1, here))
+        mask = torch.cat([mine, mask.scatter(-1, here, -torch.inf)[..., around]], dim=-1)
+        q = call.q[each[:, None], :, which].flatten(0, 1).transpose(0, 1)
+        own = ((call.k, base.k), (call.v, base.v))
+        k, v = (torch.cat([new.transpose(0, 1).flatten(1, 2), old[0, :, around]], dim=1) for new, old in own)
+        return replace(call, q=q[None], k=k[None], v=v[None], mask=mask[None], causal=False)
 
-    def record(self, reader: Reader, ids: Int[Tensor, " t"], look: tuple[int, int], layer: int) -> Run:
+    def _weights(
+        self, call: Call, place: _TokenSet, which: Int[Tensor, "b u"], changed: Sequence[Changed]
+    ) -> tuple[Call, Float[Tensor, "b h u k"], Int[Tensor, " k"]]:
+        """A part of a call, every head's attention there, other logits at the last token, and the tokens it is to."""
+        part, columns = self._part(call, place, which), torch.cat([place.at.flatten(), place.around]).to(call.q.device)
+        logits = part.logits([*range(part.q.shape[1])])[0].unflatten(1, which.shape).transpose(0, 1)
+        for i, head, others in changed:  # hidden keys stay hidden
+            new = others.to(logits)[columns].masked_fill(logits[i, head] == -torch.inf, -torch.inf)
+            logits[i, head] = torch.where((which[i, :, None] == place.ends[i]).to(new.device), new, logits[i, head])
+        sinks = None if part.sinks is None else part.sinks.float()[:, None].expand(logits.shape[:3])
+        return part, soft(logits, sinks), columns
+
+    def _show(
+        self, call: Call, place: _TokenSet, tokens: Int[Tensor, " u"], see: See, changed: Sequence[Changed]
+    ) -> None:
+        """Show the attention of some tokens, by the order of the prompt."""
+        same = place.at[:, None] == tokens[:, None].to(place.at)
+        _, weights, columns = self._weights(call, place, same.int().argmax(-1), changed)
+        rows = weights.new_zeros(*weights.shape[:3], len(self.ids))
+        see(call.layer, same.any(-1), rows.index_add_(-1, columns, weights))
+
+    def _attend(self, call: Call, place: _TokenSet) -> None:
+        """Put in what heads put out at tokens that run alone, in parts."""
+        numbers = call.q[:, :, 0, 0].numel() * (place.at.numel() + len(place.around))
+        step = max(_ROOM.get(call.q.device.type, _MORE_ROOM) // numbers, 1)
+        some = torch.arange(place.at.shape[1]).expand_as(place.at).split(step, dim=1)
+        outputs = [_output(self._part(call, place, which))[0].unflatten(0, which.shape) for which in some]
+        call.output = torch.cat(outputs, dim=1)
+
+    def _change(self, call: Call, place: _TokenSet, changed: Sequence[Changed]) -> None:
+        """Put in what heads put out at the last token with other rows of attention."""
+        part, weights, _ = self._weights(call, place, place.ends[:, None], changed)
+        for i, head, _ in changed:
+            value = weights[i, head, 0] @ part.v[0, head // (part.q.shape[1] // part.v.shape[1])].float()
+            call.outputs[head] = partial(_put, (i, place.ends[i]), value, call.outputs.get(head))
+
+    def record(
+        self, reader: Reader, ids: Int[Tensor, " t"], look: tuple[int, int], layer: int, at: Int[Tensor, " s"]
+    ) -> Run:
         """Run a changed prompt up to a layer, and keep what writers left at a query and a key: its slots 0 and 1.
 
-        Tokens of the run are counted from the first that ran; keys of those before it stand behind the others, as
-        attention does not depend on their order.
+        Tokens of the run are counted among those that ran, ``at``; keys of all others stand behind them, as attention
+        does not depend on their order.
         """
-        query, key = look
-        start = min(key, int((ids != self.ids.cpu()).int().argmax())) if self._runs_alone() else 0
-        inputs = {name: value[:, start:] for name, value in prompt_of(self.scope, ids[None, : query + 1]).items()}
-        if start:
-            del inputs["attention_mask"]
-        row = torch.zeros(1, dtype=torch.long, device=self.scope.device)
-        keys = torch.tensor([[key - start, query - start]], device=row.device)
-        places = Places(row, row + query - start, keys, torch.ones_like(keys, dtype=torch.bool))
-        visits = [partial(self._attend, at=torch.arange(start, query + 1)[None])] if start else []
-        run = reader.record(inputs, places, deep=[layer], last=layer, visits=visits)
-        call, base = run.calls[layer], self.calls[layer]
-        seen = base.mask_rows(row, row + query)[:, :, None]
-        mask = torch.cat([seen[..., start : query + 1], seen[..., :start]], dim=-1)
-        k, v = (torch.cat([a, b[:, :, :start]], dim=2) for a, b in ((call.k, base.k), (call.v, base.v)))
-        run.calls[layer] = replace(call, k=k, v=v, mask=mask, causal=False)
+        ids, at = ids.to(self.ids), at.to(self.ids)[None]
+        place = self._token_set(ids[at], at)
+        keys = torch.searchsorted(place.at.contiguous(), torch.tensor([look]).to(at))
+        places = Places(at[:, 0] * 0, keys[:, 0], keys.flip(1), torch.ones_like(keys, dtype=torch.bool))
+        visits = [partial(self._attend, place=place)] if self._alone else []
+        run = reader.record(place.inputs, places, deep=[layer], last=layer, visits=visits)
+        call = run.calls[layer]
+        run.calls[layer] = replace(self._part(call, place, keys[:, :1]), q=call.q)
         return run
 
-    def _runs_alone(self) -> bool:
+    def runs_alone(self) -> bool:
         """Whether tokens may run without those before them, tried once."""
         if self._alone is not None:
             return self._alone
-        self._alone, worst, at = True, 0.0, len(self.ids) - 1  # the last token alone asks as it asked
+        self._alone, worst, at = True, 0.0, torch.tensor([[len(self.ids) - 1]]).to(self.ids)
+        place = self._token_set(self.ids[at], at)  # the last token alone asks as it asked
 
         def check(call: Call) -> None:
             nonlocal worst
-            mine, theirs = call.q[0, :, 0].float(), self.calls[call.layer].q[0, :, at].float()
+            mine, theirs = call.q[0, :, 0].float(), self.calls[call.layer].q[0, :, -1].float()
             worst = max(worst, float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30)))
+            self._attend(call, place)
 
         try:
-            self.run(self.ids[None, at:], torch.tensor([at]), None, max(self.calls), check=check)
+            self.scope.watch(place.inputs, check, only=self.calls)
         except (RuntimeError, IndexError, ValueError):  # its code wants more than one token
             worst = torch.inf
         self._alone = worst < max(_AGREES, 4 * torch.finfo(self.scope.model.dtype).eps)
         return self._alone
 
 
-def _softened(call: Call, logits: Float[Tensor, "b h s t"], changed: Sequence[Changed]) -> Float[Tensor, "b h s t"]:
-    """Attention of logits, with other ones at the last token of some heads; hidden keys stay hidden."""
-    for i, head, others in changed:
-        logits[i, head, -1] = others.to(logits).masked_fill(logits[i, head, -1] == -torch.inf, -torch.inf)
-    return soft(logits, None if call.sinks is None else call.sinks.float()[:, None].expand(logits.shape[:3]))
+def _output(call: Call) -> Float[Tensor, "b s h e"]:
+    """What heads put out, by torch's own kernel where it knows all that the call asks for."""
+    if call.softcap is None and call.sinks is None and call.k.shape[1] == call.v.shape[1]:
+        mask = cast(Tensor, call.mask).to(call.q)
+        out = scaled_dot_product_attention(call.q, call.k, call.v, mask, scale=call.scale, enable_gqa=True)
+        return out.transpose(1, 2)
+    return call.attend([*range(call.q.shape[1])])
 
 
 def _put(place: tuple[int, Tensor], value: Tensor, before: Callable[[Tensor], Tensor] | None, out: Tensor) -> Tensor:
-    """What a head put out, with another vector at one place, and what else was to be changed of it."""
+    """Replace one vector in a head's output, and apply the other changes of it."""
     out[place] = value.to(out)
     return out if before is None else before(out)
 
 
 def room_of(scope: Scope) -> int:
-    """How many tokens run together."""
+    """Number of tokens to run together."""
     return _TOKENS.get(scope.device.type, _MORE_TOKENS)
 
 
 def prompt_of(scope: Scope, ids: Int[Tensor, "b t"]) -> dict[str, Tensor]:
-    """What a model is given of prompts without padding."""
+    """Model inputs of prompts without padding."""
     inputs = {"input_ids": ids.to(scope.device), "attention_mask": torch.ones_like(ids).to(scope.device)}
     if scope.facts.takes_positions:
         inputs["position_ids"] = (
             torch.arange(ids.shape[1], device=scope.device) + scope.facts.first_position
         ).expand_as(ids)
     return inputs
-
-
-def attend(
-    call: Call,
-    base: Call,
-    mask: Float[Tensor, "b m s t"],
-    at: Int[Tensor, "b k"],
-    changed: Sequence[Changed] = (),
-) -> tuple[Float[Tensor, "b h s t"], Float[Tensor, "b s h e"]]:
-    """Attention and output of every head at some tokens, behind the keys and values of those before them.
-
-    Those are the same in every row, so that they are not copied; ``at`` is where keys and values of the call stand, and
-    ``changed`` has other logits at the last token, by row and head.
-    """
-    q = call.q.float().unflatten(1, (call.k.shape[1], -1))
-    logits = torch.einsum("bgmsd,gtd->bgmst", q, base.k[0].float())
-    own = torch.einsum("bgmsd,bgtd->bgmst", q, call.k.float())
-    at = at.to(own.device)[:, None, None, None]
-    logits = call.cap(call.scale * logits.scatter(-1, at.expand_as(own), own)).flatten(1, 2) + mask.to(own)
-    weights = _softened(call, logits, changed)
-    each = weights.unflatten(1, (call.v.shape[1], -1))
-    at = at.expand(*each.shape[:-1], -1)
-    out = torch.einsum("bgmst,gte->bgmse", each.scatter(-1, at, 0.0), base.v[0].float())
-    out = out + torch.einsum("bgmst,bgte->bgmse", each.gather(-1, at), call.v.float())
-    return weights, out.flatten(1, 2).transpose(1, 2)

@@ -181,7 +181,7 @@ class Nodes:
     # ------------------------------------------------------------------ runs
 
     def _rows(self, count: int, room: int = 1) -> Iterator[tuple[Int[Tensor, " m"], Int[Tensor, " m"]]]:
-        """So many variants of every prompt, as batches: the number of the variant and of the prompt."""
+        """Batches of ``count`` variants of every prompt, as numbers of variant and prompt."""
         size = len(self.query)
         for some in torch.arange(count * size, device=self.query.device).split(max(self._at_once // room, 1)):
             yield some // size, some % size

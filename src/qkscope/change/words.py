@@ -20,15 +20,13 @@ from torch import Tensor
 
 from qkscope import BadInput, Scope
 from qkscope.capture.encode import PIECE, token_texts
-from qkscope.capture.pick import Places
 from qkscope.change.again import Again
 from qkscope.draws import derived_seed
 from qkscope.kinds import grouped
 
 _WITHOUT_BLANKS = re.compile(r"[぀-ヿ㐀-䶿一-鿿豈-﫿฀-໿ក-៿]")
 _LEAST = 8  # tokens of a shape, under which others are taken as well
-_RANKED, _ROOM = 4096, 2**25  # next tokens that are ranked, and logits that are held at once
-_SHORT = 256  # tokens of a prompt that is ranked as a whole
+_RANKED, _AT_ONCE = 4096, 256  # next tokens that are ranked, and tokens whose logits are held at once
 _CHARACTERS = 256  # tried in the place of one
 _LIKELY = 4  # of a word's alternatives
 
@@ -80,7 +78,7 @@ def words_of(scope: Scope, ids: Sequence[int]) -> list[Word]:
 
 
 def _continues(before: str, text: str) -> bool:
-    """Whether a token goes on with the word before it."""
+    """Whether a token continues the word before it."""
     a, b = before[-1:], text[:1]
     inside = (a.isalnum() or a == "_") and (b.isalnum() or b == "_")
     return inside and not _WITHOUT_BLANKS.match(a) and not _WITHOUT_BLANKS.match(b)
@@ -160,10 +158,9 @@ class Alternatives:
         self._kept: dict[tuple[Word, int], list[Ids]] = {}
         self._likely: dict[Word, list[Ids]] = {}
         self._ranked: dict[int, Int[Tensor, " k"]] = {}
-        self._at_once = max(_ROOM // self.lexicon.size, 1)
 
     def of(self, word: Word, count: int = 8) -> list[Ids]:
-        """So many other words for one, likely and drawn ones in turn; fewer where there are no more of its shape."""
+        """Up to ``count`` other words for one, likely and random ones in turn; fewer if its shape has no more."""
         if (word, count) not in self._kept:
             self.prepare([word])
             likely = self._likely[word][: count // 2]
@@ -178,14 +175,11 @@ class Alternatives:
         return any(self.lexicon.texts[i] == PIECE for i in self.ids[word.start : word.stop])
 
     def _rank(self, words: Sequence[Word]) -> None:
-        """Run the prompt once, for the likeliest next tokens before each of some words, in their order."""
-        before = {*range(len(self.ids) - 1)} if len(self.ids) <= _SHORT else {word.start - 1 for word in words}
-        new = torch.tensor(sorted(before - {-1, *self._ranked}), device=self.again.scope.device)
-        for some in new.split(self._at_once) if len(new) else ():
-            places = Places(torch.zeros_like(some), some, some[:, None][:, :0], some[:, None][:, :0].bool())
-            logits = self.again.scope.watch(self.again.inputs, logits_at=places)
-            assert logits is not None
-            ranked = logits[:, : self.lexicon.size].topk(min(_RANKED, self.lexicon.size)).indices.cpu()
+        """Find the likeliest next tokens before each of some words, in their order: these tokens run again."""
+        new = torch.tensor(sorted({word.start - 1 for word in words} - {-1, *self._ranked}), dtype=torch.long)
+        for some in new.split(_AT_ONCE) if len(new) else ():
+            logits = self.again.run(self.again.ids.cpu()[some, None], some[:, None])[:, : self.lexicon.size]
+            ranked = logits.topk(min(_RANKED, self.lexicon.size)).indices.cpu()
             self._ranked |= dict(zip(some.tolist(), ranked, strict=True))
 
     def prepare(self, words: Sequence[Word]) -> None:
@@ -199,7 +193,7 @@ class Alternatives:
                 if len(ids) == len(word):
                     self._likely[word].append(ids)
             begun = [(word, ids) for word, ids in begun if len(ids) < len(word)]
-            parts = (begun[i : i + self._at_once] for i in range(0, len(begun), self._at_once))
+            parts = (begun[i : i + _AT_ONCE] for i in range(0, len(begun), _AT_ONCE))
             begun = [longer for some in parts for longer in self._continued(some)]
 
     def _first(self, word: Word) -> list[int]:
@@ -211,9 +205,9 @@ class Alternatives:
 
     def _continued(self, begun: Sequence[tuple[Word, Ids]]) -> list[tuple[Word, Ids]]:
         """Words with as many pieces, each with the likeliest next one of its shape."""
-        starts, size = torch.tensor([word.start for word, _ in begun]), self.lexicon.size
-        logits = self.again.run(torch.tensor([ids for _, ids in begun]), starts)
-        assert logits is not None
+        tokens, size = torch.tensor([ids for _, ids in begun]), self.lexicon.size
+        at = torch.tensor([[*range(word.start, word.start + len(ids))] for word, ids in begun])
+        logits = self.again.run(tokens, at)
         allowed = torch.stack([self.lexicon.like(self.ids[word.start + len(ids)]) for word, ids in begun])
         best = logits[:, :size].masked_fill(~allowed.to(logits.device), -torch.inf).argmax(-1).tolist()
         return [(word, (*ids, piece)) for (word, ids), piece in zip(begun, best, strict=True)]

@@ -70,8 +70,10 @@ def vectors_with(
     names, slots, kind = run.reader.writers(head.layer)[:-1], _slots(run, [token]), KINDS[side]
     for writer in {writer for own in sets for writer in own} - {*names}:
         raise BadInput(f"{writer} does not write before {head}: name one of an earlier layer.")
-    chosen = torch.tensor([[name in own for name in names] for own in sets]).to(instead)
-    away = instead - mean_parts(run, head.layer, [token])
+    numbers, chosen = {name: i for i, name in enumerate(names)}, torch.zeros(len(sets), len(names))
+    for row, own in enumerate(sets):
+        chosen[row, [numbers[name] for name in own]] = 1
+    chosen, away = chosen.to(instead), instead - mean_parts(run, head.layer, [token])
     if norms == "frozen":
         true = run.vectors([(head.layer, run.index(head, kind))], kind, slots)[0, :, 0]
         return true + chosen @ run.read(head, side, [Parts(names, away[None, :, None])], slots)[0, :-1, 0]
@@ -87,7 +89,7 @@ def attention_with(
     ----------
     run : of one prompt.
     head : the head.
-    query : the token that asks.
+    query : the query token.
     q : queries to put there, Float [x, d].
     keys : by token, keys to put there, Float [x, d].
     """

@@ -50,7 +50,7 @@ _VERDICTS = {"green": "shown|supported", "yellow": "not shown|not here", "dim": 
 
 
 class Verbs(TyperGroup):
-    """Our verbs, and those of other distributions (entry points ``qkscope.commands``), loaded when they are asked for.
+    """Verbs of qkscope and of other distributions (entry points ``qkscope.commands``), loaded when asked for.
 
     An entry point names a `typer.Typer`, as ``qkscope_papers.cli:app``; ours come first where names are the same.
     """
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 class _Stderr(logging.Handler):
-    """Lines on stderr, above the one that says how far a run is; nothing that they quote steers the terminal."""
+    """Log handler: lines on stderr above the progress line, with control characters written out."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(plain_text(record.getMessage()), file=sys.stderr)  # noqa: T201
@@ -146,7 +146,7 @@ class _Stderr(logging.Handler):
 
 
 def print_result(result: Result, as_json: bool, everything: bool = False, end: Sequence[str] = ()) -> None:
-    """The answer, and the lines or the one table that support it, or every table; or all of it as JSON.
+    """Print the answer with its lines or one table, with every table, or all of it as JSON.
 
     Of `why` so many lines that there are `MOST_LINES` with those at the end. Of several processes under torchrun the
     first alone has a result to print.
@@ -181,12 +181,12 @@ def print_result(result: Result, as_json: bool, everything: bool = False, end: S
 
 
 def _console() -> Console:
-    """As wide as the terminal, but for sentences no wider than `_WIDEST`; 80 columns where there is none."""
+    """A console as wide as the terminal, at most `_WIDEST`; 80 columns if there is no terminal."""
     return Console(width=min(Console().width, _WIDEST), highlight=False, markup=False, emoji=False)
 
 
 def laid(*parts: Any) -> list[str]:
-    """The lines that texts and tables take; bold and colours where a terminal shows them."""
+    """Lay out texts and tables as lines, with bold and colours if a terminal shows them."""
     console = _console()
     with console.capture() as text:
         console.print(*parts, sep="\n")
@@ -213,13 +213,13 @@ def _lines(said: Sequence[str]) -> list[str]:
 
 
 def print_json(value: Any) -> None:
-    """JSON on stdout, and nothing else there; JSON writes out most of what would steer a terminal, but not all."""
+    """Print JSON on stdout, with every control character escaped."""
     text = json.dumps(value, indent=1, ensure_ascii=False)
     typer.echo(re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 def say(text: str) -> None:
-    """Lines for people, broken between words on a terminal; what they quote from a folder does not steer it."""
+    """Print lines for people, wrapped on a terminal, with control characters written out."""
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(plain_text(text), soft_wrap=not console.is_terminal)
 
@@ -251,7 +251,7 @@ def end_lines(*written: str | Path | None, then: str) -> list[str]:
 
 
 def command(verb: str, *arguments: object, **options: object) -> str:
-    """A command to type: its arguments, and its options where the verb has them and would not take them anyway.
+    """Write a command to type: its arguments, and the options that the verb has and that are not defaults.
 
     >>> command("decompose", "binding", heads="L18H6", out="my runs", seed=1, key=3)
     "qkscope decompose binding --heads L18H6 --out 'my runs' --seed 1"
@@ -262,10 +262,8 @@ def command(verb: str, *arguments: object, **options: object) -> str:
         if name not in known or value is None or value is False or value == known[name].default:
             continue
         texts = list(map(str, value)) if isinstance(value, list) else [str(value)]
-        if known[name].param_type_name == "argument":
-            words += texts
-        else:
-            words += [known[name].opts[0], *([] if value is True else [",".join(texts)])]
+        option = [known[name].opts[0], *([] if value is True else [",".join(texts)])]
+        words += texts if known[name].param_type_name == "argument" else option
     return shlex.join(word.replace("\n", "\\n") for word in words)
 
 
@@ -283,25 +281,24 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
         return command("view", live=True, fit=values["fit"])
     if result.experiment == "why/prompts":
         return _after_prompts(values, result)
-    same = _some(values, "prompt", "query", "chat", *_SCOPE)
-    rival = _some(values, "versus")  # trace's is another: a key
+    same = _some(values, "prompt", "query", "chat", "versus", *_SCOPE)
     if "heads" in result.tables:  # one that helps and looks at the answer or at its rival, rather than at itself
         places, rows = ["answer", "rival", "", "itself"], result.tables["heads"]
         helps = [row for row in rows if row["direction"] == "for"][:10] or rows[:1]
-        return command("why", **same, **rival, head=min(helps, key=lambda row: places.index(row["at"]))["head"])
+        return command("why", **same, head=min(helps, key=lambda row: places.index(row["at"]))["head"])
     if result.experiment == "why/circuit":  # the first head of the circuit, asked by itself
         first = (row["node"] for row in result.tables.get("paths", ()) if "H" in row["node"])
-        return command("why", **same, **rival, head=next(first, None))
+        return command("why", **same, head=next(first, None))
     head = values["head"] or values["heads"][0]
     carried = [row for row in result.tables.get("carriers", ()) if row["verdict"] == "shown"]
     carriers = [(name, row["side"]) for row in carried for name in row["writers"].split(", ") if "H" in name]
     if carriers:  # and why did that one look there?
         name, side = carriers[0]
         at = {"query": result.tables["output"][0]["key"]} if side == "key" else {}
-        return command("why", **{**same, **rival, **at, "head": name})
+        return command("why", **{**same, **at, "head": name})
     if head.layer == 0:  # the embedding alone writes there: nothing to trace
-        return command("why", **same, **rival)
-    return command("trace", **same, heads=head, key=values["key"])
+        return command("why", **same)
+    return command("trace", **{**same, "versus": None}, heads=head, key=values["key"])  # trace's is another: a key
 
 
 def _after_prompts(values: Mapping[str, Any], result: Result) -> str:

@@ -41,7 +41,7 @@ def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
 def svd(
     scope: Scope, heads: str | Head | Sequence[str | Head] | None = None, *, out: str | Path | None = None
 ) -> Result:
-    """Singular vectors of every head's QK matrix, from thin factors of the weights; multiplied out before believed.
+    """Singular vectors of every head's QK matrix, from thin factors of the weights, checked by multiplying them out.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def fetch(name: str) -> None:
 
     Parameters
     ----------
-    name : smollm2-135m (93 MB), gemma3-270m (240 MB; its terms of use apply) or qwen2.5-coder-1.5b (1.1 GB).
+    name : a model: smollm2-135m (98 MB), gemma3-270m (240 MB; its terms of use apply) or qwen2.5-coder-1.5b (1.1 GB).
     """
     say(f"{fetch_model(name, say)} is ready.")
     print_end(then=command("why", PROMPT, model=name))
@@ -98,7 +98,7 @@ def _record(columns: Mapping[str, list[str]]) -> dict[str, Any]:
 
 @verb("demo")
 def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
-    """Run the main job on the embedded model: find heads, take them apart, test it causally, and say why of a prompt.
+    """Run the main job on the embedded model: find heads, take them apart, test that causally, and ask why on a prompt.
 
     It takes half a minute, so that nothing is kept of one that is stopped.
 

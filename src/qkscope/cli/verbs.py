@@ -172,9 +172,7 @@ def typed(parameter: Parameter) -> list[inspect.Parameter]:
         return _OF_MODEL
     if parameter.takes("Texts"):
         task, told = parameter.takes("Task"), "Text files and folders, or python (its own texts)."
-        sources = _argument(
-            "sources", list[str], None, f"A task ({_TASKS}); {told[0].lower()}{told[1:]}" if task else told
-        )
+        sources = _argument("sources", list[str], None, f"{told} Or a task: {_TASKS}." if task else told)
         single = _option("prompt", str, None, "One prompt instead; \\n is a line break.", read="prompt")
         return [sources, *([single] if parameter.takes("Example") else []), *(_OF_TASK if task else [])]
     if parameter.takes("Task"):
@@ -337,7 +335,7 @@ def make_task(values: Mapping[str, Any]) -> Any:
 
 
 def _parameters(name: str) -> list[Parameter]:
-    """Those of a verb, with its ``--out``."""
+    """Parameters of a verb, with the default of its ``--out``."""
     return [p._replace(default=_OUT.get(name, p.default)) if p.name == "out" else p for p in signature(VERBS[name])[1]]
 
 

@@ -62,7 +62,10 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, 
         for heading, source in sources.items()
         if heading[-1] != "?" or len(picked) == 1 or len({_cell(source, row) for row in picked}) > 1
     }
-    return picked, dict(list((kept or sources).items())[:MOST_COLUMNS]), len(rows), view.get("note", "")
+    columns = dict(list((kept or sources).items())[:MOST_COLUMNS])
+    hidden = {heading.rstrip("?") for heading in sources} - set(columns)
+    notes = (part for part in view.get("note", "").split("; ") if part.partition(":")[0] not in hidden)
+    return picked, columns, len(rows), "; ".join(notes)
 
 
 def drawn(rows: Rows, columns: Mapping[str, str], width: int, *, whole: bool = False) -> Iterator[Table]:
@@ -138,7 +141,7 @@ def _by(rows: Rows, column: str, largest: bool = True) -> Rows:
 
 
 def _where(rows: Rows, column: str, value: Any) -> Rows:
-    """These rows, or all where there are none."""
+    """Rows with this value in a column, or all rows if there are none."""
     return [row for row in rows if row[column] == value] or rows
 
 

@@ -1,4 +1,4 @@
-"""One linear engine: who writes what a head reads, with norms frozen.
+"""The linear engine: which components write what a head reads, with norms frozen.
 
 What comes in: a `Scope` and a batch. What goes out: a `Run`, in which queries, keys, values and next-token logits are
 split among writers. Its files, in reading order:

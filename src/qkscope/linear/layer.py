@@ -87,16 +87,16 @@ class AffineLayer:
     @cached_property
     @torch.no_grad()
     def constants(self) -> dict[Kind, Float[Tensor, "n p h d"]]:
-        """What no stream decides: every head's vectors of a stream of 0."""
+        """Constants: every head's vectors for a zero residual stream."""
         return self._picked(self._push(torch.zeros_like(self.x), self.row, self.columns, frozen=True), self.columns)
 
     def unit(self, unbiased: Collection[nn.Module] = ()) -> None:
-        """From now on every norm's scalar is 1, and some norms have no bias."""
+        """Set every norm's scalar to 1 from now on, and drop the biases of some norms."""
         self.norms.unit(unbiased)
         self._trace()
 
     def reads(self, kind: Kind) -> bool:
-        """Whether its vectors are made of the stream at all; some layers read keys of another."""
+        """Whether the layer's vectors depend on its stream; some layers use another layer's keys."""
         return self._vectors[kind].requires_grad
 
     def _push(self, x: Tensor, row: Tensor, columns: Tensor, frozen: bool) -> dict[Kind, Float[Tensor, "m t h d"]]:
@@ -136,7 +136,7 @@ class AffineLayer:
         return value.unflatten(0, (batch, -1))[row].flatten(0, 1)  # ALiBi: sequences times heads
 
     def _picked(self, made: dict[Kind, Tensor], columns: Tensor) -> dict[Kind, Float[Tensor, "m p h d"]]:
-        """At the tokens asked about."""
+        """Select the tokens asked about."""
         rows = torch.arange(len(columns), device=columns.device)[:, None]
         return made if self.alone else {kind: value[rows, columns] for kind, value in made.items()}
 
@@ -202,23 +202,26 @@ class AffineLayer:
 class PartLayer:
     """What the parts of one block besides its heads put out, as functions of its stream and of its heads' outputs.
 
-    The block's own code runs again, norms frozen, on the tokens of one prompt; a direction is pulled back by autograd.
+    The block's own code runs again, norms frozen, on some tokens of one prompt; a direction is pulled back by autograd.
     A part is not linear: what its gradient misses of it is a constant.
 
     Parameters
     ----------
     run : of one prompt, with every token as a key.
     layer : which block.
+    tokens : which tokens.
     """
 
-    def __init__(self, run: Run, layer: int) -> None:
+    def __init__(self, run: Run, layer: int, tokens: Int[Tensor, " p"]) -> None:
         block, hidden = run.reader.blocks[layer], stream_of(*run.called[layer])
-        self.x = hidden.detach().float().requires_grad_()
-        self.z = run.heads[layer][:, 1:].to(hidden.device).requires_grad_() if layer in run.heads else None
+        self.x = hidden[:, tokens.to(hidden.device)].detach().float().requires_grad_()
+        self.z = run.heads[layer][:, 1 + tokens].to(hidden.device).requires_grad_() if layer in run.heads else None
         self.out: dict[nn.Module, Tensor] = {}
 
         def float_of(value: Tensor) -> Tensor:
-            return self.x if value is hidden else value.float() if value.is_floating_point() else value
+            if value.ndim in (2, 3) and value.shape[1] == hidden.shape[1]:
+                value = self.x if value is hidden else value[:, tokens.to(value.device)]
+            return value.float() if value.is_floating_point() else value
 
         def given(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
             return self.z.reshape(args[0].shape) if self.z is not None else args[0], *args[1:]
@@ -236,22 +239,21 @@ class PartLayer:
         hooks += [part.register_forward_hook(gave) for part in block.parts]
         hooks += [] if block.output is None else [block.output.register_forward_pre_hook(given)]
         full = {name: weight.detach().float() for name, weight in block.module.named_parameters()}
-        # what its heads put out is known, so its attention, of size T × T in float32, need not run
+        # what its heads put out is known, so its attention need not run
         watched = tap(scope.model, skip, layers=layers, anatomy=scope.facts.anatomy, within=block.module)
         with cleared(hooks), watched, torch.enable_grad():
             functional_call(block.module, full, *tree_map_only(Tensor, float_of, run.called[layer]))
 
     def pull(
-        self, part: nn.Module, tokens: Int[Tensor, " p"], along: Float[Tensor, "1 p d_model"]
-    ) -> tuple[Float[Tensor, "1 p d_model"], Float[Tensor, "1 p he"] | None, Float[Tensor, "1 p"]]:
-        """A direction at some tokens, each once, on the stream and on the heads' outputs; what their sum misses."""
+        self, part: nn.Module, along: Float[Tensor, "1 p d_model"]
+    ) -> tuple[Float[Tensor, "1 p d_model"], Float[Tensor, "1 p he"], Float[Tensor, "1 p"]]:
+        """A direction on what a part puts out, on the stream and on the heads' outputs; what their sum misses."""
         out, leaves = self.out[part], [self.x] if self.z is None else [self.x, self.z]
-        wanted = torch.zeros_like(out).index_add_(1, tokens.to(out.device), along.to(out))
-        pulled = torch.autograd.grad(out, leaves, wanted, retain_graph=True, allow_unused=True)
+        pulled = torch.autograd.grad(out, leaves, along.to(out), allow_unused=True)
         found = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, pulled, strict=True)]
-        said = sum(((leaf * g).sum(-1) for leaf, g in zip(leaves, found, strict=True)), -(out * wanted).sum(-1))
-        x, *z = (g.detach()[:, tokens].to(along) for g in found)
-        return x, z[0] if z else None, -said.detach()[:, tokens].to(along)
+        said = sum(((leaf * g).sum(-1) for leaf, g in zip(leaves, found, strict=True)), -(out * along.to(out)).sum(-1))
+        x, *z = (g.detach().to(along) for g in found)
+        return x, z[0] if z else x[..., :0], -said.detach().to(along)
 
 
 def stream_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Float[Tensor, "b t d_model"]:

@@ -36,7 +36,7 @@ def last_alone(call: Call) -> Call:
 
 
 def _once(method: Callable[..., T]) -> Callable[..., T]:
-    """Keep what a method says: a model's weights do not change while it is read."""
+    """Cache a method's result: a model's weights do not change while it is read."""
 
     @wraps(method)
     def ask(self: Reader, *args: Any) -> T:
@@ -134,7 +134,7 @@ class Reader:
 
     @_once
     def speaks(self, bias: Tensor) -> bool:
-        """Whether a bias is anything but 0, asked once: every question to a GPU waits for all it has to do."""
+        """Whether a bias is not 0, read once: every read from a GPU waits for its queue."""
         return bool(bias.any())
 
     # ------------------------------------------------------------------ layers in closed form
@@ -155,7 +155,7 @@ class Reader:
         return recorded(self.scope, max(self.scope.facts.layer_of.values()))
 
     def reject(self, layers: Iterable[int]) -> None:
-        """Ask the own code of some layers from now on."""
+        """Use the model's own code for some layers from now on, instead of the closed form."""
         self._said |= {("form", layer): None for layer in layers}
 
     @_once

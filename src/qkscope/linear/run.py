@@ -60,7 +60,7 @@ class Direction(NamedTuple):
 
 @dataclass
 class Answer:
-    """What each writer has to say in a direction, and the direction on what the heads and each other part put out.
+    """Each writer's value along a direction, and the direction on the outputs of heads and other parts.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ class Run:
         return value[row, columns].to(self.row.device, torch.float32)
 
     def pick_all(self, values: Sequence[Tensor], slots: Any = slice(None)) -> Float[Tensor, "l n p *d"]:
-        """The same of several tensors of one shape: small ones on a GPU are stacked first and gathered at once."""
+        """Pick the slots from several tensors of one shape; small ones on a GPU are stacked and gathered at once."""
         if len(values) == 1 or not fits(values[0], len(values)):
             return torch.stack([self.pick(value, slots) for value in values])
         return self.pick(torch.stack(list(values)).movedim(0, 2), slots).movedim(2, 0)
@@ -336,7 +336,7 @@ class Run:
         return answer
 
     def _back(self, answer: Answer, slots: Tensor, layer: int, node: Node, g: Tensor) -> Tensor | None:
-        """What a direction on a part of a block asks of what entered the block; what it asks of writers is noted."""
+        """Pull a direction on part of a block back to the block's input, noting what falls on writers."""
         match node:
             case Entered():
                 return g

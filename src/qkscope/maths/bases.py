@@ -202,7 +202,7 @@ class Projector(NamedTuple):
         return self.left @ self.right.mT
 
     def cut(self, k: int | Sequence[int]) -> Projector:
-        """Its first k columns; of k per head, zeros fill up those that have fewer."""
+        """Keep the first k columns; with k per head, zeros fill up the shorter ones."""
         width = k if isinstance(k, int) else max(k)
         if not 1 <= width <= self.left.shape[-1]:
             raise BadInput(f"rank {width} does not fit into the {self.left.shape[-1]} dimensions of the head.")

@@ -126,7 +126,7 @@ class Dictionary:
         return {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
 
     def to(self, device: torch.device | str) -> Dictionary:
-        """The same in float32 on a device.
+        """Move to a device, in float32.
 
         Parameters
         ----------
@@ -282,7 +282,7 @@ class FeatureTerms(NamedTuple):
 
     @property
     def pairs(self) -> Float[Tensor, "a b"]:
-        """Of a feature with a feature."""
+        """Terms of a feature of the query with a feature of the key."""
         return self.values[: len(self.query), : len(self.key)]
 
     def marginals(self) -> dict[str, dict[int | str, float]]:

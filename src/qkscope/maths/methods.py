@@ -161,7 +161,7 @@ def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | No
 
 
 def joint_name(features: Sequence[str]) -> str:
-    """What all features together are called: ``both`` or ``all``, unless one of them is called so."""
+    """Name of all features together: ``both`` or ``all``, unless a feature has that name."""
     if len(features) == 1:
         return features[0]
     name = "both" if len(features) == 2 else "all"

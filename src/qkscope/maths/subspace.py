@@ -133,7 +133,7 @@ class Subspace:
         return self.coordinates(x, side) @ self.basis(side).to(x).mT
 
     def cut(self, rank: int) -> Subspace:
-        """The same singular vectors, cut elsewhere.
+        """Cut the same singular vectors at another rank.
 
         Parameters
         ----------

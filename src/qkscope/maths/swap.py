@@ -135,7 +135,7 @@ def total_variation(one: Float[Tensor, "*n k"], other: Float[Tensor, "*n k"]) ->
 
 @dataclass(frozen=True)
 class SwapRows:
-    """Rows of some heads to be swapped, whatever in.
+    """Attention rows of some heads, ready for swaps in any subspace.
 
     Parameters
     ----------

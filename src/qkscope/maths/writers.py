@@ -103,13 +103,13 @@ class Tally:
 
     @classmethod
     def of_prompt(cls, given: Measurement) -> Tally:
-        """One prompt alone, which has no intervals."""
+        """Tally of a single prompt, without intervals."""
         tally = cls([""])
         tally.add([""], given)
         return tally
 
     def add(self, words: Sequence[str], given: Measurement) -> None:
-        """Take in prompts, all or those that count."""
+        """Add prompts: all of them, or those that count."""
         used = torch.ones(len(words), dtype=torch.bool) if given.used is None else given.used.cpu()
         places = torch.tensor([self._place[word] for word in words])[used]
         for name, value in {**given.values, "count": torch.ones(len(words))}.items():
@@ -134,7 +134,7 @@ class Tally:
         return self.sums[name].sum(0) / self.rows
 
     def interval(self, name: Any, columns: Any = slice(None)) -> tuple[Float[Tensor, "*v"], Float[Tensor, "*v"]]:
-        """Its 95% interval, of some columns or of all, resampling words; NaN where there is one word alone."""
+        """95% interval of the mean, resampling words; NaN if there is one word only."""
         there = self.sums["count"].nonzero()[:, 0]
         sizes, means = self.sums["count"][there], self.sums[name][there]
         means = means[:, columns] if means.ndim > 1 else means

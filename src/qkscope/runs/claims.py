@@ -90,7 +90,7 @@ class Claim:
         return self.exact or not (_missing(self.low) or _missing(self.high))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; ``reason`` and ``why`` are empty unless it fails."""
+        """Convert to plain values; ``reason`` and ``why`` are empty unless the claim fails."""
         reason = "not run here" if _missing(self.ours) else self.reason
         failure = {"reason": reason, "why": self.why} if self.holds is False else {"reason": "", "why": ""}
         return {**asdict(self), "source": self.source, "holds": self.holds, **failure}

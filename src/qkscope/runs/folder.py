@@ -189,7 +189,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def _encoded(content: str | bytes) -> bytes:
-    """UTF-8; half a surrogate, which it has no place for, as JSON writes it."""
+    """Encode as UTF-8, a lone surrogate as JSON escapes it."""
     return content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
 
 
@@ -209,7 +209,7 @@ def file_name(name: str) -> str:
 
 @contextmanager
 def kept_if_stopped(folder: Path, kept: Callable[[], bool]) -> Iterator[None]:
-    """Tell who stops a run that the same command goes on with it, if something is kept."""
+    """On interruption, say that the same command resumes the run, if pieces are kept."""
     try:
         yield
     except KeyboardInterrupt:

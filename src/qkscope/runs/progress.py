@@ -1,4 +1,4 @@
-"""Where a long run stands: one line on a terminal, gone at the end; elsewhere a line a minute in the log.
+"""Progress of a long run: one line on a terminal, gone at the end; elsewhere a line a minute in the log.
 
 There is one standard error, so there is one line: what is under way, from the widest step to the count inside it.
 """

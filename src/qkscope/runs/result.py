@@ -69,7 +69,7 @@ class Result:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __init_subclass__(cls) -> None:
-        """Every kind of result is shown as results are: a dataclass would dump its fields."""
+        """Give every kind of result this class's repr: a dataclass would dump its fields."""
         super().__init_subclass__()
         if "__repr__" not in vars(cls):
             cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
@@ -114,7 +114,7 @@ class Result:
         return import_module("pandas").DataFrame(self.table(table))
 
     def to_json(self) -> dict[str, Any]:
-        """The contract's JSON: NaN and infinities are null."""
+        """Convert to plain JSON values: NaN and infinities are null."""
         fields = {name: getattr(self, name) for name in _STORED}
         return {"schema": disk.SCHEMA, **plain_value({**fields, "claims": [claim.to_json() for claim in self.claims]})}
 

@@ -89,7 +89,7 @@ class Stage:
         return {"values": [self.add(value) for value in values], "sums": dict(self.sums)}
 
     def total(self, pieces: Iterable[Mapping[str, Any]]) -> list[Any]:
-        """Add the pieces up in order: what all batches gave, and in ``sums`` their total."""
+        """Add up the pieces in order: results of all batches, and their total in ``sums``."""
         values, totals = list[Any](), dict[str, Tensor]()
         for piece in pieces:
             values += piece["values"]
@@ -137,7 +137,7 @@ class Work:
         return self.open({**model, **kind, "examples": disk.sha256(repr(examples))[:16], **asked})
 
     def open(self, asked: Mapping[str, Any]) -> Work:
-        """As `begin`, of work that these facts tell from other work, and the versions."""
+        """Begin work that is identified by these facts and the versions."""
         assert self.out is not None
         facts = {**asked, "versions": provenance()["versions"]}
         self.folder = self.out / disk.WORK / disk.sha256(json.dumps(facts, sort_keys=True, default=str))[:16]
@@ -154,7 +154,7 @@ class Work:
         return self.folder is not None and any(self.folder.iterdir() if self.folder.is_dir() else ())
 
     def finish(self) -> None:
-        """The whole is written: the pieces have done their work."""
+        """Remove the pieces once the whole is written."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             with suppress(OSError):  # there is other work
@@ -310,7 +310,7 @@ _WORK: ContextVar[Work] = ContextVar("work")
 
 
 def current_work() -> Work:
-    """The pieces of the verb that runs; of none, where nothing is kept."""
+    """The running verb's pieces; without a folder, nothing is kept."""
     return _WORK.get(Work())
 
 

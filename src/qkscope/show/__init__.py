@@ -6,7 +6,7 @@ tables and arrays alone, so that it is the same whenever it is made.
 Reading order: `Block` (one thing to look at), `drawing` (tables are known by their columns) and ``names.toml`` (what
 their values are called), `blocks` (what a table is drawn as, and what is said beside it), `reasons` (the same of words,
 carriers and the atlas), `page` (blocks, claims, tables and what made them as one page), ``static/`` (a script per kind
-of block, on `base.js` and `colours.js`; of the live page `ask.js`, `state.js`, `decide.js` and `live.js`; `page.css`;
+of block, on `base.js` and `colours.js`; of the live page `ask.js`, `state.js` and `live.js`; `page.css`;
 templates), `gallery` (many runs as one site), `session` (the same blocks of a prompt that somebody types), and `live`,
 which serves them.
 """

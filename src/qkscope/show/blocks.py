@@ -112,9 +112,9 @@ def _spectra(block: Block, tables: Tables) -> Iterator[Block]:
     """How many directions.
 
     How much each direction of a contrast weighs at a head (singular values, the largest first). The band is what chance
-    gives, from its median to its 95% quantile, as far as directions were tested. Filled dots were kept. Directions that
-    hold for new words or prompts rebuild the contrast of those that were left out; where it says centred, what all
-    queries share was taken out first.
+    gives, from its median to its 95% quantile, as far as directions were tested. Filled dots were kept. For new words:
+    directions that predict the contrast of words or prompts left out of the fit. Centred: what all queries share was
+    subtracted first.
     """
     facts = {(row["contrast"], row["head"]): row for row in tables.get("ranks", ())}
     names = list(dict.fromkeys((row["contrast"], row["head"]) for row in block.rows))
@@ -284,7 +284,7 @@ def _parts(block: Block, tables: Tables) -> Iterator[Block]:
 
 @drawing("tests", "head", "side", "k", "writers", "before", "after", "control_low", "control_high", "verdict")
 def _cuts(block: Block, tables: Tables) -> Iterator[Block]:
-    """Cuts.
+    """Writers cut.
 
     Attention on the key with its strongest writers cut, in this head alone and with norms frozen: each one's part takes
     its mean over the prompt's other tokens (mean ablation). The band is what random writers of the same layers leave,
@@ -301,11 +301,17 @@ def _beside(row: Row) -> dict[str, str]:
     return {"beside": "" if row["control_high"] is None else f"control {low} to {high}"}
 
 
+@drawing("decide", "head", "key", "token", "probability", "difference", "direction", leads=True)
+def _deciding(block: Block, tables: Tables) -> Iterator[Block]:
+    """Heads that decide."""
+    yield block
+
+
 @drawing("output", "head", "key", "token", "before", "without_key", "without_other", "direct")
 def _output(block: Block, tables: Tables) -> Iterator[Block]:
-    """What it does.
+    """Effect on the next token.
 
-    Probability of the next token, before and with the key hidden from this head (attention knockout; the whole model
+    Its probability, before and with the key hidden from this head (attention knockout; the whole model
     runs on). The line is the same with its second key hidden instead. Direct: what the head adds to the token's logit
     by what it read at the key, the last norm frozen.
     """

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 GALLERY = "gallery"
 _FEW = 12  # heads of a table that speaks of each
-_SMALL = ("graph", "map", "swaps", "curve", "spectra", "parts", "tokens")  # charts whose data is small
+_SMALL = ("graph", "decide", "map", "swaps", "curve", "spectra", "parts", "tokens")  # charts whose data is small
 _CARD = ("run", "page", "verb", "experiment", "preset", "model", "date", "answer", "prompt", "claims")  # of each run
 _CHOICES = {"model": "model", "what": "verb"}
 _MARK, _BACK = '<span class="name">qkscope</span>', '<a class="name" href="../index.html#run-{}">← all runs</a>'
@@ -75,10 +75,8 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
     heads = sorted((row for run in runs for row in run["heads"]), key=_by_head)
     claims = [claim for run in runs for claim in run["of_claims"]]
     choices = {what: [*dict.fromkeys(filter(None, map(itemgetter(of), cards)))] for what, of in _CHOICES.items()}
-    models = choices["model"]
-    of = f" of {', '.join(models[:-1])}{' and ' * (len(models) > 1)}{models[-1]}" if models else ""
     held = count_claims([claim for run in runs for claim in run["result"].claims])
-    answer = f"{counted(len(runs), 'run')}{of}{f'; {held}' if held else ''}."
+    answer = f"{counted(len(runs), 'run')}{f'; {held}' if held else ''}."
     tables: dict[str, Sequence[Mapping[str, Any]]] = {"runs": cards, "heads": heads, "claims": claims}
     result = Result(GALLERY, tables, answer=answer, provenance=provenance(runs=[card["run"] for card in cards]))
     scripts = [*page.scripts_of([run["block"] for run in runs if run["block"]]), "gallery.js"]
@@ -94,7 +92,7 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
 
 
 def _read(folders: Sequence[str | Path], out: Path) -> tuple[list[Run], list[str]]:
-    """The runs, and a sentence for each folder that is left out."""
+    """Read the runs, and collect a sentence for each folder that is left out."""
     runs: dict[str, Run] = {}
     left: list[str] = []
     seen = {out.resolve()}
@@ -133,7 +131,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _run(folder: Path, name: str) -> Run | None:
-    """What the index shows of a run; nothing of a gallery."""
+    """Collect what the index shows of a run; None for a folder that is itself a gallery."""
     if not (folder / RESULTS).is_file():
         begun = read_run(folder)
         command = f" ({begun['command']})" if begun.get("command") else ""
@@ -169,7 +167,7 @@ def _by_head(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _head_rows(run: Run) -> list[dict[str, Any]]:
-    """The heads that a run speaks of, in its answer, its claims or a table of a few, and what it calls each."""
+    """The heads that a run names in its answer, its claims or a small table, and what it calls each."""
     claims, tables = [{"line": claim.claim} for claim in run["result"].claims], run["result"].tables.values()
     answer, rows = {"line": run["answer"]}, [row for rows in tables for row in rows]
     small = [row for rows in tables if len(page.heads_in(rows)) <= _FEW for row in rows]

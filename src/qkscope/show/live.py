@@ -57,7 +57,7 @@ def view(
     browser: bool = True,
     say: Callable[[str], object] = log.info,
 ) -> str | Result:
-    """Open the page of a run folder, or the live page (stop it with Ctrl-C); or say what made a run.
+    """Open a run's page or the live page (stop it with Ctrl-C), or say what made a run.
 
     Parameters
     ----------
@@ -254,5 +254,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _line(value: Any) -> bytes:
-    """A line of JSON."""
+    """Encode a value as a line of JSON."""
     return json.dumps(plain_value(value), allow_nan=False).encode() + b"\n"

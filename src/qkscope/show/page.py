@@ -45,7 +45,7 @@ _GROWS = (
 _NAMED = 6  # runs that a refusal names
 _HEAD = re.compile(r"\bL\d+H\d+\b(?! is a head)")  # where words explain what a name like it means, they speak of none
 _PROMPTS = ("tokens", "graph")  # blocks that show a prompt
-_SOUGHT = ("map", "atlas")  # blocks whose script finds a head
+_SOUGHT = ("decide", "map", "atlas")  # blocks whose script finds a head
 
 
 @checked_call
@@ -91,7 +91,7 @@ def report_html(results: Sequence[Result], pictures: Mapping[str, bytes] | None 
 
 
 def remembered(page: str) -> str:
-    """The page, noted as drawn here; where the cache cannot be written, it is drawn anew when it is viewed."""
+    """Note in the cache that this page was drawn here; without a cache it is drawn anew when viewed."""
     with suppress(OSError):
         notes = cache_dir("pages", "drawn.txt")
         notes.parent.mkdir(parents=True, exist_ok=True)
@@ -198,8 +198,8 @@ def heads_in(rows: Sequence[Row]) -> list[str]:
 def _name_places(sections: Sequence[dict[str, Any]]) -> None:
     """Let links name a head (``#L18H6``), a claim (``#claim-3``) and a prompt (``#prompt-1``).
 
-    A head's place is the block that speaks of fewest heads; one that no block speaks of has a row of a table. A map of
-    all heads and an atlas have too many to write out: their scripts find the one that a link names.
+    A head's place is the block that names fewest heads; one that no block names has a row of a table. Charts
+    of all heads have too many to write out: their scripts find the one that a link names.
     """
     blocks = [(block, shown, heads_in(block.rows)) for section in sections for block, shown in section["blocks"]]
     place: dict[str, int] = {}

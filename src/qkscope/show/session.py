@@ -1,7 +1,7 @@
 """What the live page asks of a model: the next token and who decides it, why a head looks somewhere, and what if.
 
 Answers are the results of `qkscope.why` and of `WhatIf`, with the blocks that a saved page draws of them. A question
-names the prompt, the token that asks, the rival, the head and the key; a change is a few words, so that the page's
+names the prompt, the query token, the rival, the head and the key; a change is a few words, so that the page's
 address is the whole state:
 
 - ``ablate L17H8``: a head or an MLP puts out its mean over the other tokens;
@@ -42,7 +42,6 @@ from qkscope.analyses.why.output import TOKENS, Output
 from qkscope.analyses.why.why import answer_probe, circuit_of
 from qkscope.capture.tap import cleared
 from qkscope.change.again import Again, TokenRun
-from qkscope.change.words import words_of
 from qkscope.heads import Head, Writer
 from qkscope.kinds import checked_class, grouped
 from qkscope.linear.run import Run
@@ -56,14 +55,14 @@ EXAMPLES = (
     "hat: O\njam: Z\ncat: B\npen: K\njam:",
     "The war lasted from the year 1743 to the year 17",
 )
-_LONGEST = 2048  # tokens
+_LONGEST, _SQUARE = 8192, 2048  # tokens of a prompt, and of one whose whole patterns are shown
 _TEXTS = 3  # of a head that a folder names
 _OTHERS = 8  # heads or MLPs that take the place of one
 _CHANGE = re.compile(r"(ablate) (\S+)|(hide) (\S+) (\d+) (\d+)|(replace) (\d+) (.+)", re.S)
 _GOES_ON = 5  # tokens of the continuation
 _SMALL = 300  # tokens up to which a head's pattern comes with its answer
 _RUNS, _KEPT = 2, 32  # runs, which are large, and answers that are kept
-_EVERY = 0.2  # seconds between two lines about what is under way
+_EVERY, _LONG = 0.2, 2.0  # seconds between two lines about what is under way, and of a run whose layers are told
 
 Tell = Callable[[dict[str, Any]], None]
 Changes = Sequence[str]
@@ -116,29 +115,35 @@ class Session:
         self.about = {row["head"]: row for row in tables.get("atlas", ())}  # by head its name, with more
         self.texts = grouped(tables.get("examples", ()), lambda row: row["head"])
         self.tell: Tell = lambda early: None
-        self.doing: Callable[[int, int], str] = lambda runs, place: f"{runs} runs of the model"
+        self.doing: Callable[[int], str] = str
         self._kept_probe, self._kept_answer = lru_cache(_RUNS)(partial(Probe, scope)), lru_cache(_KEPT)(self._answer)
         reader_of(scope)  # a model whose writers cannot be told apart is refused
 
     @contextmanager
     def told(self, tell: Tell) -> Iterator[None]:
         """Tell what is known early, and how far the work is; every layer that runs asks, so that raising ends it."""
-        runs, last = 0, 0.0
+        runs, last, begun = 0, 0.0, 0.0
 
         def step(_module: Any, _args: Any, given: dict[str, Any]) -> None:
-            nonlocal runs, last
-            ids, places, now = given.get("input_ids"), given.get("position_ids"), time.monotonic()
+            nonlocal runs, begun
+            ids, begun = given.get("input_ids"), time.monotonic()
             runs += 1 if ids is None else len(ids)
-            place = 0 if places is None else int(places[0, 0]) - self.scope.facts.first_position
-            early, last = ({"doing": self.doing(runs, place)}, now) if now - last > _EVERY else ({}, last)
+            layer(0)
+
+        def layer(number: int, *_: Any) -> None:
+            nonlocal last
+            now = time.monotonic()
+            far = f", layer {number + 1} of {self.scope.n_layers}" if now - begun > _LONG else ""
+            early, last = ({"doing": self.doing(runs) + far}, now) if now - last > _EVERY else ({}, last)
             tell(early)
 
-        self.tell, self.doing = tell, lambda runs, place: f"{runs} runs of the model"
+        self.tell, self.doing = tell, lambda runs: f"{counted(runs, 'run')} of the model"
         lists = [part for part in self.scope.model.modules() if isinstance(part, nn.ModuleList)]
         blocks = next((part for part in lists if len(part) == self.scope.n_layers), ())
         hooks = [self.scope.model.base_model.register_forward_pre_hook(step, with_kwargs=True)]
         try:
-            with cleared([*hooks, *(block.register_forward_pre_hook(lambda *_: tell({})) for block in blocks)]):
+            hooks += [block.register_forward_pre_hook(partial(layer, i)) for i, block in enumerate(blocks)]
+            with cleared(hooks):
                 yield
         finally:
             self.tell = lambda early: None
@@ -164,7 +169,7 @@ class Session:
             return {"next": told[:-1], "rival": told[-1], "difference": output.difference}
 
         self.tell({"early": {**seen, **following(output.token)}})
-        self.doing = lambda runs, place: f"{min(runs, len(self.heads))} of {len(self.heads)} heads tried"
+        self.doing = lambda runs: f"{min(runs, len(self.heads))} of {len(self.heads)} heads tried"
         result, last = answer_probe(probe, versus=versus).to_json(), len(asked.tokens) - 1
         says = self.scope.generate(prompt, _GOES_ON) if asked.query == last < _SMALL else ""
         return {**seen, **following(lambda i: output.name(i)[0]), "result": result, "says": says}
@@ -186,16 +191,18 @@ class Session:
     ) -> Reply:
         """The head's row with some changes made, all heads after it and the next token, beside other changes."""
         what_if = WhatIf(self, prompt, self._trace(prompt, query, head, key), changes, versus)
-        self.doing = lambda runs, place: f"changed: {runs} runs"
+        self.doing = lambda runs: f"changed: {counted(runs, 'run')}"
         result, run = what_if.result()
-        row = run.attention[0, self.heads.index(what_if.trace.head)].tolist()
-        told = {"words": what_if.words, "calls": what_if.calls, "row": row, "attention": _bytes(run.attention[0])}
+        row = run.attention[self.heads.index(what_if.trace.head)].tolist()
+        told = {"words": what_if.words, "calls": what_if.calls, "row": row, "attention": _bytes(run.attention)}
         return {**_shown(result), **told}
 
     def patterns(self, prompt: str, heads: Sequence[str]) -> dict[str, Any]:
         """The whole attention pattern of some heads [t, t], a byte each."""
-        run = self.ask(prompt, None).run
-        return {"patterns": {head: _pattern(run, self.scope.check(head)) for head in heads}}
+        probe = self.ask(prompt, None)
+        if len(probe.asked.tokens) > _SQUARE:
+            raise BadInput(f"a whole pattern is drawn of at most {_SQUARE} tokens: ask about a shorter prompt.")
+        return {"patterns": {head: _pattern(probe.run, self.scope.check(head)) for head in heads}}
 
     def save(
         self, prompt: str, query: int, head: str, key: int, changes: Changes = (), versus: str | None = None
@@ -213,7 +220,7 @@ class Session:
     # ------------------------------------------------------------------ runs and answers, the last few kept
 
     def ask(self, prompt: str, query: int | None) -> Probe:
-        """Run a prompt with one token asking."""
+        """Run a prompt with one query token."""
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
         asked = Question.of(self.scope, prompt, query, chat=False)
@@ -229,16 +236,9 @@ class Session:
     def _answer(self, prompt: str, query: int, head: str, key: int, versus: str | None) -> Result:
         """Why one head looks at one token; where it looks is told at once."""
         trace = self._trace(prompt, query, head, key)
-        asked, features = trace.asked, self.features.get(str(trace.head), {})
+        features = self.features.get(str(trace.head), {})
         self.tell({"early": {**_where(trace), "answer": trace.where()}})
-        words = words_of(self.scope, asked.inputs["input_ids"][0].tolist())
-        seen = [word.start for word in words if word.start <= query]
-
-        def doing(runs: int, place: int) -> str:  # from a word on, its changes run; at the query alone, other tests
-            word = f"changing word {sum(start <= place for start in seen)} of {len(seen)}, "
-            return f"{word if 0 < place < query else ''}{runs} runs of the model"
-
-        self.doing = doing
+        self.doing = lambda runs: f"changing words, {counted(runs, 'run')} of the model"
         return answer_probe(self.ask(prompt, query), trace.head, key, features or None, versus=versus)
 
 
@@ -308,10 +308,10 @@ class WhatIf:
         trace, key, output = self.trace, self.trace.key, self.output
         place, best, rival = self.session.heads.index(trace.head), output.best, output.rival
         run, others = self._run(self.calls), [self._run(calls) for calls in self._alike()]
-        left = [float(other.attention[0, place, key]) for other in others]
-        apart = [float(other.logits[0, best] - other.logits[0, rival]) for other in (run, *others)]
-        before, after = float(trace.attention[key]), float(run.attention[0, place, key])
-        old, new = output.chances, run.logits[0].float().softmax(-1)
+        left = [float(other.attention[place, key]) for other in others]
+        apart = [float(other.logits[best] - other.logits[rival]) for other in (run, *others)]
+        before, after = float(trace.attention[key]), float(run.attention[place, key])
+        old, new = output.chances, run.logits.float().softmax(-1)
         own = any(given[0] == str(trace.head) for _, given in self.calls)  # says nothing of where it looks by itself
         made = {
             "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
@@ -346,10 +346,10 @@ class WhatIf:
             for name, given in calls:
                 stack.enter_context(getattr(self.scope, name)(*given))
             asked = Question.of(self.scope, self.prompt, self.trace.asked.query, chat=False)
-            return Again.of(self.scope, asked.inputs["input_ids"][0]).run_rows(asked.query, [None])
+            return Again.of(self.scope, asked.inputs["input_ids"][0]).token(asked.query)
 
     def _alike(self) -> Iterator[list[Call]]:
-        """The same with another head of the layer, or the MLP of another layer, in the place of one."""
+        """The control: the same change at another head of the layer, or at the MLP of another layer."""
         for at, (name, (writer, *rest)) in [each for each in enumerate(self.calls) if each[1][0] != "replace"][:1]:
             mine = Writer.parse(writer)
             near = sorted(range(self.scope.n_layers), key=lambda layer: abs(layer - mine.layer))[1:]

@@ -142,7 +142,7 @@ def _read(path: str | Path, marked: bool = True) -> tuple[str, list[_Line]]:
 
 @cache
 def _say_once(sentence: str, about: str) -> None:
-    """Warn, unless this process has said the same of the same file: one command may read a file several times."""
+    """Warn once per process and file: one command may read a file several times."""
     log.warning("%s", sentence)
 
 

@@ -36,7 +36,7 @@ _PROSE = 0.85  # of a docstring's characters: letters and blanks
 
 @dataclass(frozen=True)
 class Document:
-    """A text that came to be once: a topic, a module's docstrings, a file, or a section of one.
+    """A text that was written as one: a topic, a module's docstrings, a file, or a section of it.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def python_texts(docstrings: bool = False) -> tuple[Document, ...]:
 
 @cache
 def package_texts() -> tuple[Document, ...]:
-    """What installed packages say of themselves: a third kind of text, by other hands, that every machine has.
+    """Descriptions of installed packages: a third kind of text, by other authors, that every machine has.
 
     Examples
     --------
@@ -192,7 +192,7 @@ def _sections(text: str, size: int) -> list[str]:
 
 
 def text_hash(texts: Texts) -> str:
-    """What tells one collection from another: a hash of all names and texts.
+    """Fingerprint of a collection: a hash of all names and texts.
 
     Parameters
     ----------

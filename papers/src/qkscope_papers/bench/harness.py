@@ -42,7 +42,7 @@ def row(function: Callable[[], Row]) -> Callable[[], Row]:
 
 
 class Seconds(NamedTuple):
-    """What the plain way takes, and ours."""
+    """Seconds that the plain way takes, and ours."""
 
     plain: float
     ours: float

@@ -1,46 +1,18 @@
-"""Bench rows of plain tensors: sums of many heads at once, and thin SVDs against dense ones."""
+"""Bench rows of plain tensors: thin SVDs against dense ones."""
 
 from __future__ import annotations
 
 import torch
 
-from qkscope.heads import Head
 from qkscope.maths.bases import heads_at_once, thin_svd
-from qkscope.maths.moments import Moments
 from qkscope_papers.bench.harness import Row, compare, row
 from qkscope_papers.fleet import one_thread
 
 
 @row
-def moments_update() -> Row:
-    """270 heads in 90 key groups, 16 queries, 10 keys, d_head 64, both signs, float64 sums, one core."""
-    layers, heads, groups, rows, keys, d = 30, 9, 3, 16, 10, 64
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(rows, layers * heads, d, generator=generator)
-    k = torch.randn(rows, layers * groups, keys, d, generator=generator)
-    labels = -torch.ones(rows, keys, dtype=torch.int64)
-    labels[torch.arange(rows), torch.randint(keys, (rows,), generator=generator)] = 1
-    names = [Head(layer, head) for layer in range(layers) for head in range(heads)]
-    moments = Moments(names, ["c"], d, group_size=heads // groups)
-    sums = torch.zeros(len(names), 2, d, d, dtype=torch.float64)
-    right = labels > 0
-
-    def plain() -> None:
-        for index, head in enumerate(names):
-            queries = q[:, index].double()
-            own = k[:, head.layer * groups + head.index // (heads // groups)].double()
-            sums[index, 0] += torch.einsum("nd,ne->de", queries, own[right])
-            sums[index, 1] += torch.einsum("nd,nke->de", queries, own[~right].view(rows, keys - 1, d))
-
-    with one_thread():
-        seconds = compare(plain, lambda: moments.update(q, k, {"c": labels}), repeats=20)
-    ours_c = moments.delta("c") * moments.count("c")[0, 0]
-    plain_c = sums[:, 0] - sums[:, 1] / (keys - 1)
-    assert torch.allclose(ours_c, plain_c, rtol=1e-9, atol=1e-9), "both sides must compute the same ΔC"
-    return seconds.faster("Moments.update, 270 heads, 16 queries, 10 keys; against a loop over heads; one core")
-
-
-def _thin_against_dense(heads: int, d_model: int, d_head: int) -> Row:
+def thin_svd_576_64() -> Row:
+    """All 270 heads of SmolLM2's shape: thin SVD, checked, against a dense SVD of Ω per head; both float64."""
+    heads, d_head, d_model = 270, 64, 576
     generator = torch.Generator().manual_seed(0)
     shape = (heads, d_head, d_model)
     w_q, w_k = (torch.randn(shape, generator=generator, dtype=torch.float64) / d_model**0.5 for _ in range(2))
@@ -57,20 +29,7 @@ def _thin_against_dense(heads: int, d_model: int, d_head: int) -> Row:
         seconds = compare(plain, ours, warm=False)
     error = float((found["plain"] - found["ours"]).abs().max() / found["ours"].max())
     assert error < 1e-10, "both sides must find the same singular values"
-    named = f"{heads} head{'s' if heads > 1 else ''}, d_model {d_model}, d_head {d_head}"
-    return seconds.faster(f"{named}; same values to {error:.0e}; one core")
-
-
-@row
-def thin_svd_576_64() -> Row:
-    """All 270 heads of SmolLM2's shape: thin SVD, checked, against a dense SVD of Ω per head; both float64."""
-    return _thin_against_dense(270, 576, 64)
-
-
-@row
-def thin_svd_4096_128() -> Row:
-    """One head of Llama-3.1-8B's shape."""
-    return _thin_against_dense(1, 4096, 128)
+    return seconds.faster(f"{heads} heads, d_model {d_model}, d_head {d_head}; same values to {error:.0e}; one core")
 
 
 @row

@@ -7,8 +7,8 @@ The plain way of the causal test is the published one: stock eager attention wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from qkscope import tasks
 from qkscope.analyses.because import SCREEN, WORDS, Because, Look
 from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import Fit
 from qkscope.analyses.guesses import Sights
 from qkscope.analyses.prompts import batches_of
 from qkscope.analyses.swap import Features, capture_rows, draw_pairs
@@ -44,8 +43,8 @@ _BATCH = 16
 
 
 @cache
-def _scope() -> Scope:
-    return Scope.load("smollm2-135m")
+def _scope(attn: Any = None) -> Scope:
+    return Scope.load("smollm2-135m", attn=attn)
 
 
 def _order_prompts(scope: Scope, count: int) -> list[Encoding]:
@@ -202,7 +201,7 @@ def trace_one() -> Row:
 
 @row
 def trace_all() -> Row:
-    """The same of all heads but the first layer's, against the forward to the last layer."""
+    """Writers of all heads but the first layer's, both sides, against the forward to the last layer."""
     scope = _scope()
     heads = [head for head in scope.heads() if head.layer > 0]
     seconds = trace_seconds(scope, heads, _order_prompts(scope, 4 * _BATCH), repeats=5)
@@ -212,56 +211,25 @@ def trace_all() -> Row:
 # ---------------------------------------------------------------- the causal test
 
 
-def _fit_and_test(scope: Scope) -> tuple[Fit, Sequence[Unit]]:
-    task = tasks.binding(9)
-    return decompose(
-        scope, task, _HEADS, 48, contrasts=["order", "lexical"], batch_size=_BATCH, progress=False
-    ), task.test(48)
-
-
-@contextmanager
-def _eager(scope: Scope) -> Iterator[None]:
-    before = scope.model.config._attn_implementation
-    scope.model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        scope.model.set_attn_implementation(before)
-
-
-def _plain_fit(scope: Scope) -> None:
-    """Full eager forwards with the LM head over the fitting prompts, taking queries and keys as they pass."""
-    task = tasks.binding(9)
-    heads = parse_heads(_HEADS)
-    with _eager(scope):
-        for contrast in ("order", "lexical"):
-            units = task.fit(contrast, 48)
-            for part in batches_of(units, _BATCH):
-                encoded = scope.encode([example for i in part for example in units[i]])
-                captured = scope.capture_inputs(encoded, heads=heads, rest=False, logits=True)
-                _ = torch.einsum("bhd,bhke->hde", captured.q, captured.k[:, captured.kv_of_head])
-
-
-def _plain_swap(scope: Scope, units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Projector]) -> Tensor:
+def _plain_swap(units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Projector]) -> Tensor:
     """Two forwards per head and condition; returns the edited attention on the right key, (condition, head, prompt)."""
-    heads = parse_heads(_HEADS)
+    scope, heads = _scope("eager"), parse_heads(_HEADS)
     after = torch.zeros(len(_CONDITIONS), len(heads), len(units))
     batches = batches_of(units, _BATCH)
     starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
-    with _eager(scope):
-        for c, condition in enumerate(_CONDITIONS):
-            left, right = (f[0] if f.ndim == 4 else f for f in projectors[condition])
-            for h, head in enumerate(heads):
-                own = Projector(left[h], right[h])
-                for part, first in zip(batches, starts, strict=False):
-                    encoded = scope.encode([units[i][0] for i in part])
-                    index = torch.arange(len(part))
-                    orig, target = (x[first : first + len(part)] for x in (rows.orig, rows.target))
-                    columns = encoded.places.keys[index, orig], encoded.places.keys[index, target]
-                    with torch.no_grad():
-                        scope.model(**encoded.inputs, use_cache=False)
-                    weights = _edited_forward(scope, encoded.inputs, head, columns, own)
-                    after[c, h, first : first + len(part)] = weights[index, encoded.places.query, columns[0]]
+    for c, condition in enumerate(_CONDITIONS):
+        left, right = (f[0] if f.ndim == 4 else f for f in projectors[condition])
+        for h, head in enumerate(heads):
+            own = Projector(left[h], right[h])
+            for part, first in zip(batches, starts, strict=False):
+                encoded = scope.encode([units[i][0] for i in part])
+                index = torch.arange(len(part))
+                orig, target = (x[first : first + len(part)] for x in (rows.orig, rows.target))
+                columns = encoded.places.keys[index, orig], encoded.places.keys[index, target]
+                with torch.no_grad():
+                    scope.model(**encoded.inputs, use_cache=False)
+                weights = _edited_forward(scope, encoded.inputs, head, columns, own)
+                after[c, h, first : first + len(part)] = weights[index, encoded.places.query, columns[0]]
     return after
 
 
@@ -301,51 +269,24 @@ def _edited_forward(
     return kept[0]
 
 
-def _swap_sides() -> tuple[Callable[[], None], Callable[[], None], dict[str, Tensor], Scope]:
-    scope = _scope()
-    fit, units = _fit_and_test(scope)
-    heads = parse_heads(_HEADS)
+@row
+def swap_pipeline() -> Row:
+    """48 held-out prompts, 3 heads × 6 conditions: one capture and closed forms, against two forwards for each."""
+    scope, task, heads = _scope(), tasks.binding(9), parse_heads(_HEADS)
+    fit = decompose(scope, task, heads, 48, contrasts=["order", "lexical"], batch_size=_BATCH, progress=False)
     every, _ = Features.of(scope, fit, heads, ["order", "lexical"]).conditions(draws=1, seed=0)
-    projectors = {condition.name: projector for condition, projector in every.items()}
+    units, projectors = task.test(48), {condition.name: projector for condition, projector in every.items()}
     rows = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH))
     found: dict[str, Tensor] = {}
 
     def plain() -> None:
-        found["plain"] = _plain_swap(scope, units, rows, projectors)
+        found["plain"] = _plain_swap(units, rows, projectors)
 
     def ours() -> None:
         again = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH))
         found["ours"] = torch.stack([again.swap(projectors[name]).orig_after[0].T for name in _CONDITIONS])
 
-    return plain, ours, found, scope
-
-
-def _same(found: dict[str, Tensor]) -> float:
+    seconds = compare(plain, ours, warm=False)
     error = float((found["plain"] - found["ours"]).abs().max())
     assert error < 1e-5, f"the closed form must equal the edited forward, but differs by {error}"
-    return error
-
-
-@row
-def swap_pipeline() -> Row:
-    """48 held-out prompts, 3 heads × 6 conditions: one capture and closed forms, against two forwards for each."""
-    plain, ours, found, scope = _swap_sides()
-    seconds = compare(plain, ours, warm=False)
-    return seconds.faster(f"3 heads × 6 conditions, 48 prompts; equal to {_same(found):.0e}; {hardware(scope.device)}")
-
-
-@row
-def binding_pipeline() -> Row:
-    """Fit order and lexical (48 and 48 + 48 prompts, nulls included) and swap, against the published procedure."""
-    plain_swap, ours_swap, found, scope = _swap_sides()
-
-    def plain() -> None:
-        _plain_fit(scope)
-        plain_swap()
-
-    def ours() -> None:
-        _fit_and_test(scope)
-        ours_swap()
-
-    seconds = compare(plain, ours, warm=False)
-    return seconds.faster(f"fit with nulls, and swap; equal to {_same(found):.0e}; {hardware(scope.device)}")
+    return seconds.faster(f"3 heads × 6 conditions, 48 prompts; equal to {error:.0e}; {hardware(scope.device)}")

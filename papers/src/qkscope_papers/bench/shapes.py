@@ -5,13 +5,15 @@ Of a model as small as SmolLM2 a GPU waits for its orders; at the shape of Llama
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qkscope.analyses.atlas import atlas
 from qkscope.analyses.why.why import why
 from qkscope.capture.encode import Encoding
 from qkscope.capture.scope import Scope
@@ -35,25 +37,29 @@ _PEAK, _LONG = 0.5, 10_000  # attention that a look has, and tokens of a prompt 
 
 
 @cache
-def shape_scope(shape: str, tokenizer: Any = None) -> Scope:
-    """Random bfloat16 weights of a shape, on a GPU where there is one."""
+def shape_scope(shape: str, words: bool = False) -> Scope:
+    """Random bfloat16 weights of a shape, on a GPU where there is one; with words, those of a nano's tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = LlamaForCausalLM._from_config(LlamaConfig(**_SHAPES[shape]), dtype=torch.bfloat16).eval()
+    tokenizer = Scope.load("nano:mixed", device="cpu").tokenizer if words else None
     return Scope.from_model(model, tokenizer, name=f"llama-{shape}-shape")
 
 
 def _prompts(scope: Scope, count: int, length: int) -> Encoding:
-    """Random ids, the last token asks, every ninth is a key and the first of them the right one."""
+    """Random ids; the last token is the query, every ninth is a key and the first of them the right one."""
     ids = torch.randint(1000, (count, length), generator=torch.Generator().manual_seed(0))
     keys = tuple(Key((i, i + 1), {ANSWER: 1 if i == 5 else -1}) for i in range(5, length - 1, 9))
     return scope.encode([Example(ids=tuple(line.tolist()), keys=keys) for line in ids])
 
 
+def _on_a_gpu(function: Callable[[], Row]) -> Callable[[], Row]:
+    """Register a row that is measured where there is a GPU."""
+    return row(wraps(function)(lambda: function() if torch.cuda.is_available() else not_here("needs a GPU")))
+
+
 def _looking(shape: str, count: int, length: int) -> Row:
-    if not torch.cuda.is_available():
-        return not_here("needs a GPU")
     scope = shape_scope(shape)
     batch, heads = _prompts(scope, count, length), f"{len(scope.heads()):,} heads"
     torch.cuda.reset_peak_memory_stats()
@@ -64,8 +70,6 @@ def _looking(shape: str, count: int, length: int) -> Row:
 
 
 def _tracing(shape: str, chosen: list[Head] | None, count: int, length: int) -> Row:
-    if not torch.cuda.is_available():
-        return not_here("needs a GPU")
     scope = shape_scope(shape)
     heads = chosen or [head for head in scope.heads() if head.layer > 0]
     seconds = trace_seconds(scope, heads, [_prompts(scope, count, length)], repeats=7)
@@ -73,19 +77,10 @@ def _tracing(shape: str, chosen: list[Head] | None, count: int, length: int) -> 
 
 
 def asking(shape: str, length: int) -> Row:
-    """`why` of the head that looks at one token most, its words changed, against the forward.
-
-    Queries and keys are made longer until one head of the layer at two thirds gives half of its attention to a token
-    that is not the first; half of the vocabulary stands in the prompt, and the other half takes its place.
-    """
-    scope, gpu = shape_scope(shape, Scope.load("nano:mixed", device="cpu").tokenizer), torch.cuda.is_available()
-    words = sorted(word for word in scope.tokenizer.get_vocab() if word.isalpha())[::2]
-    prompt = " ".join(Random(0).choices(words, k=length - 1))
-    batch, layer = scope.encode([prompt]), [head for head in scope.heads() if head.layer == 2 * scope.n_layers // 3]
-    while (top := _tops(scope, batch, layer)).max() < _PEAK:
-        for name, weight in scope.model.named_parameters():
-            weight.data *= 1.5 if "q_proj" in name or "k_proj" in name else 1
-    head, answers = layer[int(top.argmax())], list[str]()
+    """`why` of the head that looks at one token most, its words changed, against the forward."""
+    scope, gpu = shape_scope(shape, words=True), torch.cuda.is_available()
+    prompt, answers = _text(scope, length - 1), list[str]()
+    head, batch = _sharpened(scope, prompt), scope.encode([prompt])
     plain = torch.no_grad()(lambda: scope.model(**batch.inputs, logits_to_keep=1, use_cache=False))
     one = compare(plain, lambda: _tops(scope, batch, [head]), 3)
     if gpu:
@@ -96,42 +91,75 @@ def asking(shape: str, length: int) -> Row:
     return seconds.overhead(f"{length:,} tokens, its row alone {one.ours / one.plain:.2f}{peak}; {told:.90}")
 
 
+def _text(scope: Scope, length: int, seed: int = 0) -> str:
+    """Random words: half of the vocabulary; the other half can take their place."""
+    words = sorted(word for word in scope.tokenizer.get_vocab() if word.isalpha())[::2]
+    return " ".join(Random(seed).choices(words, k=length))
+
+
+def _sharpened(scope: Scope, prompt: str) -> Head:
+    """Make queries and keys longer until a head at two thirds of the layers gives half of its attention to a token."""
+    batch, layer = scope.encode([prompt]), [head for head in scope.heads() if head.layer == 2 * scope.n_layers // 3]
+    while (top := _tops(scope, batch, layer)).max() < _PEAK:
+        for name, weight in scope.model.named_parameters():
+            weight.data *= 1.5 if "q_proj" in name or "k_proj" in name else 1
+    return layer[int(top.argmax())]
+
+
+def naming(shape: str, passages: int, length: int) -> Row:
+    """`atlas` of all heads on random words, against the forward of its passages."""
+    scope, found = shape_scope(shape, words=True), list[Any]()
+    texts = [_text(scope, length - 1, seed) for seed in range(8 * passages)]
+    _sharpened(scope, texts[0])
+    batch = scope.encode(texts[: 2 * passages])
+    plain = torch.no_grad()(lambda: scope.model(**batch.inputs, use_cache=False))
+    ours = lambda: found.append(atlas(scope, texts, passages, test=passages, length=length, progress=False))  # noqa: E731
+    seconds, looks = compare(plain, ours, warm=False), sum(row["looks"] for row in found[0].tables["atlas"])
+    return seconds.overhead(f"{len(scope.heads()):,} heads, {passages}×{length} tokens, {looks:,} looks")
+
+
 def _tops(scope: Scope, batch: Encoding, heads: list[Head]) -> Tensor:
     """The largest attention of some heads to a token that is not the first, at the last one."""
     return scope.capture_inputs(batch, places=batch.everywhere(), heads=heads).attention()[0, :, 1:].amax(1)
 
 
-@row
+@_on_a_gpu
 def why_8b() -> Row:
     """Why one head of the 8B shape looks at a token of 100, its words changed, against the bare forward."""
-    return asking("8b", 100) if torch.cuda.is_available() else not_here("needs a GPU")
+    return asking("8b", 100)
 
 
-@row
+@_on_a_gpu
 def why_long() -> Row:
-    """The same at 32,000 tokens, at the shape of Qwen2.5-1.5B."""
-    return asking("1.5b", 32_000) if torch.cuda.is_available() else not_here("needs a GPU")
+    """Why one head looks at a token of 32,000, at the shape of Qwen2.5-1.5B, against the bare forward."""
+    return asking("1.5b", 32_000)
 
 
-@row
+@_on_a_gpu
+def atlas_8b() -> Row:
+    """Every head of the 8B shape by what decides where it looks, against the bare forwards."""
+    return naming("8b", 16, 96)
+
+
+@_on_a_gpu
 def capture_overhead_8b() -> Row:
     """Looking at all 1,024 heads of the shape of Llama-3.1-8B, against the bare body."""
     return _looking("8b", 64, 96)
 
 
-@row
+@_on_a_gpu
 def capture_overhead_135m() -> Row:
-    """The same at the shape of SmolLM2-135M: all 270 heads."""
+    """Looking at all 270 heads of the shape of SmolLM2-135M, against the bare body."""
     return _looking("135m", 256, 75)
 
 
-@row
+@_on_a_gpu
 def trace_one_135m() -> Row:
     """One head's writers at the last token and every key, against the forward to its layer."""
     return _tracing("135m", [Head(18, 6)], 64, 75)
 
 
-@row
+@_on_a_gpu
 def trace_all_135m() -> Row:
-    """The same of all heads but the first layer's, against the forward to the last layer."""
+    """Writers of all heads but the first layer's, at every key, against the forward to the last layer."""
     return _tracing("135m", None, 64, 75)

@@ -49,6 +49,8 @@ Tasks = Callable[[str], dict[str, Superposition]]
 Cells = Callable[[Settings], dict[str, list[ToyCell]]]
 """The toys that a figure needs: for every configuration one per seed."""
 
+BEYOND = "ours < min(0, 2 * control)"  # control: the same before training
+WAS_LESS = "Was ours < 0 (it held), which an untrained head passes as well."
 ONE_PAIR, MANY_PAIRS = "one pair", "20 pairs"
 ONE = Superposition(pairs=((0, 1, 1.0),))
 MANY = Superposition(n=100, d=50, d_head=50, pairs=linear_pairs(20, 20.0))
@@ -72,7 +74,7 @@ def toys_of(tasks: Tasks, *, crowded: bool = False) -> Cells:
 
 
 def toys_over(field: str, values: Sequence[float], smoke: int = 1, name: str | None = None) -> Cells:
-    """The default toy with one setting varied; at preset smoke each so many of the values."""
+    """The default toy with one setting varied; at preset smoke only some of the values."""
     return toys_of(
         lambda preset: {
             f"{name or field}={value:.3g}": Superposition(**{field: value})  # type: ignore[arg-type]

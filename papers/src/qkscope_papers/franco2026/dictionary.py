@@ -23,9 +23,10 @@ from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure
 from qkscope_papers.franco2026.token_pairs import draw_token_pairs
 from qkscope_papers.franco2026.toy.superposition import Toy
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Row, mean, pick
+from qkscope_papers.tables import Row, mean, over_runs, pick
 
 _CONTEXTS = 32  # of each pair, for each copy
+_LEAST = "Was the least of the seeds, without an interval, with the same verdict."
 _GIVEN_UP = 0.05  # of the longest feature's length
 _KINDS = ("true", *NULLS)
 _CALLED = {
@@ -74,7 +75,7 @@ def run(settings: Settings, cells: Cells) -> Result:
 
 
 def split(toy: Toy, x: Float[Tensor, "c p n"], kind: str, seed: int, attended: int | None) -> PairSplit:
-    """Contexts through the toy, their logits split into pairs of features; the first token of each asks.
+    """Run contexts through the toy and split their logits into pairs of features; the first token is the query.
 
     Parameters
     ----------
@@ -153,24 +154,24 @@ def _claims(rows: list[Row]) -> list[Claim]:
     def highest(column: str, seed: int) -> float:
         return max(row[column] for row in copies if row["seed"] == seed)
 
+    among, firsts, singly = (over_runs(r[name] for r in late) for name in ("among", "pairs_first", "contexts_first"))
+    ahead = over_runs(r["first_held"] - highest("first_held", r["seed"]) for r in late)
     return [
-        Claim("with the true dictionary the four true pairs are the four largest (how many of them, least over seeds; "
-              "control: untrained, most)", "", min(r["among"] for r in late), max(r["among"] for r in early),
-              "ours >= 4 and ours > control"),
-        Claim("where one true pair is present, it is the largest on average (how many of the four, least over seeds; "
-              "control: rotated and random dictionaries, most)", "", min(r["pairs_first"] for r in late),
+        Claim("with the true dictionary the four true pairs are the four largest (how many of them, mean over seeds; "
+              "control: untrained, most)", "", among.mean, max(r["among"] for r in early),
+              "ours >= 4 and ours > control", **among.ends, changed=_LEAST),
+        Claim("where one true pair is present, it is the largest on average (how many of the four, mean over seeds; "
+              "control: rotated and random dictionaries, most)", "", firsts.mean,
               max(r["pairs_first"] for r in copies if r["kind"] in ("rotated", "random")),
-              "ours >= 4 and ours > control",
-              changed="The control counted the codes of other features and tokens too. They keep the true directions, "
-              "to which alone the head answers: a draw of them can have every true pair first."),
-        Claim("... and the first one in single contexts (share, least over seeds; control: all copies, most)", "",
-              min(r["contexts_first"] for r in late), max(r["contexts_first"] for r in copies), "ours > 2 * control",
-              why="Codes of other features keep the true directions, of which the head answers to eight: a draw can "
-              "have a true pair first. What it holds tells them apart."),
-        Claim("the first pair holds more of all that is added than in any copy (share − the highest copy's, least over "
-              "seeds; control: untrained, share alone, most)", "",
-              min(r["first_held"] - highest("first_held", r["seed"]) for r in late),
-              max(r["first_held"] for r in early), "ours > 0",
-              changed="Was with features that training gave up: their bias made them active in every token, and copies "
-              "had as many active ones."),
+              "ours >= 4 and ours > control", **firsts.ends,
+              changed=f"{_LEAST} The control counted the codes of other features and tokens too. They keep the true "
+              "directions, to which alone the head answers: a draw of them can have every true pair first."),
+        Claim("... and the first one in single contexts (share, mean over seeds; control: all copies, most)", "",
+              singly.mean, max(r["contexts_first"] for r in copies), "ours > 2 * control", **singly.ends,
+              changed=_LEAST, why="Codes of other features keep the true directions, of which the head answers to "
+              "eight: a draw can have a true pair first. What it holds tells them apart."),
+        Claim("the first pair holds more of all that is added than in any copy (share − the highest copy's, mean over "
+              "seeds; control: untrained, share alone, most)", "", ahead.mean, max(r["first_held"] for r in early),
+              "ours > 0", **ahead.ends, changed=f"{_LEAST} Was with features that training gave up: their bias made "
+              "them active in every token, and copies had as many active ones."),
     ]  # fmt: skip

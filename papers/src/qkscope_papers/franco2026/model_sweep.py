@@ -126,7 +126,7 @@ class Sweep:
         return pick(self.result.tables.get("training", ()), circuit=circuit)
 
     def about(self) -> dict[str, Any]:
-        """For the manifest."""
+        """What the manifest says of the sweep."""
         return dict(self.result.provenance.get("asked", {}))
 
 

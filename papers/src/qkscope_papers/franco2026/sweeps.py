@@ -65,7 +65,7 @@ def run(settings: Settings, cells: Cells, over: str) -> Result:
 
 @toy_figure("sweeps", "Alignment over all settings that are varied, together", _everything)
 def run_together(settings: Settings, cells: Cells) -> Result:
-    """All sweeps as one."""
+    """Run all sweeps as one figure."""
     return run(settings, cells=cells, over="everything")
 
 

@@ -24,7 +24,7 @@ from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import new_figure, shades
 from qkscope_papers.lee2026.language import ESTIMATORS, Estimator, FigureSession, session_of
-from qkscope_papers.lee2026.points import Points, capture_points, cloud_rows, nearest_hits, share_of, view
+from qkscope_papers.lee2026.points import Points, capture_points, cloud_rows, ends_of, nearest_hits, share_of, view
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Files, Row, column, figure_name, files_of, model_name, pick, plane_axes, scatter_sides
 
@@ -92,7 +92,7 @@ def _view(
     flat, of_key = k.flatten(0, 1), labels.flatten()
     if fit is not None:
         q, flat = fit[feature, head].project(q, "query"), fit[feature, head].project(flat, "key")
-    q_at, k_at, apart, everywhere, plane = view(q, asked, flat, of_key, seed)
+    seen = view(q, asked, flat, of_key, seed)
     prompt = torch.arange(len(labels)).repeat_interleave(k.shape[1])
     early = prompt % 2 == 0  # centroids from every other prompt
 
@@ -102,18 +102,14 @@ def _view(
 
     space, size = ("whole head", q.shape[1]) if fit is None else (feature, fit[feature, head].rank)
     row = {
-        "feature": feature, "space": space, "dimensions": size,
-        "apart_on_pc1": apart,
-        "cosine": everywhere.cosine, "cosine_shuffled_high": everywhere.shuffled_high,
-        "cosine_pc23": plane.cosine, "cosine_pc23_shuffled_high": plane.shuffled_high,
-        "query_finds_keys": everywhere.hits, **clusters("clusters", flat), **clusters("clusters_3_pcs", k_at),
-        "chance": everywhere.chance,
+        "feature": feature, "space": space, "dimensions": size, **seen.row,
+        **clusters("clusters", flat), **clusters("clusters_3_pcs", seen.k),
     }  # fmt: skip
     shown = (of_key < _WORDS).nonzero()[:_SHOWN, 0]
     shown_q = (asked < _WORDS).nonzero()[:, 0]
     drawn = {
-        "keys": k_at[shown].float(), "key_labels": of_key[shown],
-        "queries": q_at[shown_q].float(), "query_labels": asked[shown_q],
+        "keys": seen.k[shown].float(), "key_labels": of_key[shown],
+        "queries": seen.q[shown_q].float(), "query_labels": asked[shown_q],
     }  # fmt: skip
     if mapped:
         flattened = _umap(torch.cat([q[shown_q], flat[shown]]), seed)
@@ -157,7 +153,7 @@ def _claims(rows: list[Row], head: str, control: str, projected: bool) -> list[C
     claims = []
     for feature in FEATURES:
         theirs, own, whole = (_row(rows, head, feature, which) for which in (*ESTIMATORS, ""))
-        other = _row(rows, control, feature, "paper")
+        other, ours_there = (_row(rows, control, feature, estimator) for estimator in ESTIMATORS)
         size = "1 dimension" if theirs["dimensions"] == 1 else f"{theirs['dimensions']} dimensions"
         here = f"At {head}, which binds best, the paper's estimate of {feature} has {size}"
         others = pick(rows, feature=feature, estimator="paper", is_control=False)
@@ -167,7 +163,7 @@ def _claims(rows: list[Row], head: str, control: str, projected: bool) -> list[C
         claims += [
             Claim(f"{feature}: PC 1 separates keys from queries (AUC, the paper's subspace; control: a head at "
                   "chance)", "Fig. 8: PC 1 encodes keys versus queries", theirs["apart_on_pc1"],
-                  other["apart_on_pc1"], "ours >= 0.95", **_elsewhere(here, apart)),
+                  other["apart_on_pc1"], "ours >= 0.95", **ends_of(theirs, "apart_on_pc1"), **_elsewhere(here, apart)),
             Claim(f"{feature}: keys and queries of one label align (cosine of centroids, the paper's subspace; "
                   "control: 95% of random pairings)", "§5.2, Fig. 8: alignment between keys and queries",
                   theirs["cosine"], theirs["cosine_shuffled_high"], "ours > control", **_elsewhere(here, aligned)),
@@ -178,7 +174,8 @@ def _claims(rows: list[Row], head: str, control: str, projected: bool) -> list[C
             Claim(f"{feature}: keys and queries align in our subspace (cosine of centroids; control: 95% of random "
                   "pairings)", "", own["cosine"], own["cosine_shuffled_high"], "ours > control"),
             Claim(f"{feature}: the alignment is this head's (cosine, our subspace; control: a head at chance)", "",
-                  own["cosine"], _row(rows, control, feature, "ours")["cosine"], "ours > control + 0.1"),
+                  own["cosine"], ours_there["cosine"], "ours > control + 0.1",
+                  **ends_of(own, "cosine", ours_there["cosine_half"])),
             Claim(f"{feature}: keys cluster in our subspace (nearest centroid, other prompts; control: chance)", "",
                   own["clusters"], own["chance"], "ours > 2 * control", own["clusters_low"], own["clusters_high"]),
             Claim(f"{feature}: our subspace shows clusters that the first three PCs do not (three PCs each; control: "

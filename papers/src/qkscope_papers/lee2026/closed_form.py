@@ -117,8 +117,6 @@ def _claims(rows: list[Row]) -> list[Claim]:
               "ours < 0.5", **anew.ends,
               why="z2 of either key is independent of the query's, so that its blocks vanish in the mean whether it is "
               "held or not: holding it only takes noise away."),
-        Claim("where + is the asked key and − another one, ΔC has not the rank of z1 (share of heads with r1)", "",
-              asked.mean, None, "ours < 0.5", **asked.ends),
         Claim("attention is high where features align (rank correlation of attention and the cosine of query and key "
               "in the latents' span, less that in a random span; control: untrained)", "§1: it is when these features "
               "in keys and queries align that leads to high attention scores", ahead.mean,

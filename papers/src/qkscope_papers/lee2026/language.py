@@ -31,6 +31,7 @@ from qkscope.maths.significance import wilson
 from qkscope.runs.progress import doing
 from qkscope.tasks.lists import POOLED
 from qkscope.tasks.task import Task
+from qkscope_papers.models import random_weights
 from qkscope_papers.registry import EMBEDDED, Settings
 from qkscope_papers.tables import Row, pick
 
@@ -43,6 +44,7 @@ SECOND = "gemma3-270m" if is_installed("gemma3-270m") else EMBEDDED
 """The second model; the first where there is no other."""
 
 THRESHOLD = 0.30  # the paper's rule for binding heads
+RANDOM = "random:"
 _FORMS: dict[Kind, tuple[str, str]] = {"filter": ("list", "bullets"), "binding": ("list", "sentence")}
 _WIDE = 128
 _PAPER_FORMS: dict[Kind, str] = {"filter": "find", "binding": "question"}
@@ -147,8 +149,10 @@ class FigureSession:
 
     @cached_property
     def scope(self) -> Scope:
-        """The model, loaded when the first figure needs it."""
-        return Scope.load(self.model, device=self.device)
+        """The model, loaded when the first figure needs it; ``random:NAME`` is its shape with random weights."""
+        name = self.model.removeprefix(RANDOM)
+        scope = Scope.load(name, device=self.device)
+        return scope if name == self.model else random_weights(scope.model.config, scope.tokenizer, self.device)
 
     @property
     def embedded(self) -> bool:
@@ -158,7 +162,7 @@ class FigureSession:
     @property
     def small(self) -> bool:
         """Whether this is a model that answers bare lists and no questions."""
-        return self.model.lower() in PACKAGED
+        return self.model.lower().removeprefix(RANDOM) in PACKAGED
 
     def form(self, kind: Kind, second: bool = False) -> str:
         """The form of the prompts; there is a second one where no second model is."""

@@ -28,6 +28,8 @@ from qkscope.runs.work import stream
 from qkscope.tasks.task import ANSWER, Task, Unit
 from qkscope_papers.tables import Estimate, Row
 
+_BLOCKS, _STUDENT = 10, 2.262  # of prompts; 97.5% of Student's t with nine degrees of freedom
+_JUDGED = ("apart_on_pc1", "cosine", "cosine_pc23")  # numbers with intervals
 _DRAWN = 400  # points of a side
 
 
@@ -111,24 +113,19 @@ def centroids(x: Float[Tensor, "n d"], labels: Int[Tensor, " n"], count: int) ->
     return sums / sizes[:, None].clamp_min(1)
 
 
-@dataclass(frozen=True)
-class CentroidMatch:
-    """Cosine of query and key centroids, the same for random pairings, and how often a query finds its own keys."""
-
-    cosine: float
-    shuffled_high: float  # 95% of random pairings are below
-    hits: float
-    chance: float
-
-
 def align(
     q: Float[Tensor, "n d"],
     q_labels: Int[Tensor, " n"],
     k: Float[Tensor, "m d"],
     k_labels: Int[Tensor, " m"],
     seed: int,
-) -> CentroidMatch:
-    """How well queries and keys of one label point the same way, each side centred on its own mean."""
+    draws: int = 999,
+    where: str = "",
+) -> Row:
+    """How well queries and keys of one label point the same way, each side centred on its own mean.
+
+    The cosine of their centroids, below what 95% of random pairings are, and how often a query finds its own keys.
+    """
     present = torch.unique(torch.cat([q_labels, k_labels]))
     present = present[torch.isin(present, q_labels) & torch.isin(present, k_labels)]
     keep_q, keep_k = torch.isin(q_labels, present), torch.isin(k_labels, present)
@@ -138,10 +135,11 @@ def align(
     mq, mk = centroids(q, q_labels, count), centroids(k, k_labels, count)
     size = (mq.square().sum() * mk.square().sum()).sqrt().clamp_min(torch.finfo(mq.dtype).tiny)
     generator = torch.Generator().manual_seed(seed)
-    shuffled = torch.stack([(mq[torch.randperm(count, generator=generator)] * mk).sum() for _ in range(999)]) / size
+    shuffled = torch.stack([(mq[torch.randperm(count, generator=generator)] * mk).sum() for _ in range(draws)]) / size
     nearest = (q @ torch.nn.functional.normalize(mk, dim=1).mT).argmax(dim=1)
     cosine, hits = float((mq * mk).sum() / size), float((nearest == q_labels).double().mean())
-    return CentroidMatch(cosine, float(shuffled.quantile(0.95)), hits, 1 / count)
+    numbers = {f"cosine{where}": cosine, f"cosine{where}_shuffled_high": float(shuffled.quantile(0.95))}
+    return numbers | {"query_finds_keys": hits, "chance": 1 / count}
 
 
 class PointView(NamedTuple):
@@ -149,21 +147,38 @@ class PointView(NamedTuple):
 
     q: Float[Tensor, "n 3"]
     k: Float[Tensor, "m 3"]
-    apart: float  # on the first component
-    everywhere: CentroidMatch
-    plane: CentroidMatch  # on the second and third component
+    row: Row  # with half of each number's 95% interval, as ``cosine_half``
 
 
 def view(
     q: Float[Tensor, "n d"], asked: Int[Tensor, " n"], k: Float[Tensor, "m d"], of_key: Int[Tensor, " m"], seed: int
 ) -> PointView:
+    """Points and numbers; intervals by a jackknife, a tenth of the prompts left out in turn."""
+    seen, block, left = _seen(q, asked, k, of_key, seed), torch.arange(len(q)) % _BLOCKS, list[list[float]]()
+    for i in range(_BLOCKS):
+        kept = block != i
+        keys = kept.repeat_interleave(len(k) // len(q))
+        row = _seen(q[kept], asked[kept], k[keys], of_key[keys], seed, draws=1).row
+        left.append([row[name] for name in _JUDGED])
+    halves = _STUDENT * (_BLOCKS - 1) ** 0.5 * torch.tensor(left).std(dim=0, correction=0)
+    return seen._replace(row=seen.row | {f"{name}_half": float(x) for name, x in zip(_JUDGED, halves, strict=True)})
+
+
+def _seen(q: Tensor, asked: Tensor, k: Tensor, of_key: Tensor, seed: int, draws: int = 999) -> PointView:
     """As many queries as keys go into the components, so that these are not the keys' alone."""
     per = len(k) // len(q)
     repeated = q.repeat_interleave(per, dim=0)
     coordinates = principal(torch.cat([repeated, k]))
     q_at, k_at = coordinates[: len(repeated) : per], coordinates[len(repeated) :]
-    everywhere, plane = align(q, asked, k, of_key, seed), align(q_at[:, 1:], asked, k_at[:, 1:], of_key, seed)
-    return PointView(q_at, k_at, separation(q_at[:, 0], k_at[:, 0]), everywhere, plane)
+    row = align(q_at[:, 1:], asked, k_at[:, 1:], of_key, seed, draws, "_pc23")
+    row |= align(q, asked, k, of_key, seed, draws) | {"apart_on_pc1": separation(q_at[:, 0], k_at[:, 0])}
+    return PointView(q_at, k_at, row)
+
+
+def ends_of(row: Row, name: str, beside: float = 0.0) -> Row:
+    """The interval of a number of a view; ``beside``, that of another it is compared with (as if not paired)."""
+    half = row[f"{name}_half"] + beside
+    return {"low": row[name] - half, "high": row[name] + half}
 
 
 def nearest_hits(x: Float[Tensor, "n d"], labels: Int[Tensor, " n"], known: Bool[Tensor, " n"]) -> Float[Tensor, " m"]:

@@ -215,10 +215,11 @@ def _claims(rows: list[Row]) -> list[Claim]:
     roomy = [cell for cell in every if cell[0]["both"]["rank"] <= 0.75 * cell[0]["both"]["d_head"]]
     close = most(lambda head: -ahead("both", "random_both")(head), roomy)
     less = of(close, ahead("both", "random_both")).among(len(roomy))
-    pca = _difference(most(lambda head: -ahead("both", "key_pca_both")(head)), "both", "key_pca_both")
-    summed = _difference(most(ahead("both", "both_summed")), "both", "both_summed")
+    pca = of(most(lambda head: -ahead("both", "key_pca_both")(head)), ahead("both", "key_pca_both"))
+    summed = of(most(ahead("both", "both_summed")), ahead("both", "both_summed"))
     rest, moved, pca, summed = (found.among(len(every)) for found in (rest, moved, pca, summed))
     learned = most(lambda head: head["untrained_both"]["exchanged"])
+    works = of(learned, lambda head: head["both"]["exchanged"]).among(len(every))
     claims = [
         Claim("swapping both latents moves all the attention (largest rest on the original key; control: the oracle)",
               "§4, Fig. 4: moves all the attention", rest.mean, of(left, after("both_oracle")).mean,
@@ -238,9 +239,8 @@ def _claims(rows: list[Row]) -> list[Claim]:
               why="The subspaces of z1 and z2 overlap, so the orthogonal projector of one takes part of the other "
               "along; the oblique one does not."),
         Claim("that a joint swap works shows that the head learned the latents (share of the logit gap exchanged); "
-              "control: untrained", "", of(learned, lambda head: head["both"]["exchanged"]).mean,
-              of(learned, lambda head: head["untrained_both"]["exchanged"]).mean, "control < 0.5 * ours",
-              changed=WAS_IMPLIED,
+              "control: untrained", "", works.mean, of(learned, lambda head: head["untrained_both"]["exchanged"]).mean,
+              "control < 0.5 * ours", **works.ends, changed=WAS_IMPLIED,
               why="A swap shows where the latents lie: in r1 + r2 directions of an untrained head's keys, too. Only "
               "the attention that it would move is not there yet."),
     ]  # fmt: skip
@@ -251,15 +251,6 @@ def _claims(rows: list[Row]) -> list[Claim]:
                             "§F.1: the performance of the random baseline increases", near.mean, far.mean,
                             "ours > control", **near.ends))  # fmt: skip
     return claims
-
-
-def _difference(cell: list[dict[str, Row]], one: str, other: str) -> Estimate:
-    """Of two shifts: over seeds, or of a single head from the intervals of both (as if they were not paired)."""
-    found = over_runs(head[one]["shift"] - head[other]["shift"] for head in cell)
-    if not math.isnan(found.low):
-        return found
-    half = sum((cell[0][name]["shift_high"] - cell[0][name]["shift_low"]) / 2 for name in (one, other))
-    return Estimate(found.mean, found.mean - half, found.mean + half)
 
 
 def _leak(cell: dict[str, Row], condition: str) -> float:

@@ -51,7 +51,7 @@ _ACCURACY = METRICS.index("accuracy")
 
 
 class Choice(NamedTuple):
-    """What the words for choosing say about one head.
+    """Statistics of one head's writers on the words for choosing.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ def choose_writers(how: Pass, units: Sequence[Unit]) -> dict[Head, Choice]:
 
 
 def _scores(seed: int, banked: set[int], frames: Any, rows: HeadRows, numbers: list[int]) -> Measurement:
-    """What prompts for choosing say about the writers: sums over the places of each, in float64; parts for the bank."""
+    """Sums of each writer's scores over the places of the prompts for choosing (float64), and parts for the bank."""
     sums = {"pairs": rows.pairs}
     for side in SIDES:
         stream, shown = rows.streams[side].double(), _shown(rows, side).double()
@@ -111,7 +111,7 @@ def _scores(seed: int, banked: set[int], frames: Any, rows: HeadRows, numbers: l
 
 
 def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choice:
-    """Means and orders."""
+    """Turn the sums of one head into mean parts and orders of writers."""
     mean, scores = dict[Side, Tensor](), dict[tuple[str, Side], Tensor]()
     for side in SIDES:
         of = {name.removeprefix(f"{side} "): tally.mean(name) for name in tally.sums if name.startswith(side)}

@@ -99,7 +99,7 @@ class FeatureSplit:
         return dictionaries.null_code(kind, self.dictionary, self.x, self.coded, seed, self.there, self.target)
 
     def terms(self, coded: Coded | None = None) -> list[FeatureTerms]:
-        """One for each prompt, by these codes or by the dictionary's own."""
+        """Terms of every prompt's relative logit, by these codes or by the dictionary's own."""
         coded, slots, rows = self.coded if coded is None else coded, self.x.shape[1], self.rows
         step = max(_AT_ONCE // (len(self.x) * coded.ids.shape[-1] * self.x.shape[-1]), 1)
         q = rows.projected(self._read(coded, "query", [0])[:, :, 0])
@@ -299,7 +299,7 @@ def prompt_features(one: PromptTrace, dictionary: Dictionary, draws: int, seed: 
 
 
 def says_pairs(where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """What is said of a head; that copies hold as much comes before any number."""
+    """Describe a head's pairs in words; that copies hold as much comes before any number."""
     (ours, *copies), (check,) = tables["copies"], tables["check"]
     level = [_CALLED[row["kind"]] for row in copies if not row["below"]]
     owners = " or ".join(filter(None, (", ".join(level[:-1]), *level[-1:])))
@@ -337,7 +337,7 @@ def _says_edges(edges: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _percent(share: float) -> str:
-    """In percents, with places enough to tell the lowest copy from the highest.
+    """Format shares in percent, with enough digits to tell the lowest copy from the highest.
 
     >>> _percent(0.256), _percent(-0.0314), _percent(0.0012)
     ('25.6%', '-3.14%', '0.12%')

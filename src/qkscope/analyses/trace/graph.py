@@ -43,7 +43,7 @@ from qkscope.linear.run import Answer, Direction, Run, Side
 
 Row = dict[str, Any]
 Kind = Literal["value", "query", "key"]
-_KEPT = 2**12  # tokens of layers whose parts are kept ready to be asked again
+_AT_ONCE = 2**11  # tokens whose MLP is run again at once
 _SLOTS = 256  # tokens whose attention is made at once
 _SOURCES = 3  # tokens of a writer that are named, over many prompts
 FIRST, SOURCE_REST = "(first token)", "(rest)"  # of many prompts
@@ -106,7 +106,7 @@ def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: floa
 
 @dataclass
 class _Asked:
-    """What is asked of a node: its value so far, and directions on its output at some slots, a column of a row each."""
+    """A request to a node: its value so far, and directions on its output at some slots, one column per row."""
 
     value: float = 0.0
     slots: list[Int[Tensor, " p"]] = field(default_factory=list)
@@ -137,7 +137,6 @@ class Walk:
         self.width, self.smallest, self.deeper = width, smallest, deeper
         self.edges, self.error = list[Row](), 0.0
         self._nodes: dict[tuple[str | None, str, int], Row] = {}
-        self._parts: dict[int, PartLayer] = {}
 
     def node(self, side: str | None, writer: str, position: int, value: float | None = None) -> Row:
         """The row of a node, made where it is met first."""
@@ -175,13 +174,13 @@ class Walk:
         logit.expand()
 
     def _said(self, answer: Answer, slots: Tensor, token: int | None = None) -> Iterator[_Child]:
-        """What every writer says, and in which direction it is asked on, all slots together."""
+        """Every writer's value and the direction to follow it in, all slots together."""
         position = int(slots[0]) - 1 if token is None else token
         for name, values in answer.values.items():
             yield _Child(name, position, values[0], slots, partial(self._along, answer, name))
 
     def _along(self, answer: Answer, name: str) -> Float[Tensor, "1 p e"] | None:
-        """The direction that was asked, on what a writer puts out: of a head, before W_O."""
+        """The followed direction, expressed on a writer's output (for a head, before W_O)."""
         writer = Writer.parse(name)
         return answer.parts.get(name) if writer.head is None else self.run.on_output(answer, writer.head)
 
@@ -222,14 +221,16 @@ class Walk:
     def through(self, writer: Writer, position: int, asked: _Asked) -> list[_Child]:
         """The writers of what an MLP was given, by its gradient."""
         run, layer, (slots, along) = self.run, writer.layer, asked.directions()
-        if layer not in self._parts:
-            if (len(self._parts) + 1) * len(self.asked.tokens) > _KEPT:
-                self._parts.clear()
-            self._parts[layer] = PartLayer(run, layer)
         module = run.reader.blocks[layer].parts[writer.index[0] if writer.index else 0]
-        x, z, missed = self._parts[layer].pull(module, slots - 1, along)
+        # a part may mix tokens, so that all run, but those of a long prompt
+        tokens = slots - 1 if len(self.asked.tokens) > _AT_ONCE else torch.arange(len(self.asked.tokens)).to(slots)
+        at = torch.searchsorted(tokens, slots - 1)
+        wanted = along.new_zeros(1, len(tokens), along.shape[-1]).index_copy(1, at, along)
+        some = zip(tokens.split(_AT_ONCE), wanted.split(_AT_ONCE, dim=1), strict=True)
+        parts = zip(*(PartLayer(run, layer, own).pull(module, directions) for own, directions in some), strict=True)
+        x, z, missed = (torch.cat(values, dim=1)[:, at] for values in parts)
         children = [*self._said(run.answer(Direction(layer, slots, x, missed)), slots, position)]
-        if z is not None:
+        if layer in run.heads:
             names = run.reader.head_names(layer)
             gave, along_z = (value.unflatten(-1, (len(names), -1)) for value in (run.heads[layer][:, slots], z))
             for i, name in enumerate(names):
@@ -239,7 +240,7 @@ class Walk:
         return children
 
     def why(self, row: Row, head: Head, key: int) -> None:
-        """Ask why a head looked at a token, once; nothing looks at the first for what it says."""
+        """Follow why a head looked at a token, once for each; the first token is left out (it is a sink)."""
         seen, query = self.run.seen(head, row["position"]), row["position"]
         if key > 0 and {*seen} - {0, key} and key in seen and row["look"] is None:
             one = PromptTrace(self.run, replace(self.asked, query=query), head, key)
@@ -255,7 +256,7 @@ class Walk:
 
 
 class _Child(NamedTuple):
-    """What a writer says at some slots that stand for one token, and the direction on its output there."""
+    """A writer's value at the slots of one token, and the direction on its output there."""
 
     writer: str
     position: int

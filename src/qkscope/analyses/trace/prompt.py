@@ -40,7 +40,7 @@ _SECOND = 0.05  # of the first writer's part: one that gives less is not named b
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as the model sees it, and the token that asks."""
+    """A prompt as the model sees it, and the query token."""
 
     encoded: Encoding
     tokens: list[str]
@@ -83,7 +83,7 @@ class Question:
 
 
 def checked_place(place: int, length: int, what: str) -> int:
-    """A place from the start, also where it was counted from the end."""
+    """A token's place counted from the start; a negative one is counted from the end."""
     if not -length <= place < length:
         raise BadInput(f"{what} {place} is out of range: the prompt has {length} tokens, 0 to {length - 1}.")
     return place % length
@@ -208,7 +208,7 @@ class PromptTrace(HeadRows):
 
     @cached_property
     def tally(self) -> Tally:
-        """What the writers give, without pairs."""
+        """Sums of what the writers give, without pairs."""
         return Tally.of_prompt(self.given())
 
     def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
@@ -244,13 +244,13 @@ def reader_of(scope: Scope) -> Reader:
 
 
 class Probe:
-    """A prompt that is run once, with one token asking: every head answers from that run.
+    """A prompt run once with one query token: every head is read from that run.
 
     Parameters
     ----------
     scope : the model.
     prompt : a text, or an example with at most one marked query.
-    query : the token that asks; the last one by default, or the one marked.
+    query : the query token; by default the one marked, or the last.
     chat : whether it goes into the chat template.
     last : the last layer whose heads are asked about: writers are kept up to there; of all layers by default.
     options : more of `Reader.record`; by default the model runs on to its logits.

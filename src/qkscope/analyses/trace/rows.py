@@ -83,12 +83,12 @@ class HeadRows:
         return torch.einsum("...nd,...nkd,nk->...n", self.projected(q), k, self.weights.to(q)) * self.scale
 
     def projected(self, q: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-        """A query as the projector leaves it."""
+        """Apply the projector, if there is one, to a query."""
         return q if self.projector is None else q @ self.projector.to(q)
 
     @cached_property
     def directions(self) -> dict[Side, Direction]:
-        """What the relative logit asks of the stream at the query, and at the keys that count."""
+        """Directions of the relative logit on the stream, at the query and at the keys that count."""
         used = self.weights.any(0).nonzero()[:, 0]
         used = used[self.signs[0, used].argsort(descending=True, stable=True)]  # a prompt's key stands first
         return self.run.ask(self.head, self.query, 1 + used, self.weights[:, used], self.projector)[1]

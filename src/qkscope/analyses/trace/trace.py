@@ -75,7 +75,7 @@ def trace(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Trace:
-    """Split what a head matched on among the writers of its query and of its keys, and cut and keep them.
+    """Say which writers made a head's query and keys (QK attribution), and test it by cutting and keeping edges.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def trace(
             raise BadInput(f"{name} is for one prompt, not for {given}: leave it out, or give a prompt.")
     heads = [h for h in scope.parse(head) if h.layer > 0]
     if not heads:
-        raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nobody to trace.")
+        raise BadInput(f"{scope.name} has one layer, where only the embedding writes: there is nothing to trace.")
     asked: dict[str, Any] = {"heads": [str(h) for h in heads], "draws": draws}
     if dictionary is not None:
         check_dictionary(scope, heads, dictionary)
@@ -281,7 +281,7 @@ def _task_writers(how: Pass, choosing: Units, units: Units, draws: int, depth: i
 
 
 def _task_features(how: Pass, choosing: Units, units: Units, dictionary: Dictionary, draws: int) -> tuple[str, Tables]:
-    """Pairs of features chosen on some words, all else on others."""
+    """Pairs of features, chosen on some words and tested on others."""
     how = replace(how, layers=[dictionary.layer])
     chosen = choose_features(how, choosing, dictionary)
     tests = {head: FeatureTest(head, dictionary, own, draws, how.seed) for head, own in chosen.items()}
@@ -309,7 +309,7 @@ def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int)
 
 
 def _answer(tables: Tables) -> str:
-    """One head alone."""
+    """The answer for one head."""
     (check,) = tables["check"]
     cut, beside = (_edge(tables, "key", "cut", by, 2) for by in ("share", "random"))
     keeps = [_edge(tables, "both", "keep", "share", 5, replaced) for replaced in ("mean", "resample")]
@@ -333,7 +333,7 @@ def _answer(tables: Tables) -> str:
 
 
 def _in_short(tables: Tables) -> str:
-    """One head among several: its key's writers, and what is left without them."""
+    """The short answer for one head among several: its key's writers, and what is left without them."""
     (check,) = tables["check"]
     cut = _edge(tables, "key", "cut", "share", 2)
     left = (

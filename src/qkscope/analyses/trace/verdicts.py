@@ -23,7 +23,7 @@ _MEASURED = ("check", "tokens", "attention", "output", "whole")  # tables that n
 
 
 def no_sum(head: object, error: float, dtype: object, single: float = _SINGLE) -> str | None:
-    """Say that a head's parts do not sum to its logit, where they miss it by more than rounding does.
+    """Warn, in a sentence, if a head's parts miss its logit by more than rounding does.
 
     In more than 16 bits ``single`` is allowed.
 

@@ -45,6 +45,7 @@ class Carriers:
         self.run, self.because, self.reason, self.seed = run, because, reason, seed
         self.head, self.query, self.key = reason.look.head, reason.look.query, reason.look.key
         self.names = run.reader.writers(self.head.layer)[:-1]
+        self.writers = parse_writers(self.names)
 
     def rows(self) -> list[dict[str, Any]]:
         """The table ``carriers``: of the two words that are the same, or of the strongest causes about the key."""
@@ -74,7 +75,7 @@ class Carriers:
         restored = [float(self._put_back(runs[i], self.run, side, [writers])[0]) for i in tested]
         numbers = [self.names.index(name) for name in writers]
         draws = [
-            [self.names[i] for i in draw_alike(numbers, parse_writers(self.names), derived_seed(self.seed, "carry", d))]
+            [self.names[i] for i in draw_alike(numbers, self.writers, derived_seed(self.seed, "carry", d))]
             for d in range(_DRAWS)
         ]
         others = [float(self._put_back(runs[i], self.run, side, draws).mean()) for i in tested]
@@ -109,7 +110,9 @@ class Carriers:
 
     def _changed(self, word: Word, ids: Sequence[int]) -> Run:
         prompt, look = self.because.put((word, ids)), (self.query, self.key)
-        return self.because.again.record(self.run.reader, prompt, look, self.head.layer)
+        runs = self.because.running(prompt[None], torch.tensor([self.query + 1]))[0]
+        runs[self.key] = True
+        return self.because.again.record(self.run.reader, prompt, look, self.head.layer, runs.nonzero()[:, 0])
 
     def _look(self, run: Run) -> tuple[int, int]:
         """Query and key, as a run counts its tokens."""
@@ -128,7 +131,7 @@ class Carriers:
         return restore(run, source, self.head, query, key, sets, side=side, at=at)[:, key]
 
     def _whole(self, run: Run, side: Side) -> float:
-        """The same with the whole key, or query, of the unchanged run."""
+        """Attention on the key with the whole key, or query, of the unchanged run restored."""
         call, (query, key) = self.run.calls[self.head.layer], self._look(run)
         put: dict[str, Any] = {"q": call.q[0, self.head.index, self.query].float()[None]}
         if side == "key":

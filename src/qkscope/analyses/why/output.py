@@ -25,6 +25,7 @@ from qkscope.linear.split import direct_effect
 
 TOKENS = 5
 _PIECES = 4  # tokens that a character may be cut into
+_LIKELY = 1e-3  # a word of the prompt that is less likely is the rival only where all other tokens are
 _MATTERS = 0.1  # in logits: a head that changes the difference to the rival by less is neither for nor against
 
 
@@ -43,7 +44,7 @@ def whole(tokens: Sequence[str], i: int) -> str:
 
 
 def first_token(scope: Scope, text: str) -> int:
-    """The first token of a text that is no blank."""
+    """Id of the first token of a text that is not blank."""
     ids = [] if scope.tokenizer is None else scope.tokenizer.encode(text, add_special_tokens=False)
     named = [i for i in ids if token_texts(scope, [i])[0].strip()]
     if not named:
@@ -57,8 +58,9 @@ class Output:
     Parameters
     ----------
     run : of the prompt, with logits.
-    asked : the prompt and the token that asks.
-    versus : the rival's text; by default the likeliest other word of the prompt, or else the runner-up.
+    asked : the prompt and the query token.
+    versus : the rival's text; by default the likeliest other word of the prompt, or the likeliest other token where no
+        such word has 0.1%, though others have; ``why_rival`` says which.
     """
 
     def __init__(self, run: Run, asked: Question, versus: str | None = None) -> None:
@@ -68,20 +70,22 @@ class Output:
         self.chances = self.logits.softmax(-1)
         self.best = int(self.logits.argmax())
         self._names: dict[int, tuple[str, int]] = {}
-        self.rival = self._default_rival() if versus is None else first_token(self.scope, versus)
+        self.rival, self.why_rival = self._default_rival() if versus is None else (first_token(self.scope, versus), "")
         if self.rival == self.best:
             raise BadInput(f"{versus!r} is the next token itself: name another one as its rival.")
 
-    def _default_rival(self) -> int:
-        """The likeliest other word of the prompt, one of the answer's shape first."""
-        best = self.token(self.best)
-        ids = set(self.asked.inputs["input_ids"][0, : self.asked.query + 1].tolist()) - {self.best}
-        texts = {i: self.token(i) for i in ids}
-        same = best.strip().lower()
-        words = {i for i, text in texts.items() if text.strip().isalnum() and text.strip().lower() != same}
-        alike = {i for i in words if shape_of(texts[i]) == shape_of(best)}
-        chosen = alike or words or set(self.logits.topk(2).indices.tolist()) - {self.best}
-        return int(max(chosen, key=lambda i: float(self.logits[i])))
+    def _default_rival(self) -> tuple[int, str]:
+        """A word of the prompt, of the answer's shape if there is one; if none has 0.1%, the likeliest other token."""
+        ids = set(self.asked.inputs["input_ids"][0, : self.asked.query + 1].tolist())
+        likely, best = set((self.chances >= _LIKELY).nonzero()[:, 0].tolist()), self.token(self.best)
+
+        def rank(i: int) -> tuple[bool, bool, bool, float]:
+            word = i in ids and self.token(i).strip().isalnum()
+            return i in likely, word, word and shape_of(self.token(i)) == shape_of(best), float(self.chances[i])
+
+        others = (i for i in ids | likely if self.token(i).strip().lower() not in ("", best.strip().lower()))
+        rival = max(others, key=rank, default=int(self.chances.topk(2).indices[1]))
+        return rival, f", the likeliest other {'word of the prompt' if rank(rival)[1] else 'token'}"
 
     @property
     def difference(self) -> float:
@@ -113,11 +117,11 @@ class Output:
 
     @cached_property
     def again(self) -> Again:
-        """The prompt, ready to run again from the token that asks."""
+        """The prompt, ready to run again from the query token."""
         return Again(self.scope, self.asked.inputs, self.run.calls)
 
     def from_key(self, one: PromptTrace) -> Float[Tensor, " v"] | None:
-        """What a head adds to the logits by itself by what it read at the key, less its mean over all tokens."""
+        """Direct effect on the logits of what a head read at the key, less its mean over the vocabulary."""
         layer = one.head.layer
         v = self.run.calls[layer].v[0, self.run.index(one.head, "v"), one.key].float() * one.attention[one.key]
         W = self.run.reader.output_weights(layer)[0][one.head.index].to(v)
@@ -141,7 +145,7 @@ class Output:
         ]  # fmt: skip
 
     def look(self, head: Head) -> tuple[int, Float[Tensor, " t"]]:
-        """The token that a head attends to most from where is asked, the first left out, and its row of attention."""
+        """The token that a head attends to most from the query, the first token left out, and its row of attention."""
         row = self.again.row(self.asked.query, head).attention()[0, 0].cpu()
         return 1 + int(row[1 : self.asked.query + 1].argmax()), row
 

@@ -49,7 +49,7 @@ class Prompts:
     scope : the model.
     prompts : with the answers that are right, where these are known.
     heads : by name.
-    query : the token that asks, by its text; the last one by default.
+    query : the query token, by its text; the last one by default.
     versus : the rival of every next token, where no head is named.
     chat : whether prompts go into the chat template.
     carriers : whether to look for who carried the words, which is slow.

@@ -114,7 +114,7 @@ def _token(asked: Question, i: int) -> str:
 
 
 def carried(carriers: Rows) -> str:
-    """Who carried each word into which side, those of its several places together."""
+    """Say which writers carried each word into the query or the key; equal words are named once."""
     told: dict[tuple[str, str], list[str]] = {}
     for row in (row for row in carriers if row["verdict"] == "shown"):
         told.setdefault((row["text"].strip() or row["text"], row["side"]), []).extend(row["writers"].split(", "))
@@ -177,7 +177,7 @@ def _words(one: PromptTrace, because: Because, reason: Reason) -> str:
     every = [row for row in reason.words if row["after"] < 0.5 * reason.before]
     named, rest = every[:_SHOWN], f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     alone = [quoted(word.text) for word in because.words if not because.others.of(word, because.count)]
-    none = f"; no other word has the shape of {', '.join(dict.fromkeys(alone))}" if alone else ""
+    none = (f"; no other word has the shape of {', '.join(dict.fromkeys(alone))}" if alone else "") + because.held
     if not named:
         return f"Words: of {_tried(reason)} replaced one at a time, none takes half of the attention away{none}."
     told = ", ".join(
@@ -244,8 +244,8 @@ def heads_answer(output: Output, rows: Rows, says: str) -> str:
     """The next token and its rival, and how many heads decide between them."""
     after = quoted(whole(output.asked.tokens, output.asked.query))
     best, rival = (output.told(i, chance=True) for i in (output.best, output.rival))
-    told = f"The next token after {after} is {best} rather than {rival}, ahead by {output.difference:.1f} in logits"
-    told += f"; it continues {quoted(says)}." if says else "."
+    lead, on = f"ahead by {output.difference:.1f} in logits", f"; it continues {quoted(says)}" if says else ""
+    told = f"The next token after {after} is {best} rather than {rival}{output.why_rival}, {lead}{on}."
     matter = {way: sum(row["direction"] == way for row in rows) for way in ("for", "against")}
     tried = f"Hide each head's main token in turn ({len(rows)} tried):"
     if not any(matter.values()):

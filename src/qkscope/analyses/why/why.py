@@ -1,4 +1,4 @@
-"""Why: the question on the door, for any prompt, head and token, without any fit.
+"""Why did this head attend to that token: for any prompt, head and token, without any fit.
 
 Of one head: *where* it looks, *because* of which words (each changed, and the model run again), *who carried* them
 there, *cuts* of the strongest writers, and *what it does* for the next token against its rival. Without a head: which
@@ -39,6 +39,7 @@ from qkscope.tasks.jsonl import read_prompts
 Heads: TypeAlias = Sequence[str | Head]
 _SUMS = 2e-5  # of the largest term: how far the edges of a circuit may miss a node, in float32
 _GOES_ON, _RUNS = 5, 4  # tokens of the continuation that are shown, and alternatives of a word that are run
+_LONG = 2048  # tokens of a prompt that does not run once more for its continuation
 
 
 @checked_class
@@ -130,7 +131,8 @@ def why(
     heads : several heads, like L18H6,L23H0, to count their reasons over many prompts.
     n : how many of the prompts, from the first on; all by default.
     carriers : whether to look for the writers that carried the words in many prompts, too, which is slow.
-    versus : the rival of the next token, as ``" John"``; by default the likeliest other word of the prompt.
+    versus : the rival of the next token, as ``" John"``; by default the likeliest other word of the prompt, or the
+        likeliest other token where no such word has 0.1%.
     circuit : whether to go from the answer back to the words: nodes, edges, and what the first nodes keep in the
         running model; with many prompts, nodes are chosen on half of them and tested on the others.
     export : file for the circuit's graph, as circuit-tracer and Neuronpedia read it.
@@ -214,7 +216,7 @@ def answer_probe(
         if key is not None:
             raise BadInput("a key is asked about with a head: name one, or leave the key out.")
         with doing("hiding each head's main token"):
-            rows, last = output.head_rows(), probe.asked.query == len(probe.asked.tokens) - 1
+            rows, last = output.head_rows(), probe.asked.query == len(probe.asked.tokens) - 1 < _LONG
         says = probe.scope.generate(probe.prompt, _GOES_ON) if last and isinstance(probe.prompt, str) else ""
         answer, lines, tables = sentences.heads_answer(output, rows, str(says)), list[str](), {"heads": rows}
     else:
@@ -276,12 +278,12 @@ def _returns(one: PromptTrace, output: Output, because: Because, reason: Reason)
     causes = [row for row in reason.words if row["after"] < 0.5 * reason.before and row["text"].strip().isalnum()]
     if not causes:
         return []
-    word, asked = words[causes[0]["position"]], one.asked.query + 1
-    others = [because.put((word, ids))[word.start : asked] for ids in because.others.of(word, because.count)[:_RUNS]]
-    starts, rows = torch.tensor([word.start] * 2), [None, (one.head, one.rows.logits()[0, 0])]
-    each = [because.again.run(tokens.expand(2, -1), starts, rows=rows) for tokens in others]
-    chances = torch.stack([logits.float().softmax(-1)[:, output.best] for logits in each if logits is not None])
-    changed, restored = chances.mean(0).tolist()
+    word, rows = words[causes[0]["position"]], [None, (one.head, one.rows.logits()[0, 0])]
+    others = torch.stack([because.put((word, ids)) for ids in because.others.of(word, because.count)[:_RUNS]])
+    at = because.running(others, torch.full((len(others),), one.asked.query + 1)).any(0).nonzero()[:, 0]
+    twice = others[:, at].repeat_interleave(2, dim=0)
+    logits = because.again.run(twice, at.expand_as(twice), rows=rows * len(others))
+    changed, restored = logits.float().softmax(-1)[:, output.best].view(-1, 2).mean(0).tolist()
     return [{
         "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],
         "before": float(output.chances[output.best]), "changed": changed, "restored": restored,

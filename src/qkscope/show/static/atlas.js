@@ -1,6 +1,6 @@
 "use strict";
 // All heads: a map to find one, and a line for each. A kind filters, a column sorts, a word searches, a click on a line
-// opens it: looks as text, with the token that asks, the one looked at, and the words that decide marked.
+// opens it: looks as text, with the query token, the one looked at, and the words that decide marked.
 (() => {
   const { make, choose, viridis, percent, fixed } = qk;
   const FEW = 30; // lines before one asks for all

@@ -32,6 +32,9 @@ const qk = (() => {
     return text === "" ? "∅" : text.trim() === "" ? shown.replace(/[ \u00a0]/g, "␣") : shown;
   };
   const piece = (text) => visible(text.trim() === "" ? text : text.trim());
+  // a sentence whose lines do not break between a quote and the blank of its token
+  const unbroken = (text) =>
+    text.split(/(?<!\w)(' +[^' ]+'?)/).map((part, i) => (i % 2 ? make("span", { class: "quoted" }, part) : part));
 
   // ------------------------------------------------------------------ a colour for a share: viridis
   const VIRIDIS = [
@@ -178,7 +181,7 @@ const qk = (() => {
 
   return {
     charts: {}, // kind of block -> (element, rows, options): each script adds its own
-    ...{ make, draw, number, fixed, signed, percent, pretty, visible, piece, viridis, isDark, swatch, legend, stroke, table },
+    ...{ make, draw, number, fixed, signed, percent, pretty, visible, piece, unbroken, viridis, isDark, swatch, legend, stroke, table },
     ...{ tip, pointed, follow, near, redraw, button, choose, byHead, toggle, ticks, rules },
   };
 })();

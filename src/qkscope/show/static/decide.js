@@ -5,21 +5,22 @@
   const SHOWN = { for: 6, against: 4 }, // heads of each kind, before the others are asked for
     NEARLY = 0.25; // of the attention: two equal words that restore so much more than each alone, though not by the rule
 
-  // token(i) as it reads, called(head); picked: a head; onpick(row), onmore()
+  // token(i) as it reads, called(head); picked: a head; onpick(row), onmore(); a saved page names no answer and picks nothing
   qk.heads = (element, { rows, answer, rival, picked, all, token, called, onpick, onmore }) => {
-    const best = piece(answer.token),
+    const best = answer ? piece(answer.token) : "the next token",
+      over = rival ? piece(rival.token) : "its rival",
       most = Math.max(0.1, ...rows.map(({ difference }) => Math.abs(difference)));
     const line = (row) => {
       const { head, key, difference, probability } = row,
         width = `${((100 * Math.abs(difference)) / most).toFixed(1)}%`,
         background = `var(${difference < 0 ? "--original" : "--target"})`,
-        chances = `${percent(answer.probability, 1)} → ${percent(probability, 1)}`,
+        chances = `${answer ? `${percent(answer.probability, 1)} → ` : ""}${percent(probability, 1)}`,
         digits = probability > 0.98 || probability < 0.02 ? 1 : 0,
-        pressed = { "aria-pressed": String(head === picked), title: called(head) };
+        pressed = { "aria-pressed": String(head === picked), title: called?.(head) };
       return make(
         "tr",
-        { class: head === picked ? "picked" : null, onclick: () => onpick(row) },
-        make("td", {}, button(head, () => {}, pressed)),
+        { class: head === picked ? "picked" : null, onclick: () => onpick?.(row) },
+        make("td", {}, onpick ? button(head, () => {}, pressed) : head),
         make("td", { class: "at" }, token(key)),
         make("td", { class: "n", title: chances }, percent(probability, digits)),
         make("td", { class: "bar" }, make("i", { style: { width, background } })),
@@ -39,22 +40,31 @@
     if (mine) body.push(heading(mine.direction === "neither" ? "neither" : `also ${mine.direction}`), line(mine));
     const title = (words, given = {}) => make("th", { scope: "col", ...given }, words),
       chance = `probability of ${best} with that token hidden from the head`,
-      logits = { class: "n", colspan: 2, title: `change of the lead of ${best} over ${piece(rival.token)}, in logits` };
+      logits = { class: "n", colspan: 2, title: `change of the lead of ${best} over ${over}, in logits` };
     const titles = [
       title("head"),
       title("token"),
       title("probability", { class: "n", title: chance }),
       title("difference", logits),
     ];
-    const told =
-      `Hide each head's main token from it, one head at a time: the probability of ${best} then` +
-      ` (${percent(answer.probability)} before), and how its lead over ${piece(rival.token)} changes, in logits.`;
+    const before = answer ? ` (${percent(answer.probability)} before)` : "",
+      told =
+        `Hide each head's main token from it, one head at a time: the probability of ${best} then${before},` +
+        ` and how its lead over ${over} changes, in logits.`;
     const more = button(all ? "fewer" : `${matter - listed.length} more`, onmore);
     element.replaceChildren(
       make("p", { class: "words" }, told),
       make("table", { class: "heads" }, make("thead", {}, make("tr", {}, ...titles)), make("tbody", {}, ...body)),
       ...(all || matter > listed.length ? [make("div", { class: "choices" }, more)] : []),
     );
+  };
+
+  qk.charts.decide = (place, rows) => {
+    const texts = new Map(rows.map(({ key, token }) => [key, token])),
+      token = (key) => piece(texts.get(key));
+    const show = (all, picked) => qk.heads(place, { rows, picked, all, token, onmore: () => show(!all, picked) });
+    document.addEventListener("qk-head", ({ detail }) => show(false, detail)); // the head that a link names
+    show(false);
   };
 
   // words that decide a look, by token: those that break it when changed, and two equal ones that do so together

@@ -156,6 +156,7 @@
     qk.cancel();
     busy(false);
     say("cancelled");
+    if (seen && !seen.result) $("heads").textContent = "Cancelled: press Look to try every head.";
     if (answer && !answer.result) {
       $("doing").textContent = "Cancelled: this is where the head looks; its reason was not looked for. ";
       $("doing").append(button("Look for it", () => move({})));
@@ -255,8 +256,8 @@
   }
   // names of heads in words are links: why did that one look where it did?
   qk.rich = (text, side) =>
-    text.split(/(\bL\d+H\d+\b)/).map((part, i) => {
-      if (i % 2 === 0 || !step() || part === step().head || !places.has(part)) return part;
+    text.split(/(\bL\d+H\d+\b)/).flatMap((part, i) => {
+      if (i % 2 === 0 || !step() || part === step().head || !places.has(part)) return qk.unbroken(part);
       const from = reads(part, side);
       if (from === null) return part;
       const key = from === seen.query ? favourite(part) : null,

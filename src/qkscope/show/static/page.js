@@ -58,6 +58,8 @@
     fill(block, data);
     return block;
   };
+  for (const sentence of document.querySelectorAll(".answer, .lead, .card h3 a"))
+    sentence.replaceChildren(...qk.unbroken(sentence.textContent));
   for (const stored of document.querySelectorAll("script.data"))
     fill(stored.parentElement, JSON.parse(stored.textContent));
   for (const claims of document.querySelectorAll("section.claims")) {

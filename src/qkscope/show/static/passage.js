@@ -1,5 +1,5 @@
 "use strict";
-// A look as text: the token that asks, the one looked at, and the words that decide are marked.
+// A look as text: the query token, the one looked at, and the words that decide are marked.
 (() => {
   const { make } = qk;
   const MEANT = { query: " asks", key: " is looked at", both: " looks at itself", cause: " decides" };

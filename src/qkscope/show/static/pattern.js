@@ -1,5 +1,5 @@
 "use strict";
-// A head's whole pattern: a row for each token that asks, a column for each that is looked at; darker is more.
+// A head's whole pattern: a row for each query token, a column for each that is looked at; darker is more.
 (() => {
   const { make, percent, piece, tip, redraw } = qk;
   const LABELLED = 11, // pixels of a cell from which on tokens are written beside it

@@ -61,7 +61,7 @@
       tokens.forEach(({ firstChild: fill }, i) => {
         const value = rows[i][shown] ?? 0,
           share = Math.min(1, Math.abs(value) / full) ** (shown === "attention" ? 0.7 : 1),
-          mixed = `color-mix(in srgb, ${colours[shown]} ${(75 * share).toFixed(1)}%, transparent)`;
+          mixed = `color-mix(in srgb, ${colours[shown]} ${(58 * share).toFixed(1)}%, transparent)`; // more, and letters on dark paper have too little contrast
         fill.style.backgroundColor = share > 0.02 ? mixed : "";
         fill.classList.toggle("less", value < 0 && share > 0.02);
       });

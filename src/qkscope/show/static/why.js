@@ -17,7 +17,7 @@
   const GOOD = ["supported", "shown", "yes"];
   const verdict = (word) =>
     make("b", { class: GOOD.includes(word) ? "good" : word === "open" ? "open" : "soft" }, word ?? "");
-  qk.rich ??= (text) => [text];
+  qk.rich ??= qk.unbroken;
   const judged = (text) => {
     const [, before, word, after] = /^(.*: )(supported|shown|not shown|not here|untested|open)((?:[ .].*)?)$/s.exec(text) ?? [];
     return word ? [...qk.rich(before), verdict(word), after] : qk.rich(text);

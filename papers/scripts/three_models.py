@@ -1,20 +1,23 @@
-"""The two models that need no hub, asked the same: the tables and the picture of papers/docs/two-models.md.
+"""The three models that need no hub, asked the same: the tables and the picture of papers/docs/three-models.md.
 
-``python papers/scripts/two_models.py --device cuda --n 512 --texts 256`` runs every part on both models, keeps the rows
-in papers/docs/two-models.json and writes the page. ``--only swaps --model gemma3-270m`` runs a part again, ``--only
-page`` writes the page from the rows that are kept. On one CPU core the defaults take about an hour.
+``python papers/scripts/three_models.py --device cuda --n 512 --texts 256`` runs every part on all models, keeps the
+rows in papers/docs/three-models.json and writes the page. ``--only swaps --model gemma3-270m`` runs a part again,
+``--only page`` writes the page from the rows that are kept; ``--store FILE`` keeps rows elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import because_measure
 import torch
 from pages import REPORTS, ROOT, put
 
@@ -22,17 +25,19 @@ import qkscope as qk
 from qkscope.analyses.sparsity import answers_right
 from qkscope.analyses.split import relative_rows, singular_basis
 from qkscope.capture.pick import Places
-from qkscope.heads import Head, Writer
-from qkscope.maths.significance import clustered_bootstrap
+from qkscope.heads import Writer
+from qkscope.maths.significance import clustered_bootstrap, wilson
 from qkscope.tasks.sides import split
 from qkscope.tasks.texts import python_texts, read_documents
 from qkscope_papers.figures import figure_files, new_figure
 from qkscope_papers.lee2026.language import THRESHOLD, HeadChoice, choose_heads
-from qkscope_papers.tables import Row, column, pick
+from qkscope_papers.tables import Row, column, over_key_heads, pick
 
-PAGE, STORE = REPORTS / "two-models.md", REPORTS / "two-models.json"
-MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M"}
+PAGE, STORE = REPORTS / "three-models.md", REPORTS / "three-models.json"
+MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M", "qwen2.5-coder-1.5b": "Qwen2.5-Coder 1.5B"}
 TASKS = ("binding", "ioi", "induction", "filter")
+REASONED, SHARED = TASKS[:3], (3, 4, 6)  # tasks whose reasons are asked for; query heads of a key head, by model
+SIZED = {"sparsity": "{texts} passages", "because": "{looks} looks", "atlas": "{passages} passages"}
 SIZES = (1, 2, 4, 8, 16)  # of subspaces that are swapped
 ATTENDED = 0.1  # of a row: a split of a logit that gets less than this explains nothing
 LEAST = 20  # rows of a head, to speak of it
@@ -44,6 +49,7 @@ LENGTH, QUERIES = 96, 8  # tokens of a passage, and how many of them ask
 # ---------------------------------------------------------------- the parts
 
 
+@functools.cache
 def find(scope: qk.Scope, task: str, n: int) -> HeadChoice:
     """The head that looks at the right key most, of all tokens, and a head at chance."""
     return choose_heads(qk.find_heads(scope, qk.tasks.BUILT_IN[task](), n), "binding", 1)
@@ -60,15 +66,8 @@ def heads(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
         rows.append({
             "task": task, **found.row(found.heads[0]), "among_head": among["head"], "among": among["accuracy"],
             "reached": found.reached, "all": len(scope.heads()), "answers": float(right.mean()),
-            "kind": kind_of_layer(scope, found.heads[0]),
         })  # fmt: skip
     return rows
-
-
-def kind_of_layer(scope: qk.Scope, head: Head) -> str:
-    """Whether a head sees the whole prompt or a window."""
-    kinds = getattr(scope.model.config, "layer_types", None) or ["full_attention"] * scope.n_layers
-    return str(kinds[head.layer]).removesuffix("_attention")
 
 
 def swaps(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
@@ -85,12 +84,12 @@ def swaps(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
 
 
 def traces(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
-    """Who writes for the binding head, with edges cut and kept, and whole heads taken out."""
+    """Who writes for the binding head, with edges cut and kept."""
     (head,) = find(scope, "binding", given.n).heads
-    found = qk.trace(scope, qk.tasks.binding(), head, given.n)
+    found = qk.trace(scope, qk.tasks.binding(), head, given.n, whole=False)
     edges = [row for by in ("share", "random") for row in pick(found.tables["edges"], by=by, norms="held")]
     first = {side: pick(found.tables["writers"], side=side)[:4] for side in ("key", "query")}
-    return {**first, "edges": edges, **{name: pick(found.tables[name]) for name in ("check", "whole")}}
+    return {**first, "edges": edges, "check": pick(found.tables["check"])}
 
 
 def sparsity(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
@@ -140,8 +139,43 @@ def one_head(head: str, values: dict[str, torch.Tensor]) -> Row | None:
     }  # fmt: skip
 
 
+def because(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
+    """Which reasons are shown at the best head of each task, and how many words it takes."""
+    rows = []
+    for name in REASONED:
+        (head,) = find(scope, name, given.n).heads
+        looks = list(because_measure.task(scope, name, str(head), given.looks, 0))
+        kinds = Counter(
+            kind for look in looks for kind in {row["kind"] for row in pick(look["relations"], verdict="shown")}
+        )
+        few = sum(0 < look["causes"] <= 4 for look in looks)
+        rows.append({"task": name, "head": str(head), "looks": len(looks), "few": few, "kinds": dict(kinds)})
+    return rows
+
+
+def sharing(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
+    """At every head over the threshold, the largest writer of its keys beside all of them, signs aside."""
+    rows = []
+    for name in REASONED:
+        task = qk.tasks.BUILT_IN[name]()
+        ranked = pick(find(scope, name, given.n).ranking.tables["heads"])
+        over = [row["head"] for row in ranked if row["row_accuracy"] >= THRESHOLD and row["head"][:2] != "L0"]
+        writers = qk.trace(scope, task, over, given.looks, whole=False).tables["writers"]
+        for head in over:
+            values = [abs(row["value"]) for row in pick(writers, head=head, side="key")]
+            rows.append({"task": name, "head": head, "share": max(values) / sum(values)})
+    return rows
+
+
+def atlas(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
+    """How many heads have each kind of name, and how well names predict."""
+    named = qk.atlas(scope, None, given.passages, test=given.passages)
+    return [{"kind": kind, "heads": count} for kind, count in Counter(row["kind"] for row in named.table()).items()]
+
+
 PARTS: dict[str, Callable[[qk.Scope, argparse.Namespace], Any]] = {
-    "heads": heads, "swaps": swaps, "traces": traces, "sparsity": sparsity,
+    "heads": heads, "swaps": swaps, "traces": traces, "sparsity": sparsity, "because": because, "sharing": sharing,
+    "atlas": atlas,
 }  # fmt: skip
 
 
@@ -151,7 +185,6 @@ SWAPPED = {
     "order": "order", "lexical": "lexical", "both": "both", "random_both": "random directions",
     "key_pca_both": "key PCA", "cov_qk_both": "Cov_q Cov_k", "sham_both": "both, of two boxes not asked for",
 }  # fmt: skip
-CURVE = {name.removesuffix("_both"): said for name, said in SWAPPED.items() if name not in ("both", "sham_both")}
 CUTS = {
     "two key edges cut": ("key", "cut", 2, "share"), "two random ones": ("key", "cut", 2, "random"),
     "two query edges cut": ("query", "cut", 2, "share"), "five a side kept": ("both", "keep", 5, "share"),
@@ -168,20 +201,20 @@ def per_cent(value: float) -> str:
 def table(names: list[str], rows: list[list[str]]) -> str:
     """A table of the page."""
     lines = [names, ["---"] * len(names), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace(" nan ", " not run ")
 
 
 def heads_table(kept: dict[str, Any]) -> str:
     """Tasks down, models across."""
     rows = [
-        [task, name, per_cent(row["answers"]), f"{row['head']} ({row['kind']})",
+        [task, name, per_cent(row["answers"]), row["head"],
          f"{per_cent(row['row_accuracy'])} [{per_cent(row['row_low'])}, {per_cent(row['row_high'])}]",
          f"{row['among_head']} {per_cent(row['among'])} ({per_cent(row['chance'])})",
          f"{row['reached']} of {row['all']}"]
         for i, task in enumerate(TASKS)
         for name, row in ((name, kept[model]["heads"][i]) for model, name in MODELS.items())
     ]  # fmt: skip
-    names = ["task", "model", "answers right", "best head (its layer)", "right key first of all tokens"]
+    names = ["task", "model", "answers right", "best head", "right key first of all tokens"]
     return table([*names, "best among the named keys (chance)", f"heads over {per_cent(THRESHOLD)}"], rows)
 
 
@@ -240,28 +273,12 @@ def trace_table(kept: dict[str, Any]) -> str:
     return table([*names, *CUTS], rows)
 
 
-def whole_table(kept: dict[str, Any]) -> str:
-    """Whole heads taken out of the running model."""
-    rows = [
-        [name, row["removed"], row["mlps"], *(f"{row[number]:.2f}" for number in ("accuracy", "attention", "answer"))]
-        for model, name in MODELS.items()
-        for row in pick(kept[model]["traces"]["whole"], kind="chosen")
-    ]
-    names = ["model", "taken out", "MLPs", "accuracy among the boxes", "attention", "the right answer's probability"]
-    return table(names, rows)
-
-
-def median(rows: list[Row], name: str) -> float:
-    """Over heads."""
-    return float(torch.tensor(column(rows, name), dtype=torch.float64).median())
-
-
 def sparsity_table(kept: dict[str, Any]) -> str:
     """Heads summed up."""
     rows = [
-        [name, str(len(own)), *(f"{median(own, what):.2f}" for what in ("sparsity", "rotated")),
+        [name, str(len(own)), *(f"{median(column(own, what)):.2f}" for what in ("sparsity", "rotated")),
          str(sum(row["high"] < 0 for row in own)), str(sum(row["low"] > 0 for row in own)),
-         *(f"{median(own, what):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null"))]
+         *(f"{median(column(own, what)):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null"))]
         for name, own in ((name, kept[model]["sparsity"]) for model, name in MODELS.items())
     ]  # fmt: skip
     names = ["model", "heads that attend", "sparsity (median)", "rotated", "heads below theirs", "above"]
@@ -269,13 +286,13 @@ def sparsity_table(kept: dict[str, Any]) -> str:
 
 
 def findings(kept: dict[str, Any], shown: Sequence[int] | None = None) -> str:
-    """Which findings carry over, all or those that are shown: one rule for both models."""
-    first, second = (judged(kept, model) for model in MODELS)
-    one, other = MODELS.values()
-    said = {(1, 1): "yes", (0, 0): "in neither", (1, 0): f"only {one}", (0, 1): f"only {other}"}
-    rows = [[what, here, there, said[bool(holds), bool(too)]]
-            for (what, here, holds), (_, there, too) in zip(first, second, strict=True)]  # fmt: skip
-    return table(["finding", one, other, "holds in both"], rows if shown is None else [rows[i] for i in shown])
+    """Which findings carry over, all or those that are shown: one rule for all models."""
+    rows = []
+    for each in zip(*(judged(kept, model) for model in MODELS), strict=True):
+        where = [name for name, (_, _, holds) in zip(MODELS.values(), each, strict=True) if holds]
+        said = "all" if len(where) == len(MODELS) else ", ".join(where) or "none"
+        rows.append([each[0][0], *(found for _, found, _ in each), said])
+    return table(["finding", *MODELS.values(), "holds in"], rows if shown is None else [rows[i] for i in shown])
 
 
 def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
@@ -292,7 +309,7 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
     bind, chance = tasks["binding"], tasks["binding"]["chance"]
     whole = kept[model]["traces"]["check"][0]["accuracy"]
     below = sum(row["high"] < 0 for row in rows) / len(rows)
-    needed, random = median(rows, "count_tol"), median(rows, "count_tol_null")
+    needed, random = median(column(rows, "count_tol")), median(column(rows, "count_tol_null"))
     return [
         ("A head looks at the right box first of all tokens, in half of the prompts or more",
          f"{bind['head']} {per_cent(bind['row_accuracy'])}", bind["row_low"] >= 0.5),
@@ -327,8 +344,8 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
 
 def draw(kept: dict[str, Any]) -> None:
     """Every head's sparsity beside that of its rotated vectors."""
-    figure = new_figure(9, 4.2)
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    figure = new_figure(4.5 * len(MODELS), 4.2)
+    panels = figure.subplots(1, len(MODELS), sharex=True, sharey=True)
     for panel, (model, name) in zip(panels, MODELS.items(), strict=True):
         rows = kept[model]["sparsity"]
         colours = ["#CC3311" if row["high"] < 0 else "#0072B2" if row["low"] > 0 else "#999999" for row in rows]
@@ -340,22 +357,53 @@ def draw(kept: dict[str, Any]) -> None:
     panels[0].set_ylabel("sparsity over its own (1: all terms equal)")
     for path, picture in figure_files({"sparsity": figure}).items():
         if path.endswith("png"):
-            (REPORTS / "figures" / "two-models" / "sparsity.png").write_bytes(picture)
+            (REPORTS / "figures" / "three-models" / "sparsity.png").write_bytes(picture)
 
 
-def curve_table(kept: dict[str, Any]) -> str:
-    """Shifts by the size of what is swapped."""
+def because_table(kept: dict[str, Any]) -> str:
+    """Reasons shown, with Wilson's interval."""
+
+    def rate(count: int, of: int) -> str:
+        return f"{per_cent(count / of)} [{', '.join(map(per_cent, wilson(count, of)))}]" if of else "no look"
+
     rows = [
-        [name, said, *(f"{row['shift']:z.2f}" for row in pick(kept[model]["swaps"]["curve"], method=method))]
-        for model, name in MODELS.items()
-        for method, said in CURVE.items()
-    ]
-    return table(["model", "swapped", *map(str, SIZES)], rows)
+        [task, name, row["head"], str(row["looks"]), rate(row["kinds"].get("same word", 0), row["looks"]),
+         rate(row["few"], row["looks"]),
+         ", ".join(f"{kind} {count}" for kind, count in sorted(row["kinds"].items()) if kind != "same word")]
+        for i, task in enumerate(REASONED)
+        for name, row in ((name, kept[model]["because"][i]) for model, name in MODELS.items())
+    ]  # fmt: skip
+    names = ["task", "model", "head", "looks", "*same word* shown", "one to four words decide", "other relations shown"]
+    return table(names, rows)
+
+
+def sharing_table(kept: dict[str, Any]) -> str:
+    """The largest writers' parts by how many query heads share a key head."""
+    rows = []
+    for (model, name), group in zip(MODELS.items(), SHARED, strict=True):
+        own = kept[model]["sharing"]
+        cells = []
+        for task in REASONED:
+            shares = {row["head"]: row["share"] for row in pick(own, task=task)}
+            part = over_key_heads(shares, group)
+            cells.append(f"{part.mean:.2f} [{part.low:.2f}, {part.high:.2f}] ({len(shares)})")
+        rows.append([str(group), name, *cells])
+    return table(["query heads a key head", "model", *REASONED], rows)
+
+
+def atlas_table(kept: dict[str, Any]) -> str:
+    """Kinds of names down, models across."""
+    counts = [{row["kind"]: row["heads"] for row in kept[model]["atlas"]} for model in MODELS]
+    parts = [{kind: count / sum(own.values()) for kind, count in own.items()} for own in counts]
+    kinds = sorted({kind for own in parts for kind in own}, key=lambda kind: -sum(own.get(kind, 0) for own in parts))
+    rows = [[kind, *(per_cent(own.get(kind, 0)) for own in parts)] for kind in kinds]
+    return table(["name", *MODELS.values()], rows)
 
 
 TABLES = {
-    "findings": findings, "heads": heads_table, "ranks": ranks_table, "swaps": swaps_table, "curve": curve_table,
-    "traces": trace_table, "whole": whole_table, "sparsity": sparsity_table,
+    "findings": findings, "heads": heads_table, "ranks": ranks_table, "swaps": swaps_table,
+    "traces": trace_table, "sparsity": sparsity_table, "because": because_table,
+    "sharing": sharing_table, "atlas": atlas_table,
 }  # fmt: skip
 
 
@@ -389,19 +437,22 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--n", type=int, default=128, help="Prompts of each task; contrasts take twice as many.")
     parser.add_argument("--texts", type=int, default=48, help="Passages of natural text.")
+    parser.add_argument("--looks", type=int, default=32, help="Looks of a head whose reason is asked for.")
+    parser.add_argument("--passages", type=int, default=16, help="Passages of an atlas.")
+    parser.add_argument("--store", type=Path, default=STORE)
     parser.add_argument("--draws", type=int, default=5, help="Rotated bases of each passage.")
     parser.add_argument("--folder", type=Path, action="append", help="Text files instead of what Python carries.")
     given = parser.parse_args()
-    kept = json.loads(STORE.read_text()) if STORE.exists() else {}
+    kept = json.loads(given.store.read_text()) if given.store.exists() else {}
     for model in given.model or MODELS:
         parts = [part for part in given.only or PARTS if part != "page"]
         scope = qk.Scope.load(model, device=given.device) if parts else None
         for part in parts:
             own = kept.setdefault(model, {"made": {}})
             own[part] = PARTS[part](scope, given)
-            size = f"{given.texts} passages" if part == "sparsity" else f"n = {given.n}"
+            size = SIZED.get(part, "n = {n}").format(**vars(given))
             own["made"][part] = f"{size} on {given.device}, {datetime.date.today()}"
-            STORE.write_text(json.dumps(rounded(kept), separators=(",", ":")) + "\n")
+            given.store.write_text(json.dumps(rounded(kept), separators=(",", ":")) + "\n")
             print(model, part, "done")
     if all(part in kept.get(model, {}) for model in MODELS for part in PARTS):
         write(kept)
