@@ -41,13 +41,6 @@ Row = tuple[Head, Float[Tensor, " t"]]
 """A head and the logits that its row of attention gets instead, at the last token that runs."""
 
 
-class TokenRun(NamedTuple):
-    """Every head's attention at a token, and the next token's logits."""
-
-    attention: Float[Tensor, "h t"]
-    logits: Float[Tensor, " v"]
-
-
 class _TokenSet(NamedTuple):
     """Tokens that run: what the model is given, their places, the tokens around them, and the last one of each row."""
 
@@ -99,13 +92,6 @@ class Again:
             logits[key] = -torch.inf
         at = at.repeat(len(rows), 1).to(self.ids)
         return self.run(self.ids[at], at, rows=rows).cpu()
-
-    def token(self, query: int) -> TokenRun:
-        """Run one token as it is."""
-        kept, at = dict[int, Tensor](), torch.tensor([[query]], device=self.ids.device)
-        see: See = lambda layer, _, weights: kept.update({layer: weights[0, :, 0].cpu()})  # noqa: E731
-        logits = self.run(self.ids[at], at, dict.fromkeys(self.calls, at[0]), see)[0].cpu()
-        return TokenRun(torch.cat([kept[layer] for layer in sorted(kept)]), logits)
 
     # ------------------------------------------------------------------ other tokens
 
