@@ -178,18 +178,13 @@ class Because:
         while len(order):
             width = int(widths[order[0]])
             some, order = order[: again.at_once(width)], order[again.at_once(width) :]
-            # where fewer run than in the longest, first tokens run besides, as they did
             at = runs[some].int().argsort(dim=1, descending=True, stable=True)[:, :width].sort(dim=1).values
             keep = partial(self._keep, made, some[:, None].to(made.device))
             again.run(ids[some].gather(1, at), at, (reads, keep), self.last)
         return made
 
     def running(self, ids: Int[Tensor, "b t"], stops: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
-        """Tokens of changed prompts that run: from the first change to the last reader.
-
-        Of more than `_WHOLE` those that stand within `NEAR` tokens behind a change or before a key or a query; the
-        others are held as they were.
-        """
+        """Tokens of changed prompts that run: from the first change to the last reader; of many, those near."""
         differ = (ids != (self.again if ids.shape[1] == len(self.ids) else self._longer).ids.cpu()).int()
         runs = (differ.cumsum(1) > 0) & (torch.arange(ids.shape[1]) < stops[:, None])
         runs[torch.arange(len(ids)), stops - 1] = True

@@ -146,8 +146,7 @@ class Again:
             return _TokenSet(prompt_of(self.scope, whole), every, at[0, :0], at[:, -1])
         often = torch.bincount(at.flatten(), minlength=len(self.ids))[: int(at.max())]
         around, ends = (often < len(at)).nonzero()[:, 0], torch.full_like(at[:, 0], at.shape[1] - 1)
-        inputs = {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
-        return _TokenSet(inputs, at, around, ends)
+        return _TokenSet({"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}, at, around, ends)
 
     def _part(self, call: Call, place: _TokenSet, which: Int[Tensor, "b u"]) -> Call:
         """The same call with the queries of some tokens that run, as one row, over their keys and those around them.
@@ -190,8 +189,7 @@ class Again:
         numbers = call.q[:, :, 0, 0].numel() * (place.at.numel() + len(place.around))
         step = max(_ROOM.get(call.q.device.type, _MORE_ROOM) // numbers, 1)
         some = torch.arange(place.at.shape[1]).expand_as(place.at).split(step, dim=1)
-        outputs = [_output(self._part(call, place, which))[0].unflatten(0, which.shape) for which in some]
-        call.output = torch.cat(outputs, dim=1)
+        call.output = torch.cat([_output(self._part(call, place, x))[0].unflatten(0, x.shape) for x in some], dim=1)
 
     def _change(self, call: Call, place: _TokenSet, changed: Sequence[Changed]) -> None:
         """Put in what heads put out at the last token with other rows of attention."""
@@ -214,8 +212,7 @@ class Again:
         places = Places(at[:, 0] * 0, keys[:, 0], keys.flip(1), torch.ones_like(keys, dtype=torch.bool))
         visits = [partial(self._attend, place=place)] if self._alone else []
         run = reader.record(place.inputs, places, deep=[layer], last=layer, visits=visits)
-        call = run.calls[layer]
-        run.calls[layer] = replace(self._part(call, place, keys[:, :1]), q=call.q)
+        run.calls[layer] = replace(self._part(run.calls[layer], place, keys[:, :1]), q=run.calls[layer].q)
         return run
 
     def runs_alone(self) -> bool:

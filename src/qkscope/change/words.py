@@ -174,19 +174,15 @@ class Alternatives:
         """Whether a word has a character that the tokenizer cuts into pieces."""
         return any(self.lexicon.texts[i] == PIECE for i in self.ids[word.start : word.stop])
 
-    def _rank(self, words: Sequence[Word]) -> None:
-        """Find the likeliest next tokens before each of some words, in their order: these tokens run again."""
-        new = sorted({word.start - 1 for word in words} - {-1, *self._ranked})
-        if new:
-            at = torch.tensor(new)[:, None]
-            logits = self.again.run(self.again.ids.cpu()[at], at)[:, : self.lexicon.size]
-            ranked = logits.topk(min(_RANKED, self.lexicon.size)).indices.cpu()
-            self._ranked |= dict(zip(new, ranked, strict=True))
-
     def prepare(self, words: Sequence[Word]) -> None:
         """Find the likely ones of some words together: first pieces of a word's shape, continued by the likeliest."""
         new = [word for word in words if word not in self._likely]
-        self._rank(new)
+        before = sorted({word.start - 1 for word in new} - {-1, *self._ranked})
+        if before:
+            at = torch.tensor(before)[:, None]
+            logits = self.again.run(self.again.ids.cpu()[at], at)[:, : self.lexicon.size]
+            ranked = logits.topk(min(_RANKED, self.lexicon.size)).indices.cpu()
+            self._ranked |= dict(zip(before, ranked, strict=True))
         self._likely |= {word: [] for word in new}
         begun: list[tuple[Word, Ids]] = [(word, (first,)) for word in new for first in self._first(word)]
         while begun:

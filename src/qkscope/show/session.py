@@ -41,7 +41,6 @@ from qkscope.analyses.trace.verdicts import verdict
 from qkscope.analyses.why.output import TOKENS, Output
 from qkscope.analyses.why.why import answer_probe, circuit_of
 from qkscope.capture.tap import cleared
-from qkscope.change.again import Again
 from qkscope.heads import Head, Writer
 from qkscope.kinds import checked_class, grouped
 from qkscope.linear.run import Run
@@ -163,7 +162,7 @@ class Session:
         seen = {
             "tokens": asked.tokens,
             "query": asked.query,
-            "attention": _bytes(self.rows(probe)[:, : asked.query + 1]),
+            "attention": _bytes(self.rows(output)[:, : asked.query + 1]),
         }
 
         def following(reads: Callable[[int], str]) -> dict[str, Any]:
@@ -177,10 +176,9 @@ class Session:
         says = self.scope.generate(prompt, _GOES_ON) if asked.query == last < _SMALL else ""
         return {**seen, **following(lambda i: output.name(i)[0]), "result": result, "says": says}
 
-    def rows(self, probe: Probe) -> Float[Tensor, "h t"]:
+    def rows(self, output: Output) -> Float[Tensor, "h t"]:
         """Every head's attention from the token that asks."""
-        again = Again(self.scope, probe.asked.inputs, probe.run.calls)
-        return torch.cat([again.row(probe.asked.query, head).attention()[0].cpu() for head in self.heads])
+        return torch.cat([output.again.row(output.asked.query, head).attention()[0].cpu() for head in self.heads])
 
     def why(self, prompt: str, query: int, head: str, key: int | None = None, versus: str | None = None) -> Reply:
         """Why a head looks from one token at another: the result of `why`, and what folders know of the head."""
@@ -354,7 +352,8 @@ class WhatIf:
             for name, given in calls:
                 stack.enter_context(getattr(self.scope, name)(*given))
             probe = Probe(self.scope, self.prompt, self.trace.asked.query, last=0)
-            return self.session.rows(probe), Output(probe.run, probe.asked).logits
+            output = Output(probe.run, probe.asked)
+            return self.session.rows(output), output.logits
 
     def _alike(self) -> Iterator[list[Call]]:
         """The control: the same change at another head of the layer, or at the MLP of another layer."""
