@@ -47,7 +47,7 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, leng
         again._alone = None if alone else False
         assert again.runs_alone() == alone
         see = lambda layer, runs, rows, of=seen[alone]: of.update({layer: (rows, runs[:, None, :, None])})  # noqa: E731
-        logits[alone] = again.run(changed.gather(1, at), at, reads, see)
+        logits[alone] = again.run(changed.gather(1, at), at, (reads, see))
     assert seen[True].keys() == seen[False].keys() == set(range(scope.n_layers))
     for layer, (weights, runs) in seen[True].items():
         assert torch.allclose(weights * runs, seen[False][layer][0] * runs, atol=2e-5)

@@ -171,31 +171,24 @@ class Because:
         ids = torch.stack(list(prompts))
         more = ids.shape[1] - len(self.ids)
         again = self._longer if more else self.again
-        stops = torch.tensor(ends or [int(self._queries.max()) + 1 + more] * len(ids))
-        runs = self.running(ids, stops)
+        runs = self.running(ids, torch.tensor(ends or [int(self._queries.max()) + 1 + more] * len(ids)))
         widths, made = runs.sum(1), pad(self.before, (0, more)).repeat(len(ids), 1, 1)
         reads = {layer: queries + more for layer, (*_, queries) in self._of_layer.items()}
         order = widths.argsort(descending=True, stable=True)
         while len(order):
             width = int(widths[order[0]])
             some, order = order[: again.at_once(width)], order[again.at_once(width) :]
-            # where fewer run than in the longest, first tokens run besides, as they did
             at = runs[some].int().argsort(dim=1, descending=True, stable=True)[:, :width].sort(dim=1).values
             keep = partial(self._keep, made, some[:, None].to(made.device))
-            again.run(ids[some].gather(1, at), at, reads, keep, self.last)
+            again.run(ids[some].gather(1, at), at, (reads, keep), self.last)
         return made
 
     def running(self, ids: Int[Tensor, "b t"], stops: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
-        """Tokens of changed prompts that run: from the first change to the last reader.
-
-        Of more than `_WHOLE` those that stand within `NEAR` tokens behind a change or before a key or a query; the
-        others are held as they were.
-        """
+        """Tokens of changed prompts that run: from the first change to the last reader; of many, those near."""
         differ = (ids != (self.again if ids.shape[1] == len(self.ids) else self._longer).ids.cpu()).int()
         runs = (differ.cumsum(1) > 0) & (torch.arange(ids.shape[1]) < stops[:, None])
         runs[torch.arange(len(ids)), stops - 1] = True
-        ends = torch.zeros(ids.shape[1], dtype=torch.int)
-        ends[torch.cat([self._keys, self._queries])] = 1
+        ends = torch.zeros(ids.shape[1], dtype=torch.int).index_fill(0, torch.cat([self._keys, self._queries]), 1)
         behind, before = (pad(x, (NEAR, 0)).unfold(-1, NEAR, 1) for x in (differ, ends.flip(0)))
         near = behind[:, 1:].any(-1) | before[1:].any(-1).flip(0)
         return runs & (near | (runs.sum(1, keepdim=True) <= _WHOLE))

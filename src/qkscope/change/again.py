@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -31,21 +31,12 @@ _AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the 
 _TOKENS, _MORE_TOKENS = {"cpu": 2**8}, 2**12  # that run together: on a CPU more are no faster, and less alike
 _ROOM, _MORE_ROOM = {"cpu": 2**23}, 2**28  # numbers of attention made at once: of a long prompt, of some tokens
 
-See = Callable[[int, Tensor, Tensor], None]
-"""Is given a layer, whether each token that is shown runs [b, u], and every head's attention there [b, h, u, t]."""
-
-
+Shown = tuple[Mapping[int, Int[Tensor, " u"]], Callable[[int, Tensor, Tensor], None]]
+"""By layer, tokens that are shown; told a layer, whether each runs [b, u], and all heads' attention [b, h, u, t]."""
 Changed = tuple[int, int, Float[Tensor, " t"]]
 """A row of the batch, a head's number, and the logits that it gets instead."""
 Row = tuple[Head, Float[Tensor, " t"]]
 """A head and the logits that its row of attention gets instead, at the last token that runs."""
-
-
-class TokenRun(NamedTuple):
-    """Every head's attention at a token, and the next token's logits."""
-
-    attention: Float[Tensor, "h t"]
-    logits: Float[Tensor, " v"]
 
 
 class _TokenSet(NamedTuple):
@@ -94,18 +85,11 @@ class Again:
 
     def hidden(self, query: int, edges: Sequence[tuple[Head, int]]) -> Float[Tensor, "n v"]:
         """Next-token logits where each of these heads, one at a time, may not look at a key from this token."""
-        rows, at = [(head, self.row(query, head).logits()[0, 0].clone()) for head, _ in edges], torch.tensor([[query]])
+        rows = [(head, self.row(query, head).logits()[0, 0].clone()) for head, _ in edges]
         for (_, logits), (_, key) in zip(rows, edges, strict=True):
             logits[key] = -torch.inf
-        at = at.repeat(len(rows), 1).to(self.ids)
+        at = torch.full((len(rows), 1), query).to(self.ids)
         return self.run(self.ids[at], at, rows=rows).cpu()
-
-    def token(self, query: int) -> TokenRun:
-        """Run one token as it is."""
-        kept, at = dict[int, Tensor](), torch.tensor([[query]], device=self.ids.device)
-        see: See = lambda layer, _, weights: kept.update({layer: weights[0, :, 0].cpu()})  # noqa: E731
-        logits = self.run(self.ids[at], at, dict.fromkeys(self.calls, at[0]), see)[0].cpu()
-        return TokenRun(torch.cat([kept[layer] for layer in sorted(kept)]), logits)
 
     # ------------------------------------------------------------------ other tokens
 
@@ -118,8 +102,7 @@ class Again:
         self,
         tokens: Int[Tensor, "b s"],
         at: Int[Tensor, "b s"],
-        reads: Mapping[int, Int[Tensor, " u"]] | None = None,
-        see: See | None = None,
+        shown: Shown | None = None,
         last: int | None = None,
         rows: Sequence[Row | None] = (),
     ) -> Float[Tensor, "b v"]:
@@ -129,21 +112,20 @@ class Again:
         ----------
         tokens : what stands there instead; the same tokens may be among them.
         at : their places in each prompt, in order.
-        reads, see : by layer, tokens whose attention is shown, and to whom.
+        shown : tokens whose attention is shown.
         last : layer after which the model stops, without logits.
         rows : of each prompt, a row of attention that is another at its last token.
         """
-        step = self.at_once(tokens.shape[1]) if last is not None else min(self.at_once(tokens.shape[1]), _AT_ONCE)
-        if len(tokens) > step and see is None:
-            starts = range(0, len(tokens), step)
-            every = (slice(start, start + step) for start in starts)
-            return torch.cat([self.run(tokens[some], at[some], last=last, rows=rows[some]) for some in every])
+        step = min(self.at_once(tokens.shape[1]), _AT_ONCE)
+        if len(tokens) > step and last is None:
+            every = (slice(start, start + step) for start in range(0, len(tokens), step))
+            return torch.cat([self.run(tokens[some], at[some], rows=rows[some]) for some in every])
         place = self._token_set(tokens.to(self.ids), at.to(self.ids))
 
         def visit(call: Call) -> None:
             changed = [(i, row[0].index, row[1]) for i, row in enumerate(rows) if row and row[0].layer == call.layer]
-            if see is not None and reads and call.layer in reads:
-                self._show(call, place, reads[call.layer], see, changed)
+            if shown is not None and call.layer in shown[0]:
+                self._show(call, place, shown, changed)
             if last is not None and call.layer >= last:
                 raise Stop
             if self._alone:
@@ -153,8 +135,7 @@ class Again:
 
         each, nothing = torch.arange(len(at), device=place.at.device), place.at[:, :0]
         ends = None if last is not None else Places(each, place.ends, nothing, nothing.bool())
-        only = None if last is None else range(last + 1)
-        logits = self.scope.watch(place.inputs, visit, logits_at=ends, only=only)
+        logits = self.scope.watch(place.inputs, visit, logits_at=ends, only=None if last is None else range(last + 1))
         return nothing if logits is None else logits
 
     def _token_set(self, tokens: Int[Tensor, "b s"], at: Int[Tensor, "b s"]) -> _TokenSet:
@@ -165,8 +146,7 @@ class Again:
             return _TokenSet(prompt_of(self.scope, whole), every, at[0, :0], at[:, -1])
         often = torch.bincount(at.flatten(), minlength=len(self.ids))[: int(at.max())]
         around, ends = (often < len(at)).nonzero()[:, 0], torch.full_like(at[:, 0], at.shape[1] - 1)
-        inputs = {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}
-        return _TokenSet(inputs, at, around, ends)
+        return _TokenSet({"input_ids": tokens, "position_ids": at + self.scope.facts.first_position}, at, around, ends)
 
     def _part(self, call: Call, place: _TokenSet, which: Int[Tensor, "b u"]) -> Call:
         """The same call with the queries of some tokens that run, as one row, over their keys and those around them.
@@ -197,22 +177,19 @@ class Again:
         sinks = None if part.sinks is None else part.sinks.float()[:, None].expand(logits.shape[:3])
         return part, soft(logits, sinks), columns
 
-    def _show(
-        self, call: Call, place: _TokenSet, tokens: Int[Tensor, " u"], see: See, changed: Sequence[Changed]
-    ) -> None:
+    def _show(self, call: Call, place: _TokenSet, shown: Shown, changed: Sequence[Changed]) -> None:
         """Show the attention of some tokens, by the order of the prompt."""
-        same = place.at[:, None] == tokens[:, None].to(place.at)
+        same = place.at[:, None] == shown[0][call.layer][:, None].to(place.at)
         _, weights, columns = self._weights(call, place, same.int().argmax(-1), changed)
         rows = weights.new_zeros(*weights.shape[:3], len(self.ids))
-        see(call.layer, same.any(-1), rows.index_add_(-1, columns, weights))
+        shown[1](call.layer, same.any(-1), rows.index_add_(-1, columns, weights))
 
     def _attend(self, call: Call, place: _TokenSet) -> None:
         """Put in what heads put out at tokens that run alone, in parts."""
         numbers = call.q[:, :, 0, 0].numel() * (place.at.numel() + len(place.around))
         step = max(_ROOM.get(call.q.device.type, _MORE_ROOM) // numbers, 1)
         some = torch.arange(place.at.shape[1]).expand_as(place.at).split(step, dim=1)
-        outputs = [_output(self._part(call, place, which))[0].unflatten(0, which.shape) for which in some]
-        call.output = torch.cat(outputs, dim=1)
+        call.output = torch.cat([_output(self._part(call, place, x))[0].unflatten(0, x.shape) for x in some], dim=1)
 
     def _change(self, call: Call, place: _TokenSet, changed: Sequence[Changed]) -> None:
         """Put in what heads put out at the last token with other rows of attention."""
@@ -235,8 +212,7 @@ class Again:
         places = Places(at[:, 0] * 0, keys[:, 0], keys.flip(1), torch.ones_like(keys, dtype=torch.bool))
         visits = [partial(self._attend, place=place)] if self._alone else []
         run = reader.record(place.inputs, places, deep=[layer], last=layer, visits=visits)
-        call = run.calls[layer]
-        run.calls[layer] = replace(self._part(call, place, keys[:, :1]), q=call.q)
+        run.calls[layer] = replace(self._part(run.calls[layer], place, keys[:, :1]), q=run.calls[layer].q)
         return run
 
     def runs_alone(self) -> bool:
@@ -263,9 +239,8 @@ class Again:
 def _output(call: Call) -> Float[Tensor, "b s h e"]:
     """What heads put out, by torch's own kernel where it knows all that the call asks for."""
     if call.softcap is None and call.sinks is None and call.k.shape[1] == call.v.shape[1]:
-        mask = cast(Tensor, call.mask).to(call.q)
-        out = scaled_dot_product_attention(call.q, call.k, call.v, mask, scale=call.scale, enable_gqa=True)
-        return out.transpose(1, 2)
+        given = call.q, call.k, call.v, call.mask.to(call.q)  # type: ignore[union-attr]
+        return scaled_dot_product_attention(*given, scale=call.scale, enable_gqa=True).transpose(1, 2)
     return call.attend([*range(call.q.shape[1])])
 
 

@@ -26,7 +26,7 @@ from qkscope.kinds import grouped
 
 _WITHOUT_BLANKS = re.compile(r"[぀-ヿ㐀-䶿一-鿿豈-﫿฀-໿ក-៿]")
 _LEAST = 8  # tokens of a shape, under which others are taken as well
-_RANKED, _AT_ONCE = 4096, 256  # next tokens that are ranked, and tokens whose logits are held at once
+_RANKED = 4096  # next tokens that are ranked
 _CHARACTERS = 256  # tried in the place of one
 _LIKELY = 4  # of a word's alternatives
 
@@ -174,18 +174,15 @@ class Alternatives:
         """Whether a word has a character that the tokenizer cuts into pieces."""
         return any(self.lexicon.texts[i] == PIECE for i in self.ids[word.start : word.stop])
 
-    def _rank(self, words: Sequence[Word]) -> None:
-        """Find the likeliest next tokens before each of some words, in their order: these tokens run again."""
-        new = torch.tensor(sorted({word.start - 1 for word in words} - {-1, *self._ranked}), dtype=torch.long)
-        for some in new.split(_AT_ONCE) if len(new) else ():
-            logits = self.again.run(self.again.ids.cpu()[some, None], some[:, None])[:, : self.lexicon.size]
-            ranked = logits.topk(min(_RANKED, self.lexicon.size)).indices.cpu()
-            self._ranked |= dict(zip(some.tolist(), ranked, strict=True))
-
     def prepare(self, words: Sequence[Word]) -> None:
         """Find the likely ones of some words together: first pieces of a word's shape, continued by the likeliest."""
         new = [word for word in words if word not in self._likely]
-        self._rank(new)
+        before = sorted({word.start - 1 for word in new} - {-1, *self._ranked})
+        if before:
+            at = torch.tensor(before)[:, None]
+            logits = self.again.run(self.again.ids.cpu()[at], at)[:, : self.lexicon.size]
+            ranked = logits.topk(min(_RANKED, self.lexicon.size)).indices.cpu()
+            self._ranked |= dict(zip(before, ranked, strict=True))
         self._likely |= {word: [] for word in new}
         begun: list[tuple[Word, Ids]] = [(word, (first,)) for word in new for first in self._first(word)]
         while begun:
@@ -193,8 +190,7 @@ class Alternatives:
                 if len(ids) == len(word):
                     self._likely[word].append(ids)
             begun = [(word, ids) for word, ids in begun if len(ids) < len(word)]
-            parts = (begun[i : i + _AT_ONCE] for i in range(0, len(begun), _AT_ONCE))
-            begun = [longer for some in parts for longer in self._continued(some)]
+            begun = self._continued(begun) if begun else []
 
     def _first(self, word: Word) -> list[int]:
         """The likeliest first pieces of a word's shape."""
@@ -205,9 +201,8 @@ class Alternatives:
 
     def _continued(self, begun: Sequence[tuple[Word, Ids]]) -> list[tuple[Word, Ids]]:
         """Words with as many pieces, each with the likeliest next one of its shape."""
-        tokens, size = torch.tensor([ids for _, ids in begun]), self.lexicon.size
-        at = torch.tensor([[*range(word.start, word.start + len(ids))] for word, ids in begun])
-        logits = self.again.run(tokens, at)
+        at, size = [[*range(word.start, word.start + len(ids))] for word, ids in begun], self.lexicon.size
+        logits = self.again.run(torch.tensor([ids for _, ids in begun]), torch.tensor(at))
         allowed = torch.stack([self.lexicon.like(self.ids[word.start + len(ids)]) for word, ids in begun])
         best = logits[:, :size].masked_fill(~allowed.to(logits.device), -torch.inf).argmax(-1).tolist()
         return [(word, (*ids, piece)) for (word, ids), piece in zip(begun, best, strict=True)]

@@ -41,7 +41,6 @@ from qkscope.analyses.trace.verdicts import verdict
 from qkscope.analyses.why.output import TOKENS, Output
 from qkscope.analyses.why.why import answer_probe, circuit_of
 from qkscope.capture.tap import cleared
-from qkscope.change.again import Again, TokenRun
 from qkscope.heads import Head, Writer
 from qkscope.kinds import checked_class, grouped
 from qkscope.linear.run import Run
@@ -160,8 +159,11 @@ class Session:
         """Tokens, the next one and its rival, the attention of every head (a byte each), and which heads decide."""
         probe = self.ask(prompt, query)
         asked, output = probe.asked, Output(probe.run, probe.asked, versus)
-        rows = torch.cat([output.again.row(asked.query, head).attention()[0].cpu() for head in self.heads])
-        seen = {"tokens": asked.tokens, "query": asked.query, "attention": _bytes(rows[:, : asked.query + 1])}
+        seen = {
+            "tokens": asked.tokens,
+            "query": asked.query,
+            "attention": _bytes(self.rows(output)[:, : asked.query + 1]),
+        }
 
         def following(reads: Callable[[int], str]) -> dict[str, Any]:
             best = [*output.chances.topk(TOKENS).indices.tolist(), output.rival]
@@ -173,6 +175,10 @@ class Session:
         result, last = answer_probe(probe, versus=versus).to_json(), len(asked.tokens) - 1
         says = self.scope.generate(prompt, _GOES_ON) if asked.query == last < _SMALL else ""
         return {**seen, **following(lambda i: output.name(i)[0]), "result": result, "says": says}
+
+    def rows(self, output: Output) -> Float[Tensor, "h t"]:
+        """Every head's attention from the token that asks."""
+        return torch.cat([output.again.row(output.asked.query, head).attention()[0].cpu() for head in self.heads])
 
     def why(self, prompt: str, query: int, head: str, key: int | None = None, versus: str | None = None) -> Reply:
         """Why a head looks from one token at another: the result of `why`, and what folders know of the head."""
@@ -192,9 +198,9 @@ class Session:
         """The head's row with some changes made, all heads after it and the next token, beside other changes."""
         what_if = WhatIf(self, prompt, self._trace(prompt, query, head, key), changes, versus)
         self.doing = lambda runs: f"changed: {counted(runs, 'run')}"
-        result, run = what_if.result()
-        row = run.attention[self.heads.index(what_if.trace.head)].tolist()
-        told = {"words": what_if.words, "calls": what_if.calls, "row": row, "attention": _bytes(run.attention)}
+        result, rows = what_if.result()
+        row = rows[self.heads.index(what_if.trace.head)].tolist()
+        told = {"words": what_if.words, "calls": what_if.calls, "row": row, "attention": _bytes(rows)}
         return {**_shown(result), **told}
 
     def patterns(self, prompt: str, heads: Sequence[str]) -> dict[str, Any]:
@@ -303,15 +309,15 @@ class WhatIf:
                 return f"{''.join(tokens[at : at + 1])!r} (token {at}) replaced by {other!r}"
         raise BadInput(f"a change is ablate, hide or replace, but got {text[:60]!r}.")
 
-    def result(self) -> tuple[Result, TokenRun]:
-        """What changes do to the row and to the next token, beside others."""
+    def result(self) -> tuple[Result, Float[Tensor, "h t"]]:
+        """What changes do to the row and to the next token, beside others; and every head's row."""
         trace, key, output = self.trace, self.trace.key, self.output
         place, best, rival = self.session.heads.index(trace.head), output.best, output.rival
-        run, others = self._run(self.calls), [self._run(calls) for calls in self._alike()]
-        left = [float(other.attention[place, key]) for other in others]
-        apart = [float(other.logits[best] - other.logits[rival]) for other in (run, *others)]
-        before, after = float(trace.attention[key]), float(run.attention[place, key])
-        old, new = output.chances, run.logits.float().softmax(-1)
+        (rows, logits), *others = [self._run(calls) for calls in (self.calls, *self._alike())]
+        left = [float(each[place, key]) for each, _ in others]
+        apart = [float(each[best] - each[rival]) for each in (logits, *(other for _, other in others))]
+        before, after = float(trace.attention[key]), float(rows[place, key])
+        old, new = output.chances, logits.softmax(-1)
         own = any(given[0] == str(trace.head) for _, given in self.calls)  # says nothing of where it looks by itself
         made = {
             "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
@@ -323,10 +329,10 @@ class WhatIf:
             "probability": float(old[best]), "probability_after": float(new[best]),
         }  # fmt: skip
         shown = dict.fromkeys([*(i for each in (old, new) for i in each.topk(TOKENS).indices.tolist()), rival])
-        rows = [{"token": output.token(i), "before": float(old[i]), "after": float(new[i])} for i in shown]
+        said = [{"token": output.token(i), "before": float(old[i]), "after": float(new[i])} for i in shown]
         asked = {"head": str(trace.head), "query": trace.asked.query, "key": key, "changes": self.texts}
         told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked)
-        return Result("what if", {"changes": [made], "next": rows}, answer=self._sentence(made), **told), run
+        return Result("what if", {"changes": [made], "next": said}, answer=self._sentence(made), **told), rows
 
     def _sentence(self, row: Mapping[str, Any]) -> str:
         low, high = row["control_low"], row["control_high"]
@@ -340,13 +346,14 @@ class WhatIf:
             f"{row['difference_after']:.1f}{beside}."
         )
 
-    def _run(self, calls: Sequence[Call]) -> TokenRun:
-        """The prompt with such changes in force."""
+    def _run(self, calls: Sequence[Call]) -> tuple[Float[Tensor, "h t"], Float[Tensor, " v"]]:
+        """Every head's row and the next token's logits, with such changes in force."""
         with ExitStack() as stack:
             for name, given in calls:
                 stack.enter_context(getattr(self.scope, name)(*given))
-            asked = Question.of(self.scope, self.prompt, self.trace.asked.query, chat=False)
-            return Again.of(self.scope, asked.inputs["input_ids"][0]).token(asked.query)
+            probe = Probe(self.scope, self.prompt, self.trace.asked.query, last=0)
+            output = Output(probe.run, probe.asked)
+            return self.session.rows(output), output.logits
 
     def _alike(self) -> Iterator[list[Call]]:
         """The control: the same change at another head of the layer, or at the MLP of another layer."""

@@ -23,7 +23,7 @@ from qkscope.heads import parse_writers
 from qkscope.linear.run import Run, Side
 from qkscope.maths.writers import draw_alike
 
-RUNS = 4  # alternatives of a word that are run: half to choose writers on, half to test them
+RUNS, _SETS = 4, 32  # alternatives of a word, half to choose writers on, half to test them; rows made at once
 _DRAWS = 20
 _RESTORED, _CONTROL = 0.5, 0.1  # of what was lost: what carriers bring back at least, and controls at most
 _SECOND = 0.1  # of what was lost: a second writer brings back so much more than the first alone
@@ -128,7 +128,8 @@ class Carriers:
         """Attention on the key with some writers' parts of another run in this head's key or query."""
         (query, key), (other_query, other_key) = self._look(run), self._look(source)
         at = other_key if side == "key" else other_query
-        return restore(run, source, self.head, query, key, sets, side=side, at=at)[:, key]
+        some = [sets[i : i + _SETS] for i in range(0, len(sets), _SETS)]
+        return torch.cat([restore(run, source, self.head, query, key, x, side=side, at=at)[:, key] for x in some])
 
     def _whole(self, run: Run, side: Side) -> float:
         """Attention on the key with the whole key, or query, of the unchanged run restored."""

@@ -38,8 +38,7 @@ from qkscope.tasks.jsonl import read_prompts
 
 Heads: TypeAlias = Sequence[str | Head]
 _SUMS = 2e-5  # of the largest term: how far the edges of a circuit may miss a node, in float32
-_GOES_ON, _RUNS = 5, 4  # tokens of the continuation that are shown, and alternatives of a word that are run
-_LONG = 2048  # tokens of a prompt that does not run once more for its continuation
+_GOES_ON, _LONG, _RUNS = 5, 2048, 4  # tokens of the continuation, and of a prompt that has one; other words that run
 
 
 @checked_class
