@@ -186,7 +186,7 @@ def _words(one: PromptTrace, because: Because, reason: Reason) -> str:
         for row in named
     )
     to = _token(one.asked, named[0]["goes_to_position"])
-    left = f"Words: of {_tried(reason)} replaced one at a time, these leave less than half"
+    left = f"Words: of {_tried(reason)} replaced one at a time, these leave less than half of it"
     return f"{left}: {told}{rest}; attention goes to {to}{none}."
 
 
@@ -199,10 +199,10 @@ def _relations(reason: Reason) -> list[str]:
             lines.append(f"{pair} (tokens {row['positions']}), too few other words fit both places: untested.")
             continue
         alone, both, different = (_share(row[name], reason) for name in ("alone", "together", "different"))
-        few = " (one alone leaves over half)" if row["alone"] >= 0.5 and nearly_same(row) else ""
+        few = f" ({alone} is over half of {reason.before:.0%})" if row["alone"] >= 0.5 and nearly_same(row) else ""
         lines.append(
-            f"{pair}, replacing one leaves at most {alone}, both by the same word {both}, by different words"
-            f" {different}: {row['verdict']}{few}."
+            f"{pair}, replacing either leaves up to {alone} on average, both by the same word {both}, by different"
+            f" words {different}: {row['verdict']}{few}."
         )
     for row in reason.relations:
         if row["kind"] == "follows" and row["together"] is not None:
@@ -250,4 +250,4 @@ def heads_answer(output: Output, rows: Rows, says: str) -> str:
     tried = f"Hide each head's main token in turn ({len(rows)} tried):"
     if not any(matter.values()):
         return f"{told} {tried} no single head changes that by 0.1."
-    return f"{told} {tried} {matter['for']} heads are for it, {matter['against']} against (by 0.1 or more)."
+    return f"{told} {tried} {matter['for']} for it, {matter['against']} against it (by 0.1 or more)."
