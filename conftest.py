@@ -1,9 +1,10 @@
-"""What tests share: models, each loaded once in a process, one browser, a cache of their own, and the command line.
+"""What tests share: models, each loaded once in a process, one browser, a cache of their own, and
+the command line.
 
-One thread because on tensors this small, threads of parallel tests only wait for each other: with two workers on two
-cores a small SVD takes fifty times as long on two threads as on one. It is said in the environment before numpy and
-torch are imported, so that their libraries and the processes that tests start hear it too. Who changes a model makes
-one of its own.
+One thread because on tensors this small, threads of parallel tests only wait for each other: with
+two workers on two cores a small SVD takes fifty times as long on two threads as on one. It is said
+in the environment before numpy and torch are imported, so that their libraries and the processes
+that tests start hear it too. Who changes a model makes one of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import pytest
 
 import qkscope as qk
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # the hub's library would retry a wrong name for 23 s
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}  # the hub's library would retry a wrong name for 23 s
 with suppress(ModuleNotFoundError):  # the wheel alone is tried without it
     from hypothesis import settings
 
@@ -27,14 +31,29 @@ with suppress(ModuleNotFoundError):  # the wheel alone is tried without it
     settings.load_profile("ours")
 
 
-_LONGEST = ("readme", "figures", "live", "families", "result", "browser", "work", "why", "gemma", "because")
+_LONGEST = (
+    "readme",
+    "figures",
+    "live",
+    "families",
+    "result",
+    "browser",
+    "work",
+    "why",
+    "gemma",
+    "because",
+)
 LONGEST = [f"test_{name}.py" for name in _LONGEST]
 """Files that begin first, so that no worker ends alone with one of them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first."""
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    items.sort(
+        key=lambda item: (
+            LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
+        )
+    )
 
 
 @pytest.fixture
@@ -88,8 +107,12 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def qkscope(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The command line in this process: its exit code, what it printed and what it complained about."""
+def qkscope(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: its exit code, what it printed and what it complained
+    about.
+    """
     from qkscope import cli
 
     def run(*arguments: object) -> tuple[int, str, str]:

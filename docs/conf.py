@@ -1,6 +1,7 @@
 """Sphinx: MyST pages in the furo theme, with formulas as MathML, which browsers draw by themselves.
 
-The source folder is the repository, so that pages in docs/ and reports in papers/docs/ link to each other as files do.
+The source folder is the repository, so that pages in docs/ and reports in papers/docs/ link to each
+other as files do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ exclude_patterns = ["docs/_build"]
 html_theme = "furo"
 html_title = "qkscope"
 html_show_search_summary = False  # summaries are fetched, which a browser forbids a page from disk
-html_math_renderer = "mathml"  # MathJax would come from elsewhere, and a page from disk would show bare TeX
+html_math_renderer = (
+    "mathml"  # MathJax would come from elsewhere, and a page from disk would show bare TeX
+)
 html_static_path, html_css_files = ["_static"], ["math.css"]
 autodoc_typehints = "none"
 autodoc_mock_imports: list[str] = []

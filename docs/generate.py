@@ -1,11 +1,14 @@
-"""Write the tables of docs/models.md, commands.md and papers/docs/benchmarks.md from what the commands print.
+"""Write the tables of docs/models.md, commands.md and papers/docs/benchmarks.md from what the
+commands print.
 
 ``qkscope models --json | python docs/generate.py models`` and
-``qkscope bench --json | python docs/generate.py bench --hardware "two CPU cores"``. The bench rows also go into
-papers/docs/benchmarks.json, one entry per hardware; the page keeps its text and takes new tables.
+``qkscope bench --json | python docs/generate.py bench --hardware "two CPU cores"``. The bench rows
+also go into papers/docs/benchmarks.json, one entry per hardware; the page keeps its text and takes
+new tables.
 
-``python docs/generate.py commands`` writes the reference of the command line. ``cat *.json | python docs/generate.py
-schemas`` adds the tables and columns of what commands printed with ``--json`` to those that ``qkscope schema`` knows.
+``python docs/generate.py commands`` writes the reference of the command line. ``cat *.json | python
+docs/generate.py schemas`` adds the tables and columns of what commands printed with ``--json`` to
+those that ``qkscope schema`` knows.
 """
 
 from __future__ import annotations
@@ -29,9 +32,19 @@ def models(rows: list[dict]) -> None:
         "| family | outcome | error of the attention | error of the trace | tokens | limits, or why not |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for row in sorted(rows, key=lambda row: ("wrong", "right", "refused", "not built").index(row["verdict"])):
-        errors = ["" if row[name] is None else f"{row[name]:.1e}" for name in ("max_error", "trace_error")]
-        cells = [f"`{row['family']}`", row["verdict"], *errors, str(row["length"] or ""), row["reason"]]
+    for row in sorted(
+        rows, key=lambda row: ("wrong", "right", "refused", "not built").index(row["verdict"])
+    ):
+        errors = [
+            "" if row[name] is None else f"{row[name]:.1e}" for name in ("max_error", "trace_error")
+        ]
+        cells = [
+            f"`{row['family']}`",
+            row["verdict"],
+            *errors,
+            str(row["length"] or ""),
+            row["reason"],
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     _put(DOCS / "models.md", "families", "\n".join(lines))
 
@@ -55,7 +68,9 @@ def bench(rows: list[dict], hardware: str) -> None:
         ]
         for name, row in found.items():
             times = f"{row['plain_s']:.3g} s | {row['ours_s']:.3g} s"
-            lines.append(f"| `{name}` | {times} | {row['ratio']:.3g}× | {row['note']} | {row['date']} |")
+            lines.append(
+                f"| `{name}` | {times} | {row['ratio']:.3g}× | {row['note']} | {row['date']} |"
+            )
         lines.append("")
     _put(REPORTS / "benchmarks.md", "bench", "\n".join(lines).rstrip())
 
@@ -80,7 +95,14 @@ def schemas(results: list[dict]) -> None:
 
 
 def _json_type(value: Any) -> str:
-    known = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    known = {
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        str: "string",
+        list: "array",
+        dict: "object",
+    }
     return known.get(type(value), "null")
 
 
@@ -108,13 +130,24 @@ def _command_lines(above: str, verbs: dict[str, Any]) -> list[str]:
             continue
         arguments = [p for p in verb.params if p.param_type_name == "argument"]
         options = [p for p in verb.params if p.param_type_name == "option" and p.name != "help"]
-        usage = " ".join([f"{above} {name}", *(_usage(p) for p in arguments), *(["[OPTIONS]"] if options else [])])
+        usage = " ".join(
+            [
+                f"{above} {name}",
+                *(_usage(p) for p in arguments),
+                *(["[OPTIONS]"] if options else []),
+            ]
+        )
         lines += [f"## {above.removeprefix('qkscope').strip()} {name}".replace("  ", " "), "",
                   f"`{usage}`", "", _text((verb.help or "").strip().replace("\n", " ")), ""]  # fmt: skip
-        rows = [(f"`{_usage(p)}`", p) for p in arguments] + [(f"`{'`, `'.join(p.opts)}`", p) for p in options]
+        rows = [(f"`{_usage(p)}`", p) for p in arguments] + [
+            (f"`{'`, `'.join(p.opts)}`", p) for p in options
+        ]
         if rows:
             lines += ["| option | default | what |", "| --- | --- | --- |"]
-            lines += [f"| {shown} | {_default(p)} | {_text(getattr(p, 'help', None) or '')} |" for shown, p in rows]
+            lines += [
+                f"| {shown} | {_default(p)} | {_text(getattr(p, 'help', None) or '')} |"
+                for shown, p in rows
+            ]
             lines.append("")
     return lines
 
@@ -140,7 +173,9 @@ def _text(value: str) -> str:
 def _put(page: Path, name: str, table: str) -> None:
     text = page.read_text()
     pattern = rf"(<!-- {name} -->\n).*?\n?(<!-- /{name} -->)"
-    page.write_text(re.sub(pattern, lambda match: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL))
+    page.write_text(
+        re.sub(pattern, lambda match: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL)
+    )
 
 
 def _documents(text: str) -> Iterator[Any]:

@@ -1,10 +1,11 @@
-"""Run what a page says, and put what came of it into the page: ``python docs/illustrate.py start.md because.md``.
+"""Run what a page says, and put what came of it into the page: ``python docs/illustrate.py start.md
+because.md``.
 
-Python blocks run one after the other in one namespace, as ``tests/test_docs.py`` runs them. What stands between
-``<!-- printed -->`` and ``<!-- /printed -->`` becomes what the block before printed; a text block that begins with
-``$ qkscope`` becomes what the command prints; ``<!-- picture FILE of NAME at SELECTOR -->`` draws a part of the page of
-a result (or of a run folder) into docs/figures with Chromium (``top``: down to the first chart's end);
-``<!-- made -->`` says when and where.
+Python blocks run one after the other in one namespace, as ``tests/test_docs.py`` runs them. What
+stands between ``<!-- printed -->`` and ``<!-- /printed -->`` becomes what the block before printed;
+a text block that begins with ``$ qkscope`` becomes what the command prints; ``<!-- picture FILE of
+NAME at SELECTOR -->`` draws a part of the page of a result (or of a run folder) into docs/figures
+with Chromium (``top``: down to the first chart's end); ``<!-- made -->`` says when and where.
 """
 
 from __future__ import annotations
@@ -67,9 +68,8 @@ class Page:
         elif whole.startswith("<!-- printed"):
             return f"<!-- printed -->\n```text\n{_folded(self.printed)}\n```\n<!-- /printed -->"
         else:
-            made = (
-                f"*Made by `python docs/illustrate.py {self.path.name}` on {self.hardware}, {datetime.date.today()}.*"
-            )
+            command = f"python docs/illustrate.py {self.path.name}"
+            made = f"*Made by `{command}` on {self.hardware}, {datetime.date.today()}.*"
             return f"<!-- made -->\n{made}\n<!-- /made -->"
         return whole
 
@@ -111,11 +111,15 @@ def _shoot(url: str, selector: str, picture: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         page = browser.new_page(viewport={"width": 1000, "height": 760})
         page.goto(url)
         page.wait_for_timeout(500)
-        box = page.locator("section" if selector == "top" else selector).first.bounding_box(timeout=5000)
+        box = page.locator("section" if selector == "top" else selector).first.bounding_box(
+            timeout=5000
+        )
         top, bottom = 0 if selector == "top" else box["y"] - 8, box["y"] + box["height"] + 8
         clip: Any = {"x": 16, "y": top, "width": 968, "height": min(bottom - top, TALLEST)}
         page.screenshot(path=picture, full_page=True, clip=clip)

@@ -1,4 +1,6 @@
-"""A real Chromium for tests: the system's own, driven by playwright; without one, tests skip with the reason."""
+"""A real Chromium for tests: the system's own, driven by playwright; without one, tests skip with
+the reason.
+"""
 
 import os
 import shutil
@@ -19,7 +21,9 @@ def chromium_path() -> str:
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     found = os.environ.get("QKSCOPE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if found is None:
-        pytest.skip("there is no Chromium here: run 'make browser' (on Debian, as root) to test pages in one")
+        pytest.skip(
+            "there is no Chromium here: run 'make browser' (on Debian, as root) to test pages in one"
+        )
     return found
 
 
@@ -47,10 +51,14 @@ class Watched:
     """A page, and all it said and asked for: errors, and requests beyond where it came from."""
 
     def __init__(self, browser, url: str, *, width: int = 1100, height: int = 900) -> None:
-        self.page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
+        self.page = browser.new_page(
+            viewport={"width": width, "height": height}, color_scheme="light"
+        )
         self.errors: list[str] = []
         self.requests: list[str] = []
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.on(
+            "console", lambda said: self.errors.append(said.text) if said.type == "error" else None
+        )
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(url)
@@ -61,7 +69,9 @@ class Watched:
         self.page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=full)
 
     def until(self, expression: str, seconds: float = 60) -> None:
-        """Wait until an expression is true (playwright's own way evaluates in the page, which its policy forbids)."""
+        """Wait until an expression is true (playwright's own way evaluates in the page, which its
+        policy forbids).
+        """
         end = time.monotonic() + seconds
         while not self.page.evaluate(expression):
             assert time.monotonic() < end, f"not within {seconds} s: {expression}"
@@ -73,14 +83,19 @@ class Watched:
             self.page.keyboard.press(key)
 
     def check_screens(self, name: str) -> None:
-        """In light, in dark and on a phone nothing but what scrolls by itself is wider than the window; keep shots."""
+        """In light, in dark and on a phone nothing but what scrolls by itself is wider than the
+        window; keep shots.
+        """
         before = self.page.viewport_size
         for screen, width, dark in SCREENS:
             self.page.set_viewport_size({"width": width, "height": 844})
             self.page.emulate_media(color_scheme="dark" if dark else "light")
             self.page.wait_for_timeout(400)
             self.shoot(f"{name}-{screen}")
-            assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (name, screen)
+            assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+                name,
+                screen,
+            )
             ink, paper = self.page.evaluate(
                 "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
                 ".map((text) => text.match(/\\d+/g).map(Number).reduce((a, b) => a + b))"

@@ -13,9 +13,15 @@ from qkscope.linear.weights import recorded
 
 @torch.no_grad()
 def normalised_input(model: Any, layer: int, hidden: Tensor) -> Tensor:
-    """x̂: the stream that enters a layer, normalised without gain and bias (post-norm: as it is), and a constant 1."""
+    """x̂: the stream that enters a layer, normalised without gain and bias (post-norm: as it is),
+    and a constant 1.
+    """
     scope = model if isinstance(model, Scope) else Scope.from_model(model, check=False)
-    called, row, unit = recorded(scope, layer)[layer], torch.zeros(1, 1, dtype=torch.long), hidden.float()
+    called, row, unit = (
+        recorded(scope, layer)[layer],
+        torch.zeros(1, 1, dtype=torch.long),
+        hidden.float(),
+    )
     ran = AffineLayer(scope, layer, called.block, called.given, called.call, row[0], row).norms.ran
     norms = [norm for norm in ran if norm not in set(called.call.module.modules())]
     if norms:

@@ -11,7 +11,9 @@ from qkscope import cli
 
 
 def forked(place: Path, function: Callable[[], object]) -> multiprocessing.Process:
-    """Start a function in a process of its own; what it prints and complains about goes to two files in `place`."""
+    """Start a function in a process of its own; what it prints and complains about goes to two
+    files in `place`.
+    """
 
     def run() -> None:
         logging.root.handlers.clear()  # pytest's; a new process has none

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
-SENTENCEPIECE = [*SPECIAL, "▁", "a", "b", "▁a", "▁b", "ab", "▁ab", *(f"<0x{byte:02X}>" for byte in range(30))]
+SENTENCEPIECE = [
+    *SPECIAL,
+    "▁",
+    "a",
+    "b",
+    "▁a",
+    "▁b",
+    "ab",
+    "▁ab",
+    *(f"<0x{byte:02X}>" for byte in range(30)),
+]
 """Forty pieces; those of one byte stand at the end."""
 
 
@@ -21,7 +31,9 @@ def write_gguf(
     values: Mapping[str, torch.Tensor] | None = None,
     more: Callable[[Any], None] = lambda writer: None,
 ) -> dict[str, torch.Tensor]:
-    """A tiny Llama in float32; the names on the left are GGUF's. `more` writes what else the file says."""
+    """A tiny Llama in float32; the names on the left are GGUF's. `more` writes what else the file
+    says.
+    """
     gguf = pytest.importorskip("gguf")
     generator = torch.Generator().manual_seed(0)
     writer = gguf.GGUFWriter(path, "llama")
@@ -41,8 +53,12 @@ def write_gguf(
         "ffn_norm": (32,), "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48),
     }  # fmt: skip
     shapes |= {f"blk.0.{name}.weight": shape for name, shape in own.items()}
-    shapes = {name: shape for name, shape in (shapes | dict(extra or {})).items() if name not in drop}
-    tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    shapes = {
+        name: shape for name, shape in (shapes | dict(extra or {})).items() if name not in drop
+    }
+    tensors = {
+        name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()
+    }
     tensors |= dict(values or {})
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.numpy())
@@ -54,7 +70,9 @@ def write_gguf(
 
 
 def sentencepiece(**said: bool) -> Callable[[Any], None]:
-    """A vocabulary as of Llama 2, and what the file says of first and last tokens (``bos=True``, ``eos=...``)."""
+    """A vocabulary as of Llama 2, and what the file says of first and last tokens (``bos=True``,
+    ``eos=...``).
+    """
 
     def write(writer: Any) -> None:
         writer.add_tokenizer_model("llama")
@@ -77,7 +95,9 @@ BYTES = ["<|first|>", "<|last|>", "a", "b", "ab", "Ġ", "Ġa", *(f"<|{i}|>" for 
 
 
 def byte_level(before: str, **said: bool) -> Callable[[Any], None]:
-    """A vocabulary as of GPT-2 or Llama 3, named by how it cuts a text before it merges; "ab" has no merge."""
+    """A vocabulary as of GPT-2 or Llama 3, named by how it cuts a text before it merges; "ab" has
+    no merge.
+    """
 
     def write(writer: Any) -> None:
         writer.add_tokenizer_model("gpt2")

@@ -1,4 +1,6 @@
-"""Random prompts of ids with marked keys, and the attention that a model reports of them, the tap aside."""
+"""Random prompts of ids with marked keys, and the attention that a model reports of them, the tap
+aside.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +12,20 @@ from qkscope.examples import Example, Key
 
 
 def ids(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(torch.randint(5, 99, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+    return tuple(
+        torch.randint(5, 99, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    )
 
 
 def marked(lengths: Sequence[int], places: Sequence[int] | None = None) -> list[Example]:
-    """Prompts of these lengths with keys at some places, from the end where negative; at every place if None."""
+    """Prompts of these lengths with keys at some places, from the end where negative; at every
+    place if None.
+    """
     return [
-        Example(ids=ids(n, n), keys=[Key((p % n, p % n + 1)) for p in (range(n) if places is None else places)])
+        Example(
+            ids=ids(n, n),
+            keys=[Key((p % n, p % n + 1)) for p in (range(n) if places is None else places)],
+        )
         for n in lengths
     ]
 

@@ -1,4 +1,6 @@
-"""One held-out prompt whose keys are swapped: in closed form by `qk.swap`, with what a hook has to know to do so."""
+"""One held-out prompt whose keys are swapped: in closed form by `qk.swap`, with what a hook has to
+know to do so.
+"""
 
 from typing import NamedTuple
 
@@ -19,7 +21,9 @@ class Swapped(NamedTuple):
 
 def own_feature(scope: qk.Scope, head: str, rank: int = 12) -> qk.Subspace:
     """Directions that nobody chose, large enough to move attention."""
-    delta = torch.randn(scope.d_head, scope.d_head, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    delta = torch.randn(
+        scope.d_head, scope.d_head, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     return qk.Subspace.from_delta(delta, rank, head=head, about={"group_size": scope.group_size})
 
 
@@ -28,7 +32,9 @@ def swapped_prompt(scope: qk.Scope, feature: qk.Subspace) -> Swapped:
     example, pairs = unit[0], draw_pairs([unit])
     encoded = scope.encode([example])
     places = scope.capture_inputs(encoded, heads=[feature.head])
-    swaps = qk.swap(scope, [unit], heads=[feature.head], subspaces={"mine": feature}, draws=1, progress=False)
+    swaps = qk.swap(
+        scope, [unit], heads=[feature.head], subspaces={"mine": feature}, draws=1, progress=False
+    )
     row = next(row for row in swaps.table() if row["kind"] == "feature")
     tokens = [int(places.key_positions[0, int(slot)]) for slot in (pairs.orig, pairs.target)]
     return Swapped(
@@ -42,4 +48,6 @@ def swapped_prompt(scope: qk.Scope, feature: qk.Subspace) -> Swapped:
 
 def difference(attention: Tensor, expected: tuple[float, float], tokens: tuple[int, int]) -> float:
     """The largest difference of a row of attention from what is expected at two tokens."""
-    return float((attention[list(tokens)].double() - torch.tensor(expected, dtype=torch.float64)).abs().max())
+    return float(
+        (attention[list(tokens)].double() - torch.tensor(expected, dtype=torch.float64)).abs().max()
+    )

@@ -1,4 +1,6 @@
-"""Families that count positions their own way: on which side they are padded, where they end, and the check sees it."""
+"""Families that count positions their own way: on which side they are padded, where they end, and
+the check sees it.
+"""
 
 import pytest
 import torch
@@ -41,22 +43,30 @@ def test_the_check_sees_a_query_frame_that_holds_the_absolute_position() -> None
     model.model.rotary_emb.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
     )
-    model.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] + places(seen[-1]), *args[1:]))
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args: (args[0] + places(seen[-1]), *args[1:])
+    )
     with pytest.raises(BadInput, match="every position 3 further on, its query_frame"):
         scope.self_check()
 
 
 def test_a_prompt_ends_where_the_positions_or_the_rotation_of_the_model_end() -> None:
-    scope = Scope.from_model(tiny_model("roberta"), check=False)  # 128 positions, the first two never given out
+    scope = Scope.from_model(
+        tiny_model("roberta"), check=False
+    )  # 128 positions, the first two never given out
     next(iter(scope.capture([Example(ids=ids(126, 0))])))
     with pytest.raises(BadInput, match="127 tokens, but the model's context ends at 126"):
         scope.capture([Example(ids=ids(127, 0))])
     with pytest.raises(BadInput, match="context ends at 128"):
         Scope.from_model(tiny_model("whisper"), check=False).capture([Example(ids=ids(129, 0))])
-    dynamic = Scope.from_model(tiny_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=32), check=False)
+    dynamic = Scope.from_model(
+        tiny_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=32), check=False
+    )
     next(iter(dynamic.capture([Example(ids=ids(200, 0))])))
     yarn = {**ROPE, "rope_type": "yarn"}
-    scope = Scope.from_model(tiny_model("llama", rope_parameters=yarn, max_position_embeddings=32), check=False)
+    scope = Scope.from_model(
+        tiny_model("llama", rope_parameters=yarn, max_position_embeddings=32), check=False
+    )
     next(iter(scope.capture([Example(ids=ids(128, 0))])))
     with pytest.raises(BadInput, match="context ends at 128"):
         scope.capture([Example(ids=ids(129, 0))])

@@ -1,4 +1,6 @@
-"""Facts about the verbs on a tiny random model: they equal what is computed by hand, and read back what they wrote."""
+"""Facts about the verbs on a tiny random model: they equal what is computed by hand, and read back
+what they wrote.
+"""
 
 import dataclasses
 import json
@@ -50,7 +52,10 @@ def close(found, wanted):
 def own_file(path: Path, words=OBJECTS[:30]) -> Path:
     """A task of one's own: two lines of a group each."""
     keys = [{"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}]
-    lines = [{"prompt": f"{w} : A hat : B {w} :", "keys": keys, "group": i // 2} for i, w in enumerate(words)]
+    lines = [
+        {"prompt": f"{w} : A hat : B {w} :", "keys": keys, "group": i // 2}
+        for i, w in enumerate(words)
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
@@ -61,15 +66,21 @@ def test_batches_keep_a_unit_together_and_come_in_a_fixed_order(scope, task, bat
     units = task.fit(contrast, 11)
     batches = batches_of(units, batch_size)
     assert sorted(i for batch in batches for i in batch) == list(range(11))
-    assert [i for batch in batches for i in batch] == [i for batch in batches_of(units, 4) for i in batch]
-    assert max(sum(len(units[i]) for i in batch) for batch in batches) <= max(batch_size, len(units[0]))
+    assert [i for batch in batches for i in batch] == [
+        i for batch in batches_of(units, 4) for i in batch
+    ]
+    assert max(sum(len(units[i]) for i in batch) for batch in batches) <= max(
+        batch_size, len(units[0])
+    )
     for batch, indices in zip(map(unit_runner(scope, units, HEADS), batches), batches, strict=True):
         rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
         assert rows == [(i, m) for i in indices for m in range(len(units[i]))]
 
 
 @pytest.mark.parametrize("own_query", [False, True])
-def test_lexical_meets_a_query_with_its_own_key_and_the_copys_or_each_with_its_own(scope, own_query):
+def test_lexical_meets_a_query_with_its_own_key_and_the_copys_or_each_with_its_own(
+    scope, own_query
+):
     task, total = tasks.binding(4, **({"lexical": "own_query"} if own_query else {})), 0
     for first, copy in task.fit("lexical", 10):
         place = [key.label("lexical") for key in first.keys].index(1)
@@ -94,9 +105,13 @@ def test_order_averages_over_pairs_and_its_subspace_is_of_the_centred_contrast(s
     centred = right - wrong - outer(queries, k_right - k_wrong)
     for i, head in enumerate(HEADS):
         subspace = found["order", head]
-        made, scale = subspace.U @ torch.diag(subspace.S) @ subspace.V.mT, float((right - wrong)[i].abs().max())
+        made, scale = (
+            subspace.U @ torch.diag(subspace.S) @ subspace.V.mT,
+            float((right - wrong)[i].abs().max()),
+        )
         torch.testing.assert_close(made, centred[i], atol=1e-5 * scale, rtol=0)
-    # in the first layer the query, a colon at a fixed place, never varies: what centring leaves is rounding
+    # in the first layer the query, a colon at a fixed place, never varies: what centring leaves is
+    # rounding
     assert found["order", "L0H1"].rank == 1
     assert found["order", "L0H1"].controls.verdict != "interaction"
 
@@ -104,7 +119,9 @@ def test_order_averages_over_pairs_and_its_subspace_is_of_the_centred_contrast(s
 def test_options_choose_contrasts_ranks_and_centring(scope, task):
     """A rank above the null is of the null that fits the centring; one direction is always kept."""
     job = {"contrasts": ["box", "order"], "replicates": 39}
-    chosen = decompose(scope, task, HEADS, 40, rank={"box": 3, "order": "null"}, center={"order": "none"}, **job)
+    chosen = decompose(
+        scope, task, HEADS, 40, rank={"box": 3, "order": "null"}, center={"order": "none"}, **job
+    )
     assert list(chosen) == [(name, Head.parse(head)) for name in ("box", "order") for head in HEADS]
     assert chosen["box", "L1H3"].rank == 3
     assert {row["center"] for row in chosen.table()} == {"none"}
@@ -120,14 +137,18 @@ def test_options_choose_contrasts_ranks_and_centring(scope, task):
 
 
 def test_a_contrast_that_is_nothing_at_a_head_says_so_and_leaves_the_others_alone(scope, task, fit):
-    """In the first layer a box's key does not know its word: the copy's key is the same one, and lexical is zero."""
+    """In the first layer a box's key does not know its word: the copy's key is the same one, and
+    lexical is zero.
+    """
     found = fit["lexical", "L0H1"]
     assert float(found.S.max()) < 1e-6 < float(fit["lexical", "L1H3"].S.max())
     assert (found.rank, found.controls.rank_99, found.controls.verdict) == (1, 0, "not above null")
 
 
 def shared_file(folder: Path) -> Path:
-    """Lines of contrast a, of b and of both, in groups of two, and one prompt that three groups ask."""
+    """Lines of contrast a, of b and of both, in groups of two, and one prompt that three groups
+    ask.
+    """
     words = OBJECTS[-2:]
 
     def line(number: int, member: int, contrasts: str) -> dict[str, object]:
@@ -145,7 +166,9 @@ def shared_file(folder: Path) -> Path:
 
 
 def test_a_contrast_has_the_sums_that_it_has_alone(scope, tmp_path):
-    """Nulls, folds, units and covariances included; the model's own rounding apart, as batches are others."""
+    """Nulls, folds, units and covariances included; the model's own rounding apart, as batches are
+    others.
+    """
     for task in (tasks.binding(4), tasks.from_jsonl(shared_file(tmp_path))):
         options = {"batch_size": 5, "replicates": 19, "progress": False}
         both = decompose(scope, task, "L1H3,L0H1", 24, **options)
@@ -153,8 +176,12 @@ def test_a_contrast_has_the_sums_that_it_has_alone(scope, tmp_path):
             alone = decompose(scope, task, "L1H3,L0H1", 24, contrasts=[name], **options)
             mine, theirs = both.sums[name].tensors(), alone.sums[name].tensors()
             for what, wanted in theirs.items():
-                torch.testing.assert_close(mine[what], wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()), msg=what)
-            for found, row in zip([r for r in both.table() if r["contrast"] == name], alone.table(), strict=True):
+                torch.testing.assert_close(
+                    mine[what], wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()), msg=what
+                )
+            for found, row in zip(
+                [r for r in both.table() if r["contrast"] == name], alone.table(), strict=True
+            ):
                 assert (found["verdict"], found["units"]) == (row["verdict"], row["units"])
 
 
@@ -179,22 +206,42 @@ def test_a_folder_of_another_job_is_refused(scope, task, tmp_path):
         ({"space": "query_frame"}, "space differ"),
         ({"task": tasks.binding(4, seed=1)}, "task_seed differ"),
     ):
-        job = {"scope": scope, "task": task, "heads": [Head(0, 0)], "n": 8, "contrasts": ["order"], **other}
+        job = {
+            "scope": scope,
+            "task": task,
+            "heads": [Head(0, 0)],
+            "n": 8,
+            "contrasts": ["order"],
+            **other,
+        }
         with pytest.raises(BadInput, match=f"holds another fit .*{says}"):
             decompose(**job, out=out)
 
 
 def test_what_decompose_writes_load_reads(scope, task, tmp_path):
-    """The fit it returned, to the bit; and `write` writes such a folder of a fit that was made without one."""
+    """The fit it returned, to the bit; and `write` writes such a folder of a fit that was made
+    without one.
+    """
     cuts = {"rank": {"order": 2, "lexical": "null"}, "center": {"order": "none"}}
-    job = {"contrasts": ["order", "lexical"], "batch_size": 4, "replicates": 9, "progress": False, **cuts}
+    job = {
+        "contrasts": ["order", "lexical"],
+        "batch_size": 4,
+        "replicates": 9,
+        "progress": False,
+        **cuts,
+    }
     kept = decompose(scope, task, "L0H1,L1H2", 16, **job, out=tmp_path / "out")
     alone = decompose(scope, task, "L0H1,L1H2", 16, **job)
     assert alone.write(tmp_path / "written") == tmp_path / "written"
     for fit, folder in ((kept, "out"), (alone, "written")):
         read = load(tmp_path / folder, scope)
         assert list(read) == list(fit)
-        assert (read.tables, read.answer, read.seconds, read.seed) == (fit.tables, fit.answer, fit.seconds, fit.seed)
+        assert (read.tables, read.answer, read.seconds, read.seed) == (
+            fit.tables,
+            fit.answer,
+            fit.seconds,
+            fit.seed,
+        )
         assert read.provenance == json.loads(json.dumps(fit.provenance))
         for which in fit:
             assert read[which].rank == fit[which].rank
@@ -202,7 +249,10 @@ def test_what_decompose_writes_load_reads(scope, task, tmp_path):
                 assert torch.equal(getattr(read[which], part), getattr(fit[which], part))
         for name, sums in fit.sums.items():
             assert read.sums[name].manifest() == json.loads(json.dumps(sums.manifest()))
-            assert all(torch.equal(x, read.sums[name].tensors()[part]) for part, x in sums.tensors().items())
+            assert all(
+                torch.equal(x, read.sums[name].tensors()[part])
+                for part, x in sums.tensors().items()
+            )
         assert load(tmp_path / folder).to_json() == fit.to_json()
     assert read_job(tmp_path / "out") == read_job(tmp_path / "written")
     again = decompose(scope, task, "L0H1,L1H2", 16, **job, out=tmp_path / "written")
@@ -218,7 +268,10 @@ def test_scores_are_those_of_the_models_own_attention_with_wilsons_interval(scop
     """Keys labelled 0 are no candidates, however much attention they get."""
     examples = []
     for (example,) in tasks.binding(4, "sentence", filler=3).choose(6):
-        keys = [Key(key.span, {ANSWER: key.label(ANSWER) if i else 0}) for i, key in enumerate(example.keys)]
+        keys = [
+            Key(key.span, {ANSWER: key.label(ANSWER) if i else 0})
+            for i, key in enumerate(example.keys)
+        ]
         keys[1] = Key(keys[1].span, {ANSWER: 1})
         examples.append(Example(text=example.text, keys=keys))
     task = Task("mine", {}, lambda use, contrast, n: [(example,) for example in examples])
@@ -233,7 +286,9 @@ def test_scores_are_those_of_the_models_own_attention_with_wilsons_interval(scop
         named = whole[:, keys]
         hits = right[named.argmax(-1)], torch.isin(whole.argmax(-1), keys[right])
         mass = named.sum(-1)
-        scores.append(torch.stack([*(hit.double() for hit in hits), named[:, right].sum(-1) / mass, mass]))
+        scores.append(
+            torch.stack([*(hit.double() for hit in hits), named[:, right].sum(-1) / mass, mass])
+        )
     wanted = torch.stack(scores).mean(0)
     for i, head in enumerate(scope.heads()):
         row = rows[str(head)]
@@ -277,7 +332,11 @@ def test_a_file_of_your_own_goes_through_every_verb_and_a_changed_one_is_refused
     assert "mine.jsonl holds 5 examples to choose, fewer than 256: taking all." in caplog.text
     job = ["decompose", "mine.jsonl", "--heads", "L1H3,L0H1", "--out", "fit", "--center", "query"]
     said = {}
-    for arguments in ([*job, "--model", model], ["swap", "fit"], ["why", "hat : A cat : B hat :", "--fit", "fit"]):
+    for arguments in (
+        [*job, "--model", model],
+        ["swap", "fit"],
+        ["why", "hat : A cat : B hat :", "--fit", "fit"],
+    ):
         code, out, err = qkscope(*arguments, "--json")
         assert code == 0, err
         said[arguments[0]] = json.loads(out)["tables"]

@@ -61,5 +61,8 @@ def test_a_planted_head_is_named_and_its_name_predicts(kind):
     assert score["name"] > 0.8
     if kind != "position":
         assert score["name"] > score["offset"] + 0.3
-    if kind not in ("position", "key word"):  # the table of tokens, a baseline, says as much of these
+    if kind not in (
+        "position",
+        "key word",
+    ):  # the table of tokens, a baseline, says as much of these
         assert score["with_name"] < score["log_loss"]

@@ -1,4 +1,6 @@
-"""Facts about attribution: parts sum to the logit; shares of singular vectors to the contrast, planted ones found."""
+"""Facts about attribution: parts sum to the logit; shares of singular vectors to the contrast,
+planted ones found.
+"""
 
 import pytest
 import torch
@@ -51,7 +53,8 @@ def test_what_features_share_goes_to_the_first_and_a_planted_query_to_its_own():
         torch.testing.assert_close(one.parts["f0"], other.parts["f0"])
     cosine = torch.linalg.svdvals(bases["f0"].mT @ bases["f1"])[0].item()
     assert first.overlap["f0", "f1"] == pytest.approx(cosine)
-    # a query inside one feature belongs wholly to it in the oblique split, although the features overlap
+    # a query inside one feature belongs wholly to it in the oblique split, although the features
+    # overlap
     bases = features(3, ranks=(3, 4))
     q, k = bases["f1"] @ randn(4, 4), randn(5, 6, 16)
     found = attribute_logits(q, k, 1.0, bases, "oblique")
@@ -74,11 +77,15 @@ def test_parts_sum_to_the_logit_and_attention_to_one(scope, fit, split):
     assert tokens(found) == "hat : O jam : Z cat : B jam :"
     assert sum(row["attention"] for row in rows) == pytest.approx(1, abs=1e-5)
     for row in rows:
-        assert row["order"] + row["lexical"] + row["residual"] == pytest.approx(row["logit"], abs=1e-4)
+        assert row["order"] + row["lexical"] + row["residual"] == pytest.approx(
+            row["logit"], abs=1e-4
+        )
     whole = [Key((i, i + 1)) for i in range(len(rows))]
     ids = tuple(scope.tokenizer(prompt)["input_ids"])
     captured = scope.capture_inputs(scope.encode([Example(ids=ids, keys=whole)]), heads=["L1H3"])
-    assert [row["logit"] for row in rows] == pytest.approx(captured.rows().logits()[0, 0].tolist(), abs=1e-4)
+    assert [row["logit"] for row in rows] == pytest.approx(
+        captured.rows().logits()[0, 0].tolist(), abs=1e-4
+    )
     shares = found.tables["summary"]
     assert sum(row["variance_share"] for row in shares) == pytest.approx(1, abs=1e-5)
     assert sum(row["reverse_order"] for row in shares) == pytest.approx(1, abs=1e-5)
@@ -101,17 +108,26 @@ HEAD = Head(0, 0)
 
 def random_basis(d_head=12, d_model=40, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    w_q, w_k = (torch.randn(1, d_head, d_model, generator=generator, dtype=torch.float64) for _ in range(2))
-    w_q = w_q * torch.linspace(0.3, 2.0, d_head)[:, None].double()  # no isotropic head: images are not orthogonal
+    w_q, w_k = (
+        torch.randn(1, d_head, d_model, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    w_q = (
+        w_q * torch.linspace(0.3, 2.0, d_head)[:, None].double()
+    )  # no isotropic head: images are not orthogonal
     basis = basis_of_weights([HEAD], (w_q, w_k, torch.ones(1), torch.zeros(1, d_head)), [False])
     return basis, w_q[0], w_k[0]
 
 
 def planted(basis, vectors, seed=1):
-    """ΔC of a feature that lives on some singular vectors: queries along W_Q u_j, keys along W_K v_j."""
+    """ΔC of a feature that lives on some singular vectors: queries along W_Q u_j, keys along W_K
+    v_j.
+    """
     one = basis[HEAD]
     strengths = torch.linspace(1.0, 2.0, len(vectors), dtype=torch.float64)
-    delta = sum(s * torch.outer(one.read[:, j], one.write[:, j]) for s, j in zip(strengths, vectors, strict=True))
+    delta = sum(
+        s * torch.outer(one.read[:, j], one.write[:, j])
+        for s, j in zip(strengths, vectors, strict=True)
+    )
     return Subspace.from_delta(delta, len(vectors), head=HEAD, contrast="planted")
 
 
@@ -123,7 +139,9 @@ def test_shares_add_up_and_a_planted_feature_is_carried_by_its_vectors():
     delta = (q.T @ plus - q.T @ minus) / len(q)
     one = basis[HEAD]
     shares = carried(delta, one.read, one.write)
-    assert float(shares.sum()) == pytest.approx(float((q * (plus - minus)).sum(-1).mean()), rel=1e-9)
+    assert float(shares.sum()) == pytest.approx(
+        float((q * (plus - minus)).sum(-1).mean()), rel=1e-9
+    )
     # each share is the mean of that vector's own terms: σ (uᵀ x)(vᵀ Δx)
     u, s, vh = torch.linalg.svd(w_q.T @ w_k, full_matrices=False)
     terms = s[:12] * ((x @ u[:, :12]) * ((0.4 * x + y - z) @ vh[:12].T)).mean(0)

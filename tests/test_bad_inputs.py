@@ -1,8 +1,10 @@
-"""Bad input that a user could not see otherwise: a wrong model, token, head, file or contrast. It is answered by one
-sentence that says what to do, exit code 2, nothing on stdout, and nothing left behind.
+"""Bad input that a user could not see otherwise: a wrong model, token, head, file or contrast. It
+is answered by one sentence that says what to do, exit code 2, nothing on stdout, and nothing left
+behind.
 
-In the arguments OUT is a folder that is not there, FULL one with other files, FIT a finished fit whose model is gone,
-MODEL a tiny model, and NAME.jsonl files of `FILES`; what is wrong in files of your own is in test_jsonl.py.
+In the arguments OUT is a folder that is not there, FULL one with other files, FIT a finished fit
+whose model is gone, MODEL a tiny model, and NAME.jsonl files of `FILES`; what is wrong in files of
+your own is in test_jsonl.py.
 """
 
 from pathlib import Path
@@ -49,7 +51,8 @@ COMMANDS = {
     "schema nonsense": "there is no schema of 'nonsense'",
 }
 
-# Python, with qk for qkscope; scope is of MODEL, and fit, basis, lex and units are of it (see `names`).
+# Python, with qk for qkscope; scope is of MODEL, and fit, basis, lex and units are of it (see
+# `names`).
 CALLS = {
     # a model, its tokens
     "qk.Scope.from_model(torch.nn.Linear(2, 2))": "a model of transformers can be looked into, but got Linear.",
@@ -76,7 +79,15 @@ def manifest(model, tmp_path_factory) -> str:
     """The manifest of a finished fit, its model said to be gone: nothing may be loaded to answer."""
     out = tmp_path_factory.mktemp("fits") / "fit"
     heads = [Head(1, 3), Head(0, 1)]
-    decompose(Scope.load(model, device="cpu"), tasks.binding(3), heads, 8, out=out, contrasts=["order"], batch_size=4)
+    decompose(
+        Scope.load(model, device="cpu"),
+        tasks.binding(3),
+        heads,
+        8,
+        out=out,
+        contrasts=["order"],
+        batch_size=4,
+    )
     return (out / "manifest.json").read_text().replace(str(model), "/nowhere/model")
 
 
@@ -94,7 +105,10 @@ def place(manifest, model, tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_bad_command_gets_a_sentence_before_a_model_is_loaded(place, qkscope, command):
-    before, arguments = sorted(place.rglob("*")), [word.replace("_", " ") for word in command.split()]
+    before, arguments = (
+        sorted(place.rglob("*")),
+        [word.replace("_", " ") for word in command.split()],
+    )
     nowhere = arguments[0] in ("heads", "decompose", "atlas", "sparsity", "svd", "trace", "why")
     nowhere = nowhere and "--model" not in arguments and "--fit" not in arguments
     code, out, said = qkscope(*arguments, *(["--model", "/nowhere/model"] if nowhere else []))
@@ -114,7 +128,9 @@ def names(model) -> dict[str, object]:
     options = {"contrasts": ["order"], "batch_size": 8}
     pre = qk.decompose(scope, task, "L1H3", 8, space="pre_rope", **options)["order", "L1H3"]
 
-    fit = qk.decompose(scope, task, ["L1H3", "L0H1"], 8, contrasts=["order", "lexical"], batch_size=8)
+    fit = qk.decompose(
+        scope, task, ["L1H3", "L0H1"], 8, contrasts=["order", "lexical"], batch_size=8
+    )
     return {
         "qk": qk, "torch": torch, "tasks": tasks, "scope": scope, "task": task, "fit": fit, "units": task.test(4),
         "basis": qk.singular_basis(scope, ["L0H1"]), "lex": fit["lexical", "L1H3"],

@@ -1,4 +1,6 @@
-"""Because: changed prompts run from their first change give what whole prompts give, and planted reasons are found."""
+"""Because: changed prompts run from their first change give what whole prompts give, and planted
+reasons are found.
+"""
 
 import re
 from functools import partial
@@ -33,20 +35,33 @@ def ids_of(scope, prompt):
 
 
 @pytest.mark.parametrize("length", [12, 30])  # keys around are copied for each row, or shared
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox", "bloom", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox", "bloom", "gpt_oss"]
+)
 def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, length, monkeypatch):
-    """Prefix shared, soft-caps, sinks, windows and biases as they are: every layer's attention, and the logits."""
+    """Prefix shared, soft-caps, sinks, windows and biases as they are: every layer's attention, and
+    the logits.
+    """
     scope = qk.Scope.from_model(tiny_model(family), check=False)
     ids = torch.arange(3, 3 + length)
-    again, changed, at = Again.of(scope, ids), ids.repeat(3, 1), torch.tensor([5, 7, 0])[:, None] + torch.arange(5)
+    again, changed, at = (
+        Again.of(scope, ids),
+        ids.repeat(3, 1),
+        torch.tensor([5, 7, 0])[:, None] + torch.arange(5),
+    )
     changed[0, 5], changed[1, 8], changed[2, :2] = 20, 21, torch.tensor([22, 23])
     reads = dict.fromkeys(range(scope.n_layers), ids - 3)
-    monkeypatch.setattr("qkscope.change.again._ROOM", {"cpu": 300})  # attention rows of two tokens at a time
+    monkeypatch.setattr(
+        "qkscope.change.again._ROOM", {"cpu": 300}
+    )  # attention rows of two tokens at a time
     seen, logits = {True: {}, False: {}}, {}
     for alone in (True, False):
         again._alone = None if alone else False
         assert again.runs_alone() == alone
-        see = lambda layer, runs, rows, of=seen[alone]: of.update({layer: (rows, runs[:, None, :, None])})  # noqa: E731
+
+        def see(layer, runs, rows, of=seen[alone]):
+            return of.update({layer: (rows, runs[:, None, :, None])})
+
         logits[alone] = again.run(changed.gather(1, at), at, (reads, see))
     assert seen[True].keys() == seen[False].keys() == set(range(scope.n_layers))
     for layer, (weights, runs) in seen[True].items():
@@ -57,8 +72,12 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, leng
     assert torch.allclose(logits[True], plain.float(), atol=1e-3)
 
 
-def test_alternatives_have_as_many_tokens_also_of_the_first_word_and_of_scripts_without_blanks(smollm2):
-    again = Again.of(smollm2, ids_of(smollm2, "When Mary and John went to the store, Gwendolyn gave"))
+def test_alternatives_have_as_many_tokens_also_of_the_first_word_and_of_scripts_without_blanks(
+    smollm2,
+):
+    again = Again.of(
+        smollm2, ids_of(smollm2, "When Mary and John went to the store, Gwendolyn gave")
+    )
     others, lexicon = Alternatives(again), lexicon_of(smollm2)
     words = {word.text: word for word in others.words}
     assert " Gwendolyn" in words, "pieces of one word stand together"
@@ -68,7 +87,9 @@ def test_alternatives_have_as_many_tokens_also_of_the_first_word_and_of_scripts_
         assert len(set(alternatives)) == len(alternatives) == 8
         for ids in alternatives:
             assert len(ids) == len(word)
-            assert lexicon.texts[ids[0]].strip().lower() not in {other.core for other in others.words}
+            assert lexicon.texts[ids[0]].strip().lower() not in {
+                other.core for other in others.words
+            }
             assert lexicon.texts[ids[0]].startswith(" ") == word.text.startswith(" ")
     assert all(lexicon.texts[ids[0]][1].isupper() for ids in others.of(words[" Mary"]))
     assert lexicon.variant((lexicon.by_text[" John"],), "Mary") == (lexicon.by_text["John"],)
@@ -82,14 +103,18 @@ def test_alternatives_have_as_many_tokens_also_of_the_first_word_and_of_scripts_
     because = Because(Again.of(smollm2, ids), [Look(Head(18, 6), len(ids) - 1, 3)])
     assert because.words[0].text == "crown"
     pairs = [row for row in because.reasons()[0].relations if row["kind"] == "same word"]
-    assert {"crown": "shown"}.items() <= {row["text"].strip(): row["verdict"] for row in pairs}.items()
+    assert {"crown": "shown"}.items() <= {
+        row["text"].strip(): row["verdict"] for row in pairs
+    }.items()
     long = next(word for word in because.words if len(word) > 1)
     token = Word(long.start, long.start + 1, because.texts[long.start])
     assert {len(ids) for ids in because.others.of(long)} == {len(long)}
     assert {len(ids) for ids in because.others.of(token)} == {1}
 
 
-def test_the_same_word_is_the_reason_of_an_induction_head_and_its_name_is_told_where_it_fits(answer, smollm2):
+def test_the_same_word_is_the_reason_of_an_induction_head_and_its_name_is_told_where_it_fits(
+    answer, smollm2
+):
     kinds = {row["kind"]: row for row in reversed(answer.tables["relation"])}
     same = kinds["same word"]
     assert (same["text"], same["positions"], same["verdict"]) == ("jam", "4, 12", "shown")
@@ -98,12 +123,19 @@ def test_the_same_word_is_the_reason_of_an_induction_head_and_its_name_is_told_w
     assert kinds["follows"]["verdict"] == "shown"
     assert "because 'jam' appears twice (tokens 4 and 12)" in answer.answer
     carriers = answer.tables["carriers"][0]
-    assert (carriers["side"], carriers["writers"], carriers["verdict"]) == ("key", "L17H8, L16H0", "shown")
+    assert (carriers["side"], carriers["writers"], carriers["verdict"]) == (
+        "key",
+        "L17H8, L16H0",
+        "shown",
+    )
     assert "L17H8 and L16H0 carried 'jam' into its key" in answer.answer
     assert "jam" in {row["text"] for row in answer.tables["because"] if row["cause"] == "yes"}
     assert all(row["low"] <= row["after"] <= row["high"] for row in answer.tables["because"])
     said = [row["line"] for row in answer.tables["said"]]
-    assert any(re.match(r"Habit: on natural text it does the same in .*\(induction\)", line) for line in said)
+    assert any(
+        re.match(r"Habit: on natural text it does the same in .*\(induction\)", line)
+        for line in said
+    )
     jobs = known_jobs(smollm2.weights_hash)
     assert jobs["L16H0"] == {"previous token": 1.0}
     assert len(jobs) == len(smollm2.heads())
@@ -112,8 +144,12 @@ def test_the_same_word_is_the_reason_of_an_induction_head_and_its_name_is_told_w
 
 @torch.no_grad()
 @pytest.mark.parametrize(("whole", "near"), [(256, 64), (3, 1)])
-def test_effects_of_a_word_are_those_of_plain_forwards_with_far_tokens_held(nano, monkeypatch, whole, near):
-    """By hand: each alternative in the prompt, and blocks given what they were given before at tokens that are held."""
+def test_effects_of_a_word_are_those_of_plain_forwards_with_far_tokens_held(
+    nano, monkeypatch, whole, near
+):
+    """By hand: each alternative in the prompt, and blocks given what they were given before at
+    tokens that are held.
+    """
     monkeypatch.setattr("qkscope.analyses.because._WHOLE", whole)
     monkeypatch.setattr("qkscope.analyses.because.NEAR", near)
     again, head = Again.of(nano, ids_of(nano, COPIED)), Head(1, 1)
@@ -131,7 +167,10 @@ def test_effects_of_a_word_are_those_of_plain_forwards_with_far_tokens_held(nano
         def hold(layer, _block, args):
             args[0][:, held] = before[layer][:, held]
 
-        hooks = [block.register_forward_pre_hook(partial(hold, i)) for i, block in enumerate(nano.model.model.layers)]
+        hooks = [
+            block.register_forward_pre_hook(partial(hold, i))
+            for i, block in enumerate(nano.model.model.layers)
+        ]
         with cleared(hooks):
             nano.watch(prompt_of(nano, prompt[None]), kept.append)
         torch.testing.assert_close(found[0], kept[1].attention([1])[0, 0, query], rtol=0, atol=1e-5)
@@ -146,7 +185,9 @@ def test_a_head_that_goes_by_position_is_moved_by_a_word_put_in(smollm2):
 
 
 def test_few_words_are_no_reason_on_random_weights(nano):
-    """Peaked attention of random weights: the key's own word may matter, but equal words and positions do not."""
+    """Peaked attention of random weights: the key's own word may matter, but equal words and
+    positions do not.
+    """
     torch.manual_seed(0)
     model = type(nano.model)(nano.model.config).eval()
     with torch.no_grad():
@@ -163,7 +204,9 @@ def test_few_words_are_no_reason_on_random_weights(nano):
             weights[0] = 0
             if float(weights.max()) > 0.3:
                 looks.append(Look(head, len(again.ids) - 1, int(weights.argmax())))
-        kinds += [reason.kind for reason in Because(again, looks).reasons(follow=False)] if looks else []
+        kinds += (
+            [reason.kind for reason in Because(again, looks).reasons(follow=False)] if looks else []
+        )
     assert len(kinds) > 20
     assert sum(kind in ("same word", "position") for kind in kinds) <= 0.1 * len(kinds)
 
@@ -172,7 +215,9 @@ def test_carriers_put_back_what_the_whole_side_puts_back(nano):
     """All writers together are the whole side; the unchanged run's own parts change nothing."""
     probe = Probe(nano, COPIED)
     one = probe.head("L1H1")
-    because = Because(Again(nano, one.asked.inputs, one.run.calls), [Look(one.head, one.asked.query, one.key)])
+    because = Because(
+        Again(nano, one.asked.inputs, one.run.calls), [Look(one.head, one.asked.query, one.key)]
+    )
     reason = because.reasons()[0]
     carriers = Carriers(probe.run, because, reason)
     word = next(word for word in because.words if word.start == reason.words[0]["position"])
@@ -192,18 +237,27 @@ def test_heads_stand_by_what_they_change_and_answers_are_compared_and_drawn(nano
     rows = answer.tables["heads"]
     changes = [row["difference"] for row in rows]
     assert changes == sorted(changes, key=abs, reverse=True)
-    ways = ["neither" if abs(change) < 0.1 else "for" if change < 0 else "against" for change in changes]
+    ways = [
+        "neither" if abs(change) < 0.1 else "for" if change < 0 else "against" for change in changes
+    ]
     assert [row["direction"] for row in rows] == ways
     assert re.search(r"rather than 'B' \(\S+%\), ahead", qk.why(nano, PROMPT, versus="B").answer)
-    assert "'O' (0.0%), the likeliest other word of the prompt, ahead" in answer.answer  # nothing else has 0.1%
-    assert "'flounder' (0.6%), the likeliest other token, ahead" in qk.why(nano, "hat: O jam:").answer
+    assert (
+        "'O' (0.0%), the likeliest other word of the prompt, ahead" in answer.answer
+    )  # nothing else has 0.1%
+    assert (
+        "'flounder' (0.6%), the likeliest other token, ahead" in qk.why(nano, "hat: O jam:").answer
+    )
     with pytest.raises(BadInput, match="is the next token itself"):
         qk.why(nano, PROMPT, versus="Z")
     first, other = (qk.why(nano, unit[0].text, "L1H1") for unit in qk.tasks.induction().test(2))
     rows = first.diff(other).table()
     assert {"attention", "because", "writers"} <= {row["table"] for row in rows}
     assert abs(rows[0]["change"]) == max(abs(row["change"]) for row in rows)
-    graph, edges = first.to_networkx(), [row for row in first.tables["graph"] if row["source"] is not None]
+    graph, edges = (
+        first.to_networkx(),
+        [row for row in first.tables["graph"] if row["source"] is not None],
+    )
     assert (len(graph), graph.number_of_edges()) == (len(first.tables["nodes"]), len(edges))
     mean, low, high = interval(torch.tensor([0.0, 1.0, 2.0, 3.0]))
     assert (float(mean), float(high - mean)) == (1.5, pytest.approx(2.3534 * 1.29099 / 2, abs=1e-3))
@@ -215,7 +269,9 @@ def test_a_pair_without_other_words_takes_nothing_from_the_next(nano, monkeypatc
     words = {word.start: word for word in because.words}
     pairs = [tuple(words[i] for i in places) for places in ((5, 11), (4, 10))]
     alone, none = because._same({pairs[1]: 12})[pairs[1]], because.others.of
-    monkeypatch.setattr(because.others, "of", lambda word, n: [] if word in pairs[0] else none(word, n))
+    monkeypatch.setattr(
+        because.others, "of", lambda word, n: [] if word in pairs[0] else none(word, n)
+    )
     both = because._same(dict.fromkeys(pairs, 12))
     assert both[pairs[0]] is None
     assert both[pairs[1]][0] == alone[0]
@@ -227,7 +283,9 @@ def test_of_a_long_prompt_copies_and_near_words_are_tried(nano, monkeypatch):
     because = Because(Again.of(nano, ids_of(nano, PROMPT)), [Look(Head(2, 3), 11, 6)])
     reason = because.reasons()[0]
     assert 0 < reason.tried < reason.seen
-    assert {4, 10} <= {word.start for word in because.words}, "both places of the word that is asked about"
+    assert {4, 10} <= {word.start for word in because.words}, (
+        "both places of the word that is asked about"
+    )
 
 
 class _Squares(TorchDispatchMode):
@@ -240,15 +298,23 @@ class _Squares(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for value in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(value, torch.Tensor) and sum(size in self.sizes for size in value.shape) > 1:
+            if (
+                isinstance(value, torch.Tensor)
+                and sum(size in self.sizes for size in value.shape) > 1
+            ):
                 self.made.add((str(function), *value.shape))
         return out
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
-    """Words changed, writers put back, cut and followed, whether tokens run alone or whole prompts do."""
-    for name, value in (("change.again._ROOM", {"cpu": 2**14}), ("analyses.trace.graph._SLOTS", 64)):
+    """Words changed, writers put back, cut and followed, whether tokens run alone or whole prompts
+    do.
+    """
+    for name, value in (
+        ("change.again._ROOM", {"cpu": 2**14}),
+        ("analyses.trace.graph._SLOTS", 64),
+    ):
         monkeypatch.setattr(f"qkscope.{name}", value)
     monkeypatch.setattr("qkscope.analyses.because._AFFORDABLE", 1024)
     if not alone:
@@ -264,4 +330,6 @@ def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
 
 def test_tokens_of_a_model_in_half_precision_run_alone():
     scope = qk.Scope.from_model(tiny_model("llama").bfloat16(), check=False)
-    assert Again.of(scope, torch.arange(3, 60)).runs_alone(), "otherwise every changed prompt runs as a whole"
+    assert Again.of(scope, torch.arange(3, 60)).runs_alone(), (
+        "otherwise every changed prompt runs as a whole"
+    )

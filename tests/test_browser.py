@@ -1,4 +1,6 @@
-"""The report in a real browser: it asks for nothing, answers pointer and keyboard, turns, copies, and stays quick."""
+"""The report in a real browser: it asks for nothing, answers pointer and keyboard, turns, copies,
+and stays quick.
+"""
 
 import json
 
@@ -24,7 +26,9 @@ def results(browser, nano):
     both = {row["condition"]: row["target_after"] for row in swaps.table()}
     claim = Claim("swapping both moves the attention to the target; random subspaces do not", "the majority",
                   both["both"], both["random_both"], "ours > 2 * control")  # fmt: skip
-    lead = Result("report", {}, [claim], answer=swaps.answer, model=scope.name, provenance=swaps.provenance)
+    lead = Result(
+        "report", {}, [claim], answer=swaps.answer, model=scope.name, provenance=swaps.provenance
+    )
     return lead, ranking, fit, swaps, parts, qk.why(scope, PROMPT)
 
 
@@ -83,7 +87,9 @@ def test_the_parts_of_a_token_are_shown_and_sum_to_its_logit(report, results):
         shown = page.locator(".tokens .split .value").all_inner_texts()
         parts = [float(text.replace("−", "-")) for text in shown]
         assert parts[-1] == pytest.approx(rows[i]["logit"], abs=0.006)
-        assert sum(parts[:-1]) == pytest.approx(parts[-1], abs=0.03)  # each is rounded to two places
+        assert sum(parts[:-1]) == pytest.approx(
+            parts[-1], abs=0.03
+        )  # each is rounded to two places
     colour = "document.querySelector('.tokens .fill[data-i=\"6\"]').style.backgroundColor"
     before = page.evaluate(colour)
     page.locator(".tokens .choices button", has_text="lexical").click()
@@ -117,7 +123,9 @@ def test_the_points_turn_by_mouse_by_keys_and_by_buttons(report):
 
 def test_the_data_of_every_chart_can_be_copied(report, results):
     page = report.page
-    page.evaluate("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
+    page.evaluate(
+        "navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }"
+    )
     places = page.locator(".block .copy")
     assert places.count() == 8  # seven charts and the claims
     assert page.locator(".held").inner_text() in ("1 of 1 claims hold", "0 of 1 claims hold")
@@ -127,7 +135,9 @@ def test_the_data_of_every_chart_can_be_copied(report, results):
     report.until("window.copied")
     assert json.loads(page.evaluate("window.copied")) == results[3].to_json()["tables"]["swap"]
     page.locator(".tokens .copy button", has_text="CSV").click()
-    report.until("window.copied.startsWith('position,token,attention,logit,order,lexical,residual\\r\\n')")
+    report.until(
+        "window.copied.startsWith('position,token,attention,logit,order,lexical,residual\\r\\n')"
+    )
     lines = page.evaluate("window.copied")
     assert '"\n"' in lines  # a line break inside a token stays one cell
 
@@ -141,7 +151,9 @@ def test_every_control_is_reached_by_tab_and_the_theme_can_be_turned(report):
     reached = set()
     for _ in range(wanted + 12):
         page.keyboard.press("Tab")
-        reached.add(page.evaluate("[...document.querySelectorAll('*')].indexOf(document.activeElement)"))
+        reached.add(
+            page.evaluate("[...document.querySelectorAll('*')].indexOf(document.activeElement)")
+        )
     assert len(reached) >= wanted
     background = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(background)
@@ -159,7 +171,9 @@ def test_the_widget_of_a_notebook_draws_itself(browser, results, tmp_path):
     inside.locator('.token[data-i="6"]').hover()
     noted(inside, "token 6")
     inner = inside.locator("body").evaluate("(body) => body.getBoundingClientRect().height")
-    watched.until(f"Math.abs(document.querySelector('iframe').offsetHeight - {inner}) <= 2")  # nothing is cut off
+    watched.until(
+        f"Math.abs(document.querySelector('iframe').offsetHeight - {inner}) <= 2"
+    )  # nothing is cut off
     assert watched.errors == []
     watched.page.close()
 
@@ -186,7 +200,9 @@ def why(nano):
 
 @pytest.fixture(scope="module")
 def answer(browser, why, tmp_path_factory):
-    return Watched(browser, write_report(tmp_path_factory.mktemp("page") / "why.html", why).as_uri())
+    return Watched(
+        browser, write_report(tmp_path_factory.mktemp("page") / "why.html", why).as_uri()
+    )
 
 
 def test_an_answer_is_drawn_whole_at_any_width(answer, why):
@@ -202,7 +218,10 @@ def test_an_answer_is_drawn_whole_at_any_width(answer, why):
 def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
     page = answer.page
     logit = f"{why.tables['check'][0]['logit']:+.1f}".replace("-", "−")
-    for words, by, side in (("writers of the key", "writers", "key"), ("singular vectors", "singular", "both")):
+    for words, by, side in (
+        ("writers of the key", "writers", "key"),
+        ("singular vectors", "singular", "both"),
+    ):
         page.locator("section.parts button", has_text=words).click()
         own = [row["part"] for row in why.tables["parts"] if (row["by"], row["side"]) == (by, side)]
         expect(page.locator("section.parts .name")).to_have_text([*own, "logit"])
@@ -210,8 +229,12 @@ def test_parts_end_at_the_logit_and_each_cut_has_its_verdict(answer, why):
     titles = ("Because", "Carried by", "Writers cut")
     words, carried, cuts = (page.locator("section.tests", has_text=title) for title in titles)
     causes = {"yes": "shown", "open": "open", "no": "no"}
-    assert words.locator(".value b").all_text_contents() == [causes[row["cause"]] for row in why.tables["because"]]
-    assert carried.locator(".value b").all_text_contents() == [row["verdict"] for row in why.tables["carriers"]]
+    assert words.locator(".value b").all_text_contents() == [
+        causes[row["cause"]] for row in why.tables["because"]
+    ]
+    assert carried.locator(".value b").all_text_contents() == [
+        row["verdict"] for row in why.tables["carriers"]
+    ]
     for size in (1, 3):
         cuts.locator(".choices button", has_text=str(size)).click()
         own = [row["verdict"] for row in why.tables["cuts"] if row["k"] == size]
@@ -263,7 +286,9 @@ def test_an_atlas_is_searched_filtered_sorted_and_opened(browser, nano, tmp_path
     expect(lines).to_have_count(sum(row["kind"] == "induction" for row in rows))
     chip.click()
     page.locator(".atlas th button", has_text="leaves").click()
-    expect(lines.first).to_have_attribute("data-head", max(rows, key=lambda row: row["leaves"])["head"])
+    expect(lines.first).to_have_attribute(
+        "data-head", max(rows, key=lambda row: row["leaves"])["head"]
+    )
     page.locator(".atlas input").fill("l1h1")
     look = next(row for row in found.tables["examples"] if row["head"] == "L1H1")
     expect(lines).to_have_count(1)

@@ -1,4 +1,6 @@
-"""What if: writers ablated, keys hidden, tokens replaced, rows run again, against plain forwards with hooks."""
+"""What if: writers ablated, keys hidden, tokens replaced, rows run again, against plain forwards
+with hooks.
+"""
 
 import pytest
 import torch
@@ -62,7 +64,9 @@ def test_ablated_writers_put_out_their_mean_over_the_other_tokens(nano, padded):
         ours = patched(nano, inputs)
     assert (logits(nano, inputs) - theirs)[mask].abs().max() > 0.1
     torch.testing.assert_close(ours[mask], theirs[mask], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(patched(nano, inputs), logits(nano, inputs), atol=1e-5, rtol=1e-5)  # all is as it was
+    torch.testing.assert_close(
+        patched(nano, inputs), logits(nano, inputs), atol=1e-5, rtol=1e-5
+    )  # all is as it was
 
 
 @pytest.mark.parametrize("query", [None, 11])
@@ -111,7 +115,9 @@ def test_why_sees_what_is_hidden_from_the_head_itself(nano):
     assert 10 not in shown
     assert shown == pytest.approx({i: float(row[i]) for i in shown}, abs=1e-5)
     top = found.tables["output"][0]
-    assert top["without_key"] == pytest.approx(float(both[top["id"]]), abs=1e-5)  # hidden beside what is hidden already
+    assert top["without_key"] == pytest.approx(
+        float(both[top["id"]]), abs=1e-5
+    )  # hidden beside what is hidden already
 
 
 def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):
@@ -120,9 +126,13 @@ def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):
         found = qk.why(nano, PROMPT, "L2H3")
         text = nano.generate(PROMPT, 3)
     assert found.tables["check"][0]["sum_error"] < 1e-5
-    assert found.tables["check"][0]["logit"] != pytest.approx(plain.tables["check"][0]["logit"], rel=1e-3)
+    assert found.tables["check"][0]["logit"] != pytest.approx(
+        plain.tables["check"][0]["logit"], rel=1e-3
+    )
     assert isinstance(text, str)
-    with nano.hide("L1H0", key="Z"):  # the same token of the prompt at every step, whatever is said after it
+    with nano.hide(
+        "L1H0", key="Z"
+    ):  # the same token of the prompt at every step, whatever is said after it
         assert nano.generate(PROMPT, 3)
     assert qk.why(nano, PROMPT, "L2H3").tables["writers"] == plain.tables["writers"]
 
@@ -138,7 +148,9 @@ def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
     again._alone = alone
     ours = again.hidden(query, edges)
     for found, (head, key) in zip(ours, edges, strict=True):
-        edit = Edit.logits(head, torch.tensor([query]), torch.tensor([[key]]), torch.tensor([[-torch.inf]]))
+        edit = Edit.logits(
+            head, torch.tensor([query]), torch.tensor([[key]]), torch.tensor([[-torch.inf]])
+        )
         with scope.patched([edit]):
             theirs = logits(scope, run.inputs)[0, -1]
         torch.testing.assert_close(found, theirs, atol=1e-5, rtol=1e-5)
@@ -147,9 +159,15 @@ def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda s: s.hide("L1H0", key="jam"), "'jam' stands 2 times in the prompt: write 'jam#1' to 'jam#2'"),
+        (
+            lambda s: s.hide("L1H0", key="jam"),
+            "'jam' stands 2 times in the prompt: write 'jam#1' to 'jam#2'",
+        ),
         (lambda s: s.hide("L1H0", key=9, query=4), "cannot see token 9 from token 4"),
-        (lambda s: s.ablate("M7"), "'M7' is no head and no MLP of this model: write L17H8, or M0 to M2"),
+        (
+            lambda s: s.ablate("M7"),
+            "'M7' is no head and no MLP of this model: write L17H8, or M0 to M2",
+        ),
         (lambda s: s.replace(2, "zebras"), "no token for 'zebras'"),
     ],
 )
@@ -163,19 +181,33 @@ def test_a_change_that_cannot_be_made_is_refused_in_words(nano, change, said):
 @pytest.mark.parametrize("norms", ["live", "frozen"])
 @pytest.mark.parametrize("side", ["key", "query"])
 def test_parts_put_back_into_one_head_are_a_forward_with_another_stream_there(family, norms, side):
-    """The stream at one token, for this head's query or key alone, with what writers left in the unchanged prompt."""
+    """The stream at one token, for this head's query or key alone, with what writers left in the
+    unchanged prompt.
+    """
     scope, head = look(family, num_hidden_layers=3, attn_implementation="eager"), Head(2, 2)
     ids = list(range(3, 14))
     prompts = [qk.Example(ids=tuple(ids)), qk.Example(ids=(*ids[:4], 40, *ids[5:]))]
     source, run = (Probe(scope, prompt, 9).run for prompt in prompts)
-    at, layer, names = {"key": 4, "query": 9}[side], scope.model.model.layers[2], run.reader.writers(2)[:-1]
+    at, layer, names = (
+        {"key": 4, "query": 9}[side],
+        scope.model.model.layers[2],
+        run.reader.writers(2)[:-1],
+    )
     sets = [["L1H0", "M0"], ["embedding"], list(names)]
     found = restore(run, source, head, 9, 4, sets, side=side, norms=norms)
-    (before, x), (instead, _) = (residual_parts(scope.model, one.inputs, 2) for one in (run, source))
+    (before, x), (instead, _) = (
+        residual_parts(scope.model, one.inputs, 2) for one in (run, source)
+    )
     for row, own in zip(found, sets, strict=True):
         new = x[0, at] + sum(instead[name][0, at] - before[name][0, at] for name in own)
-        normed = layer.input_layernorm(new) if norms == "live" else new * (layer.input_layernorm(x) / x)[0, at]
-        theirs = row_with(scope, run.inputs, head, 9, side, at, lambda _, z=normed: z, frozen=norms == "frozen")
+        normed = (
+            layer.input_layernorm(new)
+            if norms == "live"
+            else new * (layer.input_layernorm(x) / x)[0, at]
+        )
+        theirs = row_with(
+            scope, run.inputs, head, 9, side, at, lambda _, z=normed: z, frozen=norms == "frozen"
+        )
         assert (row - theirs[: len(row)]).abs().max() <= 1e-5
     with pytest.raises(qk.BadInput, match="does not write before"):
         restore(run, source, head, 9, 4, [["L2H0"]])
@@ -184,14 +216,24 @@ def test_parts_put_back_into_one_head_are_a_forward_with_another_stream_there(fa
 @pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "gemma3n_text", "qwen3_next"])
 def test_changes_of_a_batch_run_together_from_the_first_layer_they_touch(family):
     scope = look(family, num_hidden_layers=4)
-    encoded = scope.encode([qk.Example(ids=tuple(range(3, 14))), qk.Example(ids=tuple(range(20, 28)))])
+    encoded = scope.encode(
+        [qk.Example(ids=tuple(range(3, 14))), qk.Example(ids=tuple(range(20, 28)))]
+    )
     heads = [head for head in scope.heads() if head.layer >= 2]
     first, last, width = heads[0], heads[-1], scope.facts.layers[heads[0].layer].d_head
     draw = torch.Generator().manual_seed(0)
     changes = [
         [Edit.keys(first, torch.tensor([[9], [10]]), torch.randn(2, 1, width, generator=draw))],
-        [Edit.outputs(first, torch.tensor([True, False]), torch.randn(scope.d_head, generator=draw))],
-        [Edit.outputs(first, torch.tensor([True, True]), torch.randn(scope.d_head, generator=draw))],
+        [
+            Edit.outputs(
+                first, torch.tensor([True, False]), torch.randn(scope.d_head, generator=draw)
+            )
+        ],
+        [
+            Edit.outputs(
+                first, torch.tensor([True, True]), torch.randn(scope.d_head, generator=draw)
+            )
+        ],
         [],
     ]
     batch = Batch(scope, encoded, [last], first.layer)
@@ -214,10 +256,18 @@ def test_a_key_named_by_its_text_stays_hidden_where_why_replaces_it():
 
 
 @pytest.mark.parametrize("side", ["key", "query"])
-def test_a_prompt_recorded_from_its_first_change_on_restores_what_the_whole_one_does(nano, monkeypatch, side):
-    monkeypatch.setattr("qkscope.change.again._ROOM", {"cpu": 100})  # attention rows of two tokens at a time
+def test_a_prompt_recorded_from_its_first_change_on_restores_what_the_whole_one_does(
+    nano, monkeypatch, side
+):
+    monkeypatch.setattr(
+        "qkscope.change.again._ROOM", {"cpu": 100}
+    )  # attention rows of two tokens at a time
     source, changed = (Probe(nano, text) for text in (PROMPT, PROMPT.replace("jam: Z", "cat: Z")))
-    ids, (query, key), sets = changed.asked.inputs["input_ids"][0], (11, 6), [["L0H1", "M0"], ["L1H0"], ["embedding"]]
+    ids, (query, key), sets = (
+        changed.asked.inputs["input_ids"][0],
+        (11, 6),
+        [["L0H1", "M0"], ["L1H0"], ["embedding"]],
+    )
     again = Again.of(nano, source.asked.inputs["input_ids"][0])
     start = int((ids != again.ids).nonzero()[0])
     run = again.record(source.reader, ids, (query, key), 2, torch.arange(start, query + 1))

@@ -1,4 +1,6 @@
-"""A circuit from the answer back: sums, nodes replaced in the running model, known nodes first, and its export."""
+"""A circuit from the answer back: sums, nodes replaced in the running model, known nodes first, and
+its export.
+"""
 
 import json
 
@@ -18,14 +20,22 @@ from qkscope_papers.families import tiny_model
 from test_trace_graph import check_sums
 
 PROMPT = "hat: O jam: Z jam:"
-FAMILIES = ["llama", "gemma2", "gpt2", "gpt_oss", "cohere"]  # norms after parts, biases, experts, parallel blocks
+FAMILIES = [
+    "llama",
+    "gemma2",
+    "gpt2",
+    "gpt_oss",
+    "cohere",
+]  # norms after parts, biases, experts, parallel blocks
 
 
 def nodes_of_ids(scope, rows: int = 3, length: int = 8) -> Nodes:
     ids = torch.randint(10, 90, (rows, length), generator=torch.Generator().manual_seed(0))
     pair = torch.tensor([[17, 23]]).expand(rows, -1)
     labels = [[str(i) for i in range(length)]] * rows
-    return Nodes(reader_of(scope), prompt_of(scope, ids), torch.full((rows,), length - 1), pair, labels)
+    return Nodes(
+        reader_of(scope), prompt_of(scope, ids), torch.full((rows,), length - 1), pair, labels
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +63,9 @@ def test_all_nodes_kept_are_the_model_and_none_a_forward_with_hooks(family):
     hooks = []
     for i, (module, given, _) in enumerate(nodes.sites):
         if given:
-            hooks.append(module.register_forward_pre_hook(lambda _m, args, i=i: (put(i, args[0]), *args[1:])))
+            hooks.append(
+                module.register_forward_pre_hook(lambda _m, args, i=i: (put(i, args[0]), *args[1:]))
+            )
         else:
             hooks.append(module.register_forward_hook(
                 lambda _m, _a, out, i=i: (put(i, out[0]), *out[1:]) if isinstance(out, tuple) else put(i, out)
@@ -72,14 +84,18 @@ def test_scores_are_gradients_on_the_way_and_means_of_the_same_label_in_other_pr
     patching, direct = (nodes.scores(instead, (1.0,), held) for held in (False, True))
     assert not patching[:, :, 0].any()  # the first token is never replaced
     assert not direct[:, :, :-1].any()  # other tokens are read by other nodes alone
-    assert direct[:, -1] == pytest.approx(patching[:, -1], abs=1e-6)  # the last MLP is read by the logits alone
+    assert direct[:, -1] == pytest.approx(
+        patching[:, -1], abs=1e-6
+    )  # the last MLP is read by the logits alone
     both = nodes.scores(instead, (0.25, 0.75))
     apart = (nodes.scores(instead, (0.25,)) + nodes.scores(instead, (0.75,))) / 2
     assert both == pytest.approx(apart, abs=1e-5)
     step = 1e-2  # a node moved a little towards what replaces it
     site, writer, token = 1, 2, 5
     nearer = [z.clone() for z in nodes.values]
-    nearer[site][:, token, writer - 1] += step * (instead[site] - nearer[site])[:, token, writer - 1]
+    nearer[site][:, token, writer - 1] += (
+        step * (instead[site] - nearer[site])[:, token, writer - 1]
+    )
     mask = torch.ones(3, len(nodes.names), 8, dtype=torch.bool)
     mask[:, writer, token] = False
     moved = (nodes.lead - nodes.kept([mask], nearer)[0]) / step
@@ -94,7 +110,9 @@ def test_scores_are_gradients_on_the_way_and_means_of_the_same_label_in_other_pr
 
 
 def test_a_planted_circuit_has_its_nodes_first():
-    """Two hops: the writer copies the token before into the key, and the reader's value is made to say that token."""
+    """Two hops: the writer copies the token before into the key, and the reader's value is made to
+    say that token.
+    """
     writer = Head(0, 1)
     scope = planted({writer: 0.6}, 1)
     model = scope.model
@@ -104,16 +122,18 @@ def test_a_planted_circuit_has_its_nodes_first():
         start = 2 * token.shape[1] + READER.index * size
         basis = torch.linalg.qr(token.T)[0][:, :size]
         model.transformer.h[READER.layer].attn.c_attn.weight[:, start : start + size] += basis
-        model.transformer.h[READER.layer].attn.c_proj.weight[READER.index * size : (READER.index + 1) * size] += (
-            4 * basis.T
-        )
+        model.transformer.h[READER.layer].attn.c_proj.weight[
+            READER.index * size : (READER.index + 1) * size
+        ] += 4 * basis.T
         model.lm_head.weight += 8 * token
     examples = []
     for unit in qk.tasks.induction(6, seed=1).test(16):
         right = next(key for key in unit[0].keys if key.label("answer") > 0)
         wrong = next(key for key in unit[0].keys if key.label("answer") < 0)
         told = [unit[0].piece(key.span) for key in (right, wrong)]
-        examples.append(qk.Example(unit[0].text, answers=qk.examples.Answers((told[0],), (told[1],))))
+        examples.append(
+            qk.Example(unit[0].text, answers=qk.examples.Answers((told[0],), (told[1],)))
+        )
     nodes = nodes_of(scope, examples)
     assert float((nodes.lead > 0).float().mean()) > 0.9
     ranking = NodeOrder(nodes, nodes.other_prompts())
@@ -134,7 +154,9 @@ def test_the_graph_of_an_answer_sums_and_leads_to_words(found, nano):
     assert {"embedding"} < {row["writer"] for row in graph.nodes}
     assert len({(row["writer"], row["position"]) for row in graph.nodes}) == len(graph.nodes)
     kept = {
-        (row["by"], row["done"], row["k"]): row["share"] for row in found.tables["kept"] if row["replaced"] == "mean"
+        (row["by"], row["done"], row["k"]): row["share"]
+        for row in found.tables["kept"]
+        if row["replaced"] == "mean"
     }
     assert kept["circuit", "kept", max(k for *_, k in kept)] == pytest.approx(1.0, abs=1e-5)
     assert found.to_networkx().number_of_nodes() == len(graph.nodes)

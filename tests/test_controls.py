@@ -1,4 +1,6 @@
-"""Facts about streaming sums and controls: ΔC is what it is defined to be, noise is called noise, a mean a mean."""
+"""Facts about streaming sums and controls: ΔC is what it is defined to be, noise is called noise, a
+mean a mean.
+"""
 
 import itertools
 
@@ -39,13 +41,17 @@ def beside(logit, reference=FEWEST, scale=1.0, **others):
     (0.0, FEWEST, "not specific"), (0.97, 60, "interaction"), (0.96, 60, "not specific"),
 ])  # fmt: skip
 def test_a_planted_interaction_is_one_where_heads_at_chance_have_less_of_it(logit, count, verdict):
-    """The same matrix, far above its null, beside other references; a head is never its own reference."""
+    """The same matrix, far above its null, beside other references; a head is never its own
+    reference.
+    """
     q, k, labels = PlantedHead.make({"colour": 2}, d_head=8).pairs("colour", 100, seed=1)
     moments = accumulate(q[:, None], k[:, None], labels)
     found = run_controls(moments, "c", gains=beside(logit, count))[Head(0, 0)]
     assert (found.verdict, found.reference) == (verdict, count)
     assert found.p_interaction < 0.01
-    itself = run_controls(moments, "c", gains=beside(logit, count, L0H0=Gain(logit, 1.0, True)))[Head(0, 0)]
+    itself = run_controls(moments, "c", gains=beside(logit, count, L0H0=Gain(logit, 1.0, True)))[
+        Head(0, 0)
+    ]
     assert itself == found
 
 
@@ -56,7 +62,11 @@ def test_planted_ranks_stand_above_the_null_and_are_interactions():
         moments = accumulate(q[:, None], k[:, None], labels)
         controls = run_controls(moments, "c", gains=beside(2.0))
         found = controls[Head(0, 0)]
-        assert (found.rank_null, found.interaction_rank, found.verdict) == (rank, rank, "interaction")
+        assert (found.rank_null, found.interaction_rank, found.verdict) == (
+            rank,
+            rank,
+            "interaction",
+        )
         assert found.mean_dominance < 0.05
         assert len(found.null_high) == rank + 1
         assert found.spectrum[rank - 1] > found.null_high[rank - 1]
@@ -70,7 +80,8 @@ def test_planted_ranks_stand_above_the_null_and_are_interactions():
 def test_a_difference_that_every_query_sees_alike_is_mean_only(varies):
     """Rank 1, far above the sign-flip null, and yet the head has not looked at the query at all.
 
-    What centring leaves of identical queries is rounding, and is compared with the numbers it comes from.
+    What centring leaves of identical queries is rounding, and is compared with the numbers it comes
+    from.
     """
     q, k = 3 + varies * randn(0, 300, 1, 8), randn(1, 300, 1, 2, 8)
     k[:, :, 0] += randn(2, 8)
@@ -79,7 +90,11 @@ def test_a_difference_that_every_query_sees_alike_is_mean_only(varies):
     assert (found.verdict, found.rank_null, found.interaction_rank) == ("mean only", 1, 0)
     assert found.mean_dominance > 0.9
     assert varies or found.p_interaction == 1
-    delta, sums, count = moments.delta("c"), moments.state["sums"]["c"], moments.count("c")[..., None]
+    delta, sums, count = (
+        moments.delta("c"),
+        moments.state["sums"]["c"],
+        moments.count("c")[..., None],
+    )
     queries, keys = sums[:, :-1, :, -1].transpose(1, 2) / count, sums[:, -1, :, :-1] / count
     part = queries.mean(1)[:, :, None] * (keys[:, 0] - keys[:, 1])[:, None]
     left = (delta - part).square().sum((1, 2)) / delta.square().sum((1, 2))
@@ -88,7 +103,8 @@ def test_a_difference_that_every_query_sees_alike_is_mean_only(varies):
 
 @pytest.mark.parametrize("labels", [PAIR, torch.tensor([[1, -1, -1, -1, 0]])])
 def test_noise_is_not_above_its_null(labels):
-    """False positives at the 5% level over 100 noise heads; the 2,000-seed figure is in papers/docs/calibration.md.
+    """False positives at the 5% level over 100 noise heads; the 2,000-seed figure is in
+    papers/docs/calibration.md.
 
     With a true rate of 5%, more than 15 of 100 happen less than once in ten thousand.
     """
@@ -130,7 +146,9 @@ def test_draws_are_fair_addressed_and_independent():
 
 
 def test_components_are_tested_in_order_with_deflation():
-    """Two strong components and a weak one that the first would hide if it were not taken out of the null."""
+    """Two strong components and a weak one that the first would hide if it were not taken out of
+    the null.
+    """
     u, v = (torch.linalg.qr(randn(s, 8, 8))[0] for s in (0, 1))
     delta = u @ torch.diag(torch.tensor([10.0, 5, 1, 0, 0, 0, 0, 0], dtype=torch.float64)) @ v.mT
     leak = u[:, :1] @ v[:, :1].mT
@@ -142,12 +160,16 @@ def test_components_are_tested_in_order_with_deflation():
 
 
 def test_a_planted_head_is_found_beside_many_and_false_discovery_silences_lone_chance_hits():
-    """199 replicates of its own give a head no p below .005, which over eleven heads would never be enough."""
+    """199 replicates of its own give a head no p below .005, which over eleven heads would never be
+    enough.
+    """
     q, k = randn(5, 64, 60, 4), randn(6, 64, 60, 2, 4)
     k[:, 0, 0] += 4 * q[:, 0]
     together = run_controls(accumulate(q, k, PAIR, size=64), "c", gains=beside(4.0))
     assert together[Head(0, 0)].verdict == "interaction"
-    assert sum(c.p_difference <= 0.05 for c in together.values()) >= 2, "chance alone calls some of 60 heads"
+    assert sum(c.p_difference <= 0.05 for c in together.values()) >= 2, (
+        "chance alone calls some of 60 heads"
+    )
     assert [h for h, c in together.items() if c.verdict != "not above null"] == [Head(0, 0)]
 
 
@@ -189,23 +211,37 @@ def carrying(*seeds, **kwargs):
 
 def same(a, b, tolerance=1e-12):
     for name, tensor in a.tensors().items():
-        torch.testing.assert_close(tensor, b.tensors()[name], rtol=0, atol=tolerance * (1 + tensor.abs().max().item()))
+        torch.testing.assert_close(
+            tensor, b.tensors()[name], rtol=0, atol=tolerance * (1 + tensor.abs().max().item())
+        )
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 4, 8]))
 @settings(max_examples=20)
 def test_delta_is_the_difference_of_pair_averages(seed, group_size):
-    """At 8, three heads read one key head and five another: the product that shares keys does not apply."""
+    """At 8, three heads read one key head and five another: the product that shares keys does not
+    apply.
+    """
     q, k, labels, _ = batch(seed, key_heads=8 // group_size if group_size < 8 else 2)
-    heads = HEADS if group_size < 8 else ["L0H0", "L0H7", "L0H5", "L1H2", "L1H3", "L1H4", "L1H5", "L1H6"]
+    heads = (
+        HEADS
+        if group_size < 8
+        else ["L0H0", "L0H7", "L0H5", "L1H2", "L1H3", "L1H4", "L1H5", "L1H6"]
+    )
     moments = plain(q, k, labels, heads=heads, group_size=group_size)
     for h, head in enumerate(moments.heads):
         g = moments.key_heads.index((head.layer, head.index // group_size))
         average = {}
         for sign in (1, -1):
-            pairs = [(b, j) for b, j in itertools.product(range(6), range(5)) if labels["c"][b, j] == sign]
+            pairs = [
+                (b, j)
+                for b, j in itertools.product(range(6), range(5))
+                if labels["c"][b, j] == sign
+            ]
             average[sign] = sum(torch.outer(q[b, h], k[b, g, j]) for b, j in pairs) / len(pairs)
-        torch.testing.assert_close(moments.delta("c")[h], average[1] - average[-1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            moments.delta("c")[h], average[1] - average[-1], rtol=1e-12, atol=1e-12
+        )
 
 
 @given(st.permutations(range(6)), st.integers(1, 5))
@@ -217,7 +253,9 @@ def test_sums_of_any_parts_in_any_order_add_up_to_those_of_one_pass(order, cut):
         tensor += other.tensors()[name]
     same(whole, one)
     # what is kept does not grow with the data
-    assert {n: x.shape for n, x in whole.tensors().items()} == {n: x.shape for n, x in empty.tensors().items()}
+    assert {n: x.shape for n, x in whole.tensors().items()} == {
+        n: x.shape for n, x in empty.tensors().items()
+    }
     assert set(vars(whole)) == set(vars(empty))
 
 
@@ -227,7 +265,9 @@ def test_centring_removes_what_every_query_sees_and_ignored_keys_may_hold_anythi
     assert constant.delta("c").norm() > 0.1
     assert constant.delta("c", "query").norm() < 1e-12
     query = plain(q, k, labels).delta("c", "query")
-    torch.testing.assert_close(plain(q + 7, k, labels).delta("c", "query"), query, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        plain(q + 7, k, labels).delta("c", "query"), query, rtol=0, atol=1e-10
+    )
     q, k, labels, prompts = batch(9)
     labels["c"][2, 4] = labels["c"][3, 3] = 0
     labels["d"] = labels["c"].clone()

@@ -1,4 +1,6 @@
-"""A dictionary's codes are those of its definition, whatever file it came from, and its copies are what they say."""
+"""A dictionary's codes are those of its definition, whatever file it came from, and its copies are
+what they say.
+"""
 
 import json
 
@@ -45,10 +47,19 @@ HOOK = {"metadata": {"hook_name": "blocks.17.hook_resid_post", "sae_lens_version
 @pytest.mark.parametrize("normalises", ["none", "constant_norm_rescale", "layer_norm"])
 @pytest.mark.parametrize("kind", ["standard", "topk", "topk rescaled", "jumprelu", "gated"])
 def test_codes_and_reconstruction_are_those_of_the_definition(tmp_path, kind, normalises, applied):
-    more = {"jumprelu": {"threshold": (F,)}, "gated": {"b_gate": (F,), "b_mag": (F,), "r_mag": (F,)}}
+    more = {
+        "jumprelu": {"threshold": (F,)},
+        "gated": {"b_gate": (F,), "b_mag": (F,), "r_mag": (F,)},
+    }
     own = weights(**more.get(kind, {}))
-    settings = {"architecture": kind.split()[0], "normalize_activations": normalises, "apply_b_dec_to_input": applied}
-    settings |= {"k": 4, "rescale_acts_by_decoder_norm": "rescaled" in kind} if "topk" in kind else {}
+    settings = {
+        "architecture": kind.split()[0],
+        "normalize_activations": normalises,
+        "apply_b_dec_to_input": applied,
+    }
+    settings |= (
+        {"k": 4, "rescale_acts_by_decoder_norm": "rescaled" in kind} if "topk" in kind else {}
+    )
     found = qk.Dictionary.load(folder(tmp_path / "sae", own, **settings, **HOOK))
     assert found.layer == 18
     x = stream(7)
@@ -82,7 +93,11 @@ def test_codes_and_reconstruction_are_those_of_the_definition(tmp_path, kind, no
 def test_folders_of_earlier_versions_give_the_same_codes_and_say_where_they_stand(tmp_path):
     own = weights()
     new = qk.Dictionary.load(folder(tmp_path / "new", own, architecture="topk", k=3, **HOOK))
-    old = {"hook_point": "blocks.18.hook_resid_pre", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3}}
+    old = {
+        "hook_point": "blocks.18.hook_resid_pre",
+        "activation_fn_str": "topk",
+        "activation_fn_kwargs": {"k": 3},
+    }
     before = qk.Dictionary.load(folder(tmp_path / "old", own, **old))
     plain = tmp_path / "plain.safetensors"
     save_file(own, plain)
@@ -97,11 +112,21 @@ def test_folders_of_earlier_versions_give_the_same_codes_and_say_where_they_stan
     other = qk.Dictionary.load(plain, layer=18)
     assert (other.k, other.threshold) == (None, None)
     assert other.fingerprint != new.fingerprint
-    hooks = {"blocks.3.hook_resid_pre": 3, "blocks.3.hook_resid_post": 4, "transformer.h.3": 4, "layers.3.input": 3}
+    hooks = {
+        "blocks.3.hook_resid_pre": 3,
+        "blocks.3.hook_resid_post": 4,
+        "transformer.h.3": 4,
+        "layers.3.input": 3,
+    }
     for hook, layer in hooks.items():
         assert qk.Dictionary.load(folder(tmp_path / hook, weights(), hook_name=hook)).layer == layer
     own, x = weights(), stream(3)
-    loaded = {"metadata": {**HOOK["metadata"], "model_from_pretrained_kwargs": {"center_writing_weights": True}}}
+    loaded = {
+        "metadata": {
+            **HOOK["metadata"],
+            "model_from_pretrained_kwargs": {"center_writing_weights": True},
+        }
+    }
     found = qk.Dictionary.load(folder(tmp_path / "sae", own, **loaded))
     plain = qk.Dictionary.load(folder(tmp_path / "plain", own, **HOOK))
     mean = x.mean(-1, keepdim=True)
@@ -112,16 +137,33 @@ def test_folders_of_earlier_versions_give_the_same_codes_and_say_where_they_stan
 @pytest.mark.parametrize("told", [True, False], ids=["config.json", "the folder's name alone"])
 @pytest.mark.parametrize("place", ["resid_post", "mlp_out_all", "transcoder_all", "transcoder"])
 def test_folders_of_gemma_scope_2_are_read_as_their_loader_reads_them(tmp_path, place, told):
-    """Names, hooks and the skip's side as in SAELens 6.54.12's loader of Gemma 3, whose classes gave the same codes."""
-    own = {name.lower(): value for name, value in weights(threshold=(F,), affine_skip_connection=(D, D)).items()}
-    skip = own["affine_skip_connection"] if place == "transcoder" else own.pop("affine_skip_connection") * 0
+    """Names, hooks and the skip's side as in SAELens 6.54.12's loader of Gemma 3, whose classes
+    gave the same codes.
+    """
+    own = {
+        name.lower(): value
+        for name, value in weights(threshold=(F,), affine_skip_connection=(D, D)).items()
+    }
+    skip = (
+        own["affine_skip_connection"]
+        if place == "transcoder"
+        else own.pop("affine_skip_connection") * 0
+    )
     path = tmp_path / place / "layer_12_width_16k_l0_medium"
     path.mkdir(parents=True)
     save_file(own, path / "params.safetensors")
     ends = {"resid_post": "output", "mlp_out_all": "post_feedforward_layernorm.output"}
     hooks = [f"model.layers.12.{ends.get(place, 'pre_feedforward_layernorm.output')}"]
-    hooks += ["model.layers.12.post_feedforward_layernorm.output"] if "transcoder" in place else hooks
-    settings = {"architecture": "jump_relu", "width": F, "model_name": "gemma-3-270m-pt", "l0": 60, "type": "sae"}
+    hooks += (
+        ["model.layers.12.post_feedforward_layernorm.output"] if "transcoder" in place else hooks
+    )
+    settings = {
+        "architecture": "jump_relu",
+        "width": F,
+        "model_name": "gemma-3-270m-pt",
+        "l0": 60,
+        "type": "sae",
+    }
     settings |= {"hf_hook_point_in": hooks[0], "hf_hook_point_out": hooks[1]}
     if told:
         (path / "config.json").write_text(json.dumps(settings))
@@ -140,17 +182,24 @@ def test_folders_of_gemma_scope_2_are_read_as_their_loader_reads_them(tmp_path, 
 
 def test_a_name_on_the_hub_is_looked_for_there_and_in_the_local_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
+    monkeypatch.setattr(
+        "huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9"
+    )  # nobody answers there
     asked = "google/gemma-scope-2-270m-pt", "resid_post/layer_12_width_16k_l0_medium"
     for parts in (asked, ("/".join(asked),)):
-        with pytest.raises(BadInput, match="l0_medium here or in the local cache, and the hub cannot be reached"):
+        with pytest.raises(
+            BadInput, match="l0_medium here or in the local cache, and the hub cannot be reached"
+        ):
             qk.Dictionary.load(*parts)
     home = tmp_path / "models--google--gemma-scope-2-270m-pt"
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text("0123abcd")
     place = home / "snapshots" / "0123abcd" / asked[1]
     place.mkdir(parents=True)
-    save_file({name.lower(): value for name, value in weights(threshold=(F,)).items()}, place / "params.safetensors")
+    save_file(
+        {name.lower(): value for name, value in weights(threshold=(F,)).items()},
+        place / "params.safetensors",
+    )
     assert qk.Dictionary.load(*asked).layer == 13
     with pytest.raises(BadInput, match="resid_post/layer_3_x here or in the local cache"):
         qk.Dictionary.load(asked[0], "resid_post/layer_3_x")
@@ -159,14 +208,38 @@ def test_a_name_on_the_hub_is_looked_for_there_and_in_the_local_cache(tmp_path, 
 @pytest.mark.parametrize(
     ("tensors", "settings", "said"),
     [
-        ({}, {"architecture": "crosscoder", **HOOK}, "is a crosscoder dictionary, which is not served"),
-        ({}, {"architecture": "transcoder", **HOOK}, "reads ['blocks.17.hook_resid_post'] and writes None"),
-        ({}, {"hook_name": "blocks.3.attn.hook_z"}, "stands at ['blocks.3.attn.hook_z'], and trace splits"),
+        (
+            {},
+            {"architecture": "crosscoder", **HOOK},
+            "is a crosscoder dictionary, which is not served",
+        ),
+        (
+            {},
+            {"architecture": "transcoder", **HOOK},
+            "reads ['blocks.17.hook_resid_post'] and writes None",
+        ),
+        (
+            {},
+            {"hook_name": "blocks.3.attn.hook_z"},
+            "stands at ['blocks.3.attn.hook_z'], and trace splits",
+        ),
         ({"W_dec": torch.zeros(F, 2, D)}, HOOK, "holds features of several layers"),
         ({}, {}, "describes (`--dictionary-layer 18` in the shell, layer=18 in Python)"),
-        ({}, {"normalize_activations": "expected_average_only_in", **HOOK}, "does not say by how much"),
-        ({}, {"architecture": "jumprelu", **HOOK}, "has no threshold, from which codes are made; it holds"),
-        ({"b_enc": torch.full((F,), torch.nan)}, HOOK, "encoder_bias of sae holds values that are not finite"),
+        (
+            {},
+            {"normalize_activations": "expected_average_only_in", **HOOK},
+            "does not say by how much",
+        ),
+        (
+            {},
+            {"architecture": "jumprelu", **HOOK},
+            "has no threshold, from which codes are made; it holds",
+        ),
+        (
+            {"b_enc": torch.full((F,), torch.nan)},
+            HOOK,
+            "encoder_bias of sae holds values that are not finite",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path, tensors, settings, said):
@@ -197,7 +270,9 @@ def test_a_rotated_dictionary_is_turned_and_copies_are_as_sparse_with_no_token_i
     turn = random_rotations(D, 1, 3)[0].float()
     bias = own.decoder_bias
     turned = qk.Dictionary(own.decoder @ turn.T, turn @ own.encoder, 1, bias, own.encoder_bias)
-    for one, other in zip(dense(null_code("rotated", own, x, own.code(x), 3)), dense(turned.code(x)), strict=True):
+    for one, other in zip(
+        dense(null_code("rotated", own, x, own.code(x), 3)), dense(turned.code(x)), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     own, x = plain(k=3), stream(2, 6)
     there = torch.ones(2, 6, dtype=torch.bool)
@@ -214,7 +289,9 @@ def test_a_rotated_dictionary_is_turned_and_copies_are_as_sparse_with_no_token_i
     assert torch.equal(random.active, coded.active)
     left = x - random.bias - random.parts().sum(-2)
     unit = random.parts() / random.parts().norm(dim=-1, keepdim=True).clamp_min(1e-9)
-    assert (unit @ left[..., None]).abs().max() < 1e-4  # nothing more can be fitted along its directions
+    assert (
+        unit @ left[..., None]
+    ).abs().max() < 1e-4  # nothing more can be fitted along its directions
     other = null_code("tokens", own, x, coded, 5, there)
     moved = (other.values - coded.values).abs().sum(-1) > 0
     assert moved[0].all()

@@ -40,7 +40,11 @@ def test_the_reference_names_every_command_as_it_is():
 
 def test_what_the_docs_name_is_there():
     text = (DOCS / "architecture.md").read_text()
-    sources = (DOCS.parent / "src" / "qkscope", DOCS.parent / "papers" / "src" / "qkscope_papers", DOCS.parent)
+    sources = (
+        DOCS.parent / "src" / "qkscope",
+        DOCS.parent / "papers" / "src" / "qkscope_papers",
+        DOCS.parent,
+    )
     named = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|js|toml))`(?: \(`(\w+)`)?", text)
     assert len(named) > 25
     for name, defined in named:
@@ -49,5 +53,9 @@ def test_what_the_docs_name_is_there():
         assert re.search(rf"\b{defined}\b", homes[0].read_text()), f"{name} has no {defined}"
     named = re.findall(r"auto(?:class|function):: ([\w.]+)\.(\w+)", (DOCS / "api.md").read_text())
     assert len(named) > 40
-    assert [f"{module}.{name}" for module, name in named if not hasattr(importlib.import_module(module), name)] == []
+    assert [
+        f"{module}.{name}"
+        for module, name in named
+        if not hasattr(importlib.import_module(module), name)
+    ] == []
     assert set(qkscope.__all__) - {"tasks", "__version__"} <= {name for _, name in named}

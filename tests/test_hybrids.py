@@ -1,4 +1,6 @@
-"""Hybrids: layers with attention are looked into, layers without keep their numbers, write, and are named."""
+"""Hybrids: layers with attention are looked into, layers without keep their numbers, write, and are
+named.
+"""
 
 import pytest
 import torch
@@ -22,13 +24,18 @@ def scope(request: pytest.FixtureRequest) -> Scope:
     return Scope.from_model(tiny_model(request.param))
 
 
-def test_heads_bear_the_number_of_their_layer_and_one_without_attention_is_one_sentence(scope: Scope) -> None:
+def test_heads_bear_the_number_of_their_layer_and_one_without_attention_is_one_sentence(
+    scope: Scope,
+) -> None:
     assert (scope.n_layers, scope.n_heads, scope.n_kv_heads) == (4, 4, 2)
     assert scope.heads() == [Head(layer, i) for layer in (1, 3) for i in range(4)]
     weights = head_weights(scope, "L3H2")
     assert torch.equal(weights.W_Q[0], head_weights(scope)["L3H2"][0])
     instead = INSTEAD[scope.model.config.model_type]
-    with pytest.raises(BadInput, match=rf"layer 2 of .* has a {instead} instead of attention; heads are in L1, L3\."):
+    with pytest.raises(
+        BadInput,
+        match=rf"layer 2 of .* has a {instead} instead of attention; heads are in L1, L3\.",
+    ):
         scope.check("L2H0")
     with pytest.raises(BadInput, match="instead of attention; heads are in L1, L3"):
         head_weights(scope.model, "L2H0")

@@ -1,4 +1,6 @@
-"""Facts about tasks with roles: roles by construction, copies that cancel, pools that never meet, merges refused."""
+"""Facts about tasks with roles: roles by construction, copies that cancel, pools that never meet,
+merges refused.
+"""
 
 import re
 
@@ -23,7 +25,9 @@ def scope(smollm2: Scope) -> Scope:
 
 def examples_of(task, n=24):
     yield from (example for unit in (*task.choose(n), *task.test(n)) for example in unit)
-    yield from (example for contrast in task.contrasts for unit in task.fit(contrast, n) for example in unit)
+    yield from (
+        example for contrast in task.contrasts for unit in task.fit(contrast, n) for example in unit
+    )
 
 
 def role(example, name):
@@ -57,7 +61,11 @@ def test_a_copy_of_subject_is_the_same_text_up_to_there_and_induction_breaks_off
         assert first.text[:shared] == copy.text[:shared]
         assert role(first, "S2") == role(copy, "IO")
         for example in (first, copy):
-            signs = {example.piece(key.span): key.label("subject") for key in example.keys if key.label("subject")}
+            signs = {
+                example.piece(key.span): key.label("subject")
+                for key in example.keys
+                if key.label("subject")
+            }
             assert signs == {role(example, "IO"): 1, role(example, "S1"): -1}
     for first, copy in tasks.ioi().fit("name", 20):
         assert first.text.replace(role(first, "IO"), role(copy, "IO")) == copy.text
@@ -77,7 +85,12 @@ def test_every_prompt_has_its_roles_one_right_key_and_words_of_its_own_use(name)
         assert set(example.roles) == ROLES[name]
         assert sorted({key.label(ANSWER) for key in example.keys}) == [-1, 1]
     fitted = [unit for contrast in task.contrasts for unit in task.fit(contrast, 60)]
-    words = {"ioi": ("IO", "S1"), "induction": ("NEXT", "PREV"), "greater_than": ("YY",), "pronoun": ("NAME", "NOUN")}
+    words = {
+        "ioi": ("IO", "S1"),
+        "induction": ("NEXT", "PREV"),
+        "greater_than": ("YY",),
+        "pronoun": ("NAME", "NOUN"),
+    }
     seen = [
         {role(example, r) for unit in units for example in unit for r in words[name]}
         for units in (task.choose(60), fitted, task.test(60))

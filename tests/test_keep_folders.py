@@ -25,11 +25,17 @@ def no_model(monkeypatch) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def fitted(scope: Scope, out: Path):
-    return decompose(scope, tasks.binding(4), ["L1H3"], 16, out=out, contrasts=["order"], batch_size=4)
+    return decompose(
+        scope, tasks.binding(4), ["L1H3"], 16, out=out, contrasts=["order"], batch_size=4
+    )
 
 
 @pytest.mark.parametrize("name", ["../outside.txt", "/nowhere/outside.txt"])
@@ -60,7 +66,9 @@ def test_a_thesis_survives_every_command(command, tmp_path, qkscope, no_model):
     assert contents(tmp_path) == before
 
 
-def test_weights_are_not_replaced_and_a_link_to_a_folder_stays_one(model, tmp_path, qkscope, no_model, scope):
+def test_weights_are_not_replaced_and_a_link_to_a_folder_stays_one(
+    model, tmp_path, qkscope, no_model, scope
+):
     weights = shutil.copyfile(model / "model.safetensors", tmp_path / "model.safetensors")
     before = contents(tmp_path)
     code, _, said = qkscope("svd", "--model", model, "--out", weights)
@@ -84,16 +92,27 @@ def test_weights_are_not_replaced_and_a_link_to_a_folder_stays_one(model, tmp_pa
 
 
 def test_a_file_is_ours_by_its_content_and_not_by_its_name(scope, tmp_path):
-    """A manifest that was copied beside somebody's own page, and what somebody wrote into files of ours."""
+    """A manifest that was copied beside somebody's own page, and what somebody wrote into files of
+    ours.
+    """
     theirs = Result("demo", {}).write(tmp_path / "theirs", files={"report.html": "page"})
     (tmp_path / "mine").mkdir()
     shutil.copy(theirs / "manifest.json", tmp_path / "mine")
     fitted(scope, tmp_path / "fit")
-    for folder, name in (("mine", "report.html"), ("theirs", "report.html"), ("fit", "order.safetensors")):
+    for folder, name in (
+        ("mine", "report.html"),
+        ("theirs", "report.html"),
+        ("fit", "order.safetensors"),
+    ):
         (tmp_path / folder / name).write_text("years of work")
         before = contents(tmp_path)
-        with pytest.raises(BadInput, match=f"{name} is not what a run wrote there: keep it elsewhere, or name a new"):
-            fitted(scope, tmp_path / "fit") if folder == "fit" else Result("demo", {}).write(tmp_path / folder)
+        with pytest.raises(
+            BadInput,
+            match=f"{name} is not what a run wrote there: keep it elsewhere, or name a new",
+        ):
+            fitted(scope, tmp_path / "fit") if folder == "fit" else Result("demo", {}).write(
+                tmp_path / folder
+            )
         assert contents(tmp_path) == before
 
 
@@ -111,7 +130,9 @@ def test_no_link_in_a_run_folder_is_written_through(scope, tmp_path, place):
         lambda: Result("demo", {}).write(tmp_path / "run", files={"figures/a.png": b"png"}),
         lambda: fitted(scope, tmp_path / "fit"),
     ):
-        with pytest.raises(BadInput, match=f"holds other files than a run, {place}: name a new folder"):
+        with pytest.raises(
+            BadInput, match=f"holds other files than a run, {place}: name a new folder"
+        ):
             write()
     if place == ".work":
         with pytest.raises(BadInput, match="leads out of its folder"):
@@ -137,9 +158,13 @@ def test_a_page_replaces_only_a_page_that_was_drawn_here(tmp_path):
     assert (run / "notes.txt").read_text() == "mine"
 
 
-def test_only_what_is_listed_is_removed_and_an_earlier_run_survives_a_full_disk(tmp_path, monkeypatch):
+def test_only_what_is_listed_is_removed_and_an_earlier_run_survives_a_full_disk(
+    tmp_path, monkeypatch
+):
     (tmp_path / "mine.txt").write_text("mine")
-    folder = Result("demo", {}).write(tmp_path / "run", files={"figures/a.png": b"a", "figures/b.png": b"b"})
+    folder = Result("demo", {}).write(
+        tmp_path / "run", files={"figures/a.png": b"a", "figures/b.png": b"b"}
+    )
     manifest = json.loads((folder / "manifest.json").read_text())
     assert sorted(manifest["files"]) == ["figures/a.png", "figures/b.png", "results.json"]
     hostile = {**manifest["files"], "../mine.txt": "", str(tmp_path / "mine.txt"): ""}
@@ -147,7 +172,12 @@ def test_only_what_is_listed_is_removed_and_an_earlier_run_survives_a_full_disk(
     (folder / ".work").mkdir()
     (folder / ".work" / "piece").write_text("of a run that is not finished")
     Result("demo", {}).write(folder, files={"figures/a.png": b"new"})
-    assert set(contents(folder)) == {"figures/a.png", "manifest.json", "results.json", ".work/piece"}
+    assert set(contents(folder)) == {
+        "figures/a.png",
+        "manifest.json",
+        "results.json",
+        ".work/piece",
+    }
     assert (tmp_path / "mine.txt").read_text() == "mine"
     # everything is on the disk before the first file takes its place
     folder = Result("demo", {}).write(tmp_path / "run", files={"report.html": "old"})
@@ -163,7 +193,9 @@ def test_only_what_is_listed_is_removed_and_an_earlier_run_survives_a_full_disk(
     assert contents(tmp_path) == before
 
 
-def test_a_death_at_any_moment_of_writing_leaves_a_folder_that_is_whole_or_can_be_written_again(tmp_path, monkeypatch):
+def test_a_death_at_any_moment_of_writing_leaves_a_folder_that_is_whole_or_can_be_written_again(
+    tmp_path, monkeypatch
+):
     real, moments = {name: getattr(Path, name) for name in ("replace", "unlink")}, []
 
     def run(seed: int) -> Path:

@@ -1,4 +1,6 @@
-"""Facts about checked calls: annotations decide what a call takes, and anything else is one sentence."""
+"""Facts about checked calls: annotations decide what a call takes, and anything else is one
+sentence.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -30,7 +32,10 @@ def call(
         ({"share": 30}, "share of call should be at most 1, but got 30."),
         ({"names": "order"}, "names of call should be a list, but got 'order'."),
         ({"head": 7}, "head of call should be a valid string or an instance of Head, but got 7."),
-        ({"x": torch.ones(3)}, "an instance of Float[Tensor, 'n d'], but got Tensor of shape (3,), float32."),
+        (
+            {"x": torch.ones(3)},
+            "an instance of Float[Tensor, 'n d'], but got Tensor of shape (3,), float32.",
+        ),
         ({"side": "left"}, "side of call should be 'query' or 'key', but got 'left'."),
         ({"sides": "key"}, "call: unexpected keyword argument 'sides'."),
     ],
@@ -43,6 +48,15 @@ def test_what_an_annotation_does_not_allow_is_one_sentence(given, says):
 
 
 def test_numbers_of_numpy_and_torch_are_numbers_and_lists_are_tuples():
-    found = call(np.int64(3), np.float32(0.5), ["a"], "L0H1", torch.ones(2, 3), "query", [2, 3], {"a": torch.tensor(1)})
+    found = call(
+        np.int64(3),
+        np.float32(0.5),
+        ["a"],
+        "L0H1",
+        torch.ones(2, 3),
+        "query",
+        [2, 3],
+        {"a": torch.tensor(1)},
+    )
     assert (found[0], found[1], found[6], found[7]) == (3, 0.5, (2, 3), {"a": 1})
     assert [type(found[0]), type(found[1]), type(found[7]["a"])] == [int, float, int]

@@ -18,15 +18,21 @@ def test_a_length_that_is_long_is_made_short_in_a_small_copy() -> None:
         scope.encode([Example(ids=(5, 6, 7)), Example(ids=(8, 9))], padding_side="left")
 
 
-def test_what_fails_beyond_a_length_is_refused_with_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_beyond_a_length_is_refused_with_the_field(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny_model("deepseek_v32", index_topk=2048)
     Scope.from_model(model)
-    monkeypatch.setattr("qkscope.capture.tap._Name.__eq__", str.__eq__)  # so the mask is dropped, as it was
+    monkeypatch.setattr(
+        "qkscope.capture.tap._Name.__eq__", str.__eq__
+    )  # so the mask is dropped, as it was
     with pytest.raises(BadInput, match=r"beyond its index_topk.* \(seen in a small copy of it\)"):
         Scope.from_model(tiny_model("deepseek_v32", index_topk=2048))
 
 
-def test_a_model_that_was_checked_before_keeps_what_was_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_was_checked_before_keeps_what_was_found(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny_model("llama4_text", floor_scale=8192).save_pretrained(tmp_path / "model")
     assert Scope.load(tmp_path / "model").facts.sides == ("right",)

@@ -38,7 +38,10 @@ def test_every_writers_part_is_what_the_weights_of_a_llama_say(side):
     names, rows = run.reader.writers(2)[:-1], torch.arange(2)[:, None]
     assert set(names) == set(parts)
     for head in run.reader.heads:
-        for own, weight in (("query", layer.self_attn.q_proj.weight), ("key", layer.self_attn.k_proj.weight)):
+        for own, weight in (
+            ("query", layer.self_attn.q_proj.weight),
+            ("key", layer.self_attn.k_proj.weight),
+        ):
             index = head.index if own == "query" else head.index // scope.group_size
             ours, at = run.read(head, own, run.stream(2)), run.columns[:, run.at(own)]
             true = torch.stack([turned(name, weight)[rows, at, index] for name in names], dim=1)
@@ -47,10 +50,14 @@ def test_every_writers_part_is_what_the_weights_of_a_llama_say(side):
             assert not ours[:, -1].any()  # no biases
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "deepseek_v3", "falcon"])  # tokens run alone, and whole prompts
+@pytest.mark.parametrize(
+    "family", ["llama", "bloom", "deepseek_v3", "falcon"]
+)  # tokens run alone, and whole prompts
 @pytest.mark.parametrize("together", [4, 64])  # 64 on a GPU
 def test_rows_and_slots_come_in_any_order_and_number(family, together):
-    """Several queries of one example, an example twice, a token named twice, padded slots: as each alone."""
+    """Several queries of one example, an example twice, a token named twice, padded slots: as each
+    alone.
+    """
     scope = look(family, num_hidden_layers=3)
     inputs, places = padded(scope, "left")
     reader, draw = Reader(scope, [Head(2, 1), Head(2, 3)]), torch.Generator().manual_seed(0)
@@ -78,7 +85,10 @@ def test_rows_and_slots_come_in_any_order_and_number(family, together):
             q = part.true(head, "query")[:, 0] * part.calls[2].scale
             by_key = torch.einsum("nckd,nd,nk->nc", wanted, q, w)
             answer = part.answer(asked["key"]).values
-            for values in (told[head][1], torch.stack([answer[name].sum(1) for name in reader.writers(2)], dim=1)):
+            for values in (
+                told[head][1],
+                torch.stack([answer[name].sum(1) for name in reader.writers(2)], dim=1),
+            ):
                 assert (values - by_key).abs().max() <= 2e-5 * by_key.abs().max()
 
 
@@ -94,7 +104,9 @@ def test_a_cut_is_a_forward_with_the_part_at_its_mean_and_norms_frozen(family, s
 
     def attention(cut: list[str]) -> Tensor:
         moved = sum(written[name][0, rest].mean(0) - written[name][0, at] for name in cut)
-        return row_with(scope, one.asked.inputs, head, 9, side, at, lambda z: z + sigma * moved, frozen=True)
+        return row_with(
+            scope, one.asked.inputs, head, 9, side, at, lambda z: z + sigma * moved, frozen=True
+        )
 
     assert (attention([]) - one.attention).abs().max() <= 1e-5
     for chosen in ([0], [3], [5, 1], list(range(len(one.writers) - 1))):
@@ -109,12 +121,21 @@ def asked_of(scope: Scope) -> Run:
 
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [("llama", {}), ("gemma2", {}), ("gpt2", {}), ("opt", {"word_embed_proj_dim": 32}), ("granite", {}), ("olmo2", {})],
+    [
+        ("llama", {}),
+        ("gemma2", {}),
+        ("gpt2", {}),
+        ("opt", {"word_embed_proj_dim": 32}),
+        ("granite", {}),
+        ("olmo2", {}),
+    ],
 )
 def test_pushes_of_all_writers_and_biases_sum_to_a_tokens_logit_over_the_mean(family, overrides):
     scope = look(family, **overrides)
     run, model, uncapped = asked_of(scope), scope.model, []
-    hook = model.get_output_embeddings().register_forward_hook(lambda _m, _a, out: uncapped.append(out[0, -1]))
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda _m, _a, out: uncapped.append(out[0, -1])
+    )
     with torch.no_grad():
         model(**run.inputs)
     hook.remove()
@@ -133,11 +154,18 @@ def test_pushes_of_all_writers_and_biases_sum_to_a_tokens_logit_over_the_mean(fa
             W = run.reader.output_weights(head.layer)[0][head.index]
             z = run.heads[head.layer][0, 0].unflatten(0, (-1, W.shape[1]))[head.index]
             direct = direct_effect(run, [head.layer], (W @ z)[None])[0]
-            assert float(direct[token] - direct.mean()) == pytest.approx(float(pushed[str(head)]), abs=1e-5 * largest)
+            assert float(direct[token] - direct.mean()) == pytest.approx(
+                float(pushed[str(head)]), abs=1e-5 * largest
+            )
 
 
 def test_where_logits_are_no_linear_function_of_the_stream_nothing_is_pushed():
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
     config = transformers.AutoConfig.for_model("bert", vocab_size=120, is_decoder=True, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     run = asked_of(Scope.from_model(model, check=False))

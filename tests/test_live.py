@@ -1,4 +1,6 @@
-"""The live page: what it answers is what the verbs compute, it answers nobody else, and a real browser can use it."""
+"""The live page: what it answers is what the verbs compute, it answers nobody else, and a real
+browser can use it.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,26 @@ from qkscope.show.session import Session, read_features
 PROMPT = "hat : O jam : Z cat : B jam :"
 
 
-def ask(server, what, question=None, *, host=None, token=None, kind="application/json", raw=None, headers=()):
+def ask(
+    server,
+    what,
+    question=None,
+    *,
+    host=None,
+    token=None,
+    kind="application/json",
+    raw=None,
+    headers=(),
+):
     """One request, as it is: status, headers and JSON (its last line, or text)."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     body = raw if raw is not None else None if question is None else json.dumps(question).encode()
     given = {"Host": host or server.hosts[0], "Content-Type": kind, **dict(headers)}
-    path = f"{server.path if token is None else f'/{token}/'}{what}" if not what.startswith("/") else what
+    path = (
+        f"{server.path if token is None else f'/{token}/'}{what}"
+        if not what.startswith("/")
+        else what
+    )
     connection.request("GET" if body is None else "POST", path, body, given)
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -46,7 +62,14 @@ def ask(server, what, question=None, *, host=None, token=None, kind="application
 
 @pytest.fixture(scope="module")
 def fit(scope):
-    return qk.decompose(scope, qk.tasks.binding(4), ["L1H3", "L0H1"], 24, contrasts=["order", "lexical"], replicates=19)
+    return qk.decompose(
+        scope,
+        qk.tasks.binding(4),
+        ["L1H3", "L0H1"],
+        24,
+        contrasts=["order", "lexical"],
+        replicates=19,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +83,16 @@ def server(session):
         yield running
 
 
-# ---------------------------------------------------------------- it computes what the verbs compute
+# ---------------------------------------------------------------- it computes what the verbs
+# compute
 
 
 @pytest.mark.parametrize("query", [None, 5])
 def test_attention_is_that_of_the_model_from_every_token(session, scope, query):
-    seen, rows = session.look(PROMPT, query), torch.stack([scope.attention(PROMPT, head) for head in scope.heads()])
+    seen, rows = (
+        session.look(PROMPT, query),
+        torch.stack([scope.attention(PROMPT, head) for head in scope.heads()]),
+    )
     at = rows.shape[-1] - 1 if query is None else query
     bytes_ = np.frombuffer(base64.b64decode(seen["attention"]), np.uint8).reshape(len(rows), at + 1)
     np.testing.assert_allclose(bytes_ / 255, rows[:, at, : at + 1].numpy(), atol=0.003)
@@ -79,7 +106,9 @@ def test_the_answer_is_whys_result(session, scope, query, key):
     at = len(session.look(PROMPT)["tokens"]) - 1 if query is None else query
     mine, theirs = session.why(PROMPT, at, "L1H1", key), qk.why(scope, PROMPT, "L1H1", query, key)
     assert mine["result"] == {**theirs.to_json(), "seconds": mine["result"]["seconds"]}
-    assert plain_value(mine["blocks"]) == plain_value([block.to_json() for block in blocks_of(theirs)])
+    assert plain_value(mine["blocks"]) == plain_value(
+        [block.to_json() for block in blocks_of(theirs)]
+    )
     size = len(session.look(PROMPT)["tokens"])
     pattern = np.frombuffer(base64.b64decode(mine["pattern"]), np.uint8).reshape(size, size)
     np.testing.assert_allclose(pattern / 255, scope.attention(PROMPT, "L1H1").numpy(), atol=0.003)
@@ -87,10 +116,13 @@ def test_the_answer_is_whys_result(session, scope, query, key):
 
 
 @pytest.mark.parametrize(
-    "changes", [["ablate L0H1"], ["hide L1H1 4 11"], ["replace 4 cat"], ["ablate L0H1", "replace 4 cat"]]
+    "changes",
+    [["ablate L0H1"], ["hide L1H1 4 11"], ["replace 4 cat"], ["ablate L0H1", "replace 4 cat"]],
 )
 def test_changes_are_what_the_scope_changes_in_a_block(nano, changes):
-    """The same attention and the same next token as by hand, beside others of the same size where there are any."""
+    """The same attention and the same next token as by hand, beside others of the same size where
+    there are any.
+    """
     at, reply = 11, Session(nano).change(PROMPT, 11, "L1H1", 4, changes)
     (row,) = reply["result"]["tables"]["changes"]
     with ExitStack() as stack:
@@ -125,7 +157,10 @@ def test_what_is_known_early_is_told_first_and_raising_ends_the_work(nano):
         session.why(PROMPT, 11, "L1H0")
     assert len(told) < 5
     assert not nano.model.base_model._forward_pre_hooks  # as it was
-    assert session.why(PROMPT, 11, "L1H0")["result"]["answer"] == qk.why(nano, PROMPT, "L1H0", 11).answer
+    assert (
+        session.why(PROMPT, 11, "L1H0")["result"]["answer"]
+        == qk.why(nano, PROMPT, "L1H0", 11).answer
+    )
 
 
 def test_what_an_atlas_says_of_a_head_stands_here(nano, tmp_path):
@@ -135,11 +170,14 @@ def test_what_an_atlas_says_of_a_head_stands_here(nano, tmp_path):
     answer = session.why(PROMPT, 10, "L1H1")
     assert session.describe()["names"] == {"L1H1": "induction"}
     assert answer["about"] == f"On text: {found.table()[0]['name']}."
-    assert answer["texts"] == [row for row in found.to_json()["tables"]["examples"] if row["head"] == "L1H1"]
+    assert answer["texts"] == [
+        row for row in found.to_json()["tables"]["examples"] if row["head"] == "L1H1"
+    ]
     assert session.why(PROMPT, 10, "L1H0")["texts"] == []
 
 
-# ---------------------------------------------------------------- it answers sentences, and nobody else
+# ---------------------------------------------------------------- it answers sentences, and nobody
+# else
 
 HERE = {"prompt": PROMPT, "query": 10, "head": "L1H3", "key": 2}
 
@@ -150,7 +188,11 @@ HERE = {"prompt": PROMPT, "query": 10, "head": "L1H3", "key": 2}
         ("look", {"prompt": "hat " * 3000}, "the prompt has 3000 tokens"),
         ("look", {"prompt": "a", "path": "/etc/passwd"}, "unexpected keyword argument 'path'"),
         ("look", {"prompt": PROMPT, "versus": " "}, "is no text of this model's tokens"),
-        ("change", {**HERE, "changes": ["replace 4 cat cat"]}, "is 2 tokens here, and what it replaces is 1"),
+        (
+            "change",
+            {**HERE, "changes": ["replace 4 cat cat"]},
+            "is 2 tokens here, and what it replaces is 1",
+        ),
     ],
 )
 def test_bad_questions_are_answered_in_a_sentence(server, what, question, says):
@@ -174,7 +216,14 @@ def test_only_this_machine_with_the_token_is_answered_from_a_fixed_list(server):
         assert told == status, given
         assert server.path.strip("/") not in answer
         assert answer.startswith("<!doctype html>")  # a sentence
-    for path in ("/", "../server.py", "..%2fserver.py", "static/../page.py", "/etc/passwd", "live.html"):
+    for path in (
+        "/",
+        "../server.py",
+        "..%2fserver.py",
+        "static/../page.py",
+        "/etc/passwd",
+        "live.html",
+    ):
         assert ask(server, path)[0] == 404, path
     assert ask(server, "api/look", {"prompt": "hat"}, kind="text/plain")[0] == 415
     for raw in (b"{", b"[" * 100_000, b"[]"):
@@ -216,10 +265,21 @@ def test_questions_at_once_are_answered_one_after_the_other(server):
 
 def test_the_command_serves_until_it_is_stopped():
     """While one connection is idle and one waits for its answer."""
-    command = [sys.executable, "-m", "qkscope", "view", "--live", "--model", "nano:mixed", "--no-browser"]
+    command = [
+        sys.executable,
+        "-m",
+        "qkscope",
+        "view",
+        "--live",
+        "--model",
+        "nano:mixed",
+        "--no-browser",
+    ]
     # a test run in the background of a shell is deaf to Ctrl-C, and so would its children be
     listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen
+    )
     try:
         url = running.stdout.readline().strip()
         assert url.startswith("http://127.0.0.1:")
@@ -227,11 +287,19 @@ def test_the_command_serves_until_it_is_stopped():
         idle, busy = (http.client.HTTPConnection(address, timeout=60) for _ in range(2))
         idle.request("GET", f"/{token}/api/model")
         assert json.loads(idle.getresponse().read())["model"] == "nano:mixed"
-        busy.request("POST", f"/{token}/api/look", json.dumps({"prompt": PROMPT}), {"Content-Type": "application/json"})
+        busy.request(
+            "POST",
+            f"/{token}/api/look",
+            json.dumps({"prompt": PROMPT}),
+            {"Content-Type": "application/json"},
+        )
     finally:
         running.send_signal(signal.SIGINT)
         _, errors = running.communicate(timeout=60)
-    assert (running.returncode, errors) == (0, "")  # no traceback, and no other library says anything
+    assert (running.returncode, errors) == (
+        0,
+        "",
+    )  # no traceback, and no other library says anything
 
 
 # ---------------------------------------------------------------- in a real browser
@@ -245,9 +313,14 @@ def live(nano):
 
 def drawn(watched, head=None, changes=None):
     """Wait until the page stands still, and a head is answered with so many changes."""
-    still = ["!document.body.classList.contains('busy')", "document.querySelectorAll('#blocks .block').length > 3"]
+    still = [
+        "!document.body.classList.contains('busy')",
+        "document.querySelectorAll('#blocks .block').length > 3",
+    ]
     still += [] if head is None else [f"document.title.startsWith('{head} → ')"]
-    still += [] if changes is None else [f"document.querySelectorAll('.change').length === {changes}"]
+    still += (
+        [] if changes is None else [f"document.querySelectorAll('.change').length === {changes}"]
+    )
     watched.until(" && ".join(still))
 
 
@@ -282,9 +355,14 @@ def test_the_answer_stands_first_with_its_rival_and_who_decides(watched, nano):
     assert page.locator("#versus").input_value() == "O"
     assert "Z − O +8.2" in page.locator("#difference").inner_text()
     assert nano.generate(PROMPT, 5) in page.locator("#says").inner_text()
-    own = [[row["head"] for row in theirs.tables["heads"] if row["direction"] == way] for way in ("for", "against")]
+    own = [
+        [row["head"] for row in theirs.tables["heads"] if row["direction"] == way]
+        for way in ("for", "against")
+    ]
     assert page.locator("#heads td button").all_inner_texts() == [*own[0][:6], *own[1][:4]]
-    assert page.locator("#heads tr.picked button").all_inner_texts() == [theirs.tables["heads"][0]["head"]]
+    assert page.locator("#heads tr.picked button").all_inner_texts() == [
+        theirs.tables["heads"][0]["head"]
+    ]
     assert not page.locator("#map svg").is_visible()  # folded
     page.locator("#versus").select_option("B")
     watched.until("document.getElementById('difference').textContent.includes('Z − B')")
@@ -305,7 +383,9 @@ def test_the_reason_is_whys_with_its_words_marked(watched, nano):
     assert page.locator("#answer").inner_text() == theirs.answer
     assert page.locator("#blocks .said dd").count() == len(theirs.tables["said"])
     causes = [row for row in theirs.tables.get("because", []) if row["cause"] == "yes"]
-    shown = page.locator("#tokens .token.cause").evaluate_all("(all) => all.map((each) => Number(each.dataset.i))")
+    shown = page.locator("#tokens .token.cause").evaluate_all(
+        "(all) => all.map((each) => Number(each.dataset.i))"
+    )
     assert set(shown) == {i for row in causes for i in range(row["position"], row["end"])}
     for cause in causes[:1]:
         page.locator(f'#tokens .fill[data-i="{cause["position"]}"]').hover()
@@ -351,7 +431,9 @@ def test_a_word_is_typed_over_and_undone_by_a_key(watched, nano):
     expect(page.locator("#tokens input")).to_be_focused()
     page.keyboard.type("xyzzy")
     page.keyboard.press("Enter")
-    watched.until("document.getElementById('error').textContent.includes('xyzzy')")  # the model has no such word
+    watched.until(
+        "document.getElementById('error').textContent.includes('xyzzy')"
+    )  # the model has no such word
     drawn(watched, changes=0)
     page.go_back()
     drawn(watched, changes=1)
@@ -365,15 +447,23 @@ def test_a_word_is_typed_over_and_undone_by_a_key(watched, nano):
     page.go_back()
     drawn(watched, changes=1)
     page.locator("#take").click()
-    watched.until(f"document.getElementById('prompt').value === {PROMPT.replace('jam', 'cat', 1)!r}")
+    watched.until(
+        f"document.getElementById('prompt').value === {PROMPT.replace('jam', 'cat', 1)!r}"
+    )
     drawn(watched, changes=0)
 
 
-def test_changes_are_copied_as_python_that_runs_and_saved_with_their_picture(watched, browser, nano, tmp_path):
+def test_changes_are_copied_as_python_that_runs_and_saved_with_their_picture(
+    watched, browser, nano, tmp_path
+):
     page = watched.page
-    page.evaluate("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
+    page.evaluate(
+        "navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }"
+    )
     pick(watched, "L2H2")
-    page.evaluate("document.getElementById('hide').click(), document.getElementById('ablate').click()")  # none is lost
+    page.evaluate(
+        "document.getElementById('hide').click(), document.getElementById('ablate').click()"
+    )  # none is lost
     drawn(watched, changes=2)
     page.locator("#blocks .parts summary").first.click()
     page.locator("#python").click()
@@ -409,7 +499,11 @@ def test_the_address_is_the_whole_state_and_a_bad_one_gives_a_sentence_and_the_p
     drawn(watched, changes=1)
     assert page.locator("#changed-answer").text_content() == shown
     assert page.locator("#prompt").input_value() == PROMPT
-    for bad, says in (("q=99", "99 is out of range"), ("s=L9H9.11.1", "L9H9"), ("c=explode", "a change is ablate")):
+    for bad, says in (
+        ("q=99", "99 is out of range"),
+        ("s=L9H9.11.1", "L9H9"),
+        ("c=explode", "a change is ablate"),
+    ):
         page.goto("about:blank")
         page.goto(f"{live.url}#{urlencode({'p': PROMPT})}&{bad}")
         watched.until(f"document.getElementById('error').textContent.includes({says!r})")
@@ -418,13 +512,19 @@ def test_the_address_is_the_whole_state_and_a_bad_one_gives_a_sentence_and_the_p
 
 
 @pytest.mark.parametrize(("head", "instead"), [("L0H2", ""), ("L0H1", "L1H3")])
-def test_where_it_looks_comes_first_and_whoever_leaves_ends_the_work(watched, live, monkeypatch, head, instead):
-    """The reason waits; meanwhile the row is there, and Escape or another head closes the connection."""
+def test_where_it_looks_comes_first_and_whoever_leaves_ends_the_work(
+    watched, live, monkeypatch, head, instead
+):
+    """The reason waits; meanwhile the row is there, and Escape or another head closes the
+    connection.
+    """
     page, ended, end = watched.page, threading.Event(), time.monotonic() + 60
     answer_probe = session_module.answer_probe
 
     def at_gate(probe, asked=None, *given, **options):
-        with suppress(ConnectionError):  # until the reader has left, which the work itself is to see again
+        with suppress(
+            ConnectionError
+        ):  # until the reader has left, which the work itself is to see again
             while str(asked) == head and not ended.wait(0.02) and time.monotonic() < end:
                 live.session.tell({})
         try:
@@ -503,10 +603,14 @@ def test_a_prompt_is_text_a_bad_one_a_sentence_and_every_screen_is_enough(watche
         ".map((each) => each.getBoundingClientRect()).filter(({width, height}) => Math.min(width, height) < 32).length"
     )
     assert small == 0  # a finger hits each
-    page.fill("#prompt", "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> jam:")
+    page.fill(
+        "#prompt", "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> jam:"
+    )
     expect(page.locator("#stale")).to_be_visible()  # what stands below is of the old prompt
     page.keyboard.press("Control+Enter")
-    watched.until("document.getElementById('error').textContent.includes('<script>window.hacked')")  # it is quoted
+    watched.until(
+        "document.getElementById('error').textContent.includes('<script>window.hacked')"
+    )  # it is quoted
     assert page.locator("#tokens .token").first.inner_text() == "<s>"
     assert page.locator("main img, main script, main s").count() == 0
     assert page.evaluate("window.hacked") is None

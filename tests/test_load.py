@@ -1,4 +1,6 @@
-"""Loading: what is loaded is what is hashed, nothing is loaded that does not fit together, errors are one sentence."""
+"""Loading: what is loaded is what is hashed, nothing is loaded that does not fit together, errors
+are one sentence.
+"""
 
 import json
 import logging
@@ -56,7 +58,9 @@ def test_a_folder_is_the_model_that_was_saved_and_is_checked_once(folder: Path) 
 
 
 def test_the_hash_is_of_the_weights_that_are_loaded(folder: Path, tmp_path: Path) -> None:
-    """One whole file goes before an index and its parts, and a file the config names goes before both."""
+    """One whole file goes before an index and its parts, and a file the config names goes before
+    both.
+    """
     tiny_model("llama", seed=1).save_pretrained(tmp_path / "parts", max_shard_size="50KB")
     parts = load(tmp_path / "parts")
     for path in (tmp_path / "parts").glob("model*"):
@@ -64,7 +68,9 @@ def test_the_hash_is_of_the_weights_that_are_loaded(folder: Path, tmp_path: Path
     whole = load(folder)
     assert torch.equal(embedding(whole), tiny_model("llama").get_input_embeddings().weight)
     assert whole.weights_hash != parts.weights_hash
-    sorted(folder.glob("model-*.safetensors"))[0].write_bytes(b"other")  # is not loaded, so it changes nothing
+    sorted(folder.glob("model-*.safetensors"))[0].write_bytes(
+        b"other"
+    )  # is not loaded, so it changes nothing
     assert load(folder).weights_hash == whole.weights_hash
     shutil.copy(folder / "model.safetensors", folder / "named.safetensors")
     content = load_file(folder / "named.safetensors")
@@ -77,18 +83,33 @@ def test_the_hash_is_of_the_weights_that_are_loaded(folder: Path, tmp_path: Path
         refused(folder, r"is no file of weights in it")
 
 
-def test_the_same_weights_with_another_config_are_another_model(folder: Path, tmp_path: Path) -> None:
-    """RoPE's base is in no weight file: queries and keys differ all the same, and so do the hash and the check."""
+def test_the_same_weights_with_another_config_are_another_model(
+    folder: Path, tmp_path: Path
+) -> None:
+    """RoPE's base is in no weight file: queries and keys differ all the same, and so do the hash
+    and the check.
+    """
     for name in ("copy", "other"):
         shutil.copytree(folder, tmp_path / name)
-    edit(tmp_path / "copy", _name_or_path="elsewhere", transformers_version="4.0.0", torch_dtype="bfloat16")
+    edit(
+        tmp_path / "copy",
+        _name_or_path="elsewhere",
+        transformers_version="4.0.0",
+        torch_dtype="bfloat16",
+    )
     config = json.loads((folder / "config.json").read_text())
     rope = config.setdefault("rope_parameters", config)
     rope["rope_theta"] = 2 * rope.get("rope_theta", 10_000.0)
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
     first, other = (Scope.load(path, device="cpu") for path in (folder, tmp_path / "other"))
-    assert load(tmp_path / "copy", dtype="float32").weights_hash == first.weights_hash != other.weights_hash
-    assert not torch.equal(next(iter(first.capture([EXAMPLE]))).k, next(iter(other.capture([EXAMPLE]))).k)
+    assert (
+        load(tmp_path / "copy", dtype="float32").weights_hash
+        == first.weights_hash
+        != other.weights_hash
+    )
+    assert not torch.equal(
+        next(iter(first.capture([EXAMPLE]))).k, next(iter(other.capture([EXAMPLE]))).k
+    )
     assert weights_part(first.weights_hash) == weights_part(other.weights_hash)
     assert len(list(cache_dir("checks").iterdir())) == 2
     with pytest.raises(BadInput, match=r"other settings \(config.json, with the same weights\)"):
@@ -96,16 +117,22 @@ def test_the_same_weights_with_another_config_are_another_model(folder: Path, tm
 
 
 def test_a_model_changed_in_memory_has_another_hash(folder: Path) -> None:
-    """Ablating a weight is everyday work: what was made with the old weights must not pass for the new."""
+    """Ablating a weight is everyday work: what was made with the old weights must not pass for the
+    new.
+    """
     scope = load(folder)
     before, weight = scope.weights_hash, scope.model.model.layers[0].self_attn.q_proj.weight
     kept = weight.data.clone()
-    weight.data.view(-1)[[3, 7]] = weight.data.view(-1)[[7, 3]]  # the sum stays, the fingerprint does not
+    weight.data.view(-1)[[3, 7]] = weight.data.view(-1)[
+        [7, 3]
+    ]  # the sum stays, the fingerprint does not
     assert scope.weights_hash != before
     weight.data.copy_(kept)
     assert scope.weights_hash == before
     memory = Scope.from_model(tiny_model("gemma2"), check=False)
-    assert weights_part(memory.weights_hash) == tensors_hash(tiny_model("gemma2").state_dict().items())
+    assert weights_part(memory.weights_hash) == tensors_hash(
+        tiny_model("gemma2").state_dict().items()
+    )
     before = memory.weights_hash
     memory.model.config.sliding_window = 3
     assert weights_part(memory.weights_hash) == weights_part(before)
@@ -121,7 +148,10 @@ def test_a_folder_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> 
     refused(folder, "holds no weights")
     index = {"weight_map": {"a": "../elsewhere.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(folder, r"incomplete or damaged: .* is no file of weights in it: download or save the model again")
+    refused(
+        folder,
+        r"incomplete or damaged: .* is no file of weights in it: download or save the model again",
+    )
     for name in ("shard-00001-model-00001-of-00002.safetensors", "adapter_config.json"):
         (folder / name).write_text("{}")
         refused(folder, "an adapter to another model or a part of a distributed run")
@@ -139,21 +169,43 @@ def test_weights_and_config_must_fit_each_other(folder: Path) -> None:
     edit(folder, num_hidden_layers=1)
     refused(folder, r"\d+ weights such as model.layers.1.* have no place in the model")
     edit(folder, num_hidden_layers=2)
-    save(**{"model.layers.0.self_attn.q_proj.bias": torch.ones(len(weights["model.layers.0.self_attn.q_proj.weight"]))})
+    save(
+        **{
+            "model.layers.0.self_attn.q_proj.bias": torch.ones(
+                len(weights["model.layers.0.self_attn.q_proj.weight"])
+            )
+        }
+    )
     refused(folder, r"1 weights such as model.layers.0.self_attn.q_proj.bias have no place")
     save(**{"model.norm.weight": torch.ones(7)})
-    refused(folder, r"1 weights such as model.norm.weight \(\[7\] instead of \[64\]\) have another shape")
-    save(**{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "cls.seq_relationship.bias": torch.ones(2)})
-    assert load(folder).n_layers == 2  # what old files carry, and a head on top, change no attention
+    refused(
+        folder,
+        r"1 weights such as model.norm.weight \(\[7\] instead of \[64\]\) have another shape",
+    )
+    save(
+        **{
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+            "cls.seq_relationship.bias": torch.ones(2),
+        }
+    )
+    assert (
+        load(folder).n_layers == 2
+    )  # what old files carry, and a head on top, change no attention
     del weights["model.layers.1.self_attn.q_proj.weight"]
     save()
-    refused(folder, r"1 weights such as model.layers.1.self_attn.q_proj.weight are missing from its files")
+    refused(
+        folder,
+        r"1 weights such as model.layers.1.self_attn.q_proj.weight are missing from its files",
+    )
 
 
 def test_names_that_lead_nowhere_and_a_cache_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused(tmp_path / "nothing", r"does not exist: give a folder with config.json, a \.gguf file or a hub id")
+    refused(
+        tmp_path / "nothing",
+        r"does not exist: give a folder with config.json, a \.gguf file or a hub id",
+    )
     (tmp_path / "notes.txt").write_text("hello")
     refused(tmp_path / "notes.txt", r"is no model folder and no \.gguf file")
     write_gguf(tmp_path / "tiny.gguf")
@@ -162,18 +214,27 @@ def test_names_that_lead_nowhere_and_a_cache_that_cannot_be_written(
     refused(tmp_path / "tiny.gguf", "set XDG_CACHE_HOME")
 
 
-def test_a_hub_that_cannot_be_reached_is_asked_once_and_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_never_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def wait(seconds: float) -> None:
         pytest.fail(f"its client sleeps {seconds} s before it tries again")
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
+    monkeypatch.setattr(
+        huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9"
+    )  # where nobody answers
     monkeypatch.setattr("time.sleep", wait)
-    refused("nobody/no-such-model", r"not in the local cache and the hub cannot be reached: connect once")
+    refused(
+        "nobody/no-such-model",
+        r"not in the local cache and the hub cannot be reached: connect once",
+    )
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
-def test_a_hub_model_is_held_to_the_same_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_is_held_to_the_same_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hub cache of its own, and nothing is downloaded."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -198,10 +259,14 @@ def test_a_gguf_file_is_dequantised_once(tmp_path: Path) -> None:
     inode = kept.stat().st_ino
     assert torch.equal(load(tmp_path / "tiny.gguf").model.model.layers[0].mlp.up_proj.weight, up)
     assert kept.stat().st_ino == inode
-    with pytest.raises(BadInput, match=r"tiny.gguf is one model, .*: leave out the revision 'main'"):
+    with pytest.raises(
+        BadInput, match=r"tiny.gguf is one model, .*: leave out the revision 'main'"
+    ):
         Scope.load(tmp_path / "tiny.gguf", revision="main")
     (tmp_path / "broken.gguf").write_bytes((tmp_path / "tiny.gguf").read_bytes()[:300])
-    refused(tmp_path / "broken.gguf", r"broken.gguf could not be loaded .* damaged or half downloaded")
+    refused(
+        tmp_path / "broken.gguf", r"broken.gguf could not be loaded .* damaged or half downloaded"
+    )
     assert list(cache_dir("gguf").iterdir()) == [kept]  # nothing half-written stays
 
 
@@ -213,13 +278,18 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path: Path) -> None:
     words["model"]["vocab"][word] = last + 7
     (folder / "tokenizer.json").write_text(json.dumps(words))
     scope = load(folder)
-    with pytest.raises(BadInput, match=rf"the tokenizer gives the id {last + 7}, but this model's ids are 0 to {last}"):
+    with pytest.raises(
+        BadInput,
+        match=rf"the tokenizer gives the id {last + 7}, but this model's ids are 0 to {last}",
+    ):
         scope.encode([word])
     with pytest.raises(BadInput, match=r"the prompt has the id -1, but this model's ids are"):
         scope.encode([Example(ids=(0, -1))])
 
 
-def test_a_model_that_misses_its_first_token_is_said_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_misses_its_first_token_is_said_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     silent = load(write_tiny_llama(tmp_path / "model"))
     tokenizer = silent.tokenizer
     tokenizer.bos_token = "[EOS]"
@@ -235,4 +305,7 @@ def test_a_model_that_misses_its_first_token_is_said_so_once(tmp_path: Path, cap
         for _ in range(2):
             scope.encode([Example(ids=(5, 6)), Example(ids=(1, 6))])
     (message,) = caplog.messages
-    assert "expects ['[EOS]'] as the first token of every prompt, but 1 of 2 prompts start without it" in message
+    assert (
+        "expects ['[EOS]'] as the first token of every prompt, but 1 of 2 prompts start without it"
+        in message
+    )

@@ -1,4 +1,6 @@
-"""Facts about provenance: nothing is used with a model it was not made with, and a run says how to make it again."""
+"""Facts about provenance: nothing is used with a model it was not made with, and a run says how to
+make it again.
+"""
 
 import json
 import shlex
@@ -20,7 +22,9 @@ def facts(rows: list[dict]) -> dict[str, dict]:
 
 
 def test_saying_the_printed_command_again_gives_the_same_bits(tmp_path, qkscope):
-    """On a shipped nano model, into a folder with a blank in its name, which a shell must not split."""
+    """On a shipped nano model, into a folder with a blank in its name, which a shell must not
+    split.
+    """
     out, again = tmp_path / "a run", tmp_path / "again"
     job = ["binding", "--size", 4, "--heads", "L1H1,L2H0", "-n", 48, "--contrasts", "order,lexical"]
     qkscope("decompose", *job, "--model", "nano:mixed", "--out", out)
@@ -37,7 +41,9 @@ def test_saying_the_printed_command_again_gives_the_same_bits(tmp_path, qkscope)
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert len(files) == 2
     for name in files:
-        (one, about), (other, same) = (read_tensors(folder / name, "sums") for folder in (out, again))
+        (one, about), (other, same) = (
+            read_tensors(folder / name, "sums") for folder in (out, again)
+        )
         assert about == same
         assert {key: x.numpy().tobytes() for key, x in one.items()} == {
             k: x.numpy().tobytes() for k, x in other.items()
@@ -54,7 +60,9 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
 def test_what_was_made_with_other_weights_or_another_tokenizer_is_refused(models, tmp_path):
     one, other = (Scope.load(path, device="cpu") for path in models)
     task = tasks.binding(4)
-    fit = decompose(one, task, ["L1H3"], 16, out=tmp_path / "fit", contrasts=["order"], batch_size=4)
+    fit = decompose(
+        one, task, ["L1H3"], 16, out=tmp_path / "fit", contrasts=["order"], batch_size=4
+    )
     units = task.test(4)
     assert swap(one, units, fit).table()
     for use in (
@@ -62,7 +70,9 @@ def test_what_was_made_with_other_weights_or_another_tokenizer_is_refused(models
         lambda: swap(other, units, fit),
         lambda: swap(other, units, fit, downstream=True),
         lambda: attribute(other, "hat: O", "L1H3", {"order": fit["order", "L1H3"]}),
-        lambda: decompose(other, task, ["L1H3"], 16, out=tmp_path / "fit", contrasts=["order"], batch_size=4),
+        lambda: decompose(
+            other, task, ["L1H3"], 16, out=tmp_path / "fit", contrasts=["order"], batch_size=4
+        ),
     ):
         with pytest.raises(BadInput, match="weights"):
             use()
@@ -72,9 +82,17 @@ def test_what_was_made_with_other_weights_or_another_tokenizer_is_refused(models
 
 
 def test_what_differs_here_is_said(models, tmp_path, qkscope):
-    """A folder from another machine; a fit and its sums; and what Python made, which no command can repeat."""
-    about = provenance(model=str(models[0]), weights="other", tokenizer="other", words=["long"] * 100)
-    about = {**about, "command": "qkscope heads 'my file.jsonl'", "versions": {**about["versions"], "torch": "1.0"}}
+    """A folder from another machine; a fit and its sums; and what Python made, which no command can
+    repeat.
+    """
+    about = provenance(
+        model=str(models[0]), weights="other", tokenizer="other", words=["long"] * 100
+    )
+    about = {
+        **about,
+        "command": "qkscope heads 'my file.jsonl'",
+        "versions": {**about["versions"], "torch": "1.0"},
+    }
     Result("heads", {}, provenance={**about, "threads": 99}).write(tmp_path / "run")
     found = facts(made_result(tmp_path / "run").table())
     assert [name for name, row in found.items() if row["same"] is False] == ["torch", "threads"]

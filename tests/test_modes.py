@@ -1,4 +1,6 @@
-"""A model in memory is measured as it is: in eval mode, with the modules and weights it has now, or not at all."""
+"""A model in memory is measured as it is: in eval mode, with the modules and weights it has now, or
+not at all.
+"""
 
 import pytest
 import torch
@@ -65,15 +67,22 @@ def test_modules_that_changed_after_the_scope_was_made_are_an_error(nano, change
         "trace": lambda: qk.trace(nano, TASK, "L1H0", n=4),
         "generate": lambda: nano.generate(nano.encode([PROMPT])),
     }
-    with pytest.raises(BadInput, match=r"the Scope was made: make a new one|layer 3 cannot be traced"):
+    with pytest.raises(
+        BadInput, match=r"the Scope was made: make a new one|layer 3 cannot be traced"
+    ):
         verbs[asked]()
 
 
 @pytest.mark.parametrize("silent", [(1,), (0, 1, 2)])
 def test_a_layer_that_is_asked_for_and_never_called_is_an_error(nano, silent):
     for i in silent:
-        nano.model.model.layers[i].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(BadInput, match=r"call(ed)? its attention, as (it|they) did when the Scope was made"):
+        nano.model.model.layers[i].self_attn.forward = lambda hidden_states, **_: (
+            hidden_states,
+            None,
+        )
+    with pytest.raises(
+        BadInput, match=r"call(ed)? its attention, as (it|they) did when the Scope was made"
+    ):
         list(nano.capture([PROMPT], "L0H0,L2H0"))
 
 

@@ -1,4 +1,6 @@
-"""MLP neurons as writers: they sum to their MLP less its bias, are found by looking, and are refused in words."""
+"""MLP neurons as writers: they sum to their MLP less its bias, are found by looking, and are
+refused in words.
+"""
 
 import pytest
 import torch
@@ -25,11 +27,15 @@ def recorded(scope, head, length=9, **options):
 def asked(run, head):
     weights = torch.zeros(1, run.columns.shape[1] - 1)
     weights[0, 1:6] = torch.tensor([-0.25, -0.25, -0.25, -0.25, 1.0])
-    return run.ask(head, run.columns.shape[1] - 1, torch.arange(1, run.columns.shape[1]), weights)[1]
+    return run.ask(head, run.columns.shape[1] - 1, torch.arange(1, run.columns.shape[1]), weights)[
+        1
+    ]
 
 
 def sum_to_their_mlps(run, head):
-    """How far neurons are from their MLP less its bias, over the largest neuron, at the worst; and of how many MLPs."""
+    """How far neurons are from their MLP less its bias, over the largest neuron, at the worst; and
+    of how many MLPs.
+    """
     worst, seen = 0.0, set()
     for direction in asked(run, head).values():
         answer = run.answer(direction)
@@ -43,7 +49,8 @@ def sum_to_their_mlps(run, head):
     return worst, len(seen)
 
 
-# plain; a Conv1D with a bias; no module around the MLP; a norm behind it; one to which attention is added in place
+# plain; a Conv1D with a bias; no module around the MLP; a norm behind it; one to which attention is
+# added in place
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma2", "falcon", "jamba"])
 def test_neurons_sum_to_their_mlp_less_its_bias(family):
     scope = Scope.from_model(tiny_model(family), check=False)
@@ -57,7 +64,9 @@ def test_neurons_sum_to_their_mlp_less_its_bias(family):
 
 
 def test_a_neuron_that_is_taken_out_takes_its_value_with_it():
-    """The sum over neurons could hide a wrong order: one column of the matrix set to 0 changes the MLP by that one."""
+    """The sum over neurons could hide a wrong order: one column of the matrix set to 0 changes the
+    MLP by that one.
+    """
     scope = Scope.from_model(tiny_model("gpt2"), check=False)
     head = scope.heads()[-1]
     run = recorded(scope, head, neurons=True)
@@ -71,7 +80,9 @@ def test_a_neuron_that_is_taken_out_takes_its_value_with_it():
         after = matrix(run.neurons[run.reader.blocks[0].parts[0]])
     along = run.answer(direction).parts["M0"]
     assert str(neuron) == "M0.N5"
-    assert value == pytest.approx(float(((before - after)[:, direction.slots] * along).sum()), rel=1e-4)
+    assert value == pytest.approx(
+        float(((before - after)[:, direction.slots] * along).sum()), rel=1e-4
+    )
     assert value == pytest.approx(float(parts[..., 5].sum()), rel=1e-5)
 
 

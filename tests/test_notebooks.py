@@ -25,5 +25,7 @@ def test_a_notebook_runs_and_shows_its_results(path, tmp_path, monkeypatch, caps
     assert all(cell["outputs"] == [] for cell in cells), "clear the outputs before you commit"
     names: dict = {}
     shown = [run_cell("".join(cell["source"]), names, path.name) for cell in cells]
-    assert any("<iframe" in one._repr_html_() for one in shown if hasattr(one, "_repr_html_")), "no result is shown"
+    assert any("<iframe" in one._repr_html_() for one in shown if hasattr(one, "_repr_html_")), (
+        "no result is shown"
+    )
     assert len(capsys.readouterr().out) > 200

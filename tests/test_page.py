@@ -1,4 +1,6 @@
-"""Facts about the page: whole without a network, everything escaped, drawn from the numbers; and folders read back."""
+"""Facts about the page: whole without a network, everything escaped, drawn from the numbers; and
+folders read back.
+"""
 
 import base64
 import hashlib
@@ -28,7 +30,9 @@ def results(nano):
     """What the verbs return on a model that we ship."""
     scope, task = nano, qk.tasks.binding(4)
     texts = [unit[0].text for unit in qk.tasks.induction().test(300)]
-    fit = qk.decompose(scope, task, ["L2H0", "L1H1"], 16, contrasts=["order", "lexical"], replicates=9)
+    fit = qk.decompose(
+        scope, task, ["L2H0", "L1H1"], 16, contrasts=["order", "lexical"], replicates=9
+    )
     return {
         "heads": qk.find_heads(scope, task, 4),
         "decompose": fit,
@@ -71,7 +75,9 @@ def test_the_scripts_of_the_page_are_the_only_ones_it_may_run(results):
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     assert "default-src &#39;none&#39;" in policy
     scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
-    assert len(scripts) == 6  # what draws swaps, their curve and points that turn, on two for all, and no more
+    assert (
+        len(scripts) == 6
+    )  # what draws swaps, their curve and points that turn, on two for all, and no more
     for script in scripts:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert html.escape(f"'sha256-{digest}'").replace("&#x27;", "&#39;") in policy
@@ -108,36 +114,53 @@ def test_charts_hold_the_numbers_of_the_tables(results):
     parts = data["tokens"]["options"]["parts"]
     for row in data["tokens"]["rows"]:
         assert row["logit"] == pytest.approx(sum(row[name] for name in parts), abs=1e-4)
-    lexical = [row for row in data["spectra"]["rows"] if (row["contrast"], row["head"]) == ("lexical", "L2H0")]
+    lexical = [
+        row
+        for row in data["spectra"]["rows"]
+        if (row["contrast"], row["head"]) == ("lexical", "L2H0")
+    ]
     controls = results["decompose"]["lexical", "L2H0"].controls
     assert [row["value"] for row in lexical] == list(controls.spectrum[: len(lexical)])
     assert sum(row["kept"] for row in lexical) == results["decompose"]["lexical", "L2H0"].rank
-    drawn = {block.table: block.rows for block in blocks_of(results["why"]) if block.kind == "tests"}
+    drawn = {
+        block.table: block.rows for block in blocks_of(results["why"]) if block.kind == "tests"
+    }
     for table, after in (("because", "after"), ("carriers", "restored"), ("cuts", "after")):
-        assert [row["after"] for row in drawn[table]] == [row[after] for row in results["why"].tables[table]]
+        assert [row["after"] for row in drawn[table]] == [
+            row[after] for row in results["why"].tables[table]
+        ]
 
 
 def test_points_lie_in_the_features_subspace_and_know_their_labels(results):
     rows = results["swap"].table("clouds")
     clouds = {
-        cloud: [row for row in rows if row["cloud"] == cloud] for cloud in dict.fromkeys(r["cloud"] for r in rows)
+        cloud: [row for row in rows if row["cloud"] == cloud]
+        for cloud in dict.fromkeys(r["cloud"] for r in rows)
     }
-    assert list(clouds) == [f"{name} at {h}" for h in ("L2H0", "L1H1") for name in ("order", "lexical")]
+    assert list(clouds) == [
+        f"{name} at {h}" for h in ("L2H0", "L1H1") for name in ("order", "lexical")
+    ]
     for cloud in clouds.values():
         keys, queries = ([row for row in cloud if row["side"] == side] for side in ("key", "query"))
         assert (len(keys), len(queries)) == (12 * 4, 12)
         for axis in "xyz":  # queries count as often as keys, so that both together are centred
-            assert sum(row[axis] for row in keys) + 4 * sum(row[axis] for row in queries) == pytest.approx(0, abs=5e-3)
+            assert sum(row[axis] for row in keys) + 4 * sum(
+                row[axis] for row in queries
+            ) == pytest.approx(0, abs=5e-3)
         assert [row["place in the prompt"] for row in keys[:4]] == [1, 2, 3, 4]
         right = [keys[4 * i + row["place in the prompt"] - 1] for i, row in enumerate(queries)]
         assert [row["right or not"] for row in right] == ["the right key"] * 12
         assert sum(row["right or not"] == "the right key" for row in keys) == 12
-    drawn = next(block for block in data_of(report_html([results["swap"]])) if block["kind"] == "cloud")
+    drawn = next(
+        block for block in data_of(report_html([results["swap"]])) if block["kind"] == "cloud"
+    )
     assert drawn["rows"] == rows
 
 
 def test_a_page_is_told_in_order(results):
-    """The answer, how many claims hold, pictures, the claims of what has pictures with them, and tables folded away."""
+    """The answer, how many claims hold, pictures, the claims of what has pictures with them, and
+    tables folded away.
+    """
     claim = Claim("c", "p", 2.0, 1.0, "ours > control")
     lead = Result("lead", {"few": [{"x": 1}]}, [claim], answer="It is so.")
     claims = [claim, Claim("d", "p", 0.0, 1.0, "ours > control")]
@@ -150,23 +173,39 @@ def test_a_page_is_told_in_order(results):
     assert "<details open" not in page
     assert "<details open" in report_html([lead])  # what has no picture shows its table
     page = report_html([results["swap"]], {"curve": b"\x89PNG 1", "other": b"\x89PNG 2"})
-    assert re.findall(r'<img alt="(\w+)"', page) == ["other"]  # a picture of what is drawn already is left out
+    assert re.findall(r'<img alt="(\w+)"', page) == [
+        "other"
+    ]  # a picture of what is drawn already is left out
 
 
 def damage(folder: Path, file: str, change) -> None:
     text = (folder / file).read_bytes()
-    changed = change(text) if callable(change) else json.dumps({**json.loads(text), **change}).encode()
+    changed = (
+        change(text) if callable(change) else json.dumps({**json.loads(text), **change}).encode()
+    )
     (folder / file).write_bytes(changed)
 
 
 @pytest.mark.parametrize(
     ("file", "change", "says"),
     [
-        ("results.json", lambda text: text[: len(text) // 2], "results.json is damaged or half-written"),
-        ("manifest.json", lambda text: text[: len(text) // 2], "manifest.json is damaged or half-written"),
+        (
+            "results.json",
+            lambda text: text[: len(text) // 2],
+            "results.json is damaged or half-written",
+        ),
+        (
+            "manifest.json",
+            lambda text: text[: len(text) // 2],
+            "manifest.json is damaged or half-written",
+        ),
         ("arrays.safetensors", lambda data: data[:20], "is damaged or half-written"),
         ("results.json", {"tables": {"a": [1, 2]}}, "is damaged or half-written"),
-        ("results.json", {"schema": 99}, "was written by a newer qkscope (schema 99; this one reads 1): update it"),
+        (
+            "results.json",
+            {"schema": 99},
+            "was written by a newer qkscope (schema 99; this one reads 1): update it",
+        ),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(tmp_path, file, change, says):
@@ -190,9 +229,13 @@ def test_view_opens_our_own_page_and_draws_a_strangers_anew(tmp_path, monkeypatc
     done = CliRunner().invoke(app, ["view", "--no-browser", str(folder)])
     assert done.output.strip() == (folder / "report.html").as_uri()
     caplog.set_level("INFO")
-    (folder / "figures" / "b.png").symlink_to("/etc/hostname")  # what a link points to is not the folder's
+    (folder / "figures" / "b.png").symlink_to(
+        "/etc/hostname"
+    )  # what a link points to is not the folder's
     (folder / "figures" / "c.png").write_bytes(b"<svg onload=alert(1)>")
-    evil = report_html([result]).replace("</body>", "<script>alert(document.cookie)</script></body>")
+    evil = report_html([result]).replace(
+        "</body>", "<script>alert(document.cookie)</script></body>"
+    )
     for theirs in (evil, "<html></html>", evil[:-20]):
         (folder / "report.html").write_text(theirs)
         caplog.clear()

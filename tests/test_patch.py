@@ -1,4 +1,6 @@
-"""A patched run equals the closed form at the edited head, and an independent edit of the model everywhere else."""
+"""A patched run equals the closed form at the edited head, and an independent edit of the model
+everywhere else.
+"""
 
 from collections.abc import Callable
 
@@ -23,7 +25,9 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss", "opt", "gptj", "bloom", "falcon"])
+@pytest.fixture(
+    scope="module", params=["llama", "gemma2", "gpt_oss", "opt", "gptj", "bloom", "falcon"]
+)
 def scope(request: pytest.FixtureRequest) -> Scope:
     return Scope.from_model(tiny_model(request.param), check=False)
 
@@ -32,15 +36,21 @@ def test_edited_keys_queries_and_logits_give_the_closed_form(scope: Scope) -> No
     encoded = encode(scope)
     before = scope.capture_inputs(encoded, heads=[HEAD])
     new = noise(2, 2, scope.d_head)
-    after = scope.capture_inputs(encoded, heads=[HEAD], edits=[Edit.keys(HEAD, before.key_positions, new)])
+    after = scope.capture_inputs(
+        encoded, heads=[HEAD], edits=[Edit.keys(HEAD, before.key_positions, new)]
+    )
     logits = before.scale * torch.einsum("bd,bkd->bk", before.q[:, 0], new)
     if before.softcap is not None:
         logits = before.softcap * torch.tanh(logits / before.softcap)
-    row = torch.softmax(torch.cat([logits + before.bias[:, 0], before.rest], dim=-1), dim=-1)[:, :-1]
+    row = torch.softmax(torch.cat([logits + before.bias[:, 0], before.rest], dim=-1), dim=-1)[
+        :, :-1
+    ]
     torch.testing.assert_close(after.attention()[:, 0], row, atol=1e-5, rtol=0)
     assert (row - before.attention()[:, 0]).abs().max() > 0.01
     query = noise(2, scope.d_head)
-    after = scope.capture_inputs(encoded, heads=[HEAD], edits=[Edit.queries(HEAD, before.query_positions, query)])
+    after = scope.capture_inputs(
+        encoded, heads=[HEAD], edits=[Edit.queries(HEAD, before.query_positions, query)]
+    )
     assert torch.equal(after.q[:, 0], query)
     torch.testing.assert_close(after.k, before.k)
     wanted = torch.tensor([[1.5, -2.0], [0.5, 3.0]])
@@ -58,7 +68,9 @@ def test_edited_keys_queries_and_logits_give_the_closed_form(scope: Scope) -> No
     torch.testing.assert_close(rest[:, 0], whole, atol=1e-5, rtol=1e-5)
 
 
-def rewritten(module: torch.nn.Module, write: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+def rewritten(
+    module: torch.nn.Module, write: Callable[[torch.Tensor], None]
+) -> torch.utils.hooks.RemovableHandle:
     def hook(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
         output = output.clone()
         write(output)
@@ -71,10 +83,13 @@ def rewritten(module: torch.nn.Module, write: Callable[[torch.Tensor], None]) ->
 def test_a_patched_run_equals_the_same_edit_made_in_the_projection(family: str) -> None:
     scope = Scope.from_model(tiny_model(family), check=False)
     encoded = encode(scope)
-    # the first real token: at position 0 rotation does nothing, so projection and key are the same vector
+    # the first real token: at position 0 rotation does nothing, so projection and key are the same
+    # vector
     first = encoded.inputs["attention_mask"].argmax(-1)
     value = noise(2, scope.d_head)
-    layer = scope.model.model.layers[1] if family == "llama" else scope.model.model.decoder.layers[1]
+    layer = (
+        scope.model.model.layers[1] if family == "llama" else scope.model.model.decoder.layers[1]
+    )
     width = scope.d_head
 
     def write(keys: torch.Tensor) -> None:
@@ -106,7 +121,11 @@ def test_generation_is_greedy_and_edits_hold_at_every_step() -> None:
         for step in range(chosen.shape[1]):
             with scope.patched(active) as model, torch.no_grad():
                 positions = (mask.cumsum(-1) - 1).clamp_min(0)
-                best = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -1].argmax(-1)
+                best = (
+                    model(input_ids=ids, attention_mask=mask, position_ids=positions)
+                    .logits[:, -1]
+                    .argmax(-1)
+                )
             assert torch.equal(best[~ended], chosen[:, step][~ended])
             ended |= best == 2
             ids = torch.cat([ids, chosen[:, step : step + 1]], dim=1)

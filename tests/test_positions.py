@@ -1,4 +1,6 @@
-"""Marked pieces of text are found on the ids the model sees: any padding, with or without a chat template."""
+"""Marked pieces of text are found on the ids the model sees: any padding, with or without a chat
+template.
+"""
 
 import pytest
 
@@ -32,7 +34,10 @@ def test_marks_land_on_their_tokens(smollm2: Scope, side: str, chat: bool) -> No
     long = Example.mark(PROMPT, keys=["O", "Z"], queries=["jam"])
     short = Example.mark("A cat: B", keys=["B"], queries=["cat"])
     found = pieces(smollm2, [long, short], padding_side=side, chat=chat)
-    assert [(q.strip(), [k.strip() for k in keys]) for q, keys in found] == [("jam", ["O", "Z"]), ("cat", ["B"])]
+    assert [(q.strip(), [k.strip() for k in keys]) for q, keys in found] == [
+        ("jam", ["O", "Z"]),
+        ("cat", ["B"]),
+    ]
 
 
 def test_the_query_is_the_last_token_and_a_word_its_last_one(smollm2: Scope) -> None:
@@ -50,9 +55,15 @@ def test_the_query_is_the_last_token_and_a_word_its_last_one(smollm2: Scope) -> 
     assert last != "Xylophonius"
     text = "é☕ jam:\n\nhat"
     found = pieces(smollm2, [Example.mark(text, keys=["jam", "hat", "\n\n"])])
-    assert [key.strip(" ") for key in found[0][1]] == ["jam", "hat", "\n"]  # two tokens here, the last one counts
+    assert [key.strip(" ") for key in found[0][1]] == [
+        "jam",
+        "hat",
+        "\n",
+    ]  # two tokens here, the last one counts
     cup = smollm2.encode([Example.mark("a ☕ b", keys=["☕"])])  # three tokens share this character
-    assert smollm2.tokenizer.decode(cup.inputs["input_ids"][0, : int(cup.places.keys) + 1]) == "a ☕"
+    assert (
+        smollm2.tokenizer.decode(cup.inputs["input_ids"][0, : int(cup.places.keys) + 1]) == "a ☕"
+    )
 
 
 def test_a_template_trims_or_rewrites_and_only_whole_words_match(smollm2: Scope) -> None:
@@ -60,15 +71,21 @@ def test_a_template_trims_or_rewrites_and_only_whole_words_match(smollm2: Scope)
     try:
         smollm2.tokenizer.chat_template = "U: {{ messages[0]['content'] | trim }} A:"
         own = Scope.from_model(smollm2.model, smollm2.tokenizer, check=False)
-        ((query, (key,)),) = pieces(own, [Example.mark("  the hat is", keys=["hat"], queries=["is"])], chat=True)
+        ((query, (key,)),) = pieces(
+            own, [Example.mark("  the hat is", keys=["hat"], queries=["is"])], chat=True
+        )
         assert (query.strip(), key.strip()) == ("is", "hat")
-        smollm2.tokenizer.chat_template = "U: {{ messages[0]['content'] | replace('hat', 'cap') }} A:"
+        smollm2.tokenizer.chat_template = (
+            "U: {{ messages[0]['content'] | replace('hat', 'cap') }} A:"
+        )
         own = Scope.from_model(smollm2.model, smollm2.tokenizer, check=False)
         with pytest.raises(BadInput, match="changes the prompt"):
             own.encode([Example.mark("the hat", keys=["hat"])], chat=True)
         smollm2.tokenizer.chat_template = None
         with pytest.raises(BadInput, match="no chat template"):
-            Scope.from_model(smollm2.model, smollm2.tokenizer, check=False).encode([PROMPT], chat=True)
+            Scope.from_model(smollm2.model, smollm2.tokenizer, check=False).encode(
+                [PROMPT], chat=True
+            )
     finally:
         smollm2.tokenizer.chat_template = before
     assert find_span("category cat, cats", "cat") == (9, 12)

@@ -1,4 +1,6 @@
-"""How far a long run is: one line on a terminal, a line a minute in a log, and nothing of other libraries."""
+"""How far a long run is: one line on a terminal, a line a minute in a log, and nothing of other
+libraries.
+"""
 
 import io
 import logging
@@ -50,7 +52,9 @@ def test_a_log_gets_a_line_a_minute_over_all_passes(clock, caplog):
     assert caplog.messages[-2] == "fitting L1H0: 29 of 32 examples, 0:01:30 left"
 
 
-def test_a_terminal_shows_one_line_below_what_is_logged_and_it_is_gone_at_the_end(monkeypatch, caplog):
+def test_a_terminal_shows_one_line_below_what_is_logged_and_it_is_gone_at_the_end(
+    monkeypatch, caplog
+):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", "40")

@@ -22,16 +22,24 @@ def test_families_are_refused_for_their_true_cause(family: str) -> None:
         Scope.from_model(tiny_model(family))
 
 
-def test_sound_a_learned_position_bias_and_a_replaced_forward_are_refused_as_what_they_are() -> None:
+def test_sound_a_learned_position_bias_and_a_replaced_forward_are_refused_as_what_they_are() -> (
+    None
+):
     config = tiny_config("whisper", pad_token_id=1, decoder_start_token_id=1)
     with pytest.raises(BadInput, match="WhisperForAudioClassification reads input_features"):
         Scope.from_model(WhisperForAudioClassification(config))
     with pytest.raises(BadInput, match="adds a learned position_bias to its logits"):
-        Scope.from_model(T5EncoderModel(AutoConfig.for_model("t5", vocab_size=100, d_model=64, d_kv=16, num_layers=2)))
+        Scope.from_model(
+            T5EncoderModel(
+                AutoConfig.for_model("t5", vocab_size=100, d_model=64, d_kv=16, num_layers=2)
+            )
+        )
     model = tiny_model("llama")
     for layer in model.model.layers:
         layer.self_attn.forward = types.MethodType(own_code, layer.self_attn)
-    with pytest.raises(BadInput, match=r"never call transformers' attention interface .*their forward was replaced"):
+    with pytest.raises(
+        BadInput, match=r"never call transformers' attention interface .*their forward was replaced"
+    ):
         Scope.from_model(model)
 
 

@@ -1,4 +1,6 @@
-"""What answers say: controls counted, no head below chance, tokens with their blanks, and no parts that do not sum."""
+"""What answers say: controls counted, no head below chance, tokens with their blanks, and no parts
+that do not sum.
+"""
 
 import re
 
@@ -18,13 +20,20 @@ WORDS = "hat jam cat pen hat jam"
 def test_controls_are_counted_once_each_and_few_heads_are_joined_by_the_next_layers(nano):
     found = qk.why(nano, WORDS, "L1H0", draws=20)
     one, two = (row for row in found.tables["cuts"] if row["side"] == "key" and row["k"] <= 2)
-    assert (one["draws"], one["sets"], one["verdict"]) == (20, 3, "untested")  # layer 0 has three other heads
+    assert (one["draws"], one["sets"], one["verdict"]) == (
+        20,
+        3,
+        "untested",
+    )  # layer 0 has three other heads
     assert (two["sets"], two["verdict"]) == (1, "untested")
     assert "(the one other set of heads: " in qk.trace(nano, WORDS, "L1H0").answer
     deeper = qk.why(nano, WORDS, "L2H3", draws=20)
     for row in deeper.tables["cuts"]:
         assert row["sets"] <= row["draws"]
-        assert (row["verdict"] == "untested") == (row["sets"] < FEW) or row["verdict"] in ("unattended", "vacuous")
+        assert (row["verdict"] == "untested") == (row["sets"] < FEW) or row["verdict"] in (
+            "unattended",
+            "vacuous",
+        )
     addresses = parse_writers([f"L{layer}H{i}" for layer in (0, 1) for i in range(4)])
     near = {draw_alike([0], addresses, seed)[0] for seed in range(60)}
     wide = {draw_alike([0], addresses, seed, least=FEW)[0] for seed in range(60)}
@@ -45,7 +54,9 @@ def test_tokens_of_sentencepiece_keep_their_blank(nano):
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"<unk>": 0, "▁Mary": 1, "▁gave": 2, "n": 3, "▁": 4}
-    made = Tokenizer(models.Unigram([(token, -float(i)) for token, i in vocabulary.items()], 0, False))
+    made = Tokenizer(
+        models.Unigram([(token, -float(i)) for token, i in vocabulary.items()], 0, False)
+    )
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
     scope = qk.Scope(nano.model, PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>"))
@@ -58,7 +69,9 @@ PROMPT = "hat jam cat pen cup hat jam cat pen cup hat jam cat pen cup hat"
 
 
 class Rescaled(nn.Linear):
-    """Queries rescaled by a number that depends on themselves, from some length on: no norm explains it."""
+    """Queries rescaled by a number that depends on themselves, from some length on: no norm
+    explains it.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = super().forward(x)
@@ -70,7 +83,9 @@ def broken(nano) -> qk.Scope:
     model = qk.Scope.load("nano:mixed", check=False).model
     for layer in model.model.layers:
         layer.self_attn.q_proj.__class__ = Rescaled
-    return qk.Scope.from_model(model, nano.tokenizer, name="rescaled")  # passes every check, on its short prompts
+    return qk.Scope.from_model(
+        model, nano.tokenizer, name="rescaled"
+    )  # passes every check, on its short prompts
 
 
 def test_why_gives_no_shares_of_parts_that_do_not_sum(broken):
@@ -84,7 +99,9 @@ def test_why_gives_no_shares_of_parts_that_do_not_sum(broken):
     assert {"writers", "cuts"} <= set(short.tables)
 
 
-@pytest.mark.parametrize(("what", "heads"), [("prompt", "L1H0,L2H3"), ("task", "L1H0"), ("texts", "all")])
+@pytest.mark.parametrize(
+    ("what", "heads"), [("prompt", "L1H0,L2H3"), ("task", "L1H0"), ("texts", "all")]
+)
 def test_trace_gives_no_shares_of_parts_that_do_not_sum(broken, what, heads):
     asked = {"prompt": PROMPT, "task": qk.tasks.induction(seed=0), "texts": [PROMPT] * 4}[what]
     found = qk.trace(broken, asked, heads, 4, draws=2, whole=False, progress=False)

@@ -1,4 +1,6 @@
-"""Files from strangers, and run folders that somebody edited: what they claim is checked, and nothing of it is run."""
+"""Files from strangers, and run folders that somebody edited: what they claim is checked, and
+nothing of it is run.
+"""
 
 import json
 import re
@@ -35,13 +37,17 @@ def fit(kept, tmp_path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "fit"))
 
 
-def test_sums_that_claim_another_shape_or_belong_elsewhere_are_refused(tmp_path, scope, fit, monkeypatch):
+def test_sums_that_claim_another_shape_or_belong_elsewhere_are_refused(
+    tmp_path, scope, fit, monkeypatch
+):
     moments = Moments(["L0H0"], ["order"], 4, replicates=3, about={"model": "m", "n": 1})
     claimed = {**moments.manifest(), "replicates": 10**7}
     write_tensors(tmp_path / "m.safetensors", "moments", moments.tensors(), claimed)
     with pytest.raises(BadInput, match="is missing or of another shape"):
         Moments.load(tmp_path / "m.safetensors")
-    header = json.dumps({"a": {"dtype": "F64", "shape": [10**12], "data_offsets": [0, 8 * 10**12]}}).encode()
+    header = json.dumps(
+        {"a": {"dtype": "F64", "shape": [10**12], "data_offsets": [0, 8 * 10**12]}}
+    ).encode()
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     with pytest.raises(BadInput, match="damaged"):
         read_tensors(tmp_path / "x.safetensors", "sums")
@@ -59,7 +65,9 @@ def test_sums_that_claim_another_shape_or_belong_elsewhere_are_refused(tmp_path,
 def test_names_in_a_run_folder_do_not_lead_out_of_it(scope, tmp_path):
     secret = tmp_path / "secret.jsonl"
     keys = [{"text": "A", "labels": {"mine": 1}}, {"text": "B", "labels": {"mine": -1}}]
-    secret.write_text("\n".join(json.dumps({"prompt": f"A B {word}", "keys": keys}) for word in OBJECTS[:12]))
+    secret.write_text(
+        "\n".join(json.dumps({"prompt": f"A B {word}", "keys": keys}) for word in OBJECTS[:12])
+    )
     fit = tmp_path / "runs" / "fit"
     decompose(scope, tasks.from_jsonl(secret), ["L0H1"], 4, out=fit, batch_size=4)
     (fit / "secret.jsonl").unlink()
@@ -78,13 +86,17 @@ def test_a_fit_without_its_sums_is_not_fitted_again_in_silence(scope, fit, monke
         patched.setattr(Scope, "capture_inputs", None)  # nor does a whole one run the model
         assert load(fit, scope).table() == before
     (fit / sums_file("order")).unlink()
-    with pytest.raises(BadInput, match=r"order\.safetensors is missing, .* run decompose again to make it"):
+    with pytest.raises(
+        BadInput, match=r"order\.safetensors is missing, .* run decompose again to make it"
+    ):
         load(fit, scope)
     assert not (fit / sums_file("order")).exists()
 
 
 def test_nothing_is_evaluated_unpickled_or_run_from_a_model():
-    bad = re.compile(r"(?<![.\w])(eval|exec)\(|pickle\.|torch\.load\(|trust_remote_code=True|shell=True|os\.system")
+    bad = re.compile(
+        r"(?<![.\w])(eval|exec)\(|pickle\.|torch\.load\(|trust_remote_code=True|shell=True|os\.system"
+    )
     source = Path(torch.__file__).parent  # the pattern finds what it looks for somewhere
     assert bad.search((source / "serialization.py").read_text())
     for path in (Path(__file__).parents[1] / "src").rglob("*.py"):
@@ -92,14 +104,33 @@ def test_nothing_is_evaluated_unpickled_or_run_from_a_model():
 
 
 _odd = st.sampled_from(
-    ["</script>", "</SCRIPT >", "<!--", "-->", "<script", "]]>", "\u2028", "\x00", "\ud800", "👩‍🔬", "&lt;", "{{ 7 }}"]
+    [
+        "</script>",
+        "</SCRIPT >",
+        "<!--",
+        "-->",
+        "<script",
+        "]]>",
+        "\u2028",
+        "\x00",
+        "\ud800",
+        "👩‍🔬",
+        "&lt;",
+        "{{ 7 }}",
+    ]
 )
 _tokens = st.lists(_odd | st.text(max_size=4), max_size=4).map("".join)
 _numbers = st.floats() | st.integers(-(10**40), 10**40) | st.booleans() | st.none()
 
 
 @settings(max_examples=100)
-@given(st.recursive(_tokens | _numbers, lambda inner: st.lists(inner) | st.dictionaries(_tokens, inner), max_leaves=9))
+@given(
+    st.recursive(
+        _tokens | _numbers,
+        lambda inner: st.lists(inner) | st.dictionaries(_tokens, inner),
+        max_leaves=9,
+    )
+)
 def test_data_in_a_script_element_reads_back_and_cannot_end_it(value):
     text = str(script_json(value))
     assert json.loads(text) == plain_value(value)
@@ -110,18 +141,30 @@ def test_data_in_a_script_element_reads_back_and_cannot_end_it(value):
 def test_a_run_folder_of_any_text_reads_back(tmp_path):
     """Half a surrogate too, which UTF-8 cannot hold and JSON can."""
     text = "a\ud800\u2028👩é\x00<"
-    result = Result("odd", {"table": [{"token": text}]}, answer=text, provenance={"asked": {"prompt": text}})
+    result = Result(
+        "odd", {"table": [{"token": text}]}, answer=text, provenance={"asked": {"prompt": text}}
+    )
     found = Result.read(result.write(tmp_path / "run"))
-    assert (found.tables, found.answer, found.provenance["asked"]["prompt"]) == (result.tables, text, text)
+    assert (found.tables, found.answer, found.provenance["asked"]["prompt"]) == (
+        result.tables,
+        text,
+        text,
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than",
+        ),
         ("{{ messages[0].content }}{{ ''.__class__.__mro__ }}", "fails with SecurityError"),
         ("{{ messages[0].content }}{{ 'a' * 10 ** 10 }}", "is more than a template needs"),
-        ("{{ messages[0].content }}{{ ('a' * 1000000) ~ ('a' * 1000000) }}", r"makes 2,000,\d+ characters of"),
+        (
+            "{{ messages[0].content }}{{ ('a' * 1000000) ~ ('a' * 1000000) }}",
+            r"makes 2,000,\d+ characters of",
+        ),
         ("{{ messages[0].content }}{{ range(10 ** 9) }}", "fails with OverflowError"),
         ("{{ messages[0].content }}{{ raise_exception('no') }}", "fails with TemplateError"),
         (None, "ask without chat"),

@@ -1,4 +1,6 @@
-"""Singular bases, and relative attention split over them: exact on the model's own logits, and dense products."""
+"""Singular bases, and relative attention split over them: exact on the model's own logits, and
+dense products.
+"""
 
 import pytest
 import torch
@@ -67,11 +69,15 @@ def test_components_add_up_to_every_logit_also_of_a_head_with_dead_dimensions():
     generator = torch.Generator().manual_seed(1)
     w_q, w_k = (torch.randn(1, 4, 9, generator=generator, dtype=torch.float64) for _ in range(2))
     w_q[0, 3] = w_q[0, 0] - w_q[0, 1]
-    basis = basis_of_weights([Head(0, 0)], (w_q, w_k, torch.ones(1), torch.zeros(1, 4)), [False])["L0H0"]
+    basis = basis_of_weights([Head(0, 0)], (w_q, w_k, torch.ones(1), torch.zeros(1, 4)), [False])[
+        "L0H0"
+    ]
     x, k = torch.randn(9, generator=generator, dtype=torch.float64), torch.randn(4, dtype=torch.float64,
                                                                                   generator=generator)  # fmt: skip
     q = w_q[0] @ x
-    assert float(q @ components(basis.read, range(4)).matrix() @ k - q @ k) == pytest.approx(0, abs=1e-9)
+    assert float(q @ components(basis.read, range(4)).matrix() @ k - q @ k) == pytest.approx(
+        0, abs=1e-9
+    )
 
 
 def everywhere(model):
@@ -90,12 +96,16 @@ def everywhere(model):
 
 def split(scope, inputs, places, attended, basis):
     """The relative attention of every head on one key of each row."""
-    captured = scope.capture_inputs(inputs, places=places, heads=list(basis.heads), space="query_frame")
+    captured = scope.capture_inputs(
+        inputs, places=places, heads=list(basis.heads), space="query_frame"
+    )
     return relative_rows(captured, attended[:, None], basis)
 
 
 def model_logits(model, inputs, places):
-    """What the attention call itself was given: scale · q·k before cap and mask, and which keys the query sees."""
+    """What the attention call itself was given: scale · q·k before cap and mask, and which keys the
+    query sees.
+    """
     calls = []
     with torch.no_grad(), tap(model, calls.append):
         hidden = model(**inputs, output_hidden_states=True).hidden_states
@@ -103,7 +113,9 @@ def model_logits(model, inputs, places):
     for call in calls:
         k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1)
         q = call.q[places.row, :, places.query]
-        logits.append(call.scale * torch.einsum("bhd,bhtd->bht", q.double(), k[places.row].double()))
+        logits.append(
+            call.scale * torch.einsum("bhd,bhtd->bht", q.double(), k[places.row].double())
+        )
         mask = call.mask_rows(places.row, places.query).expand(-1, q.shape[1], -1)
         seen.append(mask.isfinite() & places.key_mask[:, None])
     return torch.cat(logits, dim=1), torch.cat(seen, dim=1), hidden
@@ -125,23 +137,44 @@ def test_terms_sum_to_the_relative_logit_of_the_models_own_call(family):
     assert not bool(found.relative.isnan().any())
     assert float((found.relative - expected).abs().max()) < 1e-4 * size
     assert float((found.terms.sum(-1) + found.constant - expected).abs().max()) < 1e-4 * size
-    # the coordinates are what they are called: the singular vectors against the layer's own normalised input
+    # the coordinates are what they are called: the singular vectors against the layer's own
+    # normalised input
     for layer in sorted({head.layer for head in basis.heads}):
         own = [i for i, head in enumerate(basis.heads) if head.layer == layer]
         x = normalised_input(scope, layer, hidden[layer])[places.row, places.query].double()
-        # a component that the queries do not have (QK-norm takes their mean out) has no coordinate either
+        # a component that the queries do not have (QK-norm takes their mean out) has no coordinate
+        # either
         size_of = basis.read[own].norm(dim=-2)
-        alpha, turned = torch.einsum("bx,hxm->bhm", x, basis.U[own].double()) * size_of, found.query[:, own] * size_of
-        if family in ("qwen3", "cohere", "olmo2", "persimmon", "stablelm", "qwen3_next"):  # QK-norm's scalar
-            alpha = alpha * (alpha * turned).sum(-1, keepdim=True) / alpha.square().sum(-1, keepdim=True)
+        alpha, turned = (
+            torch.einsum("bx,hxm->bhm", x, basis.U[own].double()) * size_of,
+            found.query[:, own] * size_of,
+        )
+        if family in (
+            "qwen3",
+            "cohere",
+            "olmo2",
+            "persimmon",
+            "stablelm",
+            "qwen3_next",
+        ):  # QK-norm's scalar
+            alpha = (
+                alpha
+                * (alpha * turned).sum(-1, keepdim=True)
+                / alpha.square().sum(-1, keepdim=True)
+            )
         assert float((turned - alpha).abs().max()) < 2e-3 * float(turned.abs().max())
 
 
 def test_a_key_outside_the_window_has_no_relative_attention():
     scope = Scope.from_model(tiny_model("mistral"), check=False)
     inputs = scope.encode([Example(ids=tuple(range(5, 17)))]).inputs
-    captured = scope.capture_inputs(inputs, places=rows_from(inputs, 11), heads=["L0H0"], space="query_frame")
-    out, near = (relative_rows(captured, torch.tensor([[i]]), singular_basis(scope, "L0H0")).relative for i in (0, 10))
+    captured = scope.capture_inputs(
+        inputs, places=rows_from(inputs, 11), heads=["L0H0"], space="query_frame"
+    )
+    out, near = (
+        relative_rows(captured, torch.tensor([[i]]), singular_basis(scope, "L0H0")).relative
+        for i in (0, 10)
+    )
     logits = (captured.k[0, 0] @ captured.q[0, 0] * captured.scale[0])[8:]  # a window of four keys
     assert bool(out.isnan())
     assert float(near) == pytest.approx(float(logits[2] - logits[[0, 1, 3]].mean()), rel=1e-4)
@@ -181,7 +214,9 @@ def test_the_gram_way_gives_a_qr_of_any_weights_and_with_jacobi_the_thin_svd():
     (q, r), (q_k, r_k) = gram_qr(w_q), gram_qr(w_k)
     a, s, b = jacobi_svd(r @ r_k.mT)
     u, values, v = thin_svd(w_q, w_k)
-    signs = ((q @ a) * u).sum(1, keepdim=True).sign()  # of a pair of singular vectors no sign is the right one
+    signs = (
+        ((q @ a) * u).sum(1, keepdim=True).sign()
+    )  # of a pair of singular vectors no sign is the right one
     assert torch.allclose(s, values)
     assert torch.allclose(q @ a * signs, u)
     assert torch.allclose(q_k @ b * signs, v)
@@ -189,13 +224,20 @@ def test_the_gram_way_gives_a_qr_of_any_weights_and_with_jacobi_the_thin_svd():
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
-def test_spectra_relative_attention_and_counts_of_gpt2_and_pythia_are_those_of_dense_products(family):
-    """Written apart: the gain folded in, centred; queries and keys have biases, which read a constant 1."""
+def test_spectra_relative_attention_and_counts_of_gpt2_and_pythia_are_those_of_dense_products(
+    family,
+):
+    """Written apart: the gain folded in, centred; queries and keys have biases, which read a
+    constant 1.
+    """
     scope = scope_of(family)
     block = scope.model.transformer.h[1] if family == "gpt2" else scope.model.gpt_neox.layers[1]
     norm = block.ln_1 if family == "gpt2" else block.input_layernorm
     if family == "gpt2":  # all queries, all keys, all values
-        W, b = (x.unflatten(0, (3, scope.n_heads, -1)) for x in (block.attn.c_attn.weight.T, block.attn.c_attn.bias))
+        W, b = (
+            x.unflatten(0, (3, scope.n_heads, -1))
+            for x in (block.attn.c_attn.weight.T, block.attn.c_attn.bias)
+        )
     else:  # head by head its query, key and value
         both = block.attention.query_key_value.weight, block.attention.query_key_value.bias
         W, b = (x.unflatten(0, (scope.n_heads, 3, -1)).transpose(0, 1) for x in both)
@@ -208,15 +250,24 @@ def test_spectra_relative_attention_and_counts_of_gpt2_and_pythia_are_those_of_d
     dense = torch.linalg.svdvals(full[0].mT @ full[1])[:, : basis.S.shape[1]]
     torch.testing.assert_close(basis.S.double(), dense, rtol=1e-5, atol=1e-5)
     ids, key = torch.arange(5, 14), 3
-    inputs, others = scope.encode([Example(ids=tuple(ids.tolist()))]).inputs, [i for i in range(len(ids)) if i != key]
+    inputs, others = (
+        scope.encode([Example(ids=tuple(ids.tolist()))]).inputs,
+        [i for i in range(len(ids)) if i != key],
+    )
     x = scope.model(ids[None], output_hidden_states=True).hidden_states[1][0].double()
     x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
     x = torch.cat([x, torch.ones(len(ids), 1)], dim=-1)
     U, k = torch.linalg.svd(full[0].mT @ full[1])[0][..., : basis.S.shape[1]], x @ full[1].mT
-    if family == "gpt_neox":  # the first quarter of each key is turned, by how far it stands from the query
-        angle = (torch.arange(len(ids)) - len(ids) + 1.0)[:, None] * torch.tensor([1.0, 10_000**-0.5])
+    if (
+        family == "gpt_neox"
+    ):  # the first quarter of each key is turned, by how far it stands from the query
+        angle = (torch.arange(len(ids)) - len(ids) + 1.0)[:, None] * torch.tensor(
+            [1.0, 10_000**-0.5]
+        )
         a, b, rest = k.split([2, 2, k.shape[-1] - 4], dim=-1)
-        k = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], dim=-1)
+        k = torch.cat(
+            [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest], dim=-1
+        )
     away = k[:, key] - k[:, others].mean(1)
     terms = (x[-1] @ U) * torch.einsum("hdm,hd->hm", full[0] @ U, away) / k.shape[-1] ** 0.5
     captured = scope.capture_inputs(inputs, places=rows_from(inputs, len(ids) - 1), heads=list(basis.heads),

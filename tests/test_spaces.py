@@ -1,4 +1,6 @@
-"""Three spaces: rotation adds position to content; the query's frame keeps the logits and forgets where it stands."""
+"""Three spaces: rotation adds position to content; the query's frame keeps the logits and forgets
+where it stands.
+"""
 
 import pytest
 import torch
@@ -21,11 +23,15 @@ def capture(scope: Scope, space: str, shift: int = 0) -> Capture:
 
 @pytest.fixture(scope="module", params=ROTATED)
 def scope(request: pytest.FixtureRequest) -> Scope:
-    far = {"max_position_embeddings": 2048} if request.param in ("gptj", "codegen") else {}  # their angles are a table
+    far = (
+        {"max_position_embeddings": 2048} if request.param in ("gptj", "codegen") else {}
+    )  # their angles are a table
     return Scope.from_model(tiny_model(request.param, **far), check=False)
 
 
-def test_the_query_frame_forgets_the_absolute_position_and_pre_rope_holds_none(scope: Scope) -> None:
+def test_the_query_frame_forgets_the_absolute_position_and_pre_rope_holds_none(
+    scope: Scope,
+) -> None:
     post, frame = capture(scope, "post_rope"), capture(scope, "query_frame")
     torch.testing.assert_close(frame.rows().logits(), post.rows().logits(), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(frame.attention(), post.attention(), atol=1e-5, rtol=0)
@@ -35,13 +41,17 @@ def test_the_query_frame_forgets_the_absolute_position_and_pre_rope_holds_none(s
     assert (far_frame.k - frame.k).abs().max() / unit < 1e-4
     assert (far_post.k - post.k).abs().max() / unit > 0.1  # the test would see it
     near, far = capture(scope, "pre_rope"), capture(scope, "pre_rope", 1000)
-    first = [slot for slot, head in enumerate(near.heads) if head.layer == 0]  # later layers read rotated attention
+    first = [
+        slot for slot, head in enumerate(near.heads) if head.layer == 0
+    ]  # later layers read rotated attention
     assert torch.equal(near.q[:, first], far.q[:, first])
     post = capture(scope, "post_rope")
     if scope.model.config.model_type == "gpt_oss":
         return  # its rotation at position 0 still scales
     groups = sorted({int(near.kv_of_head[slot]) for slot in first})
-    torch.testing.assert_close(near.k[:, groups, 0], post.k[:, groups, 0])  # position 0: no rotation
+    torch.testing.assert_close(
+        near.k[:, groups, 0], post.k[:, groups, 0]
+    )  # position 0: no rotation
     assert (near.k[:, groups, 1] - post.k[:, groups, 1]).abs().max() > 0.01
 
 

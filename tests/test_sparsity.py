@@ -37,13 +37,17 @@ def test_terms_sum_to_the_relative_logit_and_masked_keys_do_not_count():
     terms = (QUERIES @ u) * s * (key_difference(KEYS, ATTENDED) @ v)
     attended = logits[torch.arange(50), ATTENDED]
     torch.testing.assert_close(terms.sum(-1), attended - (logits.sum(1) - attended) / 5)
-    alpha, gamma = singular_coordinates(W_Q @ u, QUERIES @ W_Q.mT, key_difference(KEYS @ W_K.mT, ATTENDED))
+    alpha, gamma = singular_coordinates(
+        W_Q @ u, QUERIES @ W_Q.mT, key_difference(KEYS @ W_K.mT, ATTENDED)
+    )
     torch.testing.assert_close(alpha * gamma, terms)
     mask = torch.ones(50, 6, dtype=torch.bool)
     mask[:, 5] = False
     attended, changed = ATTENDED.clamp_max(4), KEYS.clone()
     changed[:, 5] = torch.nan
-    torch.testing.assert_close(key_difference(changed, attended, mask), key_difference(KEYS[:, :5], attended))
+    torch.testing.assert_close(
+        key_difference(changed, attended, mask), key_difference(KEYS[:, :5], attended)
+    )
     with pytest.raises(BadInput, match="longer prompt"):
         key_difference(KEYS[:, :1], torch.zeros(50, dtype=torch.int64))
 
@@ -67,7 +71,9 @@ def test_sparsity_and_counts_of_terms_are_what_they_say_and_null_counts_of_rando
     single = torch.zeros(1, 64, dtype=torch.float64)
     single[0, 3] = 5.0
     assert float(reconstruction_count(single)) == 1
-    assert float(null_count(single, draws=200)) > 2, "few random terms reach the sum as well, but more than one"
+    assert float(null_count(single, draws=200)) > 2, (
+        "few random terms reach the sum as well, but more than one"
+    )
     even = torch.ones(1, 8, dtype=torch.float64)
     assert float(null_count(even)) == 8
     assert float(cancellation(even)) == 1.0
@@ -78,7 +84,9 @@ def test_a_rotated_basis_loses_sparsity_and_drawn_directions_are_what_rotations_
     """Queries and keys that hold one feature each, along the singular vectors."""
     turns = random_rotations(5, 8, seed=1)
     torch.testing.assert_close(turns @ turns.mT, torch.eye(5, dtype=torch.float64).expand(8, 5, 5))
-    which = one_hot(torch.randint(10, (200,), generator=torch.Generator().manual_seed(0)), 10).double()
+    which = one_hot(
+        torch.randint(10, (200,), generator=torch.Generator().manual_seed(0)), 10
+    ).double()
     query, difference = which + 0.01 * drawn(200, 10), which + 0.01 * drawn(200, 10, seed=1)
     s = torch.ones(10, dtype=torch.float64)
     assert float(sparsity(query * s * difference).mean()) < 0.11
@@ -89,6 +97,8 @@ def test_a_rotated_basis_loses_sparsity_and_drawn_directions_are_what_rotations_
     by_matrix = sparsity(rotated_terms(alpha, s, beta, 2000)).mean()
     by_prompt = sparsity(turned_terms(alpha.expand(200, 1, 12), s[None], 20, range(200))).mean()
     assert float(by_prompt) == pytest.approx(float(by_matrix), abs=0.008)
-    one, other = (torch.einsum("abm,rmn->rabn", x, random_rotations(12, 2000, 0)) for x in (alpha, beta))
+    one, other = (
+        torch.einsum("abm,rmn->rabn", x, random_rotations(12, 2000, 0)) for x in (alpha, beta)
+    )
     ours = shared_sparsity(alpha.expand(200, 1, 12), beta.expand(200, 1, 12), 20, range(200)).mean()
     assert float(ours) == pytest.approx(float(sparsity(one * other).mean()), abs=0.008)

@@ -1,4 +1,6 @@
-"""Facts about sweeps: nulls beside every number, what is done is not redone, copies and gaps refused by name."""
+"""Facts about sweeps: nulls beside every number, what is done is not redone, copies and gaps
+refused by name.
+"""
 
 import json
 
@@ -7,7 +9,16 @@ import torch
 
 from qkscope import BadInput, Scope, tasks
 from qkscope.analyses import sparsity as module
-from qkscope.analyses.circuits import CIRCUITS, DUTIES, Duty, Edge, find_circuit, locate, parse_edges, rows_from
+from qkscope.analyses.circuits import (
+    CIRCUITS,
+    DUTIES,
+    Duty,
+    Edge,
+    find_circuit,
+    locate,
+    parse_edges,
+    rows_from,
+)
 from qkscope.analyses.sparsity import checkpoints, group_difference, sparsity, sweep
 from qkscope.analyses.split import relative_rows, singular_basis
 from qkscope.heads import Head
@@ -26,9 +37,17 @@ def words():
     from transformers import PreTrainedTokenizerFast
 
     text = " ".join([*NAMES, *PLACES, *THINGS, *TEMPLATES, "Words:", ",", "."])
-    splitter = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
-    vocabulary = ["<pad>", "<unk>", *dict.fromkeys(piece for piece, _ in splitter.pre_tokenize_str(text))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    splitter = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+    )
+    vocabulary = [
+        "<pad>",
+        "<unk>",
+        *dict.fromkeys(piece for piece, _ in splitter.pre_tokenize_str(text)),
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = splitter
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
 
@@ -48,11 +67,16 @@ def run_folder(tmp_path_factory, words):
 def test_edges_and_checkpoints_are_read_as_they_are_printed(run_folder):
     task, published = tasks.ioi(), CIRCUITS["gpt2", "ioi"]
     edges = parse_edges("L9H9, L5H5:S2>S1+1", task)
-    assert edges == [Edge(Head(9, 9), Duty("answer", "query", "answer")), Edge(Head(5, 5), DUTIES["ioi"][1])]
+    assert edges == [
+        Edge(Head(9, 9), Duty("answer", "query", "answer")),
+        Edge(Head(5, 5), DUTIES["ioi"][1]),
+    ]
     assert parse_edges(",".join(map(str, published[:2])), task) == published[:2]
     assert parse_edges("gpt2,L9H9:END>IO", task) == published
     assert [c.label for c in checkpoints(str(run_folder), "step20,step0")] == ["step0", "step20"]
-    both = checkpoints("EleutherAI/pythia-160m", "seed2-step20,seed1-step20,step3")  # the same step is no copy
+    both = checkpoints(
+        "EleutherAI/pythia-160m", "seed2-step20,seed1-step20,step3"
+    )  # the same step is no copy
     assert [c.revision for c in both] == ["step3", "seed2-step20", "seed1-step20"]
 
 
@@ -89,7 +113,11 @@ def test_a_planted_previous_token_head_is_found(words):
         model.transformer.h[0].ln_1.weight.fill_(1.0)
         model.transformer.h[0].ln_1.bias.zero_()
     scope = Scope.from_model(model, words)
-    best = next(edge for edge in find_circuit(scope, tasks.ioi(), n=16, top=1) if edge.duty.role == "previous token")
+    best = next(
+        edge
+        for edge in find_circuit(scope, tasks.ioi(), n=16, top=1)
+        if edge.duty.role == "previous token"
+    )
     assert best.head == Head(0, 0)
 
 
@@ -116,14 +144,22 @@ def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
     assert row["positive"] == len(counted) / 5
     if counted:
         assert row["count_tol"] == pytest.approx(sum(counted) / len(counted))
-        assert 1 <= row["count_tol_null"] <= row["count_null"]  # random terms reach 99% no later than all of it
+        assert (
+            1 <= row["count_tol_null"] <= row["count_null"]
+        )  # random terms reach 99% no later than all of it
     assert row["low"] <= row["difference"] <= row["high"]
-    torch.testing.assert_close(found.arrays["terms_first"][0], each[0].terms[0, 0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        found.arrays["terms_first"][0], each[0].terms[0, 0], rtol=1e-4, atol=1e-6
+    )
     assert [row["circuit"] for row in found.table()] == [True, True, False, False]
 
 
-def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder, tmp_path, monkeypatch):
-    """Heads are looked for in the last checkpoint alone; one that fails leaves those before it done."""
+def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(
+    run_folder, tmp_path, monkeypatch
+):
+    """Heads are looked for in the last checkpoint alone; one that fails leaves those before it
+    done.
+    """
     looked, load = [], Scope.load
 
     def stopping(name, **options):
@@ -153,7 +189,9 @@ def test_a_sweep_orders_its_checkpoints_and_goes_on_where_it_stopped(run_folder,
 
 def test_a_change_is_measured_on_the_same_prompts():
     generator = torch.Generator().manual_seed(0)
-    level = torch.rand(1, 40, generator=generator, dtype=torch.float64)  # prompts differ far more than checkpoints
+    level = torch.rand(
+        1, 40, generator=generator, dtype=torch.float64
+    )  # prompts differ far more than checkpoints
     before = {"sparsity": level.expand(3, -1), "rotated": torch.zeros(3, 40, dtype=torch.float64)}
     after = {**before, "sparsity": before["sparsity"] - 0.05}
     mean, low, high = group_difference(after, [0, 2], before)
@@ -171,7 +209,9 @@ def test_a_change_is_measured_on_the_same_prompts():
         ("EleutherAI/pythia-160m", "all", "are not known here"),
     ],
 )
-def test_revisions_that_do_not_exist_or_are_copies_are_refused_by_name(run_folder, tmp_path, model, revisions, says):
+def test_revisions_that_do_not_exist_or_are_copies_are_refused_by_name(
+    run_folder, tmp_path, model, revisions, says
+):
     with pytest.raises(BadInput, match=says):
         sweep(model.format(run=run_folder), tasks.ioi(), revisions, out=tmp_path / "out", **SMALL)
     assert not (tmp_path / "out").exists()

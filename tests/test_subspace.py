@@ -42,7 +42,9 @@ def test_a_silently_wrong_svd_is_caught_and_done_again(monkeypatch):
 
 
 def test_an_energy_rank_is_the_smallest_and_a_subspace_recovers_planted_directions():
-    s = torch.tensor([[3.0, 1.0, 0.1, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1e-9, 0.0, 0.0]])
+    s = torch.tensor(
+        [[3.0, 1.0, 0.1, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1e-9, 0.0, 0.0]]
+    )
     assert energy_rank(s).tolist() == [2, 4, 0, 1]
     assert energy_rank(s, 0.5).tolist() == [1, 2, 0, 1]
     assert energy_rank(s, 1.0).tolist()[1] == 4
@@ -77,7 +79,9 @@ def test_shared_directions_count_once_and_oblique_projectors_annihilate_the_othe
     for i, p in enumerate(projectors):
         torch.testing.assert_close(p.matrix() @ p.matrix(), p.matrix(), atol=1e-8, rtol=0)
         for j, basis in enumerate(bases):
-            torch.testing.assert_close(p.matrix() @ basis, basis if i == j else 0 * basis, atol=1e-8, rtol=0)
+            torch.testing.assert_close(
+                p.matrix() @ basis, basis if i == j else 0 * basis, atol=1e-8, rtol=0
+            )
     joint = joint_basis(bases)
     total = sum(p.matrix() for p in projectors)
     torch.testing.assert_close(total, joint @ joint.mT, atol=1e-8, rtol=0)

@@ -13,7 +13,19 @@ from qkscope.examples import Example, Key
 from qkscope.runs.work import stream
 from qkscope_papers.families import tiny_model
 
-DECODERS = ["llama", "qwen3", "phi3", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss", "gptj", "mpt", "falcon"]
+DECODERS = [
+    "llama",
+    "qwen3",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "gpt_neox",
+    "opt",
+    "gpt_oss",
+    "gptj",
+    "mpt",
+    "falcon",
+]
 
 
 def examples() -> list[Example]:
@@ -40,11 +52,18 @@ def test_softmax_of_captured_logits_and_rest_is_the_models_attention(scope: Scop
         row = reference[head.layer][torch.arange(3), head.index, captured.query_positions]
         theirs = row.gather(-1, captured.key_positions) * captured.key_mask
         torch.testing.assert_close(ours[:, slot], theirs, atol=1e-5, rtol=0)
-        named = torch.zeros_like(row).scatter_add(-1, captured.key_positions, captured.key_mask.to(row))
-        largest = torch.where(row.masked_fill(named > 0, -1).amax(-1) > theirs.amax(-1), -1, theirs.argmax(-1))
+        named = torch.zeros_like(row).scatter_add(
+            -1, captured.key_positions, captured.key_mask.to(row)
+        )
+        largest = torch.where(
+            row.masked_fill(named > 0, -1).amax(-1) > theirs.amax(-1), -1, theirs.argmax(-1)
+        )
         assert torch.equal(captured.rows().largest()[:, slot], largest)
-        # what is left over goes to the keys nobody named and to the sink; without a sink the row sums to 1
-        unnamed = torch.softmax(torch.cat([captured.rows().logits(), captured.rest[..., None]], -1), -1)[:, slot, -1]
+        # what is left over goes to the keys nobody named and to the sink; without a sink the row
+        # sums to 1
+        unnamed = torch.softmax(
+            torch.cat([captured.rows().logits(), captured.rest[..., None]], -1), -1
+        )[:, slot, -1]
         if scope.model.config.model_type != "gpt_oss":
             torch.testing.assert_close(unnamed, row.sum(-1) - theirs.sum(-1), atol=1e-5, rtol=0)
 
@@ -54,7 +73,12 @@ def by_example(batches: list) -> dict[int, tuple[torch.Tensor, ...]]:
     for batch in batches:
         for row, example in enumerate(batch.example.tolist()):
             own = batch.key_mask[row]
-            parts[example] = (batch.q[row], batch.k[row][:, own], batch.bias[row][:, own], batch.rest[row])
+            parts[example] = (
+                batch.q[row],
+                batch.k[row][:, own],
+                batch.bias[row][:, own],
+                batch.rest[row],
+            )
     return parts
 
 
@@ -62,7 +86,9 @@ def by_example(batches: list) -> dict[int, tuple[torch.Tensor, ...]]:
 def test_batched_equals_single_and_left_equals_right(scope: Scope, space: str) -> None:
     single = by_example(list(scope.capture(examples(), space=space, batch_size=1)))
     for side in ("left", "right"):
-        batched = by_example(list(scope.capture(examples(), space=space, batch_size=3, padding_side=side)))
+        batched = by_example(
+            list(scope.capture(examples(), space=space, batch_size=3, padding_side=side))
+        )
         assert batched.keys() == single.keys() == {0, 1, 2}
         for example, parts in single.items():
             for ours, theirs in zip(batched[example], parts, strict=True):
@@ -70,7 +96,10 @@ def test_batched_equals_single_and_left_equals_right(scope: Scope, space: str) -
 
 
 def test_logits_are_the_models_and_nothing_is_left_behind(scope: Scope) -> None:
-    names = set(ALL_ATTENTION_FUNCTIONS.valid_keys()), set(ALL_MASK_ATTENTION_FUNCTIONS.valid_keys())
+    names = (
+        set(ALL_ATTENTION_FUNCTIONS.valid_keys()),
+        set(ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()),
+    )
     before = scope.model.config._attn_implementation
     encoded = scope.encode(examples())
     with torch.no_grad():
@@ -79,7 +108,10 @@ def test_logits_are_the_models_and_nothing_is_left_behind(scope: Scope) -> None:
     torch.testing.assert_close(captured.logits, plain, atol=1e-5, rtol=1e-5)
     with pytest.raises(ZeroDivisionError), tap(scope.model, lambda call: 1 / 0):
         scope.model(torch.tensor([[5, 6]]))
-    assert (set(ALL_ATTENTION_FUNCTIONS.valid_keys()), set(ALL_MASK_ATTENTION_FUNCTIONS.valid_keys())) == names
+    assert (
+        set(ALL_ATTENTION_FUNCTIONS.valid_keys()),
+        set(ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()),
+    ) == names
     assert scope.model.config._attn_implementation == before
     assert all("forward" not in vars(part) for part in scope.model.modules())
 
@@ -107,9 +139,16 @@ def test_several_queries_give_one_row_each_and_the_pass_ends_early(llama: Scope)
     many = Example(ids=tokens, queries=[(3, 4), (6, 8), (10, 11)], keys=[key])
     (batch,) = scope.capture([many, Example(ids=ids(5, 4), keys=[key])], batch_size=2)
     assert batch.example.tolist() == [1, 0, 0, 0]
-    alone = [next(iter(scope.capture([Example(ids=tokens, queries=[(q, q + 1)], keys=[key])]))) for q in (3, 7, 10)]
-    torch.testing.assert_close(batch.attention()[1:], torch.cat([x.attention() for x in alone]), atol=1e-5, rtol=0)
-    torch.testing.assert_close(batch.rest[1:], torch.cat([x.rest for x in alone]), atol=1e-5, rtol=0)
+    alone = [
+        next(iter(scope.capture([Example(ids=tokens, queries=[(q, q + 1)], keys=[key])])))
+        for q in (3, 7, 10)
+    ]
+    torch.testing.assert_close(
+        batch.attention()[1:], torch.cat([x.attention() for x in alone]), atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        batch.rest[1:], torch.cat([x.rest for x in alone]), atol=1e-5, rtol=0
+    )
     ran: list[int] = []
     layers = enumerate(llama.model.model.layers)
     hooks = [layer.mlp.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in layers]

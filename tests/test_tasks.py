@@ -1,4 +1,6 @@
-"""Facts about tasks: pools never meet, copies differ where they should, the same seed gives the same text anywhere."""
+"""Facts about tasks: pools never meet, copies differ where they should, the same seed gives the
+same text anywhere.
+"""
 
 import json
 import re
@@ -48,7 +50,12 @@ def test_words_for_choosing_fitting_and_testing_never_meet(form, lexical, entiti
     """Counterfactual words included: they are read off the copies like all others."""
     task = tasks.binding(entities, form, seed=3, lexical=lexical)
     seen = {
-        use: {word for unit in units for example in unit for word, _ in pairs_of(example.text, form)[0]}
+        use: {
+            word
+            for unit in units
+            for example in unit
+            for word, _ in pairs_of(example.text, form)[0]
+        }
         for use, units in uses_of(task).items()
     }
     assert set().union(*seen.values()) <= set(OBJECTS)
@@ -58,17 +65,29 @@ def test_words_for_choosing_fitting_and_testing_never_meet(form, lexical, entiti
 @pytest.mark.parametrize("form", FORMS)
 def test_the_right_box_is_the_one_of_the_word_asked_for(form):
     task = tasks.binding(5, form)
-    for unit in [*task.choose(20), *task.test(20), *task.fit("order", 20), *task.fit("lexical", 20)]:
+    for unit in [
+        *task.choose(20),
+        *task.test(20),
+        *task.fit("order", 20),
+        *task.fit("lexical", 20),
+    ]:
         for example in unit:
             pairs, asked = pairs_of(example.text, form)
             assert [example.piece(key.span) for key in example.keys] == [box for _, box in pairs]
             assert labels_of(example, ANSWER) == [1 if word == asked else -1 for word, _ in pairs]
-            assert len(set(pairs)) == len({word for word, _ in pairs}) == len({box for _, box in pairs}) == 5
+            assert (
+                len(set(pairs))
+                == len({word for word, _ in pairs})
+                == len({box for _, box in pairs})
+                == 5
+            )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_order_shuffles_one_set_of_words_and_boxes_and_asks_for_one_word(form):
-    prompts = [pairs_of(example.text, form) for (example,) in tasks.binding(6, form).fit("order", 200)]
+    prompts = [
+        pairs_of(example.text, form) for (example,) in tasks.binding(6, form).fit("order", 200)
+    ]
     assert len({frozenset(word for word, _ in pairs) for pairs, _ in prompts}) == 1
     assert len({frozenset(box for _, box in pairs) for pairs, _ in prompts}) == 1
     (asked,) = {asked for _, asked in prompts}
@@ -90,7 +109,11 @@ def test_a_copy_differs_in_the_asked_pair_alone(form, contrast):
         if contrast == "lexical":
             assert box == box_there
             assert word_there not in dict(pairs)
-            assert first.text.count(word) == copy.text.count(word_there) == (3 if form == "question" else 2)
+            assert (
+                first.text.count(word)
+                == copy.text.count(word_there)
+                == (3 if form == "question" else 2)
+            )
             assert first.text.replace(word, word_there) == copy.text
         else:
             assert word == word_there
@@ -100,22 +123,32 @@ def test_a_copy_differs_in_the_asked_pair_alone(form, contrast):
 
 
 @pytest.mark.parametrize(("form", "categories"), [("list", 5), ("bullets", 13), ("question", 5)])
-def test_filter_items_never_meet_between_uses_and_are_labelled_by_the_category_asked_for(form, categories):
+def test_filter_items_never_meet_between_uses_and_are_labelled_by_the_category_asked_for(
+    form, categories
+):
     task = tasks.filter(categories, form, seed=1)
     seen: dict[str, set[str]] = {}
     home = {word: name for name, words in CATEGORIES.items() for word in words}
     for use, units in uses_of(task, 6).items():
         for (example,) in units:
             items = [example.piece(key.span) for key in example.keys]
-            asked = {home[item] for item, label in zip(items, labels_of(example, ANSWER), strict=True) if label > 0}
+            asked = {
+                home[item]
+                for item, label in zip(items, labels_of(example, ANSWER), strict=True)
+                if label > 0
+            }
             assert len(asked) == 1
-            assert f" {asked.pop()}" in "".join(example.text.splitlines()[-2 if form == "question" else -1 :])
+            assert f" {asked.pop()}" in "".join(
+                example.text.splitlines()[-2 if form == "question" else -1 :]
+            )
             assert Counter(labels_of(example, ANSWER)) == {1: 5, -1: 5 * (categories - 1)}
             assert len(set(items)) == len(items)
             seen.setdefault(use, set()).update(items)
     assert len(set().union(*seen.values())) == sum(map(len, seen.values()))
     right = [next(k for k in e.keys if k.label(ANSWER) > 0) for (e,) in task.test(categories)]
-    asked = {home[e.piece(key.span)] for (e,), key in zip(task.test(categories), right, strict=True)}
+    asked = {
+        home[e.piece(key.span)] for (e,), key in zip(task.test(categories), right, strict=True)
+    }
     assert len(asked) == categories  # every category is asked for equally often
 
 
@@ -133,14 +166,22 @@ def test_what_a_task_was_asked_for_makes_it_again(name):
 
 
 def test_another_process_makes_the_same_examples():
-    """The text of every draw on record: a hash that Python salts, or another order of a set, would change it."""
+    """The text of every draw on record: a hash that Python salts, or another order of a set, would
+    change it.
+    """
     code = "import qkscope.tasks as t\nprint([t.binding(5, filler=2).fit('box', 9), t.filter(13, 'bullets').test(9)])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == str([tasks.binding(5, filler=2).fit("box", 9), tasks.filter(13, "bullets").test(9)])
+    assert run.stdout.strip() == str(
+        [tasks.binding(5, filler=2).fit("box", 9), tasks.filter(13, "bullets").test(9)]
+    )
 
 
 def lists(**words):
-    return {"categories": 2, "items": 1, "words": {name: list(letters) for name, letters in words.items()}}
+    return {
+        "categories": 2,
+        "items": 1,
+        "words": {name: list(letters) for name, letters in words.items()},
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What commands print for people: the answer, one small table, the page and the next command; `--all` for the rest."""
+"""What commands print for people: the answer, one small table, the page and the next command;
+`--all` for the rest.
+"""
 
 import io
 import json
@@ -40,7 +42,10 @@ def tables(text: str) -> list[list[str]]:
     """The tables of an output: heading, rule and what follows up to an empty line."""
     lines = [line.rstrip() for line in text.splitlines()]
     rules = [i for i, line in enumerate(lines) if RULE.fullmatch(line)]
-    return [lines[i - 1 : next((j for j in range(i, len(lines)) if not lines[j]), len(lines))] for i in rules]
+    return [
+        lines[i - 1 : next((j for j in range(i, len(lines)) if not lines[j]), len(lines))]
+        for i in rules
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,9 @@ def following(text: str) -> str:
 
 
 def check(text: str) -> list[str]:
-    """The heading and the rows of one table of at most six columns and ten rows, 80 wide, between answer and next."""
+    """The heading and the rows of one table of at most six columns and ten rows, 80 wide, between
+    answer and next.
+    """
     ((heading, rule, *rest),) = tables(text)
     rows = rest[: next(i for i, line in enumerate(rest) if ": " in line or "--all prints" in line)]
     assert 1 <= len(rows) <= 10
@@ -71,7 +78,18 @@ def check(text: str) -> list[str]:
 
 def test_an_answer_has_one_small_table_and_a_next_command_that_runs(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sparsity = ["sparsity", "ioi", "--model", "nano:mixed", "-n", 8, "--draws", 4, "--out", tmp_path / "ioi"]
+    sparsity = [
+        "sparsity",
+        "ioi",
+        "--model",
+        "nano:mixed",
+        "-n",
+        8,
+        "--draws",
+        4,
+        "--out",
+        tmp_path / "ioi",
+    ]
     for arguments in (["svd", "--model", "nano:mixed"], sparsity, ["heads", *BINDING, "-n", 16]):
         text = printed(*arguments)
         check(text)
@@ -81,7 +99,9 @@ def test_an_answer_has_one_small_table_and_a_next_command_that_runs(printed, tmp
     check(printed(*then, "-n", 16, "--replicates", 19))
 
 
-def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_controls(printed, fitted):
+def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_controls(
+    printed, fitted
+):
     out, said = fitted, (fitted.parent / "printed").read_text()
     assert (fitted.parent / "said").read_text() == ""  # nobody else says anything
     check(said)
@@ -101,21 +121,39 @@ def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_con
     assert len(tables(everything)) >= 2
 
 
-def test_why_splits_by_the_features_of_a_fit_and_a_token_is_named_by_its_place_or_its_text(printed, fitted):
+def test_why_splits_by_the_features_of_a_fit_and_a_token_is_named_by_its_place_or_its_text(
+    printed, fitted
+):
     prompt = "The hat is in Box O. The jam is in Box Z. The hat is in Box"
     text = printed("why", prompt, "--fit", fitted)
-    assert text == printed("why", prompt, "--fit", fitted, "--head", "L1H0", "--model", "nano:mixed")
+    assert text == printed(
+        "why", prompt, "--fit", fitted, "--head", "L1H0", "--model", "nano:mixed"
+    )
     assert "By features  " in text
     assert following(text) == f"qkscope view --live --fit {fitted}"
     asked = ["why", r"hat: O\njam: Z\njam:", "--head", "L1H0", "--model", "nano:mixed", "--query"]
-    by_place, by_text = (json.loads(printed(*asked, q, "--key", k, "--json")) for q, k in ((9, 3), ("jam#2", "O")))
+    by_place, by_text = (
+        json.loads(printed(*asked, q, "--key", k, "--json")) for q, k in ((9, 3), ("jam#2", "O"))
+    )
     assert by_place["tables"] == by_text["tables"]
     assert "'O' (token 3)" in by_place["answer"]
 
 
-def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(printed, tmp_path, monkeypatch):
+def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(
+    printed, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    asked = ["trace", "--prompt", r"hat: O\njam: Z\njam:", "--heads", "L2H3", "--key", -2, "--model", "nano:mixed"]
+    asked = [
+        "trace",
+        "--prompt",
+        r"hat: O\njam: Z\njam:",
+        "--heads",
+        "L2H3",
+        "--key",
+        -2,
+        "--model",
+        "nano:mixed",
+    ]
     text = printed(*asked)
     assert " different sets of random heads: " in " ".join(text.split())
     then = shlex.split(following(text))[1:]
@@ -123,7 +161,9 @@ def test_trace_of_a_prompt_says_how_to_keep_it_and_then_how_to_see_it(printed, t
     kept = printed(*then)
     assert "The page: runs/trace/report.html" in kept
     assert kept.splitlines()[-1] == "Next: qkscope view runs/trace"
-    assert " ".join(json.loads(printed(*asked, "--json"))["answer"].split()) in " ".join(text.split())
+    assert " ".join(json.loads(printed(*asked, "--json"))["answer"].split()) in " ".join(
+        text.split()
+    )
 
 
 def test_a_verb_without_a_view_shows_its_claims_or_the_first_columns_that_differ():
@@ -131,12 +171,17 @@ def test_a_verb_without_a_view_shows_its_claims_or_the_first_columns_that_differ
     picked, columns, count, _ = views.shown("nobody", {"mine": rows})
     assert (list(columns), len(picked), count) == (["c1", "c2", "c3", "c4", "c5", "c6"], 10, 12)
     assert views.shown("nobody", {"mine": []}) is None
-    claims = [{"claim": "more", "ours": 0.5, "control": 0.1, "low": 0.4, "high": 0.6, "verdict": "holds"}]
+    claims = [
+        {"claim": "more", "ours": 0.5, "control": 0.1, "low": 0.4, "high": 0.6, "verdict": "holds"}
+    ]
     picked, columns, *_ = views.shown("nobody", {"mine": rows, "claims": claims})
     (line,) = lines(picked, columns, 80)[2:]
     assert line.split() == ["more", "0.50", "[0.40,", "0.60]", "0.100", "holds"]
     for far in ((None, None), (0.1, 0.4)):  # what stands below a table explains its headings alone
-        rows = [{"head": "L1H0", "feature": "f", "kind": ("feature", "random")[i], "distance": far[i]} for i in (0, 1)]
+        rows = [
+            {"head": "L1H0", "feature": "f", "kind": ("feature", "random")[i], "distance": far[i]}
+            for i in (0, 1)
+        ]
         assert ("distance: " in views.shown("swap", {"swap": rows})[3]) == (far[0] is not None)
 
 
@@ -149,7 +194,12 @@ def lines(rows, columns, width: int, **options) -> list[str]:
 
 
 def test_numbers_are_never_cut_and_all_columns_stand_one_below_the_other_where_a_terminal_is_narrow():
-    row = {"head": "L1H0", "text": "what followed an earlier copy of this very token", "value": 0.1239, "more": 10**12}
+    row = {
+        "head": "L1H0",
+        "text": "what followed an earlier copy of this very token",
+        "value": 0.1239,
+        "more": 10**12,
+    }
     for width in range(30, 100):
         heading, _, cells = lines([row], {name: name for name in row}, width)
         assert max(len(heading), len(cells)) <= width
@@ -164,7 +214,9 @@ def test_numbers_are_never_cut_and_all_columns_stand_one_below_the_other_where_a
 
 
 def test_every_option_has_its_help_and_its_default_and_the_help_needs_nothing_heavy():
-    """From one docstring; what is for Python alone cannot be typed: mappings, functions, lists of numbers, objects."""
+    """From one docstring; what is for Python alone cannot be typed: mappings, functions, lists of
+    numbers, objects.
+    """
     for name, home in verbs.VERBS.items():
         module, _, function = home.partition(":")
         own = signature(getattr(import_module(module), function)).parameters
@@ -173,14 +225,22 @@ def test_every_option_has_its_help_and_its_default_and_the_help_needs_nothing_he
         assert {one.name: one.default for one in parameters} == defaults, name
         for parameter in parameters:
             options = verbs.typed(parameter)
-            assert all(one.annotation.__metadata__[0].help for one in options), (name, parameter.name)
+            assert all(one.annotation.__metadata__[0].help for one in options), (
+                name,
+                parameter.name,
+            )
             if not options:
                 python = ("Mapping", "Callable", "Sequence", "Probe", "Targets")
-                assert parameter.name == "progress" or any(map(parameter.takes, python)), (name, parameter.name)
+                assert parameter.name == "progress" or any(map(parameter.takes, python)), (
+                    name,
+                    parameter.name,
+                )
     asked = [sys.executable, "-X", "importtime", "-m", "qkscope", "--help"]
     done = subprocess.run(asked, capture_output=True, text=True)
     assert "demo" in done.stdout
-    assert not {"torch", "transformers", "numpy", "pydantic"} & {line.split()[-1] for line in done.stderr.splitlines()}
+    assert not {"torch", "transformers", "numpy", "pydantic"} & {
+        line.split()[-1] for line in done.stderr.splitlines()
+    }
 
 
 def test_a_schema_names_every_column_that_a_verb_gives(printed):
@@ -194,19 +254,27 @@ def test_a_schema_names_every_column_that_a_verb_gives(printed):
         schema, result = json.loads(printed("schema", verb)), json.loads(printed(verb, *arguments))
         assert set(result) == set(schema["required"])
         for name, rows in result["tables"].items():
-            assert set(rows[0]) <= set(schema["properties"]["tables"]["properties"][name]["items"]["properties"])
+            assert set(rows[0]) <= set(
+                schema["properties"]["tables"]["properties"][name]["items"]["properties"]
+            )
 
 
 SAID = [
     "Same word: ' John', replacing one leaves at most 39%, both by the same word 64%: not shown.",
     "Carried by: L20H0 and L19H2 restored in its query: ' John' (token 3) 33% → 60% (control 34%): shown.",
-    *["Effect: P(' Mary') 92.3% → 88.9% with this key hidden; direct effect in logits: '给' 李明把一瓶水 +1.5."] * 9,
+    *[
+        "Effect: P(' Mary') 92.3% → 88.9% with this key hidden; direct effect in logits: '给' 李明把一瓶水 +1.5."
+    ]
+    * 9,
 ]
 
 
 @pytest.fixture
 def why_result():
-    answer = "L23H0 at ' to' (token 13) looks at ' Mary' (token 1), 69%, in part because ' John' appears twice. " * 2
+    answer = (
+        "L23H0 at ' to' (token 13) looks at ' Mary' (token 1), 69%, in part because ' John' appears twice. "
+        * 2
+    )
     return Result("why", {"said": [{"line": line} for line in SAID]}, answer=answer)
 
 
@@ -218,7 +286,9 @@ def test_why_takes_fourteen_lines_and_breaks_no_token(why_result, capsys, monkey
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= cli.MOST_LINES
     assert max(map(cell_len, lines)) <= 80
-    assert not [line for line in lines if line.endswith("'") and line.count("'") % 2]  # no line ends inside a token
+    assert not [
+        line for line in lines if line.endswith("'") and line.count("'") % 2
+    ]  # no line ends inside a token
     assert "--all prints the rest." in lines
     assert shlex.split(following("\n".join(lines)))[-2:] == ["--head", "L20H0"]
     cli.print_result(why_result, False, True, end)
@@ -241,7 +311,10 @@ def test_on_a_terminal_the_answer_is_bold_and_verdicts_have_colours(why_result, 
 
 
 def test_why_over_prompts_prints_a_table_and_a_next_command_that_runs(printed, tmp_path):
-    prompts = [{"prompt": "hat: O\njam: Z\ncat: B\njam:"}, {"prompt": "hat: O\njam: Z\ncat: B\nhat:"}]
+    prompts = [
+        {"prompt": "hat: O\njam: Z\ncat: B\njam:"},
+        {"prompt": "hat: O\njam: Z\ncat: B\nhat:"},
+    ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     text = printed("why", tmp_path / "mine.jsonl", "--model", "nano:mixed")
     check(text)
@@ -249,7 +322,9 @@ def test_why_over_prompts_prints_a_table_and_a_next_command_that_runs(printed, t
     counted = printed(*then)
     check(counted)
     assert "looks at" in printed(*shlex.split(following(counted))[1:])
-    assert "looks at" in printed("why", prompts[0]["prompt"], "--heads", "L1H0", "--model", "nano:mixed")
+    assert "looks at" in printed(
+        "why", prompts[0]["prompt"], "--heads", "L1H0", "--model", "nano:mixed"
+    )
 
 
 def broken_pipe():
@@ -262,7 +337,11 @@ def full():
     return open("/dev/full", "w")
 
 
-UNPRINTABLE = {"": (broken_pipe, 1), "qkscope: [Errno 28] No space left on device\n": (full, 2), " ": (lambda: None, 0)}
+UNPRINTABLE = {
+    "": (broken_pipe, 1),
+    "qkscope: [Errno 28] No space left on device\n": (full, 2),
+    " ": (lambda: None, 0),
+}
 
 
 @pytest.mark.parametrize("why", UNPRINTABLE)
@@ -272,7 +351,9 @@ def test_results_are_written_where_printing_fails(why, tmp_path, qkscope, monkey
     monkeypatch.setattr(sys, "stdout", stream())
     ended, _, said = qkscope("heads", *BINDING, "-n", 8, "--all", "--out", tmp_path / "run")
     assert (ended, said) == (code, why.strip(" "))
-    assert {"results.json", "report.html", "manifest.json"} == {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"results.json", "report.html", "manifest.json"} == {
+        path.name for path in (tmp_path / "run").iterdir()
+    }
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch, qkscope):

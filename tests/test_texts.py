@@ -39,7 +39,9 @@ def sides_of(found) -> dict[str, set[str]]:
 
 
 def runs(passages) -> set[tuple[int, ...]]:
-    return {passage.ids[i : i + RUN] for passage in passages for i in range(len(passage.ids) - RUN + 1)}
+    return {
+        passage.ids[i : i + RUN] for passage in passages for i in range(len(passage.ids) - RUN + 1)
+    }
 
 
 def test_each_file_of_a_folder_is_a_document_and_what_cannot_be_read_is_one_sentence(tmp_path):
@@ -50,7 +52,9 @@ def test_each_file_of_a_folder_is_a_document_and_what_cannot_be_read_is_one_sent
     (tmp_path / "table.csv").write_text("1,2")
     (tmp_path / ".hidden.txt").write_text("not this")
     found = read_documents([tmp_path])
-    assert [document.text for document in found] == [f"Text {i}\n\nand more." for i in range(20)] + ["A note."]
+    assert [document.text for document in found] == [
+        f"Text {i}\n\nand more." for i in range(20)
+    ] + ["A note."]
     assert read_documents([tmp_path / "03.txt", tmp_path])[0].text == "Text 3\n\nand more."
     (tmp_path / "raw.txt").write_bytes(b"\xff\xfe\x00x")
     for path, says in [
@@ -72,7 +76,11 @@ def test_one_long_file_is_cut_into_sections_and_says_so(tmp_path, caplog, mark):
         found = read_documents([tmp_path / "book.txt"])
     assert f"cut into {len(found)} sections" in caplog.text
     assert 16 <= len(found) <= 32
-    joined = mark.join(document.text for document in found) if mark != " " else "".join(d.text for d in found)
+    joined = (
+        mark.join(document.text for document in found)
+        if mark != " "
+        else "".join(d.text for d in found)
+    )
     assert joined == (tmp_path / "book.txt").read_text()
     assert all(document.text.lstrip()[0].isdigit() for document in found) or mark == " "
 
@@ -117,7 +125,10 @@ def test_passages_are_the_documents_ids_in_order_and_too_few_documents_say_how_m
         pieces = [p.ids for passages in found.values() for p in passages if p.document == f"d{i}"]
         assert [token for piece in pieces for token in piece[1:]] == own
         assert {piece[0] for piece in pieces} == {7}
-        assert sorted(map(len, pieces)) == [LENGTH // 2 + 1, LENGTH // 2 + 1]  # as few as can be, about as long
+        assert sorted(map(len, pieces)) == [
+            LENGTH // 2 + 1,
+            LENGTH // 2 + 1,
+        ]  # as few as can be, about as long
     assert set(split(documents(drawn(6)), encode, sides={"fit": 1, "test": 1})) == {"fit", "test"}
     for ids, options, says in (
         (drawn(FEW - 1), {}, "a split needs 12 documents or more, but got 11: give more"),

@@ -1,4 +1,6 @@
-"""The depth of a trace: every parent is the sum of its children, and the sources are what the weights say."""
+"""The depth of a trace: every parent is the sum of its children, and the sources are what the
+weights say.
+"""
 
 import pytest
 import torch
@@ -65,8 +67,12 @@ def test_the_root_is_the_models_own_logit(family):
     captured = scope.capture_inputs(encoded, heads=[head])
     logits = captured.rows().logits()[0, 0]
     found = followed(scope, encoded, head, 3, [5, 6], depth=0)
-    assert found.nodes[0]["value"] == pytest.approx(float(logits[3] - (logits[5] + logits[6]) / 2), rel=1e-4)
-    assert [row["attention"] for row in found.prompt] == pytest.approx(captured.attention()[0, 0].tolist(), abs=1e-6)
+    assert found.nodes[0]["value"] == pytest.approx(
+        float(logits[3] - (logits[5] + logits[6]) / 2), rel=1e-4
+    )
+    assert [row["attention"] for row in found.prompt] == pytest.approx(
+        captured.attention()[0, 0].tolist(), abs=1e-6
+    )
     assert all(row["target"] == 0 for row in found.edges)
 
 
@@ -77,15 +83,23 @@ def test_no_attention_of_all_tokens_runs_again_to_ask_what_an_mlp_read(monkeypat
     monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention")
     found = trace_graph(PromptTrace(run, asked, head, 3), depth=3, smallest=0)
     assert any(found.nodes[edge["target"]]["writer"] == "M0" for edge in found.edges)
-    monkeypatch.setattr("qkscope.analyses.trace.graph._AT_ONCE", 4)  # of a long prompt the tokens asked about, in parts
+    monkeypatch.setattr(
+        "qkscope.analyses.trace.graph._AT_ONCE", 4
+    )  # of a long prompt the tokens asked about, in parts
     again = trace_graph(PromptTrace(run, asked, head, 3), depth=3, smallest=0)
-    assert [edge["value"] for edge in again.edges] == pytest.approx([edge["value"] for edge in found.edges], abs=1e-6)
+    assert [edge["value"] for edge in again.edges] == pytest.approx(
+        [edge["value"] for edge in found.edges], abs=1e-6
+    )
 
 
 def test_sources_are_what_the_weights_say():
-    """``scale (R_p W_Q σ_p W_O a(p,s) W_V x̂(s)) · (k_t − k_u)``, by hand, of every writer and token of the query."""
+    """``scale (R_p W_Q σ_p W_O a(p,s) W_V x̂(s)) · (k_t − k_u)``, by hand, of every writer and
+    token of the query.
+    """
     model = tiny_model("llama").eval()
-    torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)  # else heads are read through the MLP as well
+    torch.nn.init.zeros_(
+        model.model.layers[0].mlp.down_proj.weight
+    )  # else heads are read through the MLP as well
     scope = qk.Scope.from_model(model, check=False)
     head, encoded = Head(1, 1), prompt_of(scope)
     found = followed(scope, encoded, head, 6, [4], depth=1, width=99, smallest=0)
@@ -101,7 +115,12 @@ def test_sources_are_what_the_weights_say():
                        (attention.q_proj, attention.k_proj, attention.v_proj))  # fmt: skip
             q, k = apply_rotary_pos_emb(q, k, cos, sin)
             logits = q @ k.repeat_interleave(group, 1).mT * width**-0.5
-            return q, k, v, torch.softmax(logits.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf), -1)
+            return (
+                q,
+                k,
+                v,
+                torch.softmax(logits.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf), -1),
+            )
 
         _, _, v, attention = heads(first, x0)
         x1 = first(x0, position_embeddings=(cos, sin))
@@ -118,7 +137,9 @@ def test_sources_are_what_the_weights_say():
         for (name, s), edges in read.items():
             h = Head.parse(name).index
             W_O = first.self_attn.o_proj.weight[:, h * width : (h + 1) * width]
-            q = (W_Q @ (sigma * W_O @ (attention[0, h, 8, s] * v[0, h // group, s]))).view(1, 1, 1, -1)
+            q = (W_Q @ (sigma * W_O @ (attention[0, h, 8, s] * v[0, h // group, s]))).view(
+                1, 1, 1, -1
+            )
             q = apply_rotary_pos_emb(q, q, cos[:, 8:9], sin[:, 8:9])[0].flatten()
             difference = k[0, 1 // group, 6] - k[0, 1 // group, 4]
             value = float(q @ difference) * width**-0.5

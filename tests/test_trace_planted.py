@@ -21,7 +21,11 @@ def shares(found, side):
 
 def edge(found, **wanted):
     wanted = {"replaced": "mean", "norms": "held", "by": "share", **wanted}
-    (row,) = [row for row in found.tables["edges"] if all(row[name] == value for name, value in wanted.items())]
+    (row,) = [
+        row
+        for row in found.tables["edges"]
+        if all(row[name] == value for name, value in wanted.items())
+    ]
     return row
 
 
@@ -48,7 +52,12 @@ def test_a_planted_composition_is_traced_to_its_writer_alone(seed):
         assert abs(cut["logit_kept"]) < 0.2
     beside = edge(found, side="key", kind="cut", k=1, by="random")
     assert abs(beside["accuracy"] - before["accuracy"]) < 0.05
-    for by in ("share", "signed", "variance", "patching"):  # every way to choose finds the only writer
+    for by in (
+        "share",
+        "signed",
+        "variance",
+        "patching",
+    ):  # every way to choose finds the only writer
         assert edge(found, side="key", kind="cut", k=1, by=by)["accuracy"] < 0.5, by
 
 
@@ -81,6 +90,10 @@ def test_the_writer_is_the_first_of_all_heads_and_its_graph_leads_to_the_token_b
     assert {row["head"]: row["key_writer"] for row in heads}[str(READER)] == str(writer)
     found = traced(scope, 0)
     assert all(weight.grad is None for weight in scope.model.parameters())
-    read = [row for row in found.tables["sources"] if row["side"] == "key" and row["writer"] == str(writer)]
+    read = [
+        row
+        for row in found.tables["sources"]
+        if row["side"] == "key" and row["writer"] == str(writer)
+    ]
     assert read[0]["offset"] == -1
     assert read[0]["share"] > 0.8

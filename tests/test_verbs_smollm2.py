@@ -1,4 +1,6 @@
-"""Verbs on the embedded real model; counts are small, so bounds are the promised ones (binding: test_readme.py)."""
+"""Verbs on the embedded real model; counts are small, so bounds are the promised ones (binding:
+test_readme.py).
+"""
 
 from pathlib import Path
 
@@ -25,10 +27,17 @@ def test_the_worked_example_finds_the_gender_of_a_pronoun_in_one_direction(smoll
     assert "L15H6" in {row["head"] for row in find_heads(smollm2, task, 16).top()[:5]}
     fit = decompose(smollm2, task, ["L15H6", "L0H0"], 32)
     assert fit["gender", "L15H6"].rank == 1
-    found = {row["head"]: row for row in fit.table()}  # both are far above their null, and one of them at chance
+    found = {
+        row["head"]: row for row in fit.table()
+    }  # both are far above their null, and one of them at chance
     assert max(row["p_interaction"] for row in found.values()) < 0.05
-    assert {head: row["verdict"] for head, row in found.items()} == {"L15H6": "interaction", "L0H0": "not specific"}
-    assert found["L15H6"]["gain"] == pytest.approx(abs(float(fit.delta("gender", "L15H6").trace())) / 8, rel=1e-4)
+    assert {head: row["verdict"] for head, row in found.items()} == {
+        "L15H6": "interaction",
+        "L0H0": "not specific",
+    }
+    assert found["L15H6"]["gain"] == pytest.approx(
+        abs(float(fit.delta("gender", "L15H6").trace())) / 8, rel=1e-4
+    )
     rows = {(r["head"], r["condition"]): r for r in swap(smollm2, task.test(16), fit).table()}
     moved = rows["L15H6", "gender"]
     assert moved["orig_after"] < 0.05 < 0.1 < moved["target_after"]

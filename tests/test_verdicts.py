@@ -18,15 +18,22 @@ PAIR = torch.tensor([[1, -1]])
 
 def test_pooled_tails_reach_further_and_the_nulls_of_a_large_batch_come_in_pieces(monkeypatch):
     null = randn(0, 50, 199).abs()
-    heads = [[(30.0 if i == 0 else float(row.max()) + 1e-9, row.tolist())] for i, row in enumerate(null)]
+    heads = [
+        [(30.0 if i == 0 else float(row.max()) + 1e-9, row.tolist())] for i, row in enumerate(null)
+    ]
     p = head_p_values(heads)
     assert p[0] == pytest.approx(1 / (50 * 199 + 1))
     assert max(p[1:]) < 0.05
     assert false_discovery([p[0]] + [0.5] * 49)[0] < 0.05
     assert head_p_values(heads, floor=1 / 32)[0] == 1 / 32
     middle = float(null[0].median())
-    assert head_p_values([[(middle, null[0].tolist())]])[0] == pytest.approx(0.5, abs=0.02), "its own say how often"
-    assert head_p_values([[(middle, null[0].tolist()), (30.0, null[1].tolist())], []]) == [1 / 200, 1.0]
+    assert head_p_values([[(middle, null[0].tolist())]])[0] == pytest.approx(0.5, abs=0.02), (
+        "its own say how often"
+    )
+    assert head_p_values([[(middle, null[0].tolist()), (30.0, null[1].tolist())], []]) == [
+        1 / 200,
+        1.0,
+    ]
     q, k = randn(0, 40, 2, 4), randn(1, 40, 2, 2, 4)
     moments = Moments(["L0H0", "L0H1"], ["c"], 4, replicates=3)
     moments.update(q, k, {"c": PAIR.expand(40, 2)}, prompts=torch.arange(40) % 10)
@@ -54,8 +61,13 @@ def calibration():
 
 @pytest.mark.parametrize("case", ["shared scale .7, large means", "8 × 8 copies", "six words"])
 def test_noise_whose_rows_are_not_independent_is_not_called_an_interaction(case):
-    """papers/docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once in ten thousand."""
-    assert sum(calibration().false_positives(f"interaction, {case}", seed) for seed in (100, 101)) <= 14
+    """papers/docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once
+    in ten thousand.
+    """
+    assert (
+        sum(calibration().false_positives(f"interaction, {case}", seed) for seed in (100, 101))
+        <= 14
+    )
 
 
 def test_six_words_are_never_sure_and_cannot_be_told_apart_at_sixteen_heads():
@@ -73,7 +85,10 @@ def test_six_words_are_never_sure_and_cannot_be_told_apart_at_sixteen_heads():
     assert "6 units, which are few" in "\n".join(alone.lines())
     together = run_controls(moments, "c")
     assert {c.verdict for c in together.values()} == {"untested"}
-    assert "6 independent units (different words, or prompts) are too few for 16 heads" in together[Head(0, 0)].reason
+    assert (
+        "6 independent units (different words, or prompts) are too few for 16 heads"
+        in together[Head(0, 0)].reason
+    )
 
 
 def numbers(task, contrast, n):
@@ -87,14 +102,19 @@ def numbers(task, contrast, n):
 def test_the_unit_is_the_word_asked_for_the_label_or_the_arrangement():
     task = tasks.binding(4)
     units, lexical = numbers(task, "lexical", 60)
-    words = {place: units[place[0]][place[1]].piece(units[place[0]][place[1]].roles["asked"]) for place in lexical}
+    words = {
+        place: units[place[0]][place[1]].piece(units[place[0]][place[1]].roles["asked"])
+        for place in lexical
+    }
     assert len(set(lexical.values())) == len(set(words.values())) < 60
     assert len(set(zip(lexical.values(), words.values(), strict=True))) == len(set(words.values()))
     _, box = numbers(task, "box", 60)
     assert len(set(box.values())) <= 26
     assert box[0, 0] != box[0, 1], "a prompt and its copy have labels of their own"
     units, order = numbers(task, "order", 60)
-    assert len(set(order.values())) == len({unit[0].text for unit in units}), "copies apart, every prompt"
+    assert len(set(order.values())) == len({unit[0].text for unit in units}), (
+        "copies apart, every prompt"
+    )
 
 
 def controls_of(center):
@@ -111,8 +131,13 @@ def controls_of(center):
 def test_spectrum_null_rank_and_verdict_are_of_one_matrix(center, rank):
     moments, found = controls_of(center)
     delta = moments.delta("c", center)[0]
-    torch.testing.assert_close(torch.tensor(found.spectrum, dtype=torch.float64), torch.linalg.svdvals(delta))
-    nulls = {"none": moments.flipped_nulls("c", "L0H0"), "query": moments.interaction_nulls("c", "L0H0")[1]}
+    torch.testing.assert_close(
+        torch.tensor(found.spectrum, dtype=torch.float64), torch.linalg.svdvals(delta)
+    )
+    nulls = {
+        "none": moments.flipped_nulls("c", "L0H0"),
+        "query": moments.interaction_nulls("c", "L0H0")[1],
+    }
     test = rank_above(delta, nulls[center])
     assert (found.null_high, found.detected) == (test.null_high, test.rank)
     assert found.verdict == "no reference"
@@ -125,7 +150,9 @@ def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prom
     found = []
     for prompts in (320, 3000):
         word = torch.randint(33, (prompts,), generator=torch.Generator().manual_seed(prompts))
-        a, b = (torch.linalg.qr(randn(seed, 5, 32, max(rank, 1)))[0] * (rank > 0) for seed in (1, 2))
+        a, b = (
+            torch.linalg.qr(randn(seed, 5, 32, max(rank, 1)))[0] * (rank > 0) for seed in (1, 2)
+        )
         z = randn(3, 33, max(rank, 1))[word]
         q, k = randn(4, prompts, 5, 32) / 6, randn(5, prompts, 5, 2, 32) / 6
         q += torch.einsum("hdr,nr->nhd", b, z) + (randn(6, 33, 5, 32) / 12)[word]
@@ -134,7 +161,10 @@ def test_the_cross_validated_rank_is_the_planted_one_and_does_not_grow_with_prom
         moments.update(q, k, {"c": PAIR.expand(prompts, 2)}, prompts=word)
         folds, sizes = moments.state["folds"]["c"], moments.sizes("c")
         found.append(cross_validated_rank(folds, "query", sizes))
-        told = [cross_validated_rank(plant(folds[:, 0], "query", size), "query", sizes[:1]) for size in (1e-3, 1e3)]
+        told = [
+            cross_validated_rank(plant(folds[:, 0], "query", size), "query", sizes[:1])
+            for size in (1e-3, 1e3)
+        ]
         assert rank or set(told[0]) == {0}, "far below the noise"
         assert 0 not in told[1]
     assert found == [[rank] * 5] * 2

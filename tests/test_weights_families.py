@@ -1,6 +1,8 @@
-"""Folded weights: s · W x̂ + c, rotated by the model's own cos and sin, is the q and k the attention was given.
+"""Folded weights: s · W x̂ + c, rotated by the model's own cos and sin, is the q and k the
+attention was given.
 
-Where a norm centres its output, what a weight reads along the mean reads nothing: no answer may depend on it.
+Where a norm centres its output, what a weight reads along the mean reads nothing: no answer may
+depend on it.
 """
 
 import math
@@ -53,15 +55,22 @@ def capture(model):
 
 
 def rebuild(model, weights, call, hidden):
-    """q and k as the attention is given them, from the weights alone but for QK-norm's scalar, which is fitted."""
+    """q and k as the attention is given them, from the weights alone but for QK-norm's scalar,
+    which is fitted.
+    """
     x_hat = normalised_input(model, call.layer, hidden)
     queries = [row for row, head in enumerate(weights.heads) if head.layer == call.layer]
     keys = weights.kv_of_head[queries].unique()
-    made = [torch.einsum("btx,hdx->bhtd", x_hat, W) for W in (weights.W_Q[queries], weights.W_K[keys])]
-    offsets = [
-        c[None, :, None].expand_as(x) for c, x in zip((weights.c_Q[queries], weights.c_K[keys]), made, strict=True)
+    made = [
+        torch.einsum("btx,hdx->bhtd", x_hat, W) for W in (weights.W_Q[queries], weights.W_K[keys])
     ]
-    turned = zip(rotate(call.rotary, *made), rotate(call.rotary, *offsets), (call.q, call.k), strict=True)
+    offsets = [
+        c[None, :, None].expand_as(x)
+        for c, x in zip((weights.c_Q[queries], weights.c_K[keys]), made, strict=True)
+    ]
+    turned = zip(
+        rotate(call.rotary, *made), rotate(call.rotary, *offsets), (call.q, call.k), strict=True
+    )
     fitted = []
     for x, c, true in turned:
         s = ((true - c) * x).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True)
@@ -74,21 +83,29 @@ def rotate(rotary, q, k):
     if rotary is None:
         return q, k
     width = rotary.q.shape[-1]
-    length = (rotary.cos.square() + rotary.sin.square()).sqrt()  # YaRN scales what it turns: W holds that
+    length = (
+        rotary.cos.square() + rotary.sin.square()
+    ).sqrt()  # YaRN scales what it turns: W holds that
     tables = rotary.cos / length, rotary.sin / length
     turned = [rotary.function(x[..., :width], x[..., :width], *tables)[0] for x in (q, k)]
-    return tuple(torch.cat([part, x[..., width:]], dim=-1) for part, x in zip(turned, (q, k), strict=True))
+    return tuple(
+        torch.cat([part, x[..., width:]], dim=-1) for part, x in zip(turned, (q, k), strict=True)
+    )
 
 
 def logits(q, k, scale):
-    return scale.view(-1, 1, 1) * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2))
+    return scale.view(-1, 1, 1) * (
+        q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
+    )
 
 
 def relative_error(ours, theirs):
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in SUPPORTED), *VARIANTS])
+@pytest.mark.parametrize(
+    ("family", "overrides"), [*((family, {}) for family in SUPPORTED), *VARIANTS]
+)
 def test_weights_reproduce_the_captured_queries_keys_and_logits(family, overrides):
     model = tiny_model(family, seed=len(overrides), **overrides)
     weights = head_weights(model)
@@ -98,21 +115,35 @@ def test_weights_reproduce_the_captured_queries_keys_and_logits(family, override
         q, k, scale = rebuild(model, weights, call, hidden[call.layer])
         assert relative_error(q, call.q) < 1e-4
         assert relative_error(k, call.k) < 1e-4
-        assert relative_error(logits(q, k, scale), logits(call.q, call.k, torch.tensor(call.scale))) < 1e-4
+        assert (
+            relative_error(logits(q, k, scale), logits(call.q, call.k, torch.tensor(call.scale)))
+            < 1e-4
+        )
 
 
 def test_weights_reproduce_vectors_whose_rotation_is_out_of_sight():
-    model = tiny_model("llama4_text")  # rotates by complex numbers, in a function of its own; not at the first token
+    model = tiny_model(
+        "llama4_text"
+    )  # rotates by complex numbers, in a function of its own; not at the first token
     weights, (calls, hidden) = head_weights(model), capture(model)
     for call in calls:
-        for ours, theirs in zip(rebuild(model, weights, call, hidden[call.layer])[:2], (call.q, call.k), strict=True):
+        for ours, theirs in zip(
+            rebuild(model, weights, call, hidden[call.layer])[:2], (call.q, call.k), strict=True
+        ):
             assert relative_error(ours[0, :, 0], theirs[0, :, 0]) < 1e-4
 
 
 def test_a_scaling_of_rotated_vectors_is_in_the_weights():
     """YaRN: q and k of one token at position 0 are W x̂, as the dot product sees them."""
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    scaled, plain = (head_weights(tiny_model("llama", **more)) for more in ({"rope_parameters": yarn}, {}))
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    scaled, plain = (
+        head_weights(tiny_model("llama", **more)) for more in ({"rope_parameters": yarn}, {})
+    )
     torch.testing.assert_close(scaled.W_Q, (0.1 * math.log(4.0) + 1) * plain.W_Q)
 
 
@@ -121,19 +152,26 @@ def test_a_scaling_of_rotated_vectors_is_in_the_weights():
     [
         *((family, {}, None, reason) for family, reason in REFUSED.items()),
         ("olmo", {"clip_qkv": 0.5}, None, "no linear function"),
-        ("mpt", {"attn_config": {"clip_qkv": 30.0}}, None, "no linear function"),  # never in a short prompt
+        (
+            "mpt",
+            {"attn_config": {"clip_qkv": 30.0}},
+            None,
+            "no linear function",
+        ),  # never in a short prompt
         ("llama", {}, "L9H0", "has layers L0 to L1"),
     ],
 )
-def test_layers_without_one_matrix_per_head_are_refused_with_the_reason(family, overrides, heads, reason):
+def test_layers_without_one_matrix_per_head_are_refused_with_the_reason(
+    family, overrides, heads, reason
+):
     with pytest.raises(BadInput, match=reason):
         head_weights(tiny_model(family, **overrides), heads)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_no_weight_reads_along_the_mean_that_a_norm_takes_out(family):
-    """Along **1**, or 1/gain where the stream is the norm's output (post-norm): no token has a part there, yet singular
-    vectors would turn to it."""
+    """Along **1**, or 1/gain where the stream is the norm's output (post-norm): no token has a part
+    there, yet singular vectors would turn to it."""
     model, normals = tiny_model(family), torch.ones(2, 64)
     if family == "bert":
         norms = model.bert.embeddings.LayerNorm, model.bert.encoder.layer[0].output.LayerNorm

@@ -1,4 +1,6 @@
-"""Why: its parts sum, its row and its runs are the model's own, and what cannot be answered is said in one sentence."""
+"""Why: its parts sum, its row and its runs are the model's own, and what cannot be answered is said
+in one sentence.
+"""
 
 import json
 
@@ -48,13 +50,24 @@ def test_parts_of_each_way_sum_to_the_logit(nano):
     feature = qk.Subspace.from_delta(torch.eye(nano.d_head), rank=2)
     rows = part_rows(one, {"mine": feature})
     found = sums(rows)
-    assert set(found) == {("writers", "key"), ("writers", "query"), ("singular", "both"), ("features", "query")}
+    assert set(found) == {
+        ("writers", "key"),
+        ("writers", "query"),
+        ("singular", "both"),
+        ("features", "query"),
+    }
     assert all(value == pytest.approx(one.total, abs=1e-4) for value in found.values())
     assert all(row["share"] == pytest.approx(row["value"] / one.total, abs=1e-6) for row in rows)
     assert [row["part"] for row in rows if row["by"] == "features"] == ["mine", "rest"]
     by_token = qk.attribute(nano, PROMPT, "L2H3", {"mine": feature}).tables["split"]
-    mine = sum(float(one.weights[0, row["key"]]) * row["value"] for row in by_token if row["part"] == "mine")
-    assert next(row["value"] for row in rows if row["part"] == "mine") == pytest.approx(mine, abs=1e-4)
+    mine = sum(
+        float(one.weights[0, row["key"]]) * row["value"]
+        for row in by_token
+        if row["part"] == "mine"
+    )
+    assert next(row["value"] for row in rows if row["part"] == "mine") == pytest.approx(
+        mine, abs=1e-4
+    )
 
 
 def test_singular_terms_sum_to_the_logit_by_themselves(tiny):
@@ -106,9 +119,18 @@ def test_direct_effects_of_a_heads_keys_sum_to_the_heads_own(family):
 def test_every_family_is_answered_with_a_head_and_without_where_every_head_is_tried(tiny):
     found = qk.why(tiny, IDS, last_head(tiny), draws=2)
     assert {"attention", "parts", "writers", "cuts", "output"} <= set(found.tables)
-    assert sums(found.tables["parts"])["writers", "key"] == pytest.approx(found.tables["check"][0]["logit"], abs=1e-3)
+    assert sums(found.tables["parts"])["writers", "key"] == pytest.approx(
+        found.tables["check"][0]["logit"], abs=1e-3
+    )
     assert found.tables["check"][0]["sum_error"] < 1e-4
-    assert found.tables["cuts"][0].keys() >= {"side", "writers", "before", "after", "control_low", "control_high"}
+    assert found.tables["cuts"][0].keys() >= {
+        "side",
+        "writers",
+        "before",
+        "after",
+        "control_low",
+        "control_high",
+    }
 
     found = qk.why(tiny, IDS)
     asked = Question.of(tiny, IDS, None, False)
@@ -117,7 +139,9 @@ def test_every_family_is_answered_with_a_head_and_without_where_every_head_is_tr
     assert repr(str(int(true.argmax()))) in found.answer
     rows = found.tables["heads"]
     assert len(rows) == len(tiny.heads())
-    assert ("no single head matters" in found.answer) == all(row["direction"] == "neither" for row in rows)
+    assert ("no single head matters" in found.answer) == all(
+        row["direction"] == "neither" for row in rows
+    )
 
 
 def test_a_question_is_answered_in_fourteen_lines(smollm2, capsys, monkeypatch):
@@ -125,7 +149,9 @@ def test_a_question_is_answered_in_fourteen_lines(smollm2, capsys, monkeypatch):
     prompt, head = "def area(width, height): return width *", "L23H0"
     found = qk.why(smollm2, prompt, head, draws=2)
     assert "L20H0, L19H2 and L20H8 carried 'width' into its query" in found.answer
-    cli.print_result(found, False, end=cli.end_lines(None, then=f"qkscope why '{prompt}' --head {head}"))
+    cli.print_result(
+        found, False, end=cli.end_lines(None, then=f"qkscope why '{prompt}' --head {head}")
+    )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 14
     assert max(map(len, lines)) <= 80
@@ -133,7 +159,11 @@ def test_a_question_is_answered_in_fourteen_lines(smollm2, capsys, monkeypatch):
 
 def test_a_head_of_the_first_layer_and_the_shortest_prompt_are_answered(nano):
     found = qk.why(nano, PROMPT, "L0H1", draws=2)
-    assert {row["part"] for row in found.tables["parts"] if row["by"] == "writers"} == {"embedding", "bias", "rest"}
+    assert {row["part"] for row in found.tables["parts"] if row["by"] == "writers"} == {
+        "embedding",
+        "bias",
+        "rest",
+    }
     arguments = ["why", "hat: O jam: Z jam:", "--model", "nano:mixed"]
     printed = CliRunner().invoke(app, [*arguments, "--head", "L0H0"]).stdout
     assert printed.splitlines()[-1] == "Next: qkscope why 'hat: O jam: Z jam:' --model nano:mixed"
@@ -163,12 +193,18 @@ def test_pieces_of_a_character_are_read_whole_or_named(smollm2):
     assert texts[at + 1] == ""
     found = qk.why(smollm2, Example(ids=tuple(ids[: at + 1])), "L3H1", draws=2)  # ends inside it
     assert "a part of a character" in found.answer
-    found = qk.why(smollm2, "a 🧿 b", "L3H1", query=at + 2 if at + 2 < len(ids) else -1, key=at + 1, draws=2)
+    found = qk.why(
+        smollm2, "a 🧿 b", "L3H1", query=at + 2 if at + 2 < len(ids) else -1, key=at + 1, draws=2
+    )
     assert f"' 🧿' (token {at + 1})" in found.answer
     assert "\ufffd" not in json.dumps([found.answer, found.to_json()["tables"]], ensure_ascii=False)
 
 
-BOXES = ["hat: O\njam: Z\ncat: B\njam:", "hat: O\njam: Z\ncat: B\nhat:", "pen: K\ncat: B\njam: Z\ncat:"]
+BOXES = [
+    "hat: O\njam: Z\ncat: B\njam:",
+    "hat: O\njam: Z\ncat: B\nhat:",
+    "pen: K\ncat: B\njam: Z\ncat:",
+]
 HEADS = ["L1H0", "L2H3"]
 
 
@@ -177,13 +213,22 @@ def over(nano):
     return qk.why(nano, BOXES, heads=HEADS)
 
 
-def test_reasons_over_prompts_are_those_of_each_and_intervals_of_those_where_a_head_looks(nano, over):
+def test_reasons_over_prompts_are_those_of_each_and_intervals_of_those_where_a_head_looks(
+    nano, over
+):
     rows = over.tables["prompts"]
-    assert [(row["prompt"], row["head"]) for row in rows] == [(i, head) for i in range(3) for head in HEADS]
+    assert [(row["prompt"], row["head"]) for row in rows] == [
+        (i, head) for i in range(3) for head in HEADS
+    ]
     for row in rows:
         alone = qk.why(nano, BOXES[row["prompt"]], row["head"], draws=2)
-        attended = max((r for r in alone.tables["attention"] if r["position"]), key=lambda r: r["attention"])
-        assert (row["key"], row["attention"]) == (attended["position"], pytest.approx(attended["attention"], abs=1e-6))
+        attended = max(
+            (r for r in alone.tables["attention"] if r["position"]), key=lambda r: r["attention"]
+        )
+        assert (row["key"], row["attention"]) == (
+            attended["position"],
+            pytest.approx(attended["attention"], abs=1e-6),
+        )
         shown = [r["kind"] for r in alone.tables.get("relation", ()) if r["verdict"] == "shown"]
         assert row["kind"] == ("no look" if row["attention"] < 0.3 else shown[0])
     for row in over.tables["reasons"]:
@@ -195,7 +240,9 @@ def test_reasons_over_prompts_are_those_of_each_and_intervals_of_those_where_a_h
     assert over.table() == over.tables["reasons"]
 
 
-def test_a_run_over_prompts_that_was_stopped_goes_on_and_parts_are_added_up(nano, over, tmp_path, monkeypatch):
+def test_a_run_over_prompts_that_was_stopped_goes_on_and_parts_are_added_up(
+    nano, over, tmp_path, monkeypatch
+):
     made = []
 
     def stops(self, i, rows=Prompts._tables):
@@ -221,12 +268,18 @@ def test_heads_that_decide_most_often_are_counted_over_prompts(nano):
     alone = [qk.why(nano, prompt).tables["heads"] for prompt in BOXES[:2]]
     for row in found.tables["decides"]:
         own = [r for rows in alone for r in rows if r["head"] == row["head"]]
-        assert [row["for"], row["against"]] == [sum(r["direction"] == way for r in own) for way in ("for", "against")]
+        assert [row["for"], row["against"]] == [
+            sum(r["direction"] == way for r in own) for way in ("for", "against")
+        ]
         assert row["difference"] == pytest.approx(sum(r["difference"] for r in own) / 2, abs=1e-5)
 
 
-def test_right_and_wrong_answers_are_told_apart_and_reasons_that_go_with_them_differ(nano, tmp_path):
-    lines = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(BOXES, "ZOK", strict=True)]
+def test_right_and_wrong_answers_are_told_apart_and_reasons_that_go_with_them_differ(
+    nano, tmp_path
+):
+    lines = [
+        {"prompt": prompt, "answer": answer} for prompt, answer in zip(BOXES, "ZOK", strict=True)
+    ]
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
     found = qk.why(nano, str(path), heads="L1H0")

@@ -1,4 +1,6 @@
-"""Work in pieces: any number of processes, and any kill, give the numbers of one undisturbed run, bit for bit."""
+"""Work in pieces: any number of processes, and any kill, give the numbers of one undisturbed run,
+bit for bit.
+"""
 
 import json
 import random
@@ -23,7 +25,9 @@ TEXTS = [unit[0].text for unit in qk.tasks.induction().draw("fit", "answer", 400
 
 @pytest.fixture(scope="module")
 def fit(nano):
-    return qk.decompose(nano, qk.tasks.binding(5), "L1H0", 48, contrasts=["lexical"], replicates=9, progress=False)
+    return qk.decompose(
+        nano, qk.tasks.binding(5), "L1H0", 48, contrasts=["lexical"], replicates=9, progress=False
+    )
 
 
 def decompose(scope: Scope, **options):
@@ -38,7 +42,9 @@ def quick(verb, *given, **asked):
 
 def held_out(verb, **asked):
     asked |= {"batch_size": 4, "progress": False}
-    return lambda scope, fit, **options: verb(scope, qk.tasks.binding(5).test(24), fit, **asked, **options)
+    return lambda scope, fit, **options: verb(
+        scope, qk.tasks.binding(5).test(24), fit, **asked, **options
+    )
 
 
 VERBS = {
@@ -65,7 +71,9 @@ def numbers(result) -> dict:
 
 
 def stop_after(monkeypatch, pieces: int, error: BaseException) -> None:
-    """Stop the process, so to speak, when it has written so many pieces and is about to write another."""
+    """Stop the process, so to speak, when it has written so many pieces and is about to write
+    another.
+    """
     left = [pieces]
 
     def dying(*given, real=folder_module.write_file):
@@ -78,7 +86,9 @@ def stop_after(monkeypatch, pieces: int, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_goes_on_where_it_died_and_writes_its_folder(verb, nano, fit, whole, tmp_path, monkeypatch):
+def test_a_verb_goes_on_where_it_died_and_writes_its_folder(
+    verb, nano, fit, whole, tmp_path, monkeypatch
+):
     run, out = VERBS[verb], tmp_path / "run"
     for pieces in (1, 1):
         with monkeypatch.context() as patch:
@@ -90,7 +100,9 @@ def test_a_verb_goes_on_where_it_died_and_writes_its_folder(verb, nano, fit, who
     with monkeypatch.context() as patch:
         patch.setattr(Work, "finish", lambda self: None)  # leave the pieces to be looked at
         again = run(nano, fit, out=out)
-    assert {path: path.stat().st_mtime_ns for path in before} == before, "finished pieces are not made again"
+    assert {path: path.stat().st_mtime_ns for path in before} == before, (
+        "finished pieces are not made again"
+    )
     assert numbers(again) == numbers(whole(verb)) == numbers(qk.load(out))
     assert again.arrays.keys() == whole(verb).arrays.keys()
     assert (out / "report.html").is_file()
@@ -99,7 +111,8 @@ def test_a_verb_goes_on_where_it_died_and_writes_its_folder(verb, nano, fit, who
 
 def same_sums(folder: Path, other: Path) -> bool:
     return all(
-        (folder / name).read_bytes() == (other / name).read_bytes() for name in map(sums_file, ("order", "lexical"))
+        (folder / name).read_bytes() == (other / name).read_bytes()
+        for name in map(sums_file, ("order", "lexical"))
     )
 
 
@@ -127,7 +140,9 @@ def test_kills_at_random_moments_change_no_number(nano, fit, whole, tmp_path):
             seconds /= 2
         run(nano, fit, out=out)
         assert numbers(qk.load(out)) == numbers(whole("decompose"))
-        assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+        assert {path.name for path in out.iterdir()} == {
+            path.name for path in (tmp_path / "whole").iterdir()
+        }
         shutil.rmtree(out)
 
 
@@ -142,7 +157,9 @@ def test_a_disk_that_refuses_in_the_end_takes_no_work_away(scope, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
-        with pytest.raises(BadInput, match=r"cannot be written \(No space left on device\): make room"):
+        with pytest.raises(
+            BadInput, match=r"cannot be written \(No space left on device\): make room"
+        ):
             decompose(scope, out=tmp_path / "run")
     monkeypatch.setattr(Stage, "make", lambda *given: pytest.fail("a piece was made twice"))
     assert decompose(scope, out=tmp_path / "run").subspaces
@@ -151,8 +168,23 @@ def test_a_disk_that_refuses_in_the_end_takes_no_work_away(scope, tmp_path, monk
 
 def test_a_scheduler_stops_a_command_with_its_own_code(model, tmp_path):
     out = tmp_path / "fit"
-    asked = ["decompose", "binding", "--size", 4, "--heads", "L1H3", "-n", 4000, "--contrasts", "order", "--out", out]
-    running = forked(tmp_path, command(*asked, "--batch-size", 4, "--model", model, "--device", "cpu"))
+    asked = [
+        "decompose",
+        "binding",
+        "--size",
+        4,
+        "--heads",
+        "L1H3",
+        "-n",
+        4000,
+        "--contrasts",
+        "order",
+        "--out",
+        out,
+    ]
+    running = forked(
+        tmp_path, command(*asked, "--batch-size", 4, "--model", model, "--device", "cpu")
+    )
     while not list(out.glob(".work/*/order-0.safetensors")) and running.is_alive():
         time.sleep(0.01)
     running.terminate()
@@ -166,11 +198,15 @@ def test_a_scheduler_stops_a_command_with_its_own_code(model, tmp_path):
 @pytest.mark.parametrize("verb", WITH_PARTS)
 def test_parts_of_one_folder_are_the_whole_in_any_order(verb, nano, fit, whole, tmp_path):
     run = VERBS[verb]
-    *parts, last = (run(nano, fit, out=tmp_path / "run", part=(i, 3)) for i in (2, 3, 1))  # counted from 1 here
+    *parts, last = (
+        run(nano, fit, out=tmp_path / "run", part=(i, 3)) for i in (2, 3, 1)
+    )  # counted from 1 here
     assert all(not part.tables and "pieces are there" in part.answer for part in parts)
     assert numbers(last) == numbers(whole(verb)) == numbers(qk.load(tmp_path / "run"))
     late = run(nano, fit, out=tmp_path / "run", part=(1, 3))
-    assert not late.tables or numbers(late) == numbers(last)  # a fit is read, of others nothing is left to do
+    assert not late.tables or numbers(late) == numbers(
+        last
+    )  # a fit is read, of others nothing is left to do
     assert not (tmp_path / "run" / ".work").exists()
 
 
@@ -186,23 +222,48 @@ def test_a_command_without_part_makes_what_parts_left(scope, undisturbed, tmp_pa
 
 
 def test_torchrun_gives_the_bits_of_one_process(model, undisturbed, tmp_path, monkeypatch):
-    asked = ["decompose", "binding", "--size", 4, "--heads", "L1H3,L0H1", "-n", 40, "--contrasts", "order,lexical"]
+    asked = [
+        "decompose",
+        "binding",
+        "--size",
+        4,
+        "--heads",
+        "L1H3,L0H1",
+        "-n",
+        40,
+        "--contrasts",
+        "order,lexical",
+    ]
     asked += ["--replicates", 9, "--batch-size", 4, "--model", model, "--device", "cpu", "--json"]
     # what torchrun calls, but that it starts a function in forked processes
-    standalone = {"run_id": "test", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
-    launcher = elastic_launch(LaunchConfig(1, 1, 2, **standalone), command(*asked, "--out", tmp_path / "run"))
+    standalone = {
+        "run_id": "test",
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0",
+        "start_method": "fork",
+    }
+    launcher = elastic_launch(
+        LaunchConfig(1, 1, 2, **standalone), command(*asked, "--out", tmp_path / "run")
+    )
     done = forked(tmp_path, launcher)
     done.join()
     assert done.exitcode == 0, (tmp_path / "said").read_text()
-    assert json.loads((tmp_path / "printed").read_text())["experiment"] == "decompose/binding"  # one process speaks
+    assert (
+        json.loads((tmp_path / "printed").read_text())["experiment"] == "decompose/binding"
+    )  # one process speaks
     assert same_sums(tmp_path / "run", undisturbed)
     assert not (tmp_path / "run" / ".work").exists()
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4")):  # other launchers number their processes too
+    for name, value in (
+        ("RANK", "1"),
+        ("WORLD_SIZE", "4"),
+    ):  # other launchers number their processes too
         monkeypatch.setenv(name, value)
     assert torchrun_process() is None
 
 
-def test_without_a_folder_nothing_is_written_and_parts_make_no_sense(nano, tmp_path, monkeypatch, scope):
+def test_without_a_folder_nothing_is_written_and_parts_make_no_sense(
+    nano, tmp_path, monkeypatch, scope
+):
     monkeypatch.chdir(tmp_path)
     work = Work().begin(nano, ["a"], verb="x")
     assert work.once("piece", lambda: {"value": [1.5, None]}) == {"value": [1.5, None]}
@@ -210,8 +271,12 @@ def test_without_a_folder_nothing_is_written_and_parts_make_no_sense(nano, tmp_p
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(BadInput, match="name it with out"):
         decompose(scope, part=(0, 2))
-    assert "0 of 15 pieces are there" in decompose(scope, out=tmp_path / "run", part=(49, 50)).answer  # none is its own
-    assert sorted(parse_part(f"{i}/3") for i in (0, 1, 2)) == sorted(parse_part(f"{i}/3") for i in (1, 2, 3))
+    assert (
+        "0 of 15 pieces are there" in decompose(scope, out=tmp_path / "run", part=(49, 50)).answer
+    )  # none is its own
+    assert sorted(parse_part(f"{i}/3") for i in (0, 1, 2)) == sorted(
+        parse_part(f"{i}/3") for i in (1, 2, 3)
+    )
     with pytest.raises(BadInput, match="a part is i/n"):
         parse_part("4/3")
 
@@ -233,12 +298,19 @@ def test_sums_are_added_in_order_whoever_made_them(nano, tmp_path):
 
     parts = [Work(tmp_path, (i, 3)).begin(nano, [], verb="x") for i in (1, 0, 2)]
     assert len({str(total(work)) for work in [Work(), *parts]}) == 1
-    assert len(list(tmp_path.glob(".work/*/sum-*.safetensors"))) == len(Stage("sum", [[0]] * 100, len).groups) == 15
+    assert (
+        len(list(tmp_path.glob(".work/*/sum-*.safetensors")))
+        == len(Stage("sum", [[0]] * 100, len).groups)
+        == 15
+    )
 
 
 def test_pieces_of_other_work_are_left_alone_and_damaged_ones_made_again(nano, tmp_path, caplog):
     first = Work(tmp_path).begin(nano, ["a"], verb="x", n=1)
-    made = first.once("piece", lambda: {"rows": [{"p": 0.1 + 0.2, "nan": float("nan")}], "t": torch.arange(6.0)[::2]})
+    made = first.once(
+        "piece",
+        lambda: {"rows": [{"p": 0.1 + 0.2, "nan": float("nan")}], "t": torch.arange(6.0)[::2]},
+    )
     read = first.once("piece", lambda: pytest.fail("made twice"))
     assert (read["rows"][0]["p"], read["t"].tolist()) == (made["rows"][0]["p"], [0.0, 2.0, 4.0])
     other = Work(tmp_path).begin(nano, ["a"], verb="x", n=2)

@@ -1,4 +1,6 @@
-"""A head's queries and keys are the sum of what writers put into the stream, in every family that is served."""
+"""A head's queries and keys are the sum of what writers put into the stream, in every family that
+is served.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,8 @@ DEEPER = [
     ("falcon", THREE | {"parallel_attn": False, "bias": True}), ("deepseek_v3", THREE | {"q_lora_rank": None}),
     ("bloom", THREE | {"apply_residual_connection_post_layernorm": True}),
     ("gpt_neo", {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]]}),
-    # scaled by the number of the column where nothing rotates: a part has to stand in its own column
+    # scaled by the number of the column where nothing rotates: a part has to stand in its own
+    # column
     ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 2}),
 ]  # fmt: skip
 
@@ -49,8 +52,12 @@ def hooks_of(model):
 
 
 @pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in TRACED), *DEEPER])
-def test_parts_sum_to_queries_keys_and_logits_at_every_layer_and_three_ways_agree(family, overrides):
-    """Writers pushed up through every layer, directions of one head pulled down, and those of all heads at once."""
+def test_parts_sum_to_queries_keys_and_logits_at_every_layer_and_three_ways_agree(
+    family, overrides
+):
+    """Writers pushed up through every layer, directions of one head pulled down, and those of all
+    heads at once.
+    """
     scope = look(family, **overrides)
     reader = Reader(scope, scope.heads())
     assert reader.writers(0) == [EMBEDDING, BIAS]
@@ -58,7 +65,9 @@ def test_parts_sum_to_queries_keys_and_logits_at_every_layer_and_three_ways_agre
         inputs, places = padded(scope, side)
         run = reader.record(inputs, places)
         keys, draw = torch.arange(1, run.columns.shape[1]), torch.Generator().manual_seed(0)
-        weights = torch.randn(2, len(reader.heads), len(keys), generator=draw) * places.key_mask[:, None]
+        weights = (
+            torch.randn(2, len(reader.heads), len(keys), generator=draw) * places.key_mask[:, None]
+        )
         told = each_head(run, weights)
         for layer, pieces in run.streams(max(reader.layers)):
             names = [writer for piece in pieces for writer in piece.writers if writer != BIAS]
@@ -77,13 +86,16 @@ def test_parts_sum_to_queries_keys_and_logits_at_every_layer_and_three_ways_agre
                 q = true["query"][:, 0]
                 read = {
                     "query": torch.einsum("ncd,nd->nc", parts["query"][:, :, 0], met),
-                    "key": torch.einsum("nckd,nd,nk->nc", parts["key"], q, w) * run.calls[layer].scale,
+                    "key": torch.einsum("nckd,nd,nk->nc", parts["key"], q, w)
+                    * run.calls[layer].scale,
                 }
                 at, by_query, by_key = next(told)
                 assert at == head
                 for own, many in (("query", by_query), ("key", by_key)):
                     answer = run.answer(asked[own]).values
-                    one = torch.stack([answer[name].sum(1) for name in reader.writers(layer)], dim=1)
+                    one = torch.stack(
+                        [answer[name].sum(1) for name in reader.writers(layer)], dim=1
+                    )
                     for values in (read[own], one, many):
                         assert (values - read[own]).abs().max() <= 2e-5 * values.abs().max()
                         assert (values.sum(1) - total).abs().max() <= 2e-5 * values.abs().max()
@@ -104,7 +116,10 @@ def test_nonlinear_layers_show_and_quantised_weights_are_refused():
     scope = look("llama")
     weight = scope.model.model.layers[1].self_attn.q_proj
     weight.weight = nn.Parameter((weight.weight * 64).to(torch.int8), requires_grad=False)
-    with pytest.raises(BadInput, match=r"1\.self_attn\.q_proj\.weight is stored in torch\.int8.* without quantisation"):
+    with pytest.raises(
+        BadInput,
+        match=r"1\.self_attn\.q_proj\.weight is stored in torch\.int8.* without quantisation",
+    ):
         Reader(scope, [Head(1, 0)])
 
 
@@ -121,14 +136,27 @@ def test_a_block_that_writes_nothing_is_taken_apart_all_the_same(family):
     assert sorted(Reader(scope, [Head(1, 0)]).writers(1)) == sorted(whole)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt_neox", "bert", "mixtral", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "granite", "gpt_neox", "bert", "mixtral", "falcon_h1"]
+)
 def test_half_precision_is_taken_apart_as_full_precision_is(family):
     full, half = look(family), look(family, torch.bfloat16)
-    for ours, theirs in zip(*(read_blocks(scope.model, scope.facts.layer_of) for scope in (full, half)), strict=True):
-        assert [type(node) for node in walk(ours.tree)] == [type(node) for node in walk(theirs.tree)]
+    for ours, theirs in zip(
+        *(read_blocks(scope.model, scope.facts.layer_of) for scope in (full, half)), strict=True
+    ):
+        assert [type(node) for node in walk(ours.tree)] == [
+            type(node) for node in walk(theirs.tree)
+        ]
         assert [type(module) for module in ours.parts] == [type(module) for module in theirs.parts]
         numbers = [
-            torch.tensor([number for node in walk(block.tree) if isinstance(node, Sum) for number, _ in node.terms])
+            torch.tensor(
+                [
+                    number
+                    for node in walk(block.tree)
+                    if isinstance(node, Sum)
+                    for number, _ in node.terms
+                ]
+            )
             for block in (ours, theirs)
         ]
         torch.testing.assert_close(*numbers, atol=0.01, rtol=0)
@@ -148,7 +176,10 @@ def test_no_hook_stays_behind_also_when_the_forward_fails(family):
         raise RuntimeError("out of memory")
 
     hook = part.register_forward_hook(fail)
-    for asked in (lambda: reader.record(run.inputs, places), lambda: read_blocks(scope.model, scope.facts.layer_of)):
+    for asked in (
+        lambda: reader.record(run.inputs, places),
+        lambda: read_blocks(scope.model, scope.facts.layer_of),
+    ):
         with pytest.raises(RuntimeError, match="out of memory"):
             asked()
     hook.remove()

@@ -1,4 +1,6 @@
-"""Tiny models: a batch for any of them, and a Llama on disk whose tokenizer knows the words of the binding task."""
+"""Tiny models: a batch for any of them, and a Llama on disk whose tokenizer knows the words of the
+binding task.
+"""
 
 from pathlib import Path
 
@@ -26,11 +28,24 @@ def write_tiny_llama(path: Path, seed: int = 0) -> Path:
         "The", "is", "in", "Box", "Which", "box", "the", "Answer", "hatA", "Items", "list", "are", "red", "green",
         "blue", *FILLER,
     ]  # fmt: skip
-    words = ["[UNK]", "[EOS]", *BOXES, *OBJECTS, *":.,?-", *said, *map(str.capitalize, FILLER), *CATEGORIES]
+    words = [
+        "[UNK]",
+        "[EOS]",
+        *BOXES,
+        *OBJECTS,
+        *":.,?-",
+        *said,
+        *map(str.capitalize, FILLER),
+        *CATEGORIES,
+    ]
     words = list(dict.fromkeys([*words, *(part for text in named for part in text.split())]))
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[EOS]", pad_token="[EOS]")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[EOS]", pad_token="[EOS]"
+    )
     fast.chat_template = "{% for m in messages %}Answer : {{ m['content'] }} Which{% endfor %}"
     tiny_model("llama", seed, vocab_size=len(words)).save_pretrained(path)
     fast.save_pretrained(path)

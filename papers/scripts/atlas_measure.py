@@ -1,13 +1,15 @@
-"""What the names of an atlas are worth: predictions on unseen documents, labels, ablations, random weights.
+"""What the names of an atlas are worth: predictions on unseen documents, labels, ablations, random
+weights.
 
-    python papers/scripts/atlas_measure.py RUN [--model MODEL] [--texts DIR] [-n 40] [--on python,packages,DIR]
-    python papers/scripts/atlas_measure.py RUN --ship FILE --hardware "two CPU cores"
-    python papers/scripts/atlas_measure.py RUN --random 0 -n 16
+    python papers/scripts/atlas_measure.py RUN [--model MODEL] [--texts DIR] [-n 40] [--on
+    python,packages,DIR] python papers/scripts/atlas_measure.py RUN --ship FILE --hardware "two CPU
+    cores" python papers/scripts/atlas_measure.py RUN --random 0 -n 16
 
-RUN is a folder that ``qkscope atlas`` wrote; where it is none, the atlas is made there, and the script says what it
-took (``--warm``: after a small one). Then it prints how well names predict on passages of unseen documents, their areas
-under the curve against labels from repeated random tokens, and what is left of copying with the heads named *induction*
-ablated, beside random heads of the same layers. ``--ship`` writes the file that comes with the package.
+RUN is a folder that ``qkscope atlas`` wrote; where it is none, the atlas is made there, and the
+script says what it took (``--warm``: after a small one). Then it prints how well names predict on
+passages of unseen documents, their areas under the curve against labels from repeated random
+tokens, and what is left of copying with the heads named *induction* ablated, beside random heads of
+the same layers. ``--ship`` writes the file that comes with the package.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ def main() -> None:
             make(2, test=2, progress=False)
         start = time.process_time()
         wall, cpu = make(asked.n, test=asked.n, out=asked.run).seconds, time.process_time() - start
-        print(f"{asked.n} passages on {scope.device.type}: {wall:.1f} s, {cpu:.1f} CPU-seconds", flush=True)
+        print(
+            f"{asked.n} passages on {scope.device.type}: {wall:.1f} s, {cpu:.1f} CPU-seconds",
+            flush=True,
+        )
     names = Result.read(asked.run)
     if asked.ship:
         ship(names, asked)
@@ -80,14 +85,27 @@ def texts(name: str) -> tuple[Document, ...]:
 
 def ship(names: Result, asked: argparse.Namespace) -> None:
     """Write the heads, their names and their jobs, with what made them."""
-    heads = [{name: round(x, 3) if isinstance(x, float) else x for name, x in row.items()} for row in names.table()]
+    heads = [
+        {name: round(x, 3) if isinstance(x, float) else x for name, x in row.items()}
+        for row in names.table()
+    ]
     for row in heads:
         own = (job for job in names.tables["jobs"] if job["head"] == row["head"])
         row["jobs"] = {job["job"]: round(job["share"], 3) for job in own}
     made = {name: names.provenance[name] for name in ("command", "asked", "versions")}
-    command = made["command"] or f"python papers/scripts/atlas_measure.py RUN --model {asked.model} -n {asked.n}"
-    made |= {"command": command, "date": f"{date.today()}", "hardware": asked.hardware, "answer": names.answer}
-    Path(asked.ship).write_text(json.dumps({"made": made, "heads": heads}, ensure_ascii=False, indent=0) + "\n")
+    command = (
+        made["command"]
+        or f"python papers/scripts/atlas_measure.py RUN --model {asked.model} -n {asked.n}"
+    )
+    made |= {
+        "command": command,
+        "date": f"{date.today()}",
+        "hardware": asked.hardware,
+        "answer": names.answer,
+    }
+    Path(asked.ship).write_text(
+        json.dumps({"made": made, "heads": heads}, ensure_ascii=False, indent=0) + "\n"
+    )
 
 
 def score(scope: qk.Scope, names: Result, documents: tuple[Document, ...], on: str) -> None:
@@ -95,7 +113,10 @@ def score(scope: qk.Scope, names: Result, documents: tuple[Document, ...], on: s
     rows, jobs, heads = names.tables["atlas"], names.tables["jobs"], tuple(scope.heads())
     print(dict(Counter(row["kind"] for row in rows)))
     for kind in JOBS:
-        print(f"  {kind}: " + "; ".join(f"{row['head']} {row['name']}" for row in rows if row["kind"] == kind))
+        print(
+            f"  {kind}: "
+            + "; ".join(f"{row['head']} {row['name']}" for row in rows if row["kind"] == kind)
+        )
     labels(scope, jobs)
     ablated(scope, [row["head"] for row in rows if row["kind"] == guesses.INDUCTION], jobs)
     sights = partial(atlas.passages_of, scope, length=atlas.LENGTH, seed=0)
@@ -109,14 +130,25 @@ def score(scope: qk.Scope, names: Result, documents: tuple[Document, ...], on: s
 def said(scores: list[dict[str, Any]], on: str) -> None:
     """How often the name is right, beside the baselines."""
     for text, some in (
-        ("names that are no offset", [row for row in scores if not row["kind"].startswith(guesses.NO_RULE)]),
+        (
+            "names that are no offset",
+            [row for row in scores if not row["kind"].startswith(guesses.NO_RULE)],
+        ),
         ("all heads", scores),
     ):
         n = len(some)
-        means = {name: round(sum(row[name] for row in some) / n, 3) for name in ("name", *guesses.BASELINES)}
+        means = {
+            name: round(sum(row[name] for row in some) / n, 3)
+            for name in ("name", *guesses.BASELINES)
+        }
         better, worse = sum(row["low"] > 0 for row in some), sum(row["high"] < 0 for row in some)
-        lower, higher = sum(row["loss_high"] < 0 for row in some), sum(row["loss_low"] > 0 for row in some)
-        print(f"  on {on}, {text} ({n}): better than the best offset {better / n:.0%}, worse {worse / n:.0%}; {means};")
+        lower, higher = (
+            sum(row["loss_high"] < 0 for row in some),
+            sum(row["loss_low"] > 0 for row in some),
+        )
+        print(
+            f"  on {on}, {text} ({n}): better than the best offset {better / n:.0%}, worse {worse / n:.0%}; {means};"
+        )
         print(f"    log-loss lower with the name at {lower} heads, higher at {higher}")
 
 
@@ -139,14 +171,18 @@ def pooled(rows: list[Any], jobs: list[Any], fit: guesses.Sights, test: guesses.
 
 
 def repeated(scope: qk.Scope, count: int = 16, length: int = LENGTH) -> torch.Tensor:
-    """So many tokens, drawn at random, twice in a row, behind what the tokenizer puts in front of any text."""
+    """So many tokens, drawn at random, twice in a row, behind what the tokenizer puts in front of
+    any text.
+    """
     ids = torch.randint(1000, 40000, (count, length), generator=torch.Generator().manual_seed(0))
     start = torch.tensor(scope.tokenizer("")["input_ids"], dtype=torch.long).expand(count, -1)
     return torch.cat([start, ids, ids], dim=1).to(scope.device)
 
 
 def labels(scope: qk.Scope, jobs: list[dict[str, Any]]) -> None:
-    """Areas under the curve of each job's share against labels from repeated random tokens (attention above .3)."""
+    """Areas under the curve of each job's share against labels from repeated random tokens
+    (attention above .3).
+    """
     ids, scored = repeated(scope), dict[int, dict[str, torch.Tensor]]()
     half, index = LENGTH, torch.arange(LENGTH - 2, device=ids.device)
     at = ids.shape[1] - half + 1 + index
@@ -161,11 +197,15 @@ def labels(scope: qk.Scope, jobs: list[dict[str, Any]]) -> None:
         truth = [float(scored[head.layer][job][head.index]) > 0.3 for head in scope.heads()]
         share = {row["head"]: row["share"] for row in jobs if row["job"] == job}
         area = roc_auc_score(truth, [share.get(str(head), 0.0) for head in scope.heads()])
-        print(f"  labels from repeated random tokens, {job} ({sum(truth)} heads): area under the curve {area:.3f}")
+        print(
+            f"  labels from repeated random tokens, {job} ({sum(truth)} heads): area under the curve {area:.3f}"
+        )
 
 
 def ablated(scope: qk.Scope, heads: list[str], jobs: list[dict[str, Any]]) -> None:
-    """Accuracy on the second copy with heads ablated together, beside random sets of the same layers."""
+    """Accuracy on the second copy with heads ablated together, beside random sets of the same
+    layers.
+    """
     if not heads:
         return
 
@@ -179,13 +219,20 @@ def ablated(scope: qk.Scope, heads: list[str], jobs: list[dict[str, Any]]) -> No
         return float((logits[:, :-1].argmax(-1) == ids[:, 1 - LENGTH :]).float().mean())
 
     draws, before = random.Random(0), accuracy([])
-    previous = max((row for row in jobs if row["job"] == guesses.PREVIOUS), key=lambda row: row["share"])
-    others = {head: [str(h) for h in scope.heads() if h.layer == qk.Head.parse(head).layer] for head in heads}
+    previous = max(
+        (row for row in jobs if row["job"] == guesses.PREVIOUS), key=lambda row: row["share"]
+    )
+    others = {
+        head: [str(h) for h in scope.heads() if h.layer == qk.Head.parse(head).layer]
+        for head in heads
+    }
     free = {head: [name for name in names if name not in heads] for head, names in others.items()}
     sets = sorted(accuracy([draws.choice(free[head]) for head in heads]) for _ in range(20))
     together = accuracy(heads)
     single = {head: f"{accuracy([head]) / before - 1:+.0%}" for head in [*heads, previous["head"]]}
-    print(f"  second copy right {before:.2f}; {len(heads)} induction heads ablated {together / before - 1:+.0%};")
+    print(
+        f"  second copy right {before:.2f}; {len(heads)} induction heads ablated {together / before - 1:+.0%};"
+    )
     low, median, high = (f"{sets[i] / before - 1:+.0%}" for i in (0, 10, -1))
     print(f"    20 random sets: median {median}, {low} to {high}; each alone {single}")
 

@@ -1,12 +1,14 @@
-"""How often each reason is found, on tasks and text where it should be, and on random weights where it should not.
+"""How often each reason is found, on tasks and text where it should be, and on random weights where
+it should not.
 
-    python papers/scripts/because_measure.py looks.jsonl --texts FOLDER [--model MODEL] [--device cuda] [--only text]
-    python papers/scripts/because_measure.py looks.jsonl --say
+    python papers/scripts/because_measure.py looks.jsonl --texts FOLDER [--model MODEL] [--device
+    cuda] [--only text] python papers/scripts/because_measure.py looks.jsonl --say
 
-The first command appends a line for every look as it is measured; the second prints the rates of a file, or of several
-joined, with 95% intervals. Looks on text: attention above .4 on a token that is not the first, drawn at random among
-them (``text``), or the largest (``peaks``), one a passage of 80 tokens for each head. Random weights: the model's
-shape, freshly initialised, W_Q and W_K scaled until half of the heads' largest weights are above .9.
+The first command appends a line for every look as it is measured; the second prints the rates of a
+file, or of several joined, with 95% intervals. Looks on text: attention above .4 on a token that is
+not the first, drawn at random among them (``text``), or the largest (``peaks``), one a passage of
+80 tokens for each head. Random weights: the model's shape, freshly initialised, W_Q and W_K scaled
+until half of the heads' largest weights are above .9.
 """
 
 from __future__ import annotations
@@ -72,14 +74,19 @@ def main() -> None:
                 if where == "random":
                     records = at_random(scope, asked.texts, asked.passages, seed)
                 elif where in ("text", "peaks"):
-                    records = texts(scope, heads["text"], asked.texts, asked.looks, seed, where == "peaks")
+                    records = texts(
+                        scope, heads["text"], asked.texts, asked.looks, seed, where == "peaks"
+                    )
                 else:
                     records = task(scope, where, heads[where], asked.looks, seed)
                 for i, record in enumerate(records):
                     about = {"model": asked.model, "where": where, "seed": seed}
                     print(json.dumps(about | record), file=file, flush=True)
                     if i % 16 == 0:
-                        print(f"{where} seed {seed}: look {i + 1}, {time.time() - start:.0f} s", flush=True)
+                        print(
+                            f"{where} seed {seed}: look {i + 1}, {time.time() - start:.0f} s",
+                            flush=True,
+                        )
 
 
 # ---------------------------------------------------------------------- looks
@@ -91,7 +98,11 @@ def task(scope: qk.Scope, name: str, heads: str, count: int, seed: int) -> Itera
     for number, unit in enumerate(getattr(qk.tasks, name)(seed=3 + seed).test(2 * count)):
         ids = scope.encode([unit[0]]).inputs["input_ids"][0]
         again, query = Again.of(scope, ids), len(ids) - 1
-        looks = [look for head in heads.split() if (look := main_look(again, Head.parse(head), query)) is not None]
+        looks = [
+            look
+            for head in heads.split()
+            if (look := main_look(again, Head.parse(head), query)) is not None
+        ]
         looks = [look for look in looks if kept[look.head] < count]
         for look in looks:
             kept[look.head] += 1
@@ -100,13 +111,18 @@ def task(scope: qk.Scope, name: str, heads: str, count: int, seed: int) -> Itera
             yield record | {"prompt": number}
 
 
-def texts(scope: qk.Scope, heads: str, folder: Path, count: int, seed: int, peaks: bool) -> Iterator[Record]:
+def texts(
+    scope: qk.Scope, heads: str, folder: Path, count: int, seed: int, peaks: bool
+) -> Iterator[Record]:
     """Looks on natural text, drawn at random or at each head's largest attention."""
     draws, kept = random.Random(seed), defaultdict[Head, int](int)
     for ids in passages(scope.tokenizer, folder, draws, 6 * count):
         again, looks = Again.of(scope, ids.to(scope.device)), []
         for head in map(Head.parse, heads.split()):
-            if kept[head] < count and (look := drawn_look(again, head, draws, peaks=peaks)) is not None:
+            if (
+                kept[head] < count
+                and (look := drawn_look(again, head, draws, peaks=peaks)) is not None
+            ):
                 looks.append(look)
                 kept[head] += 1
         yield from records(scope, again, looks, seed)
@@ -120,7 +136,9 @@ def at_random(scope: qk.Scope, folder: Path, count: int, seed: int) -> Iterator[
     peaked(wild, some[0])
     for ids in some:
         again, heads = Again.of(wild, ids), draws.sample(list(wild.heads()), 60)
-        looks = [look for head in heads if (look := drawn_look(again, head, draws, 0.3)) is not None][:20]
+        looks = [
+            look for head in heads if (look := drawn_look(again, head, draws, 0.3)) is not None
+        ][:20]
         yield from records(wild, again, looks, seed, carried=4)
 
 
@@ -129,7 +147,12 @@ def peaked(scope: qk.Scope, ids: torch.Tensor) -> None:
     while True:
         again, tops = Again.of(scope, ids), []
         for call in again.calls.values():
-            tops.append(call.attention(list(range(call.q.shape[1])))[0, :, BEGUN:].amax(-1).median(-1).values.median())
+            tops.append(
+                call.attention(list(range(call.q.shape[1])))[0, :, BEGUN:]
+                .amax(-1)
+                .median(-1)
+                .values.median()
+            )
         if float(torch.stack(tops).median()) > 0.9:
             return
         with torch.no_grad():
@@ -138,7 +161,9 @@ def peaked(scope: qk.Scope, ids: torch.Tensor) -> None:
                     weight *= 1.25
 
 
-def passages(tokenizer: Any, folder: Path, draws: random.Random, count: int) -> Iterator[torch.Tensor]:
+def passages(
+    tokenizer: Any, folder: Path, draws: random.Random, count: int
+) -> Iterator[torch.Tensor]:
     documents = list(read_documents([folder]))
     for i in range(count):
         ids = tokenizer(documents[i % len(documents)].text).input_ids
@@ -165,7 +190,9 @@ def drawn_look(
     return Look(head, BEGUN + at, int(top.indices[at]))
 
 
-def records(scope: qk.Scope, again: Again, looks: Sequence[Look], seed: int, carried: int = 0) -> Iterator[Record]:
+def records(
+    scope: qk.Scope, again: Again, looks: Sequence[Look], seed: int, carried: int = 0
+) -> Iterator[Record]:
     """What is found of each look."""
     if not looks:
         return
@@ -185,7 +212,9 @@ def records(scope: qk.Scope, again: Again, looks: Sequence[Look], seed: int, car
 
 def carriers(scope: qk.Scope, because: Because, reason: Reason, seed: int) -> list[Record]:
     inputs, row = because.again.inputs, torch.zeros(1, dtype=torch.long, device=scope.device)
-    places = Places.everywhere(row, torch.full_like(row, reason.look.query), inputs["attention_mask"])
+    places = Places.everywhere(
+        row, torch.full_like(row, reason.look.query), inputs["attention_mask"]
+    )
     run = reader_of(scope).record(inputs, places, deep=True, last=reason.look.head.layer)
     return Carriers(run, because, reason, seed).rows()
 
@@ -197,9 +226,13 @@ def say(looks: list[Record]) -> None:
     """Print the rates of every head and place, all seeds together and the range of seeds beside it."""
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for look in looks:
-        groups[look["model"], look["where"], "all" if look["where"] == "random" else look["head"]].append(look)
+        groups[
+            look["model"], look["where"], "all" if look["where"] == "random" else look["head"]
+        ].append(look)
     for (model, where, head), own in sorted(groups.items()):
-        print(f"\n{model} {where} {head}: {len(own)} looks, {mean([look['causes'] for look in own]):.1f} causes")
+        print(
+            f"\n{model} {where} {head}: {len(own)} looks, {mean([look['causes'] for look in own]):.1f} causes"
+        )
         marks = {
             **{kind: (lambda look, kind=kind: shown(look, kind)) for kind in KINDS},
             "same word, letters": lambda look: any(map(str.isalnum, shown(look, "same word"))),
@@ -209,15 +242,27 @@ def say(looks: list[Record]) -> None:
             "cause just before the key": lambda look: look["cause before key"],
         }  # fmt: skip
         for name, mark in marks.items():
-            print(f"  {name:28s} {rate([bool(mark(look)) for look in own], [look['seed'] for look in own])}")
+            print(
+                f"  {name:28s} {rate([bool(mark(look)) for look in own], [look['seed'] for look in own])}"
+            )
         same = (pick(look["relations"], kind="same word") for look in own)
-        tested = [row for rows in same for row in [row for row in rows if row["together"] is not None][:1]]
+        tested = [
+            row for rows in same for row in [row for row in rows if row["together"] is not None][:1]
+        ]
         if tested:
-            left = {name: mean([row[name] for row in tested]) for name in ("alone", "together", "different")}
-            print("  left of the attention        " + ", ".join(f"{name} {value:.2f}" for name, value in left.items()))
+            left = {
+                name: mean([row[name] for row in tested])
+                for name in ("alone", "together", "different")
+            }
+            print(
+                "  left of the attention        "
+                + ", ".join(f"{name} {value:.2f}" for name, value in left.items())
+            )
         carried = [row for look in own for row in look["carriers"]]
         if carried:
-            print(f"  carriers shown               {rate([row['verdict'] == 'shown' for row in carried])}")
+            print(
+                f"  carriers shown               {rate([row['verdict'] == 'shown' for row in carried])}"
+            )
         for side in ("key", "query") if carried else ():
             rows = pick(carried, side=side)
             share = (f"{name} {mean(back(row, name) for row in rows):.2f}" for name in BACK)
@@ -227,7 +272,9 @@ def say(looks: list[Record]) -> None:
 
 def shown(look: Record, kind: str) -> list[str]:
     """The words of the relations of a kind that are shown."""
-    return [row["text"].strip().lower() for row in pick(look["relations"], kind=kind, verdict="shown")]
+    return [
+        row["text"].strip().lower() for row in pick(look["relations"], kind=kind, verdict="shown")
+    ]
 
 
 def back(row: Record, name: str) -> float:
@@ -237,7 +284,10 @@ def back(row: Record, name: str) -> float:
 
 def rate(marks: Sequence[bool], seeds: Sequence[int] = ()) -> str:
     low, high = wilson(sum(marks), len(marks))
-    each = [mean([mark for mark, seed in zip(marks, seeds, strict=True) if seed == s]) for s in sorted(set(seeds))]
+    each = [
+        mean([mark for mark, seed in zip(marks, seeds, strict=True) if seed == s])
+        for s in sorted(set(seeds))
+    ]
     by_seed = f"; seeds {', '.join(f'{value:.0%}' for value in each)}" if len(each) > 1 else ""
     return f"{mean(marks):.1%} [{low:.1%}, {high:.1%}]  {sum(marks)} of {len(marks)}{by_seed}"
 

@@ -1,7 +1,8 @@
-"""How often noise is called a feature: false positives at the 5% level over heads that are pure noise.
+"""How often noise is called a feature: false positives at the 5% level over heads that are pure
+noise.
 
-Run ``make calibrate``; it prints the table that papers/docs/calibration.md quotes. Heads come in batches of fifty, each
-head with queries and keys of its own, each batch with null draws of its own.
+Run ``make calibrate``; it prints the table that papers/docs/calibration.md quotes. Heads come in
+batches of fifty, each head with queries and keys of its own, each batch with null draws of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from qkscope.maths.significance import head_p_values, lag_one
 AT_ONCE = 50
 BOTH = ("sign flip", "interaction")
 D_HEAD = 8
-Data = tuple[Tensor, Tensor, Tensor, list[int]]  # queries (n, heads, d), keys (n, heads, k, d), units (n), labels (k)
+Data = tuple[
+    Tensor, Tensor, Tensor, list[int]
+]  # queries (n, heads, d), keys (n, heads, k, d), units (n), labels (k)
 
 
 class Noise:
@@ -38,8 +41,12 @@ class Noise:
         return torch.randint(high, (n,), generator=self.generator)
 
 
-def plain(noise: Noise, n: int, labels: tuple[int, ...] = (1, -1), rows: int = 1, difference: float = 0.0) -> Data:
-    """Rows of a prompt share part of their vectors, as prompts of a language model do; means are not zero."""
+def plain(
+    noise: Noise, n: int, labels: tuple[int, ...] = (1, -1), rows: int = 1, difference: float = 0.0
+) -> Data:
+    """Rows of a prompt share part of their vectors, as prompts of a language model do; means are
+    not zero.
+    """
     keys = len(labels)
     q = 1 + noise(n, 1, AT_ONCE, D_HEAD) + noise(n, rows, AT_ONCE, D_HEAD)
     k = noise(n, 1, AT_ONCE, keys, D_HEAD) + noise(n, rows, AT_ONCE, keys, D_HEAD)
@@ -61,7 +68,9 @@ def copies(noise: Noise, n: int, each: int = 8) -> Data:
 
 
 def words(noise: Noise, n: int, count: int, size: float = 1.0, prompts: int = 256) -> Data:
-    """Few words, used again and again: each has a part in the query and a part in the + key, which do not match."""
+    """Few words, used again and again: each has a part in the query and a part in the + key, which
+    do not match.
+    """
     q, k, _, labels = plain(noise, prompts)
     word = noise.pick(count, prompts)
     k[:, :, 0] += size * noise(count, AT_ONCE, D_HEAD)[word]
@@ -100,8 +109,12 @@ def skewed(noise: Noise, n: int) -> Data:
     return q, k.exp(), units, labels
 
 
-def ordered(noise: Noise, n: int, rho: float, text: int, group: int = 1, heads: int = AT_ONCE) -> Data:
-    """AR(1) between the prompts of a text, which begins anew after ``text`` of them; groups of so many are a unit."""
+def ordered(
+    noise: Noise, n: int, rho: float, text: int, group: int = 1, heads: int = AT_ONCE
+) -> Data:
+    """AR(1) between the prompts of a text, which begins anew after ``text`` of them; groups of so
+    many are a unit.
+    """
     q, k = noise(n, heads, D_HEAD), noise(n, heads, 2, D_HEAD)
     for i in (i for i in range(n) if i % text):
         for x in (q, k):
@@ -136,7 +149,10 @@ NOISE: dict[str, tuple[Callable[[Noise, int], Data], tuple[str, ...]]] = {
     "AR(1) .6, one text, no groups": (lambda r, n: ordered(r, 256, 0.6, 256), BOTH),
     "AR(1) .6, texts of 8 prompts, no groups": (lambda r, n: ordered(r, 256, 0.6, 8), BOTH),
     "AR(1) .6, texts of 8 prompts, each a group": (lambda r, n: ordered(r, 256, 0.6, 8, 8), BOTH),
-    "AR(1) .6, texts of 16 prompts, each a group": (lambda r, n: ordered(r, 256, 0.6, 16, 16), BOTH),
+    "AR(1) .6, texts of 16 prompts, each a group": (
+        lambda r, n: ordered(r, 256, 0.6, 16, 16),
+        BOTH,
+    ),
     "AR(1) .6, one text, groups of 8": (lambda r, n: ordered(r, 256, 0.6, 256, 8), BOTH),
     "AR(1) .6, one text, groups of 16": (lambda r, n: ordered(r, 256, 0.6, 256, 16), BOTH),
 }
@@ -155,7 +171,9 @@ def false_positives(case: str, seed: int, prompts: int = 64) -> int:
 
 
 def neighbours_alike(rho: float, seed: int, prompts: int = 64, heads: int = 1) -> bool:
-    """Whether `decompose` would say of noise heads that neighbouring prompts of a file are alike: AR(1) of ``rho``."""
+    """Whether `decompose` would say of noise heads that neighbouring prompts of a file are alike:
+    AR(1) of ``rho``.
+    """
     q, k, units, _ = ordered(Noise(seed), prompts, rho, prompts, heads=heads)
     return lag_one(q, k[:, :, 0] - k[:, :, 1], units, seed + 1_000_000)[1] <= ALIKE
 
@@ -176,18 +194,26 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--only", default="", help="part of the names of the rows to print")
-    parser.add_argument("--neighbours", action="store_true", help="the test of a file's order instead")
+    parser.add_argument(
+        "--neighbours", action="store_true", help="the test of a file's order instead"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.neighbours:
         for rho in (0.0, 0.2, 0.4, 0.6):
             for heads in (1, 8):
-                said = sum(neighbours_alike(rho, seed, given.prompts, heads) for seed in range(given.heads))
+                said = sum(
+                    neighbours_alike(rho, seed, given.prompts, heads) for seed in range(given.heads)
+                )
                 print(f"| {rho:.1f} | {heads} | {said} | {said / given.heads:.1%} |", flush=True)
         return
-    print(f"{given.heads} heads, {given.prompts} prompts, d_head {D_HEAD}, 199 replicates, level 5%")
+    print(
+        f"{given.heads} heads, {given.prompts} prompts, d_head {D_HEAD}, 199 replicates, level 5%"
+    )
     for case in [c for c in CASES if given.only in c]:
-        called = sum(false_positives(case, seed, given.prompts) for seed in range(given.heads // AT_ONCE))
+        called = sum(
+            false_positives(case, seed, given.prompts) for seed in range(given.heads // AT_ONCE)
+        )
         rate = called / given.heads
         half = 1.96 * (rate * (1 - rate) / given.heads) ** 0.5
         print(f"| {case} | {called} | {rate:.2%} ± {half:.2%} |", flush=True)

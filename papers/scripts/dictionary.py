@@ -1,8 +1,9 @@
-"""A small dictionary of the embedded model, trained in minutes, written as SAELens does, read back, and asked.
+"""A small dictionary of the embedded model, trained in minutes, written as SAELens does, read back,
+and asked.
 
-``python papers/scripts/dictionary.py OUT`` trains 2,048 features (32 active) of what enters layer 18 of SmolLM2-135M on
-Python's own help texts, writes them to OUT, and splits L18H6 by them on binding and on induction. The page:
-dictionaries.md.
+``python papers/scripts/dictionary.py OUT`` trains 2,048 features (32 active) of what enters layer
+18 of SmolLM2-135M on Python's own help texts, writes them to OUT, and splits L18H6 by them on
+binding and on induction. The page: dictionaries.md.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ STEPS, BATCH, RATE = 300, 1024, 1e-3
 def stream(scope: qk.Scope) -> torch.Tensor:
     """What enters the layer at every token of the passages but their first, passage after passage."""
     ids = [one for text in python_texts() for one in scope.tokenizer(text.text)["input_ids"]]
-    starts = torch.randperm(len(ids) // LENGTH, generator=torch.Generator().manual_seed(0))[:PASSAGES] * LENGTH
+    starts = (
+        torch.randperm(len(ids) // LENGTH, generator=torch.Generator().manual_seed(0))[:PASSAGES]
+        * LENGTH
+    )
     reader, found = Reader(scope, [Head(LAYER, 0)]), []
     for batch in starts.split(16):
         tokens = torch.tensor([ids[start : start + LENGTH] for start in batch.tolist()])
@@ -38,7 +42,9 @@ def stream(scope: qk.Scope) -> torch.Tensor:
         inputs["position_ids"] = torch.arange(LENGTH).expand_as(tokens)
         row = torch.arange(len(tokens))
         places = Places.everywhere(row, torch.full_like(row, LENGTH - 1), inputs["attention_mask"])
-        found.append(reader.record(inputs, places).entered[LAYER][:, 2:])  # the query, then the first token
+        found.append(
+            reader.record(inputs, places).entered[LAYER][:, 2:]
+        )  # the query, then the first token
     return torch.cat(found)
 
 
@@ -47,7 +53,12 @@ def train(x: torch.Tensor) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     bias = x.mean(0)
     decoder = normalize(torch.randn(FEATURES, x.shape[1], generator=generator), dim=1)
-    weights = {"W_dec": decoder, "W_enc": decoder.T.clone(), "b_enc": torch.zeros(FEATURES), "b_dec": bias}
+    weights = {
+        "W_dec": decoder,
+        "W_enc": decoder.T.clone(),
+        "b_enc": torch.zeros(FEATURES),
+        "b_dec": bias,
+    }
     trained = [one.requires_grad_() for name, one in weights.items()]
     adam = torch.optim.Adam(trained, lr=RATE)
     for _ in range(STEPS):
@@ -69,16 +80,26 @@ def main() -> None:
     scope = qk.Scope.load("smollm2-135m")
     x = stream(scope)
     fit, held_out = x[:-HELD_OUT].flatten(0, 1), x[-HELD_OUT:].flatten(0, 1)
-    print(f"{len(fit):,} tokens to fit, {len(held_out):,} held out ({time.perf_counter() - start:.0f} s)")
+    print(
+        f"{len(fit):,} tokens to fit, {len(held_out):,} held out ({time.perf_counter() - start:.0f} s)"
+    )
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "cfg.json").exists():
         save_file(train(fit), out / "sae_weights.safetensors")
         about = {"hook_name": f"blocks.{LAYER}.hook_resid_pre", "model_name": "smollm2-135m"}
-        settings = {"architecture": "topk", "k": ACTIVE, "d_in": x.shape[-1], "d_sae": FEATURES, "metadata": about}
+        settings = {
+            "architecture": "topk",
+            "k": ACTIVE,
+            "d_in": x.shape[-1],
+            "d_sae": FEATURES,
+            "metadata": about,
+        }
         (out / "cfg.json").write_text(json.dumps(settings))
     dictionary = qk.Dictionary.load(out)
     coded = dictionary.code(held_out)
-    lost = (held_out - coded.bias - coded.parts().sum(-2)).square().sum() / (held_out - coded.bias).square().sum()
+    lost = (held_out - coded.bias - coded.parts().sum(-2)).square().sum() / (
+        held_out - coded.bias
+    ).square().sum()
     used = len(dictionary.code(fit[:8192]).ids.unique())
     print(f"{dictionary}: misses {lost:.1%} of held-out text, {used:,} features in use")
     print(f"({time.perf_counter() - start:.0f} s)")

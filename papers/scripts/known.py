@@ -1,10 +1,13 @@
-"""Compile Tracr's library programs and keep their weights with the truth about every head; needs `tracr-pypi` and jax.
+"""Compile Tracr's library programs and keep their weights with the truth about every head; needs
+`tracr-pypi` and jax.
 
-    python papers/scripts/known.py papers/src/qkscope_papers/known      # tracr-pypi 1.0.0, jax, dm-haiku, chex
+    python papers/scripts/known.py papers/src/qkscope_papers/known      # tracr-pypi 1.0.0, jax,
+    dm-haiku, chex
 
-Who writes what a head reads is read off the compiled weights: a dimension of the residual stream is read by a head's
-query (key) where it meets any dimension of a key (query) in ``W_Q W_Kᵀ``, and written by what puts anything into it.
-The token that the compiler sets first is no reason among the other keys, so its own dimension does not count.
+Who writes what a head reads is read off the compiled weights: a dimension of the residual stream is
+read by a head's query (key) where it meets any dimension of a key (query) in ``W_Q W_Kᵀ``, and
+written by what puts anything into it. The token that the compiler sets first is no reason among the
+other keys, so its own dimension does not count.
 """
 
 import json
@@ -16,7 +19,13 @@ from safetensors.numpy import save_file
 from tracr.compiler import compiling, lib
 from tracr.rasp import rasp
 
-LETTERS, NUMBERS, BRACKETS, BOS, LONGEST = ["a", "b", "c", "d"], [1, 2, 3, 4], ["(", ")", "{", "}"], "BOS", 5
+LETTERS, NUMBERS, BRACKETS, BOS, LONGEST = (
+    ["a", "b", "c", "d"],
+    [1, 2, 3, 4],
+    ["(", ")", "{", "}"],
+    "BOS",
+    5,
+)
 PROGRAMS = {
     "length": (lib.make_length(), LETTERS),
     "reverse": (lib.make_reverse(rasp.tokens), LETTERS),
@@ -40,22 +49,30 @@ def truth(embedded, layers, heads, labels):
     """By head that reads anything, the writers of its query and of its key."""
     writes, found = {"embedding": embedded.any(0)}, {}
     for layer, (q, k, v, o, _, down) in enumerate(layers):
-        own = [[part.reshape(len(labels), heads, -1)[:, i] for part in (q, k, v, o.T)] for i in range(heads)]
+        own = [
+            [part.reshape(len(labels), heads, -1)[:, i] for part in (q, k, v, o.T)]
+            for i in range(heads)
+        ]
         for i, (query, key, _, _) in enumerate(own):
             met = query @ key.T != 0
             if met.any():
                 met[:, [label == f"tokens:{BOS}" for label in labels]] = False
                 read = {"query": met.any(1), "key": met.any(0)}
                 found[f"L{layer}H{i}"] = {
-                    side: [name for name, dims in writes.items() if (dims & some).any()] for side, some in read.items()
+                    side: [name for name, dims in writes.items() if (dims & some).any()]
+                    for side, some in read.items()
                 }
-        writes |= {f"L{layer}H{i}": (value @ out.T).any(0) for i, (_, _, value, out) in enumerate(own)}
+        writes |= {
+            f"L{layer}H{i}": (value @ out.T).any(0) for i, (_, _, value, out) in enumerate(own)
+        }
         writes[f"M{layer}"] = down.any(0)
     return found
 
 
 def main(folder):
-    """Write ``programs.json``, and every program's weights in a row, zeros left out, in ``programs.safetensors``."""
+    """Write ``programs.json``, and every program's weights in a row, zeros left out, in
+    ``programs.safetensors``.
+    """
     kept, tensors = {}, {}
     for name, (program, vocabulary) in PROGRAMS.items():
         model = compiling.compile_rasp_to_model(program, set(vocabulary), LONGEST, compiler_bos=BOS)
@@ -64,8 +81,13 @@ def main(folder):
         every = [np.array(params[module]["embeddings"]) for module in ("token_embed", "pos_embed")]
         layers = [[np.array(params[f"transformer/layer_{layer}/{at}"]["w"]) for at in MATRICES]
                   for layer in range(config.num_layers)]  # fmt: skip
-        row = np.concatenate([part.ravel() for part in (*every, *(part.T for own in layers for part in own))])
-        tensors |= {f"{name}.at": row.nonzero()[0].astype(np.int32), f"{name}.is": row[row != 0].astype(np.float32)}
+        row = np.concatenate(
+            [part.ravel() for part in (*every, *(part.T for own in layers for part in own))]
+        )
+        tensors |= {
+            f"{name}.at": row.nonzero()[0].astype(np.int32),
+            f"{name}.is": row[row != 0].astype(np.float32),
+        }
         test = [vocabulary[i % len(vocabulary)] for i in (0, 1, 0, 3, 2)]
         kept[name] = {
             "vocabulary": [str(token) for token in sorted(ids, key=ids.get)], "hidden_size": len(model.residual_labels),

@@ -1,8 +1,9 @@
-"""Who writes for the induction head of ``nano:mixed`` over its sixteen steps: papers/docs/figures/nano/trace-steps.png.
+"""Who writes for the induction head of ``nano:mixed`` over its sixteen steps:
+papers/docs/figures/nano/trace-steps.png.
 
-``python papers/scripts/nano_trace.py`` takes less than a minute on a CPU. The head is the best one on induction at the
-last step; a writer's part is its value in the relative logit of the right key, mean over 64 test prompts. The numbers
-are printed as JSON.
+``python papers/scripts/nano_trace.py`` takes less than a minute on a CPU. The head is the best one
+on induction at the last step; a writer's part is its value in the relative logit of the right key,
+mean over 64 test prompts. The numbers are printed as JSON.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ COLOURS = {
 
 
 def measure() -> dict:
-    """By step: attention on the right key, the relative logit, and every writer's part of it on both sides."""
+    """By step: attention on the right key, the relative logit, and every writer's part of it on
+    both sides.
+    """
     task = qk.tasks.induction()
     head = qk.find_heads(qk.Scope.load("nano:mixed"), task, n=PROMPTS).tables["heads"][0]["head"]
     rows = []
     for step in nano_steps("mixed"):
-        found = qk.trace(qk.Scope.load(f"nano:mixed@{step}"), task, head, PROMPTS, whole=False, progress=False)
+        found = qk.trace(
+            qk.Scope.load(f"nano:mixed@{step}"), task, head, PROMPTS, whole=False, progress=False
+        )
         values = {side: {} for side in ("key", "query")}
         for row in found.tables["writers"]:
             values[row["side"]][row["writer"]] = row["value"]
@@ -57,7 +62,12 @@ def draw(found: dict) -> None:
         panel.fill_between(places, logit, color="#EEEEEE", label="the logit, their sum")
         for writer, colour in COLOURS.items():
             panel.plot(
-                places, [row[side][writer] for row in rows], color=colour, marker="o", markersize=3, label=writer
+                places,
+                [row[side][writer] for row in rows],
+                color=colour,
+                marker="o",
+                markersize=3,
+                label=writer,
             )
         panel.axhline(0, color="#444444", linewidth=0.6)
         panel.set_xticks(list(places), [str(row["step"]) for row in rows], rotation=60, fontsize=8)

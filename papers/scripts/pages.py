@@ -1,4 +1,6 @@
-"""Where pages and reports lie, and how scripts write into them: between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+"""Where pages and reports lie, and how scripts write into them: between ``<!-- NAME -->`` and
+``<!-- /NAME -->``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ LEDGER = ROOT / "papers" / "results.json"
 def put(page: Path, name: str, table: str) -> None:
     """Write a table into its place on a page."""
     pattern = rf"(<!-- {name} -->\n).*?\n?(<!-- /{name} -->)"
-    page.write_text(re.sub(pattern, lambda m: f"{m[1]}{table}\n{m[2]}", page.read_text(), flags=re.DOTALL))
+    page.write_text(
+        re.sub(pattern, lambda m: f"{m[1]}{table}\n{m[2]}", page.read_text(), flags=re.DOTALL)
+    )
 
 
 def text_cell(value: str) -> str:

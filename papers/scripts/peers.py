@@ -1,9 +1,10 @@
-"""The same work in qkscope, TransformerLens and nnsight, in one process: do they agree, and what does each cost?
+"""The same work in qkscope, TransformerLens and nnsight, in one process: do they agree, and what
+does each cost?
 
-``python papers/scripts/peers.py --hardware "two CPU cores"`` in an environment made as ``.ci/peers`` makes it writes
-the table of papers/docs/benchmarks.md. The work: from prompts of one length, the last token's query and every
-token's key, rotated, of all heads of SmolLM2-135M. All run the same weights with the same attention; turns alternate,
-and the least of each counts.
+``python papers/scripts/peers.py --hardware "two CPU cores"`` in an environment made as
+``.ci/peers`` makes it writes the table of papers/docs/benchmarks.md. The work: from prompts of one
+length, the last token's query and every token's key, rotated, of all heads of SmolLM2-135M. All run
+the same weights with the same attention; turns alternate, and the least of each counts.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from pages import REPORTS, put
 import qkscope as qk
 
 PROMPTS, BATCH, TURNS = 32, 16, 3
-Taken = list[torch.Tensor]  # queries [b, layer, head, d_head] and keys [b, layer, kv head, token, d_head]
+Taken = list[
+    torch.Tensor
+]  # queries [b, layer, head, d_head] and keys [b, layer, kv head, token, d_head]
 Take = Callable[[torch.Tensor], Taken]
 
 
 def prompts(scope: qk.Scope) -> list[torch.Tensor]:
     """Batches of the binding task's prompts of the commonest length, so that nobody has to pad."""
-    texts = [unit[0].text for unit in qk.tasks.binding(entities=9, form="list", seed=0).test(4 * PROMPTS)]
+    texts = [
+        unit[0].text for unit in qk.tasks.binding(entities=9, form="list", seed=0).test(4 * PROMPTS)
+    ]
     rows = [scope.tokenizer(text)["input_ids"] for text in texts]
     ((length, _),) = Counter(map(len, rows)).most_common(1)
     return list(torch.tensor([row for row in rows if len(row) == length][:PROMPTS]).split(BATCH))
@@ -53,7 +58,9 @@ def transformer_lens(scope: qk.Scope) -> Take:
 
     model, tokenizer = copy.deepcopy(scope.model), copy.deepcopy(scope.tokenizer)
     bridge: Any = TransformerBridge.boot_transformers("mine", hf_model=model, tokenizer=tokenizer)
-    names = {side: [f"blocks.{i}.attn.hook_rot_{side}" for i in range(scope.n_layers)] for side in "qk"}
+    names = {
+        side: [f"blocks.{i}.attn.hook_rot_{side}" for i in range(scope.n_layers)] for side in "qk"
+    }
     wanted = {name for side in names.values() for name in side}
 
     def take(ids: torch.Tensor) -> Taken:
@@ -73,7 +80,9 @@ def nnsight(scope: qk.Scope) -> Take:
 
     def take(ids: torch.Tensor) -> Taken:
         with lm.trace(ids) as tracer:
-            found = peer.save([layer.self_attn.source.apply_rotary_pos_emb_0.output for layer in lm.model.layers])
+            found = peer.save(
+                [layer.self_attn.source.apply_rotary_pos_emb_0.output for layer in lm.model.layers]
+            )
             tracer.stop()
         q, k = (torch.stack([pair[i] for pair in found], dim=1) for i in (0, 1))
         return [q[:, :, :, -1], k]
@@ -99,10 +108,20 @@ def main() -> None:
                 take(batch)
             seconds[name].append(time.perf_counter() - start)
     plain = min(seconds["qkscope"])
-    lines = ["| | version | largest difference in q, k | time ÷ ours |", "| --- | --- | ---: | ---: |"]
+    lines = [
+        "| | version | largest difference in q, k | time ÷ ours |",
+        "| --- | --- | ---: | ---: |",
+    ]
     for name, found in first.items():
-        off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, first["qkscope"], strict=True))
-        version = qk.__version__ if name == "qkscope" else importlib.metadata.version(name.replace("_", "-"))
+        off = max(
+            float((a - b).abs().max() / b.abs().max())
+            for a, b in zip(found, first["qkscope"], strict=True)
+        )
+        version = (
+            qk.__version__
+            if name == "qkscope"
+            else importlib.metadata.version(name.replace("_", "-"))
+        )
         lines.append(f"| {name} | {version} | {off:.1e} | {min(seconds[name]) / plain:.2f} |")
     lines.append(
         f"\n{sum(map(len, ids))} prompts of {ids[0].shape[1]} tokens, {asked.hardware}, {datetime.date.today()}."

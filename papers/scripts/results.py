@@ -1,10 +1,12 @@
-"""The ledger of claims, and the pages made of it: results.md, results-PAPER.md and a place in the README.
+"""The ledger of claims, and the pages made of it: results.md, results-PAPER.md and a place in the
+README.
 
-``python papers/scripts/results.py runs/paper --hardware "two CPU cores"`` takes the claims of every figure below a
-folder into papers/results.json, with its picture. Runs of the preset smoke are left out. Of a figure that was taken
-from a larger preset, claims stay as they are; those that are new, or had no interval and have one now, are added, and
-say where they come from. Of a figure that was run with other seeds too (``--seed 1``: other words and prompts), claims
-without an interval are given one over seeds.
+``python papers/scripts/results.py runs/paper --hardware "two CPU cores"`` takes the claims of every
+figure below a folder into papers/results.json, with its picture. Runs of the preset smoke are left
+out. Of a figure that was taken from a larger preset, claims stay as they are; those that are new,
+or had no interval and have one now, are added, and say where they come from. Of a figure that was
+run with other seeds too (``--seed 1``: other words and prompts), claims without an interval are
+given one over seeds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ from qkscope_papers.tables import over_runs
 
 SOURCES = ("stated", "implied", "ours")
 # how a claim is counted: what stands after "open" is not decided, or says little
-SORTS = {"holds": "hold", "tie": "tie", "fails": "fail", **{x: x for x in ("open", "lenient", "no such head")}}
+SORTS = {
+    "holds": "hold",
+    "tie": "tie",
+    "fails": "fail",
+    **{x: x for x in ("open", "lenient", "no such head")},
+}
 
 
 def results(folders: list[Path], hardware: str) -> None:
@@ -38,12 +45,17 @@ def results(folders: list[Path], hardware: str) -> None:
     known = {name: entry for name, entry in known.items() if name.partition("@")[0] in there}
     more: dict[str, list[list[dict[str, Any]]]] = {}  # claims of other seeds
     for path in sorted(path for folder in folders for path in folder.rglob("results.json")):
-        found, made = (json.loads((path.parent / name).read_text()) for name in ("results.json", "manifest.json"))
+        found, made = (
+            json.loads((path.parent / name).read_text())
+            for name in ("results.json", "manifest.json")
+        )
         paper, _, figure = found["experiment"].partition("/")
         if found["experiment"] not in there or found["preset"] == "smoke":
             continue
         asked, usual = made["figure"], figure_of(paper, figure)
-        first = EMBEDDED if usual.model == SECOND else usual.model  # which model is second depends on what is installed
+        first = (
+            EMBEDDED if usual.model == SECOND else usual.model
+        )  # which model is second depends on what is installed
         unusual = [] if asked["model"] == first else [Path(asked["model"].split()[0]).name]
         unusual += [asked["prompts"]] if asked.get("prompts") in usual.prompts[1:] else []
         other = "@" + ", ".join(unusual) if unusual else ""
@@ -68,7 +80,8 @@ def results(folders: list[Path], hardware: str) -> None:
         known[name]["claims"] = [_over_seeds(row, runs) for row in known[name]["claims"]]
     for name, entry in known.items():
         entry["claims"] = [
-            row | marked(name.partition("@")[0], Claim.from_json(row)).to_json() for row in entry["claims"]
+            row | marked(name.partition("@")[0], Claim.from_json(row)).to_json()
+            for row in entry["claims"]
         ]
     LEDGER.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     for page, name, text in results_pages(known):
@@ -82,24 +95,35 @@ def _over_seeds(row: dict[str, Any], runs: list[list[dict[str, Any]]]) -> dict[s
     if claim.decided or len(own) < 3 or any(each["ours"] is None for each in own):
         return row
     ours, control = (
-        over_runs(float("nan" if r[name] is None else r[name]) for r in own) for name in ("ours", "control")
+        over_runs(float("nan" if r[name] is None else r[name]) for r in own)
+        for name in ("ours", "control")
     )
     beside = None if math.isnan(control.mean) else control.mean
-    return row | replace(claim, ours=ours.mean, control=beside, **ours.ends).to_json() | {"over": f"{len(own)} seeds"}
+    return (
+        row
+        | replace(claim, ours=ours.mean, control=beside, **ours.ends).to_json()
+        | {"over": f"{len(own)} seeds"}
+    )
 
 
 def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[str, str]) -> None:
-    """Rows of a smaller preset among those of a larger one: what is new, and intervals that were missing."""
+    """Rows of a smaller preset among those of a larger one: what is new, and intervals that were
+    missing.
+    """
 
     def key(row: dict[str, Any]) -> str:
-        return re.sub(r"[\d.,]+|(mean over|median of)( the| key)? heads", "#", row["claim"])  # what presets change
+        return re.sub(
+            r"[\d.,]+|(mean over|median of)( the| key)? heads", "#", row["claim"]
+        )  # what presets change
 
     places = {key(row): i for i, row in enumerate(rows)}
     for row in new:
         place = places.get(key(row))
         if place is None:
             rows.append(row | {"made": made_by})
-        elif Claim.from_json(row).decided and ("made" in rows[place] or not Claim.from_json(rows[place]).decided):
+        elif Claim.from_json(row).decided and (
+            "made" in rows[place] or not Claim.from_json(rows[place]).decided
+        ):
             old = rows[place]
             was = f"At a larger preset it was {number_cell(old['ours'])}, without an interval, and {_word(old)}."
             before = old["changed"] if "made" in old else f"{row['changed']} {was}".strip()
@@ -113,7 +137,10 @@ def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
     return [
         (ROOT / "README.md", "results", f"{counts.partition(chr(10))[0]} {_again(known)}"),
         (REPORTS / "results.md", "results", f"{counts}\n\n{failed}"),
-        *((REPORTS / f"results-{paper}.md", "claims", "\n".join(lines).strip()) for paper, lines in pages.items()),
+        *(
+            (REPORTS / f"results-{paper}.md", "claims", "\n".join(lines).strip())
+            for paper, lines in pages.items()
+        ),
     ]
 
 
@@ -123,14 +150,18 @@ def _own(known: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, entry in sorted(known.items(), key=lambda pair: "@" in pair[0]):
         experiment, _, other = name.partition("@")
         asked = "other prompts" if other.endswith(("text", "single")) else other
-        found.setdefault(", ".join(filter(None, (experiment.split("/")[0], asked))), {})[name] = entry
+        found.setdefault(", ".join(filter(None, (experiment.split("/")[0], asked))), {})[name] = (
+            entry
+        )
     return found
 
 
 def _counts(known: dict[str, Any]) -> list[str]:
     """A sentence, then a line per paper: how many claims hold, by who makes them."""
     # a claim that was tried on a second model, or on other prompts, is one claim still
-    everything = [claim for name, entry in known.items() if "@" not in name for claim in entry["claims"]]
+    everything = [
+        claim for name, entry in known.items() if "@" not in name for claim in entry["claims"]
+    ]
     said = {source: [c for c in everything if _source(c) == source] for source in SOURCES}
     lines = [
         f"Of {len(said['stated'])} claims that the papers state, {_counted(said['stated'])}; of {len(said['implied'])} "
@@ -148,14 +179,23 @@ def _counts(known: dict[str, Any]) -> list[str]:
 
 def _again(known: dict[str, Any]) -> str:
     """How those that are stated fare on the second model."""
-    own = [c for name, entry in known.items() if "@gemma" in name for c in entry["claims"] if _source(c) == "stated"]
+    own = [
+        c
+        for name, entry in known.items()
+        if "@gemma" in name
+        for c in entry["claims"]
+        if _source(c) == "stated"
+    ]
     return f"Of {len(own)} that are stated and were tried on Gemma 3 270M too, {_counted(own)}."
 
 
 def _counted(claims: list[dict]) -> str:
     """Claims by how they are counted, those that are none left out."""
     sorts = [_sort(claim) for claim in claims]
-    return ", ".join(f"{sorts.count(sort)} {word}" for sort, word in SORTS.items() if sort in sorts) or "none"
+    return (
+        ", ".join(f"{sorts.count(sort)} {word}" for sort, word in SORTS.items() if sort in sorts)
+        or "none"
+    )
 
 
 def _sort(row: dict[str, Any]) -> str:
@@ -170,11 +210,18 @@ def _sort(row: dict[str, Any]) -> str:
 
 def _reasons(known: dict[str, Any]) -> list[str]:
     """Why claims that papers state or imply fail."""
-    lines = [f"| {' | '.join(['stated or implied, and failing', *REASONS])} |", "| --- |" + " ---: |" * len(REASONS)]
+    lines = [
+        f"| {' | '.join(['stated or implied, and failing', *REASONS])} |",
+        "| --- |" + " ---: |" * len(REASONS),
+    ]
     for whose, own in _own(known).items():
-        rows = [claim for entry in own.values() for claim in entry["claims"] if _source(claim) != "ours"]
+        rows = [
+            claim for entry in own.values() for claim in entry["claims"] if _source(claim) != "ours"
+        ]
         reasons = [claim["reason"] for claim in rows if _sort(claim) == "fails"]
-        lines.append(f"| {whose} | {' | '.join(str(reasons.count(reason)) for reason in REASONS)} |")
+        lines.append(
+            f"| {whose} | {' | '.join(str(reasons.count(reason)) for reason in REASONS)} |"
+        )
     return lines
 
 
@@ -197,10 +244,16 @@ def _claims_page(paper: str, known: dict[str, Any]) -> list[str]:
         if _sort(c) == "fails" and _source(c) != "ours":
             said = f"{text_cell(c['paper'])} - {text_cell(c['claim'])}"
             why = ": ".join(filter(None, (c["reason"], c["why"])))
-            lines.append(f"| {figure} | {said} | {_measured(c)} | {number_cell(c['control'])} | {text_cell(why)} |")
+            lines.append(
+                f"| {figure} | {said} | {_measured(c)} | {number_cell(c['control'])} | {text_cell(why)} |"
+            )
     for figure, experiment in figures_of(paper).items():
         lines += ["", f"## {figure}: {text_cell(experiment.title)}", ""]
-        entries = {name: entry for name, entry in own.items() if name.partition("@")[0] == f"{paper}/{figure}"}
+        entries = {
+            name: entry
+            for name, entry in own.items()
+            if name.partition("@")[0] == f"{paper}/{figure}"
+        }
         if not entries:
             lines += [f"Not run yet: `qkscope reproduce {paper} {figure}`."]
         for name, entry in entries.items():
@@ -234,7 +287,11 @@ def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
 def _verdict(claim: dict[str, Any]) -> str:
     sort, word = _sort(claim), _word(claim)
     if sort == "open":
-        return f"open: no interval, not rerun ({word})" if claim["ours"] is not None else "open: not run here"
+        return (
+            f"open: no interval, not rerun ({word})"
+            if claim["ours"] is not None
+            else "open: not run here"
+        )
     if sort in ("lenient", "no such head"):
         return f"*{word}*, {text_cell(claim['lenient'] if sort != 'lenient' else 'lenient: ' + claim['lenient'])}"
     return f"**fails**: {claim['reason']}" if sort == "fails" else word

@@ -1,8 +1,10 @@
-"""The three models that need no hub, asked the same: the tables and the picture of papers/docs/three-models.md.
+"""The three models that need no hub, asked the same: the tables and the picture of
+papers/docs/three-models.md.
 
-``python papers/scripts/three_models.py --device cuda --n 512 --texts 256`` runs every part on all models, keeps the
-rows in papers/docs/three-models.json and writes the page. ``--only swaps --model gemma3-270m`` runs a part again,
-``--only page`` writes the page from the rows that are kept; ``--store FILE`` keeps rows elsewhere.
+``python papers/scripts/three_models.py --device cuda --n 512 --texts 256`` runs every part on all
+models, keeps the rows in papers/docs/three-models.json and writes the page. ``--only swaps --model
+gemma3-270m`` runs a part again, ``--only page`` writes the page from the rows that are kept;
+``--store FILE`` keeps rows elsewhere.
 """
 
 from __future__ import annotations
@@ -34,9 +36,16 @@ from qkscope_papers.lee2026.language import THRESHOLD, HeadChoice, choose_heads
 from qkscope_papers.tables import Row, column, over_key_heads, pick
 
 PAGE, STORE = REPORTS / "three-models.md", REPORTS / "three-models.json"
-MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M", "qwen2.5-coder-1.5b": "Qwen2.5-Coder 1.5B"}
+MODELS = {
+    "smollm2-135m": "SmolLM2-135M",
+    "gemma3-270m": "Gemma 3 270M",
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder 1.5B",
+}
 TASKS = ("binding", "ioi", "induction", "filter")
-REASONED, SHARED = TASKS[:3], (3, 4, 6)  # tasks whose reasons are asked for; query heads of a key head, by model
+REASONED, SHARED = (
+    TASKS[:3],
+    (3, 4, 6),
+)  # tasks whose reasons are asked for; query heads of a key head, by model
 SIZED = {"sparsity": "{texts} passages", "because": "{looks} looks", "atlas": "{passages} passages"}
 SIZES = (1, 2, 4, 8, 16)  # of subspaces that are swapped
 ATTENDED = 0.1  # of a row: a split of a logit that gets less than this explains nothing
@@ -71,13 +80,17 @@ def heads(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
 
 
 def swaps(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
-    """Order and lexical at the binding head and at a control head: ranks, and swaps beside what means nothing."""
+    """Order and lexical at the binding head and at a control head: ranks, and swaps beside what
+    means nothing.
+    """
     task = qk.tasks.binding()
     found = find(scope, "binding", given.n)
     fit = qk.decompose(scope, task, found.all, 2 * given.n, contrasts=["order", "lexical"])
     moved = qk.swap(scope, task.test(given.n), fit, found.heads, sizes=SIZES)
     return {
-        "ranks": [dict(row, control=row["head"] == str(found.control)) for row in fit.tables["ranks"]],
+        "ranks": [
+            dict(row, control=row["head"] == str(found.control)) for row in fit.tables["ranks"]
+        ],
         "swap": moved.table(),
         "curve": [dict(row) for row in moved.tables["curve"]],
     }
@@ -87,20 +100,30 @@ def traces(scope: qk.Scope, given: argparse.Namespace) -> dict[str, list[Row]]:
     """Who writes for the binding head, with edges cut and kept."""
     (head,) = find(scope, "binding", given.n).heads
     found = qk.trace(scope, qk.tasks.binding(), head, given.n, whole=False)
-    edges = [row for by in ("share", "random") for row in pick(found.tables["edges"], by=by, norms="held")]
+    edges = [
+        row
+        for by in ("share", "random")
+        for row in pick(found.tables["edges"], by=by, norms="held")
+    ]
     first = {side: pick(found.tables["writers"], side=side)[:4] for side in ("key", "query")}
     return {**first, "edges": edges, "check": pick(found.tables["check"])}
 
 
 def sparsity(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
-    """Relative attention over singular vectors on natural text: a row for each head that attends to something.
+    """Relative attention over singular vectors on natural text: a row for each head that attends to
+    something.
 
-    The key asked about is the one with most attention, the first token and the query itself left out.
+    The key asked about is the one with most attention, the first token and the query itself left
+    out.
     """
     documents = read_documents(given.folder) if given.folder else python_texts()
-    passages = split(documents, lambda text: scope.tokenizer(text, verbose=False)["input_ids"], length=LENGTH)["test"]
+    passages = split(
+        documents, lambda text: scope.tokenizer(text, verbose=False)["input_ids"], length=LENGTH
+    )["test"]
     turn = Counter[int]()  # a passage of every group of documents, then a second one of each
-    long = [(turn.update([p.group]) or turn[p.group], p) for p in passages if len(p.ids) > LENGTH // 2]
+    long = [
+        (turn.update([p.group]) or turn[p.group], p) for p in passages if len(p.ids) > LENGTH // 2
+    ]
     passages = [passage for _, passage in sorted(long, key=lambda pair: pair[0])][: given.texts]
     own = [head for head in scope.heads() if head.layer > 0]
     basis = singular_basis(scope, own)
@@ -110,7 +133,9 @@ def sparsity(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
         counted = torch.arange(ids.shape[1], device=scope.device)[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": counted}
         asked = torch.linspace(8, ids.shape[1] - 1, QUERIES).long()
-        places = Places.everywhere(torch.zeros_like(asked), asked, inputs["attention_mask"].cpu()).to(scope.device)
+        places = Places.everywhere(
+            torch.zeros_like(asked), asked, inputs["attention_mask"].cpu()
+        ).to(scope.device)
         captured = scope.capture_inputs(inputs, places=places, heads=own, space="query_frame")
         row = captured.attention().cpu().clone()
         row[..., 0] = -1
@@ -121,18 +146,34 @@ def sparsity(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
         for name, value in values.items():
             kept.setdefault(name, []).append(value)
     tables = {name: torch.cat(parts) for name, parts in kept.items()}
-    return [row for i, head in enumerate(own) if (row := one_head(str(head), {k: v[:, i] for k, v in tables.items()}))]
+    return [
+        row
+        for i, head in enumerate(own)
+        if (row := one_head(str(head), {k: v[:, i] for k, v in tables.items()}))
+    ]
 
 
 def one_head(head: str, values: dict[str, torch.Tensor]) -> Row | None:
-    """Means over the rows in which the head attends, the interval by group of documents; None where these are few."""
-    attends = (values["attention"] >= ATTENDED) & (values["relative"] > 0) & values["sparsity"].isfinite()
+    """Means over the rows in which the head attends, the interval by group of documents; None where
+    these are few.
+    """
+    attends = (
+        (values["attention"] >= ATTENDED) & (values["relative"] > 0) & values["sparsity"].isfinite()
+    )
     if int(attends.sum()) < LEAST:
         return None
     own = {name: value[attends] for name, value in values.items()}
     gap = own["sparsity"] - own["rotated"]
     low, high = clustered_bootstrap(gap, own["group"].long())
-    names = ("sparsity", "rotated", "count", "count_null", "count_tol", "count_tol_null", "attention")
+    names = (
+        "sparsity",
+        "rotated",
+        "count",
+        "count_null",
+        "count_tol",
+        "count_tol_null",
+        "attention",
+    )
     return {
         "head": head, **{name: float(own[name].nanmean()) for name in names}, "low": float(low), "high": float(high),
         "rows": len(gap),
@@ -146,20 +187,30 @@ def because(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
         (head,) = find(scope, name, given.n).heads
         looks = list(because_measure.task(scope, name, str(head), given.looks, 0))
         kinds = Counter(
-            kind for look in looks for kind in {row["kind"] for row in pick(look["relations"], verdict="shown")}
+            kind
+            for look in looks
+            for kind in {row["kind"] for row in pick(look["relations"], verdict="shown")}
         )
         few = sum(0 < look["causes"] <= 4 for look in looks)
-        rows.append({"task": name, "head": str(head), "looks": len(looks), "few": few, "kinds": dict(kinds)})
+        rows.append(
+            {"task": name, "head": str(head), "looks": len(looks), "few": few, "kinds": dict(kinds)}
+        )
     return rows
 
 
 def sharing(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
-    """At every head over the threshold, the largest writer of its keys beside all of them, signs aside."""
+    """At every head over the threshold, the largest writer of its keys beside all of them, signs
+    aside.
+    """
     rows = []
     for name in REASONED:
         task = qk.tasks.BUILT_IN[name]()
         ranked = pick(find(scope, name, given.n).ranking.tables["heads"])
-        over = [row["head"] for row in ranked if row["row_accuracy"] >= THRESHOLD and row["head"][:2] != "L0"]
+        over = [
+            row["head"]
+            for row in ranked
+            if row["row_accuracy"] >= THRESHOLD and row["head"][:2] != "L0"
+        ]
         writers = qk.trace(scope, task, over, given.looks, whole=False).tables["writers"]
         for head in over:
             values = [abs(row["value"]) for row in pick(writers, head=head, side="key")]
@@ -170,7 +221,10 @@ def sharing(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
 def atlas(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
     """How many heads have each kind of name, and how well names predict."""
     named = qk.atlas(scope, None, given.passages, test=given.passages)
-    return [{"kind": kind, "heads": count} for kind, count in Counter(row["kind"] for row in named.table()).items()]
+    return [
+        {"kind": kind, "heads": count}
+        for kind, count in Counter(row["kind"] for row in named.table()).items()
+    ]
 
 
 PARTS: dict[str, Callable[[qk.Scope, argparse.Namespace], Any]] = {
@@ -215,7 +269,9 @@ def heads_table(kept: dict[str, Any]) -> str:
         for name, row in ((name, kept[model]["heads"][i]) for model, name in MODELS.items())
     ]  # fmt: skip
     names = ["task", "model", "answers right", "best head", "right key first of all tokens"]
-    return table([*names, "best among the named keys (chance)", f"heads over {per_cent(THRESHOLD)}"], rows)
+    return table(
+        [*names, "best among the named keys (chance)", f"heads over {per_cent(THRESHOLD)}"], rows
+    )
 
 
 def ranks_table(kept: dict[str, Any]) -> str:
@@ -227,7 +283,15 @@ def ranks_table(kept: dict[str, Any]) -> str:
         for model, name in MODELS.items()
         for row in kept[model]["swaps"]["ranks"]
     ]  # fmt: skip
-    names = ["model", "head", "contrast", "99% rank", "the same, centred", "detected", "predict words left out"]
+    names = [
+        "model",
+        "head",
+        "contrast",
+        "99% rank",
+        "the same, centred",
+        "detected",
+        "predict words left out",
+    ]
     return table([*names, "share of the means", "percentile of heads at chance", "verdict"], rows)
 
 
@@ -245,8 +309,13 @@ def swaps_table(kept: dict[str, Any]) -> str:
         for condition, said in SWAPPED.items():
             row = swap_of(kept, model, condition)
             shift = f"{row['shift']:z.2f} [{row['shift_low']:z.2f}, {row['shift_high']:z.2f}]"
-            rows.append(["", "", said, str(row["rank"]), pair(row, "after"), shift, per_cent(row["flip"])])
-    return table(["model", "head", "swapped", "dimensions", "right / other box", "shift", "argmax flips"], rows)
+            rows.append(
+                ["", "", said, str(row["rank"]), pair(row, "after"), shift, per_cent(row["flip"])]
+            )
+    return table(
+        ["model", "head", "swapped", "dimensions", "right / other box", "shift", "argmax flips"],
+        rows,
+    )
 
 
 def pair(row: Row, when: str) -> str:
@@ -254,7 +323,9 @@ def pair(row: Row, when: str) -> str:
     return f"{row[f'orig_{when}']:.2f} / {row[f'target_{when}']:.2f}"
 
 
-def edge(kept: dict[str, Any], model: str, side: str, kind: str, k: int, by: str, replaced: str = "mean") -> Row:
+def edge(
+    kept: dict[str, Any], model: str, side: str, kind: str, k: int, by: str, replaced: str = "mean"
+) -> Row:
     """One condition of a trace."""
     rows = pick(kept[model]["traces"]["edges"], side=side, kind=kind, k=k, by=by, replaced=replaced)
     return rows[0] if rows else {"accuracy": NOT_RUN}
@@ -269,7 +340,13 @@ def trace_table(kept: dict[str, Any]) -> str:
          *(f"{edge(kept, model, *asked)['accuracy']:.2f}" for asked in CUTS.values())]
         for model, name, own in ((model, name, kept[model]["traces"]) for model, name in MODELS.items())
     ]  # fmt: skip
-    names = ["model", "head", "first writers of its keys (share of the logit)", "of its query", "accuracy"]
+    names = [
+        "model",
+        "head",
+        "first writers of its keys (share of the logit)",
+        "of its query",
+        "accuracy",
+    ]
     return table([*names, *CUTS], rows)
 
 
@@ -281,8 +358,24 @@ def sparsity_table(kept: dict[str, Any]) -> str:
          *(f"{median(column(own, what)):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null"))]
         for name, own in ((name, kept[model]["sparsity"]) for model, name in MODELS.items())
     ]  # fmt: skip
-    names = ["model", "heads that attend", "sparsity (median)", "rotated", "heads below theirs", "above"]
-    return table([*names, "vectors to reach the logit", "of random terms", "to reach 99%", "of random terms"], rows)
+    names = [
+        "model",
+        "heads that attend",
+        "sparsity (median)",
+        "rotated",
+        "heads below theirs",
+        "above",
+    ]
+    return table(
+        [
+            *names,
+            "vectors to reach the logit",
+            "of random terms",
+            "to reach 99%",
+            "of random terms",
+        ],
+        rows,
+    )
 
 
 def findings(kept: dict[str, Any], shown: Sequence[int] | None = None) -> str:
@@ -292,18 +385,25 @@ def findings(kept: dict[str, Any], shown: Sequence[int] | None = None) -> str:
         where = [name for name, (_, _, holds) in zip(MODELS.values(), each, strict=True) if holds]
         said = "all" if len(where) == len(MODELS) else ", ".join(where) or "none"
         rows.append([each[0][0], *(found for _, found, _ in each), said])
-    return table(["finding", *MODELS.values(), "holds in"], rows if shown is None else [rows[i] for i in shown])
+    return table(
+        ["finding", *MODELS.values(), "holds in"],
+        rows if shown is None else [rows[i] for i in shown],
+    )
 
 
 def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
     """The findings of one model: what was found, its numbers, and whether it holds."""
     tasks = {row["task"]: row for row in kept[model]["heads"]}
-    both, lexical, order, pca = (swap_of(kept, model, name) for name in ("both", "lexical", "order", "key_pca_both"))
+    both, lexical, order, pca = (
+        swap_of(kept, model, name) for name in ("both", "lexical", "order", "key_pca_both")
+    )
     ranks, controls = ({row["contrast"]: row for row in pick(kept[model]["swaps"]["ranks"], control=flag)}
                        for flag in (False, True))  # fmt: skip
     four = {row["method"]: row for row in kept[model]["swaps"]["curve"] if row["k"] == 4}
     cut = edge(kept, model, "key", "cut", 2, "share")["accuracy"]
-    five, other = (edge(kept, model, "both", "keep", 5, "share", by)["accuracy"] for by in ("mean", "resample"))
+    five, other = (
+        edge(kept, model, "both", "keep", 5, "share", by)["accuracy"] for by in ("mean", "resample")
+    )
     predict = [ranks[contrast]["rank_cv"] for contrast in ("lexical", "order")]
     rows, writer = kept[model]["sparsity"], kept[model]["traces"]["key"][0]
     bind, chance = tasks["binding"], tasks["binding"]["chance"]
@@ -348,12 +448,17 @@ def draw(kept: dict[str, Any]) -> None:
     panels = figure.subplots(1, len(MODELS), sharex=True, sharey=True)
     for panel, (model, name) in zip(panels, MODELS.items(), strict=True):
         rows = kept[model]["sparsity"]
-        colours = ["#CC3311" if row["high"] < 0 else "#0072B2" if row["low"] > 0 else "#999999" for row in rows]
+        colours = [
+            "#CC3311" if row["high"] < 0 else "#0072B2" if row["low"] > 0 else "#999999"
+            for row in rows
+        ]
         panel.scatter(column(rows, "rotated"), column(rows, "sparsity"), c=colours, s=14)
         panel.plot([0, 0.5], [0, 0.5], color="#444444", linewidth=0.7)
         least = min(rows, key=lambda row: row["sparsity"] - row["rotated"])
         panel.annotate(f" {least['head']}", (least["rotated"], least["sparsity"]), fontsize=8)
-        panel.set(title=f"{name}: {len(rows)} heads", xlabel="sparsity over rotated singular vectors")
+        panel.set(
+            title=f"{name}: {len(rows)} heads", xlabel="sparsity over rotated singular vectors"
+        )
     panels[0].set_ylabel("sparsity over its own (1: all terms equal)")
     for path, picture in figure_files({"sparsity": figure}).items():
         if path.endswith("png"):
@@ -364,7 +469,11 @@ def because_table(kept: dict[str, Any]) -> str:
     """Reasons shown, with Wilson's interval."""
 
     def rate(count: int, of: int) -> str:
-        return f"{per_cent(count / of)} [{', '.join(map(per_cent, wilson(count, of)))}]" if of else "no look"
+        return (
+            f"{per_cent(count / of)} [{', '.join(map(per_cent, wilson(count, of)))}]"
+            if of
+            else "no look"
+        )
 
     rows = [
         [task, name, row["head"], str(row["looks"]), rate(row["kinds"].get("same word", 0), row["looks"]),
@@ -373,7 +482,15 @@ def because_table(kept: dict[str, Any]) -> str:
         for i, task in enumerate(REASONED)
         for name, row in ((name, kept[model]["because"][i]) for model, name in MODELS.items())
     ]  # fmt: skip
-    names = ["task", "model", "head", "looks", "*same word* shown", "one to four words decide", "other relations shown"]
+    names = [
+        "task",
+        "model",
+        "head",
+        "looks",
+        "*same word* shown",
+        "one to four words decide",
+        "other relations shown",
+    ]
     return table(names, rows)
 
 
@@ -395,7 +512,10 @@ def atlas_table(kept: dict[str, Any]) -> str:
     """Kinds of names down, models across."""
     counts = [{row["kind"]: row["heads"] for row in kept[model]["atlas"]} for model in MODELS]
     parts = [{kind: count / sum(own.values()) for kind, count in own.items()} for own in counts]
-    kinds = sorted({kind for own in parts for kind in own}, key=lambda kind: -sum(own.get(kind, 0) for own in parts))
+    kinds = sorted(
+        {kind for own in parts for kind in own},
+        key=lambda kind: -sum(own.get(kind, 0) for own in parts),
+    )
     rows = [[kind, *(per_cent(own.get(kind, 0)) for own in parts)] for kind in kinds]
     return table(["name", *MODELS.values()], rows)
 
@@ -414,7 +534,10 @@ def write(kept: dict[str, Any]) -> None:
         for part, said in kept[model]["made"].items():
             ways.setdefault(said, []).append(f"{part} of {name}")
     made = "; ".join(f"{said}: {', '.join(parts)}" for said, parts in ways.items())
-    for name, filled in {**{name: make(kept) for name, make in TABLES.items()}, "made": f"*{made}.*"}.items():
+    for name, filled in {
+        **{name: make(kept) for name, make in TABLES.items()},
+        "made": f"*{made}.*",
+    }.items():
         put(PAGE, name, filled)
     put(ROOT / "README.md", "findings", findings(kept, IN_README))
     draw(kept)
@@ -435,13 +558,19 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), action="append")
     parser.add_argument("--only", choices=[*PARTS, "page"], action="append")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--n", type=int, default=128, help="Prompts of each task; contrasts take twice as many.")
+    parser.add_argument(
+        "--n", type=int, default=128, help="Prompts of each task; contrasts take twice as many."
+    )
     parser.add_argument("--texts", type=int, default=48, help="Passages of natural text.")
-    parser.add_argument("--looks", type=int, default=32, help="Looks of a head whose reason is asked for.")
+    parser.add_argument(
+        "--looks", type=int, default=32, help="Looks of a head whose reason is asked for."
+    )
     parser.add_argument("--passages", type=int, default=16, help="Passages of an atlas.")
     parser.add_argument("--store", type=Path, default=STORE)
     parser.add_argument("--draws", type=int, default=5, help="Rotated bases of each passage.")
-    parser.add_argument("--folder", type=Path, action="append", help="Text files instead of what Python carries.")
+    parser.add_argument(
+        "--folder", type=Path, action="append", help="Text files instead of what Python carries."
+    )
     given = parser.parse_args()
     kept = json.loads(given.store.read_text()) if given.store.exists() else {}
     for model in given.model or MODELS:

@@ -22,7 +22,10 @@ def scope(nano) -> qk.Scope:
 @pytest.fixture(autouse=True)
 def _no_hook_is_left(scope):
     def hooks():
-        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in scope.model.modules())
+        return sum(
+            len(module._forward_hooks) + len(module._forward_pre_hooks)
+            for module in scope.model.modules()
+        )
 
     before = hooks()
     yield
@@ -32,7 +35,10 @@ def _no_hook_is_left(scope):
 def test_rows_of_tracing_reasons_and_names_have_a_ratio_also_without_a_gpu(scope):
     units = qk.tasks.binding(4).test(8)
     batches = [scope.encode([units[i][0] for i in part]) for part in batches_of(units, 4)]
-    rows = [models.trace_seconds(scope, read, batches, 1).overhead("") for read in ([Head(1, 0)], scope.heads()[4:])]
+    rows = [
+        models.trace_seconds(scope, read, batches, 1).overhead("")
+        for read in ([Head(1, 0)], scope.heads()[4:])
+    ]
     rows += [asking("tiny", 24), naming("tiny", 2, 48)]
     assert all(math.isfinite(row["ratio"]) and row["ratio"] > 0 for row in rows)
     assert "of 23 replaced" in rows[2]["note"]
@@ -56,7 +62,9 @@ def test_the_plain_side_ends_where_queries_and_keys_exist(scope):
 
 def test_the_bridge_from_a_feature_to_singular_vectors(scope):
     task = qk.tasks.binding(5, form="sentence")
-    fit = qk.decompose(scope, task, "L1H0,L2H0", n=64, contrasts=["lexical"], space="query_frame", batch_size=16)
+    fit = qk.decompose(
+        scope, task, "L1H0,L2H0", n=64, contrasts=["lexical"], space="query_frame", batch_size=16
+    )
     basis = qk.singular_basis(scope, "L1H0,L2H0")
     tables, arrays = bridge(scope, fit, basis, task.test(32), sizes=(1, 8), draws=3, batch_size=16)
     row = tables["alignment"][0]

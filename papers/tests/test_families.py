@@ -1,4 +1,6 @@
-"""Tiny models of families: a verdict that is true of each, and a reason where one is refused or limited."""
+"""Tiny models of families: a verdict that is true of each, and a reason where one is refused or
+limited.
+"""
 
 import pytest
 import torch
@@ -29,15 +31,25 @@ def test_no_family_is_silently_wrong_beyond_the_lengths_that_its_config_names(ta
     assert {row["verdict"] for row in table.values()} == {"right", "refused"}
     for row in table.values():
         assert row["length"] is None or row["length"] >= 37 or row["family"] == "vit"
-        assert row["max_error"] < CLOSE if row["supported"] else row["max_error"] is None and row["reason"]
+        assert (
+            row["max_error"] < CLOSE
+            if row["supported"]
+            else row["max_error"] is None and row["reason"]
+        )
         assert row["trace_error"] < CLOSE if row["trace_error"] is not None else row["reason"]
-        assert "no why of a head" not in row["reason"] or not row["trace_error"], "why runs where a trace does"
+        assert "no why of a head" not in row["reason"] or not row["trace_error"], (
+            "why runs where a trace does"
+        )
 
 
 @pytest.mark.parametrize("family", WHOLE)
 def test_these_families_are_supported_without_limits(table, family):
     assert table[family]["verdict"] == "right"
-    limits = [part for part in table[family]["reason"].split("; ") if not part.startswith("no why without a head")]
+    limits = [
+        part
+        for part in table[family]["reason"].split("; ")
+        if not part.startswith("no why without a head")
+    ]
     assert limits in ([], [""])
 
 
@@ -64,7 +76,9 @@ def test_what_is_wrong_is_counted_and_every_causal_type_is_known(table, monkeypa
     assert "nonsense" in row["reason"]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    assert {FAMILIES[name].get("type", name) for name in FAMILIES} >= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert {FAMILIES[name].get("type", name) for name in FAMILIES} >= set(
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
     for call in (tiny_model, lambda name: list_families([name])):
         with pytest.raises(BadInput, match="llama"):
             call("lama")

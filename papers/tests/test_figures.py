@@ -1,4 +1,6 @@
-"""Figures end to end, as small as they go: their folders, claims, controls, and the numbers behind the pictures."""
+"""Figures end to end, as small as they go: their folders, claims, controls, and the numbers behind
+the pictures.
+"""
 
 import json
 import re
@@ -27,7 +29,13 @@ _MARKS = "The is in Box . Which box the ? Question : Answer of these are Find , 
 def model_folder(folder: Path) -> str:
     """A tiny model whose tokenizer has one token per word and mark, as the tasks write them."""
     special = ["<pad>", "<unk>", "<user>", "<end>", "<bot>"]
-    named = [*OBJECTS, *BOXES, *(word for own in CATEGORIES.values() for word in own), *CATEGORIES, *_MARKS.split()]
+    named = [
+        *OBJECTS,
+        *BOXES,
+        *(word for own in CATEGORIES.values() for word in own),
+        *CATEGORIES,
+        *_MARKS.split(),
+    ]
     words = {word: i for i, word in enumerate(dict.fromkeys([*special, *named]))}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -35,7 +43,9 @@ def model_folder(folder: Path) -> str:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
     fast.add_special_tokens({"additional_special_tokens": special[2:]})
     fast.chat_template = _CHAT
-    tiny_model("llama", vocab_size=len(words), max_position_embeddings=512, head_dim=16).save_pretrained(folder)
+    tiny_model(
+        "llama", vocab_size=len(words), max_position_embeddings=512, head_dim=16
+    ).save_pretrained(folder)
     fast.save_pretrained(folder)
     return str(folder)
 
@@ -53,7 +63,9 @@ def heads(out):
 @pytest.fixture(scope="module")
 def llama(out):
     model = model_folder(out / "llama-model")
-    return reproduce("lee2026", ["fig7", "fig9", "fig10"], preset="smoke", out=out / "llama", model=model)
+    return reproduce(
+        "lee2026", ["fig7", "fig9", "fig10"], preset="smoke", out=out / "llama", model=model
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +86,18 @@ def swept(out):
 
 
 @pytest.mark.parametrize("run", ["heads", "llama", "toys", "swept"])
-def test_every_figure_leaves_a_page_a_picture_and_claims_with_their_place_and_control(run, out, request):
+def test_every_figure_leaves_a_page_a_picture_and_claims_with_their_place_and_control(
+    run, out, request
+):
     results: dict[str, Result] = request.getfixturevalue(run)
     for figure, result in results.items():
         folder = out / run / Path(result.experiment)
         stored = json.loads((folder / "results.json").read_text())
-        assert (stored["schema"], stored["experiment"], stored["preset"]) == (1, result.experiment, "smoke")
+        assert (stored["schema"], stored["experiment"], stored["preset"]) == (
+            1,
+            result.experiment,
+            "smoke",
+        )
         if figure != "feature_pairs":  # its page says it all
             assert (folder / "figures" / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
             assert (folder / "figures" / f"{figure}.pdf").read_bytes().startswith(b"%PDF")
@@ -88,12 +106,23 @@ def test_every_figure_leaves_a_page_a_picture_and_claims_with_their_place_and_co
         assert 'src="http' not in page, "the page works offline"
         assert result.claims
         for claim in stored["claims"]:
-            place = r"(§|Fig\. )[\dF]" if run in ("heads", "llama") else r"Sec\.|App\.|[A-G]\.\d|Theorem|Corol"
+            place = (
+                r"(§|Fig\. )[\dF]"
+                if run in ("heads", "llama")
+                else r"Sec\.|App\.|[A-G]\.\d|Theorem|Corol"
+            )
             assert claim["source"] != "stated" or re.match(place, claim["paper"]), claim
             assert (claim["reason"] != "") == (claim["holds"] is False), claim
             assert run != "toys" or claim["control"] is not None or claim["ours"] is None, claim
-    said = [claim.claim for result in results.values() for claim in result.claims if not claim.claim.startswith("...")]
-    assert run != "toys" or len(set(said)) == len(said), "no claim of a figure stands with another one"
+    said = [
+        claim.claim
+        for result in results.values()
+        for claim in result.claims
+        if not claim.claim.startswith("...")
+    ]
+    assert run != "toys" or len(set(said)) == len(said), (
+        "no claim of a figure stands with another one"
+    )
 
 
 def test_smoke_already_shows_exact_ranks_swaps_and_a_cube(heads, out):
@@ -107,14 +136,18 @@ def test_smoke_already_shows_exact_ranks_swaps_and_a_cube(heads, out):
     found = {row["condition"]: row for row in heads["fig4"].tables["swap"]}
     assert found["both"]["orig_after"] <= 0.01
     assert found["random_both"]["orig_after"] > 0.1
-    assert {"z1_oracle", "z1_oblique", "key_pca_both", "cov_qk_both", "untrained_both"} <= set(found)
+    assert {"z1_oracle", "z1_oblique", "key_pca_both", "cov_qk_both", "untrained_both"} <= set(
+        found
+    )
     page = (out / "heads" / "lee2026" / "fig3" / "report.html").read_text()
     assert 'class="block cloud"' in page
     assert "qk.charts.cloud = " in page, "the script is inside"
     rows = {row["head"]: row for row in heads["fig3"].tables["geometry"]}
     assert rows["trained"]["vertices"] == 8
     assert rows["trained"]["cosine"] > rows["untrained"]["cosine"] + 0.2
-    assert len(list((out / "heads" / "heads").iterdir())) == 5, "four cells of fig2, one head for both fig3 and fig4"
+    assert len(list((out / "heads" / "heads").iterdir())) == 5, (
+        "four cells of fig2, one head for both fig3 and fig4"
+    )
 
 
 def test_templates_reach_a_model_and_binding_swaps_stand_beside_their_baselines(llama, out):
@@ -126,30 +159,48 @@ def test_templates_reach_a_model_and_binding_swaps_stand_beside_their_baselines(
     tokens = [row["token"] for row in llama["fig10"].tables["tokens"]]
     assert (tokens[0], tokens[-1]) == ("<user>", "<bot>")  # the last token of the template asks
     rows, theirs = (llama["fig9"].tables[table] for table in ("swap", "paper_swap"))
-    assert [(row["head"], row["condition"]) for row in theirs] == [(row["head"], row["condition"]) for row in rows]
+    assert [(row["head"], row["condition"]) for row in theirs] == [
+        (row["head"], row["condition"]) for row in rows
+    ]
     assert any(a["shift"] != b["shift"] for a, b in zip(theirs, rows, strict=True))
     centers = {row["contrast"]: row["center"] for row in llama["fig9"].tables["paper_ranks"]}
     assert centers == {"order": "none", "lexical": "none"}
     assert {"paper", "ours"} <= {row["estimator"] for row in llama["fig10"].tables["shares"]}
     for result in (llama["fig9"], llama["fig7"]):
         assert [claim.claim for claim in result.claims if claim.ours is None] == []
-    both = [claim for claim in llama["fig9"].claims if claim.claim.startswith("swapping both moves the majority")]
+    both = [
+        claim
+        for claim in llama["fig9"].claims
+        if claim.claim.startswith("swapping both moves the majority")
+    ]
     assert [claim.holds for claim in both] == [False, False]
 
 
 def test_figures_share_their_toys_their_columns_are_defined_and_figure_23_has_controls(toys, out):
     settings = Settings("smoke", out / "toys")
     asked = [figure_of("franco2026", figure).asked for figure in toys]  # theorems have no toys
-    used = {cell for own in asked if "cells" in own for cells in own["cells"](settings).values() for cell in cells}
+    used = {
+        cell
+        for own in asked
+        if "cells" in own
+        for cells in own["cells"](settings).values()
+        for cell in cells
+    }
     assert len(list((out / "toys" / "superposition").iterdir())) == len(used)
     rows, (on_last, _, fitting, *_) = toys["fig23"].tables["alignment"], toys["fig23"].claims
-    crowded = {row["config"] for row in rows if row["surplus"]}  # toys with as many pairs as dimensions have no surplus
+    crowded = {
+        row["config"] for row in rows if row["surplus"]
+    }  # toys with as many pairs as dimensions have no surplus
     untrained = [row for row in rows if row["control"] and row["config"] in crowded]
     own = [row["on_own"] for row in untrained if not row["surplus"]]
     last = [row["on_last"] for row in untrained if row["surplus"]]
     assert fitting.control == pytest.approx(sum(own) / len(own))
     assert on_last.control == pytest.approx(sum(last) / len(last))
-    page = (Path(__file__).parents[1] / "docs" / "results-franco2026.md").read_text().partition("## Columns")[2]
+    page = (
+        (Path(__file__).parents[1] / "docs" / "results-franco2026.md")
+        .read_text()
+        .partition("## Columns")[2]
+    )
     named = set(re.findall(r"`([a-z_0-9]+)`", page)) | {f"band_{i}" for i in range(5)}
     ends = re.compile(r"_(sd|untrained|low|high)$")
     for result in toys.values():
@@ -165,17 +216,30 @@ def test_figures_of_training_run_on_a_nano_by_default(swept):
     assert [row["step"] for row in training][::2] == [0, max(row["step"] for row in training)]
     assert all(row["low"] <= row["difference"] <= row["high"] for row in training)
     claims = {claim.claim: claim for claim in swept["fig7b"].claims}
-    assert claims["Sparsity falls over training (change of its mean over the circuit; control: at heads outside)"]
+    assert claims[
+        "Sparsity falls over training (change of its mean over the circuit; control: at heads outside)"
+    ]
     assert {claim.reason for claim in claims.values()} == {"not run here"}, "smoke decides nothing"
     units = swept["fig7b"].tables["heads"]
     for when in ("over training", "at the end"):
-        inside, outside = ([u["value"] for u in units if (u["when"], u["circuit"]) == (when, c)] for c in (True, False))
-        assert len({u["head"] for u in units}) == len(inside) + len(outside), "a head is one unit, whatever its edges"
-        (claim,) = (claim for name, claim in claims.items() if name.startswith(f"More so than at other heads, {when}"))
+        inside, outside = (
+            [u["value"] for u in units if (u["when"], u["circuit"]) == (when, c)]
+            for c in (True, False)
+        )
+        assert len({u["head"] for u in units}) == len(inside) + len(outside), (
+            "a head is one unit, whatever its edges"
+        )
+        (claim,) = (
+            claim
+            for name, claim in claims.items()
+            if name.startswith(f"More so than at other heads, {when}")
+        )
         assert claim.ours == pytest.approx(relabelled(inside, outside))
         assert claim.holds == (claim.ours < 0.05)
     assert len(swept["fig8"].tables["heads"]) == 4
-    assert len(swept["fig25"].tables["heads"]) == sum(row["circuit"] for row in swept["fig9b"].tables["sparsity"])
+    assert len(swept["fig25"].tables["heads"]) == sum(
+        row["circuit"] for row in swept["fig9b"].tables["sparsity"]
+    )
     counts = {row["what"] for row in swept["fig9b"].tables["counts"]}
     assert counts == {"count", "count_tol", "count_null", "count_tol_null"}
 
@@ -186,10 +250,17 @@ def test_one_sweep_serves_all_and_the_papers_one_prompt_can_be_asked_for(swept, 
     model_sweep._swept.cache_clear()
     reproduce("franco2026", ["fig9b"], preset="smoke", out=out / "swept", again=True)
     assert stamps == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
-    results = reproduce("franco2026", ["fig8", "fig9b"], preset="smoke", out=tmp_path, prompts="single")
+    results = reproduce(
+        "franco2026", ["fig8", "fig9b"], preset="smoke", out=tmp_path, prompts="single"
+    )
     for table in ("sparsity", "counts"):
         assert {row["n"] for row in results["fig9b"].tables[table]} == {1}
-    assert json.loads((tmp_path / "franco2026" / "fig8" / "manifest.json").read_text())["figure"]["prompts"] == "single"
+    assert (
+        json.loads((tmp_path / "franco2026" / "fig8" / "manifest.json").read_text())["figure"][
+            "prompts"
+        ]
+        == "single"
+    )
     for figures, prompts in ((["fig9a"], "stories"), (["fig8"], "stories")):
         with pytest.raises(BadInput, match=f"no prompts '{prompts}'"):
             reproduce("franco2026", figures, preset="smoke", out=tmp_path, prompts=prompts)

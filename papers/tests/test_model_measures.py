@@ -42,7 +42,10 @@ RANKING = ranking(
 
 def test_heads_are_chosen_by_what_their_task_asks_and_the_best_stand_in():
     found = choose_heads(RANKING, "binding", 9)
-    assert [str(head) for head in found.heads] == ["L2H2", "L2H1"]  # by the attention that the right box gets
+    assert [str(head) for head in found.heads] == [
+        "L2H2",
+        "L2H1",
+    ]  # by the attention that the right box gets
     assert found.reached == 2
     capped = choose_heads(RANKING, "binding", 1)
     assert ([str(head) for head in capped.heads], capped.reached) == (["L2H1"], 2)
@@ -50,10 +53,14 @@ def test_heads_are_chosen_by_what_their_task_asks_and_the_best_stand_in():
     assert row["row_low"] < row["row_accuracy"] < row["row_high"]
     by_ratio = choose_heads(RANKING, "filter", 9)
     assert {str(head) for head in by_ratio.heads} == {"L2H0", "L2H1", "L2H2"}
-    assert str(found.control) == str(by_ratio.control) == "L1H2"  # it looks at the keys, and is at chance
+    assert (
+        str(found.control) == str(by_ratio.control) == "L1H2"
+    )  # it looks at the keys, and is at chance
     # nine heads: z of 1 - 0.025 / 9 is 2.773, the standard error is 0.01
     assert by_ratio.row(Head(2, 1))["ratio_low"] == pytest.approx(0.5 - 2.773 * 0.01, abs=1e-4)
-    assert Estimate(0.5, 0.5 - 0.0196, 0.5 + 0.0196).among(9).high == pytest.approx(0.5277, abs=1e-4)
+    assert Estimate(0.5, 0.5 - 0.0196, 0.5 + 0.0196).among(9).high == pytest.approx(
+        0.5277, abs=1e-4
+    )
     weak = ranking(*((f"L1H{i}", 0.9, 0.01 * i, 0.2, 0.5) for i in range(5)))
     found = choose_heads(weak, "binding", 9)
     assert {str(head) for head in found.heads} == {"L1H4", "L1H3", "L1H2"}
@@ -66,7 +73,9 @@ def test_alignment_is_one_for_equal_sides_and_nothing_for_another_pairing():
     centres = torch.randn(6, 5, generator=generator).double()
     labels = torch.arange(6).repeat(20)
     points = centres[labels] + 0.01 * torch.randn(120, 5, generator=generator)
-    same = align(points + 3, labels, points - 7, labels, seed=0)  # each side is centred: an offset changes nothing
+    same = align(
+        points + 3, labels, points - 7, labels, seed=0
+    )  # each side is centred: an offset changes nothing
     assert same["cosine"] == pytest.approx(1, abs=1e-3)
     assert same["query_finds_keys"] == 1
     turned = align(points, labels, points, (labels + 1) % 6, seed=0)
@@ -83,7 +92,9 @@ def test_an_interval_of_a_picture_holds_the_number_of_many_prompts():
         rows.append(view(q, asked, k, asked, 0).row)
     many, *few = rows
     assert sum(abs(row["cosine"] - many["cosine"]) <= row["cosine_half"] for row in few) >= 34
-    assert many["cosine_half"] < 0.2 * sum(row["cosine_half"] for row in few) / 40, "it falls as 1/√n"
+    assert many["cosine_half"] < 0.2 * sum(row["cosine_half"] for row in few) / 40, (
+        "it falls as 1/√n"
+    )
 
 
 def test_natural_text_is_asked_where_a_token_stands_again():
@@ -106,13 +117,17 @@ def test_natural_text_is_asked_where_a_token_stands_again():
 
 def test_relabelling_counts_the_ways_to_deal_the_labels(monkeypatch):
     assert relabelled([-3.0, -2.0, math.nan], [0.0, 1.0]) == pytest.approx(1 / 6)
-    assert relabelled([0.0, 1.0], [-3.0, -2.0]) == 1.0, "the highest mean of all: every relabelling is as low"
+    assert relabelled([0.0, 1.0], [-3.0, -2.0]) == 1.0, (
+        "the highest mean of all: every relabelling is as low"
+    )
     assert relabelled([1.0, 1.0], [1.0, 1.0]) == 1.0, "ties count against"
     assert math.isnan(relabelled([], [1.0]))
     # units of one kind: p is uniform, so few are small
     found = [
         relabelled(x[:6].tolist(), x[6:].tolist())
-        for x in torch.randn(200, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        for x in torch.randn(
+            200, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
     ]
     assert 0.0 < sum(p < 0.05 for p in found) / 200 < 0.1
     # drawn relabellings come close to all of them, and never give 0

@@ -25,10 +25,15 @@ def accuracy(scope: qk.Scope, name: str, n: int = 128) -> float:
 
 @pytest.fixture(scope="module")
 def checkpoints() -> list[qk.Scope]:
-    return [qk.Scope.load(f"nano:mixed@{step}", device="cpu", check=False) for step in nano_steps("mixed")]
+    return [
+        qk.Scope.load(f"nano:mixed@{step}", device="cpu", check=False)
+        for step in nano_steps("mixed")
+    ]
 
 
-def test_checkpoints_are_small_and_load_by_name_and_the_indirect_object_is_learned_among_them(nano, checkpoints):
+def test_checkpoints_are_small_and_load_by_name_and_the_indirect_object_is_learned_among_them(
+    nano, checkpoints
+):
     steps = nano_steps("mixed")
     assert steps == sorted(steps)
     assert (steps[0], len(steps) >= 12) == (0, True)
@@ -38,9 +43,14 @@ def test_checkpoints_are_small_and_load_by_name_and_the_indirect_object_is_learn
     assert [scope.revision for scope in checkpoints] == [str(step) for step in steps]
     again = qk.Scope.load("nano:mixed", revision=str(steps[3]), device="cpu")
     assert again.weights_hash == checkpoints[3].weights_hash
-    assert (nano.name, nano.revision, nano.weights_hash) == ("nano:mixed", str(steps[-1]), checkpoints[-1].weights_hash)
+    assert (nano.name, nano.revision, nano.weights_hash) == (
+        "nano:mixed",
+        str(steps[-1]),
+        checkpoints[-1].weights_hash,
+    )
     assert nano.model.dtype == torch.float32  # computed with in full, whatever they are stored in
-    # some checkpoints choose at random between the two names, some are on the way, and the last ones are right
+    # some checkpoints choose at random between the two names, some are on the way, and the last
+    # ones are right
     found = [accuracy(scope, "ioi") for scope in checkpoints]
     assert sum(0.4 <= accuracy <= 0.62 for accuracy in found) >= 2
     assert sum(0.62 < accuracy < 0.95 for accuracy in found) >= 2
@@ -49,7 +59,9 @@ def test_checkpoints_are_small_and_load_by_name_and_the_indirect_object_is_learn
 
 @pytest.mark.parametrize("name", CLAIMED)
 def test_the_last_checkpoint_does_what_it_claims_and_the_first_knows_nothing(checkpoints, name):
-    """On prompts no training saw: all of ``ioi``'s have a new pair of names, and contexts of nine never come twice."""
+    """On prompts no training saw: all of ``ioi``'s have a new pair of names, and contexts of nine
+    never come twice.
+    """
     assert accuracy(checkpoints[-1], name) >= 0.95
     assert accuracy(checkpoints[0], name) < 0.1
 
@@ -57,10 +69,14 @@ def test_the_last_checkpoint_does_what_it_claims_and_the_first_knows_nothing(che
 def test_no_story_has_a_pair_of_test_names():
     held = set(pools(NAMES, 0, "names", least=3)["test"])
     stories = Texts(nano_tokenizer(), CPU).ioi(4000, torch.Generator().manual_seed(0)).ids
-    pairs = [[word for i in ids.tolist() if (word := vocabulary()[i]) in NAMES][:2] for ids in stories]
+    pairs = [
+        [word for i in ids.tolist() if (word := vocabulary()[i]) in NAMES][:2] for ids in stories
+    ]
     assert not [pair for pair in pairs if set(pair) <= held]
     assert {name for pair in pairs for name in pair} == set(NAMES)  # but each name is
-    tested = {frozenset(e.piece(key.span) for key in e.keys) for (e, *_) in claimed_task("ioi").test(200)}
+    tested = {
+        frozenset(e.piece(key.span) for key in e.keys) for (e, *_) in claimed_task("ioi").test(200)
+    }
     assert all(pair <= held for pair in tested)
 
 

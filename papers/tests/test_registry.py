@@ -1,4 +1,6 @@
-"""Facts about figures by name: which there are, and that finished ones are read and shown, not run again."""
+"""Facts about figures by name: which there are, and that finished ones are read and shown, not run
+again.
+"""
 
 import json
 import signal
@@ -41,23 +43,41 @@ def test_finished_figures_are_not_run_again(quick, tmp_path, caplog):
     first = reproduce("lee2026", ["fig2", "fig3"], preset="smoke", out=tmp_path)
     again = reproduce("lee2026", ["all"], preset="smoke", out=tmp_path)
     assert RUN == ["fig2", "fig3", "fig4"]
-    assert f"Finished in {tmp_path / 'lee2026'} already, and not run again (again does): fig2, fig3." in caplog.text
+    assert (
+        f"Finished in {tmp_path / 'lee2026'} already, and not run again (again does): fig2, fig3."
+        in caplog.text
+    )
     assert list(again) == ["fig2", "fig3", "fig4"]
-    assert {name: again[name].to_json() for name in first} == {name: first[name].to_json() for name in first}
+    assert {name: again[name].to_json() for name in first} == {
+        name: first[name].to_json() for name in first
+    }
     for other in ({"preset": "default"}, {"seed": 1}, {"model": "nano:mixed"}, {"again": True}):
         RUN.clear()
         reproduce("lee2026", ["fig2"], **{"preset": "smoke", "out": tmp_path, **other})
         assert RUN == ["fig2"], other
-        reproduce("lee2026", ["fig2"], preset="smoke", out=tmp_path)  # each took the place of the one before
+        reproduce(
+            "lee2026", ["fig2"], preset="smoke", out=tmp_path
+        )  # each took the place of the one before
 
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_run_that_is_stopped_shows_and_keeps_what_is_done(quick, tmp_path, qkscope, as_json):
     STOP.append("fig4")
-    command = ["reproduce", "lee2026", "all", "--preset", "smoke", "--out", tmp_path, *(["--json"] if as_json else [])]
+    command = [
+        "reproduce",
+        "lee2026",
+        "all",
+        "--preset",
+        "smoke",
+        "--out",
+        tmp_path,
+        *(["--json"] if as_json else []),
+    ]
     code, out, said = qkscope(*command)
     assert (code, "stopped" in said) == (143, True)
-    shown = [result["claims"][0]["claim"] for result in json.loads(out)["results"]] if as_json else out
+    shown = (
+        [result["claims"][0]["claim"] for result in json.loads(out)["results"]] if as_json else out
+    )
     assert "fig2 stands" in shown
     assert "fig3 stands" in shown
     STOP.clear()

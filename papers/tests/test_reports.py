@@ -26,7 +26,9 @@ def script(name: str) -> ModuleType:
 
 
 def between(page: Path, name: str) -> str:
-    return re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", page.read_text(), flags=re.DOTALL)[1]
+    return re.search(
+        rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", page.read_text(), flags=re.DOTALL
+    )[1]
 
 
 def test_every_claim_on_the_results_page_was_decided_by_its_rule():
@@ -39,19 +41,26 @@ def test_every_claim_on_the_results_page_was_decided_by_its_rule():
         (name.partition("/")[0], entry["model"], claim["claim"], claim["ours"], claim["control"])
         for name, entry in known.items()
         for claim in entry["claims"]
-        if "source" in claim and (claim["ours"] or 0) % 1  # runs of before have none; two cells may both read 1
+        if "source" in claim
+        and (claim["ours"] or 0) % 1  # runs of before have none; two cells may both read 1
     ]
     assert len(said) == len(set(said)), "a claim stands twice"
-    for claim in (claim for entry in known.values() for claim in entry["claims"] if "source" in claim):
+    for claim in (
+        claim for entry in known.values() for claim in entry["claims"] if "source" in claim
+    ):
         assert (claim["reason"] != "") == (claim["holds"] is False), claim
-        assert claim["source"] != "stated" or re.match(r"[A-Z§][^:]*\d[^:]*:", claim["paper"]), claim
+        assert claim["source"] != "stated" or re.match(r"[A-Z§][^:]*\d[^:]*:", claim["paper"]), (
+            claim
+        )
     for page, place, text in script("results").results_pages(known):
         assert between(page, place) == text, "run: python papers/scripts/results.py"
 
 
 def test_every_row_is_counted_once_and_holds_only_with_an_interval_and_a_rule_that_can_fail():
     known, made = json.loads(LEDGER.read_text()), script("results")
-    rows = [(*name.partition("@")[::2], row) for name, entry in known.items() for row in entry["claims"]]
+    rows = [
+        (*name.partition("@")[::2], row) for name, entry in known.items() for row in entry["claims"]
+    ]
     for figure, asked, row in rows:
         claim = Claim.from_json(row)
         assert marked(figure, claim) == claim, "run: python papers/scripts/results.py"
@@ -61,7 +70,9 @@ def test_every_row_is_counted_once_and_holds_only_with_an_interval_and_a_rule_th
         if claim.source != "ours" and row["reason"] == "refuted" and asked != "as-written":
             assert not figure_of(*figure.split("/")).deviation, row
     for mark in registry._marks():
-        assert any(figure in mark["figures"] and mark["claim"] in row["claim"] for figure, _, row in rows), mark
+        assert any(
+            figure in mark["figures"] and mark["claim"] in row["claim"] for figure, _, row in rows
+        ), mark
 
 
 def test_rows_of_a_smaller_preset_fill_gaps_and_tables_are_those_that_were_measured():
@@ -76,7 +87,9 @@ def test_rows_of_a_smaller_preset_fill_gaps_and_tables_are_those_that_were_measu
     made = script("three_models")
     known = json.loads(made.STORE.read_text())
     for name, table in made.TABLES.items():
-        assert between(made.PAGE, name) == table(known), "run: python papers/scripts/three_models.py --only page"
+        assert between(made.PAGE, name) == table(known), (
+            "run: python papers/scripts/three_models.py --only page"
+        )
     assert between(ROOT / "README.md", "findings") == made.findings(known, made.IN_README)
 
 

@@ -1,4 +1,6 @@
-"""Facts about payload retrieval: ΔC and G equal their closed forms, ceilings are what counting gives."""
+"""Facts about payload retrieval: ΔC and G equal their closed forms, ceilings are what counting
+gives.
+"""
 
 import math
 
@@ -10,7 +12,13 @@ from qkscope_papers.lee2026.interactions import off_asymmetry, rotate
 from qkscope_papers.lee2026.ranks import head_ranks
 from qkscope_papers.lee2026.swaps import projectors_of, swap_rows
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
-from qkscope_papers.lee2026.toy.retrieval import AS_WRITTEN, Retrieval, RetrievalHead, asymmetry, off_diagonal
+from qkscope_papers.lee2026.toy.retrieval import (
+    AS_WRITTEN,
+    Retrieval,
+    RetrievalHead,
+    asymmetry,
+    off_diagonal,
+)
 from qkscope_papers.lee2026.toy.stack import HeadCell
 from qkscope_papers.lee2026.toy.trained import HeadRun
 from qkscope_papers.lee2026.truth import toy_rows
@@ -21,14 +29,20 @@ def untrained(ranks=(2, 3), variant="discrete", d_head=8, seed=0, **task):
 
 
 def perfect_head(ranks=(3, 5), d_head=16, gain=6.0, seed=0):
-    """A head that matches both latents although their key subspaces overlap: queries are the dual basis of keys."""
+    """A head that matches both latents although their key subspaces overlap: queries are the dual
+    basis of keys.
+    """
     encoders = Retrieval(ranks).encoders(seed)
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(d_head, sum(ranks), generator=generator)
-    read = torch.linalg.pinv(torch.cat([encoders.A, encoders.A_y], dim=1))[: sum(ranks)]  # blind to the payload
+    read = torch.linalg.pinv(torch.cat([encoders.A, encoders.A_y], dim=1))[
+        : sum(ranks)
+    ]  # blind to the payload
     w_q = gain * torch.linalg.pinv(keys).mT @ torch.linalg.pinv(encoders.B)
     w_v = torch.randn(d_head, 32, generator=generator)
-    return RetrievalHead(w_q, keys @ read, w_v, torch.randn(10, d_head, generator=generator), encoders)
+    return RetrievalHead(
+        w_q, keys @ read, w_v, torch.randn(10, d_head, generator=generator), encoders
+    )
 
 
 @pytest.mark.parametrize("variant", ["discrete", "continuous"])
@@ -38,7 +52,8 @@ def test_sample_delta_converges_to_its_closed_form(variant, sampling):
     for variable in range(2):
         exact = head.delta(variable, sampling)
         error = [
-            float((head.sampled_delta(variable, n, 1, sampling) - exact).norm() / exact.norm()) for n in (1000, 64_000)
+            float((head.sampled_delta(variable, n, 1, sampling) - exact).norm() / exact.norm())
+            for n in (1000, 64_000)
         ]
         assert error[1] < 0.03
         assert error[1] < 0.4 * error[0], "the error falls as 1/√n"
@@ -75,31 +90,42 @@ def test_logits_are_the_interactions_of_the_latents_and_their_shares_count_what_
 
 
 def test_ceilings_are_what_counting_and_dot_products_allow():
-    """With payloads that never coincide the ceiling is E[1/(1+m)], m ~ Binomial(T−1, 2^−R), in closed form."""
+    """With payloads that never coincide the ceiling is E[1/(1+m)], m ~ Binomial(T−1, 2^−R), in
+    closed form.
+    """
     task = Retrieval((2, 2), payloads=1000, d=1)
     exact = 1 - (1 - 1 / 16) ** 16
     assert bayes_ceiling(task.encoders(0), 20_000) == pytest.approx(exact, abs=0.01)
-    # gaussian codes never coincide, yet a head that scores z·z' takes long vectors for the right ones
+    # gaussian codes never coincide, yet a head that scores z·z' takes long vectors for the right
+    # ones
     task = Retrieval((2, 2), "continuous")
     assert bayes_ceiling(task.encoders(0), 4000) > 0.999
     assert dot_product_ceiling(task, 4000) < 0.7
     assert dot_product_ceiling(Retrieval((12, 12), "continuous"), 4000) > 0.995
-    assert 0.8 < bayes_ceiling(Retrieval((2, 2), "continuous", **AS_WRITTEN).encoders(0), 4000) < 0.999
+    assert (
+        0.8 < bayes_ceiling(Retrieval((2, 2), "continuous", **AS_WRITTEN).encoders(0), 4000) < 0.999
+    )
     head = perfect_head((4, 4))
     encoders = head.encoders
     read = torch.linalg.pinv(torch.cat([encoders.A_y, encoders.A], dim=1))[:10]
-    exact = RetrievalHead(head.W_Q * 3, head.W_K, torch.cat([read, torch.zeros(6, 32)]), torch.eye(10, 16), encoders)
+    exact = RetrievalHead(
+        head.W_Q * 3, head.W_K, torch.cat([read, torch.zeros(6, 32)]), torch.eye(10, 16), encoders
+    )
     assert exact.accuracy(8000) == pytest.approx(bayes_ceiling(encoders, 8000), abs=0.01)
 
 
 def test_oblique_swaps_match_the_oracle_where_orthogonal_ones_leak():
     head = perfect_head()
-    rows, overlap = swap_rows(HeadRun(HeadCell(head.encoders.task, 16), head, 0, "made", 0.0), 20_000, 4000, seed=0)
+    rows, overlap = swap_rows(
+        HeadRun(HeadCell(head.encoders.task, 16), head, 0, "made", 0.0), 20_000, 4000, seed=0
+    )
     found = {row["condition"]: row for row in rows}
     assert overlap["top_cosine"] > 0.3, "the subspaces overlap, or there is nothing to leak"
     for z in ("z1", "z2"):
         oracle = found[f"{z}_oracle"]["target_after"]
-        oblique, orthogonal = (abs(found[name]["target_after"] - oracle) for name in (f"{z}_oblique", z))
+        oblique, orthogonal = (
+            abs(found[name]["target_after"] - oracle) for name in (f"{z}_oblique", z)
+        )
         assert oblique < 0.01
         assert orthogonal > 3 * oblique
     assert found["both"]["orig_after"] <= 0.01
@@ -110,7 +136,9 @@ def test_oblique_swaps_match_the_oracle_where_orthogonal_ones_leak():
     assert all(row["n"] == 4000 and row["vacuous"] is False for row in rows)
     assert found["both"]["low"] <= found["both"]["target_after"] <= found["both"]["high"]
     table = toy_rows(head, 2000, seed=1).table(projectors_of(head, 20_000, 0)[0])
-    far = {(row["feature"], row["kind"]): row["distance"] for row in table}  # from the latent exchanged in the input
+    far = {
+        (row["feature"], row["kind"]): row["distance"] for row in table
+    }  # from the latent exchanged in the input
     for z in ("z1", "z2"):
         assert far[z, "oblique"] < 0.01 < far[z, "feature"] < 0.65 * far[z, "key_pca"]
     assert far["both", "feature"] < 0.01

@@ -77,7 +77,11 @@ def test_theorem_2_bounds_the_angle_and_a_sharper_bound_is_attained(epsilon):
     worst = turn[:, :1] * (1 + epsilon) ** 0.5 + turn[:, 1:2] * (1 - epsilon) ** 0.5
     assert float(cosines(worst, whiten(g, worst))) == pytest.approx(sharp_bound(g), abs=1e-9)
     assert pytest.approx(0.1835, abs=1e-4) == SILENT_FROM
-    assert math.isnan(theorem2_bound(epsilon)) if epsilon > SILENT_FROM else theorem2_bound(epsilon) < sharp_bound(g)
+    assert (
+        math.isnan(theorem2_bound(epsilon))
+        if epsilon > SILENT_FROM
+        else theorem2_bound(epsilon) < sharp_bound(g)
+    )
 
 
 def test_theorem_3_a_tilted_teacher_trades_overlap_for_penalty():
@@ -87,8 +91,14 @@ def test_theorem_3_a_tilted_teacher_trades_overlap_for_penalty():
     for result, overlap in zip(found, overlaps, strict=True):
         assert overlap <= result.bound + 1e-9
         assert result.loss < result.orthogonal_loss
-    assert max(f.query_overlap for f in found) < 1e-6, "two keys ask a query for one number: it gives way at any μ"
+    assert max(f.query_overlap for f in found) < 1e-6, (
+        "two keys ask a query for one number: it gives way at any μ"
+    )
     free = orthogonalise(0.0, tilt=0.5, starts=4)
-    assert free.key_overlap == pytest.approx(math.sin(0.5) ** 2, abs=1e-4), "without a penalty: the teacher's lean"
+    assert free.key_overlap == pytest.approx(math.sin(0.5) ** 2, abs=1e-4), (
+        "without a penalty: the teacher's lean"
+    )
     straight = orthogonalise(0.1, tilt=0.0, starts=4)
-    assert straight.query_overlap + straight.key_overlap < 1e-6, "with an orthogonal teacher any μ > 0 does"
+    assert straight.query_overlap + straight.key_overlap < 1e-6, (
+        "with an orthogonal teacher any μ > 0 does"
+    )

@@ -1,4 +1,6 @@
-"""The toy of superposition: its data, its loss, its training, and what figures measure of toys made by hand."""
+"""The toy of superposition: its data, its loss, its training, and what figures measure of toys made
+by hand.
+"""
 
 from dataclasses import replace
 
@@ -64,7 +66,9 @@ def test_rotated_logits_are_those_of_rotated_vectors_and_token_pairs_hold_what_t
 
     at, keys = torch.tensor([3, 0, 7]), torch.arange(4).expand(3, 4)
     plain = torch.einsum("bh,bth->bt", rotate(q, at), rotate(k, keys))
-    torch.testing.assert_close(rotated_logits(q, k, at[:, None] - keys, frequencies), plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        rotated_logits(q, k, at[:, None] - keys, frequencies), plain, rtol=1e-4, atol=1e-4
+    )
     task = Superposition()
     for present, count in (("one", 1), ("two", 2), ("none", 0)):
         pairs = draw_token_pairs(task, present, 200, seed=1)
@@ -73,7 +77,9 @@ def test_rotated_logits_are_those_of_rotated_vectors_and_token_pairs_hold_what_t
             there = pairs.chosen[:, i] > 0
             assert bool(((pairs.x_q[:, query] > 0) == there).all())
             assert bool(((pairs.x_k[:, 0, key] > 0) == there).all())
-        assert bool((pairs.x_q[:, 4:8] == 0).all()), "key features of interest are taken out of the query too"
+        assert bool((pairs.x_q[:, 4:8] == 0).all()), (
+            "key features of interest are taken out of the query too"
+        )
         assert bool((pairs.x_k[:, 1:, 4:8] > 0).any()), "other keys stay as they come"
     only = draw_token_pairs(task, "one", 50, seed=1, only=2)
     assert bool((only.chosen[:, 2] == 1).all())
@@ -90,22 +96,31 @@ def test_checkpoints_are_kept_from_the_start_and_toys_are_shared(tmp_path):
             torch.testing.assert_close(getattr(trained.at(0), name), getattr(start, name).float())
         assert float((trained.toy.W_Q - trained.at(1).W_Q).abs().max()) > 1e-4
         moved = float((trained.toy.W - trained.at(0).W).abs().max())
-        assert (moved == 0) == (cell.task.dictionary is not None), "a frozen dictionary stays as it is"
+        assert (moved == 0) == (cell.task.dictionary is not None), (
+            "a frozen dictionary stays as it is"
+        )
     assert len(list(tmp_path.iterdir())) == len(cells), "one file per toy, and no checkpoint left"
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     again = train_toys(cells[::-1], tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     torch.testing.assert_close(again[-1].toy.W, found[0].toy.W)
-    assert not torch.allclose(found[0].toy.W, found[4].toy.W), "another seed is another start and other tokens"
+    assert not torch.allclose(found[0].toy.W, found[4].toy.W), (
+        "another seed is another start and other tokens"
+    )
 
 
 def test_a_small_toy_learns_to_attend_and_aligns():
-    """Two pairs among six features: after training the top singular vectors point along them, before they do not."""
+    """Two pairs among six features: after training the top singular vectors point along them,
+    before they do not.
+    """
     cell = ToyCell(Superposition(**{**SMALL, "p": 0.4}), steps=2000, every=500, lr=5e-3)
     task = SuperpositionStack([cell], tokens=256, validation=256)
     trainer = Trainer(task, cell.lr, cell.recipe(), keep_history=True)
     trained = trainer.run()
-    toys = [task.toys({name: value[check] for name, value in trained.history.items()})[0] for check in (0, -1)]
+    toys = [
+        task.toys({name: value[check] for name, value in trained.history.items()})[0]
+        for check in (0, -1)
+    ]
 
     def matched(toy):
         u, _, v = toy.basis()
@@ -147,7 +162,9 @@ def test_an_aligned_toy_reads_as_aligned_and_its_terms_are_the_pairs():
     torch.testing.assert_close(terms.sum(1), relative)
     for i, (query, key, logit) in enumerate(toy.task.pairs):
         difference = pairs.x_k[:, 0, key] - pairs.x_k[:, 1:, key].mean(1)
-        torch.testing.assert_close(terms[:, i], logit * pairs.x_q[:, query] * difference, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            terms[:, i], logit * pairs.x_q[:, query] * difference, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_an_aligned_toy_is_sparse_in_its_pairs_and_its_dictionary_has_the_true_ones():
@@ -169,9 +186,13 @@ def test_an_aligned_toy_is_sparse_in_its_pairs_and_its_dictionary_has_the_true_o
     others = true.size.clone()
     for query, key in pairs:
         others[query, key] = 0
-    assert others.max() < 1e-5, "features of interest are read back as they are, and no other pair is answered to"
+    assert others.max() < 1e-5, (
+        "features of interest are read back as they are, and no other pair is answered to"
+    )
     assert true_among(turned.size, toy) < 4
-    torch.testing.assert_close(true.numbers[:, 0], turned.numbers[:, 0])  # the logit is the same, however it is split
+    torch.testing.assert_close(
+        true.numbers[:, 0], turned.numbers[:, 0]
+    )  # the logit is the same, however it is split
 
 
 def test_geometry_counts_antipodal_pairs_and_bands_are_where_the_head_puts_a_feature():

@@ -1,4 +1,6 @@
-"""Facts about the trainer: many models train as each would alone; a killed run goes on as if nothing had happened."""
+"""Facts about the trainer: many models train as each would alone; a killed run goes on as if
+nothing had happened.
+"""
 
 import logging
 import os
@@ -21,7 +23,9 @@ CELLS = [
     HeadCell(Retrieval((4, 2), noise=0.1), 16, seed=1),
     HeadCell(Retrieval((1, 1), payload_scale=1.0), 4),
 ]
-CONTINUOUS = [HeadCell(Retrieval(cell.task.ranks, "continuous"), cell.d_head, cell.seed) for cell in CELLS]
+CONTINUOUS = [
+    HeadCell(Retrieval(cell.task.ranks, "continuous"), cell.d_head, cell.seed) for cell in CELLS
+]
 SHORT = Recipe(steps=60, validate_every=20)
 
 
@@ -40,7 +44,9 @@ class Quadratic(TrainingTask):
         self.targets, self.names = targets, [f"model {i}" for i in range(len(targets))]
 
     def start(self):
-        return Stack({"w": torch.zeros_like(self.targets), "scale": torch.ones(len(self.targets), 1)})
+        return Stack(
+            {"w": torch.zeros_like(self.targets), "scale": torch.ones(len(self.targets), 1)}
+        )
 
     def draw(self, generator):
         return 1 + 0.1 * torch.randn(self.targets.shape[1], generator=generator)
@@ -58,7 +64,9 @@ class Quadratic(TrainingTask):
         return {"targets": self.targets.tolist()}
 
 
-@pytest.mark.parametrize("cells", [CELLS, CONTINUOUS, TOYS, FROZEN], ids=["discrete", "continuous", "toys", "frozen"])
+@pytest.mark.parametrize(
+    "cells", [CELLS, CONTINUOUS, TOYS, FROZEN], ids=["discrete", "continuous", "toys", "frozen"]
+)
 def test_gradients_by_hand_are_those_of_autograd(cells):
     task = stacked(cells)
     params = task.start()
@@ -79,15 +87,24 @@ def test_many_models_train_as_each_would_alone(cells, names):
         alone = Trainer(stacked([cell]), rate, SHORT, seed=5).run()
         for name in names:
             rows = len(alone.params[name][0])
-            torch.testing.assert_close(together.params[name][i][:rows], alone.params[name][0], rtol=1e-3, atol=1e-5)
-            assert float(together.params[name][i][rows:].abs().sum()) == 0.0, "padding stays padding"
-        assert float((alone.params[names[0]][0] - getattr(cell.untrained(), names[0])).abs().max()) > 1e-2
+            torch.testing.assert_close(
+                together.params[name][i][:rows], alone.params[name][0], rtol=1e-3, atol=1e-5
+            )
+            assert float(together.params[name][i][rows:].abs().sum()) == 0.0, (
+                "padding stays padding"
+            )
+        assert (
+            float((alone.params[names[0]][0] - getattr(cell.untrained(), names[0])).abs().max())
+            > 1e-2
+        )
 
 
 def test_one_step_is_torchs_adamw():
     targets = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     rates = [1e-2, 3e-2, 1e-1]
-    trainer = Trainer(Quadratic(targets), rates, Recipe(steps=50, weight_decay=0.1, schedule="cosine"), seed=7)
+    trainer = Trainer(
+        Quadratic(targets), rates, Recipe(steps=50, weight_decay=0.1, schedule="cosine"), seed=7
+    )
     for _ in range(20):
         trainer.train_step()
     for i, rate in enumerate(rates):
@@ -124,15 +141,26 @@ def test_models_stop_one_by_one_and_one_that_diverges_is_named(caplog):
     assert f"{CELLS[1].name} diverged" in caplog.text
     assert found.reasons[0] == found.reasons[2] == "out of steps"
     alone = Trainer(stacked(CELLS[:1]), 1e-3, SHORT, seed=5).run()
-    torch.testing.assert_close(found.params["W_Q"][0][:8], alone.params["W_Q"][0], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        found.params["W_Q"][0][:8], alone.params["W_Q"][0], rtol=1e-3, atol=1e-5
+    )
 
 
 def test_a_run_that_dies_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
-    """From the last state that it wrote, and bit by bit to what an unbroken run gives, curves and history too."""
+    """From the last state that it wrote, and bit by bit to what an unbroken run gives, curves and
+    history too.
+    """
     recipe = Recipe(steps=200, validate_every=20, patience=40, min_delta=0.02)
 
     def train(path):
-        Trainer(stacked(CELLS[::2]), 3e-3, recipe, checkpoint=path, checkpoint_seconds=0, keep_history=True).run()
+        Trainer(
+            stacked(CELLS[::2]),
+            3e-3,
+            recipe,
+            checkpoint=path,
+            checkpoint_seconds=0,
+            keep_history=True,
+        ).run()
         return read_tensors(path, "training")[0]
 
     left = iter(range(77))
@@ -154,7 +182,10 @@ def test_a_run_that_dies_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
 
 
 def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, monkeypatch):
-    twins, recipe = [HeadCell(Retrieval((2, 2)), 8, seed) for seed in (0, 1)], Recipe(steps=60, validate_every=5)
+    twins, recipe = (
+        [HeadCell(Retrieval((2, 2)), 8, seed) for seed in (0, 1)],
+        Recipe(steps=60, validate_every=5),
+    )
     whole = train_heads(twins, tmp_path / "whole", recipe=recipe)
 
     def terminate(number, frame):
@@ -174,8 +205,13 @@ def test_a_scheduler_stops_toys_and_they_go_on_bit_for_bit(tmp_path, monkeypatch
     finally:
         monkeypatch.undo()
         signal.signal(signal.SIGTERM, before)
-    kept = [read_tensors(path, "training")[1]["step"] for path in (tmp_path / "stopped").glob("training-*")]
+    kept = [
+        read_tensors(path, "training")[1]["step"]
+        for path in (tmp_path / "stopped").glob("training-*")
+    ]
     assert 0 < max(kept) < recipe.steps, "well before the half minute between states"
-    for one, other in zip(whole, train_heads(twins, tmp_path / "stopped", recipe=recipe), strict=True):
+    for one, other in zip(
+        whole, train_heads(twins, tmp_path / "stopped", recipe=recipe), strict=True
+    ):
         torch.testing.assert_close(one.head.W_Q, other.head.W_Q, rtol=0, atol=0)
         assert one.loss == other.loss

@@ -1,4 +1,6 @@
-"""Facts about the papers' verbs: bad input is a sentence, nobody's file is destroyed, one run at a time writes."""
+"""Facts about the papers' verbs: bad input is a sentence, nobody's file is destroyed, one run at a
+time writes.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,10 @@ BAD = [
     (["reproduce", "lee2025", "fig2"], "there is no paper 'lee2025' here: there is lee2026"),
     (["reproduce", "lee2026"], "no figure was named"),
     ([*SMOKE, "--out", "/proc/nowhere"], "cannot be written"),
-    (["reproduce", "lee2026", "fig9", "--preset", "smoke", "--model", "no/such-model"], "no/such-model"),
+    (
+        ["reproduce", "lee2026", "fig9", "--preset", "smoke", "--model", "no/such-model"],
+        "no/such-model",
+    ),
     (["toy", "retrieval", "--grids", "discrete-9"], "discrete-8"),
     (["toy", "retrieval", "--ranks", "3;5"], "--ranks takes whole numbers with commas between"),
     (["toy", "superposition", "--pairs", "0-4"], "pairs are query-key:logit"),
@@ -21,11 +26,19 @@ BAD = [
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
-@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
-def test_bad_input_is_one_sentence_and_leaves_nothing_behind(arguments, says, tmp_path, monkeypatch, qkscope):
+@pytest.mark.parametrize(
+    ("arguments", "says"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD]
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing_behind(
+    arguments, says, tmp_path, monkeypatch, qkscope
+):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     if "--out" not in arguments and arguments[0] != "bench":
@@ -75,7 +88,10 @@ def test_toys_train_and_say_how_they_came_out(tmp_path, qkscope):
     rows = json.loads(out)["tables"]["alignment"]
     assert (code, len(rows)) == (0, 2 * 2 * 4 * 2), "two p, before and after, four pairs, two sides"
     assert {row["step"] for row in rows if row["control"]} == {0}
-    assert {path.parent.name for path in tmp_path.glob("*/results.json")} == {"retrieval", "superposition"}
+    assert {path.parent.name for path in tmp_path.glob("*/results.json")} == {
+        "retrieval",
+        "superposition",
+    }
 
 
 def test_a_nano_is_trained_with_its_checkpoints_and_its_page(tmp_path, qkscope, monkeypatch):
@@ -83,8 +99,16 @@ def test_a_nano_is_trained_with_its_checkpoints_and_its_page(tmp_path, qkscope, 
 
     small = train.NanoRecipe(layers=1, width=32, heads=2, kv_heads=1, mlp=32, rows=20, prompts=4)
     monkeypatch.setitem(train.PRESETS, "smoke", small)
-    code, out, said = qkscope("train", "nano", "--preset", "smoke", "--steps", 4, "--check-every", 2, "--out", tmp_path)
+    code, out, said = qkscope(
+        "train", "nano", "--preset", "smoke", "--steps", 4, "--check-every", 2, "--out", tmp_path
+    )
     assert code == 0, said
     assert "4 steps" in out
-    files = ("results.json", "report.html", "figures/accuracy.png", "0/config.json", "4/tokenizer.json")
+    files = (
+        "results.json",
+        "report.html",
+        "figures/accuracy.png",
+        "0/config.json",
+        "4/tokenizer.json",
+    )
     assert [name for name in files if not (tmp_path / name).exists()] == []

@@ -1,12 +1,14 @@
 """qkscope: why did this attention head attend to that token?
 
-Public names are imported on first use, so that ``import qkscope`` and ``qkscope --help`` stay instant. Which there are,
-and where they live, stands in ``__init__.pyi``, which type checkers and editors read too.
+Public names are imported on first use, so that ``import qkscope`` and ``qkscope --help`` stay
+instant. Which there are, and where they live, stands in ``__init__.pyi``, which type checkers and
+editors read too.
 
-The nouns that all share: `errors`, `kinds` (calls checked against their annotations), `draws` (random numbers by
-address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a subspace as an edit). The rooms, each
-importing those before it: `runs`, `tasks`, `capture`, `linear`, `change`, `maths`, `analyses`, `show` and `cli`. The
-papers, their toys, nano training and the bench are a second distribution, `qkscope_papers`.
+The nouns that all share: `errors`, `kinds` (calls checked against their annotations), `draws`
+(random numbers by address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a
+subspace as an edit). The rooms, each importing those before it: `runs`, `tasks`, `capture`,
+`linear`, `change`, `maths`, `analyses`, `show` and `cli`. The papers, their toys, nano training and
+the bench are a second distribution, `qkscope_papers`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Attention rows, as capture gives them and as an edit needs them: the named keys, and one number for all the others.
+"""Attention rows, as capture gives them and as an edit needs them: the named keys, and one number
+for all the others.
 
-``a_i = exp(ℓ_i) / (Σ_named exp(ℓ_j) + exp(rest))`` with ``ℓ = cap · tanh(scale · q·k / cap) + bias`` (no cap: the plain
-product). ``rest`` is the log-sum-exp of everything that was not named - other keys, attention sinks - so the row is the
-model's whole row, and editing named keys needs no second forward pass.
+``a_i = exp(ℓ_i) / (Σ_named exp(ℓ_j) + exp(rest))`` with ``ℓ = cap · tanh(scale · q·k / cap) +
+bias`` (no cap: the plain product). ``rest`` is the log-sum-exp of everything that was not named -
+other keys, attention sinks - so the row is the model's whole row, and editing named keys needs no
+second forward pass.
 """
 
 from __future__ import annotations
@@ -19,11 +21,18 @@ from torch.nn.functional import pad
 _PER_ROW = ("q", "k", "bias", "rest", "key_mask", "top")
 _PER_HEAD = ("scale", "kv_of_head", "softcap")
 _OF_HEADS = ("q", "bias", "rest", "top")  # rows by heads
-_PADDED = {"k": (0.0, (0, 0)), "bias": (-torch.inf, ()), "key_mask": (False, ())}  # with what, and the axes behind
+_PADDED = {
+    "k": (0.0, (0, 0)),
+    "bias": (-torch.inf, ()),
+    "key_mask": (False, ()),
+}  # with what, and the axes behind
 
 
-def soft(logits: Float[Tensor, "*r k"], rest: Float[Tensor, "*r"] | None = None) -> Float[Tensor, "*r k"]:
-    """Attention on keys with these logits; ``rest`` is the log-sum-exp of whatever else takes a share of the row.
+def soft(
+    logits: Float[Tensor, "*r k"], rest: Float[Tensor, "*r"] | None = None
+) -> Float[Tensor, "*r k"]:
+    """Attention on keys with these logits; ``rest`` is the log-sum-exp of whatever else takes a
+    share of the row.
 
     >>> soft(torch.zeros(2), torch.tensor(0.0).log1p())
     tensor([0.3333, 0.3333])
@@ -45,10 +54,13 @@ class AttentionRows:
     kv_of_head : which key head each head reads; 0, 1, … by default.
     scale : factor on q·k, as the model's attention call passes it.
     softcap : soft-cap of each head; infinite where there is none.
-    bias : what is added to a logit after the cap (0, or −inf where the key is masked; with ALiBi, of the distance).
-    rest : log-sum-exp of all the logits that are not named; −inf where the named keys are the whole row.
+    bias : what is added to a logit after the cap (0, or −inf where the key is masked; with ALiBi,
+        of the distance).
+    rest : log-sum-exp of all the logits that are not named; −inf where the named keys are the whole
+        row.
     key_mask : False where a slot is padding.
-    top : largest logit of the tokens that are not named; where it is not known, the named keys are all there is.
+    top : largest logit of the tokens that are not named; where it is not known, the named keys are
+        all there is.
 
     Examples
     --------
@@ -80,7 +92,8 @@ class AttentionRows:
 
     @classmethod
     def cat(cls, parts: Sequence[AttentionRows]) -> AttentionRows:
-        """Rows of the same heads that came in parts, on the CPU; where a part has fewer keys, masked slots are added.
+        """Rows of the same heads that came in parts, on the CPU; where a part has fewer keys,
+        masked slots are added.
 
         Examples
         --------
@@ -96,7 +109,10 @@ class AttentionRows:
             values = [(getattr(part, name), width - part.k.shape[2]) for part in masked]
             if name in _PADDED:
                 fill, behind = _PADDED[name]
-                values = [(x if x is None else pad(x, (*behind, 0, more), value=fill), more) for x, more in values]
+                values = [
+                    (x if x is None else pad(x, (*behind, 0, more), value=fill), more)
+                    for x, more in values
+                ]
             joined[name] = None if values[0][0] is None else torch.cat([x for x, _ in values]).cpu()
         for name in _PER_HEAD:
             value = getattr(parts[0], name)
@@ -105,11 +121,20 @@ class AttentionRows:
 
     def of_head(self, column: int) -> AttentionRows:
         """The rows of one head, with the keys that it reads."""
-        one, kv = slice(column, column + 1), column if self.kv_of_head is None else int(self.kv_of_head[column])
-        rows = {name: value[:, one] for name in _OF_HEADS if (value := getattr(self, name)) is not None}
-        scale = self.scale[one] if isinstance(self.scale, Tensor) and self.scale.ndim else self.scale
+        one, kv = (
+            slice(column, column + 1),
+            column if self.kv_of_head is None else int(self.kv_of_head[column]),
+        )
+        rows = {
+            name: value[:, one] for name in _OF_HEADS if (value := getattr(self, name)) is not None
+        }
+        scale = (
+            self.scale[one] if isinstance(self.scale, Tensor) and self.scale.ndim else self.scale
+        )
         cap = None if self.softcap is None else self.softcap[one]
-        return replace(self, k=self.k[:, kv : kv + 1], kv_of_head=None, scale=scale, softcap=cap, **rows)
+        return replace(
+            self, k=self.k[:, kv : kv + 1], kv_of_head=None, scale=scale, softcap=cap, **rows
+        )
 
     def present(self) -> Bool[Tensor, "n k"]:
         """False where a slot is padding."""
@@ -130,7 +155,9 @@ class AttentionRows:
         return torch.einsum("nhd,nhkd->nhk", self.q, keys) * self._per_head(self.scale)
 
     def logits(self, products: Float[Tensor, "n h k"] | None = None) -> Float[Tensor, "n h k"]:
-        """Logits as the softmax sees them: capped, and masked; of edited ``products``, or of the row's own."""
+        """Logits as the softmax sees them: capped, and masked; of edited ``products``, or of the
+        row's own.
+        """
         products = self.products() if products is None else products
         if self.softcap is not None:
             cap = self._per_head(self.softcap)
@@ -144,7 +171,9 @@ class AttentionRows:
     def attention(self, products: Float[Tensor, "n h k"] | None = None) -> Float[Tensor, "n h k"]:
         """Attention on the named keys, normalised over the whole row."""
         logits = self.logits(products)
-        return soft(logits, None if self.rest is None else self.rest.expand(logits.shape[:-1]))  # edited several times
+        return soft(
+            logits, None if self.rest is None else self.rest.expand(logits.shape[:-1])
+        )  # edited several times
 
     def largest(self, products: Float[Tensor, "n h k"] | None = None) -> Int[Tensor, "n h"]:
         """Slot of the key with the most attention; −1 if that token is not named.

@@ -1,6 +1,7 @@
 """The one exception that means "the input is wrong, and here is what to do".
 
-The command line turns it into a sentence on stderr and exit code 2; everything else that escapes is a bug.
+The command line turns it into a sentence on stderr and exit code 2; everything else that escapes is
+a bug.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class BadInput(ValueError):
-    """Something the user gave cannot be used; the message is one sentence that says why and what to do."""
+    """Something the user gave cannot be used; the message is one sentence that says why and what to
+    do.
+    """
 
 
 class Terminated(KeyboardInterrupt):
@@ -29,7 +32,11 @@ def check_device(device: str | torch.device) -> torch.device:
 
     try:
         found = torch.device(device)
-        torch.zeros(1, device=found).item()  # torch knows many names; only use shows which are there
+        torch.zeros(
+            1, device=found
+        ).item()  # torch knows many names; only use shows which are there
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise BadInput(f"there is no device {str(device)!r} here: take cpu, or cuda where there is a GPU.") from error
+        raise BadInput(
+            f"there is no device {str(device)!r} here: take cpu, or cuda where there is a GPU."
+        ) from error
     return found

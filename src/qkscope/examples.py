@@ -1,7 +1,9 @@
-"""An example is text whose interesting pieces are marked: where the head looks from, and what it may look at.
+"""An example is text whose interesting pieces are marked: where the head looks from, and what it
+may look at.
 
-A mark is a pair of character offsets ``(start, stop)`` with ``text[start:stop]`` the marked piece. Tokens come later:
-`Scope.encode` finds them on the ids the model sees, so no piece is ever tokenised on its own.
+A mark is a pair of character offsets ``(start, stop)`` with ``text[start:stop]`` the marked piece.
+Tokens come later: `Scope.encode` finds them on the ids the model sees, so no piece is ever
+tokenised on its own.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ Sign = Literal[-1, 0, 1]
 @checked_class
 @dataclass(frozen=True)
 class Key:
-    """A piece the query may attend to, with its label in each contrast: +1, -1, or 0 for "takes no part".
+    """A piece the query may attend to, with its label in each contrast: +1, -1, or 0 for "takes no
+    part".
 
     >>> Key((4, 7), {"lexical": 1}).label("order")
     0
@@ -51,7 +54,9 @@ class Answers:
 
     def __post_init__(self) -> None:
         if not self.right or not self.wrong or not all((*self.right, *self.wrong)):
-            raise BadInput("answers are at least one right and one wrong text that is not empty: name both.")
+            raise BadInput(
+                "answers are at least one right and one wrong text that is not empty: name both."
+            )
         if both := sorted(set(self.right) & set(self.wrong)):
             raise BadInput(f"{both[0]!r} is named as a right and as a wrong answer: keep one.")
 
@@ -68,16 +73,20 @@ class Example:
     ids : sequence of int, optional
         Token ids, taken as they are; spans then count tokens.
     queries : sequence of (start, stop)
-        Where the head looks from; none means the last token the model sees (after the chat template, if any).
+        Where the head looks from; none means the last token the model sees (after the chat
+        template, if any).
     keys : sequence of Key
         What it may look at.
     cluster : str or int
-        Examples that share it are not independent (the same prompt with other words): intervals are clustered by it.
+        Examples that share it are not independent (the same prompt with other words): intervals are
+        clustered by it.
     roles : mapping of str to (start, stop)
-        Places with a name ("S1", "IO", "END"), for circuits whose heads look from one to another. A token may not
-        reach out of its role into a neighbour: the tokenizer would have merged the two.
+        Places with a name ("S1", "IO", "END"), for circuits whose heads look from one to another. A
+        token may not reach out of its role into a neighbour: the tokenizer would have merged the
+        two.
     answers : Answers, optional
-        What the model may go on with, right and wrong; without them it is asked for the keys' own tokens.
+        What the model may go on with, right and wrong; without them it is asked for the keys' own
+        tokens.
     where : str
         Where it was read ("mine.jsonl, line 3"), for messages.
 
@@ -100,8 +109,14 @@ class Example:
             raise BadInput("an example needs either text or ids, and not both: give one of them.")
         if len(self) == 0:
             raise BadInput("the prompt is empty: give at least one character (or one token id).")
-        if self.text is not None and not self.text.isascii() and any("\ud800" <= c <= "\udfff" for c in self.text):
-            raise BadInput("the prompt has half a surrogate pair, which no tokenizer reads: take it out.")
+        if (
+            self.text is not None
+            and not self.text.isascii()
+            and any("\ud800" <= c <= "\udfff" for c in self.text)
+        ):
+            raise BadInput(
+                "the prompt has half a surrogate pair, which no tokenizer reads: take it out."
+            )
         for span in (*self.queries, *(key.span for key in self.keys), *self.roles.values()):
             self._check_span(span)
 
@@ -126,7 +141,9 @@ class Example:
     def _check_span(self, span: Span) -> None:
         start, stop = span
         if not 0 <= start < stop <= len(self):
-            raise BadInput(f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: {self.show()}.")
+            raise BadInput(
+                f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: {self.show()}."
+            )
 
     def show(self, limit: Count = 300) -> str:
         """The prompt for a message, shortened.
@@ -146,7 +163,8 @@ class Example:
         queries: Sequence[str] = (),
         cluster: str | int = "",
     ) -> Example:
-        """Mark pieces by searching for them; each must stand in the text exactly once (see `find_span`).
+        """Mark pieces by searching for them; each must stand in the text exactly once (see
+        `find_span`).
 
         Parameters
         ----------
@@ -161,7 +179,12 @@ class Example:
         """
         labels = keys if isinstance(keys, Mapping) else {word: {} for word in keys}
         marked = tuple(Key(find_span(text, word), dict(signs)) for word, signs in labels.items())
-        return cls(text, queries=tuple(find_span(text, word) for word in queries), keys=marked, cluster=cluster)
+        return cls(
+            text,
+            queries=tuple(find_span(text, word) for word in queries),
+            keys=marked,
+            cluster=cluster,
+        )
 
 
 def find_span(text: str, word: str) -> Span:
@@ -170,11 +193,17 @@ def find_span(text: str, word: str) -> Span:
     >>> find_span("The cat saw a category.", "cat")
     (4, 7)
     """
-    # the edges only count as word borders where the word itself begins or ends with a letter or digit
-    before, after = (r"(?<!\w)" if re.match(r"\w", word) else ""), (r"(?!\w)" if re.search(r"\w\Z", word) else "")
+    # the edges only count as word borders where the word itself begins or ends with a letter or
+    # digit
+    before, after = (
+        (r"(?<!\w)" if re.match(r"\w", word) else ""),
+        (r"(?!\w)" if re.search(r"\w\Z", word) else ""),
+    )
     spans = [match.span() for match in re.finditer(f"{before}{re.escape(word)}{after}", text)]
     if not spans:
-        raise BadInput(f"{word!r} does not stand in the text {came(text)}: check its spelling and case.")
+        raise BadInput(
+            f"{word!r} does not stand in the text {came(text)}: check its spelling and case."
+        )
     if len(spans) > 1:
         times = f"{len(spans)} times in the text {came(text)} (at {', '.join(str(start) for start, _ in spans[:8])})"
         raise BadInput(f"{word!r} stands {times}: name it by its span (start, stop) instead.")
@@ -182,7 +211,8 @@ def find_span(text: str, word: str) -> Span:
 
 
 class Draft:
-    """Write a text piece by piece and mark as you go: marks are then exact, and no word has to be searched for.
+    """Write a text piece by piece and mark as you go: marks are then exact, and no word has to be
+    searched for.
 
     >>> example = Draft().write("hat: ").key("O", lexical=1).write("; jam: ").key("Z").write("; hat:").example()
     >>> example.text
@@ -204,15 +234,25 @@ class Draft:
         return self
 
     def key(self, piece: str, /, **labels: Any) -> Draft:
-        """Add a piece and mark it as a key, with its label per contrast: ``key("O", order=1, lexical=-1)``."""
+        """Add a piece and mark it as a key, with its label per contrast: ``key("O", order=1,
+        lexical=-1)``.
+        """
         self._keys.append(Key(self.write(piece)._last, labels))
         return self
 
     def role(self, name: str, characters: int = 0) -> Draft:
         """Name the piece written last, or that many characters: ``write("to").role("END")``."""
-        self._roles[name] = (self._last[1] - characters, self._last[1]) if characters else self._last
+        self._roles[name] = (
+            (self._last[1] - characters, self._last[1]) if characters else self._last
+        )
         return self
 
     def example(self, cluster: str | int = "", answers: Answers | None = None) -> Example:
         """The finished example."""
-        return Example(self._text, keys=tuple(self._keys), cluster=cluster, roles=dict(self._roles), answers=answers)
+        return Example(
+            self._text,
+            keys=tuple(self._keys),
+            cluster=cluster,
+            roles=dict(self._roles),
+            answers=answers,
+        )

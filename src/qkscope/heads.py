@@ -1,4 +1,6 @@
-"""Addresses: an attention head (``L18H6``), and whoever writes into the residual stream (``M9``, ``M9.N120``)."""
+"""Addresses: an attention head (``L18H6``), and whoever writes into the residual stream (``M9``,
+``M9.N120``).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ class Head:
         return cls(int(match[1]), int(match[2]))
 
     def kv(self, group_size: Count) -> int:
-        """Index of the key head this query head reads: ``index // group_size`` under grouped-query attention.
+        """Index of the key head this query head reads: ``index // group_size`` under grouped-query
+        attention.
 
         Parameters
         ----------
@@ -89,13 +92,15 @@ def parse_heads(heads: str | Head | Iterable[str | Head]) -> list[Head]:
 @checked_class
 @dataclass(frozen=True, order=True)
 class Writer:
-    """A component that writes into the residual stream; sorted in its order, the embedding first and biases last.
+    """A component that writes into the residual stream; sorted in its order, the embedding first
+    and biases last.
 
     Parameters
     ----------
     layer : that it writes in; -1 of the embedding.
     kind : of writer; ``mlp`` is any part of a block besides its heads.
-    index : of a head in its layer; of a part where its block has several; of a neuron, behind its part's.
+    index : of a head in its layer; of a part where its block has several; of a neuron, behind its
+        part's.
 
     Examples
     --------
@@ -115,7 +120,8 @@ class Writer:
 
         Parameters
         ----------
-        text : ``embedding``, ``bias``, ``L17H8``, ``M9`` (``M9.1`` where a block has several parts), ``M9.N120``.
+        text : ``embedding``, ``bias``, ``L17H8``, ``M9`` (``M9.1`` where a block has several
+            parts), ``M9.N120``.
         """
         if isinstance(text, Writer):
             return text
@@ -126,7 +132,9 @@ class Writer:
             return cls(-1, "embedding") if text == EMBEDDING else cls(_LAST, "bias")
         part = _PART.fullmatch(text)
         if part is None:
-            raise BadInput(f"{text[:40]!r} is not a writer: write a head as L17H8, an MLP as M9, a neuron as M9.N120.")
+            raise BadInput(
+                f"{text[:40]!r} is not a writer: write a head as L17H8, an MLP as M9, a neuron as M9.N120."
+            )
         index = tuple(int(number) for number in part.groups()[1:] if number is not None)
         return cls(int(part[1]), "mlp" if part[3] is None else "neuron", index)
 
@@ -162,4 +170,7 @@ def parse_writers(names: str | Iterable[str]) -> list[Writer]:
     >>> [(writer.kind, writer.layer) for writer in parse_writers(["embedding", "L0H0", "M12.1"])]
     [('embedding', -1), ('head', 0), ('mlp', 12)]
     """
-    return [Writer.parse(name.strip()) for name in (names.split(",") if isinstance(names, str) else names)]
+    return [
+        Writer.parse(name.strip())
+        for name in (names.split(",") if isinstance(names, str) else names)
+    ]

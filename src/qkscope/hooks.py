@@ -1,7 +1,7 @@
 """Hook: a subspace as an edit of queries or keys while a model runs, in whatever tool runs it.
 
-``remove`` takes the part in the subspace away, ``x − P x``; ``swap`` exchanges it between two tokens,
-``k̃_a = k_a + P (k_b − k_a)`` and ``k̃_b = k_b + P (k_a − k_b)``.
+``remove`` takes the part in the subspace away, ``x − P x``; ``swap`` exchanges it between two
+tokens, ``k̃_a = k_a + P (k_b − k_a)`` and ``k̃_b = k_b + P (k_a − k_b)``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Does = Literal["swap", "remove"]
 
 @dataclass(frozen=True, repr=False)
 class Hook:
-    """What `Subspace.as_hook` gives: call it on the queries or keys of a layer, and it returns them edited.
+    """What `Subspace.as_hook` gives: call it on the queries or keys of a layer, and it returns them
+    edited.
 
     Parameters
     ----------
@@ -29,8 +30,8 @@ class Hook:
     kind : whether ``keys`` or ``queries`` are edited.
     space : ``post_rope`` or ``pre_rope``: where in the layer it belongs.
     basis : orthonormal directions, as columns.
-    tokens : the two that are swapped, or those from which the part is removed (none: all); for each a column of the
-        batch, or one for each sequence.
+    tokens : the two that are swapped, or those from which the part is removed (none: all); for each
+        a column of the batch, or one for each sequence.
     group_size : query heads that share a key head.
 
     Examples
@@ -54,9 +55,13 @@ class Hook:
 
     def __post_init__(self) -> None:
         if self.space not in ("post_rope", "pre_rope"):
-            raise BadInput(f"{self.space} keys differ for every query, so no hook can edit them: fit in post_rope.")
+            raise BadInput(
+                f"{self.space} keys differ for every query, so no hook can edit them: fit in post_rope."
+            )
         if self.does == "swap" and len(self.tokens) != 2:
-            raise BadInput(f"a swap exchanges two tokens, but got {len(self.tokens)}: give as_hook('swap', a, b).")
+            raise BadInput(
+                f"a swap exchanges two tokens, but got {len(self.tokens)}: give as_hook('swap', a, b)."
+            )
 
     def __repr__(self) -> str:
         return f"Hook({self.does} at {self.head}, {self.space} {self.kind}, rank {self.basis.shape[1]})"
@@ -69,19 +74,30 @@ class Hook:
     def __call__(self, x: Float[Tensor, "b *hs d"], hook: Any = None) -> Float[Tensor, "b *hs d"]:
         """Queries or keys of all heads of the layer, edited at one; what came is left as it is.
 
-        With grouped-query attention the edited key head serves its whole group, so all query heads of it see the edit.
+        With grouped-query attention the edited key head serves its whole group, so all query heads
+        of it see the edit.
 
         Parameters
         ----------
-        x : [batch, heads, tokens, d_head], with key heads unrepeated, as in transformers; where ``hook`` is given,
-            [batch, tokens, heads, d_head], as in TransformerLens.
+        x : [batch, heads, tokens, d_head], with key heads unrepeated, as in transformers; where
+            ``hook`` is given, [batch, tokens, heads, d_head], as in TransformerLens.
         hook : TransformerLens' hook point, which it gives to every hook.
         """
-        point, side, layer = getattr(hook, "name", None), self.kind[0], f"blocks.{self.head.layer}.attn"
-        # a model without rotation has its last keys at hook_k, which calls itself ``k.hook_out`` in a bridge
-        there = {f"{layer}.{name}" for name in (f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed")}
+        point, side, layer = (
+            getattr(hook, "name", None),
+            self.kind[0],
+            f"blocks.{self.head.layer}.attn",
+        )
+        # a model without rotation has its last keys at hook_k, which calls itself ``k.hook_out`` in
+        # a bridge
+        there = {
+            f"{layer}.{name}"
+            for name in (f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed")
+        }
         if point and point not in {self.name, *there}:
-            raise BadInput(f"{self!r} belongs at {self.name}, but was called at {point}: give hook.name to fwd_hooks.")
+            raise BadInput(
+                f"{self!r} belongs at {self.name}, but was called at {point}: give hook.name to fwd_hooks."
+            )
         if self.kind == "keys" and self.group_size is None:
             give = "give group_size to as_hook (scope.group_size, or 1 where keys are repeated)"
             raise BadInput(f"{self!r} does not know how many query heads share a key head: {give}.")
@@ -106,5 +122,7 @@ class Hook:
         inside = (vectors.float() @ basis) @ basis.mT
         change = torch.zeros_like(inside) if at else -inside
         for token, other in zip(at, reversed(at), strict=True):
-            change[rows, token] = (inside[rows, other] if self.does == "swap" else 0) - inside[rows, token]
+            change[rows, token] = (inside[rows, other] if self.does == "swap" else 0) - inside[
+                rows, token
+            ]
         return (vectors.float() + change).to(vectors.dtype)

@@ -1,9 +1,11 @@
-"""Public calls checked against their own annotations by pydantic: a value of another kind is one sentence.
+"""Public calls checked against their own annotations by pydantic: a value of another kind is one
+sentence.
 
-`checked_call` wraps a function, `checked_class` a class with its public methods. Numbers, texts and truth values are
-taken strictly (numpy's and torch's count as Python's), a list serves for a tuple, and of any other class an instance is
-wanted. Ranges are annotations too: `Count`, `Natural`, `Share`, ``Annotated[float, AtLeast(2)]``. What
-cannot be told from one value (a shape, a name that exists) the call says.
+`checked_call` wraps a function, `checked_class` a class with its public methods. Numbers, texts and
+truth values are taken strictly (numpy's and torch's count as Python's), a list serves for a tuple,
+and of any other class an instance is wanted. Ranges are annotations too: `Count`, `Natural`,
+`Share`, ``Annotated[float, AtLeast(2)]``. What cannot be told from one value (a shape, a name that
+exists) the call says.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ _WORDS = {
 
 
 class _Verb(threading.local):
-    """The public call that a caller is waiting for: how deep calls are nested in it, and its number."""
+    """The public call that a caller is waiting for: how deep calls are nested in it, and its
+    number.
+    """
 
     depth = 0
     number = 0
@@ -76,7 +80,9 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
     Traceback (most recent call last):
     qkscope.errors.BadInput: n of half should be at least 1, but got 0.
     """
-    reader = functools.cache(lambda: _reader(function))  # annotations may name what is imported later
+    reader = functools.cache(
+        lambda: _reader(function)
+    )  # annotations may name what is imported later
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -92,7 +98,9 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def checked_class(cls: C) -> C:
-    """Decorate a class so that its constructor and public methods refuse what their annotations do not allow."""
+    """Decorate a class so that its constructor and public methods refuse what their annotations do
+    not allow.
+    """
     for name, member in list(vars(cls).items()):
         if name.startswith("_") and name != "__init__":
             continue
@@ -104,7 +112,9 @@ def checked_class(cls: C) -> C:
 
 
 def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the function that validates a call's arguments against its annotations, or refuses them in a sentence."""
+    """Make the function that validates a call's arguments against its annotations, or refuses them
+    in a sentence.
+    """
     from pydantic import ValidationError, validate_call
 
     def given(*args: Any, **kwargs: Any) -> Any:
@@ -116,9 +126,17 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
     for name in hints.keys() & inner.__annotations__.keys():
         with suppress(NameError):  # it names what only a type checker sees
             alone = types.SimpleNamespace(__annotations__={name: inner.__annotations__[name]})
-            hints[name] = _typed(typing.get_type_hints(alone, inner.__globals__, include_extras=True)[name])
-    parameters = [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
-    vars(given)["__signature__"], given.__annotations__ = signature.replace(parameters=parameters), hints
+            hints[name] = _typed(
+                typing.get_type_hints(alone, inner.__globals__, include_extras=True)[name]
+            )
+    parameters = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in signature.parameters.items()
+    ]
+    vars(given)["__signature__"], given.__annotations__ = (
+        signature.replace(parameters=parameters),
+        hints,
+    )
     check = validate_call(given)
 
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -126,22 +144,35 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
             return check(*args, **kwargs)
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        shown, place = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2], errors[0]["loc"][0]
-        if "argument" in errors[0]["type"]:  # one too many or too few; the live page sends what a browser sends
+        shown, place = (
+            function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2],
+            errors[0]["loc"][0],
+        )
+        if (
+            "argument" in errors[0]["type"]
+        ):  # one too many or too few; the live page sends what a browser sends
             raise BadInput(f"{shown}: {errors[0]['msg'].lower()} {place!r}.")
         here = [wrong for wrong in errors if wrong["loc"][0] == place]
-        deepest = [wrong for wrong in here if len(wrong["loc"]) == max(len(wrong["loc"]) for wrong in here)]
+        deepest = [
+            wrong for wrong in here if len(wrong["loc"]) == max(len(wrong["loc"]) for wrong in here)
+        ]
         name = list(hints)[min(place, len(hints) - 1)] if isinstance(place, int) else place
-        wanted = " or ".join(dict.fromkeys(wrong["msg"].removeprefix("Input should be ") for wrong in deepest))
+        wanted = " or ".join(
+            dict.fromkeys(wrong["msg"].removeprefix("Input should be ") for wrong in deepest)
+        )
         for theirs, ours in _WORDS.items():
             wanted = wanted.replace(theirs, ours)
-        raise BadInput(f"{name} of {shown} should be {wanted}, but got {came(deepest[0]['input'])}.")
+        raise BadInput(
+            f"{name} of {shown} should be {wanted}, but got {came(deepest[0]['input'])}."
+        )
 
     return read
 
 
 def _typed(hint: Any) -> Any:
-    """An annotation as pydantic checks it: scalars strictly, containers item by item, classes by their instances."""
+    """An annotation as pydantic checks it: scalars strictly, containers item by item, classes by
+    their instances.
+    """
     from pydantic import BeforeValidator, InstanceOf, Strict
 
     origin, inside = typing.get_origin(hint), typing.get_args(hint)

@@ -1,6 +1,8 @@
-"""A bridge of TransformerLens and a model of nnsight are looked into, and a subspace is a hook in both.
+"""A bridge of TransformerLens and a model of nnsight are looked into, and a subspace is a hook in
+both.
 
-The objects are the tools' own, around models that we ship; nothing of them is played by something else.
+The objects are the tools' own, around models that we ship; nothing of them is played by something
+else.
 """
 
 import copy
@@ -56,11 +58,17 @@ def test_a_bridge_is_looked_into_and_runs_on_as_before(plain, bridge):
     ids, seen = bridge.to_tokens(TEXT), []
     before = bridge(ids)
     scope = Scope.from_model(bridge)
-    assert scope.weights_hash == Scope.from_model(copy.deepcopy(plain.model), check=False).weights_hash
-    assert torch.equal(scope.encode([TEXT]).inputs["input_ids"], ids)  # its tokenizer, which puts a first token
+    assert (
+        scope.weights_hash == Scope.from_model(copy.deepcopy(plain.model), check=False).weights_hash
+    )
+    assert torch.equal(
+        scope.encode([TEXT]).inputs["input_ids"], ids
+    )  # its tokenizer, which puts a first token
     encoded = plain.encode([TEXT])
     assert largest(captured(scope, encoded), captured(plain, encoded)) == 0
-    after = bridge.run_with_hooks(ids, fwd_hooks=[("blocks.1.attn.hook_rot_k", lambda x, hook: seen.append(x.shape))])
+    after = bridge.run_with_hooks(
+        ids, fwd_hooks=[("blocks.1.attn.hook_rot_k", lambda x, hook: seen.append(x.shape))]
+    )
     assert torch.equal(after, before)
     assert seen == [(1, ids.shape[1], scope.n_kv_heads, scope.d_head)]
     assert torch.equal(scope.model(ids).logits, before)
@@ -69,7 +77,9 @@ def test_a_bridge_is_looked_into_and_runs_on_as_before(plain, bridge):
 def test_verbs_answer_the_same_of_a_wrapped_model():
     plain = Scope.load("nano:mixed", attn="eager")
     wrapped = [bridged(plain), nnsight.NNsight(copy.deepcopy(plain.model))]
-    for scope in (Scope.from_model(one, plain.tokenizer, name=plain.name, check=False) for one in wrapped):
+    for scope in (
+        Scope.from_model(one, plain.tokenizer, name=plain.name, check=False) for one in wrapped
+    ):
         for ask in (
             lambda scope: qk.why(scope, TEXT, head="L1H3"),
             lambda scope: qk.trace(scope, qk.tasks.binding(4), "L1H3", 4, progress=False),
@@ -79,14 +89,17 @@ def test_verbs_answer_the_same_of_a_wrapped_model():
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "gpt2", "gptj", "falcon", "mixtral"]
+    "family",
+    ["qwen3", "gemma2", "gemma3_text", "gpt_oss", "phi3", "gpt2", "gptj", "falcon", "mixtral"],
 )
 def test_bridges_of_other_families_give_their_queries_and_keys(family):
     model, tokenizer = tiny_model(family), Scope.load("nano:mixed").tokenizer
     model.config.architectures = [type(model).__name__]
     model.set_attn_implementation("eager")
     plain = Scope.from_model(copy.deepcopy(model), check=False)
-    scope = Scope.from_model(TransformerBridge.boot_transformers(family, hf_model=model, tokenizer=tokenizer))
+    scope = Scope.from_model(
+        TransformerBridge.boot_transformers(family, hf_model=model, tokenizer=tokenizer)
+    )
     encoded = plain.encode([qk.Example(ids=list(range(5, 14)))])
     assert largest(captured(scope, encoded), captured(plain, encoded)) == 0
 
@@ -97,13 +110,18 @@ def test_a_bridge_with_other_weights_or_around_no_model_of_transformers_is_refus
     bridge.enable_compatibility_mode(no_processing=True)
     Scope.from_model(bridge, check=False)
     bridge.enable_compatibility_mode()
-    with pytest.raises(BadInput, match=r"layer norms folded, .* boot it again, .* without enable_compatibility_mode"):
+    with pytest.raises(
+        BadInput,
+        match=r"layer norms folded, .* boot it again, .* without enable_compatibility_mode",
+    ):
         Scope.from_model(bridge)
     again = bridged(plain)
     again.process_weights(fold_ln=False, center_writing_weights=False)
     with pytest.raises(BadInput, match="weights of this TransformerBridge were processed"):
         Scope.from_model(again)
-    config = TransformerBridgeConfig(n_layers=1, d_model=8, n_ctx=8, d_head=4, n_heads=2, d_vocab=10, act_fn="relu")
+    config = TransformerBridgeConfig(
+        n_layers=1, d_model=8, n_ctx=8, d_head=4, n_heads=2, d_vocab=10, act_fn="relu"
+    )
     says = r"wraps no model of transformers, so it cannot be looked into: .*TransformerBridge\.boot_transformers"
     with pytest.raises(BadInput, match=says):
         Scope.from_model(TransformerBridge.boot_native(config))
@@ -114,7 +132,10 @@ def test_a_bridge_with_other_weights_or_around_no_model_of_transformers_is_refus
 def test_a_hook_in_a_bridge_swaps_as_the_closed_form_does(plain, bridge):
     feature = own_feature(plain, HEAD[plain.name])
     prompt, head = swapped_prompt(plain, feature), feature.head
-    hook, pattern = feature.as_hook("swap", *prompt.tokens), f"blocks.{head.layer}.attn.hook_pattern"
+    hook, pattern = (
+        feature.as_hook("swap", *prompt.tokens),
+        f"blocks.{head.layer}.attn.hook_pattern",
+    )
     found = {}
     for name, hooks in {"before": [], "after": [(hook.name, hook)]}.items():
         keep = (pattern, lambda x, hook, name=name: found.__setitem__(name, x[0, :, prompt.query]))
@@ -124,14 +145,18 @@ def test_a_hook_in_a_bridge_swaps_as_the_closed_form_does(plain, bridge):
     moved = (found["after"] - found["before"]).abs().amax(1) > 1e-4
     group = [head.kv(plain.group_size) == i // plain.group_size for i in range(plain.n_heads)]
     assert bool(moved[head.index])
-    assert not bool((moved & ~torch.tensor(group)).any())  # the whole group sees it, and nobody else
+    assert not bool(
+        (moved & ~torch.tensor(group)).any()
+    )  # the whole group sees it, and nobody else
 
 
 def test_a_model_of_nnsight_is_looked_into_and_runs_on_as_before(plain, lm):
     with lm.trace(TEXT):
         before = lm.output.logits.save()
     scope = Scope.from_model(lm)
-    assert {x.data_ptr() for x in scope.model.parameters()} == {x.data_ptr() for x in lm._module.parameters()}
+    assert {x.data_ptr() for x in scope.model.parameters()} == {
+        x.data_ptr() for x in lm._module.parameters()
+    }
     encoded = scope.encode([TEXT])
     assert torch.equal(encoded.inputs["input_ids"], plain.encode([TEXT]).inputs["input_ids"])
     assert largest(captured(scope, encoded), captured(plain, encoded)) == 0
@@ -140,8 +165,12 @@ def test_a_model_of_nnsight_is_looked_into_and_runs_on_as_before(plain, lm):
         after = lm.output.logits.save()
     assert torch.equal(after, before)
     assert keys.shape == (1, plain.n_kv_heads, encoded.inputs["input_ids"].shape[1], plain.d_head)
-    # by now the forward of that layer's attention is nnsight's own, in which the tap would not hear the rotation
-    one, other = (s.capture_inputs(encoded, places=encoded.everywhere(), space="pre_rope") for s in (scope, plain))
+    # by now the forward of that layer's attention is nnsight's own, in which the tap would not hear
+    # the rotation
+    one, other = (
+        s.capture_inputs(encoded, places=encoded.everywhere(), space="pre_rope")
+        for s in (scope, plain)
+    )
     assert torch.equal(one.k, other.k)
 
 

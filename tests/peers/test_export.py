@@ -1,4 +1,6 @@
-"""An exported circuit is read by circuit-tracer's own models, and the page about other tools does what it says."""
+"""An exported circuit is read by circuit-tracer's own models, and the page about other tools does
+what it says.
+"""
 
 import re
 import runpy
@@ -13,7 +15,9 @@ def graph_models() -> Any:
     package = find_spec("circuit_tracer")
     assert package is not None
     assert package.origin is not None
-    spec = spec_from_file_location("graph_models", Path(package.origin).parent / "frontend" / "graph_models.py")
+    spec = spec_from_file_location(
+        "graph_models", Path(package.origin).parent / "frontend" / "graph_models.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

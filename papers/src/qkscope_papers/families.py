@@ -1,10 +1,12 @@
-"""Tiny models of every family, a family being transformers' ``model_type``, and the error of their traces.
+"""Tiny models of every family, a family being transformers' ``model_type``, and the error of their
+traces.
 
-A tiny model is built in milliseconds from its family's default config made small (`small`), and set besides as
-families.toml says: where a family allows it, ``d_head · heads ≠ d_model``.
+A tiny model is built in milliseconds from its family's default config made small (`small`), and set
+besides as families.toml says: where a family allows it, ``d_head · heads ≠ d_model``.
 
-A family is traced (`trace_error`) if parts sum to the logit: for a query, a key and a head, with the true vectors q and
-k and their parts, ``error = max |Σ_c q_c·k − q·k|, |Σ_c q·k_c − q·k|`` over ``max |q_c·k|, |q·k_c|``.
+A family is traced (`trace_error`) if parts sum to the logit: for a query, a key and a head, with
+the true vectors q and k and their parts, ``error = max |Σ_c q_c·k − q·k|, |Σ_c q·k_c − q·k|`` over
+``max |q_c·k|, |q·k_c|``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from qkscope.capture.inputs import PaddingSide, input_device, model_pad_id, pad_rows, short_ids, short_inputs
+from qkscope.capture.inputs import (
+    PaddingSide,
+    input_device,
+    model_pad_id,
+    pad_rows,
+    short_ids,
+    short_inputs,
+)
 from qkscope.capture.pick import Places
 from qkscope.capture.scope import Scope
 from qkscope.capture.small import loud_model, small_config
@@ -37,7 +46,9 @@ _HEADS: dict[str, Any] = {
 
 
 def _rows() -> dict[str, dict[str, Any]]:
-    """Rows of the table, then every other type of causal model; one that stands there with another head comes again."""
+    """Rows of the table, then every other type of causal model; one that stands there with another
+    head comes again.
+    """
     rows = dict(_TABLE["families"])
     for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         again = rows.get(family, {}).get("kind") == "masked"
@@ -46,20 +57,25 @@ def _rows() -> dict[str, dict[str, Any]]:
 
 
 FAMILIES: dict[str, dict[str, Any]] = _rows()
-"""Every family we try, in the order of the table, and what its tiny model sets besides small sizes."""
+"""Every family we try, in the order of the table, and what its tiny model sets besides small sizes.
+"""
 
 
 def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     """The config of a family's tiny model; ``overrides`` replace the family's own settings."""
     if family not in FAMILIES:
         close = " or ".join(get_close_matches(family, FAMILIES)) or "llama"
-        raise BadInput(f"no tiny model for the family {family!r}: try {close}; `qkscope models --all` names all.")
+        raise BadInput(
+            f"no tiny model for the family {family!r}: try {close}; `qkscope models --all` names all."
+        )
     row = FAMILIES[family]
     parts = [_TABLE["parts"][name] for name in row.get("is", ())]
     own = {name: value for name, value in row.items() if name not in ("type", "is", "kind")}
     settings = {name: value for part in (*parts, own, overrides) for name, value in part.items()}
     config = transformers.AutoConfig.for_model(row.get("type", family))
-    if "kind" not in row and hasattr(config, "is_decoder"):  # BERT and its relatives look both ways unless told
+    if "kind" not in row and hasattr(
+        config, "is_decoder"
+    ):  # BERT and its relatives look both ways unless told
         settings = {"is_decoder": True, **settings}
     if "text_config" in config.sub_configs:
         settings = {"text_config": small_config(config.text_config, **settings).to_dict()}
@@ -67,7 +83,8 @@ def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
-    """Build a tiny random model of one architecture, the same one for the same seed, without touching the global RNG.
+    """Build a tiny random model of one architecture, the same one for the same seed, without
+    touching the global RNG.
 
     Parameters
     ----------
@@ -81,7 +98,8 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pre
     Returns
     -------
     PreTrainedModel
-        In float32 and eval mode, with the head that gives ``logits`` (next token, masked token or image class).
+        In float32 and eval mode, with the head that gives ``logits`` (next token, masked token or
+        image class).
     """
     config = tiny_config(family, **overrides)
     head = _HEADS.get(FAMILIES[family].get("kind", ""), transformers.AutoModelForCausalLM)
@@ -108,7 +126,9 @@ def two_prompts(
         mask = torch.ones(len(lengths), tokens[0], device=input_device(model))
     else:
         rows = short_ids(model, lengths if sides else lengths[:1] * len(lengths))
-        inputs = pad_rows(rows, model_pad_id(model) or 0, side or (*sides, "left")[0], scope.facts.takes_positions)
+        inputs = pad_rows(
+            rows, model_pad_id(model) or 0, side or (*sides, "left")[0], scope.facts.takes_positions
+        )
         inputs = {name: value.to(input_device(model)) for name, value in inputs.items()}
         mask = inputs["attention_mask"]
     row = torch.arange(len(mask), device=mask.device)
@@ -117,7 +137,8 @@ def two_prompts(
 
 
 def sum_error(run: Run, head: Head, key_mask: Tensor) -> float:
-    """The largest difference between a head's logits and the sum of their parts, over the largest part.
+    """The largest difference between a head's logits and the sum of their parts, over the largest
+    part.
 
     Parameters
     ----------
@@ -126,16 +147,22 @@ def sum_error(run: Run, head: Head, key_mask: Tensor) -> float:
     key_mask : which of the places are keys.
     """
     pieces = run.stream(head.layer)
-    (q, q_parts), (k, k_parts) = ((run.true(head, side), run.read(head, side, pieces)) for side in ("query", "key"))
+    (q, q_parts), (k, k_parts) = (
+        (run.true(head, side), run.read(head, side, pieces)) for side in ("query", "key")
+    )
     logits = torch.einsum("nd,nkd->nk", q[:, 0], k)
-    split = (torch.einsum("ncd,nkd->nck", q_parts[:, :, 0], k), torch.einsum("nd,nckd->nck", q[:, 0], k_parts))
+    split = (
+        torch.einsum("ncd,nkd->nck", q_parts[:, :, 0], k),
+        torch.einsum("nd,nckd->nck", q[:, 0], k_parts),
+    )
     errors = [((parts.sum(1) - logits) * key_mask).abs().max() for parts in split]
     largest = [(parts * key_mask[:, None]).abs().max() for parts in split]
     return float(max(errors) / max(largest))
 
 
 def trace_error(scope: Scope, side: PaddingSide | None = None) -> float:
-    """The largest `sum_error` of all heads but those of layer 0, on a short batch of prompts of two lengths.
+    """The largest `sum_error` of all heads but those of layer 0, on a short batch of prompts of two
+    lengths.
 
     Raises
     ------
@@ -144,7 +171,9 @@ def trace_error(scope: Scope, side: PaddingSide | None = None) -> float:
     """
     heads = [head for head in scope.heads() if head.layer > 0]
     if not heads:
-        raise BadInput(f"{scope.name} cannot be traced: only the embedding writes before its heads.")
+        raise BadInput(
+            f"{scope.name} cannot be traced: only the embedding writes before its heads."
+        )
     inputs, places = two_prompts(scope, side, LENGTHS)
     widths = {scope.facts.layers[head.layer].d_head for head in heads}
     errors = []

@@ -1,10 +1,13 @@
-"""Figures of the docs and of papers: one look, one colour for each name, PNG for pages and PDF for papers.
+"""Figures of the docs and of papers: one look, one colour for each name, PNG for pages and PDF for
+papers.
 
-Charts that a page draws are drawn by its scripts alone (``static/``); a figure is what no page shows. Figures are made
-without pyplot's global state, so drawing never opens a window or leaks a figure.
+Charts that a page draws are drawn by its scripts alone (``static/``); a figure is what no page
+shows. Figures are made without pyplot's global state, so drawing never opens a window or leaks a
+figure.
 
-Colours come from the table in ``static/colours.js``, which draws the page's charts: hues for white paper and for dark,
-chosen so that colour-blind readers tell them apart, and the names that have one of their own. Others take what is left.
+Colours come from the table in ``static/colours.js``, which draws the page's charts: hues for white
+paper and for dark, chosen so that colour-blind readers tell them apart, and the names that have one
+of their own. Others take what is left.
 """
 
 from __future__ import annotations
@@ -23,13 +26,17 @@ from matplotlib.figure import Figure
 from qkscope.runs.result import Result
 from qkscope.show.page import asset, report_html
 
-logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every glyph it packs into a PDF
+logging.getLogger("fontTools").setLevel(
+    logging.WARNING
+)  # it tells of every glyph it packs into a PDF
 logging.getLogger("matplotlib").setLevel(logging.WARNING)
 
 
 @cache
 def palette() -> dict[str, Any]:
-    """The table: ``hues`` (on white, on dark), ``named``, ``others`` and ``spare`` for other names, ``lines``."""
+    """The table: ``hues`` (on white, on dark), ``named``, ``others`` and ``spare`` for other names,
+    ``lines``.
+    """
     table: dict[str, Any] = json.loads(asset("colours.js").split("/* table */")[1])
     return table
 
@@ -50,7 +57,9 @@ def line_of(name: str) -> str:
     return str(palette()["lines"].get(name, "solid"))
 
 
-ORIGINAL, TARGET, REST, INK = (palette()["hues"][hue][0] for hue in ("blue", "orange", "pale", "ink"))
+ORIGINAL, TARGET, REST, INK = (
+    palette()["hues"][hue][0] for hue in ("blue", "orange", "pale", "ink")
+)
 _STYLE: Any = {
     "font.size": 9, "axes.titlesize": 9.5, "axes.labelsize": 9, "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": "#666b75", "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -81,9 +90,17 @@ def legend_below(figure: Figure, axis: Any, columns: int, **look: Any) -> None:
 
 
 def paired_bars(axis: Any, first: Sequence[float], then: Sequence[float], key: str = "") -> None:
-    """Two bars at each place: of the ``key`` that is right, and of the target; with names where it has one."""
-    for shift, values, colour, name in ((-0.2, first, ORIGINAL, key), (0.2, then, TARGET, "target")):
-        places, label = [x + shift for x in range(len(values))], f"on the {name} key" if key else None
+    """Two bars at each place: of the ``key`` that is right, and of the target; with names where it
+    has one.
+    """
+    for shift, values, colour, name in (
+        (-0.2, first, ORIGINAL, key),
+        (0.2, then, TARGET, "target"),
+    ):
+        places, label = (
+            [x + shift for x in range(len(values))],
+            f"on the {name} key" if key else None,
+        )
         axis.bar(places, values, 0.38, color=colour, label=label)
 
 

@@ -1,9 +1,10 @@
 """Run several trainers side by side: threads on CPU cores, one recorded graph on a GPU.
 
-Trainers do not talk to each other. On CPUs each one has a thread with one core's arithmetic (threads inside such small
-products only wait for each other). On a GPU one training step of all of them is recorded once as a graph, each trainer
-on a stream of its own, and replayed: launching its hundreds of tiny kernels one by one would take longer than running
-them. Recording needs warm memory, so the first two steps after a change are taken one by one; they are real steps.
+Trainers do not talk to each other. On CPUs each one has a thread with one core's arithmetic
+(threads inside such small products only wait for each other). On a GPU one training step of all of
+them is recorded once as a graph, each trainer on a stream of its own, and replayed: launching its
+hundreds of tiny kernels one by one would take longer than running them. Recording needs warm
+memory, so the first two steps after a change are taken one by one; they are real steps.
 """
 
 from __future__ import annotations
@@ -36,17 +37,26 @@ _WARM_UP = 2
 
 
 def check_trained(folder: Path) -> None:
-    """Refuse a folder that holds anything but trained toys, or what a killed run was writing of one."""
+    """Refuse a folder that holds anything but trained toys, or what a killed run was writing of
+    one.
+    """
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() or path.parent != folder or not re.search(r"\.safetensors(\w{8}\.part)?$", path.name):
-            raise BadInput(f"{folder} holds other files than trained toys, {path.name}: name a new folder.")
+        if (
+            path.is_symlink()
+            or path.parent != folder
+            or not re.search(r"\.safetensors(\w{8}\.part)?$", path.name)
+        ):
+            raise BadInput(
+                f"{folder} holds other files than trained toys, {path.name}: name a new folder."
+            )
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch on one thread inside; as a context or a decorator.
 
-    Of tiny products two threads mostly wait for each other, and on a busy machine that costs tenfold.
+    Of tiny products two threads mostly wait for each other, and on a busy machine that costs
+    tenfold.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -58,17 +68,23 @@ def one_thread() -> Iterator[None]:
 
 def side_by_side(measure: Callable[[C], T], heads: Sequence[C]) -> list[T]:
     """What is measured of each head, on all cores: a head is small, so that each gets one."""
-    with ThreadPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(
+        os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         return list(pool.map(measure, heads))
 
 
 def toy_figures(
     paper: str, prepare: Callable[[Sequence[Figure], Settings], None], deviation: str = ""
 ) -> Callable[..., Callable[[Callable[..., Result] | Experiment], Experiment]]:
-    """Decorator of a paper's figures of toys: those asked for together have theirs trained together (``prepare``)."""
+    """Decorator of a paper's figures of toys: those asked for together have theirs trained together
+    (``prepare``).
+    """
 
     def toy_figure(name: str, title: str, cells: Any, **asked: Any) -> Callable[..., Experiment]:
-        register = figure(paper, name, title, prepare=prepare, cells=cells, deviation=deviation, **asked)
+        register = figure(
+            paper, name, title, prepare=prepare, cells=cells, deviation=deviation, **asked
+        )
         return lambda run: register(run if isinstance(run, Experiment) else one_thread()(run))
 
     return toy_figure
@@ -90,7 +106,11 @@ class Progress:
         total = sum(len(trainer.names) for trainer in self.trainers)
         left = sum(trainer.running for trainer in running)
         steps = sorted({trainer.step for trainer in running})
-        at = f"step {steps[0]:,}" + (f"-{steps[-1]:,}" if len(steps) > 1 else "") if steps else "done"
+        at = (
+            f"step {steps[0]:,}" + (f"-{steps[-1]:,}" if len(steps) > 1 else "")
+            if steps
+            else "done"
+        )
         return f"training: {left} of {total} models running, {at}, {time.monotonic() - self.started:.0f} s"
 
 
@@ -98,7 +118,10 @@ def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[O
     """Train everything to its end; `workers` CPU threads (as many as cores by default)."""
     saved = [trainer.checkpoint for trainer in trainers if trainer.checkpoint is not None]
     where = saved[0].parent if saved else Path()
-    with kept_if_stopped(where, lambda: any(path.exists() for path in saved)), doing("training") as tell:
+    with (
+        kept_if_stopped(where, lambda: any(path.exists() for path in saved)),
+        doing("training") as tell,
+    ):
         progress = Progress(trainers, tell)
         if all(trainer.task.device.type == "cuda" for trainer in trainers):
             _run_graphs(trainers, progress)
@@ -113,7 +136,8 @@ def train_missing(
     keep: Callable[[Trainer, Outcome], None],
     workers: int | None,
 ) -> None:
-    """Train the cells whose files are not there; interrupted training goes on where its last checkpoint stands.
+    """Train the cells whose files are not there; interrupted training goes on where its last
+    checkpoint stands.
 
     Parameters
     ----------
@@ -136,7 +160,9 @@ def short_hash(value: Any) -> str:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    )
 
 
 def _run_threads(trainers: Sequence[Trainer], progress: Progress, workers: int) -> None:
@@ -200,7 +226,9 @@ def _step_all(trainers: Sequence[Trainer], streams: dict[int, torch.cuda.Stream]
         here.wait_stream(streams[id(trainer)])
 
 
-def _record(trainers: Sequence[Trainer], streams: dict[int, torch.cuda.Stream]) -> torch.cuda.CUDAGraph:
+def _record(
+    trainers: Sequence[Trainer], streams: dict[int, torch.cuda.Stream]
+) -> torch.cuda.CUDAGraph:
     """One step of every trainer as a graph; recording does not run it."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,10 +1,12 @@
-"""Which architectures can be looked into: answered by looking into a tiny random model of each, never from a list.
+"""Which architectures can be looked into: answered by looking into a tiny random model of each,
+never from a list.
 
-Every type of causal model that transformers has is tried, with the lengths that its config names made short, so that 37
-tokens are beyond them. A family is refused where `Scope` refuses its tiny model. The first error is that of the
-attention, ``max |softmax([cap(scale · q·k) + mask, rest]) − eager attention|`` over all heads and queries, of prompts
-padded on each side that is offered, against plain transformers, which is given one prompt at a time. The second is that
-of the split of its logits among writers (`trace_error`). Then `why` is asked about a head, and about all.
+Every type of causal model that transformers has is tried, with the lengths that its config names
+made short, so that 37 tokens are beyond them. A family is refused where `Scope` refuses its tiny
+model. The first error is that of the attention, ``max |softmax([cap(scale · q·k) + mask, rest]) −
+eager attention|`` over all heads and queries, of prompts padded on each side that is offered,
+against plain transformers, which is given one prompt at a time. The second is that of the split of
+its logits among writers (`trace_error`). Then `why` is asked about a head, and about all.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ Verdict = Literal["right", "refused", "wrong", "not built"]
 
 
 class FamilyRow(TypedDict):
-    """One row of the table: `reason` says why a family is refused, or what a supported one cannot do.
+    """One row of the table: `reason` says why a family is refused, or what a supported one cannot
+    do.
 
-    `length` is the tokens of the longest prompt checked. The `verdict` is wrong where an error is above 2e-5, or where
-    something fails without a sentence that says why; ``not built`` where transformers makes no tiny model of it.
+    `length` is the tokens of the longest prompt checked. The `verdict` is wrong where an error is
+    above 2e-5, or where something fails without a sentence that says why; ``not built`` where
+    transformers makes no tiny model of it.
     """
 
     family: str
@@ -51,7 +55,9 @@ class FamilyRow(TypedDict):
 
 
 def random_weights(config: Any, tokenizer: Any, device: Any, seed: int = 0) -> Scope:
-    """A model of this shape that was not trained: what any measurement says of it, it says of nothing learned."""
+    """A model of this shape that was not trained: what any measurement says of it, it says of
+    nothing learned.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(device, torch.float32).eval()
     return Scope.from_model(model, tokenizer, name="random", check=False)
@@ -69,9 +75,9 @@ def list_families(families: Iterable[str] | None = None) -> list[FamilyRow]:
     Returns
     -------
     list of FamilyRow
-        In the order asked for: ``family``, ``supported``, ``reason``, ``max_error`` of the attention and
-        ``trace_error`` of its split among writers (None where there is none; the reason says why), ``length`` and
-        ``verdict``.
+        In the order asked for: ``family``, ``supported``, ``reason``, ``max_error`` of the
+        attention and ``trace_error`` of its split among writers (None where there is none; the
+        reason says why), ``length`` and ``verdict``.
 
     Examples
     --------
@@ -93,11 +99,20 @@ def says_families(rows: Sequence[FamilyRow]) -> str:
 def check_family(family: str) -> FamilyRow:
     """Build one tiny model, look into it, and say what came out."""
     row = FamilyRow(
-        family=family, supported=False, reason="", max_error=None, trace_error=None, length=None, verdict="not built"
+        family=family,
+        supported=False,
+        reason="",
+        max_error=None,
+        trace_error=None,
+        length=None,
+        verdict="not built",
     )
     try:
         model = tiny_model(family)
-        forward(copy.deepcopy(model), {"input_ids": torch.tensor([[5, 6]])} if _reads_text(model) else {})
+        forward(
+            copy.deepcopy(model),
+            {"input_ids": torch.tensor([[5, 6]])} if _reads_text(model) else {},
+        )
     except Exception as failure:  # one family that breaks (or that this transformers lacks) must not hide the others
         if family not in FAMILIES:
             raise
@@ -108,11 +123,15 @@ def check_family(family: str) -> FamilyRow:
         check = scope.self_check()
     except Exception as failure:
         return row | {"reason": _why(failure), "verdict": _refused(failure)}
-    return _looked_into(row | {"supported": True, "length": check.length}, scope, check.attention_error)
+    return _looked_into(
+        row | {"supported": True, "length": check.length}, scope, check.attention_error
+    )
 
 
 def _reads_text(model: Any) -> bool:
-    return model.main_input_name == "input_ids" and not getattr(model.config, "is_encoder_decoder", False)
+    return model.main_input_name == "input_ids" and not getattr(
+        model.config, "is_encoder_decoder", False
+    )
 
 
 def _looked_into(row: FamilyRow, scope: Scope, error: float) -> FamilyRow:
@@ -131,7 +150,9 @@ def _looked_into(row: FamilyRow, scope: Scope, error: float) -> FamilyRow:
     if _reads_text(scope.model):
         found = tried("no comparison", lambda: _attention_error(scope, row["family"]))
         error, row["length"] = max(error, found or 0.0), max(row["length"] or 0, LENGTHS[0])
-    splits = tried("no trace", lambda: [trace_error(scope, side) for side in scope.facts.sides or (None,)])
+    splits = tried(
+        "no trace", lambda: [trace_error(scope, side) for side in scope.facts.sides or (None,)]
+    )
     row["max_error"], row["trace_error"] = error, splits and max(splits)
     if "kind" not in FAMILIES[row["family"]]:
         (ids,) = short_ids(scope.model, LENGTHS[:1])
@@ -144,10 +165,15 @@ def _looked_into(row: FamilyRow, scope: Scope, error: float) -> FamilyRow:
 
 @torch.no_grad()
 def _attention_error(scope: Scope, family: str) -> float:
-    """Attention of prompts in padded batches against what transformers reports of each prompt alone, run eagerly."""
+    """Attention of prompts in padded batches against what transformers reports of each prompt
+    alone, run eagerly.
+    """
     rows = short_ids(scope.model, LENGTHS)
     alone = [_reported(scope, family, ids[None]) for ids in rows]
-    prompts = [Example(ids=tuple(ids.tolist()), queries=tuple((i, i + 1) for i in range(len(ids)))) for ids in rows]
+    prompts = [
+        Example(ids=tuple(ids.tolist()), queries=tuple((i, i + 1) for i in range(len(ids))))
+        for ids in rows
+    ]
     worst = 0.0
     for side in scope.facts.sides or (None,):
         for batch in [prompts] if side else [[prompt] for prompt in prompts]:
@@ -155,7 +181,9 @@ def _attention_error(scope: Scope, family: str) -> float:
             mask = encoded.inputs["attention_mask"]
             places = Places.everywhere(encoded.places.row, encoded.places.query, mask)
             for width in {layer.d_head for layer in scope.facts.layers if layer.n_heads}:
-                heads = [head for head in scope.heads() if scope.facts.layers[head.layer].d_head == width]
+                heads = [
+                    head for head in scope.heads() if scope.facts.layers[head.layer].d_head == width
+                ]
                 ours = scope.capture_inputs(encoded.inputs, places=places, heads=heads).attention()
                 for i, own in enumerate(encoded.example.unique().tolist()):
                     theirs = alone[prompts.index(batch[own])]
@@ -168,16 +196,22 @@ def _attention_error(scope: Scope, family: str) -> float:
 
 
 def _reported(scope: Scope, family: str, ids: Tensor) -> dict[int, Tensor]:
-    """Attention by layer, as a model reports it; some report it of every layer, others of those with heads alone."""
+    """Attention by layer, as a model reports it; some report it of every layer, others of those
+    with heads alone.
+    """
     plain = tiny_model(family, attn_implementation="eager")
-    plain.set_attn_implementation("eager")  # of a text part too; Falcon can be told only when it is built
+    plain.set_attn_implementation(
+        "eager"
+    )  # of a text part too; Falcon can be told only when it is built
     attentions = forward(plain, {"input_ids": ids, "output_attentions": True}).attentions
     found = [one[0] for one in attentions if one is not None]
     layers = [i for i, layer in enumerate(scope.facts.layers) if layer.n_heads]
     if len(found) == scope.n_layers:
         found = [found[i] for i in layers]
     if len(found) != len(layers):
-        raise ValueError(f"{len(found)} attentions are reported of {len(layers)} layers, so they cannot be compared")
+        raise ValueError(
+            f"{len(found)} attentions are reported of {len(layers)} layers, so they cannot be compared"
+        )
     return dict(zip(layers, found, strict=True))
 
 
@@ -194,7 +228,9 @@ def _why(failure: Exception) -> str:
 def _limits(scope: Scope) -> Iterator[str]:
     refused = {one for layer in scope.facts.layers for one in layer.refusals.items()}
     for kind in dict.fromkeys(layer.instead for layer in scope.facts.layers if layer.instead):
-        layers = ", ".join(str(i) for i, layer in enumerate(scope.facts.layers) if layer.instead == kind)
+        layers = ", ".join(
+            str(i) for i, layer in enumerate(scope.facts.layers) if layer.instead == kind
+        )
         yield f"no heads in layers {layers}: these have a {kind} instead of attention"
     for space, reason in sorted(refused):
         yield f"no {space}: {reason}"
@@ -206,9 +242,11 @@ def _limits(scope: Scope) -> Iterator[str]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """No warnings (tiny configs make transformers warn about ratios and kernels that do not matter) and one thread.
+    """No warnings (tiny configs make transformers warn about ratios and kernels that do not matter)
+    and one thread.
 
-    On matrices this small a second thread does nothing but wait, and on a busy machine it waits long.
+    On matrices this small a second thread does nothing but wait, and on a busy machine it waits
+    long.
     """
     verbosity, threads = logging.get_verbosity(), torch.get_num_threads()
     logging.set_verbosity_error()

@@ -1,13 +1,15 @@
-"""Which figures there are. A figure is registered where it is defined, by a decorator on the function that runs it::
+"""Which figures there are. A figure is registered where it is defined, by a decorator on the
+function that runs it::
 
-    @figure("lee2026", "fig2", "Recovered ranks", cells=whole_grids(("discrete", 16)), prepare=train_together)
-    def run(settings: Settings, cells: Cells) -> Result: ...
+    @figure("lee2026", "fig2", "Recovered ranks", cells=whole_grids(("discrete", 16)),
+    prepare=train_together) def run(settings: Settings, cells: Cells) -> Result: ...
 
     @run.drawing
     def draw(result: Result) -> Files: ...
 
-What the decorator is given beyond its own parameters goes to the function, so that one function can serve several
-figures and none has to ask for its name. A file is imported when one of its figures is asked for.
+What the decorator is given beyond its own parameters goes to the function, so that one function can
+serve several figures and none has to ask for its name. A file is imported when one of its figures
+is asked for.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class Settings:
     figure: str = ""
     model: str = EMBEDDED  # of figures that look into a language model
     prompts: str = ""  # of figures that have more than one kind; their first one by default
-    deviation: str = ""  # in what a figure is not what the paper describes; not so of other kinds than the first
+    deviation: str = (
+        ""  # in what a figure is not what the paper describes; not so of other kinds than the first
+    )
 
     def result(
         self,
@@ -65,17 +69,30 @@ class Settings:
     ) -> Result:
         """What a run found, under the figure's name; ``about`` is for its provenance.
 
-        No claim stands twice. Where it fails at the preset smoke, what would decide it was not run; where the figure
-        is not what the paper describes, the paper is not refuted by it.
+        No claim stands twice. Where it fails at the preset smoke, what would decide it was not run;
+        where the figure is not what the paper describes, the paper is not refuted by it.
         """
         said = [claim.claim for claim in claims]
         assert len(set(said)) == len(said), f"{self.paper}/{self.figure} makes a claim twice"
         name = f"{self.paper}/{self.figure}"
-        claims = [_described(marked(name, claim), "" if self.prompts else self.deviation) for claim in claims]
+        claims = [
+            _described(marked(name, claim), "" if self.prompts else self.deviation)
+            for claim in claims
+        ]
         if self.preset == "smoke":
             claims = [replace(claim, reason="not run here", why=_TOO_SMALL) for claim in claims]
         made = provenance(**{**(about or {}), "figure": self.figure, "preset": self.preset})
-        return Result(name, tables, claims, arrays or {}, self.preset, model, self.seed, answer=answer, provenance=made)
+        return Result(
+            name,
+            tables,
+            claims,
+            arrays or {},
+            self.preset,
+            model,
+            self.seed,
+            answer=answer,
+            provenance=made,
+        )
 
 
 def _described(claim: Claim, deviation: str) -> Claim:
@@ -92,10 +109,14 @@ def _marks() -> list[dict[str, Any]]:
 
 
 def marked(figure: str, claim: Claim) -> Claim:
-    """A claim as a second reader of ``marks.toml`` sees it: ``ours`` rather than the paper's, exact, or lenient."""
+    """A claim as a second reader of ``marks.toml`` sees it: ``ours`` rather than the paper's,
+    exact, or lenient.
+    """
     for mark in _marks():
         if figure in mark["figures"] and mark["claim"] in claim.claim:
-            seen: dict[str, Any] = {name: mark[name] for name in ("exact", "lenient") if name in mark}
+            seen: dict[str, Any] = {
+                name: mark[name] for name in ("exact", "lenient") if name in mark
+            }
             if "ours" in mark and claim.source != "ours":
                 was = f"was {claim.source} ({claim.paper}): {mark['ours']}"
                 seen |= {"paper": "", "changed": f"{claim.changed} {was}".strip()}
@@ -125,12 +146,16 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: what it shows, what runs and draws it, and what its run is asked for beside the settings."""
+    """One figure: what it shows, what runs and draws it, and what its run is asked for beside the
+    settings.
+    """
 
     title: str
     experiment: Experiment
     asked: Mapping[str, Any]
-    prepare: Callable[[Sequence[Figure], Settings], None] | None  # makes what figures share, in one go
+    prepare: (
+        Callable[[Sequence[Figure], Settings], None] | None
+    )  # makes what figures share, in one go
     model: str  # what it looks into where no model is named
     prompts: tuple[str, ...] = ()  # kinds of prompts it can be asked for, the default first
     deviation: str = ""
@@ -140,7 +165,9 @@ class Figure:
         return self.experiment(settings, **self.asked)
 
     def draw(self, result: Result) -> dict[str, str | bytes]:
-        """Its page, and its picture where something draws one: the page shows claims and tables by itself."""
+        """Its page, and its picture where something draws one: the page shows claims and tables by
+        itself.
+        """
         from qkscope_papers.figures import styled, with_page
 
         with styled():
@@ -182,8 +209,8 @@ class Entry(NamedTuple):
 def figures_of(paper: str) -> dict[str, Entry]:
     """The figures of a paper by name, in their order.
 
-    They are read off the decorators in the paper's files: to import all of these only to tell a name would load
-    transformers with them.
+    They are read off the decorators in the paper's files: to import all of these only to tell a
+    name would load transformers with them.
     """
     if paper not in PAPERS:
         raise BadInput(f"there is no paper {paper!r} here: there is {', '.join(PAPERS)}.")
@@ -192,7 +219,9 @@ def figures_of(paper: str) -> dict[str, Entry]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
                 if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("figure"):
-                    *_, name, title = (part.value for part in call.args if isinstance(part, ast.Constant))
+                    *_, name, title = (
+                        part.value for part in call.args if isinstance(part, ast.Constant)
+                    )
                     found[str(name)] = Entry(f"qkscope_papers.{paper}.{path.stem}", str(title))
     return {name: found[name] for name in sorted(found, key=_place)}
 
@@ -232,9 +261,11 @@ def reproduce(
     again: bool = False,
     show: Callable[[Result], object] = lambda result: None,
 ) -> dict[str, Result]:
-    """Run figures of a paper and write one folder ``out/paper/figure`` each; what they share is made once.
+    """Run figures of a paper and write one folder ``out/paper/figure`` each; what they share is
+    made once.
 
-    A figure that is finished there (same preset, model, seed, device and versions) is read instead of run.
+    A figure that is finished there (same preset, model, seed, device and versions) is read instead
+    of run.
 
     Parameters
     ----------
@@ -244,10 +275,11 @@ def reproduce(
     out : the folder below which figures are written, and find each other's work.
     seed : of all draws.
     device : ``cpu``, ``cuda``, ``cuda:1``.
-    model : what figures of language models look into: a hub id, a folder, ``nano:NAME``; by default the embedded
-        model, or a nano where training is shown.
-    prompts : of figures that have more than one kind: ``ioi`` (many prompts), ``single`` (the paper's one prompt) or
-        ``text`` (natural text); of the first paper's grids ``scaled`` or ``as-written`` (the text's own scales).
+    model : what figures of language models look into: a hub id, a folder, ``nano:NAME``; by default
+        the embedded model, or a nano where training is shown.
+    prompts : of figures that have more than one kind: ``ioi`` (many prompts), ``single`` (the
+        paper's one prompt) or ``text`` (natural text); of the first paper's grids ``scaled`` or
+        ``as-written`` (the text's own scales).
     again : run what is finished too.
     show : told each figure's result as soon as there is one, before it is written.
 
@@ -271,24 +303,38 @@ def reproduce(
             raise BadInput(f"{paper} {name} has no prompts {prompts!r}: it {has}.")
     kind = {} if prompts is None else {"prompts": prompts}
     asked = {
-        name: {"preset": preset, "model": _known(model or found.model), "seed": seed, "device": device, **kind}
+        name: {
+            "preset": preset,
+            "model": _known(model or found.model),
+            "seed": seed,
+            "device": device,
+            **kind,
+        }
         for name, found in chosen.items()
     }
     stands = {} if again else {name: _finished(folders[name], asked[name]) for name in chosen}
     results = {name: result for name, result in stands.items() if result is not None}
     if results:
-        log.info("Finished in %s already, and not run again (again does): %s.", out / paper, ", ".join(results))
+        log.info(
+            "Finished in %s already, and not run again (again does): %s.",
+            out / paper,
+            ", ".join(results),
+        )
     for result in results.values():
         show(result)
     missing = {name: found for name, found in chosen.items() if name not in results}
-    settings = Settings(preset, out, seed, device, paper, model=model or EMBEDDED, prompts=prompts or "")
+    settings = Settings(
+        preset, out, seed, device, paper, model=model or EMBEDDED, prompts=prompts or ""
+    )
     with kept_if_stopped(out, lambda: bool(results)):
         for prepare in dict.fromkeys(found.prepare for found in missing.values() if found.prepare):
             prepare([found for found in missing.values() if found.prepare is prepare], settings)
         for name, found in missing.items():
             start = time.perf_counter()
             with doing(f"{paper}/{name}: {found.title}"):
-                own = replace(settings, figure=name, model=model or found.model, deviation=found.deviation)
+                own = replace(
+                    settings, figure=name, model=model or found.model, deviation=found.deviation
+                )
                 result = found.run(own)
             made_by = {**result.provenance, "figure": asked[name]}
             result = replace(result, seconds=time.perf_counter() - start, provenance=made_by)
@@ -307,10 +353,14 @@ def _known(model: str) -> str:
 
 
 def _finished(folder: Path, asked: Mapping[str, Any]) -> Result | None:
-    """The figure that stands in a folder, if this very one was asked for there, with the same versions as here."""
+    """The figure that stands in a folder, if this very one was asked for there, with the same
+    versions as here.
+    """
     try:
         manifest = read_json(folder / MANIFEST)
-        same = manifest.get("figure") == asked and manifest.get("versions") == provenance()["versions"]
+        same = (
+            manifest.get("figure") == asked and manifest.get("versions") == provenance()["versions"]
+        )
         return Result.read(folder) if same else None
     except BadInput:  # none there, or half-written
         return None
@@ -325,5 +375,7 @@ def _checked(paper: str, figures: Sequence[str], preset: str) -> list[str]:
     chosen = list(known) if list(figures) == ["all"] else list(dict.fromkeys(figures))
     for name in chosen:
         if name not in known:
-            raise BadInput(f"{paper} has no figure {name!r} here: there is {', '.join(known)}, or all.")
+            raise BadInput(
+                f"{paper} has no figure {name!r} here: there is {', '.join(known)}, or all."
+            )
     return chosen

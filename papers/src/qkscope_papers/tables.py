@@ -1,4 +1,6 @@
-"""What figures share: rows of tables and small sums over them, the files a drawing gives, and how it names things."""
+"""What figures share: rows of tables and small sums over them, the files a drawing gives, and how
+it names things.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,19 @@ class Estimate(NamedTuple):
 
     def among(self, count: int) -> Estimate:
         """The interval of one of several, widened for its having been chosen among them."""
-        wider = statistics.NormalDist().inv_cdf(1 - 0.025 / count) / statistics.NormalDist().inv_cdf(0.975)
-        low, high = self.mean - (self.mean - self.low) * wider, self.mean + (self.high - self.mean) * wider
+        wider = statistics.NormalDist().inv_cdf(
+            1 - 0.025 / count
+        ) / statistics.NormalDist().inv_cdf(0.975)
+        low, high = (
+            self.mean - (self.mean - self.low) * wider,
+            self.mean + (self.high - self.mean) * wider,
+        )
         return Estimate(self.mean, low, high)
 
 
 def over_runs(values: Iterable[float]) -> Estimate:
-    """The mean over independent runs (seeds, directions, heads), with Student's interval: runs are few.
+    """The mean over independent runs (seeds, directions, heads), with Student's interval: runs are
+    few.
 
     >>> [round(x, 2) for x in over_runs([1.0, 2.0, 3.0])]
     [2.0, -0.48, 4.48]
@@ -80,7 +88,11 @@ def share_of(flags: Iterable[bool]) -> Estimate:
     from qkscope.maths.significance import wilson
 
     known = list(flags)
-    return Estimate(mean(known), *wilson(sum(known), len(known))) if known else Estimate(*(math.nan,) * 3)
+    return (
+        Estimate(mean(known), *wilson(sum(known), len(known)))
+        if known
+        else Estimate(*(math.nan,) * 3)
+    )
 
 
 def over_seeds(rows: Sequence[Row], score: Callable[[list[Row]], float]) -> Estimate:
@@ -95,12 +107,18 @@ def pick(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> list[Row]:
 
 def distinct(rows: Iterable[Mapping[str, Any]], *names: str) -> list[Any]:
     """Values of a column, or tuples of several columns, each once and in their order."""
-    return list(dict.fromkeys(row[names[0]] if len(names) == 1 else tuple(row[name] for name in names) for row in rows))
+    return list(
+        dict.fromkeys(
+            row[names[0]] if len(names) == 1 else tuple(row[name] for name in names) for row in rows
+        )
+    )
 
 
 def files_of(result: Result, figure: Figure) -> Files:
     """The figure under its own name as PNG and PDF, and the page that shows it."""
-    from qkscope_papers.figures import with_page  # matplotlib: who only lists figures need not wait for it
+    from qkscope_papers.figures import (
+        with_page,
+    )  # matplotlib: who only lists figures need not wait for it
 
     return with_page(result, {figure_name(result): figure})
 
@@ -123,7 +141,12 @@ def heat_map(axis: Any, matrix: Any, **look: Any) -> Any:
 
 def slanted(axis: Any, labels: Sequence[str], rotation: float, fontsize: float) -> None:
     """Long names below their places, read from the right."""
-    look: Any = {"rotation": rotation, "ha": "right", "rotation_mode": "anchor", "fontsize": fontsize}
+    look: Any = {
+        "rotation": rotation,
+        "ha": "right",
+        "rotation_mode": "anchor",
+        "fontsize": fontsize,
+    }
     axis.set_xticks(range(len(labels)), labels, **look)
 
 
@@ -142,13 +165,27 @@ def name_axes(axis: Any) -> None:
 
 
 def scatter_sides(
-    axis: Any, arrays: Mapping[str, Any], name: str, labels: Sequence[str], colours: Sequence[Any], components: slice
+    axis: Any,
+    arrays: Mapping[str, Any],
+    name: str,
+    labels: Sequence[str],
+    colours: Sequence[Any],
+    components: slice,
 ) -> None:
     """Keys and queries of every label, on some of their components; on three, their axes are named."""
     for i, label in enumerate(labels):
-        for side, shown, marker, size, alpha in (("key", "keys", "o", 10, 0.4), ("query", "queries", "^", 26, 0.9)):
+        for side, shown, marker, size, alpha in (
+            ("key", "keys", "o", 10, 0.4),
+            ("query", "queries", "^", 26, 0.9),
+        ):
             points = arrays[f"{name}/{shown}"][arrays[f"{name}/{side}_labels"] == i][:, components]
-            look: Any = {"marker": marker, "s": size, "alpha": alpha, "color": colours[i], "linewidths": 0}
+            look: Any = {
+                "marker": marker,
+                "s": size,
+                "alpha": alpha,
+                "color": colours[i],
+                "linewidths": 0,
+            }
             axis.scatter(*points.T, label=label if side == "key" else None, **look)
     if axis.name == "3d":
         name_axes(axis)

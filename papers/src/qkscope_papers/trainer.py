@@ -1,9 +1,11 @@
-"""Train many small models at once: one stack of parameters, one optimiser, each model stopping when it is done.
+"""Train many small models at once: one stack of parameters, one optimiser, each model stopping when
+it is done.
 
-Parameters of m models stand side by side in one matrix ``θ ∈ R^{m×p}``; a loss function maps it and a batch to m losses
-that do not touch each other, so ``∂ Σ_i L_i / ∂θ_i = ∂ L_i / ∂θ_i`` and a single AdamW step, with a learning rate per
-row, trains them all as if each were alone. A model whose validation loss has stopped improving leaves the stack, which
-makes the steps of the others cheaper; one that diverges leaves it too, and is named.
+Parameters of m models stand side by side in one matrix ``θ ∈ R^{m×p}``; a loss function maps it and
+a batch to m losses that do not touch each other, so ``∂ Σ_i L_i / ∂θ_i = ∂ L_i / ∂θ_i`` and a
+single AdamW step, with a learning rate per row, trains them all as if each were alone. A model
+whose validation loss has stopped improving leaves the stack, which makes the steps of the others
+cheaper; one that diverges leaves it too, and is named.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ REASONS = ("running", "converged", "out of steps", "diverged")
 
 
 class Stack:
-    """Named parameters of m models as views into one matrix (m, p): the optimiser sees the matrix, the loss the names.
+    """Named parameters of m models as views into one matrix (m, p): the optimiser sees the matrix,
+    the loss the names.
 
     >>> stack = Stack({"w": torch.ones(3, 2, 4), "b": torch.zeros(3, 2)})
     >>> stack.flat.shape, stack["w"].shape
@@ -64,8 +67,9 @@ class Stack:
 class TrainingTask(ABC):
     """What is trained: m models that read the same stream of batches.
 
-    A task gives its starting parameters, draws batches, and maps parameters and a batch to one loss per model. It may
-    override `gradients` with hand-written ones; the default differentiates `loss`.
+    A task gives its starting parameters, draws batches, and maps parameters and a batch to one loss
+    per model. It may override `gradients` with hand-written ones; the default differentiates
+    `loss`.
     """
 
     names: Sequence[str]  # one per model, for people
@@ -115,7 +119,9 @@ class TrainingTask(ABC):
 @checked_class
 @dataclass(frozen=True)
 class Recipe:
-    """How to train: AdamW and early stopping on the validation loss. Learning rates belong to the models."""
+    """How to train: AdamW and early stopping on the validation loss. Learning rates belong to the
+    models.
+    """
 
     steps: Count = 50_000
     validate_every: Count = 200
@@ -128,7 +134,9 @@ class Recipe:
     diverged_above: float = 10.0  # times the loss before training
 
     def table(self) -> Float[Tensor, "steps 3"]:
-        """Per step: learning-rate factor, the same over Adam's first correction, and the root of the second."""
+        """Per step: learning-rate factor, the same over Adam's first correction, and the root of
+        the second.
+        """
         step = torch.arange(1, self.steps + 1, dtype=torch.float64)
         factor = torch.ones_like(step)
         if self.schedule == "cosine":
@@ -138,12 +146,17 @@ class Recipe:
 
     def about(self) -> dict[str, Any]:
         """As JSON would have it."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(self).items()
+        }
 
 
 @dataclass
 class Outcome:
-    """Where every model ended: parameters, why and when it stopped, its validation losses along the way."""
+    """Where every model ended: parameters, why and when it stopped, its validation losses along the
+    way.
+    """
 
     names: list[str]
     params: dict[str, Tensor]
@@ -153,12 +166,18 @@ class Outcome:
     final_loss: list[float]
     curve_steps: list[int] = field(default_factory=list)
     curves: Float[Tensor, "checks m"] | None = None  # NaN after a model has left
-    history: dict[str, Tensor] | None = None  # name: (checks, m, …), where the trainer was asked to keep it
+    history: dict[str, Tensor] | None = (
+        None  # name: (checks, m, …), where the trainer was asked to keep it
+    )
 
     @property
     def diverged(self) -> list[str]:
         """Names of the models whose loss diverged."""
-        return [name for name, reason in zip(self.names, self.reasons, strict=True) if reason == REASONS[DIVERGED]]
+        return [
+            name
+            for name, reason in zip(self.names, self.reasons, strict=True)
+            if reason == REASONS[DIVERGED]
+        ]
 
 
 class Trainer:
@@ -170,7 +189,8 @@ class Trainer:
     lr : one learning rate, or one per model.
     seed : of the stream of batches.
     checkpoint : file to write to, and to resume from where it exists.
-    compact_below : drop finished models from the stack when at most this share of it still runs (1: at once).
+    compact_below : drop finished models from the stack when at most this share of it still runs (1:
+        at once).
     keep_history : keep the parameters of every check, as `Outcome.history`.
     """
 
@@ -190,8 +210,12 @@ class Trainer:
         self.names = list(task.names)
         m = len(self.names)
         rates = [float(lr)] * m if isinstance(lr, int | float) else [float(rate) for rate in lr]
-        if m == 0 or len(rates) != m or not all(0 < rate < math.inf for rate in rates):  # so nan is refused too
-            raise BadInput(f"training {m} models needs {m} positive, finite learning rates, but got {rates[:5]}.")
+        if (
+            m == 0 or len(rates) != m or not all(0 < rate < math.inf for rate in rates)
+        ):  # so nan is refused too
+            raise BadInput(
+                f"training {m} models needs {m} positive, finite learning rates, but got {rates[:5]}."
+            )
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.checkpoint_seconds, self.compact_below = checkpoint_seconds, compact_below
         self.lr = torch.tensor(rates, dtype=torch.float32)
@@ -224,7 +248,10 @@ class Trainer:
         self.active_task = self.task if whole else self.task.select(models)
         self.params = self.final.like(flat.to(device).clone())
         self.grads = self.final.like(torch.zeros_like(self.params.flat))
-        first, second = moments or (torch.zeros_like(self.params.flat), torch.zeros_like(self.params.flat))
+        first, second = moments or (
+            torch.zeros_like(self.params.flat),
+            torch.zeros_like(self.params.flat),
+        )
         self.first, self.second = first.to(device).clone(), second.to(device).clone()
         self.scratch = torch.empty_like(self.params.flat)
         self.rates = (self.lr[models] * (self.status[models] == RUNNING)).to(device)[:, None]
@@ -232,7 +259,9 @@ class Trainer:
         self.counter = torch.tensor([self.step], device=device)
 
     def train_step(self) -> None:
-        """One batch, one AdamW step; nothing in it waits for the device, so that a graph can record it."""
+        """One batch, one AdamW step; nothing in it waits for the device, so that a graph can record
+        it.
+        """
         batch = self.active_task.draw(self.generator)
         self.active_task.gradients(self.params, batch, self.grads)
         beta1, beta2 = self.recipe.betas
@@ -288,15 +317,17 @@ class Trainer:
         verdict[~(losses <= self.recipe.diverged_above * self.initial[rows])] = DIVERGED
         leaving = alive & (verdict != RUNNING)
         rebuilt = bool(leaving.any()) and self._leave(leaving, verdict)
-        if self.checkpoint and (self.done or time.monotonic() - self._saved >= self.checkpoint_seconds):
+        if self.checkpoint and (
+            self.done or time.monotonic() - self._saved >= self.checkpoint_seconds
+        ):
             self.save()
         return rebuilt
 
     def _leave(self, leaving: Tensor, verdict: Tensor) -> bool:
         gone = self.models[leaving]
-        self.final.flat[gone.to(self.final.flat.device)] = self.params.flat[leaving.to(self.task.device)].to(
-            self.final.flat.device
-        )
+        self.final.flat[gone.to(self.final.flat.device)] = self.params.flat[
+            leaving.to(self.task.device)
+        ].to(self.final.flat.device)
         self.status[gone], self.stopped_at[gone] = verdict[leaving], self.step
         for model in gone[self.status[gone] == DIVERGED].tolist():
             log.warning(
@@ -307,7 +338,9 @@ class Trainer:
         keep = (self.status[self.models] == RUNNING).nonzero()[:, 0]
         if 0 < len(keep) <= self.compact_below * len(self.models):
             where = keep.to(self.task.device)
-            self._load(self.models[keep], self.params.flat[where], (self.first[where], self.second[where]))
+            self._load(
+                self.models[keep], self.params.flat[where], (self.first[where], self.second[where])
+            )
             return True
         self.rates.copy_((self.lr[self.models] * (self.status[self.models] == RUNNING))[:, None])
         return False
@@ -320,8 +353,12 @@ class Trainer:
         if self.keep_history:
             self.history.append(self._everything())
 
-    def run(self, told: Callable[[], None] = lambda: None, stopped: Callable[[], bool] = lambda: False) -> Outcome:
-        """Train to the end, one step after the other; ``told`` at every check, and asked there whether to stop."""
+    def run(
+        self, told: Callable[[], None] = lambda: None, stopped: Callable[[], bool] = lambda: False
+    ) -> Outcome:
+        """Train to the end, one step after the other; ``told`` at every check, and asked there
+        whether to stop.
+        """
         self.begin()
         while not self.done and not stopped():
             steps = self.until_check()
@@ -333,18 +370,31 @@ class Trainer:
 
     def result(self) -> Outcome:
         """Where every model stands."""
-        final = {name: value.clone() for name, value in self.final.like(self._everything()).named().items()}
-        history = self.final.like(torch.stack(self.history).flatten(0, 1)).named() if self.history else None
-        kept = history and {name: value.unflatten(0, (len(self.history), -1)) for name, value in history.items()}
+        final = {
+            name: value.clone()
+            for name, value in self.final.like(self._everything()).named().items()
+        }
+        history = (
+            self.final.like(torch.stack(self.history).flatten(0, 1)).named()
+            if self.history
+            else None
+        )
+        kept = history and {
+            name: value.unflatten(0, (len(self.history), -1)) for name, value in history.items()
+        }
         ended = self.stopped_at.tolist(), [REASONS[code] for code in self.status.tolist()]
         curves = list(self.curve_steps), torch.stack(self.curves) if self.curves else None
-        return Outcome(self.names, final, *ended, self.initial.tolist(), self.last.tolist(), *curves, kept)
+        return Outcome(
+            self.names, final, *ended, self.initial.tolist(), self.last.tolist(), *curves, kept
+        )
 
     def _everything(self) -> Tensor:
         """Parameters of all models, where they stopped or where they are."""
         everything = self.final.flat.clone()
         going = self.status[self.models] == RUNNING
-        everything[self.models[going]] = self.params.flat[going.to(self.task.device)].to(everything.device)
+        everything[self.models[going]] = self.params.flat[going.to(self.task.device)].to(
+            everything.device
+        )
         return everything
 
     # ------------------------------------------------------------------ files

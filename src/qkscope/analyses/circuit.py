@@ -1,14 +1,15 @@
 """A circuit from the answer back, and whether the running model agrees with it.
 
-The answer's lead over its rival is followed down to the words (`Walk`): drawn, with norms frozen and attention held.
-Checked is another question: nodes are ranked by what they give to the lead (integrated gradients, `Nodes.scores`), the
-first k are kept and all others replaced - by their mean over other prompts, or by one other prompt's values - and the
-model runs: which share of the lead is left? Beside it: as many nodes by attribution patching, by direct effect, and at
-random; and the model without the k nodes.
+The answer's lead over its rival is followed down to the words (`Walk`): drawn, with norms frozen
+and attention held. Checked is another question: nodes are ranked by what they give to the lead
+(integrated gradients, `Nodes.scores`), the first k are kept and all others replaced - by their mean
+over other prompts, or by one other prompt's values - and the model runs: which share of the lead is
+left? Beside it: as many nodes by attribution patching, by direct effect, and at random; and the
+model without the k nodes.
 
-Other prompts are those of a list, where tokens line up by their roles (or by their distance from the end), or, of one
-prompt, the same prompt with other words for its answer and the rival (for all words where neither stands in it), each
-the same one wherever it stands.
+Other prompts are those of a list, where tokens line up by their roles (or by their distance from
+the end), or, of one prompt, the same prompt with other words for its answer and the rival (for all
+words where neither stands in it), each the same one wherever it stands.
 """
 
 from __future__ import annotations
@@ -76,12 +77,16 @@ class NodeOrder:
         place, self.scores = nodes.places(self.labels), dict[str, Float[Tensor, "w l"]]()
         here = torch.nn.functional.one_hot(place, len(self.labels) + 1)[..., :-1].float()
         for by, (way, direct) in ORDERS.items():
-            scores = torch.stack([nodes.scores(values, way, direct) for values in instead.values()]).mean(0)
+            scores = torch.stack(
+                [nodes.scores(values, way, direct) for values in instead.values()]
+            ).mean(0)
             self.scores[by] = torch.einsum("bwt,btl->wl", scores, here).cpu() / len(place)
         self.count = len(self.writers) * len(self.labels)
 
     def order(self, by: str, draw: int = 0) -> Int[Tensor, " n"]:
-        """Nodes from the first to the last: those that give most to the lead first, those against it last."""
+        """Nodes from the first to the last: those that give most to the lead first, those against
+        it last.
+        """
         if by in self.scores:
             return self.scores[by].flatten().argsort(descending=True)
         draws = torch.Generator().manual_seed(derived_seed(self.seed, "nodes", draw))
@@ -90,7 +95,10 @@ class NodeOrder:
     def first(self, by: str, k: int) -> dict[Node, float]:
         """The first k nodes and their scores."""
         size, scores = len(self.labels), self.scores[by].flatten().tolist()
-        return {(self.writers[i // size], self.labels[i % size]): scores[i] for i in self.order(by)[:k].tolist()}
+        return {
+            (self.writers[i // size], self.labels[i % size]): scores[i]
+            for i in self.order(by)[:k].tolist()
+        }
 
     def _mask(self, tested: Nodes, chosen: Int[Tensor, " n"]) -> Bool[Tensor, "b w t"]:
         """Mask of some nodes' places in every prompt."""
@@ -99,8 +107,11 @@ class NodeOrder:
         kept[chosen // size, chosen % size] = True
         return kept[:, tested.places(self.labels).cpu()].transpose(0, 1)
 
-    def shares(self, tested: Nodes, instead: Values, sizes: Sequence[int] = KEPT) -> dict[tuple[str, str, int], Tensor]:
-        """By rule, whether nodes are kept or removed, and their number: each prompt's lead over the mean lead (d b).
+    def shares(
+        self, tested: Nodes, instead: Values, sizes: Sequence[int] = KEPT
+    ) -> dict[tuple[str, str, int], Tensor]:
+        """By rule, whether nodes are kept or removed, and their number: each prompt's lead over the
+        mean lead (d b).
 
         Parameters
         ----------
@@ -108,17 +119,32 @@ class NodeOrder:
         sizes : numbers of nodes; `CIRCUIT` random ones are run too, each draw a row.
         """
         sizes, own = [k for k in sizes if k < self.count], self.order("circuit")
-        asked = {(by, "kept", k): [self._mask(tested, self.order(by)[:k])] for by in ORDERS for k in sizes}
+        asked = {
+            (by, "kept", k): [self._mask(tested, self.order(by)[:k])]
+            for by in ORDERS
+            for k in sizes
+        }
         asked |= {("circuit", "kept", k): [self._mask(tested, own[:k])] for k in (0, self.count)}
         asked |= {("circuit", "removed", k): [~self._mask(tested, own[:k])] for k in sizes}
         if (k := CIRCUIT) < self.count:
-            asked["random", "kept", k] = [self._mask(tested, self.order("random", i)[:k]) for i in range(_DRAWS)]
-        leads = iter(tested.kept([mask for masks in asked.values() for mask in masks], instead).cpu().double())
+            asked["random", "kept", k] = [
+                self._mask(tested, self.order("random", i)[:k]) for i in range(_DRAWS)
+            ]
+        leads = iter(
+            tested.kept([mask for masks in asked.values() for mask in masks], instead)
+            .cpu()
+            .double()
+        )
         whole_lead = tested.lead.double().mean().cpu()
-        return {key: torch.stack([next(leads) for _ in masks]) / whole_lead for key, masks in asked.items()}
+        return {
+            key: torch.stack([next(leads) for _ in masks]) / whole_lead
+            for key, masks in asked.items()
+        }
 
     def rows(self, tested: Nodes, instead: Mapping[str, Values]) -> Rows:
-        """The table ``kept``: ``by, replaced, done, k, share, low, high``; intervals are over prompts."""
+        """The table ``kept``: ``by, replaced, done, k, share, low, high``; intervals are over
+        prompts.
+        """
         rows = []
         for replaced, values in instead.items():
             for (by, done, k), shares in self.shares(tested, values).items():
@@ -153,7 +179,8 @@ def kept_words(rows: Rows) -> str:
 
 
 class Circuit:
-    """One prompt's circuit: its graph from the answer down, and its nodes kept in the running model.
+    """One prompt's circuit: its graph from the answer down, and its nodes kept in the running
+    model.
 
     Parameters
     ----------
@@ -163,7 +190,9 @@ class Circuit:
     seed : of other words and of random nodes.
     """
 
-    def __init__(self, probe: Probe, output: Output, depth: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, probe: Probe, output: Output, depth: int | None = None, seed: int = 0
+    ) -> None:
         self.probe, self.output, self.seed, self.tokens = probe, output, seed, output.asked.tokens
         self.depth, self.query = _DEPTH if depth is None else depth, output.asked.query
         if self.query < 2:
@@ -188,11 +217,15 @@ class Circuit:
         walk = Walk(run, self.probe.asked, LOGIT, _WIDTH, _SMALLEST, deeper=1)
         root = walk.node(None, LOGIT, self.query, float((logits * along).double().sum()))
         walk.check(root["value"], torch.stack([*answer.values.values()]))
-        walk.follow(root, "value", answer, torch.tensor([1 + self.query], device=run.row.device), self.depth)
+        walk.follow(
+            root, "value", answer, torch.tensor([1 + self.query], device=run.row.device), self.depth
+        )
         return walk.graph(dict.fromkeys(range(self.query + 1)))
 
     def tables(self) -> dict[str, Rows]:
-        """Nodes with their ranks and reasons, edges, paths to the words, and what the first nodes keep."""
+        """Nodes with their ranks and reasons, edges, paths to the words, and what the first nodes
+        keep.
+        """
         ids = self.probe.asked.inputs["input_ids"][:, : self.query + 1]
         pair = torch.tensor([[self.output.best, self.output.rival]])
         nodes, others = (
@@ -208,19 +241,31 @@ class Circuit:
         ranks = {node: i for i, node in enumerate(scores, 1)}
         for row in self.graph.nodes:
             at = row["writer"], str(row["position"])
-            row |= {"rank": ranks.get(at), "score": scores.get(at), "reason": reasons.get(row["id"], "")}
+            row |= {
+                "rank": ranks.get(at),
+                "score": scores.get(at),
+                "reason": reasons.get(row["id"], ""),
+            }
         return {"paths": self._paths(), **self.graph.tables, "kept": ranking.rows(nodes, instead)}
 
     @cached_property
     def _words(self) -> list[list[Any]]:
         """Words to replace for the other prompts, equal words as one group."""
         self._others.prepare(self._others.words)
-        inside = [w for w in self._others.words if w.start > 0 and w.stop <= self.query + 1 and w.core.isalnum()]
-        groups = grouped((word for word in inside if self._others.of(word, _OTHERS)), lambda word: word.core)
+        inside = [
+            w
+            for w in self._others.words
+            if w.start > 0 and w.stop <= self.query + 1 and w.core.isalnum()
+        ]
+        groups = grouped(
+            (word for word in inside if self._others.of(word, _OTHERS)), lambda word: word.core
+        )
         ids, named = self._others.ids, {self.output.best, self.output.rival}
         own = [words for words in groups.values() if named & {*ids[words[0].start : words[0].stop]}]
         if not groups:
-            raise BadInput("the prompt has no word that another could take the place of: give a longer one.")
+            raise BadInput(
+                "the prompt has no word that another could take the place of: give a longer one."
+            )
         return own or [*groups.values()]
 
     def _other_prompts(self, ids: Int[Tensor, " t"]) -> Int[Tensor, "n t"]:
@@ -239,8 +284,14 @@ class Circuit:
     # ------------------------------------------------------------------ in words
 
     def _reasons(self) -> dict[int, str]:
-        """By node, why the first heads looked where they did, in words; of the first, who carried them too."""
-        rows = [row for row in self.graph.nodes[1:] if row["value"] is not None and (row["attention"] or 0) >= _LOOKS]
+        """By node, why the first heads looked where they did, in words; of the first, who carried
+        them too.
+        """
+        rows = [
+            row
+            for row in self.graph.nodes[1:]
+            if row["value"] is not None and (row["attention"] or 0) >= _LOOKS
+        ]
         rows = sorted(rows, key=lambda row: -abs(row["value"]))[:_REASONS]
         if not rows:
             return {}
@@ -248,16 +299,24 @@ class Circuit:
         because, told = Because(self.output.again, looks, self.seed), dict[int, str]()
         for row, reason in zip(rows, because.reasons(), strict=True):
             one = PromptTrace(self.probe.run, self.probe.asked, reason.look.head, reason.look.key)
-            carriers = Carriers(self.probe.run, because, reason, self.seed).rows() if not told else []
-            told[row["id"]] = (sentences.because(one, reason, carriers) + sentences.carried(carriers)).lstrip(",: ")
+            carriers = (
+                Carriers(self.probe.run, because, reason, self.seed).rows() if not told else []
+            )
+            told[row["id"]] = (
+                sentences.because(one, reason, carriers) + sentences.carried(carriers)
+            ).lstrip(",: ")
         return told
 
     def _paths(self) -> Rows:
-        """The strongest nodes that write the answer, each followed along its strongest edges to a word."""
+        """The strongest nodes that write the answer, each followed along its strongest edges to a
+        word.
+        """
         nodes, paths = self.graph.nodes, []
         ranked = sorted(self.graph.edges, key=lambda edge: -abs(edge["value"]))
         values = [edge for edge in ranked if edge["kind"] == "value" and edge["of"] is None]
-        into = grouped((edge for edge in values if edge["source"] is not None), lambda edge: edge["target"])
+        into = grouped(
+            (edge for edge in values if edge["source"] is not None), lambda edge: edge["target"]
+        )
         for edge in into.get(0, [])[:_PATHS]:
             way, at = list[str](), [edge]
             while at:
@@ -279,7 +338,9 @@ class Circuit:
         """The lead, and what the first nodes keep of it."""
         best, rival = (self.output.told(i) for i in (self.output.best, self.output.rival))
         named = [quoted(words[0].text) for words in self._words]
-        words = ", ".join(named[:_NAMED]) + f" and {len(named) - _NAMED} more" * (len(named) > _NAMED)
+        words = ", ".join(named[:_NAMED]) + f" and {len(named) - _NAMED} more" * (
+            len(named) > _NAMED
+        )
         return (
             f"{best} over {rival} ({self.output.difference:.1f} logits): {kept_words(tables['kept'])}. Means are"
             f" over {_OTHERS} prompts with other words for {words}."
@@ -290,10 +351,12 @@ class Circuit:
 
 
 def write_graph(path: Path, result: Result) -> None:
-    """Write a circuit as circuit-tracer 0.5 and Neuronpedia read it: heads and MLPs as features, named by labels.
+    """Write a circuit as circuit-tracer 0.5 and Neuronpedia read it: heads and MLPs as features,
+    named by labels.
 
-    A link's weight is in logits of the lead; of a query or key edge it is its share of the attention logit times what
-    the head gives. No influence is given: their page hides nodes by it, and ours are pruned already.
+    A link's weight is in logits of the lead; of a query or key edge it is its share of the
+    attention logit times what the head gives. No influence is given: their page hides nodes by it,
+    and ours are pruned already.
 
     Parameters
     ----------
@@ -301,7 +364,11 @@ def write_graph(path: Path, result: Result) -> None:
     result : of `why` with a circuit.
     """
     nodes, tokens = result.tables["nodes"], [row["token"] for row in result.tables["prompt"]]
-    top, made, links = 1 + max((row["layer"] or 0 for row in nodes), default=0), list[Row](), list[Row]()
+    top, made, links = (
+        1 + max((row["layer"] or 0 for row in nodes), default=0),
+        list[Row](),
+        list[Row](),
+    )
     for row in nodes:
         kind, layer, number = "cross layer transcoder", str(row["layer"]), row["id"]
         label = f"{row['writer']} at {quoted(row['token'])}"
@@ -323,13 +390,26 @@ def write_graph(path: Path, result: Result) -> None:
     for edge in result.tables["graph"]:
         head = nodes[edge["target"]]
         if edge["source"] is not None and edge["of"] in (None, head["id"]):
-            weight = edge["value"] if edge["of"] is None else (edge["share"] or 0.0) * (head["value"] or 0.0)
-            ends = {"source": made[edge["source"]]["node_id"], "target": made[edge["target"]]["node_id"]}
+            weight = (
+                edge["value"]
+                if edge["of"] is None
+                else (edge["share"] or 0.0) * (head["value"] or 0.0)
+            )
+            ends = {
+                "source": made[edge["source"]]["node_id"],
+                "target": made[edge["target"]]["node_id"],
+            }
             links.append({**ends, "weight": weight, "kind": edge["kind"]})
     metadata = {
         "slug": path.stem, "scan": result.model, "transcoder_list": [], "prompt_tokens": tokens,
         "prompt": "".join(tokens), "node_threshold": None, "schema_version": 1,
     }  # fmt: skip
-    clicked = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": made[0]["node_id"], "sg_pos": ""}
+    clicked = {
+        "pinnedIds": [],
+        "supernodes": [],
+        "linkType": "both",
+        "clickedId": made[0]["node_id"],
+        "sg_pos": "",
+    }
     graph = {"metadata": metadata, "qParams": clicked, "nodes": made, "links": links}
     path.write_text(json.dumps(graph, indent=1, ensure_ascii=False), encoding="utf-8")

@@ -1,8 +1,10 @@
-"""Which heads look from where to where: published circuits (``circuits.toml``), and how to find such heads elsewhere.
+"""Which heads look from where to where: published circuits (``circuits.toml``), and how to find
+such heads elsewhere.
 
-An edge is a head with the roles it connects: ``L9H9 (name mover): END → IO``. A circuit is a list of edges. Where none
-is known for a model, `find_circuit` takes the heads that attend most from one role to the other on prompts used for
-nothing else, and `outside` draws heads that are in no circuit, at the same roles: the control.
+An edge is a head with the roles it connects: ``L9H9 (name mover): END → IO``. A circuit is a list
+of edges. Where none is known for a model, `find_circuit` takes the heads that attend most from one
+role to the other on prompts used for nothing else, and `outside` draws heads that are in no
+circuit, at the same roles: the control.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def _duty(role: str, way: str) -> Duty:
 
 _TABLE = tomllib.loads(files("qkscope.analyses").joinpath("circuits.toml").read_text("utf-8"))
 #: What to look for in a model whose circuit nobody has published, by task.
-DUTIES = {task: tuple(_duty(*row) for row in duties.items()) for task, duties in _TABLE["duties"].items()}
+DUTIES = {
+    task: tuple(_duty(*row) for row in duties.items()) for task, duties in _TABLE["duties"].items()
+}
 #: Published circuits, by model and task.
 CIRCUITS = {
     (name, found["task"]): [
@@ -69,7 +73,9 @@ _ANSWERING = Duty("answer", QUERY, ANSWER)
 
 
 def parse_edges(heads: str | Head | Sequence[str | Head | Edge], task: Task) -> list[Edge]:
-    """Read ``L9H9,L5H5:S2>S1+1``; a head alone looks from the query to the answer; a circuit's name is all of it."""
+    """Read ``L9H9,L5H5:S2>S1+1``; a head alone looks from the query to the answer; a circuit's name
+    is all of it.
+    """
     edges: list[Edge] = []
     for part in [heads] if isinstance(heads, str | Head) else heads:
         if isinstance(part, Edge):
@@ -81,12 +87,16 @@ def parse_edges(heads: str | Head | Sequence[str | Head | Edge], task: Task) -> 
             else:
                 edges.append(_parse(text, task.name))
     if not edges:
-        raise BadInput(f"no head was named, or the circuit of another task than {task.name}: write L9H9,L5H5:S2>S1+1.")
+        raise BadInput(
+            f"no head was named, or the circuit of another task than {task.name}: write L9H9,L5H5:S2>S1+1."
+        )
     roles = [*task.test(1)[0][0].roles, QUERY, ANSWER]
     for edge in edges:
         for role in {edge.duty.query, edge.duty.key}.difference(roles):
             there = ", ".join(roles)
-            raise BadInput(f"{edge} names a role {role!r} that {task.name} does not have: there is {there}.")
+            raise BadInput(
+                f"{edge} names a role {role!r} that {task.name} does not have: there is {there}."
+            )
     return list(dict.fromkeys(edges))
 
 
@@ -96,11 +106,16 @@ def _parse(text: str, task: str) -> Edge:
     if colon and not (query and key):
         raise BadInput(f"{text!r} should say from where to where a head looks, like L5H5:S2>S1+1.")
     known = (duty for duty in DUTIES.get(task, ()) if (duty.query, duty.key) == (query, key))
-    return Edge(Head.parse(name), next(known, Duty(f"{query} to {key}", query, key)) if colon else _ANSWERING)
+    return Edge(
+        Head.parse(name),
+        next(known, Duty(f"{query} to {key}", query, key)) if colon else _ANSWERING,
+    )
 
 
 def span_of(example: Example, role: str) -> Span | None:
-    """Find the span of a role; ``answer`` is the first right key, ``query`` the marked query, or None (the last)."""
+    """Find the span of a role; ``answer`` is the first right key, ``query`` the marked query, or
+    None (the last).
+    """
     if role in example.roles:
         return example.roles[role]
     if role == QUERY:
@@ -111,29 +126,45 @@ def span_of(example: Example, role: str) -> Span | None:
 def locate(
     scope: Scope, examples: Sequence[Example], roles: Sequence[str], chat: bool = False
 ) -> tuple[dict[str, Tensor], Int[Tensor, "n roles"]]:
-    """A left-padded batch, and the column of each role's (last) token in it; two roles may share a token."""
+    """A left-padded batch, and the column of each role's (last) token in it; two roles may share a
+    token.
+    """
     spans = [[span_of(example, role) for role in roles] for example in examples]
     pairs = zip(examples, spans, strict=True)
-    marked = [replace(example, queries=tuple(filter(None, own)), keys=(), answers=None) for example, own in pairs]
+    marked = [
+        replace(example, queries=tuple(filter(None, own)), keys=(), answers=None)
+        for example, own in pairs
+    ]
     encoded = scope.encode(marked, chat=chat)
     last = encoded.inputs["input_ids"].shape[1] - 1
     found = [encoded.places.query[encoded.places.row == i].tolist() for i in range(len(examples))]
-    columns = [[last if span is None else left.pop(0) for span in own] for own, left in zip(spans, found, strict=True)]
+    columns = [
+        [last if span is None else left.pop(0) for span in own]
+        for own, left in zip(spans, found, strict=True)
+    ]
     return encoded.inputs, torch.tensor(columns)
 
 
 def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"] | int) -> Places:
-    """One row per example and query column, example by example, with every token of the example as a key."""
-    mask, columns = inputs["attention_mask"], torch.as_tensor(columns).view(len(inputs["input_ids"]), -1)
+    """One row per example and query column, example by example, with every token of the example as
+    a key.
+    """
+    mask, columns = (
+        inputs["attention_mask"],
+        torch.as_tensor(columns).view(len(inputs["input_ids"]), -1),
+    )
     row = torch.arange(len(columns), device=mask.device).repeat_interleave(columns.shape[1])
     return Places.everywhere(row, columns.flatten().to(mask.device), mask)
 
 
-def find_circuit(scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_size: int = 32) -> list[Edge]:
+def find_circuit(
+    scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_size: int = 32
+) -> list[Edge]:
     """For each duty of the task the heads that do it most, on prompts for choosing.
 
-    A head's score is its mean attention from the query role to the key role, less that to the other named roles, so
-    that a head which looks at every name is not taken for one that looks at this one.
+    A head's score is its mean attention from the query role to the key role, less that to the other
+    named roles, so that a head which looks at every name is not taken for one that looks at this
+    one.
     """
     duties = DUTIES.get(task.name, (_ANSWERING,))
     units: list[Unit] = [unit[:1] for unit in task.choose(n)]
@@ -141,22 +172,32 @@ def find_circuit(scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_s
     keys = list(dict.fromkeys([*(duty.key for duty in duties), *units[0][0].roles]))
 
     def run(indices: list[int]) -> Float[Tensor, "n duties h"]:
-        inputs, columns = locate(scope, [units[i][0] for i in indices], [*queries, *keys], task.chat)
-        attention = scope.capture_inputs(inputs, places=rows_from(inputs, columns[:, : len(queries)])).attention()
+        inputs, columns = locate(
+            scope, [units[i][0] for i in indices], [*queries, *keys], task.chat
+        )
+        attention = scope.capture_inputs(
+            inputs, places=rows_from(inputs, columns[:, : len(queries)])
+        ).attention()
         by_query = attention.cpu().unflatten(0, (len(indices), len(queries)))
         slots = columns[:, None, len(queries) :].expand(-1, by_query.shape[2], -1)
         out = []
         for duty in duties:
             own = by_query[:, queries.index(duty.query)].gather(-1, slots)
             target = slots[..., keys.index(duty.key), None]
-            others = (slots != target) & (slots != columns[:, None, queries.index(duty.query), None])
+            others = (slots != target) & (
+                slots != columns[:, None, queries.index(duty.query), None]
+            )
             rest = (own * others).sum(-1) / others.sum(-1).clamp_min(1)
             out.append(own[..., keys.index(duty.key)] - rest)
         return torch.stack(out, dim=1)
 
     scores = torch.cat(list(stream(batches_of(units, batch_size), run))).double().mean(0)
     best = scores.argsort(dim=-1, descending=True)[:, :top]
-    return [Edge(scope.heads()[i], duty) for duty, own in zip(duties, best.tolist(), strict=True) for i in own]
+    return [
+        Edge(scope.heads()[i], duty)
+        for duty, own in zip(duties, best.tolist(), strict=True)
+        for i in own
+    ]
 
 
 def outside(scope: Scope, edges: Sequence[Edge], count: int, seed: int = 0) -> list[Edge]:

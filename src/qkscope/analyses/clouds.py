@@ -1,10 +1,12 @@
-"""Keys and queries as points one can turn: three principal components of a feature's subspace, with what to colour by.
+"""Keys and queries as points one can turn: three principal components of a feature's subspace, with
+what to colour by.
 
-Prompts are those of the causal test, which nothing was fitted on. Queries are projected on the feature's query basis,
-keys on its key basis; as many queries as keys go into the components, so that these are not the keys' alone.
+Prompts are those of the causal test, which nothing was fitted on. Queries are projected on the
+feature's query basis, keys on its key basis; as many queries as keys go into the components, so
+that these are not the keys' alone.
 
-A point is a row ``cloud, side, x, y, z`` and its labels, a column for each way to colour it: a text, or a number where
-labels have an order; None where it has none of them.
+A point is a row ``cloud, side, x, y, z`` and its labels, a column for each way to colour it: a
+text, or a number where labels have an order; None where it has none of them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _CLOUDS = 4  # more are not looked at
 
 
 def make_clouds(
-    swaps: SwapRows, examples: Sequence[Example], subspaces: Mapping[tuple[str, Head], Subspace], words: Sequence[str]
+    swaps: SwapRows,
+    examples: Sequence[Example],
+    subspaces: Mapping[tuple[str, Head], Subspace],
+    words: Sequence[str],
 ) -> Rows:
     """Points of the first heads' features.
 
@@ -45,13 +50,22 @@ def make_clouds(
     per = mask.sum(dim=1)  # keys of each query
     kv = torch.arange(rows.q.shape[1]) if rows.kv_of_head is None else rows.kv_of_head
     named = [_words(example, words) for example in examples[:n]]
-    common = [word for word, _ in Counter(word for own in named for word in own).most_common(_WORDS)]
+    common = [
+        word for word, _ in Counter(word for own in named for word in own).most_common(_WORDS)
+    ]
 
     def label(i: int, slot: int) -> dict[str, Any]:
         word, said = named[i][slot], "the right key" if slot == right[i] else "another key"
-        return {"place in the prompt": slot + 1, "word": word if word in common else None, "right or not": said}
+        return {
+            "place in the prompt": slot + 1,
+            "word": word if word in common else None,
+            "right or not": said,
+        }
 
-    labels = {"key": [label(*at) for at in mask.nonzero().tolist()], "query": [label(i, right[i]) for i in range(n)]}
+    labels = {
+        "key": [label(*at) for at in mask.nonzero().tolist()],
+        "query": [label(i, right[i]) for i in range(n)],
+    }
     table: Rows = []
     for (name, head), subspace in list(subspaces.items())[:_CLOUDS]:
         column = list(swaps.heads).index(head)
@@ -63,10 +77,15 @@ def make_clouds(
     return table
 
 
-def point_rows(cloud: str, side: str, points: Float[Tensor, "n 3"], labels: Iterable[Mapping[str, Any]]) -> Rows:
+def point_rows(
+    cloud: str, side: str, points: Float[Tensor, "n 3"], labels: Iterable[Mapping[str, Any]]
+) -> Rows:
     """Points of one side of a cloud as rows, each with its labels."""
     places = zip(points.double().round(decimals=4).tolist(), labels, strict=False)
-    return [{"cloud": cloud, "side": side, **dict(zip("xyz", at, strict=True)), **own} for at, own in places]
+    return [
+        {"cloud": cloud, "side": side, **dict(zip("xyz", at, strict=True)), **own}
+        for at, own in places
+    ]
 
 
 def principal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n c"]:
@@ -77,7 +96,9 @@ def principal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n c"]:
 
 
 def _words(example: Example, vocabulary: Sequence[str]) -> list[str]:
-    """The word that names each key: the last of the vocabulary before it, or its own text where there is none."""
+    """The word that names each key: the last of the vocabulary before it, or its own text where
+    there is none.
+    """
     words, start = list[str](), 0
     for key in example.keys:
         before = re.findall(r"\w+", (example.text or "")[start : key.span[0]])

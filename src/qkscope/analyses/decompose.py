@@ -1,11 +1,12 @@
-"""The features of chosen heads: one pass over the contrasts' prompts, with the nulls and the baselines beside it.
+"""The features of chosen heads: one pass over the contrasts' prompts, with the nulls and the
+baselines beside it.
 
-A null flips or deals what each unit adds to ΔC as if units were independent. The prompts of a file may stand in an
-order that matters: what units add, ``X_i``, is compared with what the next one in the file adds,
-``r = Σ ⟨X_i − X̄, X_{i+1} − X̄⟩ / Σ ‖X_i − X̄‖²``, beside the same in random orders.
+A null flips or deals what each unit adds to ΔC as if units were independent. The prompts of a file
+may stand in an order that matters: what units add, ``X_i``, is compared with what the next one in
+the file adds, ``r = Σ ⟨X_i − X̄, X_{i+1} − X̄⟩ / Σ ‖X_i − X̄‖²``, beside the same in random orders.
 
-All heads of the model are captured: those that prefer the right key as often as chance (Wilson's 95% interval over
-prompts covers it) are the reference of the others (`qkscope.maths.controls`).
+All heads of the model are captured: those that prefer the right key as often as chance (Wilson's
+95% interval over prompts covers it) are the reference of the others (`qkscope.maths.controls`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from torch import Tensor
 
 from qkscope import BadInput, Scope
 from qkscope.analyses import prompts
-from qkscope.analyses.fit import ContrastSums, Fit, check_job, checked_contrasts, fit_of, read_sums, sums_file
+from qkscope.analyses.fit import (
+    ContrastSums,
+    Fit,
+    check_job,
+    checked_contrasts,
+    fit_of,
+    read_sums,
+    sums_file,
+)
 from qkscope.capture.pick import Capture
 from qkscope.capture.spaces import Space
 from qkscope.heads import Head, parse_heads
@@ -36,7 +45,11 @@ from qkscope.tasks.task import ANSWER, Task, Units
 
 #: The p-value from which on a file's neighbours are said to be alike.
 ALIKE = 0.01
-_HEADS, _UNITS, _LEAST = 8, 512, 12  # looked at for that, at most, and under how many units nothing is said
+_HEADS, _UNITS, _LEAST = (
+    8,
+    512,
+    12,
+)  # looked at for that, at most, and under how many units nothing is said
 Replicates = Annotated[int, Interval(ge=1, le=100_000)]
 
 
@@ -58,27 +71,30 @@ def decompose(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Fit:
-    """Find the features of chosen heads: the directions that tell a task's contrasts apart, with their nulls.
+    """Find the features of chosen heads: the directions that tell a task's contrasts apart, with
+    their nulls.
 
     Parameters
     ----------
     scope : the model.
     task : whose contrasts are fitted.
     heads : like ``"L18H6,L18H7"``, or a list.
-    n : units of each contrast: a prompt, or a prompt and its copy. A prompt that several contrasts label runs once.
+    n : units of each contrast: a prompt, or a prompt and its copy. A prompt that several contrasts
+        label runs once.
     contrasts : names; all of the task's by default.
-    rank : how subspaces are cut: the paper's 99% ``energy``, the directions detected against the ``null`` of the
-        matrix that the contrast's centring gives, a number, or one of these per contrast. One direction is kept also
-        where there is none.
+    rank : how subspaces are cut: the paper's 99% ``energy``, the directions detected against the
+        ``null`` of the matrix that the contrast's centring gives, a number, or one of these per
+        contrast. One direction is kept also where there is none.
     center : overrides a contrast's own centring: ``none`` or ``query``.
     space : ``post_rope`` (the papers'), ``pre_rope`` or ``query_frame``.
     batch_size : prompts that run together.
     replicates : of each null; they are pooled over heads, so that 199 do for any number of them.
     seed : of the nulls.
-    out : folder for the sums and the results, which `load` reads; a run that died there is taken up where it stopped,
-        and a folder of another job is refused.
-    part : ``(i, n)``: make every n-th piece of the work into ``out``, which n processes share; the last of them adds
-        all up, and the others return a fit without subspaces. Under torchrun each process is a part by itself.
+    out : folder for the sums and the results, which `load` reads; a run that died there is taken up
+        where it stopped, and a folder of another job is refused.
+    part : ``(i, n)``: make every n-th piece of the work into ``out``, which n processes share; the
+        last of them adds all up, and the others return a fit without subspaces. Under torchrun each
+        process is a part by itself.
     progress : whether to show a bar; if not given, where stderr is a terminal.
 
     Examples
@@ -92,10 +108,15 @@ def decompose(
     [('L1H0', 'lexical')]
     """
     chosen, names = parse_heads(heads), checked_contrasts(task, contrasts)
-    for what, given in (("rank", rank if isinstance(rank, Mapping) else {}), ("center", center or {})):
+    for what, given in (
+        ("rank", rank if isinstance(rank, Mapping) else {}),
+        ("center", center or {}),
+    ):
         for name in given:
             if name not in names:
-                raise BadInput(f"{what} is given for {name!r}, which is not fitted: there is {', '.join(names)}.")
+                raise BadInput(
+                    f"{what} is given for {name!r}, which is not fitted: there is {', '.join(names)}."
+                )
     asked: Any = {
         "task": task.name, "asked": dict(task.asked), "task_seed": task.seed, "heads": [str(head) for head in chosen],
         "n": n, "contrasts": names, "space": space, "batch_size": batch_size, "replicates": replicates, "seed": seed,
@@ -105,19 +126,30 @@ def decompose(
     chosen = [scope.check(head) for head in chosen]
     for value in rank.values() if isinstance(rank, Mapping) else [rank]:
         if not isinstance(value, str) and not 1 <= value <= scope.d_head:
-            raise BadInput(f"rank is 'energy', 'null' or a number from 1 to {scope.d_head}, but got {value!r}.")
+            raise BadInput(
+                f"rank is 'energy', 'null' or a number from 1 to {scope.d_head}, but got {value!r}."
+            )
     about = prompts.made_from(scope, task, space)
     check_job(out, {**about, **asked})
     hashes = {name: prompts.units_hash(own) for name, own in units.items()}
     work = current_work().begin(scope, hashes, verb="decompose", **asked)
-    if out is not None and all((Path(out) / file).is_file() for file in (RESULTS, *map(sums_file, names))):
+    if out is not None and all(
+        (Path(out) / file).is_file() for file in (RESULTS, *map(sums_file, names))
+    ):
         sums = read_sums(Path(out), asked, task, scope.device)
         notes = read_run(Path(out))["asked"].get("notes", [])
     else:
-        common: Any = {"group_size": scope.group_size, "replicates": replicates, "seed": seed, "device": scope.device}
+        common: Any = {
+            "group_size": scope.group_size,
+            "replicates": replicates,
+            "seed": seed,
+            "device": scope.device,
+        }
         sums = {name: ContrastSums(chosen, [name], scope.d_head, **common) for name in names}
         heads = scope.heads()
-        every = Moments(heads, names, scope.d_head, group_size=scope.group_size, device=scope.device)
+        every = Moments(
+            heads, names, scope.d_head, group_size=scope.group_size, device=scope.device
+        )
         none = torch.zeros(4, len(heads), dtype=torch.float64, device=scope.device)
         every.state["scores"] = {name: none.clone() for name in names}
         columns = [heads.index(head) for head in chosen]
@@ -137,7 +169,10 @@ def decompose(
                     every.update(q * captured.scale[:, None], k, {name: labels})
                     every.state["scores"][name] += _scored(captured)
                     read = captured.kv_of_head[columns]
-                    q, keys = q[:, columns], [every.key_heads.index(key_head) for key_head in own.key_heads]
+                    q, keys = (
+                        q[:, columns],
+                        [every.key_heads.index(key_head) for key_head in own.key_heads],
+                    )
                     own.update(q, k[:, keys], {name: labels}, prompts=numbers[name](batch))
                     own.cov_q.update(captured.q[:, columns])
                     own.cov_k.update(captured.k[:, read].transpose(1, 2)[captured.key_mask])
@@ -146,8 +181,14 @@ def decompose(
                         parts[name] = [x[unit < _UNITS].cpu() for x in (q[:, :_HEADS], added, unit)]
             return parts
 
-        run = prompts.unit_runner(scope, together, heads, asked=columns, space=space, chat=task.chat, rest=False)
-        state = {f"{name}/{what}": tensor for name, own in sums.items() for what, tensor in own.tensors().items()}
+        run = prompts.unit_runner(
+            scope, together, heads, asked=columns, space=space, chat=task.chat, rest=False
+        )
+        state = {
+            f"{name}/{what}": tensor
+            for name, own in sums.items()
+            for what, tensor in own.tensors().items()
+        }
         state |= {f"every/{what}": tensor for what, tensor in every.tensors().items()}
         stage = Stage(names[0], prompts.batches_of(together, batch_size), run, state, add)
         values = work.run(stage, progress, last=True)
@@ -164,23 +205,37 @@ def decompose(
 def _scored(captured: Capture) -> Float[Tensor, "4 h"]:
     """Summed over rows: heads right among the named keys, chance, scale, and 1.
 
-    Right is NaN where a named key is out of sight, and where vectors do not give the model's attention.
+    Right is NaN where a named key is out of sight, and where vectors do not give the model's
+    attention.
     """
     right = captured.labels.get(ANSWER, torch.zeros_like(captured.key_positions))
-    logits = replace(captured, space="post_rope").rows().logits().masked_fill((right == 0)[:, None], -torch.inf)
+    logits = (
+        replace(captured, space="post_rope")
+        .rows()
+        .logits()
+        .masked_fill((right == 0)[:, None], -torch.inf)
+    )
     hits = (right.gather(1, logits.argmax(dim=-1)) > 0).double()
     blind = ((captured.bias == -torch.inf) & (right != 0)[:, None]).any(dim=-1)
     hits[blind | (captured.space == "pre_rope")] = torch.nan
     chance = ((right > 0).sum(dim=1) / (right != 0).sum(dim=1))[:, None].expand_as(hits)
-    return torch.stack([hits, chance, captured.scale.expand_as(hits), torch.ones_like(hits)]).sum(dim=1)
+    return torch.stack([hits, chance, captured.scale.expand_as(hits), torch.ones_like(hits)]).sum(
+        dim=1
+    )
 
 
 def _gains(every: Moments, contrast: str, units: Units) -> dict[str, Gain]:
-    """What each head's query-centred ΔC gives to the logit of the + key, and whether the head is at chance."""
+    """What each head's query-centred ΔC gives to the logit of the + key, and whether the head is at
+    chance.
+    """
     logits = every.delta(contrast, "query").diagonal(dim1=-2, dim2=-1).sum(dim=-1).abs().tolist()
     *scores, rows = every.state["scores"][contrast]
-    trials = len({prompts.cluster_of(unit, i) for i, unit in enumerate(units)})  # copies of a prompt are one
-    every_head = zip(every.heads, logits, *((score / rows).tolist() for score in scores), strict=True)
+    trials = len(
+        {prompts.cluster_of(unit, i) for i, unit in enumerate(units)}
+    )  # copies of a prompt are one
+    every_head = zip(
+        every.heads, logits, *((score / rows).tolist() for score in scores), strict=True
+    )
     return {
         str(head): Gain(logit, scale, low <= chance <= high)
         for head, logit, hits, chance, scale in every_head
@@ -189,7 +244,9 @@ def _gains(every: Moments, contrast: str, units: Units) -> dict[str, Gain]:
 
 
 def _neighbours(task: Task, contrast: str, parts: Sequence[Sequence[Tensor]], seed: int) -> str:
-    """Warn, in a sentence, if neighbouring prompts of a task's file add alike and so are not independent."""
+    """Warn, in a sentence, if neighbouring prompts of a task's file add alike and so are not
+    independent.
+    """
     if not parts:
         return ""
     q, added, unit = (torch.cat(column) for column in zip(*parts, strict=True))

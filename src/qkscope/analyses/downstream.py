@@ -1,10 +1,12 @@
-"""What a swap does to the model's answer: the edited keys are written into the heads, and the model runs on.
+"""What a swap does to the model's answer: the edited keys are written into the heads, and the model
+runs on.
 
-Candidates for the answer are those that an example names (`Example.answers`: " is" and " are"), or else the key tokens
-themselves (the box labels, the list's items); a result says which. For each held-out prompt we read the next-token
-logits of the right and of the target candidate, and which candidate is likeliest, before and after. Of named answers
-the first right and the first wrong one are the two; of keys, those that are swapped. All heads are edited at once, with
-the keys of the unedited run; of several random subspaces each prompt takes one, by turns, so that many cost no more
+Candidates for the answer are those that an example names (`Example.answers`: " is" and " are"), or
+else the key tokens themselves (the box labels, the list's items); a result says which. For each
+held-out prompt we read the next-token logits of the right and of the target candidate, and which
+candidate is likeliest, before and after. Of named answers the first right and the first wrong one
+are the two; of keys, those that are swapped. All heads are edited at once, with the keys of the
+unedited run; of several random subspaces each prompt takes one, by turns, so that many cost no more
 runs than one.
 """
 
@@ -30,21 +32,27 @@ from qkscope.tasks.task import Units
 
 _NAMED = 4  # candidates in a sentence
 Answers = Float[Tensor, "r n 4"]
-"""Logits of the right and of the target answer, whether the likeliest is a right one, and whether it is the target:
-first of the unedited run, then with each projector."""
+"""Logits of the right and of the target answer, whether the likeliest is a right one, and whether
+it is the target: first of the unedited run, then with each projector."""
 
 
 def patched_runner(
     scope: Scope, units: Units, what: Features, pairs: Pairs, projectors: Mapping[str, Projector]
 ) -> Callable[[list[int]], tuple[Capture, Answers]]:
-    """Make the function that runs units unchanged and with each swap, and returns queries, keys and answers."""
+    """Make the function that runs units unchanged and with each swap, and returns queries, keys and
+    answers.
+    """
     check_swappable(what.fit.space, downstream=True)
     for example in pairs.examples:
         if len(example.queries) > 1:
-            raise BadInput(f"a patched run answers one query per example, but there are more in {example.show(80)}.")
+            raise BadInput(
+                f"a patched run answers one query per example, but there are more in {example.show(80)}."
+            )
 
     def run(indices: list[int]) -> tuple[Capture, Answers]:
-        encoded = scope.encode([example for i in indices for example in units[i]], chat=what.fit.chat)
+        encoded = scope.encode(
+            [example for i in indices for example in units[i]], chat=what.fit.chat
+        )
         batch = Batch(scope, encoded, what.heads, min(head.layer for head in what.heads))
         before = batch.before
         check_visible(encoded, what.heads, before.bias)
@@ -59,18 +67,32 @@ def patched_runner(
             assert logits is not None  # they were asked for
             scores = logits.cpu().gather(1, tokens).masked_fill(signs == 0, -torch.inf)
             best = scores.argmax(1, keepdim=True)
-            columns = [scores.gather(1, right), scores.gather(1, wrong), signs.gather(1, best) > 0, best == wrong]
+            columns = [
+                scores.gather(1, right),
+                scores.gather(1, wrong),
+                signs.gather(1, best) > 0,
+                best == wrong,
+            ]
             return torch.cat(columns, dim=1)
 
         def edit(head: Head, projector: Projector) -> Edit:
-            """The edit of one head; of several draws, the prompt at place i of all takes the i-th, by turns."""
+            """The edit of one head; of several draws, the prompt at place i of all takes the i-th,
+            by turns.
+            """
             column, rows = before.heads.index(head), torch.arange(len(own), device=orig.device)
-            each = [f[own % len(f), column] if f.ndim == 4 else f[column].expand(len(own), -1, -1) for f in projector]
+            each = [
+                f[own % len(f), column] if f.ndim == 4 else f[column].expand(len(own), -1, -1)
+                for f in projector
+            ]
             keys, at = before.k[:, before.kv_of_head[column]], before.key_positions
             pair = swapped_keys(keys[rows, orig, None], keys[rows, target, None], Projector(*each))
-            return Edit.keys(head, torch.stack([at[rows, orig], at[rows, target]], dim=1), torch.cat(pair, dim=1))
+            return Edit.keys(
+                head, torch.stack([at[rows, orig], at[rows, target]], dim=1), torch.cat(pair, dim=1)
+            )
 
-        edits = [[edit(head, projector) for head in what.heads] for projector in projectors.values()]
+        edits = [
+            [edit(head, projector) for head in what.heads] for projector in projectors.values()
+        ]
         runs = [before, *batch.run(edits, scope.heads()[-1:])]
         return before, torch.stack([answers(captured.logits) for captured in runs])
 
@@ -80,7 +102,9 @@ def patched_runner(
 def answer_rows(
     values: Answers, kinds: Iterable[str], what: Features, pairs: Pairs, draws: int
 ) -> tuple[Rows, str, str]:
-    """The table ``downstream``, a row for each kind of swap; its first row in words; what answers were read among."""
+    """The table ``downstream``, a row for each kind of swap; its first row in words; what answers
+    were read among.
+    """
     clean, *edited = values
     gap, heads, table = clean[:, 0] - clean[:, 1], ",".join(map(str, what.heads)), Rows()
     for kind, own in zip(kinds, edited, strict=True):
@@ -95,11 +119,18 @@ def answer_rows(
             "draws": min(draws, len(own)) if kind == "random" else 1,
         })  # fmt: skip
     row = table[0]
-    texts = dict.fromkeys(t for e in pairs.examples if e.answers for t in (*e.answers.right, *e.answers.wrong))
-    keys = dict.fromkeys(e.piece(key.span) for e in pairs.examples if not e.answers for key in e.keys)
+    texts = dict.fromkeys(
+        t for e in pairs.examples if e.answers for t in (*e.answers.right, *e.answers.wrong)
+    )
+    keys = dict.fromkeys(
+        e.piece(key.span) for e in pairs.examples if not e.answers for key in e.keys
+    )
     read = " and ".join(
         f"{which} ({', '.join(map(repr, list(every)[:_NAMED]))}{', …' if len(every) > _NAMED else ''})"
-        for which, every in (("the answers that are named", texts), ("the key tokens themselves", keys))
+        for which, every in (
+            ("the answers that are named", texts),
+            ("the key tokens themselves", keys),
+        )
         if every
     )
     said = (

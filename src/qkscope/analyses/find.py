@@ -1,9 +1,10 @@
 """Which heads attend to the right key: every head scored in one pass.
 
-Candidates are the keys labelled ``answer``. ``accuracy``: of the candidates, a right one gets the most attention;
-``row_accuracy``: of all tokens it does, which is how Lee et al. 2026 choose heads. ``ratio`` is the share of the
-attention on candidates that goes to the right ones, ``mass`` the share of all attention that candidates get. A head
-that mostly looks at the first token, or at itself, can be accurate among candidates and have a row accuracy of 0.
+Candidates are the keys labelled ``answer``. ``accuracy``: of the candidates, a right one gets the
+most attention; ``row_accuracy``: of all tokens it does, which is how Lee et al. 2026 choose heads.
+``ratio`` is the share of the attention on candidates that goes to the right ones, ``mass`` the
+share of all attention that candidates get. A head that mostly looks at the first token, or at
+itself, can be accurate among candidates and have a row accuracy of 0.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def find_heads(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Ranking:
-    """Rank every head on a task: how often it attends to the right key, with intervals and the chance level.
+    """Rank every head on a task: how often it attends to the right key, with intervals and the
+    chance level.
 
     The prompts are used for nothing else.
 
@@ -63,11 +65,12 @@ def find_heads(
     scope : the model.
     task : whose prompts are run, and whose keys labelled ``answer`` are the candidates.
     n : prompts.
-    threshold : the score that a head must reach to be named; one that prefers the right key no more often than chance
-        is not.
+    threshold : the score that a head must reach to be named; one that prefers the right key no more
+        often than chance is not.
     by : which score ranks the heads: accuracy, row_accuracy, ratio or mass.
     batch_size : prompts run together.
-    out : folder for the result and its page, where a run that was stopped goes on; nothing is written by default.
+    out : folder for the result and its page, where a run that was stopped goes on; nothing is
+        written by default.
     part : as in `decompose`.
     progress : whether to say how far it is; if not given, where stderr is a terminal.
 
@@ -89,9 +92,13 @@ def find_heads(
         unit = torch.tensor([i for i, _ in members], device=encoded.example.device)[encoded.example]
         return [x.cpu() for x in (*_scores(encoded, whole.attention()), unit)]
 
-    work = current_work().begin(scope, list(units), verb="heads", batch_size=batch_size, chat=task.chat)
+    work = current_work().begin(
+        scope, list(units), verb="heads", batch_size=batch_size, chat=task.chat
+    )
     batches = work.run(Stage("scores", batches_of(units, batch_size), run), progress, last=True)
-    hits, row_hits, ratios, masses, chances, unit = (torch.cat(x) for x in zip(*batches, strict=True))
+    hits, row_hits, ratios, masses, chances, unit = (
+        torch.cat(x) for x in zip(*batches, strict=True)
+    )
     chance, cluster = float(chances.mean()), clusters_of(units, unit)
     low, high = clustered_bootstrap(ratios, cluster)
     trials = len(cluster.unique())  # copies of a prompt are one trial
@@ -110,25 +117,48 @@ def find_heads(
     attends = "it attends to it most of all tokens"
     whole = attends if first is best else f"of all tokens, {first['head']} attends to it most"
     # digits enough to tell the best score from the threshold
-    digits = next((i for i in range(9) if f"{best[by]:.{i}%}" != f"{threshold:.{i}%}" or best[by] >= threshold), 9)
-    none, score = f"No head reaches {threshold:.0%}: " * (best[by] < threshold), f"{best[by]:.{digits}%}"
+    digits = next(
+        (
+            i
+            for i in range(9)
+            if f"{best[by]:.{i}%}" != f"{threshold:.{i}%}" or best[by] >= threshold
+        ),
+        9,
+    )
+    none, score = (
+        f"No head reaches {threshold:.0%}: " * (best[by] < threshold),
+        f"{best[by]:.{digits}%}",
+    )
     if by != "accuracy":
-        none, score = f"{none}{best['head']} is first by {by} ({score}): ", f"{best['accuracy']:.0%}"
+        none, score = (
+            f"{none}{best['head']} is first by {by} ({score}): ",
+            f"{best['accuracy']:.0%}",
+        )
     answer = (
         f"{none}{best['head']} prefers the right key in {score} of {best['n']} prompts (95% interval "
         f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
     )
     about = made_from(scope, task)
-    made = {"answer": with_notes(answer, about), "seed": task.seed, **made_with(scope, **about, n=n)}
+    made = {
+        "answer": with_notes(answer, about),
+        "seed": task.seed,
+        **made_with(scope, **about, n=n),
+    }
     return Ranking(f"heads/{task.name}", {"heads": rows}, **made)
 
 
 def _scores(encoded: Encoding, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ...]:
-    """Per row and head: right among candidates, right of all tokens, ratio, mass; and per row the chance level."""
+    """Per row and head: right among candidates, right of all tokens, ratio, mass; and per row the
+    chance level.
+    """
     labels, keys = encoded.labels[ANSWER], encoded.places.keys
-    attention = rows.gather(-1, keys[:, None].expand(-1, rows.shape[1], -1)) * (labels != 0)[:, None]
+    attention = (
+        rows.gather(-1, keys[:, None].expand(-1, rows.shape[1], -1)) * (labels != 0)[:, None]
+    )
     right = (labels > 0).to(rows.dtype)
-    right_token = rows.new_zeros(rows.shape[0], rows.shape[2]).scatter_reduce(1, keys, right, "amax")
+    right_token = rows.new_zeros(rows.shape[0], rows.shape[2]).scatter_reduce(
+        1, keys, right, "amax"
+    )
     mass = attention.sum(dim=-1)
     return (
         # a head that gives the candidates nothing prefers none of them: argmax would name the first

@@ -1,7 +1,9 @@
-"""What `decompose` gives: the sums of each contrast, the subspaces made of them with their controls, and its folder.
+"""What `decompose` gives: the sums of each contrast, the subspaces made of them with their
+controls, and its folder.
 
-A folder holds what was asked (in its manifest), the sums, and a copy of the task's file. Subspaces are not stored, but
-made again from the sums by `load`: they are cheap, and then they cannot disagree.
+A folder holds what was asked (in its manifest), the sums, and a copy of the task's file. Subspaces
+are not stored, but made again from the sums by `load`: they are cheap, and then they cannot
+disagree.
 """
 
 from __future__ import annotations
@@ -46,13 +48,17 @@ _JOB = (
 
 
 class ContrastSums(Moments):
-    """What the pass of one contrast adds up: its moments, and the covariances of queries and keys for the baselines."""
+    """What the pass of one contrast adds up: its moments, and the covariances of queries and keys
+    for the baselines.
+    """
 
     kind = "sums"
 
     def __init__(self, *args: Any, device: torch.device | str = "cpu", **options: Any) -> None:
         super().__init__(*args, device=device, **options)
-        self.cov_q, self.cov_k = (Covariance(len(self.heads), self.d_head, device) for _ in range(2))
+        self.cov_q, self.cov_k = (
+            Covariance(len(self.heads), self.d_head, device) for _ in range(2)
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
@@ -70,7 +76,9 @@ class Fit(Result):
     space: Space = "post_rope"
     chat: bool = False
     words: tuple[str, ...] = ()  # the vocabulary that its task draws from, where there is one
-    kept_in: Path | None = None  # the folder that it was read from or written to, with a copy of the task's file
+    kept_in: Path | None = (
+        None  # the folder that it was read from or written to, with a copy of the task's file
+    )
 
     def __getitem__(self, which: tuple[str, str | Head]) -> Subspace:
         contrast, head = which[0], Head.parse(which[1])
@@ -105,17 +113,30 @@ class Fit(Result):
         subspace = self[contrast, head]
         return (subspace.U * subspace.S) @ subspace.V.mT
 
-    def covariances(self, heads: Sequence[Head], contrasts: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
-        """Covariances of the queries and of the keys that some contrasts were fitted on, for each head.
+    def covariances(
+        self, heads: Sequence[Head], contrasts: Sequence[str] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Covariances of the queries and of the keys that some contrasts were fitted on, for each
+        head.
 
         Parameters
         ----------
         heads : some of the fitted heads.
         contrasts : their names; all that were fitted by default, and where one of them was not.
         """
-        chosen = list(self.sums) if contrasts is None or not set(contrasts) <= set(self.sums) else contrasts
-        index, sums = [self.heads.index(head) for head in heads], [self.sums[name] for name in chosen]
-        cov_q, cov_k = (first.merge(*others) for first, *others in ([s.cov_q for s in sums], [s.cov_k for s in sums]))
+        chosen = (
+            list(self.sums)
+            if contrasts is None or not set(contrasts) <= set(self.sums)
+            else contrasts
+        )
+        index, sums = (
+            [self.heads.index(head) for head in heads],
+            [self.sums[name] for name in chosen],
+        )
+        cov_q, cov_k = (
+            first.merge(*others)
+            for first, *others in ([s.cov_q for s in sums], [s.cov_k for s in sums])
+        )
         return cov_q.matrix()[index].cpu(), cov_k.matrix()[index].cpu()
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
@@ -127,7 +148,9 @@ class Fit(Result):
         files : further files by relative name.
         """
         if not self.sums:
-            raise BadInput("this fit holds no sums of a whole job: write what decompose or load gave.")
+            raise BadInput(
+                "this fit holds no sums of a whole job: write what decompose or load gave."
+            )
         job, contents = self.provenance["asked"], dict[str, str | bytes](files or {})
         check_job(folder, job)
         if job["task"] not in tasks.BUILT_IN and "file" in job["asked"]:
@@ -147,8 +170,9 @@ def load(folder: str | Path, scope: Scope | None = None) -> Any:
     Parameters
     ----------
     folder : that a verb or ``write`` of a result wrote.
-    scope : the model that a fit was made with; the `Fit` is then the one that `decompose` returned. Refused for other
-        weights or another tokenizer. Without it the tables, arrays and claims are read, as a plain `Result`.
+    scope : the model that a fit was made with; the `Fit` is then the one that `decompose` returned.
+        Refused for other weights or another tokenizer. Without it the tables, arrays and claims are
+        read, as a plain `Result`.
 
     Examples
     --------
@@ -170,12 +194,21 @@ def load(folder: str | Path, scope: Scope | None = None) -> Any:
     sums = read_sums(folder, job, task, scope.device)
     written, about = Result.read(folder), made_from(scope, task, job["space"])
     fit = fit_of(sums, task, about, rank=job.get("rank", "energy"), center=job.get("center"))
-    kept: Any = {"answer": written.answer, "seconds": written.seconds, "provenance": written.provenance}
+    kept: Any = {
+        "answer": written.answer,
+        "seconds": written.seconds,
+        "provenance": written.provenance,
+    }
     return replace(fit, **kept, kept_in=folder)
 
 
 def fit_of(
-    sums: Mapping[str, ContrastSums], task: Task, about: Mapping[str, Any], *, rank: Any = "energy", center: Any = None
+    sums: Mapping[str, ContrastSums],
+    task: Task,
+    about: Mapping[str, Any],
+    *,
+    rank: Any = "energy",
+    center: Any = None,
 ) -> Fit:
     """Subspaces and their controls from finished sums: no model is needed any more."""
     subspaces: dict[tuple[str, Head], Subspace] = {}
@@ -184,17 +217,31 @@ def fit_of(
     for name, moments in sums.items():
         centring = (center or {}).get(name, task.contrasts[name].center)
         gains = {head: Gain(*gain) for head, gain in moments.about["gains"].items()}
-        controls, cov_k = run_controls(moments, name, center=centring, gains=gains), moments.cov_k.matrix()
-        cut, sizes = rank.get(name, "energy") if isinstance(rank, Mapping) else rank, moments.sizes(name)
+        controls, cov_k = (
+            run_controls(moments, name, center=centring, gains=gains),
+            moments.cov_k.matrix(),
+        )
+        cut, sizes = (
+            rank.get(name, "energy") if isinstance(rank, Mapping) else rank,
+            moments.sizes(name),
+        )
         made_of = {**about, "group_size": moments.group_size}
         factors = zip(moments.heads, *checked_svd(moments.delta(name, centring)), strict=True)
         for i, (head, u, s, v) in enumerate(factors):
             at, c = {"head": str(head), "contrast": name}, controls[head]
-            kept = max(rank_of(s, cut, c, float(sizes[i])), 1)  # one where nothing is, as the verdict says
-            subspace = subspaces[name, head] = Subspace(u, s, v, kept, head, name, c, made_of, cov_k[i])
-            told = {column: value for column, value in vars(c).items() if not isinstance(value, tuple)}
+            kept = max(
+                rank_of(s, cut, c, float(sizes[i])), 1
+            )  # one where nothing is, as the verdict says
+            subspace = subspaces[name, head] = Subspace(
+                u, s, v, kept, head, name, c, made_of, cov_k[i]
+            )
+            told = {
+                column: value for column, value in vars(c).items() if not isinstance(value, tuple)
+            }
             rows.append({**at, "rank": subspace.rank, "detected": c.detected, **told})
-            shown = max(subspace.rank + 3, c.detected + 3, _SHOWN_SPECTRUM)  # a few more than were kept or detected
+            shown = max(
+                subspace.rank + 3, c.detected + 3, _SHOWN_SPECTRUM
+            )  # a few more than were kept or detected
             columns = zip_longest(c.spectrum[:shown], c.null_median[:shown], c.null_high[:shown])
             spectrum += [
                 {**at, "component": i + 1, "value": value, "null_median": median, "null_high": high,
@@ -208,10 +255,16 @@ def fit_of(
         **({"center": dict(center)} if center else {}),
     }  # fmt: skip
     made: Any = {"model": about["model"], "seed": some.seed, "provenance": provenance(**asked)}
-    of: Any = {"heads": tuple(some.heads), "space": about["space"], "words": tuple(task.asked.get("words", ()))}
+    of: Any = {
+        "heads": tuple(some.heads),
+        "space": about["space"],
+        "words": tuple(task.asked.get("words", ())),
+    }
     tables, answer = {"ranks": rows, "spectrum": spectrum}, with_notes(_answer(rows), about)
     name = f"decompose/{task.name}"
-    return Fit(name, tables, answer=answer, subspaces=subspaces, sums=sums, chat=task.chat, **made, **of)
+    return Fit(
+        name, tables, answer=answer, subspaces=subspaces, sums=sums, chat=task.chat, **made, **of
+    )
 
 
 def _answer(rows: list[dict[str, Any]]) -> str:
@@ -228,7 +281,9 @@ def _answer(rows: list[dict[str, Any]]) -> str:
         why = next(row["reason"] for row in rows if row["reason"]).removeprefix("untested: ")
         said += f" {len(rows) - len(tested)} could not be tested ({why})."
     few = {row["contrast"]: row["units"] for row in tested if row["units"] < FEW_UNITS}
-    return said + "".join(f" {name} rests on {n} different words or prompts, which is few." for name, n in few.items())
+    return said + "".join(
+        f" {name} rests on {n} different words or prompts, which is few." for name, n in few.items()
+    )
 
 
 # ---------------------------------------------------------------------- its folder
@@ -240,37 +295,54 @@ def sums_file(contrast: str) -> str:
 
 
 def check_job(out: str | Path | None, asked: Mapping[str, Any]) -> None:
-    """Refuse a folder that holds a fit of anything else; ask before long work, of what is known by then."""
+    """Refuse a folder that holds a fit of anything else; ask before long work, of what is known by
+    then.
+    """
     if out is None or not (Path(out) / MANIFEST).exists():
         return
-    there, here = read_job(out), json.loads(json.dumps({name: asked[name] for name in asked if name in _JOB}))
+    there, here = (
+        read_job(out),
+        json.loads(json.dumps({name: asked[name] for name in asked if name in _JOB})),
+    )
     differs = [name for name in here if there[name] != here[name]]
     if differs:
-        raise BadInput(f"{out} holds another fit ({', '.join(differs)} differ): name another folder.")
+        raise BadInput(
+            f"{out} holds another fit ({', '.join(differs)} differ): name another folder."
+        )
 
 
 def read_job(folder: str | Path) -> dict[str, Any]:
     """Read what the fit in a folder was asked for."""
     folder = Path(folder)
     if (folder / WORK).is_dir() and not (folder / MANIFEST).is_file():
-        raise BadInput(f"{folder} is not finished: run the same decompose command again, it goes on from there.")
+        raise BadInput(
+            f"{folder} is not finished: run the same decompose command again, it goes on from there."
+        )
     manifest = read_run(folder)
     if not manifest.get("asked", {}).keys() >= set(_JOB):
-        raise BadInput(f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first.")
+        raise BadInput(
+            f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first."
+        )
     return dict(manifest["asked"])
 
 
-def read_sums(folder: Path, job: Mapping[str, Any], task: Task, device: torch.device) -> dict[str, ContrastSums]:
+def read_sums(
+    folder: Path, job: Mapping[str, Any], task: Task, device: torch.device
+) -> dict[str, ContrastSums]:
     """Read the sums of every contrast of a folder's fit."""
     every, manifest = {}, read_run(folder)
     for name in checked_contrasts(task, job["contrasts"]):
         path = folder / sums_file(name)
         if not path.is_file():
-            raise BadInput(f"{path} is missing, the sums that {folder} is made of: run decompose again to make it.")
+            raise BadInput(
+                f"{path} is missing, the sums that {folder} is made of: run decompose again to make it."
+            )
         check_unchanged(folder, path.name, manifest)
         every[name] = ContrastSums.load(path, device=device)
         if every[name].about.get("examples") != units_hash(task.fit(name, job["n"])):
-            raise BadInput(f"{folder} was fitted on other prompts of {name} than are drawn now: fit in another folder.")
+            raise BadInput(
+                f"{folder} was fitted on other prompts of {name} than are drawn now: fit in another folder."
+            )
     return every
 
 
@@ -291,7 +363,9 @@ def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
     names = list(task.contrasts) if contrasts is None else list(contrasts)
     if not names or len(set(names)) < len(names):
         there = ", ".join(task.contrasts)
-        raise BadInput(f"no contrast, or one that is named twice: there is {there}, but got {names}.")
+        raise BadInput(
+            f"no contrast, or one that is named twice: there is {there}, but got {names}."
+        )
     for name in names:
         task.fit(name, 1)
     return names

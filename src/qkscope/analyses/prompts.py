@@ -1,9 +1,10 @@
-"""A task's prompts through a model: what an analysis was made from, a fixed list of batches in which a prompt and its
-copy stay together, and the rows of a contrast that each batch gives.
+"""A task's prompts through a model: what an analysis was made from, a fixed list of batches in
+which a prompt and its copy stay together, and the rows of a contrast that each batch gives.
 
-Contrasts that label the same prompts, put together: a prompt runs once and serves every contrast that labels it. A
-contrast still sees its own units alone, with its own numbers: what is added up, and what its nulls flip or deal, is
-what a pass over its own prompts would give (to rounding, as batches are others).
+Contrasts that label the same prompts, put together: a prompt runs once and serves every contrast
+that labels it. A contrast still sees its own units alone, with its own numbers: what is added up,
+and what its nulls flip or deal, is what a pass over its own prompts would give (to rounding, as
+batches are others).
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
 
 def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
     """What an analysis was made from, for manifests and for refusing to mix."""
-    notes = [*task.notes, *([FIRST_TOKEN] if task.starts_with_key and not scope.encoder.adds_first else [])]
+    notes = [
+        *task.notes,
+        *([FIRST_TOKEN] if task.starts_with_key and not scope.encoder.adds_first else []),
+    ]
     return {
         "model": scope.name, "revision": scope.revision, "weights": scope.weights_hash,
         "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
@@ -58,13 +62,17 @@ def with_notes(answer: str, about: Mapping[str, Any]) -> str:
 
 
 def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:
-    """Refuse to use with a model what says that it was made with another one, or with another tokenizer."""
+    """Refuse to use with a model what says that it was made with another one, or with another
+    tokenizer.
+    """
     for part, here in (("weights", scope.weights_hash), ("tokenizer", scope.tokenizer_hash)):
         there = about.get(part, here)
         if there != here:
             same = part == "weights" and weights_part(str(there)) == weights_part(str(here))
             part = "settings (config.json, with the same weights)" if same else part
-            raise BadInput(f"{what} was made with other {part} than {scope.name} has here: load the same model.")
+            raise BadInput(
+                f"{what} was made with other {part} than {scope.name} has here: load the same model."
+            )
 
 
 class UnitBatch(NamedTuple):
@@ -93,15 +101,22 @@ def units_hash(units: Sequence[Unit]) -> str:
 
 
 def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
-    """Up to n passages at random as token ids, with a random query in each and the number of its text as cluster.
+    """Up to n passages at random as token ids, with a random query in each and the number of its
+    text as cluster.
 
     What is too short to ask in, or a copy, is left out.
     """
     encode: Any = partial(scope.tokenizer, verbose=False)  # of long texts it would warn
     tokens = [encode(text if isinstance(text, str) else text.text)["input_ids"] for text in texts]
     around = encode("")["input_ids"]
-    pieces = [(ids, number) for number, text in enumerate(tokens) for ids in passages_of(text, around, _LENGTH)]
-    order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(derived_seed(seed, "texts"))).tolist()
+    pieces = [
+        (ids, number)
+        for number, text in enumerate(tokens)
+        for ids in passages_of(text, around, _LENGTH)
+    ]
+    order = torch.randperm(
+        len(pieces), generator=torch.Generator().manual_seed(derived_seed(seed, "texts"))
+    ).tolist()
     first: dict[tuple[int, ...], Unit] = {}  # of copies the first is taken
     for i, (ids, number) in enumerate(pieces[place] for place in order[:n]):
         if len(ids) > _FIRST_QUERY and ids not in first:
@@ -132,28 +147,39 @@ def unit_runner(
         encoded = scope.encode([units[i][m] for i, m in members], chat=chat)
         captured = scope.capture_inputs(encoded, heads=list(heads), **how)
         check_visible(encoded, [heads[i] for i in looking], captured.bias[:, looking])
-        unit, member = torch.tensor(members, device=captured.example.device)[captured.example].unbind(1)
+        unit, member = torch.tensor(members, device=captured.example.device)[
+            captured.example
+        ].unbind(1)
         return UnitBatch(captured, unit, member)
 
     return run
 
 
-def null_units(units: Sequence[Unit], contrast: Contrast) -> Callable[[UnitBatch], Int[Tensor, " b"]]:
-    """The number of the random unit of every row: equal for rows that are not independent of one another.
+def null_units(
+    units: Sequence[Unit], contrast: Contrast
+) -> Callable[[UnitBatch], Int[Tensor, " b"]]:
+    """The number of the random unit of every row: equal for rows that are not independent of one
+    another.
 
-    A unit is what the contrast says (see `Contrast.unit`); copies of a prompt are one unit too. Across a prompt and its
-    copy, each has the word that it asks for itself; elsewhere what is drawn together stays together. Where all prompts
-    have the same word it cannot be what tells them apart, and the prompt is the unit.
+    A unit is what the contrast says (see `Contrast.unit`); copies of a prompt are one unit too.
+    Across a prompt and its copy, each has the word that it asks for itself; elsewhere what is drawn
+    together stays together. Where all prompts have the same word it cannot be what tells them
+    apart, and the prompt is the unit.
     """
     words = [[_words(unit, contrast, member) for member in range(len(unit))] for unit in units]
     varied = len({own for row in words for own in row}) > 1
     texts = [tuple(repr(e.text if e.ids is None else e.ids) for e in unit) for unit in units]
 
     def hashed(unit: tuple[str, ...]) -> int:  # the same in every process
-        digest = hashlib.blake2b(repr(unit).encode("utf-8", "backslashreplace"), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            repr(unit).encode("utf-8", "backslashreplace"), digest_size=8
+        ).digest()
         return int.from_bytes(digest, "big", signed=True)
 
-    numbers = [[hashed(own if varied and own else text) for own in row] for row, text in zip(words, texts, strict=True)]
+    numbers = [
+        [hashed(own if varied and own else text) for own in row]
+        for row, text in zip(words, texts, strict=True)
+    ]
 
     def number(batch: UnitBatch) -> Int[Tensor, " b"]:
         rows = zip(batch.unit.tolist(), batch.member.tolist(), strict=True)
@@ -174,13 +200,16 @@ def _words(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...]:
     return tuple(sorted(str(example.piece(span)) for example, span in spans))
 
 
-Rows = tuple[Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]]
+Rows = tuple[
+    Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]
+]
 
 
 def contrast_rows(batch: UnitBatch, contrast: Contrast) -> Rows:
     """Queries, keys, labels and units of one contrast.
 
-    Across a prompt and its copy, each query meets its own + key (labelled +) and the copy's (labelled −).
+    Across a prompt and its copy, each query meets its own + key (labelled +) and the copy's
+    (labelled −).
     """
     captured = batch.captured
     labels = captured.labels.get(contrast.name, torch.zeros_like(captured.key_mask)).long()
@@ -189,10 +218,17 @@ def contrast_rows(batch: UnitBatch, contrast: Contrast) -> Rows:
     rows = torch.arange(len(labels), device=labels.device)
     partner = (batch.unit[:, None] == batch.unit) & (batch.member[:, None] != batch.member)
     if not bool((((labels > 0).sum(dim=1) == 1) & (partner.sum(dim=1) == 1)).all()):
-        raise BadInput(f"contrast {contrast.name!r} compares a prompt with one copy: mark one + key in each.")
+        raise BadInput(
+            f"contrast {contrast.name!r} compares a prompt with one copy: mark one + key in each."
+        )
     right = captured.k[rows, :, (labels > 0).long().argmax(dim=1)]
     pair = torch.stack([right, right[partner.long().argmax(dim=1)]], dim=2)
-    return captured.q, pair, torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2), batch.unit
+    return (
+        captured.q,
+        pair,
+        torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2),
+        batch.unit,
+    )
 
 
 def cluster_of(unit: Unit, number: int) -> object:
@@ -201,7 +237,9 @@ def cluster_of(unit: Unit, number: int) -> object:
 
 
 def words_of(units: Sequence[Unit]) -> list[str]:
-    """The word that each unit asks for, or its cluster if none is marked: equal for prompts that ask alike."""
+    """The word that each unit asks for, or its cluster if none is marked: equal for prompts that
+    ask alike.
+    """
     if all(ASKED in unit[0].roles for unit in units):
         return [unit[0].piece(unit[0].roles[ASKED]) for unit in units]
     return [f"prompt {cluster_of(unit, i)}" for i, unit in enumerate(units)]
@@ -210,24 +248,31 @@ def words_of(units: Sequence[Unit]) -> list[str]:
 def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """A number for each row by its unit's cluster: copies of one prompt are resampled together."""
     numbers: dict[object, int] = {}
-    return torch.tensor([numbers.setdefault(cluster_of(own, i), len(numbers)) for i, own in enumerate(units)])[unit]
+    return torch.tensor(
+        [numbers.setdefault(cluster_of(own, i), len(numbers)) for i, own in enumerate(units)]
+    )[unit]
 
 
 Joint = dict[tuple[str, int], tuple[Example, dict[str, tuple[int, int]]]]
-"""Prompts that run together, each once, with the labels of all contrasts; by contrast, each one's unit and place there.
+"""Prompts that run together, each once, with the labels of all contrasts; by contrast, each one's
+unit and place there.
 """
 
 
 def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:
-    """The units of some contrasts, those that begin with the same prompt together; a prompt stands there once.
+    """The units of some contrasts, those that begin with the same prompt together; a prompt stands
+    there once.
 
-    Copies within a contrast stay as many as they are: the n-th copy meets the n-th of other contrasts.
+    Copies within a contrast stay as many as they are: the n-th copy meets the n-th of other
+    contrasts.
     """
     joints = dict[tuple[str, int], Joint]()
     for name, drawn in units.items():
         often = Counter[str]()
         for number, unit in enumerate(drawn):
-            texts = [repr((e.text, e.ids, e.queries, [key.span for key in e.keys])) for e in unit]  # but for labels
+            texts = [
+                repr((e.text, e.ids, e.queries, [key.span for key in e.keys])) for e in unit
+            ]  # but for labels
             joint = joints.setdefault((texts[0], often[texts[0]]), {})
             often[texts[0]] += 1
             for member, (text, example) in enumerate(zip(texts, unit, strict=True)):
@@ -240,9 +285,13 @@ def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:
 
 
 def rows_of(batch: UnitBatch, joints: Sequence[Joint], contrast: str) -> UnitBatch | None:
-    """The rows of a contrast's own prompts, numbered by its own units; None where the batch holds none."""
+    """The rows of a contrast's own prompts, numbered by its own units; None where the batch holds
+    none.
+    """
     rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
-    owners = {row: list(joints[i].values())[place][1].get(contrast) for row, (i, place) in enumerate(rows)}
+    owners = {
+        row: list(joints[i].values())[place][1].get(contrast) for row, (i, place) in enumerate(rows)
+    }
     where = {row: owner for row, owner in owners.items() if owner is not None}
     if not where:
         return None

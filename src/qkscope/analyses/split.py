@@ -1,12 +1,15 @@
-"""A head's logits on one prompt, split: among features (Lee et al. 2026, Fig. 10), and over singular vectors.
+"""A head's logits on one prompt, split: among features (Lee et al. 2026, Fig. 10), and over
+singular vectors.
 
-Among features the logit of every token is split, exactly before the softmax: in the paper's way, one feature after the
-other with the smaller rank first, and order-free beside it; what no feature explains is the residual.
+Among features the logit of every token is split, exactly before the softmax: in the paper's way,
+one feature after the other with the smaller rank first, and order-free beside it; what no feature
+explains is the residual.
 
-Over the singular basis of the weights relative attention is split: ``r = ℓ_i − mean_{j≠i} ℓ_j = Σ_m c_m``. Queries and
-keys are taken in the query's frame, where the split is exact under RoPE too (`qkscope.maths.singular`); the mean runs
-over the other keys that the query sees, so a sliding window counts its own keys alone. A sink has a logit but no key,
-and takes no part. Where a family caps its logits, r is the logit before the cap: ``scale · qᵀ Δk``.
+Over the singular basis of the weights relative attention is split: ``r = ℓ_i − mean_{j≠i} ℓ_j = Σ_m
+c_m``. Queries and keys are taken in the query's frame, where the split is exact under RoPE too
+(`qkscope.maths.singular`); the mean runs over the other keys that the query sees, so a sliding
+window counts its own keys alone. A sink has a logit but no key, and takes no part. Where a family
+caps its logits, r is the logit before the cap: ``scale · qᵀ Δk``.
 """
 
 from __future__ import annotations
@@ -38,12 +41,15 @@ TOLERANCE = 0.99
 
 
 @checked_call
-def singular_basis(scope: Scope, heads: str | Head | Sequence[str | Head] | None = None) -> SingularBasis:
+def singular_basis(
+    scope: Scope, heads: str | Head | Sequence[str | Head] | None = None
+) -> SingularBasis:
     """Singular vectors of ``Ω = W_Qᵀ W_K`` of some heads, all by default.
 
-    Norm gains, biases (as a last coordinate, a constant 1) and QK-norm's gain are folded into W; where a norm centres,
-    the part of W that reads the mean is taken out, as it reads nothing. Under RoPE it is the basis of the un-rotated
-    Ω, over which a logit splits exactly in the query's frame (`qkscope.maths.singular`).
+    Norm gains, biases (as a last coordinate, a constant 1) and QK-norm's gain are folded into W;
+    where a norm centres, the part of W that reads the mean is taken out, as it reads nothing. Under
+    RoPE it is the basis of the un-rotated Ω, over which a logit splits exactly in the query's frame
+    (`qkscope.maths.singular`).
 
     Parameters
     ----------
@@ -64,10 +70,12 @@ def singular_basis(scope: Scope, heads: str | Head | Sequence[str | Head] | None
 
 
 class RelativeRows(NamedTuple):
-    """Terms of rows (an example and one of its queries) and heads; NaN where a query does not see the key.
+    """Terms of rows (an example and one of its queries) and heads; NaN where a query does not see
+    the key.
 
-    ``terms = query · s · key``, with ``query = α`` (QK-norm's scalar included), ``key = γ / σ`` times the call's scale.
-    ``constant`` is the part of QK-norm's own bias: ``terms.sum(-1) + constant = relative``.
+    ``terms = query · s · key``, with ``query = α`` (QK-norm's scalar included), ``key = γ / σ``
+    times the call's scale. ``constant`` is the part of QK-norm's own bias: ``terms.sum(-1) +
+    constant = relative``.
     """
 
     terms: Float[Tensor, "b h m"]
@@ -80,18 +88,22 @@ class RelativeRows(NamedTuple):
     q: Float[Tensor, "b h d"]
     difference: Float[Tensor, "b h d"]
 
-    def values(self, draws: int, seed: int, prompts: Sequence[int]) -> dict[str, Float[Tensor, "b h"]]:
+    def values(
+        self, draws: int, seed: int, prompts: Sequence[int]
+    ) -> dict[str, Float[Tensor, "b h"]]:
         """How few terms carry each row, beside what rotated bases and random terms would show.
 
-        ``rotated`` turns the two sides' singular vectors independently, ``rotated_shared`` the head space as a whole;
-        ``prompts`` are the numbers that address their draws.
+        ``rotated`` turns the two sides' singular vectors independently, ``rotated_shared`` the head
+        space as a whole; ``prompts`` are the numbers that address their draws.
         """
         terms, shared = self.terms, derived_seed(seed, "shared")
         turned = measure.turned_terms(self.query * self.key, self.s, draws, prompts, seed)
         return {
             "sparsity": measure.sparsity(terms),
             "rotated": measure.sparsity(turned).mean(0),
-            "rotated_shared": measure.shared_sparsity(self.q, self.difference, draws, prompts, shared),
+            "rotated_shared": measure.shared_sparsity(
+                self.q, self.difference, draws, prompts, shared
+            ),
             "relative": self.relative,
             "attention": self.attention,
             "count": measure.reconstruction_count(terms),
@@ -100,37 +112,52 @@ class RelativeRows(NamedTuple):
             "count_tol_null": measure.null_count(terms, TOLERANCE, draws, seed),
             "cancellation": measure.cancellation(terms),
             "sigma_correlation": measure.rank_correlation(terms.abs(), self.s.expand_as(terms)),
-            "sigma_rotated": measure.rank_correlation(turned.abs(), self.s.expand_as(turned)).mean(0),
+            "sigma_rotated": measure.rank_correlation(turned.abs(), self.s.expand_as(turned)).mean(
+                0
+            ),
             "largest": measure.largest_place(terms),
             "largest_rotated": measure.largest_place(turned).mean(0),
         }
 
 
 def relative_rows(
-    captured: Capture, attended: Tensor, basis: SingularBasis, rows: Any = slice(None), heads: Any = None
+    captured: Capture,
+    attended: Tensor,
+    basis: SingularBasis,
+    rows: Any = slice(None),
+    heads: Any = None,
 ) -> RelativeRows:
-    """Split the relative attention of rows that were captured in the query's frame with every key of their sequence.
+    """Split the relative attention of rows that were captured in the query's frame with every key
+    of their sequence.
 
     Parameters
     ----------
     captured : from places `Places.everywhere`.
-    attended : slot of the key asked about, for each row and head; (b, 1) where it is one for all heads.
+    attended : slot of the key asked about, for each row and head; (b, 1) where it is one for all
+        heads.
     basis : the singular basis of its heads.
     rows, heads : which of them, by number; all by default.
     """
     columns = list(range(len(captured.heads))) if heads is None else list(heads)
     index = basis.index([captured.heads[column] for column in columns])
     k = captured.k[rows][:, captured.kv_of_head[columns]].double().cpu()
-    q, scale = captured.q[rows][:, columns].double().cpu(), captured.scale[columns].double().cpu()[:, None]
+    q, scale = (
+        captured.q[rows][:, columns].double().cpu(),
+        captured.scale[columns].double().cpu()[:, None],
+    )
     slot = attended.expand(-1, len(columns)).cpu().long()
     seen = captured.bias[rows][:, columns].isfinite().cpu()
     valid = seen.gather(-1, slot[..., None])[..., 0] & (seen.sum(-1) > 1)
-    difference = measure.key_difference(k, slot, torch.where(valid[..., None], seen, torch.ones_like(seen)))
+    difference = measure.key_difference(
+        k, slot, torch.where(valid[..., None], seen, torch.ones_like(seen))
+    )
     difference = difference.masked_fill(~valid[..., None], torch.nan)
     constant, s = basis.c_Q[index].double(), basis.S[index].double()
     alpha, gamma = singular_coordinates(basis.read[index], q - constant, difference)
     floor = torch.finfo(torch.float64).eps * s.amax(-1, keepdim=True)
-    attention = captured.attention()[rows][:, columns].cpu().gather(-1, slot[..., None])[..., 0].double()
+    attention = (
+        captured.attention()[rows][:, columns].cpu().gather(-1, slot[..., None])[..., 0].double()
+    )
     return RelativeRows(
         terms=scale * alpha * gamma,
         constant=scale[:, 0] * (constant * difference).sum(-1),
@@ -155,7 +182,8 @@ def attribute(
     chat: bool | None = None,
     out: str | Path | None = None,
 ) -> Result:
-    """Split the logits of every token of a prompt, as the last token (or the marked query) sees them.
+    """Split the logits of every token of a prompt, as the last token (or the marked query) sees
+    them.
 
     Parameters
     ----------
@@ -164,14 +192,16 @@ def attribute(
     head : the head that looks.
     features : a `Fit`, or subspaces of this head by name.
     split : ``sequential`` (the paper's), ``average`` over all orders, or ``oblique``.
-    chat : whether the prompt goes into the chat template; as the features were fitted, if not given.
+    chat : whether the prompt goes into the chat template; as the features were fitted, if not
+        given.
     out : folder for the result and its page; nothing is written by default.
 
     Returns
     -------
     Result
-        ``tables["tokens"]``: attention, logit and its parts, token by token; ``tables["split"]``: the same parts, one a
-        row; ``tables["summary"]``: the share of each feature, also in the reverse order; ``tables["overlap"]``.
+        ``tables["tokens"]``: attention, logit and its parts, token by token; ``tables["split"]``:
+        the same parts, one a row; ``tables["summary"]``: the share of each feature, also in the
+        reverse order; ``tables["overlap"]``.
 
     Examples
     --------
@@ -185,15 +215,30 @@ def attribute(
     head = scope.check(head)
     chosen, space = features_of(features, head, scope)
     fitted_chat = isinstance(features, Fit) and features.chat
-    asked = Question.first_of(scope, scope.encode([prompt], chat=fitted_chat if chat is None else chat))
-    captured, query = scope.capture_inputs(asked.inputs, places=asked.places, heads=[head], space=space), asked.query
-    ordered = sorted(chosen.items(), key=lambda item: item[1].rank)  # what features share goes to the smaller
+    asked = Question.first_of(
+        scope, scope.encode([prompt], chat=fitted_chat if chat is None else chat)
+    )
+    captured, query = (
+        scope.capture_inputs(asked.inputs, places=asked.places, heads=[head], space=space),
+        asked.query,
+    )
+    ordered = sorted(
+        chosen.items(), key=lambda item: item[1].rank
+    )  # what features share goes to the smaller
     bases = {part_name(name): subspace.basis("query") for name, subspace in ordered}
-    q, k, scale = captured.q[0, 0], captured.k[0, captured.kv_of_head[0], : query + 1], float(captured.scale[0])
+    q, k, scale = (
+        captured.q[0, 0],
+        captured.k[0, captured.kv_of_head[0], : query + 1],
+        float(captured.scale[0]),
+    )
     parts = attribute_logits(q, k, scale, bases, split)
     reverse = attribute_logits(q, k, scale, dict(reversed(bases.items())))
     attention, logits = captured.attention()[0, 0, : query + 1].tolist(), parts.logits.tolist()
-    shown: dict[str, Any] = {"position": range(query + 1), "token": asked.tokens[: query + 1], "attention": attention}
+    shown: dict[str, Any] = {
+        "position": range(query + 1),
+        "token": asked.tokens[: query + 1],
+        "attention": attention,
+    }
     shown |= {"logit": logits, **{name: part.tolist() for name, part in parts.parts.items()}}
     rows = [dict(zip(shown, row, strict=True)) for row in zip(*shown.values(), strict=True)]
     best = max(rows, key=lambda row: row["attention"])
@@ -201,7 +246,8 @@ def attribute(
     bias = float(captured.bias[0, 0, best["position"]])
     ranks = {part_name(name): subspace.rank for name, subspace in ordered}
     shares, backward = (
-        {name: _share(part, parts.logits) for name, part in order.parts.items()} for order in (parts, reverse)
+        {name: _share(part, parts.logits) for name, part in order.parts.items()}
+        for order in (parts, reverse)
     )
     answer = (
         f"{head} gives {best['attention']:.2f} of its attention to {best['token']!r} (token {best['position']}): "
@@ -210,10 +256,17 @@ def attribute(
     tables = {
         "tokens": rows,
         "summary": [
-            {"feature": name, "rank": ranks.get(name), "variance_share": share, "reverse_order": backward[name]}
+            {
+                "feature": name,
+                "rank": ranks.get(name),
+                "variance_share": share,
+                "reverse_order": backward[name],
+            }
             for name, share in shares.items()
         ],
-        "overlap": [{"one": a, "other": b, "cosine": cosine} for (a, b), cosine in parts.overlap.items()],
+        "overlap": [
+            {"one": a, "other": b, "cosine": cosine} for (a, b), cosine in parts.overlap.items()
+        ],
         "split": split_rows(head, query, range(query + 1), parts.logits, parts.parts, "query"),
     }
     told = {**asked.told(prompt), "head": str(head), "split": split, "space": space}
@@ -221,22 +274,29 @@ def attribute(
 
 
 def features_of(features: Any, head: Head, scope: Scope) -> tuple[dict[str, Subspace], Space]:
-    """The features of this head, of a `Fit` or by name, made with this model; and the space they were all fitted in."""
+    """The features of this head, of a `Fit` or by name, made with this model; and the space they
+    were all fitted in.
+    """
     if isinstance(features, Fit):
         features = {name: features[name, head] for name in default_features(features.contrasts)}
     for name, subspace in features.items():
         if subspace.head not in (None, head):
-            raise BadInput(f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head.")
+            raise BadInput(
+                f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head."
+            )
         check_same_model(subspace.about, scope, f"feature {name!r}")
     spaces: set[Any] = {subspace.about.get("space", "post_rope") for subspace in features.values()}
     if len(spaces) != 1:
         there = ", ".join(sorted(spaces))
-        raise BadInput(f"no feature was given, or of different spaces ({there}): name those of one.")
+        raise BadInput(
+            f"no feature was given, or of different spaces ({there}): name those of one."
+        )
     return dict(features), spaces.pop()
 
 
 def _share(part: Tensor, logits: Tensor) -> float:
-    """Share of the logits' variance over tokens that a part carries: covariance over variance; shares sum to 1.
+    """Share of the logits' variance over tokens that a part carries: covariance over variance;
+    shares sum to 1.
 
     A constant added to all logits changes no attention, so only what varies over tokens counts.
     """

@@ -1,7 +1,9 @@
-"""From marked text to padded ids and token positions, read off the tokenizer's offsets on the ids the model sees.
+"""From marked text to padded ids and token positions, read off the tokenizer's offsets on the ids
+the model sees.
 
-A token belongs to a marked piece when their characters overlap: ``start_t < stop and stop_t > start``. Whether a
-byte-level tokenizer counts a leading space to the token or not then does not matter, and no piece is tokenised alone.
+A token belongs to a marked piece when their characters overlap: ``start_t < stop and stop_t >
+start``. Whether a byte-level tokenizer counts a leading space to the token or not then does not
+matter, and no piece is tokenised alone.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ log = logging.getLogger(__name__)
 
 _SENTINEL = "qkscope content"
 _PLAIN = "ask without chat (no --chat, chat=False)"
-_SECONDS, _ADDED = 5, 1 << 20  # that a chat template may take, and characters that it may add to a prompt
+_SECONDS, _ADDED = (
+    5,
+    1 << 20,
+)  # that a chat template may take, and characters that it may add to a prompt
 _CHUNK = 256
 PIECE = "(part of a character)"
 
@@ -59,7 +64,10 @@ class Encoding:
     examples: Sequence[Example] = ()
 
     def __repr__(self) -> str:
-        (sequences, tokens), (queries, keys) = self.inputs["input_ids"].shape, self.places.keys.shape
+        (sequences, tokens), (queries, keys) = (
+            self.inputs["input_ids"].shape,
+            self.places.keys.shape,
+        )
         return f"Encoding({sequences} sequences of {tokens} tokens, {queries} queries, {keys} keys each at most)"
 
     def everywhere(self) -> Places:
@@ -74,7 +82,9 @@ def padded(
     prompts: Sequence[Prompt], side: PaddingSide, pad_id: int, positions: bool, device: torch.device
 ) -> Encoding:
     """Prompts as one padded batch, with `position_ids` where the model takes them."""
-    inputs = feed.pad_rows([torch.tensor(tokens.ids) for _, tokens in prompts], pad_id, side, positions)
+    inputs = feed.pad_rows(
+        [torch.tensor(tokens.ids) for _, tokens in prompts], pad_id, side, positions
+    )
     inputs = {name: value.to(device) for name, value in inputs.items()}
     rows = [(row, query) for row, (_, tokens) in enumerate(prompts) for query in tokens.queries]
     row, query = torch.tensor(rows).to(device).unbind(1)
@@ -82,7 +92,9 @@ def padded(
     keys = [torch.tensor(prompts[i][1].keys, dtype=torch.long) for i, _ in rows]
     at = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)
     labels = {}
-    for name in sorted({name for example, _ in prompts for key in example.keys for name in key.labels}):
+    for name in sorted(
+        {name for example, _ in prompts for key in example.keys for name in key.labels}
+    ):
         signs = [torch.tensor([key.label(name) for key in prompts[i][0].keys]) for i, _ in rows]
         labels[name] = pad_sequence(signs, batch_first=True).to(device, torch.int8)
     places = Places(row, shift + query, (at + shift[:, None]).masked_fill(at < 0, 0), at >= 0)
@@ -114,17 +126,28 @@ class Encoder:
     def of(cls, model: Any, tokenizer: Any | None, first_position: int) -> Encoder:
         """Make the encoder of a model and its tokenizer."""
         known = None
-        with suppress(NotImplementedError, AttributeError):  # models of sounds and pictures may have no vocabulary
+        with suppress(
+            NotImplementedError, AttributeError
+        ):  # models of sounds and pictures may have no vocabulary
             known = model.get_input_embeddings().num_embeddings
         limit, first = feed.context_limit(model, first_position), feed.first_token(model, tokenizer)
         return cls(tokenizer, limit, feed.model_pad_id(model), known, first)
 
     @property
     def pad_id(self) -> int:
-        """The id in padded places: the model's own, the tokenizer's, or any where neither names one (it is masked)."""
+        """The id in padded places: the model's own, the tokenizer's, or any where neither names one
+        (it is masked).
+        """
         # some models count positions from the ids that are not their own
-        named = [self.own_pad_id, *(getattr(self.tokenizer, f"{name}_token_id", None) for name in ("pad", "eos"))]
-        known = [id for id in named if isinstance(id, int) and (self.vocabulary is None or id < self.vocabulary)]
+        named = [
+            self.own_pad_id,
+            *(getattr(self.tokenizer, f"{name}_token_id", None) for name in ("pad", "eos")),
+        ]
+        known = [
+            id
+            for id in named
+            if isinstance(id, int) and (self.vocabulary is None or id < self.vocabulary)
+        ]
         return known[0] if known else 0
 
     @cached_property
@@ -134,18 +157,29 @@ class Encoder:
 
     @cached_property
     def unknown(self) -> int | None:
-        """The id of a word-level tokenizer's unknown words; other tokenizers spell such words in pieces."""
+        """The id of a word-level tokenizer's unknown words; other tokenizers spell such words in
+        pieces.
+        """
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        return self.tokenizer.unk_token_id if type(getattr(backend, "model", None)).__name__ == "WordLevel" else None  # type: ignore[union-attr]
+        return (
+            self.tokenizer.unk_token_id
+            if type(getattr(backend, "model", None)).__name__ == "WordLevel"
+            else None
+        )  # type: ignore[union-attr]
 
     def prompts(self, examples: Sequence[Example | str], chat: bool) -> list[Prompt]:
         """Examples with their tokens; a plain string is an example without marks."""
-        listed = [Example(text=example) if isinstance(example, str) else example for example in examples]
+        listed = [
+            Example(text=example) if isinstance(example, str) else example for example in examples
+        ]
         return list(zip(listed, self.tokenise(listed, chat), strict=True))
 
     def tokenise(self, examples: Sequence[Example], chat: bool = False) -> list[Tokens]:
         """Ids and token positions of every example, unpadded."""
-        rendered = [None if example.text is None else self.render(example.text, chat) for example in examples]
+        rendered = [
+            None if example.text is None else self.render(example.text, chat)
+            for example in examples
+        ]
         encoded = self.ids_and_offsets([text for text, _ in filter(None, rendered)], chat)
         result = []
         for example, text in zip(examples, rendered, strict=True):
@@ -155,14 +189,22 @@ class Encoder:
             elif chat:
                 raise BadInput("a chat template needs text, but an example has ids: give its text.")
             else:
-                ids, offsets = example.ids or (), [(i, i + 1) for i in range(len(example.ids or ()))]
+                ids, offsets = (
+                    example.ids or (),
+                    [(i, i + 1) for i in range(len(example.ids or ()))],
+                )
             self._check_ids(example, ids, offsets)
             result.append(self._place(example, ids, offsets))
         without = sum(tokens.ids[0] != self.first for tokens in result)
         if self.first is not None and without:
-            expects = f"this model expects {self._show((self.first,))} as the first token of every prompt"
+            expects = (
+                f"this model expects {self._show((self.first,))} as the first token of every prompt"
+            )
             missing = f"{without} of {len(result)} prompts start without it"
-            self._warn("first", f"{expects}, but {missing}: its attention there is not what it was trained for")
+            self._warn(
+                "first",
+                f"{expects}, but {missing}: its attention there is not what it was trained for",
+            )
         return result
 
     def _warn(self, about: str, what: str) -> None:
@@ -171,18 +213,35 @@ class Encoder:
             self._warned.add(about)
             log.warning("%s", what)
 
-    def ids_and_offsets(self, texts: list[str], chat: bool) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
+    def ids_and_offsets(
+        self, texts: list[str], chat: bool
+    ) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
         """The ids of each text, and which characters each covers."""
         if texts and self.tokenizer is None:
-            raise BadInput("this scope has no tokenizer: give examples as ids, or load the model with a tokenizer.")
+            raise BadInput(
+                "this scope has no tokenizer: give examples as ids, or load the model with a tokenizer."
+            )
         if texts and not getattr(self.tokenizer, "is_fast", False):
             kind = f"{type(self.tokenizer).__name__} does not say which characters a token covers"
             raise BadInput(f"{kind}: load a fast tokenizer, or give examples as ids.")
-        options = {"return_offsets_mapping": True, "padding": False, "truncation": False, "verbose": False}
-        for start in range(0, len(texts), _CHUNK):  # offsets of many texts at once would take more room than their ids
-            batch = self.tokenizer(texts[start : start + _CHUNK], add_special_tokens=not chat, **options)  # type: ignore[misc]
-            for ids, offsets in zip(map(tuple, batch["input_ids"]), batch["offset_mapping"], strict=True):
-                twice = ids[:2] == (self.first, self.first) and not chat and self.adds_first  # the text begins with it
+        options = {
+            "return_offsets_mapping": True,
+            "padding": False,
+            "truncation": False,
+            "verbose": False,
+        }
+        for start in range(
+            0, len(texts), _CHUNK
+        ):  # offsets of many texts at once would take more room than their ids
+            batch = self.tokenizer(
+                texts[start : start + _CHUNK], add_special_tokens=not chat, **options
+            )  # type: ignore[misc]
+            for ids, offsets in zip(
+                map(tuple, batch["input_ids"]), batch["offset_mapping"], strict=True
+            ):
+                twice = (
+                    ids[:2] == (self.first, self.first) and not chat and self.adds_first
+                )  # the text begins with it
                 yield (ids[1:], offsets[1:]) if twice else (ids, offsets)
 
     def render(self, text: str, chat: bool) -> tuple[str, int]:
@@ -195,13 +254,20 @@ class Encoder:
         if not inside or _SENTINEL in after:
             raise BadInput(f"this chat template does not hold the prompt exactly once: {_PLAIN}.")
         rendered = self._template(text)
-        for content, cut in ((text, 0), (text.strip(), len(text) - len(text.lstrip()))):  # some templates trim
+        for content, cut in (
+            (text, 0),
+            (text.strip(), len(text) - len(text.lstrip())),
+        ):  # some templates trim
             if rendered == before + content + after:
                 return rendered, len(before) - cut
-        raise BadInput(f"the chat template changes the prompt {text[:80]!r}, so marks in it are lost: {_PLAIN}.")
+        raise BadInput(
+            f"the chat template changes the prompt {text[:80]!r}, so marks in it are lost: {_PLAIN}."
+        )
 
     def _template(self, content: str) -> str:
-        """A prompt in the chat template, a program from elsewhere: it gets some seconds in a thread of its own."""
+        """A prompt in the chat template, a program from elsewhere: it gets some seconds in a thread
+        of its own.
+        """
         messages, outcome = [{"role": "user", "content": content}], list[Any]()
 
         def run() -> None:
@@ -237,7 +303,11 @@ class Encoder:
         elif self.max_length is not None and len(ids) > self.max_length:
             why = f"the prompt has {len(ids)} tokens, but the model's context ends at {self.max_length}: shorten it"
         elif self.unknown in ids:
-            word = "other ids" if example.text is None else repr(example.text[slice(*offsets[ids.index(self.unknown)])])
+            word = (
+                "other ids"
+                if example.text is None
+                else repr(example.text[slice(*offsets[ids.index(self.unknown)])])
+            )
             only = "this model has a token only for the words it was trained on"
             why = f"{only}, and none for {word}: take words of the tasks"
         if why:
@@ -248,7 +318,9 @@ class Encoder:
             start, stop = _trim(example, span)
             hits = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
             if not hits:
-                raise BadInput(f"no token covers {example.piece(span)!r}; the tokens are {self._show(ids)}.")
+                raise BadInput(
+                    f"no token covers {example.piece(span)!r}; the tokens are {self._show(ids)}."
+                )
             return hits[-1]
 
         for role, span in example.roles.items() if example.text is not None else ():
@@ -266,7 +338,9 @@ class Encoder:
                 self._warn(feed.FIRST_TOKEN, f"{feed.FIRST_TOKEN} Mark later words.")
         return Tokens(ids, queries, keys)
 
-    def _check_whole(self, example: Example, offsets: Sequence[Span], role: str, span: Span) -> None:
+    def _check_whole(
+        self, example: Example, offsets: Sequence[Span], role: str, span: Span
+    ) -> None:
         """Refuse a token that holds more than (a part of) the place a role names, blanks aside."""
         text = example.text or ""
         start, stop = _trim(example, span)
@@ -279,24 +353,34 @@ class Encoder:
                     raise BadInput(f"{merged} {text[a:b]!r}: {other} ({example.show(120)}).")
 
     def _show(self, ids: tuple[int, ...]) -> str:
-        tokens = self.tokenizer.convert_ids_to_tokens(list(ids)) if self.tokenizer is not None else list(ids)
+        tokens = (
+            self.tokenizer.convert_ids_to_tokens(list(ids))
+            if self.tokenizer is not None
+            else list(ids)
+        )
         return str(tokens if len(tokens) <= 120 else [*tokens[:60], "...", *tokens[-60:]])
 
 
 def _trim(example: Example, span: Span) -> Span:
-    """Leave blanks at the edges of a marked piece to its neighbours: " is" may own the blank after a marked "hat "."""
+    """Leave blanks at the edges of a marked piece to its neighbours: " is" may own the blank after
+    a marked "hat ".
+    """
     start, stop = span
     if example.text is not None and (piece := example.text[start:stop]).strip():
         return start + len(piece) - len(piece.lstrip()), stop - len(piece) + len(piece.rstrip())
     return span
 
 
-def choose_side(wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], padded: bool, name: str) -> PaddingSide:
+def choose_side(
+    wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], padded: bool, name: str
+) -> PaddingSide:
     """Where to pad: as asked, if prompts padded there are still the same prompts to the model."""
     if not padded or wanted in harmless:
         return wanted or "left"
     if not harmless:
-        raise BadInput(f"padding changes what {name} sees: give it prompts of one length, or one at a time.")
+        raise BadInput(
+            f"padding changes what {name} sees: give it prompts of one length, or one at a time."
+        )
     if wanted is None:
         return harmless[0]
     moved = f"{name} counts positions by columns, so padding on the {wanted} would move its prompts"
@@ -317,13 +401,17 @@ def token_texts(scope: Any, ids: Sequence[int]) -> list[str]:
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of some tokens, with the blank before a word, which SentencePiece leaves out where a text begins."""
+    """The text of some tokens, with the blank before a word, which SentencePiece leaves out where a
+    text begins.
+    """
     text, first = tokenizer.decode(ids), tokenizer.convert_ids_to_tokens(ids[0])
     return f" {text}" if str(first).startswith("▁") and not text.startswith(" ") else text
 
 
 def _product(_environment: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:
-    """A product in a template: one call that makes a text of any length would outlast every limit of time."""
+    """A product in a template: one call that makes a text of any length would outlast every limit
+    of time.
+    """
     sizes = [abs(side) if isinstance(side, int | float) else len(side) for side in (left, right)]
     if (operator == "**" and sizes[1] > 64) or (operator == "*" and sizes[0] * sizes[1] > _ADDED):
         raise ValueError(f"{sizes[0]} {operator} {sizes[1]} is more than a template needs")

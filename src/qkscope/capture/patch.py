@@ -1,8 +1,9 @@
 """Patched runs: put other keys, queries or logits into chosen heads and let the model run on.
 
-An edit touches one query head. With grouped-query attention its keys are shared, so in an edited layer each query head
-gets keys of its own; only the edited heads' outputs are computed again,
-``softmax([cap(scale · q̃·k̃) + mask, sink]) v``, and every other head keeps the output the model computed.
+An edit touches one query head. With grouped-query attention its keys are shared, so in an edited
+layer each query head gets keys of its own; only the edited heads' outputs are computed again,
+``softmax([cap(scale · q̃·k̃) + mask, sink]) v``, and every other head keeps the output the model
+computed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from qkscope.kinds import checked_class, grouped
 class Edit:
     """Replacement values for one head; build it with `keys`, `queries`, `logits` or `outputs`.
 
-    Positions are columns of the padded batch (`Capture.key_positions`), vectors are in `post_rope`; a position of -1
-    leaves its slot alone.
+    Positions are columns of the padded batch (`Capture.key_positions`), vectors are in `post_rope`;
+    a position of -1 leaves its slot alone.
 
     Examples
     --------
@@ -47,7 +48,9 @@ class Edit:
         return f"Edit({self.kind} of {self.head} at {len(self.row)} places)"
 
     @classmethod
-    def keys(cls, head: Head | str, positions: Int[Tensor, "b k"], values: Float[Tensor, "b k d"]) -> Edit:
+    def keys(
+        cls, head: Head | str, positions: Int[Tensor, "b k"], values: Float[Tensor, "b k d"]
+    ) -> Edit:
         """Give one head other keys at some positions of each sequence.
 
         Parameters
@@ -60,10 +63,19 @@ class Edit:
             The keys to put there, as the dot product sees them.
         """
         row, slot = (positions >= 0).nonzero(as_tuple=True)
-        return cls(Head.parse(head), "keys", row, torch.zeros_like(row), positions[row, slot], values[row, slot])
+        return cls(
+            Head.parse(head),
+            "keys",
+            row,
+            torch.zeros_like(row),
+            positions[row, slot],
+            values[row, slot],
+        )
 
     @classmethod
-    def queries(cls, head: Head | str, positions: Int[Tensor, "b"], values: Float[Tensor, "b d"]) -> Edit:
+    def queries(
+        cls, head: Head | str, positions: Int[Tensor, "b"], values: Float[Tensor, "b d"]
+    ) -> Edit:
         """Give one head another query at one position of each sequence.
 
         Parameters
@@ -76,13 +88,20 @@ class Edit:
             The queries to put there, as the dot product sees them.
         """
         (row,) = (positions >= 0).nonzero(as_tuple=True)
-        return cls(Head.parse(head), "queries", row, positions[row], torch.zeros_like(row), values[row])
+        return cls(
+            Head.parse(head), "queries", row, positions[row], torch.zeros_like(row), values[row]
+        )
 
     @classmethod
     def logits(
-        cls, head: Head | str, queries: Int[Tensor, "b"], positions: Int[Tensor, "b k"], values: Float[Tensor, "b k"]
+        cls,
+        head: Head | str,
+        queries: Int[Tensor, "b"],
+        positions: Int[Tensor, "b k"],
+        values: Float[Tensor, "b k"],
     ) -> Edit:
-        """Set attention logits, as the softmax sees them, of one query of each sequence; hidden keys stay hidden.
+        """Set attention logits, as the softmax sees them, of one query of each sequence; hidden
+        keys stay hidden.
 
         Parameters
         ----------
@@ -96,7 +115,9 @@ class Edit:
             The logits to put there; ``-inf`` hides a key.
         """
         row, slot = ((positions >= 0) & (queries[:, None] >= 0)).nonzero(as_tuple=True)
-        return cls(Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot])
+        return cls(
+            Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot]
+        )
 
     @classmethod
     def outputs(cls, head: Head | str, rows: Bool[Tensor, "b"], value: Float[Tensor, "e"]) -> Edit:
@@ -124,12 +145,18 @@ class Patch:
         for edit in edits:
             shape.check(edit.head)
             if isinstance(edit, Hook) and edit.space != "post_rope":
-                raise BadInput(f"a patched run writes post_rope {edit.kind}, but {edit!r} is of {edit.space}.")
+                raise BadInput(
+                    f"a patched run writes post_rope {edit.kind}, but {edit!r} is of {edit.space}."
+                )
 
     @property
     def own_keys(self) -> frozenset[int]:
         """Layers whose query heads get keys of their own."""
-        return frozenset(layer for layer, edits in self.by_layer.items() if any(edit.kind == "keys" for edit in edits))
+        return frozenset(
+            layer
+            for layer, edits in self.by_layer.items()
+            if any(edit.kind == "keys" for edit in edits)
+        )
 
     def visit(self, call: Call) -> None:
         """Apply this layer's edits to one attention call."""
@@ -139,24 +166,34 @@ class Patch:
             call.k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1)
         if "queries" in kinds:
             call.q = call.q.clone()
-        past = call.k.shape[2] - call.q.shape[2]  # with a cache only the newest queries are computed
-        for edit in sorted(edits, key=lambda edit: edit.kind == "logits"):  # which are what q and k do not give
+        past = (
+            call.k.shape[2] - call.q.shape[2]
+        )  # with a cache only the newest queries are computed
+        for edit in sorted(
+            edits, key=lambda edit: edit.kind == "logits"
+        ):  # which are what q and k do not give
             if edit.kind != "outputs":
                 call.redo.add(edit.head.index)
             if isinstance(edit, Edit):
                 _apply(edit, call, past)
-            elif edit.kind == "keys" or not (past and edit.tokens):  # queries that are named have passed
+            elif edit.kind == "keys" or not (
+                past and edit.tokens
+            ):  # queries that are named have passed
                 vectors = (call.k if edit.kind == "keys" else call.q)[:, edit.head.index]
                 vectors.copy_(edit.edited(vectors))
 
 
 def _apply(edit: Edit, call: Call, past: int) -> None:
     batch, index = len(call.q), edit.head.index
-    row, query, key, value = (x.to(call.q.device) for x in (edit.row, edit.query, edit.key, edit.value))
+    row, query, key, value = (
+        x.to(call.q.device) for x in (edit.row, edit.query, edit.key, edit.value)
+    )
     if edit.kind == "outputs" and len(row):
         rows = torch.zeros(batch, dtype=torch.bool, device=row.device).index_fill(0, row, True)
         before = call.outputs.get(index, lambda z: z)  # of other sequences
-        call.outputs[index] = lambda z: torch.where(rows[:, None, None], value[:1, None].to(z), before(z))
+        call.outputs[index] = lambda z: torch.where(
+            rows[:, None, None], value[:1, None].to(z), before(z)
+        )
     elif edit.kind == "keys":
         call.k[row, index, key] = value.to(call.k.dtype)
     elif edit.kind != "outputs":

@@ -1,9 +1,10 @@
-"""What there is to pick in a model (layers, heads), where to look, and what was picked: queries and keys at chosen
-positions, with everything needed to rebuild the model's own attention row.
+"""What there is to pick in a model (layers, heads), where to look, and what was picked: queries and
+keys at chosen positions, with everything needed to rebuild the model's own attention row.
 
 For a row (one query of one example), a head h with key head g, and the named keys i:
-``ℓ_i = cap(scale_h · q_h·k_gi) + bias_hi``, ``rest_h = log Σ exp ℓ`` over every key not named (and the sink), so that
-``softmax([ℓ_1 … ℓ_K, rest])`` is the model's attention on the named keys, and what is left for the others.
+``ℓ_i = cap(scale_h · q_h·k_gi) + bias_hi``, ``rest_h = log Σ exp ℓ`` over every key not named (and
+the sink), so that ``softmax([ℓ_1 … ℓ_K, rest])`` is the model's attention on the named keys, and
+what is left for the others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from qkscope.kinds import checked_class
 
 
 class LayerFacts(NamedTuple):
-    """One layer's attention. `offset` is where its rotated dimensions begin, None where nothing rotates.
+    """One layer's attention. `offset` is where its rotated dimensions begin, None where nothing
+    rotates.
 
     A layer without attention has no heads; `instead` names the module that it has in its place.
     """
@@ -83,7 +85,9 @@ class Shape:
     def _uniform(self, what: str) -> int:
         values = sorted({getattr(layer, what) for layer in self.facts.layers if layer.n_heads})
         if len(values) > 1:
-            raise BadInput(f"{what} differs between layers ({values}): read it per layer from scope.facts.layers.")
+            raise BadInput(
+                f"{what} differs between layers ({values}): read it per layer from scope.facts.layers."
+            )
         return values[0]
 
     @property
@@ -134,13 +138,17 @@ class Shape:
         """
         head = Head.parse(head)
         if head.layer >= self.n_layers:
-            raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}.")
+            raise BadInput(
+                f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}."
+            )
         there = self.facts.layers[head.layer]
         if head.index < there.n_heads:
             return head
         has = f"heads H0 to H{there.n_heads - 1}"
         if there.instead:
-            others = ", ".join(f"L{i}" for i, layer in enumerate(self.facts.layers) if layer.n_heads)
+            others = ", ".join(
+                f"L{i}" for i, layer in enumerate(self.facts.layers) if layer.n_heads
+            )
             has = f"a {there.instead} instead of attention; heads are in {others}"
         raise BadInput(f"{head} does not exist: layer {head.layer} of {self.name} has {has}.")
 
@@ -172,7 +180,8 @@ def _heads(counts: tuple[int, ...]) -> tuple[Head, ...]:
 class Places:
     """Where to look in a padded batch: one row per (example, query).
 
-    `keys` holds columns of the batch; slots where `key_mask` is False are padding and may hold anything.
+    `keys` holds columns of the batch; slots where `key_mask` is False are padding and may hold
+    anything.
     """
 
     row: Int[Tensor, "b"]
@@ -181,13 +190,24 @@ class Places:
     key_mask: Bool[Tensor, "b k"]
 
     @classmethod
-    def everywhere(cls, row: Int[Tensor, "b"], query: Int[Tensor, "b"], mask: Int[Tensor, "n t"]) -> Places:
-        """These queries, each with every token of its own sequence as a key: slot j is column j of the batch."""
-        return cls(row, query, torch.arange(mask.shape[1], device=mask.device).expand(len(row), -1), mask.bool()[row])
+    def everywhere(
+        cls, row: Int[Tensor, "b"], query: Int[Tensor, "b"], mask: Int[Tensor, "n t"]
+    ) -> Places:
+        """These queries, each with every token of its own sequence as a key: slot j is column j of
+        the batch.
+        """
+        return cls(
+            row,
+            query,
+            torch.arange(mask.shape[1], device=mask.device).expand(len(row), -1),
+            mask.bool()[row],
+        )
 
     def to(self, device: torch.device | str) -> Places:
         """The same places on another device."""
-        return Places(*(part.to(device) for part in (self.row, self.query, self.keys, self.key_mask)))
+        return Places(
+            *(part.to(device) for part in (self.row, self.query, self.keys, self.key_mask))
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -200,7 +220,8 @@ class Capture:
         The h axis.
     q : Float32 [b, h, d]
     k : Float32 [b, g, k, d]
-        One entry per distinct (layer, key head), in order of first use by `heads`; 0 in padded slots.
+        One entry per distinct (layer, key head), in order of first use by `heads`; 0 in padded
+        slots.
     kv_of_head : Int [h]
         Which g a head reads.
     key_mask : Bool [b, k]
@@ -210,8 +231,8 @@ class Capture:
     softcap : Float [h] or None
         Soft-cap of the logits (inf in a head without one); None when no head has one.
     bias : Float [b, h, k]
-        What is added to the logits of the named keys: 0, or -inf where the query cannot see the key (and in padded
-        slots); with ALiBi, what the distance adds, 0 at the query's own token.
+        What is added to the logits of the named keys: 0, or -inf where the query cannot see the key
+        (and in padded slots); with ALiBi, what the distance adds, 0 at the query's own token.
     rest : Float32 [b, h] or None
         Log-sum-exp of everything not named, the sink included; None when it was not asked for.
     top : Float32 [b, h] or None
@@ -225,7 +246,8 @@ class Capture:
     logits : Float32 [b, v] or None
         Next-token logits at the query; None when they were not asked for.
     space : str
-        `post_rope`, `pre_rope` or `query_frame`. In `pre_rope` ``scale · q·k`` is not the model's logit.
+        `post_rope`, `pre_rope` or `query_frame`. In `pre_rope` ``scale · q·k`` is not the model's
+        logit.
 
     Examples
     --------
@@ -265,17 +287,38 @@ class Capture:
     def rows(self) -> AttentionRows:
         """The model's own attention rows, to be looked at or edited (not in `pre_rope`)."""
         if self.space == "pre_rope":
-            raise BadInput("pre_rope vectors do not give the model's logits: capture post_rope or query_frame.")
-        return AttentionRows(**{part.name: getattr(self, part.name) for part in dataclasses.fields(AttentionRows)})
+            raise BadInput(
+                "pre_rope vectors do not give the model's logits: capture post_rope or query_frame."
+            )
+        return AttentionRows(
+            **{part.name: getattr(self, part.name) for part in dataclasses.fields(AttentionRows)}
+        )
 
     def attention(self) -> Float[Tensor, "b h k"]:
-        """The model's attention on the named keys: the softmax is over the whole row, so it sums to less than 1."""
+        """The model's attention on the named keys: the softmax is over the whole row, so it sums to
+        less than 1.
+        """
         if self.rest is None:
             raise BadInput("attention needs the whole row: capture with rest=True.")
         return self.rows().attention()
 
     def of_rows(self, rows: Int[Tensor, "n"]) -> Capture:
         """Some of the rows, in this order."""
-        names = ("q", "k", "key_mask", "bias", "rest", "top", "example", "query_positions", "key_positions", "logits")
-        taken: dict[str, Any] = {name: value[rows] for name in names if (value := getattr(self, name)) is not None}
-        return dataclasses.replace(self, **taken, labels={name: value[rows] for name, value in self.labels.items()})
+        names = (
+            "q",
+            "k",
+            "key_mask",
+            "bias",
+            "rest",
+            "top",
+            "example",
+            "query_positions",
+            "key_positions",
+            "logits",
+        )
+        taken: dict[str, Any] = {
+            name: value[rows] for name in names if (value := getattr(self, name)) is not None
+        }
+        return dataclasses.replace(
+            self, **taken, labels={name: value[rows] for name, value in self.labels.items()}
+        )

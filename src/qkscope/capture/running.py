@@ -1,9 +1,11 @@
-"""Runs of a model under the tap: watched, patched, continued, and with whatever a ``with`` block changes in force.
+"""Runs of a model under the tap: watched, patched, continued, and with whatever a ``with`` block
+changes in force.
 
-What if: a writer ablated, a key hidden, a token replaced. An ablated writer puts out, at each token, its mean over the
-prompt's other tokens, the first one left out; every later layer follows. A hidden key is one that a head may not look
-at (attention knockout). A replaced token is another one in the text, so that positions do not move. They hold in
-whatever runs inside the block: `why`, `attention`, `generate`.
+What if: a writer ablated, a key hidden, a token replaced. An ablated writer puts out, at each
+token, its mean over the prompt's other tokens, the first one left out; every later layer follows. A
+hidden key is one that a head may not look at (attention knockout). A replaced token is another one
+in the text, so that positions do not move. They hold in whatever runs inside the block: `why`,
+`attention`, `generate`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _ALIKE = 0.75  # of two prompts' tokens: one is the other with some words replac
 
 @checked_class
 class Runner(Shape):
-    """A model that runs under the tap, and can be changed for a ``with`` block; `Scope` adds how text goes in."""
+    """A model that runs under the tap, and can be changed for a ``with`` block; `Scope` adds how
+    text goes in.
+    """
 
     tokenizer: Any
     model: Any
@@ -42,13 +46,17 @@ class Runner(Shape):
     def __init__(self) -> None:
         self._ablated: list[Head | nn.Module] = []
         self._hidden: list[tuple[Head, int | str, int | str | None]] = []
-        self._places: dict[tuple[int | str, int], tuple[list[int], int]] = {}  # where named tokens stood
+        self._places: dict[
+            tuple[int | str, int], tuple[list[int], int]
+        ] = {}  # where named tokens stood
         self._replaced: list[tuple[int | str, str | int]] = []
 
-    # ------------------------------------------------------------------ what is changed, for a block
+    # ------------------------------------------------------------------ what is changed, for a
+    # block
 
     def ablate(self, *writers: str | Head) -> AbstractContextManager[None]:
-        """Ablate heads and MLPs: each puts out its mean over the prompt's other tokens, the first one left out.
+        """Ablate heads and MLPs: each puts out its mean over the prompt's other tokens, the first
+        one left out.
 
         A token that no other is left for (the second of two) stays as it is.
 
@@ -67,14 +75,18 @@ class Runner(Shape):
         """
         return _pushed(self._ablated, [self._writer(Writer.parse(writer)) for writer in writers])
 
-    def hide(self, head: str | Head, key: int | str, query: int | str | None = None) -> AbstractContextManager[None]:
-        """Hide a key from a head: its attention there is 0, and the other keys share the row, where there are any.
+    def hide(
+        self, head: str | Head, key: int | str, query: int | str | None = None
+    ) -> AbstractContextManager[None]:
+        """Hide a key from a head: its attention there is 0, and the other keys share the row, where
+        there are any.
 
         Parameters
         ----------
         head : that may not look.
-        key : the token, by place (from the end where negative) or by text; ``"to#2"`` is the second one. In a
-            prompt that differs from the last one in a few words, a text that is gone means the place where it stood.
+        key : the token, by place (from the end where negative) or by text; ``"to#2"`` is the second
+            one. In a prompt that differs from the last one in a few words, a text that is gone
+            means the place where it stood.
         query : the token from which it may not look; any, if not given.
 
         Examples
@@ -119,7 +131,9 @@ class Runner(Shape):
         parts = read_blocks(self.model, self.facts.layer_of)[writer.layer].parts if there else []
         at = writer.index[0] if writer.index else 0
         if at >= len(parts) or (len(parts) > 1 and not writer.index):
-            known = f"write L17H8, or M0 to M{self.n_layers - 1}; M0.1 where a layer has several parts"
+            known = (
+                f"write L17H8, or M0 to M{self.n_layers - 1}; M0.1 where a layer has several parts"
+            )
             raise BadInput(f"{str(writer)!r} is no head and no MLP of this model: {known}.")
         return parts[at]
 
@@ -127,11 +141,19 @@ class Runner(Shape):
         """Apply the token replacements in force to ids."""
         ids = ids.clone() if self._replaced else ids
         for place, text in self._replaced:
-            new = [text] if isinstance(text, int) else self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            new = (
+                [text]
+                if isinstance(text, int)
+                else self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            )
             if len(new) != 1:
-                raise BadInput(f"{text!r} is {len(new)} tokens here, and one is replaced by one: take another word.")
+                raise BadInput(
+                    f"{text!r} is {len(new)} tokens here, and one is replaced by one: take another word."
+                )
             if new[0] == self.encoder.unknown:
-                raise BadInput(f"this model has no token for {text!r}: take a word that it was trained on.")
+                raise BadInput(
+                    f"this model has no token for {text!r}: take a word that it was trained on."
+                )
             for row in range(len(ids)):
                 ids[row, self.column(ids[row], mask[row].bool(), place)] = new[0]
         return ids
@@ -141,7 +163,9 @@ class Runner(Shape):
         columns = mask.nonzero()[:, 0].tolist()
         if isinstance(place, int):
             if not -len(columns) <= place < len(columns):
-                raise BadInput(f"token {place} is not there: the prompt has {len(columns)}, 0 to {len(columns) - 1}.")
+                raise BadInput(
+                    f"token {place} is not there: the prompt has {len(columns)}, 0 to {len(columns) - 1}."
+                )
             return columns[place]
         text, _, number = place.rpartition("#")
         text, number = (text, number) if text and number.isdigit() else (place, "")
@@ -150,7 +174,9 @@ class Runner(Shape):
         exact = [c for c, token in read.items() if token == text]
         there = exact or [c for c, token in read.items() if token.strip() == text]
         if not there or (number and not 0 < int(number) <= len(there)):
-            raise BadInput(f"{place!r} is no token of the prompt: name one as it reads, or its place.")
+            raise BadInput(
+                f"{place!r} is no token of the prompt: name one as it reads, or its place."
+            )
         if len(there) > 1 and not number:
             many = f"{text!r} stands {len(there)} times in the prompt"
             raise BadInput(f"{many}: write '{text}#1' to '{text}#{len(there)}'.")
@@ -165,9 +191,13 @@ class Runner(Shape):
         seen: dict[str, Any] = {"known": {}}
 
         def note(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen["ids"] = ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+            seen["ids"] = ids = (
+                kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+            )
             mask = kwargs.get("attention_mask")
-            seen["mask"] = mask.bool() if mask is not None and mask.ndim == 2 else torch.ones_like(ids).bool()
+            seen["mask"] = (
+                mask.bool() if mask is not None and mask.ndim == 2 else torch.ones_like(ids).bool()
+            )
 
         def means(z: Float[Tensor, "b t e"]) -> Float[Tensor, "b t e"]:
             mask = seen["mask"].to(z.device)
@@ -188,7 +218,9 @@ class Runner(Shape):
                         at = None if query is None else self._known(seen, row, query)
                         column = self._known(seen, row, key)
                         if at is not None and column > at and mask[row, at, column] == -torch.inf:
-                            raise BadInput(f"{head} cannot see token {key} from token {query}, which stands before it.")
+                            raise BadInput(
+                                f"{head} cannot see token {key} from token {query}, which stands before it."
+                            )
                         mask[row, slice(None) if at is None else at, column] = -torch.inf
 
         def ablated(_module: nn.Module, _args: Any, out: Any) -> Any:
@@ -196,7 +228,9 @@ class Runner(Shape):
 
         hooks = [self.model.base_model.register_forward_pre_hook(note, with_kwargs=True)]
         parts = [part for part in self._ablated if isinstance(part, nn.Module)]
-        hooks += [part.register_forward_hook(ablated, prepend=True) for part in parts]  # first of all
+        hooks += [
+            part.register_forward_hook(ablated, prepend=True) for part in parts
+        ]  # first of all
         with cleared(hooks):
             yield [visit]
 
@@ -240,7 +274,8 @@ class Runner(Shape):
         logits_at : Places, optional
             Run the whole model, not its body alone, and return next-token logits at these queries.
         first : int
-            The first layer that runs, where those before it are made to hand on what they put out before.
+            The first layer that runs, where those before it are made to hand on what they put out
+            before.
         only : collection of int, optional
             The layers that are shown; all by default.
 
@@ -264,19 +299,28 @@ class Runner(Shape):
         return scores
 
     @contextmanager
-    def _tap(self, *visits: Any, rotary: bool = False, first: int = 0, only: Any = None) -> Iterator[list[int]]:
+    def _tap(
+        self, *visits: Any, rotary: bool = False, first: int = 0, only: Any = None
+    ) -> Iterator[list[int]]:
         facts = self.facts
         shown = facts.layer_of.values() if only is None else only
-        layers = {module: layer for module, layer in facts.layer_of.items() if first <= layer and layer in shown}
+        layers = {
+            module: layer
+            for module, layer in facts.layer_of.items()
+            if first <= layer and layer in shown
+        }
         with (
             self.changed() as changes,
-            tap(self.model, *changes, *visits, layers=layers, rotary=rotary, anatomy=facts.anatomy) as called,
+            tap(
+                self.model, *changes, *visits, layers=layers, rotary=rotary, anatomy=facts.anatomy
+            ) as called,
         ):
             yield called
 
     @contextmanager
     def patched(self, edits: Sequence[Edit | Hook]) -> Iterator[Any]:
-        """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like (in eval mode).
+        """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like
+        (in eval mode).
 
         Parameters
         ----------
@@ -300,13 +344,15 @@ class Runner(Shape):
     def attention(
         self, prompt: str | Example, head: str | Head, query: int | str | None = None
     ) -> Float[Tensor, "*t t"]:
-        """One head's attention pattern on a prompt: how much each token (row) gives to each token (column).
+        """One head's attention pattern on a prompt: how much each token (row) gives to each token
+        (column).
 
         Parameters
         ----------
         prompt : a text, or an example.
         head : the head.
-        query : the token whose row alone is wanted, by place or text; of a long prompt the whole pattern is large.
+        query : the token whose row alone is wanted, by place or text; of a long prompt the whole
+            pattern is large.
 
         Examples
         --------
@@ -340,7 +386,8 @@ class Runner(Shape):
         *,
         edits: Sequence[Edit | Hook] = (),
     ) -> Int[Tensor, "b n"] | str:
-        """Greedy continuation, with edits in force at every step: of a text, as text; of a batch, its new ids.
+        """Greedy continuation, with edits in force at every step: of a text, as text; of a batch,
+        its new ids.
 
         Parameters
         ----------
@@ -361,15 +408,26 @@ class Runner(Shape):
         given = batch.inputs if isinstance(batch, Encoding) else batch
         mask = given.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
-            how = "encode with padding_side='left'" if "left" in self.facts.sides else "generate from one at a time"
+            how = (
+                "encode with padding_side='left'"
+                if "left" in self.facts.sides
+                else "generate from one at a time"
+            )
             raise BadInput(f"generation needs prompts that end together: {how}.")
-        given = {name: value for name, value in given.items() if name != "position_ids"}  # it counts on from the mask
-        # without a cache every step is a whole forward, so that what patches a forward holds wherever it points
+        given = {
+            name: value for name, value in given.items() if name != "position_ids"
+        }  # it counts on from the mask
+        # without a cache every step is a whole forward, so that what patches a forward holds
+        # wherever it points
         options = {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": False}
         with self.patched(edits):
             every = self.model.generate(**given, pad_token_id=self.encoder.pad_id, **options)
         ids = every[:, given["input_ids"].shape[1] :]
-        return str(self.tokenizer.decode(ids[0])) if isinstance(prompt, str) and self.tokenizer else ids
+        return (
+            str(self.tokenizer.decode(ids[0]))
+            if isinstance(prompt, str) and self.tokenizer
+            else ids
+        )
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Scope: a loaded model that can be looked into.
 
-Examples go in, batches of queries and keys come out, at about the cost of the forward pass: positions are picked inside
-the attention calls, the pass ends after the deepest layer asked for, and the LM head runs only when logits are wanted.
+Examples go in, batches of queries and keys come out, at about the cost of the forward pass:
+positions are picked inside the attention calls, the pass ends after the deepest layer asked for,
+and the LM head runs only when logits are wanted.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Scope(Runner):
     ) -> None:
         super().__init__()
         if not hasattr(model, "config"):
-            raise BadInput(f"a model of transformers can be looked into, but got {type(model).__name__}.")
+            raise BadInput(
+                f"a model of transformers can be looked into, but got {type(model).__name__}."
+            )
         self.model, self.tokenizer, self.revision = model, tokenizer, revision
         self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
         self.facts = probe(model)
@@ -79,7 +82,9 @@ class Scope(Runner):
 
     def __repr__(self) -> str:
         shape = f"{self.n_layers} layers, {len(self.heads())} heads"
-        return f"Scope({self.name!r}, {shape}, {self.model.dtype} on {self.device})".replace("torch.", "")
+        return f"Scope({self.name!r}, {shape}, {self.model.dtype} on {self.device})".replace(
+            "torch.", ""
+        )
 
     @classmethod
     def load(
@@ -93,13 +98,14 @@ class Scope(Runner):
         attn: Literal["sdpa", "eager"] | None = None,
         check: bool = True,
     ) -> Scope:
-        """Load a model by name and check that it can be looked into. Code that comes with a model is never run.
+        """Load a model by name and check that it can be looked into. Code that comes with a model
+        is never run.
 
         Parameters
         ----------
         name : str or Path
-            A hub id, a folder, a ``.gguf`` file, a name that `fetch` takes as ``smollm2-135m`` (no network), or
-            ``nano:NAME@STEP`` (shipped; without the step, the last one).
+            A hub id, a folder, a ``.gguf`` file, a name that `fetch` takes as ``smollm2-135m`` (no
+            network), or ``nano:NAME@STEP`` (shipped; without the step, the last one).
         device : str, optional
             ``cpu``, ``cuda``, ``cuda:1``; the first GPU where there is one, if not given.
         dtype : str or torch.dtype, optional
@@ -107,11 +113,13 @@ class Scope(Runner):
         device_map : optional
             As in transformers, for a model larger than one device.
         revision : str, optional
-            Branch, tag or commit of a hub model; step of a nano model; subfolder of a folder of checkpoints.
+            Branch, tag or commit of a hub model; step of a nano model; subfolder of a folder of
+            checkpoints.
         attn : str, optional
             ``sdpa`` or ``eager``; transformers' own choice, if not given.
         check : bool
-            Whether to run the self-check (once per weights; its outcome is kept in the user's cache).
+            Whether to run the self-check (once per weights; its outcome is kept in the user's
+            cache).
 
         Examples
         --------
@@ -124,13 +132,16 @@ class Scope(Runner):
         return scope
 
     @classmethod
-    def from_model(cls, model: Any, tokenizer: Any | None = None, *, name: str = "", check: bool = True) -> Scope:
+    def from_model(
+        cls, model: Any, tokenizer: Any | None = None, *, name: str = "", check: bool = True
+    ) -> Scope:
         """Look into a model already in memory.
 
         Parameters
         ----------
         model : PreTrainedModel, TransformerBridge or nnsight model
-            Left as it is; measured in eval mode. Wrapped ones are looked into beside, on their weights.
+            Left as it is; measured in eval mode. Wrapped ones are looked into beside, on their
+            weights.
         tokenizer : optional
             Needed for examples that are text; that of the bridge or nnsight model, if not given.
         name : what to call it in results.
@@ -165,7 +176,9 @@ class Scope(Runner):
 
     @property
     def weights_hash(self) -> str:
-        """Fingerprint of weights and config: of the files they came from, or of what is in memory where it changed."""
+        """Fingerprint of weights and config: of the files they came from, or of what is in memory
+        where it changed.
+        """
         return self._fingerprint()
 
     @cached_property
@@ -174,9 +187,14 @@ class Scope(Runner):
         return tokenizer_hash(self.tokenizer)
 
     def encode(
-        self, examples: Sequence[Example | str], *, chat: bool = False, padding_side: PaddingSide | None = None
+        self,
+        examples: Sequence[Example | str],
+        *,
+        chat: bool = False,
+        padding_side: PaddingSide | None = None,
     ) -> Encoding:
-        """Turn examples into one padded batch; a mark is the last token of its words, found on the ids the model sees.
+        """Turn examples into one padded batch; a mark is the last token of its words, found on the
+        ids the model sees.
 
         Parameters
         ----------
@@ -185,8 +203,8 @@ class Scope(Runner):
         chat : bool
             Whether to put each text into the tokenizer's chat template, as the user's turn.
         padding_side : str, optional
-            ``left`` or ``right``; the captured numbers are the same. If not given it is ``left``, or ``right`` for a
-            model that counts positions by columns of the batch.
+            ``left`` or ``right``; the captured numbers are the same. If not given it is ``left``,
+            or ``right`` for a model that counts positions by columns of the batch.
 
         Examples
         --------
@@ -199,16 +217,22 @@ class Scope(Runner):
         uneven = len({len(tokens.ids) for _, tokens in prompts}) > 1
         side = choose_side(wanted, self.facts.sides, uneven, self.name)
         batch = padded(prompts, side, self.encoder.pad_id, self.facts.takes_positions, self.device)
-        batch.inputs["input_ids"] = self.replaced(batch.inputs["input_ids"], batch.inputs["attention_mask"])
+        batch.inputs["input_ids"] = self.replaced(
+            batch.inputs["input_ids"], batch.inputs["attention_mask"]
+        )
         return batch
 
-    def place(self, prompt: Example | str, token: int | str | None, *, chat: bool = False) -> int | None:
-        """The place of a token in a prompt, where it is named by its text; a place, or None, is given back.
+    def place(
+        self, prompt: Example | str, token: int | str | None, *, chat: bool = False
+    ) -> int | None:
+        """The place of a token in a prompt, where it is named by its text; a place, or None, is
+        given back.
 
         Parameters
         ----------
         prompt : as the model is given it.
-        token : as it reads (``" John"``), with its number where it stands several times (``"to#2"``); or its place.
+        token : as it reads (``" John"``), with its number where it stands several times
+            (``"to#2"``); or its place.
         chat : whether the prompt goes into the chat template.
 
         Examples
@@ -265,14 +289,22 @@ class Scope(Runner):
         """
         wanted = self.parse(heads)
         prompts = self.encoder.prompts(examples, chat)
-        order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i][1].ids), i))  # so that little is padded
+        order = sorted(
+            range(len(prompts)), key=lambda i: (len(prompts[i][1].ids), i)
+        )  # so that little is padded
 
         def run(indices: list[int]) -> Capture:
             encoded = self._pad([prompts[i] for i in indices], padding_side)
-            captured = self.capture_inputs(encoded, heads=wanted, space=space, rest=rest, logits=logits)
-            return replace(captured, example=torch.tensor(indices, device=self.device)[captured.example])
+            captured = self.capture_inputs(
+                encoded, heads=wanted, space=space, rest=rest, logits=logits
+            )
+            return replace(
+                captured, example=torch.tensor(indices, device=self.device)[captured.example]
+            )
 
-        return stream([order[i : i + batch_size] for i in range(0, len(order), batch_size)], run, progress)
+        return stream(
+            [order[i : i + batch_size] for i in range(0, len(order), batch_size)], run, progress
+        )
 
     @torch.no_grad()
     def capture_inputs(
@@ -307,11 +339,19 @@ class Scope(Runner):
         """
         wanted = self.parse(heads)
         if places is not None:
-            inputs = Encoding(inputs.inputs if isinstance(inputs, Encoding) else inputs, places, places.row, {})
+            inputs = Encoding(
+                inputs.inputs if isinstance(inputs, Encoding) else inputs, places, places.row, {}
+            )
         elif not isinstance(inputs, Encoding):
-            raise BadInput("raw inputs do not say where to look: give places=Places(row, query, keys, key_mask).")
+            raise BadInput(
+                "raw inputs do not say where to look: give places=Places(row, query, keys, key_mask)."
+            )
         batch, patch = inputs, Patch(edits, self)
-        picker = Picker(self.facts, wanted, batch.places, space, rest, stop=not logits, own_keys=patch.own_keys)
+        picker = Picker(
+            self.facts, wanted, batch.places, space, rest, stop=not logits, own_keys=patch.own_keys
+        )
         at = batch.places if logits else None
-        scores = self.watch(batch.inputs, patch.visit, picker.visit, rotary=space != "post_rope", logits_at=at)
+        scores = self.watch(
+            batch.inputs, patch.visit, picker.visit, rotary=space != "post_rope", logits_at=at
+        )
         return picker.finish(batch.example, batch.labels, scores)

@@ -1,11 +1,14 @@
-"""A small copy of any config, and loud weights for its model: what is slow to check at full size is checked there.
+"""A small copy of any config, and loud weights for its model: what is slow to check at full size is
+checked there.
 
-Sizes shrink by the names of their fields (``[sizes]`` in small.toml), so no family has a config of its own here. So
-do lengths (``[lengths]``): a window, a chunk, the length a rotation was extended from. Whatever begins beyond one of
-them begins in the small copy at a few tokens. Of the layers one of each kind is kept, as the config lists them.
+Sizes shrink by the names of their fields (``[sizes]`` in small.toml), so no family has a config of
+its own here. So do lengths (``[lengths]``): a window, a chunk, the length a rotation was extended
+from. Whatever begins beyond one of them begins in the small copy at a few tokens. Of the layers one
+of each kind is kept, as the config lists them.
 
-The weights are *loud* enough to catch mistakes: matrices are drawn from N(0, 0.2²), so that attention is far from
-uniform, and everything else (norm gains, biases, sinks) is moved from its initial value to ``p₀ + 0.4 ε``.
+The weights are *loud* enough to catch mistakes: matrices are drawn from N(0, 0.2²), so that
+attention is far from uniform, and everything else (norm gains, biases, sinks) is moved from its
+initial value to ``p₀ + 0.4 ε``.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ import torch
 _TABLE = tomllib.loads(files("qkscope.capture").joinpath("small.toml").read_text("utf-8"))
 _LENGTHS = [(re.compile(name), at_most) for name, at_most in _TABLE["lengths"].items()]
 _SIZES = [(re.compile(name), at_most) for name, at_most in _TABLE["sizes"].items()]
-_DEPTH = re.compile(r"(num_hidden|num_decoder|num_encoder|num|n|decoder|encoder)_layers|n_layer|num_blocks|depth")
+_DEPTH = re.compile(
+    r"(num_hidden|num_decoder|num_encoder|num|n|decoder|encoder)_layers|n_layer|num_blocks|depth"
+)
 _LAYERS = 4  # at most
 _DERIVED = [
     "model_type", "transformers_version", "architectures", "dtype", "out_features", "out_indices", "stage_names",
@@ -51,7 +56,9 @@ def _is_count(value: Any) -> bool:
 def small_config(config: Any, **settings: Any) -> Any:
     """A config of the same class with small sizes and lengths; ``settings`` replace what came out."""
     settings = {config.attribute_map.get(name, name): value for name, value in settings.items()}
-    fields = _small(config.to_dict(), next((n for name, n in settings.items() if _DEPTH.fullmatch(name)), None))
+    fields = _small(
+        config.to_dict(), next((n for name, n in settings.items() if _DEPTH.fullmatch(name)), None)
+    )
     for name in _DERIVED:
         fields.pop(name, None)
     if "max_position_embeddings" in named_lengths(config):  # dynamic RoPE changes beyond it
@@ -60,8 +67,14 @@ def small_config(config: Any, **settings: Any) -> Any:
 
 
 def _small(fields: Mapping[str, Any], layers: int | None = None) -> dict[str, Any]:
-    depth = next((value for name, value in fields.items() if _DEPTH.fullmatch(name) and _is_count(value)), 0)
-    by_layer = {name: there for name, value in fields.items() if (there := _by_layer(value, depth)) is not None}
+    depth = next(
+        (value for name, value in fields.items() if _DEPTH.fullmatch(name) and _is_count(value)), 0
+    )
+    by_layer = {
+        name: there
+        for name, value in fields.items()
+        if (there := _by_layer(value, depth)) is not None
+    }
     first: dict[str, int] = {}
     for i, kind in enumerate(zip(*by_layer.values(), strict=True)):
         first.setdefault(json.dumps(kind, default=str), i)
@@ -85,14 +98,26 @@ def _small(fields: Mapping[str, Any], layers: int | None = None) -> dict[str, An
 
 
 def _by_layer(value: Any, depth: int) -> list[Any] | None:
-    """What a field says of each layer: in a list, in a list of layers' numbers, or by layers' numbers."""
+    """What a field says of each layer: in a list, in a list of layers' numbers, or by layers'
+    numbers.
+    """
     if isinstance(value, Mapping):
         numbers = [int(name) for name in value if str(name).isdigit()]
-        inside = numbers and len(numbers) == len(value) and max(numbers) < depth and not isinstance(value.get(0), str)
+        inside = (
+            numbers
+            and len(numbers) == len(value)
+            and max(numbers) < depth
+            and not isinstance(value.get(0), str)
+        )
         return [value.get(i, value.get(str(i))) for i in range(depth)] if inside else None
     if not isinstance(value, list | tuple) or depth <= 2:
         return None
-    if len(value) > 1 and all(map(_is_count, value)) and list(value) == sorted(set(value)) and value[-1] < depth:
+    if (
+        len(value) > 1
+        and all(map(_is_count, value))
+        and list(value) == sorted(set(value))
+        and value[-1] < depth
+    ):
         return [i in value for i in range(depth)]
     return list(value) if len(value) == depth else None
 
@@ -111,7 +136,9 @@ def _smaller(name: str, value: Any) -> Any:
         value = 10**9  # some are larger than the vocabulary, some are lists
     if name in ("short_factor", "long_factor"):  # one number for each pair of rotated dimensions
         return value[:8] if value else value
-    at_most = next((at_most for rule, at_most in (*_LENGTHS, *_SIZES) if rule.fullmatch(name)), None)
+    at_most = next(
+        (at_most for rule, at_most in (*_LENGTHS, *_SIZES) if rule.fullmatch(name)), None
+    )
     if at_most is None or isinstance(value, bool) or value is None:
         return value
     return min(value, at_most) if _is_count(value) and _is_count(at_most) else at_most

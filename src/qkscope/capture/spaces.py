@@ -1,10 +1,12 @@
-"""The three spaces a query and a key can be read in, from what the modelling file's own rotary function was given.
+"""The three spaces a query and a key can be read in, from what the modelling file's own rotary
+function was given.
 
-``post_rope``: ``R_m q``, ``R_n k``, as the dot product sees them. ``pre_rope``: ``q``, ``k``. ``query_frame``: both
-turned back by the query's position, ``R_m⁻¹ R_m q = q`` and ``R_m⁻¹ R_n k = R_{n-m} k``, so the logits stay and the
-absolute position goes. The turn back is the family's own rotary function with ``(cos, -sin)`` of the query's position:
-partial and interleaved rotations need no knowledge of the family. ``cos² + sin² = a²`` shows the attention scaling that
-YaRN hides in them; dividing by ``a`` leaves a pure rotation.
+``post_rope``: ``R_m q``, ``R_n k``, as the dot product sees them. ``pre_rope``: ``q``, ``k``.
+``query_frame``: both turned back by the query's position, ``R_m⁻¹ R_m q = q`` and ``R_m⁻¹ R_n k =
+R_{n-m} k``, so the logits stay and the absolute position goes. The turn back is the family's own
+rotary function with ``(cos, -sin)`` of the query's position: partial and interleaved rotations need
+no knowledge of the family. ``cos² + sin² = a²`` shows the attention scaling that YaRN hides in
+them; dividing by ``a`` leaves a pure rotation.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 @dataclass
 class Rotary:
-    """What a rotary function was given in one layer, heads before positions: ``[b, h, s, r]``; r may be under d."""
+    """What a rotary function was given in one layer, heads before positions: ``[b, h, s, r]``; r
+    may be under d.
+    """
 
     function: Callable[..., tuple[Tensor, Tensor | None]]
     q: Float[Tensor, "b h s r"]
@@ -60,11 +64,19 @@ class Rotary:
         """All queries and keys as they were before the rotation of the dimensions from `offset` on."""
         part = slice(offset, offset + self.q.shape[-1])
         q, k = (x.to(torch.float32, copy=True) for x in (q, k))
-        q[..., part], k[..., part] = self.q, self.k  # which broadcasts where latent attention shares one rotated key
+        q[..., part], k[..., part] = (
+            self.q,
+            self.k,
+        )  # which broadcasts where latent attention shares one rotated key
         return q, k
 
     def turn_back(
-        self, q: Float[Tensor, "n h d"], k: Float[Tensor, "n g m d"], batch: Tensor, position: Tensor, offset: int = 0
+        self,
+        q: Float[Tensor, "n h d"],
+        k: Float[Tensor, "n g m d"],
+        batch: Tensor,
+        position: Tensor,
+        offset: int = 0,
     ) -> tuple[Float[Tensor, "n h d"], Float[Tensor, "n g m d"]]:
         """Rotate n queries, and the m keys each of them looks at, back by the query's own position.
 
@@ -78,17 +90,25 @@ class Rotary:
             Where the rotated dimensions begin.
         """
         there = self.unit.at(batch, position[:, None])
-        return there.turn(q[:, :, None], offset, back=True)[:, :, 0], there.turn(k, offset, back=True)
+        return there.turn(q[:, :, None], offset, back=True)[:, :, 0], there.turn(
+            k, offset, back=True
+        )
 
     def at(self, batch: Int[Tensor, " n"], positions: Int[Tensor, "n m"]) -> Rotary:
         """The rotation of what stands at m places of n rows of the batch."""
-        # a layer of a model split over devices has its tables beside it; they are [b or 1, s, c], for every head
+        # a layer of a model split over devices has its tables beside it; they are [b or 1, s, c],
+        # for every head
         row, positions = (index.to(self.cos.device) for index in (batch, positions))
         row = (row if self.cos.shape[0] > 1 else torch.zeros_like(row))[:, None]
-        return replace(self, cos=self.cos[row, positions].float(), sin=self.sin[row, positions].float())
+        return replace(
+            self, cos=self.cos[row, positions].float(), sin=self.sin[row, positions].float()
+        )
 
-    def turn(self, x: Float[Tensor, "n h m d"], offset: int = 0, back: bool = False) -> Float[Tensor, "n h m d"]:
-        """Rotate vectors as this layer rotates what stands where they do (`at`); h of them at each place.
+    def turn(
+        self, x: Float[Tensor, "n h m d"], offset: int = 0, back: bool = False
+    ) -> Float[Tensor, "n h m d"]:
+        """Rotate vectors as this layer rotates what stands where they do (`at`); h of them at each
+        place.
 
         Parameters
         ----------
@@ -97,17 +117,22 @@ class Rotary:
         offset : int
             Where the rotated dimensions begin.
         back : bool
-            Apply the transpose instead: what a direction among rotated vectors is among those before.
+            Apply the transpose instead: what a direction among rotated vectors is among those
+            before.
         """
         cos, sin = self.cos.to(x), self.sin.to(x)
         part = x[..., offset : offset + self.q.shape[-1]].contiguous()
         turned, _ = self.function(part, part[:, :1], cos, -sin if back else sin)  # the family's own
         rest = x[..., offset + part.shape[-1] :]
-        return turned if part.shape == x.shape else torch.cat([x[..., :offset], turned, rest], dim=-1)
+        return (
+            turned if part.shape == x.shape else torch.cat([x[..., :offset], turned, rest], dim=-1)
+        )
 
 
 def heard_rotary(heard: deque[Rotary], q: Float[Tensor, "b h s d"]) -> Rotary | None:
-    """The rotation of one attention call, from what was heard since the call before; which of two is q is seen."""
+    """The rotation of one attention call, from what was heard since the call before; which of two
+    is q is seen.
+    """
     if not heard or not heard[-1].alone:
         return heard[-1] if heard else None
     first, other = (*heard, *heard)[-2:]
@@ -120,10 +145,18 @@ def heard_rotary(heard: deque[Rotary], q: Float[Tensor, "b h s d"]) -> Rotary | 
 @cache  # reading signatures takes as long as a layer
 def _rotary_functions(file: ModuleType) -> tuple[str, ...]:
     """Names of a file's rotary functions."""
-    functions = {name: value for name, value in vars(file).items() if name.startswith("apply_rotary")}
-    given = {name: list(inspect.signature(value).parameters) for name, value in functions.items() if callable(value)}
+    functions = {
+        name: value for name, value in vars(file).items() if name.startswith("apply_rotary")
+    }
+    given = {
+        name: list(inspect.signature(value).parameters)
+        for name, value in functions.items()
+        if callable(value)
+    }
     rotate = {"q", "k", "cos", "sin"}
-    return tuple(name for name, names in given.items() if rotate <= set(names) or names[1:] == ["sin", "cos"])
+    return tuple(
+        name for name, names in given.items() if rotate <= set(names) or names[1:] == ["sin", "cos"]
+    )
 
 
 @contextmanager
@@ -143,7 +176,8 @@ def swapped(*values: tuple[Any, str, Any]) -> Iterator[None]:
 def record_rotary(files: Iterable[ModuleType]) -> Iterator[deque[Rotary]]:
     """Listen to the rotary functions of some modelling files for the duration of a ``with`` block.
 
-    What each was given is added to a list; the attention call of the same layer takes the last of it (`heard_rotary`).
+    What each was given is added to a list; the attention call of the same layer takes the last of
+    it (`heard_rotary`).
     """
     heard: deque[Rotary] = deque(maxlen=2)  # of layers that are not shown too
     functions = [(file, name) for file in files for name in _rotary_functions(file)]
@@ -161,13 +195,17 @@ def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[...,
     @wraps(function)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         rotated = function(*args, **kwargs)
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}  # in their order, defaults behind
+        given = {
+            **dict(zip(parameters, args, strict=False)),
+            **kwargs,
+        }  # in their order, defaults behind
         given |= {name: value for name, value in defaults.items() if name not in given}
         if "k" in given and given["k"] is None:  # what chooses keys turns its queries by themselves
             return rotated
         alone, x = "q" not in given, next(iter(given.values()))
         vectors = (x, x, rotated, rotated) if alone else (x, given["k"], *rotated)
-        # positions before heads, or unsqueeze_dim 2, which means the same: turn to heads before positions
+        # positions before heads, or unsqueeze_dim 2, which means the same: turn to heads before
+        # positions
         if alone or given.get("unsqueeze_dim", 1) != 1:
             vectors = tuple(x.transpose(1, 2) for x in vectors)
         q, k, q_rotated, k_rotated = vectors
@@ -179,7 +217,9 @@ def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[...,
 
 
 def rotary_settings(config: Any) -> Iterator[dict[str, Any]]:
-    """What a config says about its rotations, at any depth (some families have one per kind of layer)."""
+    """What a config says about its rotations, at any depth (some families have one per kind of
+    layer).
+    """
     todo = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
     while todo:
         part = todo.pop()
@@ -191,10 +231,11 @@ def rotary_settings(config: Any) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def rows_rotate_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Rotations that depend on the length go by each row's own length, for the duration of a ``with`` block.
+    """Rotations that depend on the length go by each row's own length, for the duration of a
+    ``with`` block.
 
-    transformers takes them from the longest row of the batch, and dynamic RoPE keeps those of the longest batch before
-    it; a prompt in a batch would then not be the prompt alone.
+    transformers takes them from the longest row of the batch, and dynamic RoPE keeps those of the
+    longest batch before it; a prompt in a batch would then not be the prompt alone.
     """
     try:
         with other_forwards(modules, _row_by_row):
@@ -205,10 +246,13 @@ def rows_rotate_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def other_forwards(
-    modules: Sequence[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+    modules: Sequence[nn.Module],
+    wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]],
 ) -> AbstractContextManager[None]:
     """Let modules run what ``wrap`` makes of their forward, for the duration of a ``with`` block."""
-    return swapped(*((part, "forward", wraps(part.forward)(wrap(part, part.forward))) for part in modules))
+    return swapped(
+        *((part, "forward", wraps(part.forward)(wrap(part, part.forward))) for part in modules)
+    )
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -223,8 +267,14 @@ def _row_by_row(module: nn.Module, rotate: Callable[..., Any]) -> Callable[..., 
         tables = []
         for row in position_ids.split(1) if position_ids.ndim == 2 else [position_ids]:
             _forget_lengths(module)
-            tables.append(rotate(x[:1], row, *args, **kwargs))  # which only asks x for its device and type
-        return tuple(torch.cat(rows) for rows in zip(*tables, strict=True)) if len(tables) > 1 else tables[0]
+            tables.append(
+                rotate(x[:1], row, *args, **kwargs)
+            )  # which only asks x for its device and type
+        return (
+            tuple(torch.cat(rows) for rows in zip(*tables, strict=True))
+            if len(tables) > 1
+            else tables[0]
+        )
 
     return rotate_rows
 
@@ -235,6 +285,8 @@ def _forget_lengths(module: nn.Module) -> None:
     for name in [*module._buffers, *vars(module)]:
         if name.endswith(ending):
             buffer = name.removesuffix(ending) + "inv_freq"
-            module.register_buffer(buffer, getattr(module, name).to(getattr(module, buffer).device), persistent=False)
+            module.register_buffer(
+                buffer, getattr(module, name).to(getattr(module, buffer).device), persistent=False
+            )
         elif name.endswith("max_seq_len_cached"):
             setattr(module, name, module.original_max_seq_len)

@@ -1,10 +1,12 @@
-"""The tap: every attention call of a model passes through us, with nothing copied from its modelling file.
+"""The tap: every attention call of a model passes through us, with nothing copied from its
+modelling file.
 
-transformers looks up its attention function by the name in the config. The tap registers a function and a mask
-function under a new name, points the config there, and hands each call to a visitor: q and k as the dot product sees
-them (KV heads unrepeated) and what the call itself says about ``ℓ = cap(scale · q·k) + mask`` and the sink. Then it
-delegates to the implementation the model was loaded with. On leaving, name, function and config are as before.
-Families with attention code of their own are watched while it runs (`own_code`).
+transformers looks up its attention function by the name in the config. The tap registers a function
+and a mask function under a new name, points the config there, and hands each call to a visitor: q
+and k as the dot product sees them (KV heads unrepeated) and what the call itself says about ``ℓ =
+cap(scale · q·k) + mask`` and the sink. Then it delegates to the implementation the model was loaded
+with. On leaving, name, function and config are as before. Families with attention code of their own
+are watched while it runs (`own_code`).
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ ANEW = "the Scope was made: make a new one of the model as it is, with Scope.fro
 
 
 class _Name(str):
-    """A name of our own in the tables of functions, equal to the implementation's wherever a model asks by name.
+    """A name of our own in the tables of functions, equal to the implementation's wherever a model
+    asks by name.
 
     Sparse attention makes its mask only ``if config._attn_implementation in ("eager", "sdpa")``.
     """
@@ -62,13 +65,17 @@ def cleared(hooks: Iterable[Any], stop: Stop | None = None) -> Iterator[None]:
         yield
     finally:
         if stop is not None:
-            stop.__traceback__ = None  # its frames hold tensors, and from Python 3.12 on they hold each other
+            stop.__traceback__ = (
+                None  # its frames hold tensors, and from Python 3.12 on they hold each other
+            )
         for hook in hooks:
             hook.remove()
 
 
 def evaluated(parts: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Eval mode for the duration of a ``with`` block: no dropout. Each module's own mode is put back."""
+    """Eval mode for the duration of a ``with`` block: no dropout. Each module's own mode is put
+    back.
+    """
     return swapped(*((part, "training", False) for part in parts if part.training))
 
 
@@ -76,12 +83,12 @@ def evaluated(parts: Sequence[nn.Module]) -> AbstractContextManager[None]:
 class Call:
     """One attention call: b sequences, h query heads, g key heads, s queries, t keys.
 
-    A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and what is added to the logits
-    of a head (`own_mask`); it names the query heads concerned in `redo`, and their output is computed again from this
-    record. One that knows the output of every head itself puts it into `output`; what a head
-    put out, [b, s, e], can be changed by a function in `outputs`. `biases`
-    names what else the call adds to its logits: the probe refuses a model where there is any. `weights` gives what the
-    model's own softmax gave, where its own code was watched.
+    A visitor may replace `q`, `k` (with h heads, where heads of one group must differ) and what is
+    added to the logits of a head (`own_mask`); it names the query heads concerned in `redo`, and
+    their output is computed again from this record. One that knows the output of every head itself
+    puts it into `output`; what a head put out, [b, s, e], can be changed by a function in
+    `outputs`. `biases` names what else the call adds to its logits: the probe refuses a model where
+    there is any. `weights` gives what the model's own softmax gave, where its own code was watched.
     """
 
     module: nn.Module
@@ -110,48 +117,81 @@ class Call:
         """The additive mask of one head, to be written into; its output is computed again."""
         if not self.redrawn:
             mask = self._every_mask()
-            self.mask, self.causal, self.redrawn = mask.repeat(1, self.q.shape[1] // mask.shape[1], 1, 1), False, True
+            self.mask, self.causal, self.redrawn = (
+                mask.repeat(1, self.q.shape[1] // mask.shape[1], 1, 1),
+                False,
+                True,
+            )
         self.redo.add(head)
         return self.mask[:, head]  # type: ignore[index]
 
     def _every_mask(self) -> Float[Tensor, "b m s t"]:
         batch, _, queries, _ = self.q.shape
-        every = torch.cartesian_prod(*(torch.arange(n, device=self.q.device) for n in (batch, queries)))
+        every = torch.cartesian_prod(
+            *(torch.arange(n, device=self.q.device) for n in (batch, queries))
+        )
         return self.mask_rows(*every.unbind(1)).unflatten(0, (batch, queries)).transpose(1, 2)
 
     def mask_rows(self, batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> Float[Tensor, "r m t"]:
-        """The additive mask of chosen queries over all keys, 0 or -inf (or a bias); m is 1, or h where heads differ."""
+        """The additive mask of chosen queries over all keys, 0 or -inf (or a bias); m is 1, or h
+        where heads differ.
+        """
         keys = self.k.shape[2]
         if self.mask is None:
             shown = torch.arange(keys, device=query.device)
-            last = query[:, None] + (keys - self.q.shape[2]) if self.causal else torch.full_like(query, keys)[:, None]
+            last = (
+                query[:, None] + (keys - self.q.shape[2])
+                if self.causal
+                else torch.full_like(query, keys)[:, None]
+            )
             return additive(shown <= last)[:, None]
-        # a mask that is the same for every sequence, or for every query, may come without that axis' length
+        # a mask that is the same for every sequence, or for every query, may come without that
+        # axis' length
         batch = batch if len(self.mask) > 1 else torch.zeros_like(batch)
         query = query if self.mask.shape[2] > 1 else torch.zeros_like(query)
         return additive(self.mask[batch, :, query][..., :keys])
 
     @torch.no_grad()
-    def rows(self, head: int | Int[Tensor, "r"], batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> AttentionRows:
+    def rows(
+        self, head: int | Int[Tensor, "r"], batch: Int[Tensor, "r"], query: Int[Tensor, "r"]
+    ) -> AttentionRows:
         """Attention rows of one head, or of one each, at chosen queries, over all keys."""
         batch, query = batch.to(self.q.device), query.to(self.q.device)
         mask, group = self.mask_rows(batch, query), self.q.shape[1] // self.k.shape[1]
         q, k = self.q[batch, head, query].float(), self.k[batch, head // group].float()
         bias = mask[torch.arange(len(batch)), head if mask.shape[1] > 1 else 0]
-        cap = None if self.softcap is None else torch.tensor([float(self.softcap)], device=self.q.device)
-        rest = None if self.sinks is None else self.sinks.detach()[head].float().expand(len(batch))[:, None]
-        return AttentionRows(q[:, None], k[:, None], self.scale, softcap=cap, bias=bias[:, None], rest=rest)
+        cap = (
+            None
+            if self.softcap is None
+            else torch.tensor([float(self.softcap)], device=self.q.device)
+        )
+        rest = (
+            None
+            if self.sinks is None
+            else self.sinks.detach()[head].float().expand(len(batch))[:, None]
+        )
+        return AttentionRows(
+            q[:, None], k[:, None], self.scale, softcap=cap, bias=bias[:, None], rest=rest
+        )
 
     def logits(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
-        """What the softmax of some query heads is given, from this record, in float32; -inf hides a key."""
+        """What the softmax of some query heads is given, from this record, in float32; -inf hides a
+        key.
+        """
         index, mask = torch.tensor(heads, device=self.q.device), self._every_mask()
-        logits = self.cap(self.scale * self.q[:, index].float() @ self._of(self.k, heads).transpose(-1, -2))
+        logits = self.cap(
+            self.scale * self.q[:, index].float() @ self._of(self.k, heads).transpose(-1, -2)
+        )
         return logits + (mask if mask.shape[1] == 1 else mask[:, index])
 
     def attention(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
         """The whole attention pattern of some query heads, from this record, in float32."""
         logits = self.logits(heads)
-        sink = None if self.sinks is None else self.sinks.float()[heads].view(1, -1, 1).expand(logits.shape[:3])
+        sink = (
+            None
+            if self.sinks is None
+            else self.sinks.float()[heads].view(1, -1, 1).expand(logits.shape[:3])
+        )
         # a padded query sees nothing: nan_to_num leaves it at 0, and nobody reads it
         return soft(logits, sink).nan_to_num()
 
@@ -160,7 +200,9 @@ class Call:
         return vectors[:, [head // (self.q.shape[1] // vectors.shape[1]) for head in heads]].float()
 
     def attend(self, heads: list[int]) -> Float[Tensor, "b s n e"]:
-        """Output of some query heads, from this record: ``softmax([cap(scale q·k) + mask, sink]) v``."""
+        """Output of some query heads, from this record: ``softmax([cap(scale q·k) + mask, sink])
+        v``.
+        """
         return (self.attention(heads) @ self._of(self.v, heads)).transpose(1, 2)
 
 
@@ -175,7 +217,9 @@ def _children(parts: Sequence[nn.Module]) -> list[nn.Module | None]:
 def _places_of(model: Any, name: str) -> list[tuple[nn.ModuleList, int]]:
     """The lists of layers a module stands in, outermost first, and the number of its layer in each."""
     parts = name.split(".")
-    outer = [(model.get_submodule(".".join(parts[:end])), parts[end]) for end in range(1, len(parts))]
+    outer = [
+        (model.get_submodule(".".join(parts[:end])), parts[end]) for end in range(1, len(parts))
+    ]
     return [(part, int(number)) for part, number in outer if isinstance(part, nn.ModuleList)]
 
 
@@ -185,7 +229,9 @@ def place_of(model: Any, name: str) -> tuple[nn.ModuleList, int] | None:
 
 
 def block_of(model: Any, name: str) -> nn.Module:
-    """The transformer block a module belongs to: the innermost ancestor that stands in a list of modules."""
+    """The transformer block a module belongs to: the innermost ancestor that stands in a list of
+    modules.
+    """
     layers, number = _places_of(model, name)[-1]
     return layers[number]
 
@@ -198,7 +244,9 @@ def modelling_file(kind: type) -> ModuleType:
 
 
 class Anatomy(NamedTuple):
-    """What the tap has to find in a model, found once: a walk through all modules takes as long as a few layers."""
+    """What the tap has to find in a model, found once: a walk through all modules takes as long as
+    a few layers.
+    """
 
     parts: list[nn.Module]
     children: list[nn.Module | None]
@@ -209,15 +257,19 @@ class Anatomy(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> Anatomy:
-        """Its modules, configs that name an attention function, modelling files, modules that rotate by the prompt's
-        length, and attention with code of its own.
+        """Its modules, configs that name an attention function, modelling files, modules that
+        rotate by the prompt's length, and attention with code of its own.
         """
         parts = list(model.modules())
         configs = [part.config for part in parts if hasattr(part, "config")]
         return cls(
             parts,
             _children(parts),
-            {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")},
+            {
+                id(config): config
+                for config in configs
+                if hasattr(config, "_attn_implementation_internal")
+            },
             frozenset(map(modelling_file, set(map(type, parts)))),
             tuple(part for part in parts if spaces.depends_on_length(part)),
             tuple(own_attention(model)),
@@ -233,20 +285,22 @@ def tap(
     anatomy: Anatomy | None = None,
     within: nn.Module | None = None,
 ) -> Iterator[list[int]]:
-    """Show every attention call of a model, in eval mode, to visitors, for the duration of a ``with`` block.
+    """Show every attention call of a model, in eval mode, to visitors, for the duration of a
+    ``with`` block.
 
-    Yields the list of layers, which grows as they are called. A pass that leaves out one of `layers` is an error.
+    Yields the list of layers, which grows as they are called. A pass that leaves out one of
+    `layers` is an error.
 
     Parameters
     ----------
     model : PreTrainedModel
         The model; its weights and classes are not touched.
     *visits : callable
-        Get each `Call` in turn before it runs. `Stop` raised inside one ends the forward (and the ``with`` block)
-        quietly.
+        Get each `Call` in turn before it runs. `Stop` raised inside one ends the forward (and the
+        ``with`` block) quietly.
     layers : mapping, optional
-        ``id(attention module) -> layer``; other modules (a vision tower) are let through. Without it calls are
-        numbered in their order.
+        ``id(attention module) -> layer``; other modules (a vision tower) are let through. Without
+        it calls are numbered in their order.
     rotary : bool
         Also record what the modelling file's rotary function was given (`Call.rotary`).
     anatomy : Anatomy, optional
@@ -262,7 +316,9 @@ def tap(
     with ExitStack() as stack:
         stack.enter_context(evaluated(parts))
         stack.enter_context(spaces.rows_rotate_alone(anatomy.by_length))
-        heard: deque[Rotary] = stack.enter_context(spaces.record_rotary(anatomy.files)) if rotary else deque()
+        heard: deque[Rotary] = (
+            stack.enter_context(spaces.record_rotary(anatomy.files)) if rotary else deque()
+        )
 
         def show(call: Call) -> None:
             call.layer = len(called) if layers is None else layers[id(call.module)]
@@ -272,19 +328,27 @@ def tap(
             for visit in visits:
                 visit(call)
 
-        def serve(run: Callable[[], Tensor], **fields: Any) -> Tensor:  # of an attention that a module computed itself
+        def serve(
+            run: Callable[[], Tensor], **fields: Any
+        ) -> Tensor:  # of an attention that a module computed itself
             show(call := Call(**fields))
             return _edited(call, run().transpose(1, 2)).transpose(1, 2)
 
         if anatomy.own:
-            stack.enter_context(watched([part for part in anatomy.own if layers is None or id(part) in layers], serve))
+            stack.enter_context(
+                watched(
+                    [part for part in anatomy.own if layers is None or id(part) in layers], serve
+                )
+            )
         else:
             stack.enter_context(_interface(model, anatomy.configs, show, layers))
         expected = list((layers or {}).values())  # in the order in which they are called
         try:
             yield called
         except Stop as stop:
-            stop.__traceback__ = None  # its frames hold the layer's tensors, in a cycle until the collector comes by
+            stop.__traceback__ = (
+                None  # its frames hold the layer's tensors, in a cycle until the collector comes by
+            )
             expected = expected[: expected.index(called[-1]) + 1] if called and expected else []
         if called and (silent := set(expected) - set(called)):
             raise BadInput(f"layer {min(silent)} did not call its attention, as it did when {ANEW}")
@@ -304,18 +368,28 @@ def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s 
 
 
 @contextmanager
-def _interface(model: Any, configs: dict[int, Any], show: Callable[[Call], None], layers: Any) -> Iterator[None]:
+def _interface(
+    model: Any, configs: dict[int, Any], show: Callable[[Call], None], layers: Any
+) -> Iterator[None]:
     """Show the calls of transformers' attention interface."""
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         given = query, key, value, attention_mask
-        implementation = before.get(id(getattr(module, "config", model.config)), before[id(model.config)])
+        implementation = before.get(
+            id(getattr(module, "config", model.config)), before[id(model.config)]
+        )
         file = modelling_file(type(module))  # type: ignore[arg-type]
         if implementation != "eager":
-            # a modelling file may hold its own instance of the interface, with its own version of sdpa
+            # a modelling file may hold its own instance of the interface, with its own version of
+            # sdpa
             run = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[implementation]
         else:
             run = file.eager_attention_forward
@@ -324,10 +398,17 @@ def _interface(model: Any, configs: dict[int, Any], show: Callable[[Call], None]
         scale, is_causal = kwargs.get("scaling"), kwargs.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # sdpa reads a missing mask as causal (for more than one query), eager as no mask at all
-        causal = implementation == "sdpa" and attention_mask is None and bool(is_causal) and query.shape[2] > 1
+        causal = (
+            implementation == "sdpa"
+            and attention_mask is None
+            and bool(is_causal)
+            and query.shape[2] > 1
+        )
         scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
         call = Call(module, *given, scale, causal, kwargs.get("softcap"), kwargs.get("s_aux"))
-        call.biases = tuple(name for name, value in kwargs.items() if "bias" in name and isinstance(value, Tensor))
+        call.biases = tuple(
+            name for name, value in kwargs.items() if "bias" in name and isinstance(value, Tensor)
+        )
         show(call)
         if call.output is not None:
             return _edited(call, call.output.to(query.dtype)), None
@@ -336,16 +417,22 @@ def _interface(model: Any, configs: dict[int, Any], show: Callable[[Call], None]
 
     implementation = before[id(model.config)]
     if implementation.startswith("qkscope_"):
-        raise BadInput("this model is being watched already: let the other thread, or the block around it, end first.")
+        raise BadInput(
+            "this model is being watched already: let the other thread, or the block around it, end first."
+        )
     if implementation not in SERVED:
-        raise BadInput(f"the model runs {implementation!r} attention: load it with attn='sdpa' or attn='eager'.")
+        raise BadInput(
+            f"the model runs {implementation!r} attention: load it with attn='sdpa' or attn='eager'."
+        )
     name = _Name(f"qkscope_{next(_numbers)}")
     name.implementation = implementation
     functions, masks = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
     try:
         functions.register(name, attention)
         masks.register(name, masks[implementation])
-        with swapped(*((config, "_attn_implementation_internal", name) for config in configs.values())):
+        with swapped(
+            *((config, "_attn_implementation_internal", name) for config in configs.values())
+        ):
             yield
     finally:
         for interface in (functions, masks):

@@ -1,10 +1,11 @@
 """What if: the same prompt, run again with one thing changed.
 
-In comes a prompt that was run (its attention calls) and a list of changes; out go attention and next-token logits of
-each change, run in one batch. Changes that hold for a whole ``with`` block (`Scope.ablate`, `hide`, `replace`) stand in
-`qkscope.capture.running`.
+In comes a prompt that was run (its attention calls) and a list of changes; out go attention and
+next-token logits of each change, run in one batch. Changes that hold for a whole ``with`` block
+(`Scope.ablate`, `hide`, `replace`) stand in `qkscope.capture.running`.
 
-`again` (other tokens, or one token's attention rows; what precedes the change is computed once) → `words` (other words
-for those of a prompt) → `writers` (writers' parts in one head's query or key ablated or restored) → `whole` (edits of a
-batch, run on from the first layer that they touch) → `nodes` (all writers at all tokens: scored, kept, replaced)
+`again` (other tokens, or one token's attention rows; what precedes the change is computed once) →
+`words` (other words for those of a prompt) → `writers` (writers' parts in one head's query or key
+ablated or restored) → `whole` (edits of a batch, run on from the first layer that they touch) →
+`nodes` (all writers at all tokens: scored, kept, replaced)
 """

@@ -1,12 +1,14 @@
-"""Batches run again with edits: what comes before the first edit is computed once, and many changes run together.
+"""Batches run again with edits: what comes before the first edit is computed once, and many changes
+run together.
 
-Everything below the first layer that a change touches is the same in all of them: its last block's output is noted in
-the unchanged run, and handed on instead of running those blocks. Where a model does not give its own logits again in
-this way (later layers read more than the stream), all of it runs.
+Everything below the first layer that a change touches is the same in all of them: its last block's
+output is noted in the unchanged run, and handed on instead of running those blocks. Where a model
+does not give its own logits again in this way (later layers read more than the stream), all of it
+runs.
 
-A head that is taken out puts out another vector at every token, for all that read it (`Edit.outputs`), and every later
-layer follows. With MLPs held at what they put out before, their answers to the head stay, which is no state that the
-model knows.
+A head that is taken out puts out another vector at every token, for all that read it
+(`Edit.outputs`), and every later layer follows. With MLPs held at what they put out before, their
+answers to the head stay, which is no state that the model knows.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from qkscope.capture.tap import Call, cleared, place_of
 
 _TOKENS = 2**13  # run together
 _AGREES = 1e-4  # of the largest logit: how far a run from the middle may be from a whole one
-_FROM_THE_MIDDLE: WeakKeyDictionary[Scope, dict[int, bool]] = WeakKeyDictionary()  # by first layer, once it was tried
+_FROM_THE_MIDDLE: WeakKeyDictionary[Scope, dict[int, bool]] = (
+    WeakKeyDictionary()
+)  # by first layer, once it was tried
 
 
 class Batch:
@@ -49,7 +53,10 @@ class Batch:
     def __init__(self, scope: Scope, encoded: Encoding, heads: Sequence[Head], first: int) -> None:
         self.scope, self.encoded, self.first = scope, encoded, first
         self._skipped: list[nn.Module] = []
-        names = {scope.facts.layer_of.get(id(module)): name for name, module in scope.model.named_modules()}
+        names = {
+            scope.facts.layer_of.get(id(module)): name
+            for name, module in scope.model.named_modules()
+        }
         place = place_of(scope.model, names[first])
         tried = _FROM_THE_MIDDLE.setdefault(scope, {})
         if place is not None and tried.get(first, True) and not scope.is_changed:
@@ -69,7 +76,9 @@ class Batch:
             return False
         whole = self.before.logits
         assert whole is not None
-        return again is not None and bool((whole - again).abs().max() <= _AGREES * whole.abs().max())
+        return again is not None and bool(
+            (whole - again).abs().max() <= _AGREES * whole.abs().max()
+        )
 
     def run(self, changes: Sequence[Sequence[Edit]], heads: Sequence[Head]) -> list[Capture]:
         """The batch once more for each change: its edits, all at once.
@@ -88,37 +97,63 @@ class Batch:
                 found += self._runs(some, heads, self.first if self._skipped else 0)
         return found
 
-    def _runs(self, changes: Sequence[Sequence[Edit]], heads: Sequence[Head], first: int) -> list[Capture]:
+    def _runs(
+        self, changes: Sequence[Sequence[Edit]], heads: Sequence[Head], first: int
+    ) -> list[Capture]:
         scope, count, batch = self.scope, len(changes), self.encoded
         size = len(batch.inputs["input_ids"])
         inputs, labels, fields, example = (
-            _repeated(own, count) for own in (batch.inputs, batch.labels, vars(batch.places), batch.example)
+            _repeated(own, count)
+            for own in (batch.inputs, batch.labels, vars(batch.places), batch.example)
         )
-        starts = torch.arange(count).repeat_interleave(len(batch.places.row)).to(batch.places.row) * size
+        starts = (
+            torch.arange(count).repeat_interleave(len(batch.places.row)).to(batch.places.row) * size
+        )
         places = Places(**fields | {"row": fields["row"] + starts})
-        patch = Patch([replace(edit, row=edit.row + i * size) for i, own in enumerate(changes) for edit in own], scope)
+        patch = Patch(
+            [
+                replace(edit, row=edit.row + i * size)
+                for i, own in enumerate(changes)
+                for edit in own
+            ],
+            scope,
+        )
         picker = Picker(scope.facts, heads, places, stop=False, own_keys=patch.own_keys)
         logits = scope.watch(inputs, patch.visit, picker.visit, logits_at=places, first=first)
         every = picker.finish(example, labels, logits)
-        return [every.of_rows(rows) for rows in torch.arange(len(every), device=every.example.device).chunk(count)]
+        return [
+            every.of_rows(rows)
+            for rows in torch.arange(len(every), device=every.example.device).chunk(count)
+        ]
 
 
 def _repeated(value: Any, count: int) -> Any:
     """The rows of every tensor in a value, one set after the other."""
-    return tree_map_only(Tensor, lambda rows: rows.repeat(count, *[1] * (rows.ndim - 1)) if rows.ndim else rows, value)
+    return tree_map_only(
+        Tensor,
+        lambda rows: rows.repeat(count, *[1] * (rows.ndim - 1)) if rows.ndim else rows,
+        value,
+    )
 
 
 @contextmanager
 def noted(parts: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
     """Note what some modules put out, whole, during a run."""
     found: dict[nn.Module, Any] = {}
-    with cleared([part.register_forward_hook(lambda part, _, out: found.__setitem__(part, out)) for part in parts]):
+    with cleared(
+        [
+            part.register_forward_hook(lambda part, _, out: found.__setitem__(part, out))
+            for part in parts
+        ]
+    ):
         yield found
 
 
 def held_at(outputs: Mapping[nn.Module, Any]) -> AbstractContextManager[None]:
     """Let modules put out what they put out before, during a run."""
-    return cleared([part.register_forward_hook(lambda *_, out=out: out) for part, out in outputs.items()])
+    return cleared(
+        [part.register_forward_hook(lambda *_, out=out: out) for part, out in outputs.items()]
+    )
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """Words of a prompt, and other words to put in their place.
 
-A word is the tokens that stand together without a blank or punctuation between them (where a script has no blanks, a
-token). What takes its place has as many tokens, so that nothing moves, the same shape (leading blank, letters, digits,
-capital), and does not stand in the prompt. Half of the alternatives are those that the model finds likely there, half
-are drawn at random: causes found by one kind alone overlap with those found by the other by half.
+A word is the tokens that stand together without a blank or punctuation between them (where a script
+has no blanks, a token). What takes its place has as many tokens, so that nothing moves, the same
+shape (leading blank, letters, digits, capital), and does not stand in the prompt. Half of the
+alternatives are those that the model finds likely there, half are drawn at random: causes found by
+one kind alone overlap with those found by the other by half.
 """
 
 from __future__ import annotations
@@ -94,15 +95,21 @@ class Lexicon:
 
     def __init__(self, scope: Scope) -> None:
         if scope.tokenizer is None:
-            raise BadInput(f"{scope.name} has no tokenizer, so that no word can be put in another's place.")
+            raise BadInput(
+                f"{scope.name} has no tokenizer, so that no word can be put in another's place."
+            )
         self.size = min(len(scope.tokenizer), scope.encoder.vocabulary or len(scope.tokenizer))
         self.texts = [token_texts(scope, [i])[0] for i in range(self.size)]
         special = {*scope.tokenizer.all_special_ids, *scope.tokenizer.get_added_vocab().values()}
         shapes: dict[Any, int] = {}
-        self.shapes = torch.tensor([shapes.setdefault(shape_of(text), len(shapes)) for text in self.texts])
+        self.shapes = torch.tensor(
+            [shapes.setdefault(shape_of(text), len(shapes)) for text in self.texts]
+        )
         whole = (bool(text.strip()) and "�" not in text and text != PIECE for text in self.texts)
         self.usable = torch.tensor([fine and i not in special for i, fine in enumerate(whole)])
-        self.by_text = {text: i for i, text in reversed(list(enumerate(self.texts))) if self.usable[i]}
+        self.by_text = {
+            text: i for i, text in reversed(list(enumerate(self.texts))) if self.usable[i]
+        }
         self.by_core = grouped(range(self.size), lambda i: self.texts[i].strip().lower())
 
     def text(self, token: int) -> str:
@@ -116,7 +123,9 @@ class Lexicon:
         return same if int(same.sum()) >= _LEAST else free
 
     def variant(self, ids: Sequence[int], like: str) -> tuple[int, ...] | None:
-        """The same word with the leading blank and capital of another one; None where the vocabulary has none."""
+        """The same word with the leading blank and capital of another one; None where the
+        vocabulary has none.
+        """
         if self.texts[ids[0]] == PIECE:
             return tuple(ids)
         text, core = self.texts[ids[0]].strip(), like.strip()
@@ -126,7 +135,9 @@ class Lexicon:
 
 
 def shape_of(text: str) -> tuple[bool, ...]:
-    """Leading blank, letters, digits, capital, script: what an alternative has in common with a word."""
+    """Leading blank, letters, digits, capital, script: what an alternative has in common with a
+    word.
+    """
     core = text.strip()
     return text.startswith(" "), core.isalpha(), core.isdigit(), core[:1].isupper(), core.isascii()
 
@@ -154,17 +165,25 @@ class Alternatives:
         self.again, self.seed, self.ids = again, seed, again.ids.tolist()
         self.words, self.lexicon = words_of(again.scope, self.ids), lexicon_of(again.scope)
         self.barred = torch.zeros(self.lexicon.size, dtype=torch.bool)
-        self.barred[[i for word in self.words for i in self.lexicon.by_core.get(word.core, ())]] = True
+        self.barred[[i for word in self.words for i in self.lexicon.by_core.get(word.core, ())]] = (
+            True
+        )
         self._kept: dict[tuple[Word, int], list[Ids]] = {}
         self._likely: dict[Word, list[Ids]] = {}
         self._ranked: dict[int, Int[Tensor, " k"]] = {}
 
     def of(self, word: Word, count: int = 8) -> list[Ids]:
-        """Up to ``count`` other words for one, likely and random ones in turn; fewer if its shape has no more."""
+        """Up to ``count`` other words for one, likely and random ones in turn; fewer if its shape
+        has no more.
+        """
         if (word, count) not in self._kept:
             self.prepare([word])
             likely = self._likely[word][: count // 2]
-            drawn = self._drawn(word, count) if not self._is_cut(word) else self._characters(word, count)
+            drawn = (
+                self._drawn(word, count)
+                if not self._is_cut(word)
+                else self._characters(word, count)
+            )
             drawn = [ids for ids in drawn if ids not in likely][: count - len(likely)]
             mixed = [ids for pair in zip(likely, drawn, strict=False) for ids in pair]
             self._kept[word, count] = (mixed + likely[len(drawn) :] + drawn[len(likely) :])[:count]
@@ -175,7 +194,9 @@ class Alternatives:
         return any(self.lexicon.texts[i] == PIECE for i in self.ids[word.start : word.stop])
 
     def prepare(self, words: Sequence[Word]) -> None:
-        """Find the likely ones of some words together: first pieces of a word's shape, continued by the likeliest."""
+        """Find the likely ones of some words together: first pieces of a word's shape, continued by
+        the likeliest.
+        """
         new = [word for word in words if word not in self._likely]
         before = sorted({word.start - 1 for word in new} - {-1, *self._ranked})
         if before:
@@ -184,7 +205,9 @@ class Alternatives:
             ranked = logits.topk(min(_RANKED, self.lexicon.size)).indices.cpu()
             self._ranked |= dict(zip(before, ranked, strict=True))
         self._likely |= {word: [] for word in new}
-        begun: list[tuple[Word, Ids]] = [(word, (first,)) for word in new for first in self._first(word)]
+        begun: list[tuple[Word, Ids]] = [
+            (word, (first,)) for word in new for first in self._first(word)
+        ]
         while begun:
             for word, ids in begun:
                 if len(ids) == len(word):
@@ -197,21 +220,32 @@ class Alternatives:
         if word.start == 0 or self._is_cut(word):  # nothing comes before it
             return []
         ranked = self._ranked[word.start - 1]
-        return ranked[self.lexicon.like(self.ids[word.start], self.barred)[ranked]][:_LIKELY].tolist()
+        return ranked[self.lexicon.like(self.ids[word.start], self.barred)[ranked]][
+            :_LIKELY
+        ].tolist()
 
     def _continued(self, begun: Sequence[tuple[Word, Ids]]) -> list[tuple[Word, Ids]]:
         """Words with as many pieces, each with the likeliest next one of its shape."""
-        at, size = [[*range(word.start, word.start + len(ids))] for word, ids in begun], self.lexicon.size
+        at, size = (
+            [[*range(word.start, word.start + len(ids))] for word, ids in begun],
+            self.lexicon.size,
+        )
         logits = self.again.run(torch.tensor([ids for _, ids in begun]), torch.tensor(at))
-        allowed = torch.stack([self.lexicon.like(self.ids[word.start + len(ids)]) for word, ids in begun])
-        best = logits[:, :size].masked_fill(~allowed.to(logits.device), -torch.inf).argmax(-1).tolist()
+        allowed = torch.stack(
+            [self.lexicon.like(self.ids[word.start + len(ids)]) for word, ids in begun]
+        )
+        best = (
+            logits[:, :size].masked_fill(~allowed.to(logits.device), -torch.inf).argmax(-1).tolist()
+        )
         return [(word, (*ids, piece)) for (word, ids), piece in zip(begun, best, strict=True)]
 
     def _drawn(self, word: Word, count: int) -> list[Ids]:
         """Pieces of the same shapes, drawn at random."""
         draws, columns = self._generator(word), []
         for at in range(word.start, word.stop):
-            pool = self.lexicon.like(self.ids[at], self.barred if at == word.start else None).nonzero()[:, 0]
+            pool = self.lexicon.like(
+                self.ids[at], self.barred if at == word.start else None
+            ).nonzero()[:, 0]
             columns.append(pool[torch.randint(len(pool), (2 * count,), generator=draws)])
         return list(dict.fromkeys(map(tuple, torch.stack(columns, dim=1).tolist())))[:count]
 
@@ -221,7 +255,11 @@ class Alternatives:
         block = ord(word.text.strip()[:1] or "?") & ~0xFFF
         points = block + torch.randint(0x1000, (_CHARACTERS,), generator=draws)
         texts = [word.text.replace(word.text.strip()[:1], chr(point)) for point in points.tolist()]
-        ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text.strip().isalnum()]
+        ids = [
+            tuple(tokenizer.encode(text, add_special_tokens=False))
+            for text in texts
+            if text.strip().isalnum()
+        ]
         return list(dict.fromkeys(one for one in ids if len(one) == len(word)))[:count]
 
     def _generator(self, word: Word) -> torch.Generator:

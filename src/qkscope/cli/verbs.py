@@ -1,12 +1,13 @@
 """Commands from signatures: one function, one docstring, one command.
 
-A verb's options, their defaults and their help are read off the source of its function, which is parsed and not
-imported: ``qkscope trace --help`` does not wait for torch. What a parameter becomes depends on its annotation: a
-`Scope` is ``--model``, ``--device`` and ``--dtype``; a `Task` is an argument with ``--form``, ``--size``, ``--seed``
-and ``--chat``; a `Fit` is its folder; numbers, texts and flags are themselves. Mappings and functions are for Python.
+A verb's options, their defaults and their help are read off the source of its function, which is
+parsed and not imported: ``qkscope trace --help`` does not wait for torch. What a parameter becomes
+depends on its annotation: a `Scope` is ``--model``, ``--device`` and ``--dtype``; a `Task` is an
+argument with ``--form``, ``--size``, ``--seed`` and ``--chat``; a `Fit` is its folder; numbers,
+texts and flags are themselves. Mappings and functions are for Python.
 
-What needs no model is checked before one is loaded: the scope that a function is given loads its model when it is first
-looked at, so that the function's own refusals come first.
+What needs no model is checked before one is loaded: the scope that a function is given loads its
+model when it is first looked at, so that the function's own refusals come first.
 """
 
 from __future__ import annotations
@@ -30,25 +31,52 @@ from qkscope.heads import Head, parse_heads
 from qkscope.runs.progress import doing
 
 MODEL = "smollm2-135m"
-PYTHON = "python"  # what Python's own texts are called: its help topics, English that needs no download
+PYTHON = (
+    "python"  # what Python's own texts are called: its help topics, English that needs no download
+)
 _NEEDED: Any = inspect.Parameter.empty
 _TASKS = f"{', '.join(tasks.BUILT_IN)}, or a .jsonl file"
 Values = dict[str, Any]
 """What was typed, by the name of its option."""
 
 
-_FIRST = ("why", "trace", "heads", "decompose", "swap", "atlas", "sparsity", "view", "demo", "fetch")  # in the help
-_OUT = {"decompose": _NEEDED, "atlas": Path("runs/atlas")}  # where it would be a pity to lose what takes minutes
+_FIRST = (
+    "why",
+    "trace",
+    "heads",
+    "decompose",
+    "swap",
+    "atlas",
+    "sparsity",
+    "view",
+    "demo",
+    "fetch",
+)  # in the help
+_OUT = {
+    "decompose": _NEEDED,
+    "atlas": Path("runs/atlas"),
+}  # where it would be a pity to lose what takes minutes
 
 
 def _verbs() -> dict[str, str]:
-    """Every command and its function, as ``module:name``: those that have the name of their ``@verb``, and a few."""
+    """Every command and its function, as ``module:name``: those that have the name of their
+    ``@verb``, and a few.
+    """
     source, homes = Path(qkscope.__file__).parent, dict[str, str]()
     for path in (source / "analyses").rglob("*.py"):
-        for name in re.findall(r'^@verb\("(\w+)".*\)\ndef \1\(', path.read_text(encoding="utf-8"), re.MULTILINE):
-            homes[name] = f"qkscope.{'.'.join(path.relative_to(source).with_suffix('').parts)}:{name}"
-    homes |= {name: f"qkscope.cli.begin:{name}" for name in ("demo", "fetch", "svd", "gallery", "schema")}
-    homes |= {"heads": "qkscope.analyses.find:find_heads", "sparsity": "qkscope.analyses.sparsity:sweep"}
+        for name in re.findall(
+            r'^@verb\("(\w+)".*\)\ndef \1\(', path.read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            homes[name] = (
+                f"qkscope.{'.'.join(path.relative_to(source).with_suffix('').parts)}:{name}"
+            )
+    homes |= {
+        name: f"qkscope.cli.begin:{name}" for name in ("demo", "fetch", "svd", "gallery", "schema")
+    }
+    homes |= {
+        "heads": "qkscope.analyses.find:find_heads",
+        "sparsity": "qkscope.analyses.sparsity:sweep",
+    }
     homes |= {"view": "qkscope.show.live:view"}
     return {name: homes[name] for name in dict.fromkeys([*_FIRST, *homes])}
 
@@ -56,11 +84,14 @@ def _verbs() -> dict[str, str]:
 VERBS = _verbs()
 
 
-# ---------------------------------------------------------------------- a function, read off its source
+# ---------------------------------------------------------------------- a function, read off its
+# source
 
 
 class Parameter(NamedTuple):
-    """One parameter of a function: the alternatives of its annotation, its default, and what its docstring says."""
+    """One parameter of a function: the alternatives of its annotation, its default, and what its
+    docstring says.
+    """
 
     name: str
     kinds: tuple[str, ...]
@@ -82,14 +113,28 @@ def _tree(module: str) -> ast.Module:
 def signature(home: str) -> tuple[str, list[Parameter]]:
     """What a function does, by its docstring's first paragraphs, and its parameters."""
     module, _, name = home.partition(":")
-    node = next(part for part in _tree(module).body if isinstance(part, ast.FunctionDef) and part.name == name)
+    node = next(
+        part
+        for part in _tree(module).body
+        if isinstance(part, ast.FunctionDef) and part.name == name
+    )
     does, _, rest = (ast.get_docstring(node) or "").partition("\n\nParameters\n")
-    entries = re.finditer(r"^(\*?\w+(?:, \w+)*) : (.*(?:\n +.*)*)", rest.partition("\n\n")[0], re.MULTILINE)
+    entries = re.finditer(
+        r"^(\*?\w+(?:, \w+)*) : (.*(?:\n +.*)*)", rest.partition("\n\n")[0], re.MULTILINE
+    )
     texts = {named: _plain(entry[2]) for entry in entries for named in entry[1].split(", ")}
     plain, only = node.args.args, node.args.kwonlyargs
-    defaults = [None] * (len(plain) - len(node.args.defaults)) + [*node.args.defaults, *node.args.kw_defaults]
+    defaults = [None] * (len(plain) - len(node.args.defaults)) + [
+        *node.args.defaults,
+        *node.args.kw_defaults,
+    ]
     parameters = [
-        Parameter(arg.arg, tuple(str(kind).split(" | ")), _constant(default, module), texts.get(arg.arg, ""))
+        Parameter(
+            arg.arg,
+            tuple(str(kind).split(" | ")),
+            _constant(default, module),
+            texts.get(arg.arg, ""),
+        )
         for arg, default in zip([*plain, *only], defaults, strict=True)
         for kind in [ast.unparse(arg.annotation or arg)]
     ]
@@ -103,7 +148,9 @@ def _plain(text: str) -> str:
 
 
 def _constant(node: ast.expr | None, module: str) -> Any:
-    """A default: what is written, or what this module (or the one that it imports from) calls by this name."""
+    """A default: what is written, or what this module (or the one that it imports from) calls by
+    this name.
+    """
     if node is None or isinstance(node, ast.Lambda | ast.Attribute):  # functions are for Python
         return _NEEDED if node is None else None
     if not isinstance(node, ast.Name):
@@ -132,19 +179,30 @@ _READ: dict[str, Callable[[str], Any]] = {
 
 
 def _option(
-    name: str, kind: Any, default: Any, text: str, *flags: str, read: str = "", argument: bool = False, **more: Any
+    name: str,
+    kind: Any,
+    default: Any,
+    text: str,
+    *flags: str,
+    read: str = "",
+    argument: bool = False,
+    **more: Any,
 ) -> inspect.Parameter:
     """An option or an argument; ``read`` says what its text is read as."""
     if read:
         more["callback"] = lambda value: None if value is None else _READ[read](value)
-    info: Any = typer.Argument(help=text, **more) if argument else typer.Option(*flags, help=text, **more)
+    info: Any = (
+        typer.Argument(help=text, **more) if argument else typer.Option(*flags, help=text, **more)
+    )
     kind = Annotated[kind | None if default is None else kind, info]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 _argument = partial(_option, argument=True)
 _MODELS = "Hub id, folder, .gguf file, a name that fetch takes (smollm2-135m), or nano:mixed."
-_FORMS = "list, sentence or question (binding); bullets or find (filter); ABBA, BABA or single (ioi)."
+_FORMS = (
+    "list, sentence or question (binding); bullets or find (filter); ABBA, BABA or single (ioi)."
+)
 _OF_MODEL = [
     _option("model", str, None, _MODELS, show_default=MODEL),
     _option("device", str, None, "cpu, cuda, cuda:1, or auto: spread over all GPUs."),
@@ -162,7 +220,15 @@ _OF_ALL = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
     for name, kind in (("everything", All), ("as_json", Json))
 ]
-_TYPES = {"int": int, "Count": int, "Natural": int, "Seed": int, "str": str, "bool": bool, "list[Path]": list[Path]}
+_TYPES = {
+    "int": int,
+    "Count": int,
+    "Natural": int,
+    "Seed": int,
+    "str": str,
+    "bool": bool,
+    "list[Path]": list[Path],
+}
 
 
 def typed(parameter: Parameter) -> list[inspect.Parameter]:
@@ -172,20 +238,43 @@ def typed(parameter: Parameter) -> list[inspect.Parameter]:
         return _OF_MODEL
     if parameter.takes("Texts"):
         task, told = parameter.takes("Task"), "Text files and folders, or python (its own texts)."
-        sources = _argument("sources", list[str], None, f"{told} Or a task: {_TASKS}." if task else told)
-        single = _option("prompt", str, None, "One prompt instead; \\n is a line break.", read="prompt")
-        return [sources, *([single] if parameter.takes("Example") else []), *(_OF_TASK if task else [])]
+        sources = _argument(
+            "sources", list[str], None, f"{told} Or a task: {_TASKS}." if task else told
+        )
+        single = _option(
+            "prompt", str, None, "One prompt instead; \\n is a line break.", read="prompt"
+        )
+        return [
+            sources,
+            *([single] if parameter.takes("Example") else []),
+            *(_OF_TASK if task else []),
+        ]
     if parameter.takes("Task"):
         return [_argument("task", str, _NEEDED, f"{_TASKS}."), *_OF_TASK]
     if parameter.takes("Example"):
-        return [_argument("prompt", str, _NEEDED, "The prompt (\\n breaks a line); or a .jsonl file.", read="prompt")]
+        return [
+            _argument(
+                "prompt",
+                str,
+                _NEEDED,
+                "The prompt (\\n breaks a line); or a .jsonl file.",
+                read="prompt",
+            )
+        ]
     if parameter.takes("Head") and not kinds[0].startswith("Mapping"):
         named = "heads" if parameter.takes("Sequence") else "head"
         return [_option(named, str, default, text, read=named)]
     if parameter.takes("Fit") and name == "fit":
         return [_argument("fit", Path, _NEEDED, "A folder that decompose wrote.")]
     if parameter.takes("Fit"):
-        return [_option("fit", Path, None, "A folder that decompose wrote: its features split the logit too.")]
+        return [
+            _option(
+                "fit",
+                Path,
+                None,
+                "A folder that decompose wrote: its features split the logit too.",
+            )
+        ]
     if parameter.takes("UnitsToTest"):
         return [_option("n", int, 256, "Prompts to test on.", "--n", "-n")]
     if parameter.takes("Dictionary"):
@@ -200,18 +289,33 @@ def typed(parameter: Parameter) -> list[inspect.Parameter]:
         return []
     if name in _SHARED and (name != "model" or default is _NEEDED):
         return [_SHARED[name]]
-    read = "token" if {"int", "str", "None"} == set(kinds) else "names" if kinds[0] == "Sequence[str]" else ""
+    read = (
+        "token"
+        if {"int", "str", "None"} == set(kinds)
+        else "names"
+        if kinds[0] == "Sequence[str]"
+        else ""
+    )
     kind: Any = Path if "Path" in kinds else str if read else _TYPES.get(kinds[0])
     if isinstance(default, bool | int | float | str) and kind is not Path:
         kind = type(default)
     if kind is bool:
-        return [_option(name, bool, bool(default), text, f"--{name}/--no-{name}" if default else f"--{name}")]
+        return [
+            _option(
+                name, bool, bool(default), text, f"--{name}/--no-{name}" if default else f"--{name}"
+            )
+        ]
     if name == "folder" or (default is _NEEDED and name != "out"):
         return [_argument(name, kind, default, text)]
-    return [_option(name, kind, default, text, *(["--n", "-n"] if name == "n" else []), read=read)] if kind else []
+    return (
+        [_option(name, kind, default, text, *(["--n", "-n"] if name == "n" else []), read=read)]
+        if kind
+        else []
+    )
 
 
-# ---------------------------------------------------------------------- from what was typed to arguments
+# ---------------------------------------------------------------------- from what was typed to
+# arguments
 
 
 def argument(parameter: Parameter, values: Values) -> Any:
@@ -236,16 +340,22 @@ def argument(parameter: Parameter, values: Values) -> Any:
         from qkscope.maths.dictionaries import Dictionary
 
         if value is None and values["dictionary_layer"] is not None:
-            raise BadInput("--dictionary-layer says where a dictionary stands: name it with --dictionary.")
+            raise BadInput(
+                "--dictionary-layer says where a dictionary stands: name it with --dictionary."
+            )
         value = value and Dictionary.load(value, layer=values["dictionary_layer"])
     elif name == "feature" and value:
         folder, _, contrast = value.rpartition(":")
         if not folder:
-            raise BadInput(f"--feature is DIR:CONTRAST, as runs/binding:lexical, but got {value!r}.")
+            raise BadInput(
+                f"--feature is DIR:CONTRAST, as runs/binding:lexical, but got {value!r}."
+            )
         value = _fit(Path(folder), values, contrast)
     elif name == "model" and parameter.default is _NEEDED:
         value = value or MODEL
-    elif name == "chat" and ("task" in values or not value):  # a task says itself whether its prompts are chat
+    elif name == "chat" and (
+        "task" in values or not value
+    ):  # a task says itself whether its prompts are chat
         value = None
     elif name == "say":
         value = say
@@ -258,7 +368,10 @@ def _scope(values: Values) -> Any:
     from qkscope.capture.scope import Scope
     from qkscope.runs.work import torchrun_device
 
-    folder, device = values.get("fit") or (values.get("feature") or "").rpartition(":")[0], values["device"]
+    folder, device = (
+        values.get("fit") or (values.get("feature") or "").rpartition(":")[0],
+        values["device"],
+    )
     model = values["model"] or (read_job(folder)["model"] if folder else MODEL)
     place = {"device_map": "auto"} if device == "auto" else {"device": torchrun_device(device)}
 
@@ -275,7 +388,9 @@ def _scope(values: Values) -> Any:
 
 
 def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
-    """A fit, or one of its features; that it has these heads and this contrast is asked before a model is loaded."""
+    """A fit, or one of its features; that it has these heads and this contrast is asked before a
+    model is loaded.
+    """
     if folder is None:
         return None
     from qkscope.analyses.fit import load, read_job
@@ -284,11 +399,17 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
     job, named = read_job(folder), values.get("heads") or values.get("head")
     heads = named if isinstance(named, list) else [] if named in (None, "all") else [named]
     if contrast and len(heads) != 1:
-        raise BadInput(f"a feature is of one head, and {folder} has {', '.join(job['heads'])}: name one with --heads.")
+        raise BadInput(
+            f"a feature is of one head, and {folder} has {', '.join(job['heads'])}: name one with --heads."
+        )
     if missing := [str(head) for head in heads if str(head) not in job["heads"]]:
-        raise BadInput(f"{folder} was not fitted at {missing[0]}: there is {', '.join(job['heads'])}.")
+        raise BadInput(
+            f"{folder} was not fitted at {missing[0]}: there is {', '.join(job['heads'])}."
+        )
     if contrast and contrast not in job["contrasts"]:
-        raise BadInput(f"{folder} has no contrast {contrast!r}: it has {', '.join(job['contrasts'])}.")
+        raise BadInput(
+            f"{folder} has no contrast {contrast!r}: it has {', '.join(job['contrasts'])}."
+        )
     check_swappable(job["space"], values.get("downstream", False))
     fit: Any = load(folder, values["scope"])
     return fit[contrast, heads[0]] if contrast else fit
@@ -303,7 +424,11 @@ def _source(parameter: Parameter, values: Values) -> Any:
     sources, prompt, task = values["sources"] or [], values.get("prompt"), parameter.takes("Task")
     if parameter.takes("Example") and (prompt is None) == (not sources):
         raise BadInput("name a task or text files, or one prompt with --prompt, and not both.")
-    named = [source for source in sources if source in tasks.BUILT_IN or source.lower().endswith(".jsonl")]
+    named = [
+        source
+        for source in sources
+        if source in tasks.BUILT_IN or source.lower().endswith(".jsonl")
+    ]
     if named and task and len(sources) == 1:
         values["task"] = sources[0]
         return make_task(values)
@@ -311,7 +436,9 @@ def _source(parameter: Parameter, values: Values) -> Any:
         raise BadInput(f"{named[0]} is a task: name {'it alone' if task else 'text files'}.")
     for source in sources:
         if source != PYTHON and not Path(source).exists():
-            raise BadInput(f"there is no task and no file {source!r}: name {_TASKS}, text files, or {PYTHON}.")
+            raise BadInput(
+                f"there is no task and no file {source!r}: name {_TASKS}, text files, or {PYTHON}."
+            )
     return prompt or (None if sources in ([], [PYTHON]) else read_documents(sources))
 
 
@@ -324,10 +451,15 @@ def make_task(values: Mapping[str, Any]) -> Any:
         raise BadInput(f"there is no task {name!r}: take {_TASKS} of your own.")
     takes = inspect.signature(makers[name]).parameters
     size = next((size for size in ("entities", "categories", "length") if size in takes), "size")
-    given = {name: values[flag] for flag, name in (("size", size), ("form", "form"), ("center", "center"))}
+    given = {
+        name: values[flag]
+        for flag, name in (("size", size), ("form", "form"), ("center", "center"))
+    }
     given = {name: value for name, value in given.items() if value is not None}
     if unknown := given.keys() - takes.keys():
-        raise BadInput(f"--{min(unknown)} is not for {name}: {_SHARED[min(unknown)].annotation.__metadata__[0].help}")
+        raise BadInput(
+            f"--{min(unknown)} is not for {name}: {_SHARED[min(unknown)].annotation.__metadata__[0].help}"
+        )
     return makers[name](seed=values["seed"], chat=values["chat"], **given)
 
 
@@ -336,19 +468,26 @@ def make_task(values: Mapping[str, Any]) -> Any:
 
 def _parameters(name: str) -> list[Parameter]:
     """Parameters of a verb, with the default of its ``--out``."""
-    return [p._replace(default=_OUT.get(name, p.default)) if p.name == "out" else p for p in signature(VERBS[name])[1]]
+    return [
+        p._replace(default=_OUT.get(name, p.default)) if p.name == "out" else p
+        for p in signature(VERBS[name])[1]
+    ]
 
 
 def run(name: str, values: Values) -> None:
     """Run a verb with what was typed, and print what it gives."""
     everything, as_json = values.pop("everything", False), values.pop("as_json", False)
-    wanted = [parameter for parameter in _parameters(name) if typed(parameter) or parameter.name == "say"]
+    wanted = [
+        parameter for parameter in _parameters(name) if typed(parameter) or parameter.name == "say"
+    ]
     given = {parameter.name: argument(parameter, values) for parameter in wanted}
     module, _, function = VERBS[name].partition(":")
     with doing(name, None if "scope" in given else False):  # a line that says how far it is
         verb = getattr(import_module(module), function)
         result = verb(**{name: value for name, value in given.items() if value is not None})
-    if isinstance(result, Result) and result.answer:  # otherwise nothing is left to print, or another process prints it
+    if (
+        isinstance(result, Result) and result.answer
+    ):  # otherwise nothing is left to print, or another process prints it
         ends = result.tables and not as_json  # of a part there are none
         end = end_lines(given.get("out"), then=next_command(name, values, result)) if ends else []
         print_result(result, as_json, everything, end)
@@ -361,11 +500,17 @@ def _add_commands() -> None:
         options += [] if name in ("fetch", "schema") else _OF_ALL
         unique = {option.name: option for option in options}.values()
 
-        def command(verb: str = name, /, **values: Any) -> None:  # an option may be called as we are
+        def command(
+            verb: str = name, /, **values: Any
+        ) -> None:  # an option may be called as we are
             run(verb, values)
 
-        vars(command)["__signature__"] = inspect.Signature(sorted(unique, key=lambda option: option.name in last))
-        app.command(name, help=signature(home)[0], rich_help_panel="Commands" if name in _FIRST else "More")(command)
+        vars(command)["__signature__"] = inspect.Signature(
+            sorted(unique, key=lambda option: option.name in last)
+        )
+        app.command(
+            name, help=signature(home)[0], rich_help_panel="Commands" if name in _FIRST else "More"
+        )(command)
 
 
 _add_commands()

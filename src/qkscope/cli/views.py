@@ -1,8 +1,10 @@
-"""Tables for people: which rows and columns of a result are printed, and how they are fitted into a line.
+"""Tables for people: which rows and columns of a result are printed, and how they are fitted into a
+line.
 
-A view (``views.toml``) names the table that answers a verb's question, its columns, and what their headings mean. A
-verb may have several: the first whose table is there is printed. Without any, a result's claims are printed, or the
-first six columns in which the rows of its main table differ. Texts give way to narrow lines, numbers never.
+A view (``views.toml``) names the table that answers a verb's question, its columns, and what their
+headings mean. A verb may have several: the first whose table is there is printed. Without any, a
+result's claims are printed, or the first six columns in which the rows of its main table differ.
+Texts give way to narrow lines, numbers never.
 """
 
 from __future__ import annotations
@@ -38,8 +40,11 @@ VIEWS = read_views(Path(__file__).with_name("views.toml"))
 VIEWS["demo"] = {"swap": VIEWS["swap"]["swap"]}
 
 
-def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, dict[str, str], int, str] | None:
-    """The rows and columns of the one table that a verb prints, how many rows there are, and what its headings mean.
+def shown(
+    verb: str, tables: Mapping[str, Rows], main: str = ""
+) -> tuple[Rows, dict[str, str], int, str] | None:
+    """The rows and columns of the one table that a verb prints, how many rows there are, and what
+    its headings mean.
 
     Parameters
     ----------
@@ -49,7 +54,11 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, 
     """
     known = VIEWS.get(verb, VIEWS.get(verb.partition("/")[0], VIEWS["default"]))
     table = next((name for name in known if tables.get(name)), None)
-    rows = tables[table] if table else tables.get(main) or next((rows for rows in tables.values() if rows), [])
+    rows = (
+        tables[table]
+        if table
+        else tables.get(main) or next((rows for rows in tables.values() if rows), [])
+    )
     if not rows or not known or (table is None and tables.get("said")):  # lines say it all
         return None
     view: Any = known[table] if table else {"columns": ", ".join(f"{name}?" for name in rows[0])}
@@ -64,26 +73,37 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> tuple[Rows, 
     }
     columns = dict(list((kept or sources).items())[:MOST_COLUMNS])
     hidden = {heading.rstrip("?") for heading in sources} - set(columns)
-    notes = (part for part in view.get("note", "").split("; ") if part.partition(":")[0] not in hidden)
+    notes = (
+        part for part in view.get("note", "").split("; ") if part.partition(":")[0] not in hidden
+    )
     return picked, columns, len(rows), "; ".join(notes)
 
 
-def drawn(rows: Rows, columns: Mapping[str, str], width: int, *, whole: bool = False) -> Iterator[Table]:
-    """Tables that stand one below the other where the columns do not fit side by side, the first column repeated.
+def drawn(
+    rows: Rows, columns: Mapping[str, str], width: int, *, whole: bool = False
+) -> Iterator[Table]:
+    """Tables that stand one below the other where the columns do not fit side by side, the first
+    column repeated.
 
     Parameters
     ----------
     columns : headings, and where their cells come from.
     width : of a line, in characters.
-    whole : whether texts are left in full, numbers have four digits, and columns that do not fit come below; otherwise
-        these are left out.
+    whole : whether texts are left in full, numbers have four digits, and columns that do not fit
+        come below; otherwise these are left out.
     """
-    cells = [[_cell(source, row, 4 if whole else None) for row in rows] for source in columns.values()]
-    numeric = [any(_is_number(row.get(source.rstrip("±"))) for row in rows) for source in columns.values()]
+    cells = [
+        [_cell(source, row, 4 if whole else None) for row in rows] for source in columns.values()
+    ]
+    numeric = [
+        any(_is_number(row.get(source.rstrip("±"))) for row in rows) for source in columns.values()
+    ]
     needed, groups = list[int](), [[0]]
     for i, heading in enumerate(columns):
         longest = max(map(cell_len, cells[i]))
-        needed.append(max(cell_len(heading), longest if whole or numeric[i] else min(longest, _SHORTEST)) + 2)
+        needed.append(
+            max(cell_len(heading), longest if whole or numeric[i] else min(longest, _SHORTEST)) + 2
+        )
         if i and len(groups[-1]) > 1 and sum(needed[j] for j in [*groups[-1], i]) > width + 2:
             groups.append([0])
         groups[-1] += [i] if i else []
@@ -91,7 +111,9 @@ def drawn(rows: Rows, columns: Mapping[str, str], width: int, *, whole: bool = F
         table = Table(box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for i in group:
             table.add_column(
-                Text(plain_text(list(columns)[i])), justify="right" if numeric[i] else "left", no_wrap=numeric[i]
+                Text(plain_text(list(columns)[i])),
+                justify="right" if numeric[i] else "left",
+                no_wrap=numeric[i],
             )
         for texts in zip(*(cells[i] for i in group), strict=True):
             table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in texts))
@@ -124,7 +146,9 @@ def _cell(source: str, row: Row, digits: int | None = None) -> str:
         ends = (f"{name}_low", f"{name}_high") if f"{name}_low" in row else ("low", "high")
         values: list[Any] = [row.get(column) for column in (name, *ends)]
         if all(map(_is_number, values)):  # two decimals, more only of large ones, and never -0.00
-            return "{} [{}, {}]".format(*(f"{round(x, 2) + 0.0:.2f}" if abs(x) < 100 else f"{x:.0f}" for x in values))
+            return "{} [{}, {}]".format(
+                *(f"{round(x, 2) + 0.0:.2f}" if abs(x) < 100 else f"{x:.0f}" for x in values)
+            )
     return repr(row[name]) if source.endswith("!r") else cell(row.get(name), digits)
 
 
@@ -146,11 +170,17 @@ def _where(rows: Rows, column: str, value: Any) -> Rows:
 
 
 def _swapped(rows: Rows) -> Rows:
-    """Of every head its features beside random subspaces and rivals; of many heads, the joint feature alone."""
+    """Of every head its features beside random subspaces and rivals; of many heads, the joint
+    feature alone.
+    """
     joint = [row["feature"] for row in rows if row["kind"] == "feature"][-1]
     places = list(dict.fromkeys((row["head"], row["feature"]) for row in rows))
-    told = [row for row in rows if row["kind"] not in ("oblique", "summed", "cov_qk", "sham")]  # a new rival is told
-    told.sort(key=lambda row: places.index((row["head"], row["feature"])))  # each beside its controls
+    told = [
+        row for row in rows if row["kind"] not in ("oblique", "summed", "cov_qk", "sham")
+    ]  # a new rival is told
+    told.sort(
+        key=lambda row: places.index((row["head"], row["feature"]))
+    )  # each beside its controls
     of_joint = [row for row in told if row["feature"] == joint]
     fewer = [row for row in told if row["feature"] == joint or row["kind"] == "feature"]
     least = [row for row in of_joint if row["kind"] in ("feature", "random")]
@@ -166,7 +196,10 @@ def _spread(rows: Rows) -> Rows:
 
 def _for_and_against(rows: Rows) -> Rows:
     """The first three heads for the next token, then the first two against it."""
-    groups = [[row for row in rows if row["direction"] == way][:most] for way, most in (("for", 3), ("against", 2))]
+    groups = [
+        [row for row in rows if row["direction"] == way][:most]
+        for way, most in (("for", 3), ("against", 2))
+    ]
     return [row for group in groups for row in group] or rows[:3]
 
 
@@ -174,7 +207,9 @@ def _first_writers(rows: Rows) -> Rows:
     """The first writers of each head and side, as many of each as there is room for; keys first."""
     groups = grouped(rows, lambda row: (row["head"], row["side"]))
     most = max(MOST_ROWS // max(len(groups), 1), 1)
-    return [row for group in sorted(groups, key=lambda group: group[1]) for row in groups[group][:most]]
+    return [
+        row for group in sorted(groups, key=lambda group: group[1]) for row in groups[group][:most]
+    ]
 
 
 PICKS: dict[str, Callable[..., Rows]] = {

@@ -1,7 +1,9 @@
-"""Some heads, ready to say who wrote what they read: a model's blocks taken apart, and forwards recorded.
+"""Some heads, ready to say who wrote what they read: a model's blocks taken apart, and forwards
+recorded.
 
-Outputs of heads are recorded before ``W_O`` and only at the places asked for, so that a pass costs little more than the
-forward. What no token decides (biases of any kind) is the writer `BIAS`, always the last one.
+Outputs of heads are recorded before ``W_O`` and only at the places asked for, so that a pass costs
+little more than the forward. What no token decides (biases of any kind) is the writer `BIAS`,
+always the last one.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Reader:
 
     Attributes
     ----------
-    together : layers in one product: a GPU waits for its orders, and a call costs more than what it does.
+    together : layers in one product: a GPU waits for its orders, and a call costs more than what it
+        does.
     """
 
     def __init__(self, scope: Scope, heads: Sequence[Head]) -> None:
@@ -100,7 +103,9 @@ class Reader:
         return [str(Head(layer, i)) for i in range(self.scope.facts.layers[layer].n_heads)]
 
     def part_name(self, layer: int, module: nn.Module) -> str:
-        """``M17``, and where a block has more than one part besides its heads, their numbers behind it."""
+        """``M17``, and where a block has more than one part besides its heads, their numbers behind
+        it.
+        """
         parts = self.blocks[layer].parts
         return str(Writer(layer, "mlp", () if len(parts) == 1 else (parts.index(module),)))
 
@@ -146,7 +151,9 @@ class Reader:
             return None
         try:
             form = form_of(self.scope, layer, self._block_calls[layer])
-        except Exception:  # a layer asked so may fail in any way: then its own code is asked instead
+        except (
+            Exception
+        ):  # a layer asked so may fail in any way: then its own code is asked instead
             return None
         return form if len(form.norms) < 2 else None
 
@@ -161,8 +168,15 @@ class Reader:
     @_once
     def matrices(
         self, kind: Kind, own: tuple[tuple[int, int], ...]
-    ) -> tuple[Float[Tensor, "h d e"], Float[Tensor, "h d"], Float[Tensor, "h d"], Float[Tensor, " l"] | None]:
-        """W, a and c (`weights.Form`) of heads by layer and number, and what each layer's norm adds under its root."""
+    ) -> tuple[
+        Float[Tensor, "h d e"],
+        Float[Tensor, "h d"],
+        Float[Tensor, "h d"],
+        Float[Tensor, " l"] | None,
+    ]:
+        """W, a and c (`weights.Form`) of heads by layer and number, and what each layer's norm adds
+        under its root.
+        """
         found, eps = [], []
         for layer in dict.fromkeys(layer for layer, _ in own):
             form, heads = self.form(layer), [index for other, index in own if other == layer]
@@ -175,7 +189,8 @@ class Reader:
     def frame(self, head: Head, side: Side) -> Float[Tensor, "d_head d_model"]:
         """What a head reads of the stream at one token of a short prompt, of length 1.
 
-        Rotation and norms differ from token to token; parts of different tokens are compared in one frame.
+        Rotation and norms differ from token to token; parts of different tokens are compared in one
+        frame.
         """
         run, kind = self._short, KINDS[side]
         J = run.layer(head.layer, run.at(side)).jacobian(kind, run.index(head, kind))[0, 0]
@@ -202,7 +217,8 @@ class Reader:
         neurons: bool = False,
         visits: Sequence[Callable[[Call], None]] = (),
     ) -> Run:
-        """Run a batch up to the deepest layer that is read, and keep what the writers left at these places.
+        """Run a batch up to the deepest layer that is read, and keep what the writers left at these
+        places.
 
         Padded slots of keys hold column 0 and mean nothing.
 
@@ -210,9 +226,10 @@ class Reader:
         ----------
         inputs : of the model.
         places : where to look.
-        deep : whether every layer can be asked, not only those of the heads: what their writers read, and why; or which
-            layers can be.
-        last : layer whose writers are asked about, where the model runs on to its logits; by default any.
+        deep : whether every layer can be asked, not only those of the heads: what their writers
+            read, and why; or which layers can be.
+        last : layer whose writers are asked about, where the model runs on to its logits; by
+            default any.
         layers : others whose input is kept, and that of their MLP.
         logits : whether to run the whole model, with next-token logits at the queries.
         neurons : whether to keep what the last matrix of every MLP is given.
@@ -222,32 +239,45 @@ class Reader:
         run = Run(self, places.row, torch.cat([places.query[:, None], keys], dim=1), inputs)
         rows = len(next(iter(inputs.values())))
         deepest = max(self.layers) if last is None else last
-        ends = int(places.query[0]) + 1 if len(keys) == 1 else 0  # where a prompt is asked about that runs alone
+        ends = (
+            int(places.query[0]) + 1 if len(keys) == 1 else 0
+        )  # where a prompt is asked about that runs alone
         end = len(self.blocks) - 1 if logits else deepest
         asked = self.layers if isinstance(deep, bool) else deep
         kept = set(range(deepest + 1)) if deep is True else {*asked, *layers}
-        last_of, later = self.last if neurons else {}, dict[Any, list[tuple[dict[Any, Tensor], Any, Tensor, int]]]()
+        last_of, later = (
+            self.last if neurons else {},
+            dict[Any, list[tuple[dict[Any, Tensor], Any, Tensor, int]]](),
+        )
 
         def note(noted: dict[Any, Tensor], key: Any, value: Any) -> None:
             value = value[0] if isinstance(value, tuple | list) else value
-            value = value.reshape(rows, -1, value.shape[-1]) if value.ndim == 2 else value  # experts: tokens in one row
+            value = (
+                value.reshape(rows, -1, value.shape[-1]) if value.ndim == 2 else value
+            )  # experts: tokens in one row
             if self._overwrites or not fits(value, len(self.blocks)):
                 noted[key] = run.pick(value)
             else:
-                later.setdefault((id(noted), value.shape, value.device), []).append((noted, key, value, value._version))
+                later.setdefault((id(noted), value.shape, value.device), []).append(
+                    (noted, key, value, value._version)
+                )
 
         def given(noted: dict[Any, Tensor], key: Any, module: nn.Module) -> None:
             hooks.append(module.register_forward_pre_hook(lambda _, args: note(noted, key, args)))
 
         def take(call: Call) -> None:
             if call.layer in kept or logits:
-                call = last_alone(call) if call.q.shape[2] == ends and call.layer > deepest else call
+                call = (
+                    last_alone(call) if call.q.shape[2] == ends and call.layer > deepest else call
+                )
                 run.calls[call.layer] = call
                 call.rotary = call.rotary and call.rotary.slim()
             if call.layer == end and not logits:
                 raise Stop
 
-        def entering(layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def entering(
+            layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
             if layer == 0 or layer in layers:
                 note(run.entered, layer, stream_of(args, kwargs))
             if layer in kept:
@@ -257,7 +287,11 @@ class Reader:
             """From here on, logits are a linear function of what leaves the last block."""
             torch.set_grad_enabled(True)
             inside = {module for block in self.blocks for module in block.module.modules()}
-            hooks.extend(Frozen().hooks(module for module in self.scope.model.modules() if module not in inside))
+            hooks.extend(
+                Frozen().hooks(
+                    module for module in self.scope.model.modules() if module not in inside
+                )
+            )
             several = isinstance(out, tuple | list)
             run.left = (out[0] if several else out).detach().requires_grad_()
             return type(out)([run.left, *out[1:]]) if several else run.left
@@ -268,7 +302,11 @@ class Reader:
                 hooks.append(self.blocks[-1].module.register_forward_hook(leaving))
             for layer, block in enumerate(self.blocks[: end + 1]):
                 if layer == 0 or layer in kept:
-                    hooks.append(block.module.register_forward_pre_hook(partial(entering, layer), with_kwargs=True))
+                    hooks.append(
+                        block.module.register_forward_pre_hook(
+                            partial(entering, layer), with_kwargs=True
+                        )
+                    )
                 if layer == end and not logits:  # what it writes comes behind what is read
                     break
                 for norm in block.norms:
@@ -278,19 +316,34 @@ class Reader:
                 if block.output is not None:
                     given(run.heads, layer, block.output)
                 for part in block.parts:
-                    hooks.append(part.register_forward_hook(lambda part, _, out: note(run.gave, part, out)))
+                    hooks.append(
+                        part.register_forward_hook(lambda part, _, out: note(run.gave, part, out))
+                    )
                     if layer in layers:
                         given(run.given, part, part)
                     if part in last_of:
                         given(run.neurons, part, last_of[part][0])
             shown, at = None if logits or visits else {*kept, end}, places if logits else None
-            run.logits = self.scope.watch(inputs, *visits, take, rotary=True, logits_at=at, only=shown)
+            run.logits = self.scope.watch(
+                inputs, *visits, take, rotary=True, logits_at=at, only=shown
+            )
         if any(value._version != version for some in later.values() for *_, value, version in some):
-            self._overwrites = True  # a block adds to what its parts put out: what is noted must be copied at once
+            self._overwrites = (
+                True  # a block adds to what its parts put out: what is noted must be copied at once
+            )
             return self.record(
-                inputs, places, deep=deep, last=last, layers=layers, logits=logits, neurons=neurons, visits=visits
+                inputs,
+                places,
+                deep=deep,
+                last=last,
+                layers=layers,
+                logits=logits,
+                neurons=neurons,
+                visits=visits,
             )
         for some in later.values():
-            for (noted, key, *_), value in zip(some, run.pick_all([value for *_, value, _ in some]), strict=True):
+            for (noted, key, *_), value in zip(
+                some, run.pick_all([value for *_, value, _ in some]), strict=True
+            ):
                 noted[key] = value
         return run

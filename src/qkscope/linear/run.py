@@ -1,10 +1,12 @@
-"""What one forward leaves at chosen places, and the two ways through it: writers pushed up, directions pulled down.
+"""What one forward leaves at chosen places, and the two ways through it: writers pushed up,
+directions pulled down.
 
-``x(p) = Σ_c x_c(p)`` over writers c. With norms frozen everything between x and a logit is linear, so a head asks with
-a direction g in the stream, and writer c says ``x_c · g``. `Run.streams` carries the writers' parts up to a layer;
-`Run.answer` carries a direction down to every writer. A block in between is a sum with norms in it
-(`qkscope.capture.blocks`), and both ways walk the same tree. Between a layer's stream and its vectors the layer is
-asked in closed form where it has one, and by its own code where not (`layer`).
+``x(p) = Σ_c x_c(p)`` over writers c. With norms frozen everything between x and a logit is linear,
+so a head asks with a direction g in the stream, and writer c says ``x_c · g``. `Run.streams`
+carries the writers' parts up to a layer; `Run.answer` carries a direction down to every writer. A
+block in between is a sum with norms in it (`qkscope.capture.blocks`), and both ways walk the same
+tree. Between a layer's stream and its vectors the layer is asked in closed form where it has one,
+and by its own code where not (`layer`).
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def named(pieces: Sequence[Parts]) -> Float[Tensor, "n c p d"]:
 
 
 class Direction(NamedTuple):
-    """What is asked of the stream that enters a layer, at some slots: ``Σ_p vectors·x(p) + constants``."""
+    """What is asked of the stream that enters a layer, at some slots: ``Σ_p vectors·x(p) +
+    constants``.
+    """
 
     layer: int
     slots: Int[Tensor, " p"]
@@ -60,7 +64,8 @@ class Direction(NamedTuple):
 
 @dataclass
 class Answer:
-    """Each writer's value along a direction, and the direction on the outputs of heads and other parts.
+    """Each writer's value along a direction, and the direction on the outputs of heads and other
+    parts.
 
     Attributes
     ----------
@@ -75,7 +80,9 @@ class Answer:
 
 
 def fits(value: Tensor, count: int) -> bool:
-    """Whether so many tensors may be held and gathered from together: a GPU waits for its orders, a CPU does not."""
+    """Whether so many tensors may be held and gathered from together: a GPU waits for its orders, a
+    CPU does not.
+    """
     return value.device.type != "cpu" and count * value.nbytes <= _STACKED
 
 
@@ -96,7 +103,8 @@ class Run:
     gave, given : by module, what a part put out, and what a norm was given: Float [n, p, d_model].
     neurons : by part, what its last matrix was given, where neurons are asked for: Float [n, p, f].
     called, calls : by layer, what its block was called with, and its attention call.
-    left, logits : what left the last block, and next-token logits at the queries, a function of it; where asked for.
+    left, logits : what left the last block, and next-token logits at the queries, a function of it;
+        where asked for.
     """
 
     reader: Reader
@@ -133,16 +141,25 @@ class Run:
 
     def slots(self, some: Sequence[int] | slice, rows: slice = slice(None)) -> Self:
         """Some of the places, in the order named, of some rows."""
-        kept: Any = {name: {key: x[rows, some] for key, x in getattr(self, name).items()} for name in _OF_ROWS}
+        kept: Any = {
+            name: {key: x[rows, some] for key, x in getattr(self, name).items()}
+            for name in _OF_ROWS
+        }
         return replace(self, row=self.row[rows], columns=self.columns[rows, some], **kept)
 
-    def pick(self, value: Float[Tensor, "b t *d"], slots: Any = slice(None)) -> Float[Tensor, "n p *d"]:
+    def pick(
+        self, value: Float[Tensor, "b t *d"], slots: Any = slice(None)
+    ) -> Float[Tensor, "n p *d"]:
         """What stands at some slots of these rows, in float32."""
         row, columns = self.row[:, None].to(value.device), self.columns[:, slots].to(value.device)
         return value[row, columns].to(self.row.device, torch.float32)
 
-    def pick_all(self, values: Sequence[Tensor], slots: Any = slice(None)) -> Float[Tensor, "l n p *d"]:
-        """Pick the slots from several tensors of one shape; small ones on a GPU are stacked and gathered at once."""
+    def pick_all(
+        self, values: Sequence[Tensor], slots: Any = slice(None)
+    ) -> Float[Tensor, "l n p *d"]:
+        """Pick the slots from several tensors of one shape; small ones on a GPU are stacked and
+        gathered at once.
+        """
         if len(values) == 1 or not fits(values[0], len(values)):
             return torch.stack([self.pick(value, slots) for value in values])
         return self.pick(torch.stack(list(values)).movedim(0, 2), slots).movedim(2, 0)
@@ -153,25 +170,44 @@ class Run:
         """A layer's own code at some slots."""
         key = layer, str(slots)
         if key not in self._layers:
-            while self._layers and sum(other.columns.numel() for other in self._layers.values()) > _KEPT:
+            while (
+                self._layers
+                and sum(other.columns.numel() for other in self._layers.values()) > _KEPT
+            ):
                 del self._layers[next(iter(self._layers))]
             block, columns = self.reader.blocks[layer].module, self.columns[:, slots]
             given, true = self.called[layer], self.calls[layer]
-            self._layers[key] = AffineLayer(self.reader.scope, layer, block, given, true, self.row, columns)
+            self._layers[key] = AffineLayer(
+                self.reader.scope, layer, block, given, true, self.row, columns
+            )
         return self._layers[key]
 
     def index(self, head: Head, kind: Kind) -> int:
-        """The place of a head's queries, keys or values among its layer's: several heads may read the same keys."""
+        """The place of a head's queries, keys or values among its layer's: several heads may read
+        the same keys.
+        """
         call = self.calls[head.layer]
         return head.index // (call.q.shape[1] // getattr(call, kind).shape[1])
 
-    def vectors(self, own: Sequence[tuple[int, int]], kind: Kind, slots: Any) -> Float[Tensor, "n h p d"]:
-        """Queries, keys or values as the attention was given them, of heads by layer and number, at some slots."""
-        asked = kind, str(slots) if isinstance(slots, slice) else None, *own  # those of one side are asked for twice
+    def vectors(
+        self, own: Sequence[tuple[int, int]], kind: Kind, slots: Any
+    ) -> Float[Tensor, "n h p d"]:
+        """Queries, keys or values as the attention was given them, of heads by layer and number, at
+        some slots.
+        """
+        asked = (
+            kind,
+            str(slots) if isinstance(slots, slice) else None,
+            *own,
+        )  # those of one side are asked for twice
         if asked[1] is None or asked not in self._vectors:
             layers = list(dict.fromkeys(layer for layer, _ in own))
-            every = self.pick_all([getattr(self.calls[layer], kind).transpose(1, 2) for layer in layers], slots)
-            of_layer, heads = zip(*((layers.index(layer), index) for layer, index in own), strict=True)
+            every = self.pick_all(
+                [getattr(self.calls[layer], kind).transpose(1, 2) for layer in layers], slots
+            )
+            of_layer, heads = zip(
+                *((layers.index(layer), index) for layer, index in own), strict=True
+            )
             at = (index_on(every.device, numbers) for numbers in (of_layer, heads))
             self._vectors[asked] = every[next(at), :, :, next(at)].transpose(0, 1)
         return self._vectors[asked]
@@ -186,7 +222,9 @@ class Run:
         return self.pick_all([stream_of(*self.called[layer]) for layer in layers], slots)
 
     def closed(self, heads: Sequence[Head], kind: Kind, slots: Any) -> ClosedForm | None:
-        """Heads of layers that are `alike`, in closed form; None where it does not give their true vectors."""
+        """Heads of layers that are `alike`, in closed form; None where it does not give their true
+        vectors.
+        """
         made = ClosedForm(self, heads, kind, slots)
         self.reader.reject(made.wrong)
         return None if made.wrong else made
@@ -194,28 +232,44 @@ class Run:
     def pull(
         self, heads: Sequence[Head], kind: Kind, slots: Any, along: Float[Tensor, "n h p d"]
     ) -> tuple[Float[Tensor, "n h p d_model"], Float[Tensor, "n h p"]]:
-        """Directions on heads' vectors as directions on what enters their layers, and what constants say in them.
+        """Directions on heads' vectors as directions on what enters their layers, and what
+        constants say in them.
 
         Layers in closed form are done together, the others one by one.
         """
-        by_layer = {layer: alike(self, layer) or layer for layer in dict.fromkeys(head.layer for head in heads)}
+        by_layer = {
+            layer: alike(self, layer) or layer
+            for layer in dict.fromkeys(head.layer for head in heads)
+        }
         groups = grouped(range(len(heads)), lambda i: by_layer[heads[i].layer])
         if len(groups) > 1:
-            every = [self.pull([heads[i] for i in some], kind, slots, along[:, some]) for some in groups.values()]
-            back = torch.tensor([i for some in groups.values() for i in some]).argsort().to(along.device)
+            every = [
+                self.pull([heads[i] for i in some], kind, slots, along[:, some])
+                for some in groups.values()
+            ]
+            back = (
+                torch.tensor([i for some in groups.values() for i in some])
+                .argsort()
+                .to(along.device)
+            )
             vectors, said = (torch.cat(parts, dim=1)[:, back] for parts in zip(*every, strict=True))
         elif isinstance(layer := next(iter(groups)), int):
             index = [self.index(head, kind) for head in heads]
             pulled = self.layer(layer, slots).pull(kind, index, along.transpose(0, 1))
             vectors, said = (value.transpose(0, 1).to(along) for value in pulled)
-        elif (closed := self.closed(heads, kind, slots)) is None:  # their own code is asked from now on
+        elif (
+            closed := self.closed(heads, kind, slots)
+        ) is None:  # their own code is asked from now on
             return self.pull(heads, kind, slots, along)
         else:
             return closed.pull(along)
         return vectors, said
 
-    def read(self, head: Head, side: Side, pieces: Sequence[Parts], slots: Any = None) -> Float[Tensor, "n c p d"]:
-        """A head's queries or keys at the places of that side, split among writers, as the dot product sees them.
+    def read(
+        self, head: Head, side: Side, pieces: Sequence[Parts], slots: Any = None
+    ) -> Float[Tensor, "n c p d"]:
+        """A head's queries or keys at the places of that side, split among writers, as the dot
+        product sees them.
 
         Parameters
         ----------
@@ -226,16 +280,23 @@ class Run:
         """
         at, kind = self.at(side) if slots is None else slots, KINDS[side]
         constants = [piece.values for piece in pieces if piece.writers == [BIAS]]
-        parts = torch.cat([named(pieces), sum(constants, torch.zeros_like(pieces[0].values[:, :1]))], dim=1)
+        parts = torch.cat(
+            [named(pieces), sum(constants, torch.zeros_like(pieces[0].values[:, :1]))], dim=1
+        )
         parts = parts[:, :, at] if slots is None else parts
-        if alike(self, head.layer) is not None and (closed := self.closed([head], kind, at)) is not None:
+        if (
+            alike(self, head.layer) is not None
+            and (closed := self.closed([head], kind, at)) is not None
+        ):
             return closed.push(parts)
         layer, index = self.layer(head.layer, at), self.index(head, kind)
         whole = torch.einsum("ncpe,npde->ncpd", parts, layer.jacobian(kind, index).to(parts))
         whole[:, -1] += layer.constants[kind][:, :, index].to(whole)
         return whole
 
-    def live(self, head: Head, side: Side, x: Float[Tensor, "x n p e"], slots: Any = None) -> Float[Tensor, "x n p d"]:
+    def live(
+        self, head: Head, side: Side, x: Float[Tensor, "x n p e"], slots: Any = None
+    ) -> Float[Tensor, "x n p d"]:
         """What a head makes of other streams at the places of a side, its norms running."""
         at, kind = self.at(side) if slots is None else slots, KINDS[side]
         return self.layer(head.layer, at).pushed(x)[kind][..., self.index(head, kind), :].to(x)
@@ -243,7 +304,9 @@ class Run:
     # ------------------------------------------------------------------ writers, pushed up
 
     def streams(self, last: int) -> Iterator[tuple[int, list[Parts]]]:
-        """What entered each layer up to the last one wanted, split among its writers, biases between."""
+        """What entered each layer up to the last one wanted, split among its writers, biases
+        between.
+        """
         pieces, written = [Parts([EMBEDDING], self.entered[0][:, None])], self._written(last)
         for layer in range(last + 1):
             if layer:
@@ -256,7 +319,9 @@ class Run:
         *_, (_, pieces) = self.streams(layer)
         return pieces
 
-    def _through(self, layer: int, node: Node, entered: list[Parts], wrote: Tensor | None) -> list[Parts]:
+    def _through(
+        self, layer: int, node: Node, entered: list[Parts], wrote: Tensor | None
+    ) -> list[Parts]:
         """What comes out of a part of a block, of what entered the block and what its heads wrote."""
         match node:
             case Entered():
@@ -268,8 +333,14 @@ class Run:
             case Part(module):
                 return [Parts([self.reader.part_name(layer, module)], self.gave[module][:, None])]
             case Sum(terms):
-                every = [(number, p) for number, term in terms for p in self._through(layer, term, entered, wrote)]
-                return [p if number == 1 else Parts(p.writers, p.values * number) for number, p in every]
+                every = [
+                    (number, p)
+                    for number, term in terms
+                    for p in self._through(layer, term, entered, wrote)
+                ]
+                return [
+                    p if number == 1 else Parts(p.writers, p.values * number) for number, p in every
+                ]
             case Normed(norm, inner):
                 own, scale = self.scale(norm)
                 pieces = self._through(layer, inner, entered, wrote)
@@ -277,17 +348,26 @@ class Run:
                 return [*turned, *self._constant(own.bias)]
 
     def _written(self, last: int) -> dict[int, Float[Tensor, "n h p d"]]:
-        """By layer before the last, what each head wrote, behind W_O; layers of one shape in one product."""
-        before, weights = (layer for layer in self.heads if layer < last), self.reader.output_weights
+        """By layer before the last, what each head wrote, behind W_O; layers of one shape in one
+        product.
+        """
+        before, weights = (
+            (layer for layer in self.heads if layer < last),
+            self.reader.output_weights,
+        )
         groups = grouped(before, lambda layer: (self.heads[layer].shape, weights(layer)[0].shape))
         written: dict[int, Tensor] = {}
         for (_, (heads, *_)), layers in groups.items():
             z = torch.stack([self.heads[layer] for layer in layers]).unflatten(-1, (heads, -1))
-            parts = torch.einsum("lnphe,lhde->lhnpd", z, self.reader.stacked_outputs(tuple(layers)).to(z))
+            parts = torch.einsum(
+                "lnphe,lhde->lhnpd", z, self.reader.stacked_outputs(tuple(layers)).to(z)
+            )
             written |= zip(layers, parts.transpose(1, 2), strict=True)
         return written
 
-    def scale(self, norm: nn.Module, slots: Any = slice(None)) -> tuple[Norm, Float[Tensor, "n p d"]]:
+    def scale(
+        self, norm: nn.Module, slots: Any = slice(None)
+    ) -> tuple[Norm, Float[Tensor, "n p d"]]:
         """What a norm in the stream multiplied each place by, its gain included."""
         given = self.given[norm][:, slots]
         own = self.reader.taken_apart(norm, given)
@@ -295,19 +375,31 @@ class Run:
 
     def _constant(self, bias: Float[Tensor, " d"]) -> list[Parts]:
         shape = *self.row.shape, 1, self.columns.shape[1], -1
-        return [Parts([BIAS], bias.to(self.entered[0]).expand(shape))] if self.reader.speaks(bias) else []
+        return (
+            [Parts([BIAS], bias.to(self.entered[0]).expand(shape))]
+            if self.reader.speaks(bias)
+            else []
+        )
 
     # ------------------------------------------------------------------ directions, pulled down
 
-    def enter(self, head: Head, kind: Kind, slots: Int[Tensor, " p"], along: Float[Tensor, "n p d"]) -> Direction:
+    def enter(
+        self, head: Head, kind: Kind, slots: Int[Tensor, " p"], along: Float[Tensor, "n p d"]
+    ) -> Direction:
         """A direction on a head's queries, keys or values as one on what enters its layer."""
         vectors, constants = self.pull([head], kind, slots.tolist(), along[:, None])
         return Direction(head.layer, slots, vectors[:, 0], constants[:, 0])
 
     def ask(
-        self, head: Head, query: int, keys: Tensor, weights: Float[Tensor, "n p"], projector: Tensor | None = None
+        self,
+        head: Head,
+        query: int,
+        keys: Tensor,
+        weights: Float[Tensor, "n p"],
+        projector: Tensor | None = None,
     ) -> tuple[Float[Tensor, " n"], dict[Side, Direction]]:
-        """A relative logit ``Σ_t w_t scale q·k_t``, before any soft-cap, and the directions it asks in.
+        """A relative logit ``Σ_t w_t scale q·k_t``, before any soft-cap, and the directions it asks
+        in.
 
         Parameters
         ----------
@@ -335,8 +427,12 @@ class Run:
         _add(answer.values, EMBEDDING, (self.entered[0][:, asked.slots] * g).sum(-1))
         return answer
 
-    def _back(self, answer: Answer, slots: Tensor, layer: int, node: Node, g: Tensor) -> Tensor | None:
-        """Pull a direction on part of a block back to the block's input, noting what falls on writers."""
+    def _back(
+        self, answer: Answer, slots: Tensor, layer: int, node: Node, g: Tensor
+    ) -> Tensor | None:
+        """Pull a direction on part of a block back to the block's input, noting what falls on
+        writers.
+        """
         match node:
             case Entered():
                 return g
@@ -344,10 +440,16 @@ class Run:
                 _add(answer.heads, layer, g)
                 W, b = (value.to(g) for value in self.reader.output_weights(layer))
                 _add(answer.values, BIAS, g @ b)
-                if layer in self.heads:  # a run that goes on to the logits may have noted no writer of late layers
+                if (
+                    layer in self.heads
+                ):  # a run that goes on to the logits may have noted no writer of late layers
                     asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
-                    said = (self.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(-1)
-                    for name, value in zip(self.reader.head_names(layer), said.unbind(-1), strict=True):
+                    said = (self.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(
+                        -1
+                    )
+                    for name, value in zip(
+                        self.reader.head_names(layer), said.unbind(-1), strict=True
+                    ):
                         _add(answer.values, name, value)
             case Part(module):
                 name = self.reader.part_name(layer, module)
@@ -355,7 +457,10 @@ class Run:
                 if module in self.gave:
                     _add(answer.values, name, (self.gave[module][:, slots] * g).sum(-1))
             case Sum(terms):
-                every = [self._back(answer, slots, layer, term, g if n == 1 else g * n) for n, term in terms]
+                every = [
+                    self._back(answer, slots, layer, term, g if n == 1 else g * n)
+                    for n, term in terms
+                ]
                 entering = [value for value in every if value is not None]
                 return sum(entering[1:], entering[0]) if entering else None
             case Normed(norm, inner):
@@ -375,12 +480,26 @@ class Run:
 
     def attention(self, head: Head, slots: Int[Tensor, " p"]) -> Float[Tensor, "n p t"]:
         """A head's attention at some slots, over every token of the batch."""
-        call, columns = self.calls[head.layer], self.columns[:, slots].to(self.calls[head.layer].q.device)
+        call, columns = (
+            self.calls[head.layer],
+            self.columns[:, slots].to(self.calls[head.layer].q.device),
+        )
         row = self.row[:, None].to(columns)
-        mask = call.mask_rows(row.expand_as(columns).flatten(), columns.flatten()).unflatten(0, columns.shape)
-        q, k = call.q[row, head.index, columns].float(), call.k[row[:, 0], self.index(head, "k")].float()
-        logits = call.cap(call.scale * q @ k.mT) + mask[:, :, head.index if mask.shape[2] > 1 else 0]
-        sinks = None if call.sinks is None else call.sinks.detach()[head.index].float().expand(columns.shape)
+        mask = call.mask_rows(row.expand_as(columns).flatten(), columns.flatten()).unflatten(
+            0, columns.shape
+        )
+        q, k = (
+            call.q[row, head.index, columns].float(),
+            call.k[row[:, 0], self.index(head, "k")].float(),
+        )
+        logits = (
+            call.cap(call.scale * q @ k.mT) + mask[:, :, head.index if mask.shape[2] > 1 else 0]
+        )
+        sinks = (
+            None
+            if call.sinks is None
+            else call.sinks.detach()[head.index].float().expand(columns.shape)
+        )
         return soft(logits, sinks).to(self.row.device)
 
     def on_output(self, answer: Answer, head: Head) -> Float[Tensor, "n p e"]:
@@ -389,6 +508,8 @@ class Run:
         return g @ self.reader.output_weights(head.layer)[0][head.index].to(g)
 
     def brought(self, head: Head, along: Float[Tensor, "n p e"]) -> Float[Tensor, "n p t"]:
-        """Every token's value along directions on a head's output; times the attention it is what the head brought."""
+        """Every token's value along directions on a head's output; times the attention it is what
+        the head brought.
+        """
         values = self.calls[head.layer].v[:, self.index(head, "v")]
         return along @ values[self.row.to(values.device)].to(along).mT

@@ -2,12 +2,14 @@
 
 With ``x̂`` the layer's normalised input *without* gain and a constant 1 appended,
 
-    ``q = s_q W_Q x̂ + c_Q``,   ``k = s_k W_K x̂ + c_K``   (before the rotation),   ``ℓ = scale · (R_m q)·(R_n k)``,
+    ``q = s_q W_Q x̂ + c_Q``,   ``k = s_k W_K x̂ + c_K``   (before the rotation),   ``ℓ = scale ·
+    (R_m q)·(R_n k)``,
 
-where W holds the norm's gain, its bias and the projection's bias (last column), and QK-norm's gain and centring. Where
-the norm centres, ``1ᵀ x̂ = 0`` for every token, and no row of W reads anything along **1**. s is 1, or the one scalar
-per token and head that QK-norm leaves; c is 0, or QK-norm's own bias. W is the gradient of the layer's own code at the
-first token, where a rotation turns nothing, with every norm's scalar set to 1 (`AffineLayer.unit`).
+where W holds the norm's gain, its bias and the projection's bias (last column), and QK-norm's gain
+and centring. Where the norm centres, ``1ᵀ x̂ = 0`` for every token, and no row of W reads anything
+along **1**. s is 1, or the one scalar per token and head that QK-norm leaves; c is 0, or QK-norm's
+own bias. W is the gradient of the layer's own code at the first token, where a rotation turns
+nothing, with every norm's scalar set to 1 (`AffineLayer.unit`).
 """
 
 from __future__ import annotations
@@ -83,12 +85,15 @@ def head_weights(model: Any, heads: str | Head | Sequence[str | Head] | None = N
     Raises
     ------
     BadInput
-        If a head does not exist, or if the layer's queries or keys are not of the form above (latent attention with
-        a norm on a part of the key, a gain applied after the rotation, clipped projections, keys of another layer).
+        If a head does not exist, or if the layer's queries or keys are not of the form above
+        (latent attention with a norm on a part of the key, a gain applied after the rotation,
+        clipped projections, keys of another layer).
     """
     scope = model if isinstance(model, Scope) else Scope.from_model(model, check=False)
     wanted, kind = scope.parse(heads), scope.model.config.model_type
-    own = [layer.refusals["pre_rope"] for layer in scope.facts.layers if "pre_rope" in layer.refusals]
+    own = [
+        layer.refusals["pre_rope"] for layer in scope.facts.layers if "pre_rope" in layer.refusals
+    ]
     if own and scope.facts.anatomy.own:  # at which place its vectors are not turned is not known
         raise BadInput(f"{kind} has no weights to read: {own[0]}.")
     if len({scope.facts.layers[head.layer].d_head for head in wanted}) > 1:
@@ -97,13 +102,17 @@ def head_weights(model: Any, heads: str | Head | Sequence[str | Head] | None = N
         return _read(scope, wanted)
     except (BadInput, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a layer asked so may fail in any way: that it has no weights is then the news
+    except (
+        Exception
+    ) as error:  # a layer asked so may fail in any way: that it has no weights is then the news
         why = f"a layer, asked for its queries and keys alone, failed with {error!r}"
         raise BadInput(f"{kind} has no weights to read: {why}.") from error
 
 
 class BlockCall(NamedTuple):
-    """A block, what it was called with, its attention call, and the norm whose output entered it, if one's did."""
+    """A block, what it was called with, its attention call, and the norm whose output entered it,
+    if one's did.
+    """
 
     block: nn.Module
     given: Given
@@ -119,14 +128,21 @@ def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
     found: dict[Kind, dict[int, tuple[Tensor, Tensor]]] = {"q": {}, "k": {}}  # W and c, by slot
     for number, plan in plans.items():
         form = form_of(scope, number, called[number])
-        rows: dict[Kind, tuple[list[int], list[int]]] = {"q": (plan.heads, plan.slots), "k": (plan.kv, plan.kv_slots)}
+        rows: dict[Kind, tuple[list[int], list[int]]] = {
+            "q": (plan.heads, plan.slots),
+            "k": (plan.kv, plan.kv_slots),
+        }
         for kind, (heads, slots) in rows.items():
             W = _without_constants(form, *form.matrices(kind, heads))
             found[kind] |= zip(slots, zip(W, form.offsets[kind][heads], strict=True), strict=True)
     sides = [zip(*(of[slot] for slot in sorted(of)), strict=True) for of in found.values()]
-    W_Q, c_Q, W_K, c_K = (torch.stack([x.to(device) for x in part]) for side in sides for part in side)
+    W_Q, c_Q, W_K, c_K = (
+        torch.stack([x.to(device) for x in part]) for side in sides for part in side
+    )
     scale = torch.tensor([called[head.layer].call.scale for head in wanted]).to(c_Q)
-    return HeadWeights(tuple(wanted), W_Q, W_K, torch.tensor(kv_of_head, device=device), scale, c_Q, c_K)
+    return HeadWeights(
+        tuple(wanted), W_Q, W_K, torch.tensor(kv_of_head, device=device), scale, c_Q, c_K
+    )
 
 
 @torch.no_grad()
@@ -135,7 +151,9 @@ def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
     names = {id(module): name for name, module in scope.model.named_modules()}
     given: dict[nn.Module, Given] = {}
     calls: dict[int, Call] = {}
-    made: dict[int, tuple[nn.Module, Tensor]] = {}  # an id means something only while its tensor lives
+    made: dict[
+        int, tuple[nn.Module, Tensor]
+    ] = {}  # an id means something only while its tensor lives
     stop = Stop()
 
     def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -149,14 +167,19 @@ def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
         if call.layer == last:
             raise stop
 
-    hooks = [module.register_forward_pre_hook(entering, with_kwargs=True) for module in scope.model.modules()]
+    hooks = [
+        module.register_forward_pre_hook(entering, with_kwargs=True)
+        for module in scope.model.modules()
+    ]
     hooks += [norm.register_forward_hook(normed) for norm in scope.model.modules() if is_norm(norm)]
     with cleared(hooks, stop):
         scope.watch(short_inputs(scope.model, (2,)), take)
     found = {}
     for layer, call in calls.items():
         block = block_of(scope.model, names[id(call.module)])
-        if stream_of(*given[block]).ndim > 3:  # several streams: the attention is given one vector that is made of them
+        if (
+            stream_of(*given[block]).ndim > 3
+        ):  # several streams: the attention is given one vector that is made of them
             block = call.module
         norm, _ = made.get(id(stream_of(*given[block])), (None, None))
         found[layer] = BlockCall(block, given[block], call, norm)
@@ -186,7 +209,9 @@ class Form(NamedTuple):
         """Whether the norm before W subtracts the mean."""
         return any(norm.centres for norm in self.norms)
 
-    def matrices(self, kind: Kind, heads: Sequence[int]) -> tuple[Float[Tensor, "n d e"], Float[Tensor, "n d"]]:
+    def matrices(
+        self, kind: Kind, heads: Sequence[int]
+    ) -> tuple[Float[Tensor, "n d e"], Float[Tensor, "n d"]]:
         """W and a of some heads."""
         W = torch.cat([self.layer.jacobian(kind, head)[0] for head in heads])
         return W, self.layer.constants[kind][0, 0, heads]
@@ -202,7 +227,9 @@ def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
         why = "some have no keys of their own but read those of a layer before them; ask for heads of the others"
         raise BadInput(f"{family} has no weights to read in every layer: {why}.")
     qk_norms = set(layer.norms.ran) & set(called.call.module.modules())
-    draw = torch.randn((8, 1, 1, stream.shape[-1]), generator=torch.Generator().manual_seed(number)).to(stream.device)
+    draw = torch.randn(
+        (8, 1, 1, stream.shape[-1]), generator=torch.Generator().manual_seed(number)
+    ).to(stream.device)
     x = torch.nn.functional.layer_norm(draw, draw.shape[-1:])
     with torch.no_grad():
         live, turned = layer.pushed(x), last.pushed(x)
@@ -220,17 +247,25 @@ def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
     return Form(layer, offsets, norms, before, bool(qk_norms))
 
 
-def _misfit(live: Tensor, turned: Tensor, linear: Tensor, offset: Tensor, dtype: torch.dtype) -> str:
-    """Why vectors are not ``s W x̂ + c``, or what their rotation does more than rotate; nothing where they fit."""
+def _misfit(
+    live: Tensor, turned: Tensor, linear: Tensor, offset: Tensor, dtype: torch.dtype
+) -> str:
+    """Why vectors are not ``s W x̂ + c``, or what their rotation does more than rotate; nothing
+    where they fit.
+    """
     zero, once, both, far = linear.chunk(4)
 
     def close(one: Tensor, other: Tensor, limit: float = _CLOSE) -> bool:
         return bool((one - other).norm(dim=-1).max() <= limit * other.norm(dim=-1).mean())
 
     # of two different inputs: a layer that routes them to other weights is straight along each
-    if not (close(both, once + once.roll(1, 0) - zero) and close(far, _FAR * once - (_FAR - 1) * zero)):
+    if not (
+        close(both, once + once.roll(1, 0) - zero) and close(far, _FAR * once - (_FAR - 1) * zero)
+    ):
         return "no linear function of its input, so they have no single weight matrix"
-    s = ((live - offset) * once).sum(-1, keepdim=True) / once.square().sum(-1, keepdim=True).clamp_min(1e-30)
+    s = ((live - offset) * once).sum(-1, keepdim=True) / once.square().sum(
+        -1, keepdim=True
+    ).clamp_min(1e-30)
     if not close(s * once + offset, live):
         return "normalised in parts, so they are not one scalar times a linear map"
     rounding = max(_CLOSE, 4 * torch.finfo(dtype).eps)  # of cos and sin
@@ -239,16 +274,24 @@ def _misfit(live: Tensor, turned: Tensor, linear: Tensor, offset: Tensor, dtype:
     return ""
 
 
-def _without_constants(form: Form, J: Float[Tensor, "n d e"], a: Float[Tensor, "n d"]) -> Float[Tensor, "n d e+1"]:
-    """W, less what it reads of the part of its input that is the same for every token, and a behind it.
+def _without_constants(
+    form: Form, J: Float[Tensor, "n d e"], a: Float[Tensor, "n d"]
+) -> Float[Tensor, "n d e+1"]:
+    """W, less what it reads of the part of its input that is the same for every token, and a behind
+    it.
 
-    Where what enters is a norm's output as it is (post-norm models) and the norm centres, ``n·x`` is the same for all
-    tokens, ``n = 1/gain``. No token can say what is read along n, so it moves to the constant.
+    Where what enters is a norm's output as it is (post-norm models) and the norm centres, ``n·x``
+    is the same for all tokens, ``n = 1/gain``. No token can say what is read along n, so it moves
+    to the constant.
     """
     before = form.before
     if before is not None and form.layer.block is form.layer.true.module:  # its norm stands outside
         J, a = before.centred(J * before.gain), a + J @ before.bias
-    elif before is not None and before.centres and bool((before.gain.abs() > 1e-6 * before.gain.abs().max()).all()):
+    elif (
+        before is not None
+        and before.centres
+        and bool((before.gain.abs() > 1e-6 * before.gain.abs().max()).all())
+    ):
         normal = (1 / before.gain).to(J)
         along = J @ normal / normal.square().sum()
         J, a = J - along[..., None] * normal, a + along * (normal @ before.bias.to(J))

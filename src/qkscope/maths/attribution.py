@@ -1,24 +1,29 @@
-"""Splitting a logit: among features (Lee et al., Eq. 13-15), and a feature's among the singular vectors of its head.
+"""Splitting a logit: among features (Lee et al., Eq. 13-15), and a feature's among the singular
+vectors of its head.
 
-Logits are linear in the query, so parts of the query that add up to it give parts of the logit that add up to it:
-``q_1 = P_1 q``, ``q_2 = P_2 (q − q_1)``, …, ``q_⊥`` the rest; ``ℓ^(j) = scale · K q_j``. Where subspaces overlap, what
-they share goes to the one taken first, so the order-free splits stand beside: the average over all orders, and the
-oblique one, which reads each feature only along directions that no other feature reaches.
+Logits are linear in the query, so parts of the query that add up to it give parts of the logit that
+add up to it: ``q_1 = P_1 q``, ``q_2 = P_2 (q − q_1)``, …, ``q_⊥`` the rest; ``ℓ^(j) = scale · K
+q_j``. Where subspaces overlap, what they share goes to the one taken first, so the order-free
+splits stand beside: the average over all orders, and the oblique one, which reads each feature only
+along directions that no other feature reaches.
 
-The bridge between the two methods (`alignment`) asks which singular vectors of the weights carry a feature found by
-contrast. ``ΔC = U S Vᵀ`` (cut at its rank) lives in head space, where singular vector j shows as a direction of
-queries, ``m_j = W_Q u_j``, and a dual direction of keys, ``n_j = W_K v_j / σ_j`` (`qkscope.maths.singular`). Each is
-the image to compare a side with: U with ``m_j``, V with ``n_j``. What the contrast adds to the logits splits exactly:
+The bridge between the two methods (`alignment`) asks which singular vectors of the weights carry a
+feature found by contrast. ``ΔC = U S Vᵀ`` (cut at its rank) lives in head space, where singular
+vector j shows as a direction of queries, ``m_j = W_Q u_j``, and a dual direction of keys, ``n_j =
+W_K v_j / σ_j`` (`qkscope.maths.singular`). Each is the image to compare a side with: U with
+``m_j``, V with ``n_j``. What the contrast adds to the logits splits exactly:
 
     ``E[qᵀk⁺] − E[qᵀk⁻] = tr ΔC = Σ_j n_jᵀ ΔC m_j``,
 
-so ``n_jᵀ ΔC m_j`` is what vector j carries of the feature. A split over any basis concentrates somewhere, and the best
-r of d directions always fit a little: two controls go through the same choice. ``rotated`` turns the singular vectors
-at random within the head's own input space (``u' = U R``; images ``M R``, duals ``M⁺ᵀ R``); ``random`` takes random
-orthonormal axes of the head space. A third tells a block from its vectors: ``block`` turns only the leading singular
-vectors among themselves, as many as carry the feature in the order of their singular values. If a feature sits on
-single vectors it is less sparse there; if only their span matters, it is not. All three keep every logit. The strongest
-control is ``key_pca``: the principal axes of the keys, which know the prompts and neither labels nor weights.
+so ``n_jᵀ ΔC m_j`` is what vector j carries of the feature. A split over any basis concentrates
+somewhere, and the best r of d directions always fit a little: two controls go through the same
+choice. ``rotated`` turns the singular vectors at random within the head's own input space (``u' = U
+R``; images ``M R``, duals ``M⁺ᵀ R``); ``random`` takes random orthonormal axes of the head space. A
+third tells a block from its vectors: ``block`` turns only the leading singular vectors among
+themselves, as many as carry the feature in the order of their singular values. If a feature sits on
+single vectors it is less sparse there; if only their span matters, it is not. All three keep every
+logit. The strongest control is ``key_pca``: the principal axes of the keys, which know the prompts
+and neither labels nor weights.
 """
 
 from __future__ import annotations
@@ -49,12 +54,17 @@ CARRIED = 0.9  # the share of tr ΔC that "carries the feature"
 
 
 def part_name(feature: str) -> str:
-    """What the part of a feature is called: its name, quoted where tables of parts have that word for something else.
+    """What the part of a feature is called: its name, quoted where tables of parts have that word
+    for something else.
 
     >>> part_name("lexical"), part_name("residual")
     ('lexical', "'residual'")
     """
-    return f"'{feature}'" if feature in (RESIDUAL, "position", "token", "attention", "logit") else feature
+    return (
+        f"'{feature}'"
+        if feature in (RESIDUAL, "position", "token", "attention", "logit")
+        else feature
+    )
 
 
 class Attribution(NamedTuple):
@@ -65,11 +75,18 @@ class Attribution(NamedTuple):
     overlap: dict[tuple[str, str], float]  # largest cosine between two features' query subspaces
 
 
-def split_query(q: Float[Tensor, "*n d"], bases: Bases, split: Split = "sequential") -> dict[str, Tensor]:
-    """Parts of the query (``*n d``), one per feature in the order given, and the residual; they sum to ``q``."""
+def split_query(
+    q: Float[Tensor, "*n d"], bases: Bases, split: Split = "sequential"
+) -> dict[str, Tensor]:
+    """Parts of the query (``*n d``), one per feature in the order given, and the residual; they sum
+    to ``q``.
+    """
     if split == "oblique":
         projectors = oblique_projectors(list(bases.values()))[0] if bases else []
-        parts = {name: (q @ p.right.to(q)) @ p.left.to(q).mT for name, p in zip(bases, projectors, strict=True)}
+        parts = {
+            name: (q @ p.right.to(q)) @ p.left.to(q).mT
+            for name, p in zip(bases, projectors, strict=True)
+        }
     else:
         orders = []
         for order in permutations(bases) if split == "average" else [tuple(bases)]:
@@ -79,12 +96,19 @@ def split_query(q: Float[Tensor, "*n d"], bases: Bases, split: Split = "sequenti
                 split_off[name] = (left @ basis) @ basis.mT
                 left = left - split_off[name]
             orders.append(split_off)
-        parts = {name: torch.stack([split_off[name] for split_off in orders]).mean(dim=0) for name in bases}
+        parts = {
+            name: torch.stack([split_off[name] for split_off in orders]).mean(dim=0)
+            for name in bases
+        }
     return {**parts, RESIDUAL: q - sum(parts.values())}
 
 
 def attribute_logits(
-    q: Float[Tensor, "*n d"], k: Float[Tensor, "*n k d"], scale: float, bases: Bases, split: Split = "sequential"
+    q: Float[Tensor, "*n d"],
+    k: Float[Tensor, "*n k d"],
+    scale: float,
+    bases: Bases,
+    split: Split = "sequential",
 ) -> Attribution:
     """Logits ``scale · K q`` (before soft-cap and mask) and their split among query-side bases.
 
@@ -92,13 +116,23 @@ def attribute_logits(
     >>> list(attribute_logits(q, k, 0.5, {"order": torch.eye(4)[:, :1], "lexical": torch.eye(4)[:, 1:3]}).parts)
     ['order', 'lexical', 'residual']
     """
-    parts = {name: scale * (k @ part[..., None])[..., 0] for name, part in split_query(q, bases, split).items()}
-    overlap = {(a, b): float(principal_cosines(bases[a], bases[b])[0]) for a, b in combinations(bases, 2)}
+    parts = {
+        name: scale * (k @ part[..., None])[..., 0]
+        for name, part in split_query(q, bases, split).items()
+    }
+    overlap = {
+        (a, b): float(principal_cosines(bases[a], bases[b])[0]) for a, b in combinations(bases, 2)
+    }
     return Attribution(scale * (k @ q[..., None])[..., 0], parts, overlap)
 
 
 def split_rows(
-    head: Head, query: int, keys: Sequence[int], total: Tensor, parts: Mapping[str, Tensor], side: SplitSide
+    head: Head,
+    query: int,
+    keys: Sequence[int],
+    total: Tensor,
+    parts: Mapping[str, Tensor],
+    side: SplitSide,
 ) -> Rows:
     """The one table of every split of a logit: a row for each key and part.
 
@@ -128,7 +162,8 @@ def split_rows(
 
 
 def carried(delta: Float[Tensor, "d d"], read: Tensor, write: Tensor) -> Float[Tensor, "*n m"]:
-    """``n_jᵀ ΔC m_j``: what each direction (``*n d m``) adds to the contrast's logit difference; summed, ``tr ΔC``.
+    """``n_jᵀ ΔC m_j``: what each direction (``*n d m``) adds to the contrast's logit difference;
+    summed, ``tr ΔC``.
 
     >>> carried(torch.diag(torch.tensor([3.0, 1.0])), torch.eye(2), torch.eye(2))
     tensor([3., 1.])
@@ -137,18 +172,22 @@ def carried(delta: Float[Tensor, "d d"], read: Tensor, write: Tensor) -> Float[T
 
 
 def overlap(basis: Float[Tensor, "d r"], images: Float[Tensor, "*n d k"]) -> Float[Tensor, "*n"]:
-    """Share of a subspace that lies in the span of some images: mean squared cosine of the principal angles, over r."""
+    """Share of a subspace that lies in the span of some images: mean squared cosine of the
+    principal angles, over r.
+    """
     return (torch.linalg.qr(images)[0].mT @ basis).square().sum((-2, -1)) / basis.shape[-1]
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How a feature sits on the singular vectors of its head, beside the same numbers of bases that mean nothing.
+    """How a feature sits on the singular vectors of its head, beside the same numbers of bases that
+    mean nothing.
 
     Parameters
     ----------
     head, contrast, rank, space : of the feature.
-    carried : what each singular vector adds to what the feature adds to the logits, ``total = tr ΔC``.
+    carried : what each singular vector adds to what the feature adds to the logits, ``total = tr
+        ΔC``.
     sigma : the singular values.
     query, key : |cos| of each vector's image with the feature, in query and in key space.
     numbers : of the vectors and of the controls, as in `row`.
@@ -190,7 +229,11 @@ class Alignment:
         n, controls = self.numbers, {"rotated": "rotated", "random": "random", "key_pca": "key PCA"}
 
         def against(name: str, form: str) -> str:
-            there = {said: n[f"{name}_{kind}"] for kind, said in controls.items() if f"{name}_{kind}" in n}
+            there = {
+                said: n[f"{name}_{kind}"]
+                for kind, said in controls.items()
+                if f"{name}_{kind}" in n
+            }
             return ", ".join(f"{said} {value:{form}}" for said, value in there.items())
 
         lines = [
@@ -208,15 +251,19 @@ class Alignment:
 
 
 @checked_call
-def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, seed: int = 0) -> Alignment:
-    """Which singular vectors carry a feature, how close they come to it, and what meaningless bases would show.
+def alignment(
+    basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, seed: int = 0
+) -> Alignment:
+    """Which singular vectors carry a feature, how close they come to it, and what meaningless bases
+    would show.
 
     Parameters
     ----------
     basis : from `singular_basis`, with the feature's head in it.
-    subspace : from `decompose`. Fit it in ``query_frame`` (or a model without RoPE) for an exact statement; in
-        ``post_rope`` both sides are turned by their positions, which hides alignment, and the answer says so. One
-        made by hand, without the covariance of its keys, has no control by key PCA.
+    subspace : from `decompose`. Fit it in ``query_frame`` (or a model without RoPE) for an exact
+        statement; in ``post_rope`` both sides are turned by their positions, which hides alignment,
+        and the answer says so. One made by hand, without the covariance of its keys, has no control
+        by key PCA.
     draws, seed : of the controls.
 
     Examples
@@ -231,7 +278,9 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     assert subspace.head is not None, "this subspace does not say which head it belongs to"
     weights, here = subspace.about.get("weights"), basis.about.get("weights")
     if weights is not None and here is not None and weights != here:
-        raise BadInput("the feature and the singular basis come from different weights: load the same model for both.")
+        raise BadInput(
+            "the feature and the singular basis come from different weights: load the same model for both."
+        )
     vectors, r = basis[subspace.head], subspace.rank
     m, n, sigma = vectors.read, vectors.write, vectors.S.double()
     u, v = subspace.basis("query").double().cpu(), subspace.basis("key").double().cpu()
@@ -241,7 +290,9 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     reached = shares[leading].cumsum(0) >= CARRIED * shares.sum()
     block = leading[: int(reached.long().argmax()) + 1 if bool(reached.any()) else len(sigma)]
     within = torch.eye(len(sigma), dtype=torch.float64).repeat(draws, 1, 1)
-    within[:, block[:, None], block] = random_rotations(len(block), draws, derived_seed(seed, "block"))
+    within[:, block[:, None], block] = random_rotations(
+        len(block), draws, derived_seed(seed, "block")
+    )
     rotations = random_rotations(m.shape[1], draws, seed)
     axes = random_rotations(m.shape[0], draws, derived_seed(seed, "axes"))
     bases = {"": (m, n), "_rotated": (m @ rotations, n @ rotations), "_random": (axes, axes)}
@@ -253,12 +304,22 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     for name, (read, write) in bases.items():
         parts = carried(delta, read, write)
         best = parts.argsort(-1, descending=True)[..., :r]
-        query, key = (overlap(x, torch.take_along_dim(y, best[..., None, :], -1)) for x, y in ((u, read), (v, write)))
+        query, key = (
+            overlap(x, torch.take_along_dim(y, best[..., None, :], -1))
+            for x, y in ((u, read), (v, write))
+        )
         count, sparse = reconstruction_count(parts, CARRIED), sparsity(parts)
         measures = {"vectors": count, "sparsity": sparse, "query": query, "key": key}
-        numbers |= {f"{measure}{name}": float(values.nanmean()) for measure, values in measures.items()}
-        if name == "_block":  # how often the block's vectors, turned among themselves, are as sparse
-            numbers |= {"block": float(len(block)), "p_block": p_value(-sparse, -numbers["sparsity"])}
+        numbers |= {
+            f"{measure}{name}": float(values.nanmean()) for measure, values in measures.items()
+        }
+        if (
+            name == "_block"
+        ):  # how often the block's vectors, turned among themselves, are as sparse
+            numbers |= {
+                "block": float(len(block)),
+                "p_block": p_value(-sparse, -numbers["sparsity"]),
+            }
         elif name in ("_rotated", "_random"):  # how often a meaningless basis does as well
             numbers[f"p_query{name}"] = p_value(query, numbers["query"])
             numbers[f"p_key{name}"] = p_value(key, numbers["key"])
@@ -266,6 +327,10 @@ def alignment(basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, s
     numbers["key_leading"] = float(overlap(v, n[:, leading[:r]]))
     space = str(subspace.about.get("space", "post_rope"))
     caveat = "Positions turn this fit's queries and keys (post_rope), not singular vectors: fit in query_frame for all."
-    query, key = ((normalize(images, dim=0).mT @ feature).norm(dim=-1) for images, feature in ((m, u), (n, v)))
+    query, key = (
+        (normalize(images, dim=0).mT @ feature).norm(dim=-1) for images, feature in ((m, u), (n, v))
+    )
     said = caveat if vectors.rotary and space == "post_rope" else ""
-    return Alignment(subspace.head, subspace.contrast, r, space, shares, sigma, query, key, numbers, said)
+    return Alignment(
+        subspace.head, subspace.contrast, r, space, shares, sigma, query, key, numbers, said
+    )

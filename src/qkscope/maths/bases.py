@@ -1,21 +1,28 @@
-"""Bases: SVDs that are checked, and what several bases are to each other: angles, joint bases, oblique projectors.
+"""Bases: SVDs that are checked, and what several bases are to each other: angles, joint bases,
+oblique projectors.
 
-The fast driver of the SVD has been silently wrong on real heads, so every result is multiplied out. A head's
-``Ω = W_Qᵀ W_K`` is d_model × d_model but of rank ≤ d_head, so it is never formed: with ``W_Qᵀ = Q_1 R_1`` and
-``W_Kᵀ = Q_2 R_2``, the SVD of the small ``R_1 R_2ᵀ = A S Bᵀ`` gives ``U = Q_1 A`` and ``V = Q_2 B`` (`thin_svd`).
+The fast driver of the SVD has been silently wrong on real heads, so every result is multiplied out.
+A head's ``Ω = W_Qᵀ W_K`` is d_model × d_model but of rank ≤ d_head, so it is never formed: with
+``W_Qᵀ = Q_1 R_1`` and ``W_Kᵀ = Q_2 R_2``, the SVD of the small ``R_1 R_2ᵀ = A S Bᵀ`` gives ``U =
+Q_1 A`` and ``V = Q_2 B`` (`thin_svd`).
 
-A projector is kept as two thin factors, ``P = left rightᵀ``: ``xᵀ P y = (xᵀ left)(rightᵀ y)`` never needs d × d.
-An orthogonal projector has ``left = right``; an oblique one takes ``right`` from the dual basis of the whole set.
+A projector is kept as two thin factors, ``P = left rightᵀ``: ``xᵀ P y = (xᵀ left)(rightᵀ y)`` never
+needs d × d. An orthogonal projector has ``left = right``; an oblique one takes ``right`` from the
+dual basis of the whole set.
 
-A GPU is quick at products of many matrices, and its solvers of one matrix at a time are not. So there:
+A GPU is quick at products of many matrices, and its solvers of one matrix at a time are not. So
+there:
 
-**SVD.** One-sided Jacobi (Hestenes): rotate pairs of columns until all are orthogonal, ``M V = U diag(S)``. In a round
-every column is in one pair, so a round is one product of all matrices with their rotations; after n − 1 rounds of a
-tournament each pair has met (a sweep). The angle that makes columns x, y orthogonal is ``½ atan(2 x·y / (x·x − y·y))``.
+**SVD.** One-sided Jacobi (Hestenes): rotate pairs of columns until all are orthogonal, ``M V = U
+diag(S)``. In a round every column is in one pair, so a round is one product of all matrices with
+their rotations; after n − 1 rounds of a tournament each pair has met (a sweep). The angle that
+makes columns x, y orthogonal is ``½ atan(2 x·y / (x·x − y·y))``.
 
-**QR.** ``W Wᵀ = L Lᵀ`` and ``Q = L⁻¹ W``, twice: the second time takes out what rounding left of the first.
+**QR.** ``W Wᵀ = L Lᵀ`` and ``Q = L⁻¹ W``, twice: the second time takes out what rounding left of
+the first.
 
-Neither is believed unchecked: what they give is multiplied out, and LAPACK asked where it does not fit.
+Neither is believed unchecked: what they give is multiplied out, and LAPACK asked where it does not
+fit.
 """
 
 from __future__ import annotations
@@ -40,7 +47,8 @@ _DEPENDENT = 1e-8  # relative size under which a direction of a joint basis is a
 
 
 def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> tuple[Tensor, Tensor, Tensor]:
-    """``U, S, V`` with ``matrix = U diag(S) Vᵀ`` in float64, n even; a column of U is 0 where its value is.
+    """``U, S, V`` with ``matrix = U diag(S) Vᵀ`` in float64, n even; a column of U is 0 where its
+    value is.
 
     >>> u, s, v = jacobi_svd(torch.tensor([[[0.0, 2.0], [3.0, 0.0]]]))
     >>> s
@@ -48,17 +56,28 @@ def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> tuple[Tensor, Tensor, Tensor]:
     """
     matrix, (count, n, _) = matrix.double(), matrix.shape
     eye = torch.eye(n, dtype=torch.float64, device=matrix.device)
-    columns = torch.cat([matrix.mT, eye.expand_as(matrix)], dim=-1)  # a row is a column of M, and one of V
-    # where the rotations of a round stand in n × n: i meets i + n/2, then all but the first move on by one place
+    columns = torch.cat(
+        [matrix.mT, eye.expand_as(matrix)], dim=-1
+    )  # a row is a column of M, and one of V
+    # where the rotations of a round stand in n × n: i meets i + n/2, then all but the first move on
+    # by one place
     half = n // 2
     upper, lower = [0, *range(2, half), n - 1] if half > 1 else [0], [1, *range(half, n - 1)]
     places = torch.tensor([upper, upper, lower, lower]) * n + torch.arange(half)
-    where = (places + half * torch.tensor([[0], [1], [0], [1]])).flatten().to(matrix.device).expand(count, -1)
+    where = (
+        (places + half * torch.tensor([[0], [1], [0], [1]]))
+        .flatten()
+        .to(matrix.device)
+        .expand(count, -1)
+    )
     turn = torch.zeros(count, n * n, dtype=torch.float64, device=matrix.device)
     for _ in range(_SWEEPS):
         for _ in range(n - 1):
             products = columns[..., :n] @ columns[..., :n].mT
-            squares, met = products.diagonal(dim1=-2, dim2=-1), products.diagonal(half, dim1=-2, dim2=-1)
+            squares, met = (
+                products.diagonal(dim1=-2, dim2=-1),
+                products.diagonal(half, dim1=-2, dim2=-1),
+            )
             first, second = squares.chunk(2, dim=-1)
             angle = torch.atan(2 * met / (first - second)).nan_to_num_() / 2
             cos, sin = angle.cos(), angle.sin()
@@ -74,7 +93,8 @@ def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Tensor, "b d d"]]:
-    """``Q, R`` with ``wᵀ = Q R`` in float64, d ≤ m; where w has no full rank, or nearly none, LAPACK's.
+    """``Q, R`` with ``wᵀ = Q R`` in float64, d ≤ m; where w has no full rank, or nearly none,
+    LAPACK's.
 
     >>> w = torch.randn(2, 3, 8, dtype=torch.float64)
     >>> q, r = gram_qr(w)
@@ -97,15 +117,18 @@ def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Te
 
 
 def checked_svd(matrix: Float[Tensor, "*n a b"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD ``U, S, V`` (``*n a m``, ``*n m``, ``*n b m``) with ``matrix = U diag(S) Vᵀ``, in float64, verified.
+    """Thin SVD ``U, S, V`` (``*n a m``, ``*n m``, ``*n b m``) with ``matrix = U diag(S) Vᵀ``, in
+    float64, verified.
 
-    Each matrix is rebuilt from its factors and the bases are tested for orthonormality; those that fail are done again
-    with LAPACK's slower QR driver, and if that fails too, the error says so. Signs are fixed so that the largest entry
-    of each column of U is positive.
+    Each matrix is rebuilt from its factors and the bases are tested for orthonormality; those that
+    fail are done again with LAPACK's slower QR driver, and if that fails too, the error says so.
+    Signs are fixed so that the largest entry of each column of U is positive.
     """
     matrix = matrix.to(torch.float64)
     if not bool(torch.isfinite(matrix).all()):
-        raise BadInput("a matrix with NaN or infinite entries has no singular vectors: check the sums behind it.")
+        raise BadInput(
+            "a matrix with NaN or infinite entries has no singular vectors: check the sums behind it."
+        )
     *batch, rows, columns = matrix.shape
     if matrix.is_cuda and math.prod(batch) >= _MANY and rows == columns and rows % 2 == 0:
         u, s, v = (x.unflatten(0, batch) for x in jacobi_svd(matrix.flatten(0, -3)))
@@ -115,29 +138,41 @@ def checked_svd(matrix: Float[Tensor, "*n a b"]) -> tuple[Tensor, Tensor, Tensor
     for index in _failures(matrix, u, s, v):
         u[index], s[index], v[index] = _robust_svd(matrix[index])
     if _failures(matrix, u, s, v):
-        raise ArithmeticError("the singular vectors of a head could not be verified by multiplying them out again")
+        raise ArithmeticError(
+            "the singular vectors of a head could not be verified by multiplying them out again"
+        )
     signs = torch.where(u.gather(-2, u.abs().argmax(dim=-2, keepdim=True)) < 0, -1.0, 1.0)
     return u * signs, s, v * signs
 
 
-def energy_rank(s: Float[Tensor, "*n m"], energy: float = 0.99, *, size: float | Tensor = 0.0) -> Tensor:
+def energy_rank(
+    s: Float[Tensor, "*n m"], energy: float = 0.99, *, size: float | Tensor = 0.0
+) -> Tensor:
     """Smallest rank whose squared singular values hold this share of their sum (0 where all are 0).
 
-    ``size`` is that of the numbers the matrix is a difference of: what is below their rounding counts as 0.
+    ``size`` is that of the numbers the matrix is a difference of: what is below their rounding
+    counts as 0.
     """
     held = s.where(s > ROUNDING * torch.as_tensor(size).to(s), 0.0).double().square().cumsum(dim=-1)
     total = held[..., -1:]
-    # The last cumulative sum may miss `energy * total` by rounding when energy is 1, so the rank is capped.
+    # The last cumulative sum may miss `energy * total` by rounding when energy is 1, so the rank is
+    # capped.
     rank = ((held < energy * total) & (total > 0)).sum(dim=-1) + (total[..., 0] > 0)
     return rank.clamp_max(s.shape[-1])
 
 
 def _failures(matrix: Tensor, u: Tensor, s: Tensor, v: Tensor) -> list[tuple[int, ...]]:
-    """Indices of the matrices whose factors do not multiply out, or whose bases are not orthonormal."""
+    """Indices of the matrices whose factors do not multiply out, or whose bases are not
+    orthonormal.
+    """
     tolerance = 64 * torch.finfo(s.dtype).eps * max(matrix.shape[-2:])
-    residual = ((u * s[..., None, :]) @ v.mT - matrix) / s[..., :1, None].clamp_min(torch.finfo(s.dtype).tiny)
+    residual = ((u * s[..., None, :]) @ v.mT - matrix) / s[..., :1, None].clamp_min(
+        torch.finfo(s.dtype).tiny
+    )
     eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
-    worst = torch.stack([x.abs().amax(dim=(-2, -1)) for x in (residual, u.mT @ u - eye, v.mT @ v - eye)]).amax(dim=0)
+    worst = torch.stack(
+        [x.abs().amax(dim=(-2, -1)) for x in (residual, u.mT @ u - eye, v.mT @ v - eye)]
+    ).amax(dim=0)
     return [tuple(index) for index in (~(worst <= tolerance)).nonzero().tolist()]
 
 
@@ -158,8 +193,10 @@ def thin_svd(
 
     Parameters
     ----------
-    w_q, w_k : the query and key weights of each head, biases appended as a last column where there are any.
-    kv_of_head : which key weights each head reads, where several share them: those are factored once.
+    w_q, w_k : the query and key weights of each head, biases appended as a last column where there
+        are any.
+    kv_of_head : which key weights each head reads, where several share them: those are factored
+        once.
 
     Examples
     --------
@@ -175,8 +212,12 @@ def thin_svd(
 
 
 def heads_at_once(w_q: Float[Tensor, "h d_head d_model"]) -> int:
-    """How many heads `thin_svd` is best given together: a GPU takes as long for a few as for all, so what fits it."""
-    fits = torch.cuda.mem_get_info(w_q.device)[0] // 128 if w_q.is_cuda else 0  # it makes some ten copies in float64
+    """How many heads `thin_svd` is best given together: a GPU takes as long for a few as for all,
+    so what fits it.
+    """
+    fits = (
+        torch.cuda.mem_get_info(w_q.device)[0] // 128 if w_q.is_cuda else 0
+    )  # it makes some ten copies in float64
     return max(max(1 << 27, fits) // w_q[0].numel(), 1)
 
 
@@ -205,7 +246,9 @@ class Projector(NamedTuple):
         """Keep the first k columns; with k per head, zeros fill up the shorter ones."""
         width = k if isinstance(k, int) else max(k)
         if not 1 <= width <= self.left.shape[-1]:
-            raise BadInput(f"rank {width} does not fit into the {self.left.shape[-1]} dimensions of the head.")
+            raise BadInput(
+                f"rank {width} does not fit into the {self.left.shape[-1]} dimensions of the head."
+            )
         left, right = (factor[..., :width] for factor in self)
         if isinstance(k, int):
             return Projector(left, right)
@@ -222,31 +265,41 @@ class Projector(NamedTuple):
         """One per head, padded with zero columns to a common rank."""
         width = max(p.left.shape[-1] for p in projectors)
         sides = zip(*projectors, strict=True)
-        return cls(*(torch.stack([pad(x, (0, width - x.shape[-1])) for x in factors]) for factors in sides))
+        return cls(
+            *(torch.stack([pad(x, (0, width - x.shape[-1])) for x in factors]) for factors in sides)
+        )
 
 
-def principal_cosines(a: Float[Tensor, "*n d r"], b: Float[Tensor, "*n d s"]) -> Float[Tensor, "*n m"]:
+def principal_cosines(
+    a: Float[Tensor, "*n d r"], b: Float[Tensor, "*n d s"]
+) -> Float[Tensor, "*n m"]:
     """Cosines of the principal angles between the spans of two orthonormal bases, largest first."""
     return torch.linalg.svdvals(a.mT @ b.to(a)).clamp_max(1.0)
 
 
 def joint_basis(bases: Sequence[Float[Tensor, "d r"]]) -> Float[Tensor, "d r_joint"]:
     """Orthonormal basis of the sum of several subspaces; shared directions count once."""
-    u, s, _ = torch.linalg.svd(torch.cat(list(bases), dim=-1).to(torch.float64), full_matrices=False)
+    u, s, _ = torch.linalg.svd(
+        torch.cat(list(bases), dim=-1).to(torch.float64), full_matrices=False
+    )
     return u[:, s > _DEPENDENT * s[0]]
 
 
 def oblique_projectors(bases: Sequence[Float[Tensor, "d r"]]) -> tuple[list[Projector], float]:
-    """For each subspace the projector onto it along all the others, and the condition number of the set.
+    """For each subspace the projector onto it along all the others, and the condition number of the
+    set.
 
-    They act on their own subspace as the identity and annihilate the others, so they sum to a projector onto the joint
-    span. They need independent subspaces; the condition number says how close to dependent these are (1: orthogonal).
+    They act on their own subspace as the identity and annihilate the others, so they sum to a
+    projector onto the joint span. They need independent subspaces; the condition number says how
+    close to dependent these are (1: orthogonal).
     """
     whole = torch.cat(list(bases), dim=-1).to(torch.float64)
     s = torch.linalg.svdvals(whole)
     if whole.shape[1] > whole.shape[0] or s[-1] <= _DEPENDENT * s[0]:
         span = f"{whole.shape[1]} directions span {int((s > _DEPENDENT * s[0]).sum())} dimensions"
-        raise BadInput(f"oblique projectors need independent subspaces, but {span}: lower a rank or join them.")
+        raise BadInput(
+            f"oblique projectors need independent subspaces, but {span}: lower a rank or join them."
+        )
     widths = [basis.shape[-1] for basis in bases]
     sides = (side.split(widths, dim=-1) for side in (whole, torch.linalg.pinv(whole).mT))
     return [Projector(left, right) for left, right in zip(*sides, strict=True)], float(s[0] / s[-1])

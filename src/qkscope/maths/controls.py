@@ -1,20 +1,24 @@
 """What a rank is worth: the same number under the null, and how much of it is only the mean.
 
-A contrast of averages has a rank whatever the head does, so each ΔC is tested component by component. The j-th singular
-value is compared with the largest one of null replicates from which the components already found are projected out::
+A contrast of averages has a rank whatever the head does, so each ΔC is tested component by
+component. The j-th singular value is compared with the largest one of null replicates from which
+the components already found are projected out::
 
-    p_j = (1 + #{r : σ_1((I − U_j U_jᵀ) ΔC_r (I − V_j V_jᵀ)) ≥ σ_j(ΔC)}) / (R + 1),     stop at the first p_j > α
+    p_j = (1 + #{r : σ_1((I − U_j U_jᵀ) ΔC_r (I − V_j V_jᵀ)) ≥ σ_j(ΔC)}) / (R + 1),     stop at the
+    first p_j > α
 
-Two hypotheses are tested this way: *the conditions do not differ* (sign flip or label permutation, on ΔC) and *they
-differ, but not in a way that depends on the query* (``interaction``, on the query-centred ΔC). How many directions are
-**detected** grows with the data; how many **predict units that were left out** does not, when words are what is scarce
-(`cross_validated_rank`). Mean dominance is the share of ‖ΔC‖² that goes when ``q̄ (μ⁺ − μ⁻)ᵀ``, the part every query
-sees alike, is taken out: 1 if ΔC is nothing but the mean, below 0 where the two work against each other.
+Two hypotheses are tested this way: *the conditions do not differ* (sign flip or label permutation,
+on ΔC) and *they differ, but not in a way that depends on the query* (``interaction``, on the
+query-centred ΔC). How many directions are **detected** grows with the data; how many **predict
+units that were left out** does not, when words are what is scarce (`cross_validated_rank`). Mean
+dominance is the share of ‖ΔC‖² that goes when ``q̄ (μ⁺ − μ⁻)ᵀ``, the part every query sees alike,
+is taken out: 1 if ΔC is nothing but the mean, below 0 where the two work against each other.
 
-Queries and keys share features at nearly every head, also at heads that do nothing with them. So a head that is above
-its null is held against a **reference**: the heads that are at chance on the task. Its **gain** is what the
-query-centred ΔC gives to the logit of the + key over the − key, ``|scale · tr ΔC|``. No direction is fitted to it, so
-no word needs to be left out. ``interaction`` is said where at most 5% of the reference reach it.
+Queries and keys share features at nearly every head, also at heads that do nothing with them. So a
+head that is above its null is held against a **reference**: the heads that are at chance on the
+task. Its **gain** is what the query-centred ΔC gives to the logit of the + key over the − key,
+``|scale · tr ΔC|``. No direction is fitted to it, so no word needs to be left out. ``interaction``
+is said where at most 5% of the reference reach it.
 """
 
 from __future__ import annotations
@@ -32,13 +36,24 @@ from torch.nn.functional import pad
 from qkscope import BadInput, Head, Moments
 from qkscope.kinds import checked_call
 from qkscope.maths.bases import ROUNDING, checked_svd, energy_rank
-from qkscope.maths.significance import Center, Statistic, centred_delta, false_discovery, head_p_values, p_value
+from qkscope.maths.significance import (
+    Center,
+    Statistic,
+    centred_delta,
+    false_discovery,
+    head_p_values,
+    p_value,
+)
 
-Verdict = Literal["interaction", "not specific", "no reference", "mean only", "not above null", "untested"]
+Verdict = Literal[
+    "interaction", "not specific", "no reference", "mean only", "not above null", "untested"
+]
 CvRank = int | Literal["untested"]
 FEW_UNITS = 10
 LEVEL = 0.05  # of the tests
-_UNITS_A_DIRECTION = 4  # few units span few directions: with most projected out, replicates have no room left
+_UNITS_A_DIRECTION = (
+    4  # few units span few directions: with most projected out, replicates have no room left
+)
 _FEWEST_FOLDS = 3  # with both signs
 _ENOUGH = 0.99
 FEWEST = round(1 / LEVEL) - 1  # heads of a reference: above fewer nothing is at the level
@@ -46,7 +61,9 @@ _PLANTS, _POWER = 20, 0.8  # planted features, and the share of them that must b
 
 
 class Gain(NamedTuple):
-    """What a head's query-centred ΔC gives to the + key's logit, its factor of q·k, and whether it is at chance."""
+    """What a head's query-centred ΔC gives to the + key's logit, its factor of q·k, and whether it
+    is at chance.
+    """
 
     logit: float
     scale: float
@@ -58,17 +75,25 @@ class RankTest(NamedTuple):
 
     rank: int
     null_median: tuple[float, ...]
-    null_high: tuple[float, ...]  # 95% quantile of the null's largest singular value, at the same stage
-    statistics: tuple[Statistic, ...] = ()  # of ΔC and of each replicate, with nothing projected out; () of rounding
+    null_high: tuple[
+        float, ...
+    ]  # 95% quantile of the null's largest singular value, at the same stage
+    statistics: tuple[
+        Statistic, ...
+    ] = ()  # of ΔC and of each replicate, with nothing projected out; () of rounding
 
 
 def rank_above(
-    delta: Float[Tensor, "d d"], nulls: Tensor, alpha: float = LEVEL, max_rank: int | None = None, size: float = 0.0
+    delta: Float[Tensor, "d d"],
+    nulls: Tensor,
+    alpha: float = LEVEL,
+    max_rank: int | None = None,
+    size: float = 0.0,
 ) -> RankTest:
     """Number of components of ΔC above the null, tested in order with the found ones deflated.
 
-    ``size`` is that of the numbers ΔC was computed from, where differences left much smaller ones: what is below their
-    rounding is no evidence.
+    ``size`` is that of the numbers ΔC was computed from, where differences left much smaller ones:
+    what is below their rounding is no evidence.
     """
     u, s, v = checked_svd(delta)
     limit = min(s.shape[0], max_rank or s.shape[0])
@@ -79,14 +104,18 @@ def rank_above(
     rank = limit
     for j in range(limit):
         rest = turned[:, j:, j:]
-        # The largest singular value, from the eigenvalues of the square: four times as fast as an SVD.
+        # The largest singular value, from the eigenvalues of the square: four times as fast as an
+        # SVD.
         largest = torch.linalg.eigvalsh(rest.mT @ rest)[..., -1].clamp_min(0).sqrt()
         medians.append(float(largest.median()))
         highs.append(float(largest.quantile(0.95)))
         real = float(s[j]) > ROUNDING * largest_of_all
         if j == 0 and real:
             norms = rest.flatten(1).norm(dim=1)
-            statistics = (float(s[0]), tuple(largest.tolist())), (float(s.norm()), tuple(norms.tolist()))
+            statistics = (
+                (float(s[0]), tuple(largest.tolist())),
+                (float(s.norm()), tuple(norms.tolist())),
+            )
         reached = int((largest >= s[j] - 1e-12 * largest_of_all).sum())
         if not real or (1 + reached) / (len(nulls) + 1) > alpha:
             rank = j
@@ -98,11 +127,12 @@ def rank_above(
 class Controls:
     """What stands beside a rank; ``p_*`` are of the whole matrix.
 
-    ``spectrum``, ``null_median`` and ``null_high`` are all of the matrix that ``center`` gives, and so are the detected
-    directions: ``rank_null`` where it is ``none``, else ``interaction_rank`` (`detected`). ``rank_cv`` is that matrix's
-    rank by cross-validation over units. ``units`` is how many random units there were; ``reason`` says what hindered a
-    test. ``percentile`` is the share of the ``reference`` heads at chance whose gain is smaller than ``gain``; NaN
-    where there are none.
+    ``spectrum``, ``null_median`` and ``null_high`` are all of the matrix that ``center`` gives, and
+    so are the detected directions: ``rank_null`` where it is ``none``, else ``interaction_rank``
+    (`detected`). ``rank_cv`` is that matrix's rank by cross-validation over units. ``units`` is how
+    many random units there were; ``reason`` says what hindered a test. ``percentile`` is the share
+    of the ``reference`` heads at chance whose gain is smaller than ``gain``; NaN where there are
+    none.
     """
 
     rank_99: int
@@ -142,24 +172,34 @@ class Controls:
             f"predict units left out: {self.rank_cv}; {self.units} units{few}; means {self.mean_dominance:.3f} of it",
         ]
         chance = f"gives {self.gain:.2g} logits, more than {self.percentile:.0%} of {self.reference} heads at chance"
-        return [*said, *([chance] if self.reference else []), *([self.reason] if self.reason else [])]
+        return [
+            *said,
+            *([chance] if self.reference else []),
+            *([self.reason] if self.reason else []),
+        ]
 
 
 @checked_call
 def run_controls(
-    moments: Moments, contrast: str, *, center: Center = "none", gains: Mapping[str, Gain] | None = None
+    moments: Moments,
+    contrast: str,
+    *,
+    center: Center = "none",
+    gains: Mapping[str, Gain] | None = None,
 ) -> dict[Head, Controls]:
     """Controls of one contrast for every head.
 
-    The verdict takes the p-value of the whole matrix (`head_p_values`) after Benjamini-Hochberg over the heads that are
-    asked for together; where it is small, one direction at least is detected. As ΔC is: ``not above null`` unless the
-    difference is there, then ``interaction`` if it depends on the query, else ``mean only``. Where ``center`` takes the
-    mean part out, what depends on the query is tested by itself, as the noise of the mean part could hide it.
-    ``untested`` is what nothing could have shown: too few units or replicates for so many heads. An interaction whose
-    gain more than 5% of the heads at chance reach is ``not specific``; with fewer than 19 of them, ``no reference``.
+    The verdict takes the p-value of the whole matrix (`head_p_values`) after Benjamini-Hochberg
+    over the heads that are asked for together; where it is small, one direction at least is
+    detected. As ΔC is: ``not above null`` unless the difference is there, then ``interaction`` if
+    it depends on the query, else ``mean only``. Where ``center`` takes the mean part out, what
+    depends on the query is tested by itself, as the noise of the mean part could hide it.
+    ``untested`` is what nothing could have shown: too few units or replicates for so many heads. An
+    interaction whose gain more than 5% of the heads at chance reach is ``not specific``; with fewer
+    than 19 of them, ``no reference``.
 
-    Of a prompt and its copy each difference of keys stands there with both signs, so that ΔC has no mean part, and one
-    null serves both tests.
+    Of a prompt and its copy each difference of keys stands there with both signs, so that ΔC has no
+    mean part, and one null serves both tests.
 
     Parameters
     ----------
@@ -177,23 +217,35 @@ def run_controls(
     for i, (head, size) in enumerate(zip(moments.heads, sizes.tolist(), strict=True)):
         fixed, replicates = moments.interaction_nulls(contrast, head)
         interactions.append(rank_above(centred[i], replicates, max_rank=limit, size=size))
-        # a scale that queries and keys share may lean on a difference of means: what it explains must not be needed
-        beyond_scale.append(rank_above(centred[i] - fixed, replicates - fixed, max_rank=1, size=size))
+        # a scale that queries and keys share may lean on a difference of means: what it explains
+        # must not be needed
+        beyond_scale.append(
+            rank_above(centred[i] - fixed, replicates - fixed, max_rank=1, size=size)
+        )
         if not one_null:
             replicates = moments.flipped_nulls(contrast, head)
             differences.append(rank_above(whole[i], replicates, max_rank=limit, size=size))
     differences = differences or interactions
     floor = max(0.5 ** max(units - 1, 0), 1 / (moments.replicates * len(sizes) + 1))
     every = interactions, beyond_scale, differences
-    depends, beyond, differs = (head_p_values([test.statistics for test in tests], floor) for tests in every)
+    depends, beyond, differs = (
+        head_p_values([test.statistics for test in tests], floor) for tests in every
+    )
     p_interaction = list(map(max, depends, beyond))
     p_difference = p_interaction if one_null else differs
-    calls = zip(_calls(differences, p_difference, floor), _calls(interactions, p_interaction, floor), strict=True)
+    calls = zip(
+        _calls(differences, p_difference, floor),
+        _calls(interactions, p_interaction, floor),
+        strict=True,
+    )
     few = f"{moments.replicates} replicates"
     if 0.5 ** max(units - 1, 0) >= floor:
         few = f"{units} independent units (different words, or prompts)"
-    reason = f"untested: {few} are too few" + (f" for {len(sizes)} heads at once" if len(sizes) > 1 else "")
-    # the differences of a prompt and its copy cancel, but not within a fold: there the mean query must go
+    reason = f"untested: {few} are too few" + (
+        f" for {len(sizes)} heads at once" if len(sizes) > 1 else ""
+    )
+    # the differences of a prompt and its copy cancel, but not within a fold: there the mean query
+    # must go
     predicting: Center = "query" if one_null else center
     folds, known = moments.state["folds"][contrast], gains or {}
     cv_ranks, controls = cross_validated_rank(folds, predicting, sizes), {}
@@ -203,18 +255,39 @@ def run_controls(
             planted = plant(folds[:, i], predicting, 1 / scale)
             found = cross_validated_rank(planted, predicting, sizes[i].cpu().expand(_PLANTS))
             cv_ranks[i] = 0 if sum(rank != 0 for rank in found) >= _POWER * _PLANTS else "untested"
-        others = torch.tensor([other.logit for name, other in known.items() if other.at_chance and name != str(head)])
+        others = torch.tensor(
+            [other.logit for name, other in known.items() if other.at_chance and name != str(head)]
+        )
         specific = len(others) >= FEWEST and p_value(others, gain) <= LEVEL
-        beside: Verdict = "interaction" if specific else "not specific" if len(others) >= FEWEST else "no reference"
+        beside: Verdict = (
+            "interaction"
+            if specific
+            else "not specific"
+            if len(others) >= FEWEST
+            else "no reference"
+        )
         verdict = _verdict(differ, depend, center != "none", beside)
         spectra = [torch.linalg.svdvals(delta[i]) for delta in (whole, centred)]
-        energy, centred_energy = (int(energy_rank(spectrum, size=float(sizes[i]))) for spectrum in spectra)
+        energy, centred_energy = (
+            int(energy_rank(spectrum, size=float(sizes[i]))) for spectrum in spectra
+        )
         detected = max(differences[i].rank, 1) if differ else 0
         depending = max(interactions[i].rank, 1) if depend else 0
-        shown, spectrum = (differences[i], spectra[0]) if center == "none" else (interactions[i], spectra[1])
+        shown, spectrum = (
+            (differences[i], spectra[0]) if center == "none" else (interactions[i], spectra[1])
+        )
         left, all_of_it = (float(spectrum.square().sum()) for spectrum in reversed(spectra))
-        tests = 1 - left / all_of_it if all_of_it else 0.0, p_difference[i], p_interaction[i], verdict, center
-        null, said = "interaction" if one_null else "sign flip", reason if verdict == "untested" else ""
+        tests = (
+            1 - left / all_of_it if all_of_it else 0.0,
+            p_difference[i],
+            p_interaction[i],
+            verdict,
+            center,
+        )
+        null, said = (
+            "interaction" if one_null else "sign flip",
+            reason if verdict == "untested" else "",
+        )
         controls[head] = Controls(
             energy, detected, centred_energy, depending, cv_ranks[i], *tests,
             tuple(spectrum.tolist()), shown.null_median, shown.null_high, units, moments.replicates, null,
@@ -224,7 +297,9 @@ def run_controls(
 
 
 def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -> list[bool | None]:
-    """Whether each head's test is significant among all of them; None where no data could have made it so."""
+    """Whether each head's test is significant among all of them; None where no data could have made
+    it so.
+    """
     calls: list[bool | None] = [q <= LEVEL for q in false_discovery(p_values)]
     for i, test in enumerate(tests):
         # as far above its null as can be; what is only rounding needs no test to be nothing
@@ -235,7 +310,9 @@ def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -
 
 
 def _verdict(differs: bool | None, depends: bool | None, centred: bool, beside: Verdict) -> Verdict:
-    """What the tests say, and the reference of an interaction; None is of a test that could not have shown anything."""
+    """What the tests say, and the reference of an interaction; None is of a test that could not
+    have shown anything.
+    """
     if centred and depends is not False:
         return beside if depends else "untested"
     if not differs:
@@ -243,14 +320,18 @@ def _verdict(differs: bool | None, depends: bool | None, centred: bool, beside: 
     return beside if depends else "untested" if depends is None else "mean only"
 
 
-def cross_validated_rank(folds: Float[Tensor, "f h a 2 a"], center: Center, sizes: Float[Tensor, " h"]) -> list[CvRank]:
-    """How many directions predict units that took no part in finding them, of the heads of these sums.
+def cross_validated_rank(
+    folds: Float[Tensor, "f h a 2 a"], center: Center, sizes: Float[Tensor, " h"]
+) -> list[CvRank]:
+    """How many directions predict units that took no part in finding them, of the heads of these
+    sums.
 
-    The sums are kept in folds of units (of words, where words are the unit). Each fold is left out in turn: the others
-    give singular vectors, and the fold says how well the first r of them, with their singular values, rebuild its own
-    ΔC; the fewest that rebuild 99% of what any number of them can are the rank (the paper's 99%, of data that took no
-    part). Noise that one fold has is not in another, so what only this sample of units shows does not help: pure noise
-    has rank 0. ``untested`` where fewer than three folds hold both signs.
+    The sums are kept in folds of units (of words, where words are the unit). Each fold is left out
+    in turn: the others give singular vectors, and the fold says how well the first r of them, with
+    their singular values, rebuild its own ΔC; the fewest that rebuild 99% of what any number of
+    them can are the rank (the paper's 99%, of data that took no part). Noise that one fold has is
+    not in another, so what only this sample of units shows does not help: pure noise has rank 0.
+    ``untested`` where fewer than three folds hold both signs.
     """
     whole, gains = folds.sum(dim=0), []
     for fold in folds:
@@ -261,29 +342,51 @@ def cross_validated_rank(folds: Float[Tensor, "f h a 2 a"], center: Center, size
         left_out = rest / rest[:, -1:, :, -1:] * count[:, None, :, None]
         u, s, v = checked_svd(centred_delta(rest, center))
         s = s.where(s > ROUNDING * sizes[:, None], 0.0)
-        held = (u.mT @ centred_delta(fold, center, reference=left_out) @ v).diagonal(dim1=-2, dim2=-1)
-        gain = (2 * held - s) * s  # how much less of the fold's ‖ΔC‖² is left when the j-th component is taken out
+        held = (u.mT @ centred_delta(fold, center, reference=left_out) @ v).diagonal(
+            dim1=-2, dim2=-1
+        )
+        gain = (
+            2 * held - s
+        ) * s  # how much less of the fold's ‖ΔC‖² is left when the j-th component is taken out
         share = count.sum(dim=1) / whole[:, -1, :, -1].sum(dim=1)
         gains.append(gain.cumsum(dim=1) * share[:, None])
     if len(gains) < _FEWEST_FOLDS:
         return ["untested"] * len(sizes)
-    rebuilt = pad(torch.stack(gains).sum(dim=0), (1, 0))  # heads, components from 0 on; each fold by its share
-    return (rebuilt >= _ENOUGH * rebuilt.amax(dim=1, keepdim=True)).int().argmax(dim=1).tolist()  # the first
+    rebuilt = pad(
+        torch.stack(gains).sum(dim=0), (1, 0)
+    )  # heads, components from 0 on; each fold by its share
+    return (
+        (rebuilt >= _ENOUGH * rebuilt.amax(dim=1, keepdim=True)).int().argmax(dim=1).tolist()
+    )  # the first
 
 
-def plant(folds: Float[Tensor, "f a 2 a"], center: Center, size: float) -> Float[Tensor, "f p a 2 a"]:
-    """Sums of one head in which a feature of known size has taken the place of ΔC, twenty times, with the head's noise.
+def plant(
+    folds: Float[Tensor, "f a 2 a"], center: Center, size: float
+) -> Float[Tensor, "f p a 2 a"]:
+    """Sums of one head in which a feature of known size has taken the place of ΔC, twenty times,
+    with the head's noise.
 
-    It is as large as ``size`` in all, in as many random directions as the head's own ΔC has (99%). Noise is what the
-    ΔC of a fold differs by from that of all, under a random sign. Where `cross_validated_rank` finds fewer than 80% of
-    such features, a rank of 0 says nothing.
+    It is as large as ``size`` in all, in as many random directions as the head's own ΔC has (99%).
+    Noise is what the ΔC of a fold differs by from that of all, under a random sign. Where
+    `cross_validated_rank` finds fewer than 80% of such features, a rank of 0 says nothing.
     """
     folds = folds[(folds[:, -1, :, -1] > 0).all(dim=1)].cpu()
-    own, count, mean = centred_delta(folds, center), folds[:, -1, 0, -1], centred_delta(folds.sum(dim=0), center)
-    rank, generator = max(int(energy_rank(torch.linalg.svdvals(mean))), 1), torch.Generator().manual_seed(0)
-    basis = torch.linalg.qr(torch.randn(_PLANTS, len(mean), rank, generator=generator, dtype=mean.dtype))[0]
+    own, count, mean = (
+        centred_delta(folds, center),
+        folds[:, -1, 0, -1],
+        centred_delta(folds.sum(dim=0), center),
+    )
+    rank, generator = (
+        max(int(energy_rank(torch.linalg.svdvals(mean))), 1),
+        torch.Generator().manual_seed(0),
+    )
+    basis = torch.linalg.qr(
+        torch.randn(_PLANTS, len(mean), rank, generator=generator, dtype=mean.dtype)
+    )[0]
     signs = torch.randint(2, (len(folds), _PLANTS, 1, 1), generator=generator) * 2 - 1
     noise = signs * (own - mean)[:, None] * (len(folds) / (len(folds) - 1)) ** 0.5
     planted = folds[:, None].repeat(1, _PLANTS, 1, 1, 1)
-    planted[..., :-1, 0, :-1] += (basis @ basis.mT * size / rank + noise - own[:, None]) * count[:, None, None, None]
+    planted[..., :-1, 0, :-1] += (basis @ basis.mT * size / rank + noise - own[:, None]) * count[
+        :, None, None, None
+    ]
     return planted

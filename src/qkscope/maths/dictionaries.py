@@ -1,17 +1,22 @@
-"""A dictionary's features in a query and its keys, how few pairs of them carry a logit, and what meaningless ones do.
+"""A dictionary's features in a query and its keys, how few pairs of them carry a logit, and what
+meaningless ones do.
 
-A dictionary writes the residual stream of a token, or what one MLP wrote there, as ``x = Σ_f a_f d_f + b + e``: active
-features, its bias, and the error, which is all the rest. A transcoder's codes are made of what the MLP was given. A
-head reads each part by itself once its norms are held, so that a relative logit is
+A dictionary writes the residual stream of a token, or what one MLP wrote there, as ``x = Σ_f a_f
+d_f + b + e``: active features, its bias, and the error, which is all the rest. A transcoder's codes
+are made of what the MLP was given. A head reads each part by itself once its norms are held, so
+that a relative logit is
 
-    ``ℓ = Σ_{g,f} q_g · Σ_t w_t k_f(t)``  over pairs of parts: features, error and bias on both sides.
+    ``ℓ = Σ_{g,f} q_g · Σ_t w_t k_f(t)``  over pairs of parts: features, error and bias on both
+    sides.
 
-With the error as a part everything sums, whatever the dictionary: that shows nothing. What counts is how much lies in
-pairs of features, and in how few. Signs can cancel, so that a share of the logit may be large by luck; `held` is
-therefore a share of ``Σ |pairs|``, error and bias included, which no cancelling makes larger.
+With the error as a part everything sums, whatever the dictionary: that shows nothing. What counts
+is how much lies in pairs of features, and in how few. Signs can cancel, so that a share of the
+logit may be large by luck; `held` is therefore a share of ``Σ |pairs|``, error and bias included,
+which no cancelling makes larger.
 
-`NULLS` are dictionaries without meaning: turned about its bias by a random rotation, with random rows and as many
-active ones at every token, with the codes of other features, and with the codes of other tokens.
+`NULLS` are dictionaries without meaning: turned about its bias by a random rotation, with random
+rows and as many active ones at every token, with the codes of other features, and with the codes of
+other tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ _TENSORS = ("decoder", "encoder", "decoder_bias", "encoder_bias", "threshold", "
 @checked_class
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """Features of the residual stream, or of what an MLP writes: directions, and how strongly each is in a token.
+    """Features of the residual stream, or of what an MLP writes: directions, and how strongly each
+    is in a token.
 
     Parameters
     ----------
@@ -56,11 +62,11 @@ class Dictionary:
     threshold : what each feature must exceed to be active (JumpReLU).
     skip : of a transcoder, what it passes on linearly: its input times this matrix.
     apply_b_dec_to_input : whether the decoder's bias is taken off before encoding.
-    normalize_activations : ``none``, ``constant_norm_rescale`` (to the length √d), ``layer_norm``; undone behind the
-        decoder.
+    normalize_activations : ``none``, ``constant_norm_rescale`` (to the length √d), ``layer_norm``;
+        undone behind the decoder.
     centred : whether a token's mean is taken out first, as where writing weights were centred.
-    splits : ``stream``; ``mlp``, what the MLP of its layer writes; ``transcoder``, the same, coded from what the MLP is
-        given.
+    splits : ``stream``; ``mlp``, what the MLP of its layer writes; ``transcoder``, the same, coded
+        from what the MLP is given.
     name : what it is called.
 
     Examples
@@ -90,26 +96,44 @@ class Dictionary:
     def __post_init__(self) -> None:
         for name, value in self._tensors().items():
             if not bool(value.isfinite().all()):
-                raise BadInput(f"{name} of {self.name} holds values that are not finite: the dictionary is damaged.")
+                raise BadInput(
+                    f"{name} of {self.name} holds values that are not finite: the dictionary is damaged."
+                )
 
     def __repr__(self) -> str:
-        how = f"top {self.k}" if self.k is not None else "relu" if self.threshold is None else "jumprelu"
+        how = (
+            f"top {self.k}"
+            if self.k is not None
+            else "relu"
+            if self.threshold is None
+            else "jumprelu"
+        )
         features, width = self.decoder.shape
-        where = {"stream": "entering layer ", "mlp": "written by M", "transcoder": "transcoding M"}[self.splits]
+        where = {"stream": "entering layer ", "mlp": "written by M", "transcoder": "transcoding M"}[
+            self.splits
+        ]
         return f"Dictionary({features:,} features of width {width} {where}{self.layer}, {how})"
 
     @classmethod
     def load(
-        cls, path: str | Path, folder: str | None = None, *, layer: Natural | None = None, k: Count | None = None
+        cls,
+        path: str | Path,
+        folder: str | None = None,
+        *,
+        layer: Natural | None = None,
+        k: Count | None = None,
     ) -> Dictionary:
         """Read a folder of SAELens or of Gemma Scope 2, here or on the hub, or a safetensors file.
 
         Parameters
         ----------
-        path : the folder; the file (relu; with a ``threshold`` in it jumprelu); or a repository of the hub.
-        folder : the dictionary's folder in the repository, as ``"resid_post/layer_12_width_16k_l0_medium"``; it can
-            stand behind the repository's name as well.
-        layer : the layer whose input it describes, where the file does not say (``hook_name`` in its header).
+        path : the folder; the file (relu; with a ``threshold`` in it jumprelu); or a repository of
+            the hub.
+        folder : the dictionary's folder in the repository, as
+            ``"resid_post/layer_12_width_16k_l0_medium"``; it can stand behind the repository's name
+            as well.
+        layer : the layer whose input it describes, where the file does not say (``hook_name`` in
+            its header).
         k : as many features are active in a token, where the file does not say.
         """
         return cls(**read_dictionary(path, folder, layer, k))
@@ -117,7 +141,9 @@ class Dictionary:
     @property
     def fingerprint(self) -> str:
         """A hash of all that makes its codes."""
-        digest = hashlib.sha256(repr((self, self.apply_b_dec_to_input, self.normalize_activations)).encode())
+        digest = hashlib.sha256(
+            repr((self, self.apply_b_dec_to_input, self.normalize_activations)).encode()
+        )
         for value in self._tensors().values():
             digest.update(value.detach().cpu().float().contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
@@ -132,7 +158,9 @@ class Dictionary:
         ----------
         device : as torch names it.
         """
-        return replace(self, **{n: v.detach().to(device, torch.float32) for n, v in self._tensors().items()})
+        return replace(
+            self, **{n: v.detach().to(device, torch.float32) for n, v in self._tensors().items()}
+        )
 
     def code(self, x: Float[Tensor, "*b d"], turn: Float[Tensor, "d d"] | None = None) -> Coded:
         """Which features are active in tokens, and how much of each.
@@ -147,7 +175,11 @@ class Dictionary:
         shift = x.mean(-1, keepdim=True) * (self.centred or normed)
         y, scale = x - shift, torch.ones_like(shift)
         if self.normalize_activations != "none":
-            scale = y.std(-1, keepdim=True) if normed else y.norm(dim=-1, keepdim=True) / y.shape[-1] ** 0.5
+            scale = (
+                y.std(-1, keepdim=True)
+                if normed
+                else y.norm(dim=-1, keepdim=True) / y.shape[-1] ** 0.5
+            )
             y = y / (scale + 1e-5 * normed)
         if turn is not None:
             centre = bias * (self.splits != "transcoder")  # whose bias is one of what it puts out
@@ -164,7 +196,8 @@ class Dictionary:
 
 
 class Coded(NamedTuple):
-    """Active features of tokens: their numbers (−1 in empty slots), how much of each, and what comes beside them.
+    """Active features of tokens: their numbers (−1 in empty slots), how much of each, and what
+    comes beside them.
 
     That is what no token decides, and what a transcoder passes on linearly.
     """
@@ -187,11 +220,15 @@ class Coded(NamedTuple):
 
     def amounts(self, chosen: Int[Tensor, "n c"]) -> Float[Tensor, "n p c"]:
         """How much of some features there is at every place of each prompt."""
-        return ((self.ids[..., None, :] == chosen[:, None, :, None]) * self.values[..., None, :]).sum(-1)
+        return (
+            (self.ids[..., None, :] == chosen[:, None, :, None]) * self.values[..., None, :]
+        ).sum(-1)
 
     def at(self, places: list[int]) -> Coded:
         """Some of the places, which are the second axis."""
-        return self._replace(**{name: getattr(self, name)[:, places] for name in ("ids", "values", "bias", "skip")})
+        return self._replace(
+            **{name: getattr(self, name)[:, places] for name in ("ids", "values", "bias", "skip")}
+        )
 
     @property
     def active(self) -> Int[Tensor, "*b"]:
@@ -208,7 +245,8 @@ def null_code(
     there: Tensor | None = None,
     target: Float[Tensor, "n p d"] | None = None,
 ) -> Coded:
-    """Codes of a dictionary without meaning, one of `NULLS`; codes of places that are not ``there`` go to nobody.
+    """Codes of a dictionary without meaning, one of `NULLS`; codes of places that are not ``there``
+    go to nobody.
 
     What is coded is ``x``, what is described ``target``, which differs from it for a transcoder.
     """
@@ -232,7 +270,9 @@ def null_code(
 
 
 def _nearest(unit: Float[Tensor, "f d"], x: Float[Tensor, "n p d"], coded: Coded) -> Coded:
-    """As many of these directions as were active at each place: the nearest, with the strengths that fit best."""
+    """As many of these directions as were active at each place: the nearest, with the strengths
+    that fit best.
+    """
     ids = (x @ unit.mT).topk(coded.ids.shape[-1]).indices
     used = torch.arange(ids.shape[-1], device=ids.device) < coded.active[..., None]
     rows = (unit[ids] * used[..., None]).double()
@@ -268,13 +308,17 @@ class FeatureTerms(NamedTuple):
         weights: Float[Tensor, " p"],
         *rest: str,
     ) -> FeatureTerms:
-        """From the numbers of features in slots of the query and of every key, and vectors of these and of the rest.
+        """From the numbers of features in slots of the query and of every key, and vectors of these
+        and of the rest.
 
-        Keys are vectors of every place (s+r p d). A feature that is active in several keys is one part of the weighted
-        keys; weights hold the logit's scale.
+        Keys are vectors of every place (s+r p d). A feature that is active in several keys is one
+        part of the weighted keys; weights hold the logit's scale.
         """
         (asked, others), slots = (ids[0], ids[1:].mT), ids.shape[1]
-        q, weighted = torch.cat([q[:slots][asked >= 0], q[slots:]]).double(), weights.double()[:, None] * keys.double()
+        q, weighted = (
+            torch.cat([q[:slots][asked >= 0], q[slots:]]).double(),
+            weights.double()[:, None] * keys.double(),
+        )
         there = (others >= 0) & (weights != 0)
         numbers, where = others[there].unique(return_inverse=True)
         k = q.new_zeros(len(numbers), q.shape[-1]).index_add(0, where, weighted[:slots][there])
@@ -286,26 +330,41 @@ class FeatureTerms(NamedTuple):
         return self.values[: len(self.query), : len(self.key)]
 
     def marginals(self) -> dict[str, dict[int | str, float]]:
-        """By side, what each feature (by number) and each part of the rest gives; both sum to the logit."""
-        parts = {"query": [*self.query.tolist(), *self.rest], "key": [*self.key.tolist(), *self.rest]}
+        """By side, what each feature (by number) and each part of the rest gives; both sum to the
+        logit.
+        """
+        parts = {
+            "query": [*self.query.tolist(), *self.rest],
+            "key": [*self.key.tolist(), *self.rest],
+        }
         sums = self.values.sum(1).tolist(), self.values.sum(0).tolist()
-        return {side: dict(zip(parts[side], values, strict=True)) for side, values in zip(parts, sums, strict=True)}
+        return {
+            side: dict(zip(parts[side], values, strict=True))
+            for side, values in zip(parts, sums, strict=True)
+        }
 
     def largest(self, count: int, signed: bool = False) -> list[tuple[int, int, float]]:
-        """The largest pairs of features, by size or as they are: of the query, of the key, and what they give."""
+        """The largest pairs of features, by size or as they are: of the query, of the key, and what
+        they give.
+        """
         by = self.pairs if signed else self.pairs.abs()
         flat = by.flatten().topk(min(count, self.pairs.numel())).indices.tolist()
         places = [divmod(i, len(self.key)) for i in flat]
         return [(int(self.query[a]), int(self.key[b]), float(self.pairs[a, b])) for a, b in places]
 
     def first(self, count: int) -> list[list[int]]:
-        """The pairs that give most, by the numbers of their features; −1 where there are no more above 0."""
+        """The pairs that give most, by the numbers of their features; −1 where there are no more
+        above 0.
+        """
         pairs = [[g, f] for g, f, value in self.largest(count, signed=True) if value > 0]
         return pairs + [[-1, -1]] * (count - len(pairs))
 
     def numbers(self) -> Float[Tensor, " m"]:
         """`NUMBERS`: what is compared with dictionaries without meaning."""
-        size, gross = self.pairs.flatten().abs().sort(descending=True).values, self.values.abs().sum()
+        size, gross = (
+            self.pairs.flatten().abs().sort(descending=True).values,
+            self.values.abs().sum(),
+        )
         held = torch.stack([size[:count].sum() for count in SIZES]) / gross.clamp_min(1e-300)
         return torch.cat([torch.stack([self.values.sum(), self.pairs.sum(), gross]), held]).cpu()
 

@@ -1,25 +1,30 @@
-"""A head's singular basis, how it looks from inside the head, and relative attention as a sum of its terms.
+"""A head's singular basis, how it looks from inside the head, and relative attention as a sum of
+its terms.
 
-``Ω = W_Qᵀ W_K = Σ σ_j u_j v_jᵀ`` lives in the residual stream; queries and keys live in the head, where only images of
-the singular vectors are seen: ``m_j = W_Q u_j`` and ``p_j = W_K v_j``. They are no orthogonal bases, but each other's
-duals: ``m_iᵀ p_j = u_iᵀ Ω v_j = σ_i δ_ij``. So with ``M = [m_1 m_2 …]``,
+``Ω = W_Qᵀ W_K = Σ σ_j u_j v_jᵀ`` lives in the residual stream; queries and keys live in the head,
+where only images of the singular vectors are seen: ``m_j = W_Q u_j`` and ``p_j = W_K v_j``. They
+are no orthogonal bases, but each other's duals: ``m_iᵀ p_j = u_iᵀ Ω v_j = σ_i δ_ij``. So with ``M =
+[m_1 m_2 …]``,
 
-    ``q = Σ_j α_j m_j``, ``α = M⁺ q`` (which is ``u_jᵀ x̂``, times QK-norm's scalar),   ``qᵀ k = Σ_j α_j (m_jᵀ k)``:
+    ``q = Σ_j α_j m_j``, ``α = M⁺ q`` (which is ``u_jᵀ x̂``, times QK-norm's scalar),   ``qᵀ k = Σ_j
+    α_j (m_jᵀ k)``:
 
-queries of component j point along ``m_j``, keys of it along ``n_j = p_j / σ_j``, the columns of ``M⁺ᵀ``. The split
-holds for any k, also one turned by RoPE into the query's frame, and needs no token but the two vectors themselves.
+queries of component j point along ``m_j``, keys of it along ``n_j = p_j / σ_j``, the columns of
+``M⁺ᵀ``. The split holds for any k, also one turned by RoPE into the query's frame, and needs no
+token but the two vectors themselves.
 
 Relative attention says why this key rather than the others, and how few terms say so.
-For an attended key i: ``r = ℓ_i − mean_{j≠i} ℓ_j = qᵀ Δk`` with ``Δk = k_i − mean_{j≠i} k_j``, positive whenever the
-attention on i beats its share. With ``Ω = Σ_m σ_m u_m v_mᵀ`` the terms are ``c_m = σ_m (u_mᵀ x_q)(v_mᵀ Δx)`` and sum to
-r. Under RoPE no single Ω holds, but in the query's frame the same split stays exact: ``σ_m v_mᵀ Δx`` becomes
-``(W_Q u_m)ᵀ Δk``.
+For an attended key i: ``r = ℓ_i − mean_{j≠i} ℓ_j = qᵀ Δk`` with ``Δk = k_i − mean_{j≠i} k_j``,
+positive whenever the attention on i beats its share. With ``Ω = Σ_m σ_m u_m v_mᵀ`` the terms are
+``c_m = σ_m (u_mᵀ x_q)(v_mᵀ Δx)`` and sum to r. Under RoPE no single Ω holds, but in the query's
+frame the same split stays exact: ``σ_m v_mᵀ Δx`` becomes ``(W_Q u_m)ᵀ Δk``.
 
-Sparsity is ``(mean |c|)² / mean c²``: 1 when all terms are equal in size, 1/n when one carries it all. The
-reconstruction count is the size of the smallest set of terms whose sum reaches r. Neither is flat under a meaningless
-basis: a spectrum alone makes terms unequal, and random terms of the same sum need few as well. So beside each stand
-`null_count` and a rotated basis at the same weights: its terms (`rotated_terms`), or their sparsity with rotations of
-its own for every prompt (`turned_terms`, `shared_sparsity`).
+Sparsity is ``(mean |c|)² / mean c²``: 1 when all terms are equal in size, 1/n when one carries it
+all. The reconstruction count is the size of the smallest set of terms whose sum reaches r. Neither
+is flat under a meaningless basis: a spectrum alone makes terms unequal, and random terms of the
+same sum need few as well. So beside each stand `null_count` and a rotated basis at the same
+weights: its terms (`rotated_terms`), or their sparsity with rotations of its own for every prompt
+(`turned_terms`, `shared_sparsity`).
 """
 
 from __future__ import annotations
@@ -43,7 +48,9 @@ _PROBES = 8
 
 
 class HeadBasis(NamedTuple):
-    """Singular vectors of one head: ``Ω = U diag(S) Vᵀ``, biases in the last row of U and V; ``read = W_Q U``."""
+    """Singular vectors of one head: ``Ω = U diag(S) Vᵀ``, biases in the last row of U and V; ``read
+    = W_Q U``.
+    """
 
     U: Float[Tensor, "d m"]
     S: Float[Tensor, " m"]
@@ -65,7 +72,8 @@ class SingularBasis:
     Parameters
     ----------
     heads : whose vectors they are, in this order.
-    U, S, V : the thin SVD of each head's Ω, in float32, a constant 1 appended to the residual stream (biases).
+    U, S, V : the thin SVD of each head's Ω, in float32, a constant 1 appended to the residual
+        stream (biases).
     read : ``W_Q U``, float64: queries of each component, in head space before the rotation.
     scale : what the attention call multiplies ``q·k`` by.
     c_Q : QK-norm's own bias, a part of q that no token decides; zero in nearly every family.
@@ -95,7 +103,9 @@ class SingularBasis:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        named = ", ".join(map(str, self.heads[:4])) + (f", … {len(self.heads)} heads" if len(self.heads) > 4 else "")
+        named = ", ".join(map(str, self.heads[:4])) + (
+            f", … {len(self.heads)} heads" if len(self.heads) > 4 else ""
+        )
         return f"SingularBasis({named}: {self.S.shape[-1]} vectors each)"
 
     def index(self, heads: Sequence[Head]) -> list[int]:
@@ -107,7 +117,9 @@ class SingularBasis:
         """
         for head in heads:
             if head not in self.heads:
-                raise BadInput(f"{head} is not in this singular basis: make it with singular_basis(scope, ['{head}']).")
+                raise BadInput(
+                    f"{head} is not in this singular basis: make it with singular_basis(scope, ['{head}'])."
+                )
         return [self.heads.index(head) for head in heads]
 
     def __getitem__(self, head: str | Head) -> HeadBasis:
@@ -129,21 +141,29 @@ class SingularBasis:
 
 
 def basis_of_weights(
-    heads: Sequence[Head], weights: Sequence[Tensor], rotary: Sequence[bool], kv_of_head: Any = None, about: Any = None
+    heads: Sequence[Head],
+    weights: Sequence[Tensor],
+    rotary: Sequence[bool],
+    kv_of_head: Any = None,
+    about: Any = None,
 ) -> SingularBasis:
-    """Thin SVD of each head, multiplied out on random probes before it is believed; as many at once as fit.
+    """Thin SVD of each head, multiplied out on random probes before it is believed; as many at once
+    as fit.
 
     Parameters
     ----------
     heads : whose weights they are.
-    weights : W_Q (h d_head d), W_K (g d_head d), the scale of each call (h), and QK-norm's own bias (h d_head).
+    weights : W_Q (h d_head d), W_K (g d_head d), the scale of each call (h), and QK-norm's own bias
+        (h d_head).
     rotary : whether RoPE turns queries and keys in each head.
     kv_of_head : which of W_K each head reads, Int [h]; its own by default.
     about : the model, and the hash of its weights.
     """
     w_q, w_k, scale, c_q = weights
     kv = torch.arange(len(heads), device=w_q.device) if kv_of_head is None else kv_of_head
-    draw = torch.randn(w_k.shape[-1], _PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draw = torch.randn(
+        w_k.shape[-1], _PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     parts = []
     for some in torch.arange(len(heads), device=w_q.device).split(heads_at_once(w_q)):
         used, own = kv[some].unique(return_inverse=True)
@@ -156,8 +176,12 @@ def basis_of_weights(
     U, S, V, read, error = (torch.cat(part) for part in zip(*parts, strict=True))
     if bool((error > 1e-6).any()):
         worst = f"{heads[int(error.argmax())]} do not multiply out to its weights (error {float(error.max()):.1e})"
-        raise BadInput(f"the singular vectors of {worst}: look for numbers that are not finite among them.")
-    return SingularBasis(tuple(heads), U, S, V, read, scale.cpu(), c_q.cpu(), error, tuple(rotary), about or {})
+        raise BadInput(
+            f"the singular vectors of {worst}: look for numbers that are not finite among them."
+        )
+    return SingularBasis(
+        tuple(heads), U, S, V, read, scale.cpu(), c_q.cpu(), error, tuple(rotary), about or {}
+    )
 
 
 def dual(read: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h d m"]:
@@ -175,7 +199,9 @@ def singular_coordinates(
 
 
 def components(read: Float[Tensor, "d m"], chosen: Sequence[int] | Tensor) -> Projector:
-    """The oblique projector on keys that keeps some components of every logit: ``P = Σ_{j chosen} n_j m_jᵀ``."""
+    """The oblique projector on keys that keeps some components of every logit: ``P = Σ_{j chosen}
+    n_j m_jᵀ``.
+    """
     index = torch.as_tensor(chosen)
     return Projector(dual(read)[:, index], read.double()[:, index])
 
@@ -184,7 +210,9 @@ def components(read: Float[Tensor, "d m"], chosen: Sequence[int] | Tensor) -> Pr
 
 
 def key_difference(
-    keys: Float[Tensor, "*b n d"], attended: Int[Tensor, "*b"], mask: Bool[Tensor, "*b n"] | None = None
+    keys: Float[Tensor, "*b n d"],
+    attended: Int[Tensor, "*b"],
+    mask: Bool[Tensor, "*b n"] | None = None,
 ) -> Float[Tensor, "*b d"]:
     """``Δk``: the attended key minus the mean of the others.
 
@@ -199,11 +227,15 @@ def key_difference(
     >>> key_difference(torch.tensor([[5.0], [1.0], [3.0]]), torch.tensor(0))
     tensor([3.])
     """
-    seen = torch.ones(keys.shape[:-1], dtype=torch.bool, device=keys.device) if mask is None else mask
+    seen = (
+        torch.ones(keys.shape[:-1], dtype=torch.bool, device=keys.device) if mask is None else mask
+    )
     index = attended[..., None].to(torch.int64)
     others = seen.scatter(-1, index, False)
     if not bool(others.any(-1).all()):
-        raise BadInput("relative attention needs another key beside the attended one: give a longer prompt.")
+        raise BadInput(
+            "relative attention needs another key beside the attended one: give a longer prompt."
+        )
     weight = (others / others.sum(-1, keepdim=True)).to(keys)
     mean = (weight[..., None] * keys.masked_fill(~others[..., None], 0.0)).sum(-2)
     return keys.gather(-2, index[..., None].expand(*index.shape, keys.shape[-1])).squeeze(-2) - mean
@@ -220,7 +252,9 @@ def sparsity(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
     return terms.abs().mean(-1).square() / terms.square().mean(-1)
 
 
-def reconstruction_count(terms: Float[Tensor, "*b m"], tolerance: float = 1.0) -> Float[Tensor, "*b"]:
+def reconstruction_count(
+    terms: Float[Tensor, "*b m"], tolerance: float = 1.0
+) -> Float[Tensor, "*b"]:
     """How many of the largest terms it takes to reach ``tolerance · r``; NaN where ``r = Σ c ≤ 0``.
 
     Examples
@@ -230,7 +264,8 @@ def reconstruction_count(terms: Float[Tensor, "*b m"], tolerance: float = 1.0) -
     """
     total = terms.sum(-1, keepdim=True)
     reached = terms.sort(dim=-1, descending=True).values.cumsum(-1)
-    # the sum in another order may miss the total by rounding: without slack an exact fit would need all terms
+    # the sum in another order may miss the total by rounding: without slack an exact fit would need
+    # all terms
     slack = 8 * torch.finfo(terms.dtype).eps * terms.abs().sum(-1, keepdim=True)
     count = (reached < tolerance * total - slack).sum(-1) + 1
     return torch.where(total.squeeze(-1) > 0, count.to(terms), torch.nan)
@@ -242,14 +277,21 @@ def cancellation(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
 
 
 def rank_correlation(a: Float[Tensor, "*b m"], b: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
-    """Spearman's: whether the largest terms sit at the largest singular values; NaN where a term is."""
+    """Spearman's: whether the largest terms sit at the largest singular values; NaN where a term
+    is.
+    """
     ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
     one, other = (r - r.mean(-1, keepdim=True) for r in ranks)
-    return torch.where(a.isnan().any(-1), torch.nan, (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1)))
+    return torch.where(
+        a.isnan().any(-1),
+        torch.nan,
+        (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1)),
+    )
 
 
 def largest_place(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
-    """Where the largest |term| stands: 0 at the largest singular value, 1 at the smallest; NaN where a term is.
+    """Where the largest |term| stands: 0 at the largest singular value, 1 at the smallest; NaN
+    where a term is.
 
     Examples
     --------
@@ -260,43 +302,64 @@ def largest_place(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
     return torch.where(terms.isnan().any(-1), torch.nan, place)
 
 
-def null_count(terms: Float[Tensor, "*b m"], tolerance: float = 1.0, draws: int = 20, seed: int = 0) -> Tensor:
+def null_count(
+    terms: Float[Tensor, "*b m"], tolerance: float = 1.0, draws: int = 20, seed: int = 0
+) -> Tensor:
     """Mean reconstruction count of random terms with the same sum and the same norm."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn((draws, *terms.shape), generator=generator, dtype=torch.float64).to(terms)
     noise = noise - noise.mean(-1, keepdim=True)
     mean = terms.mean(-1, keepdim=True)
     spread = (terms - mean).norm(dim=-1, keepdim=True)
-    random = mean + noise / noise.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(terms.dtype).tiny) * spread
+    random = (
+        mean
+        + noise / noise.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(terms.dtype).tiny) * spread
+    )
     return reconstruction_count(random, tolerance).mean(0)
 
 
 def rotated_terms(
-    query: Float[Tensor, "*b m"], s: Tensor, difference: Float[Tensor, "*b m"], draws: int = 20, seed: int = 0
+    query: Float[Tensor, "*b m"],
+    s: Tensor,
+    difference: Float[Tensor, "*b m"],
+    draws: int = 20,
+    seed: int = 0,
 ) -> Float[Tensor, "draws *b m"]:
-    """Terms over ``U R_1`` and ``V R_2``, independent random rotations: spectrum and rank stay, the directions do not.
+    """Terms over ``U R_1`` and ``V R_2``, independent random rotations: spectrum and rank stay, the
+    directions do not.
 
-    They rotate within the head's own subspaces, the strictest form: only which direction meets which is lost.
+    They rotate within the head's own subspaces, the strictest form: only which direction meets
+    which is lost.
     """
     rotations = random_rotations(s.shape[-1], 2 * draws, seed).to(query).chunk(2)
-    q, k = (torch.einsum("...m,rmn->r...n", x, r) for x, r in zip((query, difference), rotations, strict=True))
+    q, k = (
+        torch.einsum("...m,rmn->r...n", x, r)
+        for x, r in zip((query, difference), rotations, strict=True)
+    )
     return q * s * k
 
 
 def random_rotations(d: int, draws: int, seed: int) -> Float[Tensor, "draws d d"]:
     """Haar-random orthogonal matrices."""
-    q, r = torch.linalg.qr(torch.randn(draws, d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    q, r = torch.linalg.qr(
+        torch.randn(draws, d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    )
     return q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
 
 
 def turned_terms(
-    query: Float[Tensor, "b h m"], s: Float[Tensor, "h m"], draws: int, prompts: Sequence[int], seed: int = 0
+    query: Float[Tensor, "b h m"],
+    s: Float[Tensor, "h m"],
+    draws: int,
+    prompts: Sequence[int],
+    seed: int = 0,
 ) -> Float[Tensor, "draws b h m"]:
-    """Terms ``s · (R_1 α) · (R_2 β)`` up to their size, independent rotations: what the spectrum alone would show.
+    """Terms ``s · (R_1 α) · (R_2 β)`` up to their size, independent rotations: what the spectrum
+    alone would show.
 
-    A random rotation sends a vector to a uniform direction, and what is asked of terms does not see its length: no
-    matrix has to be drawn. Rotations shared by all prompts would leave their luck in every mean, where no interval over
-    prompts could show it.
+    A random rotation sends a vector to a uniform direction, and what is asked of terms does not see
+    its length: no matrix has to be drawn. Rotations shared by all prompts would leave their luck in
+    every mean, where no interval over prompts could show it.
 
     Parameters
     ----------
@@ -308,9 +371,14 @@ def turned_terms(
 
 
 def shared_sparsity(
-    q: Float[Tensor, "b h d"], difference: Float[Tensor, "b h d"], draws: int, prompts: Sequence[int], seed: int = 0
+    q: Float[Tensor, "b h d"],
+    difference: Float[Tensor, "b h d"],
+    draws: int,
+    prompts: Sequence[int],
+    seed: int = 0,
 ) -> Float[Tensor, "b h"]:
-    """Mean sparsity of the products of coordinates after one rotation of both vectors: every logit stays.
+    """Mean sparsity of the products of coordinates after one rotation of both vectors: every logit
+    stays.
 
     A pair of vectors goes to a uniform pair at the same angle.
     """
@@ -321,11 +389,17 @@ def shared_sparsity(
     return sparsity(one * turned).mean(0)
 
 
-def _normal(like: Float[Tensor, "b h m"], draws: int, prompts: Sequence[int], seed: int) -> Float[Tensor, "2 r b h m"]:
+def _normal(
+    like: Float[Tensor, "b h m"], draws: int, prompts: Sequence[int], seed: int
+) -> Float[Tensor, "2 r b h m"]:
     """Gaussian vectors, addressed by seed and prompt: batches do not change them."""
     drawn = []
     for prompt in prompts:
-        address = int.from_bytes(hashlib.sha256(f"{seed}/{prompt}".encode()).digest()[:8], "big") >> 1
+        address = (
+            int.from_bytes(hashlib.sha256(f"{seed}/{prompt}".encode()).digest()[:8], "big") >> 1
+        )
         generator = torch.Generator().manual_seed(address)
-        drawn.append(torch.randn(2, draws, *like.shape[1:], generator=generator, dtype=torch.float64))
+        drawn.append(
+            torch.randn(2, draws, *like.shape[1:], generator=generator, dtype=torch.float64)
+        )
     return torch.stack(drawn, dim=2)

@@ -1,7 +1,8 @@
 """A feature's low-rank subspaces in query and key space: ``ΔC = U diag(S) Vᵀ``, cut at a rank.
 
-``U[:, :rank]`` is the feature's basis in query space, ``V[:, :rank]`` in key space. What a rank by itself does not show
-is in `qkscope.maths.controls`; what sets of subspaces do together is in `qkscope.maths.bases`.
+``U[:, :rank]`` is the feature's basis in query space, ``V[:, :rank]`` in key space. What a rank by
+itself does not show is in `qkscope.maths.controls`; what sets of subspaces do together is in
+`qkscope.maths.bases`.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ class Subspace:
 
     Parameters
     ----------
-    U, V : all singular vectors, as columns; the feature's basis in query and in key space are the first ``rank``.
+    U, V : all singular vectors, as columns; the feature's basis in query and in key space are the
+        first ``rank``.
     S : all singular values.
     rank : how many directions are the feature.
     head, contrast : whose feature it is.
     controls : what the rank is worth.
     about : what it was made from (model, weights hash, space, …).
-    cov_k : covariance of the keys it was fitted on, whose principal axes are a control that knows the prompts and no
-        labels.
+    cov_k : covariance of the keys it was fitted on, whose principal axes are a control that knows
+        the prompts and no labels.
 
     Examples
     --------
@@ -67,11 +69,19 @@ class Subspace:
             off = float((x.mT @ x - torch.eye(x.shape[1]).to(x)).abs().max())
             if not off <= _ORTHONORMAL:
                 told = f"the columns of {name} are not orthonormal{where} (off by {off:.2g})"
-                raise BadInput(f"{told}: make them so with torch.linalg.qr, or fit with Subspace.from_delta.")
-        if not bool(((s >= 0) & s.isfinite()).all()) or bool((s.diff() > _ORTHONORMAL * s[:1]).any()):
-            raise BadInput(f"singular values{where} are finite, at least 0 and in falling order: give S so.")
+                raise BadInput(
+                    f"{told}: make them so with torch.linalg.qr, or fit with Subspace.from_delta."
+                )
+        if not bool(((s >= 0) & s.isfinite()).all()) or bool(
+            (s.diff() > _ORTHONORMAL * s[:1]).any()
+        ):
+            raise BadInput(
+                f"singular values{where} are finite, at least 0 and in falling order: give S so."
+            )
         if not 1 <= self.rank <= len(s):
-            raise BadInput(f"rank {self.rank} is not between 1 and the {len(s)} dimensions of the head{where}.")
+            raise BadInput(
+                f"rank {self.rank} is not between 1 and the {len(s)} dimensions of the head{where}."
+            )
 
     def __repr__(self) -> str:
         verdict = "" if self.controls is None else f", {self.controls.verdict}"
@@ -83,7 +93,12 @@ class Subspace:
 
     @classmethod
     def from_delta(
-        cls, delta: Float[Tensor, "d d"], rank: Rank = "energy", *, head: Head | str | None = None, **kept: Any
+        cls,
+        delta: Float[Tensor, "d d"],
+        rank: Rank = "energy",
+        *,
+        head: Head | str | None = None,
+        **kept: Any,
     ) -> Subspace:
         """The SVD of one ΔC, cut at a rank.
 
@@ -142,17 +157,24 @@ class Subspace:
         return replace(self, rank=rank)
 
     def as_hook(
-        self, does: Does, *tokens: int | Int[Tensor, " b"], side: Side = "key", group_size: Count | None = None
+        self,
+        does: Does,
+        *tokens: int | Int[Tensor, " b"],
+        side: Side = "key",
+        group_size: Count | None = None,
     ) -> Hook:
-        """The subspace as an edit of the running model: for TransformerLens, nnsight, `Scope.patched`, or plain torch.
+        """The subspace as an edit of the running model: for TransformerLens, nnsight,
+        `Scope.patched`, or plain torch.
 
         Parameters
         ----------
-        does : ``"swap"`` exchanges the part in the subspace between two tokens, ``"remove"`` takes it away.
-        tokens : columns of the batch that runs, from 0 on: one number for all sequences, or one for each. A swap needs
-            two; where none is given, the part is removed at all tokens.
+        does : ``"swap"`` exchanges the part in the subspace between two tokens, ``"remove"`` takes
+            it away.
+        tokens : columns of the batch that runs, from 0 on: one number for all sequences, or one for
+            each. A swap needs two; where none is given, the part is removed at all tokens.
         side : whether keys or queries are edited.
-        group_size : query heads that share a key head (``scope.group_size``); known where a fit gave the subspace.
+        group_size : query heads that share a key head (``scope.group_size``); known where a fit
+            gave the subspace.
 
         Examples
         --------
@@ -165,7 +187,9 @@ class Subspace:
         tensor([[ 9., 10.,  8.],
                 [ 6.,  7., 11.]])
         """
-        assert self.head is not None, "this subspace does not say whose it is: make it with head='L18H6'"
+        assert self.head is not None, (
+            "this subspace does not say whose it is: make it with head='L18H6'"
+        )
         space, known = str(self.about.get("space", "post_rope")), self.about.get("group_size")
         kind: Literal["keys", "queries"] = "keys" if side == "key" else "queries"
         return Hook(does, self.head, kind, space, self.basis(side), tokens, group_size or known)
@@ -177,8 +201,14 @@ class Subspace:
         null = None if self.controls is None else self.controls.null_high
         lines = [f"{self._named}: rank {self.rank} of {self.d_head}"]
         if self.controls is not None:
-            lines = [f"{lines[0]} - {self.controls.verdict}", *(f"  {line}" for line in self.controls.lines())]
-        lines.append("   #  singular value  energy share  cumulative" + ("  null, 95%" if null is not None else ""))
+            lines = [
+                f"{lines[0]} - {self.controls.verdict}",
+                *(f"  {line}" for line in self.controls.lines()),
+            ]
+        lines.append(
+            "   #  singular value  energy share  cumulative"
+            + ("  null, 95%" if null is not None else "")
+        )
         for i in range(shown):
             row = f"  {i + 1:2d}  {self.S[i]:14.5g}  {share[i]:12.4f}  {share[: i + 1].sum():10.4f}"
             beside = "" if null is None else f"  {null[i]:9.5g}" if i < len(null) else "          -"
@@ -186,10 +216,14 @@ class Subspace:
         return "\n".join(lines)
 
 
-def rank_of(s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, size: float = 0.0) -> int:
-    """Where singular values are cut: at a share of their energy, at what the controls detected, or where told.
+def rank_of(
+    s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, size: float = 0.0
+) -> int:
+    """Where singular values are cut: at a share of their energy, at what the controls detected, or
+    where told.
 
-    ``size`` is that of the numbers that ΔC is a difference of: what is below their rounding is no direction.
+    ``size`` is that of the numbers that ΔC is a difference of: what is below their rounding is no
+    direction.
     """
     if rule == "energy":
         return int(energy_rank(s, size=size))

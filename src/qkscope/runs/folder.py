@@ -1,11 +1,14 @@
-"""A run's folder: written file by file, and never over anything that is not ours; and files of tensors.
+"""A run's folder: written file by file, and never over anything that is not ours; and files of
+tensors.
 
-``manifest.json`` lists the files that a run wrote, each with its sha256. A folder is written into if it is new or
-empty, or if all that it holds is listed and has not changed since; a link is never ours. New files are laid down
-inside ``.work`` first. Then the old ones go, the new manifest comes, and the new files are renamed into their places,
-``results.json`` last: whenever a run is killed, what is there is listed, and a folder without results is not whole.
+``manifest.json`` lists the files that a run wrote, each with its sha256. A folder is written into
+if it is new or empty, or if all that it holds is listed and has not changed since; a link is never
+ours. New files are laid down inside ``.work`` first. Then the old ones go, the new manifest comes,
+and the new files are renamed into their places, ``results.json`` last: whenever a run is killed,
+what is there is listed, and a folder without results is not whole.
 
-Tensors stand with a manifest in one safetensors file, written whole or not at all, and never read as something else.
+Tensors stand with a manifest in one safetensors file, written whole or not at all, and never read
+as something else.
 """
 
 from __future__ import annotations
@@ -47,15 +50,20 @@ def check_folder(folder: str | Path, kind: str | None = None) -> Path:
 
     Parameters
     ----------
-    kind : of run, as its ``experiment`` begins (``demo``, ``lee2026/fig9``): a folder of another kind is refused.
+    kind : of run, as its ``experiment`` begins (``demo``, ``lee2026/fig9``): a folder of another
+        kind is refused.
     """
     folder = Path(folder)
     if folder.is_file():
         raise BadInput(f"{folder} is a file: name a folder for the results.")
     if folder.is_symlink() and not folder.exists():
         raise BadInput(f"{folder} is a link to a folder that is not there: name another folder.")
-    with writing(folder):  # asked of what is there already: a run that is refused later leaves no empty folder behind
-        above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    with writing(
+        folder
+    ):  # asked of what is there already: a run that is refused later leaves no empty folder behind
+        above = next(
+            path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+        )
         tempfile.TemporaryFile(dir=above).close()
     experiment = read_run(folder).get("experiment")
     if kind and experiment and not f"{experiment}/".startswith(f"{kind}/"):
@@ -73,11 +81,15 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _listed_files(folder: Path) -> dict[str, str]:
-    """The files of the folder's last run that are there, with their hashes; refused where anything else is."""
+    """The files of the folder's last run that are there, with their hashes; refused where anything
+    else is.
+    """
     manifest, listed = read_run(folder), dict[str, str]()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if not path.is_symlink() and (path.is_dir() or name.startswith(f"{WORK}/") or (name == MANIFEST and manifest)):
+        if not path.is_symlink() and (
+            path.is_dir() or name.startswith(f"{WORK}/") or (name == MANIFEST and manifest)
+        ):
             continue
         if path.is_symlink() or name not in manifest.get("files", ()):
             raise BadInput(f"{folder} holds other files than a run, {name}: name a new folder.")
@@ -87,9 +99,13 @@ def _listed_files(folder: Path) -> dict[str, str]:
 
 
 def check_unchanged(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
-    """Refuse a file that is not the one that a run wrote and listed in its manifest under this name."""
+    """Refuse a file that is not the one that a run wrote and listed in its manifest under this
+    name.
+    """
     if not is_unchanged(folder, name, manifest):
-        raise BadInput(f"{folder / name} is not what a run wrote there: keep it elsewhere, or name a new folder.")
+        raise BadInput(
+            f"{folder / name} is not what a run wrote there: keep it elsewhere, or name a new folder."
+        )
 
 
 def is_unchanged(folder: Path, name: str, manifest: Mapping[str, Any]) -> bool:
@@ -108,9 +124,14 @@ def sha256(content: str | bytes) -> str:
 
 
 def write_run(
-    folder: Path, results: Mapping[str, Any], files: Mapping[str, str | bytes], about: Mapping[str, Any], keep: str
+    folder: Path,
+    results: Mapping[str, Any],
+    files: Mapping[str, str | bytes],
+    about: Mapping[str, Any],
+    keep: str,
 ) -> None:
-    """Write a run's files into its folder, and take away those of its last writing that are made no more.
+    """Write a run's files into its folder, and take away those of its last writing that are made no
+    more.
 
     Parameters
     ----------
@@ -120,13 +141,20 @@ def write_run(
     keep : names of the last writing that stay as they are, as a regular expression.
     """
     listed, contents = _listed_files(folder), {RESULTS: _as_json(results), **files}
-    kept = {name: digest for name, digest in listed.items() if re.fullmatch(keep, name) and name not in contents}
+    kept = {
+        name: digest
+        for name, digest in listed.items()
+        if re.fullmatch(keep, name) and name not in contents
+    }
     manifest = {"schema": SCHEMA, "experiment": results["experiment"], **about, "files": kept}
     _lay_down(folder, contents, manifest, [name for name in listed if name not in kept])
 
 
-def add_to_run(folder: Path, contents: Mapping[str, str | bytes], experiment: str | None = None) -> None:
-    """Write further files into a run's folder, or some of its own anew; all others stay, whoever's they are.
+def add_to_run(
+    folder: Path, contents: Mapping[str, str | bytes], experiment: str | None = None
+) -> None:
+    """Write further files into a run's folder, or some of its own anew; all others stay, whoever's
+    they are.
 
     Parameters
     ----------
@@ -140,7 +168,9 @@ def add_to_run(folder: Path, contents: Mapping[str, str | bytes], experiment: st
     _lay_down(folder, contents, manifest, old)
 
 
-def _lay_down(folder: Path, contents: Mapping[str, str | bytes], manifest: dict[str, Any], old: list[str]) -> None:
+def _lay_down(
+    folder: Path, contents: Mapping[str, str | bytes], manifest: dict[str, Any], old: list[str]
+) -> None:
     """Replace old files by new ones; whenever it stops, what is there is listed."""
     for path in (folder / name for name in (*contents, WORK)):
         if not path.resolve().is_relative_to(folder.resolve()):
@@ -163,19 +193,27 @@ def _lay_down(folder: Path, contents: Mapping[str, str | bytes], manifest: dict[
     finally:
         for left in (folder / WORK).glob(f"{_STAGED}*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
-        for empty in sorted({folder / WORK, *((folder / name).parent for name in old)} - {folder}, reverse=True):
-            with suppress(OSError):  # not empty: other files, or the pieces of a run that is not finished
+        for empty in sorted(
+            {folder / WORK, *((folder / name).parent for name in old)} - {folder}, reverse=True
+        ):
+            with suppress(
+                OSError
+            ):  # not empty: other files, or the pieces of a run that is not finished
                 empty.rmdir()
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say in a sentence why something could not be written: a full disk, one that is read-only by now."""
+    """Say in a sentence why something could not be written: a full disk, one that is read-only by
+    now.
+    """
     try:
         yield
     except OSError as error:
         why = error.strerror or error
-        raise BadInput(f"{path} cannot be written ({why}): make room, or choose another place.") from None
+        raise BadInput(
+            f"{path} cannot be written ({why}): make room, or choose another place."
+        ) from None
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -198,7 +236,8 @@ def _as_json(value: Any) -> str:
 
 
 def file_name(name: str) -> str:
-    """A name that may hold anything as one that a disk takes: quoted, and a hash for the end of a long one.
+    """A name that may hold anything as one that a disk takes: quoted, and a hash for the end of a
+    long one.
 
     >>> file_name("a/b"), len(file_name("一" * 30))
     ('a%2Fb', 137)
@@ -228,7 +267,9 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.is_file() and path.stat().st_size <= _LARGEST_JSON:  # a pipe would never end
             stored = json.loads(path.read_text(encoding="utf-8"))
     whole = isinstance(stored, dict) and type(stored.get("schema")) is int
-    if not whole or not all(isinstance(stored.get(name, {}), dict) for name in ("asked", "versions", "files")):
+    if not whole or not all(
+        isinstance(stored.get(name, {}), dict) for name in ("asked", "versions", "files")
+    ):
         raise BadInput(f"{path} is damaged or half-written: run the command that made it again.")
     _check_schema(path.parent, stored["schema"])
     if stored.get("command") is not None and not is_command(stored["command"]):
@@ -239,11 +280,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _check_schema(path: Path, schema: int) -> None:
     if schema > SCHEMA:
-        raise BadInput(f"{path} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update it.")
+        raise BadInput(
+            f"{path} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update it."
+        )
 
 
 def is_command(text: Any) -> bool:
-    """Whether this is one call of ours as a shell takes it, and nothing else: what a folder says may be pasted.
+    """Whether this is one call of ours as a shell takes it, and nothing else: what a folder says
+    may be pasted.
 
     >>> is_command("qkscope heads 'my file.jsonl'"), is_command("qkscope heads ioi; rm -r ~")
     (True, False)
@@ -257,7 +301,9 @@ def is_command(text: Any) -> bool:
 # ---------------------------------------------------------------- files of tensors
 
 
-def write_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+def write_tensors(
+    path: str | Path, kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
+) -> None:
     """Write to a temporary name beside ``path``, then rename: a reader never sees half a file."""
     with writing(Path(path)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -265,17 +311,24 @@ def write_tensors(path: str | Path, kind: str, tensors: Mapping[str, Tensor], ma
 
 
 def tensor_bytes(kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> bytes:
-    """The content of such a file; of the same tensors, the same bytes: safetensors shuffles entries of a header."""
+    """The content of such a file; of the same tensors, the same bytes: safetensors shuffles entries
+    of a header.
+    """
     from safetensors.torch import save
 
     header = json.dumps({"schema": SCHEMA, "kind": kind, "manifest": manifest}, sort_keys=True)
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, {"qkscope": header})
+    return save(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+        {"qkscope": header},
+    )
 
 
 def read_tensors(
     path: str | Path, kind: str | None = None, expect: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file of this kind; refuse another kind, a newer schema, or one made from something else than expected."""
+    """Read a file of this kind; refuse another kind, a newer schema, or one made from something
+    else than expected.
+    """
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -284,15 +337,23 @@ def read_tensors(
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads(file.metadata()["qkscope"])
-            schema, what, manifest = int(header["schema"]), str(header["kind"]), dict(header["manifest"])
+            schema, what, manifest = (
+                int(header["schema"]),
+                str(header["kind"]),
+                dict(header["manifest"]),
+            )
             about = dict(manifest.get("about") or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
-        raise BadInput(f"{path} is damaged or not a qkscope file: make it again, or name another.") from None
+        raise BadInput(
+            f"{path} is damaged or not a qkscope file: make it again, or name another."
+        ) from None
     _check_schema(path, schema)
     if kind not in (None, what):
         raise BadInput(f"{path} holds {what}, not {kind}.")
     for field, want in (expect or {}).items():
         if about.get(field) != want:
-            raise BadInput(f"{path} was made with another {field}: {about.get(field)} there, {want} here.")
+            raise BadInput(
+                f"{path} was made with another {field}: {about.get(field)} there, {want} here."
+            )
     return tensors, manifest

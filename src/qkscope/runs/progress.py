@@ -1,6 +1,8 @@
-"""Progress of a long run: one line on a terminal, gone at the end; elsewhere a line a minute in the log.
+"""Progress of a long run: one line on a terminal, gone at the end; elsewhere a line a minute in the
+log.
 
-There is one standard error, so there is one line: what is under way, from the widest step to the count inside it.
+There is one standard error, so there is one line: what is under way, from the widest step to the
+count inside it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def doing(step: str, shown: bool | None = None) -> Iterator[Callable[[str], None
     Parameters
     ----------
     step : in a few words, as ``fitting L18H6``.
-    shown : False for silence, True to write the line even where standard error is no terminal, as in a notebook.
+    shown : False for silence, True to write the line even where standard error is no terminal, as
+        in a notebook.
     """
     place, watched = len(_STEPS), sys.stderr.isatty() if shown is None else shown
 
@@ -49,18 +52,27 @@ def doing(step: str, shown: bool | None = None) -> Iterator[Callable[[str], None
 
 
 def _drawn() -> AbstractContextManager[object]:
-    """The line on the screen, drawn anew by rich every quarter of a second; what else is written goes above it."""
+    """The line on the screen, drawn anew by rich every quarter of a second; what else is written
+    goes above it.
+    """
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     console = Console(stderr=True, force_terminal=True, force_jupyter=False)
     text = partial(Text, no_wrap=True, overflow="ellipsis")
-    return Live(get_renderable=lambda: text(": ".join(_STEPS)), console=console, transient=True, redirect_stdout=False)
+    return Live(
+        get_renderable=lambda: text(": ".join(_STEPS)),
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+    )
 
 
 @contextmanager
-def counting(total: int, what: str = "examples", shown: bool | None = None) -> Iterator[Callable[[int], None]]:
+def counting(
+    total: int, what: str = "examples", shown: bool | None = None
+) -> Iterator[Callable[[int], None]]:
     """Count to a total, with the time left; gives the function to say how many more are done.
 
     Parameters
@@ -79,7 +91,10 @@ def counting(total: int, what: str = "examples", shown: bool | None = None) -> I
             nonlocal done
             done += count
             left = (time.monotonic() - started) / max(done, 1) * (total - done)
-            name(f"{done:,} of {total:,} {what}, " + (f"{timedelta(seconds=round(left))} left" if left else "all done"))
+            name(
+                f"{done:,} of {total:,} {what}, "
+                + (f"{timedelta(seconds=round(left))} left" if left else "all done")
+            )
 
         yield advance
 

@@ -1,8 +1,10 @@
-"""What every analysis and experiment returns: tables, arrays, claims; and what made it (`provenance`, `made_result`).
+"""What every analysis and experiment returns: tables, arrays, claims; and what made it
+(`provenance`, `made_result`).
 
-A run folder holds ``results.json`` (tables and claims), ``manifest.json`` (provenance), ``arrays.safetensors`` and
-``report.html``. How it is written, and never over anybody's files, is in `qkscope.runs.folder`. What made a result is
-its command, what was asked, versions and threads. No time, no host: a rerun says the same.
+A run folder holds ``results.json`` (tables and claims), ``manifest.json`` (provenance),
+``arrays.safetensors`` and ``report.html``. How it is written, and never over anybody's files, is in
+`qkscope.runs.folder`. What made a result is its command, what was asked, versions and threads. No
+time, no host: a rerun says the same.
 """
 
 from __future__ import annotations
@@ -76,9 +78,13 @@ class Result:
 
     def __repr__(self) -> str:
         """One line: what it is, of which model, its tables with their rows, and the answer."""
-        tables = ", ".join(f"{name} ({len(rows)})" for name, rows in self.tables.items()) or "no tables"
+        tables = (
+            ", ".join(f"{name} ({len(rows)})" for name, rows in self.tables.items()) or "no tables"
+        )
         answer = shorten(self.answer, 100, placeholder=" …")
-        parts = filter(None, (self.experiment, self.model, tables, count_claims(self.claims), answer))
+        parts = filter(
+            None, (self.experiment, self.model, tables, count_claims(self.claims), answer)
+        )
         return f"<{type(self).__name__} {' | '.join(parts)}>"
 
     def table(self, name: str | None = None) -> list[dict[str, Any]]:
@@ -95,7 +101,9 @@ class Result:
         """
         chosen = (self.main or next(iter(self.tables), "")) if name is None else name
         if chosen not in self.tables:
-            raise BadInput(f"there is no table {chosen!r} in this result: there is {', '.join(self.tables) or 'none'}.")
+            raise BadInput(
+                f"there is no table {chosen!r} in this result: there is {', '.join(self.tables) or 'none'}."
+            )
         return [dict(row) for row in self.tables[chosen]]
 
     def to_pandas(self, table: str | None = None) -> Any:
@@ -116,7 +124,10 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Convert to plain JSON values: NaN and infinities are null."""
         fields = {name: getattr(self, name) for name in _STORED}
-        return {"schema": disk.SCHEMA, **plain_value({**fields, "claims": [claim.to_json() for claim in self.claims]})}
+        return {
+            "schema": disk.SCHEMA,
+            **plain_value({**fields, "claims": [claim.to_json() for claim in self.claims]}),
+        }
 
     def _repr_html_(self) -> str:
         """What a notebook shows. The page is a room below this one, so it is found by name."""
@@ -124,7 +135,8 @@ class Result:
 
     @classmethod
     def read(cls, folder: str | Path) -> Result:
-        """A run folder read back; one that is missing, half-written or of a newer qkscope is refused.
+        """A run folder read back; one that is missing, half-written or of a newer qkscope is
+        refused.
 
         Parameters
         ----------
@@ -142,7 +154,9 @@ class Result:
         if not folder.is_dir():
             raise BadInput(f"there is no folder {folder}: name one that a qkscope command wrote.")
         if not (folder / disk.RESULTS).is_file():
-            raise BadInput(f"{folder} holds no results.json, so no finished run: run the command that writes it again.")
+            raise BadInput(
+                f"{folder} holds no results.json, so no finished run: run the command that writes it again."
+            )
         stored, manifest = (disk.read_json(folder / name) for name in (disk.RESULTS, disk.MANIFEST))
         arrays = folder / "arrays.safetensors"
         try:
@@ -154,10 +168,13 @@ class Result:
             )
         except (KeyError, TypeError, ValueError) as error:
             why = f" ({str(error).rstrip('.')})" if isinstance(error, BadInput) else ""
-            raise BadInput(f"{folder} is damaged or half-written{why}: run the command that made it again.") from None
+            raise BadInput(
+                f"{folder} is damaged or half-written{why}: run the command that made it again."
+            ) from None
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
-        """Write the run folder; one that holds anything but a run of this kind is refused and left as it is.
+        """Write the run folder; one that holds anything but a run of this kind is refused and left
+        as it is.
 
         Parameters
         ----------
@@ -167,11 +184,19 @@ class Result:
         return write_result(self, folder, files or {})
 
 
-def write_result(result: Result, folder: str | Path, files: Mapping[str, str | bytes], *, keep: str = "(?!)") -> Path:
+def write_result(
+    result: Result, folder: str | Path, files: Mapping[str, str | bytes], *, keep: str = "(?!)"
+) -> Path:
     """What `Result.write` does, in a folder that keeps more: ``keep`` as in `write_run`."""
     folder = disk.check_folder(folder, result.experiment.partition("/")[0])
-    arrays = {"arrays.safetensors": disk.tensor_bytes("arrays", result.arrays, {})} if result.arrays else {}
-    disk.write_run(folder, result.to_json(), {**files, **arrays}, plain_value(result.provenance), keep)
+    arrays = (
+        {"arrays.safetensors": disk.tensor_bytes("arrays", result.arrays, {})}
+        if result.arrays
+        else {}
+    )
+    disk.write_run(
+        folder, result.to_json(), {**files, **arrays}, plain_value(result.provenance), keep
+    )
     return folder
 
 
@@ -194,19 +219,29 @@ def plain_value(value: Any) -> Any:
 
 
 def provenance(**asked: Any) -> dict[str, Any]:
-    """What made a result: command, what was asked, versions, threads. No time, no host: a rerun gives the same."""
+    """What made a result: command, what was asked, versions, threads. No time, no host: a rerun
+    gives the same.
+    """
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions |= {package: version(package) for package in ("qkscope", "transformers", "numpy", "safetensors")}
+    versions |= {
+        package: version(package) for package in ("qkscope", "transformers", "numpy", "safetensors")
+    }
     program = Path(sys.argv[0]).parts[-2:]
     typed = program[-1:] == ("qkscope",) or program == ("qkscope", "__main__.py")  # and not pytest
     command = shlex.join(["qkscope", *sys.argv[1:]]) if typed else None
-    return {"command": command, "asked": asked, "versions": versions, "threads": torch.get_num_threads()}
+    return {
+        "command": command,
+        "asked": asked,
+        "versions": versions,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def made_result(path: str | Path) -> Result:
-    """What made a run, and whether it is the same here: a row per fact; what is not compared has nothing ``here``.
+    """What made a run, and whether it is the same here: a row per fact; what is not compared has
+    nothing ``here``.
 
     Parameters
     ----------
@@ -219,19 +254,41 @@ def made_result(path: str | Path) -> Result:
     elif (path / disk.MANIFEST).is_file():
         stored = disk.read_json(path / disk.MANIFEST)
     else:
-        raise BadInput(f"{path} holds no manifest.json: name a folder or a .safetensors file that qkscope wrote.")
+        raise BadInput(
+            f"{path} holds no manifest.json: name a folder or a .safetensors file that qkscope wrote."
+        )
     asked, files = stored.get("asked") or {}, stored.get("files") or {}
-    command = re.sub(r" --part \S+", "", stored.get("command") or "") or None  # a part alone makes no run
+    command = (
+        re.sub(r" --part \S+", "", stored.get("command") or "") or None
+    )  # a part alone makes no run
     versions = {name: stored.get("versions", {}).get(name) for name in here["versions"]}
-    said = {"command": command, **asked, **versions, "threads": stored.get("threads"), "files": len(files) or None}
+    said = {
+        "command": command,
+        **asked,
+        **versions,
+        "threads": stored.get("threads"),
+        "files": len(files) or None,
+    }
     there = {what: value for what, value in said.items() if value is not None}
     unchanged = sum(disk.is_unchanged(path, name, stored) for name in files)
     now = {**here["versions"], "threads": here["threads"], "files": unchanged}
     rows = [
-        {"what": what, "there": value, "here": now.get(what), "same": value == now[what] if what in now else None}
+        {
+            "what": what,
+            "there": value,
+            "here": now.get(what),
+            "same": value == now[what] if what in now else None,
+        }
         for what, value in there.items()
     ]
     differs = [f"{row['what']} {row['here']}" for row in rows if row["same"] is False]
-    answer = f"Here it is otherwise: {', '.join(differs)}." if differs else "What can be compared is the same here."
-    told = [{"line": f"{what}: {text if what == 'command' else cut(str(text), 100)}"} for what, text in there.items()]
+    answer = (
+        f"Here it is otherwise: {', '.join(differs)}."
+        if differs
+        else "What can be compared is the same here."
+    )
+    told = [
+        {"line": f"{what}: {text if what == 'command' else cut(str(text), 100)}"}
+        for what, text in there.items()
+    ]
     return Result("made", {"made": rows, "said": told}, answer=answer)

@@ -1,13 +1,14 @@
 """Results as people see them: one offline page, a site of many, and the live page.
 
-In come results, or run folders read back; out go pages that need no network, and PNG and PDF files. A page is made of
-tables and arrays alone, so that it is the same whenever it is made.
+In come results, or run folders read back; out go pages that need no network, and PNG and PDF files.
+A page is made of tables and arrays alone, so that it is the same whenever it is made.
 
-Reading order: `Block` (one thing to look at), `drawing` (tables are known by their columns) and ``names.toml`` (what
-their values are called), `blocks` (what a table is drawn as, and what is said beside it), `reasons` (the same of words,
-carriers and the atlas), `page` (blocks, claims, tables and what made them as one page), ``static/`` (a script per kind
-of block, on `base.js` and `colours.js`; of the live page `ask.js`, `state.js` and `live.js`; `page.css`;
-templates), `gallery` (many runs as one site), `session` (the same blocks of a prompt that somebody types), and `live`,
+Reading order: `Block` (one thing to look at), `drawing` (tables are known by their columns) and
+``names.toml`` (what their values are called), `blocks` (what a table is drawn as, and what is said
+beside it), `reasons` (the same of words, carriers and the atlas), `page` (blocks, claims, tables
+and what made them as one page), ``static/`` (a script per kind of block, on `base.js` and
+`colours.js`; of the live page `ask.js`, `state.js` and `live.js`; `page.css`; templates), `gallery`
+(many runs as one site), `session` (the same blocks of a prompt that somebody types), and `live`,
 which serves them.
 """
 
@@ -23,13 +24,17 @@ from typing import Any
 
 Row = Mapping[str, Any]
 Tables = Mapping[str, Sequence[Row]]
-NAMES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("names.toml").read_text("utf-8"))
+NAMES: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("names.toml").read_text("utf-8")
+)
 """What a page calls values of tables, and the scripts that draw kinds of blocks."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One thing to look at: ``rows`` are what the reader can copy, ``options`` what the chart needs besides."""
+    """One thing to look at: ``rows`` are what the reader can copy, ``options`` what the chart needs
+    besides.
+    """
 
     kind: str
     title: str
@@ -49,8 +54,11 @@ TABLES: list[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator[Blo
 """What a table is drawn as: the columns it is known by, and what makes its blocks."""
 
 
-def drawing(kind: str, *columns: str, usual: str = "", leads: bool = False) -> Callable[[Draw], Draw]:
-    """Register what draws tables with these columns; a table of another than its usual name has it in the title.
+def drawing(
+    kind: str, *columns: str, usual: str = "", leads: bool = False
+) -> Callable[[Draw], Draw]:
+    """Register what draws tables with these columns; a table of another than its usual name has it
+    in the title.
 
     Of the docstring the first line is the title of the block, the rest are its words.
     """

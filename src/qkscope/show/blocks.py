@@ -1,9 +1,11 @@
-"""What there is to look at in a result, as blocks: words, rows, and the kind of chart that the page draws from them.
+"""What there is to look at in a result, as blocks: words, rows, and the kind of chart that the page
+draws from them.
 
-A table is drawn by its columns, whoever made it (`drawing`): heads with an accuracy are a map, conditions before and
-after are bars, tokens with a logit are a prompt. Blocks are made of tables and arrays alone, so that a run
-folder that is read back gives the page it gave at first. Words are said here, in the docstrings: the first line is the
-title of a block, the rest stands beside its chart. Scripts only draw.
+A table is drawn by its columns, whoever made it (`drawing`): heads with an accuracy are a map,
+conditions before and after are bars, tokens with a logit are a prompt. Blocks are made of tables
+and arrays alone, so that a run folder that is read back gives the page it gave at first. Words are
+said here, in the docstrings: the first line is the title of a block, the rest stands beside its
+chart. Scripts only draw.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def blocks_of(result: Result) -> list[Block]:
     """Everything of a result that can be drawn, in the order in which one would tell it."""
     tables = plain_value(result.tables)
     return [
-        replace(block, options={**block.options, "model": result.model})  # for the commands that a chart names
+        replace(
+            block, options={**block.options, "model": result.model}
+        )  # for the commands that a chart names
         for name, rows in tables.items()
         for columns, draw in TABLES
         if rows and columns <= set(rows[0])
@@ -41,26 +45,40 @@ def blocks_of(result: Result) -> list[Block]:
 def _map(block: Block, tables: Tables) -> Iterator[Block]:
     """Every head.
 
-    How often each head attends to the right key, in colour. Row accuracy: most of all tokens; accuracy: most of the
-    named keys. Point at a head, or use the arrow keys, for its scores with 95% intervals and what chance gives.
+    How often each head attends to the right key, in colour. Row accuracy: most of all tokens;
+    accuracy: most of the named keys. Point at a head, or use the arrow keys, for its scores with
+    95% intervals and what chance gives.
     """
     heads = [Head.parse(row["head"]) for row in block.rows]
     grid = (max(head.layer for head in heads) + 1) * (max(head.index for head in heads) + 1)
     if 2 * len(heads) >= grid:  # a few heads of many are a table, and no map
-        yield replace(block, options={"scores": [score for score in _SCORES if score in block.rows[0]]})
+        yield replace(
+            block, options={"scores": [score for score in _SCORES if score in block.rows[0]]}
+        )
 
 
 @drawing(
-    "swaps", "head", "condition", "orig_before", "target_before", "orig_after", "target_after", "shift", usual="swap"
+    "swaps",
+    "head",
+    "condition",
+    "orig_before",
+    "target_before",
+    "orig_after",
+    "target_after",
+    "shift",
+    usual="swap",
 )
 def _swaps(block: Block, tables: Tables) -> Iterator[Block]:
     """Swapping features.
 
-    The feature's coordinates are exchanged between the right key and another, the target. If the head uses the feature,
-    its attention moves to the target; the shift says how far (1: all of it). Below are controls: subspaces of the same
-    size, chosen in other ways. Lines are 95% intervals over prompts.
+    The feature's coordinates are exchanged between the right key and another, the target. If the
+    head uses the feature, its attention moves to the target; the shift says how far (1: all of it).
+    Below are controls: subspaces of the same size, chosen in other ways. Lines are 95% intervals
+    over prompts.
     """
-    yield replace(block, options={"conditions": {row["condition"]: _condition(row) for row in block.rows}})
+    yield replace(
+        block, options={"conditions": {row["condition"]: _condition(row) for row in block.rows}}
+    )
 
 
 def _condition(row: Row) -> dict[str, Any]:
@@ -68,20 +86,29 @@ def _condition(row: Row) -> dict[str, Any]:
     feature, kind = row.get("feature", row["condition"]), row.get("kind", "feature")
     other = "{}" if kind == "feature" else f"{{}}, {kind.replace('_', ' ')}"
     name = NAMES["controls"].get(kind, other).format(feature.replace("_", " "))
-    return {"name": name, "control": kind in NAMES["controls"], "of": kind if kind in NAMES["controls"] else feature}
+    return {
+        "name": name,
+        "control": kind in NAMES["controls"],
+        "of": kind if kind in NAMES["controls"] else feature,
+    }
 
 
 @drawing("curve", "head", "method", "k", "shift", "low", "high", usual="curve")
 def _curve(block: Block, tables: Tables) -> Iterator[Block]:
     """How many dimensions it takes.
 
-    How far the attention moves when only the first k directions are swapped, with 95% intervals over prompts.
+    How far the attention moves when only the first k directions are swapped, with 95% intervals
+    over prompts.
     """
     yield block
 
 
 def _parts_of(rows: Sequence[Row]) -> list[str]:
-    return [c for c in rows[0] if c not in _TOKEN and all(isinstance(row.get(c), float | None) for row in rows)]
+    return [
+        c
+        for c in rows[0]
+        if c not in _TOKEN and all(isinstance(row.get(c), float | None) for row in rows)
+    ]
 
 
 @drawing("tokens", *_TOKEN, usual="attention")
@@ -100,8 +127,8 @@ def _attention(block: Block, tables: Tables) -> Iterator[Block]:
 def _tokens(block: Block, tables: Tables) -> Iterator[Block]:
     """One prompt, split.
 
-    The prompt. Under each token: the parts of its attention logit, up for and down against; grey is what no feature
-    explains. The last token is the query.
+    The prompt. Under each token: the parts of its attention logit, up for and down against; grey is
+    what no feature explains. The last token is the query.
     """
     if parts := _parts_of(block.rows):
         yield replace(block, options={"parts": parts})
@@ -111,10 +138,10 @@ def _tokens(block: Block, tables: Tables) -> Iterator[Block]:
 def _spectra(block: Block, tables: Tables) -> Iterator[Block]:
     """How many directions.
 
-    How much each direction of a contrast weighs at a head (singular values, the largest first). The band is what chance
-    gives, from its median to its 95% quantile, as far as directions were tested. Filled dots were kept. For new words:
-    directions that predict the contrast of words or prompts left out of the fit. Centred: what all queries share was
-    subtracted first.
+    How much each direction of a contrast weighs at a head (singular values, the largest first). The
+    band is what chance gives, from its median to its 95% quantile, as far as directions were
+    tested. Filled dots were kept. For new words: directions that predict the contrast of words or
+    prompts left out of the fit. Centred: what all queries share was subtracted first.
     """
     facts = {(row["contrast"], row["head"]): row for row in tables.get("ranks", ())}
     names = list(dict.fromkeys((row["contrast"], row["head"]) for row in block.rows))
@@ -142,8 +169,8 @@ def _panel(facts: Row) -> dict[str, Any]:
 def _points(block: Block, tables: Tables) -> Iterator[Block]:
     """Keys and queries in the subspace.
 
-    Three principal components of the feature's subspace, in one scale. Drag to turn, or use the arrow keys; point at
-    one to read it.
+    Three principal components of the feature's subspace, in one scale. Drag to turn, or use the
+    arrow keys; point at one to read it.
     """
     yield block
 
@@ -155,10 +182,10 @@ def _points(block: Block, tables: Tables) -> Iterator[Block]:
 def _graph(block: Block, tables: Tables) -> Iterator[Block]:
     """Back to the words.
 
-    Solid lines lead down to the writers, to the writers of what those read, and on to the words; a line is as wide as
-    its share, and what is not drawn is added up as the rest at each node. Dashed lines lead to why a head looked where
-    it did, which is a logit of its own (main: writers with a fifth of it). Point at a node for its numbers; click it to
-    follow it.
+    Solid lines lead down to the writers, to the writers of what those read, and on to the words; a
+    line is as wide as its share, and what is not drawn is added up as the rest at each node. Dashed
+    lines lead to why a head looked where it did, which is a logit of its own (main: writers with a
+    fifth of it). Point at a node for its numbers; click it to follow it.
     """
     for head in dict.fromkeys(row["head"] for row in block.rows):
         nodes, prompt, rows = (
@@ -169,38 +196,66 @@ def _graph(block: Block, tables: Tables) -> Iterator[Block]:
         head = "the answer" if root["attention"] is None else head
         told = f"The answer leads its rival by {number(root['value'], '.1f')} logits."
         if root["attention"] is not None:
-            key = next((row["token"] for row in prompt if row["position"] == root["towards"]), "the key")
-            unseen = " That is hardly any attention: what is drawn explains little." if root["attention"] < 0.05 else ""
+            key = next(
+                (row["token"] for row in prompt if row["position"] == root["towards"]), "the key"
+            )
+            unseen = (
+                " That is hardly any attention: what is drawn explains little."
+                if root["attention"] < 0.05
+                else ""
+            )
             told = (
                 f"{head} gives {key!r} {number(root['attention'], '.0%')} of its attention; its logit over the others"
                 f" is {number(root['value'], '.1f')}.{unseen}"
             )
         title, options = f"{block.title} from {head}", {"prompt": prompt, "nodes": nodes}
-        yield replace(block, title=title, words=f"{told} {block.words}", rows=rows, options=options, leads=leads)
+        yield replace(
+            block,
+            title=title,
+            words=f"{told} {block.words}",
+            rows=rows,
+            options=options,
+            leads=leads,
+        )
 
 
 @drawing("curve", "by", "replaced", "done", "k", "share", "low", "high")
 def _kept(block: Block, tables: Tables) -> Iterator[Block]:
     """What the first nodes keep in the running model.
 
-    The answer's lead over its rival, as a share of what it is, where only the first k nodes (writers at tokens) run and
-    all others take their mean over other prompts. Nodes against the answer come last, so a share can exceed 1.
+    The answer's lead over its rival, as a share of what it is, where only the first k nodes
+    (writers at tokens) run and all others take their mean over other prompts. Nodes against the
+    answer come last, so a share can exceed 1.
     """
     rows = [
-        {**row, "head": ""} for row in block.rows if (row["replaced"], row["done"]) == ("mean", "kept") and row["k"]
+        {**row, "head": ""}
+        for row in block.rows
+        if (row["replaced"], row["done"]) == ("mean", "kept") and row["k"]
     ]
     yield replace(block, rows=rows, options=NAMES["nodes"])
 
 
-_EDGES = ("head", "side", "kind", "by", "replaced", "norms", "k", "accuracy", "logit_kept", "overshoots")
+_EDGES = (
+    "head",
+    "side",
+    "kind",
+    "by",
+    "replaced",
+    "norms",
+    "k",
+    "accuracy",
+    "logit_kept",
+    "overshoots",
+)
 
 
 @drawing("curve", *_EDGES)
 def _cut_edges(block: Block, tables: Tables) -> Iterator[Block]:
     """Writers cut from the keys.
 
-    How often the head still prefers the right key when the parts of the first writers are taken out of its keys, in
-    this head alone and with norms held, and take their mean instead, or another prompt's parts.
+    How often the head still prefers the right key when the parts of the first writers are taken out
+    of its keys, in this head alone and with norms held, and take their mean instead, or another
+    prompt's parts.
     """
     return _edges(block, tables, ("key", "cut"), "writers cut")
 
@@ -209,16 +264,21 @@ def _cut_edges(block: Block, tables: Tables) -> Iterator[Block]:
 def _kept_edges(block: Block, tables: Tables) -> Iterator[Block]:
     """Writers kept on both sides.
 
-    How often it prefers the right key when only the first writers of its query and of its keys stay as they are, in
-    this head alone and with norms held, and all others take their mean, or another prompt's parts.
+    How often it prefers the right key when only the first writers of its query and of its keys stay
+    as they are, in this head alone and with norms held, and all others take their mean, or another
+    prompt's parts.
     """
     return _edges(block, tables, ("both", "keep"), "writers kept")
 
 
 def _edges(block: Block, tables: Tables, which: tuple[str, str], axis: str) -> Iterator[Block]:
-    before = ", ".join(f"{row['head']} {number(row['accuracy'], '.0%')}" for row in tables.get("check", ()))
+    before = ", ".join(
+        f"{row['head']} {number(row['accuracy'], '.0%')}" for row in tables.get("check", ())
+    )
     words = f"{block.words} Before: {before}. Writers were chosen on other words, by each rule; 95% intervals by word."
-    rows = [row for row in block.rows if (row["side"], row["kind"], row["norms"]) == (*which, "held")]
+    rows = [
+        row for row in block.rows if (row["side"], row["kind"], row["norms"]) == (*which, "held")
+    ]
     rows = [{**row, "by": "resample"} if row["replaced"] != "mean" else row
             for row in rows if row["replaced"] == "mean" or row["by"] == "share"]  # fmt: skip
     if rows:
@@ -229,9 +289,9 @@ def _edges(block: Block, tables: Tables, which: tuple[str, str], axis: str) -> I
 def _features(block: Block, tables: Tables) -> Iterator[Block]:
     """What matched in features.
 
-    The logit of the key over the others, split by the dictionary. Each bar begins where the one above it ends; the last
-    one is the logit. Error: what the dictionary misses of the stream; bias: its own and the model's; after: what layers
-    between the dictionary and the head added.
+    The logit of the key over the others, split by the dictionary. Each bar begins where the one
+    above it ends; the last one is the logit. Error: what the dictionary misses of the stream; bias:
+    its own and the model's; after: what layers between the dictionary and the head added.
     """
     for check in tables["check"]:
         head, logit = check["head"], check["logit"]
@@ -241,9 +301,19 @@ def _features(block: Block, tables: Tables) -> Iterator[Block]:
             if row["head"] == head
         }
         inside = logit * next(row["explained"] for row in tables["copies"] if row["head"] == head)
-        pairs |= {"other pairs of features": inside - sum(pairs.values()), "with error, bias, after": logit - inside}
+        pairs |= {
+            "other pairs of features": inside - sum(pairs.values()),
+            "with error, bias, after": logit - inside,
+        }
         rows = [
-            {"head": head, "by": "pairs", "side": "both", "part": part, "value": value, "share": value / logit}
+            {
+                "head": head,
+                "by": "pairs",
+                "side": "both",
+                "part": part,
+                "value": value,
+                "share": value / logit,
+            }
             for part, value in pairs.items()
         ]
         rows += [{**row, "by": "dictionary"} for row in block.rows if row["head"] == head]
@@ -255,10 +325,10 @@ def _features(block: Block, tables: Tables) -> Iterator[Block]:
 def _feature_edges(block: Block, tables: Tables) -> Iterator[Block]:
     """Features cut from the key, and those of copies without meaning.
 
-    Attention left when the features of the first k pairs are set to their mean in this head's key. A meaningful
-    dictionary takes it away with few pairs; copies without meaning (rotated, with random rows, with the codes of other
-    features or other tokens) show what any dictionary would do. Lines: 95% intervals by word; for copies, the lowest
-    and the highest draw.
+    Attention left when the features of the first k pairs are set to their mean in this head's key.
+    A meaningful dictionary takes it away with few pairs; copies without meaning (rotated, with
+    random rows, with the codes of other features or other tokens) show what any dictionary would
+    do. Lines: 95% intervals by word; for copies, the lowest and the highest draw.
     """
     rows = [row for row in block.rows if (row["side"], row["edge"]) == ("key", "ablated")]
     yield replace(block, rows=rows, options=NAMES["feature_edges"])
@@ -274,25 +344,42 @@ def _said(block: Block, tables: Tables) -> Iterator[Block]:
 def _parts(block: Block, tables: Tables) -> Iterator[Block]:
     """What matched.
 
-    The logit of the key over the mean of the other tokens in sight, split. Each bar begins where the one above it ends;
-    the last one is the logit. A writer is the embedding, a head (L0H0) or the MLP of a layer (M0). Rest: all parts that
-    are not named.
+    The logit of the key over the mean of the other tokens in sight, split. Each bar begins where
+    the one above it ends; the last one is the logit. A writer is the embedding, a head (L0H0) or
+    the MLP of a layer (M0). Rest: all parts that are not named.
     """
     there = {f"{row['by']} {row['side']}" for row in block.rows}
-    yield replace(block, options={"ways": {way: words for way, words in NAMES["splits"].items() if way in there}})
+    yield replace(
+        block,
+        options={"ways": {way: words for way, words in NAMES["splits"].items() if way in there}},
+    )
 
 
-@drawing("tests", "head", "side", "k", "writers", "before", "after", "control_low", "control_high", "verdict")
+@drawing(
+    "tests",
+    "head",
+    "side",
+    "k",
+    "writers",
+    "before",
+    "after",
+    "control_low",
+    "control_high",
+    "verdict",
+)
 def _cuts(block: Block, tables: Tables) -> Iterator[Block]:
     """Writers cut.
 
-    Attention on the key with its strongest writers cut, in this head alone and with norms frozen: each one's part takes
-    its mean over the prompt's other tokens (mean ablation). The band is what random writers of the same layers leave,
-    the line the attention before. Supported: it falls by more than a quarter, and further than with any random writers.
-    Not here: it does not. Unattended: there was under 5% to begin with.
+    Attention on the key with its strongest writers cut, in this head alone and with norms frozen:
+    each one's part takes its mean over the prompt's other tokens (mean ablation). The band is what
+    random writers of the same layers leave, the line the attention before. Supported: it falls by
+    more than a quarter, and further than with any random writers. Not here: it does not.
+    Unattended: there was under 5% to begin with.
     """
     sides = {"both": "cut from both", "key": "cut from the key", "query": "cut from the query"}
-    yield replace(block, rows=[{**row, "done": sides[row["side"]], **_beside(row)} for row in block.rows])
+    yield replace(
+        block, rows=[{**row, "done": sides[row["side"]], **_beside(row)} for row in block.rows]
+    )
 
 
 def _beside(row: Row) -> dict[str, str]:
@@ -311,9 +398,9 @@ def _deciding(block: Block, tables: Tables) -> Iterator[Block]:
 def _output(block: Block, tables: Tables) -> Iterator[Block]:
     """Effect on the next token.
 
-    Its probability, before and with the key hidden from this head (attention knockout; the whole model
-    runs on). The line is the same with its second key hidden instead. Direct: what the head adds to the token's logit
-    by what it read at the key, the last norm frozen.
+    Its probability, before and with the key hidden from this head (attention knockout; the whole
+    model runs on). The line is the same with its second key hidden instead. Direct: what the head
+    adds to the token's logit by what it read at the key, the last norm frozen.
     """
     yield replace(block, options={"after": "with this key hidden"})
 
@@ -322,12 +409,15 @@ def _output(block: Block, tables: Tables) -> Iterator[Block]:
 def _changes(block: Block, tables: Tables) -> Iterator[Block]:
     """What if.
 
-    The head's attention on the key with these changes. The band is what controls leave (other heads of the layer
-    ablated, or with that key hidden; for an MLP, those of other layers), the line the attention before. Supported: it
-    falls by more than a quarter, and further than with any control.
+    The head's attention on the key with these changes. The band is what controls leave (other heads
+    of the layer ablated, or with that key hidden; for an MLP, those of other layers), the line the
+    attention before. Supported: it falls by more than a quarter, and further than with any control.
     """
     told = {"done": "", "band": "controls"}
-    yield replace(block, rows=[{**row, "writers": row["changes"], **told, **_beside(row)} for row in block.rows])
+    yield replace(
+        block,
+        rows=[{**row, "writers": row["changes"], **told, **_beside(row)} for row in block.rows],
+    )
 
 
 @drawing("output", "token", "before", "after")
@@ -336,5 +426,8 @@ def _next_tokens(block: Block, tables: Tables) -> Iterator[Block]:
 
     Probability of the next token, before and with these changes.
     """
-    rows = [{**row, "without_key": row["after"], "without_other": None, "direct": None} for row in block.rows]
+    rows = [
+        {**row, "without_key": row["after"], "without_other": None, "direct": None}
+        for row in block.rows
+    ]
     yield replace(block, rows=rows, options={"after": "with the changes"})

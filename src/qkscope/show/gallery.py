@@ -1,8 +1,10 @@
-"""Many runs as one site: a card for each, every head and every claim in one table, and the page of each run.
+"""Many runs as one site: a card for each, every head and every claim in one table, and the page of
+each run.
 
-``index.html`` and ``runs/NAME.html`` are single files that ask for nothing: a page can be sent alone, and the site
-works from a disk. A card shows a figure of the run, or one of its blocks, drawn small by the page's own script. The
-site is a folder of ours like a run's: its ``results.json`` holds what the index shows.
+``index.html`` and ``runs/NAME.html`` are single files that ask for nothing: a page can be sent
+alone, and the site works from a disk. A card shows a figure of the run, or one of its blocks, drawn
+small by the page's own script. The site is a folder of ours like a run's: its ``results.json``
+holds what the index shows.
 """
 
 from __future__ import annotations
@@ -30,14 +32,39 @@ log = logging.getLogger(__name__)
 
 GALLERY = "gallery"
 _FEW = 12  # heads of a table that speaks of each
-_SMALL = ("graph", "decide", "map", "swaps", "curve", "spectra", "parts", "tokens")  # charts whose data is small
-_CARD = ("run", "page", "verb", "experiment", "preset", "model", "date", "answer", "prompt", "claims")  # of each run
+_SMALL = (
+    "graph",
+    "decide",
+    "map",
+    "swaps",
+    "curve",
+    "spectra",
+    "parts",
+    "tokens",
+)  # charts whose data is small
+_CARD = (
+    "run",
+    "page",
+    "verb",
+    "experiment",
+    "preset",
+    "model",
+    "date",
+    "answer",
+    "prompt",
+    "claims",
+)  # of each run
 _CHOICES = {"model": "model", "what": "verb"}
-_MARK, _BACK = '<span class="name">qkscope</span>', '<a class="name" href="../index.html#run-{}">← all runs</a>'
+_MARK, _BACK = (
+    '<span class="name">qkscope</span>',
+    '<a class="name" href="../index.html#run-{}">← all runs</a>',
+)
 
 
 Run = dict[str, Any]
-"""What the index shows of a run: what is said of it, its heads and claims, its page, and a figure or block of it."""
+"""What the index shows of a run: what is said of it, its heads and claims, its page, and a figure
+or block of it.
+"""
 
 
 @checked_call
@@ -47,8 +74,8 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
     Parameters
     ----------
     out : folder of the site: a new one, or one of an earlier gallery.
-    folders : runs, or folders with runs in them, in the order in which they are shown; a run that is not whole is left
-        out, and the site says so.
+    folders : runs, or folders with runs in them, in the order in which they are shown; a run that
+        is not whole is left out, and the site says so.
     title : what to call it.
 
     Examples
@@ -74,16 +101,27 @@ def write_gallery(out: str | Path, *folders: str | Path, title: str = "") -> Pat
     cards = [{name: run[name] for name in _CARD} for run in runs]
     heads = sorted((row for run in runs for row in run["heads"]), key=_by_head)
     claims = [claim for run in runs for claim in run["of_claims"]]
-    choices = {what: [*dict.fromkeys(filter(None, map(itemgetter(of), cards)))] for what, of in _CHOICES.items()}
+    choices = {
+        what: [*dict.fromkeys(filter(None, map(itemgetter(of), cards)))]
+        for what, of in _CHOICES.items()
+    }
     held = count_claims([claim for run in runs for claim in run["result"].claims])
     answer = f"{counted(len(runs), 'run')}{f'; {held}' if held else ''}."
-    tables: dict[str, Sequence[Mapping[str, Any]]] = {"runs": cards, "heads": heads, "claims": claims}
-    result = Result(GALLERY, tables, answer=answer, provenance=provenance(runs=[card["run"] for card in cards]))
+    tables: dict[str, Sequence[Mapping[str, Any]]] = {
+        "runs": cards,
+        "heads": heads,
+        "claims": claims,
+    }
+    result = Result(
+        GALLERY, tables, answer=answer, provenance=provenance(runs=[card["run"] for card in cards])
+    )
     scripts = [*page.scripts_of([run["block"] for run in runs if run["block"]]), "gallery.js"]
     by_head = [(key, list(rows)) for key, rows in groupby(heads, itemgetter("model", "head"))]
     told = {"runs": runs, "heads": by_head, "claims": claims, "left": left, "choices": choices}
     styles = ["page.css", "gallery.css"]
-    index = page.render("gallery.html", scripts, styles, title=title or "gallery", answer=answer, **told)
+    index = page.render(
+        "gallery.html", scripts, styles, title=title or "gallery", answer=answer, **told
+    )
     pages = {run["page"]: run["text"] for run in runs}
     return result.write(out, files={"index.html": page.remembered(index), **pages}) / "index.html"
 
@@ -114,7 +152,9 @@ def _read(folders: Sequence[str | Path], out: Path) -> tuple[list[Run], list[str
                 run = _run(folder, name)
             except BadInput as error:  # the page is sent: it names nothing above what was given
                 why = re.sub(f"^{re.escape(str(folder))}(?= )", "it", str(error))
-                left.append(f"{'/'.join(parts)} is left out: {why.replace(str(folder), '/'.join(parts))}")
+                left.append(
+                    f"{'/'.join(parts)} is left out: {why.replace(str(folder), '/'.join(parts))}"
+                )
                 continue
             if run is not None:
                 runs[name.casefold()] = run
@@ -122,7 +162,9 @@ def _read(folders: Sequence[str | Path], out: Path) -> tuple[list[Run], list[str
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Every folder there that holds a run or the beginning of one; none inside another, and no link is followed."""
+    """Every folder there that holds a run or the beginning of one; none inside another, and no link
+    is followed.
+    """
     for place, below, files in os.walk(folder):
         if RESULTS in files or WORK in below or read_run(Path(place)):
             below.clear()
@@ -142,8 +184,17 @@ def _run(folder: Path, name: str) -> Run | None:
     text = page.page_of(folder).read_text(encoding="utf-8").replace(_MARK, _BACK.format(name), 1)
     date = datetime.fromtimestamp((folder / RESULTS).stat().st_mtime, UTC).date().isoformat()
     with page.drawn_from(folder):
-        asked, at, pictures = result.provenance.get("asked") or {}, f"runs/{name}.html", page.pictures_of(folder)
-        blocks = [block for kind in _SMALL for block in blocks_of(result) if block.kind == kind and not pictures]
+        asked, at, pictures = (
+            result.provenance.get("asked") or {},
+            f"runs/{name}.html",
+            page.pictures_of(folder),
+        )
+        blocks = [
+            block
+            for kind in _SMALL
+            for block in blocks_of(result)
+            if block.kind == kind and not pictures
+        ]
         run = {
             "run": name, "page": at, "verb": result.experiment.partition("/")[0], "experiment": result.experiment,
             "preset": result.preset, "model": result.model, "date": date, "answer": result.answer,
@@ -153,7 +204,13 @@ def _run(folder: Path, name: str) -> Run | None:
             "data": page.script_json(blocks[0].to_json()) if blocks else "",
         }  # fmt: skip
         claims = [
-            {"run": name, "page": f"{at}#claim-{i}", "model": result.model, **claim.to_json(), "verdict": claim.verdict}
+            {
+                "run": name,
+                "page": f"{at}#claim-{i}",
+                "model": result.model,
+                **claim.to_json(),
+                "verdict": claim.verdict,
+            }
             for i, claim in enumerate(result.claims, 1)
         ]
         return {**run, "heads": _head_rows(run), "of_claims": claims}
@@ -167,13 +224,24 @@ def _by_head(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _head_rows(run: Run) -> list[dict[str, Any]]:
-    """The heads that a run names in its answer, its claims or a small table, and what it calls each."""
-    claims, tables = [{"line": claim.claim} for claim in run["result"].claims], run["result"].tables.values()
+    """The heads that a run names in its answer, its claims or a small table, and what it calls
+    each.
+    """
+    claims, tables = (
+        [{"line": claim.claim} for claim in run["result"].claims],
+        run["result"].tables.values(),
+    )
     answer, rows = {"line": run["answer"]}, [row for rows in tables for row in rows]
     small = [row for rows in tables if len(page.heads_in(rows)) <= _FEW for row in rows]
     heads, elsewhere = page.heads_in([answer, *claims, *small]), page.heads_in([answer, *rows])
-    names = {row["head"]: row["name"] for row in rows if "head" in row and isinstance(row.get("name"), str)}
-    place = {head: f"claim-{i}" for i, claim in enumerate(claims, 1) for head in page.heads_in([claim])}
+    names = {
+        row["head"]: row["name"]
+        for row in rows
+        if "head" in row and isinstance(row.get("name"), str)
+    }
+    place = {
+        head: f"claim-{i}" for i, claim in enumerate(claims, 1) for head in page.heads_in([claim])
+    }
     verb = "" if run["verb"] in run["run"] else run["verb"]
     return [
         {"model": run["model"], "head": head, "run": run["run"], "says": names.get(head) or verb,

@@ -1,10 +1,10 @@
 """The live page's server, and `view`: the one call that opens any page.
 
-Loopback only, and nothing but a fixed list of files and questions. A request is answered only if its Host is ours
-(another site's page cannot reach us under its own name), a question is JSON (which a foreign form cannot send), and the
-path starts with a secret; a port that somebody chose has none, so that its address stays. No path is ever looked up on
-the disk. An answer is a line of JSON; what is known early comes in lines before it, and a reader who closes the
-connection ends the work.
+Loopback only, and nothing but a fixed list of files and questions. A request is answered only if
+its Host is ours (another site's page cannot reach us under its own name), a question is JSON (which
+a foreign form cannot send), and the path starts with a secret; a port that somebody chose has none,
+so that its address stays. No path is ever looked up on the disk. An answer is a line of JSON; what
+is known early comes in lines before it, and a reader who closes the connection ends the work.
 """
 
 from __future__ import annotations
@@ -61,10 +61,13 @@ def view(
 
     Parameters
     ----------
-    folder : a run folder, as demo, decompose or reproduce write; for made also a .safetensors file of ours.
+    folder : a run folder, as demo, decompose or reproduce write; for made also a .safetensors file
+        of ours.
     live : look into a model: what comes next, which heads decide it, why, and what if.
-    made : say what made the run: the command to type again, model, seed, versions, and whether they are the same here.
-    model : of the live page: hub id, folder, .gguf file, or a name that fetch takes; the fit's by default.
+    made : say what made the run: the command to type again, model, seed, versions, and whether they
+        are the same here.
+    model : of the live page: hub id, folder, .gguf file, or a name that fetch takes; the fit's by
+        default.
     fit : of the live page: what decompose or atlas wrote.
     port : of the live page: a fixed port, whose address stays; any free one by default.
     browser : whether to open the page in a browser; its address is printed.
@@ -79,7 +82,9 @@ def view(
     True
     """
     if live == (folder is not None):
-        raise BadInput("name a run folder to view, or ask for the live page of a model; a folder can be its fit.")
+        raise BadInput(
+            "name a run folder to view, or ask for the live page of a model; a folder can be its fit."
+        )
     if not live and (fit is not None or model is not None or port):
         raise BadInput("model, fit and port are for the live page: ask for it, or leave them out.")
     if made and folder is not None:
@@ -90,22 +95,27 @@ def view(
         say(url)
         show(url)
         return url
-    there = None if fit is None else features_result(fit).model  # a folder without features is refused first
+    there = (
+        None if fit is None else features_result(fit).model
+    )  # a folder without features is refused first
     scope = Scope.load(model or there or "smollm2-135m")
     session = Session(scope, None if fit is None else read_features(fit, scope), str(fit or ""))
     with Server(session, port) as server, suppress(KeyboardInterrupt):  # how one stops it
         say(server.url)
         show(server.url)
         while True:
-            time.sleep(0.2)  # Ctrl-C may reach a thread that answers: it is seen when this one wakes
+            time.sleep(
+                0.2
+            )  # Ctrl-C may reach a thread that answers: it is seen when this one wakes
     return server.url
 
 
 class Server(ThreadingHTTPServer):
     """Serves one session from a thread while it is open; its address is `url`.
 
-    A thread that is still inside torch when Python ends aborts the whole process. So all threads are joined at the end:
-    connections are closed, idle ones with them, and questions that wait for their turn are not asked any more.
+    A thread that is still inside torch when Python ends aborts the whole process. So all threads
+    are joined at the end: connections are closed, idle ones with them, and questions that wait for
+    their turn are not asked any more.
     """
 
     daemon_threads = False
@@ -117,13 +127,24 @@ class Server(ThreadingHTTPServer):
         self._loop = threading.Thread(target=self.serve_forever, args=(0.1,))
         self.questions: Mapping[str, Callable[..., dict[str, Any]]] = {
             f"api/{ask.__name__}": ask
-            for ask in (session.look, session.why, session.circuit, session.change, session.patterns, session.save)
+            for ask in (
+                session.look,
+                session.why,
+                session.circuit,
+                session.change,
+                session.patterns,
+                session.save,
+            )
         }
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
-            raise BadInput(f"port {port} cannot be used ({error.strerror}): choose another.") from None
-        self.hosts = [f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")]  # what Host may say
+            raise BadInput(
+                f"port {port} cannot be used ({error.strerror}): choose another."
+            ) from None
+        self.hosts = [
+            f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")
+        ]  # what Host may say
         self.url = f"http://{self.hosts[0]}{self.path}"
 
     def __enter__(self) -> Server:
@@ -181,7 +202,9 @@ class _Handler(BaseHTTPRequestHandler):
         if name == "api/model":
             return self.server.session.describe()
         if name and name not in _FILES:
-            raise _Refusal(404, "There is nothing at this address: open the one that qkscope view printed.")
+            raise _Refusal(
+                404, "There is nothing at this address: open the one that qkscope view printed."
+            )
         return asset(name or "live.html").encode(), _TYPES[Path(name or "live.html").suffix]
 
     def _post(self, name: str, body: bytes) -> Any:
@@ -207,7 +230,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refusal(403, "This page is served to this machine only.")
         path, secret = self.path.split("?", 1)[0], self.server.path
         if not hmac.compare_digest(path[: len(secret)].encode(), secret.encode()):
-            raise _Refusal(404, "There is nothing at this address: open the one that qkscope view printed.")
+            raise _Refusal(
+                404, "There is nothing at this address: open the one that qkscope view printed."
+            )
         return path[len(secret) :]
 
     def _reply(self, answer: Callable[[str], Any]) -> None:
@@ -226,7 +251,10 @@ class _Handler(BaseHTTPRequestHandler):
             log.exception("a question failed")
             status, value = 500, {"error": "this went wrong; the terminal says more."}
         if status != 200 and self.command == "GET":
-            value = f"<!doctype html><title>qkscope</title><p>{escape(value['error'])}</p>".encode(), "text/html"
+            value = (
+                f"<!doctype html><title>qkscope</title><p>{escape(value['error'])}</p>".encode(),
+                "text/html",
+            )
         body, kind = value if isinstance(value, tuple) else (_line(value), "application/json")
         with suppress(ConnectionError):
             if not self.early:
@@ -241,7 +269,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _tell(self, early: dict[str, Any]) -> None:
         """Send a line before the answer; whoever has left ends the work."""
-        if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
+        if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(
+            1, socket.MSG_PEEK
+        ):
             raise ConnectionAbortedError
         if early and not self.early:
             self.early = self.close_connection = True

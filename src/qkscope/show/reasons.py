@@ -1,4 +1,6 @@
-"""Reasons: the words that decide a look, who carried them, and every head by what decides where it looks."""
+"""Reasons: the words that decide a look, who carried them, and every head by what decides where it
+looks.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +21,65 @@ def family_of(kind: str) -> str:
     return "position" if kind.startswith("position") else kind
 
 
-@drawing("atlas", "head", "layer", "index", "kind", "name", "share", "looks", "leaves", "offset", "tokens", leads=True)
+@drawing(
+    "atlas",
+    "head",
+    "layer",
+    "index",
+    "kind",
+    "name",
+    "share",
+    "looks",
+    "leaves",
+    "offset",
+    "tokens",
+    leads=True,
+)
 def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
     """Every head.
 
-    Each head is named by what decides where it looks, tested by changing every word of passages: its jobs, with their
-    shares of its looks. Click a head on the map, a kind to see its heads alone, a column to sort, a line to open it.
+    Each head is named by what decides where it looks, tested by changing every word of passages:
+    its jobs, with their shares of its looks. Click a head on the map, a kind to see its heads
+    alone, a column to sort, a line to open it.
     """
     scores = {row["head"]: row for row in tables.get("scores", ())}
     counts = Counter(family_of(row["kind"]) for row in block.rows)
     options = {
-        "families": {family: [text, counts[family]] for family, text in NAMES["families"].items() if counts[family]},
+        "families": {
+            family: [text, counts[family]]
+            for family, text in NAMES["families"].items()
+            if counts[family]
+        },
         "of": {row["head"]: family_of(row["kind"]) for row in block.rows},
-        "scores": {head: {k: row[k] for k in ("name", "offset", "tokens", "looks")} for head, row in scores.items()},
+        "scores": {
+            head: {k: row[k] for k in ("name", "offset", "tokens", "looks")}
+            for head, row in scores.items()
+        },
         "looks": grouped(tables.get("examples", ()), lambda row: row["head"]),
     }
     yield replace(block, options=options)
 
 
-@drawing("tests", "head", "position", "text", "before", "after", "low", "high", "goes_to", "cause", leads=True)
+@drawing(
+    "tests",
+    "head",
+    "position",
+    "text",
+    "before",
+    "after",
+    "low",
+    "high",
+    "goes_to",
+    "cause",
+    leads=True,
+)
 def _words(block: Block, tables: Tables) -> Iterator[Block]:
     """Because: words replaced.
 
-    Attention on the key with one word of the prompt replaced by others with as many tokens: half likely, half random.
-    The bar is what is left, the band its 90% interval over these words, the line the attention before. A word is a
-    cause (shown) if the whole band is below half of that, and open if the band straddles half.
+    Attention on the key with one word of the prompt replaced by others with as many tokens: half
+    likely, half random. The bar is what is left, the band its 90% interval over these words, the
+    line the attention before. A word is a cause (shown) if the whole band is below half of that,
+    and open if the band straddles half.
     """
     verdicts = {"yes": "shown", "open": "open"}
     shown = [
@@ -56,14 +92,26 @@ def _words(block: Block, tables: Tables) -> Iterator[Block]:
     yield replace(block, rows=shown)
 
 
-@drawing("tests", "head", "side", "writers", "before", "changed", "restored", "others", "other_run", "whole_side")
+@drawing(
+    "tests",
+    "head",
+    "side",
+    "writers",
+    "before",
+    "changed",
+    "restored",
+    "others",
+    "other_run",
+    "whole_side",
+)
 def _carriers(block: Block, tables: Tables) -> Iterator[Block]:
     """Carried by.
 
-    The word is replaced, and what these writers wrote in the original prompt is restored in this head's key or query
-    alone, norms live (path patching). The bar is the attention then; the band reaches from what the replacement left to
-    what 20 other sets of writers of these layers restore; the line is the attention before. Shown: at least half of
-    what was lost comes back, and at most a tenth with other writers, or with these writers from another replacement.
+    The word is replaced, and what these writers wrote in the original prompt is restored in this
+    head's key or query alone, norms live (path patching). The bar is the attention then; the band
+    reaches from what the replacement left to what 20 other sets of writers of these layers restore;
+    the line is the attention before. Shown: at least half of what was lost comes back, and at most
+    a tenth with other writers, or with these writers from another replacement.
     """
     shown = [
         {**row, "done": f"restored in the {row['side']}, {row['text'].strip()} (token {row['position']}) replaced",

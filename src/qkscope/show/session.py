@@ -1,16 +1,18 @@
-"""What the live page asks of a model: the next token and who decides it, why a head looks somewhere, and what if.
+"""What the live page asks of a model: the next token and who decides it, why a head looks
+somewhere, and what if.
 
-Answers are the results of `qkscope.why` and of `WhatIf`, with the blocks that a saved page draws of them. A question
-names the prompt, the query token, the rival, the head and the key; a change is a few words, so that the page's
-address is the whole state:
+Answers are the results of `qkscope.why` and of `WhatIf`, with the blocks that a saved page draws of
+them. A question names the prompt, the query token, the rival, the head and the key; a change is a
+few words, so that the page's address is the whole state:
 
 - ``ablate L17H8``: a head or an MLP puts out its mean over the other tokens;
 - ``hide L18H6 4 13``: a head (here at token 13) may not look at a key (token 4);
 - ``replace 9  Peter``: another token, or a character of as many pieces, stands there.
 
-They are what `Scope` changes in a ``with`` block, so that the page can be copied as Python. Beside them stand others of
-the same size: other heads of the layer, or the MLPs of other layers. What is known early is told before the answer is
-whole, and every layer that runs asks whether somebody still waits for it (`Session.told`).
+They are what `Scope` changes in a ``with`` block, so that the page can be copied as Python. Beside
+them stand others of the same size: other heads of the layer, or the MLPs of other layers. What is
+known early is told before the answer is whole, and every layer that runs asks whether somebody
+still waits for it (`Session.told`).
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ _CHANGE = re.compile(r"(ablate) (\S+)|(hide) (\S+) (\d+) (\d+)|(replace) (\d+) (
 _GOES_ON = 5  # tokens of the continuation
 _SMALL = 300  # tokens up to which a head's pattern comes with its answer
 _RUNS, _KEPT = 2, 32  # runs, which are large, and answers that are kept
-_EVERY, _LONG = 0.2, 2.0  # seconds between two lines about what is under way, and of a run whose layers are told
+_EVERY, _LONG = (
+    0.2,
+    2.0,
+)  # seconds between two lines about what is under way, and of a run whose layers are told
 
 Tell = Callable[[dict[str, Any]], None]
 Changes = Sequence[str]
@@ -82,11 +87,15 @@ def read_features(folder: str | Path, scope: Scope) -> Result:
 def features_result(folder: str | Path) -> Result:
     """Read what a folder knows of heads; one without features is refused."""
     if not (Path(folder) / RESULTS).is_file():
-        raise BadInput(f"{folder} holds no features: name a folder that decompose or atlas wrote, or none.")
+        raise BadInput(
+            f"{folder} holds no features: name a folder that decompose or atlas wrote, or none."
+        )
     result = Result.read(folder)
     verb = result.experiment.partition("/")[0]
     if verb not in ("decompose", "atlas"):
-        raise BadInput(f"{folder} was written by {verb}: the live page takes folders of decompose or atlas.")
+        raise BadInput(
+            f"{folder} was written by {verb}: the live page takes folders of decompose or atlas."
+        )
     return result
 
 
@@ -103,24 +112,35 @@ class Session:
 
     def __init__(self, scope: Scope, known: Result | None = None, folder: str = "") -> None:
         if scope.tokenizer is None:
-            raise BadInput(f"{scope.name} has no tokenizer, so that no prompt can be typed: add one to its folder.")
+            raise BadInput(
+                f"{scope.name} has no tokenizer, so that no prompt can be typed: add one to its folder."
+            )
         self.scope, self.heads = scope, list(scope.heads())
         self.folder, self.features = folder, dict[str, dict[str, Subspace]]()
         if isinstance(known, Fit):
             check_swappable(known.space, downstream=True)
             names = default_features(known.contrasts)
-            self.features = {str(head): {name: known[name, head] for name in names} for head in known.heads}
+            self.features = {
+                str(head): {name: known[name, head] for name in names} for head in known.heads
+            }
         tables = {} if known is None else known.tables
-        self.about = {row["head"]: row for row in tables.get("atlas", ())}  # by head its name, with more
+        self.about = {
+            row["head"]: row for row in tables.get("atlas", ())
+        }  # by head its name, with more
         self.texts = grouped(tables.get("examples", ()), lambda row: row["head"])
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int], str] = str
-        self._kept_probe, self._kept_answer = lru_cache(_RUNS)(partial(Probe, scope)), lru_cache(_KEPT)(self._answer)
+        self._kept_probe, self._kept_answer = (
+            lru_cache(_RUNS)(partial(Probe, scope)),
+            lru_cache(_KEPT)(self._answer),
+        )
         reader_of(scope)  # a model whose writers cannot be told apart is refused
 
     @contextmanager
     def told(self, tell: Tell) -> Iterator[None]:
-        """Tell what is known early, and how far the work is; every layer that runs asks, so that raising ends it."""
+        """Tell what is known early, and how far the work is; every layer that runs asks, so that
+        raising ends it.
+        """
         runs, last, begun = 0, 0.0, 0.0
 
         def step(_module: Any, _args: Any, given: dict[str, Any]) -> None:
@@ -133,7 +153,9 @@ class Session:
             nonlocal last
             now = time.monotonic()
             far = f", layer {number + 1} of {self.scope.n_layers}" if now - begun > _LONG else ""
-            early, last = ({"doing": self.doing(runs) + far}, now) if now - last > _EVERY else ({}, last)
+            early, last = (
+                ({"doing": self.doing(runs) + far}, now) if now - last > _EVERY else ({}, last)
+            )
             tell(early)
 
         self.tell, self.doing = tell, lambda runs: f"{counted(runs, 'run')} of the model"
@@ -141,7 +163,9 @@ class Session:
         blocks = next((part for part in lists if len(part) == self.scope.n_layers), ())
         hooks = [self.scope.model.base_model.register_forward_pre_hook(step, with_kwargs=True)]
         try:
-            hooks += [block.register_forward_pre_hook(partial(layer, i)) for i, block in enumerate(blocks)]
+            hooks += [
+                block.register_forward_pre_hook(partial(layer, i)) for i, block in enumerate(blocks)
+            ]
             with cleared(hooks):
                 yield
         finally:
@@ -155,8 +179,12 @@ class Session:
             "names": {head: row["kind"] for head, row in self.about.items()},
         }  # fmt: skip
 
-    def look(self, prompt: str, query: int | None = None, versus: str | None = None) -> dict[str, Any]:
-        """Tokens, the next one and its rival, the attention of every head (a byte each), and which heads decide."""
+    def look(
+        self, prompt: str, query: int | None = None, versus: str | None = None
+    ) -> dict[str, Any]:
+        """Tokens, the next one and its rival, the attention of every head (a byte each), and which
+        heads decide.
+        """
         probe = self.ask(prompt, query)
         asked, output = probe.asked, Output(probe.run, probe.asked, versus)
         seen = {
@@ -167,7 +195,9 @@ class Session:
 
         def following(reads: Callable[[int], str]) -> dict[str, Any]:
             best = [*output.chances.topk(TOKENS).indices.tolist(), output.rival]
-            told = [{"token": reads(i), "id": i, "probability": float(output.chances[i])} for i in best]
+            told = [
+                {"token": reads(i), "id": i, "probability": float(output.chances[i])} for i in best
+            ]
             return {"next": told[:-1], "rival": told[-1], "difference": output.difference}
 
         self.tell({"early": {**seen, **following(output.token)}})
@@ -178,10 +208,16 @@ class Session:
 
     def rows(self, output: Output) -> Float[Tensor, "h t"]:
         """Every head's attention from the token that asks."""
-        return torch.cat([output.again.row(output.asked.query, head).attention()[0].cpu() for head in self.heads])
+        return torch.cat(
+            [output.again.row(output.asked.query, head).attention()[0].cpu() for head in self.heads]
+        )
 
-    def why(self, prompt: str, query: int, head: str, key: int | None = None, versus: str | None = None) -> Reply:
-        """Why a head looks from one token at another: the result of `why`, and what folders know of the head."""
+    def why(
+        self, prompt: str, query: int, head: str, key: int | None = None, versus: str | None = None
+    ) -> Reply:
+        """Why a head looks from one token at another: the result of `why`, and what folders know of
+        the head.
+        """
         trace = self._trace(prompt, query, head, key)
         result = self._kept_answer(prompt, trace.asked.query, head, trace.key, versus)
         about, texts = self.about.get(str(trace.head)), self.texts.get(str(trace.head), [])
@@ -193,29 +229,59 @@ class Session:
         return _shown(circuit_of(self.ask(prompt, query), versus))
 
     def change(
-        self, prompt: str, query: int, head: str, key: int, changes: Changes, versus: str | None = None
+        self,
+        prompt: str,
+        query: int,
+        head: str,
+        key: int,
+        changes: Changes,
+        versus: str | None = None,
     ) -> Reply:
-        """The head's row with some changes made, all heads after it and the next token, beside other changes."""
+        """The head's row with some changes made, all heads after it and the next token, beside
+        other changes.
+        """
         what_if = WhatIf(self, prompt, self._trace(prompt, query, head, key), changes, versus)
         self.doing = lambda runs: f"changed: {counted(runs, 'run')}"
         result, rows = what_if.result()
         row = rows[self.heads.index(what_if.trace.head)].tolist()
-        told = {"words": what_if.words, "calls": what_if.calls, "row": row, "attention": _bytes(rows)}
+        told = {
+            "words": what_if.words,
+            "calls": what_if.calls,
+            "row": row,
+            "attention": _bytes(rows),
+        }
         return {**_shown(result), **told}
 
     def patterns(self, prompt: str, heads: Sequence[str]) -> dict[str, Any]:
         """The whole attention pattern of some heads [t, t], a byte each."""
         probe = self.ask(prompt, None)
         if len(probe.asked.tokens) > _SQUARE:
-            raise BadInput(f"a whole pattern is drawn of at most {_SQUARE} tokens: ask about a shorter prompt.")
+            raise BadInput(
+                f"a whole pattern is drawn of at most {_SQUARE} tokens: ask about a shorter prompt."
+            )
         return {"patterns": {head: _pattern(probe.run, self.scope.check(head)) for head in heads}}
 
     def save(
-        self, prompt: str, query: int, head: str, key: int, changes: Changes = (), versus: str | None = None
+        self,
+        prompt: str,
+        query: int,
+        head: str,
+        key: int,
+        changes: Changes = (),
+        versus: str | None = None,
     ) -> Reply:
         """One offline page of the answer, and of the changes."""
-        trace, result = self._trace(prompt, query, head, key), self._kept_answer(prompt, query, head, key, versus)
-        asked = {"head": head, "query": query, "key": key, "versus": versus, "model": self.scope.name}
+        trace, result = (
+            self._trace(prompt, query, head, key),
+            self._kept_answer(prompt, query, head, key, versus),
+        )
+        asked = {
+            "head": head,
+            "query": query,
+            "key": key,
+            "versus": versus,
+            "model": self.scope.name,
+        }
         options = [f"--{name}={value}" for name, value in asked.items() if value is not None]
         told = {**result.provenance, "command": shlex.join(["qkscope", "why", prompt, *options])}
         changed = [WhatIf(self, prompt, trace, changes, versus).result()[0]] if changes else []
@@ -223,16 +289,22 @@ class Session:
         html = report_html([replace(result, provenance=told), *changed], title=title)
         return {"html": html, "name": f"why-{trace.head}.html"}
 
-    # ------------------------------------------------------------------ runs and answers, the last few kept
+    # ------------------------------------------------------------------ runs and answers, the last
+    # few kept
 
     def ask(self, prompt: str, query: int | None) -> Probe:
         """Run a prompt with one query token."""
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
         asked = Question.of(self.scope, prompt, query, chat=False)
-        limit = getattr(self.scope.model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+        limit = (
+            getattr(self.scope.model.config.get_text_config(), "max_position_embeddings", None)
+            or _LONGEST
+        )
         if len(asked.tokens) > (longest := min(_LONGEST, limit)):
-            raise BadInput(f"the prompt has {len(asked.tokens)} tokens: at most {longest} are looked at here.")
+            raise BadInput(
+                f"the prompt has {len(asked.tokens)} tokens: at most {longest} are looked at here."
+            )
         return self._kept_probe(prompt, asked.query)
 
     def _trace(self, prompt: str, query: int, head: str, key: int | None) -> PromptTrace:
@@ -245,14 +317,25 @@ class Session:
         features = self.features.get(str(trace.head), {})
         self.tell({"early": {**_where(trace), "answer": trace.where()}})
         self.doing = lambda runs: f"changing words, {counted(runs, 'run')} of the model"
-        return answer_probe(self.ask(prompt, query), trace.head, key, features or None, versus=versus)
+        return answer_probe(
+            self.ask(prompt, query), trace.head, key, features or None, versus=versus
+        )
 
 
 def _where(trace: PromptTrace) -> dict[str, Any]:
     """A head's row of attention, and the token it is asked about."""
-    query, pattern = trace.asked.query, _pattern(trace.run, trace.head) if len(trace.asked.tokens) <= _SMALL else None
+    query, pattern = (
+        trace.asked.query,
+        _pattern(trace.run, trace.head) if len(trace.asked.tokens) <= _SMALL else None,
+    )
     row = trace.attention[: query + 1].tolist()
-    return {"head": str(trace.head), "query": query, "key": trace.key, "row": row, "pattern": pattern}
+    return {
+        "head": str(trace.head),
+        "query": query,
+        "key": trace.key,
+        "row": row,
+        "pattern": pattern,
+    }
 
 
 def _pattern(run: Run, head: Head) -> str:
@@ -266,7 +349,9 @@ def _shown(result: Result) -> dict[str, Any]:
 
 def _bytes(attention: Float[Tensor, "h t"]) -> str:
     """A byte for each number, as the page reads them."""
-    return base64.b64encode((attention * 255).round().to(torch.uint8).cpu().numpy().tobytes()).decode()
+    return base64.b64encode(
+        (attention * 255).round().to(torch.uint8).cpu().numpy().tobytes()
+    ).decode()
 
 
 class WhatIf:
@@ -282,9 +367,19 @@ class WhatIf:
     """
 
     def __init__(
-        self, session: Session, prompt: str, trace: PromptTrace, changes: Sequence[str], versus: str | None = None
+        self,
+        session: Session,
+        prompt: str,
+        trace: PromptTrace,
+        changes: Sequence[str],
+        versus: str | None = None,
     ) -> None:
-        self.session, self.scope, self.prompt, self.texts = session, session.scope, prompt, list(changes)
+        self.session, self.scope, self.prompt, self.texts = (
+            session,
+            session.scope,
+            prompt,
+            list(changes),
+        )
         self.trace, self.output = trace, Output(trace.run, trace.asked, versus)
         self.calls: list[Call] = []
         self.words = [self._parse(text) for text in changes]
@@ -298,14 +393,25 @@ class WhatIf:
                 return f"{writer} ablated"
             case ["hide", head, key, query]:
                 self.calls.append(("hide", (head, int(key), int(query))))
-                return f"{''.join(tokens[int(key) : int(key) + 1])!r} (token {key}) hidden from {head}"
+                return (
+                    f"{''.join(tokens[int(key) : int(key) + 1])!r} (token {key}) hidden from {head}"
+                )
             case ["replace", place, other]:
-                at, ids = int(place), self.scope.tokenizer(other, add_special_tokens=False)["input_ids"]
-                size = 1 + sum(1 for _ in takewhile(operator.not_, tokens[at + 1 :]))  # pieces of one character
+                at, ids = (
+                    int(place),
+                    self.scope.tokenizer(other, add_special_tokens=False)["input_ids"],
+                )
+                size = 1 + sum(
+                    1 for _ in takewhile(operator.not_, tokens[at + 1 :])
+                )  # pieces of one character
                 if len(ids) != size:
                     sizes = f"{other!r} is {counted(len(ids), 'token')} here, and what it replaces is {size}"
-                    raise BadInput(f"{sizes}: take a word of as many, so that nothing moves, or change the prompt.")
-                self.calls += [("replace", (at + i, other if size == 1 else ids[i])) for i in range(size)]
+                    raise BadInput(
+                        f"{sizes}: take a word of as many, so that nothing moves, or change the prompt."
+                    )
+                self.calls += [
+                    ("replace", (at + i, other if size == 1 else ids[i])) for i in range(size)
+                ]
                 return f"{''.join(tokens[at : at + 1])!r} (token {at}) replaced by {other!r}"
         raise BadInput(f"a change is ablate, hide or replace, but got {text[:60]!r}.")
 
@@ -315,10 +421,14 @@ class WhatIf:
         place, best, rival = self.session.heads.index(trace.head), output.best, output.rival
         (rows, logits), *others = [self._run(calls) for calls in (self.calls, *self._alike())]
         left = [float(each[place, key]) for each, _ in others]
-        apart = [float(each[best] - each[rival]) for each in (logits, *(other for _, other in others))]
+        apart = [
+            float(each[best] - each[rival]) for each in (logits, *(other for _, other in others))
+        ]
         before, after = float(trace.attention[key]), float(rows[place, key])
         old, new = output.chances, logits.softmax(-1)
-        own = any(given[0] == str(trace.head) for _, given in self.calls)  # says nothing of where it looks by itself
+        own = any(
+            given[0] == str(trace.head) for _, given in self.calls
+        )  # says nothing of where it looks by itself
         made = {
             "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
             "control_low": min(left, default=None), "control_high": max(left, default=None), "sets": len(left),
@@ -328,17 +438,33 @@ class WhatIf:
             "difference_low": min(apart[1:], default=None), "difference_high": max(apart[1:], default=None),
             "probability": float(old[best]), "probability_after": float(new[best]),
         }  # fmt: skip
-        shown = dict.fromkeys([*(i for each in (old, new) for i in each.topk(TOKENS).indices.tolist()), rival])
-        said = [{"token": output.token(i), "before": float(old[i]), "after": float(new[i])} for i in shown]
-        asked = {"head": str(trace.head), "query": trace.asked.query, "key": key, "changes": self.texts}
+        shown = dict.fromkeys(
+            [*(i for each in (old, new) for i in each.topk(TOKENS).indices.tolist()), rival]
+        )
+        said = [
+            {"token": output.token(i), "before": float(old[i]), "after": float(new[i])}
+            for i in shown
+        ]
+        asked = {
+            "head": str(trace.head),
+            "query": trace.asked.query,
+            "key": key,
+            "changes": self.texts,
+        }
         told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked)
-        return Result("what if", {"changes": [made], "next": said}, answer=self._sentence(made), **told), rows
+        return Result(
+            "what if", {"changes": [made], "next": said}, answer=self._sentence(made), **told
+        ), rows
 
     def _sentence(self, row: Mapping[str, Any]) -> str:
         low, high = row["control_low"], row["control_high"]
         seen = f" (control: {low:.0%} to {high:.0%}): {row['verdict']}" if row["verdict"] else ""
         low, high = row["difference_low"], row["difference_high"]
-        beside = f" (control: {low:.1f} to {high:.1f}, {row['sets']} others in its place)" if row["sets"] else ""
+        beside = (
+            f" (control: {low:.1f} to {high:.1f}, {row['sets']} others in its place)"
+            if row["sets"]
+            else ""
+        )
         return (
             f"With {row['changes']}: attention of {row['head']} on {self.trace.token(self.trace.key)} goes from "
             f"{row['before']:.0%} to {row['after']:.0%}{seen}. {row['answer']!r} goes from {row['probability']:.1%} to "
@@ -356,10 +482,18 @@ class WhatIf:
             return self.session.rows(output), output.logits
 
     def _alike(self) -> Iterator[list[Call]]:
-        """The control: the same change at another head of the layer, or at the MLP of another layer."""
-        for at, (name, (writer, *rest)) in [each for each in enumerate(self.calls) if each[1][0] != "replace"][:1]:
+        """The control: the same change at another head of the layer, or at the MLP of another
+        layer.
+        """
+        for at, (name, (writer, *rest)) in [
+            each for each in enumerate(self.calls) if each[1][0] != "replace"
+        ][:1]:
             mine = Writer.parse(writer)
             near = sorted(range(self.scope.n_layers), key=lambda layer: abs(layer - mine.layer))[1:]
-            others = [str(head) for head in self.session.heads if head.layer == mine.layer and head != mine.head]
+            others = [
+                str(head)
+                for head in self.session.heads
+                if head.layer == mine.layer and head != mine.head
+            ]
             for other in (others if mine.head else [f"M{layer}" for layer in near])[:_OTHERS]:
                 yield [*self.calls[:at], (name, (other, *rest)), *self.calls[at + 1 :]]

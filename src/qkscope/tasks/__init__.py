@@ -1,10 +1,12 @@
-"""Text with marked spans: `binding`, `filter`, `ioi`, `induction`, `greater_than`, `pronoun`, or your own file.
+"""Text with marked spans: `binding`, `filter`, `ioi`, `induction`, `greater_than`, `pronoun`, or
+your own file.
 
-In: a few numbers and a seed, or a file. Out: a `Task`, which draws units of `Example` for choosing heads, for fitting
-each contrast and for testing. In reading order: `task` (what a task is, and how one is made of a walk), `words` (and
-``words.toml``: the words and the forms of prompts), the tasks (`lists`: `binding`, `filter`, `induction`; `sentences`:
-`ioi`, `greater_than`, `pronoun`), `jsonl` (a file of your own); and natural text without marks: `texts` (by document),
-`sides` (split so that no text stands on two). `BUILT_IN` is the one list of tasks: one function each.
+In: a few numbers and a seed, or a file. Out: a `Task`, which draws units of `Example` for choosing
+heads, for fitting each contrast and for testing. In reading order: `task` (what a task is, and how
+one is made of a walk), `words` (and ``words.toml``: the words and the forms of prompts), the tasks
+(`lists`: `binding`, `filter`, `induction`; `sentences`: `ioi`, `greater_than`, `pronoun`), `jsonl`
+(a file of your own); and natural text without marks: `texts` (by document), `sides` (split so that
+no text stands on two). `BUILT_IN` is the one list of tasks: one function each.
 """
 
 from __future__ import annotations

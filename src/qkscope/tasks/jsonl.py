@@ -1,21 +1,25 @@
-"""A task of your own: one JSON object per line, with the prompt, the query, the keys and their labels.
+"""A task of your own: one JSON object per line, with the prompt, the query, the keys and their
+labels.
 
 ::
 
     {"prompt": "hat O, jam Z. The jam is in",
      "keys": [{"text": "O", "labels": {"mine": -1}}, {"text": "Z", "labels": {"mine": 1}}]}
 
-(on one line). A key or query is named by ``text``, which must stand in the prompt once, or by ``span``. Without
-``query`` the last token asks. ``group`` names lines that belong together (a prompt and its copy): they are one random
-unit. ``use`` (choose, fit or test) puts a line into one pool; lines without it are dealt out by what they say. Keys
-labelled ``answer`` decide what counts as right; in lines without such labels, the first contrast that labels them does.
-``answers`` names what the model may go on with: ``{"right": " is", "wrong": [" are"]}``. A file of prompts for `why`
-needs none of it: ``{"prompt": "…"}`` is enough, with ``"answer": " Mary"`` where the right one is known.
+(on one line). A key or query is named by ``text``, which must stand in the prompt once, or by
+``span``. Without ``query`` the last token asks. ``group`` names lines that belong together (a
+prompt and its copy): they are one random unit. ``use`` (choose, fit or test) puts a line into one
+pool; lines without it are dealt out by what they say. Keys labelled ``answer`` decide what counts
+as right; in lines without such labels, the first contrast that labels them does. ``answers`` names
+what the model may go on with: ``{"right": " is", "wrong": [" are"]}``. A file of prompts for `why`
+needs none of it: ``{"prompt": "…"}`` is enough, with ``"answer": " Mary"`` where the right one is
+known.
 
-Each line labelled for a contrast has + and − keys of it, or each group does and no line: then the group's signs are
-flipped together under the null, instead of the labels within a line.
+Each line labelled for a contrast has + and − keys of it, or each group does and no line: then the
+group's signs are flipped together under the null, instead of the labels within a line.
 
-Lines with the same prompt are copies: they are never of different uses, and count as one random unit.
+Lines with the same prompt are copies: they are never of different uses, and count as one random
+unit.
 """
 
 from __future__ import annotations
@@ -77,14 +81,18 @@ class _Line(NamedTuple):
 
 
 @checked_call
-def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", chat: bool = False) -> Task:
+def from_jsonl(
+    path: str | Path, *, seed: Seed = 0, center: Center = "none", chat: bool = False
+) -> Task:
     """Read a task from a file; every line is checked, and an error names the line.
 
     Parameters
     ----------
     path : a UTF-8 text file with one JSON object per line.
-    seed : of dealing out lines that do not say their use; what the file is called and how it is sorted do not matter.
-    center : centring of every contrast: take out of ΔC what all queries see alike (``query``), or nothing.
+    seed : of dealing out lines that do not say their use; what the file is called and how it is
+        sorted do not matter.
+    center : centring of every contrast: take out of ΔC what all queries see alike (``query``), or
+        nothing.
     chat : whether prompts go into the model's chat template.
 
     Examples
@@ -98,30 +106,48 @@ def from_jsonl(path: str | Path, *, seed: Seed = 0, center: Center = "none", cha
     ['mine']
     """
     text, lines = _read(path)
-    names = list(dict.fromkeys(name for line in lines for key in line.example.keys for name in key.labels))
+    names = list(
+        dict.fromkeys(name for line in lines for key in line.example.keys for name in key.labels)
+    )
     contrasts = [name for name in names if name != ANSWER] or names
-    dealt = (line._replace(example=_with_answer(line.example, contrasts)) for line in _dealt(lines, seed))
+    dealt = (
+        line._replace(example=_with_answer(line.example, contrasts)) for line in _dealt(lines, seed)
+    )
     groups = grouped(dealt, lambda line: line.group)
     digest, notes = sha256(text)[:32], tuple[str, ...]()
     if copies := len(groups) - len({group[0].example.cluster for group in groups.values()}):
-        notes = (f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",)
+        notes = (
+            f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",
+        )
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         """To fit, lines with labels; to score or swap, lines with right and wrong keys."""
-        of_use, least = [group for group in groups.values() if group[0].use == use], 1 if use == "fit" else 2
-        drawn = [tuple(line.example for line in group if len(line.signs(contrast)) >= least) for group in of_use]
+        of_use, least = (
+            [group for group in groups.values() if group[0].use == use],
+            1 if use == "fit" else 2,
+        )
+        drawn = [
+            tuple(line.example for line in group if len(line.signs(contrast)) >= least)
+            for group in of_use
+        ]
         drawn = [unit for unit in drawn if unit]
         if not drawn:
             needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
-            raise BadInput(f"{path} has no example for {use} with {needed}: add lines, or set their use.")
+            raise BadInput(
+                f"{path} has no example for {use} with {needed}: add lines, or set their use."
+            )
         if n > len(drawn):
-            _say_once(f"{path} holds {len(drawn)} examples to {use}, fewer than {n}: taking all.", digest)
+            _say_once(
+                f"{path} holds {len(drawn)} examples to {use}, fewer than {n}: taking all.", digest
+            )
         return drawn[:n]
 
     for name in contrasts:
         _check_signs(name, list(groups.values()))
     asked = {"file": str(path), "hash": digest, "center": center, "chat": chat}
-    keys = [(str(line.example.text)[: key.span[0]], key) for line in lines for key in line.example.keys]
+    keys = [
+        (str(line.example.text)[: key.span[0]], key) for line in lines for key in line.example.keys
+    ]
     first = not chat and any(not before.strip() for before, key in keys if any(key.labels.values()))
     every = {name: Contrast(name, "as labelled", center=center) for name in contrasts}
     return Task("jsonl", every, draw, seed, chat, asked, notes, first)
@@ -134,7 +160,11 @@ def read_prompts(path: str | Path) -> list[tuple[Example, tuple[str, ...]]]:
 
 def _read(path: str | Path, marked: bool = True) -> tuple[str, list[_Line]]:
     text = read_text(Path(path), "a file with one JSON object per line")
-    lines = [_line(line, f"{path}, line {n}", marked) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = [
+        _line(line, f"{path}, line {n}", marked)
+        for n, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
     if not lines:
         raise BadInput(f"{path} holds no examples: write one JSON object per line.")
     return text, lines
@@ -149,8 +179,8 @@ def _say_once(sentence: str, about: str) -> None:
 def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
     """The lines with their clusters and uses.
 
-    Lines of a group, and lines with the same prompt, are one cluster, be it through others. A cluster has one use;
-    those that do not say theirs are dealt out by what they say.
+    Lines of a group, and lines with the same prompt, are one cluster, be it through others. A
+    cluster has one use; those that do not say theirs are dealt out by what they say.
     """
     home: dict[tuple[int, str], int] = {}
     shared = [(line.group, str(line.example.text)) for line in lines]
@@ -164,29 +194,45 @@ def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
         if before.use != line.use:
             other = f"{before.example.where.rpartition(', ')[2]}, which is for {before.use}"
             both = f"{line.example.where} is for {line.use}, but its prompt is that of {other}"
-            raise BadInput(f"{both}: what is tested must be new, so take one of them out, or give both the same use.")
+            raise BadInput(
+                f"{both}: what is tested must be new, so take one of them out, or give both the same use."
+            )
     names = {cluster: sha256("\0".join(sorted(texts)))[:16] for cluster, texts in prompts.items()}
-    free = sorted((cluster for cluster in names if cluster not in said), key=lambda c: sha256(f"{seed}/{names[c]}"))
-    uses = {c: USES[i % len(USES)] for i, c in enumerate(free)} | {c: line.use for c, line in said.items()}
+    free = sorted(
+        (cluster for cluster in names if cluster not in said),
+        key=lambda c: sha256(f"{seed}/{names[c]}"),
+    )
+    uses = {c: USES[i % len(USES)] for i, c in enumerate(free)} | {
+        c: line.use for c, line in said.items()
+    }
     placed = zip(clusters, lines, strict=True)
-    return [line._replace(use=uses[c], example=replace(line.example, cluster=names[c])) for c, line in placed]
+    return [
+        line._replace(use=uses[c], example=replace(line.example, cluster=names[c]))
+        for c, line in placed
+    ]
 
 
 def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
     if any(ANSWER in key.labels for key in example.keys):
         return example
     first = next(name for name in contrasts if any(key.label(name) for key in example.keys))
-    return replace(example, keys=tuple(Key(k.span, {**k.labels, ANSWER: k.label(first)}) for k in example.keys))
+    return replace(
+        example, keys=tuple(Key(k.span, {**k.labels, ANSWER: k.label(first)}) for k in example.keys)
+    )
 
 
 def _check_signs(contrast: str, groups: Sequence[Sequence[_Line]]) -> None:
-    """Refuse a contrast with + and − in some lines and in different lines of a group in others: it has no null."""
+    """Refuse a contrast with + and − in some lines and in different lines of a group in others: it
+    has no null.
+    """
     whole = any(len(line.signs(contrast)) == 2 for group in groups for line in group)
     for unit in [[line] for group in groups for line in group] if whole else groups:
         signs = {sign for line in unit for sign in line.signs(contrast)}
         if len(signs) == 1:
             lacking = f"{unit[0].example.where} has {'+ but no −' if 1 in signs else '− but no +'} keys of {contrast!r}"
-            raise BadInput(f"{lacking}: label both in every line, or put the two lines of each pair into one group.")
+            raise BadInput(
+                f"{lacking}: label both in every line, or put the two lines of each pair into one group."
+            )
 
 
 @cache
@@ -203,22 +249,37 @@ def _line(text: str, where: str, marked: bool) -> _Line:
 
     try:
         line: LineSchema = _reader().validate_json(text)
-        prompt, query, answers, group = line["prompt"], line.get("query"), line.get("answers"), line.get("group")
+        prompt, query, answers, group = (
+            line["prompt"],
+            line.get("query"),
+            line.get("answers"),
+            line.get("group"),
+        )
         keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line.get("keys", ()))
         if len({key.span for key in keys}) < len(keys):
             raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
         if marked and not any(sign for key in keys for sign in key.labels.values()):
             raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
-        queries = () if query is None else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
+        queries = (
+            ()
+            if query is None
+            else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
+        )
         sides = (answers["right"], answers["wrong"]) if answers else ()
         said = [(side,) if isinstance(side, str) else tuple(dict.fromkeys(side)) for side in sides]
-        example = Example(prompt, None, queries, keys, answers=Answers(*said) if said else None, where=where)
+        example = Example(
+            prompt, None, queries, keys, answers=Answers(*said) if said else None, where=where
+        )
         right = line.get("answer") or (example.answers.right if example.answers else ())
         right = (right,) if isinstance(right, str) else tuple(right)
-        return _Line(example, f"line {where}" if group is None else f"group {group}", line.get("use"), right)
+        return _Line(
+            example, f"line {where}" if group is None else f"group {group}", line.get("use"), right
+        )
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
-        place = ", ".join([where, *(str(part + 1 if isinstance(part, int) else part) for part in wrong["loc"])])
+        place = ", ".join(
+            [where, *(str(part + 1 if isinstance(part, int) else part) for part in wrong["loc"])]
+        )
         raise BadInput(f"{place}: {wrong['msg']}, but got {came(wrong['input'])}.") from None
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None

@@ -1,35 +1,41 @@
 """Tasks over a list: which box is the jam in, which of these are fruits, what comes next.
 
-`binding`: keys are the box labels, the query is the last token. Three contrasts (Lee et al. 2026, section 5.2 and
-appendix E):
+`binding`: keys are the box labels, the query is the last token. Three contrasts (Lee et al. 2026,
+section 5.2 and appendix E):
 
-- ``order``: the same words in every prompt, shuffled, and one fixed word asked for; + is the box at its place, − the
-  other boxes. The word's own direction enters through the mean, so the query is centred.
-- ``lexical``: a copy of the prompt with the word asked for replaced in both places; + is its box, − the box of the
-  copy, seen by the same query. ``own_query`` is the authors' estimator, ``E[q kᵀ]`` of the prompts less that of the
-  copies, each query with its own key. Copies then take their word from a pool that the prompts never use: with one
-  pool for both, + and − would be exchangeable, and the difference nothing but noise.
+- ``order``: the same words in every prompt, shuffled, and one fixed word asked for; + is the box at
+  its place, − the other boxes. The word's own direction enters through the mean, so the query is
+  centred.
+- ``lexical``: a copy of the prompt with the word asked for replaced in both places; + is its box, −
+  the box of the copy, seen by the same query. ``own_query`` is the authors' estimator, ``E[q kᵀ]``
+  of the prompts less that of the copies, each query with its own key. Copies then take their word
+  from a pool that the prompts never use: with one pool for both, + and − would be exchangeable, and
+  the difference nothing but noise.
 - ``box``: a copy with the answer's label replaced; + is the label, − the label of the copy.
 
-To exchange features of two boxes in the text, entries change places (``order``: a box keeps its label and its word),
-words change places (``lexical``), or labels (``box``): each with the others or without.
+To exchange features of two boxes in the text, entries change places (``order``: a box keeps its
+label and its word), words change places (``lexical``), or labels (``box``): each with the others or
+without.
 
-The last two are drawn together: one prompt and two copies of it. ``order`` has prompts of its own, as one set of words
-in all of them is what it means.
+The last two are drawn together: one prompt and two copies of it. ``order`` has prompts of its own,
+as one set of words in all of them is what it means.
 
-`filter`: find the fruits in a list. Keys are the items' last tokens, the query is the prompt's last token. One contrast
-per category (+ its items, − all other items, in prompts that ask for it) as in Lee et al. 2026, section 5.1, and
-``category``, which pools all of them and centres the query: within one category every query is alike, so its ΔC is
-``q̄ (μ⁺ − μ⁻)ᵀ`` whatever the head does. In the text a category is exchanged by two items changing places: all
-categories at once, so that of one alone there is no such text.
+`filter`: find the fruits in a list. Keys are the items' last tokens, the query is the prompt's last
+token. One contrast per category (+ its items, − all other items, in prompts that ask for it) as in
+Lee et al. 2026, section 5.1, and ``category``, which pools all of them and centres the query:
+within one category every query is alike, so its ΔC is ``q̄ (μ⁺ − μ⁻)ᵀ`` whatever the head does. In
+the text a category is exchanged by two items changing places: all categories at once, so that of
+one alone there is no such text.
 
-`induction`: a list of words comes a second time and breaks off; which word follows? ``cat tree lamp cat tree`` → lamp.
-The query is the last token, keys are the words of the first copy. Roles: ``PREV`` (the last word's first occurrence),
-``NEXT`` (the word after it, the answer) and ``END`` (the last word).
+`induction`: a list of words comes a second time and breaks off; which word follows? ``cat tree lamp
+cat tree`` → lamp. The query is the last token, keys are the words of the first copy. Roles:
+``PREV`` (the last word's first occurrence), ``NEXT`` (the word after it, the answer) and ``END``
+(the last word).
 
-- ``next``: + is the word after the first occurrence, − every other word of the first copy, query-centred.
-- ``word``: a copy in which the word asked about is another one, in both places; + is what follows it, − the same word
-  in the copy, seen by the same query.
+- ``next``: + is the word after the first occurrence, − every other word of the first copy,
+  query-centred.
+- ``word``: a copy in which the word asked about is another one, in both places; + is what follows
+  it, − the same word in the copy, seen by the same query.
 """
 
 from __future__ import annotations
@@ -42,16 +48,45 @@ from typing import Annotated, Literal
 from qkscope.errors import BadInput
 from qkscope.examples import Draft, Example, Sign, Span
 from qkscope.kinds import Count, Interval, Natural, Seed, checked_call
-from qkscope.tasks.task import ANSWER, ASKED, Contrast, Task, Unit, Use, from_walk, labels, rewritten, seeded
+from qkscope.tasks.task import (
+    ANSWER,
+    ASKED,
+    Contrast,
+    Task,
+    Unit,
+    Use,
+    from_walk,
+    labels,
+    rewritten,
+    seeded,
+)
 from qkscope.tasks.words import BOXES, CATEGORIES, FORMS, OBJECTS, checked_words, pools
 
 POOLED = "category"
-LINES = FORMS["binding"]  # before the word, between word and label, after the label, the question about a word
+LINES = FORMS[
+    "binding"
+]  # before the word, between word and label, after the label, the question about a word
 LISTS = FORMS["filter"]  # before the list, before an item, after an item, the question
 _CHAT = "Which box is the {} in?\nAnswer: Box"  # appendix E; in a chat the model's turn follows it
-_FIND = {"find": ("", "", ", ", " Find the {}.")}  # as in the paper; not in LISTS, whose words the nano models know
+_FIND = {
+    "find": ("", "", ", ", " Find the {}.")
+}  # as in the paper; not in LISTS, whose words the nano models know
 Pairs = Sequence[tuple[str, str]]
-FILLER = ("so", "well", "then", "now", "just", "again", "also", "once", "here", "there", "still", "yet", "soon")
+FILLER = (
+    "so",
+    "well",
+    "then",
+    "now",
+    "just",
+    "again",
+    "also",
+    "once",
+    "here",
+    "there",
+    "still",
+    "yet",
+    "soon",
+)
 
 
 @checked_call
@@ -72,14 +107,15 @@ def binding(
     Parameters
     ----------
     entities : pairs of word and box in a prompt, 2 to 20.
-    form : ``list`` (``hat: O``), ``sentence``, or ``question`` (with the start of its answer; in a chat it ends
-        ``Answer: Box``, as in the paper).
+    form : ``list`` (``hat: O``), ``sentence``, or ``question`` (with the start of its answer; in a
+        chat it ends ``Answer: Box``, as in the paper).
     seed : of every draw.
-    lexical : the lexical contrast: one query for both keys, or the authors' estimator: each prompt's own query, and
-        copies with words of a pool of their own.
-    words, boxes : what to draw from; the words are cut into disjoint pools for choosing, fitting and testing.
-    pool : how many different words the lexical contrast is fitted on; all of the fitting pool by default, and with
-        ``own_query`` half of it, as the copies' words are the others.
+    lexical : the lexical contrast: one query for both keys, or the authors' estimator: each
+        prompt's own query, and copies with words of a pool of their own.
+    words, boxes : what to draw from; the words are cut into disjoint pools for choosing, fitting
+        and testing.
+    pool : how many different words the lexical contrast is fitted on; all of the fitting pool by
+        default, and with ``own_query`` half of it, as the copies' words are the others.
     filler : up to so many words before each pair, so that order is not token position.
     chat : whether prompts go into the model's chat template.
 
@@ -90,7 +126,9 @@ def binding(
     """
     labelled = checked_words(boxes, "boxes")
     if len(labelled) <= entities:
-        raise BadInput(f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labelled)}.")
+        raise BadInput(
+            f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labelled)}."
+        )
     split = pools(words, seed, "binding words", least=entities + 1)
     disjoint = lexical == "own_query"
     cut = max(entities, len(split["fit"]) // 2) if disjoint and pool is None else pool
@@ -100,22 +138,38 @@ def binding(
     question = _CHAT if chat and form == "question" else question
     ahead, rest = question[: question.index("{")], question[question.index("}") + 1 :]
 
-    def prompt(pairs: Pairs, asked: int, contrast: str, rng: random.Random, cluster: int, own: Sign = 1) -> Example:
-        """The contrast's + key is marked, as ``own`` says (its − keys too, unless they come from the copy)."""
+    def prompt(
+        pairs: Pairs, asked: int, contrast: str, rng: random.Random, cluster: int, own: Sign = 1
+    ) -> Example:
+        """The contrast's + key is marked, as ``own`` says (its − keys too, unless they come from
+        the copy).
+        """
         draft = Draft()
         for i, (word, box) in enumerate(pairs):
             padding = " ".join(rng.choices(FILLER, k=rng.randint(0, filler)))
             marks = labels(1 if i == asked else -1, contrast, ("lexical", "box"))
             marks |= {contrast: own} if contrast == "lexical" and i == asked else {}
-            draft.write((padding.capitalize() + ". " if padding else "") + f"{before}{word}{between}")
+            draft.write(
+                (padding.capitalize() + ". " if padding else "") + f"{before}{word}{between}"
+            )
             draft.key(box, **marks).write(after)
         word = pairs[asked][0]
-        return draft.write(ahead).write(word).role(ASKED).write(rest.format(word)).example(cluster=cluster)
+        return (
+            draft.write(ahead)
+            .write(word)
+            .role(ASKED)
+            .write(rest.format(word))
+            .example(cluster=cluster)
+        )
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         drawn = fitted if use == "fit" else split[use]
-        copied = split["fit"][cut:] if disjoint and use == "fit" else drawn  # where a copy's word comes from
-        swapped = seeded(seed, "binding", *address, use, "box")  # apart, so that both contrasts draw the same prompts
+        copied = (
+            split["fit"][cut:] if disjoint and use == "fit" else drawn
+        )  # where a copy's word comes from
+        swapped = seeded(
+            seed, "binding", *address, use, "box"
+        )  # apart, so that both contrasts draw the same prompts
         fixed_words, fixed_boxes = rng.sample(split[use], entities), rng.sample(labelled, entities)
         for cluster in count():
             if contrast == "order":
@@ -150,20 +204,34 @@ def binding(
             spans[slot] = (end - len(max(ahead_of, key=len)), end), (start, stop)
         pieces = dict[Span, str]()
         for slot, partner in (pair, pair[::-1]):
-            place, word, box = (partner if name in features else slot for name in ("order", "lexical", "box"))
-            pieces |= {spans[place][0]: text[slice(*spans[word][0])], spans[place][1]: text[slice(*spans[box][1])]}
+            place, word, box = (
+                partner if name in features else slot for name in ("order", "lexical", "box")
+            )
+            pieces |= {
+                spans[place][0]: text[slice(*spans[word][0])],
+                spans[place][1]: text[slice(*spans[box][1])],
+            }
         return rewritten(example, pieces, {one: other, other: one} if "order" in features else None)
 
     contrasts = (
-        Contrast("order", "the box at the asked place / the other boxes", center="query", unit="prompt"),
-        Contrast("lexical", "the asked word's box / the same box with another word", across=not disjoint, unit=ASKED),
+        Contrast(
+            "order", "the box at the asked place / the other boxes", center="query", unit="prompt"
+        ),
+        Contrast(
+            "lexical",
+            "the asked word's box / the same box with another word",
+            across=not disjoint,
+            unit=ASKED,
+        ),
         Contrast("box", "the answer's label / another label in its place", across=True),
     )
     asked_for = {
         "entities": entities, "form": form, "lexical": lexical, "pool": pool, "filler": filler, "chat": chat,
         "words": tuple(words), "boxes": tuple(boxes),
     }  # fmt: skip
-    return from_walk("binding", seed, contrasts, walk, asked_for, address, apart=["order"], exchange=exchange)
+    return from_walk(
+        "binding", seed, contrasts, walk, asked_for, address, apart=["order"], exchange=exchange
+    )
 
 
 @checked_call
@@ -181,7 +249,8 @@ def filter_task(
     Parameters
     ----------
     categories : 5 or 13 for the papers' sets, or names from ``words``.
-    form : ``list``, ``bullets``, ``question``, or ``find`` (the paper's: the list, then ``Find the fruits.``).
+    form : ``list``, ``bullets``, ``question``, or ``find`` (the paper's: the list, then ``Find the
+        fruits.``).
     seed : of every draw.
     items : items of each category in a prompt.
     words : words of every category; your own lists are welcome, and words of several tokens too.
@@ -192,27 +261,37 @@ def filter_task(
     >>> filter_task(["fish", "birds"], items=2).test(1)[0][0].keys[0].labels["answer"] in (1, -1)
     True
     """
-    named = list(words)[:categories] if isinstance(categories, int) else list(dict.fromkeys(categories))
+    named = (
+        list(words)[:categories] if isinstance(categories, int) else list(dict.fromkeys(categories))
+    )
     if isinstance(categories, int) and len(named) != categories:
-        raise BadInput(f"there are word lists for {len(words)} categories, but {categories} were asked for.")
+        raise BadInput(
+            f"there are word lists for {len(words)} categories, but {categories} were asked for."
+        )
     for name in (name for name in named if name not in words):
         raise BadInput(f"there is no word list for {name!r}: there is {', '.join(words)}.")
     if len(named) < 2:
         raise BadInput(f"a list needs 2 categories or more, but got {len(named)}.")
     if {ANSWER, POOLED} & set(named):
-        raise BadInput(f"a category cannot be called {ANSWER!r} or {POOLED!r}: these name contrasts.")
+        raise BadInput(
+            f"a category cannot be called {ANSWER!r} or {POOLED!r}: these name contrasts."
+        )
     split = {name: pools(words[name], seed, name, least=items) for name in named}
     home: dict[str, str] = {}
     for name in named:
         for word in (word for word in words[name] if home.setdefault(word, name) != name):
-            raise BadInput(f"{word!r} is one of the {home[word]} and of the {name}: a word needs one category.")
+            raise BadInput(
+                f"{word!r} is one of the {home[word]} and of the {name}: a word needs one category."
+            )
     start, before, after, question = (LISTS | _FIND)[form]
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
             # every category is asked for equally often
             wanted = contrast if contrast in named else named[cluster % len(named)]
-            chosen = [(word, name) for name in named for word in rng.sample(split[name][use], items)]
+            chosen = [
+                (word, name) for name in named for word in rng.sample(split[name][use], items)
+            ]
             rng.shuffle(chosen)
             draft = Draft().write(start)
             for i, (word, name) in enumerate(chosen):
@@ -232,14 +311,18 @@ def filter_task(
     contrasts.append(Contrast(POOLED, pooled, center="query", unit="prompt"))
     lists = {name: list(words[name]) for name in named}
     asked = {"categories": named, "form": form, "items": items, "chat": chat, "words": lists}
-    # The pooled contrast could take its prompts from the categories'. It is held against their span, and with a sample
-    # in common the two would agree more than two fits do.
+    # The pooled contrast could take its prompts from the categories'. It is held against their
+    # span, and with a sample in common the two would agree more than two fits do.
     apart, address = [contrast.name for contrast in contrasts], (form, items, *named)
-    return from_walk("filter", seed, contrasts, walk, asked, address, not chat and not start, apart, exchange)
+    return from_walk(
+        "filter", seed, contrasts, walk, asked, address, not chat and not start, apart, exchange
+    )
 
 
 @checked_call
-def induction(length: Annotated[int, Interval(ge=3, le=32)] = 8, seed: Seed = 0, *, chat: bool = False) -> Task:
+def induction(
+    length: Annotated[int, Interval(ge=3, le=32)] = 8, seed: Seed = 0, *, chat: bool = False
+) -> Task:
     """Make the induction task.
 
     Parameters
@@ -261,14 +344,23 @@ def induction(length: Annotated[int, Interval(ge=3, le=32)] = 8, seed: Seed = 0,
             at = rng.randrange(length - 1)  # the last word has no word after it in its own copy
             first = _repeated(listed, at, contrast, cluster)
             copy = [other if i == at else word for i, word in enumerate(listed)]
-            yield (first, _repeated(copy, at, contrast, cluster)) if contrast == "word" else (first,)
+            yield (
+                (first, _repeated(copy, at, contrast, cluster)) if contrast == "word" else (first,)
+            )
 
     says = "the word after the first occurrence / the other words"
     contrasts = (
         Contrast("next", says, center="query", unit="END"),
-        Contrast("word", "the word after the one repeated / the same after another", across=True, unit="END"),
+        Contrast(
+            "word",
+            "the word after the one repeated / the same after another",
+            across=True,
+            unit="END",
+        ),
     )
-    return from_walk("induction", seed, contrasts, walk, {"length": length, "chat": chat}, address=(length,))
+    return from_walk(
+        "induction", seed, contrasts, walk, {"length": length, "chat": chat}, address=(length,)
+    )
 
 
 def _repeated(listed: Sequence[str], at: int, contrast: str, cluster: int) -> Example:

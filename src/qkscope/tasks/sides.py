@@ -1,10 +1,11 @@
 """Sides of a text that share no text: to choose on, to fit on, to test on.
 
-Text that came to be once must not stand on two sides. So documents that share much text (a tenth or more of the runs of
-eight tokens of the smaller one) are one group, each group is assigned to a side at random, and a passage that still
-shares a run with another side is left out. Grouping by any shared run would not do: "Changed in version 3." and the
-like tie three quarters of Python's topics together, and a greeting ties a folder of addresses. In the end no eight
-tokens in a row stand on two sides.
+Text that came to be once must not stand on two sides. So documents that share much text (a tenth or
+more of the runs of eight tokens of the smaller one) are one group, each group is assigned to a side
+at random, and a passage that still shares a run with another side is left out. Grouping by any
+shared run would not do: "Changed in version 3." and the like tie three quarters of Python's topics
+together, and a greeting ties a folder of addresses. In the end no eight tokens in a row stand on
+two sides.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Passage(NamedTuple):
     Parameters
     ----------
     document : the name of its document.
-    group : the number of its group: documents that share much text have the same. The random unit of intervals.
+    group : the number of its group: documents that share much text have the same. The random unit
+        of intervals.
     ids : its tokens, with what the tokenizer puts in front of a text.
 
     Examples
@@ -67,9 +69,9 @@ def split(
 ) -> dict[str, tuple[Passage, ...]]:
     """Passages by side, with no eight tokens in a row on two of them.
 
-    A document is tokenised whole, and its ids are cut into as few parts of about the same length as can be. What the
-    tokenizer puts in front of any text (a `<bos>`) comes in front of every passage and counts towards its length; what
-    it puts behind is left out.
+    A document is tokenised whole, and its ids are cut into as few parts of about the same length as
+    can be. What the tokenizer puts in front of any text (a `<bos>`) comes in front of every passage
+    and counts towards its length; what it puts behind is left out.
 
     Parameters
     ----------
@@ -88,7 +90,9 @@ def split(
     """
     needed = math.ceil(_EACH * sum(sides.values()) / min(sides.values()))
     if len(documents) < needed:
-        raise BadInput(f"a split needs {needed} documents or more, but got {len(documents)}: give more.")
+        raise BadInput(
+            f"a split needs {needed} documents or more, but got {len(documents)}: give more."
+        )
     encoded, around = [list(encode(document.text)) for document in documents], list(encode(""))
     (start, *_), ids = zip(*(_inner(tokens, around) for tokens in encoded), strict=True)
     if length < len(start) + RUN:
@@ -96,7 +100,9 @@ def split(
     groups = _groups(ids)
     if (count := max(groups) + 1) < needed:
         alike = f"these {len(documents)} repeat each other so much that they count as {count}"
-        raise BadInput(f"a split needs {needed} documents or more, and {alike}: give more that share no text.")
+        raise BadInput(
+            f"a split needs {needed} documents or more, and {alike}: give more that share no text."
+        )
     sizes = Counter[int]()
     for tokens, group in zip(ids, groups, strict=True):
         sizes[group] += len(tokens)
@@ -111,8 +117,8 @@ def split(
 def passages_of(ids: list[int], around: list[int], length: int) -> list[tuple[int, ...]]:
     """A tokenised text cut into as few parts of about the same length as can be.
 
-    ``around`` is what the tokenizer makes of no text at all: what it puts in front of any text comes in front of every
-    part and counts towards its length; what it puts behind is left out.
+    ``around`` is what the tokenizer makes of no text at all: what it puts in front of any text
+    comes in front of every part and counts towards its length; what it puts behind is left out.
 
     >>> passages_of([1, 5, 6, 7, 8, 9], [1], 4)
     [(1, 5, 6, 7), (1, 8, 9)]
@@ -124,7 +130,9 @@ def passages_of(ids: list[int], around: list[int], length: int) -> list[tuple[in
 
 def _inner(ids: list[int], around: list[int]) -> tuple[list[int], Int[Tensor, " t"]]:
     """What the tokenizer puts in front of a text, and the text's own tokens."""
-    start = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, ids, strict=False))]
+    start = [
+        a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, ids, strict=False))
+    ]
     return start, _tensor(ids[len(start) : len(ids) - len(around) + len(start)])
 
 
@@ -133,7 +141,9 @@ def _tensor(ids: Sequence[int]) -> Int[Tensor, " t"]:
 
 
 def _runs(texts: Sequence[Tensor]) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]]:
-    """A hash of every eight tokens in a row, and the number of the text in which they stand; none straddles two."""
+    """A hash of every eight tokens in a row, and the number of the text in which they stand; none
+    straddles two.
+    """
     empty = torch.zeros(0, dtype=torch.int64)
     flat = torch.cat([empty, *texts])
     owner = torch.repeat_interleave(_tensor([len(text) for text in texts]))
@@ -145,10 +155,14 @@ def _runs(texts: Sequence[Tensor]) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]
 
 
 def _groups(texts: Sequence[Tensor]) -> list[int]:
-    """The group of each text, counted in the order of their first texts: those that share much are together."""
+    """The group of each text, counted in the order of their first texts: those that share much are
+    together.
+    """
     n = len(texts)
     runs, owner = _runs(texts)
-    held = (runs.unique(return_inverse=True)[1] * n + owner).unique()  # each text's runs once, by run and text
+    held = (
+        runs.unique(return_inverse=True)[1] * n + owner
+    ).unique()  # each text's runs once, by run and text
     run, text = held // n, held % n
     sizes = torch.bincount(text, minlength=n)
     pairs = [torch.zeros(0, dtype=torch.int64)]
@@ -164,7 +178,9 @@ def _groups(texts: Sequence[Tensor]) -> list[int]:
 
 
 def _drawn(sizes: Mapping[int, int], sides: Mapping[str, float], seed: int) -> dict[int, str]:
-    """The side of each group: large ones first, drawn at random among the sides that have room, in proportion to it."""
+    """The side of each group: large ones first, drawn at random among the sides that have room, in
+    proportion to it.
+    """
     total = sum(sizes.values()) / sum(sides.values())
     whole = {side: share * total for side, share in sides.items()}
     room, drawn = dict(whole), dict[int, str]()
@@ -177,8 +193,12 @@ def _drawn(sizes: Mapping[int, int], sides: Mapping[str, float], seed: int) -> d
     return drawn
 
 
-def _apart(passages: Mapping[str, Sequence[Passage]], sides: Mapping[str, float]) -> dict[str, tuple[Passage, ...]]:
-    """The passages that share no run with another side: the larger side gives way, and of two the earlier."""
+def _apart(
+    passages: Mapping[str, Sequence[Passage]], sides: Mapping[str, float]
+) -> dict[str, tuple[Passage, ...]]:
+    """The passages that share no run with another side: the larger side gives way, and of two the
+    earlier.
+    """
     kept, taken, dropped = dict[str, tuple[Passage, ...]](), torch.zeros(0, dtype=torch.int64), 0
     for side in sorted(reversed(list(passages)), key=lambda name: sides[name]):
         runs, owner = _runs([_tensor(passage.ids) for passage in passages[side]])
@@ -187,7 +207,9 @@ def _apart(passages: Mapping[str, Sequence[Passage]], sides: Mapping[str, float]
         left = _runs([_tensor(passage.ids) for passage in kept[side]])[0]
         taken, dropped = torch.cat([taken, left.unique()]), dropped + len(shares)
         if not kept[side]:
-            raise BadInput(f"nothing is left for {side} that stands on no other side: give more text.")
+            raise BadInput(
+                f"nothing is left for {side} that stands on no other side: give more text."
+            )
     if dropped:
         says = "%d of %d passages share %d tokens in a row with another side and are left out."
         log.info(says, dropped, sum(map(len, passages.values())), RUN)

@@ -1,10 +1,12 @@
-"""A task makes marked examples from a seed: for choosing heads, for fitting each contrast, and for testing.
+"""A task makes marked examples from a seed: for choosing heads, for fitting each contrast, and for
+testing.
 
-The three uses draw their words from disjoint pools, so that nothing a head or a subspace was chosen on is tested on.
-What is drawn together is a *unit*: one prompt, or a prompt with its counterfactual copy. A unit is the random unit of
-every null and interval.
+The three uses draw their words from disjoint pools, so that nothing a head or a subspace was chosen
+on is tested on. What is drawn together is a *unit*: one prompt, or a prompt with its counterfactual
+copy. A unit is the random unit of every null and interval.
 
-A task of ours is made of its contrasts and a walk (`from_walk`): a generator that draws one unit after the other.
+A task of ours is made of its contrasts and a walk (`from_walk`): a generator that draws one unit
+after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ ANSWER = "answer"
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
 Center = Literal["none", "query"]
-ASKED = "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
+ASKED = (
+    "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
+)
 Unit = tuple[Example, ...]
 Units = Sequence[Unit]
 UnitsToTest = Sequence[Unit]
@@ -41,11 +45,12 @@ class Contrast:
     ----------
     name : the label on the keys.
     says : + and − in words.
-    across : whether − is the + key of the counterfactual copy, seen by the same query (labels then mark + alone).
+    across : whether − is the + key of the counterfactual copy, seen by the same query (labels then
+        mark + alone).
     center : centring that this contrast needs to mean what it says ("none" is the papers').
-    unit : what prompts are told apart by in the nulls and in cross-validation, as prompts that share it are not
-        independent: the text of their + keys (``key``), the piece in a role of that name, or ``prompt``, where by
-        design nothing but the arrangement varies.
+    unit : what prompts are told apart by in the nulls and in cross-validation, as prompts that
+        share it are not independent: the text of their + keys (``key``), the piece in a role of
+        that name, or ``prompt``, where by design nothing but the arrangement varies.
 
     Examples
     --------
@@ -75,7 +80,8 @@ class Task:
     asked : the parameters it was made with, for the manifest.
     notes : what a reader of its results must know, as sentences.
     starts_with_key : whether a labelled key may be the first thing in a prompt.
-    exchange : exchanges features of two keys in a prompt's text, keys in the slots that a swap of them leaves them in.
+    exchange : exchanges features of two keys in a prompt's text, keys in the slots that a swap of
+        them leaves them in.
 
     Examples
     --------
@@ -87,7 +93,8 @@ class Task:
     (2, 2)
     >>> prompt = task.test(1)[0][0]
     >>> [text.split() for text in (prompt.text, task.exchange(prompt, ["lexical"], 0, 2).text)]
-    [['brush:', 'X', 'knife:', 'U', 'pen:', 'J', 'knife:'], ['pen:', 'X', 'knife:', 'U', 'brush:', 'J', 'knife:']]
+    [['brush:', 'X', 'knife:', 'U', 'pen:', 'J', 'knife:'], ['pen:', 'X', 'knife:', 'U', 'brush:',
+    'J', 'knife:']]
     """
 
     name: str
@@ -118,7 +125,9 @@ class Task:
         n : how many.
         """
         if contrast not in self.contrasts:
-            raise BadInput(f"task {self.name} has no contrast {contrast!r}: it has {', '.join(self.contrasts)}.")
+            raise BadInput(
+                f"task {self.name} has no contrast {contrast!r}: it has {', '.join(self.contrasts)}."
+            )
         return self.draw("fit", contrast, n)
 
     def test(self, n: Count) -> Sequence[Unit]:
@@ -142,10 +151,12 @@ def from_walk(
     apart: Sequence[str] = (),
     exchange: Exchange | None = None,
 ) -> Task:
-    """A task of units that a walk draws; ``address`` is what its draws depend on besides seed, use and contrast.
+    """A task of units that a walk draws; ``address`` is what its draws depend on besides seed, use
+    and contrast.
 
-    Its contrasts draw the same prompts, each with copies of its own: the walk takes the same numbers from its generator
-    whatever the contrast, and what runs a prompt runs it once for all. Those named in ``apart`` draw their own.
+    Its contrasts draw the same prompts, each with copies of its own: the walk takes the same
+    numbers from its generator whatever the contrast, and what runs a prompt runs it once for all.
+    Those named in ``apart`` draw their own.
     """
     shared = [contrast.name for contrast in contrasts if contrast.name not in apart]
 
@@ -153,32 +164,57 @@ def from_walk(
         drawn = shared[0] if contrast in shared else contrast
         return list(islice(walk(seeded(seed, name, *address, use, drawn), use, contrast), n))
 
-    plain: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in asked.items()}
-    return Task(name, {c.name: c for c in contrasts}, draw, seed, plain["chat"], plain, (), starts_with_key, exchange)
+    plain: dict[str, Any] = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in asked.items()
+    }
+    return Task(
+        name,
+        {c.name: c for c in contrasts},
+        draw,
+        seed,
+        plain["chat"],
+        plain,
+        (),
+        starts_with_key,
+        exchange,
+    )
 
 
-def rewritten(example: Example, pieces: Mapping[Span, str], slots: Mapping[int, int] | None = None) -> Example:
-    """An example with other text in some spans; keys stay where they are, or go where those in ``slots`` were."""
+def rewritten(
+    example: Example, pieces: Mapping[Span, str], slots: Mapping[int, int] | None = None
+) -> Example:
+    """An example with other text in some spans; keys stay where they are, or go where those in
+    ``slots`` were.
+    """
 
     def moved(place: int) -> int:
-        return place + sum(len(piece) - (stop - start) for (start, stop), piece in pieces.items() if stop <= place)
+        return place + sum(
+            len(piece) - (stop - start) for (start, stop), piece in pieces.items() if stop <= place
+        )
 
     text, places = str(example.text), [key.span for key in example.keys]
     for (start, stop), piece in sorted(pieces.items(), reverse=True):
         text = text[:start] + piece + text[stop:]
     ends = [places[(slots or {}).get(i, i)] for i in range(len(places))]
-    keys = [replace(key, span=(moved(a), moved(b))) for key, (a, b) in zip(example.keys, ends, strict=True)]
+    keys = [
+        replace(key, span=(moved(a), moved(b)))
+        for key, (a, b) in zip(example.keys, ends, strict=True)
+    ]
     return Example(text, keys=tuple(keys), cluster=example.cluster, answers=example.answers)
 
 
 def labels(sign: Sign, contrast: str, across: Sequence[str] = ()) -> dict[str, Sign]:
-    """Labels of a key: right or wrong, and the same in the contrast it is drawn for; ``across`` ones mark + alone."""
+    """Labels of a key: right or wrong, and the same in the contrast it is drawn for; ``across``
+    ones mark + alone.
+    """
     marked = contrast != ANSWER and (sign > 0 or contrast not in across)
     return {ANSWER: sign, contrast: sign} if marked else {ANSWER: sign}
 
 
 def seeded(*address: object) -> random.Random:
-    """A random generator that depends on all of the address; text seeds are stable between Python processes."""
+    """A random generator that depends on all of the address; text seeds are stable between Python
+    processes.
+    """
     return random.Random("/".join(map(str, address)))
 
 

@@ -1,4 +1,6 @@
-"""The words that tasks are made of, as ``words.toml`` lists them, and lists cut into disjoint pools."""
+"""The words that tasks are made of, as ``words.toml`` lists them, and lists cut into disjoint
+pools.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ from qkscope.tasks.task import USES, Use, seeded
 _LISTS = tomllib.loads(files("qkscope.tasks").joinpath("words.toml").read_text("utf-8"))
 
 FORMS: dict[str, dict[str, list[str]]] = _LISTS.pop("forms")  # of the prompts of tasks, by task
-CATEGORIES: dict[str, list[str]] = {name: words.split() for name, words in _LISTS.pop("categories").items()}
+CATEGORIES: dict[str, list[str]] = {
+    name: words.split() for name, words in _LISTS.pop("categories").items()
+}
 FIVE = tuple(CATEGORIES)[:5]
-OBJECTS, BOXES, MEN, WOMEN, THINGS, PLACES, EVENTS, PEOPLE = (tuple(words.split()) for words in _LISTS.values())
+OBJECTS, BOXES, MEN, WOMEN, THINGS, PLACES, EVENTS, PEOPLE = (
+    tuple(words.split()) for words in _LISTS.values()
+)
 NAMES = tuple(name for pair in zip(MEN, WOMEN, strict=True) for name in pair)
 
 
@@ -25,7 +31,9 @@ def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, l
     size = len(unique) // len(USES)
     if size < least:
         lacking = f"{what}: {least} words are needed for each of choosing, fitting and testing"
-        raise BadInput(f"{lacking}, but {len(unique)} leave {size}: give {least * len(USES)} or more.")
+        raise BadInput(
+            f"{lacking}, but {len(unique)} leave {size}: give {least * len(USES)} or more."
+        )
     return {use: unique[i * size : (i + 1) * size] for i, use in enumerate(USES)}
 
 
@@ -33,5 +41,7 @@ def checked_words(words: Sequence[str], what: str) -> list[str]:
     """The different words of a list, in its order."""
     for word in words:
         if not word or word != word.strip():
-            raise BadInput(f"{what} should be words without blanks around them, but there is {word!r}.")
+            raise BadInput(
+                f"{what} should be words without blanks around them, but there is {word!r}."
+            )
     return list(dict.fromkeys(words))

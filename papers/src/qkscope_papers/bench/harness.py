@@ -1,7 +1,8 @@
 """A row, two sides that alternate, and a ratio.
 
-``ratio = plain_s / ours_s`` (times faster), except for overhead rows, where it is ``ours_s / plain_s`` (the cost).
-The two sides alternate and each gives its median, so that a busy machine slows both alike.
+``ratio = plain_s / ours_s`` (times faster), except for overhead rows, where it is ``ours_s /
+plain_s`` (the cost). The two sides alternate and each gives its median, so that a busy machine
+slows both alike.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _ROWS: dict[str, Callable[[], Row]] = {}
 
 
 def bench(only: Sequence[str] | None = None) -> list[Row]:
-    """Run all rows, or those named, and return ``{"name", "plain_s", "ours_s", "ratio", "note"}`` for each."""
+    """Run all rows, or those named, and return ``{"name", "plain_s", "ours_s", "ratio", "note"}``
+    for each.
+    """
     for module in ("maths", "toys", "models", "shapes", "jobs"):  # they register their rows
         import_module(f"qkscope_papers.bench.{module}")
     unknown = [name for name in only or () if name not in _ROWS]
@@ -49,11 +52,21 @@ class Seconds(NamedTuple):
 
     def faster(self, note: str) -> Row:
         """A row that says how many times faster we are."""
-        return {"plain_s": self.plain, "ours_s": self.ours, "ratio": self.plain / self.ours, "note": note}
+        return {
+            "plain_s": self.plain,
+            "ours_s": self.ours,
+            "ratio": self.plain / self.ours,
+            "note": note,
+        }
 
     def overhead(self, note: str) -> Row:
         """A row that says how many times the cost it is."""
-        return {"plain_s": self.plain, "ours_s": self.ours, "ratio": self.ours / self.plain, "note": note}
+        return {
+            "plain_s": self.plain,
+            "ours_s": self.ours,
+            "ratio": self.ours / self.plain,
+            "note": note,
+        }
 
 
 def not_here(reason: str) -> Row:
@@ -69,7 +82,9 @@ def compare(
     warm: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Seconds:
-    """Median seconds of both, alternating, until all that was ordered from a GPU is done; one round warms up."""
+    """Median seconds of both, alternating, until all that was ordered from a GPU is done; one round
+    warms up.
+    """
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(repeats + warm):
         for side, call in zip(seconds, (plain, ours), strict=True):

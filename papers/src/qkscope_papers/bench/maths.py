@@ -11,15 +11,22 @@ from qkscope_papers.fleet import one_thread
 
 @row
 def thin_svd_576_64() -> Row:
-    """All 270 heads of SmolLM2's shape: thin SVD, checked, against a dense SVD of Ω per head; both float64."""
+    """All 270 heads of SmolLM2's shape: thin SVD, checked, against a dense SVD of Ω per head; both
+    float64.
+    """
     heads, d_head, d_model = 270, 64, 576
     generator = torch.Generator().manual_seed(0)
     shape = (heads, d_head, d_model)
-    w_q, w_k = (torch.randn(shape, generator=generator, dtype=torch.float64) / d_model**0.5 for _ in range(2))
+    w_q, w_k = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) / d_model**0.5
+        for _ in range(2)
+    )
     found: dict[str, torch.Tensor] = {}
 
     def plain() -> None:
-        dense = [torch.linalg.svd(a.T @ b, full_matrices=False) for a, b in zip(w_q, w_k, strict=True)]
+        dense = [
+            torch.linalg.svd(a.T @ b, full_matrices=False) for a, b in zip(w_q, w_k, strict=True)
+        ]
         found["plain"] = torch.stack([s[:d_head] for _, s, _ in dense])
 
     def ours() -> None:
@@ -29,7 +36,9 @@ def thin_svd_576_64() -> Row:
         seconds = compare(plain, ours, warm=False)
     error = float((found["plain"] - found["ours"]).abs().max() / found["ours"].max())
     assert error < 1e-10, "both sides must find the same singular values"
-    return seconds.faster(f"{heads} heads, d_model {d_model}, d_head {d_head}; same values to {error:.0e}; one core")
+    return seconds.faster(
+        f"{heads} heads, d_model {d_model}, d_head {d_head}; same values to {error:.0e}; one core"
+    )
 
 
 @row
@@ -50,7 +59,9 @@ def thin_svd_8b() -> Row:
             thin_svd(w_q[start : start + step], w_k[own[0] : own[-1] + 1], own - own[0])
 
     thin_svd(w_q[:2], w_k[:2])
-    seconds = compare(lambda: torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double()), ours, warm=False)
+    seconds = compare(
+        lambda: torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double()), ours, warm=False
+    )
     return seconds.faster(
         f"ours: all 1,024 heads, d_model 4096, d_head 128; plain: the singular values of ONE head; {device.type}"
     )

@@ -1,7 +1,8 @@
-"""Bench rows on the embedded language model: what looking and pooling cost, and what the closed form saves.
+"""Bench rows on the embedded language model: what looking and pooling cost, and what the closed
+form saves.
 
-The plain way of the causal test is the published one: stock eager attention with the LM head, and two forward passes
-(clean and edited) per head and condition.
+The plain way of the causal test is the published one: stock eager attention with the LM head, and
+two forward passes (clean and edited) per head and condition.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def against_body(
 
 def sums_of(scope: Scope, contrast: str) -> Callable[[Encoding], None]:
     """Queries and keys of all heads, ΔC accumulated."""
-    moments = Moments(scope.heads(), [contrast], scope.d_head, group_size=scope.group_size, device=scope.device)
+    moments = Moments(
+        scope.heads(), [contrast], scope.d_head, group_size=scope.group_size, device=scope.device
+    )
 
     def update(batch: Encoding) -> None:
         captured = scope.capture_inputs(batch)
@@ -82,10 +85,16 @@ def sums_of(scope: Scope, contrast: str) -> Callable[[Encoding], None]:
 
 @row
 def capture_overhead() -> Row:
-    """Queries and keys of all 270 heads at the last token and nine keys, ΔC accumulated, against the bare body."""
+    """Queries and keys of all 270 heads at the last token and nine keys, ΔC accumulated, against
+    the bare body.
+    """
     scope = _scope()
-    seconds = against_body(scope, _order_prompts(scope, 4 * _BATCH), sums_of(scope, "order"), repeats=7)
-    return seconds.overhead(f"all {len(scope.heads())} heads, {4 * _BATCH} prompts; {hardware(scope.device)}")
+    seconds = against_body(
+        scope, _order_prompts(scope, 4 * _BATCH), sums_of(scope, "order"), repeats=7
+    )
+    return seconds.overhead(
+        f"all {len(scope.heads())} heads, {4 * _BATCH} prompts; {hardware(scope.device)}"
+    )
 
 
 @row
@@ -93,15 +102,25 @@ def early_stop() -> Row:
     """Capturing layer 21 alone, with the pass ended there, against running all 30 layers."""
     scope = _scope()
     batches = _order_prompts(scope, 2 * _BATCH)
-    seconds = against_body(scope, batches, lambda batch: scope.capture_inputs(batch, heads=[Head(21, 0)]), repeats=7)
-    return seconds.faster(f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}")
+    seconds = against_body(
+        scope, batches, lambda batch: scope.capture_inputs(batch, heads=[Head(21, 0)]), repeats=7
+    )
+    return seconds.faster(
+        f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}"
+    )
 
 
-def because_seconds(scope: Scope, ids: Tensor, looks: Sequence[Look], count: int, screen: int) -> Seconds:
-    """What decides some looks, against every word changed as often with plain forwards; CPU seconds on one."""
+def because_seconds(
+    scope: Scope, ids: Tensor, looks: Sequence[Look], count: int, screen: int
+) -> Seconds:
+    """What decides some looks, against every word changed as often with plain forwards; CPU seconds
+    on one.
+    """
     again = Again.of(scope, ids)
     every = Because(again, looks, count=count, screen=screen)
-    prompts = [every.put((word, other)) for word in every.words for other in every.others.of(word, count)]
+    prompts = [
+        every.put((word, other)) for word in every.words for other in every.others.of(word, count)
+    ]
 
     @torch.no_grad()
     def plain() -> None:
@@ -118,7 +137,9 @@ def because_seconds(scope: Scope, ids: Tensor, looks: Sequence[Look], count: int
 
 def _passage(scope: Scope, length: int) -> Tensor:
     assert scope.tokenizer is not None
-    return torch.tensor(scope.tokenizer(python_texts()[3].text)["input_ids"][:length], device=scope.device)
+    return torch.tensor(
+        scope.tokenizer(python_texts()[3].text)["input_ids"][:length], device=scope.device
+    )
 
 
 @row
@@ -133,11 +154,15 @@ def because() -> Row:
 
 @row
 def atlas_overhead() -> Row:
-    """One passage of the atlas, a look of each of 270 heads, against plain forwards of its changed passages."""
+    """One passage of the atlas, a look of each of 270 heads, against plain forwards of its changed
+    passages.
+    """
     scope = _scope()
     ids = _passage(scope, 64)
     sights = Sights.of(scope, scope.heads(), [Passage("topic", 0, tuple(ids.tolist()))])
-    places = [(h, q) for h, own in enumerate(sights.looks[0]) for q in own.nonzero()[:1, 0].tolist()]
+    places = [
+        (h, q) for h, own in enumerate(sights.looks[0]) for q in own.nonzero()[:1, 0].tolist()
+    ]
     looks = [Look(scope.heads()[h], q, int(sights.keys[0, h, q])) for h, q in places]
     seconds = because_seconds(scope, ids, looks, 4, SCREEN)
     return seconds.overhead(f"{len(looks)} looks in {len(ids)} tokens; {hardware(scope.device)}")
@@ -169,8 +194,11 @@ def forward_to(scope: Scope, batches: Sequence[Encoding], attention: Any) -> Cal
     return plain
 
 
-def trace_seconds(scope: Scope, heads: Sequence[Head], batches: Sequence[Encoding], repeats: int) -> Seconds:
-    """Writers of both sides, recorded and split, against the plain forward until these heads' queries and keys exist.
+def trace_seconds(
+    scope: Scope, heads: Sequence[Head], batches: Sequence[Encoding], repeats: int
+) -> Seconds:
+    """Writers of both sides, recorded and split, against the plain forward until these heads'
+    queries and keys exist.
 
     Heads ask with directions, one head by itself and several together, as `trace` does it.
     """
@@ -193,7 +221,9 @@ def trace_seconds(scope: Scope, heads: Sequence[Head], batches: Sequence[Encodin
 
 @row
 def trace_one() -> Row:
-    """One head's writers at the last token and nine keys, both sides, against the forward to its layer."""
+    """One head's writers at the last token and nine keys, both sides, against the forward to its
+    layer.
+    """
     scope = _scope()
     seconds = trace_seconds(scope, [Head(18, 6)], _order_prompts(scope, 4 * _BATCH), repeats=7)
     return seconds.overhead(f"L18H6, {4 * _BATCH} prompts; {hardware(scope.device)}")
@@ -201,7 +231,9 @@ def trace_one() -> Row:
 
 @row
 def trace_all() -> Row:
-    """Writers of all heads but the first layer's, both sides, against the forward to the last layer."""
+    """Writers of all heads but the first layer's, both sides, against the forward to the last
+    layer.
+    """
     scope = _scope()
     heads = [head for head in scope.heads() if head.layer > 0]
     seconds = trace_seconds(scope, heads, _order_prompts(scope, 4 * _BATCH), repeats=5)
@@ -212,7 +244,9 @@ def trace_all() -> Row:
 
 
 def _plain_swap(units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Projector]) -> Tensor:
-    """Two forwards per head and condition; returns the edited attention on the right key, (condition, head, prompt)."""
+    """Two forwards per head and condition; returns the edited attention on the right key,
+    (condition, head, prompt).
+    """
     scope, heads = _scope("eager"), parse_heads(_HEADS)
     after = torch.zeros(len(_CONDITIONS), len(heads), len(units))
     batches = batches_of(units, _BATCH)
@@ -229,22 +263,32 @@ def _plain_swap(units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Pro
                 with torch.no_grad():
                     scope.model(**encoded.inputs, use_cache=False)
                 weights = _edited_forward(scope, encoded.inputs, head, columns, own)
-                after[c, h, first : first + len(part)] = weights[index, encoded.places.query, columns[0]]
+                after[c, h, first : first + len(part)] = weights[
+                    index, encoded.places.query, columns[0]
+                ]
     return after
 
 
 @torch.no_grad()
 def _edited_forward(
-    scope: Scope, inputs: dict[str, Tensor], head: Head, columns: tuple[Tensor, Tensor], projector: Projector
+    scope: Scope,
+    inputs: dict[str, Tensor],
+    head: Head,
+    columns: tuple[Tensor, Tensor],
+    projector: Projector,
 ) -> Tensor:
-    """One head's attention in a stock forward whose keys are swapped on their way into the attention function."""
+    """One head's attention in a stock forward whose keys are swapped on their way into the
+    attention function.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     kept: list[Tensor] = []
 
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    def attention(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Any:
         if module.layer_idx != head.layer:
             return eager_attention_forward(module, q, k, v, mask, **kwargs)
         groups, rows = module.num_key_value_groups, torch.arange(len(k))
@@ -271,11 +315,18 @@ def _edited_forward(
 
 @row
 def swap_pipeline() -> Row:
-    """48 held-out prompts, 3 heads × 6 conditions: one capture and closed forms, against two forwards for each."""
+    """48 held-out prompts, 3 heads × 6 conditions: one capture and closed forms, against two
+    forwards for each.
+    """
     scope, task, heads = _scope(), tasks.binding(9), parse_heads(_HEADS)
-    fit = decompose(scope, task, heads, 48, contrasts=["order", "lexical"], batch_size=_BATCH, progress=False)
+    fit = decompose(
+        scope, task, heads, 48, contrasts=["order", "lexical"], batch_size=_BATCH, progress=False
+    )
     every, _ = Features.of(scope, fit, heads, ["order", "lexical"]).conditions(draws=1, seed=0)
-    units, projectors = task.test(48), {condition.name: projector for condition, projector in every.items()}
+    units, projectors = (
+        task.test(48),
+        {condition.name: projector for condition, projector in every.items()},
+    )
     rows = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH))
     found: dict[str, Tensor] = {}
 
@@ -284,9 +335,13 @@ def swap_pipeline() -> Row:
 
     def ours() -> None:
         again = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH))
-        found["ours"] = torch.stack([again.swap(projectors[name]).orig_after[0].T for name in _CONDITIONS])
+        found["ours"] = torch.stack(
+            [again.swap(projectors[name]).orig_after[0].T for name in _CONDITIONS]
+        )
 
     seconds = compare(plain, ours, warm=False)
     error = float((found["plain"] - found["ours"]).abs().max())
     assert error < 1e-5, f"the closed form must equal the edited forward, but differs by {error}"
-    return seconds.faster(f"3 heads × 6 conditions, 48 prompts; equal to {error:.0e}; {hardware(scope.device)}")
+    return seconds.faster(
+        f"3 heads × 6 conditions, 48 prompts; equal to {error:.0e}; {hardware(scope.device)}"
+    )

@@ -33,22 +33,31 @@ _SHAPES: dict[str, Any] = {
     "tiny": {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32_768},
 }  # fmt: skip
-_PEAK, _LONG = 0.5, 10_000  # attention that a look has, and tokens of a prompt that is asked about once
+_PEAK, _LONG = (
+    0.5,
+    10_000,
+)  # attention that a look has, and tokens of a prompt that is asked about once
 
 
 @cache
 def shape_scope(shape: str, words: bool = False) -> Scope:
-    """Random bfloat16 weights of a shape, on a GPU where there is one; with words, those of a nano's tokenizer."""
+    """Random bfloat16 weights of a shape, on a GPU where there is one; with words, those of a
+    nano's tokenizer.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM._from_config(LlamaConfig(**_SHAPES[shape]), dtype=torch.bfloat16).eval()
+        model = LlamaForCausalLM._from_config(
+            LlamaConfig(**_SHAPES[shape]), dtype=torch.bfloat16
+        ).eval()
     tokenizer = Scope.load("nano:mixed", device="cpu").tokenizer if words else None
     return Scope.from_model(model, tokenizer, name=f"llama-{shape}-shape")
 
 
 def _prompts(scope: Scope, count: int, length: int) -> Encoding:
-    """Random ids; the last token is the query, every ninth is a key and the first of them the right one."""
+    """Random ids; the last token is the query, every ninth is a key and the first of them the right
+    one.
+    """
     ids = torch.randint(1000, (count, length), generator=torch.Generator().manual_seed(0))
     keys = tuple(Key((i, i + 1), {ANSWER: 1 if i == 5 else -1}) for i in range(5, length - 1, 9))
     return scope.encode([Example(ids=tuple(line.tolist()), keys=keys) for line in ids])
@@ -56,7 +65,11 @@ def _prompts(scope: Scope, count: int, length: int) -> Encoding:
 
 def _on_a_gpu(function: Callable[[], Row]) -> Callable[[], Row]:
     """Register a row that is measured where there is a GPU."""
-    return row(wraps(function)(lambda: function() if torch.cuda.is_available() else not_here("needs a GPU")))
+    return row(
+        wraps(function)(
+            lambda: function() if torch.cuda.is_available() else not_here("needs a GPU")
+        )
+    )
 
 
 def _looking(shape: str, count: int, length: int) -> Row:
@@ -85,10 +98,17 @@ def asking(shape: str, length: int) -> Row:
     one = compare(plain, lambda: _tops(scope, batch, [head]), 3)
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    seconds = compare(plain, lambda: answers.append(str(why(scope, prompt, head))), warm=length < _LONG)
-    told = next((line.strip() for line in answers[-1].splitlines() if "Words:" in line), "no word was changed")
+    seconds = compare(
+        plain, lambda: answers.append(str(why(scope, prompt, head))), warm=length < _LONG
+    )
+    told = next(
+        (line.strip() for line in answers[-1].splitlines() if "Words:" in line),
+        "no word was changed",
+    )
     peak = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB; one GPU" if gpu else ""
-    return seconds.overhead(f"{length:,} tokens, its row alone {one.ours / one.plain:.2f}{peak}; {told:.90}")
+    return seconds.overhead(
+        f"{length:,} tokens, its row alone {one.ours / one.plain:.2f}{peak}; {told:.90}"
+    )
 
 
 def _text(scope: Scope, length: int, seed: int = 0) -> str:
@@ -98,8 +118,13 @@ def _text(scope: Scope, length: int, seed: int = 0) -> str:
 
 
 def _sharpened(scope: Scope, prompt: str) -> Head:
-    """Make queries and keys longer until a head at two thirds of the layers gives half of its attention to a token."""
-    batch, layer = scope.encode([prompt]), [head for head in scope.heads() if head.layer == 2 * scope.n_layers // 3]
+    """Make queries and keys longer until a head at two thirds of the layers gives half of its
+    attention to a token.
+    """
+    batch, layer = (
+        scope.encode([prompt]),
+        [head for head in scope.heads() if head.layer == 2 * scope.n_layers // 3],
+    )
     while (top := _tops(scope, batch, layer)).max() < _PEAK:
         for name, weight in scope.model.named_parameters():
             weight.data *= 1.5 if "q_proj" in name or "k_proj" in name else 1
@@ -113,25 +138,43 @@ def naming(shape: str, passages: int, length: int) -> Row:
     _sharpened(scope, texts[0])
     batch = scope.encode(texts[: 2 * passages])
     plain = torch.no_grad()(lambda: scope.model(**batch.inputs, use_cache=False))
-    ours = lambda: found.append(atlas(scope, texts, passages, test=passages, length=length, progress=False))  # noqa: E731
-    seconds, looks = compare(plain, ours, warm=False), sum(row["looks"] for row in found[0].tables["atlas"])
-    return seconds.overhead(f"{len(scope.heads()):,} heads, {passages}×{length} tokens, {looks:,} looks")
+
+    def ours():
+        return found.append(
+            atlas(scope, texts, passages, test=passages, length=length, progress=False)
+        )
+
+    seconds, looks = (
+        compare(plain, ours, warm=False),
+        sum(row["looks"] for row in found[0].tables["atlas"]),
+    )
+    return seconds.overhead(
+        f"{len(scope.heads()):,} heads, {passages}×{length} tokens, {looks:,} looks"
+    )
 
 
 def _tops(scope: Scope, batch: Encoding, heads: list[Head]) -> Tensor:
     """The largest attention of some heads to a token that is not the first, at the last one."""
-    return scope.capture_inputs(batch, places=batch.everywhere(), heads=heads).attention()[0, :, 1:].amax(1)
+    return (
+        scope.capture_inputs(batch, places=batch.everywhere(), heads=heads)
+        .attention()[0, :, 1:]
+        .amax(1)
+    )
 
 
 @_on_a_gpu
 def why_8b() -> Row:
-    """Why one head of the 8B shape looks at a token of 100, its words changed, against the bare forward."""
+    """Why one head of the 8B shape looks at a token of 100, its words changed, against the bare
+    forward.
+    """
     return asking("8b", 100)
 
 
 @_on_a_gpu
 def why_long() -> Row:
-    """Why one head looks at a token of 32,000, at the shape of Qwen2.5-1.5B, against the bare forward."""
+    """Why one head looks at a token of 32,000, at the shape of Qwen2.5-1.5B, against the bare
+    forward.
+    """
     return asking("1.5b", 32_000)
 
 
@@ -161,5 +204,7 @@ def trace_one_135m() -> Row:
 
 @_on_a_gpu
 def trace_all_135m() -> Row:
-    """Writers of all heads but the first layer's, at every key, against the forward to the last layer."""
+    """Writers of all heads but the first layer's, at every key, against the forward to the last
+    layer.
+    """
     return _tracing("135m", None, 64, 75)

@@ -1,8 +1,9 @@
-"""Bench rows on the toys: model-steps of many heads trained at once, against the plain loop that trains one.
+"""Bench rows on the toys: model-steps of many heads trained at once, against the plain loop that
+trains one.
 
-The plain loop is what one would write first, and not badly: an ``nn.Module``, fresh batches drawn as tensors, autograd,
-``torch.optim.AdamW``. Both sides draw new data in every step and run on one core; seconds are CPU seconds, so that a
-busy machine slows neither.
+The plain loop is what one would write first, and not badly: an ``nn.Module``, fresh batches drawn
+as tensors, autograd, ``torch.optim.AdamW``. Both sides draw new data in every step and run on one
+core; seconds are CPU seconds, so that a busy machine slows neither.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def plain_loop(task: Retrieval, d_head: int, seed: int = 0) -> Callable[[int], N
 
 
 def _model_steps(plain: Callable[[int], None], trainer: Trainer, models: int) -> Seconds:
-    """Median CPU seconds of one model-step: of the plain loop, and of the trainer, whose steps serve many models."""
+    """Median CPU seconds of one model-step: of the plain loop, and of the trainer, whose steps
+    serve many models.
+    """
 
     def ours() -> None:
         for _ in range(_STEPS):
@@ -80,11 +83,15 @@ def _model_steps(plain: Callable[[int], None], trainer: Trainer, models: int) ->
 @row
 @one_thread()
 def toy_trainer() -> Row:
-    """25 heads of one grid (discrete, d_head 16) at once; CPU seconds of one model-step on either side."""
+    """25 heads of one grid (discrete, d_head 16) at once; CPU seconds of one model-step on either
+    side.
+    """
     cells = grid("discrete", 16)
     trainer = Trainer(RetrievalStack(cells), 1e-4)
     seconds = _model_steps(plain_loop(cells[12].task, 16), trainer, len(cells))
-    return seconds.faster("CPU seconds per model-step: 25 retrieval heads at once, against one nn.Module")
+    return seconds.faster(
+        "CPU seconds per model-step: 25 retrieval heads at once, against one nn.Module"
+    )
 
 
 class PlainToy(nn.Module):
@@ -92,7 +99,9 @@ class PlainToy(nn.Module):
 
     def __init__(self, toy: Toy) -> None:
         super().__init__()
-        self.W, self.b, self.W_Q, self.W_K = (nn.Parameter(x.clone()) for x in (toy.W, toy.b, toy.W_Q, toy.W_K))
+        self.W, self.b, self.W_Q, self.W_K = (
+            nn.Parameter(x.clone()) for x in (toy.W, toy.b, toy.W_Q, toy.W_K)
+        )
         self.task, self.M = toy.task, toy.task.target()
 
     def forward(self, x_q: Tensor, x_k: Tensor) -> Tensor:
@@ -115,7 +124,9 @@ def plain_toy_loop(cell: ToyCell, seed: int) -> tuple[PlainToy, Callable[[int], 
 
     def steps(count: int) -> None:
         for _ in range(count):
-            x = task.strengths(torch.rand(contexts * (1 + task.context), task.n, generator=generator))
+            x = task.strengths(
+                torch.rand(contexts * (1 + task.context), task.n, generator=generator)
+            )
             optimiser.zero_grad()
             loss = model(x[:contexts], x[contexts:].view(contexts, task.context, task.n))
             loss.backward()
@@ -127,12 +138,21 @@ def plain_toy_loop(cell: ToyCell, seed: int) -> tuple[PlainToy, Callable[[int], 
 @row
 @one_thread()
 def superposition_trainer() -> Row:
-    """20 toys (p and λ differ) at once, each as the plain loop trains it; CPU seconds of one model-step."""
-    cells = [ToyCell(Superposition(p=p, weight=w)) for p in (1.0, 0.52, 0.27, 0.14) for w in (1.0, 2.0, 4.0, 8.0, 16.0)]
+    """20 toys (p and λ differ) at once, each as the plain loop trains it; CPU seconds of one
+    model-step.
+    """
+    cells = [
+        ToyCell(Superposition(p=p, weight=w))
+        for p in (1.0, 0.52, 0.27, 0.14)
+        for w in (1.0, 2.0, 4.0, 8.0, 16.0)
+    ]
     trainer = Trainer(SuperpositionStack(cells), 1e-3, seed=5)
     model, plain = plain_toy_loop(cells[7], seed=5)
     seconds = _model_steps(plain, trainer, len(cells))
-    error = max(float((trainer.params[name][7] - getattr(model, name).detach()).abs().max()) for name in ("W", "W_Q"))
+    error = max(
+        float((trainer.params[name][7] - getattr(model, name).detach()).abs().max())
+        for name in ("W", "W_Q")
+    )
     assert error < 1e-3, "both sides must train the same toy"
     return seconds.faster(
         f"CPU seconds per model-step: 20 superposition toys at once, against one nn.Module; same weights to {error:.0e}"

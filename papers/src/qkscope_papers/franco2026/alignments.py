@@ -1,9 +1,11 @@
-"""Figures 2 and 11: one pair of interest, and twenty: which singular vector points along which feature.
+"""Figures 2 and 11: one pair of interest, and twenty: which singular vector points along which
+feature.
 
-Figure 11 shows all features and all vectors of the same toys: what the paper says of it stands with figure 2.
+Figure 11 shows all features and all vectors of the same toys: what the paper says of it stands with
+figure 2.
 
-Besides the matched cosines: whether singular values are the target logits (their largest relative difference), the
-best cosine that a random direction finds, and the same numbers before training.
+Besides the matched cosines: whether singular values are the target logits (their largest relative
+difference), the best cosine that a random direction finds, and the same numbers before training.
 """
 
 from __future__ import annotations
@@ -16,11 +18,32 @@ from qkscope.draws import derived_seed
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
-from qkscope_papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
+from qkscope_papers.franco2026.cells import (
+    MANY,
+    MANY_PAIRS,
+    ONE,
+    ONE_PAIR,
+    WORK,
+    Cells,
+    toy_figure,
+    toys_of,
+    train,
+)
 from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import before_and_after, divergence_and_error
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Files, Row, column, distinct, files_of, heat_map, mean, over_runs, over_seeds, pick
+from qkscope_papers.tables import (
+    Files,
+    Row,
+    column,
+    distinct,
+    files_of,
+    heat_map,
+    mean,
+    over_runs,
+    over_seeds,
+    pick,
+)
 
 _TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
 
@@ -39,7 +62,9 @@ def run(settings: Settings, cells: Cells, decides: bool) -> Result:
         for trained in found:
             for check, control in ((-1, False), (0, True)):
                 s, count = trained.at(check).basis().s, len(trained.cell.task.pairs)
-                kl, error = divergence_and_error(trained.at(check), 4096, derived_seed(settings.seed, 31))
+                kl, error = divergence_and_error(
+                    trained.at(check), 4096, derived_seed(settings.seed, 31)
+                )
                 spectra.append({"config": config, "seed": trained.cell.seed, "control": control, "kl": kl,
                                 "reconstruction": error, "next_over_last": float(s[count] / s[count - 1]),
                                 "singular_values": [float(x) for x in s]})  # fmt: skip
@@ -52,12 +77,16 @@ def run(settings: Settings, cells: Cells, decides: bool) -> Result:
         f"direction finds {many[0]['best_random']:.2f} at best."
     )
     claims = _claims(after, before, spectra) if decides else []
-    return settings.result(answer, {"alignment": rows, "spectra": spectra}, claims, arrays, about={"work": vars(work)})
+    return settings.result(
+        answer, {"alignment": rows, "spectra": spectra}, claims, arrays, about={"work": vars(work)}
+    )
 
 
 def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Claim]:
     one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
-    trained, untrained = (pick(spectra, config=ONE_PAIR, control=control) for control in (False, True))
+    trained, untrained = (
+        pick(spectra, config=ONE_PAIR, control=control) for control in (False, True)
+    )
     least_of = "least matched |cos|; control: what random directions find at best"
     worst = over_seeds(one, lambda own: min(r["matched"] for r in own))
     second, off = over_runs(r["next_over_last"] for r in trained), over_runs(_value_errors(many))
@@ -78,7 +107,9 @@ def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Cla
 
 
 def _value_errors(rows: list[Row]) -> list[float]:
-    """Singular value times a pair's norms (what the head adds at full strength) against its target logit, by pair."""
+    """Singular value times a pair's norms (what the head adds at full strength) against its target
+    logit, by pair.
+    """
     found = []
     for query in pick(rows, side="query"):
         key = pick(rows, side="key", seed=query["seed"], pair=query["pair"])[0]
@@ -94,7 +125,9 @@ _SHOWN = 24  # singular vectors of the short figure
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """Features of interest and spectra; where the figure decides nothing, all features and all vectors."""
+    """Features of interest and spectra; where the figure decides nothing, all features and all
+    vectors.
+    """
     configs = [key.split("/", 1)[1] for key in result.arrays if key.startswith("query/")]
     figure = new_figure(11.5, 4.0 * len(configs))
     axes = figure.subplots(len(configs), 3, squeeze=False)
@@ -103,7 +136,10 @@ def draw(result: Result) -> Files:
         named = distinct(pick(result.tables["alignment"], config=config), "pair")
         pairs = [[int(feature) for feature in pair.split("-")] for pair in named]
         for axis, side in zip(line[:2], ("query", "key"), strict=True):
-            shown, features = result.arrays[f"{side}/{config}"], [pair[side == "key"] for pair in pairs]
+            shown, features = (
+                result.arrays[f"{side}/{config}"],
+                [pair[side == "key"] for pair in pairs],
+            )
             if result.claims:
                 shown = shown[features][:, :_SHOWN]
             else:
@@ -118,7 +154,9 @@ def draw(result: Result) -> Files:
 def _heat_map(axis: Axes, matrix: Any, side: str, config: str, features: list[int]) -> Any:
     image = heat_map(axis, matrix)
     letter = "u" if side == "query" else "v"
-    axis.set(title=f"{config}: {side} features", xlabel=f"singular vector {letter}_k", ylabel="feature")
+    axis.set(
+        title=f"{config}: {side} features", xlabel=f"singular vector {letter}_k", ylabel="feature"
+    )
     if features:
         axis.set(yticks=range(len(features)), yticklabels=[str(f) for f in features])
     return image
@@ -130,13 +168,26 @@ def _spectrum(axis: Axes, result: Result, config: str) -> None:
     untrained = next(r for r in spectra if r["control"])["singular_values"][:_SHOWN]
     rows = pick(result.tables["alignment"], config=config, side="query", control=False)
     targets = column(pick(rows, seed=rows[0]["seed"]), "target_logit")
-    axis.plot(range(len(targets)), targets, "_", color=INK, ms=11, mew=1.6, label="target logit of the pair")
-    axis.plot(range(len(trained)), trained, "o", color=ORIGINAL, ms=4, label="singular value, trained")
-    axis.plot(range(len(untrained)), untrained, "o", color=REST, ms=3, label="singular value, untrained")
+    axis.plot(
+        range(len(targets)),
+        targets,
+        "_",
+        color=INK,
+        ms=11,
+        mew=1.6,
+        label="target logit of the pair",
+    )
+    axis.plot(
+        range(len(trained)), trained, "o", color=ORIGINAL, ms=4, label="singular value, trained"
+    )
+    axis.plot(
+        range(len(untrained)), untrained, "o", color=REST, ms=3, label="singular value, untrained"
+    )
     low = min(r["matched"] for r in rows)
     axis.set(xlabel="k", ylim=(-0.05 * max(targets), None))
     axis.set_title(
-        f"{config}: least matched |cos| {low:.3f}\n(best of random {rows[0]['best_random']:.2f})", fontsize=9
+        f"{config}: least matched |cos| {low:.3f}\n(best of random {rows[0]['best_random']:.2f})",
+        fontsize=9,
     )
     axis.title.set_color(TARGET if low < 0.9 else INK)
     axis.legend(frameon=False, fontsize=8)

@@ -1,11 +1,12 @@
 """Figure 4: a head on given features, made anisotropic along one direction, ``W Wᵀ = I + ε v vᵀ``.
 
-The raw score is ``max_j |cos(f, u_j)|``, the anti-whitened one ``max_j |cos(f, G u_j)|``, averaged over the pairs and
-both sides. A maximum over all ten singular vectors is large for any direction, so two more stand beside: the maximum
-over the top four, the only ones that the head uses, and what random directions score under the same maxima.
-‖E‖ is given on both scales, with the undistorted c = 1 (it is ε) and with ``c = tr G / d`` (it cannot exceed d − 1).
-The paper does not say from which entries the head starts, and directions that it does not use keep them: 0.02 was
-chosen as it reproduces the paper's number, and at the largest ε other starts stand beside it.
+The raw score is ``max_j |cos(f, u_j)|``, the anti-whitened one ``max_j |cos(f, G u_j)|``, averaged
+over the pairs and both sides. A maximum over all ten singular vectors is large for any direction,
+so two more stand beside: the maximum over the top four, the only ones that the head uses, and what
+random directions score under the same maxima. ‖E‖ is given on both scales, with the undistorted c =
+1 (it is ε) and with ``c = tr G / d`` (it cannot exceed d − 1). The paper does not say from which
+entries the head starts, and directions that it does not use keep them: 0.02 was chosen as it
+reproduces the paper's number, and at the largest ε other starts stand beside it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,35 @@ from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import WORK, Cells, toy_figure, train
 from qkscope_papers.franco2026.theory import sharp_bound, theorem2_bound
-from qkscope_papers.franco2026.toy.alignment import anti_whiten, cosines, gram, isotropy_error, random_best, whiten
+from qkscope_papers.franco2026.toy.alignment import (
+    anti_whiten,
+    cosines,
+    gram,
+    isotropy_error,
+    random_best,
+    whiten,
+)
 from qkscope_papers.franco2026.toy.measure import alignment_rows
 from qkscope_papers.franco2026.toy.stack import ToyCell
-from qkscope_papers.franco2026.toy.superposition import Superposition, Toy, by_logit, distort, isotropic_dictionary
+from qkscope_papers.franco2026.toy.superposition import (
+    Superposition,
+    Toy,
+    by_logit,
+    distort,
+    isotropic_dictionary,
+)
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Estimate, Files, Row, column, distinct, files_of, mean, over_runs, pick
+from qkscope_papers.tables import (
+    Estimate,
+    Files,
+    Row,
+    column,
+    distinct,
+    files_of,
+    mean,
+    over_runs,
+    pick,
+)
 
 _EPSILONS = (0.0, 0.05, 0.1, 0.15, 1.0, 5.0, 10.0, 25.0, 40.0, 55.0)
 _KINDS = ("raw", "raw_top", "anti_whitened", "anti_whitened_top", "whitened")
@@ -35,7 +59,9 @@ _STARTS = (0.005, 0.05, 0.1, 0.18, 0.32)  # 0.18 is nn.Linear's, 0.32 Xavier's
 
 
 def _distorted(settings: Settings) -> dict[str, list[ToyCell]]:
-    """Heads on the dictionary of C.3, distorted along random directions; at the largest ε from other starts too."""
+    """Heads on the dictionary of C.3, distorted along random directions; at the largest ε from
+    other starts too.
+    """
     work = WORK[settings.preset]
 
     def cell(epsilon: float, start: float, seed: int) -> ToyCell:
@@ -45,8 +71,13 @@ def _distorted(settings: Settings) -> dict[str, list[ToyCell]]:
 
     few = settings.preset == "smoke"
     wanted = {f"ε={e:g}": (e, START) for e in (_EPSILONS[::3] if few else _EPSILONS)}
-    wanted |= {f"start {start:g}": (_EPSILONS[-1], start) for start in ((0.18,) if few else _STARTS)}
-    return {name: [cell(*asked, settings.seed + k) for k in range(work.directions)] for name, asked in wanted.items()}
+    wanted |= {
+        f"start {start:g}": (_EPSILONS[-1], start) for start in ((0.18,) if few else _STARTS)
+    }
+    return {
+        name: [cell(*asked, settings.seed + k) for k in range(work.directions)]
+        for name, asked in wanted.items()
+    }
 
 
 @toy_figure("fig4", "Alignment under controlled anisotropy", _distorted)
@@ -75,11 +106,15 @@ def run(settings: Settings, cells: Cells) -> Result:
         f"{last['anti_whitened']:.3f}."
     )
     tables = {"anisotropy": summary, "starts": by_start, "directions": rows, "alignment": alignment}
-    return settings.result(answer, tables, _claims(summary, by_start, rows), about={"work": vars(work)})
+    return settings.result(
+        answer, tables, _claims(summary, by_start, rows), about={"work": vars(work)}
+    )
 
 
 def _by_start(rows: list[Row]) -> list[Row]:
-    """Scores at the largest ε by the size of the entries that the head starts from, with intervals over directions."""
+    """Scores at the largest ε by the size of the entries that the head starts from, with intervals
+    over directions.
+    """
     table = []
     for start in sorted({row["start"] for row in rows}):
         own = pick(rows, start=start)
@@ -115,7 +150,11 @@ def summarise(rows: list[Row]) -> list[Row]:
     chance, chance_top = random_best(d, d).mean, random_best(d, used).mean
     for epsilon in distinct(rows, "epsilon"):
         after, before = (pick(rows, epsilon=epsilon, control=control) for control in (False, True))
-        line: Row = {"epsilon": epsilon, "error_trace": mean(r["error_trace"] for r in after), "n": len(after)}
+        line: Row = {
+            "epsilon": epsilon,
+            "error_trace": mean(r["error_trace"] for r in after),
+            "n": len(after),
+        }
         for kind in _KINDS:
             values = [r[kind] for r in after]
             line |= {kind: mean(values), f"{kind}_sd": statistics.stdev(values) if len(values) > 1 else 0.0,
@@ -143,7 +182,11 @@ def _claims(summary: list[Row], by_start: list[Row], rows: list[Row]) -> list[Cl
     def over(name: str, at: Row) -> Estimate:
         return over_runs(r[name] for r in pick(rows, epsilon=at["epsilon"], control=False))
 
-    top, exact, nearest = over("raw_top", most), over("raw", none), over("raw", least).among(len(covered))
+    top, exact, nearest = (
+        over("raw_top", most),
+        over("raw", none),
+        over("raw", least).among(len(covered)),
+    )
     after, before = _gains(rows, False), _gains(rows, True)
     gain, beyond = over_runs(after), over_runs(a - b for a, b in zip(after, before, strict=True))
     return [
@@ -196,16 +239,49 @@ def draw(result: Result) -> Files:
         ):
             look: Any = {"color": colour, "ms": 4, "lw": 1.3, "capsize": 2, "label": label}
             axis.errorbar(x, column(part, kind), column(part, f"{kind}_sd"), fmt=style, **look)
-        axis.plot(x, [r["raw_untrained"] for r in part], "x", color=REST, ms=5, label="untrained head, best of ten")
-        axis.axhline(rows[0]["random"], color=INK, lw=0.9, ls=":", label="random direction, best of ten")
-        axis.axhline(rows[0]["random_top"], color=INK, lw=0.9, ls="-.", label="random direction, best of four")
-        axis.plot(x, [r["bound"] for r in part], "-", color="#7a4fa3", lw=1.6, label="Theorem 2 (where it speaks)")
-        axis.plot(x, [r["sharp"] for r in part], "--", color="#7a4fa3", lw=1, label="sharp bound, 2√c/(1+c)")
+        axis.plot(
+            x,
+            [r["raw_untrained"] for r in part],
+            "x",
+            color=REST,
+            ms=5,
+            label="untrained head, best of ten",
+        )
+        axis.axhline(
+            rows[0]["random"], color=INK, lw=0.9, ls=":", label="random direction, best of ten"
+        )
+        axis.axhline(
+            rows[0]["random_top"],
+            color=INK,
+            lw=0.9,
+            ls="-.",
+            label="random direction, best of four",
+        )
+        axis.plot(
+            x,
+            [r["bound"] for r in part],
+            "-",
+            color="#7a4fa3",
+            lw=1.6,
+            label="Theorem 2 (where it speaks)",
+        )
+        axis.plot(
+            x,
+            [r["sharp"] for r in part],
+            "--",
+            color="#7a4fa3",
+            lw=1,
+            label="sharp bound, 2√c/(1+c)",
+        )
         axis.set(xlabel="ε = ‖E‖ with c = 1", ylim=(0, 1.04))
     for row in result.tables["starts"]:
         axes[1].plot(rows[-1]["epsilon"] + 1.5, row["raw"], "_", color=ORIGINAL, ms=8, mew=1.2)
-    axes[1].plot([], [], "_", color=ORIGINAL, ms=8, mew=1.2, label="raw at ε = 55, other starts of the head")
-    axes[0].set(ylabel="|cos|, mean over pairs, sides and directions", title="where Theorem 2 speaks")
+    axes[1].plot(
+        [], [], "_", color=ORIGINAL, ms=8, mew=1.2, label="raw at ε = 55, other starts of the head"
+    )
+    axes[0].set(
+        ylabel="|cos|, mean over pairs, sides and directions", title="where Theorem 2 speaks"
+    )
     axes[1].set_title("the range of GPT-2's dictionaries, on another scale (see text)")
     axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return files_of(result, figure)

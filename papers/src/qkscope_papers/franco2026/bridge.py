@@ -1,11 +1,13 @@
-"""The bridge: are the subspaces that contrasts find spanned by singular vectors of the weights? No paper asks this.
+"""The bridge: are the subspaces that contrasts find spanned by singular vectors of the weights? No
+paper asks this.
 
-Heads are found on the binding task, features fitted in the query's frame; `qkscope.alignment` says which singular
-vectors carry them. How much of their swaps the singular vectors alone reproduce is seen on held-out prompts, for each
-number k of dimensions: the first k directions of the contrast; the k singular vectors that carry most of it
-(`singular`, chosen on the prompts the contrast was fitted on); the k with the largest singular values (`omega_svd`,
-from the weights alone); the best k of rotated singular vectors, by the same choice (`rotated`); key PCA; and random
-subspaces. Singular vectors are swapped as components of the logit, ``P = Σ n_j m_jᵀ``.
+Heads are found on the binding task, features fitted in the query's frame; `qkscope.alignment` says
+which singular vectors carry them. How much of their swaps the singular vectors alone reproduce is
+seen on held-out prompts, for each number k of dimensions: the first k directions of the contrast;
+the k singular vectors that carry most of it (`singular`, chosen on the prompts the contrast was
+fitted on); the k with the largest singular values (`omega_svd`, from the weights alone); the best k
+of rotated singular vectors, by the same choice (`rotated`); key PCA; and random subspaces. Singular
+vectors are swapped as components of the logit, ``P = Σ n_j m_jᵀ``.
 """
 
 from __future__ import annotations
@@ -67,16 +69,30 @@ def run(settings: Settings) -> Result:
     work = WORK[settings.preset]
     scope = Scope.load(settings.model, device=settings.device)
     # a nano answers lists by looking at the colons, and the other forms by looking at the boxes
-    task = tasks.binding(9, "sentence" if settings.model.startswith("nano:") else "list", settings.seed)
+    task = tasks.binding(
+        9, "sentence" if settings.model.startswith("nano:") else "list", settings.seed
+    )
     ranking = find_heads(scope, task, work.choose)
     heads = [row["head"] for row in ranking.top("row_accuracy")[: work.heads]]
-    fit = decompose(scope, task, heads, work.fit, contrasts=list(_CONTRASTS), space="query_frame", seed=settings.seed)
+    fit = decompose(
+        scope,
+        task,
+        heads,
+        work.fit,
+        contrasts=list(_CONTRASTS),
+        space="query_frame",
+        seed=settings.seed,
+    )
     units = task.test(work.test)
-    tables, arrays = bridge(scope, fit, singular_basis(scope, heads), units, draws=work.draws, seed=settings.seed)
+    tables, arrays = bridge(
+        scope, fit, singular_basis(scope, heads), units, draws=work.draws, seed=settings.seed
+    )
     tables["heads"] = ranking.top("row_accuracy")[: work.heads]
     claims = _claims(pick(tables["alignment"], contrast="lexical"), scope.group_size)
     about = {**fit.provenance.get("asked", {}), "test_units": len(units), "draws": work.draws}
-    return settings.result(_answer(tables["alignment"]), tables, claims, arrays, settings.model, about)
+    return settings.result(
+        _answer(tables["alignment"]), tables, claims, arrays, settings.model, about
+    )
 
 
 def bridge(
@@ -90,12 +106,14 @@ def bridge(
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[dict[str, list[Row]], dict[str, Tensor]]:
-    """Tables of how every fitted feature lies on the singular vectors of its head, and of swaps of both; and arrays.
+    """Tables of how every fitted feature lies on the singular vectors of its head, and of swaps of
+    both; and arrays.
 
     Parameters
     ----------
     scope : the model.
-    fit : fitted in ``query_frame``, where one basis serves all positions (or in a model without RoPE).
+    fit : fitted in ``query_frame``, where one basis serves all positions (or in a model without
+        RoPE).
     basis : the singular vectors of its heads.
     units : from ``task.test(n)``: words that nothing was fitted on.
     sizes : numbers of dimensions swapped; those that fit into a head.
@@ -109,18 +127,36 @@ def bridge(
             "space='query_frame'."
         )
     rows = capture_rows(scope, units, fit, fit.heads, draw_pairs(units, batch_size, seed))
-    found = [alignment(basis, fit[name, head], seed=seed) for name in fit.contrasts for head in fit.heads]
-    fitting = [k for k in sizes if k <= scope.d_head]
-    curve = [row for name in fit.contrasts for row in _curve(rows, fit, basis, name, fitting, draws, seed)]
-    vectors = [
-        {"head": str(one.head), "contrast": one.contrast, **row} for one in found for row in one.table()[:_VECTORS]
+    found = [
+        alignment(basis, fit[name, head], seed=seed) for name in fit.contrasts for head in fit.heads
     ]
-    tables = {"alignment": [_with_swaps(one, curve) for one in found], "curve": curve, "vectors": vectors}
+    fitting = [k for k in sizes if k <= scope.d_head]
+    curve = [
+        row
+        for name in fit.contrasts
+        for row in _curve(rows, fit, basis, name, fitting, draws, seed)
+    ]
+    vectors = [
+        {"head": str(one.head), "contrast": one.contrast, **row}
+        for one in found
+        for row in one.table()[:_VECTORS]
+    ]
+    tables = {
+        "alignment": [_with_swaps(one, curve) for one in found],
+        "curve": curve,
+        "vectors": vectors,
+    }
     return tables, {f"carried/{one.contrast}/{one.head}": one.carried for one in found}
 
 
 def _curve(
-    rows: SwapRows, fit: Fit, basis: SingularBasis, name: str, sizes: Sequence[int], draws: int, seed: int
+    rows: SwapRows,
+    fit: Fit,
+    basis: SingularBasis,
+    name: str,
+    sizes: Sequence[int],
+    draws: int,
+    seed: int,
 ) -> list[Row]:
     heads = list(fit.heads)
     features = [fit[name, head] for head in heads]
@@ -135,10 +171,14 @@ def _curve(
         "random": methods.random(heads, features[0].d_head, draws, seed),
     }
     against = {"singular": "rotated", "contrast": "rotated", "omega_svd": "random"}
-    return [{"contrast": name, **row} for row in rows.curve(known, sizes, against=against, seed=seed)]
+    return [
+        {"contrast": name, **row} for row in rows.curve(known, sizes, against=against, seed=seed)
+    ]
 
 
-def singular(basis: SingularBasis, heads: Sequence[Head], deltas: Float[Tensor, "h d d"]) -> methods.Method:
+def singular(
+    basis: SingularBasis, heads: Sequence[Head], deltas: Float[Tensor, "h d d"]
+) -> methods.Method:
     """Components of the logit, those that carry most of each head's ``ΔC`` first."""
     each = []
     for head, delta in zip(heads, deltas, strict=True):
@@ -149,13 +189,21 @@ def singular(basis: SingularBasis, heads: Sequence[Head], deltas: Float[Tensor, 
 
 
 def rotated(
-    basis: SingularBasis, heads: Sequence[Head], deltas: Float[Tensor, "h d d"], draws: int, seed: int
+    basis: SingularBasis,
+    heads: Sequence[Head],
+    deltas: Float[Tensor, "h d d"],
+    draws: int,
+    seed: int,
 ) -> methods.Method:
-    """Components of rotated singular vectors, those that carry most of ``ΔC`` first; as many draws for each head."""
+    """Components of rotated singular vectors, those that carry most of ``ΔC`` first; as many draws
+    for each head.
+    """
     each = []
     for head, delta in zip(heads, deltas, strict=True):
         read = basis[head].read
-        turns = random_rotations(read.shape[1], draws, derived_seed(seed, "rotated", head.layer, head.index))
+        turns = random_rotations(
+            read.shape[1], draws, derived_seed(seed, "rotated", head.layer, head.index)
+        )
         m, n = read.double() @ turns, dual(read) @ turns
         order = carried(delta, m, n).argsort(-1, descending=True)[:, None].expand_as(m)
         each.append((n.gather(-1, order), m.gather(-1, order)))
@@ -169,7 +217,9 @@ def _delta(feature: Subspace) -> Tensor:
 
 
 def _with_swaps(one: Alignment, curve: Sequence[Row]) -> Row:
-    """The feature's row, with the swaps of as many dimensions as its rank (the next size of the curve)."""
+    """The feature's row, with the swaps of as many dimensions as its rank (the next size of the
+    curve).
+    """
     own = pick(curve, head=str(one.head), contrast=one.contrast)
     k = min((row["k"] for row in own if row["k"] >= one.rank), default=max(row["k"] for row in own))
     at = {row["method"]: row for row in own if row["k"] == k}
@@ -225,5 +275,7 @@ def _claims(rows: list[Row], group_size: int) -> list[Claim]:
         gaps = [{row["head"]: row[ours] - less * row[control] for row in rows} for less in (0, 1)]
         mean, gap = (over_key_heads(values, group_size) for values in gaps)
         other = mean.mean - gap.mean
-        claims.append(Claim(what, "", mean.mean, other, rule, other + gap.low, other + gap.high, why=why))
+        claims.append(
+            Claim(what, "", mean.mean, other, rule, other + gap.low, other + gap.high, why=why)
+        )
     return claims

@@ -1,11 +1,11 @@
 """Figure 23: more pairs of interest than the head has dimensions.
 
-Surplus pairs, those with the lowest target logits, are said to share the last singular vector. Beside the cosines
-stand the norms of their features, as a cosine hides that a feature has all but vanished; controls are the same features
-before training, under the same measure.
-A feature lies *on* the vector with which its |cos| is largest. A query is *confused* by the keys of other pairs of its
-kind (surplus, or within capacity) by ``Σ_{j≠i} |f_qi Ω f_kj| / ((m − 1) |f_qi Ω f_ki|)``. Toys are the runs: one
-for each number of pairs.
+Surplus pairs, those with the lowest target logits, are said to share the last singular vector.
+Beside the cosines stand the norms of their features, as a cosine hides that a feature has all but
+vanished; controls are the same features before training, under the same measure.
+A feature lies *on* the vector with which its |cos| is largest. A query is *confused* by the keys of
+other pairs of its kind (surplus, or within capacity) by ``Σ_{j≠i} |f_qi Ω f_kj| / ((m − 1) |f_qi Ω
+f_ki|)``. Toys are the runs: one for each number of pairs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ from qkscope_papers.tables import Estimate, Files, Row, files_of, heat_map, mean
 
 
 def _by_pairs(preset: str) -> dict[str, Superposition]:
-    small, large = (range(5, 11, 5), range(0)) if preset == "smoke" else (range(5, 11), range(10, 21))
-    found = {f"d_head=5 m={m}": Superposition(d_head=5, pairs=linear_pairs(m, 1.0 + m)) for m in small}
+    small, large = (
+        (range(5, 11, 5), range(0)) if preset == "smoke" else (range(5, 11), range(10, 21))
+    )
+    found = {
+        f"d_head=5 m={m}": Superposition(d_head=5, pairs=linear_pairs(m, 1.0 + m)) for m in small
+    }
     for m in large:
         if preset == "paper" or m % 5 == 0:
             wide = Superposition(n=40, d=20, d_head=10, pairs=linear_pairs(m, 1.0 + m))
@@ -100,7 +104,9 @@ def _summary(config: str, rows: list[Row], d_head: int, control: bool = False) -
 
 
 def _confusion(toy: Toy, ranked: Sequence[int]) -> float:
-    """How strongly queries of some pairs meet the keys of the others, relative to their own; mean over the queries."""
+    """How strongly queries of some pairs meet the keys of the others, relative to their own; mean
+    over the queries.
+    """
     pairs = by_logit(toy.task.pairs)
     query, key = (toy.W.double()[:, [pairs[i][side] for i in ranked]] for side in (0, 1))
     logits = ((toy.W_Q.double() @ query).mT @ (toy.W_K.double() @ key)).abs()
@@ -124,7 +130,11 @@ def _claims(rows: list[Row], summary: list[Row]) -> list[Claim]:
         return over_runs(row[name] for row in crowded if row["d_head"] in widths)
 
     last, kept, norms = over("surplus_on_last"), over("fitting_on_own"), over("surplus_norm")
-    wide, confused, sparse = over("surplus_on_last", (10,)), over("surplus_confusion"), over("fitting_sparsity")
+    wide, confused, sparse = (
+        over("surplus_on_last", (10,)),
+        over("surplus_confusion"),
+        over("fitting_sparsity"),
+    )
     less = over_runs(row["surplus_sparsity"] - row["fitting_sparsity"] for row in crowded)
     return [
         Claim("surplus pairs map to the last singular vector (share of their features, mean over toys; control: "
@@ -164,7 +174,9 @@ def _span(rows: list[Row]) -> str:
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """Heat maps of the query side by number of pairs; below them feature norms by rank of the target logit."""
+    """Heat maps of the query side by number of pairs; below them feature norms by rank of the
+    target logit.
+    """
     configs = [key.split("/", 1)[1] for key in result.arrays if key.startswith("query/")]
     columns = min(len(configs), 6)
     lines = -(-len(configs) // columns)
@@ -188,14 +200,22 @@ def draw(result: Result) -> Files:
             side.set_major_locator(MaxNLocator(4, integer=True))
         _norms(below, result, config, width, column == 0)
     assert image is not None
-    figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01).set_label("|cos| of query features and u_k")
+    figure.colorbar(image, ax=axes.ravel().tolist(), shrink=0.4, pad=0.01).set_label(
+        "|cos| of query features and u_k"
+    )
     return files_of(result, figure)
 
 
 def _norms(axis: Any, result: Result, config: str, width: int, first: bool) -> None:
     rows = pick(result.tables["alignment"], config=config, side="query", control=False)
-    top = max(r["feature_norm"] for r in result.tables["alignment"] if not r["control"])  # one scale for all panels
+    top = max(
+        r["feature_norm"] for r in result.tables["alignment"] if not r["control"]
+    )  # one scale for all panels
     colours = [TARGET if i >= width else ORIGINAL for i in range(len(rows))]
     axis.bar(range(len(rows)), [r["feature_norm"] for r in rows], color=colours)
     axis.axhline(1, color=REST, lw=0.8, ls=":")
-    axis.set(xlabel="pair (orange: surplus)", ylabel="feature norm" if first else "", ylim=(0, 1.05 * top))
+    axis.set(
+        xlabel="pair (orange: surplus)",
+        ylabel="feature norm" if first else "",
+        ylim=(0, 1.05 * top),
+    )

@@ -1,7 +1,9 @@
-"""Trained toys for the figures: which ones, with how much work at each preset, all trained in one go.
+"""Trained toys for the figures: which ones, with how much work at each preset, all trained in one
+go.
 
-Configurations have names (``default``, ``p=0.141``, ``m=7``), so that a row of a table says which one it is about.
-Where the paper leaves a choice open, the choice stands here or with the figure that makes it.
+Configurations have names (``default``, ``p=0.141``, ``m=7``), so that a row of a table says which
+one it is about. Where the paper leaves a choice open, the choice stands here or with the figure
+that makes it.
 """
 
 from __future__ import annotations
@@ -40,8 +42,12 @@ class ToyWork:
 WORK = {
     # Enough training to see the point, not to finish: short, at a high learning rate.
     "smoke": ToyWork(2000, 1000, 400, 800, 200, 5e-3, 100, 2000, 20, 1, 1, 1, 128, 5, 6),
-    "default": ToyWork(20_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 10_000, 40, 20, 5, 5, 512, 20, 14),
-    "paper": ToyWork(40_000, 5000, 40_000, 80_000, 80_000, 1e-3, 400, 10_000, 40, 20, 5, 20, 1024, 50, 20),
+    "default": ToyWork(
+        20_000, 5000, 20_000, 40_000, 80_000, 1e-3, 200, 10_000, 40, 20, 5, 5, 512, 20, 14
+    ),
+    "paper": ToyWork(
+        40_000, 5000, 40_000, 80_000, 80_000, 1e-3, 400, 10_000, 40, 20, 5, 20, 1024, 50, 20
+    ),
 }
 
 Tasks = Callable[[str], dict[str, Superposition]]
@@ -57,23 +63,38 @@ MANY = Superposition(n=100, d=50, d_head=50, pairs=linear_pairs(20, 20.0))
 
 
 def toys_of(tasks: Tasks, *, crowded: bool = False) -> Cells:
-    """Toys of these configurations; ``crowded`` ones train longer and, as the large ones of the paper, once each."""
+    """Toys of these configurations; ``crowded`` ones train longer and, as the large ones of the
+    paper, once each.
+    """
 
     def cell(task: Superposition, seed: int, work: ToyWork) -> ToyCell:
-        steps = work.rope if task.rope else work.many if task.n == MANY.n else work.crowded if crowded else work.steps
+        steps = (
+            work.rope
+            if task.rope
+            else work.many
+            if task.n == MANY.n
+            else work.crowded
+            if crowded
+            else work.steps
+        )
         return ToyCell(task, seed, steps, work.lr, every=work.every)
 
     def cells(settings: Settings) -> dict[str, list[ToyCell]]:
         work = WORK[settings.preset]
         return {
-            name: [cell(task, settings.seed + k, work) for k in range(1 if crowded or task.n == MANY.n else work.seeds)]
+            name: [
+                cell(task, settings.seed + k, work)
+                for k in range(1 if crowded or task.n == MANY.n else work.seeds)
+            ]
             for name, task in tasks(settings.preset).items()
         }
 
     return cells
 
 
-def toys_over(field: str, values: Sequence[float], smoke: int = 1, name: str | None = None) -> Cells:
+def toys_over(
+    field: str, values: Sequence[float], smoke: int = 1, name: str | None = None
+) -> Cells:
     """The default toy with one setting varied; at preset smoke only some of the values."""
     return toys_of(
         lambda preset: {
@@ -90,11 +111,19 @@ DEFAULT_RUN = toys_of(lambda preset: {"default": Superposition()})
 
 
 def watched(settings: Settings) -> dict[str, list[ToyCell]]:
-    """Figure 3: as many steps as the paper takes, both readings of its loss, closely spaced checkpoints."""
+    """Figure 3: as many steps as the paper takes, both readings of its loss, closely spaced
+    checkpoints.
+    """
     work = WORK[settings.preset]
     return {
         f"reading {reading}": [
-            ToyCell(Superposition(reading=reading), settings.seed + k, work.watched, work.lr, every=work.dense)
+            ToyCell(
+                Superposition(reading=reading),
+                settings.seed + k,
+                work.watched,
+                work.lr,
+                every=work.dense,
+            )
             for k in range(work.watched_seeds)
         ]
         for reading in READINGS
@@ -111,7 +140,10 @@ def train(cells: Cells, settings: Settings) -> dict[str, list[ToyRun]]:
 def _train_together(figures: Sequence[Figure], settings: Settings) -> None:
     """Train everything the figures need in one go: toys side by side cost far less than one by one."""
     named = [figure.asked["cells"](settings) for figure in figures]
-    _train(list(dict.fromkeys(cell for each in named for cells in each.values() for cell in cells)), settings)
+    _train(
+        list(dict.fromkeys(cell for each in named for cells in each.values() for cell in cells)),
+        settings,
+    )
 
 
 def _train(cells: Sequence[ToyCell], settings: Settings) -> list[ToyRun]:

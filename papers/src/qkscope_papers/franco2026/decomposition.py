@@ -1,8 +1,10 @@
-"""Figures 5, 6 and 24: relative attention of single token pairs, term by term, early and late in training.
+"""Figures 5, 6 and 24: relative attention of single token pairs, term by term, early and late in
+training.
 
-With the first pair alone in the tokens one term should carry the relative logit late in training (figure 5); with no
-feature of interest none should (figure 24). Figure 6: a term's size against the strength ``x_q x_k`` of its pair, as a
-correlation; control: the same term and the strengths of other pairs.
+With the first pair alone in the tokens one term should carry the relative logit late in training
+(figure 5); with no feature of interest none should (figure 24). Figure 6: a term's size against the
+strength ``x_q x_k`` of its pair, as a correlation; control: the same term and the strengths of
+other pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from qkscope.maths.singular import rotated_terms, sparsity
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, REST, new_figure
-from qkscope_papers.franco2026.cells import BEYOND, DEFAULT_RUN, WAS_LESS, WORK, Cells, toy_figure, train
+from qkscope_papers.franco2026.cells import (
+    BEYOND,
+    DEFAULT_RUN,
+    WAS_LESS,
+    WORK,
+    Cells,
+    toy_figure,
+    train,
+)
 from qkscope_papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope_papers.franco2026.toy.superposition import by_logit
 from qkscope_papers.franco2026.toy.trained import ToyRun
@@ -40,9 +50,13 @@ def run(settings: Settings, cells: Cells, none: bool) -> Result:
         for name, check in (("early", 0), ("late", -1)):
             task = trained.cell.task
             seed = derived_seed(settings.seed, 32, trained.cell.seed)
-            pairs = draw_token_pairs(task, "none" if none else "one", work.contexts, seed, None if none else 0)
+            pairs = draw_token_pairs(
+                task, "none" if none else "one", work.contexts, seed, None if none else 0
+            )
             at = coordinates(trained.at(check), pairs)
-            turned = rotated_terms(at.query, at.s, at.difference, work.rotations, derived_seed(settings.seed, 33))
+            turned = rotated_terms(
+                at.query, at.s, at.difference, work.rotations, derived_seed(settings.seed, 33)
+            )
             if trained is toys[0]:
                 arrays[f"terms/{name}"] = at.terms[:_SHOWN].float()
                 arrays[f"rotated/{name}"] = turned[0, :_SHOWN].float()
@@ -70,7 +84,10 @@ def _first_share(terms: Float[Tensor, "*c m"]) -> Tensor:
 
 
 def _one_claims(late: list[Row], early: list[Row]) -> list[Claim]:
-    share, gap = over_runs(r["first_share"] for r in late), over_runs(r["sparsity"] - r["rotated"] for r in late)
+    share, gap = (
+        over_runs(r["first_share"] for r in late),
+        over_runs(r["sparsity"] - r["rotated"] for r in late),
+    )
     return [
         Claim("with one pair present a single term carries relative attention (share of the largest |c|, mean over "
               "seeds; control: early)", "Sec. 5, Fig. 5: only one significant contribution, at first none",
@@ -84,7 +101,10 @@ def _one_claims(late: list[Row], early: list[Row]) -> list[Claim]:
 
 def _none_claims(late: list[Row], early: list[Row]) -> list[Claim]:
     size = over_runs(r["size"] for r in late)
-    share, gap = over_runs(r["first_share"] for r in late), over_runs(r["sparsity"] - r["rotated"] for r in late)
+    share, gap = (
+        over_runs(r["first_share"] for r in late),
+        over_runs(r["sparsity"] - r["rotated"] for r in late),
+    )
     return [
         Claim("without features of interest no single term stands out (share of the largest |c|, mean over seeds; "
               "control: early)", "App. F, Fig. 24: sparsity is absent", share.mean,
@@ -114,20 +134,34 @@ def strengths(toys: list[ToyRun], settings: Settings) -> Result:
     rows: list[Row] = []
     arrays: dict[str, Tensor] = {}
     for trained in toys:
-        task, ranked = trained.cell.task, by_logit(trained.cell.task.pairs)  # term k belongs to the k-th largest target
+        task, ranked = (
+            trained.cell.task,
+            by_logit(trained.cell.task.pairs),
+        )  # term k belongs to the k-th largest target
         # as in training: any number of pairs present
-        generator = torch.Generator().manual_seed(derived_seed(settings.seed, 34, trained.cell.seed))
+        generator = torch.Generator().manual_seed(
+            derived_seed(settings.seed, 34, trained.cell.seed)
+        )
         shape = (work.contexts, 1 + task.context, task.n)
         x = task.strengths(torch.rand(shape, generator=generator, dtype=torch.float64))
         for control, check in ((False, -1), (True, 0)):
             toy = trained.at(check)
-            at = coordinates(toy, draw_token_pairs(task, "none", work.contexts, 0)._replace(x_q=x[:, 0], x_k=x[:, 1:]))
+            at = coordinates(
+                toy,
+                draw_token_pairs(task, "none", work.contexts, 0)._replace(
+                    x_q=x[:, 0], x_k=x[:, 1:]
+                ),
+            )
             others = x[:, 2:].mean(1)
-            strength = torch.stack([x[:, 0, q] * (x[:, 1, k] - others[:, k]) for q, k, _ in ranked], dim=1)
+            strength = torch.stack(
+                [x[:, 0, q] * (x[:, 1, k] - others[:, k]) for q, k, _ in ranked], dim=1
+            )
             found = torch.corrcoef(torch.cat([at.terms[:, : len(ranked)], strength], dim=1).mT)
             cross = found[: len(ranked), len(ranked) :]
             if trained is toys[0]:
-                arrays[f"terms/{'early' if control else 'late'}"] = at.terms[:, : len(ranked)].float()
+                arrays[f"terms/{'early' if control else 'late'}"] = at.terms[
+                    :, : len(ranked)
+                ].float()
                 arrays["strength"] = strength.float()
             for i, (q, k, logit) in enumerate(ranked):
                 off = torch.cat([cross[i, :i], cross[i, i + 1 :]])
@@ -171,11 +205,17 @@ def draw(result: Result) -> Files:
               ("rotated/late", "after, U and V rotated", "late", "rotated"))  # fmt: skip
     figure = new_figure(10.5, 4.4)
     axes = figure.subplots(1, 3, sharey=True)
-    rows = {row["when"]: row for row in result.tables["terms"] if row["seed"] == result.tables["terms"][0]["seed"]}
+    rows = {
+        row["when"]: row
+        for row in result.tables["terms"]
+        if row["seed"] == result.tables["terms"][0]["seed"]
+    }
     for axis, (key, title, when, column) in zip(axes, panels, strict=True):
         terms = result.arrays[key]
         shares = terms / terms.abs().sum(-1, keepdim=True)
-        image = axis.imshow(shares.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
+        image = axis.imshow(
+            shares.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest"
+        )
         axis.set(xlabel="singular vector k", xticks=range(0, terms.shape[1], 3))
         axis.set_title(f"{title}: sparsity {rows[when][column]:.3f}")
     axes[0].set_ylabel("token pair")
@@ -194,11 +234,14 @@ def draw_strengths(result: Result) -> Files:
     for i, (axis, row) in enumerate(zip(axes, late, strict=True)):
         x = result.arrays["strength"][:, i].numpy()
         for key, colour, size in (("terms/early", REST, 4), ("terms/late", ORIGINAL, 6)):
-            axis.scatter(x, result.arrays[key][:, i].numpy(), s=size, color=colour, alpha=0.6, linewidths=0)
+            axis.scatter(
+                x, result.arrays[key][:, i].numpy(), s=size, color=colour, alpha=0.6, linewidths=0
+            )
         axis.axline((0, 0), slope=row["target_logit"], color=INK, lw=0.8, ls=":")
         before = math.fabs(early[i]["correlation"])
         axis.set_title(
-            f"pair {row['pair']}: r = {row['correlation']:.3f}\n(grey, untrained: {before:.2f})", fontsize=8.5
+            f"pair {row['pair']}: r = {row['correlation']:.3f}\n(grey, untrained: {before:.2f})",
+            fontsize=8.5,
         )
         axis.set_xlabel("x_q (x_k − mean other x_k)")
     axes[0].set_ylabel("term c_k (dotted: slope = target)")

@@ -1,9 +1,11 @@
-"""Is a dictionary the right one? The toy's own features, split as trace splits, beside dictionaries without meaning.
+"""Is a dictionary the right one? The toy's own features, split as trace splits, beside dictionaries
+without meaning.
 
-The toy's features are known (columns of W, read back by its autoencoder), and so is which feature of the query should
-meet which of the key. So the split of a relative logit into pairs of features has a right answer: with the true
-dictionary the true pairs come first, and no copy (rotated, random, codes of other features or tokens) puts as much into
-one pair. The paper does not ask this. The rules stood before the first run.
+The toy's features are known (columns of W, read back by its autoencoder), and so is which feature
+of the query should meet which of the key. So the split of a relative logit into pairs of features
+has a right answer: with the true dictionary the true pairs come first, and no copy (rotated,
+random, codes of other features or tokens) puts as much into one pair. The paper does not ask this.
+The rules stood before the first run.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.draws import derived_seed
-from qkscope.maths.dictionaries import BIAS, ERROR, NULLS, NUMBERS, Coded, Dictionary, FeatureTerms, null_code
+from qkscope.maths.dictionaries import (
+    BIAS,
+    ERROR,
+    NULLS,
+    NUMBERS,
+    Coded,
+    Dictionary,
+    FeatureTerms,
+    null_code,
+)
 from qkscope.maths.writers import relative_weights
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
@@ -43,15 +54,21 @@ class PairSplit(NamedTuple):
     first: list[tuple[int, int]]
 
 
-@toy_figure("feature_pairs", "Pairs of a dictionary's features, beside copies without meaning", DEFAULT_RUN)
+@toy_figure(
+    "feature_pairs", "Pairs of a dictionary's features, beside copies without meaning", DEFAULT_RUN
+)
 def run(settings: Settings, cells: Cells) -> Result:
-    """Every seed, before and after training, with the toy's own dictionary; after training with copies."""
+    """Every seed, before and after training, with the toy's own dictionary; after training with
+    copies.
+    """
     (toys,) = train(cells, settings).values()
     work, rows = WORK[settings.preset], list[Row]()
     for trained in toys:
         seed, task = trained.cell.seed, trained.cell.task
         drawn = [
-            draw_token_pairs(task, "one", _CONTEXTS, derived_seed(settings.seed, "dictionary", seed, i), i)
+            draw_token_pairs(
+                task, "one", _CONTEXTS, derived_seed(settings.seed, "dictionary", seed, i), i
+            )
             for i in range(len(task.pairs))
         ]
         alone = [torch.cat([own.x_q[:, None], own.x_k], dim=1) for own in drawn]
@@ -63,19 +80,32 @@ def run(settings: Settings, cells: Cells) -> Result:
             size = split(toy, usual, "true", 0, attended=None).size
             among = true_among(size, toy)
             row = {"seed": seed, "step": trained.steps[check], "when": when}
-            rows.append({**row, "kind": "true", "draw": 0, "among": among, **_alone(toy, alone, "true", 0)})
+            rows.append(
+                {**row, "kind": "true", "draw": 0, "among": among, **_alone(toy, alone, "true", 0)}
+            )
             if when == "early":
                 continue
             for kind in NULLS:
                 for draw in range(work.rotations):
                     own = derived_seed(settings.seed, kind, seed, draw)
-                    rows.append({**row, "kind": kind, "draw": draw, "among": None, **_alone(toy, alone, kind, own)})
+                    rows.append(
+                        {
+                            **row,
+                            "kind": kind,
+                            "draw": draw,
+                            "among": None,
+                            **_alone(toy, alone, kind, own),
+                        }
+                    )
     about = {"work": vars(work), "contexts": _CONTEXTS}
     return settings.result(_answer(rows), {"feature_pairs": rows}, _claims(rows), about=about)
 
 
-def split(toy: Toy, x: Float[Tensor, "c p n"], kind: str, seed: int, attended: int | None) -> PairSplit:
-    """Run contexts through the toy and split their logits into pairs of features; the first token is the query.
+def split(
+    toy: Toy, x: Float[Tensor, "c p n"], kind: str, seed: int, attended: int | None
+) -> PairSplit:
+    """Run contexts through the toy and split their logits into pairs of features; the first token
+    is the query.
 
     Parameters
     ----------
@@ -88,7 +118,8 @@ def split(toy: Toy, x: Float[Tensor, "c p n"], kind: str, seed: int, attended: i
     chosen = (q @ k.mT)[:, 0].argmax(-1) if attended is None else torch.full((len(x),), attended)
     signs = torch.full(k.shape[:2], -1).scatter(1, chosen[:, None], 1)
     rows = toy.W.mT.double()
-    # a feature that training gave up has no direction left, and its bias alone would count it as active everywhere
+    # a feature that training gave up has no direction left, and its bias alone would count it as
+    # active everywhere
     alive = (rows.norm(dim=1) > _GIVEN_UP * rows.norm(dim=1).max()).nonzero()[:, 0]
     own = Dictionary(rows[alive], rows[alive].mT, layer=0, encoder_bias=toy.b.double()[alive])
     coded = own.code(tokens)
@@ -115,7 +146,9 @@ def _parts(tokens: Float[Tensor, "c p d"], coded: Coded) -> Float[Tensor, "c s+2
 def true_among(size: Float[Tensor, "n n"], toy: Toy) -> int:
     """How many of the true pairs are among as many of the largest."""
     pairs = {(query, key) for query, key, _ in toy.task.pairs}
-    return sum(divmod(i, len(size)) in pairs for i in size.flatten().topk(len(pairs)).indices.tolist())
+    return sum(
+        divmod(i, len(size)) in pairs for i in size.flatten().topk(len(pairs)).indices.tolist()
+    )
 
 
 def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: int) -> Row:
@@ -138,7 +171,9 @@ def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: in
 def _answer(rows: list[Row]) -> str:
     late = pick(rows, when="late")
     of = {kind: pick(late, kind=kind) for kind in _KINDS}
-    copies = ", ".join(f"{_CALLED[kind]} {mean(r['first_held'] for r in of[kind]):.0%}" for kind in NULLS)
+    copies = ", ".join(
+        f"{_CALLED[kind]} {mean(r['first_held'] for r in of[kind]):.0%}" for kind in NULLS
+    )
     seeds = len(of["true"])
     return (
         f"With the toy's own dictionary the true pairs are the largest in {sum(r['among'] == 4 for r in of['true'])} "
@@ -154,7 +189,9 @@ def _claims(rows: list[Row]) -> list[Claim]:
     def highest(column: str, seed: int) -> float:
         return max(row[column] for row in copies if row["seed"] == seed)
 
-    among, firsts, singly = (over_runs(r[name] for r in late) for name in ("among", "pairs_first", "contexts_first"))
+    among, firsts, singly = (
+        over_runs(r[name] for r in late) for name in ("among", "pairs_first", "contexts_first")
+    )
     ahead = over_runs(r["first_held"] - highest("first_held", r["seed"]) for r in late)
     return [
         Claim("with the true dictionary the four true pairs are the four largest (how many of them, mean over seeds; "

@@ -1,11 +1,13 @@
 """Figures 3 and 13: how alignment comes about over training, and how its speed depends on p.
 
-Figure 3 compares vectors across training: ``|cos(u_k(s), u_k(s'))|``, the same for features, and one with the other.
-As numbers: the step at which the head has learned half of a pair's target logit, ``f_qᵀ Ω f_k ≥ M/2``, the one from
-which the pair stays aligned (both |cos| ≥ 0.95 to the end), and the one from which u_k stays where it ends, each
-against the order of the target logits. An untrained head gives the value at step 0, a random direction the best that
-chance finds. The paper's loss is lost in our copy, and its two readings differ here: both are trained, as long as the
-paper trains. Every claim is decided on reading C, that of all other figures; reading B stands beside it as the control.
+Figure 3 compares vectors across training: ``|cos(u_k(s), u_k(s'))|``, the same for features, and
+one with the other. As numbers: the step at which the head has learned half of a pair's target
+logit, ``f_qᵀ Ω f_k ≥ M/2``, the one from which the pair stays aligned (both |cos| ≥ 0.95 to the
+end), and the one from which u_k stays where it ends, each against the order of the target logits.
+An untrained head gives the value at step 0, a random direction the best that chance finds. The
+paper's loss is lost in our copy, and its two readings differ here: both are trained, as long as the
+paper trains. Every claim is decided on reading C, that of all other figures; reading B stands
+beside it as the control.
 """
 
 from __future__ import annotations
@@ -28,7 +30,18 @@ from qkscope_papers.franco2026.toy.measure import alignment_rows
 from qkscope_papers.franco2026.toy.superposition import Pair, by_logit
 from qkscope_papers.franco2026.toy.trained import ToyRun
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Estimate, Files, Row, column, distinct, files_of, mean, over_seeds, pick, share_of
+from qkscope_papers.tables import (
+    Estimate,
+    Files,
+    Row,
+    column,
+    distinct,
+    files_of,
+    mean,
+    over_seeds,
+    pick,
+    share_of,
+)
 
 STAYS = 0.95
 READING, OTHER = "reading C", "reading B"
@@ -38,14 +51,25 @@ _SEEDS = 5  # of which its table and its curves show them
 
 @toy_figure("fig3", "Alignment across training, pair by pair", watched)
 def run(settings: Settings, cells: Cells) -> Result:
-    """The four pairs under both readings of the loss, and the vectors of the first seed of `READING`."""
+    """The four pairs under both readings of the loss, and the vectors of the first seed of
+    `READING`.
+    """
     toys = train(cells, settings)
     rows, _ = _along({config: found[:_SEEDS] for config, found in toys.items()}, _SHOWN)
-    onsets = [row for config, found in toys.items() for trained in found for row in onset_rows(config, trained)]
+    onsets = [
+        row
+        for config, found in toys.items()
+        for trained in found
+        for row in onset_rows(config, trained)
+    ]
     tables = {"alignment": rows, "onsets": onsets}
     first = toys[READING][0]
     return settings.result(
-        _answer(onsets), tables, _order_claims(onsets), across_training(first), about=_about(settings)
+        _answer(onsets),
+        tables,
+        _order_claims(onsets),
+        across_training(first),
+        about=_about(settings),
     )
 
 
@@ -54,7 +78,9 @@ def run_by_p(settings: Settings, cells: Cells) -> Result:
     """Alignment along training for each p and seed."""
     rows, onsets = _along(train(cells, settings), WORK[settings.preset].points)
     tables = {"alignment": rows, "onsets": onsets}
-    return settings.result(_answer_by_p(onsets), tables, _speed_claims(onsets), about=_about(settings))
+    return settings.result(
+        _answer_by_p(onsets), tables, _speed_claims(onsets), about=_about(settings)
+    )
 
 
 def _about(settings: Settings) -> Row:
@@ -83,7 +109,9 @@ def checkpoints(count: int, points: int) -> list[int]:
 
 
 def onset_rows(config: str, trained: ToyRun) -> list[Row]:
-    """For every pair the steps from which it stays aligned and its u_k stays in place (NaN if never)."""
+    """For every pair the steps from which it stays aligned and its u_k stays in place (NaN if
+    never).
+    """
     pairs = by_logit(trained.cell.task.pairs)
     checks = range(len(trained.steps))
     both = torch.stack([_matched(trained, check) for check in checks])  # checks pairs
@@ -148,9 +176,11 @@ def across_training(trained: ToyRun) -> dict[str, Tensor]:
 
 
 def order_agreement(onsets: Sequence[Row], name: str) -> float:
-    """Share of pairs of pairs in which the one with the larger logit comes first, of those that checkpoints tell apart.
+    """Share of pairs of pairs in which the one with the larger logit comes first, of those that
+    checkpoints tell apart.
 
-    Two that come between the same checkpoints are no evidence either way. 0.5 by chance; NaN where all are ties.
+    Two that come between the same checkpoints are no evidence either way. 0.5 by chance; NaN where
+    all are ties.
     """
     agreed = []
     for row in onsets:
@@ -158,7 +188,9 @@ def order_agreement(onsets: Sequence[Row], name: str) -> float:
             if (other["config"], other["seed"]) == (row["config"], row["seed"]) and (
                 row["target_logit"] > other["target_logit"]
             ):
-                first, second = (r[name] if math.isfinite(r[name]) else math.inf for r in (row, other))
+                first, second = (
+                    r[name] if math.isfinite(r[name]) else math.inf for r in (row, other)
+                )
                 agreed += [] if first == second else [float(first < second)]
     return mean(agreed) if agreed else math.nan
 
@@ -233,10 +265,15 @@ def _answer(onsets: list[Row]) -> str:
     said = []
     for config in (READING, OTHER):
         own = pick(onsets, config=config)
-        steps = " ".join(f"{mean(r['onset'] for r in pick(own, pair=pair)):,.0f}" for pair in distinct(own, "pair"))
+        steps = " ".join(
+            f"{mean(r['onset'] for r in pick(own, pair=pair)):,.0f}"
+            for pair in distinct(own, "pair")
+        )
         order = over_seeds(own, lambda rows: order_agreement(rows, "onset")).mean
         aligned = f"{config} of the loss: {_aligned(own).mean:.0%} of pairs align"
-        said.append(f"{aligned}, at steps {steps} on average (largest logit first), in that order in {order:.0%}")
+        said.append(
+            f"{aligned}, at steps {steps} on average (largest logit first), in that order in {order:.0%}"
+        )
     return "; ".join(said) + "."
 
 
@@ -245,17 +282,26 @@ def _answer_by_p(onsets: list[Row]) -> str:
         config: mean(float(math.isfinite(r["onset"])) for r in pick(onsets, config=config))
         for config in distinct(onsets, "config")
     }
-    return "Share of pairs that align: " + ", ".join(f"{config} {share:.2f}" for config, share in reached.items()) + "."
+    return (
+        "Share of pairs that align: "
+        + ", ".join(f"{config} {share:.2f}" for config, share in reached.items())
+        + "."
+    )
 
 
 # ---------------------------------------------------------------------- the drawing
 
-_LINES = (("vector", "u_k(s) and u_k(s')"), ("feature", "f(s) and f(s')"), ("both", "f(s) and u_k(s')"))
+_LINES = (
+    ("vector", "u_k(s) and u_k(s')"),
+    ("feature", "f(s) and f(s')"),
+    ("both", "f(s) and u_k(s')"),
+)
 
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """Three rows of heat maps, a column per pair; below, matched |cos| over the steps, for each reading of the loss.
+    """Three rows of heat maps, a column per pair; below, matched |cos| over the steps, for each
+    reading of the loss.
 
     Steps stand on a square-root scale, as pairs are learned in the first few per cent of training.
     """
@@ -268,10 +314,18 @@ def draw(result: Result) -> Files:
     for line, (kind, label) in zip(axes, _LINES, strict=True):
         for k, axis in enumerate(line):
             image = axis.pcolormesh(
-                edges, edges, result.arrays[f"{kind}/{k}"].numpy(), cmap="magma_r", vmin=0, vmax=1, rasterized=True
+                edges,
+                edges,
+                result.arrays[f"{kind}/{k}"].numpy(),
+                cmap="magma_r",
+                vmin=0,
+                vmax=1,
+                rasterized=True,
             )
             if kind == "vector":
-                axis.set_title(f"k = {k + 1}: pair {pairs[k][0]}, logit {pairs[k][1]:g}", fontsize=9)
+                axis.set_title(
+                    f"k = {k + 1}: pair {pairs[k][0]}, logit {pairs[k][1]:g}", fontsize=9
+                )
             _spread(axis, steps[-1], "xy")
             axis.tick_params(labelsize=7)
         line[0].set_ylabel(f"|cos| of {label}\nstep s")
@@ -294,7 +348,9 @@ def _edges(steps: list[int]) -> np.ndarray:
 def _spread(axis: Any, last: int, which: str) -> None:
     ticks = [round(last * share) for share in (0, 0.0125, 0.05, 0.125, 0.25, 0.5, 1)]
     for name in which:
-        getattr(axis, f"set_{name}scale")("function", functions=(lambda x: np.sqrt(np.abs(x)), np.square))
+        getattr(axis, f"set_{name}scale")(
+            "function", functions=(lambda x: np.sqrt(np.abs(x)), np.square)
+        )
         getattr(axis, f"set_{name}lim")(0, last)
         getattr(axis, f"set_{name}ticks")(ticks, [f"{tick:,}" for tick in ticks])
 
@@ -305,7 +361,14 @@ def _curves(axis: Any, table: list[Row], pairs: list[tuple[str, float]], config:
         for n, seed in enumerate(distinct(rows, "seed")):
             own = pick(rows, pair=pair, seed=seed)
             label, width = (f"pair {pair}, logit {logit:g}", 1.2) if n == 0 else (None, 0.5)
-            axis.plot(column(own, "step"), column(own, "matched"), "-", color=colour, lw=width, label=label)
+            axis.plot(
+                column(own, "step"),
+                column(own, "matched"),
+                "-",
+                color=colour,
+                lw=width,
+                label=label,
+            )
     axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random")
     _spread(axis, max(r["step"] for r in rows), "x")
     axis.set(xlabel="step (thin: other seeds)", ylabel="matched |cos|, query side", ylim=(0, 1.05))

@@ -1,8 +1,10 @@
-"""Figure 7a: sparsity of relative attention over training, with one pair of interest present, two, and none.
+"""Figure 7a: sparsity of relative attention over training, with one pair of interest present, two,
+and none.
 
-At every checkpoint three nulls of the same weights: U and V rotated independently (spectrum and rank stay), one
-rotation of the head's space (every logit stays), and, for the count, random terms of the same sum. Claims are about
-differences, means over seeds with their intervals; the bands of the drawing resample contexts.
+At every checkpoint three nulls of the same weights: U and V rotated independently (spectrum and
+rank stay), one rotation of the head's space (every logit stays), and, for the count, random terms
+of the same sum. Claims are about differences, means over seeds with their intervals; the bands of
+the drawing resample contexts.
 """
 
 from __future__ import annotations
@@ -15,9 +17,24 @@ from qkscope.maths.significance import clustered_bootstrap
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import ORIGINAL, REST, TARGET, new_figure
-from qkscope_papers.franco2026.cells import BEYOND, DEFAULT_RUN, WAS_LESS, WORK, Cells, ToyWork, toy_figure, train
+from qkscope_papers.franco2026.cells import (
+    BEYOND,
+    DEFAULT_RUN,
+    WAS_LESS,
+    WORK,
+    Cells,
+    ToyWork,
+    toy_figure,
+    train,
+)
 from qkscope_papers.franco2026.dynamics import checkpoints
-from qkscope_papers.franco2026.token_pairs import PRESENT, Present, TokenPairs, coordinates, draw_token_pairs
+from qkscope_papers.franco2026.token_pairs import (
+    PRESENT,
+    Present,
+    TokenPairs,
+    coordinates,
+    draw_token_pairs,
+)
 from qkscope_papers.franco2026.toy.measure import alignment_rows
 from qkscope_papers.franco2026.toy.superposition import Toy
 from qkscope_papers.registry import Settings
@@ -35,13 +52,21 @@ def run(settings: Settings, cells: Cells) -> Result:
     for trained in next(iter(train(cells, settings).values())):
         seed = trained.cell.seed
         for present in PRESENT:
-            pairs = draw_token_pairs(trained.cell.task, present, work.contexts, derived_seed(settings.seed, 35, seed))
+            pairs = draw_token_pairs(
+                trained.cell.task, present, work.contexts, derived_seed(settings.seed, 35, seed)
+            )
             for check in checkpoints(len(trained.steps), work.points):
                 toy = trained.at(check)
                 found = sparsity_row(toy, pairs, work, derived_seed(settings.seed, 36, seed))
                 matched = mean(r["matched"] for r in alignment_rows("", seed, 0, toy))
                 rows.append(
-                    {"seed": seed, "step": trained.steps[check], "present": present, "matched": matched, **found}
+                    {
+                        "seed": seed,
+                        "step": trained.steps[check],
+                        "present": present,
+                        "matched": matched,
+                        **found,
+                    }
                 )
     last = max(row["step"] for row in rows)
     ends = {present: pick(rows, present=present, step=last) for present in PRESENT}
@@ -62,19 +87,29 @@ def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
     """One checkpoint and kind of token pair, beside its nulls."""
     at = coordinates(toy, pairs)
     terms = at.terms
-    turned = singular.sparsity(singular.rotated_terms(at.query, at.s, at.difference, work.rotations, seed)).mean(0)
-    q, k = at.query * at.s.sqrt(), at.difference * at.s.sqrt()  # a basis of the head's space, up to a rotation
+    turned = singular.sparsity(
+        singular.rotated_terms(at.query, at.s, at.difference, work.rotations, seed)
+    ).mean(0)
+    q, k = (
+        at.query * at.s.sqrt(),
+        at.difference * at.s.sqrt(),
+    )  # a basis of the head's space, up to a rotation
     rotation = singular.random_rotations(q.shape[-1], work.rotations, seed).to(q)
     q, k = (torch.einsum("...m,rmn->r...n", x, rotation) for x in (q, k))
     shared = singular.sparsity(q * k).mean(0)
     own = singular.sparsity(terms)
-    exact, close = singular.reconstruction_count(terms), singular.reconstruction_count(terms, TOLERANCE)
+    exact, close = (
+        singular.reconstruction_count(terms),
+        singular.reconstruction_count(terms, TOLERANCE),
+    )
     context = torch.arange(len(own))
     columns = torch.stack([own, turned, own - turned], dim=1)
     low, high = clustered_bootstrap(columns, context, draws=_RESAMPLES, seed=seed)
     counted = exact[exact.isfinite()]
     count_low, count_high = (
-        clustered_bootstrap(counted[:, None], torch.arange(len(counted)), draws=_RESAMPLES, seed=seed)
+        clustered_bootstrap(
+            counted[:, None], torch.arange(len(counted)), draws=_RESAMPLES, seed=seed
+        )
         if len(counted)
         else (torch.full((1,), torch.nan),) * 2
     )
@@ -111,7 +146,9 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
         Claim("sparsity emerges (one pair, after training; control: before)", "Sec. 5, Fig. 7(a): how sparsity emerges",
               after.mean, before, "ours < 0.5 * control", after.low, after.high),
     ]  # fmt: skip
-    follows, without = (over_seeds(pick(rows, present=present), _follows) for present in ("one", "none"))
+    follows, without = (
+        over_seeds(pick(rows, present=present), _follows) for present in ("one", "none")
+    )
     claims.append(Claim(
         "sparsity comes as singular vectors align (rank correlation of sparsity and matched |cos| over checkpoints, "
         "mean over seeds; control: no pair present)", "Sec. 5, Fig. 7(a): consistent with the evolution of SVF "
@@ -124,7 +161,10 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
             BEYOND, gap.low, gap.high,
             changed="Rotated bases are the paper's control in Pythia, not here; with no pair present the paper sees no "
             f"sparsity, and Fig. 24 asks that. {WAS_LESS}"))  # fmt: skip
-    shared, count = over_runs(r["sparsity"] - r["shared"] for r in one), over_runs(r["count_tol"] for r in one)
+    shared, count = (
+        over_runs(r["sparsity"] - r["shared"] for r in one),
+        over_runs(r["count_tol"] for r in one),
+    )
     claims += [
         Claim("one present: sparser than in a rotated head space, where every logit is the same (mean over seeds; "
               "control: before training)", "", shared.mean,
@@ -151,7 +191,9 @@ _NAMES = {"one": "one pair present", "two": "two pairs", "none": "none"}
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """Mean over seeds; bands from the lowest to the highest end of the seeds' intervals; dashed the rotated basis."""
+    """Mean over seeds; bands from the lowest to the highest end of the seeds' intervals; dashed the
+    rotated basis.
+    """
     rows = list(result.tables["sparsity"])
     figure = new_figure(10.2, 4.0)
     left, right = figure.subplots(1, 2)
@@ -159,11 +201,25 @@ def draw(result: Result) -> Files:
         own = pick(rows, present=present)
         steps = sorted({r["step"] for r in own})
         at = [pick(own, step=step) for step in steps]
-        left.plot(steps, [mean(column(x, "sparsity")) for x in at], "-o", ms=3, color=colour, label=_NAMES[present])
+        left.plot(
+            steps,
+            [mean(column(x, "sparsity")) for x in at],
+            "-o",
+            ms=3,
+            color=colour,
+            label=_NAMES[present],
+        )
         low, high = [min(column(x, "low")) for x in at], [max(column(x, "high")) for x in at]
         left.fill_between(steps, low, high, color=colour, alpha=0.25, lw=0)
         left.plot(steps, [mean(column(x, "rotated")) for x in at], "--", color=colour, lw=1)
-        right.plot(steps, [mean(column(x, "count_tol")) for x in at], "-o", ms=3, color=colour, label=_NAMES[present])
+        right.plot(
+            steps,
+            [mean(column(x, "count_tol")) for x in at],
+            "-o",
+            ms=3,
+            color=colour,
+            label=_NAMES[present],
+        )
         right.plot(steps, [mean(column(x, "null_count")) for x in at], "--", color=colour, lw=1)
     left.axhline(0.1, color="#666b75", lw=0.8, ls=":")
     left.set(xlabel="step", ylabel="sparsity (mean |c|)² / mean c²", ylim=(0, None))

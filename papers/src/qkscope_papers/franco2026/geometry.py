@@ -1,10 +1,13 @@
-"""Figures 1 and 19: how features arrange themselves without a head, with one pair of interest, and with twenty.
+"""Figures 1 and 19: how features arrange themselves without a head, with one pair of interest, and
+with twenty.
 
-Without a head the paper sees antipodal pairs, one per dimension, and ``W Wᵀ = cI``. With a head the features of
-interest stand orthogonal to all others. In numbers: antipodal pairs (``cos < −0.9``), ``‖G/c − I‖``, and the largest
+Without a head the paper sees antipodal pairs, one per dimension, and ``W Wᵀ = cI``. With a head the
+features of interest stand orthogonal to all others. In numbers: antipodal pairs (``cos < −0.9``),
+``‖G/c − I‖``, and the largest
 |cos| of a feature of interest with any other feature - beside the same for features that are of no interest, and for
-the untrained dictionary. Features that have vanished, with a norm of 0.002 and the like, point nowhere and are left
-out. Which p the figures without a head have is lost in our copy: all of the paper's sweep are run.
+the untrained dictionary. Features that have vanished, with a norm of 0.002 and the like, point
+nowhere and are left out. Which p the figures without a head have is lost in our copy: all of the
+paper's sweep are run.
 """
 
 from __future__ import annotations
@@ -19,7 +22,17 @@ from matplotlib.ticker import MaxNLocator
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import new_figure
-from qkscope_papers.franco2026.cells import MANY, MANY_PAIRS, ONE, ONE_PAIR, WORK, Cells, toy_figure, toys_of, train
+from qkscope_papers.franco2026.cells import (
+    MANY,
+    MANY_PAIRS,
+    ONE,
+    ONE_PAIR,
+    WORK,
+    Cells,
+    toy_figure,
+    toys_of,
+    train,
+)
 from qkscope_papers.franco2026.toy.alignment import cosines, gram, isotropy_error
 from qkscope_papers.franco2026.toy.superposition import Superposition, Toy
 from qkscope_papers.registry import Settings
@@ -28,7 +41,9 @@ from qkscope_papers.tables import Files, Row, figure_name, files_of, mean, over_
 _ANTIPODAL = -0.9
 _VANISHED = 0.05  # of the largest norm
 NO_HEAD = {f"no head, p={p:.3g}": p for p in (50 ** (-k / 6) for k in range(7))}
-TABLE_1, _SHOWN = list(NO_HEAD)[1:3]  # the p of Table 1, and the one after it, which is drawn as well
+TABLE_1, _SHOWN = list(NO_HEAD)[
+    1:3
+]  # the p of Table 1, and the one after it, which is drawn as well
 
 
 def _small(preset: str) -> dict[str, Superposition]:
@@ -40,7 +55,9 @@ def _all(preset: str) -> dict[str, Superposition]:
     return {**_small(preset), MANY_PAIRS: MANY}
 
 
-@toy_figure("fig1", "Angles among features: no head, one pair, twenty", toys_of(_all), isotropic=False)
+@toy_figure(
+    "fig1", "Angles among features: no head, one pair, twenty", toys_of(_all), isotropic=False
+)
 @toy_figure("fig19", "Isotropy of features", toys_of(_small), isotropic=True)
 def run(settings: Settings, cells: Cells, isotropic: bool) -> Result:
     """Angles among the features of every configuration, after training and before."""
@@ -55,7 +72,10 @@ def run(settings: Settings, cells: Cells, isotropic: bool) -> Result:
     for config in (TABLE_1, _SHOWN, *(name for name in toys if name not in NO_HEAD)):
         toy = toys[config][0].toy
         unit = toy.W.double() / toy.W.double().norm(dim=0)
-        arrays[f"cosines/{config}"], arrays[f"gram/{config}"] = (unit.mT @ unit).float(), gram(toy.W).float()
+        arrays[f"cosines/{config}"], arrays[f"gram/{config}"] = (
+            (unit.mT @ unit).float(),
+            gram(toy.W).float(),
+        )
     after, before = pick(rows, control=False), pick(rows, control=True)
     by_p = {config: pick(after, config=config) for config in NO_HEAD if config in toys}
     pairs = ", ".join(f"{_range(own, 'antipodal')} at {config[9:]}" for config, own in by_p.items())
@@ -67,7 +87,9 @@ def run(settings: Settings, cells: Cells, isotropic: bool) -> Result:
         f"{mean(r['other_overlap'] for r in one):.2f}."
     )
     claims = _isotropy_claims(by_p, after, before) if isotropic else _claims(by_p, after, before)
-    return settings.result(answer, {"geometry": rows}, claims, arrays, about={"work": vars(WORK[settings.preset])})
+    return settings.result(
+        answer, {"geometry": rows}, claims, arrays, about={"work": vars(WORK[settings.preset])}
+    )
 
 
 def geometry_row(config: str, seed: int, step: int, toy: Toy, control: bool) -> Row:
@@ -77,7 +99,11 @@ def geometry_row(config: str, seed: int, step: int, toy: Toy, control: bool) -> 
     unit, there = W / norms, norms >= _VANISHED * norms.max()
     angles = unit.mT @ unit
     paired = (angles < _ANTIPODAL).any(1)
-    wanted = sorted({feature for pair in toy.task.pairs for feature in pair[:2]}) if toy.task.weight > 0 else []
+    wanted = (
+        sorted({feature for pair in toy.task.pairs for feature in pair[:2]})
+        if toy.task.weight > 0
+        else []
+    )
     largest = (cosines(W, W) - torch.eye(toy.task.n, dtype=W.dtype))[:, there].amax(1)
     other = [i for i in range(toy.task.n) if i not in wanted and there[i]]
     g = gram(W)
@@ -97,7 +123,9 @@ def _rest_error(W: torch.Tensor, wanted: list[int], other: list[int]) -> float:
     if not wanted or len(other) < 2 or len(wanted) >= len(W):
         return math.nan
     inside = torch.linalg.qr(W[:, wanted])[0]
-    left = torch.linalg.svd(torch.eye(len(W), dtype=W.dtype) - inside @ inside.mT)[0][:, : len(W) - len(wanted)]
+    left = torch.linalg.svd(torch.eye(len(W), dtype=W.dtype) - inside @ inside.mT)[0][
+        :, : len(W) - len(wanted)
+    ]
     return isotropy_error(gram(left.mT @ W[:, other]))
 
 
@@ -105,11 +133,17 @@ _LOST = "Which p the figure has is lost in our copy; at Table 1's two features s
 _BY_P = "It was asked at p = 0.52 alone, which Table 1 gives for the sweeps of A.2."
 
 
-def _isotropy_claims(by_p: dict[str, list[Row]], after: list[Row], before: list[Row]) -> list[Claim]:
+def _isotropy_claims(
+    by_p: dict[str, list[Row]], after: list[Row], before: list[Row]
+) -> list[Claim]:
     errors = {config: over_runs(r["isotropy_error"] for r in own) for config, own in by_p.items()}
-    best, untrained = min(errors, key=lambda config: errors[config].mean), pick(before, config=TABLE_1)
+    best, untrained = (
+        min(errors, key=lambda config: errors[config].mean),
+        pick(before, config=TABLE_1),
+    )
     one, rest = (
-        over_runs(r[name] for r in pick(after, config=ONE_PAIR)) for name in ("isotropy_error", "rest_isotropy_error")
+        over_runs(r[name] for r in pick(after, config=ONE_PAIR))
+        for name in ("isotropy_error", "rest_isotropy_error")
     )
     start = mean(r["isotropy_error"] for r in untrained)
     return [
@@ -130,7 +164,10 @@ def _isotropy_claims(by_p: dict[str, list[Row]], after: list[Row], before: list[
 
 def _claims(by_p: dict[str, list[Row]], after: list[Row], before: list[Row]) -> list[Claim]:
     pairs = {config: over_runs(r["antipodal"] for r in own) for config, own in by_p.items()}
-    best, start = max(pairs, key=lambda config: pairs[config].mean), mean(r["antipodal"] for r in before)
+    best, start = (
+        max(pairs, key=lambda config: pairs[config].mean),
+        mean(r["antipodal"] for r in before),
+    )
     claims = [
         Claim("without a head: ten antipodal pairs in every seed (mean over seeds, at the p of the sweep with most, "
               f"{best[9:]}; control: untrained)", "Sec. 4, Fig. 1(a): 10 pairs, one per dimension", pairs[best].mean,
@@ -152,7 +189,9 @@ def _claims(by_p: dict[str, list[Row]], after: list[Row], before: list[Row]) -> 
 
 def _range(rows: list[Row], name: str) -> str:
     values = sorted({row[name] for row in rows})
-    return "-".join(str(value) for value in dict.fromkeys((values[0], values[-1]))) if values else "?"
+    return (
+        "-".join(str(value) for value in dict.fromkeys((values[0], values[-1]))) if values else "?"
+    )
 
 
 # ---------------------------------------------------------------------- the drawing
@@ -162,7 +201,11 @@ def _range(rows: list[Row], name: str) -> str:
 def draw(result: Result) -> Files:
     """A heat map per configuration (the first seed), its numbers above it."""
     kind = "gram" if figure_name(result) == "fig19" else "cosines"
-    panels = {key.split("/", 1)[1]: value for key, value in result.arrays.items() if key.startswith(f"{kind}/")}
+    panels = {
+        key.split("/", 1)[1]: value
+        for key, value in result.arrays.items()
+        if key.startswith(f"{kind}/")
+    }
     figure = new_figure(3.3 * len(panels) + 0.5, 3.9)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (config, matrix) in zip(axes, panels.items(), strict=True):

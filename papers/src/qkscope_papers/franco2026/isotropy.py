@@ -1,9 +1,11 @@
-"""Figure 20: how far a dictionary of features is from isotropic, ``‖E‖`` with ``E = G/c − I``, ``G = Dᵀ D``.
+"""Figure 20: how far a dictionary of features is from isotropic, ``‖E‖`` with ``E = G/c − I``, ``G
+= Dᵀ D``.
 
-Rows are scaled to norm 1. The paper does not say c: with ``c = tr G / d`` (= n/d for n rows) ‖E‖ cannot exceed d − 1;
-with ``c = 1``, the toy's, it grows with the number of rows. Both are given, beside random rows of the same number. A
-dictionary is an autoencoder's decoder (``--model sae.safetensors``; one for each layer, with commas between, gives ‖E‖
-by layer) or, as a stand-in, a model's token embeddings.
+Rows are scaled to norm 1. The paper does not say c: with ``c = tr G / d`` (= n/d for n rows) ‖E‖
+cannot exceed d − 1; with ``c = 1``, the toy's, it grows with the number of rows. Both are given,
+beside random rows of the same number. A dictionary is an autoencoder's decoder (``--model
+sae.safetensors``; one for each layer, with commas between, gives ‖E‖ by layer) or, as a stand-in, a
+model's token embeddings.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _ROWS = {"smoke": 4096, "default": 1 << 20, "paper": 1 << 20}  # rows of a dicti
 def run(settings: Settings) -> Result:
     """‖E‖ of every dictionary."""
     names = settings.model.split(",")
-    rows = [{"dictionary": Path(name).name, **isotropy(_dictionary(name, settings), settings.seed)} for name in names]
+    rows = [
+        {"dictionary": Path(name).name, **isotropy(_dictionary(name, settings), settings.seed)}
+        for name in names
+    ]
     features, last = settings.model.endswith(".safetensors"), rows[-1]
     claims = [
         Claim("‖E‖ of a dictionary of autoencoder features, c = tr G / d (control: random rows of the same number and "
@@ -42,7 +47,9 @@ def run(settings: Settings) -> Result:
         f"{last['dictionary']}: ‖E‖ is {last['e_trace']:.1f} at c = tr G / d (random rows {last['random']:.2f}, at most"
         f" {last['d'] - 1}) and {last['e_one']:.0f} at c = 1; without the mean row {last['e_centred']:.1f}."
     )
-    return settings.result(answer, {"isotropy": rows}, claims, {}, settings.model, {"model": settings.model})
+    return settings.result(
+        answer, {"isotropy": rows}, claims, {}, settings.model, {"model": settings.model}
+    )
 
 
 def isotropy(matrix: Float[Tensor, "n d"], seed: int = 0) -> Row:

@@ -1,8 +1,9 @@
-"""Figures 9a and 9b: how many singular vectors reconstruct relative attention - per head, and over training.
+"""Figures 9a and 9b: how many singular vectors reconstruct relative attention - per head, and over
+training.
 
-The paper shows GPT-2's heads in (a) and the training of Pythia-160M in (b). Counts are of prompts on which the head
-attends (r > 0). Beside each the count at 99% of r, and the count that random terms with the same sum and norm would
-need: a small count by itself says little.
+The paper shows GPT-2's heads in (a) and the training of Pythia-160M in (b). Counts are of prompts
+on which the head attends (r > 0). Beside each the count at 99% of r, and the count that random
+terms with the same sum and norm would need: a small count by itself says little.
 """
 
 from __future__ import annotations
@@ -22,8 +23,21 @@ from qkscope_papers.registry import NANO, Settings, figure
 from qkscope_papers.tables import Files, Row, files_of, model_name, slanted
 
 
-@figure("franco2026", "fig9a", "How many singular vectors reconstruct it, by head", prompts=KINDS, training=False)
-@figure("franco2026", "fig9b", "How many of them over training", model=NANO, prompts=KINDS, training=True)
+@figure(
+    "franco2026",
+    "fig9a",
+    "How many singular vectors reconstruct it, by head",
+    prompts=KINDS,
+    training=False,
+)
+@figure(
+    "franco2026",
+    "fig9b",
+    "How many of them over training",
+    model=NANO,
+    prompts=KINDS,
+    training=True,
+)
 def run(settings: Settings, training: bool) -> Result:
     """Distributions at the last checkpoint, means at all."""
     found = swept(settings)
@@ -41,7 +55,9 @@ def run(settings: Settings, training: bool) -> Result:
     tables = {
         "counts": counts,
         "sparsity": rows,
-        "training": [dict(row) for row in found.result.tables.get("training", ())] if training else [],
+        "training": [dict(row) for row in found.result.tables.get("training", ())]
+        if training
+        else [],
     }
     claims = _training_claims(found) if training else _head_claims(found)
     return settings.result(answer, tables, claims, model=settings.model, about=found.about())
@@ -71,7 +87,9 @@ def _mean(rows: list[Row], name: str) -> float:
 
 
 def _head_claims(found: Sweep) -> list[Claim]:
-    """Figure 9a: the paper gives no number for "small"; the yardstick is what random terms would need."""
+    """Figure 9a: the paper gives no number for "small"; the yardstick is what random terms would
+    need.
+    """
     excess = found.last["count"] - found.last["count_null"]
     inside, outside = (
         [found.mean(excess, [i], 1 - 0.05 / len(chosen)).high for i in chosen]
@@ -94,7 +112,10 @@ def _head_claims(found: Sweep) -> list[Claim]:
 def _training_claims(found: Sweep) -> list[Claim]:
     reason, last, inside = found.unlike(PYTHIA), found.last, found.inside
     other = "refuted" if reason[0] == "refuted" else "other setting"
-    counts, close = found.mean(last["count"], inside), found.mean(last["count_tol"] - last["count_tol_null"], inside)
+    counts, close = (
+        found.mean(last["count"], inside),
+        found.mean(last["count_tol"] - last["count_tol_null"], inside),
+    )
     claims = [
         Claim("Singular vectors that reach the relative logit, at the end (mean over the circuit; control: random "
               "terms of the same sum and norm)", "Sec. 5, Fig. 9(b): typically only 1-4 singular vectors", counts.mean,
@@ -125,7 +146,9 @@ def draw(result: Result) -> Files:
     """Left the distribution at every head, right the mean over training where there is one."""
     rows = [dict(row) for row in result.tables["counts"]]
     training = [dict(row) for row in result.tables.get("training", ())]
-    heads = list(dict.fromkeys((row["head"], f"{row['from']}→{row['to']}", row["circuit"]) for row in rows))
+    heads = list(
+        dict.fromkeys((row["head"], f"{row['from']}→{row['to']}", row["circuit"]) for row in rows)
+    )
     width = max(0.3 * len(heads) + 1.2, 4.5)
     figure = new_figure(width + (4.2 if training else 0), 4.2)
     if training:
@@ -140,11 +163,22 @@ def draw(result: Result) -> Files:
 
 def _boxes(axis: Axes, rows: Sequence[Row], heads: Sequence[tuple[str, str, bool]]) -> None:
     for i, (head, way, circuit) in enumerate(heads):
-        own = {row["what"]: row for row in rows if (row["head"], f"{row['from']}→{row['to']}") == (head, way)}
+        own = {
+            row["what"]: row
+            for row in rows
+            if (row["head"], f"{row['from']}→{row['to']}") == (head, way)
+        }
         colour = TARGET if circuit else ORIGINAL
         row = own["count"]
         axis.plot([i, i], [row["least"], row["most"]], color=colour, lw=0.8)
-        axis.plot([i, i], [row["quarter"], row["three_quarters"]], color=colour, lw=7, solid_capstyle="butt", alpha=0.6)
+        axis.plot(
+            [i, i],
+            [row["quarter"], row["three_quarters"]],
+            color=colour,
+            lw=7,
+            solid_capstyle="butt",
+            alpha=0.6,
+        )
         axis.plot(i, row["median"], "_", color=INK, ms=9, mew=1.6)
         axis.plot(i, own["count_tol"]["mean"], "o", color="white", mec=INK, ms=3.6)
         axis.plot(i, own["count_tol_null"]["mean"], "x", color=INK, ms=4.5)
@@ -166,7 +200,9 @@ def _training(axis: Axes, rows: Sequence[Row]) -> None:
     lines = (("count", "reach r", TARGET, "-"), ("count_tol", "reach 99% of r", TARGET, "--"),
              ("count_tol_null", "random terms at 99%", INK, ":"))  # fmt: skip
     for name, label, colour, style in lines:
-        axis.plot(x, smoothed([row[name] for row in inside]), style, color=colour, lw=1.5, label=label)
+        axis.plot(
+            x, smoothed([row[name] for row in inside]), style, color=colour, lw=1.5, label=label
+        )
     axis.set_ylim(0, None)
     axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
     axis.set_title("mean over the circuit, prompts with r > 0")

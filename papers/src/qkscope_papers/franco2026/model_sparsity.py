@@ -1,9 +1,10 @@
-"""Figure 7b: sparsity of relative attention over the training of a language model, for heads of the IOI circuit.
+"""Figure 7b: sparsity of relative attention over the training of a language model, for heads of the
+IOI circuit.
 
-Beside it the rotated bases of the same checkpoint, heads outside the circuit, and how often the model answers right.
-The paper speaks of the sparsity itself and of the rotated one; the difference of both is ours. Intervals are over
-templates, of these heads alone; whether heads of the circuit differ from others is asked with heads as units, by
-dealing out "in the circuit" among them again.
+Beside it the rotated bases of the same checkpoint, heads outside the circuit, and how often the
+model answers right. The paper speaks of the sparsity itself and of the rotated one; the difference
+of both is ours. Intervals are over templates, of these heads alone; whether heads of the circuit
+differ from others is asked with heads as units, by dealing out "in the circuit" among them again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ _END = "at the end"
 MOST = 20_000  # ways to deal labels out that are all tried; of more, so many random ones and the labels as they are
 
 
-@figure("franco2026", "fig7b", "Sparsity over the training of a language model", model=NANO, prompts=KINDS)
+@figure(
+    "franco2026",
+    "fig7b",
+    "Sparsity over the training of a language model",
+    model=NANO,
+    prompts=KINDS,
+)
 def run(settings: Settings) -> Result:
     """Sparsity at every checkpoint, with its nulls."""
     found = swept(settings)
@@ -42,17 +49,26 @@ def run(settings: Settings) -> Result:
     units = [{"when": when, **row} for when, (before, after) in periods.items()
              for row in head_changes(after, found.edges, before)]  # fmt: skip
     tables = {
-        **{name: found.result.tables[name] for name in ("training", "sparsity") if name in found.result.tables},
+        **{
+            name: found.result.tables[name]
+            for name in ("training", "sparsity")
+            if name in found.result.tables
+        },
         "heads": units,
     }
     claims = _claims(found, periods, units)
-    return settings.result(found.result.answer, tables, claims, model=settings.model, about=found.about())
+    return settings.result(
+        found.result.answer, tables, claims, model=settings.model, about=found.about()
+    )
 
 
 def head_changes(
-    arrays: Mapping[str, Tensor], edges: Sequence[Edge], baseline: Mapping[str, Tensor] | None = None
+    arrays: Mapping[str, Tensor],
+    edges: Sequence[Edge],
+    baseline: Mapping[str, Tensor] | None = None,
 ) -> list[dict[str, Any]]:
-    """``sparsity − rotated`` of every head, its mean over prompts and edges; less that of a ``baseline``.
+    """``sparsity − rotated`` of every head, its mean over prompts and edges; less that of a
+    ``baseline``.
 
     With heads as the units a statement is about heads like these, not about these.
     """
@@ -65,23 +81,32 @@ def head_changes(
 
 
 def _periods(found: Sweep) -> dict[str, tuple[Values | None, Values]]:
-    """What is compared with what: the steps in which the task is learned, all of training, and the end by itself."""
+    """What is compared with what: the steps in which the task is learned, all of training, and the
+    end by itself.
+    """
     periods: dict[str, tuple[Values | None, Values]] = {}
     learned = found.learned()
     if learned is not None:
         before, after = (found.values[checkpoint.label] for checkpoint in learned)
-        periods[f"while the task is learned (steps {learned[0].step} to {learned[1].step})"] = (before, after)
+        periods[f"while the task is learned (steps {learned[0].step} to {learned[1].step})"] = (
+            before,
+            after,
+        )
     if found.trained:
         periods["over training"] = (found.first, found.last)
     return {**periods, _END: (None, found.last)}
 
 
-def _claims(found: Sweep, periods: dict[str, tuple[Values | None, Values]], units: list[Row]) -> list[Claim]:
+def _claims(
+    found: Sweep, periods: dict[str, tuple[Values | None, Values]], units: list[Row]
+) -> list[Claim]:
     first, last, inside = found.first, found.last, found.inside
     reason = found.unlike(PYTHIA)
     claims: list[Claim] = []
     if found.trained:
-        plain, turned = (found.mean(last[name] - first[name], inside) for name in ("sparsity", "rotated"))
+        plain, turned = (
+            found.mean(last[name] - first[name], inside) for name in ("sparsity", "rotated")
+        )
         claims += [
             Claim("Sparsity falls over training (change of its mean over the circuit; control: at heads outside)",
                   "Sec. 5, Fig. 7(b): attention sparsity emerges in Pythia", plain.mean,
@@ -94,7 +119,9 @@ def _claims(found: Sweep, periods: dict[str, tuple[Values | None, Values]], unit
                   f"{reason[1]} Its spectrum sharpens in training, which makes rotated terms unequal too."),
         ]  # fmt: skip
     end, rotated = found.mean(_gap(last), inside), found.mean(last["rotated"], inside).mean
-    against = "refuted" if reason[0] == "other setting" else reason[0]  # the paper claims it of any architecture
+    against = (
+        "refuted" if reason[0] == "other setting" else reason[0]
+    )  # the paper claims it of any architecture
     claims.append(
         Claim("At the end terms are sparser than over rotated singular vectors (sparsity − rotated; control: at heads "
               "outside the circuit)", "implied by Sec. 5: sparsity is not attributable to a few large singular values",
@@ -128,7 +155,8 @@ def _by_heads(when: str, units: list[Row], found: Sweep) -> Claim:
 
 
 def relabelled(inside: Sequence[float], outside: Sequence[float], seed: int = 0) -> float:
-    """Share of relabellings whose first group has a mean as low, against the second's, as ``inside`` has; one-sided.
+    """Share of relabellings whose first group has a mean as low, against the second's, as
+    ``inside`` has; one-sided.
 
     Values that are not finite are left out; NaN where a group is then empty.
 
@@ -137,7 +165,9 @@ def relabelled(inside: Sequence[float], outside: Sequence[float], seed: int = 0)
     >>> relabelled([-3.0, -2.0], [0.0, 1.0])  # 1 of the 6 ways to pick two of four
     0.16666666666666666
     """
-    first, second = ([value for value in group if math.isfinite(value)] for group in (inside, outside))
+    first, second = (
+        [value for value in group if math.isfinite(value)] for group in (inside, outside)
+    )
     if not first or not second:
         return math.nan
     values = torch.tensor([*first, *second], dtype=torch.float64)
@@ -162,13 +192,17 @@ _GREEN = "#5a9367"
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """Three panels: sparsity with its nulls; the difference with intervals; the answer. Or one, without training."""
+    """Three panels: sparsity with its nulls; the difference with intervals; the answer. Or one,
+    without training.
+    """
     rows = [dict(row) for row in result.tables.get("training", ())]
     return files_of(result, _over_training(result, rows) if rows else _by_head(result))
 
 
 def steps_axis(axis: Axes, steps: Sequence[Any]) -> Sequence[float]:
-    """Places of the checkpoints: by number where they have one, on a scale that shows early ones too."""
+    """Places of the checkpoints: by number where they have one, on a scale that shows early ones
+    too.
+    """
     if all(isinstance(step, int) for step in steps):
         axis.set_xscale("symlog", linthresh=max(min((s for s in steps if s > 0), default=1), 1))
         # ticks of every checkpoint would run into each other: the ends, and what lies well apart
@@ -212,21 +246,43 @@ def _over_training(result: Result, rows: Sequence[Row]) -> Figure:
     steps_axis(middle, [row["step"] for row in inside])
     for own, label, colour in ((inside, "circuit", TARGET), (outside, "heads outside", ORIGINAL)):
         if own:
-            middle.plot(x, [row["difference"] for row in own], "o-", ms=3, color=colour, lw=1.4, label=label)
-            middle.fill_between(x, column(own, "low"), column(own, "high"), color=colour, alpha=0.2, lw=0)
+            middle.plot(
+                x, [row["difference"] for row in own], "o-", ms=3, color=colour, lw=1.4, label=label
+            )
+            middle.fill_between(
+                x, column(own, "low"), column(own, "high"), color=colour, alpha=0.2, lw=0
+            )
     middle.axhline(0, color=INK, lw=0.6)
     middle.set_title("sparsity − rotated, 95% interval")
     middle.legend(frameon=False, fontsize=8)
     steps_axis(right, [row["step"] for row in inside])
     if all(row["accuracy"] is not None for row in inside):
-        right.plot(x, [row["accuracy"] for row in inside], "o-", ms=3, color=_GREEN, label="answers right")
+        right.plot(
+            x, [row["accuracy"] for row in inside], "o-", ms=3, color=_GREEN, label="answers right"
+        )
         right.axhline(0.5, color=_GREEN, lw=0.7, ls=":")
-    right.plot(x, [row["attention"] for row in inside], "o-", ms=3, color=TARGET, label="attention, circuit")
+    right.plot(
+        x,
+        [row["attention"] for row in inside],
+        "o-",
+        ms=3,
+        color=TARGET,
+        label="attention, circuit",
+    )
     if outside:
-        right.plot(x, [row["attention"] for row in outside], "o-", ms=3, color=ORIGINAL, label="attention, outside")
+        right.plot(
+            x,
+            [row["attention"] for row in outside],
+            "o-",
+            ms=3,
+            color=ORIGINAL,
+            label="attention, outside",
+        )
     right.set(ylim=(0, 1.03), title="what the model does")
     right.legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{model_name(result)}: relative attention over its singular vectors", fontsize=10)
+    figure.suptitle(
+        f"{model_name(result)}: relative attention over its singular vectors", fontsize=10
+    )
     return figure
 
 
@@ -236,10 +292,29 @@ def _by_head(result: Result) -> Figure:
     axis = figure.subplots()
     places = list(range(len(rows)))
     axis.bar(
-        places, [row["sparsity"] for row in rows], 0.62, color=[TARGET if row["circuit"] else ORIGINAL for row in rows]
+        places,
+        [row["sparsity"] for row in rows],
+        0.62,
+        color=[TARGET if row["circuit"] else ORIGINAL for row in rows],
     )
-    axis.plot(places, [row["rotated"] for row in rows], "_", ms=11, mew=2, color=INK, label="rotated U and V")
-    axis.plot(places, column(rows, "rotated_shared"), "_", ms=11, mew=1.5, color=REST, label="rotated head space")
+    axis.plot(
+        places,
+        [row["rotated"] for row in rows],
+        "_",
+        ms=11,
+        mew=2,
+        color=INK,
+        label="rotated U and V",
+    )
+    axis.plot(
+        places,
+        column(rows, "rotated_shared"),
+        "_",
+        ms=11,
+        mew=1.5,
+        color=REST,
+        label="rotated head space",
+    )
     slanted(axis, [f"{row['head']} {row['from']}→{row['to']}" for row in rows], 55, 7.5)
     axis.set_ylabel("sparsity of the terms")
     axis.legend(frameon=False, loc="upper right", fontsize=8, ncols=2)

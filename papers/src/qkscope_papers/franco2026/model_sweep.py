@@ -1,8 +1,10 @@
-"""What figures 7b, 8, 9 and 25 share: one sweep over the checkpoints of a model, its prompts and its heads.
+"""What figures 7b, 8, 9 and 25 share: one sweep over the checkpoints of a model, its prompts and
+its heads.
 
-On a nano model all shipped checkpoints, on Pythia-160M its steps on the hub, in a folder of folders all of them, else
-the one checkpoint there is. The sweep lies in the shared folder, so that a figure asked for later finds it.
-Means are over edges, then over prompts; their intervals draw templates (or texts) anew, not prompts, which share them.
+On a nano model all shipped checkpoints, on Pythia-160M its steps on the hub, in a folder of folders
+all of them, else the one checkpoint there is. The sweep lies in the shared folder, so that a figure
+asked for later finds it. Means are over edges, then over prompts; their intervals draw templates
+(or texts) anew, not prompts, which share them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from qkscope_papers.franco2026.prompts import IOI, TEXT, clusters_of, prompts_of
 from qkscope_papers.registry import Settings
 from qkscope_papers.tables import Estimate, Row, pick
 
-CHANCE, RIGHT = 0.6, 0.95  # share of prompts answered right, of two names: up to here chance, from here on learned
+CHANCE, RIGHT = (
+    0.6,
+    0.95,
+)  # share of prompts answered right, of two names: up to here chance, from here on learned
 GPT2, PYTHIA = "gpt2", "EleutherAI/pythia-160m"
 _PYTHIA_STEPS = {
     "smoke": (0, 1000, 143000),
@@ -46,7 +51,11 @@ class SweepWork:
     every: int  # of the shipped checkpoints, each so many
 
 
-WORK = {"smoke": SweepWork(24, 2, 5, 5), "default": SweepWork(128, 8, 20, 1), "paper": SweepWork(128, 12, 50, 1)}
+WORK = {
+    "smoke": SweepWork(24, 2, 5, 5),
+    "default": SweepWork(128, 8, 20, 1),
+    "paper": SweepWork(128, 12, 50, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -70,10 +79,20 @@ class Sweep:
         return self.values[self.found[-1].label]
 
     def learned(self) -> tuple[Checkpoint, Checkpoint] | None:
-        """The last checkpoint that answers like chance and the first one after it that answers right, if there are."""
-        scores = [float(self.values[c.label]["right"].mean()) for c in self.found if "right" in self.values[c.label]]
+        """The last checkpoint that answers like chance and the first one after it that answers
+        right, if there are.
+        """
+        scores = [
+            float(self.values[c.label]["right"].mean())
+            for c in self.found
+            if "right" in self.values[c.label]
+        ]
         right = next((i for i, score in enumerate(scores) if score >= RIGHT), None)
-        before = [i for i, score in enumerate(scores[:right]) if score <= CHANCE] if right is not None else []
+        before = (
+            [i for i, score in enumerate(scores[:right]) if score <= CHANCE]
+            if right is not None
+            else []
+        )
         return (self.found[before[-1]], self.found[right]) if before and right is not None else None
 
     @property
@@ -96,7 +115,9 @@ class Sweep:
         """The controls, by number."""
         return [i for i, edge in enumerate(self.edges) if not edge.circuit]
 
-    def mean(self, values: Float[Tensor, "edges n"], chosen: list[int], level: float = 0.95) -> Estimate:
+    def mean(
+        self, values: Float[Tensor, "edges n"], chosen: list[int], level: float = 0.95
+    ) -> Estimate:
         """The mean over some edges, and its interval."""
         by_prompt = values[chosen].nanmean(0)
         kept = by_prompt.isfinite()
@@ -111,7 +132,10 @@ class Sweep:
         if self.prompts != TEXT and model == paper:
             return "refuted", ""
         if model.startswith("nano:"):
-            return "small model", f"A nano of 0.3 million parameters stands in for {paper}, which was not at hand."
+            return (
+                "small model",
+                f"A nano of 0.3 million parameters stands in for {paper}, which was not at hand.",
+            )
         text = " on natural text" if self.prompts == TEXT else ""
         return "other setting", f"This is {Path(model).name}{text}; {paper} was not at hand."
 
@@ -145,7 +169,9 @@ def revisions_of(model: str, preset: str) -> str | None:
 def swept(settings: Settings) -> Sweep:
     """The sweep of this model, prompts, preset and seed: made once."""
     prompts = settings.prompts or IOI
-    return _swept(settings.model, prompts, settings.preset, settings.seed, settings.device, settings.shared)
+    return _swept(
+        settings.model, prompts, settings.preset, settings.seed, settings.device, settings.shared
+    )
 
 
 @lru_cache(maxsize=2)
@@ -156,7 +182,9 @@ def _swept(model: str, prompts: str, preset: str, seed: int, device: str, shared
     found = checkpoints(model, revisions)
     task = prompts_of(prompts, model, found[-1].revision, seed)
     asked: Any = {"n": work.n, "controls": work.controls, "draws": work.draws}
-    result = _kept(folder, found) or sweep(model, task, revisions, **asked, out=folder, seed=seed, device=device)
+    result = _kept(folder, found) or sweep(
+        model, task, revisions, **asked, out=folder, seed=seed, device=device
+    )
     values: dict[str, dict[str, Tensor]] = {checkpoint.label: {} for checkpoint in found}
     for name, value in result.arrays.items():
         label, slash, own = name.rpartition("/")
@@ -173,5 +201,7 @@ def _kept(folder: Path, found: list[Checkpoint]) -> Sparsity | None:
     asked = kept.provenance["asked"]
     if any(point.weights not in (None, asked["weights"].get(point.label)) for point in found):
         return None
-    edges = (Edge(Head(**edge["head"]), Duty(**edge["duty"]), edge["circuit"]) for edge in asked["edges"])
+    edges = (
+        Edge(Head(**edge["head"]), Duty(**edge["duty"]), edge["circuit"]) for edge in asked["edges"]
+    )
     return Sparsity(**vars(kept), edges=tuple(edges))

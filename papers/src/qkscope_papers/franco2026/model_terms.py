@@ -1,9 +1,11 @@
-"""Figures 8 and 25: the terms of relative attention at the start and at the end of training, one prompt.
+"""Figures 8 and 25: the terms of relative attention at the start and at the end of training, one
+prompt.
 
-Figure 8 shows four heads, one of each kind, with the end's terms over rotated singular vectors below; figure 25 all
-heads of the circuit. Terms are in the order of the singular values, so that the largest term may stand anywhere: its
-place is 0 at the largest of them and 1 at the smallest. What the spectrum alone makes of either stands beside: terms
-over rotated vectors follow the singular values too.
+Figure 8 shows four heads, one of each kind, with the end's terms over rotated singular vectors
+below; figure 25 all heads of the circuit. Terms are in the order of the singular values, so that
+the largest term may stand anywhere: its place is 0 at the largest of them and 1 at the smallest.
+What the spectrum alone makes of either stands beside: terms over rotated vectors follow the
+singular values too.
 """
 
 from __future__ import annotations
@@ -30,15 +32,30 @@ FOUR = ("previous token", "induction", "S-inhibition", "name mover")
 _FOLLOWS = ("sigma_correlation", "sigma_rotated", "largest", "largest_rotated")
 
 
-@figure("franco2026", "fig8", "Relative attention split: four heads", model=NANO, prompts=KINDS, roles=FOUR)
-@figure("franco2026", "fig25", "Relative attention split: all heads of the circuit", model=NANO, prompts=KINDS)
+@figure(
+    "franco2026",
+    "fig8",
+    "Relative attention split: four heads",
+    model=NANO,
+    prompts=KINDS,
+    roles=FOUR,
+)
+@figure(
+    "franco2026",
+    "fig25",
+    "Relative attention split: all heads of the circuit",
+    model=NANO,
+    prompts=KINDS,
+)
 def run(settings: Settings, roles: Sequence[str] | None = None) -> Result:
     """Terms of one prompt, and what they are on average."""
     found = swept(settings)
     chosen = found.inside
     if roles is not None:
         there = [found.edges[i].duty.role for i in chosen]
-        chosen = [chosen[there.index(role)] for role in roles if role in there] or chosen[: len(roles)]
+        chosen = [chosen[there.index(role)] for role in roles if role in there] or chosen[
+            : len(roles)
+        ]
     rows = [_row(found, i) for i in chosen]
     arrays = {
         f"{when}/{name}": values[name][chosen]
@@ -60,7 +77,10 @@ def run(settings: Settings, roles: Sequence[str] | None = None) -> Result:
 
 def _row(found: Sweep, i: int) -> Row:
     edge = found.edges[i]
-    start, end = ({name: values[name][i] for name in values if name != "right"} for values in (found.first, found.last))
+    start, end = (
+        {name: values[name][i] for name in values if name != "right"}
+        for values in (found.first, found.last)
+    )
     terms = end["terms_first"]
     largest = int(terms.abs().argmax())
     return {
@@ -82,7 +102,8 @@ def _mean(values: Tensor) -> float:
 def _four_claims(found: Sweep, chosen: list[int]) -> list[Claim]:
     """Figure 8: what is said of each of its four heads, and of one of them."""
     reason = found.unlike(PYTHIA)
-    # the head is chosen on half of the prompts and measured on the other half, so that the choice lends it nothing
+    # the head is chosen on half of the prompts and measured on the other half, so that the choice
+    # lends it nothing
     halves = torch.arange(found.last["largest"].shape[1]) % 2 == 0
     choose, test = (found.last["largest"].where(half, torch.nan) for half in (halves, ~halves))
     down = max(chosen, key=lambda i: float(choose[i].nanmean().nan_to_num(-1.0)))
@@ -134,7 +155,9 @@ def _all_claims(found: Sweep) -> list[Claim]:
 
 
 def _falling(found: Sweep, chosen: list[int]) -> float:
-    """Share of edges whose sparsity falls over training, by intervals that hold for all of them together."""
+    """Share of edges whose sparsity falls over training, by intervals that hold for all of them
+    together.
+    """
     change = found.last["sparsity"] - found.first["sparsity"]
     highs = [found.mean(change, [i], 1 - 0.05 / len(chosen)).high for i in chosen]
     return sum(high < 0 for high in highs) / len(highs) if highs else float("nan")
@@ -167,7 +190,9 @@ def draw(result: Result) -> Files:
                 continue
             _bars(axis, arrays[key][i], colour)
             if column == 0:
-                axis.set_ylabel(label if trained else label.replace("end, ", "").replace("end", "terms"))
+                axis.set_ylabel(
+                    label if trained else label.replace("end, ", "").replace("end", "terms")
+                )
             if j == 0:
                 axis.set_title("{head} {role}\n{from} → {to}".format(**rows[i]), fontsize=8.5)
     for axis in axes[-1]:

@@ -1,8 +1,10 @@
-"""What the figures of language models are asked on: many prompts of one task, the paper's one prompt, natural text.
+"""What the figures of language models are asked on: many prompts of one task, the paper's one
+prompt, natural text.
 
-Natural text has no indirect objects, but it has tokens that stood before. A prompt ends with such a token (``END``);
-``PREV`` is the token before it, ``MATCH`` its last earlier place, ``NEXT`` the token after that. What goes together
-when prompts are drawn again, for intervals: the template of a prompt, or the group of documents of a text.
+Natural text has no indirect objects, but it has tokens that stood before. A prompt ends with such a
+token (``END``); ``PREV`` is the token before it, ``MATCH`` its last earlier place, ``NEXT`` the
+token after that. What goes together when prompts are drawn again, for intervals: the template of a
+prompt, or the group of documents of a text.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def prompts_of(kind: str, model: str, revision: str | None, seed: int) -> Task:
     if kind != TEXT:
         return tasks.ioi("single" if kind == SINGLE else "both", seed)
     if model.startswith("nano:"):
-        raise BadInput(f"{model} knows the words of its own tasks alone: name another model for natural text.")
+        raise BadInput(
+            f"{model} knows the words of its own tasks alone: name another model for natural text."
+        )
     tokenizer: Any = Scope.load(model, revision=revision, check=False).tokenizer
     return text_task(lambda text: tokenizer(text)["input_ids"], seed)
 
@@ -49,7 +53,9 @@ def text_task(encode: Callable[[str], Sequence[int]], seed: int) -> Task:
     def units(use: Use) -> list[Unit]:
         passages = list(sides[use])
         seeded(seed, "text", use).shuffle(passages)
-        return [(example,) for passage in passages if (example := _repeated(passage, seed)) is not None]
+        return [
+            (example,) for passage in passages if (example := _repeated(passage, seed)) is not None
+        ]
 
     return Task(TEXT, {}, lambda use, contrast, n: units(use)[:n], seed, asked={"length": _LENGTH})
 
@@ -76,6 +82,10 @@ def clusters_of(task: Task, n: int) -> Int[Tensor, " n"]:
     examples = [unit[0] for unit in task.test(n)]
     if task.name == TEXT:
         return torch.tensor([int(example.cluster) for example in examples])
-    shapes = [re.compile(re.sub(r"\\\{\w+\\\}", ".+", re.escape(template))) for template in TEMPLATES]
+    shapes = [
+        re.compile(re.sub(r"\\\{\w+\\\}", ".+", re.escape(template))) for template in TEMPLATES
+    ]
     texts = [example.text or "" for example in examples]
-    return torch.tensor([next(i for i, shape in enumerate(shapes) if shape.fullmatch(text)) for text in texts])
+    return torch.tensor(
+        [next(i for i, shape in enumerate(shapes) if shape.fullmatch(text)) for text in texts]
+    )

@@ -1,7 +1,9 @@
-"""Figures 21 and 22: a head that rotates, three pairs that do not care for positions and one that does.
+"""Figures 21 and 22: a head that rotates, three pairs that do not care for positions and one that
+does.
 
-The singular vectors are those of the un-rotated Ω. For each feature: the share of ``‖W_Q f‖`` (or ``‖W_K f‖``) that
-lies in each band of two dimensions. A pair with target ``cos(θ_1 Δ)`` should sit in band 1, the others in slow bands.
+The singular vectors are those of the un-rotated Ω. For each feature: the share of ``‖W_Q f‖`` (or
+``‖W_K f‖``) that lies in each band of two dimensions. A pair with target ``cos(θ_1 Δ)`` should sit
+in band 1, the others in slow bands.
 """
 
 from __future__ import annotations
@@ -18,17 +20,38 @@ from qkscope_papers.figures import new_figure
 from qkscope_papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import before_and_after, divergence_and_error
-from qkscope_papers.franco2026.toy.superposition import Positional, Superposition, Toy, band_frequencies
+from qkscope_papers.franco2026.toy.superposition import (
+    Positional,
+    Superposition,
+    Toy,
+    band_frequencies,
+)
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Estimate, Files, Row, column, distinct, figure_name, files_of, mean, over_seeds, pick
+from qkscope_papers.tables import (
+    Estimate,
+    Files,
+    Row,
+    column,
+    distinct,
+    figure_name,
+    files_of,
+    mean,
+    over_seeds,
+    pick,
+)
 
 ROPE = Superposition(
-    context=40, rope=True, pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)), positional=(Positional(6, 7, 15.0, 1),)
+    context=40,
+    rope=True,
+    pairs=((0, 3, 24.0), (1, 4, 21.0), (2, 5, 18.0)),
+    positional=(Positional(6, 7, 15.0, 1),),
 )
 
 
 @toy_figure("fig21", "Alignment under RoPE", toys_of(lambda preset: {"RoPE": ROPE}), in_bands=False)
-@toy_figure("fig22", "Features in RoPE's bands", toys_of(lambda preset: {"RoPE": ROPE}), in_bands=True)
+@toy_figure(
+    "fig22", "Features in RoPE's bands", toys_of(lambda preset: {"RoPE": ROPE}), in_bands=True
+)
 def run(settings: Settings, cells: Cells, in_bands: bool) -> Result:
     """Alignment and bands of every seed."""
     work, toys = WORK[settings.preset], train(cells, settings)
@@ -44,7 +67,10 @@ def run(settings: Settings, cells: Cells, in_bands: bool) -> Result:
         for row in band_rows(trained.at(check), trained.cell.seed, trained.steps[check], control)
     ]
     toy, basis = found[0].toy, found[0].toy.basis()
-    arrays = {"query": cosines(toy.W.double(), basis.u).float(), "key": cosines(toy.W.double(), basis.v).float()}
+    arrays = {
+        "query": cosines(toy.W.double(), basis.u).float(),
+        "key": cosines(toy.W.double(), basis.v).float(),
+    }
     losses = [{"seed": t.cell.seed, **dict(zip(("kl", "reconstruction"), divergence_and_error(
         t.toy, 1024, derived_seed(settings.seed, 37)), strict=True))} for t in found]  # fmt: skip
     after = pick(rows, control=False)
@@ -55,16 +81,26 @@ def run(settings: Settings, cells: Cells, in_bands: bool) -> Result:
         f"positional pair has at least {min(r['band_1'] for r in positional):.3f} of its norm in band 1."
     )
     tables = {"alignment": rows, "bands": bands, "losses": losses}
-    about = {"work": vars(work), "periods": [2 * math.pi / float(t) for t in band_frequencies(toy.task.d_head)]}
-    return settings.result(answer, tables, _band_claims(bands) if in_bands else _claims(rows), arrays, about=about)
+    about = {
+        "work": vars(work),
+        "periods": [2 * math.pi / float(t) for t in band_frequencies(toy.task.d_head)],
+    }
+    return settings.result(
+        answer, tables, _band_claims(bands) if in_bands else _claims(rows), arrays, about=about
+    )
 
 
 def band_rows(toy: Toy, seed: int, step: int, control: bool) -> list[Row]:
     """For each feature of interest the share of its norm in each band, on its own side of the head."""
     table = []
-    named = [(pair[:2], False) for pair in toy.task.pairs] + [(tuple(pair[:2]), True) for pair in toy.task.positional]
+    named = [(pair[:2], False) for pair in toy.task.pairs] + [
+        (tuple(pair[:2]), True) for pair in toy.task.positional
+    ]
     for features, positional in named:
-        for side, feature, weight in (("query", features[0], toy.W_Q), ("key", features[1], toy.W_K)):
+        for side, feature, weight in (
+            ("query", features[0], toy.W_Q),
+            ("key", features[1], toy.W_K),
+        ):
             projected = weight.double() @ toy.W.double()[:, feature]
             shares = projected.unflatten(0, (-1, 2)).norm(dim=1) / projected.norm()
             slow = float(shares[2:].square().sum().sqrt())
@@ -87,7 +123,9 @@ def _in_span(toy: Toy, row: Row) -> float:
 
 
 def _claims(rows: list[Row]) -> list[Claim]:
-    """Figure 21: a seed is one run, and its number the mean over its features, as the paper shows one run."""
+    """Figure 21: a seed is one run, and its number the mean over its features, as the paper shows
+    one run.
+    """
     after, before = pick(rows, control=False), pick(rows, control=True)
     positional = "-".join(map(str, ROPE.positional[0][:2]))
     asked: list[tuple[str, str, list[Row]]] = [
@@ -156,12 +194,17 @@ def _cosines(axis: Any, result: Result, side: str) -> Any:
     rows = pick(result.tables["alignment"], side=side, control=False)
     rows = pick(rows, seed=rows[0]["seed"])
     features = [int(r["pair"].split("-")[side == "key"]) for r in rows]
-    image = axis.imshow(result.arrays[side][features].numpy(), cmap="magma_r", vmin=0, vmax=1, aspect="auto")
+    image = axis.imshow(
+        result.arrays[side][features].numpy(), cmap="magma_r", vmin=0, vmax=1, aspect="auto"
+    )
     labels = [
-        f"f_{feature} (pair {row['pair']}): {row['matched']:.3f}" for feature, row in zip(features, rows, strict=True)
+        f"f_{feature} (pair {row['pair']}): {row['matched']:.3f}"
+        for feature, row in zip(features, rows, strict=True)
     ]
     named = f"singular vector {'u' if side == 'query' else 'v'}_k of the un-rotated Ω"
-    axis.set(title=f"{side} features", xlabel=named, yticks=range(len(features)), yticklabels=labels)
+    axis.set(
+        title=f"{side} features", xlabel=named, yticks=range(len(features)), yticklabels=labels
+    )
     return image
 
 
@@ -169,13 +212,24 @@ def _bands(axis: Any, result: Result, side: str) -> Any:
     rows = pick(result.tables["bands"], side=side, control=False)
     pairs = distinct(rows, "pair", "positional")
     names = [key for key in rows[0] if key.startswith("band_")]
-    shares = torch.tensor([[mean(r[band] for r in rows if r["pair"] == pair) for band in names] for pair, _ in pairs])
+    shares = torch.tensor(
+        [[mean(r[band] for r in rows if r["pair"] == pair) for band in names] for pair, _ in pairs]
+    )
     image = axis.imshow(shares.numpy(), cmap="magma_r", vmin=0, vmax=1, aspect="auto")
     for y, line in enumerate(shares.tolist()):
         for x, value in enumerate(line):
             axis.text(
-                x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value > 0.55 else "black"
+                x,
+                y,
+                f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if value > 0.55 else "black",
             )
     axis.set(title=f"{side} features", xlabel="band (0 fast … 4 slow)", xticks=range(len(names)))
-    axis.set_yticks(range(len(pairs)), [f"{pair}{' (positional)' if positional else ''}" for pair, positional in pairs])
+    axis.set_yticks(
+        range(len(pairs)),
+        [f"{pair}{' (positional)' if positional else ''}" for pair, positional in pairs],
+    )
     return image

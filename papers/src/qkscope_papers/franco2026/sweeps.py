@@ -1,6 +1,8 @@
-"""Figures 12 and 14-18: alignment against p, λ, n, d_head, context and seeds, from one call of the trainer each.
+"""Figures 12 and 14-18: alignment against p, λ, n, d_head, context and seeds, from one call of the
+trainer each.
 
-One sweep has 20 to 35 models: too few to tell a share of 95% from all. ``sweeps`` asks it of all of them together.
+One sweep has 20 to 35 models: too few to tell a share of 95% from all. ``sweeps`` asks it of all of
+them together.
 """
 
 from __future__ import annotations
@@ -11,12 +13,30 @@ from typing import Any
 from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, REST, new_figure, shades
-from qkscope_papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, toys_of, toys_over, train
+from qkscope_papers.franco2026.cells import (
+    OVER_P,
+    WORK,
+    Cells,
+    toy_figure,
+    toys_of,
+    toys_over,
+    train,
+)
 from qkscope_papers.franco2026.toy.measure import before_and_after
 from qkscope_papers.franco2026.toy.stack import ToyCell
 from qkscope_papers.franco2026.toy.superposition import Superposition
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Estimate, Files, Row, column, distinct, files_of, mean, pick, share_of
+from qkscope_papers.tables import (
+    Estimate,
+    Files,
+    Row,
+    column,
+    distinct,
+    files_of,
+    mean,
+    pick,
+    share_of,
+)
 
 ALIGNED = 0.99
 _WEIGHTS = tuple(4 * 10 ** (k / 3) for k in range(-3, 4))  # two orders of magnitude around 4
@@ -33,18 +53,32 @@ _OVER = {
 
 
 def _everything(settings: Settings) -> dict[str, list[ToyCell]]:
-    """Every toy of the sweeps once, without the rare features of which the paper says that they do not align."""
-    cells = {cell: name for over in _OVER.values() for name, own in over(settings).items() for cell in own}
+    """Every toy of the sweeps once, without the rare features of which the paper says that they do
+    not align.
+    """
+    cells = {
+        cell: name
+        for over in _OVER.values()
+        for name, own in over(settings).items()
+        for cell in own
+    }
     kept = [cell for cell in cells if cell.task.p > _LEAST_P and cell.task.reading == "C"]
-    return {name: [cell for cell in kept if cells[cell] == name] for name in {cells[cell]: 0 for cell in kept}}
+    return {
+        name: [cell for cell in kept if cells[cell] == name]
+        for name in {cells[cell]: 0 for cell in kept}
+    }
 
 
 @toy_figure("fig12", "Alignment against p", _OVER["p"], over="p")
 @toy_figure("fig14", "Alignment against the loss weight λ", _OVER["λ"], over="λ")
 @toy_figure("fig15", "Alignment against the number of features", _OVER["n"], over="n")
 @toy_figure("fig16", "Alignment against the width of the head", _OVER["d_head"], over="d_head")
-@toy_figure("fig17", "Alignment against the length of the context", _OVER["context"], over="context")
-@toy_figure("fig18", "Alignment over seeds, both readings of the loss", _OVER["seeds"], over="seeds")
+@toy_figure(
+    "fig17", "Alignment against the length of the context", _OVER["context"], over="context"
+)
+@toy_figure(
+    "fig18", "Alignment over seeds, both readings of the loss", _OVER["seeds"], over="seeds"
+)
 def run(settings: Settings, cells: Cells, over: str) -> Result:
     """Matched cosines of every configuration and seed, before and after training."""
     toys = train(cells, settings)
@@ -60,7 +94,9 @@ def run(settings: Settings, cells: Cells, over: str) -> Result:
         f"{after[0]['best_random']:.2f})."
     )
     tables = {"alignment": rows, "summary": summary}
-    return settings.result(answer, tables, _claims(over, rows, summary), about={"work": vars(WORK[settings.preset])})
+    return settings.result(
+        answer, tables, _claims(over, rows, summary), about={"work": vars(WORK[settings.preset])}
+    )
 
 
 @toy_figure("sweeps", "Alignment over all settings that are varied, together", _everything)
@@ -70,7 +106,9 @@ def run_together(settings: Settings, cells: Cells) -> Result:
 
 
 def summarise(rows: list[Row]) -> list[Row]:
-    """Per configuration: mean and least matched cosine, the control's, and in how many seeds all pairs align."""
+    """Per configuration: mean and least matched cosine, the control's, and in how many seeds all
+    pairs align.
+    """
     table = []
     for config in distinct(rows, "config"):
         after, before = (pick(rows, config=config, control=control) for control in (False, True))
@@ -85,7 +123,12 @@ def summarise(rows: list[Row]) -> list[Row]:
     return table
 
 
-_PLACES = {"λ": "A.2, Fig. 14", "n": "A.2, Fig. 15", "d_head": "A.2, Fig. 16", "context": "A.2, Fig. 17"}
+_PLACES = {
+    "λ": "A.2, Fig. 14",
+    "n": "A.2, Fig. 15",
+    "d_head": "A.2, Fig. 16",
+    "context": "A.2, Fig. 17",
+}
 _TWICE = "A second claim said the same of the mean matched |cos|."
 
 
@@ -98,11 +141,19 @@ def _claims(over: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
             ("reading B", "reading B of the loss", ""),
         ):
             own = pick(summary, config=config)
-            claims.append(_all_align(f"{named}: all four pairs align in every seed", said, own, untrained, 1.0))
+            claims.append(
+                _all_align(
+                    f"{named}: all four pairs align in every seed", said, own, untrained, 1.0
+                )
+            )
         return claims
     if over == "everything":
         said = "Sec. 4, Fig. 12-18: robust over a wide range of model parameters"
-        return [_all_align("every pair aligns in every setting that is varied", said, summary, untrained)]
+        return [
+            _all_align(
+                "every pair aligns in every setting that is varied", said, summary, untrained
+            )
+        ]
     if over == "p":
         common = [row for row in summary if float(row["config"][2:]) > _LEAST_P]
         rare = [row for row in summary if float(row["config"][2:]) <= _LEAST_P]
@@ -120,7 +171,12 @@ def _claims(over: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
 
 
 def _all_align(
-    what: str, said: str, summary: list[Row], untrained: float, share: float = 0.95, changed: str = ""
+    what: str,
+    said: str,
+    summary: list[Row],
+    untrained: float,
+    share: float = 0.95,
+    changed: str = "",
 ) -> Claim:
     found = _share(summary)
     return Claim(f"{what} (share of models with all |cos| ≥ {ALIGNED}; control: the untrained mean |cos|)", said,
@@ -142,19 +198,27 @@ _LABELS = {
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """One panel per side; a dot per pair and seed; grey crosses before training, dotted what chance finds."""
+    """One panel per side; a dot per pair and seed; grey crosses before training, dotted what chance
+    finds.
+    """
     rows = list(result.tables["alignment"])
     varied, _, by_value = rows[0]["config"].partition("=")
     by_seed = not by_value
     figure = new_figure(9.6, 3.7)
     axes = figure.subplots(1, 2, sharey=True)
-    keys: list[Any] = list(dict.fromkeys((r["config"], r["seed"]) if by_seed else r["config"] for r in rows))
+    keys: list[Any] = list(
+        dict.fromkeys((r["config"], r["seed"]) if by_seed else r["config"] for r in rows)
+    )
     for axis, side in zip(axes, ("query", "key"), strict=True):
         own = pick(rows, side=side)
         _dots(axis, own, keys, by_seed)
         readings = [f"{'B' if 'B' in key[0] else 'C'}{key[1]}" for key in keys]
-        axis.set_xticks(range(len(keys)), readings if by_seed else [key.split("=")[1] for key in keys])
-        axis.set(title=f"{side} features and {'u' if side == 'query' else 'v'}_k", ylim=(-0.03, 1.05))
+        axis.set_xticks(
+            range(len(keys)), readings if by_seed else [key.split("=")[1] for key in keys]
+        )
+        axis.set(
+            title=f"{side} features and {'u' if side == 'query' else 'v'}_k", ylim=(-0.03, 1.05)
+        )
         axis.set_xlabel("reading of the loss and seed" if by_seed else _LABELS[varied])
     axes[0].set_ylabel("matched |cos|")
     axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -167,10 +231,19 @@ def _dots(axis: Any, rows: Sequence[Any], keys: Sequence[Any], by_seed: bool) ->
         shift = (i - (len(pairs) - 1) / 2) * 0.13
         for control in (True, False):
             own = pick(rows, pair=pair, control=control)
-            x = [keys.index((r["config"], r["seed"]) if by_seed else r["config"]) + shift for r in own]
+            x = [
+                keys.index((r["config"], r["seed"]) if by_seed else r["config"]) + shift
+                for r in own
+            ]
             logit = f"{own[0]['target_logit']:g}" if own else ""
             label = ("untrained" if i == 0 else None) if control else f"pair {pair}, logit {logit}"
             size, marker, colour = (12, "x", REST) if control else (20, "o", shade)
-            look: Any = {"s": size, "marker": marker, "color": colour, "linewidths": 0.8, "label": label}
+            look: Any = {
+                "s": size,
+                "marker": marker,
+                "color": colour,
+                "linewidths": 0.8,
+                "label": label,
+            }
             axis.scatter(x, column(own, "matched"), **look)
     axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random, mean")

@@ -1,8 +1,9 @@
 """Theorems 1, 2 and 3 as numerical experiments, each with the region in which it says nothing.
 
-Theorem 1 is solved, not sampled: with binary strengths, few features and two keys the population is a finite list, the
-objective is convex, and Newton's method finds its minimum to rounding. The theorem's teacher is a linear function of
-the tokens, so the student can copy it; the toy's own target, ``α x_q x_k``, is not, and stands beside.
+Theorem 1 is solved, not sampled: with binary strengths, few features and two keys the population is
+a finite list, the objective is convex, and Newton's method finds its minimum to rounding. The
+theorem's teacher is a linear function of the tokens, so the student can copy it; the toy's own
+target, ``α x_q x_k``, is not, and stands beside.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ _TILTS = (0.0, 0.25, 0.5)
 
 
 def dictionary(kind: str, seed: int) -> Float[Tensor, "d n"]:
-    """Unit features: ``random``, ``isotropic`` (a tight frame) or ``flat`` (they leave one dimension out)."""
+    """Unit features: ``random``, ``isotropic`` (a tight frame) or ``flat`` (they leave one
+    dimension out).
+    """
     generator = torch.Generator().manual_seed(seed)
     if kind == "isotropic":  # orthonormal axes and their opposites, turned; the last ones double up
         turn = torch.linalg.qr(torch.randn(_D, _D, generator=generator, dtype=torch.float64))[0]
-        frame = torch.tensor([[1.0, -1, 0, 0, 0, 0], [0, 0, 1, -1, 0, 0], [0, 0, 0, 0, 1, -1]], dtype=torch.float64)
+        frame = torch.tensor(
+            [[1.0, -1, 0, 0, 0, 0], [0, 0, 1, -1, 0, 0], [0, 0, 0, 0, 1, -1]], dtype=torch.float64
+        )
         return turn[:, :3] @ frame
     features = torch.randn(_D, _N, generator=generator, dtype=torch.float64)
     if kind == "flat":
@@ -51,7 +56,9 @@ def run_minimiser(settings: Settings) -> Result:
     rows = []
     for draw in range(_DRAWS[settings.preset]):
         for kind in ("random", "isotropic", "flat"):
-            q, k = (dictionary(kind, derived_seed(settings.seed, 41, draw, side)) for side in (0, 1))
+            q, k = (
+                dictionary(kind, derived_seed(settings.seed, 41, draw, side)) for side in (0, 1)
+            )
             # a tight frame of three dimensions is solved inside them: there G = cI
             if kind == "isotropic":
                 q, k = (torch.linalg.svd(x, full_matrices=False)[0][:, :3].mT @ x for x in (q, k))
@@ -60,7 +67,9 @@ def run_minimiser(settings: Settings) -> Result:
                     rows.append(_minimum_row(kind, draw, p, teacher, q, k))
     ours = [r for r in rows if r["teacher"] == "whitened" and r["p"] < 1]
     full = [r for r in ours if r["features"] != "flat"]
-    plain = [r for r in rows if r["teacher"] == "indicator" and r["p"] < 1 and r["features"] == "random"]
+    plain = [
+        r for r in rows if r["teacher"] == "indicator" and r["p"] < 1 and r["features"] == "random"
+    ]
     tight = pick(full, features="isotropic")
     moments = [_moment_error(dictionary("random", derived_seed(settings.seed, 41, draw, 1)), p)
                for draw in range(_DRAWS[settings.preset]) for p in (0.1, 0.5)]  # fmt: skip
@@ -176,7 +185,9 @@ def run_bound(settings: Settings) -> Result:
 
 
 def _adversary(g: Float[Tensor, "d d"]) -> float:
-    """The feature that Kantorovich's inequality names: along the extreme eigenvectors, weighted by their roots."""
+    """The feature that Kantorovich's inequality names: along the extreme eigenvectors, weighted by
+    their roots.
+    """
     values, vectors = torch.linalg.eigh(g)
     f = vectors[:, :1] * values[0].sqrt() + vectors[:, -1:] * values[-1].sqrt()
     return float(cosines(f, whiten(g, f)))
@@ -199,8 +210,8 @@ def run_overlap(settings: Settings) -> Result:
     tilted = [r for r in pick(rows, tilt=_TILTS[-1]) if r["mu"] > 0]
     straight = [r for r in pick(rows, tilt=0.0) if r["mu"] > 0]
     slack = [r["bound"] - r["overlap"] for r in rows if r["mu"] > 0]
-    # a query has one gap to meet and d − 1 dimensions to meet it in: keys alone trade off, and with μ = 0 the query's
-    # overlap is whatever the search started from
+    # a query has one gap to meet and d − 1 dimensions to meet it in: keys alone trade off, and with
+    # μ = 0 the query's overlap is whatever the search started from
     falls = [a["key_overlap"] - b["key_overlap"] for a, b in pairwise(tilted)]
     free = pick(rows, tilt=_TILTS[-1], mu=0.0)[0]["key_overlap"]
     claims = [

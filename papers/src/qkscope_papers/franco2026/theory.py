@@ -1,15 +1,18 @@
 """The theorems of franco2026 as formulas, and the exact objective they speak of.
 
-Queries are ``Q x``, keys ``K x`` with features as columns and binary strengths, each present with probability p;
-``G_q = Q Qᵀ``, ``G_k = K Kᵀ``. The teacher's logits are ``α ⟨G_q⁻¹ q_1, t_q⟩ ⟨G_k⁻¹ k_1, t_k⟩``.
+Queries are ``Q x``, keys ``K x`` with features as columns and binary strengths, each present with
+probability p; ``G_q = Q Qᵀ``, ``G_k = K Kᵀ``. The teacher's logits are ``α ⟨G_q⁻¹ q_1, t_q⟩ ⟨G_k⁻¹
+k_1, t_k⟩``.
 
-- Theorem 1: the one minimiser is ``Ω* = α G_q⁻¹ q_1 k_1ᵀ G_k⁻¹``, of rank 1, along the whitened features.
+- Theorem 1: the one minimiser is ``Ω* = α G_q⁻¹ q_1 k_1ᵀ G_k⁻¹``, of rank 1, along the whitened
+  features.
 - Corollary 1: with G = cI they are the features.
-- Theorem 2: with ``G = c(I + E)``, ‖E‖ ≤ ε: ``sin θ ≤ κ/(1 − κ)``, ``κ = (1 − ε)⁻² − 1``, as long as κ < 1/2.
-  As Ω* has rank 1 no perturbation theory is needed: ``cos(f, G⁻¹f) ≥ 2√c/(1 + c)`` with c the condition number of G
-  (Kantorovich), and for ‖E‖ ≤ ε that is ``sin θ ≤ ε``, which is attained.
-- Theorem 3: with ``J = CE_1 + CE_2 + μ[(q_1·q_2)² + (k_1·k_2)²]`` the bracket is at most ``[CE′ − CE*]/μ`` at the
-  minimum, for the CE′ of any orthogonal pair.
+- Theorem 2: with ``G = c(I + E)``, ‖E‖ ≤ ε: ``sin θ ≤ κ/(1 − κ)``, ``κ = (1 − ε)⁻² − 1``, as long
+  as κ < 1/2. As Ω* has rank 1 no perturbation theory is needed: ``cos(f, G⁻¹f) ≥ 2√c/(1 + c)`` with
+  c the condition number of G (Kantorovich), and for ‖E‖ ≤ ε that is ``sin θ ≤ ε``, which is
+  attained.
+- Theorem 3: with ``J = CE_1 + CE_2 + μ[(q_1·q_2)² + (k_1·k_2)²]`` the bracket is at most ``[CE′ −
+  CE*]/μ`` at the minimum, for the CE′ of any orthogonal pair.
 """
 
 from __future__ import annotations
@@ -28,8 +31,12 @@ from qkscope_papers.franco2026.toy.alignment import gram, invert_gram
 SILENT_FROM = 1 - math.sqrt(2 / 3)  # Theorem 2 says nothing from this ε on
 
 
-def theorem1_minimiser(queries: Float[Tensor, "d n"], keys: Float[Tensor, "d n"], alpha: float) -> Float[Tensor, "d d"]:
-    """``Ω* = α G_q⁻¹ q kᵀ G_k⁻¹`` of the first pair (with pseudo-inverses where features do not span the space)."""
+def theorem1_minimiser(
+    queries: Float[Tensor, "d n"], keys: Float[Tensor, "d n"], alpha: float
+) -> Float[Tensor, "d d"]:
+    """``Ω* = α G_q⁻¹ q kᵀ G_k⁻¹`` of the first pair (with pseudo-inverses where features do not
+    span the space).
+    """
     left, right = (invert_gram(gram(x)) @ x[:, 0].double() for x in (queries, keys))
     return alpha * torch.outer(left, right)
 
@@ -47,7 +54,9 @@ def theorem2_bound(epsilon: float) -> float:
 
 
 def sharp_bound(g: Float[Tensor, "d d"]) -> float:
-    """``2√c/(1 + c)`` with c the condition number of G: the least ``cos(f, G⁻¹f)`` of any f, at any anisotropy."""
+    """``2√c/(1 + c)`` with c the condition number of G: the least ``cos(f, G⁻¹f)`` of any f, at any
+    anisotropy.
+    """
     values = torch.linalg.eigvalsh(g.double())
     if float(values[0]) <= 0:
         return 0.0
@@ -57,10 +66,11 @@ def sharp_bound(g: Float[Tensor, "d d"]) -> float:
 
 @dataclass(frozen=True)
 class TwoKeyPopulation:
-    """Every query and every difference of two keys with binary strengths, and their probabilities: nothing is sampled.
+    """Every query and every difference of two keys with binary strengths, and their probabilities:
+    nothing is sampled.
 
-    With two keys the softmax is a sigmoid of the gap ``t_qᵀ Ω (t_1 − t_2)``, and strengths of the difference are −1, 0
-    or 1, with probabilities p(1−p), 1 − 2p(1−p), p(1−p).
+    With two keys the softmax is a sigmoid of the gap ``t_qᵀ Ω (t_1 − t_2)``, and strengths of the
+    difference are −1, 0 or 1, with probabilities p(1−p), 1 − 2p(1−p), p(1−p).
     """
 
     queries: Float[Tensor, "a n"]
@@ -81,7 +91,9 @@ class TwoKeyPopulation:
 
 @dataclass(frozen=True)
 class Minimiser:
-    """Where the objective ends: Ω, its value above the teacher's entropy, the gradient left, and Newton steps taken."""
+    """Where the objective ends: Ω, its value above the teacher's entropy, the gradient left, and
+    Newton steps taken.
+    """
 
     omega: Float[Tensor, "d d"]
     divergence: float
@@ -90,14 +102,20 @@ class Minimiser:
 
 
 def minimise(
-    queries: Float[Tensor, "d n"], keys: Float[Tensor, "d n"], interactions: Tensor, p: float, start: Tensor
+    queries: Float[Tensor, "d n"],
+    keys: Float[Tensor, "d n"],
+    interactions: Tensor,
+    p: float,
+    start: Tensor,
 ) -> Minimiser:
-    """Minimise the exact cross-entropy over Ω by damped Newton steps: convex, so what it finds is the minimum.
+    """Minimise the exact cross-entropy over Ω by damped Newton steps: convex, so what it finds is
+    the minimum.
 
     Parameters
     ----------
-    interactions : the teacher's gap is ``x_qᵀ interactions δ`` with strengths x_q of the query and δ of the key
-        difference: ``α e_1 e_1ᵀ`` for "attend if both are present", ``Qᵀ Ω* K`` for the theorem's whitened teacher.
+    interactions : the teacher's gap is ``x_qᵀ interactions δ`` with strengths x_q of the query and
+        δ of the key difference: ``α e_1 e_1ᵀ`` for "attend if both are present", ``Qᵀ Ω* K`` for
+        the theorem's whitened teacher.
     """
     d = len(queries)
     cases = TwoKeyPopulation.of(queries.shape[1], p)
@@ -148,10 +166,12 @@ class Overlap:
 
 
 def orthogonalise(mu: float, *, tilt: float, starts: int = 16, seed: int = 0) -> Overlap:
-    """Theorem 3: Ω = 4 q_1 k_1ᵀ + 2 u_2 v_2ᵀ (d = 4) is fixed, q_2 and k_2 are unit vectors that may move.
+    """Theorem 3: Ω = 4 q_1 k_1ᵀ + 2 u_2 v_2ᵀ (d = 4) is fixed, q_2 and k_2 are unit vectors that
+    may move.
 
-    Two contexts, with queries q_1 and q_2, hold the keys k_1 and k_2. The teacher's pair leans over to the first by
-    ``tilt`` (radians): ``q_2° = sin(tilt) q_1 + cos(tilt) u_2``. With tilt 0 the optimum is orthogonal for any μ > 0.
+    Two contexts, with queries q_1 and q_2, hold the keys k_1 and k_2. The teacher's pair leans over
+    to the first by ``tilt`` (radians): ``q_2° = sin(tilt) q_1 + cos(tilt) u_2``. With tilt 0 the
+    optimum is orthogonal for any μ > 0.
     """
     (q, k), inside = _best_pair(mu, tilt, starts, seed, orthogonal=False)
     _, other = _best_pair(mu, tilt, starts, seed, orthogonal=True)
@@ -162,7 +182,9 @@ def orthogonalise(mu: float, *, tilt: float, starts: int = 16, seed: int = 0) ->
 def _best_pair(
     mu: float, tilt: float, starts: int, seed: int, *, orthogonal: bool
 ) -> tuple[tuple[Tensor, Tensor], float]:
-    """The best of many starts: unit vectors (axis 0 is q_1 or k_1), and their cross-entropy above the entropy."""
+    """The best of many starts: unit vectors (axis 0 is q_1 or k_1), and their cross-entropy above
+    the entropy.
+    """
     axes = ((4.0, 2.0, 0, 0), (math.sin(tilt), math.cos(tilt), 0, 0), (1.0, 0, 0, 0))
     strength, lean, first = torch.tensor(axes, dtype=torch.float64)
 
@@ -184,7 +206,9 @@ def _best_pair(
         return loss, loss + mu * (q[..., 0].square() + k[..., 0].square())
 
     ends: Any = {"max_iter": 300, "tolerance_grad": 1e-10, "tolerance_change": 1e-14}
-    optimiser = torch.optim.LBFGS([leaf], lr=1.0, history_size=20, line_search_fn="strong_wolfe", **ends)
+    optimiser = torch.optim.LBFGS(
+        [leaf], lr=1.0, history_size=20, line_search_fn="strong_wolfe", **ends
+    )
 
     def closure() -> Tensor:
         optimiser.zero_grad()

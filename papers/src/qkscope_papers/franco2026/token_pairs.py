@@ -1,7 +1,9 @@
-"""Token pairs that hold given pairs of interest and no other, and the terms of their relative attention.
+"""Token pairs that hold given pairs of interest and no other, and the terms of their relative
+attention.
 
-A context is drawn as in training; then, in the query and in the key that is asked about, every feature of interest is
-taken out, and those of the wanted pairs are put in with a uniform strength. Other keys stay as they come.
+A context is drawn as in training; then, in the query and in the key that is asked about, every
+feature of interest is taken out, and those of the wanted pairs are put in with a uniform strength.
+Other keys stay as they come.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ PRESENT: tuple[Present, ...] = ("one", "two", "none")
 
 
 class TokenPairs(NamedTuple):
-    """Strengths of queries and of their keys (the one asked about first), and which pairs are in them."""
+    """Strengths of queries and of their keys (the one asked about first), and which pairs are in
+    them.
+    """
 
     x_q: Float[Tensor, "c n"]
     x_k: Float[Tensor, "c T n"]
@@ -32,10 +36,14 @@ def draw_token_pairs(
 ) -> TokenPairs:
     """Contexts with one, two or none of the pairs of interest present; ``only`` names which one."""
     generator = torch.Generator().manual_seed(seed)
-    x = task.strengths(torch.rand(contexts, 1 + task.context, task.n, generator=generator, dtype=torch.float64))
+    x = task.strengths(
+        torch.rand(contexts, 1 + task.context, task.n, generator=generator, dtype=torch.float64)
+    )
     count = {"one": 1, "two": 2, "none": 0}[present]
     order = torch.rand(contexts, len(task.pairs), generator=generator).argsort(1)
-    chosen = torch.zeros(contexts, len(task.pairs), dtype=torch.float64).scatter(1, order[:, :count], 1.0)
+    chosen = torch.zeros(contexts, len(task.pairs), dtype=torch.float64).scatter(
+        1, order[:, :count], 1.0
+    )
     if only is not None:
         chosen = torch.zeros_like(chosen)
         chosen[:, only] = 1.0

@@ -1,7 +1,9 @@
-"""Compiled programs as models: RASP programs that Tracr made into weights, so that what every head reads is known.
+"""Compiled programs as models: RASP programs that Tracr made into weights, so that what every head
+reads is known.
 
-No norms, no biases, places added to the embedding, and every token sees every other. What a model puts out are not
-logits over tokens but its residual stream, whose dimensions have names. `papers/scripts/known.py` compiles them.
+No norms, no biases, places added to the embedding, and every token sees every other. What a model
+puts out are not logits over tokens but its residual stream, whose dimensions have names.
+`papers/scripts/known.py` compiles them.
 """
 
 from __future__ import annotations
@@ -45,13 +47,22 @@ class CompiledAttention(nn.Module):
         super().__init__()
         self.config, self.layer_idx, self.head_dim = config, layer, config.head_dim
         wide = config.head_dim * config.num_attention_heads
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.hidden_size, wide, bias=False) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(config.hidden_size, wide, bias=False) for _ in range(3)
+        )
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
 
-    def forward(self, x: Float[Tensor, "b t d"], mask: Tensor | None) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
+    def forward(
+        self, x: Float[Tensor, "b t d"], mask: Tensor | None
+    ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """What the heads write, and their attention where the implementation reports it."""
-        split = [part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.q_proj, self.k_proj, self.v_proj)]
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        split = [
+            part(x).unflatten(-1, (-1, self.head_dim))
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        ]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         q, k, v = (part.transpose(1, 2) for part in split)
         out, attention = attend(self, q, k, v, mask, scaling=self.head_dim**-0.5)
         return self.o_proj(out.flatten(2)), attention
@@ -64,9 +75,13 @@ class CompiledLayer(nn.Module):
         super().__init__()
         self.self_attn = CompiledAttention(config, layer)
         wide, inside = config.hidden_size, config.intermediate_size
-        self.mlp = nn.Sequential(nn.Linear(wide, inside, bias=False), nn.ReLU(), nn.Linear(inside, wide, bias=False))
+        self.mlp = nn.Sequential(
+            nn.Linear(wide, inside, bias=False), nn.ReLU(), nn.Linear(inside, wide, bias=False)
+        )
 
-    def forward(self, x: Float[Tensor, "b t d"], mask: Tensor | None) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
+    def forward(
+        self, x: Float[Tensor, "b t d"], mask: Tensor | None
+    ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """The stream behind the layer, and the attention in it."""
         out, attention = self.self_attn(x, mask)
         return x + out + self.mlp(x + out), attention
@@ -82,7 +97,9 @@ class CompiledProgram(PreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.places = nn.Embedding(LONGEST + 1, config.hidden_size)
-        self.layers = nn.ModuleList(CompiledLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            CompiledLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.post_init()
 
     def forward(
@@ -94,9 +111,13 @@ class CompiledProgram(PreTrainedModel):
     ) -> CausalLMOutput:
         """The residual stream behind the last layer, as logits."""
         places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        places = (places if position_ids is None else position_ids).clamp(max=LONGEST)  # none lies behind in a program
+        places = (places if position_ids is None else position_ids).clamp(
+            max=LONGEST
+        )  # none lies behind in a program
         x = self.embed_tokens(input_ids) + self.places(places)
-        mask = create_bidirectional_mask(config=self.config, inputs_embeds=x, attention_mask=attention_mask)
+        mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=x, attention_mask=attention_mask
+        )
         every = []
         for layer in self.layers:
             x, attention = layer(x, mask)
@@ -106,7 +127,9 @@ class CompiledProgram(PreTrainedModel):
 
 @cache
 def programs() -> dict[str, dict[str, Any]]:
-    """By name: sizes, vocabulary, names of dimensions, and of every head the true writers of its query and key."""
+    """By name: sizes, vocabulary, names of dimensions, and of every head the true writers of its
+    query and key.
+    """
     return json.loads((_FOLDER / "programs.json").read_text(encoding="utf-8"))
 
 
@@ -120,8 +143,11 @@ def load_program(name: str) -> Scope:
     row = torch.zeros(sum(weight.numel() for weight in model.parameters()))
     row[stored[f"{name}.at"].long()] = stored[f"{name}.is"]
     nn.utils.vector_to_parameters(row, model.parameters())
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=PAD))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=PAD)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=FIRST, pad_token=PAD)
-    # not checked by writing a key of the first layer, where many a program has no head: Tracr's own logits are compared
+    # not checked by writing a key of the first layer, where many a program has no head: Tracr's own
+    # logits are compared
     return Scope.from_model(model, fast, check=False, name=f"known:{name}")

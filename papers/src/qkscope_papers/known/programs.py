@@ -1,12 +1,14 @@
-"""Heads whose writers are known: what `trace` finds of compiled programs, beside two kinds of patching.
+"""Heads whose writers are known: what `trace` finds of compiled programs, beside two kinds of
+patching.
 
-Of the 31 heads that Tracr's library programs compile to, nine read more than the embedding. A writer counts as found
-where its part is a hundredth of the largest one in any look. Attribution patching is the gradient of the head's
-relative logit through the whole model, times what differs in another prompt; path patching the same along the direct
-edge alone (without norms that is exact). Which tokens decide is asked by putting every other token of the vocabulary in
-each place, and the program's own selector says what must come out. A selector that is true everywhere has no relative
-logit: such looks are counted, and not split. `Because` is not asked: it runs a prompt up to the query, and here a query
-sees what stands behind it.
+Of the 31 heads that Tracr's library programs compile to, nine read more than the embedding. A
+writer counts as found where its part is a hundredth of the largest one in any look. Attribution
+patching is the gradient of the head's relative logit through the whole model, times what differs in
+another prompt; path patching the same along the direct edge alone (without norms that is exact).
+Which tokens decide is asked by putting every other token of the vocabulary in each place, and the
+program's own selector says what must come out. A selector that is true everywhere has no relative
+logit: such looks are counted, and not split. `Because` is not asked: it runs a prompt up to the
+query, and here a query sees what stands behind it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Files, Row, column, distinct, files_of, mean, pick, share_of
 
 _PROMPTS = {"smoke": 2, "default": 6, "paper": 24}
-_LEAST, _FLAT, _LEFT = 0.01, 1e-3, 0.5  # of the largest part; a relative logit; of the attention, what a cause leaves
+_LEAST, _FLAT, _LEFT = (
+    0.01,
+    1e-3,
+    0.5,
+)  # of the largest part; a relative logit; of the attention, what a cause leaves
 RIVALS = ("attribution patching", "path patching")
 Tokens = Sequence[str]
 
@@ -76,12 +82,17 @@ class Look(NamedTuple):
 
 
 def looks_of(name: str, head: str, prompts: int, seed: int) -> Iterator[Look]:
-    """Random prompts, another of the same length beside each, and every place where the program selects a token."""
+    """Random prompts, another of the same length beside each, and every place where the program
+    selects a token.
+    """
     words = [word for word in programs()[name]["vocabulary"] if word not in (FIRST, PAD)]
     generator = torch.Generator().manual_seed(derived_seed(seed, "known", name, head))
     for _ in range(prompts):
         length = int(torch.randint(2, LONGEST + 1, (), generator=generator))
-        tokens, other = ([words[i] for i in row] for row in torch.randint(len(words), (2, length), generator=generator))
+        tokens, other = (
+            [words[i] for i in row]
+            for row in torch.randint(len(words), (2, length), generator=generator)
+        )
         for query in range(length):
             chosen = [key for key in range(length) if SELECTORS[name, head][0](tokens, key, query)]
             if chosen:
@@ -95,7 +106,10 @@ def run(settings: Settings) -> Result:
     words: list[Row] = []
     flat = looked = 0
     for name, head in SELECTORS:
-        scope, parts = load_program(name), {how: dict[tuple[str, str], float]() for how in ("trace", *RIVALS)}
+        scope, parts = (
+            load_program(name),
+            {how: dict[tuple[str, str], float]() for how in ("trace", *RIVALS)},
+        )
         for look in looks_of(name, head, _PROMPTS[settings.preset], settings.seed):
             text, looked = " ".join(look.tokens), looked + 1
             found = trace(scope, text, head, query=look.query, key=look.key, depth=0, draws=1)
@@ -111,7 +125,10 @@ def run(settings: Settings) -> Result:
         rows += [row for how, own in parts.items() for row in writer_rows(name, head, how, own)]
     heads = [{"program": name, "head": head, "how": how, **score(pick(rows, program=name, head=head, how=how))}
              for name, head in SELECTORS for how in parts]  # fmt: skip
-    by = {how: {kind: mean(column(pick(heads, how=how), kind)) for kind in ("precision", "recall")} for how in parts}
+    by = {
+        how: {kind: mean(column(pick(heads, how=how), kind)) for kind in ("precision", "recall")}
+        for how in parts
+    }
     agreed = share_of(row["cause"] == row["program_says"] for row in words)
     sure = sum(row["program_says"] for row in words)
     ours, around, along = (by[how] for how in parts)
@@ -141,7 +158,13 @@ def writer_rows(name: str, head: str, how: str, parts: dict[tuple[str, str], flo
     rows = []
     for (side, writer), value in parts.items():
         is_true, is_found = writer in true[side], value >= _LEAST
-        why = "" if is_true == is_found else "the same in the other prompt" if is_true else "acts through other writers"
+        why = (
+            ""
+            if is_true == is_found
+            else "the same in the other prompt"
+            if is_true
+            else "acts through other writers"
+        )
         rows.append({"program": name, "head": head, "how": how, "side": side, "writer": writer, "part": value,
                      "true": is_true, "found": is_found, "why": why})  # fmt: skip
     return rows
@@ -157,11 +180,19 @@ def score(rows: Sequence[Row]) -> Row:
 
 
 def patched(scope: Scope, head: Head, look: Look) -> dict[str, dict[tuple[str, str], float]]:
-    """Attribution patching and path patching of every writer before the head, another prompt's outputs put in."""
+    """Attribution patching and path patching of every writer before the head, another prompt's
+    outputs put in.
+    """
     layers, attention = scope.model.layers[: head.layer], scope.model.layers[head.layer].self_attn
-    runs = [Probe(scope, " ".join(tokens), last=head.layer, logits=False).run for tokens in (look.tokens, look.other)]
+    runs = [
+        Probe(scope, " ".join(tokens), last=head.layer, logits=False).run
+        for tokens in (look.tokens, look.other)
+    ]
     split = [run.slots(list(range(1, 1 + len(look.tokens)))).stream(head.layer) for run in runs]
-    writers, parts = [name for piece in split[0] for name in piece.writers], [named(pieces)[0] for pieces in split]
+    writers, parts = (
+        [name for piece in split[0] for name in piece.writers],
+        [named(pieces)[0] for pieces in split],
+    )
     with torch.enable_grad():
         x = runs[0].entered[0][:, 1:].clone().requires_grad_()
         points = {"embedding": x}  # where a writer's output joins the stream
@@ -179,15 +210,24 @@ def patched(scope: Scope, head: Head, look: Look) -> dict[str, dict[tuple[str, s
     given = zip(writers, parts[1] - parts[0], strict=True)
     away = {writer: (through_of[writer.partition("H")[0]], part) for writer, part in given}
     return {
-        "attribution patching": {("both", name): float((g[0] * part).sum()) for name, (g, part) in away.items()},
-        "path patching": {("both", name): float((direct[0] * part).sum()) for name, (_, part) in away.items()},
+        "attribution patching": {
+            ("both", name): float((g[0] * part).sum()) for name, (g, part) in away.items()
+        },
+        "path patching": {
+            ("both", name): float((direct[0] * part).sum()) for name, (_, part) in away.items()
+        },
     }
 
 
 def word_rows(scope: Scope, name: str, head: str, look: Look) -> list[Row]:
-    """Each token in every other's place: what is left of the attention, in the model and by the program's selector."""
+    """Each token in every other's place: what is left of the attention, in the model and by the
+    program's selector.
+    """
     selects, first = SELECTORS[name, head]
-    words, ids = [word for word in programs()[name]["vocabulary"] if word not in (FIRST, PAD)], look.tokens
+    words, ids = (
+        [word for word in programs()[name]["vocabulary"] if word not in (FIRST, PAD)],
+        look.tokens,
+    )
 
     def share(tokens: Tokens) -> float:
         """What the selector gives the key: all selected tokens get as much."""
@@ -216,6 +256,11 @@ def draw(result: Result) -> Files:
             places = [place + 0.27 * (1 - i) for place in range(len(heads))]
             values = [value or 0 for value in column(pick(rows, how=how), kind)]
             axis.barh(places, values, height=0.25, label=how, color=hues[how])
-        axis.set(xlabel=kind, xlim=(0, 1.02), yticks=range(len(heads)), yticklabels=[" ".join(head) for head in heads])
+        axis.set(
+            xlabel=kind,
+            xlim=(0, 1.02),
+            yticks=range(len(heads)),
+            yticklabels=[" ".join(head) for head in heads],
+        )
     drawn.legend(*drawn.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return files_of(result, drawn)

@@ -1,9 +1,10 @@
 """Figures 9, 18 and 20: swap order, lexical and both features between the right box and another.
 
-One table serves all found heads: figures 9 and 20 tell of the best, figure 18 of the others. Each feature is estimated
-as the paper does (tables ``paper_…``) and as we do; what the paper says is judged by the paper's. Beside the swaps
-stand their oblique versions, random subspaces, key PCA, ``Cov_q Cov_k`` and a sham; the curve over the number of
-dimensions; and, from the default preset on, what the model answers when the swap is written into its heads.
+One table serves all found heads: figures 9 and 20 tell of the best, figure 18 of the others. Each
+feature is estimated as the paper does (tables ``paper_…``) and as we do; what the paper says is
+judged by the paper's. Beside the swaps stand their oblique versions, random subspaces, key PCA,
+``Cov_q Cov_k`` and a sham; the curve over the number of dimensions; and, from the default preset
+on, what the model answers when the swap is written into its heads.
 """
 
 from __future__ import annotations
@@ -35,14 +36,23 @@ _WAS = (
     "the share of both boxes' attention that changes sides."
 )
 _LITTLE = ("small model", "The paper's models have 8B and 4B weights.")
-_OTHER = ("other setting", "The paper's second model is Qwen3-4B; this one is small, asked with lists or sentences.")
+_OTHER = (
+    "other setting",
+    "The paper's second model is Qwen3-4B; this one is small, asked with lists or sentences.",
+)
 _MEDIAN = "Was the median of the heads, without an interval."
 _MAJORITY = 0.5  # of the attention, which both move in the paper
 _TOGETHER: dict[Estimator, str] = {"paper": "both_summed", "ours": "both"}
 
 
 @figure("lee2026", "fig9", "Swapping order and lexical features")
-@figure("lee2026", "fig20", "Swapping order and lexical, second model or form", model=SECOND, second=True)
+@figure(
+    "lee2026",
+    "fig20",
+    "Swapping order and lexical, second model or form",
+    model=SECOND,
+    second=True,
+)
 def run(settings: Settings, second: bool = False) -> Result:
     """Swaps at the best of the found heads."""
     session = session_of(settings)
@@ -50,7 +60,9 @@ def run(settings: Settings, second: bool = False) -> Result:
     found, tables = session.found("binding", form), _swapped(session, form)
     answer = _answer(tables, found, session.form("binding", form))
     claims = _claims(session, found, tables, second)
-    return settings.result(answer, tables, claims, model=session.scope.name, about=_about(session, found, form))
+    return settings.result(
+        answer, tables, claims, model=session.scope.name, about=_about(session, found, form)
+    )
 
 
 @figure("lee2026", "fig18", "Swapping order and lexical, other heads")
@@ -66,11 +78,15 @@ def run_others(settings: Settings) -> Result:
     }
     claims = _other_claims(session, tables, shown)
     about = _about(session, found, False)
-    return settings.result(_other_answer(tables, shown), tables, claims, model=session.scope.name, about=about)
+    return settings.result(
+        _other_answer(tables, shown), tables, claims, model=session.scope.name, about=about
+    )
 
 
 def _about(session: FigureSession, found: HeadChoice, second: bool) -> dict[str, Any]:
-    return session.about(form=session.form("binding", second), control=str(found.control), reached=found.reached)
+    return session.about(
+        form=session.form("binding", second), control=str(found.control), reached=found.reached
+    )
 
 
 def _swapped(session: FigureSession, second: bool) -> dict[str, list[Row]]:
@@ -85,15 +101,21 @@ def _tables(session: FigureSession, second: bool) -> dict[str, list[Row]]:
     tables: dict[str, list[Row]] = {}
     for estimator in ("ours", "paper"):
         fit = session.binding_fit(estimator, second)
-        swaps = swap(session.scope, units, fit, found.heads, sizes=sizes, draws=work.draws, **options)
+        swaps = swap(
+            session.scope, units, fit, found.heads, sizes=sizes, draws=work.draws, **options
+        )
         ranks = [{**row, "is_control": row["head"] == str(found.control)} for row in fit.table()]
         made = {**swaps.tables, "ranks": ranks}
-        tables |= {_named(name, estimator): [dict(row) for row in rows] for name, rows in made.items()}
+        tables |= {
+            _named(name, estimator): [dict(row) for row in rows] for name, rows in made.items()
+        }
     tables["heads"] = [found.row(head) for head in found.all]
     if work.downstream:
         chosen, fit = units[: work.downstream], session.fit("binding", second)
         groups = [found.heads] if len(found.heads) == 1 else [found.heads[:1], found.heads]
-        patched = [swap(session.scope, chosen, fit, heads, downstream=True, **options) for heads in groups]
+        patched = [
+            swap(session.scope, chosen, fit, heads, downstream=True, **options) for heads in groups
+        ]
         tables["downstream"] = [dict(row) for each in patched for row in each.tables["downstream"]]
     return tables
 
@@ -103,13 +125,21 @@ def _named(table: str, estimator: Estimator) -> str:
 
 
 def _of(tables: dict[str, list[Row]], head: str, estimator: Estimator) -> Conditions:
-    return {row["condition"]: row for row in tables[_named("swap", estimator)] if row["head"] == head}
+    return {
+        row["condition"]: row for row in tables[_named("swap", estimator)] if row["head"] == head
+    }
 
 
-def _more(tables: dict[str, list[Row]], head: str, estimator: Estimator, one: str, other: str) -> Estimate:
+def _more(
+    tables: dict[str, list[Row]], head: str, estimator: Estimator, one: str, other: str
+) -> Estimate:
     """How much more one condition shifts than another."""
     rows = pick(tables[_named("paired", estimator)], head=head, one=one, other=other)
-    return Estimate(*(rows[0][name] for name in ("difference", "low", "high"))) if rows else over_runs([])
+    return (
+        Estimate(*(rows[0][name] for name in ("difference", "low", "high")))
+        if rows
+        else over_runs([])
+    )
 
 
 def _over_alone(tables: dict[str, list[Row]], head: str, estimator: Estimator) -> Estimate:
@@ -135,7 +165,11 @@ def _answer(tables: dict[str, list[Row]], found: HeadChoice, form: str) -> str:
     head = str(found.heads[0])
     theirs, at = (_of(tables, head, estimator) for estimator in ESTIMATORS)
     both = at["both"]
-    looked = f"{len(found.heads)} of them were swapped" if found.reached else "the best three were swapped all the same"
+    looked = (
+        f"{len(found.heads)} of them were swapped"
+        if found.reached
+        else "the best three were swapped all the same"
+    )
     text = (
         f"{found.reached} heads attend to the right box most of all tokens in {THRESHOLD:.0%} of prompts; {looked}. "
         f"At {head} ({form} form) swapping both takes attention on the right and the target box from "
@@ -153,9 +187,13 @@ def _answer(tables: dict[str, list[Row]], found: HeadChoice, form: str) -> str:
     return text
 
 
-def _claims(session: FigureSession, found: HeadChoice, tables: dict[str, list[Row]], second: bool) -> list[Claim]:
+def _claims(
+    session: FigureSession, found: HeadChoice, tables: dict[str, list[Row]], second: bool
+) -> list[Claim]:
     head, score = str(found.heads[0]), found.row(found.heads[0])
-    said = "implied by §5.2, Fig. 20" if second else "§5.2, Fig. 9"  # of Qwen the paper shows the figure alone
+    said = (
+        "implied by §5.2, Fig. 20" if second else "§5.2, Fig. 9"
+    )  # of Qwen the paper shows the figure alone
     setting = _OTHER if second else _LITTLE
     ours = _swap_claims(tables, head, "ours", "")
     theirs = [
@@ -181,8 +219,12 @@ def _claims(session: FigureSession, found: HeadChoice, tables: dict[str, list[Ro
     return claims
 
 
-def _swap_claims(tables: dict[str, list[Row]], head: str, estimator: Estimator, said: str) -> list[Claim]:
-    """What the paper says of its swaps, with the paper's estimators; the same with ours is a claim of ours."""
+def _swap_claims(
+    tables: dict[str, list[Row]], head: str, estimator: Estimator, said: str
+) -> list[Claim]:
+    """What the paper says of its swaps, with the paper's estimators; the same with ours is a claim
+    of ours.
+    """
     at, whose = _of(tables, head, estimator), "the paper's" if estimator == "paper" else "our"
     both, random = at[_TOGETHER[estimator]], at["random_both"]
     moved, alone = _shift(both), _over_alone(tables, head, estimator)
@@ -205,7 +247,9 @@ def _swap_claims(tables: dict[str, list[Row]], head: str, estimator: Estimator, 
 
 
 def _unlike(setting: tuple[str, str], ours: bool | None) -> dict[str, Any]:
-    """Why the paper's estimators may fail where ours hold, tie or fail; where ours hold, it is not the model."""
+    """Why the paper's estimators may fail where ours hold, tie or fail; where ours hold, it is not
+    the model.
+    """
     found = {True: "are enough", None: "leave it open", False: "do not do it either"}[ours]
     reason = "other setting" if ours else setting[0]
     return {"reason": reason, "why": f"{setting[1]} At the same head our estimators {found}."}
@@ -220,11 +264,15 @@ def _negligible(at: Conditions, said: str, d_head: int, reason: str, where: str)
 
 
 def _why_not_negligible(random: float, share: float, moved: float, where: str) -> str:
-    """What would be negligible beside a majority is not beside little; else it is their share of a narrow head."""
+    """What would be negligible beside a majority is not beside little; else it is their share of a
+    narrow head.
+    """
     ours = "The paper gives no number for negligible: a tenth is ours."
     if random < 0.1 * _MAJORITY:
         return f"Swapping both moves only {moved:.2f} {where}, and random dimensions more than a tenth of that. {ours}"
-    return f"The random dimensions are {share:.0%} of this head; the paper's 12 of 128 are 9%. {ours}"
+    return (
+        f"The random dimensions are {share:.0%} of this head; the paper's 12 of 128 are 9%. {ours}"
+    )
 
 
 def _control_claims(tables: dict[str, list[Row]], head: str) -> list[Claim]:
@@ -250,18 +298,30 @@ def _control_claims(tables: dict[str, list[Row]], head: str) -> list[Claim]:
     return claims
 
 
-def _rank_claims(tables: dict[str, list[Row]], said: str, d_head: int, group_size: int) -> list[Claim]:
+def _rank_claims(
+    tables: dict[str, list[Row]], said: str, d_head: int, group_size: int
+) -> list[Claim]:
     def of(estimator: Estimator, contrast: str, control: bool = False) -> Estimate:
         own = pick(tables[_named("ranks", estimator)], contrast=contrast, is_control=control)
         return over_key_heads({row["head"]: row["rank"] for row in own}, group_size)
 
     order = pick(tables["paper_ranks"], contrast="order", is_control=False)
     dominance, words = median(column(order, "mean_dominance")), tables["paper_ranks"][-1]["units"]
-    lexical, narrow = of("paper", "lexical"), f"heads are {d_head} wide instead of 128, and " if d_head < 128 else ""
-    there, uncentred, centred = of("paper", "lexical", True).mean, of("paper", "order"), of("ours", "order")
+    lexical, narrow = (
+        of("paper", "lexical"),
+        f"heads are {d_head} wide instead of 128, and " if d_head < 128 else "",
+    )
+    there, uncentred, centred = (
+        of("paper", "lexical", True).mean,
+        of("paper", "order"),
+        of("ours", "order"),
+    )
     untold: dict[str, Any] = {"why": "A rank belongs to the contrast as much as to the head."}
     if lexical.mean < 9:
-        untold = {"reason": "small model", "why": "The rank of 9 or 10 that should tell them apart is not there."}
+        untold = {
+            "reason": "small model",
+            "why": "The rank of 9 or 10 that should tell them apart is not there.",
+        }
     return [
         Claim("order has rank 2 or 3 (99% rule, uncentred as in the paper; mean over key heads; control: a head at "
               "chance)", f"{said}: usually rank 2 or 3", uncentred.mean, of("paper", "order", True).mean,
@@ -298,7 +358,9 @@ def _above_0(found: Estimate) -> bool | None:
     return rule_verdict("ours > 0", found.mean, None, found.low, found.high)
 
 
-def _other_claims(session: FigureSession, tables: dict[str, list[Row]], heads: list[str]) -> list[Claim]:
+def _other_claims(
+    session: FigureSession, tables: dict[str, list[Row]], heads: list[str]
+) -> list[Claim]:
     """Of the head that is closest to failing; its interval pays for its having been chosen."""
     count = len(heads)
     cells = [_of(tables, head, "paper") for head in heads]
@@ -306,9 +368,14 @@ def _other_claims(session: FigureSession, tables: dict[str, list[Row]], heads: l
     more = _gain(weakest).among(count)
     ours_more = _gain(_of(tables, weakest["head"], "ours")["both"]).among(count)
     closest = min(heads, key=lambda head: _over_alone(tables, head, "paper").mean)
-    alone, ours_alone = (_over_alone(tables, closest, estimator).among(count) for estimator in ESTIMATORS)
+    alone, ours_alone = (
+        _over_alone(tables, closest, estimator).among(count) for estimator in ESTIMATORS
+    )
     first, second = (_unlike(_LITTLE, _above_0(other)) for other in (ours_more, ours_alone))
-    near = max(cells, key=lambda cell: cell["random_both"]["shift"] / max(cell["both_summed"]["shift"], 1e-9))
+    near = max(
+        cells,
+        key=lambda cell: cell["random_both"]["shift"] / max(cell["both_summed"]["shift"], 1e-9),
+    )
     pca = min(heads, key=lambda head: _more(tables, head, "ours", "both", "key_pca_both").mean)
     over_pca = _more(tables, pca, "ours", "both", "key_pca_both").among(count)
     return [
@@ -338,7 +405,8 @@ _SHOWN = (
 _SHORT = tuple(
     (name, label.removesuffix(", as both"))
     for name, label in _SHOWN
-    if "oblique" not in name and name not in ("paper: order", "paper: lexical", "random_order", "random_lexical")
+    if "oblique" not in name
+    and name not in ("paper: order", "paper: lexical", "random_order", "random_lexical")
 )
 
 

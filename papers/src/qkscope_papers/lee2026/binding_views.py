@@ -1,8 +1,10 @@
-"""Figures 8 and 17: boxes and questions as points, in the order and lexical subspaces, and without projecting.
+"""Figures 8 and 17: boxes and questions as points, in the order and lexical subspaces, and without
+projecting.
 
-The subspaces are the paper's and ours (column ``estimator``); what the paper says is judged by its own, and drawn are
-ours, as an order of one dimension makes no picture.
-Prompts are held out: other words than those the subspaces were fitted on, so a cluster of a word is no memory of it.
+The subspaces are the paper's and ours (column ``estimator``); what the paper says is judged by its
+own, and drawn are ours, as an order of one dimension makes no picture.
+Prompts are held out: other words than those the subspaces were fitted on, so a cluster of a word is
+no memory of it.
 """
 
 from __future__ import annotations
@@ -24,9 +26,27 @@ from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import new_figure, shades
 from qkscope_papers.lee2026.language import ESTIMATORS, Estimator, FigureSession, session_of
-from qkscope_papers.lee2026.points import Points, capture_points, cloud_rows, ends_of, nearest_hits, share_of, view
+from qkscope_papers.lee2026.points import (
+    Points,
+    capture_points,
+    cloud_rows,
+    ends_of,
+    nearest_hits,
+    share_of,
+    view,
+)
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Files, Row, column, figure_name, files_of, model_name, pick, plane_axes, scatter_sides
+from qkscope_papers.tables import (
+    Files,
+    Row,
+    column,
+    figure_name,
+    files_of,
+    model_name,
+    pick,
+    plane_axes,
+    scatter_sides,
+)
 
 log = logging.getLogger(__name__)
 _WORDS = 9  # lexical labels drawn; more colours cannot be told apart
@@ -37,7 +57,9 @@ FEATURES = ("order", "lexical")
 @figure("lee2026", "fig8", "Order and lexical subspaces, seen", projected=True)
 @figure("lee2026", "fig17", "Keys and queries, not projected", projected=False)
 def run(settings: Settings, projected: bool) -> Result:
-    """Figure 8 projects on each feature's subspaces, figure 17 does not; the numbers of both stand in both."""
+    """Figure 8 projects on each feature's subspaces, figure 17 does not; the numbers of both stand
+    in both.
+    """
     session = session_of(settings)
     found = session.found("binding")
     best = found.heads[0]
@@ -51,14 +73,23 @@ def run(settings: Settings, projected: bool) -> Result:
                 fit = None if estimator is None else session.binding_fit(estimator)
                 shown = head == best and estimator == ("ours" if projected else None)
                 mapped = shown and projected and feature == "lexical"
-                row, drawn = _view(points, labels[feature][1], fit, head, feature, session.seed, mapped)
-                where = {"head": str(head), "is_control": head == found.control, "estimator": estimator or ""}
+                row, drawn = _view(
+                    points, labels[feature][1], fit, head, feature, session.seed, mapped
+                )
+                where = {
+                    "head": str(head),
+                    "is_control": head == found.control,
+                    "estimator": estimator or "",
+                }
                 rows.append({**where, **row})
                 if shown:
                     arrays |= {f"{feature}/{name}": value for name, value in drawn.items()}
     named = [{"feature": feature, "index": i, "label": name} for feature in FEATURES
              for i, name in enumerate(labels[feature][0][:_WORDS])]  # fmt: skip
-    answer, claims = _answer(rows, str(best)), _claims(rows, str(best), str(found.control), projected)
+    answer, claims = (
+        _answer(rows, str(best)),
+        _claims(rows, str(best), str(found.control), projected),
+    )
     about = session.about(form=session.form("binding"), head=str(best))
     clouds = cloud_rows(arrays, {feature: labels[feature][0] for feature in FEATURES})
     tables = {"views": rows, "labels": named, "clouds": clouds}
@@ -69,12 +100,17 @@ def binding_points(session: FigureSession) -> Points:
     """Held-out queries and keys of the found heads and the control."""
     task, work, heads = session.binding_task(), session.work, session.found("binding").all
     return session.once(
-        ("points", "binding"), lambda: capture_points(session.scope, task, task.test(work.test), heads, work.batch_size)
+        ("points", "binding"),
+        lambda: capture_points(session.scope, task, task.test(work.test), heads, work.batch_size),
     )
 
 
-def _labels(session: FigureSession, points: Points) -> dict[str, tuple[list[str], Int[Tensor, "n k"]]]:
-    """Names of the labels, and the label of every key: its place in the prompt, and the word in the box."""
+def _labels(
+    session: FigureSession, points: Points
+) -> dict[str, tuple[list[str], Int[Tensor, "n k"]]]:
+    """Names of the labels, and the label of every key: its place in the prompt, and the word in the
+    box.
+    """
     words = points.key_words(session.binding_task().asked["words"])
     names = sorted({word for row in words for word in row})
     n, k = points.k.shape[:2]
@@ -85,7 +121,13 @@ def _labels(session: FigureSession, points: Points) -> dict[str, tuple[list[str]
 
 
 def _view(
-    points: Points, labels: Int[Tensor, "n k"], fit: Fit | None, head: Head, feature: str, seed: int, mapped: bool
+    points: Points,
+    labels: Int[Tensor, "n k"],
+    fit: Fit | None,
+    head: Head,
+    feature: str,
+    seed: int,
+    mapped: bool,
 ) -> tuple[Row, dict[str, Tensor]]:
     q, k = points.at(head)
     asked = labels[torch.arange(len(labels)), points.answers()]
@@ -114,19 +156,26 @@ def _view(
     if mapped:
         flattened = _umap(torch.cat([q[shown_q], flat[shown]]), seed)
         if flattened is not None:
-            drawn |= {"umap_queries": flattened[: len(shown_q)], "umap_keys": flattened[len(shown_q) :]}
+            drawn |= {
+                "umap_queries": flattened[: len(shown_q)],
+                "umap_keys": flattened[len(shown_q) :],
+            }
     return row, drawn
 
 
 def _umap(x: Float[Tensor, "n d"], seed: int) -> Float[Tensor, "n 2"] | None:
     """UMAP in two dimensions, where the extra is installed."""
     if importlib.util.find_spec("umap") is None:
-        log.info("umap-learn is not installed (pip install 'qkscope-papers[umap]'): the figure has PCA alone.")
+        log.info(
+            "umap-learn is not installed (pip install 'qkscope-papers[umap]'): the figure has PCA alone."
+        )
         return None
     umap = importlib.import_module("umap")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that a fixed seed makes it use one thread
-        return torch.from_numpy(umap.UMAP(n_components=2, random_state=seed).fit_transform(x.float().numpy())).float()
+        return torch.from_numpy(
+            umap.UMAP(n_components=2, random_state=seed).fit_transform(x.float().numpy())
+        ).float()
 
 
 def _row(rows: list[Row], head: str, feature: str, estimator: Estimator | Literal[""]) -> Row:
@@ -186,9 +235,14 @@ def _claims(rows: list[Row], head: str, control: str, projected: bool) -> list[C
 
 
 def _elsewhere(here: str, heads: list[str]) -> dict[str, Any]:
-    """The paper shows one head: where others that bind would pass, it is the head, and not the model."""
+    """The paper shows one head: where others that bind would pass, it is the head, and not the
+    model.
+    """
     if not heads:
-        return {"reason": "small model", "why": f"{here}, and at no other head that binds it would hold."}
+        return {
+            "reason": "small model",
+            "why": f"{here}, and at no other head that binds it would hold.",
+        }
     return {"reason": "other setting", "why": f"{here}; the paper shows a head of its choice, and it would hold "
             f"at {', '.join(heads)}."}  # fmt: skip
 
@@ -215,7 +269,9 @@ def _unprojected_claims(rows: list[Row], head: str) -> list[Claim]:
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """One line per feature: three components, the plane of the last two, and UMAP where it was installed."""
+    """One line per feature: three components, the plane of the last two, and UMAP where it was
+    installed.
+    """
     arrays = {key: value.numpy() for key, value in result.arrays.items()}
     projected = figure_name(result) == "fig8"
     mapped = "lexical/umap_keys" in arrays
@@ -233,18 +289,32 @@ def draw(result: Result) -> Files:
             colours = shades(len(labels), 1.0)
         scatter_sides(solid, arrays, feature, labels, colours, slice(0, 3))
         scatter_sides(plane, arrays, feature, labels, colours, slice(1, 3))
-        where = f"{feature} subspace ({row['dimensions']} dimensions)" if projected else f"{space}, by {feature}"
-        solid.set_title(f"{row['head']}, {where}\nkeys • and queries ▴ apart on PC 1: AUC {row['apart_on_pc1']:.2f}")
+        where = (
+            f"{feature} subspace ({row['dimensions']} dimensions)"
+            if projected
+            else f"{space}, by {feature}"
+        )
+        solid.set_title(
+            f"{row['head']}, {where}\nkeys • and queries ▴ apart on PC 1: AUC {row['apart_on_pc1']:.2f}"
+        )
         plane.set_title(
             f"PCs 2, 3: cosine {row['cosine_pc23']:.2f} (random {row['cosine_pc23_shuffled_high']:.2f}); whole "
             f"space {row['cosine']:.2f} ({row['cosine_shuffled_high']:.2f})\n"
             f"keys nearest to their own label {row['clusters_3_pcs']:.0%} in 3 PCs, {row['clusters']:.0%} in all"
         )
-        look: Any = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "markerscale": 1.8, "fontsize": 7.5}
+        look: Any = {
+            "loc": "center left",
+            "bbox_to_anchor": (1, 0.5),
+            "markerscale": 1.8,
+            "fontsize": 7.5,
+        }
         plane_axes(plane, title="place" if feature == "order" else "word", **look)
         if f"{feature}/umap_keys" in arrays:
             flat = figure.add_subplot(2, columns, line * columns + 3)
-            shown = {f"{feature}/{side}": arrays[f"{feature}/umap_{side}"] for side in ("keys", "queries")}
+            shown = {
+                f"{feature}/{side}": arrays[f"{feature}/umap_{side}"]
+                for side in ("keys", "queries")
+            }
             scatter_sides(flat, {**arrays, **shown}, feature, labels, colours, slice(0, 2))
             flat.set(xlabel="UMAP 1", ylabel="UMAP 2", xticks=[], yticks=[], title="UMAP")
     figure.suptitle(f"{model_name(result)}: held-out prompts", fontsize=10)

@@ -1,8 +1,10 @@
-"""Figure 6: categories in filter heads. Are queries and keys of one category neighbours, and is a rank of 1 news?
+"""Figure 6: categories in filter heads. Are queries and keys of one category neighbours, and is a
+rank of 1 news?
 
-Within one category all queries are alike, so ``ΔC ≈ q̄ (μ⁺ − μ⁻)ᵀ`` has rank 1 in any head. Each rank therefore stands
-beside its mean dominance, its null, its query-centred ranks, and the same numbers of a head at chance.
-The picture is drawn from prompts with words that nothing was fitted on.
+Within one category all queries are alike, so ``ΔC ≈ q̄ (μ⁺ − μ⁻)ᵀ`` has rank 1 in any head. Each
+rank therefore stands beside its mean dominance, its null, its query-centred ranks, and the same
+numbers of a head at chance. The picture is drawn from prompts with words that nothing was fitted
+on.
 """
 
 from __future__ import annotations
@@ -27,9 +29,26 @@ from qkscope.tasks.lists import POOLED
 from qkscope.tasks.task import Task
 from qkscope_papers.figures import new_figure
 from qkscope_papers.lee2026.language import FigureSession, HeadChoice, session_of
-from qkscope_papers.lee2026.points import Points, capture_points, cloud_rows, ends_of, nearest_hits, share_of, view
+from qkscope_papers.lee2026.points import (
+    Points,
+    capture_points,
+    cloud_rows,
+    ends_of,
+    nearest_hits,
+    share_of,
+    view,
+)
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Files, Row, files_of, model_name, over_key_heads, pick, plane_axes, scatter_sides
+from qkscope_papers.tables import (
+    Files,
+    Row,
+    files_of,
+    model_name,
+    over_key_heads,
+    pick,
+    plane_axes,
+    scatter_sides,
+)
 
 _FINE = 13  # categories of panel b
 _ITEMS = 5  # of each category, as in the paper: a list of 65 items
@@ -52,36 +71,52 @@ def run(settings: Settings) -> Result:
         row, drawn = _view(seen, task, fit, head, session.seed)
         views.append({"head": str(head), "is_control": head == found.control, **row})
         if head in (best, found.control):
-            arrays |= {f"{'best' if head == best else 'control'}/{name}": value for name, value in drawn.items()}
+            arrays |= {
+                f"{'best' if head == best else 'control'}/{name}": value
+                for name, value in drawn.items()
+            }
     clusters, keys = _fine(session, best)
     ranks = [{**row, "is_control": row["head"] == str(found.control)} for row in fit.table()]
     names = [name for name in task.contrasts if name != POOLED]
     labels = [{"panel": panel, "index": i, "label": name}
               for panel, own in (("a", names), ("b", _fine_names(session))) for i, name in enumerate(own)]  # fmt: skip
     tables = {"ranks": ranks, "views": views, "clusters": clusters, "labels": labels}
-    tables |= {"heads": found.ranking.top("ratio"), "clouds": cloud_rows(arrays, {"best": names, "control": names})}
+    tables |= {
+        "heads": found.ranking.top("ratio"),
+        "clouds": cloud_rows(arrays, {"best": names, "control": names}),
+    }
     claims = _claims(found, ranks, views, clusters, session.scope.group_size)
     about = session.about(form=session.form("filter"))
-    return settings.result(_answer(found, ranks, views), tables, claims, {**arrays, **keys}, session.scope.name, about)
+    return settings.result(
+        _answer(found, ranks, views), tables, claims, {**arrays, **keys}, session.scope.name, about
+    )
 
 
 def _points(session: FigureSession, task: Task, heads: list[Head]) -> Points:
-    return capture_points(session.scope, task, task.test(session.work.test), heads, session.work.batch_size)
+    return capture_points(
+        session.scope, task, task.test(session.work.test), heads, session.work.batch_size
+    )
 
 
 def _span(fit: Fit, head: Head, categories: list[str], side: Side) -> Float[Tensor, "d r"]:
     """The categorical subspace: the span of every category's top direction."""
-    return joint_basis([fit[name, head].cut(1).basis(side).cpu() for name in categories])  # points are on the CPU
+    return joint_basis(
+        [fit[name, head].cut(1).basis(side).cpu() for name in categories]
+    )  # points are on the CPU
 
 
 def _labels(points: Points, task: Task) -> tuple[list[str], Int[Tensor, "n k"]]:
     """Category names, and the category of every key."""
     words: dict[str, list[str]] = task.asked["words"]
     category = {word: i for i, own in enumerate(words.values()) for word in own}
-    return list(words), torch.tensor([[category[text] for text in row] for row in points.key_texts()])
+    return list(words), torch.tensor(
+        [[category[text] for text in row] for row in points.key_texts()]
+    )
 
 
-def _view(points: Points, task: Task, fit: Fit, head: Head, seed: int) -> tuple[Row, dict[str, Tensor]]:
+def _view(
+    points: Points, task: Task, fit: Fit, head: Head, seed: int
+) -> tuple[Row, dict[str, Tensor]]:
     """One head: PCA of projected queries and keys together, and the numbers of what it shows."""
     names, category = _labels(points, task)
     q, k = points.at(head)
@@ -109,7 +144,9 @@ def _fine_names(session: FigureSession) -> list[str]:
 
 
 def _fine(session: FigureSession, head: Head) -> tuple[list[Row], dict[str, Tensor]]:
-    """Thirteen categories, keys alone: does a word fall among words of its category that the centroids never saw?"""
+    """Thirteen categories, keys alone: does a word fall among words of its category that the
+    centroids never saw?
+    """
     task = session.filter_task(_FINE, items=_ITEMS)
     names = _fine_names(session)
     fit = session.decompose(task, [head], session.work.fine, contrasts=names, rank=1, replicates=19)
@@ -121,11 +158,17 @@ def _fine(session: FigureSession, head: Head) -> tuple[list[Row], dict[str, Tens
     flat, labels = k.flatten(0, 1), category.flatten()
     words = [text for row in points.key_texts() for text in row]
     own = task.asked["words"]
-    place = {word: i for name in names for i, word in enumerate(sorted(set(own[name]) & set(words)))}
+    place = {
+        word: i for name in names for i, word in enumerate(sorted(set(own[name]) & set(words)))
+    }
     even = torch.tensor([place[word] % 2 == 0 for word in words])
     projected = flat @ basis
-    cov_k = [fit.sums[name].cov_k for name in names]  # of the keys that the directions were fitted on, as theirs are
-    pca = key_pca(cov_k[0].merge(*cov_k[1:]).matrix()[fit.heads.index(head)].cpu())(basis.shape[1]).left.to(flat)
+    cov_k = [
+        fit.sums[name].cov_k for name in names
+    ]  # of the keys that the directions were fitted on, as theirs are
+    pca = key_pca(cov_k[0].merge(*cov_k[1:]).matrix()[fit.heads.index(head)].cpu())(
+        basis.shape[1]
+    ).left.to(flat)
     generator = torch.Generator().manual_seed(session.seed)
     # words, not keys, are dealt out to categories: a word's many keys are one observation
     shuffled = []
@@ -147,7 +190,10 @@ def _fine(session: FigureSession, head: Head) -> tuple[list[Row], dict[str, Tens
     rows.append({"space": "category directions, shuffled words", "dimensions": basis.shape[1],
                  "accuracy": sum(shuffled) / len(shuffled), "low": None, "high": None})  # fmt: skip
     drawn = {"fine/keys": principal(projected)[:_SHOWN].float(), "fine/key_labels": labels[:_SHOWN]}
-    return [{**row, "head": str(head), "chance": 1 / len(names), "words": len(vocabulary)} for row in rows], drawn
+    return [
+        {**row, "head": str(head), "chance": 1 / len(names), "words": len(vocabulary)}
+        for row in rows
+    ], drawn
 
 
 def _answer(found: HeadChoice, ranks: list[Row], views: list[Row]) -> str:
@@ -169,10 +215,14 @@ def _listed(values: Any) -> str:
     return ", ".join(str(value) for value in values)
 
 
-def _claims(found: HeadChoice, ranks: list[Row], views: list[Row], clusters: list[Row], group_size: int) -> list[Claim]:
+def _claims(
+    found: HeadChoice, ranks: list[Row], views: list[Row], clusters: list[Row], group_size: int
+) -> list[Claim]:
     best, other = views[0], views[-1]
     own = [row for row in ranks if row["contrast"] != POOLED]
-    largest = {str(head): max(row["rank_99"] for row in pick(own, head=str(head))) for head in found.all}
+    largest = {
+        str(head): max(row["rank_99"] for row in pick(own, head=str(head))) for head in found.all
+    }
     pooled = {row["head"]: row["interaction_rank"] for row in pick(ranks, contrast=POOLED)}
     theirs, pooled_control = (values.pop(other["head"]) for values in (largest, pooled))
     ours, above = (over_key_heads(values, group_size) for values in (largest, pooled))
@@ -214,9 +264,14 @@ _COLOURS = ("#c0392b", "#2f7d4f", "#2d6cb5", "#d98e04", "#7d4fa3")
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """(a) three components and the plane of the last two, for the best head; (b) keys of thirteen categories."""
+    """(a) three components and the plane of the last two, for the best head; (b) keys of thirteen
+    categories.
+    """
     figure = new_figure(13.4, 4.7)
-    names = {panel: [row["label"] for row in pick(result.tables["labels"], panel=panel)] for panel in "ab"}
+    names = {
+        panel: [row["label"] for row in pick(result.tables["labels"], panel=panel)]
+        for panel in "ab"
+    }
     view = dict(result.tables["views"][0])
     arrays = {name: value.numpy() for name, value in result.arrays.items()}
     solid: Any = figure.add_subplot(1, 3, 1, projection="3d")
@@ -224,7 +279,9 @@ def draw(result: Result) -> Files:
     fine = figure.add_subplot(1, 3, 3)
     for axis, components in ((solid, slice(0, 3)), (plane, slice(1, 3))):
         scatter_sides(axis, arrays, "best", names["a"], _COLOURS, components)
-    solid.set_title(f"{view['head']}: keys • and queries ▴\napart on PC 1: AUC {view['apart_on_pc1']:.2f}")
+    solid.set_title(
+        f"{view['head']}: keys • and queries ▴\napart on PC 1: AUC {view['apart_on_pc1']:.2f}"
+    )
     plane_axes(plane, fontsize=8, markerscale=1.6, loc="best")
     plane.set_title(
         f"PCs 2 and 3: cosine of centroids {view['cosine_pc23']:.2f}\n"
@@ -236,18 +293,30 @@ def draw(result: Result) -> Files:
         f"13 categories, keys: nearest centroid {clusters['category directions']:.0%}\n"
         f"(key PCA {clusters['key PCA']:.0%}, shuffled words {clusters['category directions, shuffled words']:.0%})"
     )
-    figure.suptitle(f"{model_name(result)}: items of lists in the categorical subspace, held-out words", fontsize=10)
+    figure.suptitle(
+        f"{model_name(result)}: items of lists in the categorical subspace, held-out words",
+        fontsize=10,
+    )
     return files_of(result, figure)
 
 
 def _draw_fine(axis: Any, arrays: dict[str, Any], names: list[str]) -> None:
-    """Keys on the two of their first three components that tell categories apart best; the third is mostly position."""
+    """Keys on the two of their first three components that tell categories apart best; the third is
+    mostly position.
+    """
     colours = matplotlib.colormaps["tab20"]
     points, labels = arrays["fine/keys"], arrays["fine/key_labels"]
     means = np.stack([points[labels == i].mean(axis=0) for i in np.unique(labels)])
     x, y = sorted(np.argsort(means.var(axis=0) / points.var(axis=0))[-2:])
     for i, name in enumerate(names):
         own = points[labels == i]
-        axis.scatter(own[:, x], own[:, y], s=9, alpha=0.6, color=colours(i), linewidths=0, label=name)
-    look: Any = {"fontsize": 7.5, "loc": "center left", "bbox_to_anchor": (1, 0.5), "markerscale": 1.6}
+        axis.scatter(
+            own[:, x], own[:, y], s=9, alpha=0.6, color=colours(i), linewidths=0, label=name
+        )
+    look: Any = {
+        "fontsize": 7.5,
+        "loc": "center left",
+        "bbox_to_anchor": (1, 0.5),
+        "markerscale": 1.6,
+    }
     plane_axes(axis, f"PC {x + 1}, PC {y + 1}", **look)

@@ -1,7 +1,8 @@
-"""Trained heads for the figures of the toy: which ones, with how much work at each preset, all trained in one go.
+"""Trained heads for the figures of the toy: which ones, with how much work at each preset, all
+trained in one go.
 
-Grids can be asked for in two scales (`SCALES`): ``scaled``, which reproduces the paper's accuracies, and
-``as-written``, standard Gaussian maps and noise as the paper's text has them.
+Grids can be asked for in two scales (`SCALES`): ``scaled``, which reproduces the paper's
+accuracies, and ``as-written``, standard Gaussian maps and noise as the paper's text has them.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ class HeadWork:
     contexts: int  # for accuracy and ceilings
     swaps: int
     seeds: int = 1  # heads of each cell; in grids their pairs and contexts are shared out among them, swaps everywhere
-    ranks: dict[int, tuple[int, ...]] = field(default_factory=lambda: dict(GRIDS))  # d_head: the grid's ranks
+    ranks: dict[int, tuple[int, ...]] = field(
+        default_factory=lambda: dict(GRIDS)
+    )  # d_head: the grid's ranks
 
 
 WORK = {
-    # Enough training to see the point, not to finish: corners of the grids, a high learning rate, 800 steps.
+    # Enough training to see the point, not to finish: corners of the grids, a high learning rate,
+    # 800 steps.
     "smoke": HeadWork(3e-3, Recipe(steps=800, validate_every=400), 8192, 99, 2048, 2048,
                       ranks={8: (2, 5), 16: (4, 10)}),
     "default": HeadWork(1e-3, Recipe(), 40_960, 199, 10_240, 10_240, 3),
@@ -52,7 +56,10 @@ def whole_grids(*grids: tuple[Variant, int]) -> Cells:
 
     def cells(settings: Settings) -> list[HeadCell]:
         scales: dict[str, Any] = AS_WRITTEN if settings.prompts == SCALES[1] else {}
-        ranks, most = WORK[settings.preset].ranks, None if scales or settings.preset == "paper" else 1
+        ranks, most = (
+            WORK[settings.preset].ranks,
+            None if scales or settings.preset == "paper" else 1,
+        )
         return [
             c
             for s in _seeds(settings)[:most]
@@ -70,10 +77,14 @@ def _seeds(settings: Settings) -> list[int]:
 
 def example_head(variant: Variant) -> Cells:
     """The paper's example, ranks (3, 5) at d_head 16."""
-    return lambda settings: [HeadCell(Retrieval((3, 5), variant), 16, seed) for seed in _seeds(settings)]
+    return lambda settings: [
+        HeadCell(Retrieval((3, 5), variant), 16, seed) for seed in _seeds(settings)
+    ]
 
 
-def some_cells(d_head: int, ranks: Sequence[tuple[int, int]], smoke: Sequence[tuple[int, int]]) -> Cells:
+def some_cells(
+    d_head: int, ranks: Sequence[tuple[int, int]], smoke: Sequence[tuple[int, int]]
+) -> Cells:
     """Heads of one width and these ranks, in both variants; fewer at preset smoke."""
     return lambda settings: [
         HeadCell(Retrieval(r, variant), d_head, seed)
@@ -89,14 +100,23 @@ def train(cells: Cells, settings: Settings) -> list[HeadRun]:
 
 
 def _train_together(figures: Sequence[Figure], settings: Settings) -> None:
-    """Train everything the figures need in one go: a hundred heads side by side cost far less than one by one."""
-    _train(list(dict.fromkeys(cell for figure in figures for cell in figure.asked["cells"](settings))), settings)
+    """Train everything the figures need in one go: a hundred heads side by side cost far less than
+    one by one.
+    """
+    _train(
+        list(dict.fromkeys(cell for figure in figures for cell in figure.asked["cells"](settings))),
+        settings,
+    )
 
 
 def _train(cells: Sequence[HeadCell], settings: Settings) -> list[HeadRun]:
     work = WORK[settings.preset]
-    return train_heads(cells, settings.shared / "heads", lr=work.lr, recipe=work.recipe, device=settings.device)
+    return train_heads(
+        cells, settings.shared / "heads", lr=work.lr, recipe=work.recipe, device=settings.device
+    )
 
 
-_DEVIATION = "Maps are scaled and the noise is 0.01, where the paper's text has standard Gaussian ones."
+_DEVIATION = (
+    "Maps are scaled and the noise is 0.01, where the paper's text has standard Gaussian ones."
+)
 toy_figure = toy_figures("lee2026", _train_together, _DEVIATION)

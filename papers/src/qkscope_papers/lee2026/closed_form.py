@@ -1,8 +1,10 @@
-"""Appendix B: what ΔC is in closed form, which assumptions that needs, and that attention is high where features align.
+"""Appendix B: what ΔC is in closed form, which assumptions that needs, and that attention is high
+where features align.
 
-For a latent z of the query and of two keys ``ΔC = W_Q B M Aᵀ W_Kᵀ`` with ``M = E[z_q (z₊ − z₋)ᵀ]``. Held as the paper
-says, M has one block, of the latent that differs. Three ways to draw the two keys are compared: the other latent
-``held`` (the same in both), drawn ``anew`` in each, and ``asked`` (+ is the key that is asked for, − any other one).
+For a latent z of the query and of two keys ``ΔC = W_Q B M Aᵀ W_Kᵀ`` with ``M = E[z_q (z₊ − z₋)ᵀ]``.
+Held as the paper says, M has one block, of the latent that differs. Three ways to draw the two keys
+are compared: the other latent ``held`` (the same in both), drawn ``anew`` in each, and ``asked`` (+
+is the key that is asked for, − any other one).
 """
 
 from __future__ import annotations
@@ -35,8 +37,15 @@ def run(settings: Settings, cells: object) -> Result:
     n, rows = WORK[settings.preset].contrast_pairs, list[Row]()
     for trained in train(_heads, settings):
         for control, head in ((False, trained.head), (True, trained.cell.untrained())):
-            row = {"variant": trained.cell.task.variant, "seed": trained.cell.seed, "control": control}
-            rows.append(row | head_row(head, n, derived_seed(settings.seed, "closed form", trained.cell.seed)))
+            row = {
+                "variant": trained.cell.task.variant,
+                "seed": trained.cell.seed,
+                "control": control,
+            }
+            rows.append(
+                row
+                | head_row(head, n, derived_seed(settings.seed, "closed form", trained.cell.seed))
+            )
     after = pick(rows, control=False)
     outside = [f"{mean(r[f'outside_{scheme}'] for r in after):.1%}" for scheme in SCHEMES]
     answer = (
@@ -44,16 +53,26 @@ def run(settings: Settings, cells: object) -> Result:
         f"lies outside the block of z1: {outside[0]} with z2 held, {outside[1]} with z2 drawn anew, {outside[2]} where "
         "+ is the asked key."
     )
-    return settings.result(answer, {"closed_form": rows}, _claims(rows), about={"contrast_pairs": n})
+    return settings.result(
+        answer, {"closed_form": rows}, _claims(rows), about={"contrast_pairs": n}
+    )
 
 
 def head_row(head: RetrievalHead, n: int, seed: int) -> Row:
-    """Of one head: distance to the closed form, M outside its block and the rank by scheme, payload, alignment."""
+    """Of one head: distance to the closed form, M outside its block and the rank by scheme,
+    payload, alignment.
+    """
     task = head.encoders.task
     formula = head.delta(0)
-    errors = [float((head.sampled_delta(0, m, seed) - formula).norm() / formula.norm()) for m in (n, n // 4)]
+    errors = [
+        float((head.sampled_delta(0, m, seed) - formula).norm() / formula.norm())
+        for m in (n, n // 4)
+    ]
     row: Row = {"error": errors[0], "error_quarter": errors[1]}
-    left, right = (w.double() @ x.double() for w, x in ((head.W_Q, head.encoders.B), (head.W_K, head.encoders.A)))
+    left, right = (
+        w.double() @ x.double()
+        for w, x in ((head.W_Q, head.encoders.B), (head.W_K, head.encoders.A))
+    )
     for scheme in SCHEMES:
         moment = second_moment(task, scheme, n, seed)
         size, block = (
@@ -63,13 +82,17 @@ def head_row(head: RetrievalHead, n: int, seed: int) -> Row:
         row[f"outside_{scheme}"] = 1 - block / size
         row[f"rank_{scheme}"] = int(energy_rank(torch.linalg.svdvals(left @ moment @ right.mT)))
     payload, latent = (
-        float((head.W_K @ x).norm(dim=0).square().mean().sqrt()) for x in (head.encoders.A_y, head.encoders.A)
+        float((head.W_K @ x).norm(dim=0).square().mean().sqrt())
+        for x in (head.encoders.A_y, head.encoders.A)
     )
     contexts = head.encoders.contexts(_CONTEXTS, seed)
     q, k = head.queries(contexts.x_q), head.keys(contexts.x_k)
     attention = (head.scale * (k @ q[..., None])[..., 0]).softmax(-1)
     generator = torch.Generator().manual_seed(seed)
-    bases = {"aligned": left, "aligned_random": torch.randn(left.shape, generator=generator).double()}
+    bases = {
+        "aligned": left,
+        "aligned_random": torch.randn(left.shape, generator=generator).double(),
+    }
     for name, basis in bases.items():
         row[name] = alignment(q.double(), k.double(), torch.linalg.qr(basis)[0], attention)
     return row | {"payload": payload / latent, "r1": task.ranks[0], "total": task.total_rank}
@@ -80,13 +103,19 @@ def second_moment(task: Retrieval, scheme: str, n: int, seed: int) -> Float[Tens
     generator = torch.Generator().manual_seed(seed)
     query, plus, fresh = (task.draw_latents((n,), generator) for _ in range(3))
     first = task.latent_slices()[0]
-    plus = query.clone() if scheme == "asked" else torch.cat([query[:, first], plus[:, first.stop :]], dim=1)
+    plus = (
+        query.clone()
+        if scheme == "asked"
+        else torch.cat([query[:, first], plus[:, first.stop :]], dim=1)
+    )
     minus = task.draw_other(plus, 0, "strict", generator) if scheme == "held" else fresh
     return query.double().mT @ (plus - minus).double() / n
 
 
 def alignment(q: Tensor, k: Tensor, basis: Tensor, attention: Tensor) -> float:
-    """Rank correlation, over keys and contexts, of attention and the cosine of query and key inside a subspace."""
+    """Rank correlation, over keys and contexts, of attention and the cosine of query and key inside
+    a subspace.
+    """
     from scipy.stats import spearmanr
 
     inside = torch.cosine_similarity((q @ basis)[:, None], k @ basis, dim=-1)
@@ -101,7 +130,10 @@ def _claims(rows: list[Row]) -> list[Claim]:
 
     error, outside, payload = over("error"), over("outside_held"), over("payload")
     ahead = over_runs(row["aligned"] - row["aligned_random"] for row in after)
-    anew, asked = (share_of(row[f"rank_{scheme}"] == row["r1"] for row in after) for scheme in ("anew", "asked"))
+    anew, asked = (
+        share_of(row[f"rank_{scheme}"] == row["r1"] for row in after)
+        for scheme in ("anew", "asked")
+    )
     return [
         Claim("ΔC is its closed form (relative error, mean over heads; control: with a quarter of the triplets)",
               "App. B, Eqs. 1-2: the derivation", error.mean, over("error_quarter").mean,

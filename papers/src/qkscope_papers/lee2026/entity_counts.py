@@ -1,9 +1,10 @@
 """Figure 16: do ranks depend on the number of entities? Two numbers are varied apart.
 
-*Different words* the lexical contrast is fitted on (three pairs in a prompt): if nothing but the word mattered, its
-rank could not exceed their number less one. *Pairs in a prompt* (all the words): what the order contrast depends on.
-So few words or pairs cap a rank whatever the head does, and only counts with room are compared. The same curves for a
-head at chance say what a plateau is worth. Ranks are of the paper's estimators and of ours.
+*Different words* the lexical contrast is fitted on (three pairs in a prompt): if nothing but the
+word mattered, its rank could not exceed their number less one. *Pairs in a prompt* (all the words):
+what the order contrast depends on. So few words or pairs cap a rank whatever the head does, and
+only counts with room are compared. The same curves for a head at chance say what a plateau is
+worth. Ranks are of the paper's estimators and of ours.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ def run(settings: Settings) -> Result:
     rows = session.once("entity counts", lambda: _rows(session))
     about = session.about(form=session.form("binding"), pairs=_PAIRS)
     return settings.result(
-        _answer(rows), {"counts": rows}, _claims(rows, session.scope.group_size), model=session.scope.name, about=about
+        _answer(rows),
+        {"counts": rows},
+        _claims(rows, session.scope.group_size),
+        model=session.scope.name,
+        about=about,
     )
 
 
@@ -46,13 +51,22 @@ def _rows(session: FigureSession) -> list[Row]:
     found, work = session.found("binding"), session.work
     jobs = []
     for lexical in ("same_query", "own_query"):
-        contrasts = ["lexical"] if lexical == "own_query" else ["order", "lexical"]  # order is the same in both
+        contrasts = (
+            ["lexical"] if lexical == "own_query" else ["order", "lexical"]
+        )  # order is the same in both
         pools = [n for n in work.pools if lexical == "same_query" or n <= _MOST_WORDS]
-        jobs += [("words", n, session.binding_task(_PAIRS, pool=n, lexical=lexical), ["lexical"]) for n in pools]
-        jobs += [("pairs", n, session.binding_task(n, lexical=lexical), contrasts) for n in work.entities]
+        jobs += [
+            ("words", n, session.binding_task(_PAIRS, pool=n, lexical=lexical), ["lexical"])
+            for n in pools
+        ]
+        jobs += [
+            ("pairs", n, session.binding_task(n, lexical=lexical), contrasts) for n in work.entities
+        ]
     rows: list[Row] = []
     for varied, count, task, contrasts in jobs:
-        fit = session.decompose(task, found.all, work.counts, contrasts=contrasts, replicates=1)  # ranks alone
+        fit = session.decompose(
+            task, found.all, work.counts, contrasts=contrasts, replicates=1
+        )  # ranks alone
         for row in fit.table():
             about = {
                 "varied": varied, "count": count, "head": row["head"], "contrast": row["contrast"],
@@ -62,7 +76,9 @@ def _rows(session: FigureSession) -> list[Row]:
             ranks = {"paper" if task.asked["lexical"] == "own_query" else "ours": row["rank_99"]}
             if row["contrast"] == "order":
                 ranks = {"paper": row["rank_99"], "ours": row["rank_99_centred"]}
-            rows += [{**about, "estimator": estimator, "rank": rank} for estimator, rank in ranks.items()]
+            rows += [
+                {**about, "estimator": estimator, "rank": rank} for estimator, rank in ranks.items()
+            ]
     return rows
 
 
@@ -73,12 +89,16 @@ def _counts(rows: list[Row]) -> list[int]:
 def _change(rows: list[Row], start: int, group_size: int) -> Estimate:
     """Change of the rank from one count to the most, over key heads."""
     most = _counts(rows)[-1]
-    before, after = ({row["head"]: row["rank"] for row in pick(rows, count=count)} for count in (start, most))
+    before, after = (
+        {row["head"]: row["rank"] for row in pick(rows, count=count)} for count in (start, most)
+    )
     return over_key_heads({head: after[head] - before[head] for head in after}, group_size)
 
 
 def _roomy(rows: list[Row], varied: str, contrast: str) -> int | None:
-    """The fewest words or pairs that leave the final rank room (half as much again), none where only the most do."""
+    """The fewest words or pairs that leave the final rank room (half as much again), none where
+    only the most do.
+    """
     final = mean(column(pick(rows, count=_counts(rows)[-1]), "rank"))
     capped = (varied, contrast) in (("words", "lexical"), ("pairs", "order"))
     return next((n for n in _counts(rows)[:-1] if not capped or n - 1 >= 1.5 * final), None)
@@ -96,9 +116,16 @@ def _answer(rows: list[Row]) -> str:
     for varied, contrast in _PANELS:
         told = []
         for estimator in ESTIMATORS:
-            own = pick(rows, varied=varied, contrast=contrast, estimator=estimator, is_control=False)
-            ends = [mean(column(pick(own, count=count), "rank")) for count in (_counts(own)[0], _counts(own)[-1])]
-            told.append(f"{ends[0]:.1f} to {ends[1]:.1f} ({estimator}, {_counts(own)[0]} to {_counts(own)[-1]})")
+            own = pick(
+                rows, varied=varied, contrast=contrast, estimator=estimator, is_control=False
+            )
+            ends = [
+                mean(column(pick(own, count=count), "rank"))
+                for count in (_counts(own)[0], _counts(own)[-1])
+            ]
+            told.append(
+                f"{ends[0]:.1f} to {ends[1]:.1f} ({estimator}, {_counts(own)[0]} to {_counts(own)[-1]})"
+            )
         parts.append(f"{contrast} over {varied} {', '.join(told)}")
     return f"Mean ranks by the 99% rule, from the fewest to the most: {'; '.join(parts)}."
 
@@ -109,7 +136,11 @@ def _claims(rows: list[Row], group_size: int) -> list[Claim]:
         own = pick(rows, varied=varied, contrast=contrast, estimator="paper", is_control=False)
         counts = _counts(own)
         near = min(counts[:-1], key=lambda n: abs(n - 2 * counts[-1] / 3))
-        late, start, settled = _change(own, near, group_size), _roomy(own, varied, contrast), _settled(own)
+        late, start, settled = (
+            _change(own, near, group_size),
+            _roomy(own, varied, contrast),
+            _settled(own),
+        )
         all_along = over_key_heads({}, 1) if start is None else _change(own, start, group_size)
         enough = (
             f"From {settled} {varied} on it changes by 1 at most; Fig. 16 says after enough entities, and does not say "
@@ -132,7 +163,17 @@ def _claims(rows: list[Row], group_size: int) -> list[Claim]:
 
 # ---------------------------------------------------------------------- the drawing
 
-_COLOURS = ("#3b6ea8", "#d9822b", "#5a9367", "#8b5fa8", "#b5485d", "#4f9da6", "#8a6d3b", "#6b7a8f", "#a0a83c")
+_COLOURS = (
+    "#3b6ea8",
+    "#d9822b",
+    "#5a9367",
+    "#8b5fa8",
+    "#b5485d",
+    "#4f9da6",
+    "#8a6d3b",
+    "#6b7a8f",
+    "#a0a83c",
+)
 
 
 @run.drawing
@@ -149,19 +190,39 @@ def draw(result: Result) -> Files:
             colour = REST if head in control else _COLOURS[i % len(_COLOURS)]
             name = f"{head} (at chance)" if head in control else head
             for estimator, style, width in (("paper", "o-", 1.5), ("ours", "s:", 1.0)):
-                line = sorted(pick(own, head=head, estimator=estimator), key=lambda row: row["count"])
+                line = sorted(
+                    pick(own, head=head, estimator=estimator), key=lambda row: row["count"]
+                )
                 label = name if estimator == "paper" else None
-                axis.plot(column(line, "count"), column(line, "rank"), style, ms=3, lw=width, color=colour, label=label)
+                axis.plot(
+                    column(line, "count"),
+                    column(line, "rank"),
+                    style,
+                    ms=3,
+                    lw=width,
+                    color=colour,
+                    label=label,
+                )
         if varied == "words" and own:
             limit = sorted({row["count"] for row in own})
-            axis.plot(limit, [count - 1 for count in limit], color="#999", lw=0.8, ls="--", label="words − 1")
+            axis.plot(
+                limit,
+                [count - 1 for count in limit],
+                color="#999",
+                lw=0.8,
+                ls="--",
+                label="words − 1",
+            )
             axis.set_ylim(0, max(column(rows, "rank")) + 2)
         axis.set_xticks(sorted({row["count"] for row in own}))
         axis.set_xlabel("different words" if varied == "words" else "pairs in a prompt")
-        axis.set_title(f"{contrast}, {'3 pairs in a prompt' if varied == 'words' else 'all the words'}")
+        axis.set_title(
+            f"{contrast}, {'3 pairs in a prompt' if varied == 'words' else 'all the words'}"
+        )
     axes[0].set_ylabel("rank")
     legend_below(figure, axes[0], 6)
     figure.suptitle(
-        f"{model_name(result)}: ranks by the 99% rule; solid, the paper's estimators; dotted, ours", fontsize=10
+        f"{model_name(result)}: ranks by the 99% rule; solid, the paper's estimators; dotted, ours",
+        fontsize=10,
     )
     return files_of(result, figure)

@@ -1,8 +1,9 @@
 """Figures 7 and 19: swap the category of an item that was asked for with that of one that was not.
 
-The paper's span of five top directions stands beside the pooled query-centred contrast, random subspaces, the keys'
-principal components, ``Cov_q Cov_k``, all of the same size, and a sham: two items of the *same* category. Its row makes
-no claim: both items are drawn alike from the right ones, so what one loses the other gains, 0 in the mean in any head.
+The paper's span of five top directions stands beside the pooled query-centred contrast, random
+subspaces, the keys' principal components, ``Cov_q Cov_k``, all of the same size, and a sham: two
+items of the *same* category. Its row makes no claim: both items are drawn alike from the right
+ones, so what one loses the other gains, 0 in the mean in any head.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def run(settings: Settings, second: bool = False) -> Result:
     heads, form = session.found("filter", again).heads, session.form("filter", again)
     answer = _answer(tables["swap"], form)
     claims = _claims(tables, [str(head) for head in heads], second)
-    return settings.result(answer, tables, claims, model=session.scope.name, about=session.about(form=form))
+    return settings.result(
+        answer, tables, claims, model=session.scope.name, about=session.about(form=form)
+    )
 
 
 def _tables(session: FigureSession, second: bool) -> dict[str, list[Row]]:
@@ -67,19 +70,30 @@ def _answer(rows: list[Row], form: str) -> str:
 
 
 def _claims(tables: dict[str, list[Row]], heads: list[str], second: bool) -> list[Claim]:
-    """Of the head that is closest to failing; its interval pays for its having been chosen among three."""
+    """Of the head that is closest to failing; its interval pays for its having been chosen among
+    three.
+    """
     cells, count = [_of(tables["swap"], head) for head in heads], len(heads)
     said = "implied by §5.1, Fig. 19" if second else "§5.1, Fig. 7"
     setting: dict[str, Any] = {"reason": "other setting" if second else "small model", "why":
                                "The paper's second model is Qwen3-4B; here it is a small model, asked with lists."
                                if second else "The paper's model has 8B weights."}  # fmt: skip
     weak = min(cells, key=lambda cell: cell[JOINT]["shift"] - 2 * cell[f"random_{JOINT}"]["shift"])
-    moved = Estimate(*(weak[JOINT][name] for name in ("shift", "shift_low", "shift_high"))).among(count)
-    empty = min((cell[JOINT] for cell in cells), key=lambda row: row["orig_after"] / max(row["orig_before"], 1e-9))
-    kept = Estimate(*(empty["orig_before"] - empty[name] for name in ("left", "left_high", "left_low")))
+    moved = Estimate(*(weak[JOINT][name] for name in ("shift", "shift_low", "shift_high"))).among(
+        count
+    )
+    empty = min(
+        (cell[JOINT] for cell in cells),
+        key=lambda row: row["orig_after"] / max(row["orig_before"], 1e-9),
+    )
+    kept = Estimate(
+        *(empty["orig_before"] - empty[name] for name in ("left", "left_high", "left_low"))
+    )
     left = kept.among(count)
     pooled = min(cells, key=lambda cell: cell[POOLED]["shift"] - cell[JOINT]["shift"])
-    half = sum((pooled[name]["shift_high"] - pooled[name]["shift_low"]) / 2 for name in (POOLED, JOINT))
+    half = sum(
+        (pooled[name]["shift_high"] - pooled[name]["shift_low"]) / 2 for name in (POOLED, JOINT)
+    )
     less = pooled[POOLED]["shift"] - pooled[JOINT]["shift"]
     claims = [
         Claim("swapping the category span moves attention (shift, weakest head; control: random of the same size)",

@@ -1,10 +1,11 @@
-"""Figures 3 and 12: queries and keys projected on the first latent's subspaces: the cube, and the sphere.
+"""Figures 3 and 12: queries and keys projected on the first latent's subspaces: the cube, and the
+sphere.
 
-``P_U q`` and ``P_V k`` in the head's own space, then PCA of both together. The numbers behind the picture: how many of
-the 2^r vertices are recovered, how much of the true latent a similarity transform of the projections explains, and
-whether queries and keys of one code point the same way. In the coordinates ``Uᵀq`` and ``Vᵀk`` they do for *any* head,
-because the SVD pairs the columns of U and V by their covariance; only the angle in the head's own space can come out
-wrong.
+``P_U q`` and ``P_V k`` in the head's own space, then PCA of both together. The numbers behind the
+picture: how many of the 2^r vertices are recovered, how much of the true latent a similarity
+transform of the projections explains, and whether queries and keys of one code point the same way.
+In the coordinates ``Uᵀq`` and ``Vᵀk`` they do for *any* head, because the SVD pairs the columns of
+U and V by their covariance; only the angle in the head's own space can come out wrong.
 """
 
 from __future__ import annotations
@@ -72,20 +73,26 @@ def run(settings: Settings, cells: Cells) -> Result:
     )
     tables = {"geometry": rows, "clouds": clouds}
     claims = _claims(rows, task.variant, 2 ** task.ranks[0])
-    return settings.result(answer, tables, claims, arrays, about={"lr": work.lr, "points": _MEASURED})
+    return settings.result(
+        answer, tables, claims, arrays, about={"lr": work.lr, "points": _MEASURED}
+    )
 
 
 def geometry(head: RetrievalHead, pairs: int, seed: int) -> tuple[Row, dict[str, Tensor]]:
     """Numbers and points of the first latent at one head."""
     task = head.encoders.task
-    feature = Subspace.from_delta(head.sampled_delta(0, pairs, derived_seed(seed, 18)), min(task.ranks[0], head.d_head))
+    feature = Subspace.from_delta(
+        head.sampled_delta(0, pairs, derived_seed(seed, 18)), min(task.ranks[0], head.d_head)
+    )
     contexts = head.encoders.contexts(_MEASURED, derived_seed(seed, 19))
     n = torch.arange(_MEASURED)
     latent = contexts.latents[n, contexts.asked][:, task.latent_slices()[0]].double()
     q = head.queries(contexts.x_q).double()
     k = head.keys(contexts.x_k[n, contexts.asked]).double()
     q_in, k_in = (_unit_spread(feature.project(x, side)) for x, side in ((q, "query"), (k, "key")))  # type: ignore[arg-type]
-    q_at, k_at = (_unit_spread(feature.coordinates(x, side)) for x, side in ((q, "query"), (k, "key")))  # type: ignore[arg-type]
+    q_at, k_at = (
+        _unit_spread(feature.coordinates(x, side)) for x, side in ((q, "query"), (k, "key"))
+    )  # type: ignore[arg-type]
     row = {
         "variant": task.variant, "d_head": head.d_head, "r1": task.ranks[0], "r2": task.ranks[1],
         "vertices": vertices_recovered(k_at, latent) if task.variant == "discrete" else None,
@@ -109,11 +116,14 @@ def _mean_row(rows: list[Row]) -> Row:
     return {name: mean(column(rows, name)) for name in numbers}
 
 
-def _clusters(q: Float[Tensor, "n d"], k: Float[Tensor, "n d"], latent: Float[Tensor, "n r"]) -> Row:
-    """Whether queries and keys of one code (signs of the latent) lie in one place: nearest centroids of keys.
+def _clusters(
+    q: Float[Tensor, "n d"], k: Float[Tensor, "n d"], latent: Float[Tensor, "n r"]
+) -> Row:
+    """Whether queries and keys of one code (signs of the latent) lie in one place: nearest
+    centroids of keys.
 
-    ``clusters``: codes whose queries' centroid is nearest to that of their own keys. ``queries_at_their_keys``: queries
-    nearest to the centroid of their own code's keys.
+    ``clusters``: codes whose queries' centroid is nearest to that of their own keys.
+    ``queries_at_their_keys``: queries nearest to the centroid of their own code's keys.
     """
     code = (latent > 0).long() @ (2 ** torch.arange(latent.shape[1]))
     total = 2 ** latent.shape[1]
@@ -121,7 +131,9 @@ def _clusters(q: Float[Tensor, "n d"], k: Float[Tensor, "n d"], latent: Float[Te
     own = torch.cdist(of_q, of_k).argmin(dim=1) == torch.arange(total)
     return {
         "clusters": int(own.sum()),
-        "queries_at_their_keys": float((torch.cdist(q, of_k).argmin(dim=1) == code).double().mean()),
+        "queries_at_their_keys": float(
+            (torch.cdist(q, of_k).argmin(dim=1) == code).double().mean()
+        ),
     }
 
 
@@ -151,14 +163,20 @@ def mean_cosine(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"]) -> float:
 
 
 def similarity_fit(points: Float[Tensor, "n r"], target: Float[Tensor, "n r"]) -> float:
-    """R² of the best rotation, reflection and scaling of ``points`` onto ``target`` (Procrustes): 1 is one shape."""
+    """R² of the best rotation, reflection and scaling of ``points`` onto ``target`` (Procrustes): 1
+    is one shape.
+    """
     x, y = points - points.mean(dim=0), target - target.mean(dim=0)
     nuclear = torch.linalg.svdvals(x.mT @ y).sum()
     return float(nuclear.square() / (x.square().sum() * y.square().sum()))
 
 
-def vertices_recovered(points: Float[Tensor, "n r"], signs: Float[Tensor, "n r"], share: float = 0.99) -> int:
-    """Number of sign vectors whose points are nearest to their own mean, for at least this share of them."""
+def vertices_recovered(
+    points: Float[Tensor, "n r"], signs: Float[Tensor, "n r"], share: float = 0.99
+) -> int:
+    """Number of sign vectors whose points are nearest to their own mean, for at least this share of
+    them.
+    """
     code = (signs > 0).long() @ (2 ** torch.arange(signs.shape[1]))
     total = 2 ** signs.shape[1]
     means = torch.stack([points[code == c].mean(dim=0) for c in range(total)])
@@ -214,16 +232,24 @@ def draw(result: Result) -> Files:
         colours = _colours(result, head, discrete)
         for side, marker, size in (("keys", "o", 14), ("queries", "^", 20)):
             points = result.arrays[f"{head}/{side}"].numpy()
-            axis.scatter(*points.T, c=colours, marker=marker, s=size, alpha=0.7, linewidths=0, label=side)
+            axis.scatter(
+                *points.T, c=colours, marker=marker, s=size, alpha=0.7, linewidths=0, label=side
+            )
         facts = f"{row['vertices']} vertices, " if discrete else ""
-        axis.set_title(f"{head}: {facts}latent fit {row['latent_fit_key']:.2f}, query-key cosine {row['cosine']:.2f}")
+        axis.set_title(
+            f"{head}: {facts}latent fit {row['latent_fit_key']:.2f}, query-key cosine {row['cosine']:.2f}"
+        )
         axis.set(xlabel="PC 1", ylabel="PC 2", zlabel="PC 3", xticks=[], yticks=[], zticks=[])
-        reach = 1.02 * max(float(result.arrays[f"{head}/{side}"].abs().max()) for side in ("keys", "queries"))
+        reach = 1.02 * max(
+            float(result.arrays[f"{head}/{side}"].abs().max()) for side in ("keys", "queries")
+        )
         axis.set(xlim=(-reach, reach), ylim=(-reach, reach), zlim=(-reach, reach))
         axis.view_init(elev=18, azim=-62)
         axis.set_box_aspect((1, 1, 1), zoom=0.98)
     legend_below(figure, axis, 2)
-    figure.suptitle(f"z1 in query and key space, colour = {'its code' if discrete else 'its first coordinate'}")
+    figure.suptitle(
+        f"z1 in query and key space, colour = {'its code' if discrete else 'its first coordinate'}"
+    )
     return files_of(result, figure)
 
 

@@ -1,9 +1,11 @@
-"""Figures 5 and 13: ``G = Bᵀ W_Qᵀ W_K A``, how each coordinate of the query's latents meets each one of the key's.
+"""Figures 5 and 13: ``G = Bᵀ W_Qᵀ W_K A``, how each coordinate of the query's latents meets each
+one of the key's.
 
-What the pictures suggest, as numbers: the share of ‖G‖² off the diagonal (superposition), the share between different
-latents, and the asymmetry ``‖G − Gᵀ‖/‖G‖``. The paper reads a strong diagonal as *feature splits*: the head would treat
-each coordinate as a feature. But ``G = cI`` is diagonal in every basis. So each latent's coordinates are also rotated
-at random, ``G → RᵀGR``: a diagonal that survives any rotation is no evidence that the head prefers these coordinates.
+What the pictures suggest, as numbers: the share of ‖G‖² off the diagonal (superposition), the share
+between different latents, and the asymmetry ``‖G − Gᵀ‖/‖G‖``. The paper reads a strong diagonal as
+*feature splits*: the head would treat each coordinate as a feature. But ``G = cI`` is diagonal in
+every basis. So each latent's coordinates are also rotated at random, ``G → RᵀGR``: a diagonal that
+survives any rotation is no evidence that the head prefers these coordinates.
 """
 
 from __future__ import annotations
@@ -31,8 +33,12 @@ from qkscope_papers.tables import Estimate, Files, Row, column, files_of, over_s
 _ROTATIONS = 20
 
 
-@toy_figure("fig5", "Interactions G, continuous task", whole_grids(("continuous", 8), ("continuous", 16)))
-@toy_figure("fig13", "Interactions G, discrete task", whole_grids(("discrete", 8), ("discrete", 16)))
+@toy_figure(
+    "fig5", "Interactions G, continuous task", whole_grids(("continuous", 8), ("continuous", 16))
+)
+@toy_figure(
+    "fig13", "Interactions G, discrete task", whole_grids(("discrete", 8), ("discrete", 16))
+)
 def run(settings: Settings, cells: Cells) -> Result:
     """G of every cell of both grids, and what can be said of it in numbers."""
     work, heads = WORK[settings.preset], train(cells, settings)
@@ -47,15 +53,21 @@ def run(settings: Settings, cells: Cells) -> Result:
         f"{_median(rows, 'untrained_asymmetry'):.2f})."
     )
     about = {"lr": work.lr, "rotations": _ROTATIONS}
-    return settings.result(answer, {"interactions": rows}, _claims(variant, below, above), arrays, about=about)
+    return settings.result(
+        answer, {"interactions": rows}, _claims(variant, below, above), arrays, about=about
+    )
 
 
 def interaction_row(trained: HeadRun, seed: int) -> Row:
-    """One cell in numbers, beside the same head before training and after random rotations of its latents."""
+    """One cell in numbers, beside the same head before training and after random rotations of its
+    latents.
+    """
     cell, task = trained.cell, trained.cell.task
     g, untrained = trained.head.interactions(), cell.untrained().interactions()
     total = task.total_rank
-    rotated = [off_diagonal(rotate(g, task, derived_seed(seed, 17, draw))) for draw in range(_ROTATIONS)]
+    rotated = [
+        off_diagonal(rotate(g, task, derived_seed(seed, 17, draw))) for draw in range(_ROTATIONS)
+    ]
     return {
         "variant": task.variant, "d_head": cell.d_head, "seed": cell.seed, "r1": task.ranks[0], "r2": task.ranks[1],
         "where": "below" if total < cell.d_head else "boundary" if total == cell.d_head else "above",
@@ -73,7 +85,9 @@ def rotate(g: Float[Tensor, "R R"], task: Retrieval, seed: int) -> Float[Tensor,
 
 
 def off_asymmetry(g: Float[Tensor, "R R"]) -> float:
-    """Asymmetry of what is off the diagonal alone: 0 symmetric, 1 as in random entries, √2 antisymmetric."""
+    """Asymmetry of what is off the diagonal alone: 0 symmetric, 1 as in random entries, √2
+    antisymmetric.
+    """
     off = g - torch.diag(g.diagonal())
     norm = float(off.norm())
     return float((off - off.mT).norm()) / (math.sqrt(2) * norm) if norm > 0 else math.nan
@@ -84,7 +98,9 @@ def _claims(variant: str, below: list[Row], above: list[Row]) -> list[Claim]:
     def typical(rows: list[Row], name: str) -> Estimate:
         return over_seeds(rows, lambda own: _median(own, name))
 
-    said = "§4, Fig. 5" if variant == "continuous" else "implied by §4, Fig. 5"  # of Fig. 13 F.1 says another thing
+    said = (
+        "§4, Fig. 5" if variant == "continuous" else "implied by §4, Fig. 5"
+    )  # of Fig. 13 F.1 says another thing
     off, split = typical(above, "off_diagonal"), typical(below, "off_diagonal")
     claims = [
         Claim("off-diagonal energy tells superposition from room enough (median above d_head; control: median below)",
@@ -138,7 +154,10 @@ def draw(result: Result) -> Files:
     """Heat maps row by d_head, then the two scatter plots."""
     rows = [dict(row) for row in result.tables["interactions"]]
     have = {(row["d_head"], row["r1"], row["r2"]) for row in rows}
-    shown = {d: [r for r in dict.fromkeys((*_SHOWN[d], *_SMOKE[d])) if (d, *r) in have][:4] for d in _SHOWN}
+    shown = {
+        d: [r for r in dict.fromkeys((*_SHOWN[d], *_SMOKE[d])) if (d, *r) in have][:4]
+        for d in _SHOWN
+    }
     figure = new_figure(11, 9.8)
     parts: Any = figure.subfigures(2, 1, height_ratios=[2.05, 1])
     axes = parts[0].subplots(2, max(len(cells) for cells in shown.values()), squeeze=False)
@@ -163,24 +182,34 @@ def draw(result: Result) -> Files:
 def _heat_map(axis: Axes, result: Result, row: dict[str, Any]) -> Any:
     prefix = f"G/{row['variant']}-{row['r1']}-{row['r2']}-h{row['d_head']}-"
     g = next(value for name, value in result.arrays.items() if name.startswith(prefix))
-    image = axis.imshow((g / g.abs().max()).numpy(), cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+    image = axis.imshow(
+        (g / g.abs().max()).numpy(), cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest"
+    )
     for place in (axis.axhline, axis.axvline):
         place(row["r1"] - 0.5, color=INK, lw=0.6)
     relation = {"below": "<", "boundary": "=", "above": ">"}[row["where"]]
     total = row["r1"] + row["r2"]
     facts = f"off-diagonal {row['off_diagonal']:.3f}, asymmetry {row['asymmetry']:.2f}"
-    axis.set_title(f"({row['r1']}, {row['r2']}): {total} {relation} d_head {row['d_head']}\n{facts}", fontsize=8.5)
+    axis.set_title(
+        f"({row['r1']}, {row['r2']}): {total} {relation} d_head {row['d_head']}\n{facts}",
+        fontsize=8.5,
+    )
     axis.set(xticks=[], yticks=[])
     for spine in axis.spines.values():
         spine.set_visible(True)
     return image
 
 
-def _scatter(axis: Axes, rows: list[dict[str, Any]], series: tuple[tuple[str, str, str], ...], label: str) -> None:
+def _scatter(
+    axis: Axes, rows: list[dict[str, Any]], series: tuple[tuple[str, str, str], ...], label: str
+) -> None:
     for name, text, colour in series:
         for d_head, marker in ((8, "o"), (16, "s")):
             own = pick(rows, d_head=d_head)
-            x, named = [row["r1"] + row["r2"] - d_head for row in own], text if d_head == 8 else None
+            x, named = (
+                [row["r1"] + row["r2"] - d_head for row in own],
+                text if d_head == 8 else None,
+            )
             look: Any = {"s": 20, "c": colour, "marker": marker, "alpha": 0.75, "linewidths": 0}
             axis.scatter(x, column(own, name), label=named, **look)
     axis.axvline(0, color=INK, lw=0.8, ls=":")

@@ -1,13 +1,15 @@
-"""What the figures of language models share: one model, the heads found in it, their fits, made once per invocation.
+"""What the figures of language models share: one model, the heads found in it, their fits, made
+once per invocation.
 
-On the two small models that packages hold, prompts are bare lists, which these can answer; any other model gets the
-paper's prompts, in its chat template where it has one. Figures 19 and 20 are the paper's second model: Gemma 3 270M
-where it is installed; where not, they repeat the test on the first with a second form of prompt, from finding the heads
-on.
+On the two small models that packages hold, prompts are bare lists, which these can answer; any
+other model gets the paper's prompts, in its chat template where it has one. Figures 19 and 20 are
+the paper's second model: Gemma 3 270M where it is installed; where not, they repeat the test on the
+first with a second form of prompt, from finding the heads on.
 
-Binding features are estimated twice. ``paper``: as the authors' scripts do it, order uncentred, lexical of each
-prompt's own query with copies from a pool of words of their own, both by adding projectors (``both_summed``). ``ours``:
-order query-centred, lexical of one query, both in one joint basis. What the paper says is judged by its own.
+Binding features are estimated twice. ``paper``: as the authors' scripts do it, order uncentred,
+lexical of each prompt's own query with copies from a pool of words of their own, both by adding
+projectors (``both_summed``). ``ours``: order query-centred, lexical of one query, both in one joint
+basis. What the paper says is judged by its own.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ SECOND = "gemma3-270m" if is_installed("gemma3-270m") else EMBEDDED
 
 THRESHOLD = 0.30  # the paper's rule for binding heads
 RANDOM = "random:"
-_FORMS: dict[Kind, tuple[str, str]] = {"filter": ("list", "bullets"), "binding": ("list", "sentence")}
+_FORMS: dict[Kind, tuple[str, str]] = {
+    "filter": ("list", "bullets"),
+    "binding": ("list", "sentence"),
+}
 _WIDE = 128
 _PAPER_FORMS: dict[Kind, str] = {"filter": "find", "binding": "question"}
 
@@ -62,7 +67,9 @@ class ModelWork:
     test: int
     downstream: int  # test prompts whose answer is read from a patched run; 0: none
     replicates: int  # of each null
-    pools: tuple[int, ...]  # different words, three pairs in a prompt; the paper's estimator needs one to spare
+    pools: tuple[
+        int, ...
+    ]  # different words, three pairs in a prompt; the paper's estimator needs one to spare
     entities: tuple[int, ...]  # pairs in a prompt, all the words
     heads: int = 9  # look into at most so many binding heads: as many as the paper has
     draws: int = 20
@@ -92,7 +99,8 @@ class HeadChoice:
         return [*self.heads, self.control]
 
     def row(self, head: Head) -> Row:
-        """Scores of one head; intervals of its row accuracy and ratio hold for all heads at once (Bonferroni).
+        """Scores of one head; intervals of its row accuracy and ratio hold for all heads at once
+        (Bonferroni).
 
         It was chosen among them, on the same prompts.
         """
@@ -105,28 +113,35 @@ class HeadChoice:
 
 
 def choose_heads(ranking: Ranking, kind: Kind, most: int) -> HeadChoice:
-    """Filter heads: the three of largest ratio. Binding heads: those that attend to the right box most of all tokens.
+    """Filter heads: the three of largest ratio. Binding heads: those that attend to the right box
+    most of all tokens.
 
-    The paper's rule for binding is 30% of prompts; ``most`` bounds how many of these are looked into. The control is
-    the head whose ratio is nearest to chance among those that look at the keys at least as much as the median head.
+    The paper's rule for binding is 30% of prompts; ``most`` bounds how many of these are looked
+    into. The control is the head whose ratio is nearest to chance among those that look at the keys
+    at least as much as the median head.
     """
     by: Score = "ratio" if kind == "filter" else "row_accuracy"
     # In the first layer the last token has seen nothing: its query is the same in every prompt.
     best = [row for row in ranking.top(by) if Head.parse(row["head"]).layer > 0]
     passed = best[:3] if kind == "filter" else [row for row in best if row[by] >= THRESHOLD]
-    # A swap can only move attention that is there: heads come in the order of what the right keys get.
+    # A swap can only move attention that is there: heads come in the order of what the right keys
+    # get.
     chosen = sorted(passed[:most] or best[:3], key=lambda row: -row["ratio"] * row["mass"])
     heads = [Head.parse(row["head"]) for row in chosen]
     return HeadChoice(ranking, heads, _control(best, heads), len(passed))
 
 
 def _control(rows: list[Row], heads: list[Head]) -> Head:
-    """A head at chance, no deeper than the found ones, so that it costs no further layers; never one of them.
+    """A head at chance, no deeper than the found ones, so that it costs no further layers; never
+    one of them.
 
-    Not the head that does worst: that one turns away from the right keys, for which it has to know them as well.
+    Not the head that does worst: that one turns away from the right keys, for which it has to know
+    them as well.
     """
     deepest, mass = max(head.layer for head in heads), median(row["mass"] for row in rows)
-    others = [row for row in rows if (h := Head.parse(row["head"])).layer <= deepest and h not in heads]
+    others = [
+        row for row in rows if (h := Head.parse(row["head"])).layer <= deepest and h not in heads
+    ]
     looking = [row for row in others if row["mass"] >= mass] or others
     nearest = min(looking, key=lambda row: abs(row["ratio"] - row["chance"]), default=None)
     return Head.parse(nearest["head"]) if nearest else heads[-1]
@@ -149,10 +164,16 @@ class FigureSession:
 
     @cached_property
     def scope(self) -> Scope:
-        """The model, loaded when the first figure needs it; ``random:NAME`` is its shape with random weights."""
+        """The model, loaded when the first figure needs it; ``random:NAME`` is its shape with
+        random weights.
+        """
         name = self.model.removeprefix(RANDOM)
         scope = Scope.load(name, device=self.device)
-        return scope if name == self.model else random_weights(scope.model.config, scope.tokenizer, self.device)
+        return (
+            scope
+            if name == self.model
+            else random_weights(scope.model.config, scope.tokenizer, self.device)
+        )
 
     @property
     def embedded(self) -> bool:
@@ -185,7 +206,11 @@ class FigureSession:
 
     def task(self, kind: Kind, second: bool = False) -> Task:
         """The task of the causal tests."""
-        return self.filter_task(second=second) if kind == "filter" else self.binding_task(second=second)
+        return (
+            self.filter_task(second=second)
+            if kind == "filter"
+            else self.binding_task(second=second)
+        )
 
     def found(self, kind: Kind, second: bool = False) -> HeadChoice:
         """The heads that do this kind of task, and the control beside them."""
@@ -193,13 +218,19 @@ class FigureSession:
 
     def _find(self, kind: Kind, second: bool) -> HeadChoice:
         with doing(f"finding {kind} heads"):
-            ranking = find_heads(self.scope, self.task(kind, second), self.work.choose, batch_size=self.work.batch_size)
+            ranking = find_heads(
+                self.scope,
+                self.task(kind, second),
+                self.work.choose,
+                batch_size=self.work.batch_size,
+            )
         return choose_heads(ranking, kind, self.work.heads)
 
     def fit(self, kind: Kind, second: bool = False) -> Fit:
         """The task's contrasts at the found heads and at the control head, as we estimate them.
 
-        Categories are cut at their top direction, the pooled contrast at the number of categories less one.
+        Categories are cut at their top direction, the pooled contrast at the number of categories
+        less one.
         """
         return self.once(("fit", kind, second), lambda: self._fit(kind, second))
 
@@ -215,22 +246,30 @@ class FigureSession:
         with doing("fitting binding as in the paper"):
             heads = self.found("binding", second).all
             lexical = self.decompose(task, heads, self.work.binding, contrasts=["lexical"])
-        sums = {"order": self.fit("binding", second).sums["order"], "lexical": lexical.sums["lexical"]}
+        sums = {
+            "order": self.fit("binding", second).sums["order"],
+            "lexical": lexical.sums["lexical"],
+        }
         return fit_of(sums, task, made_from(self.scope, task), center={"order": "none"})
 
     def _fit(self, kind: Kind, second: bool) -> Fit:
         task, found = self.task(kind, second), self.found(kind, second)
         with doing(f"fitting {kind}"):
             if kind == "binding":
-                return self.decompose(task, found.all, self.work.binding, contrasts=["order", "lexical"])
+                return self.decompose(
+                    task, found.all, self.work.binding, contrasts=["order", "lexical"]
+                )
             categories = [name for name in task.contrasts if name != POOLED]
             rank = {**dict.fromkeys(categories, 1), POOLED: len(categories) - 1}
             return self.decompose(task, found.all, self.work.category, rank=rank)
 
     def decompose(self, task: Task, heads: list[Head], n: int, **options: Any) -> Fit:
         """`decompose` with this preset's counts."""
-        # Each replicate costs eigenvalues of d_head × d_head matrices, stage by stage: few do in wide heads.
-        replicates = self.work.replicates if self.scope.d_head <= _WIDE else min(self.work.replicates, 19)
+        # Each replicate costs eigenvalues of d_head × d_head matrices, stage by stage: few do in
+        # wide heads.
+        replicates = (
+            self.work.replicates if self.scope.d_head <= _WIDE else min(self.work.replicates, 19)
+        )
         settings = {"replicates": replicates, "batch_size": self.work.batch_size, "seed": self.seed}
         return decompose(self.scope, task, heads, n, **{**settings, **options})
 

@@ -1,7 +1,9 @@
-"""Figure 10: the attention logits of one prompt, token by token, as order + lexical + what neither explains.
+"""Figure 10: the attention logits of one prompt, token by token, as order + lexical + what neither
+explains.
 
-One prompt is an anecdote, so the same split is averaged over held-out prompts, in both orders and order-free, beside
-random subspaces of the same ranks. A share is of the variance of the logits over the boxes of a prompt.
+One prompt is an anecdote, so the same split is averaged over held-out prompts, in both orders and
+order-free, beside random subspaces of the same ranks. A share is of the variance of the logits over
+the boxes of a prompt.
 """
 
 from __future__ import annotations
@@ -49,8 +51,12 @@ def run(settings: Settings) -> Result:
         rows = _shares(points, head, bases, cluster, session.seed)
         shares += [{"estimator": estimator, **row} for row in rows]
     tokens = [dict(row) for row in parts.tables["tokens"]]
-    error = max(abs(row["logit"] - sum(row[name] for name in (*FEATURES, RESIDUAL))) for row in tokens)
-    theirs, by = ({row["split"]: row for row in pick(shares, estimator=name)} for name in ESTIMATORS)
+    error = max(
+        abs(row["logit"] - sum(row[name] for name in (*FEATURES, RESIDUAL))) for row in tokens
+    )
+    theirs, by = (
+        {row["split"]: row for row in pick(shares, estimator=name)} for name in ESTIMATORS
+    )
     answer = (
         f"{parts.answer} Over {len(points.units)} held-out prompts, of the variance of the boxes' logits order "
         f"carries {by['order first']['order']:.0%}, lexical {by['order first']['lexical']:.0%}, and "
@@ -67,11 +73,17 @@ def run(settings: Settings) -> Result:
         "prompt": [{"head": str(head), "text": example.text, "keys": len(example.keys)}],
     }
     about = session.about(form=session.form("binding"), head=str(head))
-    return settings.result(answer, tables, _claims(theirs, by, error), model=session.scope.name, about=about)
+    return settings.result(
+        answer, tables, _claims(theirs, by, error), model=session.scope.name, about=about
+    )
 
 
-def _shares(points: Points, head: Head, bases: dict[str, Tensor], cluster: Int[Tensor, " n"], seed: int) -> list[Row]:
-    """Mean share of each part, for each way of splitting; and of differences that claims are about, with intervals."""
+def _shares(
+    points: Points, head: Head, bases: dict[str, Tensor], cluster: Int[Tensor, " n"], seed: int
+) -> list[Row]:
+    """Mean share of each part, for each way of splitting; and of differences that claims are about,
+    with intervals.
+    """
     q, k = points.at(head)
     scale = float(points.scale[points.heads.index(head)])
 
@@ -83,14 +95,22 @@ def _shares(points: Points, head: Head, bases: dict[str, Tensor], cluster: Int[T
         return {name: float(part.mean()) for name, part in parts.items()}
 
     first, turned = split(bases), split(dict(reversed(bases.items())))
-    dense = {name: first[name] / basis.shape[1] for name, basis in bases.items()}  # shares per dimension
+    dense = {
+        name: first[name] / basis.shape[1] for name, basis in bases.items()
+    }  # shares per dimension
     gaps = {
         "more": share_of(first["lexical"] - first["order"], cluster),  # lexical over order
-        "taken": share_of(first["order"] - turned["order"], cluster),  # what order gets by being first
+        "taken": share_of(
+            first["order"] - turned["order"], cluster
+        ),  # what order gets by being first
         "left": share_of(first[RESIDUAL], cluster),
         "denser": share_of(dense["lexical"] - dense["order"], cluster),
     }
-    told = {f"{name}{end}": x for name, gap in gaps.items() for end, x in zip(("", "_low", "_high"), gap, strict=True)}
+    told = {
+        f"{name}{end}": x
+        for name, gap in gaps.items()
+        for end, x in zip(("", "_low", "_high"), gap, strict=True)
+    }
     rows: list[Row] = [
         {"split": "order first", **means(first), **told},
         {"split": "lexical first", **means(turned)},
@@ -99,18 +119,27 @@ def _shares(points: Points, head: Head, bases: dict[str, Tensor], cluster: Int[T
     drawn = []
     for draw in range(_DRAWS):
         own = {
-            name: random_bases(basis.shape[0], basis.shape[1], 1, derived_seed(seed, "random", draw, i))[0].to(basis)
+            name: random_bases(
+                basis.shape[0], basis.shape[1], 1, derived_seed(seed, "random", draw, i)
+            )[0].to(basis)
             for i, (name, basis) in enumerate(bases.items())
         }
         drawn.append(means(split(own)))
-    rows.append({"split": "random", **{name: sum(row[name] for row in drawn) / _DRAWS for name in drawn[0]}})
-    return [{**row, "n": len(q), **{f"{name}_rank": basis.shape[1] for name, basis in bases.items()}} for row in rows]
+    rows.append(
+        {"split": "random", **{name: sum(row[name] for row in drawn) / _DRAWS for name in drawn[0]}}
+    )
+    return [
+        {**row, "n": len(q), **{f"{name}_rank": basis.shape[1] for name, basis in bases.items()}}
+        for row in rows
+    ]
 
 
 def _share(part: Float[Tensor, "n k"], logits: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
-    """Covariance of a part with the logits over their variance, both within a prompt; the parts' shares sum to 1.
+    """Covariance of a part with the logits over their variance, both within a prompt; the parts'
+    shares sum to 1.
 
-    It is a ratio of means, linearised row by row, so that an interval of its mean knows that the variance is measured.
+    It is a ratio of means, linearised row by row, so that an interval of its mean knows that the
+    variance is measured.
     """
     part, logits = part - part.mean(dim=1, keepdim=True), logits - logits.mean(dim=1, keepdim=True)
     held, all_of = (part * logits).sum(dim=1), logits.square().sum(dim=1)
@@ -158,20 +187,32 @@ def draw(result: Result) -> Files:
     # the first token is a sink whose logit dwarfs the others; the page's table has it
     rows = rows[1:] if len(rows) > 2 else rows
     figure = new_figure(max(9.0, 0.19 * len(rows) + 3.6), 4.9)
-    axes = figure.subplots(2, 2, width_ratios=[max(6.0, 0.19 * len(rows)), 2.6], height_ratios=[3, 1])
+    axes = figure.subplots(
+        2, 2, width_ratios=[max(6.0, 0.19 * len(rows)), 2.6], height_ratios=[3, 1]
+    )
     parts, attention = axes[0][0], axes[1][0]
     places = range(len(rows))
     for i, (name, colour) in enumerate(_PARTS):
-        parts.bar([x + (i - 1) * 0.27 for x in places], [row[name] for row in rows], 0.26, color=colour, label=name)
+        parts.bar(
+            [x + (i - 1) * 0.27 for x in places],
+            [row[name] for row in rows],
+            0.26,
+            color=colour,
+            label=name,
+        )
     parts.plot(places, [row["logit"] for row in rows], "_", color=INK, ms=7, label="logit")
     parts.axhline(0, color=INK, lw=0.6)
     parts.set(ylabel="logit", xticks=[])
     parts.legend(frameon=False, ncols=4, fontsize=8, loc="best")
     head = result.tables["prompt"][0]["head"]
-    parts.set_title(f"{model_name(result)} {head}: logits of one held-out prompt, as its last token sees them")
+    parts.set_title(
+        f"{model_name(result)} {head}: logits of one held-out prompt, as its last token sees them"
+    )
     attention.bar(places, [row["attention"] for row in rows], 0.7, color=ORIGINAL)
     attention.set_ylabel("attention")
-    attention.set_xticks(list(places), [_shown(row["token"]) for row in rows], rotation=90, fontsize=6.5)
+    attention.set_xticks(
+        list(places), [_shown(row["token"]) for row in rows], rotation=90, fontsize=6.5
+    )
     for axis in (parts, attention):
         axis.set_xlim(-0.8, len(rows) - 0.2)
     _draw_shares(axes[0][1], result)
@@ -192,7 +233,17 @@ def _draw_shares(axis: Axes, result: Result) -> None:
         for x, (value, base) in enumerate(zip(values, bottom, strict=True)):
             if abs(value) >= 0.06:
                 ink = INK if name == RESIDUAL else "white"
-                axis.text(x, base + value / 2, f"{value:.0%}", ha="center", va="center", fontsize=7, color=ink)
+                axis.text(
+                    x,
+                    base + value / 2,
+                    f"{value:.0%}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color=ink,
+                )
         bottom = [base + value for base, value in zip(bottom, values, strict=True)]
-    axis.set_xticks(range(len(rows)), [row["split"].replace(" ", "\n") for row in rows], fontsize=7.5)
+    axis.set_xticks(
+        range(len(rows)), [row["split"].replace(" ", "\n") for row in rows], fontsize=7.5
+    )
     axis.set(title=f"share of the boxes' logits,\n{rows[0]['n']} prompts", yticks=[])

@@ -2,10 +2,13 @@
 
 Three statements are made of such pictures, and each has a number with a control:
 
-- *keys and queries lie apart on PC 1*: the chance that a key's coordinate is above a query's (AUC, folded at 1/2);
-- *queries and keys of one label align*: the cosine of their centroids, each side centred on its own mean,
-  ``Σ_c m^q_c · m^k_c / √(Σ |m^q_c|² Σ |m^k_c|²)``, against the same with the centroids paired at random;
-- *labels form clusters*: how often a point is nearest to its own label's centroid, on points the centroids do not know.
+- *keys and queries lie apart on PC 1*: the chance that a key's coordinate is above a query's (AUC,
+  folded at 1/2);
+- *queries and keys of one label align*: the cosine of their centroids, each side centred on its own
+  mean, ``Σ_c m^q_c · m^k_c / √(Σ |m^q_c|² Σ |m^k_c|²)``, against the same with the centroids paired
+  at random;
+- *labels form clusters*: how often a point is nearest to its own label's centroid, on points the
+  centroids do not know.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ _DRAWN = 400  # points of a side
 
 @dataclass(frozen=True)
 class Points:
-    """Queries and keys of some heads on held-out prompts, in the order of the prompts and of the keys in them."""
+    """Queries and keys of some heads on held-out prompts, in the order of the prompts and of the
+    keys in them.
+    """
 
     units: Sequence[Unit]
     heads: list[Head]
@@ -50,11 +55,16 @@ class Points:
 
     def key_texts(self) -> list[list[str]]:
         """What each key says."""
-        return [[_text(example)[slice(*key.span)] for key in example.keys] for example, *_ in self.units]
+        return [
+            [_text(example)[slice(*key.span)] for key in example.keys] for example, *_ in self.units
+        ]
 
     def answers(self) -> Int[Tensor, " n"]:
         """The first right key of each prompt."""
-        right = [[key.label(ANSWER) > 0 for key in example.keys].index(True) for example, *_ in self.units]
+        right = [
+            [key.label(ANSWER) > 0 for key in example.keys].index(True)
+            for example, *_ in self.units
+        ]
         return torch.tensor(right)
 
     def key_words(self, vocabulary: Sequence[str]) -> list[list[str]]:
@@ -86,14 +96,18 @@ def _text(example: object) -> str:
     return text
 
 
-def capture_points(scope: Scope, task: Task, units: Sequence[Unit], heads: list[Head], batch_size: int) -> Points:
+def capture_points(
+    scope: Scope, task: Task, units: Sequence[Unit], heads: list[Head], batch_size: int
+) -> Points:
     """Run the first prompt of every unit; each has the same number of keys."""
     single = [unit[:1] for unit in units]
     run = unit_runner(scope, single, heads, chat=task.chat, rest=False)
     batches = list(stream(batches_of(single, batch_size), run))
     order = torch.cat([batch.unit for batch in batches]).cpu().argsort()
     q = torch.cat([batch.captured.q for batch in batches]).cpu()[order]
-    k = torch.cat([batch.captured.k[:, batch.captured.kv_of_head].transpose(1, 2) for batch in batches]).cpu()[order]
+    k = torch.cat(
+        [batch.captured.k[:, batch.captured.kv_of_head].transpose(1, 2) for batch in batches]
+    ).cpu()[order]
     return Points(single, heads, q, k, batches[0].captured.scale.cpu())
 
 
@@ -106,7 +120,9 @@ def separation(a: Float[Tensor, " n"], b: Float[Tensor, " m"]) -> float:
     return max(auc, 1 - auc)
 
 
-def centroids(x: Float[Tensor, "n d"], labels: Int[Tensor, " n"], count: int) -> Float[Tensor, "c d"]:
+def centroids(
+    x: Float[Tensor, "n d"], labels: Int[Tensor, " n"], count: int
+) -> Float[Tensor, "c d"]:
     """Mean of each label's points."""
     sums = x.new_zeros(count, x.shape[1]).index_add(0, labels, x)
     sizes = x.new_zeros(count).index_add(0, labels, x.new_ones(len(x)))
@@ -124,26 +140,39 @@ def align(
 ) -> Row:
     """How well queries and keys of one label point the same way, each side centred on its own mean.
 
-    The cosine of their centroids, below what 95% of random pairings are, and how often a query finds its own keys.
+    The cosine of their centroids, below what 95% of random pairings are, and how often a query
+    finds its own keys.
     """
     present = torch.unique(torch.cat([q_labels, k_labels]))
     present = present[torch.isin(present, q_labels) & torch.isin(present, k_labels)]
     keep_q, keep_k = torch.isin(q_labels, present), torch.isin(k_labels, present)
-    q_labels, k_labels = (torch.searchsorted(present, x) for x in (q_labels[keep_q], k_labels[keep_k]))
+    q_labels, k_labels = (
+        torch.searchsorted(present, x) for x in (q_labels[keep_q], k_labels[keep_k])
+    )
     count = len(present)
     q, k = q[keep_q] - q[keep_q].mean(dim=0), k[keep_k] - k[keep_k].mean(dim=0)
     mq, mk = centroids(q, q_labels, count), centroids(k, k_labels, count)
     size = (mq.square().sum() * mk.square().sum()).sqrt().clamp_min(torch.finfo(mq.dtype).tiny)
     generator = torch.Generator().manual_seed(seed)
-    shuffled = torch.stack([(mq[torch.randperm(count, generator=generator)] * mk).sum() for _ in range(draws)]) / size
+    shuffled = (
+        torch.stack(
+            [(mq[torch.randperm(count, generator=generator)] * mk).sum() for _ in range(draws)]
+        )
+        / size
+    )
     nearest = (q @ torch.nn.functional.normalize(mk, dim=1).mT).argmax(dim=1)
     cosine, hits = float((mq * mk).sum() / size), float((nearest == q_labels).double().mean())
-    numbers = {f"cosine{where}": cosine, f"cosine{where}_shuffled_high": float(shuffled.quantile(0.95))}
+    numbers = {
+        f"cosine{where}": cosine,
+        f"cosine{where}_shuffled_high": float(shuffled.quantile(0.95)),
+    }
     return numbers | {"query_finds_keys": hits, "chance": 1 / count}
 
 
 class PointView(NamedTuple):
-    """Queries and keys on their first three principal components together, and what the picture shows in numbers."""
+    """Queries and keys on their first three principal components together, and what the picture
+    shows in numbers.
+    """
 
     q: Float[Tensor, "n 3"]
     k: Float[Tensor, "m 3"]
@@ -151,38 +180,58 @@ class PointView(NamedTuple):
 
 
 def view(
-    q: Float[Tensor, "n d"], asked: Int[Tensor, " n"], k: Float[Tensor, "m d"], of_key: Int[Tensor, " m"], seed: int
+    q: Float[Tensor, "n d"],
+    asked: Int[Tensor, " n"],
+    k: Float[Tensor, "m d"],
+    of_key: Int[Tensor, " m"],
+    seed: int,
 ) -> PointView:
     """Points and numbers; intervals by a jackknife, a tenth of the prompts left out in turn."""
-    seen, block, left = _seen(q, asked, k, of_key, seed), torch.arange(len(q)) % _BLOCKS, list[list[float]]()
+    seen, block, left = (
+        _seen(q, asked, k, of_key, seed),
+        torch.arange(len(q)) % _BLOCKS,
+        list[list[float]](),
+    )
     for i in range(_BLOCKS):
         kept = block != i
         keys = kept.repeat_interleave(len(k) // len(q))
         row = _seen(q[kept], asked[kept], k[keys], of_key[keys], seed, draws=1).row
         left.append([row[name] for name in _JUDGED])
     halves = _STUDENT * (_BLOCKS - 1) ** 0.5 * torch.tensor(left).std(dim=0, correction=0)
-    return seen._replace(row=seen.row | {f"{name}_half": float(x) for name, x in zip(_JUDGED, halves, strict=True)})
+    return seen._replace(
+        row=seen.row | {f"{name}_half": float(x) for name, x in zip(_JUDGED, halves, strict=True)}
+    )
 
 
-def _seen(q: Tensor, asked: Tensor, k: Tensor, of_key: Tensor, seed: int, draws: int = 999) -> PointView:
+def _seen(
+    q: Tensor, asked: Tensor, k: Tensor, of_key: Tensor, seed: int, draws: int = 999
+) -> PointView:
     """As many queries as keys go into the components, so that these are not the keys' alone."""
     per = len(k) // len(q)
     repeated = q.repeat_interleave(per, dim=0)
     coordinates = principal(torch.cat([repeated, k]))
     q_at, k_at = coordinates[: len(repeated) : per], coordinates[len(repeated) :]
     row = align(q_at[:, 1:], asked, k_at[:, 1:], of_key, seed, draws, "_pc23")
-    row |= align(q, asked, k, of_key, seed, draws) | {"apart_on_pc1": separation(q_at[:, 0], k_at[:, 0])}
+    row |= align(q, asked, k, of_key, seed, draws) | {
+        "apart_on_pc1": separation(q_at[:, 0], k_at[:, 0])
+    }
     return PointView(q_at, k_at, row)
 
 
 def ends_of(row: Row, name: str, beside: float = 0.0) -> Row:
-    """The interval of a number of a view; ``beside``, that of another it is compared with (as if not paired)."""
+    """The interval of a number of a view; ``beside``, that of another it is compared with (as if
+    not paired).
+    """
     half = row[f"{name}_half"] + beside
     return {"low": row[name] - half, "high": row[name] + half}
 
 
-def nearest_hits(x: Float[Tensor, "n d"], labels: Int[Tensor, " n"], known: Bool[Tensor, " n"]) -> Float[Tensor, " m"]:
-    """1 for each point that is nearest to its own label's centroid, of points not ``known``; of these it is made."""
+def nearest_hits(
+    x: Float[Tensor, "n d"], labels: Int[Tensor, " n"], known: Bool[Tensor, " n"]
+) -> Float[Tensor, " m"]:
+    """1 for each point that is nearest to its own label's centroid, of points not ``known``; of
+    these it is made.
+    """
     means = centroids(x[known], labels[known], int(labels.max()) + 1)
     return (torch.cdist(x[~known], means).argmin(dim=1) == labels[~known]).double()
 

@@ -1,8 +1,10 @@
-"""Figures 2 and 11: the rank of ΔC in every cell of a grid, beside what an untrained head and a null give.
+"""Figures 2 and 11: the rank of ΔC in every cell of a grid, beside what an untrained head and a
+null give.
 
-The paper's rank is the number of singular values that hold 99% of ‖ΔC‖². Beside it: the rank above a sign-flip null
-(``ΔC_r = 1/n Σ_i s_{ri} q_i (k⁺_i − k⁻_i)ᵀ``, one random sign per triplet), and both ranks of the head *before*
-training. Population ΔC has rank r for any generic weights, so an exact rank by itself says nothing of what was learned.
+The paper's rank is the number of singular values that hold 99% of ‖ΔC‖². Beside it: the rank above
+a sign-flip null (``ΔC_r = 1/n Σ_i s_{ri} q_i (k⁺_i − k⁻_i)ᵀ``, one random sign per triplet), and
+both ranks of the head *before* training. Population ΔC has rank r for any generic weights, so an
+exact rank by itself says nothing of what was learned.
 """
 
 from __future__ import annotations
@@ -24,28 +26,61 @@ from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, new_figure
 from qkscope_papers.fleet import side_by_side
-from qkscope_papers.lee2026.cells import SCALES, WAS_IMPLIED, WORK, Cells, toy_figure, train, whole_grids
+from qkscope_papers.lee2026.cells import (
+    SCALES,
+    WAS_IMPLIED,
+    WORK,
+    Cells,
+    toy_figure,
+    train,
+    whole_grids,
+)
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope_papers.lee2026.toy.retrieval import RetrievalHead, Variant
 from qkscope_papers.lee2026.toy.trained import HeadRun
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Files, Row, column, distinct, files_of, mean, over_seeds, pick, share_of
+from qkscope_papers.tables import (
+    Files,
+    Row,
+    column,
+    distinct,
+    files_of,
+    mean,
+    over_seeds,
+    pick,
+    share_of,
+)
 
 WHERE = ("below", "boundary", "above")
 _ROWS_AT_ONCE = 4096
 _ROUNDED = 0.985  # what is written as 99%
-_OTHER_GRIDS: tuple[tuple[Variant, int], ...] = (("discrete", 8), ("continuous", 8), ("continuous", 16))
+_OTHER_GRIDS: tuple[tuple[Variant, int], ...] = (
+    ("discrete", 8),
+    ("continuous", 8),
+    ("continuous", 16),
+)
 
 
-@toy_figure("fig2", "Recovered ranks, discrete task, d_head 16", whole_grids(("discrete", 16)), prompts=SCALES)
-@toy_figure("fig11", "Recovered ranks, the other three grids", whole_grids(*_OTHER_GRIDS), prompts=SCALES)
+@toy_figure(
+    "fig2",
+    "Recovered ranks, discrete task, d_head 16",
+    whole_grids(("discrete", 16)),
+    prompts=SCALES,
+)
+@toy_figure(
+    "fig11", "Recovered ranks, the other three grids", whole_grids(*_OTHER_GRIDS), prompts=SCALES
+)
 def run(settings: Settings, cells: Cells) -> Result:
     """Ranks of every cell of the figure's grids, with their controls."""
     work = WORK[settings.preset]
     pairs, contexts = work.contrast_pairs // work.seeds, work.contexts // work.seeds
-    signs = draw_signs(settings.seed, torch.arange(work.replicates)[:, None], torch.arange(pairs)).float()
+    signs = draw_signs(
+        settings.seed, torch.arange(work.replicates)[:, None], torch.arange(pairs)
+    ).float()
     signs = signs.to(settings.device)
-    rows = side_by_side(lambda head: rank_row(head, signs, contexts, settings.seed), train(cells, settings))
+    rows = side_by_side(
+        lambda head: rank_row(head, signs, contexts, settings.seed), train(cells, settings)
+    )
     summary = summarise(rows)
     below = pick(rows, where="below")
     answer = (
@@ -53,12 +88,21 @@ def run(settings: Settings, cells: Cells) -> Result:
         f"{_count(below, 'null')} above the null) - and in {_count(below, 'untrained')} of them before training "
         f"({_count(below, 'untrained_null')} above the null): the rank is in the data, not in what was learned."
     )
-    about = {"lr": work.lr, "recipe": work.recipe.about(), "contrast_pairs": pairs, "replicates": work.replicates}
-    return settings.result(answer, {"ranks": rows, "summary": summary}, _claims(rows, work.lr), about=about)
+    about = {
+        "lr": work.lr,
+        "recipe": work.recipe.about(),
+        "contrast_pairs": pairs,
+        "replicates": work.replicates,
+    }
+    return settings.result(
+        answer, {"ranks": rows, "summary": summary}, _claims(rows, work.lr), about=about
+    )
 
 
 def rank_row(trained: HeadRun, signs: Float[Tensor, "r n"], contexts: int, seed: int) -> Row:
-    """One cell: ranks of the trained head and of the same head before training, accuracy and ceilings."""
+    """One cell: ranks of the trained head and of the same head before training, accuracy and
+    ceilings.
+    """
     cell, task = trained.cell, trained.cell.task
     after, before = (head_ranks(head, signs, seed) for head in (trained.head, cell.untrained()))
     total = task.total_rank
@@ -77,16 +121,22 @@ def rank_row(trained: HeadRun, signs: Float[Tensor, "r n"], contexts: int, seed:
     }  # fmt: skip
 
 
-def head_ranks(head: RetrievalHead, signs: Float[Tensor, "r n"], seed: int) -> list[tuple[int, int]]:
+def head_ranks(
+    head: RetrievalHead, signs: Float[Tensor, "r n"], seed: int
+) -> list[tuple[int, int]]:
     """For each latent variable: the 99% rank and the rank above the sign-flip null."""
     found = []
     for variable in range(len(head.encoders.task.ranks)):
-        q, difference = (x.to(signs.device) for x in head.contrast(variable, signs.shape[1], derived_seed(seed, 11)))
+        q, difference = (
+            x.to(signs.device)
+            for x in head.contrast(variable, signs.shape[1], derived_seed(seed, 11))
+        )
         delta = q.double().mT @ difference.double() / len(q)
         delta = delta.cpu()
         by_energy = int(energy_rank(torch.linalg.svdvals(delta)))
         nulls = sign_flip_deltas(q, difference, signs).cpu()
-        # A component counts if no replicate reaches it: at 5% a grid of 25 cells would grow two or three false ones.
+        # A component counts if no replicate reaches it: at 5% a grid of 25 cells would grow two or
+        # three false ones.
         above = rank_above(delta, nulls, alpha=1 / (len(nulls) + 1))
         found.append((by_energy, above.rank))
     return found
@@ -132,8 +182,12 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
 
 def _claims(rows: list[Row], lr: float) -> list[Claim]:
     below, edge, above = (pick(rows, where=where) for where in WHERE)
-    found, lost, null = (share_of(exact(*asked)) for asked in ((below, "rank"), (above, "rank"), (below, "null")))
-    untrained, untrained_null = (share_of(exact(below, f"untrained{kind}")).mean for kind in ("", "_null"))
+    found, lost, null = (
+        share_of(exact(*asked)) for asked in ((below, "rank"), (above, "rank"), (below, "null"))
+    )
+    untrained, untrained_null = (
+        share_of(exact(below, f"untrained{kind}")).mean for kind in ("", "_null")
+    )
     at_edge = share_of(exact(edge, "rank"))
     claims = [
         Claim("both ranks are recovered wherever r1 + r2 < d_head (share of heads, 99% rule)",
@@ -154,7 +208,9 @@ def _claims(rows: list[Row], lr: float) -> list[Claim]:
               "§4, Fig. 2: otherwise, the model compresses both variables using less dimensions", lost.mean,
               found.mean, "ours < 0.5 * control", **lost.ends),
     ]  # fmt: skip
-    rate: dict[str, Any] = {"reason": "refuted" if lr == WORK["paper"].lr else "not run as described"}
+    rate: dict[str, Any] = {
+        "reason": "refuted" if lr == WORK["paper"].lr else "not run as described"
+    }
     for variant, d_head in distinct(rows, "variant", "d_head"):
         cells = pick(rows, variant=variant, d_head=d_head)
         reached = over_seeds(cells, lambda own: mean(column(own, "accuracy")))
@@ -168,7 +224,10 @@ def _claims(rows: list[Row], lr: float) -> list[Claim]:
                                 f"ours >= {_ROUNDED}", **reached.ends, **rate, why=_short(variant, reached.mean, ideal),
                                 changed="was ours >= 0.99 of the lowest cell: the 85% in the same sentence can only be "
                                 "a mean, so all of them are."))  # fmt: skip
-    gap = over_seeds(below, lambda own: mean(row["accuracy"] - min(row["ceiling"], row["dot_ceiling"]) for row in own))
+    gap = over_seeds(
+        below,
+        lambda own: mean(row["accuracy"] - min(row["ceiling"], row["dot_ceiling"]) for row in own),
+    )
     claims.append(Claim("heads come within two points of the best one head can do (mean gap where r1 + r2 < d_head)",
                         "", gap.mean, None, "ours >= -0.02", **gap.ends))  # fmt: skip
     return claims
@@ -176,7 +235,11 @@ def _claims(rows: list[Row], lr: float) -> list[Claim]:
 
 def _short(variant: str, found: float, ideal: float) -> str:
     """Whether the best one head can do is short of 99% too."""
-    cause = "keys share codes" if variant == "discrete" else "a dot product takes a long vector for the right one"
+    cause = (
+        "keys share codes"
+        if variant == "discrete"
+        else "a dot product takes a long vector for the right one"
+    )
     if ideal < _ROUNDED:
         return f"No head can do better than {ideal:.1%}, as {cause}."
     below = 100 * (ideal - found)
@@ -198,7 +261,11 @@ def _missed(below: Sequence[Row]) -> str:
 
 # ---------------------------------------------------------------------- the drawing
 
-_KINDS = (("rank", "trained, 99% rule"), ("null", "trained, above the null"), ("untrained", "untrained, 99% rule"))
+_KINDS = (
+    ("rank", "trained, 99% rule"),
+    ("null", "trained, above the null"),
+    ("untrained", "untrained, 99% rule"),
+)
 _WORST = 8
 
 
@@ -239,7 +306,9 @@ def _font(cells: Sequence[Row]) -> float:
 def _accuracy_panel(axis: Axes, cells: Sequence[Row], title: str) -> None:
     for row, x, y in _places(axis, cells, title):
         ceiling = min(row["ceiling"], row["dot_ceiling"])
-        colour = matplotlib.colormaps["Blues"](0.05 + 0.6 * min(max(ceiling - row["accuracy"], 0) / 0.2, 1))
+        colour = matplotlib.colormaps["Blues"](
+            0.05 + 0.6 * min(max(ceiling - row["accuracy"], 0) / 0.2, 1)
+        )
         words = f"{row['accuracy']:.3f}\n{ceiling:.3f}"
         _cell(axis, x, y, colour, words, fontsize=_font(cells) - 1.3, linespacing=1.3)
 
@@ -259,5 +328,7 @@ def _places(axis: Axes, cells: Sequence[Row], title: str) -> list[tuple[Row, int
     axis.tick_params(length=0)
     boundary = [(xs.index(r["r1"]), ys.index(r["r2"])) for r in cells if r["where"] == "boundary"]
     for x, y in boundary:
-        axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, lw=1.6, edgecolor=INK, zorder=3))
+        axis.add_patch(
+            Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, lw=1.6, edgecolor=INK, zorder=3)
+        )
     return [(row, xs.index(row["r1"]), ys.index(row["r2"])) for row in cells]

@@ -1,5 +1,5 @@
-"""Swaps in language models, drawn: attention on the right and the target key after each, its shift with an interval,
-and how the shift grows with the number of dimensions.
+"""Swaps in language models, drawn: attention on the right and the target key after each, its shift
+with an interval, and how the shift grows with the number of dimensions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from qkscope.runs.result import Result
-from qkscope_papers.figures import INK, ORIGINAL, REST, colours_of, legend_below, line_of, new_figure, paired_bars
+from qkscope_papers.figures import (
+    INK,
+    ORIGINAL,
+    REST,
+    colours_of,
+    legend_below,
+    line_of,
+    new_figure,
+    paired_bars,
+)
 from qkscope_papers.tables import Files, Row, column, distinct, files_of, model_name, pick
 
 Shown = Sequence[tuple[str, str]]  # conditions and their labels
@@ -31,7 +40,9 @@ def _by_head(result: Result) -> dict[str, dict[str, Row]]:
 
 
 def draw_full(result: Result, conditions: Shown, heads: int | None = None) -> Files:
-    """The first heads with every condition, the curve of the first, and what the model then answers."""
+    """The first heads with every condition, the curve of the first, and what the model then
+    answers.
+    """
     cells = _by_head(result)
     shown = list(cells)[:heads]
     widths = [0.42 * len(conditions) + 0.6] * len(shown) + [4.4]
@@ -47,10 +58,16 @@ def draw_full(result: Result, conditions: Shown, heads: int | None = None) -> Fi
             low.set_ylabel("shift")
             legend_below(figure, top, 2, loc="outside lower left")
     patched = result.tables.get("downstream", ())
-    _curve(figure.add_subplot(grid[0, -1] if patched else grid[:, -1]), result.tables["curve"], shown[0])
+    _curve(
+        figure.add_subplot(grid[0, -1] if patched else grid[:, -1]),
+        result.tables["curve"],
+        shown[0],
+    )
     if patched:
         _downstream(figure.add_subplot(grid[1, -1]), patched)
-    figure.suptitle(f"{model_name(result)}: features swapped between the right key and another", fontsize=10)
+    figure.suptitle(
+        f"{model_name(result)}: features swapped between the right key and another", fontsize=10
+    )
     return files_of(result, figure)
 
 
@@ -72,7 +89,14 @@ def draw_multiples(result: Result, conditions: Shown) -> Files:
 
 
 def _ticks(axis: Axes, labels: Sequence[str]) -> None:
-    axis.set_xticks(range(len(labels)), list(labels), rotation=50, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_xticks(
+        range(len(labels)),
+        list(labels),
+        rotation=50,
+        ha="right",
+        rotation_mode="anchor",
+        fontsize=8,
+    )
     axis.set_xlim(-0.6, len(labels) - 0.4)
 
 
@@ -89,8 +113,14 @@ def _attention(axis: Axes, cell: dict[str, Row], conditions: Shown, title: str) 
 
 
 def _shifts(axis: Axes, cell: dict[str, Row], conditions: Shown) -> None:
-    """Shift of a_target / (a_right + a_target), with its interval; the first place is the unchanged start."""
-    shown = [(f"{label} ({cell[name]['rank']})", cell[name]) for name, label in conditions if name in cell]
+    """Shift of a_target / (a_right + a_target), with its interval; the first place is the unchanged
+    start.
+    """
+    shown = [
+        (f"{label} ({cell[name]['rank']})", cell[name])
+        for name, label in conditions
+        if name in cell
+    ]
     values = [row["shift"] for _, row in shown]
     errors = [
         [max(row["shift"] - row["shift_low"], 0) for _, row in shown],
@@ -114,7 +144,9 @@ def _curve(axis: Axes, rows: Sequence[Any], head: str) -> None:
         sizes, colour = [row["k"] for row in line], colours[method]
         style: Any = {"marker": "o", "ms": 3.5, "lw": 1.4, "color": colour, "ls": line_of(method)}
         axis.plot(sizes, [row["shift"] for row in line], label=label, **style)
-        axis.fill_between(sizes, column(line, "low"), column(line, "high"), color=colour, alpha=0.15, lw=0)
+        axis.fill_between(
+            sizes, column(line, "low"), column(line, "high"), color=colour, alpha=0.15, lw=0
+        )
     axis.set(xlabel="dimensions swapped", ylabel="shift")
     axis.set_xticks(sorted({row["k"] for row in own}))
     axis.set_title(f"{head}: by size")
@@ -131,6 +163,8 @@ def _downstream(axis: Axes, rows: Sequence[Any]) -> None:
     target = [own[0]["target_before"], *(row["target_after"] for row in own)]
     paired_bars(axis, right, target)
     count = groups[-1].count(",") + 1
-    axis.set_title(f"the model's answer, {count} head{'s' if count > 1 else ''} patched, n={own[0]['n']}")
+    axis.set_title(
+        f"the model's answer, {count} head{'s' if count > 1 else ''} patched, n={own[0]['n']}"
+    )
     axis.set_ylabel("share of prompts")
     axis.set_xticks(range(len(labels)), labels, fontsize=8)

@@ -1,11 +1,14 @@
-"""Figures 4, 14 and 15: exchange two keys in a recovered subspace and see where attention goes, beside every control.
+"""Figures 4, 14 and 15: exchange two keys in a recovered subspace and see where attention goes,
+beside every control.
 
-The **oracle** exchanges the true latent, ``k̃_a = k_a + W_K A_k (z_{k,b} − z_{k,a})``: what a subspace swap tries to be.
-Where subspaces overlap, the orthogonal projector of one latent takes part of the other along; the oblique one does not.
-Random subspaces, the keys' principal components and ``Cov_q Cov_k`` of the same size say what size alone does. How much
-of a *logit gap* is exchanged is comparable between a trained head and an untrained one, whose attention is flat::
+The **oracle** exchanges the true latent, ``k̃_a = k_a + W_K A_k (z_{k,b} − z_{k,a})``: what a
+subspace swap tries to be. Where subspaces overlap, the orthogonal projector of one latent takes
+part of the other along; the oblique one does not. Random subspaces, the keys' principal components
+and ``Cov_q Cov_k`` of the same size say what size alone does. How much of a *logit gap* is
+exchanged is comparable between a trained head and an untrained one, whose attention is flat::
 
-    exchanged = Σ (g − g̃) g / 2 Σ g²,        g = ℓ_orig − ℓ_target        (1: the keys have changed places; 0: nothing)
+    exchanged = Σ (g − g̃) g / 2 Σ g²,        g = ℓ_orig − ℓ_target        (1: the keys have changed
+    places; 0: nothing)
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ from qkscope.runs.claims import Claim
 from qkscope.runs.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, legend_below, new_figure, paired_bars
 from qkscope_papers.fleet import side_by_side
-from qkscope_papers.lee2026.cells import WAS_IMPLIED, WORK, Cells, example_head, some_cells, toy_figure, train
+from qkscope_papers.lee2026.cells import (
+    WAS_IMPLIED,
+    WORK,
+    Cells,
+    example_head,
+    some_cells,
+    toy_figure,
+    train,
+)
 from qkscope_papers.lee2026.toy.retrieval import Contexts, RetrievalHead
 from qkscope_papers.lee2026.toy.trained import HeadRun
 from qkscope_papers.registry import Settings
@@ -53,7 +64,9 @@ def run(settings: Settings, cells: Cells) -> Result:
     overlaps: list[Row] = []
     n = work.swaps // work.seeds
     heads = train(cells, settings)
-    for found, overlap in side_by_side(lambda head: swap_rows(head, work.contrast_pairs, n, settings.seed), heads):
+    for found, overlap in side_by_side(
+        lambda head: swap_rows(head, work.contrast_pairs, n, settings.seed), heads
+    ):
         rows += found
         overlaps.append(overlap)
     first = {row["condition"]: row for row in rows[::-1] if row["vacuous"] is False}
@@ -64,15 +77,26 @@ def run(settings: Settings, cells: Cells) -> Result:
         f"({both['r1']},{both['r2']}), d_head {both['d_head']}; random subspaces of the same size leave "
         f"{random['orig_after']:.3f}."
     )
-    about = {"lr": work.lr, "swaps": work.swaps, "contrast_pairs": work.contrast_pairs, "random_draws": _DRAWS}
-    return settings.result(answer, {"swap": rows, "subspaces": overlaps}, _claims(rows), about=about)
+    about = {
+        "lr": work.lr,
+        "swaps": work.swaps,
+        "contrast_pairs": work.contrast_pairs,
+        "random_draws": _DRAWS,
+    }
+    return settings.result(
+        answer, {"swap": rows, "subspaces": overlaps}, _claims(rows), about=about
+    )
 
 
 def swap_rows(trained: HeadRun, pairs: int, n: int, seed: int) -> tuple[list[Row], Row]:
-    """Every condition on the same contexts and the same targets: rows of the table, and how the subspaces lie."""
+    """Every condition on the same contexts and the same targets: rows of the table, and how the
+    subspaces lie.
+    """
     task, head = trained.cell.task, trained.head
     projectors, overlap = projectors_of(head, pairs, seed)
-    swaps: dict[Condition, Swap] = {condition: _subspace_swap(p) for condition, p in projectors.items()}
+    swaps: dict[Condition, Swap] = {
+        condition: _subspace_swap(p) for condition, p in projectors.items()
+    }
     variables = range(len(task.ranks))
     swaps |= {Condition(f"z{k + 1}", "oracle"): _oracle_swap(head, [k]) for k in variables}
     swaps[Condition("both", "oracle")] = _oracle_swap(head, list(variables))
@@ -86,24 +110,42 @@ def swap_rows(trained: HeadRun, pairs: int, n: int, seed: int) -> tuple[list[Row
     return rows, {**where, **overlap}
 
 
-def projectors_of(head: RetrievalHead, pairs: int, seed: int) -> tuple[dict[Condition, Projector], Row]:
-    """Recovered subspaces and the baselines of the same size, fitted on contrast pairs and contexts of their own."""
+def projectors_of(
+    head: RetrievalHead, pairs: int, seed: int
+) -> tuple[dict[Condition, Projector], Row]:
+    """Recovered subspaces and the baselines of the same size, fitted on contrast pairs and contexts
+    of their own.
+    """
     task, d = head.encoders.task, head.d_head
     names = [f"z{k + 1}" for k in range(len(task.ranks))]
     bases = {
-        name: Subspace.from_delta(head.sampled_delta(k, pairs, derived_seed(seed, 12)), min(rank, d)).basis("key")[None]
+        name: Subspace.from_delta(
+            head.sampled_delta(k, pairs, derived_seed(seed, 12)), min(rank, d)
+        ).basis("key")[None]
         for k, (name, rank) in enumerate(zip(names, task.ranks, strict=True))
     }
 
     def random(sizes: int | Sequence[int]) -> Projector:  # a toy has one head, and no layers
         size = sizes if isinstance(sizes, int) else sizes[0]
-        return Projector.orthogonal(random_bases(d, size, _DRAWS, derived_seed(seed, 13, size))[:, None])
+        return Projector.orthogonal(
+            random_bases(d, size, _DRAWS, derived_seed(seed, 13, size))[:, None]
+        )
 
-    every, (number,) = methods.conditions(bases, dict.fromkeys([*names, "both"], _covariances(head, seed)), random)
-    found = {condition: p for condition, p in every.items() if condition.kind != "oblique" or number is not None}
+    every, (number,) = methods.conditions(
+        bases, dict.fromkeys([*names, "both"], _covariances(head, seed)), random
+    )
+    found = {
+        condition: p
+        for condition, p in every.items()
+        if condition.kind != "oblique" or number is not None
+    }
     cosine = float(principal_cosines(bases["z1"][0], bases["z2"][0])[0])
     joint_rank = int(found[Condition("both")].rank)
-    return found, {"joint_rank": joint_rank, "top_cosine": cosine, "oblique_condition": number or math.nan}
+    return found, {
+        "joint_rank": joint_rank,
+        "top_cosine": cosine,
+        "oblique_condition": number or math.nan,
+    }
 
 
 def _covariances(head: RetrievalHead, seed: int) -> tuple[Tensor, Tensor]:
@@ -148,17 +190,25 @@ def measure(head: RetrievalHead, swaps: dict[Condition, Swap], n: int, seed: int
     """Attention before and after, for every condition on the same pairs of keys."""
     parts: dict[Condition, list[SwapEffect]] = {condition: [] for condition in swaps}
     for part, start in enumerate(range(0, n, _ROWS_AT_ONCE)):
-        contexts = head.encoders.contexts(min(_ROWS_AT_ONCE, n - start), derived_seed(seed, 15, part))
-        rows = AttentionRows(head.queries(contexts.x_q)[:, None], head.keys(contexts.x_k)[:, None], scale=head.scale)
+        contexts = head.encoders.contexts(
+            min(_ROWS_AT_ONCE, n - start), derived_seed(seed, 15, part)
+        )
+        rows = AttentionRows(
+            head.queries(contexts.x_q)[:, None], head.keys(contexts.x_k)[:, None], scale=head.scale
+        )
         allowed = torch.ones_like(contexts.payload, dtype=torch.bool)
-        target = draw_targets(contexts.asked, allowed, derived_seed(seed, 16, part), torch.arange(len(allowed)))
+        target = draw_targets(
+            contexts.asked, allowed, derived_seed(seed, 16, part), torch.arange(len(allowed))
+        )
         for condition, swap in swaps.items():
             parts[condition].append(swap(rows, contexts, target))
     return [_row(condition, effects) for condition, effects in parts.items()]
 
 
 def _row(condition: Condition, effects: list[SwapEffect]) -> Row:
-    """Means, and 95% intervals from independent contexts (a context's value is its mean over draws)."""
+    """Means, and 95% intervals from independent contexts (a context's value is its mean over
+    draws).
+    """
     joined = {
         field: torch.cat([getattr(e, field)[..., 0] for e in effects], dim=-1)
         for field in ("orig_before", "target_before", "orig_after", "target_after")
@@ -182,14 +232,19 @@ def _row(condition: Condition, effects: list[SwapEffect]) -> Row:
 
 
 def _interval(values: Float[Tensor, " n"]) -> tuple[float, float]:
-    mean, half = float(values.double().mean()), 1.96 * float(values.double().std()) / math.sqrt(len(values))
+    mean, half = (
+        float(values.double().mean()),
+        1.96 * float(values.double().std()) / math.sqrt(len(values)),
+    )
     return mean - half, mean + half
 
 
 def _claims(rows: list[Row]) -> list[Claim]:
     heads: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
-        heads.setdefault((row["variant"], row["d_head"], row["r1"], row["r2"], row["seed"]), {})[row["condition"]] = row
+        heads.setdefault((row["variant"], row["d_head"], row["r1"], row["r2"], row["seed"]), {})[
+            row["condition"]
+        ] = row
     fair = {key: head for key, head in heads.items() if not head["both"]["vacuous"]}
     cells: dict[tuple[Any, ...], list[dict[str, Row]]] = {}  # the heads of a cell, one per seed
     for key, head in fair.items():
@@ -245,7 +300,9 @@ def _claims(rows: list[Row]) -> list[Claim]:
               "the attention that it would move is not there yet."),
     ]  # fmt: skip
     if len(cells) > 1:
-        by_size = sorted(every, key=lambda cell: cell[0]["both"]["rank"] / cell[0]["both"]["d_head"])
+        by_size = sorted(
+            every, key=lambda cell: cell[0]["both"]["rank"] / cell[0]["both"]["d_head"]
+        )
         near, far = (of(by_size[i], lambda head: head["random_both"]["shift"]) for i in (-1, 0))
         claims.append(Claim("the random baseline grows as r1 + r2 nears d_head (shift; control: smallest r1 + r2)",
                             "§F.1: the performance of the random baseline increases", near.mean, far.mean,
@@ -280,11 +337,17 @@ def draw(result: Result) -> Files:
     cells: dict[tuple[Any, ...], dict[str, Row]] = {}
     first = result.tables["swap"][0]["seed"]  # the other heads of a cell are in the table
     for row in pick(result.tables["swap"], seed=first):
-        cells.setdefault((row["variant"], row["d_head"], row["r1"], row["r2"]), {})[row["condition"]] = dict(row)
+        cells.setdefault((row["variant"], row["d_head"], row["r1"], row["r2"]), {})[
+            row["condition"]
+        ] = dict(row)
     variants = list(dict.fromkeys(key[0] for key in cells))
     single = len(cells) == 1
     columns = 1 if single else max(sum(key[0] == v for key in cells) for v in variants)
-    figure = new_figure(10.5, 4.4) if single else new_figure(2.75 * columns + 0.6, 3.1 * len(variants) + 0.4)
+    figure = (
+        new_figure(10.5, 4.4)
+        if single
+        else new_figure(2.75 * columns + 0.6, 3.1 * len(variants) + 0.4)
+    )
     axes = figure.subplots(len(variants), columns, squeeze=False, sharey=True)
     for line, variant in zip(axes, variants, strict=True):
         own = [(key, cell) for key, cell in cells.items() if key[0] == variant]
@@ -298,7 +361,9 @@ def draw(result: Result) -> Files:
     return files_of(result, figure)
 
 
-def _bars(axis: Axes, cell: dict[str, Row], conditions: tuple[tuple[str, str], ...], title: str) -> None:
+def _bars(
+    axis: Axes, cell: dict[str, Row], conditions: tuple[tuple[str, str], ...], title: str
+) -> None:
     shown = [(label, cell[name]) for name, label in conditions if name in cell]
     start = cell["both"]
     labels = ["start", *(label for label, _ in shown)]
@@ -308,7 +373,11 @@ def _bars(axis: Axes, cell: dict[str, Row], conditions: tuple[tuple[str, str], .
     places = range(len(labels))
     errors = [0.0, *((row["high"] - row["low"]) / 2 for _, row in shown)]
     axis.errorbar([x + 0.2 for x in places], target, errors, fmt="none", ecolor=INK, elinewidth=0.8)
-    axis.set_xticks(list(places), labels, rotation=55, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_xticks(
+        list(places), labels, rotation=55, ha="right", rotation_mode="anchor", fontsize=8
+    )
     axis.set_ylim(0, 1.05)
     axis.axhline(start["orig_before"], color=ORIGINAL, lw=0.7, ls=":")
-    axis.set_title(title + ("\nvacuous: z1 + z2 fill the head" if start["vacuous"] else ""), fontsize=8.5)
+    axis.set_title(
+        title + ("\nvacuous: z1 + z2 fill the head" if start["vacuous"] else ""), fontsize=8.5
+    )

@@ -1,11 +1,14 @@
-"""Swaps held against the truth: the feature is exchanged in the input, and edited rows are compared with that row.
+"""Swaps held against the truth: the feature is exchanged in the input, and edited rows are compared
+with that row.
 
-Swaps that move attention need to know where keys vary, which their principal components say as well (figures 4 and 9).
-What the contrast promises is to hold one feature *apart from the others*; the toy knows the truth of that exactly, and
-a language model is run on the other text (`qkscope.analyses.truth`). Distances are total variations, 0 to 1.
+Swaps that move attention need to know where keys vary, which their principal components say as well
+(figures 4 and 9). What the contrast promises is to hold one feature *apart from the others*; the
+toy knows the truth of that exactly, and a language model is run on the other text
+(`qkscope.analyses.truth`). Distances are total variations, 0 to 1.
 
-The rules below were written before any run but smoke of these figures. A spike of three of the toy's cells and 48
-binding prompts of SmolLM2 (seed 0) had been seen: seeds 1 and 2 are independent of both.
+The rules below were written before any run but smoke of these figures. A spike of three of the
+toy's cells and 48 binding prompts of SmolLM2 (seed 0) had been seen: seeds 1 and 2 are independent
+of both.
 """
 
 from __future__ import annotations
@@ -38,7 +41,17 @@ from qkscope_papers.lee2026.swaps import projectors_of
 from qkscope_papers.lee2026.toy.retrieval import VARIANTS, RetrievalHead
 from qkscope_papers.lee2026.toy.trained import GRIDS, HeadRun, grid, train_heads
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Estimate, Files, Row, distinct, files_of, mean, over_runs, pick, slanted
+from qkscope_papers.tables import (
+    Estimate,
+    Files,
+    Row,
+    distinct,
+    files_of,
+    mean,
+    over_runs,
+    pick,
+    slanted,
+)
 from qkscope_papers.trainer import Recipe
 
 KINDS = {
@@ -67,7 +80,9 @@ WORK = {
 
 
 def _means(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
-    """Mean distance of each kind, by variant or task and feature; cells of the boundary stand apart."""
+    """Mean distance of each kind, by variant or task and feature; cells of the boundary stand
+    apart.
+    """
     shown, by = (
         [row for row in rows if row["tested"] and not row.get("boundary")],
         "variant" if "r1" in rows[0] else "task",
@@ -97,11 +112,19 @@ def _told(rows: Sequence[Row]) -> str:
 def run(settings: Settings) -> Result:
     """Distances of each latent's swap, in every cell of the four grids."""
     work = WORK[settings.preset]
-    cells = [cell for v in VARIANTS for d in GRIDS for cell in grid(v, d, work.ranks[d], settings.seed)]
+    cells = [
+        cell for v in VARIANTS for d in GRIDS for cell in grid(v, d, work.ranks[d], settings.seed)
+    ]
     cells = [cell for cell in cells if cell.task.total_rank <= cell.d_head]
     recipe = Recipe(steps=work.steps, validate_every=work.steps // 2)
-    heads = train_heads(cells, settings.shared / "heads", lr=3e-3, recipe=recipe, device=settings.device)
-    rows = [row for each in side_by_side(lambda head: _toy_rows(head, work, settings.seed), heads) for row in each]
+    heads = train_heads(
+        cells, settings.shared / "heads", lr=3e-3, recipe=recipe, device=settings.device
+    )
+    rows = [
+        row
+        for each in side_by_side(lambda head: _toy_rows(head, work, settings.seed), heads)
+        for row in each
+    ]
     learned = pick(rows, trained=True)
     answer = f"Distance to the row with the latent exchanged in the input, r1 + r2 < d_head. {_told(learned)}"
     about = {"steps": work.steps, "contexts": work.contexts, "contrast_pairs": work.pairs}
@@ -111,12 +134,21 @@ def run(settings: Settings) -> Result:
 def _toy_rows(run: HeadRun, work: TruthWork, seed: int) -> list[Row]:
     """Rows of a trained head, and of the same head untrained, which learned nothing."""
     heads = {True: run.head, False: run.cell.untrained()}
-    return [{"trained": trained, **row} for trained, head in heads.items() for row in _head_rows(head, work, seed)]
+    return [
+        {"trained": trained, **row}
+        for trained, head in heads.items()
+        for row in _head_rows(head, work, seed)
+    ]
 
 
 def _head_rows(head: RetrievalHead, work: TruthWork, seed: int) -> list[Row]:
     task = head.encoders.task
-    weights = [head.W_Q[None], head.W_K[None], torch.tensor([head.scale]), torch.zeros(1, head.d_head)]
+    weights = [
+        head.W_Q[None],
+        head.W_K[None],
+        torch.tensor([head.scale]),
+        torch.zeros(1, head.d_head),
+    ]
     singular = basis_of_weights([Head(0, 0)], weights, [False])
     test = toy_rows(head, work.contexts, derived_seed(seed, "truth"))
     fitted = toy_rows(head, work.contexts // 2, derived_seed(seed, "truth, trained"))
@@ -128,7 +160,9 @@ def _head_rows(head: RetrievalHead, work: TruthWork, seed: int) -> list[Row]:
 
 
 def toy_rows(head: RetrievalHead, n: int, seed: int) -> SwapRows:
-    """Contexts with two pairs of keys each, and their rows with a latent (or both) of a pair exchanged in the input."""
+    """Contexts with two pairs of keys each, and their rows with a latent (or both) of a pair
+    exchanged in the input.
+    """
     contexts, count = head.encoders.contexts(n, seed), torch.arange(n)
     allowed = torch.ones_like(contexts.payload, dtype=torch.bool)
     target = draw_targets(contexts.asked, allowed, derived_seed(seed, "target"), count)
@@ -149,26 +183,41 @@ def toy_rows(head: RetrievalHead, n: int, seed: int) -> SwapRows:
         for name, spans in {"z1": slices[:1], "z2": slices[1:], "both": slices}.items():
             z = contexts.latents.clone()
             for span in spans:
-                z[count, one, span], z[count, other, span] = z[count, other, span], z[count, one, span]
-            truth[name, whose] = row(keys + head.keys((z - contexts.latents) @ head.encoders.A.mT)).attention()
-    return SwapRows(row(keys), *pairs["distance"], count, [Head(0, 0)], pairs["other_distance"], truth=truth)
+                z[count, one, span], z[count, other, span] = (
+                    z[count, other, span],
+                    z[count, one, span],
+                )
+            truth[name, whose] = row(
+                keys + head.keys((z - contexts.latents) @ head.encoders.A.mT)
+            ).attention()
+    return SwapRows(
+        row(keys), *pairs["distance"], count, [Head(0, 0)], pairs["other_distance"], truth=truth
+    )
 
 
 def _ratio(rows: Sequence[Row], kind: str) -> Estimate:
     """Distances of one latent by one kind as parts of key PCA's, mean and interval over cells."""
     far: dict[Any, dict[str, list[float]]] = {}
-    for row in (row for row in rows if row["feature"] != "both" and row["kind"] in (kind, "key_pca")):
+    for row in (
+        row for row in rows if row["feature"] != "both" and row["kind"] in (kind, "key_pca")
+    ):
         cell = far.setdefault(tuple(row[name] for name in ("variant", "d_head", "r1", "r2")), {})
         cell.setdefault(row["kind"], []).append(row["distance"])
     return over_runs(mean(cell.get(kind, ())) / mean(cell["key_pca"]) for cell in far.values())
 
 
 def _toy_claims(rows: list[Row]) -> list[Claim]:
-    claims, untrained, rows = [], pick(rows, trained=False, boundary=False), pick(rows, trained=True)
+    claims, untrained, rows = (
+        [],
+        pick(rows, trained=False, boundary=False),
+        pick(rows, trained=True),
+    )
     inside, edge = pick(rows, boundary=False), pick(rows, boundary=True)
     for variant, bound in (("continuous", _THIRD), ("discrete", _DISCRETE)):
         own = pick(inside, variant=variant)
-        part, nothing = (_ratio(pick(some, variant=variant), "feature") for some in (inside, untrained))
+        part, nothing = (
+            _ratio(pick(some, variant=variant), "feature") for some in (inside, untrained)
+        )
         alone = [row for row in own if row["feature"] != "both"]
         other = over_runs(row["other_nearer"] for row in pick(alone, kind="feature"))
         claims += [
@@ -198,34 +247,53 @@ def _toy_claims(rows: list[Row]) -> list[Claim]:
 @figure("lee2026", "truth_model", "Swaps against the truth in a language model")
 @figure("lee2026", "truth_second", "Swaps against the truth, second model", model=SECOND)
 def run_model(settings: Settings) -> Result:
-    """Distances of order, lexical and both (binding), of the category (filter) and of the name (ioi)."""
+    """Distances of order, lexical and both (binding), of the category (filter) and of the name
+    (ioi).
+    """
     session, work, rows = session_of(settings), WORK[settings.preset], list[Row]()
-    options: Any = {"truth": True, "draws": session.work.draws, "batch_size": session.work.batch_size}
+    options: Any = {
+        "truth": True,
+        "draws": session.work.draws,
+        "batch_size": session.work.batch_size,
+    }
     for name, (task, fit, heads, features) in _fits(session).items():
         units = task.test(work.prompts)
-        found = swap(session.scope, units, fit, heads, features=features, seed=settings.seed, **options)
+        found = swap(
+            session.scope, units, fit, heads, features=features, seed=settings.seed, **options
+        )
         rows += [{"task": name, **row} for row in found.table()]
     answer = f"Distance to the row with the feature exchanged in the text, mean of the heads. {_told(rows)}"
     about = session.about(prompts=work.prompts)
-    return settings.result(answer, {"truth": rows}, _model_claims(rows), model=session.scope.name, about=about)
+    return settings.result(
+        answer, {"truth": rows}, _model_claims(rows), model=session.scope.name, about=about
+    )
 
 
 def _fits(session: FigureSession) -> dict[str, tuple[Task, Fit, list[Head], list[str]]]:
     """Each task with its heads, fitted on words of their own, and what is swapped there."""
     ioi = tasks.ioi(seed=session.seed, chat=session.chat)
-    ranking = find_heads(session.scope, ioi, session.work.choose, batch_size=session.work.batch_size)
+    ranking = find_heads(
+        session.scope, ioi, session.work.choose, batch_size=session.work.batch_size
+    )
     givers = choose_heads(ranking, "binding", 3).heads
     named = session.decompose(ioi, givers, session.work.binding, contrasts=["name"])
     binding, listed = session.found("binding"), session.found("filter")
     return {
-        "binding": (session.task("binding"), session.fit("binding"), binding.heads, ["order", "lexical"]),
+        "binding": (
+            session.task("binding"),
+            session.fit("binding"),
+            binding.heads,
+            ["order", "lexical"],
+        ),
         "filter": (session.task("filter"), session.fit("filter"), listed.heads, [POOLED]),
         "ioi": (ioi, named, givers, ["name"]),
     }
 
 
 def _nearer(rows: Sequence[Row], column: str = "nearer") -> Estimate:
-    """How much nearer than key PCA, mean of heads; its interval as if what moves one head moved all."""
+    """How much nearer than key PCA, mean of heads; its interval as if what moves one head moved
+    all.
+    """
     return Estimate(*(mean(row[f"{column}{end}"] for row in rows) for end in ("", "_low", "_high")))
 
 
@@ -240,10 +308,16 @@ def _model_claims(rows: list[Row]) -> list[Claim]:
                             "ours > 0.01", **near.ends))  # fmt: skip
     binding = pick(rows, task="binding")
     alike = {
-        head: min(row["distance"] for row in pick(binding, head=head, kind="nothing") if row["feature"] != "both")
+        head: min(
+            row["distance"]
+            for row in pick(binding, head=head, kind="nothing")
+            if row["feature"] != "both"
+        )
         for head in distinct(binding, "head")
     }
-    head = max(alike, key=lambda head: alike[head])  # chosen by what nothing done leaves, which no method decides
+    head = max(
+        alike, key=lambda head: alike[head]
+    )  # chosen by what nothing done leaves, which no method decides
     for feature in ("order", "lexical"):
         near = _nearer(pick(binding, head=head, feature=feature, kind="feature"))
         claims.append(Claim(f"where two features matter most alike ({feature} at the head that both exchanges move "

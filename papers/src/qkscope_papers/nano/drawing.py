@@ -40,16 +40,24 @@ def draw_accuracy(result: Result) -> Files:
         figure.supxlabel(
             f"Solid: the likeliest of all tokens is right (first question of {rows[0]['n']} test prompts; band: 95% "
             "interval). Dotted: a right candidate is likelier than the others. Grey, dashed: chance among candidates."
-            + ("\nFrom the vertical line on, all forms of binding are trained." if since >= 0 else ""),
+            + (
+                "\nFrom the vertical line on, all forms of binding are trained."
+                if since >= 0
+                else ""
+            ),
             fontsize=8.5,
         )
     return with_page(result, {"accuracy": figure})
 
 
-def _panel(axis: Axes, title: str, lines: Mapping[str, Sequence[Mapping[str, Any]]], since: int) -> None:
+def _panel(
+    axis: Axes, title: str, lines: Mapping[str, Sequence[Mapping[str, Any]]], since: int
+) -> None:
     for colour, (name, rows) in zip((ORIGINAL, TARGET, "#5a9a5a"), lines.items(), strict=False):
         steps = column(rows, "step")
-        axis.fill_between(steps, column(rows, "low"), column(rows, "high"), color=colour, alpha=0.18, lw=0)
+        axis.fill_between(
+            steps, column(rows, "low"), column(rows, "high"), color=colour, alpha=0.18, lw=0
+        )
         axis.plot(steps, column(rows, "accuracy"), color=colour, lw=1.4, label=name)
         axis.plot(steps, column(rows, "choice"), color=colour, lw=0.9, ls=":")
         axis.axhline(rows[0]["chance"], color=REST, lw=1, ls="--", zorder=0)

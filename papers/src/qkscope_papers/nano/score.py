@@ -1,7 +1,9 @@
-"""How well a nano model answers: the first question of the tasks' own test prompts, and nothing easier.
+"""How well a nano model answers: the first question of the tasks' own test prompts, and nothing
+easier.
 
-Right is a prompt after which the likeliest of *all* tokens is a right key's. ``choice`` asks less: whether a right
-key's token is likelier than the other candidates', whose chance level is the share of right candidates.
+Right is a prompt after which the likeliest of *all* tokens is a right key's. ``choice`` asks less:
+whether a right key's token is likelier than the other candidates', whose chance level is the share
+of right candidates.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ from qkscope.tasks import BUILT_IN
 from qkscope.tasks.task import ANSWER, Task
 
 _FORMS = {"binding": ("list", "sentence", "question"), "filter": ("list", "bullets", "question")}
-CLAIMED = (*(f"{kind}/{form}" for kind, forms in _FORMS.items() for form in forms), "ioi", "induction")
+CLAIMED = (
+    *(f"{kind}/{form}" for kind, forms in _FORMS.items() for form in forms),
+    "ioi",
+    "induction",
+)
 """What the nano models are trained to do, a name per task and form."""
 
 
@@ -33,7 +39,9 @@ def claimed_task(name: str, seed: int = 0) -> Task:
 
 @dataclass(frozen=True)
 class Exam:
-    """Prompts of one task as ids, padded on the right, with the tokens that are right and those that are candidates."""
+    """Prompts of one task as ids, padded on the right, with the tokens that are right and those
+    that are candidates.
+    """
 
     ids: Int[Tensor, "n t"]
     last: Int[Tensor, " n"]
@@ -59,7 +67,9 @@ class Exam:
     def score(self, model: Any) -> dict[str, Any]:
         """Accuracy of a model, its interval, and the choice among candidates."""
         hidden = model.model(input_ids=self.ids, use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden[torch.arange(len(self.last), device=self.ids.device), self.last])
+        logits = model.lm_head(
+            hidden[torch.arange(len(self.last), device=self.ids.device), self.last]
+        )
         hits = self.right.gather(1, logits.argmax(dim=1, keepdim=True))
         chosen = logits.masked_fill(~self.candidates, -torch.inf).argmax(dim=1, keepdim=True)
         choice = self.right.gather(1, chosen)

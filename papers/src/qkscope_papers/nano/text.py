@@ -1,15 +1,18 @@
-r"""What the nano models read: one token per word, mark or line break, and the tasks' own texts by the thousand.
+r"""What the nano models read: one token per word, mark or line break, and the tasks' own texts by
+the thousand.
 
-The vocabulary is the words that tasks are made of. Blanks separate words and are no tokens; a text begins with ``<s>``,
-on which heads can rest. Decoding puts blanks back where the tasks have them, so prompts survive the round trip.
+The vocabulary is the words that tasks are made of. Blanks separate words and are no tokens; a text
+begins with ``<s>``, on which heads can rest. Decoding puts blanks back where the tasks have them,
+so prompts survive the round trip.
 
-Rows are made as ids on the device. A text with slots (``{word0}: {box0}\n … {asked0}: {answer0}``) is tokenised once; a
-batch is its ids, repeated, with random words scattered into the slots. The ids are those the tokenizer gives for the
-finished text (a test compares them with the tasks' prompts). Loss is taken on answers alone, and on the second copy of
-repeated words.
+Rows are made as ids on the device. A text with slots (``{word0}: {box0}\n … {asked0}: {answer0}``)
+is tokenised once; a batch is its ids, repeated, with random words scattered into the slots. The ids
+are those the tokenizer gives for the finished text (a test compares them with the tasks' prompts).
+Loss is taken on answers alone, and on the second copy of repeated words.
 
-No story has two names of the pool that ``ioi(seed=0)`` tests with, so each of its test prompts has a pair of names that
-is new to the task; repeated words are drawn from the whole vocabulary, names among them.
+No story has two names of the pool that ``ioi(seed=0)`` tests with, so each of its test prompts has
+a pair of names that is new to the task; repeated words are drawn from the whole vocabulary, names
+among them.
 """
 
 from __future__ import annotations
@@ -35,10 +38,20 @@ _TOKEN = r"\n|\w+|[^\w\s]"
 @cache
 def vocabulary() -> tuple[str, ...]:
     """Every token: the special ones, marks, then the words of the tasks' lists and texts."""
-    texts = [re.sub(r"\{\w*\}", " ", " ".join(parts)) for parts in (*LINES.values(), *LISTS.values())]
+    texts = [
+        re.sub(r"\{\w*\}", " ", " ".join(parts)) for parts in (*LINES.values(), *LISTS.values())
+    ]
     texts += [re.sub(r"\{\w*\}", " ", template) for template in TEMPLATES]
     texts += ["Words:", *(word for filler in FILLER for word in (filler, filler.capitalize()))]
-    texts += [*OBJECTS, *BOXES, *NAMES, *THINGS, *PLACES, *FIVE, *(w for own in CATEGORIES.values() for w in own)]
+    texts += [
+        *OBJECTS,
+        *BOXES,
+        *NAMES,
+        *THINGS,
+        *PLACES,
+        *FIVE,
+        *(w for own in CATEGORIES.values() for w in own),
+    ]
     found = sorted({token for text in texts for token in re.findall(_TOKEN, text)})
     marks = [token for token in found if not token[0].isalnum()]
     return (*SPECIAL, *marks, *(token for token in found if token[0].isalnum()))
@@ -59,9 +72,15 @@ def nano_tokenizer() -> Any:
     ids = word_ids()
     rules = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     rules.pre_tokenizer = pre_tokenizers.Split(Regex(_TOKEN), "removed", invert=True)
-    rules.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, ids[BOS])])
-    words = decoders.WordPiece(prefix="##", cleanup=True)  # a blank before each word, none before . , ?
-    colon, end, start = (decoders.Replace(found, by) for found, by in ((" :", ":"), (" \n", "\n"), ("\n ", "\n")))
+    rules.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, ids[BOS])]
+    )
+    words = decoders.WordPiece(
+        prefix="##", cleanup=True
+    )  # a blank before each word, none before . , ?
+    colon, end, start = (
+        decoders.Replace(found, by) for found, by in ((" :", ":"), (" \n", "\n"), ("\n ", "\n"))
+    )
     rules.decoder = decoders.Sequence([words, colon, end, decoders.Fuse(), start])
     special = {"bos_token": BOS, "pad_token": PAD, "unk_token": UNKNOWN}
     options = {"model_max_length": CONTEXT, "clean_up_tokenization_spaces": False}
@@ -93,7 +112,9 @@ class SlotTexts:
     slots : their names, in the order of the values.
     """
 
-    def __init__(self, tokenizer: Any, texts: Sequence[str], slots: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, tokenizer: Any, texts: Sequence[str], slots: Sequence[str], device: torch.device
+    ) -> None:
         found = [_tokenised(tokenizer, text) for text in texts]
         length = max(len(ids) for ids, _ in found)
         padded = [ids + [word_ids()[PAD]] * (length - len(ids)) for ids, _ in found]
@@ -106,10 +127,14 @@ class SlotTexts:
         self.asked = torch.tensor([slots[i].startswith("answer") for i in columns], device=device)
 
     def fill(self, values: Int[Tensor, "n s"], text: Int[Tensor, " n"] | None = None) -> TextRows:
-        """One row per line of values; ``text`` says which of the texts each is, the first if not given."""
+        """One row per line of values; ``text`` says which of the texts each is, the first if not
+        given.
+        """
         text = torch.zeros_like(values[:, 0]) if text is None else text
         ids, where = self.ids[text], self.where[text]
-        asked = torch.zeros_like(ids, dtype=torch.bool).scatter(1, where, self.asked.expand_as(where))
+        asked = torch.zeros_like(ids, dtype=torch.bool).scatter(
+            1, where, self.asked.expand_as(where)
+        )
         return TextRows(ids.scatter(1, where, values[:, self.column]), asked)
 
 
@@ -121,16 +146,25 @@ def _tokenised(tokenizer: Any, text: str) -> tuple[list[int], dict[str, list[int
             starts.setdefault(piece, []).append(len(written))
         written += _ANY_WORD if i % 2 else piece
     encoded = tokenizer(written, return_offsets_mapping=True)
-    token_at = {start: i for i, (start, stop) in enumerate(encoded["offset_mapping"]) if stop > start}
-    return encoded["input_ids"], {slot: [token_at[start] for start in own] for slot, own in starts.items()}
+    token_at = {
+        start: i for i, (start, stop) in enumerate(encoded["offset_mapping"]) if stop > start
+    }
+    return encoded["input_ids"], {
+        slot: [token_at[start] for start in own] for slot, own in starts.items()
+    }
 
 
 def stacked(groups: Sequence[TextRows]) -> TextRows:
-    """All rows in one batch, shorter ones padded on the right, where causal attention cannot see it."""
+    """All rows in one batch, shorter ones padded on the right, where causal attention cannot see
+    it.
+    """
     length = max(rows.ids.shape[1] for rows in groups)
     pad = torch.nn.functional.pad
     ids = [pad(rows.ids, (0, length - rows.ids.shape[1]), value=word_ids()[PAD]) for rows in groups]
-    return TextRows(torch.cat(ids), torch.cat([pad(rows.asked, (0, length - rows.asked.shape[1])) for rows in groups]))
+    return TextRows(
+        torch.cat(ids),
+        torch.cat([pad(rows.asked, (0, length - rows.asked.shape[1])) for rows in groups]),
+    )
 
 
 class Texts:
@@ -160,7 +194,9 @@ class Texts:
         answer = items.gather(1, wanted[:, None] * _ITEMS + _below(_ITEMS, n, draw)[:, None])
         shuffled = items.gather(1, _orders(n, items.shape[1], draw))
         text, slots = _filter_text(form)
-        return self._filled([text], slots, torch.cat([shuffled, self._ids(FIVE)[wanted][:, None], answer], dim=1))
+        return self._filled(
+            [text], slots, torch.cat([shuffled, self._ids(FIVE)[wanted][:, None], answer], dim=1)
+        )
 
     def ioi(self, n: int, draw: torch.Generator) -> TextRows:
         """Two people, one of them named twice; the other is the answer."""
@@ -174,7 +210,9 @@ class Texts:
         return self._filled(texts, ("A", "B", "S", "place", "thing", "answer"), values, text)
 
     def repeats(self, n: int, length: int, titled: bool, draw: torch.Generator) -> TextRows:
-        """Different words, and then the same again; with or without the title that the task's prompts have."""
+        """Different words, and then the same again; with or without the title that the task's
+        prompts have.
+        """
         words = _orders(n, len(vocabulary()) - len(SPECIAL), draw)[:, :length] + len(SPECIAL)
         start = self._ids((BOS, "Words", ":") if titled else (BOS,))
         ids = torch.cat([start.expand(n, -1), words, words], dim=1)
@@ -193,7 +231,9 @@ class Texts:
         pair = self._ids(self._names)[torch.where(_coin(n, draw), pair.flip(0), pair)]
         return pair[0], pair[1]
 
-    def _some(self, words: Sequence[str], n: int, count: int, draw: torch.Generator) -> Int[Tensor, "n count"]:
+    def _some(
+        self, words: Sequence[str], n: int, count: int, draw: torch.Generator
+    ) -> Int[Tensor, "n count"]:
         return self._ids(words)[_orders(n, len(words), draw)[:, :count]]
 
     def _ids(self, words: Sequence[str]) -> Int[Tensor, " w"]:
@@ -230,7 +270,9 @@ def _binding_text(form: str, entities: int, questions: int) -> tuple[str, list[s
     context = "".join(f"{before}{{word{i}}}{between}{{box{i}}}{after}" for i in range(entities))
     turns = (question.format(f"{{asked{i}}}") + f" {{answer{i}}}" for i in range(questions))
     counts = {"word": entities, "box": entities, "asked": questions, "answer": questions}
-    return context + _BETWEEN[form].join(turns), [f"{slot}{i}" for slot, count in counts.items() for i in range(count)]
+    return context + _BETWEEN[form].join(turns), [
+        f"{slot}{i}" for slot, count in counts.items() for i in range(count)
+    ]
 
 
 def _filter_text(form: str) -> tuple[str, list[str]]:
@@ -239,4 +281,8 @@ def _filter_text(form: str) -> tuple[str, list[str]]:
     slots = [f"item{i}" for i in range(_ITEMS * len(FIVE))]
     ends = [after] * (len(slots) - 1) + [after if form == "bullets" else "."]
     items = "".join(f"{before}{{{slot}}}{end}" for slot, end in zip(slots, ends, strict=True))
-    return start + items + question.format("{category}") + " {answer}", [*slots, "category", "answer"]
+    return start + items + question.format("{category}") + " {answer}", [
+        *slots,
+        "category",
+        "answer",
+    ]

@@ -1,12 +1,14 @@
-"""``train_nano``: a small Llama (RoPE, grouped keys) on the tasks' own texts, with every checkpoint kept and scored.
+"""``train_nano``: a small Llama (RoPE, grouped keys) on the tasks' own texts, with every checkpoint
+kept and scored.
 
-Binding has a long plateau when only answers are trained. Two things carry over it: half of the first batches are
-repeated words, which make induction heads, and each list is asked about several times. When binding in lists is
-solved, the other forms join. Step t's batch is drawn from a generator seeded by (seed, t), so a run that was stopped
-goes on bit for bit with no generator to restore.
+Binding has a long plateau when only answers are trained. Two things carry over it: half of the
+first batches are repeated words, which make induction heads, and each list is asked about several
+times. When binding in lists is solved, the other forms join. Step t's batch is drawn from a
+generator seeded by (seed, t), so a run that was stopped goes on bit for bit with no generator to
+restore.
 
-A checkpoint is a folder as transformers writes it, its weights rounded to float16; accuracies are those of the
-rounded weights.
+A checkpoint is a folder as transformers writes it, its weights rounded to float16; accuracies are
+those of the rounded weights.
 """
 
 from __future__ import annotations
@@ -31,11 +33,28 @@ from qkscope.draws import derived_seed
 from qkscope.errors import BadInput, check_device
 from qkscope.kinds import AtLeast, Count, Natural, checked_call, checked_class
 from qkscope.runs.claims import Claim
-from qkscope.runs.folder import add_to_run, check_folder, kept_if_stopped, read_tensors, tensor_bytes, writing
+from qkscope.runs.folder import (
+    add_to_run,
+    check_folder,
+    kept_if_stopped,
+    read_tensors,
+    tensor_bytes,
+    writing,
+)
 from qkscope.runs.progress import counting, doing
 from qkscope.runs.result import Result, provenance, write_result
 from qkscope_papers.nano.score import CLAIMED, Exam, claimed_task
-from qkscope_papers.nano.text import BOS, CONTEXT, PAD, TextRows, Texts, nano_tokenizer, stacked, vocabulary, word_ids
+from qkscope_papers.nano.text import (
+    BOS,
+    CONTEXT,
+    PAD,
+    TextRows,
+    Texts,
+    nano_tokenizer,
+    stacked,
+    vocabulary,
+    word_ids,
+)
 
 STATE = "state.safetensors"
 _KIND = "nano training"
@@ -49,7 +68,8 @@ class NanoRecipe:
 
     Parameters
     ----------
-    shares_first, shares_then : weights of the kinds of text in a batch, before and after binding in lists is solved.
+    shares_first, shares_then : weights of the kinds of text in a batch, before and after binding in
+        lists is solved.
     solved : accuracy on lists at which the second part begins.
     last : share of the steps at the end in which the learning rate falls to a tenth.
     """
@@ -81,7 +101,9 @@ class NanoRecipe:
 
     def about(self) -> dict[str, Any]:
         """As JSON would have it; without the number of steps, so that a run can be made longer."""
-        return json.loads(json.dumps({name: value for name, value in asdict(self).items() if name != "steps"}))
+        return json.loads(
+            json.dumps({name: value for name, value in asdict(self).items() if name != "steps"})
+        )
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0: a rise, a plateau, a fall to a tenth."""
@@ -91,7 +113,9 @@ class NanoRecipe:
 
 PRESETS: dict[str, NanoRecipe] = {
     "default": NanoRecipe(),
-    "smoke": NanoRecipe(layers=2, width=64, mlp=128, rows=40, steps=200, check_every=50, prompts=64),
+    "smoke": NanoRecipe(
+        layers=2, width=64, mlp=128, rows=40, steps=200, check_every=50, prompts=64
+    ),
 }
 
 
@@ -112,14 +136,17 @@ def train_nano(
     Parameters
     ----------
     out : folder of the run.
-    preset : ``default`` learns every task; ``smoke`` is too small and too short to, and ends in half a minute.
+    preset : ``default`` learns every task; ``smoke`` is too small and too short to, and ends in
+        half a minute.
     steps, check_every, lr : instead of the preset's; a checkpoint is kept at every check.
     seed : of the first weights and of every batch.
     device : where to train, as ``cpu`` or ``cuda``.
     show : told the result before it is written.
     """
     changed: dict[str, Any] = {"steps": steps, "check_every": check_every, "lr": lr}
-    recipe = replace(PRESETS[preset], **{name: value for name, value in changed.items() if value is not None})
+    recipe = replace(
+        PRESETS[preset], **{name: value for name, value in changed.items() if value is not None}
+    )
     found = check_device(device)
     out = check_folder(out, "train/nano")
     with kept_if_stopped(out, (out / STATE).exists):
@@ -143,10 +170,14 @@ def train_nano(
             preset=preset,
             seed=seed,
             seconds=seconds,
-            provenance=provenance(recipe={**recipe.about(), "steps": recipe.steps}, seed=seed, device=device),
+            provenance=provenance(
+                recipe={**recipe.about(), "steps": recipe.steps}, seed=seed, device=device
+            ),
         )
         show(result)
-        from qkscope_papers.nano.drawing import draw_accuracy  # matplotlib: a bad call need not wait for it
+        from qkscope_papers.nano.drawing import (
+            draw_accuracy,
+        )  # matplotlib: a bad call need not wait for it
 
         write_result(result, out, draw_accuracy(result), keep=rf"{STATE}|\d+/.*")
     return result
@@ -157,7 +188,8 @@ class NanoTrainer:
 
     Parameters
     ----------
-    out : ``out/STEP`` are the checkpoints, ``out/state.safetensors`` is what a stopped run goes on from.
+    out : ``out/STEP`` are the checkpoints, ``out/state.safetensors`` is what a stopped run goes on
+        from.
     """
 
     def __init__(self, out: Path, recipe: NanoRecipe, seed: int, device: torch.device) -> None:
@@ -168,7 +200,10 @@ class NanoTrainer:
         self.named = dict(self.model.named_parameters())
         matrices = [p for p in self.named.values() if p.dim() > 1]
         gains = [p for p in self.named.values() if p.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": recipe.weight_decay},
+            {"params": gains, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=True)
         self.step, self.all_forms_from, self.curve = 0, -1, list[dict[str, Any]]()
         if (out / STATE).exists():
@@ -178,7 +213,10 @@ class NanoTrainer:
     def exams(self) -> dict[str, Exam]:
         """An exam for each claimed task."""
         prompts = self.recipe.prompts
-        return {name: Exam.of(claimed_task(name), self.tokenizer, prompts, self.device) for name in CLAIMED}
+        return {
+            name: Exam.of(claimed_task(name), self.tokenizer, prompts, self.device)
+            for name in CLAIMED
+        }
 
     def run(self) -> list[dict[str, Any]]:
         """Train to the end; a row per checkpoint and task comes back."""
@@ -202,13 +240,17 @@ class NanoTrainer:
         draw = torch.Generator(device=self.device).manual_seed(seed)
         sizes = torch.Generator().manual_seed(seed)
         ranges = ((2, 11), (4, 25), (0, 2))
-        entities, length, titled = (int(torch.randint(*limits, (), generator=sizes)) for limits in ranges)
+        entities, length, titled = (
+            int(torch.randint(*limits, (), generator=sizes)) for limits in ranges
+        )
         shares = self.recipe.shares_then if self.all_forms_from >= 0 else self.recipe.shares_first
         total = sum(share for _, share in shares)
         kinds: dict[str, Callable[[int, str], TextRows]] = {
             "repeats": lambda n, form: self.texts.repeats(n, length, bool(titled), draw),
             "binding": lambda n, form: self.texts.binding(n, form, entities, draw),
-            "filter": lambda n, form: self.texts.filter(n, ("list", "bullets", "question")[step % 3], draw),
+            "filter": lambda n, form: self.texts.filter(
+                n, ("list", "bullets", "question")[step % 3], draw
+            ),
             "ioi": lambda n, form: self.texts.ioi(n, draw),
         }
         groups = []
@@ -243,30 +285,46 @@ class NanoTrainer:
         wanted = asked[:, 1:]
         weight = (wanted / wanted.sum(dim=1, keepdim=True))[wanted]
         logits = self.model.lm_head(hidden[wanted])
-        return (torch.nn.functional.cross_entropy(logits, ids[:, 1:][wanted], reduction="none") * weight).sum() / rows
+        return (
+            torch.nn.functional.cross_entropy(logits, ids[:, 1:][wanted], reduction="none") * weight
+        ).sum() / rows
 
     # ------------------------------------------------------------------ between steps
 
     def _check(self, loss: float | None) -> None:
         """Score the rounded weights, keep them as a checkpoint, and decide which texts come next."""
         if loss is not None and not math.isfinite(loss):
-            raise BadInput(f"the loss is {loss} at step {self.step}: lower the learning rate of {self.recipe.lr:g}.")
+            raise BadInput(
+                f"the loss is {loss} at step {self.step}: lower the learning rate of {self.recipe.lr:g}."
+            )
         rounded = copy.deepcopy(self.model).half().float()
         scores = {name: exam.score(rounded) for name, exam in self.exams.items()}
-        self.curve += [{"step": self.step, "task": name, **row, "loss": loss} for name, row in scores.items()]
+        self.curve += [
+            {"step": self.step, "task": name, **row, "loss": loss} for name, row in scores.items()
+        ]
         if self.all_forms_from < 0 and scores["binding/list"]["accuracy"] >= self.recipe.solved:
             self.all_forms_from = self.step
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.named.items():
-            for part, value in {"weight": parameter, **self.optimizer.state.get(parameter, {})}.items():
+            for part, value in {
+                "weight": parameter,
+                **self.optimizer.state.get(parameter, {}),
+            }.items():
                 tensors[f"{part}/{name}"] = value
         about = {"step": self.step, "all_forms_from": self.all_forms_from, "curve": self.curve}
-        checkpoint = {f"{self.step}/{name}": data for name, data in _model_files(rounded, self.tokenizer).items()}
+        checkpoint = {
+            f"{self.step}/{name}": data
+            for name, data in _model_files(rounded, self.tokenizer).items()
+        }
         state = tensor_bytes(_KIND, tensors, {"about": self._about(), **about})
         add_to_run(self.out, {**checkpoint, STATE: state}, "train/nano")
 
     def _about(self) -> dict[str, Any]:
-        return {"recipe": self.recipe.about(), "seed": self.seed, "vocabulary": tokenizer_hash(self.tokenizer)}
+        return {
+            "recipe": self.recipe.about(),
+            "seed": self.seed,
+            "vocabulary": tokenizer_hash(self.tokenizer),
+        }
 
     def _resume(self) -> None:
         tensors, manifest = read_tensors(self.out / STATE, _KIND, self._about())
@@ -310,5 +368,7 @@ def _model_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-    weights = {name: value.detach().half().cpu().contiguous() for name, value in model.named_parameters()}
+    weights = {
+        name: value.detach().half().cpu().contiguous() for name, value in model.named_parameters()
+    }
     return {**files, "model.safetensors": save(weights, {"format": "pt"})}

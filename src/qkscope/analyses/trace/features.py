@@ -1,13 +1,15 @@
-"""A dictionary's features instead of writers: which pairs of them a relative logit lies in, beside meaningless copies.
+"""A dictionary's features instead of writers: which pairs of them a relative logit lies in, beside
+meaningless copies.
 
-Features, the dictionary's error, what layers after it added and the biases are parts of the stream like any other, and
-go through the head's norms, weights and rotation as writers do. A transcoder splits what one MLP wrote instead, and
-all other writers are one part. Pairs are chosen on a task's words for choosing and
-measured on those for testing; of one prompt the largest are shown.
+Features, the dictionary's error, what layers after it added and the biases are parts of the stream
+like any other, and go through the head's norms, weights and rotation as writers do. A transcoder
+splits what one MLP wrote instead, and all other writers are one part. Pairs are chosen on a task's
+words for choosing and measured on those for testing; of one prompt the largest are shown.
 
-Pairs are also *cut*: in each prompt the features of its first pairs, in this head's query or key alone, are put at
-their mean over the keys that the right one is compared with (ablated); or everything there is put at that mean, and
-they alone are put back (restored). The same is done with the first pairs of every copy.
+Pairs are also *cut*: in each prompt the features of its first pairs, in this head's query or key
+alone, are put at their mean over the keys that the right one is compared with (ablated); or
+everything there is put at that mean, and they alone are put back (restored). The same is done with
+the first pairs of every copy.
 """
 
 from __future__ import annotations
@@ -30,7 +32,17 @@ from qkscope.draws import derived_seed
 from qkscope.heads import Head, Writer
 from qkscope.linear.run import Parts
 from qkscope.maths import dictionaries
-from qkscope.maths.dictionaries import AFTER, BIAS, ERROR, NULLS, OTHERS, SKIP, Coded, Dictionary, FeatureTerms
+from qkscope.maths.dictionaries import (
+    AFTER,
+    BIAS,
+    ERROR,
+    NULLS,
+    OTHERS,
+    SKIP,
+    Coded,
+    Dictionary,
+    FeatureTerms,
+)
 from qkscope.maths.writers import METRICS, SIDES, Measurement, Side, Tally
 from qkscope.tasks.task import Unit
 
@@ -53,7 +65,9 @@ _CALLED = {
 
 
 def check_dictionary(scope: Scope, heads: Sequence[Head], dictionary: Dictionary) -> None:
-    """Refuse a dictionary of another width than the model, or one that stands behind what a head reads."""
+    """Refuse a dictionary of another width than the model, or one that stands behind what a head
+    reads.
+    """
     width = scope.model.get_input_embeddings().weight.shape[-1]
     width = getattr(scope.model.config.get_text_config(), "hidden_size", width)
     if (own := dictionary.decoder.shape[1]) != width:
@@ -62,9 +76,15 @@ def check_dictionary(scope: Scope, heads: Sequence[Head], dictionary: Dictionary
     inside = dictionary.splits != "stream"
     for head in heads:
         if dictionary.layer + inside > head.layer:
-            stands = f"splits what M{dictionary.layer} wrote" if inside else f"stands before layer {dictionary.layer}"
+            stands = (
+                f"splits what M{dictionary.layer} wrote"
+                if inside
+                else f"stands before layer {dictionary.layer}"
+            )
             late = f"{stands}, and {head} reads what enters layer {head.layer}"
-            raise BadInput(f"{dictionary.name} {late}: take a dictionary of that layer or an earlier one.")
+            raise BadInput(
+                f"{dictionary.name} {late}: take a dictionary of that layer or an earlier one."
+            )
 
 
 class FeatureSplit:
@@ -79,7 +99,9 @@ class FeatureSplit:
     def __init__(self, rows: HeadRows, dictionary: Dictionary) -> None:
         self.rows, self.dictionary = rows, dictionary
         self.stream = rows.run.hidden([rows.head.layer], slice(None))[0]
-        self.target = self.x = rows.run.entered[dictionary.layer] if dictionary.splits == "stream" else self._written()
+        self.target = self.x = (
+            rows.run.entered[dictionary.layer] if dictionary.splits == "stream" else self._written()
+        )
         if dictionary.splits == "transcoder":
             self.x = rows.run.given[rows.run.reader.blocks[dictionary.layer].parts[0]]
         self.coded = dictionary.code(self.x)
@@ -90,13 +112,19 @@ class FeatureSplit:
         """What the MLP of the dictionary's layer left in the stream that the head reads."""
         writer = str(Writer(self.dictionary.layer, "mlp"))
         if writer not in self.rows.writers:
-            raise BadInput(f"layer {self.dictionary.layer} has no one MLP to split: take another dictionary.")
+            raise BadInput(
+                f"layer {self.dictionary.layer} has no one MLP to split: take another dictionary."
+            )
         place = self.rows.writers.index(writer)
-        return torch.cat([self.rows.streams[side][:, place] for side in SIDES], dim=1)  # the query stands before keys
+        return torch.cat(
+            [self.rows.streams[side][:, place] for side in SIDES], dim=1
+        )  # the query stands before keys
 
     def null(self, kind: str, seed: int) -> Coded:
         """Codes of a copy without meaning."""
-        return dictionaries.null_code(kind, self.dictionary, self.x, self.coded, seed, self.there, self.target)
+        return dictionaries.null_code(
+            kind, self.dictionary, self.x, self.coded, seed, self.there, self.target
+        )
 
     def terms(self, coded: Coded | None = None) -> list[FeatureTerms]:
         """Terms of every prompt's relative logit, by these codes or by the dictionary's own."""
@@ -117,20 +145,29 @@ class FeatureSplit:
             ERROR: target - features.sum(1) - coded.bias - coded.skip, SKIP: coded.skip, AFTER: others, OTHERS: others,
             BIAS: coded.bias.expand_as(target),
         }  # fmt: skip
-        pieces = [Parts(["feature"], features), *(Parts([name], rest[name][:, None]) for name in self.rest)]
+        pieces = [
+            Parts(["feature"], features),
+            *(Parts([name], rest[name][:, None]) for name in self.rest),
+        ]
         return rows.run.read(rows.head, side, pieces, places)
 
     # ------------------------------------------------------------------ cut
 
     def edges(self, coded: Coded, terms: Sequence[FeatureTerms]) -> Float[Tensor, "n x"]:
-        """Attention on the right keys with the features of the first pairs ablated or restored, by `EDGES`."""
+        """Attention on the right keys with the features of the first pairs ablated or restored, by
+        `EDGES`.
+        """
         rows, sizes = self.rows, torch.tensor(PAIRS) - 1
-        pairs = torch.tensor([own.first(PAIRS[-1]) for own in terms], device=rows.signs.device)  # [n, pairs, side]
+        pairs = torch.tensor(
+            [own.first(PAIRS[-1]) for own in terms], device=rows.signs.device
+        )  # [n, pairs, side]
         others = (rows.signs < 0).to(self.x) / (rows.signs < 0).sum(1, keepdim=True).clamp_min(1)
         mean, away = torch.einsum("nk,nkd->nd", others, self.stream[:, 1:]), dict[Side, Tensor]()
         for number, side in enumerate(SIDES):
             chosen, slots = pairs[..., number], rows.slots[side]
-            again = (chosen[:, :, None] == chosen[:, None]).tril(-1).any(-1) | (chosen < 0)  # in an earlier pair, none
+            again = (chosen[:, :, None] == chosen[:, None]).tril(-1).any(-1) | (
+                chosen < 0
+            )  # in an earlier pair, none
             usual = torch.einsum("nk,nkc->nc", others, coded.at(rows.slots["key"]).amounts(chosen))
             apart = (coded.at(slots).amounts(chosen) - usual[:, None]) * ~again[:, None]
             parts = (apart[..., None] * coded.directions(chosen)[:, None]).cumsum(2)[:, :, sizes]
@@ -138,11 +175,15 @@ class FeatureSplit:
             changed = rows.signs > 0 if side == "key" else torch.ones_like(rows.signs[:, :1])
             away[side] = (parts * changed[..., None, None]).transpose(1, 2)
         ablated = torch.eye(len(PAIRS), len(PAIRS) + 1)
-        restored = -ablated + torch.eye(len(PAIRS) + 1)[-1]  # all is taken out, and they are put back
+        restored = (
+            -ablated + torch.eye(len(PAIRS) + 1)[-1]
+        )  # all is taken out, and they are put back
         ways = torch.cat([ablated, restored])
         none = torch.zeros_like(ways)
         often = torch.stack([torch.cat([none, ways, ways]), torch.cat([ways, none, ways])])
-        return torch.cat([rows.measure(q, k) for q, k in rows.without(away, often)])[..., _ATTENTION].mT
+        return torch.cat([rows.measure(q, k) for q, k in rows.without(away, often)])[
+            ..., _ATTENTION
+        ].mT
 
 
 def rest_of(dictionary: Dictionary, head: Head) -> tuple[str, ...]:
@@ -152,8 +193,12 @@ def rest_of(dictionary: Dictionary, head: Head) -> tuple[str, ...]:
     return (ERROR, AFTER, BIAS) if dictionary.layer < head.layer else (ERROR, BIAS)
 
 
-def choose_features(how: Pass, units: Sequence[Unit], dictionary: Dictionary) -> dict[Head, list[Any]]:
-    """By head, the pairs and the features of each side that are largest on average over some prompts."""
+def choose_features(
+    how: Pass, units: Sequence[Unit], dictionary: Dictionary
+) -> dict[Head, list[Any]]:
+    """By head, the pairs and the features of each side that are largest on average over some
+    prompts.
+    """
 
     def choose() -> list[Any]:
         terms: dict[Head, list[FeatureTerms]] = {head: [] for head in how.reader.heads}
@@ -176,7 +221,8 @@ def largest(terms: Sequence[FeatureTerms]) -> list[Any]:
 
 
 class FeatureTest:
-    """Chosen pairs and features of one head, and what they give in each prompt, beside copies without meaning.
+    """Chosen pairs and features of one head, and what they give in each prompt, beside copies
+    without meaning.
 
     Parameters
     ----------
@@ -186,31 +232,44 @@ class FeatureTest:
     seed : of them.
     """
 
-    def __init__(self, head: Head, dictionary: Dictionary, chosen: Sequence[list[Any]], draws: int, seed: int) -> None:
+    def __init__(
+        self, head: Head, dictionary: Dictionary, chosen: Sequence[list[Any]], draws: int, seed: int
+    ) -> None:
         self.head, self.dictionary, self.draws, self.seed = head, dictionary, draws, seed
         self.pairs, self.rest = [(g, f) for g, f in chosen[0]], rest_of(dictionary, head)
         sides = zip(SIDES, chosen[1:], strict=True)
         self.parts: dict[str, list[Any]] = {side: [*numbers, *self.rest] for side, numbers in sides}
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
-        """Parts of the logit, `NUMBERS` and `EDGES` of the dictionary and of its copies, and what codes are like."""
+        """Parts of the logit, `NUMBERS` and `EDGES` of the dictionary and of its copies, and what
+        codes are like.
+        """
         split = FeatureSplit(rows, self.dictionary)
         coded, there, terms = split.coded, split.there, split.terms()
         every, edges = [terms], [split.edges(coded, terms)]
         for kind in NULLS:
             for draw in range(self.draws):
-                where = numbers[:1] if kind == "tokens" else ()  # the others are dictionaries, the same for all prompts
+                where = (
+                    numbers[:1] if kind == "tokens" else ()
+                )  # the others are dictionaries, the same for all prompts
                 copy = split.null(kind, derived_seed(self.seed, "dictionary", kind, draw, *where))
                 every.append(split.terms(copy))
                 edges.append(split.edges(copy, every[-1]))
-        compared = torch.stack([torch.stack([own.numbers() for own in some]) for some in every], dim=1)
+        compared = torch.stack(
+            [torch.stack([own.numbers() for own in some]) for some in every], dim=1
+        )
         active, weight = coded.active.double(), there.double()
         keys = (active * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp_min(1)
         described = split.target - coded.bias
         missing = described - coded.parts().sum(-2) - coded.skip
-        squares = [(part.double().square().sum(-1) * weight).sum(1) for part in (missing, described)]
+        squares = [
+            (part.double().square().sum(-1) * weight).sum(1) for part in (missing, described)
+        ]
         looks = [rows.measure()[0, :, METRICS.index(name)].double() for name in _LOOKS]
-        parts = [max(abs(value) for side in own.marginals().values() for value in side.values()) for own in terms]
+        parts = [
+            max(abs(value) for side in own.marginals().values() for value in side.values())
+            for own in terms
+        ]
         missed = torch.tensor([float(own.values.sum()) for own in terms]) - rows.logit().cpu()
         values = {
             "values": torch.stack([self.given(own) for own in terms]),
@@ -223,7 +282,10 @@ class FeatureTest:
     def given(self, terms: FeatureTerms) -> Float[Tensor, " v"]:
         """What pairs give in one prompt; of each side features, the rest, and all other features."""
         at = [{int(f): i for i, f in enumerate(ids)} for ids in (terms.query, terms.key)]
-        given = [float(terms.pairs[at[0][g], at[1][f]]) if g in at[0] and f in at[1] else 0.0 for g, f in self.pairs]
+        given = [
+            float(terms.pairs[at[0][g], at[1][f]]) if g in at[0] and f in at[1] else 0.0
+            for g, f in self.pairs
+        ]
         for side, own in terms.marginals().items():
             given += [own.pop(part, 0.0) for part in self.parts[side]]
             given.append(sum(own.values()))
@@ -234,11 +296,24 @@ class FeatureTest:
         numbers, head = tally.mean("numbers"), str(self.head)
         columns = [column.tolist() for column in (tally.mean("values"), *tally.interval("values"))]
         logit = float(numbers[0, 0])
-        rows = [{"value": v, "share": v / logit, "low": a, "high": b} for v, a, b in zip(*columns, strict=True)]
-        name = ("f{}" if self.dictionary.splits == "stream" else f"M{self.dictionary.layer}.f{{}}").format
-        pairs = [{"head": head, "query_feature": name(g), "key_feature": name(f), **rows.pop(0)} for g, f in self.pairs]
+        rows = [
+            {"value": v, "share": v / logit, "low": a, "high": b}
+            for v, a, b in zip(*columns, strict=True)
+        ]
+        name = (
+            "f{}" if self.dictionary.splits == "stream" else f"M{self.dictionary.layer}.f{{}}"
+        ).format
+        pairs = [
+            {"head": head, "query_feature": name(g), "key_feature": name(f), **rows.pop(0)}
+            for g, f in self.pairs
+        ]
         parts = [
-            {"head": head, "side": side, "part": name(part) if isinstance(part, int) else part, **rows.pop(0)}
+            {
+                "head": head,
+                "side": side,
+                "part": name(part) if isinstance(part, int) else part,
+                **rows.pop(0),
+            }
             for side in SIDES
             for part in (*self.parts[side], OTHER_FEATURES)
         ]
@@ -252,44 +327,83 @@ class FeatureTest:
         copies = self._copies(numbers, tally.interval("numbers", [0]))
         pairs.sort(key=lambda row: -abs(row["value"]))
         edges = self._edges(check["attention"], tally)
-        return {"feature_pairs": pairs, "features": parts, "copies": copies, "feature_edges": edges, "check": [check]}
+        return {
+            "feature_pairs": pairs,
+            "features": parts,
+            "copies": copies,
+            "feature_edges": edges,
+            "check": [check],
+        }
 
     def _edges(self, before: float, tally: Tally) -> list[dict[str, Any]]:
-        """What ablating and restoring the features of the first pairs leaves; of copies the lowest and highest draw."""
+        """What ablating and restoring the features of the first pairs leaves; of copies the lowest
+        and highest draw.
+        """
         means, interval, rows = tally.mean("edges"), tally.interval("edges", [0]), []
         for place, (side, edge, size) in enumerate(EDGES):
-            sign, start = (1, 0.0) if edge == "ablated" else (-1, before)  # what is left, or still missing
+            sign, start = (
+                (1, 0.0) if edge == "ablated" else (-1, before)
+            )  # what is left, or still missing
             after, *others = means[:, place].split([1, *[self.draws] * len(NULLS)])
             said = verdict(before, start + sign * float(after), start + sign * torch.cat(others))
-            ends = [[end[0, place] for end in interval], *((own.min(), own.max()) for own in others)]
-            for kind, own, (low, high) in zip(("dictionary", *NULLS), (after, *others), ends, strict=True):
+            ends = [
+                [end[0, place] for end in interval],
+                *((own.min(), own.max()) for own in others),
+            ]
+            for kind, own, (low, high) in zip(
+                ("dictionary", *NULLS), (after, *others), ends, strict=True
+            ):
                 rows.append({"head": str(self.head), "side": side, "edge": edge, "k": size, "kind": kind,
                              "before": before, "after": float(own.mean()), "low": float(low), "high": float(high),
                              "verdict": said if kind == "dictionary" else None})  # fmt: skip
         return rows
 
-    def _copies(self, numbers: Float[Tensor, "x m"], interval: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
-        """The dictionary with its interval over words, each null with the lowest and highest of its draws."""
+    def _copies(
+        self, numbers: Float[Tensor, "x m"], interval: tuple[Tensor, Tensor]
+    ) -> list[dict[str, Any]]:
+        """The dictionary with its interval over words, each null with the lowest and highest of its
+        draws.
+        """
         own, copies = numbers[0], []
         for place, kind in enumerate(("dictionary", *NULLS)):
-            mine = slice(1 + (place - 1) * self.draws, 1 + place * self.draws) if place else slice(0, 1)
+            mine = (
+                slice(1 + (place - 1) * self.draws, 1 + place * self.draws)
+                if place
+                else slice(0, 1)
+            )
             means = numbers[mine]
             ends = (means.amin(0), means.amax(0)) if place else tuple(end[0] for end in interval)
             row: dict[str, Any] = {"head": str(self.head), "kind": kind}
-            for name, column, per in (("explained", "pairs", own[0]), ("first", "held_1", 1), ("ten", "held_10", 1)):
+            for name, column, per in (
+                ("explained", "pairs", own[0]),
+                ("first", "held_1", 1),
+                ("ten", "held_10", 1),
+            ):
                 at = _AT[column]
-                least, most = sorted(float(end[at] / per) for end in ends)  # a logit below 0 turns them round
-                row |= {name: float(means[:, at].mean() / per), f"{name}_low": least, f"{name}_high": most}
+                least, most = sorted(
+                    float(end[at] / per) for end in ends
+                )  # a logit below 0 turns them round
+                row |= {
+                    name: float(means[:, at].mean() / per),
+                    f"{name}_low": least,
+                    f"{name}_high": most,
+                }
             below = bool(means[:, _AT["held_10"]].max() < own[_AT["held_10"]]) if place else None
             copies.append({**row, "below": below, "draws": len(means)})
         return copies
 
 
-def prompt_features(one: PromptTrace, dictionary: Dictionary, draws: int, seed: int) -> tuple[str, Tables]:
+def prompt_features(
+    one: PromptTrace, dictionary: Dictionary, draws: int, seed: int
+) -> tuple[str, Tables]:
     """The answer and tables of one head on one prompt: its largest pairs are shown."""
     used = one.weights[0].nonzero()[:, 0]
-    rows = HeadRows(one.run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used], one.projector)
-    test = FeatureTest(one.head, dictionary, largest(FeatureSplit(rows, dictionary).terms()), draws, seed)
+    rows = HeadRows(
+        one.run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used], one.projector
+    )
+    test = FeatureTest(
+        one.head, dictionary, largest(FeatureSplit(rows, dictionary).terms()), draws, seed
+    )
     tables = test.tables(Tally.of_prompt(test.measure(rows, [0])))
     tables["check"][0] |= {"query": one.asked.query, "key": one.key}
     return says_pairs(one.where(), tables), {**tables, "tokens": one.token_rows()}
@@ -305,8 +419,13 @@ def says_pairs(where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) ->
     owners = " or ".join(filter(None, (", ".join(level[:-1]), *level[-1:])))
     told = f" These pairs say no more than those of {owners}." if level else ""
     beside = {
-        name: ", ".join(f"{_CALLED[row['kind']]} {_percent(row[low])} to {_percent(row[high])}" for row in copies)
-        for name, low, high in ((name, f"{name}_low", f"{name}_high") for name in ("explained", "ten"))
+        name: ", ".join(
+            f"{_CALLED[row['kind']]} {_percent(row[low])} to {_percent(row[high])}"
+            for row in copies
+        )
+        for name, low, high in (
+            (name, f"{name}_low", f"{name}_high") for name in ("explained", "ten")
+        )
     }
     little = ", most of it not" if ours["explained"] < 0.5 else ""
     above = "" if level else ": more than with any copy without meaning"
@@ -324,7 +443,9 @@ def says_pairs(where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) ->
 
 
 def _says_edges(edges: Sequence[Mapping[str, Any]]) -> str:
-    """What is left without the features of the first five pairs, and what they bring back alone, beside the copies."""
+    """What is left without the features of the first five pairs, and what they bring back alone,
+    beside the copies.
+    """
     own = [row for row in edges if row["side"] == "key" and row["k"] == 5]
     cut, back = (row for row in own if row["kind"] == "dictionary")
     low = min(row["low"] for row in own if row["edge"] == "ablated" and row is not cut)

@@ -1,9 +1,10 @@
-"""One head on one prompt: any query token, any key token; who wrote them, and what cutting them does right there.
+"""One head on one prompt: any query token, any key token; who wrote them, and what cutting them
+does right there.
 
-The key's logit is taken against the mean of the others that the query sees, except the first token (or against one
-token). To cut a writer here its part of the stream takes its mean over the prompt's other tokens, the first excepted,
-in this head alone and with its norms frozen; the attention row is then made anew. Random writers of the same layers
-stand beside it.
+The key's logit is taken against the mean of the others that the query sees, except the first token
+(or against one token). To cut a writer here its part of the stream takes its mean over the prompt's
+other tokens, the first excepted, in this head alone and with its norms frozen; the attention row is
+then made anew. Random writers of the same layers stand beside it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Question:
     def places(self) -> Places:
         """The query, with every token of the prompt as a key."""
         row = self.encoded.places.row[:1]
-        return Places.everywhere(row, torch.full_like(row, self.query), self.inputs["attention_mask"])
+        return Places.everywhere(
+            row, torch.full_like(row, self.query), self.inputs["attention_mask"]
+        )
 
     def told(self, prompt: Prompt) -> dict[str, Any]:
         """What a result says of the prompt."""
@@ -64,28 +67,42 @@ class Question:
 
     @classmethod
     def of(cls, scope: Scope, prompt: Prompt, query: Place, chat: bool) -> Question:
-        """The prompt, tokenised; the query is its last token (or the one marked) where none is named."""
+        """The prompt, tokenised; the query is its last token (or the one marked) where none is
+        named.
+        """
         if isinstance(prompt, Example) and len(prompt.queries) > 1:
-            raise BadInput(f"a prompt is asked about from one query, but {len(prompt.queries)} are marked: mark one.")
+            raise BadInput(
+                f"a prompt is asked about from one query, but {len(prompt.queries)} are marked: mark one."
+            )
         asked = cls.first_of(scope, scope.encode([prompt], chat=chat))
         length = len(asked.tokens)
         place = asked.query if query is None else checked_place(query, length, "query")
         if length < 2:
-            raise BadInput("the prompt has one token, and a head chooses among several: give a longer one.")
+            raise BadInput(
+                "the prompt has one token, and a head chooses among several: give a longer one."
+            )
         if place == 0:
-            raise BadInput("the query is the first token, which sees only itself: name a later one.")
+            raise BadInput(
+                "the query is the first token, which sees only itself: name a later one."
+            )
         return replace(asked, query=place)
 
     @classmethod
     def first_of(cls, scope: Scope, encoded: Encoding) -> Question:
         """The first query of a prompt that is tokenised already."""
-        return cls(encoded, token_texts(scope, encoded.inputs["input_ids"][0].tolist()), int(encoded.places.query[0]))
+        return cls(
+            encoded,
+            token_texts(scope, encoded.inputs["input_ids"][0].tolist()),
+            int(encoded.places.query[0]),
+        )
 
 
 def checked_place(place: int, length: int, what: str) -> int:
     """A token's place counted from the start; a negative one is counted from the end."""
     if not -length <= place < length:
-        raise BadInput(f"{what} {place} is out of range: the prompt has {length} tokens, 0 to {length - 1}.")
+        raise BadInput(
+            f"{what} {place} is out of range: the prompt has {length} tokens, 0 to {length - 1}."
+        )
     return place % length
 
 
@@ -97,29 +114,44 @@ class PromptTrace(HeadRows):
     run : recorded with every token of the prompt as a key.
     asked : the prompt.
     head : the head.
-    key, versus : tokens; by default the most attended one besides the first, against all others in sight but the first.
+    key, versus : tokens; by default the most attended one besides the first, against all others in
+        sight but the first.
     projector : put between query and key.
 
     Attributes
     ----------
     total : the relative logit.
     attends : whether there is any attention to explain.
-    seen, others, free : tokens in sight; without the first; and without the key and the query either.
+    seen, others, free : tokens in sight; without the first; and without the key and the query
+        either.
     """
 
     def __init__(
-        self, run: Run, asked: Question, head: Head, key: Place = None, versus: Any = None, projector: Any = None
+        self,
+        run: Run,
+        asked: Question,
+        head: Head,
+        key: Place = None,
+        versus: Any = None,
+        projector: Any = None,
     ) -> None:
-        super().__init__(run, head, torch.zeros_like(run.columns[:, 1:]), projector, 1 + asked.query)
+        super().__init__(
+            run, head, torch.zeros_like(run.columns[:, 1:]), projector, 1 + asked.query
+        )
         self.asked, self.attention = asked, self.rows.attention()[0, 0]
         self.seen = run.seen(head, asked.query)
         self.others = [i for i in self.seen if i > 0]
         if not self.others:
-            raise BadInput(f"{head} sees nothing but the first token from token {asked.query}: name a later query.")
+            raise BadInput(
+                f"{head} sees nothing but the first token from token {asked.query}: name a later query."
+            )
         self.key = self.most_attended(self.others) if key is None else self._checked(key, "key")
         self.against = [i for i in self.others if i != self.key]
         if versus is not None:
-            self.against = [self._checked(i, "versus") for i in ([versus] if isinstance(versus, int) else versus)]
+            self.against = [
+                self._checked(i, "versus")
+                for i in ([versus] if isinstance(versus, int) else versus)
+            ]
         if self.key in self.against:
             raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
         self.signs[0, self.against] = -1
@@ -130,8 +162,14 @@ class PromptTrace(HeadRows):
     def _checked(self, place: int, what: str) -> int:
         place = checked_place(place, len(self.asked.tokens), what)
         if place not in self.seen:
-            after = f"stands after the query (token {self.asked.query}), and this model looks back only"
-            why = after if place > self.asked.query else f"is out of sight of {self.head}, which looks only so far back"
+            after = (
+                f"stands after the query (token {self.asked.query}), and this model looks back only"
+            )
+            why = (
+                after
+                if place > self.asked.query
+                else f"is out of sight of {self.head}, which looks only so far back"
+            )
             raise BadInput(f"token {place} {why}: name another token.")
         return place
 
@@ -159,18 +197,26 @@ class PromptTrace(HeadRows):
         """The mean of each writer's part over the prompt's other tokens."""
         return mean_parts(self.run, self.head.layer, self.free or self.others)
 
-    def cut(self, sets: Sequence[Mapping[Any, Sequence[int]]], norms: Norms = "frozen") -> Float[Tensor, "x t"]:
-        """Attention rows with the parts of some writers, by side, replaced by their means; one row for each set."""
+    def cut(
+        self, sets: Sequence[Mapping[Any, Sequence[int]]], norms: Norms = "frozen"
+    ) -> Float[Tensor, "x t"]:
+        """Attention rows with the parts of some writers, by side, replaced by their means; one row
+        for each set.
+        """
         asking, vectors = self.asked.query, dict[Side, Tensor]()
         for side, at in zip(SIDES, (asking, self.key), strict=True):
             named = [[self.writers[i] for i in chosen.get(side, ())] for chosen in sets]
             vectors[side] = vectors_with(self.run, self.head, side, at, self._mean, named, norms)
-        return attention_with(self.run, self.head, asking, q=vectors["query"], keys={self.key: vectors["key"]})
+        return attention_with(
+            self.run, self.head, asking, q=vectors["query"], keys={self.key: vectors["key"]}
+        )
 
     def strongest(self, side: Side, size: int) -> list[int]:
-        """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of what the first gives.
+        """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of
+        what the first gives.
 
-        Those against the key are no reason to look there, and one that gives next to nothing is none either.
+        Those against the key are no reason to look there, and one that gives next to nothing is
+        none either.
         """
         values = self.marginals[side][0]
         first = first_by(values, size, signed=True)
@@ -178,17 +224,31 @@ class PromptTrace(HeadRows):
         return [i for i in first if float(values[i]) > least]
 
     def cut_rows(self, draws: int, seed: int, live: bool = False) -> list[dict[str, Any]]:
-        """The strongest writers cut, beside random ones of their kind and layers: a row for each side and number.
+        """The strongest writers cut, beside random ones of their kind and layers: a row for each
+        side and number.
 
-        With ``live``, rows of one or two writers of a side also say what is left where norms are live.
+        With ``live``, rows of one or two writers of a side also say what is left where norms are
+        live.
         """
-        made, before, writers = [], float(self.attention[self.key]), parse_writers(self.writers[:-1])
+        made, before, writers = (
+            [],
+            float(self.attention[self.key]),
+            parse_writers(self.writers[:-1]),
+        )
         for side, size in product(("key", "query", "both"), CUTS):
-            chosen: dict[Any, list[int]] = {one: self.strongest(one, size) for one in SIDES if side in (one, "both")}
+            chosen: dict[Any, list[int]] = {
+                one: self.strongest(one, size) for one in SIDES if side in (one, "both")
+            }
             if size >= len(self.writers) - 1 or any(len(own) < size for own in chosen.values()):
                 continue
-            seeds = [{one: derived_seed(seed, "cut", one, size, draw) for one in chosen} for draw in range(draws)]
-            drawn = ({one: draw_alike(own, writers, at[one], FEW) for one, own in chosen.items()} for at in seeds)
+            seeds = [
+                {one: derived_seed(seed, "cut", one, size, draw) for one in chosen}
+                for draw in range(draws)
+            ]
+            drawn = (
+                {one: draw_alike(own, writers, at[one], FEW) for one, own in chosen.items()}
+                for at in seeds
+            )
             row, *others = self.cut([chosen, *different(drawn)])
             random = torch.stack(others)[:, self.key]
             after, top = float(row[self.key]), self.most_attended(self.others, row)
@@ -212,7 +272,9 @@ class PromptTrace(HeadRows):
         return Tally.of_prompt(self.given())
 
     def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
-        """The first ten neurons of each side, or those named, with the token where the largest part of each stands."""
+        """The first ten neurons of each side, or those named, with the token where the largest part
+        of each stands.
+        """
         return [
             {"head": str(self.head), "side": side, "writer": str(neuron), "layer": neuron.layer, "value": value,
              "share": value / self.total if self.total else None, "position": slot - 1,
@@ -252,7 +314,8 @@ class Probe:
     prompt : a text, or an example with at most one marked query.
     query : the query token; by default the one marked, or the last.
     chat : whether it goes into the chat template.
-    last : the last layer whose heads are asked about: writers are kept up to there; of all layers by default.
+    last : the last layer whose heads are asked about: writers are kept up to there; of all layers
+        by default.
     options : more of `Reader.record`; by default the model runs on to its logits.
 
     Examples
@@ -263,7 +326,13 @@ class Probe:
     """
 
     def __init__(
-        self, scope: Scope, prompt: Prompt, query: Place = None, chat: bool = False, last: Place = None, **options: Any
+        self,
+        scope: Scope,
+        prompt: Prompt,
+        query: Place = None,
+        chat: bool = False,
+        last: Place = None,
+        **options: Any,
     ) -> None:
         self.scope, self.prompt = scope, prompt
         self.asked, self.reader = Question.of(scope, prompt, query, chat), reader_of(scope)
@@ -271,7 +340,11 @@ class Probe:
         self.run = self.reader.record(self.asked.inputs, self.asked.places, **options)
 
     def head(
-        self, head: str | Head, key: int | None = None, versus: int | None = None, projector: Tensor | None = None
+        self,
+        head: str | Head,
+        key: int | None = None,
+        versus: int | None = None,
+        projector: Tensor | None = None,
     ) -> PromptTrace:
         """One head, asked about one token; see `PromptTrace`."""
         return PromptTrace(self.run, self.asked, self.scope.check(head), key, versus, projector)

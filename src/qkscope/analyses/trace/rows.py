@@ -1,9 +1,10 @@
 """One head on a batch of prompts, split among writers; and a pass over all prompts, batch by batch.
 
-``ℓ = Σ_t w_t scale q·k_t``, the relative logit of the keys marked + over those marked −, is linear in the query and in
-the keys once norms are frozen: ``q = Σ_c q_c`` and ``k_t = Σ_c k_c(t)``, so that pairs of writers, and writers of one
-side, sum to it. `HeadRows` gives them, and attention rows in which parts are others; keys that are not named, the first
-token among them, stay as they are. A `Pass` measures all prompts of a task, or passages of texts, and adds them up.
+``ℓ = Σ_t w_t scale q·k_t``, the relative logit of the keys marked + over those marked −, is linear
+in the query and in the keys once norms are frozen: ``q = Σ_c q_c`` and ``k_t = Σ_c k_c(t)``, so
+that pairs of writers, and writers of one side, sum to it. `HeadRows` gives them, and attention rows
+in which parts are others; keys that are not named, the first token among them, stay as they are. A
+`Pass` measures all prompts of a task, or passages of texts, and adds them up.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from qkscope.tasks.task import ANSWER, Units
 #: A key with less attention than this is said to be unattended before anything is traced to it.
 ATTENDED = 0.05
 Tables = dict[str, list[dict[str, Any]]]
-_PLACES, _EACH = 128, 10  # tokens of all prompts whose writers are held at once, and of each prompt at least
+_PLACES, _EACH = (
+    128,
+    10,
+)  # tokens of all prompts whose writers are held at once, and of each prompt at least
 _CONDITIONS = {"held": 128, "live": 8}  # that are measured at once, norms held and norms running
 
 
@@ -63,24 +67,35 @@ class HeadRows:
     def __post_init__(self) -> None:
         self.scale = float(self.run.calls[self.head.layer].scale)
         self.writers = self.run.reader.writers(self.head.layer)
-        self.slots: dict[Side, list[int]] = {"query": [self.query], "key": list(range(1, self.run.columns.shape[1]))}
+        self.slots: dict[Side, list[int]] = {
+            "query": [self.query],
+            "key": list(range(1, self.run.columns.shape[1])),
+        }
 
     @cached_property
     def weights(self) -> Float[Tensor, "n k"]:
         """Weights of the keys in the relative logit."""
         return relative_weights(self.signs)
 
-    # ------------------------------------------------------------------ the relative logit, and its parts
+    # ------------------------------------------------------------------ the relative logit, and its
+    # parts
 
     def vectors(self, side: Side) -> Float[Tensor, "n p d"]:
         """The model's own query, or its named keys."""
         kind = KINDS[side]
-        return self.run.vectors([(self.head.layer, self.run.index(self.head, kind))], kind, self.slots[side])[:, 0]
+        return self.run.vectors(
+            [(self.head.layer, self.run.index(self.head, kind))], kind, self.slots[side]
+        )[:, 0]
 
     def logit(self, q: Tensor | None = None, k: Tensor | None = None) -> Float[Tensor, "*x n"]:
-        """The relative logit of the model's own vectors, or of other queries [*x, n, d] and keys [*x, n, k, d]."""
+        """The relative logit of the model's own vectors, or of other queries [*x, n, d] and keys
+        [*x, n, k, d].
+        """
         q, k = self.rows.q[:, 0] if q is None else q, self.vectors("key") if k is None else k
-        return torch.einsum("...nd,...nkd,nk->...n", self.projected(q), k, self.weights.to(q)) * self.scale
+        return (
+            torch.einsum("...nd,...nkd,nk->...n", self.projected(q), k, self.weights.to(q))
+            * self.scale
+        )
 
     def projected(self, q: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         """Apply the projector, if there is one, to a query."""
@@ -90,17 +105,28 @@ class HeadRows:
     def directions(self) -> dict[Side, Direction]:
         """Directions of the relative logit on the stream, at the query and at the keys that count."""
         used = self.weights.any(0).nonzero()[:, 0]
-        used = used[self.signs[0, used].argsort(descending=True, stable=True)]  # a prompt's key stands first
-        return self.run.ask(self.head, self.query, 1 + used, self.weights[:, used], self.projector)[1]
+        used = used[
+            self.signs[0, used].argsort(descending=True, stable=True)
+        ]  # a prompt's key stands first
+        return self.run.ask(self.head, self.query, 1 + used, self.weights[:, used], self.projector)[
+            1
+        ]
 
     @cached_property
     def marginals(self) -> dict[Side, Float[Tensor, "n c"]]:
         """By side, what each writer gives to the relative logit; both sum to it."""
-        if len(self.signs) > 1 and self.projector is None:  # writers of a batch side by side; of one prompt too many
+        if (
+            len(self.signs) > 1 and self.projector is None
+        ):  # writers of a batch side by side; of one prompt too many
             split_together([self])
             return self.marginals
-        answers = {side: self.run.answer(direction).values for side, direction in self.directions.items()}
-        return {side: torch.stack([own[name].sum(1) for name in self.writers], 1) for side, own in answers.items()}
+        answers = {
+            side: self.run.answer(direction).values for side, direction in self.directions.items()
+        }
+        return {
+            side: torch.stack([own[name].sum(1) for name in self.writers], 1)
+            for side, own in answers.items()
+        }
 
     @cached_property
     def pairs(self) -> Float[Tensor, "n c c"]:
@@ -109,15 +135,25 @@ class HeadRows:
         met: Tensor | float = 0.0
         for slots, pieces in self._pieces(self.directions["key"].slots.tolist()):
             keys = self.run.read(self.head, "key", pieces, slots)
-            met = met + torch.einsum("ncpd,np->ncd", keys, self.weights[:, [i - 1 for i in slots]].to(keys))
+            met = met + torch.einsum(
+                "ncpd,np->ncd", keys, self.weights[:, [i - 1 for i in slots]].to(keys)
+            )
         return q @ met.mT  # type: ignore[union-attr]
 
     def given(self, pairs: Sequence[tuple[int, int]] = ()) -> Measurement:
-        """The logit, what writers and some pairs give to it, and how far they miss it beside the largest part."""
+        """The logit, what writers and some pairs give to it, and how far they miss it beside the
+        largest part.
+        """
         total, sides = self.logit(), {side: self.marginals[side] for side in SIDES}
         missed = torch.stack([(values.sum(1) - total).abs() for values in sides.values()]).amax(0)
-        largest = torch.stack([values.abs().amax(1) for values in sides.values()]).amax(0).clamp_min(1e-30)
-        chosen = {"pairs": torch.stack([self.pairs[:, a, b] for a, b in pairs], dim=1)} if pairs else {}
+        largest = (
+            torch.stack([values.abs().amax(1) for values in sides.values()])
+            .amax(0)
+            .clamp_min(1e-30)
+        )
+        chosen = (
+            {"pairs": torch.stack([self.pairs[:, a, b] for a, b in pairs], dim=1)} if pairs else {}
+        )
         return Measurement({"total": total, **sides, **chosen}, missed / largest)
 
     def _pieces(self, slots: list[int]) -> Iterable[tuple[list[int], list[Parts]]]:
@@ -128,7 +164,10 @@ class HeadRows:
 
     def read(self, side: Side) -> Float[Tensor, "n c p d"]:
         """Queries or keys split among writers, as the dot product sees them."""
-        made = [self.run.read(self.head, side, pieces, some) for some, pieces in self._pieces(self.slots[side])]
+        made = [
+            self.run.read(self.head, side, pieces, some)
+            for some, pieces in self._pieces(self.slots[side])
+        ]
         return torch.cat(made, dim=2)
 
     # ------------------------------------------------------------------ parts replaced
@@ -136,26 +175,43 @@ class HeadRows:
     @cached_property
     def streams(self) -> dict[Side, Float[Tensor, "n c p d_model"]]:
         """By side, what each writer but the biases left at its places, in the residual stream."""
-        every = {side: [named(pieces) for _, pieces in self._pieces(slots)] for side, slots in self.slots.items()}
+        every = {
+            side: [named(pieces) for _, pieces in self._pieces(slots)]
+            for side, slots in self.slots.items()
+        }
         return {side: torch.cat(pieces, dim=2) for side, pieces in every.items()}
 
     @cached_property
     def rows(self) -> AttentionRows:
         """The model's attention rows, over every token of each prompt."""
-        rows = self.run.calls[self.head.layer].rows(self.head.index, self.run.row, self.run.columns[:, self.query])
-        mask = self.run.inputs.get("attention_mask")  # says where padding ends and the first token stands
-        return rows if mask is None else replace(rows, key_mask=mask[self.run.row].bool().to(rows.k.device))
+        rows = self.run.calls[self.head.layer].rows(
+            self.head.index, self.run.row, self.run.columns[:, self.query]
+        )
+        mask = self.run.inputs.get(
+            "attention_mask"
+        )  # says where padding ends and the first token stands
+        return (
+            rows
+            if mask is None
+            else replace(rows, key_mask=mask[self.run.row].bool().to(rows.k.device))
+        )
 
     def measure(
         self, q: Float[Tensor, "x n d"] | None = None, k: Float[Tensor, "x n k d"] | None = None
     ) -> Float[Tensor, "x n m"]:
         """`METRICS` of the rows, with other queries and other named keys."""
-        return metrics(self.rows, self.run.columns[:, self.slots["key"]], self.signs, q, k, self.projector)
+        return metrics(
+            self.rows, self.run.columns[:, self.slots["key"]], self.signs, q, k, self.projector
+        )
 
     def replaced(
-        self, instead: Mapping[Side, Float[Tensor, "*n c p d_model"]], masks: Bool[Tensor, "2 x c"], norms: str = "held"
+        self,
+        instead: Mapping[Side, Float[Tensor, "*n c p d_model"]],
+        masks: Bool[Tensor, "2 x c"],
+        norms: str = "held",
     ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
-        """Queries and keys once the parts of the stream that each of x conditions names are replaced; biases stay.
+        """Queries and keys once the parts of the stream that each of x conditions names are
+        replaced; biases stay.
 
         Parameters
         ----------
@@ -163,14 +219,24 @@ class HeadRows:
         masks : of the query and of the keys, the writers that each condition names.
         norms : held, or live.
         """
-        return self.without({side: self.streams[side] - instead[side] for side in SIDES}, masks[..., :-1], norms)
+        return self.without(
+            {side: self.streams[side] - instead[side] for side in SIDES}, masks[..., :-1], norms
+        )
 
     @torch.no_grad()
     def without(
-        self, away: Mapping[Side, Float[Tensor, "n c p d_model"]], often: Tensor, norms: str = "held"
+        self,
+        away: Mapping[Side, Float[Tensor, "n c p d_model"]],
+        often: Tensor,
+        norms: str = "held",
     ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
-        """Queries and keys with some parts taken out of the stream, each of them as often as each condition says."""
-        parts, true = dict(away), {side: self.run.hidden([self.head.layer], self.slots[side])[0] for side in SIDES}
+        """Queries and keys with some parts taken out of the stream, each of them as often as each
+        condition says.
+        """
+        parts, true = (
+            dict(away),
+            {side: self.run.hidden([self.head.layer], self.slots[side])[0] for side in SIDES},
+        )
         for side in SIDES if norms == "held" else ():
             lost = self.run.read(self.head, side, [Parts(["away"], away[side])], self.slots[side])
             true[side], parts[side] = self.vectors(side), lost[:, :-1]
@@ -189,7 +255,10 @@ Measures = Mapping[Head, Callable[[HeadRows, list[int]], Measurement]]
 
 def split_together(every: Sequence[HeadRows]) -> None:
     """Split the logits of several heads on one batch among writers at once."""
-    weights, of_head = torch.stack([rows.weights for rows in every], dim=1), {rows.head: rows for rows in every}
+    weights, of_head = (
+        torch.stack([rows.weights for rows in every], dim=1),
+        {rows.head: rows for rows in every},
+    )
     for heads, query, key in values_of(every[0].run, weights, list(of_head)):
         for i, head in enumerate(heads):
             of_head[head].marginals = {"query": query[:, i], "key": key[:, i]}
@@ -198,7 +267,9 @@ def split_together(every: Sequence[HeadRows]) -> None:
 def answer_signs(encoded: Encoding) -> Int[Tensor, "n k"]:
     """+1 for right keys, −1 for others, 0 in slots that are none."""
     if ANSWER not in encoded.labels:
-        raise BadInput("a task is traced by its keys labelled answer, and this one has none: label the right ones.")
+        raise BadInput(
+            "a task is traced by its keys labelled answer, and this one has none: label the right ones."
+        )
     return encoded.labels[ANSWER].long().masked_fill(~encoded.places.key_mask, 0)
 
 
@@ -246,24 +317,39 @@ class Pass:
         Parameters
         ----------
         units, indices : all units, and the numbers of those that run.
-        named : whether keys are named, as a task does it; otherwise each head's most attended token is asked about.
+        named : whether keys are named, as a task does it; otherwise each head's most attended token
+            is asked about.
         by_some : whether a named key may be out of sight of some of the heads.
         """
-        encoded = self.reader.scope.encode([example for i in indices for example in units[i]], chat=self.chat)
+        encoded = self.reader.scope.encode(
+            [example for i in indices for example in units[i]], chat=self.chat
+        )
         of_example, heads = [i for i in indices for _ in units[i]], self.reader.heads
         right = answer_signs(encoded)[:, None].expand(-1, len(heads), -1) if named else None
-        run = self.reader.record(encoded.inputs, encoded.places if named else encoded.everywhere(), layers=self.layers)
+        run = self.reader.record(
+            encoded.inputs, encoded.places if named else encoded.everywhere(), layers=self.layers
+        )
         if right is not None:
             seen = run.captured.bias.gather(-1, run.columns[:, None, 1:].expand_as(right))
             check_visible(encoded, heads, seen, by_some)
         signs = _most_attended(run) if right is None else right
-        every = [HeadRows(run, head, signs[:, i], self.projectors.get(head)) for i, head in enumerate(heads)]
+        every = [
+            HeadRows(run, head, signs[:, i], self.projectors.get(head))
+            for i, head in enumerate(heads)
+        ]
         return [of_example[int(e)] for e in encoded.example], every
 
     def add_up(
-        self, name: str, units: Units, measures: Measures, words: Any = None, last: bool = False, **rows: bool
+        self,
+        name: str,
+        units: Units,
+        measures: Measures,
+        words: Any = None,
+        last: bool = False,
+        **rows: bool,
     ) -> tuple[dict[Head, Tally], list[list[Any]]]:
-        """Measure every prompt at every head, in batches: sums by word, and of each head what else its batches keep.
+        """Measure every prompt at every head, in batches: sums by word, and of each head what else
+        its batches keep.
 
         Parameters
         ----------
@@ -282,9 +368,13 @@ class Pass:
             if len(every) > 1 and not self.projectors:
                 split_together(every)
             given = [measures[own.head](own, numbers) for own in every]
-            for own, measured in zip(every, given, strict=True):  # a batch is added whole, or not at all
+            for own, measured in zip(
+                every, given, strict=True
+            ):  # a batch is added whole, or not at all
                 tallies[own.head].add([words[i] for i in numbers], measured)
-                sums.update({f"{own.head} {name}": total for name, total in tallies[own.head].sums.items()})
+                sums.update(
+                    {f"{own.head} {name}": total for name, total in tallies[own.head].sums.items()}
+                )
             return [measured.kept for measured in given]
 
         stage = Stage(name, batches_of(units, self.batch_size), run, sums, merge=merge_sums)

@@ -1,4 +1,6 @@
-"""What an answer may say: nothing of parts that do not sum to their logit, and of a cut only beside enough controls."""
+"""What an answer may say: nothing of parts that do not sum to their logit, and of a cut only beside
+enough controls.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ R = TypeVar("R", bound=Result)
 #: Different control sets under which nothing is tested.
 FEW = 5
 CANCELS = 3.0  # above this (see `cancelling`) the answer says that shares cancel
-_HALF, _SINGLE = 2e-2, 1e-3  # of the largest part, in 16 bits and in more: how far a sum of parts may miss the logit
+_HALF, _SINGLE = (
+    2e-2,
+    1e-3,
+)  # of the largest part, in 16 bits and in more: how far a sum of parts may miss the logit
 _MEASURED = ("check", "tokens", "attention", "output", "whole")  # tables that no split is in
 
 
@@ -43,20 +48,35 @@ def no_sum(head: object, error: float, dtype: object, single: float = _SINGLE) -
 def that_sum(result: R, dtype: object) -> R:
     """A trace without the splits of heads whose parts do not sum (`no_sum`); its answer names them."""
     checks = result.tables["check"]
-    wrong = {row["head"]: said for row in checks if (said := no_sum(row["head"], row["sum_error"], dtype))}
+    wrong = {
+        row["head"]: said
+        for row in checks
+        if (said := no_sum(row["head"], row["sum_error"], dtype))
+    }
     if not wrong:
         return result
     every = result.tables.items()
-    kept = {name: [row for row in rows if name in _MEASURED or row["head"] not in wrong] for name, rows in every}
-    others = f" The tables hold the other {len(checks) - len(wrong)} heads." if len(wrong) < len(checks) else ""
+    kept = {
+        name: [row for row in rows if name in _MEASURED or row["head"] not in wrong]
+        for name, rows in every
+    }
+    others = (
+        f" The tables hold the other {len(checks) - len(wrong)} heads."
+        if len(wrong) < len(checks)
+        else ""
+    )
     return replace(result, answer=" ".join(wrong.values()) + others, tables=kept)
 
 
-def verdict(before: float, after: float, random: Float[Tensor, " sets"], *, vacuous: bool = False) -> str:
-    """Whether a change took the attention away: ``supported``, ``not here``, or ``unattended`` before any change.
+def verdict(
+    before: float, after: float, random: Float[Tensor, " sets"], *, vacuous: bool = False
+) -> str:
+    """Whether a change took the attention away: ``supported``, ``not here``, or ``unattended``
+    before any change.
 
-    Supported is what takes away more than a quarter of it, and more than any of the random changes; with fewer than
-    `FEW` different ones of these it is ``untested``, and ``vacuous`` where nothing could come out otherwise.
+    Supported is what takes away more than a quarter of it, and more than any of the random changes;
+    with fewer than `FEW` different ones of these it is ``untested``, and ``vacuous`` where nothing
+    could come out otherwise.
 
     Parameters
     ----------
@@ -75,10 +95,15 @@ def verdict(before: float, after: float, random: Float[Tensor, " sets"], *, vacu
         return "vacuous"
     if len(random) < FEW:
         return "untested"
-    return "supported" if before - after > 0.25 * before and after < float(random.min()) else "not here"
+    return (
+        "supported"
+        if before - after > 0.25 * before and after < float(random.min())
+        else "not here"
+    )
 
 
-# ---------------------------------------------------------------------- sentences that several answers share
+# ---------------------------------------------------------------------- sentences that several
+# answers share
 
 
 def says_right(check: Mapping[str, Any]) -> str:
@@ -90,8 +115,13 @@ def says_right(check: Mapping[str, Any]) -> str:
 
 
 def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence for each side of one head's writers whose shares cancel, with a blank before it; none elsewhere."""
-    sizes = {side: sum(abs(row["share"]) for row in rows if row["side"] == side) for side in ("key", "query")}
+    """A sentence for each side of one head's writers whose shares cancel, with a blank before it;
+    none elsewhere.
+    """
+    sizes = {
+        side: sum(abs(row["share"]) for row in rows if row["side"] == side)
+        for side in ("key", "query")
+    }
     return "".join(
         f" Large positive and negative shares of its {side} cancel (without signs they sum to {size:.1f} times the"
         " logit): trust cuts, not single shares."
@@ -107,6 +137,14 @@ def written_by(rows: Iterable[Mapping[str, Any]], side: str) -> str:
 
 
 def controls_of(row: Mapping[str, Any]) -> str:
-    """Name the random writers beside a cut or a swap, and how many different sets of them there were."""
-    kinds = "MLPs" if "L" not in row["writers"] else "heads" if "M" not in row["writers"] else "writers"
-    return f"{row['sets']} different sets of random {kinds}" if row["sets"] > 1 else f"the one other set of {kinds}"
+    """Name the random writers beside a cut or a swap, and how many different sets of them there
+    were.
+    """
+    kinds = (
+        "MLPs" if "L" not in row["writers"] else "heads" if "M" not in row["writers"] else "writers"
+    )
+    return (
+        f"{row['sets']} different sets of random {kinds}"
+        if row["sets"] > 1
+        else f"the one other set of {kinds}"
+    )

@@ -1,8 +1,9 @@
 """The next token, its rival, and what heads have to do with them.
 
-A head's main key is hidden (its logit is −∞) and the model runs on: by how much does the answer's logit fall against
-its rival's? All heads are tried, each by itself. The direct effect of what a head read at a key on the logits is
-linear once norms are frozen, ``W_U · gain · σ · W_O a(p,t) v(t)``; later layers may add to it or undo it.
+A head's main key is hidden (its logit is −∞) and the model runs on: by how much does the answer's
+logit fall against its rival's? All heads are tried, each by itself. The direct effect of what a
+head read at a key on the logits is linear once norms are frozen, ``W_U · gain · σ · W_O a(p,t)
+v(t)``; later layers may add to it or undo it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from qkscope.linear.split import direct_effect
 
 TOKENS = 5
 _PIECES = 4  # tokens that a character may be cut into
-_LIKELY = 1e-3  # a word of the prompt that is less likely is the rival only where all other tokens are
+_LIKELY = (
+    1e-3  # a word of the prompt that is less likely is the rival only where all other tokens are
+)
 _MATTERS = 0.1  # in logits: a head that changes the difference to the rival by less is neither for nor against
 
 
@@ -59,8 +62,8 @@ class Output:
     ----------
     run : of the prompt, with logits.
     asked : the prompt and the query token.
-    versus : the rival's text; by default the likeliest other word of the prompt, or the likeliest other token where no
-        such word has 0.1%, though others have; ``why_rival`` says which.
+    versus : the rival's text; by default the likeliest other word of the prompt, or the likeliest
+        other token where no such word has 0.1%, though others have; ``why_rival`` says which.
     """
 
     def __init__(self, run: Run, asked: Question, versus: str | None = None) -> None:
@@ -70,20 +73,36 @@ class Output:
         self.chances = self.logits.softmax(-1)
         self.best = int(self.logits.argmax())
         self._names: dict[int, tuple[str, int]] = {}
-        self.rival, self.why_rival = self._default_rival() if versus is None else (first_token(self.scope, versus), "")
+        self.rival, self.why_rival = (
+            self._default_rival() if versus is None else (first_token(self.scope, versus), "")
+        )
         if self.rival == self.best:
             raise BadInput(f"{versus!r} is the next token itself: name another one as its rival.")
 
     def _default_rival(self) -> tuple[int, str]:
-        """A word of the prompt, of the answer's shape if there is one; if none has 0.1%, the likeliest other token."""
+        """A word of the prompt, of the answer's shape if there is one; if none has 0.1%, the
+        likeliest other token.
+        """
         ids = set(self.asked.inputs["input_ids"][0, : self.asked.query + 1].tolist())
-        likely, best = set((self.chances >= _LIKELY).nonzero()[:, 0].tolist()), self.token(self.best)
+        likely, best = (
+            set((self.chances >= _LIKELY).nonzero()[:, 0].tolist()),
+            self.token(self.best),
+        )
 
         def rank(i: int) -> tuple[bool, bool, bool, float]:
             word = i in ids and self.token(i).strip().isalnum()
-            return i in likely, word, word and shape_of(self.token(i)) == shape_of(best), float(self.chances[i])
+            return (
+                i in likely,
+                word,
+                word and shape_of(self.token(i)) == shape_of(best),
+                float(self.chances[i]),
+            )
 
-        others = (i for i in ids | likely if self.token(i).strip().lower() not in ("", best.strip().lower()))
+        others = (
+            i
+            for i in ids | likely
+            if self.token(i).strip().lower() not in ("", best.strip().lower())
+        )
         rival = max(others, key=rank, default=int(self.chances.topk(2).indices[1]))
         return rival, f", the likeliest other {'word of the prompt' if rank(rival)[1] else 'token'}"
 
@@ -97,13 +116,17 @@ class Output:
         return token_texts(self.scope, [i])[0]
 
     def name(self, i: int) -> tuple[str, int]:
-        """What a next token reads as, and of how many tokens; a part of a character is completed by going on."""
+        """What a next token reads as, and of how many tokens; a part of a character is completed by
+        going on.
+        """
         if i not in self._names:
             pieces, size = [self.token(i)], 1
             if pieces[0] == PIECE:
                 ids = self.asked.inputs["input_ids"][0, : self.asked.query + 1]
                 ids = torch.cat([ids, torch.tensor([i]).to(ids)])
-                more = self.scope.generate(prompt_of(self.scope, ids[None]), _PIECES - 1)[0].tolist()  # type: ignore[union-attr]
+                more = self.scope.generate(prompt_of(self.scope, ids[None]), _PIECES - 1)[
+                    0
+                ].tolist()  # type: ignore[union-attr]
                 pieces = token_texts(self.scope, [i, *more])
                 size = next((n for n, piece in enumerate(pieces[1:], 1) if piece), len(pieces))
             self._names[i] = pieces[0], size
@@ -121,17 +144,28 @@ class Output:
         return Again(self.scope, self.asked.inputs, self.run.calls)
 
     def from_key(self, one: PromptTrace) -> Float[Tensor, " v"] | None:
-        """Direct effect on the logits of what a head read at the key, less its mean over the vocabulary."""
+        """Direct effect on the logits of what a head read at the key, less its mean over the
+        vocabulary.
+        """
         layer = one.head.layer
-        v = self.run.calls[layer].v[0, self.run.index(one.head, "v"), one.key].float() * one.attention[one.key]
+        v = (
+            self.run.calls[layer].v[0, self.run.index(one.head, "v"), one.key].float()
+            * one.attention[one.key]
+        )
         W = self.run.reader.output_weights(layer)[0][one.head.index].to(v)
         pushed = direct_effect(self.run, [layer], (W @ v)[None].to(self.run.row.device))
-        return None if pushed is None else (pushed[0] - pushed[0].mean()).cpu()  # a constant changes no probability
+        return (
+            None if pushed is None else (pushed[0] - pushed[0].mean()).cpu()
+        )  # a constant changes no probability
 
     def rows(self, one: PromptTrace) -> list[dict[str, Any]]:
-        """The table ``output``: the likeliest next tokens, the rival, and those that the head pushes most."""
+        """The table ``output``: the likeliest next tokens, the rival, and those that the head
+        pushes most.
+        """
         control = [one.most_attended(one.free)] if one.free else []
-        logits = self.again.hidden(self.asked.query, [(one.head, key) for key in (one.key, *control)]).float()
+        logits = self.again.hidden(
+            self.asked.query, [(one.head, key) for key in (one.key, *control)]
+        ).float()
         after, pushed = logits.softmax(-1), self.from_key(one)
         likely = [*self.chances.topk(TOKENS).indices.tolist(), self.rival]
         more = [] if pushed is None else pushed.topk(3).indices.tolist()
@@ -145,12 +179,16 @@ class Output:
         ]  # fmt: skip
 
     def look(self, head: Head) -> tuple[int, Float[Tensor, " t"]]:
-        """The token that a head attends to most from the query, the first token left out, and its row of attention."""
+        """The token that a head attends to most from the query, the first token left out, and its
+        row of attention.
+        """
         row = self.again.row(self.asked.query, head).attention()[0, 0].cpu()
         return 1 + int(row[1 : self.asked.query + 1].argmax()), row
 
     def head_rows(self) -> list[dict[str, Any]]:
-        """The table ``heads``: every head with its main key hidden, the largest change of the difference first."""
+        """The table ``heads``: every head with its main key hidden, the largest change of the
+        difference first.
+        """
         heads, query = list(self.scope.heads()), self.asked.query
         keys, looks = zip(*map(self.look, heads), strict=True)
         logits = self.again.hidden(query, list(zip(heads, keys, strict=True))).float()

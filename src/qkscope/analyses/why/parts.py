@@ -1,7 +1,8 @@
 """A relative logit split in several ways: the table ``parts``.
 
-``by`` says which way: ``writers`` (of the key, of the query), ``singular`` (terms of the head's singular vectors), or
-``features`` (a fit's subspaces, in the paper's order). The parts of each way and side sum to the logit.
+``by`` says which way: ``writers`` (of the key, of the query), ``singular`` (terms of the head's
+singular vectors), or ``features`` (a fit's subspaces, in the paper's order). The parts of each way
+and side sum to the logit.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ def part_rows(
         rows += _rows(one, "writers", dict(zip(one.writers, values[0].tolist(), strict=True)), side)
     terms = singular_terms(one)
     if terms is not None:
-        rows += _rows(one, "singular", {f"vector {i}": value for i, value in enumerate(terms)}, "both")
+        rows += _rows(
+            one, "singular", {f"vector {i}": value for i, value in enumerate(terms)}, "both"
+        )
     if features:  # subspaces by name, smallest rank first
         ordered = sorted(features.items(), key=lambda item: item[1].rank)
         bases = {part_name(name): feature.basis("query") for name, feature in ordered}
-        queries = split_query(one.rows.q[0, 0], bases, split)  # what no feature explains is the rest
+        queries = split_query(
+            one.rows.q[0, 0], bases, split
+        )  # what no feature explains is the rest
         parts = {name: float(queries[name] @ _weighted_keys(one)) * one.scale for name in bases}
         rows += _rows(one, "features", parts, "query", shown=len(features))
     return rows
@@ -47,7 +52,9 @@ def _weighted_keys(one: PromptTrace) -> Float[Tensor, " d"]:
 
 
 def singular_terms(one: PromptTrace) -> list[float] | None:
-    """Terms of the relative logit along the head's singular vectors; None where its weights cannot be read."""
+    """Terms of the relative logit along the head's singular vectors; None where its weights cannot
+    be read.
+    """
     scope, run = one.run.reader.scope, one.run
     layer = scope.facts.layers[one.head.layer]
     if "query_frame" in layer.refusals:
@@ -74,4 +81,7 @@ def _rows(
     named = {name: torch.tensor([values[name]]) for name in order[:shown]}
     total = torch.tensor([one.total])
     named[REST] = total - sum(named.values())
-    return [{**row, "by": by} for row in split_rows(one.head, one.asked.query, [one.key], total, named, side)]
+    return [
+        {**row, "by": by}
+        for row in split_rows(one.head, one.asked.query, [one.key], total, named, side)
+    ]

@@ -1,9 +1,11 @@
-"""Do singular vectors point along features? Cosines, what chance gives, and what anisotropy does to the question.
+"""Do singular vectors point along features? Cosines, what chance gives, and what anisotropy does to
+the question.
 
-For a feature f and singular vectors ``u_1 … u_m``: the *matched* cosine is ``|cos(f, u_j)|`` with the j it should map
-to, the *best* one is the maximum over j. A maximum over many is large by itself, so random directions take it too.
-Where features are not isotropic, ``G = W Wᵀ ≠ cI``, theory expects u along ``G⁻¹ f`` (whitened), so that ``G u``
-(anti-whitened) meets f; ``E = G/c − I`` says how far from isotropic they are.
+For a feature f and singular vectors ``u_1 … u_m``: the *matched* cosine is ``|cos(f, u_j)|`` with
+the j it should map to, the *best* one is the maximum over j. A maximum over many is large by
+itself, so random directions take it too. Where features are not isotropic, ``G = W Wᵀ ≠ cI``,
+theory expects u along ``G⁻¹ f`` (whitened), so that ``G u`` (anti-whitened) meets f; ``E = G/c −
+I`` says how far from isotropic they are.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class RandomBest(NamedTuple):
 def random_best(d: int, vectors: int, draws: int = 4000, seed: int = 0) -> RandomBest:
     """Best ``|cos|`` of random directions in d dimensions with any ``vectors`` orthonormal ones.
 
-    By symmetry the vectors may be axes: it is the largest of the first coordinates of a random unit vector.
+    By symmetry the vectors may be axes: it is the largest of the first coordinates of a random unit
+    vector.
 
     >>> 0.5 < random_best(10, 10).mean < 0.7 and random_best(10, 1).mean < 0.3
     True
@@ -68,7 +71,11 @@ def invert_gram(g: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
 
 @cache
 def _say_singular(rank: int, d: int) -> None:
-    log.warning("features span %d of %d dimensions: the pseudo-inverse of G stands in for its inverse.", rank, d)
+    log.warning(
+        "features span %d of %d dimensions: the pseudo-inverse of G stands in for its inverse.",
+        rank,
+        d,
+    )
 
 
 def whiten(g: Float[Tensor, "d d"], vectors: Float[Tensor, "d k"]) -> Float[Tensor, "d k"]:
@@ -82,7 +89,8 @@ def anti_whiten(g: Float[Tensor, "d d"], vectors: Float[Tensor, "d k"]) -> Float
 
 
 def isotropy_error(g: Float[Tensor, "d d"], c: float | None = None) -> float:
-    """``‖G/c − I‖`` (largest singular value); ``c = tr G / d`` by default, with which it cannot exceed d − 1.
+    """``‖G/c − I‖`` (largest singular value); ``c = tr G / d`` by default, with which it cannot
+    exceed d − 1.
 
     >>> isotropy_error(torch.diag(torch.tensor([56.0] + [1.0] * 9)), c=1.0)
     55.0

@@ -15,20 +15,24 @@ from qkscope_papers.tables import Row
 def alignment_rows(
     config: str, seed: int, step: int, toy: Toy, *, control: bool = False, joint: bool = False
 ) -> list[Row]:
-    """Cosines of every feature of interest with the singular vector it should map to, and with the best one.
+    """Cosines of every feature of interest with the singular vector it should map to, and with the
+    best one.
 
-    Pairs map to singular vectors in the order of their target logits; those beyond the head's width to its last one.
-    ``joint`` instead takes for each pair the vector on which both its features agree best (for heads that rotate, where
-    singular values do not follow the targets).
+    Pairs map to singular vectors in the order of their target logits; those beyond the head's width
+    to its last one. ``joint`` instead takes for each pair the vector on which both its features
+    agree best (for heads that rotate, where singular values do not follow the targets).
     """
     basis, task = toy.basis(), toy.task
     pairs = by_logit([*task.pairs, *(pair[:3] for pair in task.positional)])
     width = len(basis.s)
     chance = random_best(task.d, width).mean
     query, key = (
-        cosines(toy.W.double()[:, [pair[side] for pair in pairs]], x) for side, x in ((0, basis.u), (1, basis.v))
+        cosines(toy.W.double()[:, [pair[side] for pair in pairs]], x)
+        for side, x in ((0, basis.u), (1, basis.v))
     )
-    matched = [int((query[i] * key[i]).argmax()) if joint else min(i, width - 1) for i in range(len(pairs))]
+    matched = [
+        int((query[i] * key[i]).argmax()) if joint else min(i, width - 1) for i in range(len(pairs))
+    ]
     norms = toy.W.norm(dim=0)
     return [
         {"config": config, "seed": seed, "step": step, "pair": f"{pair[0]}-{pair[1]}", "side": side,
@@ -47,16 +51,25 @@ def before_and_after(toys: Mapping[str, Sequence[ToyRun]], *, joint: bool = Fals
         for trained in found:
             for check, control in ((-1, False), (0, True)):
                 rows += alignment_rows(
-                    config, trained.cell.seed, trained.steps[check], trained.at(check), control=control, joint=joint
+                    config,
+                    trained.cell.seed,
+                    trained.steps[check],
+                    trained.at(check),
+                    control=control,
+                    joint=joint,
                 )
     return rows
 
 
 def divergence_and_error(toy: Toy, contexts: int, seed: int) -> tuple[float, float]:
-    """On fresh contexts: KL of the head from its target, and the mean squared error of the reconstruction."""
+    """On fresh contexts: KL of the head from its target, and the mean squared error of the
+    reconstruction.
+    """
     generator = torch.Generator().manual_seed(seed)
     task = toy.task
-    uniform = torch.rand(contexts, 1 + task.context, task.n, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(
+        contexts, 1 + task.context, task.n, generator=generator, dtype=torch.float64
+    )
     x = task.strengths(uniform)
     offsets = None
     if task.rope:
@@ -64,4 +77,6 @@ def divergence_and_error(toy: Toy, contexts: int, seed: int) -> tuple[float, flo
         offsets = query - torch.arange(task.context)
     target = toy.target_logits(x[:, 0], x[:, 1:], offsets).log_softmax(-1)
     ours = toy.logits(x[:, 0], x[:, 1:], offsets).log_softmax(-1)
-    return float((target.exp() * (target - ours)).sum(-1).mean()), float((toy.reconstruct(x) - x).square().mean())
+    return float((target.exp() * (target - ours)).sum(-1).mean()), float(
+        (toy.reconstruct(x) - x).square().mean()
+    )

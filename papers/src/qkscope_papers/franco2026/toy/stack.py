@@ -1,13 +1,15 @@
 """Many toys of superposition at once: n × n matrices per model, tokens never materialised.
 
-A batch is one table of uniform numbers, the same for every model of a stack; strengths ``x = relu(1 − u/p)`` differ by
-p. With ``P = WᵀW`` and ``H = Wᵀ Ω W`` a model is two n × n matrices, ``x̂ = relu(P x + b)`` and ``ℓ = x_qᵀ H x_k``, so
+A batch is one table of uniform numbers, the same for every model of a stack; strengths ``x = relu(1
+− u/p)`` differ by p. With ``P = WᵀW`` and ``H = Wᵀ Ω W`` a model is two n × n matrices, ``x̂ =
+relu(P x + b)`` and ``ℓ = x_qᵀ H x_k``, so
 
     ∂L/∂W = W (D_P + D_Pᵀ) + Ω W D_Hᵀ + Ωᵀ W D_H        ∂L/∂Ω = W D_H Wᵀ
 
-with ``D_P = ∂L/∂P``, ``D_H = ∂L/∂H``: two products over the tokens for the autoencoder, and little for the head. A
-narrower head is zero padding, which stays zero. Models go through the data a few at a time, so that what they touch
-stays in the cache. Heads that rotate (RoPE) have no single H; they are differentiated by autograd.
+with ``D_P = ∂L/∂P``, ``D_H = ∂L/∂H``: two products over the tokens for the autoencoder, and little
+for the head. A narrower head is zero padding, which stays zero. Models go through the data a few at
+a time, so that what they touch stays in the cache. Heads that rotate (RoPE) have no single H; they
+are differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.draws import derived_seed
-from qkscope_papers.franco2026.toy.superposition import Superposition, Toy, band_frequencies, rotated_logits
+from qkscope_papers.franco2026.toy.superposition import (
+    Superposition,
+    Toy,
+    band_frequencies,
+    rotated_logits,
+)
 from qkscope_papers.trainer import Recipe, Stack, TrainingTask
 
 TOKENS = 1024  # keys of a batch, in contexts of one query each
@@ -66,14 +73,17 @@ class ToyCell:
 
 
 class TokenBatch(NamedTuple):
-    """Uniform numbers of B queries and, after them, of their B·T keys; offsets of the keys from their query."""
+    """Uniform numbers of B queries and, after them, of their B·T keys; offsets of the keys from
+    their query.
+    """
 
     uniform: Float[Tensor, "N n"]
     offsets: Int[Tensor, "B T"] | None
 
 
 class SuperpositionStack(TrainingTask):
-    """Many toys of one shape on the same stream of tokens; they differ in p, λ, pairs, reading and width of head.
+    """Many toys of one shape on the same stream of tokens; they differ in p, λ, pairs, reading and
+    width of head.
 
     Parameters
     ----------
@@ -110,15 +120,19 @@ class SuperpositionStack(TrainingTask):
         self.scale = column([task.scale for task in tasks])
         self.w_rec, self.w_att = (column([task.loss_weights[k] for task in tasks]) for k in (0, 1))
         self.M = torch.stack([task.target() for task in tasks]).to(self.device)
-        self.dictionary = torch.stack([cell.untrained().W for cell in self.cells]).float().to(self.device)
+        self.dictionary = (
+            torch.stack([cell.untrained().W for cell in self.cells]).float().to(self.device)
+        )
         self.frequencies = band_frequencies(self.d_head).float().to(self.device)
         rows = [(i, *pair) for i, task in enumerate(tasks) for pair in task.positional]
         self.positional = [
-            (i, q, k, strength, float(band_frequencies(self.d_head)[band])) for i, q, k, strength, band in rows
+            (i, q, k, strength, float(band_frequencies(self.d_head)[band]))
+            for i, q, k, strength, band in rows
         ]
         self._buffers = {}
 
-    # ------------------------------------------------------------------ the contract of TrainingTask
+    # ------------------------------------------------------------------ the contract of
+    # TrainingTask
 
     def start(self) -> Stack:
         """Starting weights; heads zero-padded to one width; a frozen dictionary is none of them."""
@@ -127,10 +141,15 @@ class SuperpositionStack(TrainingTask):
         def padded(weight: Tensor) -> Tensor:
             return torch.nn.functional.pad(weight, (0, 0, 0, self.d_head - len(weight)))
 
-        head = {name: torch.stack([padded(getattr(toy, name)) for toy in toys]) for name in ("W_Q", "W_K")}
+        head = {
+            name: torch.stack([padded(getattr(toy, name)) for toy in toys])
+            for name in ("W_Q", "W_K")
+        }
         if self.frozen:
             return Stack(head)
-        return Stack({"W": torch.stack([t.W for t in toys]), "b": torch.stack([t.b for t in toys]), **head})
+        return Stack(
+            {"W": torch.stack([t.W for t in toys]), "b": torch.stack([t.b for t in toys]), **head}
+        )
 
     def about(self) -> dict[str, Any]:
         """Cells and sizes."""
@@ -148,9 +167,13 @@ class SuperpositionStack(TrainingTask):
         return other
 
     def draw(self, generator: torch.Generator, tokens: int | None = None) -> TokenBatch:
-        """Fresh contexts: uniform numbers for every feature of every token, and positions if heads rotate."""
+        """Fresh contexts: uniform numbers for every feature of every token, and positions if heads
+        rotate.
+        """
         contexts = max((tokens or self.tokens) // self.context, 1)
-        uniform = self._buffer("uniform", contexts * (1 + self.context), self.n).uniform_(generator=generator)
+        uniform = self._buffer("uniform", contexts * (1 + self.context), self.n).uniform_(
+            generator=generator
+        )
         if not self.rope:
             return TokenBatch(uniform, None)
         # keys stand at positions 0 … T−1, the query anywhere among them
@@ -158,7 +181,9 @@ class SuperpositionStack(TrainingTask):
         return TokenBatch(uniform, query - torch.arange(self.context, device=self.device))
 
     def loss(self, params: Mapping[str, Tensor], batch: TokenBatch) -> Float[Tensor, " m"]:
-        """The loss as the paper has it, written for autograd: the gradients by hand are tested against it."""
+        """The loss as the paper has it, written for autograd: the gradients by hand are tested
+        against it.
+        """
         W = self.dictionary if self.frozen else params["W"]
         x = (1 + batch.uniform * self.inverse_p).relu()
         t = x @ W.mT
@@ -173,7 +198,9 @@ class SuperpositionStack(TrainingTask):
             logits = rotated_logits(q, k, batch.offsets, self.frequencies)
             target = target + self._positional_targets(x_q, x_k, batch.offsets)
         logits = self.scale * logits
-        losses = self.w_att[:, 0, 0] * -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean(-1)
+        losses = self.w_att[:, 0, 0] * -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean(
+            -1
+        )
         if not self.frozen:
             error = (t @ W + params["b"][:, None]).relu() - x
             losses = losses + self.w_rec[:, 0, 0] * error.square().mean(dim=(1, 2))
@@ -197,10 +224,14 @@ class SuperpositionStack(TrainingTask):
         at_once = len(self.cells) if self.device.type == "cuda" else _MODELS_AT_ONCE
         for start in range(0, len(self.cells), at_once):
             rows = slice(start, start + at_once)
-            x = torch.mul(batch.uniform, self.inverse_p[rows], out=self._like("x", rows, batch.uniform))
+            x = torch.mul(
+                batch.uniform, self.inverse_p[rows], out=self._like("x", rows, batch.uniform)
+            )
             x.add_(1).clamp_min_(0)
             if not self.frozen:
-                losses[rows] += self._reconstruction(x, P[rows], weights["b"][rows], rows, d_P[rows], into["b"][rows])
+                losses[rows] += self._reconstruction(
+                    x, P[rows], weights["b"][rows], rows, d_P[rows], into["b"][rows]
+                )
             losses[rows] += self._attention(x, H[rows], rows, self._contexts(batch), d_H[rows])
         W_d_H = torch.bmm(W, d_H)
         d_omega = torch.bmm(W_d_H, W.mT).mul_(self.scale)
@@ -213,7 +244,9 @@ class SuperpositionStack(TrainingTask):
 
     # ------------------------------------------------------------------ inside
 
-    def _reconstruction(self, x: Tensor, P: Tensor, b: Tensor, rows: slice, d_P: Tensor, d_b: Tensor) -> Tensor:
+    def _reconstruction(
+        self, x: Tensor, P: Tensor, b: Tensor, rows: slice, d_P: Tensor, d_b: Tensor
+    ) -> Tensor:
         """λ · mean squared error; gradients go into d_P and d_b."""
         read = torch.baddbmm(b[:, None], x, P, out=self._like("read", rows, x[0])).clamp_min_(0)
         error = torch.sub(read, x, out=self._like("error", rows, x[0]))
@@ -233,7 +266,9 @@ class SuperpositionStack(TrainingTask):
         asked = torch.bmm(x_q, torch.cat([H, self.M[rows]], dim=2)).view(m * contexts, 2, n)
         both = torch.bmm(x_k.reshape(m * contexts, T, n), asked.mT).view(m, contexts, T, 2)
         log_p, target = both[..., 0].log_softmax(-1), both[..., 1].softmax(-1)
-        losses = torch.linalg.vecdot(target.flatten(1), log_p.flatten(1)).mul_(self.w_att[rows, 0, 0] / -contexts)
+        losses = torch.linalg.vecdot(target.flatten(1), log_p.flatten(1)).mul_(
+            self.w_att[rows, 0, 0] / -contexts
+        )
         d_logits = log_p.exp_().sub_(target)
         pulled = (d_logits[..., None] * x_k).sum(2)
         torch.bmm(x_q.mT, pulled, out=d_H).mul_(self.w_att[rows] / contexts)
@@ -251,7 +286,9 @@ class SuperpositionStack(TrainingTask):
 
     def _validation_set(self) -> TokenBatch:
         if self._held_out is None:
-            generator = torch.Generator(device=self.device).manual_seed(derived_seed(self.cells[0].seed, 23))
+            generator = torch.Generator(device=self.device).manual_seed(
+                derived_seed(self.cells[0].seed, 23)
+            )
             batch = self.draw(generator, self.validation)
             self._held_out = TokenBatch(batch.uniform.clone(), batch.offsets)
         return self._held_out
@@ -272,5 +309,13 @@ class SuperpositionStack(TrainingTask):
             h = cell.task.d_head
             own = {name: value[i].detach().cpu().clone() for name, value in params.items()}
             start = cell.untrained()
-            found.append(Toy(own.get("W", start.W), own.get("b", start.b), own["W_Q"][:h], own["W_K"][:h], cell.task))
+            found.append(
+                Toy(
+                    own.get("W", start.W),
+                    own.get("b", start.b),
+                    own["W_Q"][:h],
+                    own["W_K"][:h],
+                    cell.task,
+                )
+            )
         return found

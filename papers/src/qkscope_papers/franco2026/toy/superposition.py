@@ -1,13 +1,16 @@
-"""Features in superposition and one attention head that looks for pairs of them (franco2026, section 3).
+"""Features in superposition and one attention head that looks for pairs of them (franco2026,
+section 3).
 
-n features share d < n dimensions: feature i has strength ``x_i = b_i u_i`` (present with probability p, then uniform),
-a token is ``t = W x``, and it is read back as ``x̂ = ReLU(Wᵀ t + b)``. Beside it a head, ``Ω = W_Qᵀ W_K``, should attend
-where given pairs of features meet, ``ℓ* = x_qᵀ M x_k``::
+n features share d < n dimensions: feature i has strength ``x_i = b_i u_i`` (present with
+probability p, then uniform), a token is ``t = W x``, and it is read back as ``x̂ = ReLU(Wᵀ t +
+b)``. Beside it a head, ``Ω = W_Qᵀ W_K``, should attend where given pairs of features meet, ``ℓ* =
+x_qᵀ M x_k``::
 
     L = λ_rec · mean (x − x̂)² + λ_att · CE(softmax ℓ*, softmax ℓ)        ℓ = t_qᵀ Ω t_k
 
-Reading C of the paper's loss puts λ on the head, reading B on the reconstruction. Both the features (columns of W) and
-the singular vectors of Ω are in plain sight, so whether they align is a matter of measuring.
+Reading C of the paper's loss puts λ on the head, reading B on the reconstruction. Both the features
+(columns of W) and the singular vectors of Ω are in plain sight, so whether they align is a matter
+of measuring.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ class Superposition:
     scaled : whether logits carry 1/√d_head.
     rope : whether queries and keys are rotated by their positions; ``positional`` pairs need it.
     dictionary : W as rows, frozen: the head alone is trained, and nothing is reconstructed.
-    head_std : size of the head's entries before training; the paper does not say. 0.18 is that of ``nn.Linear``.
+    head_std : size of the head's entries before training; the paper does not say. 0.18 is that of
+        ``nn.Linear``.
     """
 
     n: Count = 20
@@ -76,9 +80,13 @@ class Superposition:
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
-            raise BadInput(f"a feature is present with a probability p in (0, 1], but got {self.p}.")
+            raise BadInput(
+                f"a feature is present with a probability p in (0, 1], but got {self.p}."
+            )
         if self.d_head > self.d:
-            raise BadInput(f"a head cannot be wider than a token: d_head is {self.d_head}, but d is {self.d}.")
+            raise BadInput(
+                f"a head cannot be wider than a token: d_head is {self.d_head}, but d is {self.d}."
+            )
         if not 0 <= self.weight < math.inf:
             raise BadInput(f"the weight of a loss is at least 0 and finite, but got {self.weight}.")
         for first, second, logit in (*self.pairs, *(pair[:3] for pair in self.positional)):
@@ -88,7 +96,9 @@ class Superposition:
                     f"({first}, {second}) with {logit}."
                 )
         if self.rope and self.d_head % 2:
-            raise BadInput(f"rotating takes dimensions two by two, but d_head is {self.d_head}: make it even.")
+            raise BadInput(
+                f"rotating takes dimensions two by two, but d_head is {self.d_head}: make it even."
+            )
 
     @classmethod
     def frozen(cls, dictionary: Float[Tensor, "d n"], **other: Any) -> Superposition:
@@ -116,7 +126,9 @@ class Superposition:
         return (1.0, self.weight) if self.reading == "C" else (self.weight, 1.0)
 
     def strengths(self, uniform: Float[Tensor, "*s n"]) -> Float[Tensor, "*s n"]:
-        """Strengths from one uniform draw each: ``relu(1 − u/p)`` is 0 with probability 1 − p, else uniform."""
+        """Strengths from one uniform draw each: ``relu(1 − u/p)`` is 0 with probability 1 − p, else
+        uniform.
+        """
         return (1 - uniform / self.p).relu()
 
     def to_json(self) -> dict[str, Any]:
@@ -176,17 +188,25 @@ class Toy:
         return (self.tokens(x) @ self.W.to(x) + self.b.to(x)).relu()
 
     def logits(
-        self, x_q: Float[Tensor, "B n"], x_k: Float[Tensor, "B T n"], offsets: Int[Tensor, "B T"] | None = None
+        self,
+        x_q: Float[Tensor, "B n"],
+        x_k: Float[Tensor, "B T n"],
+        offsets: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T"]:
         """Logits of every key; ``offsets`` (query position − key position) where the head rotates."""
         q, k = self.tokens(x_q) @ self.W_Q.mT.to(x_q), self.tokens(x_k) @ self.W_K.mT.to(x_k)
         if not self.task.rope:
             return self.task.scale * torch.einsum("bh,bth->bt", q, k)
         assert offsets is not None, "a head that rotates needs positions"
-        return self.task.scale * rotated_logits(q, k, offsets, band_frequencies(self.task.d_head).to(q))
+        return self.task.scale * rotated_logits(
+            q, k, offsets, band_frequencies(self.task.d_head).to(q)
+        )
 
     def target_logits(
-        self, x_q: Float[Tensor, "B n"], x_k: Float[Tensor, "B T n"], offsets: Int[Tensor, "B T"] | None = None
+        self,
+        x_q: Float[Tensor, "B n"],
+        x_k: Float[Tensor, "B T n"],
+        offsets: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T"]:
         """``ℓ* = x_qᵀ M x_k``, and the terms of positional pairs."""
         logits = torch.einsum("bi,ij,btj->bt", x_q, self.task.target().to(x_q), x_k)
@@ -217,7 +237,8 @@ def rotated_logits(
 
 
 def isotropic_dictionary(d: int = 10, n: int = 20, wanted: int = 8) -> Float[Tensor, "d n"]:
-    """``W Wᵀ = I`` exactly: ``wanted`` orthonormal features, the others in antipodal pairs in what is left (C.3).
+    """``W Wᵀ = I`` exactly: ``wanted`` orthonormal features, the others in antipodal pairs in what
+    is left (C.3).
 
     Antipodal pairs stand at equal angles in the remaining plane, where they are a tight frame.
     """
@@ -235,7 +256,9 @@ def distort(dictionary: Float[Tensor, "d n"], epsilon: float, seed: int) -> Floa
     generator = torch.Generator().manual_seed(derived_seed(seed, 22))
     v = torch.randn(len(dictionary), generator=generator, dtype=torch.float64)
     v = v / v.norm()
-    return dictionary.double() + (math.sqrt(1 + epsilon) - 1) * torch.outer(v, v @ dictionary.double())
+    return dictionary.double() + (math.sqrt(1 + epsilon) - 1) * torch.outer(
+        v, v @ dictionary.double()
+    )
 
 
 def linear_pairs(count: int, top: float) -> tuple[Pair, ...]:
@@ -244,8 +267,10 @@ def linear_pairs(count: int, top: float) -> tuple[Pair, ...]:
 
 
 def by_logit(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs in the order of the size of their target logits, the order of the singular vectors they should map to.
+    """Pairs in the order of the size of their target logits, the order of the singular vectors they
+    should map to.
 
-    A singular value has no sign: a pair that should be avoided, with a logit below 0, takes its place by size as well.
+    A singular value has no sign: a pair that should be avoided, with a logit below 0, takes its
+    place by size as well.
     """
     return sorted(pairs, key=lambda pair: -abs(pair[2]))

@@ -1,4 +1,6 @@
-"""``qkscope toy superposition``: train toys, one for each p, λ and seed, and say how far their features align."""
+"""``qkscope toy superposition``: train toys, one for each p, λ and seed, and say how far their
+features align.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,18 @@ def train_superposition(
     show : told the result before it is written.
     """
     check_device(device)
-    shape: dict[str, Any] = {"n": n, "d": d, "d_head": d_head, "context": context, "reading": reading, "rope": rope}
+    shape: dict[str, Any] = {
+        "n": n,
+        "d": d,
+        "d_head": d_head,
+        "context": context,
+        "reading": reading,
+        "rope": rope,
+    }
     tasks = {
-        f"p={one_p:g} λ={one_weight:g}": Superposition(pairs=tuple(pairs), p=one_p, weight=one_weight, **shape)
+        f"p={one_p:g} λ={one_weight:g}": Superposition(
+            pairs=tuple(pairs), p=one_p, weight=one_weight, **shape
+        )
         for one_p, one_weight in product(p, weight)
     }
     out = Path(out)
@@ -62,7 +73,9 @@ def train_superposition(
     check_trained(out / "toys")
     start = time.perf_counter()
     named = [
-        (config, ToyCell(task, seed, steps, lr, every=every)) for config, task in tasks.items() for seed in range(seeds)
+        (config, ToyCell(task, seed, steps, lr, every=every))
+        for config, task in tasks.items()
+        for seed in range(seeds)
     ]
     trained = train_toys([cell for _, cell in named], out / "toys", device=device, workers=workers)
     seconds = time.perf_counter() - start
@@ -70,11 +83,19 @@ def train_superposition(
     losses: list[dict[str, Any]] = []
     for (config, cell), found in zip(named, trained, strict=True):
         for check, control in ((-1, False), (0, True)):
-            rows += alignment_rows(config, cell.seed, found.steps[check], found.at(check), control=control, joint=rope)
+            rows += alignment_rows(
+                config, cell.seed, found.steps[check], found.at(check), control=control, joint=rope
+            )
         kl, error = divergence_and_error(found.toy, 2048, cell.seed)
         losses.append({"config": config, "seed": cell.seed, "steps": found.steps[-1], "stopped": found.reason, "kl": kl,
                        "reconstruction": error})  # fmt: skip
-    asked = {"p": list(p), "weight": list(weight), "pairs": [list(x) for x in pairs], "seeds": seeds, "steps": steps}
+    asked = {
+        "p": list(p),
+        "weight": list(weight),
+        "pairs": [list(x) for x in pairs],
+        "seeds": seeds,
+        "steps": steps,
+    }
     asked |= {"lr": lr, "device": device}
     after, before = (column(pick(rows, control=flag), "matched") for flag in (False, True))
     result = Result(
@@ -104,5 +125,7 @@ def parse_pairs(text: str) -> list[Pair]:
             query, key = features.split("-")
             pairs.append((int(query), int(key), float(logit)))
         except ValueError:
-            raise BadInput(f"pairs are query-key:logit with commas between, as 0-4:24,1-5:21, not {part!r}.") from None
+            raise BadInput(
+                f"pairs are query-key:logit with commas between, as 0-4:24,1-5:21, not {part!r}."
+            ) from None
     return pairs

@@ -1,7 +1,9 @@
-"""Trained toys of superposition on disk: ask for cells, get toys; what is there is loaded, what is not is trained.
+"""Trained toys of superposition on disk: ask for cells, get toys; what is there is loaded, what is
+not is trained.
 
-A toy's file holds its weights at every checkpoint of its training, the first before the first step: dynamics and
-untrained controls come from the same file. Its name holds a hash of everything that made it.
+A toy's file holds its weights at every checkpoint of its training, the first before the first step:
+dynamics and untrained controls come from the same file. Its name holds a hash of everything that
+made it.
 """
 
 from __future__ import annotations
@@ -50,23 +52,41 @@ class ToyRun:
 def train_toys(
     cells: Sequence[ToyCell], folder: str | Path, *, device: str = "cpu", workers: int | None = None
 ) -> list[ToyRun]:
-    """Toys for these cells, in their order; interrupted training goes on where its last checkpoint stands."""
+    """Toys for these cells, in their order; interrupted training goes on where its last checkpoint
+    stands.
+    """
     folder = Path(folder)
     paths = {cell: folder / f"{_slug(cell)}.safetensors" for cell in cells}
 
     def trainers(missing: list[ToyCell]) -> list[Trainer]:
-        return [_trainer(SuperpositionStack(group, device=device), folder) for group in stacks(missing)]
+        return [
+            _trainer(SuperpositionStack(group, device=device), folder) for group in stacks(missing)
+        ]
 
     def keep(trainer: Trainer, outcome: Outcome) -> None:
         task, history = trainer.task, outcome.history
         assert isinstance(task, SuperpositionStack)
         assert history is not None
         checks = range(len(outcome.curve_steps))
-        along = [task.toys({name: value[check] for name, value in history.items()}) for check in checks]
+        along = [
+            task.toys({name: value[check] for name, value in history.items()}) for check in checks
+        ]
         for i, cell in enumerate(task.cells):
-            weights = {name: torch.stack([getattr(toys[i], name).float() for toys in along]) for name in _WEIGHTS}
-            ended = {"steps": outcome.curve_steps, "reason": outcome.reasons[i], "loss": outcome.final_loss[i]}
-            write_tensors(paths[cell], "superposition toy", weights, {"about": {"cell": cell_to_json(cell), **ended}})
+            weights = {
+                name: torch.stack([getattr(toys[i], name).float() for toys in along])
+                for name in _WEIGHTS
+            }
+            ended = {
+                "steps": outcome.curve_steps,
+                "reason": outcome.reasons[i],
+                "loss": outcome.final_loss[i],
+            }
+            write_tensors(
+                paths[cell],
+                "superposition toy",
+                weights,
+                {"about": {"cell": cell_to_json(cell), **ended}},
+            )
 
     train_missing(paths, trainers, keep, workers)
     return [_read(cell, paths[cell]) for cell in cells]
@@ -85,7 +105,9 @@ def cell_to_json(cell: ToyCell) -> dict[str, Any]:
 
 def _trainer(task: SuperpositionStack, folder: Path) -> Trainer:
     first = task.cells[0]
-    name = short_hash([task.about(), cell_to_json(first), [cell.lr for cell in task.cells], task.device.type])
+    name = short_hash(
+        [task.about(), cell_to_json(first), [cell.lr for cell in task.cells], task.device.type]
+    )
     rates, seed = [cell.lr for cell in task.cells], derived_seed(first.seed, 24)
     checkpoint = folder / f"training-{name}.safetensors"
     return Trainer(task, rates, first.recipe(), seed=seed, checkpoint=checkpoint, keep_history=True)

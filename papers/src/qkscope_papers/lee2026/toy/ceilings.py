@@ -1,13 +1,15 @@
 """How well payload retrieval can be done at all: accuracy beside its ceiling, by Monte Carlo.
 
-Two ceilings. The **Bayes** ceiling is what any decoder can reach. Discrete contexts may hold the asked code twice, with
-different payloads, and then even the best guess is a guess: the most frequent payload among the equal codes. (Exact as
-the noise goes to 0, an upper bound otherwise.) Continuous codes never coincide; there the posterior over keys is
-Gaussian, ``p(i | x) ∝ p(x_q | x_i, match)``, with the payloads' part of x_i known to the decoder.
+Two ceilings. The **Bayes** ceiling is what any decoder can reach. Discrete contexts may hold the
+asked code twice, with different payloads, and then even the best guess is a guess: the most
+frequent payload among the equal codes. (Exact as the noise goes to 0, an upper bound otherwise.)
+Continuous codes never coincide; there the posterior over keys is Gaussian, ``p(i | x) ∝ p(x_q |
+x_i, match)``, with the payloads' part of x_i known to the decoder.
 
-The **dot-product** ceiling is what one attention head of unlimited width can reach with ``G = cI``, the best c. A head
-scores ``z_q·z_i``, not a distance: with Gaussian latents a longer vector beats the right one, so the ceiling is far
-below Bayes at small ranks. It is what the paper's "accuracy drops to around 85%" is to be read against.
+The **dot-product** ceiling is what one attention head of unlimited width can reach with ``G = cI``,
+the best c. A head scores ``z_q·z_i``, not a distance: with Gaussian latents a longer vector beats
+the right one, so the ceiling is far below Bayes at small ranks. It is what the paper's "accuracy
+drops to around 85%" is to be read against.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def _draw(task: Retrieval, n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return z, payload, torch.randint(task.keys, (n,), generator=generator)
 
 
-def _accuracy(weights: Float[Tensor, "n T"], payload: Int[Tensor, "n T"], asked: Int[Tensor, " n"]) -> float:
+def _accuracy(
+    weights: Float[Tensor, "n T"], payload: Int[Tensor, "n T"], asked: Int[Tensor, " n"]
+) -> float:
     """Expected accuracy when the payload with the most weight is answered, ties broken by chance."""
     votes = torch.zeros(len(asked), int(payload.max()) + 1).scatter_add(1, payload, weights)
     best = votes >= votes.amax(dim=1, keepdim=True) * (1 - 1e-6)
@@ -56,20 +60,25 @@ def _accuracy(weights: Float[Tensor, "n T"], payload: Int[Tensor, "n T"], asked:
 def _gaussian_ceiling(encoders: Encoders, n: int, seed: int) -> float:
     task = encoders.task
     a, b = encoders.A.double(), encoders.B.double()
-    floor = max(task.noise, 1e-4) ** 2 * torch.eye(task.d, dtype=torch.float64)  # noise 0 has no density
+    floor = max(task.noise, 1e-4) ** 2 * torch.eye(
+        task.d, dtype=torch.float64
+    )  # noise 0 has no density
     cov_k, cov_q, cross = a @ a.mT + floor, b @ b.mT + floor, b @ a.mT
-    # x_q given x_i under a match: mean gain·x_i, covariance rest. Without a match: mean 0, covariance cov_q.
+    # x_q given x_i under a match: mean gain·x_i, covariance rest. Without a match: mean 0,
+    # covariance cov_q.
     gain = torch.linalg.solve(cov_k, cross.mT).mT
     rest = torch.linalg.cholesky(cov_q - gain @ cross.mT)
     n = min(n, 4096)  # at small noise it is 1 to four digits, and its whitening is the slow part
     right, size = 0.0, 2048
     for part, start in enumerate(range(0, n, size)):
-        x_q, x_k, asked, payload, _ = encoders.contexts(min(size, n - start), derived_seed(seed, 9, part))
+        x_q, x_k, asked, payload, _ = encoders.contexts(
+            min(size, n - start), derived_seed(seed, 9, part)
+        )
         clean = (x_k - encoders.A_y.mT[payload]).double()
         missed = x_q.double()[:, None] - clean @ gain.mT
-        white = torch.linalg.solve_triangular(rest, missed.flatten(0, 1).mT, upper=False).mT.unflatten(
-            0, missed.shape[:2]
-        )
+        white = torch.linalg.solve_triangular(
+            rest, missed.flatten(0, 1).mT, upper=False
+        ).mT.unflatten(0, missed.shape[:2])
         # p(x_q) is the same for all keys, so only the match's density ranks them.
         posterior = (-0.5 * white.square().sum(dim=-1)).softmax(dim=-1)
         right += _accuracy(posterior.float(), payload, asked) * len(asked)

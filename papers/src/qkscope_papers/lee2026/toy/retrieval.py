@@ -1,14 +1,19 @@
-"""Payload retrieval (Lee et al., section 2): a head must find the key that shares the query's latents and read it.
+"""Payload retrieval (Lee et al., section 2): a head must find the key that shares the query's
+latents and read it.
 
-Keys and queries write the same K latent variables through different maps, and a key also carries a payload::
+Keys and queries write the same K latent variables through different maps, and a key also carries a
+payload::
 
-    x_i = Σ_k A_k z_{k,i} + A_y e_{y_i} + ε_i        x_q = Σ_k B_k z_{k,i*} + ε_q        (answer: y_{i*})
+    x_i = Σ_k A_k z_{k,i} + A_y e_{y_i} + ε_i        x_q = Σ_k B_k z_{k,i*} + ε_q        (answer:
+    y_{i*})
 
-``z ∈ {±1}^r`` (discrete) or ``z ~ N(0, I_r)`` (continuous). Everything about a head is then known in closed form::
+``z ∈ {±1}^r`` (discrete) or ``z ~ N(0, I_r)`` (continuous). Everything about a head is then known
+in closed form::
 
     ΔC_k = c W_Q B_k A_kᵀ W_Kᵀ        G = Bᵀ W_Qᵀ W_K A
 
-with c = 2^r / (2^r − 1) where the other value of a discrete latent is never the same one, else c = 1.
+with c = 2^r / (2^r − 1) where the other value of a discrete latent is never the same one, else c =
+1.
 """
 
 from __future__ import annotations
@@ -40,7 +45,9 @@ AS_WRITTEN = {"noise": 1.0, "latent_scale": 1.0, "payload_scale": 1.0}
 
 
 class Contexts(NamedTuple):
-    """n contexts of T keys: embeddings, which key is asked for, payloads, and the latents of the keys."""
+    """n contexts of T keys: embeddings, which key is asked for, payloads, and the latents of the
+    keys.
+    """
 
     x_q: Float[Tensor, "n d"]
     x_k: Float[Tensor, "n T d"]
@@ -80,9 +87,13 @@ class Retrieval:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(int(r) for r in self.ranks))
         if len(self.ranks) < 2 or min(self.ranks) < 1:
-            raise BadInput(f"the task needs two or more latent variables of rank 1 or more, but got {self.ranks}.")
+            raise BadInput(
+                f"the task needs two or more latent variables of rank 1 or more, but got {self.ranks}."
+            )
         if max(self.ranks) > 48:
-            raise BadInput(f"a latent variable of rank {max(self.ranks)} is too large: take 48 or less.")
+            raise BadInput(
+                f"a latent variable of rank {max(self.ranks)} is too large: take 48 or less."
+            )
 
     @property
     def total_rank(self) -> int:
@@ -102,17 +113,26 @@ class Retrieval:
 
     def encoders(self, seed: int) -> Encoders:
         """Random maps of this task."""
-        generator = torch.Generator().manual_seed(derived_seed(seed, 1, VARIANTS.index(self.variant), *self.ranks))
+        generator = torch.Generator().manual_seed(
+            derived_seed(seed, 1, VARIANTS.index(self.variant), *self.ranks)
+        )
 
         def drawn(columns: int, scale: float) -> Tensor:
             return scale * torch.randn(self.d, columns, generator=generator)
 
-        scales = [1 / math.sqrt(r) if self.latent_scale is None else self.latent_scale for r in self.ranks]
-        a, b = (torch.cat([drawn(r, s) for r, s in zip(self.ranks, scales, strict=True)], dim=1) for _ in range(2))
+        scales = [
+            1 / math.sqrt(r) if self.latent_scale is None else self.latent_scale for r in self.ranks
+        ]
+        a, b = (
+            torch.cat([drawn(r, s) for r, s in zip(self.ranks, scales, strict=True)], dim=1)
+            for _ in range(2)
+        )
         payload_scale = 1 / math.sqrt(self.d) if self.payload_scale is None else self.payload_scale
         return Encoders(self, a, b, drawn(self.payloads, payload_scale))
 
-    def draw_latents(self, shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor, "*shape R"]:
+    def draw_latents(
+        self, shape: tuple[int, ...], generator: torch.Generator
+    ) -> Float[Tensor, "*shape R"]:
         """All latent variables, side by side."""
         if self.variant == "continuous":
             return torch.randn(*shape, self.total_rank, generator=generator)
@@ -121,9 +141,13 @@ class Retrieval:
     def draw_other(
         self, z: Float[Tensor, "n R"], variable: int, sampling: Sampling, generator: torch.Generator
     ) -> Float[Tensor, "n R"]:
-        """``z`` with another value of one variable: ``strict`` never the same one, ``fresh`` drawn anew."""
+        """``z`` with another value of one variable: ``strict`` never the same one, ``fresh`` drawn
+        anew.
+        """
         where, other = self.latent_slices()[variable], z.clone()
-        if sampling == "fresh" or self.variant == "continuous":  # a fresh Gaussian draw differs with probability one
+        if (
+            sampling == "fresh" or self.variant == "continuous"
+        ):  # a fresh Gaussian draw differs with probability one
             other[:, where] = self.draw_latents((len(z),), generator)[:, where]
         else:
             r = self.ranks[variable]
@@ -139,7 +163,9 @@ class Retrieval:
 
 @dataclass(frozen=True)
 class Encoders:
-    """The fixed maps of one task: saved with every head, because a head means nothing against other ones."""
+    """The fixed maps of one task: saved with every head, because a head means nothing against other
+    ones.
+    """
 
     task: Retrieval
     A: Float[Tensor, "d R"]
@@ -165,14 +191,18 @@ class Encoders:
     def pairs(
         self, variable: int, n: int, seed: int, sampling: Sampling = "strict"
     ) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n d"], Float[Tensor, "n d"]]:
-        """Queries, keys that agree with them in one variable, and keys that differ in it; all else shared."""
+        """Queries, keys that agree with them in one variable, and keys that differ in it; all else
+        shared.
+        """
         task, generator = self.task, torch.Generator().manual_seed(derived_seed(seed, 3, variable))
         wanted, agree = (task.draw_latents((n,), generator) for _ in range(2))
         where = task.latent_slices()[variable]
         agree[:, where] = wanted[:, where]
         differ = task.draw_other(agree, variable, sampling, generator)
         payloads = torch.randint(task.payloads, (2, n), generator=generator)
-        plus, minus = (self._key(z, y, generator) for z, y in zip((agree, differ), payloads, strict=True))
+        plus, minus = (
+            self._key(z, y, generator) for z, y in zip((agree, differ), payloads, strict=True)
+        )
         return self._query(wanted, generator), plus, minus
 
     def _key(self, z: Tensor, payload: Tensor, generator: torch.Generator) -> Tensor:
@@ -204,7 +234,9 @@ class RetrievalHead:
             derived_seed(seed, 4, VARIANTS.index(task.variant), d_head, *task.ranks)
         )
         shapes = [(d_head, task.d)] * 3 + [(task.payloads, d_head)]
-        w_q, w_k, w_v, w_o = ((2 * torch.rand(s, generator=generator) - 1) / math.sqrt(s[1]) for s in shapes)
+        w_q, w_k, w_v, w_o = (
+            (2 * torch.rand(s, generator=generator) - 1) / math.sqrt(s[1]) for s in shapes
+        )
         return cls(w_q, w_k, w_v, w_o, encoders)
 
     @property
@@ -228,10 +260,18 @@ class RetrievalHead:
     def delta(self, variable: int, sampling: Sampling = "strict") -> Float[Tensor, "h h"]:
         """The population ΔC of one variable, in float64."""
         where = self.encoders.task.latent_slices()[variable]
-        w_q, w_k, a, b = (x.double() for x in (self.W_Q, self.W_K, self.encoders.A, self.encoders.B))
-        return self.encoders.task.contrast_scale(variable, sampling) * (w_q @ b[:, where]) @ (w_k @ a[:, where]).mT
+        w_q, w_k, a, b = (
+            x.double() for x in (self.W_Q, self.W_K, self.encoders.A, self.encoders.B)
+        )
+        return (
+            self.encoders.task.contrast_scale(variable, sampling)
+            * (w_q @ b[:, where])
+            @ (w_k @ a[:, where]).mT
+        )
 
-    def sampled_delta(self, variable: int, n: int, seed: int, sampling: Sampling = "strict") -> Float[Tensor, "h h"]:
+    def sampled_delta(
+        self, variable: int, n: int, seed: int, sampling: Sampling = "strict"
+    ) -> Float[Tensor, "h h"]:
         """The sample ΔC over n (query, +, −) triplets, in float64."""
         q, difference = self.contrast(variable, n, seed, sampling)
         return q.double().mT @ difference.double() / n
@@ -245,14 +285,18 @@ class RetrievalHead:
 
     def interactions(self) -> Float[Tensor, "R R"]:
         """G: how strongly each coordinate of the query's latents meets each one of the key's."""
-        w_q, w_k, a, b = (x.double() for x in (self.W_Q, self.W_K, self.encoders.A, self.encoders.B))
+        w_q, w_k, a, b = (
+            x.double() for x in (self.W_Q, self.W_K, self.encoders.A, self.encoders.B)
+        )
         return (w_q @ b).mT @ (w_k @ a)
 
     def accuracy(self, n: int = 20_480, seed: int = 0) -> float:
         """Share of fresh contexts answered with the right payload."""
         right, size = 0, 4096
         for part, start in enumerate(range(0, n, size)):
-            x_q, x_k, asked, payload, _ = self.encoders.contexts(min(size, n - start), derived_seed(seed, 5, part))
+            x_q, x_k, asked, payload, _ = self.encoders.contexts(
+                min(size, n - start), derived_seed(seed, 5, part)
+            )
             products = (x_k @ (self.queries(x_q) @ self.W_K)[..., None])[..., 0]
             mixed = ((self.scale * products).softmax(dim=-1)[:, None] @ x_k)[:, 0]
             answer = (mixed @ (self.W_O @ self.W_V).mT).argmax(dim=-1)
@@ -265,18 +309,25 @@ class RetrievalHead:
         """Write weights and encoders to one safetensors file."""
         tensors = {name: getattr(self, name) for name in WEIGHTS}
         tensors |= {"A": self.encoders.A, "B": self.encoders.B, "A_y": self.encoders.A_y}
-        manifest = {"task": asdict(self.encoders.task), "about": {"encoders": self.encoders.fingerprint(), **about}}
+        manifest = {
+            "task": asdict(self.encoders.task),
+            "about": {"encoders": self.encoders.fingerprint(), **about},
+        }
         write_tensors(path, "retrieval head", tensors, manifest)
 
     @classmethod
     def load(cls, path: str | Path, *, encoders: Encoders | None = None) -> RetrievalHead:
-        """Read a head with its encoders; where ``encoders`` are given, a head trained with other ones is refused."""
+        """Read a head with its encoders; where ``encoders`` are given, a head trained with other
+        ones is refused.
+        """
         expect = None if encoders is None else {"encoders": encoders.fingerprint()}
         tensors, manifest = read_tensors(path, "retrieval head", expect)
         task = Retrieval(**manifest["task"])
         found = Encoders(task, tensors["A"], tensors["B"], tensors["A_y"])
         if found.fingerprint() != manifest["about"]["encoders"]:
-            raise BadInput(f"{path} holds a head and encoders that do not belong together; make it again.")
+            raise BadInput(
+                f"{path} holds a head and encoders that do not belong together; make it again."
+            )
         w_q, w_k, w_v, w_o = (tensors[name] for name in WEIGHTS)
         return cls(w_q, w_k, w_v, w_o, found)
 

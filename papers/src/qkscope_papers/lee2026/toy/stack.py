@@ -1,13 +1,17 @@
-"""Heads of payload retrieval, trained by the hundred: features shared by all heads, K and V never materialised.
+"""Heads of payload retrieval, trained by the hundred: features shared by all heads, K and V never
+materialised.
 
-A batch is latents, payloads and unit noise, the same for every head; only the maps differ. With rows
-``f_k = [z | onehot y | ε]`` and ``f_q = [z* | ε_q]``, and per head ``T_k = [Aᵀ; A_yᵀ; σI]``, ``T_q = [Bᵀ; σI]``::
+A batch is latents, payloads and unit noise, the same for every head; only the maps differ. With
+rows ``f_k = [z | onehot y | ε]`` and ``f_q = [z* | ε_q]``, and per head ``T_k = [Aᵀ; A_yᵀ; σI]``,
+``T_q = [Bᵀ; σI]``::
 
-    scores = (f_q T_q W_Qᵀ)(W_K T_kᵀ) f_kᵀ / √d_head        logits = (softmax(scores) f_k)(T_k W_Vᵀ W_Oᵀ)
+    scores = (f_q T_q W_Qᵀ)(W_K T_kᵀ) f_kᵀ / √d_head        logits = (softmax(scores) f_k)(T_k W_Vᵀ
+    W_Oᵀ)
 
-Narrower heads and smaller ranks are zero padding: rows of W_Q and W_K that are both zero have zero gradients, so a
-padded head trains exactly as it would alone. Gradients are written out by hand into buffers that are kept: at these
-sizes, fresh memory for every intermediate costs more than the arithmetic.
+Narrower heads and smaller ranks are zero padding: rows of W_Q and W_K that are both zero have zero
+gradients, so a padded head trains exactly as it would alone. Gradients are written out by hand into
+buffers that are kept: at these sizes, fresh memory for every intermediate costs more than the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -21,7 +25,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.draws import derived_seed
-from qkscope_papers.lee2026.toy.retrieval import VARIANTS, WEIGHTS, Encoders, Retrieval, RetrievalHead
+from qkscope_papers.lee2026.toy.retrieval import (
+    VARIANTS,
+    WEIGHTS,
+    Encoders,
+    Retrieval,
+    RetrievalHead,
+)
 from qkscope_papers.trainer import Stack, TrainingTask
 
 # latents are drawn in this many columns, so that a head sees the same data whoever trains beside it
@@ -45,7 +55,9 @@ class HeadCell:
     @property
     def slug(self) -> str:
         """A file name."""
-        return f"{self.task.variant}-{'-'.join(map(str, self.task.ranks))}-h{self.d_head}-s{self.seed}"
+        return (
+            f"{self.task.variant}-{'-'.join(map(str, self.task.ranks))}-h{self.d_head}-s{self.seed}"
+        )
 
     def untrained(self) -> RetrievalHead:
         """The head before training."""
@@ -65,8 +77,10 @@ class RetrievalStack(TrainingTask):
 
     Parameters
     ----------
-    cells : heads to train; they share variant, d, T, P and the number of latent variables, and differ in all else.
-    batch, validation : sizes of a training batch, and of the fixed validation set as (batches, contexts).
+    cells : heads to train; they share variant, d, T, P and the number of latent variables, and
+        differ in all else.
+    batch, validation : sizes of a training batch, and of the fixed validation set as (batches,
+        contexts).
     """
 
     def __init__(
@@ -81,7 +95,12 @@ class RetrievalStack(TrainingTask):
         self.device = torch.device(device)
         self.names = [cell.name for cell in cells]
         first = cells[0].task
-        self.variant, self.d, self.keys, self.payloads = first.variant, first.d, first.keys, first.payloads
+        self.variant, self.d, self.keys, self.payloads = (
+            first.variant,
+            first.d,
+            first.keys,
+            first.payloads,
+        )
         self.widths = [max(c.task.ranks[k] for c in cells) for k in range(len(first.ranks))]
         self.d_head = max(c.d_head for c in cells)
         heads = [cell.untrained() for cell in cells]
@@ -95,27 +114,45 @@ class RetrievalStack(TrainingTask):
     def _place(self, latents: Float[Tensor, "d R"], ranks: Sequence[int]) -> Float[Tensor, "W d"]:
         """Columns of each variable, padded to the group's widths, as rows."""
         parts = zip(latents.split(list(ranks), dim=1), self.widths, strict=True)
-        return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part, width in parts], dim=1).mT
+        return torch.cat(
+            [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part, width in parts],
+            dim=1,
+        ).mT
 
     def _query_map(self, encoders: Encoders) -> Float[Tensor, "Fq d"]:
-        return torch.cat([self._place(encoders.B, encoders.task.ranks), encoders.task.noise * torch.eye(self.d)])
+        return torch.cat(
+            [self._place(encoders.B, encoders.task.ranks), encoders.task.noise * torch.eye(self.d)]
+        )
 
     def _key_map(self, encoders: Encoders) -> Float[Tensor, "F d"]:
         noise = encoders.task.noise * torch.eye(self.d)
         return torch.cat([self._place(encoders.A, encoders.task.ranks), encoders.A_y.mT, noise])
 
-    # ------------------------------------------------------------------ the contract of TrainingTask
+    # ------------------------------------------------------------------ the contract of
+    # TrainingTask
 
     def start(self) -> Stack:
         """Starting weights, zero-padded to one width."""
         h = self.d_head
-        sizes = {"W_Q": (h, self.d), "W_K": (h, self.d), "W_V": (h, self.d), "W_O": (self.payloads, h)}
+        sizes = {
+            "W_Q": (h, self.d),
+            "W_K": (h, self.d),
+            "W_V": (h, self.d),
+            "W_O": (self.payloads, h),
+        }
 
         def padded(weight: Tensor, rows: int, columns: int) -> Tensor:
-            return torch.nn.functional.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))
+            return torch.nn.functional.pad(
+                weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0])
+            )
 
         return Stack(
-            {name: torch.stack([padded(getattr(head, name), *sizes[name]) for head in self._heads]) for name in WEIGHTS}
+            {
+                name: torch.stack(
+                    [padded(getattr(head, name), *sizes[name]) for head in self._heads]
+                )
+                for name in WEIGHTS
+            }
         )
 
     def about(self) -> dict[str, Any]:
@@ -132,7 +169,10 @@ class RetrievalStack(TrainingTask):
         other = object.__new__(RetrievalStack)
         other.__dict__.update(self.__dict__)
         chosen = keep.tolist()
-        other.cells, other._heads = [self.cells[i] for i in chosen], [self._heads[i] for i in chosen]
+        other.cells, other._heads = (
+            [self.cells[i] for i in chosen],
+            [self._heads[i] for i in chosen],
+        )
         other.names = [cell.name for cell in other.cells]
         where = keep.to(self.device)
         other.T_q, other.T_k, other.scale = self.T_q[where], self.T_k[where], self.scale[where]
@@ -149,7 +189,9 @@ class RetrievalStack(TrainingTask):
         else:
             z.random_(2, generator=generator).mul_(2).sub_(1)
         latents = torch.cat([z[:, :, k, :width] for k, width in enumerate(self.widths)], dim=-1)
-        payload = torch.randint(self.payloads, (n, self.keys), generator=generator, device=self.device)
+        payload = torch.randint(
+            self.payloads, (n, self.keys), generator=generator, device=self.device
+        )
         asked = torch.randint(self.keys, (n, 1), generator=generator, device=self.device)
         noise_k = self._buffer("noise_k", n, self.keys, self.d).normal_(generator=generator)
         noise_q = self._buffer("noise_q", n, self.d).normal_(generator=generator)
@@ -160,22 +202,30 @@ class RetrievalStack(TrainingTask):
         f_k.scatter_(2, payload[..., None] + total, 1.0)
         f_k[..., total + self.payloads :] = noise_k
         picked = latents.gather(1, asked[..., None].expand(n, 1, total))[:, 0]
-        return ContextBatch(torch.cat([picked, noise_q], dim=1), f_k, payload.gather(1, asked)[:, 0])
+        return ContextBatch(
+            torch.cat([picked, noise_q], dim=1), f_k, payload.gather(1, asked)[:, 0]
+        )
 
     def loss(self, params: Mapping[str, Tensor], batch: ContextBatch) -> Float[Tensor, " m"]:
-        """Cross-entropy of the asked payload, written for autograd: the gradients by hand are tested against it."""
+        """Cross-entropy of the asked payload, written for autograd: the gradients by hand are
+        tested against it.
+        """
         queries = torch.einsum("nf,mfd,mhd->mnh", batch.f_q, self.T_q, params["W_Q"])
         products = torch.einsum("mnh,mhd,mfd,ntf->mnt", queries, params["W_K"], self.T_k, batch.f_k)
         mixed = torch.einsum("mnt,ntf->mnf", (self.scale * products).softmax(dim=-1), batch.f_k)
         logits = torch.einsum("mnf,mfd,mhd,mph->mnp", mixed, self.T_k, params["W_V"], params["W_O"])
-        return -logits.log_softmax(dim=-1)[:, torch.arange(len(batch.target)), batch.target].mean(dim=1)
+        return -logits.log_softmax(dim=-1)[:, torch.arange(len(batch.target)), batch.target].mean(
+            dim=1
+        )
 
     def validation_loss(self, params: Mapping[str, Tensor]) -> Float[Tensor, " m"]:
         """Mean loss over the fixed validation set."""
         total = torch.zeros(len(self.cells), device=self.device)
         batches = self._validation_set()
         for batch in batches:
-            total += self._forward(params, batch)["log_p"].gather(1, self._rows(batch)).mean(dim=(1, 2))
+            total += (
+                self._forward(params, batch)["log_p"].gather(1, self._rows(batch)).mean(dim=(1, 2))
+            )
         return -total / len(batches)
 
     def gradients(self, params: Stack, batch: ContextBatch, out: Stack) -> Float[Tensor, " m"]:
@@ -192,16 +242,22 @@ class RetrievalStack(TrainingTask):
         d_out = torch.bmm(d_logits, mixed)  # m P F: of the map from features to logits
         d_mixed = self._buffer("d_mixed", n, m, mixed.shape[2])
         torch.bmm(d_logits.mT, at["out_map"], out=d_mixed.transpose(0, 1))
-        d_attention = torch.bmm(d_mixed, batch.f_k.mT, out=self._buffer("d_attention", n, m, self.keys))
+        d_attention = torch.bmm(
+            d_mixed, batch.f_k.mT, out=self._buffer("d_attention", n, m, self.keys)
+        )
         attention = at["attention"]
         weighted = torch.mul(d_attention, attention, out=self._buffer("products", n, m, self.keys))
         d_attention.sub_(weighted.sum(dim=-1, keepdim=True)).mul_(attention)
-        d_scored = torch.bmm(d_attention, batch.f_k, out=self._buffer("d_scored", n, m, mixed.shape[2])).transpose(0, 1)
+        d_scored = torch.bmm(
+            d_attention, batch.f_k, out=self._buffer("d_scored", n, m, mixed.shape[2])
+        ).transpose(0, 1)
 
         d_queries = self._buffer("d_queries", n, m, d)
         torch.bmm(d_scored, at["key_map"].mT, out=d_queries.transpose(0, 1))
         d_key_map = torch.bmm(at["queries"].mT, d_scored)
-        d_query_map = (batch.f_q.mT @ d_queries.flatten(1)).unflatten(1, (m, d)).transpose(0, 1)  # m Fq h
+        d_query_map = (
+            (batch.f_q.mT @ d_queries.flatten(1)).unflatten(1, (m, d)).transpose(0, 1)
+        )  # m Fq h
         torch.bmm(d_query_map.mT, self.T_q, out=into["W_Q"])
         torch.bmm(d_key_map.mul_(self.scale), self.T_k, out=into["W_K"])
         torch.bmm(d_out, at["value_map"].mT, out=into["W_O"])
@@ -218,14 +274,18 @@ class RetrievalStack(TrainingTask):
         value_map = torch.bmm(weights["W_V"], self.T_k.mT)  # m h F
         out_map = torch.bmm(weights["W_O"], value_map)  # m P F
         features = key_map.shape[2]
-        queries = torch.mm(batch.f_q, query_map.transpose(0, 1).flatten(1), out=self._buffer("queries", n, m * d))
+        queries = torch.mm(
+            batch.f_q, query_map.transpose(0, 1).flatten(1), out=self._buffer("queries", n, m * d)
+        )
         queries = queries.unflatten(1, (m, d)).transpose(0, 1)  # m n h
         scored = self._buffer("scored", n, m, features)
         torch.bmm(queries, key_map, out=scored.transpose(0, 1))
         products = torch.bmm(scored, batch.f_k.mT, out=self._buffer("products", n, m, self.keys))
         attention = torch.softmax(products, dim=-1, out=self._buffer("attention", n, m, self.keys))
         mixed = torch.bmm(attention, batch.f_k, out=self._buffer("mixed", n, m, features))
-        logits = torch.bmm(out_map, mixed.permute(1, 2, 0), out=self._buffer("logits", m, self.payloads, n))
+        logits = torch.bmm(
+            out_map, mixed.permute(1, 2, 0), out=self._buffer("logits", m, self.payloads, n)
+        )
         log_p = torch.log_softmax(logits, dim=1, out=self._buffer("log_p", m, self.payloads, n))
         return {"queries": queries, "key_map": key_map, "value_map": value_map, "out_map": out_map,
                 "attention": attention, "mixed": mixed, "log_p": log_p}  # fmt: skip
@@ -238,7 +298,10 @@ class RetrievalStack(TrainingTask):
             seed = derived_seed(self.cells[0].seed, 6, VARIANTS.index(self.variant))
             generator = torch.Generator(device=self.device).manual_seed(seed)
             count, n = self.validation
-            drawn = [ContextBatch(*(part.clone() for part in self.draw(generator, n))) for _ in range(count)]
+            drawn = [
+                ContextBatch(*(part.clone() for part in self.draw(generator, n)))
+                for _ in range(count)
+            ]
             # A GPU takes them all at once; on a CPU small batches stay in the cache.
             whole = [ContextBatch(*(torch.cat(parts) for parts in zip(*drawn, strict=True)))]
             self._held_out = whole if self.device.type == "cuda" else drawn

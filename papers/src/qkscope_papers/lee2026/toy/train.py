@@ -1,4 +1,6 @@
-"""``qkscope toy retrieval``: train chosen cells, or the paper's four grids, and say how well each head does."""
+"""``qkscope toy retrieval``: train chosen cells, or the paper's four grids, and say how well each
+head does.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ def train_retrieval(
 
     Parameters
     ----------
-    grids : ``all`` for the paper's four, or one as ``discrete-8``; without it, the one cell that ``ranks`` names.
-    as_written : standard Gaussian maps and noise, as the paper's text has them, instead of those that reproduce it.
+    grids : ``all`` for the paper's four, or one as ``discrete-8``; without it, the one cell that
+        ``ranks`` names.
+    as_written : standard Gaussian maps and noise, as the paper's text has them, instead of those
+        that reproduce it.
     contexts : fresh contexts per head for its accuracy and ceilings.
     show : told the result before it is written.
     """
@@ -54,7 +58,9 @@ def train_retrieval(
     check_trained(out / "heads")
     start = time.perf_counter()
     recipe = Recipe(steps=steps)
-    trained = train_heads(cells, out / "heads", lr=lr, recipe=recipe, device=device, workers=workers)
+    trained = train_heads(
+        cells, out / "heads", lr=lr, recipe=recipe, device=device, workers=workers
+    )
     seconds = time.perf_counter() - start
     rows: list[dict[str, Any]] = []
     for found in trained:
@@ -83,10 +89,17 @@ def train_retrieval(
 
 
 def _cells(
-    grids: str | None, ranks: tuple[int, ...], variant: Variant, d_head: int, seeds: int, scales: dict[str, Any]
+    grids: str | None,
+    ranks: tuple[int, ...],
+    variant: Variant,
+    d_head: int,
+    seeds: int,
+    scales: dict[str, Any],
 ) -> list[HeadCell]:
     if grids is None:
-        return [HeadCell(Retrieval(ranks, variant, **scales), d_head, seed) for seed in range(seeds)]
+        return [
+            HeadCell(Retrieval(ranks, variant, **scales), d_head, seed) for seed in range(seeds)
+        ]
     if grids == "all":
         return all_grids(seeds, **scales)
     name, _, width = grids.partition("-")

@@ -1,7 +1,8 @@
-"""Trained retrieval heads on disk: ask for cells, get heads; what is there is loaded, what is not is trained.
+"""Trained retrieval heads on disk: ask for cells, get heads; what is there is loaded, what is not
+is trained.
 
-A head's file name holds a hash of everything that made it (task, width, seed, learning rate, recipe), so a folder can
-serve many figures and never hands out a head trained in another way.
+A head's file name holds a hash of everything that made it (task, width, seed, learning rate,
+recipe), so a folder can serve many figures and never hands out a head trained in another way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from qkscope_papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalH
 from qkscope_papers.lee2026.toy.stack import HeadCell, RetrievalStack
 from qkscope_papers.trainer import Outcome, Recipe, Trainer
 
-GRIDS: dict[int, tuple[int, ...]] = {8: (2, 3, 4, 5, 6), 16: (4, 6, 8, 10, 12)}  # d_head: ranks of either variable
+GRIDS: dict[int, tuple[int, ...]] = {
+    8: (2, 3, 4, 5, 6),
+    16: (4, 6, 8, 10, 12),
+}  # d_head: ranks of either variable
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,19 @@ def grid(
 ) -> list[HeadCell]:
     """The cells of one of the paper's grids: every pair of ranks."""
     values = GRIDS[d_head] if ranks is None else ranks
-    return [HeadCell(Retrieval((a, b), variant, **task), d_head, seed) for a in values for b in values]
+    return [
+        HeadCell(Retrieval((a, b), variant, **task), d_head, seed) for a in values for b in values
+    ]
 
 
 def all_grids(seeds: int = 1, **task: Any) -> list[HeadCell]:
     """The paper's four grids, 100 cells for each seed."""
     return [
-        cell for s in range(seeds) for v in VARIANTS for d_head in GRIDS for cell in grid(v, d_head, seed=s, **task)
+        cell
+        for s in range(seeds)
+        for v in VARIANTS
+        for d_head in GRIDS
+        for cell in grid(v, d_head, seed=s, **task)
     ]
 
 
@@ -57,7 +67,9 @@ def train_heads(
     device: str = "cpu",
     workers: int | None = None,
 ) -> list[HeadRun]:
-    """Heads for these cells, in their order; interrupted training goes on where its last checkpoint stands."""
+    """Heads for these cells, in their order; interrupted training goes on where its last checkpoint
+    stands.
+    """
     folder, recipe = Path(folder), recipe or Recipe()
     hashes = {cell: short_hash([asdict(cell), lr, recipe.about()]) for cell in cells}
     paths = {cell: folder / f"{cell.slug}-{own}.safetensors" for cell, own in hashes.items()}
@@ -66,13 +78,19 @@ def train_heads(
         for cell in missing:
             cell.task.warn_if_crowded(cell.d_head)
         groups = _groups(missing, merge_widths=device != "cpu")
-        return [_trainer(RetrievalStack(group, device=device), lr, recipe, folder) for group in groups]
+        return [
+            _trainer(RetrievalStack(group, device=device), lr, recipe, folder) for group in groups
+        ]
 
     def keep(trainer: Trainer, outcome: Outcome) -> None:
         task = trainer.task
         assert isinstance(task, RetrievalStack)
         for i, (cell, head) in enumerate(zip(task.cells, task.heads(outcome.params), strict=True)):
-            ended = {"steps": outcome.stopped_at[i], "reason": outcome.reasons[i], "loss": outcome.final_loss[i]}
+            ended = {
+                "steps": outcome.stopped_at[i],
+                "reason": outcome.reasons[i],
+                "loss": outcome.final_loss[i],
+            }
             head.save(paths[cell], **ended, lr=lr)
 
     train_missing(paths, trainers, keep, workers)
@@ -89,7 +107,9 @@ def _trainer(task: RetrievalStack, lr: float, recipe: Recipe, folder: Path) -> T
 
 
 def _groups(cells: Sequence[HeadCell], merge_widths: bool) -> list[list[HeadCell]]:
-    """Cells that can share a stack: the same data; on CPU also the same width, as padding costs arithmetic there."""
+    """Cells that can share a stack: the same data; on CPU also the same width, as padding costs
+    arithmetic there.
+    """
 
     def key(cell: HeadCell) -> tuple[Any, ...]:
         task = cell.task
