@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from qkscope.capture.inputs import model_pad_id, pad_rows, short_ids
-from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
 from qkscope.heads import Head
+from qkscope.linear.attribution import values_of
 from qkscope.linear.run import Run
-from qkscope.linear.split import values_of
+from qkscope.model.capture_types import Places
+from qkscope.model.inputs import model_pad_id, pad_rows, short_ids
+from qkscope.model.scope import Scope
 from qkscope_papers.families import tiny_model, two_prompts
 
 

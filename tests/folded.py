@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.capture.blocks import full_output, take_apart
-from qkscope.capture.scope import Scope
+from qkscope.linear.head_weights import recorded
 from qkscope.linear.layer import AffineLayer
-from qkscope.linear.weights import recorded
+from qkscope.model.block_tree import full_output, take_apart
+from qkscope.model.scope import Scope
 
 
 @torch.no_grad()

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import qkscope as qk
-from qkscope.capture.scope import Scope
 from qkscope.heads import Head
-from qkscope.runs.result import Result
-from qkscope.tasks.words import OBJECTS
+from qkscope.model.scope import Scope
+from qkscope.results.result import Result
+from qkscope.texts.word_pools import OBJECTS
 
 WIDTH, HEADS, LAYERS = 32, 3, 3
 READER = Head(2, 1)

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from qkscope import BadInput, Head, tasks
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.find import find_heads
-from qkscope.analyses.fit import load, read_job
-from qkscope.analyses.prompts import batches_of, unit_runner
-from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
-from qkscope.maths.significance import wilson
-from qkscope.runs.result import Result
-from qkscope.tasks.task import ANSWER, Task
-from qkscope.tasks.words import OBJECTS
+from qkscope.findings.fit import load, read_job
+from qkscope.findings.task_batches import batches_of, unit_runner
+from qkscope.model.scope import Scope
+from qkscope.results.result import Result
+from qkscope.sums.nulls import wilson
+from qkscope.texts.task import ANSWER, Task
+from qkscope.texts.word_pools import OBJECTS
+from qkscope.verbs.decompose import decompose
+from qkscope.verbs.find_heads import find_heads
 
 HEADS = ["L1H3", "L0H1", "L1H0"]  # two layers, out of order, two of one key head's group apart
 

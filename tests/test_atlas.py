@@ -4,9 +4,9 @@ import pytest
 
 import qkscope as qk
 from planted_model import KINDS, named
-from qkscope.analyses.atlas import job_of
-from qkscope.analyses.because import Look, Reason, relation
+from qkscope.findings.because import Look, Reason, relation
 from qkscope.heads import Head
+from qkscope.verbs.atlas.atlas import job_of
 
 
 @pytest.fixture(scope="module")

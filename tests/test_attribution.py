@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from planted import orthonormal, randn
 from qkscope import BadInput, tasks
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.split import attribute
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
-from qkscope.maths.attribution import alignment, attribute_logits, carried
-from qkscope.maths.singular import basis_of_weights
-from qkscope.maths.subspace import Subspace
+from qkscope.sums.feature_split import alignment, attribute_logits, carried
+from qkscope.sums.singular import basis_of_weights
+from qkscope.sums.subspace import Subspace
+from qkscope.verbs.attribute import attribute
+from qkscope.verbs.decompose import decompose
 
 seeds = st.integers(0, 10**6)
 

@@ -14,8 +14,8 @@ import torch
 
 import qkscope as qk
 from qkscope import BadInput, Head, tasks
-from qkscope.analyses.decompose import decompose
-from qkscope.capture.scope import Scope
+from qkscope.model.scope import Scope
+from qkscope.verbs.decompose import decompose
 
 FILES = {
     "empty.jsonl": "",

@@ -10,15 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkscope as qk
-from qkscope.analyses.atlas import known_jobs
-from qkscope.analyses.because import Because, Look, interval
-from qkscope.analyses.trace.prompt import Probe
-from qkscope.analyses.why.carriers import Carriers
-from qkscope.capture.tap import cleared
-from qkscope.change.again import Again, prompt_of
-from qkscope.change.words import Alternatives, Word, lexicon_of, words_of
 from qkscope.errors import BadInput
+from qkscope.findings.because import Because, Look, interval
+from qkscope.findings.carriers import Carriers
+from qkscope.findings.prompt_trace import Probe
 from qkscope.heads import Head
+from qkscope.model.tap import cleared
+from qkscope.rerun.alternatives import Alternatives, Word, lexicon_of, words_of
+from qkscope.rerun.rerun_tokens import Again, prompt_of
+from qkscope.verbs.atlas.atlas import known_jobs
 from qkscope_papers.families import tiny_model
 
 PROMPT = "hat: O jam: Z cat: B jam:"
@@ -52,7 +52,7 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, leng
     changed[0, 5], changed[1, 8], changed[2, :2] = 20, 21, torch.tensor([22, 23])
     reads = dict.fromkeys(range(scope.n_layers), ids - 3)
     monkeypatch.setattr(
-        "qkscope.change.again._ROOM", {"cpu": 300}
+        "qkscope.rerun.rerun_tokens._ROOM", {"cpu": 300}
     )  # attention rows of two tokens at a time
     seen, logits = {True: {}, False: {}}, {}
     for alone in (True, False):
@@ -150,8 +150,8 @@ def test_effects_of_a_word_are_those_of_plain_forwards_with_far_tokens_held(
     """By hand: each alternative in the prompt, and blocks given what they were given before at
     tokens that are held.
     """
-    monkeypatch.setattr("qkscope.analyses.because._WHOLE", whole)
-    monkeypatch.setattr("qkscope.analyses.because.NEAR", near)
+    monkeypatch.setattr("qkscope.findings.because._WHOLE", whole)
+    monkeypatch.setattr("qkscope.findings.because.NEAR", near)
     again, head = Again.of(nano, ids_of(nano, COPIED)), Head(1, 1)
     query = len(again.ids) - 1
     key = 1 + int(nano.attention(COPIED, head)[query][1:].argmax())
@@ -279,7 +279,7 @@ def test_a_pair_without_other_words_takes_nothing_from_the_next(nano, monkeypatc
 
 
 def test_of_a_long_prompt_copies_and_near_words_are_tried(nano, monkeypatch):
-    monkeypatch.setattr("qkscope.analyses.because._AFFORDABLE", 70)
+    monkeypatch.setattr("qkscope.findings.because._AFFORDABLE", 70)
     because = Because(Again.of(nano, ids_of(nano, PROMPT)), [Look(Head(2, 3), 11, 6)])
     reason = because.reasons()[0]
     assert 0 < reason.tried < reason.seen
@@ -316,7 +316,7 @@ def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
         ("analyses.trace.graph._SLOTS", 64),
     ):
         monkeypatch.setattr(f"qkscope.{name}", value)
-    monkeypatch.setattr("qkscope.analyses.because._AFFORDABLE", 1024)
+    monkeypatch.setattr("qkscope.findings.because._AFFORDABLE", 1024)
     if not alone:
         monkeypatch.setattr(Again, "runs_alone", lambda *_: False)
     words = [word for word in sorted(nano.tokenizer.get_vocab()) if word.isalpha()][:40]

@@ -8,8 +8,8 @@ import pytest
 
 import qkscope as qk
 from browser import Watched, expect
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
 from qkscope.show.page import write_report
 
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"

@@ -8,13 +8,13 @@ from transformers.models.llama import modeling_llama
 
 import qkscope as qk
 from batches import look, residual_parts, row_with
-from qkscope.analyses.trace.prompt import Probe
-from qkscope.capture.patch import Edit
-from qkscope.change.again import Again
-from qkscope.change.whole import Batch
-from qkscope.change.writers import restore
 from qkscope.errors import BadInput
+from qkscope.findings.prompt_trace import Probe
 from qkscope.heads import Head
+from qkscope.linear.row import restore
+from qkscope.model.patch import Edit
+from qkscope.rerun.rerun_layers import Batch
+from qkscope.rerun.rerun_tokens import Again
 from qkscope_papers.families import two_prompts
 
 PROMPT = "hat: O jam: Z cat: B jam:"
@@ -260,7 +260,7 @@ def test_a_prompt_recorded_from_its_first_change_on_restores_what_the_whole_one_
     nano, monkeypatch, side
 ):
     monkeypatch.setattr(
-        "qkscope.change.again._ROOM", {"cpu": 100}
+        "qkscope.rerun.rerun_tokens._ROOM", {"cpu": 100}
     )  # attention rows of two tokens at a time
     source, changed = (Probe(nano, text) for text in (PROMPT, PROMPT.replace("jam: Z", "cat: Z")))
     ids, (query, key), sets = (

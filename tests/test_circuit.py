@@ -9,13 +9,13 @@ import torch
 
 import qkscope as qk
 from planted_model import READER, planted
-from qkscope.analyses.circuit import NodeOrder
-from qkscope.analyses.trace.prompt import Probe, reader_of
-from qkscope.analyses.why.over import nodes_of
-from qkscope.change.again import prompt_of
-from qkscope.change.nodes import Nodes
 from qkscope.errors import BadInput
+from qkscope.findings.prompt_trace import Probe, reader_of
 from qkscope.heads import Head
+from qkscope.rerun.nodes import Nodes
+from qkscope.rerun.rerun_tokens import prompt_of
+from qkscope.verbs.why.circuit import NodeOrder
+from qkscope.verbs.why.many_prompts import nodes_of
 from qkscope_papers.families import tiny_model
 from test_trace_graph import check_sums
 

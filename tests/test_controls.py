@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from planted import PlantedHead, randn
 from qkscope import BadInput, Head
-from qkscope.draws import draw_bits, draw_signs
-from qkscope.maths.controls import FEWEST, Gain, rank_above, run_controls
-from qkscope.maths.moments import Moments
-from qkscope.maths.significance import clustered_bootstrap
-from qkscope.maths.subspace import Subspace
+from qkscope.seeds import draw_bits, draw_signs
+from qkscope.sums.controls import FEWEST, Gain, rank_above, run_controls
+from qkscope.sums.moments import Moments
+from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.subspace import Subspace
 
 
 def accumulate(q, k, labels, replicates=199, seed=0, size=32):

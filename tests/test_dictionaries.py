@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 import qkscope as qk
 from qkscope.errors import BadInput
-from qkscope.maths.dictionaries import NULLS, NUMBERS, FeatureTerms, null_code
-from qkscope.maths.singular import random_rotations
+from qkscope.sums.dictionaries import NULLS, NUMBERS, FeatureTerms, null_code
+from qkscope.sums.singular import random_rotations
 
 D, F = 6, 15
 

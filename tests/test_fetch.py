@@ -12,7 +12,7 @@ import pytest
 
 from gguf_writer import sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.capture.files import EMBEDDED, Package, fetch
+from qkscope.model.files import EMBEDDED, Package, fetch
 
 
 @pytest.fixture

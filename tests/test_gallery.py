@@ -11,7 +11,7 @@ import pytest
 import qkscope as qk
 from browser import Watched, expect
 from qkscope import BadInput, Result
-from qkscope.runs.claims import Claim
+from qkscope.results.claims import Claim
 from qkscope.show.gallery import write_gallery
 from qkscope.show.page import heads_in, page_of, report_html
 

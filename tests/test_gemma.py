@@ -10,9 +10,9 @@ import pytest
 import qkscope as qk
 from gguf_writer import sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.analyses.trace.prompt import Question
-from qkscope.capture import files
-from qkscope.capture.files import EMBEDDED, Package, cache_dir, is_installed, packaged_file
+from qkscope.findings.prompt_trace import Question
+from qkscope.model import files
+from qkscope.model.files import EMBEDDED, Package, cache_dir, is_installed, packaged_file
 from test_gguf_files import TEXTS, check_rules
 
 MODEL = "gemma3-270m"

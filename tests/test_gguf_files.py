@@ -14,7 +14,7 @@ import torch
 
 from gguf_writer import BYTES, SENTENCEPIECE, byte_level, sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.capture.files import cache_dir
+from qkscope.model.files import cache_dir
 
 
 def load(path: Path | str) -> Scope:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from qkscope import BadInput, Scope, Subspace, tasks
-from qkscope.maths.bases import Projector
-from qkscope.maths.swap import swapped_keys
+from qkscope.sums.bases import Projector
+from qkscope.sums.swap_algebra import swapped_keys
 from swapped_prompt import difference, own_feature, swapped_prompt
 
 HEAD = "L1H3"  # reads the second key head, as L1H2 does

@@ -5,12 +5,12 @@ named.
 import pytest
 import torch
 
-from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
+from qkscope.linear.head_weights import head_weights
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import BIAS, EMBEDDING
-from qkscope.linear.weights import head_weights
+from qkscope.model.scope import Scope
 from qkscope_papers.families import tiny_model
 
 INSTEAD = {

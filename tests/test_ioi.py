@@ -7,8 +7,8 @@ import re
 import pytest
 
 from qkscope import BadInput, Example, Scope, tasks
-from qkscope.tasks.task import ANSWER
-from qkscope.tasks.words import EVENTS, NAMES, PEOPLE, PLACES, THINGS
+from qkscope.texts.task import ANSWER
+from qkscope.texts.word_pools import EVENTS, NAMES, PEOPLE, PLACES, THINGS
 
 ROLES = {
     "ioi": {"IO", "S1", "S1+1", "S2", "END"},

@@ -12,11 +12,11 @@ import torch
 
 import qkscope as qk
 from qkscope import BadInput, tasks
-from qkscope.capture.inputs import answer_ids
 from qkscope.examples import Answers, Example
-from qkscope.maths.significance import lag_one
-from qkscope.tasks.task import ANSWER, USES, Task
-from qkscope.tasks.words import BOXES, OBJECTS
+from qkscope.model.inputs import answer_ids
+from qkscope.sums.nulls import lag_one
+from qkscope.texts.task import ANSWER, USES, Task
+from qkscope.texts.word_pools import BOXES, OBJECTS
 
 GOOD = {"prompt": "A cat, a dog. The cat", "keys": [
     {"text": "cat,", "labels": {"mine": 1}}, {"text": "dog", "labels": {"mine": -1}},

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from qkscope import BadInput, tasks
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load
-from qkscope.capture.scope import Scope
-from qkscope.runs.folder import add_to_run, check_folder, write_file
-from qkscope.runs.result import Result, provenance
+from qkscope.findings.fit import load
+from qkscope.model.scope import Scope
+from qkscope.results.folder import add_to_run, check_folder, write_file
+from qkscope.results.result import Result, provenance
 from qkscope.show.page import write_report
+from qkscope.verbs.decompose import decompose
 
 
 @pytest.fixture

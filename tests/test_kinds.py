@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput, Head
-from qkscope.kinds import Count, Share, checked_call
+from qkscope.checking import Count, Share, checked_call
 
 
 @checked_call

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qkscope import BadInput, Example, Scope
-from qkscope.capture.small import named_lengths, small_config
+from qkscope.model.tiny_copy import named_lengths, small_config
 from qkscope_papers.families import tiny_model
 
 
@@ -24,7 +24,7 @@ def test_what_fails_beyond_a_length_is_refused_with_the_field(
     model = tiny_model("deepseek_v32", index_topk=2048)
     Scope.from_model(model)
     monkeypatch.setattr(
-        "qkscope.capture.tap._Name.__eq__", str.__eq__
+        "qkscope.model.tap._Name.__eq__", str.__eq__
     )  # so the mask is dropped, as it was
     with pytest.raises(BadInput, match=r"beyond its index_topk.* \(seen in a small copy of it\)"):
         Scope.from_model(tiny_model("deepseek_v32", index_topk=2048))
@@ -36,7 +36,7 @@ def test_a_model_that_was_checked_before_keeps_what_was_found(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny_model("llama4_text", floor_scale=8192).save_pretrained(tmp_path / "model")
     assert Scope.load(tmp_path / "model").facts.sides == ("right",)
-    monkeypatch.setattr("qkscope.capture.check.check_model", None)  # it is not made again
+    monkeypatch.setattr("qkscope.model.selfcheck.check_model", None)  # it is not made again
     assert Scope.load(tmp_path / "model").facts.sides == ("right",)
 
 

@@ -8,13 +8,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import qkscope as qk
 from batches import each_head, look, padded, residual_parts, row_with
-from qkscope.analyses.trace.prompt import Probe
-from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
+from qkscope.findings.prompt_trace import Probe
 from qkscope.heads import Head
+from qkscope.linear.attribution import direct_effect, direct_effects
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Run
-from qkscope.linear.split import direct_effect, direct_effects
+from qkscope.model.capture_types import Places
+from qkscope.model.scope import Scope
 from qkscope_papers.families import sum_error
 
 IDS = qk.Example(ids=tuple(range(3, 14)))

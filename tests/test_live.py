@@ -23,10 +23,10 @@ import torch
 import qkscope as qk
 from browser import Watched, expect
 from qkscope import BadInput
-from qkscope.runs.result import Result, plain_value
+from qkscope.results.result import Result, plain_value
 from qkscope.show import session as session_module
 from qkscope.show.blocks import blocks_of
-from qkscope.show.live import Server
+from qkscope.show.server import Server
 from qkscope.show.session import Session, read_features
 
 PROMPT = "hat : O jam : Z cat : B jam :"

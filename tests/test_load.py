@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gguf_writer import write_gguf
-from qkscope.analyses.prompts import check_same_model
-from qkscope.capture.files import cache_dir, files_hash, tensors_hash, weights_part
-from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
+from qkscope.findings.task_batches import check_same_model
+from qkscope.model.files import cache_dir, files_hash, tensors_hash, weights_part
+from qkscope.model.scope import Scope
 from qkscope_papers.families import tiny_model
 from tiny_llama import write_tiny_llama
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from qkscope import BadInput, attribute, decompose, swap, tasks
-from qkscope.analyses.fit import load
-from qkscope.capture.scope import Scope
-from qkscope.runs.folder import read_tensors
-from qkscope.runs.result import Result, made_result, provenance
+from qkscope.findings.fit import load
+from qkscope.model.scope import Scope
+from qkscope.results.folder import read_tensors
+from qkscope.results.result import Result, made_result, provenance
 from tiny_llama import write_tiny_llama
 
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import qkscope as qk
-from qkscope.capture.inputs import short_inputs
-from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_writers
+from qkscope.linear.attribution import check_neurons, first_neurons, neuron_parts
 from qkscope.linear.reader import Reader
-from qkscope.linear.split import check_neurons, first_neurons, neuron_parts
+from qkscope.model.capture_types import Places
+from qkscope.model.inputs import short_inputs
+from qkscope.model.scope import Scope
 from qkscope_papers.families import tiny_model
 
 

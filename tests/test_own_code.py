@@ -9,11 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 from id_prompts import ids, marked
-from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
-from qkscope.linear.weights import head_weights
+from qkscope.linear.head_weights import head_weights
+from qkscope.model.capture_types import Places
+from qkscope.model.scope import Scope
 from qkscope_papers.families import tiny_model, trace_error
 
 ALIBI = {"alibi": True}

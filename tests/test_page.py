@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 import qkscope as qk
 from qkscope import BadInput
 from qkscope.cli import app
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
 from qkscope.show.blocks import blocks_of
 from qkscope.show.page import page_of, report_html, script_json
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from id_prompts import marked
-from qkscope.capture.encode import Encoding
-from qkscope.capture.patch import Edit
-from qkscope.capture.scope import Scope
 from qkscope.examples import Example
+from qkscope.model.encode import Encoding
+from qkscope.model.patch import Edit
+from qkscope.model.scope import Scope
 from qkscope_papers.families import tiny_model
 
 HEAD = "L0H1"

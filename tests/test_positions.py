@@ -4,9 +4,9 @@ template.
 
 import pytest
 
-from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key, find_span
+from qkscope.model.scope import Scope
 from qkscope_papers.families import tiny_model
 
 PROMPT = "The hat is in Box O. The jam is in Box Z. The hat is in Box"

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from qkscope import cli
-from qkscope.runs import progress
-from qkscope.runs.work import stream
+from qkscope.results import progress
+from qkscope.results.work import stream
 
 
 class Terminal(io.StringIO):

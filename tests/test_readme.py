@@ -11,7 +11,7 @@ import typer
 
 import qkscope as qk
 from qkscope.cli import app
-from qkscope.tasks.task import Task
+from qkscope.texts.task import Task
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkscope import BadInput, Head
-from qkscope.runs.claims import Claim, rule_holds
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim, rule_holds
+from qkscope.results.result import Result
 
 
 @given(st.integers(0, 9999), st.integers(0, 9999))

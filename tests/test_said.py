@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import qkscope as qk
-from qkscope.analyses.trace.verdicts import FEW
-from qkscope.capture.encode import token_texts
+from qkscope.findings.verdicts import FEW
 from qkscope.heads import parse_writers
-from qkscope.maths.writers import different, draw_alike
+from qkscope.model.encode import token_texts
+from qkscope.sums.relative_logits import different, draw_alike
 
 WORDS = "hat jam cat pen hat jam"
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import qkscope as qk
 from qkscope import BadInput, Moments, tasks
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.fit import load, read_job, sums_file, task_of
-from qkscope.capture.scope import Scope
-from qkscope.runs.folder import read_tensors, write_tensors
-from qkscope.runs.result import Result, plain_value
+from qkscope.findings.fit import load, read_job, sums_file, task_of
+from qkscope.model.scope import Scope
+from qkscope.results.folder import read_tensors, write_tensors
+from qkscope.results.result import Result, plain_value
 from qkscope.show.page import script_json
-from qkscope.tasks.words import OBJECTS
+from qkscope.texts.word_pools import OBJECTS
+from qkscope.verbs.decompose import decompose
 
 JOB = {"contrasts": ["order"], "batch_size": 4}
 
@@ -53,7 +53,7 @@ def test_sums_that_claim_another_shape_or_belong_elsewhere_are_refused(
         read_tensors(tmp_path / "x.safetensors", "sums")
     # of another fit; or of prompts that another version drew
     with monkeypatch.context() as patched:
-        patched.setattr("qkscope.analyses.fit.units_hash", lambda units: "0")
+        patched.setattr("qkscope.findings.fit.units_hash", lambda units: "0")
         with pytest.raises(BadInput, match="was fitted on other prompts of order"):
             load(fit, scope)
     decompose(scope, tasks.binding(4), ["L0H1"], 16, out=fit.parent / "other", **JOB)
@@ -171,7 +171,7 @@ def test_a_run_folder_of_any_text_reads_back(tmp_path):
     ],
 )
 def test_a_hostile_chat_template_ends_in_a_sentence(monkeypatch, template, said):
-    monkeypatch.setattr("qkscope.capture.encode._SECONDS", 1)
+    monkeypatch.setattr("qkscope.model.encode._SECONDS", 1)
     scope = qk.Scope.load("nano:mixed", check=False)
     scope.tokenizer.chat_template = template
     with pytest.raises(BadInput, match=said):

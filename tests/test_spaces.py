@@ -7,9 +7,9 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from id_prompts import marked
-from qkscope.capture.pick import Capture
-from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
+from qkscope.model.capture_types import Capture
+from qkscope.model.scope import Scope
 from qkscope_papers.families import tiny_model
 
 ROTATED = ["llama", "qwen3", "phi3", "gpt_neox", "gpt_oss", "stablelm", "cohere", "gptj", "falcon"]

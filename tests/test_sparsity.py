@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import one_hot
 
 from qkscope import BadInput
-from qkscope.maths.bases import thin_svd
-from qkscope.maths.singular import (
+from qkscope.sums.bases import thin_svd
+from qkscope.sums.singular import (
     cancellation,
     key_difference,
     null_count,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from qkscope import BadInput, Scope, tasks
-from qkscope.analyses import sparsity as module
-from qkscope.analyses.circuits import (
+from qkscope.findings.published import (
     CIRCUITS,
     DUTIES,
     Duty,
@@ -19,11 +18,12 @@ from qkscope.analyses.circuits import (
     parse_edges,
     rows_from,
 )
-from qkscope.analyses.sparsity import checkpoints, group_difference, sparsity, sweep
-from qkscope.analyses.split import relative_rows, singular_basis
 from qkscope.heads import Head
-from qkscope.tasks.sentences import TEMPLATES
-from qkscope.tasks.words import NAMES, PLACES, THINGS
+from qkscope.texts.sentence_tasks import TEMPLATES
+from qkscope.texts.word_pools import NAMES, PLACES, THINGS
+from qkscope.verbs import sparsity as module
+from qkscope.verbs.attribute import relative_rows, singular_basis
+from qkscope.verbs.sparsity import checkpoints, group_difference, sparsity, sweep
 from qkscope_papers.families import tiny_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planted import orthonormal, randn
-from qkscope.maths import bases
-from qkscope.maths.bases import checked_svd, energy_rank, joint_basis, oblique_projectors
-from qkscope.maths.subspace import Subspace
+from qkscope.sums import bases
+from qkscope.sums.bases import checked_svd, energy_rank, joint_basis, oblique_projectors
+from qkscope.sums.subspace import Subspace
 
 seeds = st.integers(0, 10**6)
 

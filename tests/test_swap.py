@@ -10,17 +10,14 @@ from hypothesis import strategies as st
 
 from planted import PlantedHead, orthonormal, randn
 from qkscope import BadInput, Head, tasks
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.swap import Features, swap
 from qkscope.attention import AttentionRows
-from qkscope.capture.patch import Edit
-from qkscope.draws import derived_seed, draw_bits
 from qkscope.examples import Example
-from qkscope.maths.bases import Projector
-from qkscope.maths.methods import beside_truth, conditions, cov_qk, key_pca
-from qkscope.maths.moments import Covariance
-from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import (
+from qkscope.model.patch import Edit
+from qkscope.seeds import derived_seed, draw_bits
+from qkscope.sums.bases import Projector
+from qkscope.sums.moments import Covariance
+from qkscope.sums.subspace import Subspace
+from qkscope.sums.swap_algebra import (
     Condition,
     SwapRows,
     draw_targets,
@@ -28,7 +25,10 @@ from qkscope.maths.swap import (
     swap_table,
     swapped_keys,
 )
-from qkscope.tasks.task import ANSWER, Task
+from qkscope.sums.swap_methods import beside_truth, conditions, cov_qk, key_pca
+from qkscope.texts.task import ANSWER, Task
+from qkscope.verbs.decompose import decompose
+from qkscope.verbs.swap.swap import Features, swap
 
 seeds = st.integers(0, 10**6)
 

@@ -6,11 +6,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from id_prompts import eager_attention, ids, marked
-from qkscope.capture.scope import Scope
-from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Key
-from qkscope.runs.work import stream
+from qkscope.model.scope import Scope
+from qkscope.model.tap import tap
+from qkscope.results.work import stream
 from qkscope_papers.families import tiny_model
 
 DECODERS = [

@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 
 from qkscope import BadInput, tasks
-from qkscope.tasks.task import ANSWER, Task, Unit
-from qkscope.tasks.words import CATEGORIES, OBJECTS
+from qkscope.texts.task import ANSWER, Task, Unit
+from qkscope.texts.word_pools import CATEGORIES, OBJECTS
 
 FORMS = ("list", "sentence", "question")
 # the word before each box, and the word asked for
@@ -169,7 +169,8 @@ def test_another_process_makes_the_same_examples():
     """The text of every draw on record: a hash that Python salts, or another order of a set, would
     change it.
     """
-    code = "import qkscope.tasks as t\nprint([t.binding(5, filler=2).fit('box', 9), t.filter(13, 'bullets').test(9)])"
+    printed = "[t.binding(5, filler=2).fit('box', 9), t.filter(13, 'bullets').test(9)]"
+    code = f"from qkscope import tasks as t\nprint({printed})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str(
         [tasks.binding(5, filler=2).fit("box", 9), tasks.filter(13, "bullets").test(9)]

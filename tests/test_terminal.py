@@ -19,7 +19,7 @@ from rich.console import Console
 from forked import command, forked
 from qkscope import cli
 from qkscope.cli import verbs, views
-from qkscope.runs.result import Result
+from qkscope.results.result import Result
 
 BINDING = ["binding", "--model", "nano:mixed", "--form", "sentence", "--size", "4"]
 RULE = re.compile(r"─+( ─+)*")

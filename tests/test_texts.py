@@ -6,8 +6,8 @@ import random
 import pytest
 
 from qkscope.errors import BadInput
-from qkscope.tasks.sides import LENGTH, RUN, SIDES, split
-from qkscope.tasks.texts import FEW, Document, read_documents
+from qkscope.texts.documents import FEW, Document, read_documents
+from qkscope.texts.holdout import LENGTH, RUN, SIDES, split
 
 
 def encode(text: str) -> list[int]:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import qkscope as qk
-from qkscope.analyses.trace.edges import EdgeTest, choose_writers, edge_masks
-from qkscope.analyses.trace.prompt import Probe
-from qkscope.analyses.trace.rows import Pass
 from qkscope.errors import BadInput
+from qkscope.findings.head_rows import Pass
+from qkscope.findings.prompt_trace import Probe
 from qkscope.heads import Head, Writer
 from qkscope.linear.reader import Reader
-from qkscope.maths.subspace import Subspace
-from qkscope.maths.writers import METRICS, SIDES
+from qkscope.sums.relative_logits import METRICS, SIDES
+from qkscope.sums.subspace import Subspace
+from qkscope.verbs.trace.edges import EdgeTest, choose_writers, edge_masks
 
 N, HEAD = 12, Head(1, 0)
 PROMPT = "hat : O jam : Z jam :"

@@ -12,16 +12,16 @@ from torch.nn.functional import normalize
 
 import qkscope as qk
 from planted_model import READER, planted
-from qkscope.analyses.trace.features import EDGES, FeatureSplit
-from qkscope.analyses.trace.prompt import Probe
-from qkscope.analyses.trace.rows import HeadRows, Pass
-from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
+from qkscope.findings.head_rows import HeadRows, Pass
+from qkscope.findings.prompt_trace import Probe
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Parts
-from qkscope.maths.dictionaries import NULLS
+from qkscope.model.scope import Scope
 from qkscope.show.blocks import blocks_of
+from qkscope.sums.dictionaries import NULLS
+from qkscope.verbs.trace.features import EDGES, FeatureSplit
 from qkscope_papers.families import tiny_model, two_prompts
 
 FAMILIES = ["gpt2", "gemma2", "olmo2", "gpt_oss", "deepseek_v3"]
@@ -72,7 +72,7 @@ def test_a_long_prompt_in_pieces_gives_the_same(nano, monkeypatch):
     scope = nano
     own = random_dictionary(scope.model.config.hidden_size, 1)
     whole = qk.trace(scope, PROMPT, "L1H0", dictionary=own, draws=2)
-    monkeypatch.setattr("qkscope.analyses.trace.features._AT_ONCE", 1)  # key by key
+    monkeypatch.setattr("qkscope.verbs.trace.features._AT_ONCE", 1)  # key by key
     pieces = qk.trace(scope, PROMPT, "L1H0", dictionary=own, draws=2)
     for one, other in zip(
         whole.tables["feature_pairs"], pieces.tables["feature_pairs"], strict=True

@@ -7,13 +7,13 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import qkscope as qk
-from qkscope.analyses.trace.graph import trace_graph
-from qkscope.analyses.trace.prompt import PromptTrace, Question
-from qkscope.capture.encode import Encoding
-from qkscope.capture.inputs import short_inputs
-from qkscope.capture.pick import Places
+from qkscope.findings.graph import trace_graph
+from qkscope.findings.prompt_trace import PromptTrace, Question
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
+from qkscope.model.capture_types import Places
+from qkscope.model.encode import Encoding
+from qkscope.model.inputs import short_inputs
 from qkscope_papers.families import tiny_model
 
 # norms after attention and MLP, a soft-cap; QK-norm; a sink; LayerNorm and parallel blocks
@@ -84,7 +84,7 @@ def test_no_attention_of_all_tokens_runs_again_to_ask_what_an_mlp_read(monkeypat
     found = trace_graph(PromptTrace(run, asked, head, 3), depth=3, smallest=0)
     assert any(found.nodes[edge["target"]]["writer"] == "M0" for edge in found.edges)
     monkeypatch.setattr(
-        "qkscope.analyses.trace.graph._AT_ONCE", 4
+        "qkscope.findings.graph._AT_ONCE", 4
     )  # of a long prompt the tokens asked about, in parts
     again = trace_graph(PromptTrace(run, asked, head, 3), depth=3, smallest=0)
     assert [edge["value"] for edge in again.edges] == pytest.approx(

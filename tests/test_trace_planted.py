@@ -4,7 +4,7 @@ import pytest
 
 import qkscope as qk
 from planted_model import READER, planted
-from qkscope.analyses.trace.verdicts import CANCELS
+from qkscope.findings.verdicts import CANCELS
 from qkscope.heads import Head
 
 SEEDS = range(3)

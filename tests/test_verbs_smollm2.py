@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from qkscope import tasks
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.find import find_heads
-from qkscope.analyses.swap import swap
+from qkscope.verbs.decompose import decompose
+from qkscope.verbs.find_heads import find_heads
+from qkscope.verbs.swap.swap import swap
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "my_contrast.jsonl"
 

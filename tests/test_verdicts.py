@@ -8,10 +8,10 @@ import torch
 
 from planted import PlantedHead, randn
 from qkscope import Head, tasks
-from qkscope.analyses.prompts import UnitBatch, null_units
-from qkscope.maths.controls import cross_validated_rank, plant, rank_above, run_controls
-from qkscope.maths.moments import Moments
-from qkscope.maths.significance import false_discovery, head_p_values
+from qkscope.findings.task_batches import UnitBatch, null_units
+from qkscope.sums.controls import cross_validated_rank, plant, rank_above, run_controls
+from qkscope.sums.moments import Moments
+from qkscope.sums.nulls import false_discovery, head_p_values
 
 PAIR = torch.tensor([[1, -1]])
 
@@ -39,7 +39,7 @@ def test_pooled_tails_reach_further_and_the_nulls_of_a_large_batch_come_in_piece
     moments.update(q, k, {"c": PAIR.expand(40, 2)}, prompts=torch.arange(40) % 10)
     torch.testing.assert_close(moments.state["folds"]["c"].sum(0), moments.state["sums"]["c"])
     assert moments.state["folds"]["c"][:, 0, -1, 0, -1].remainder(4).eq(0).all()
-    from qkscope.maths import moments as module
+    from qkscope.sums import moments as module
 
     q, k = randn(0, 30, 1, 4), randn(1, 30, 1, 2, 4)
     found = []

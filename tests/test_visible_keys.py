@@ -10,13 +10,13 @@ import pytest
 
 import qkscope as qk
 from qkscope import BadInput, Example, tasks
-from qkscope.analyses.prompts import unit_runner
-from qkscope.capture.inputs import FIRST_TOKEN
-from qkscope.capture.scope import Scope
 from qkscope.examples import Key
+from qkscope.findings.task_batches import unit_runner
 from qkscope.heads import Head
-from qkscope.tasks.task import Contrast, Task
-from qkscope.tasks.words import OBJECTS
+from qkscope.model.inputs import FIRST_TOKEN
+from qkscope.model.scope import Scope
+from qkscope.texts.task import Contrast, Task
+from qkscope.texts.word_pools import OBJECTS
 from qkscope_papers.families import tiny_model
 
 

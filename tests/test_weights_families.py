@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from folded import normalised_input
-from qkscope.capture.scope import Scope
-from qkscope.capture.tap import tap
 from qkscope.errors import BadInput
-from qkscope.linear.weights import head_weights
+from qkscope.linear.head_weights import head_weights
+from qkscope.model.scope import Scope
+from qkscope.model.tap import tap
 from qkscope_papers.families import tiny_model
 from tiny_llama import tiny_batch
 

@@ -10,18 +10,18 @@ from typer.testing import CliRunner
 
 import qkscope as qk
 from qkscope import cli
-from qkscope.analyses.trace.prompt import Probe, Question
-from qkscope.analyses.why.output import Output
-from qkscope.analyses.why.over import Prompts, _differs
-from qkscope.analyses.why.parts import part_rows, singular_terms
-from qkscope.capture.encode import token_texts
-from qkscope.capture.scope import Scope
 from qkscope.cli import app
 from qkscope.errors import BadInput
 from qkscope.examples import Example
+from qkscope.findings.next_token import Output
+from qkscope.findings.prompt_trace import Probe, Question
 from qkscope.heads import Head
-from qkscope.linear.split import direct_effect
-from qkscope.maths.significance import wilson
+from qkscope.linear.attribution import direct_effect
+from qkscope.model.encode import token_texts
+from qkscope.model.scope import Scope
+from qkscope.sums.nulls import wilson
+from qkscope.verbs.why.many_prompts import Prompts, _differs
+from qkscope.verbs.why.splits import part_rows, singular_terms
 from qkscope_papers.families import tiny_model
 
 PROMPT = "hat: O\njam: Z\ncat: B\njam:"

@@ -16,9 +16,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import qkscope as qk
 from forked import command, forked
 from qkscope import BadInput, Scope
-from qkscope.analyses.fit import sums_file
-from qkscope.runs import folder as folder_module
-from qkscope.runs.work import Stage, Work, parse_part, torchrun_process
+from qkscope.findings.fit import sums_file
+from qkscope.results import folder as folder_module
+from qkscope.results.work import Stage, Work, parse_part, torchrun_process
 
 TEXTS = [unit[0].text for unit in qk.tasks.induction().draw("fit", "answer", 400)]
 

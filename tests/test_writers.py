@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from batches import each_head, look, padded, sides_of
-from qkscope.capture.blocks import Sum, read_blocks, walk
-from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import BIAS, EMBEDDING
+from qkscope.model.block_tree import Sum, read_blocks, walk
+from qkscope.model.scope import Scope
 from qkscope_papers.families import sum_error, tiny_model, trace_error, two_prompts
 
 NOT_TRACED = {

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from qkscope.capture.inputs import model_pad_id, pad_rows, short_ids, short_inputs
-from qkscope.tasks.lists import FILLER
-from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
+from qkscope.model.inputs import model_pad_id, pad_rows, short_ids, short_inputs
+from qkscope.texts.list_tasks import FILLER
+from qkscope.texts.word_pools import BOXES, CATEGORIES, OBJECTS
 from qkscope_papers.families import tiny_model
 
 

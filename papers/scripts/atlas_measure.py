@@ -30,11 +30,12 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import qkscope as qk
-from qkscope.analyses import atlas, guesses
-from qkscope.change.again import prompt_of
-from qkscope.maths.significance import clustered_bootstrap
-from qkscope.runs.result import Result
-from qkscope.tasks.texts import Document, package_texts, python_texts, read_documents
+from qkscope.rerun.rerun_tokens import prompt_of
+from qkscope.results.result import Result
+from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.texts.documents import Document, package_texts, python_texts, read_documents
+from qkscope.verbs.atlas import atlas
+from qkscope.verbs.atlas import head_names as guesses
 from qkscope_papers.models import random_weights
 
 JOBS = (guesses.PREVIOUS, guesses.DUPLICATE, guesses.INDUCTION)

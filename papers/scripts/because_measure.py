@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 import qkscope as qk
-from qkscope.analyses.because import Because, Look, Reason
-from qkscope.analyses.trace.prompt import reader_of
-from qkscope.analyses.why.carriers import Carriers
-from qkscope.capture.pick import Places
-from qkscope.change.again import Again
+from qkscope.findings.because import Because, Look, Reason
+from qkscope.findings.carriers import Carriers
+from qkscope.findings.prompt_trace import reader_of
 from qkscope.heads import Head
-from qkscope.maths.significance import wilson
-from qkscope.tasks.texts import read_documents
+from qkscope.model.capture_types import Places
+from qkscope.rerun.rerun_tokens import Again
+from qkscope.sums.nulls import wilson
+from qkscope.texts.documents import read_documents
 from qkscope_papers.models import random_weights
 from qkscope_papers.tables import mean, pick
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qkscope.analyses.decompose import ALIKE
-from qkscope.maths.controls import rank_above
-from qkscope.maths.moments import Moments
-from qkscope.maths.significance import head_p_values, lag_one
+from qkscope.sums.controls import rank_above
+from qkscope.sums.moments import Moments
+from qkscope.sums.nulls import head_p_values, lag_one
+from qkscope.verbs.decompose import ALIKE
 
 AT_ONCE = 50
 BOTH = ("sign flip", "interaction")
@@ -179,7 +179,7 @@ def neighbours_alike(rho: float, seed: int, prompts: int = 64, heads: int = 1) -
 
 
 def _p_value(moments: Moments, null: str, delta: Tensor, head: str) -> float:
-    """As `qkscope.maths.controls` takes it."""
+    """As `qkscope.sums.controls` takes it."""
     if null == "interaction":
         fixed, nulls = moments.interaction_nulls("c", head)
         tests = [(delta, nulls), (delta - fixed, nulls - fixed)]

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import qkscope as qk
-from qkscope.analyses.circuit import CIRCUIT, NodeOrder
-from qkscope.analyses.why.over import nodes_of
-from qkscope.maths.significance import clustered_bootstrap
-from qkscope.tasks.sentences import TEMPLATES
+from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.texts.sentence_tasks import TEMPLATES
+from qkscope.verbs.why.circuit import CIRCUIT, NodeOrder
+from qkscope.verbs.why.many_prompts import nodes_of
 from qkscope_papers.models import random_weights
 
 SIZES = (5, 10, 20, 50, 100)

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch.nn.functional import normalize
 
 import qkscope as qk
-from qkscope.capture.pick import Places
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
-from qkscope.tasks.texts import python_texts
+from qkscope.model.capture_types import Places
+from qkscope.texts.documents import python_texts
 
 LAYER, FEATURES, ACTIVE = 18, 2048, 32
 LENGTH, PASSAGES, HELD_OUT = 128, 480, 48

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from pages import REPORTS
 
 import qkscope as qk
-from qkscope.capture.load import nano_steps
+from qkscope.model.load import nano_steps
 
 FIGURE = REPORTS / "figures" / "nano" / "trace-steps.png"
 PROMPTS = 64

@@ -23,7 +23,7 @@ from typing import Any
 
 from pages import LEDGER, REPORTS, ROOT, number_cell, put, text_cell
 
-from qkscope.runs.claims import REASONS, Claim
+from qkscope.results.claims import REASONS, Claim
 from qkscope_papers.lee2026.language import EMBEDDED, SECOND
 from qkscope_papers.registry import PAPERS, PRESETS, figure_of, figures_of, marked
 from qkscope_papers.tables import over_runs

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import qkscope as qk
-from qkscope.analyses.prompts import batches_of
+from qkscope.findings.task_batches import batches_of
 from qkscope.heads import Head
 from qkscope_papers.bench import models
 from qkscope_papers.bench.shapes import asking, naming

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qkscope import BadInput, Result
-from qkscope.tasks.words import BOXES, CATEGORIES, OBJECTS
+from qkscope.texts.word_pools import BOXES, CATEGORIES, OBJECTS
 from qkscope_papers.families import tiny_model
 from qkscope_papers.franco2026 import model_sweep
 from qkscope_papers.franco2026.cells import WORK, ToyWork

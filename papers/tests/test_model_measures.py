@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qkscope import BadInput
-from qkscope.analyses.find import Ranking
 from qkscope.heads import Head
+from qkscope.verbs.find_heads import Ranking
 from qkscope_papers.franco2026 import model_sparsity
 from qkscope_papers.franco2026.model_sparsity import relabelled
 from qkscope_papers.franco2026.prompts import clusters_of, prompts_of, text_task

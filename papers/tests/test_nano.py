@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 
 import qkscope as qk
-from qkscope.capture.load import locate, nano_steps
 from qkscope.errors import BadInput
-from qkscope.runs.folder import read_tensors
-from qkscope.tasks.words import NAMES, pools
+from qkscope.model.load import locate, nano_steps
+from qkscope.results.folder import read_tensors
+from qkscope.texts.word_pools import NAMES, pools
 from qkscope_papers.nano.score import CLAIMED, Exam, claimed_task
 from qkscope_papers.nano.text import Texts, nano_tokenizer, vocabulary
 from qkscope_papers.nano.train import STATE, NanoRecipe, NanoTrainer

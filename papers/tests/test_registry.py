@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result, provenance
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result, provenance
 from qkscope_papers import registry
 from qkscope_papers.registry import EMBEDDED, Entry, Experiment, Figure, Settings, reproduce
 

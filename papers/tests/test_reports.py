@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from qkscope.runs.claims import Claim
+from qkscope.results.claims import Claim
 from qkscope_papers import registry
 from qkscope_papers.registry import figure_of, marked
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from qkscope.draws import draw_signs
+from qkscope.seeds import draw_signs
 from qkscope_papers.lee2026.interactions import off_asymmetry, rotate
 from qkscope_papers.lee2026.ranks import head_ranks
 from qkscope_papers.lee2026.swaps import projectors_of, swap_rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 from superposed import FROZEN, SMALL, TOYS
 
-from qkscope.maths.singular import key_difference
+from qkscope.sums.singular import key_difference
 from qkscope_papers.franco2026.anisotropy import anisotropy_row
 from qkscope_papers.franco2026.cells import WORK
 from qkscope_papers.franco2026.dictionary import split, true_among

@@ -11,7 +11,7 @@ import torch
 from superposed import FROZEN, TOYS
 
 from qkscope.errors import Terminated
-from qkscope.runs.folder import read_tensors
+from qkscope.results.folder import read_tensors
 from qkscope_papers.franco2026.toy.stack import SuperpositionStack
 from qkscope_papers.lee2026.toy.retrieval import Retrieval
 from qkscope_papers.lee2026.toy.stack import HeadCell, RetrievalStack

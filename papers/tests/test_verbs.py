@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qkscope.capture.scope import Scope
+from qkscope.model.scope import Scope
 
 SMOKE = ["reproduce", "lee2026", "fig2", "--preset", "smoke"]
 BAD = [

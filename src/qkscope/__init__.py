@@ -4,11 +4,11 @@ Public names are imported on first use, so that ``import qkscope`` and ``qkscope
 instant. Which there are, and where they live, stands in ``__init__.pyi``, which type checkers and
 editors read too.
 
-The nouns that all share: `errors`, `kinds` (calls checked against their annotations), `draws`
+The nouns that all share: `errors`, `checking` (calls checked against their annotations), `seeds`
 (random numbers by address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a
-subspace as an edit). The rooms, each importing those before it: `runs`, `tasks`, `capture`,
-`linear`, `change`, `maths`, `analyses`, `show` and `cli`. The papers, their toys, nano training and
-the bench are a second distribution, `qkscope_papers`.
+subspace as an edit). The rooms, in the order in which they may import each other: `results`,
+`texts`, `model`, `linear`, `rerun`, `sums`, `findings`, `verbs`, `show` and `cli`. The papers, their
+toys, nano training and the bench are a second distribution, `qkscope_papers`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ __all__ = [*_HOME, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'qkscope' has no attribute {name!r}")
-    tasks = _HOME[name] == __name__  # a room, and no name of one
-    module = import_module(f"{__name__}.{name}" if tasks else _HOME[name])
-    globals()[name] = value = module if tasks else getattr(module, name)
+    home = _HOME[name]
+    if name == "tasks":  # a module, and no name of one
+        value = import_module(f"{home}.{name}")
+    else:
+        value = getattr(import_module(home), name)
+    globals()[name] = value
     return value
 
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from qkscope.checking import Count, came, checked_class
 from qkscope.errors import BadInput
-from qkscope.kinds import Count, came, checked_class
 
 #: Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`.
 Span = tuple[int, int]

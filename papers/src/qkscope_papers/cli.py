@@ -17,7 +17,7 @@ import typer
 from qkscope.cli import All, Json, command, print_end, print_json, print_result
 from qkscope.cli.views import VIEWS, read_views
 from qkscope.errors import BadInput
-from qkscope.runs.result import Result
+from qkscope.results.result import Result
 
 logging.getLogger("qkscope_papers").setLevel(
     logging.INFO
@@ -118,7 +118,7 @@ def reproduce(
 
     The same command again resumes: finished figures are read, not run.
     """
-    from qkscope.runs.claims import count_claims
+    from qkscope.results.claims import count_claims
     from qkscope_papers.registry import PAPERS, list_experiments
     from qkscope_papers.registry import reproduce as run_reproduce
 

@@ -21,7 +21,12 @@ import transformers
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from qkscope.capture.inputs import (
+from qkscope.errors import BadInput
+from qkscope.heads import Head
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import Run
+from qkscope.model.capture_types import Places
+from qkscope.model.inputs import (
     PaddingSide,
     input_device,
     model_pad_id,
@@ -29,14 +34,9 @@ from qkscope.capture.inputs import (
     short_ids,
     short_inputs,
 )
-from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
-from qkscope.capture.small import loud_model, small_config
-from qkscope.capture.tap import Call, Stop
-from qkscope.errors import BadInput
-from qkscope.heads import Head
-from qkscope.linear.reader import Reader
-from qkscope.linear.run import Run
+from qkscope.model.scope import Scope
+from qkscope.model.tap import Call, Stop
+from qkscope.model.tiny_copy import loud_model, small_config
 
 _TABLE = tomllib.loads(files("qkscope_papers").joinpath("families.toml").read_text("utf-8"))
 _HEADS: dict[str, Any] = {

@@ -23,7 +23,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from qkscope.runs.result import Result
+from qkscope.results.result import Result
 from qkscope.show.page import asset, report_html
 
 logging.getLogger("fontTools").setLevel(

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 import torch
 
 from qkscope.errors import BadInput
-from qkscope.runs.folder import kept_if_stopped
-from qkscope.runs.progress import doing
-from qkscope.runs.result import Result
+from qkscope.results.folder import kept_if_stopped
+from qkscope.results.progress import doing
+from qkscope.results.result import Result
 from qkscope_papers.registry import Experiment, Figure, Settings, figure
 from qkscope_papers.trainer import Outcome, Trainer
 

@@ -22,14 +22,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from qkscope.analyses.why.why import why
-from qkscope.capture.inputs import forward, short_ids
-from qkscope.capture.pick import Places
-from qkscope.capture.scope import Scope
+from qkscope.checking import checked_call
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.kinds import checked_call
-from qkscope.linear.weights import head_weights
+from qkscope.linear.head_weights import head_weights
+from qkscope.model.capture_types import Places
+from qkscope.model.inputs import forward, short_ids
+from qkscope.model.scope import Scope
+from qkscope.verbs.why.why import why
 from qkscope_papers.families import FAMILIES, LENGTHS, tiny_model, trace_error
 
 CLOSE = 2e-5

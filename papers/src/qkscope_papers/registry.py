@@ -26,12 +26,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qkscope.checking import checked_call
 from qkscope.errors import BadInput, check_device
-from qkscope.kinds import checked_call
-from qkscope.runs.claims import Claim
-from qkscope.runs.folder import MANIFEST, check_folder, kept_if_stopped, read_json
-from qkscope.runs.progress import doing
-from qkscope.runs.result import Result, provenance
+from qkscope.results.claims import Claim
+from qkscope.results.folder import MANIFEST, check_folder, kept_if_stopped, read_json
+from qkscope.results.progress import doing
+from qkscope.results.result import Result, provenance
 from qkscope_papers.tables import Row
 
 log = logging.getLogger(__name__)
@@ -346,7 +346,7 @@ def reproduce(
 
 def _known(model: str) -> str:
     """A model by name; one in a folder also by its weights, which may have been trained on since."""
-    from qkscope.capture.files import local_hash
+    from qkscope.model.files import local_hash
 
     digest = local_hash(model)
     return model if digest is None else f"{model} {digest}"

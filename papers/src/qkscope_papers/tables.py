@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qkscope.runs.result import Result
+from qkscope.results.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,7 +85,7 @@ def share_of(flags: Iterable[bool]) -> Estimate:
     >>> [round(x, 2) for x in share_of([True] * 5)]
     [1.0, 0.57, 1.0]
     """
-    from qkscope.maths.significance import wilson
+    from qkscope.sums.nulls import wilson
 
     known = list(flags)
     return (

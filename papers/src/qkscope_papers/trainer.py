@@ -23,9 +23,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkscope.checking import Count, checked_class
 from qkscope.errors import BadInput
-from qkscope.kinds import Count, checked_class
-from qkscope.runs.folder import read_tensors, write_tensors
+from qkscope.results.folder import read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 

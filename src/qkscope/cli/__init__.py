@@ -36,8 +36,8 @@ from typer.main import get_command
 from qkscope import __version__
 from qkscope.cli import views
 from qkscope.errors import BadInput, Terminated
-from qkscope.runs.progress import plain_text
-from qkscope.runs.result import Result
+from qkscope.results.progress import plain_text
+from qkscope.results.result import Result
 
 _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",

@@ -14,12 +14,12 @@ from typing import Any
 
 import qkscope as qk
 from qkscope import BadInput, Head, Result, Scope
-from qkscope.analyses.prompts import made_with
-from qkscope.capture.files import fetch as fetch_model
 from qkscope.cli import PROMPT, command, print_end, print_json, say
-from qkscope.runs.claims import Claim
-from qkscope.runs.progress import doing
-from qkscope.runs.work import verb
+from qkscope.findings.task_batches import made_with
+from qkscope.model.files import fetch as fetch_model
+from qkscope.results.claims import Claim
+from qkscope.results.progress import doing
+from qkscope.results.work import verb
 
 _HEADS = 3
 

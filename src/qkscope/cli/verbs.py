@@ -28,7 +28,7 @@ import qkscope
 from qkscope import BadInput, Example, Result, tasks
 from qkscope.cli import All, Json, app, end_lines, next_command, print_result, say
 from qkscope.heads import Head, parse_heads
-from qkscope.runs.progress import doing
+from qkscope.results.progress import doing
 
 MODEL = "smollm2-135m"
 PYTHON = (
@@ -63,7 +63,7 @@ def _verbs() -> dict[str, str]:
     ``@verb``, and a few.
     """
     source, homes = Path(qkscope.__file__).parent, dict[str, str]()
-    for path in (source / "analyses").rglob("*.py"):
+    for path in (source / "verbs").rglob("*.py"):
         for name in re.findall(
             r'^@verb\("(\w+)".*\)\ndef \1\(', path.read_text(encoding="utf-8"), re.MULTILINE
         ):
@@ -74,10 +74,10 @@ def _verbs() -> dict[str, str]:
         name: f"qkscope.cli.begin:{name}" for name in ("demo", "fetch", "svd", "gallery", "schema")
     }
     homes |= {
-        "heads": "qkscope.analyses.find:find_heads",
-        "sparsity": "qkscope.analyses.sparsity:sweep",
+        "heads": "qkscope.verbs.find_heads:find_heads",
+        "sparsity": "qkscope.verbs.sparsity:sweep",
     }
-    homes |= {"view": "qkscope.show.live:view"}
+    homes |= {"view": "qkscope.show.server:view"}
     return {name: homes[name] for name in dict.fromkeys([*_FIRST, *homes])}
 
 
@@ -173,7 +173,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "head": Head.parse,
     "heads": lambda text: text if text == "all" else parse_heads(text),
     "token": lambda text: int(text) if re.fullmatch(r"-?\d+", text) else text,
-    "part": lambda text: import_module("qkscope.runs.work").parse_part(text),
+    "part": lambda text: import_module("qkscope.results.work").parse_part(text),
     "names": lambda text: [part.strip() for part in text.split(",") if part.strip()],
 }
 
@@ -330,14 +330,14 @@ def argument(parameter: Parameter, values: Values) -> Any:
     elif parameter.takes("Fit"):
         value = _fit(values["fit"], values)
     elif parameter.takes("UnitsToTest"):
-        from qkscope.analyses.fit import read_job, task_of
+        from qkscope.findings.fit import read_job, task_of
 
         if values["out"] is None and os.access(values["fit"], os.W_OK):
             values["out"] = values["fit"]  # its page then shows the swaps too
         values["clouds"] = values["out"] is not None
         value = task_of(read_job(values["fit"]), values["fit"]).test(values["n"])
     elif parameter.takes("Dictionary"):
-        from qkscope.maths.dictionaries import Dictionary
+        from qkscope.sums.dictionaries import Dictionary
 
         if value is None and values["dictionary_layer"] is not None:
             raise BadInput(
@@ -364,9 +364,9 @@ def argument(parameter: Parameter, values: Values) -> Any:
 
 def _scope(values: Values) -> Any:
     """The model, loaded when it is first looked at; by default the one that a fit was made with."""
-    from qkscope.analyses.fit import read_job
-    from qkscope.capture.scope import Scope
-    from qkscope.runs.work import torchrun_device
+    from qkscope.findings.fit import read_job
+    from qkscope.model.scope import Scope
+    from qkscope.results.work import torchrun_device
 
     folder, device = (
         values.get("fit") or (values.get("feature") or "").rpartition(":")[0],
@@ -393,8 +393,8 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
     """
     if folder is None:
         return None
-    from qkscope.analyses.fit import load, read_job
-    from qkscope.analyses.swap import check_swappable
+    from qkscope.findings.fit import load, read_job
+    from qkscope.verbs.swap.swap import check_swappable
 
     job, named = read_job(folder), values.get("heads") or values.get("head")
     heads = named if isinstance(named, list) else [] if named in (None, "all") else [named]
@@ -417,7 +417,7 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
 
 def _source(parameter: Parameter, values: Values) -> Any:
     """A task, documents of files and folders (or of Python), or one prompt."""
-    from qkscope.tasks.texts import read_documents
+    from qkscope.texts.documents import read_documents
 
     if "sources" not in values:
         return make_task(values)

@@ -20,8 +20,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from qkscope.kinds import grouped
-from qkscope.runs.progress import plain_text
+from qkscope.checking import grouped
+from qkscope.results.progress import plain_text
 
 MOST_COLUMNS, MOST_ROWS = 6, 10
 _SHORTEST = 12  # what a text keeps before a column is left out for want of room

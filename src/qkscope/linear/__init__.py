@@ -8,7 +8,8 @@ next-token logits are split among writers. Its files, in reading order:
 - ``run``: what one forward leaves at chosen places: writers pushed up through its blocks,
   directions pulled down
 - ``reader``: some heads of a model, and forwards recorded as runs
-- ``split``: relative logits of many heads at once, the next token's logits, and an MLP's neurons,
+- ``attribution``: relative logits of many heads at once, the next token's logits, and an MLP's neurons,
   as parts of writers
-- ``weights``: W_Q and W_K of heads, norms folded in, by the same gradient
+- ``row``: writers' parts in one head's query or key, ablated or restored
+- ``head_weights``: W_Q and W_K of heads, norms folded in, by the same gradient
 """

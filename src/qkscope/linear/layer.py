@@ -29,8 +29,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from qkscope import Head, Scope
-from qkscope.capture.blocks import Frozen
-from qkscope.capture.tap import Call, Stop, cleared, tap
+from qkscope.model.block_tree import Frozen
+from qkscope.model.tap import Call, Stop, cleared, tap
 
 if TYPE_CHECKING:
     from qkscope.linear.run import Run

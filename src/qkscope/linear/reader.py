@@ -18,16 +18,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope import BadInput, Scope
-from qkscope.capture.blocks import Frozen, Heads, Norm, Part, read_blocks, take_apart, walk
-from qkscope.capture.gather import index_on
-from qkscope.capture.inputs import input_device, short_inputs
-from qkscope.capture.pick import Places
-from qkscope.capture.tap import Call, Stop, cleared
 from qkscope.heads import BIAS, EMBEDDING, Head, Writer
+from qkscope.linear.attribution import last_modules
+from qkscope.linear.head_weights import BlockCall, Form, form_of, recorded
 from qkscope.linear.layer import Kind, stream_of
 from qkscope.linear.run import KINDS, Run, Side, fits
-from qkscope.linear.split import last_modules
-from qkscope.linear.weights import BlockCall, Form, form_of, recorded
+from qkscope.model.batching import index_on
+from qkscope.model.block_tree import Frozen, Heads, Norm, Part, read_blocks, take_apart, walk
+from qkscope.model.capture_types import Places
+from qkscope.model.inputs import input_device, short_inputs
+from qkscope.model.tap import Call, Stop, cleared
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ directions pulled down.
 ``x(p) = Σ_c x_c(p)`` over writers c. With norms frozen everything between x and a logit is linear,
 so a head asks with a direction g in the stream, and writer c says ``x_c · g``. `Run.streams`
 carries the writers' parts up to a layer; `Run.answer` carries a direction down to every writer. A
-block in between is a sum with norms in it (`qkscope.capture.blocks`), and both ways walk the same
+block in between is a sum with norms in it (`qkscope.model.block_tree`), and both ways walk the same
 tree. Between a layer's stream and its vectors the layer is asked in closed form where it has one,
 and by its own code where not (`layer`).
 """
@@ -21,13 +21,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope.attention import soft
-from qkscope.capture.blocks import Entered, Heads, Node, Norm, Normed, Part, Sum, full_output
-from qkscope.capture.gather import Picker, index_on
-from qkscope.capture.pick import Capture, Places
-from qkscope.capture.tap import Call
+from qkscope.checking import grouped
 from qkscope.heads import BIAS, EMBEDDING, Head
-from qkscope.kinds import grouped
 from qkscope.linear.layer import AffineLayer, ClosedForm, Given, Kind, alike, stream_of
+from qkscope.model.batching import Picker, index_on
+from qkscope.model.block_tree import Entered, Heads, Node, Norm, Normed, Part, Sum, full_output
+from qkscope.model.capture_types import Capture, Places
+from qkscope.model.tap import Call
 
 if TYPE_CHECKING:
     from qkscope.linear.reader import Reader

@@ -8,7 +8,7 @@ Reading order: `Block` (one thing to look at), `drawing` (tables are known by th
 beside it), `reasons` (the same of words, carriers and the atlas), `page` (blocks, claims, tables
 and what made them as one page), ``static/`` (a script per kind of block, on `base.js` and
 `colours.js`; of the live page `ask.js`, `state.js` and `live.js`; `page.css`; templates), `gallery`
-(many runs as one site), `session` (the same blocks of a prompt that somebody types), and `live`,
+(many runs as one site), `session` (the same blocks of a prompt that somebody types), and `server`,
 which serves them.
 """
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from qkscope.heads import Head
-from qkscope.runs.result import Result, plain_value
+from qkscope.results.result import Result, plain_value
 from qkscope.show import NAMES, TABLES, Block, Row, Tables, counted, drawing, number
-from qkscope.show import reasons as reasons  # draws tables of its own
+from qkscope.show import reasons as reasons
 
 SCRIPTS: dict[str, list[str]] = NAMES["scripts"]
 """What draws a kind of block, where that is not the script of its name alone."""

@@ -20,11 +20,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from qkscope.checking import checked_call
 from qkscope.errors import BadInput
-from qkscope.kinds import checked_call
-from qkscope.runs.claims import count_claims
-from qkscope.runs.folder import RESULTS, WORK, check_folder, read_run
-from qkscope.runs.result import Result, provenance
+from qkscope.results.claims import count_claims
+from qkscope.results.folder import RESULTS, WORK, check_folder, read_run
+from qkscope.results.result import Result, provenance
 from qkscope.show import counted, page
 from qkscope.show.blocks import blocks_of
 

@@ -27,12 +27,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from qkscope.capture.files import cache_dir
+from qkscope.checking import checked_call
 from qkscope.errors import BadInput
-from qkscope.kinds import checked_call
-from qkscope.runs.claims import count_claims
-from qkscope.runs.folder import PAGE, RESULTS, add_to_run, read_run, write_file, writing
-from qkscope.runs.result import Result, plain_value
+from qkscope.model.files import cache_dir
+from qkscope.results.claims import count_claims
+from qkscope.results.folder import PAGE, RESULTS, add_to_run, read_run, write_file, writing
+from qkscope.results.result import Result, plain_value
 from qkscope.show import Block, Row, number
 from qkscope.show.blocks import SCRIPTS, blocks_of
 

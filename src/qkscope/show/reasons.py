@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qkscope.kinds import grouped
+from qkscope.checking import grouped
 from qkscope.show import NAMES, Block, Tables, drawing, number
 
 

@@ -35,21 +35,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkscope import BadInput, Result, Scope, Subspace
-from qkscope.analyses.fit import Fit, load
-from qkscope.analyses.prompts import check_same_model, made_with
-from qkscope.analyses.swap import check_swappable, default_features
-from qkscope.analyses.trace.prompt import Probe, PromptTrace, Question, reader_of
-from qkscope.analyses.trace.verdicts import verdict
-from qkscope.analyses.why.output import TOKENS, Output
-from qkscope.analyses.why.why import answer_probe, circuit_of
-from qkscope.capture.tap import cleared
+from qkscope.checking import checked_class, grouped
+from qkscope.findings.fit import Fit, load
+from qkscope.findings.next_token import TOKENS, Output
+from qkscope.findings.prompt_trace import Probe, PromptTrace, Question, reader_of
+from qkscope.findings.task_batches import check_same_model, made_with
+from qkscope.findings.verdicts import verdict
 from qkscope.heads import Head, Writer
-from qkscope.kinds import checked_class, grouped
 from qkscope.linear.run import Run
-from qkscope.runs.folder import RESULTS
+from qkscope.model.tap import cleared
+from qkscope.results.folder import RESULTS
 from qkscope.show import counted
 from qkscope.show.blocks import blocks_of
 from qkscope.show.page import report_html
+from qkscope.verbs.swap.swap import check_swappable, default_features
+from qkscope.verbs.why.why import answer_probe, circuit_of
 
 EXAMPLES = (
     "When Mary and John went to the store, John gave a drink to",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qkscope.errors import BadInput
-from qkscope.runs.progress import doing
+from qkscope.results.progress import doing
 
 Row = dict[str, Any]
 _ROWS: dict[str, Callable[[], Row]] = {}

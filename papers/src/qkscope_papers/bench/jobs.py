@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qkscope.capture.scope import Scope
-from qkscope.runs.folder import read_tensors
+from qkscope.model.scope import Scope
+from qkscope.results.folder import read_tensors
 from qkscope_papers.bench.harness import Row, Seconds, not_here, row
 
 _PROMPTS = 1536

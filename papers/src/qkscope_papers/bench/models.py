@@ -17,25 +17,25 @@ import torch
 from torch import Tensor
 
 from qkscope import tasks
-from qkscope.analyses.because import SCREEN, WORDS, Because, Look
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.guesses import Sights
-from qkscope.analyses.prompts import batches_of
-from qkscope.analyses.swap import Features, capture_rows, draw_pairs
-from qkscope.analyses.trace.rows import HeadRows
-from qkscope.capture.encode import Encoding
-from qkscope.capture.scope import Scope
-from qkscope.change.again import Again
+from qkscope.findings.because import SCREEN, WORDS, Because, Look
+from qkscope.findings.head_rows import HeadRows
+from qkscope.findings.task_batches import batches_of
 from qkscope.heads import Head, parse_heads
+from qkscope.linear.attribution import values_of
 from qkscope.linear.reader import Reader
-from qkscope.linear.split import values_of
-from qkscope.maths.bases import Projector
-from qkscope.maths.moments import Moments
-from qkscope.maths.swap import SwapRows, swapped_keys
-from qkscope.maths.writers import relative_weights
-from qkscope.tasks.sides import Passage
-from qkscope.tasks.task import ANSWER, Unit
-from qkscope.tasks.texts import python_texts
+from qkscope.model.encode import Encoding
+from qkscope.model.scope import Scope
+from qkscope.rerun.rerun_tokens import Again
+from qkscope.sums.bases import Projector
+from qkscope.sums.moments import Moments
+from qkscope.sums.relative_logits import relative_weights
+from qkscope.sums.swap_algebra import SwapRows, swapped_keys
+from qkscope.texts.documents import python_texts
+from qkscope.texts.holdout import Passage
+from qkscope.texts.task import ANSWER, Unit
+from qkscope.verbs.atlas.head_names import Sights
+from qkscope.verbs.decompose import decompose
+from qkscope.verbs.swap.swap import Features, capture_rows, draw_pairs
 from qkscope_papers.bench.harness import Row, Seconds, compare, hardware, row
 
 _HEADS = "L18H6,L18H7,L17H5"

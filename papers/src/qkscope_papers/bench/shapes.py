@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkscope.analyses.atlas import atlas
-from qkscope.analyses.why.why import why
-from qkscope.capture.encode import Encoding
-from qkscope.capture.scope import Scope
 from qkscope.examples import Example, Key
 from qkscope.heads import Head
-from qkscope.tasks.task import ANSWER
+from qkscope.model.encode import Encoding
+from qkscope.model.scope import Scope
+from qkscope.texts.task import ANSWER
+from qkscope.verbs.atlas.atlas import atlas
+from qkscope.verbs.why.why import why
 from qkscope_papers.bench.harness import Row, compare, not_here, row
 from qkscope_papers.bench.models import against_body, sums_of, trace_seconds
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from qkscope.draws import derived_seed
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import (
     MANY,

@@ -15,8 +15,8 @@ import math
 import statistics
 from typing import Any
 
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import WORK, Cells, toy_figure, train
 from qkscope_papers.franco2026.theory import sharp_bound, theorem2_bound

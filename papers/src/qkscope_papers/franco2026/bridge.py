@@ -20,24 +20,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import tasks
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.find import find_heads
-from qkscope.analyses.fit import Fit
-from qkscope.analyses.split import singular_basis
-from qkscope.analyses.swap import capture_rows, draw_pairs
-from qkscope.capture.scope import Scope
-from qkscope.draws import derived_seed
 from qkscope.errors import BadInput
+from qkscope.findings.fit import Fit
 from qkscope.heads import Head
-from qkscope.maths import methods
-from qkscope.maths.attribution import Alignment, alignment, carried
-from qkscope.maths.bases import Projector
-from qkscope.maths.singular import SingularBasis, components, dual, random_rotations
-from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import Condition, SwapRows
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
-from qkscope.tasks.task import Unit
+from qkscope.model.scope import Scope
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums import swap_methods as methods
+from qkscope.sums.bases import Projector
+from qkscope.sums.feature_split import Alignment, alignment, carried
+from qkscope.sums.singular import SingularBasis, components, dual, random_rotations
+from qkscope.sums.subspace import Subspace
+from qkscope.sums.swap_algebra import Condition, SwapRows
+from qkscope.texts.task import Unit
+from qkscope.verbs.attribute import singular_basis
+from qkscope.verbs.decompose import decompose
+from qkscope.verbs.find_heads import find_heads
+from qkscope.verbs.swap.swap import capture_rows, draw_pairs
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Row, over_key_heads, pick
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
-from qkscope.draws import derived_seed
-from qkscope.maths.singular import sparsity
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums.singular import sparsity
 from qkscope_papers.figures import ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope_papers.franco2026.token_pairs import coordinates, draw_token_pairs

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.draws import derived_seed
-from qkscope.maths.singular import rotated_terms, sparsity
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums.singular import rotated_terms, sparsity
 from qkscope_papers.figures import INK, ORIGINAL, REST, new_figure
 from qkscope_papers.franco2026.cells import (
     BEYOND,

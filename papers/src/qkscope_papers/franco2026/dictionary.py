@@ -16,8 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.draws import derived_seed
-from qkscope.maths.dictionaries import (
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums.dictionaries import (
     BIAS,
     ERROR,
     NULLS,
@@ -27,9 +29,7 @@ from qkscope.maths.dictionaries import (
     FeatureTerms,
     null_code,
 )
-from qkscope.maths.writers import relative_weights
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.sums.relative_logits import relative_weights
 from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
 from qkscope_papers.franco2026.token_pairs import draw_token_pairs
 from qkscope_papers.franco2026.toy.superposition import Toy

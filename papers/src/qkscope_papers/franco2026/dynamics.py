@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
 from qkscope_papers.figures import INK, new_figure, shades
 from qkscope_papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, train, watched
 from qkscope_papers.franco2026.toy.alignment import cosines

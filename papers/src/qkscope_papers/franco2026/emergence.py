@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from qkscope.draws import derived_seed
-from qkscope.maths import singular
-from qkscope.maths.significance import clustered_bootstrap
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums import singular
+from qkscope.sums.nulls import clustered_bootstrap
 from qkscope_papers.figures import ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import (
     BEYOND,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from qkscope.maths.significance import wilson
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.sums.nulls import wilson
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.model_sparsity import smoothed, steps_axis
 from qkscope_papers.franco2026.model_sweep import GPT2, PYTHIA, Sweep, swept

@@ -20,10 +20,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
-from qkscope.analyses.circuits import Edge
+from qkscope.findings.published import Edge
 from qkscope.heads import Head
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep, swept
 from qkscope_papers.franco2026.prompts import KINDS

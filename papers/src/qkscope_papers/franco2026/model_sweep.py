@@ -18,13 +18,13 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.circuits import Duty, Edge
-from qkscope.analyses.sparsity import Checkpoint, Sparsity, checkpoints, sweep
-from qkscope.capture.load import nano_steps
 from qkscope.errors import BadInput
+from qkscope.findings.published import Duty, Edge
 from qkscope.heads import Head
-from qkscope.maths.significance import clustered_bootstrap
-from qkscope.runs.result import Result
+from qkscope.model.load import nano_steps
+from qkscope.results.result import Result
+from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.verbs.sparsity import Checkpoint, Sparsity, checkpoints, sweep
 from qkscope_papers.franco2026.prompts import IOI, TEXT, clusters_of, prompts_of
 from qkscope_papers.registry import Settings
 from qkscope_papers.tables import Estimate, Row, pick

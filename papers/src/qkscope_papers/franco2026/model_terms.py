@@ -18,10 +18,10 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from qkscope.maths.significance import wilson
-from qkscope.maths.singular import sparsity
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.sums.nulls import wilson
+from qkscope.sums.singular import sparsity
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep, swept
 from qkscope_papers.franco2026.prompts import KINDS

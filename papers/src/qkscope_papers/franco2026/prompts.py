@@ -19,13 +19,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from qkscope import tasks
-from qkscope.capture.scope import Scope
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.tasks.sentences import TEMPLATES
-from qkscope.tasks.sides import Passage, split
-from qkscope.tasks.task import Task, Unit, Use, seeded
-from qkscope.tasks.texts import python_texts
+from qkscope.model.scope import Scope
+from qkscope.texts.documents import python_texts
+from qkscope.texts.holdout import Passage, split
+from qkscope.texts.sentence_tasks import TEMPLATES
+from qkscope.texts.task import Task, Unit, Use, seeded
 
 IOI, SINGLE, TEXT = "ioi", "single", "text"
 KINDS = (IOI, SINGLE, TEXT)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from qkscope.draws import derived_seed
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
 from qkscope_papers.figures import new_figure
 from qkscope_papers.franco2026.cells import WORK, Cells, toy_figure, toys_of, train
 from qkscope_papers.franco2026.toy.alignment import cosines

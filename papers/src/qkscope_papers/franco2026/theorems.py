@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.draws import derived_seed
-from qkscope.maths.bases import checked_svd
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums.bases import checked_svd
 from qkscope_papers.fleet import one_thread
 from qkscope_papers.franco2026 import theory
 from qkscope_papers.franco2026.toy.alignment import cosines, gram, isotropy_error, whiten

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.maths.singular import key_difference
+from qkscope.sums.singular import key_difference
 from qkscope_papers.franco2026.toy.superposition import Superposition, Toy
 
 Present = Literal["one", "two", "none"]

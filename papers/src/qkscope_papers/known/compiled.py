@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
-from qkscope.capture.scope import Scope
+from qkscope.model.scope import Scope
 
 _FOLDER = Path(str(files("qkscope_papers"))) / "known"
 FIRST, PAD = "BOS", "compiler_pad"

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qkscope.analyses.trace.prompt import Probe
-from qkscope.analyses.trace.trace import trace
-from qkscope.capture.scope import Scope
-from qkscope.draws import derived_seed
+from qkscope.findings.prompt_trace import Probe
 from qkscope.heads import Head
 from qkscope.linear.run import named
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.model.scope import Scope
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.verbs.trace.trace import trace
 from qkscope_papers.figures import colours_of, new_figure
 from qkscope_papers.known.compiled import FIRST, LONGEST, PAD, load_program, programs
 from qkscope_papers.registry import Settings, figure

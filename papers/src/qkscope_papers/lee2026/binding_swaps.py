@@ -13,9 +13,9 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from qkscope.analyses.swap import SIZES, swap
-from qkscope.runs.claims import Claim, rule_verdict
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim, rule_verdict
+from qkscope.results.result import Result
+from qkscope.verbs.swap.swap import SIZES, swap
 from qkscope_papers.lee2026.language import (
     ESTIMATORS,
     SECOND,

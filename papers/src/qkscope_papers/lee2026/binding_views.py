@@ -20,10 +20,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.fit import Fit
+from qkscope.findings.fit import Fit
 from qkscope.heads import Head
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
 from qkscope_papers.figures import new_figure, shades
 from qkscope_papers.lee2026.language import ESTIMATORS, Estimator, FigureSession, session_of
 from qkscope_papers.lee2026.points import (

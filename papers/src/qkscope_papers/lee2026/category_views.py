@@ -17,16 +17,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.analyses.clouds import principal
-from qkscope.analyses.fit import Fit
+from qkscope.findings.fit import Fit
 from qkscope.heads import Head
-from qkscope.maths.bases import joint_basis
-from qkscope.maths.methods import key_pca
-from qkscope.maths.subspace import Side
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
-from qkscope.tasks.lists import POOLED
-from qkscope.tasks.task import Task
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.sums.bases import joint_basis
+from qkscope.sums.subspace import Side
+from qkscope.sums.swap_methods import key_pca
+from qkscope.texts.list_tasks import POOLED
+from qkscope.texts.task import Task
+from qkscope.verbs.swap.clouds import principal
 from qkscope_papers.figures import new_figure
 from qkscope_papers.lee2026.language import FigureSession, HeadChoice, session_of
 from qkscope_papers.lee2026.points import (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkscope.draws import derived_seed
+from qkscope.seeds import derived_seed
 from qkscope_papers.fleet import toy_figures
 from qkscope_papers.lee2026.toy.retrieval import AS_WRITTEN, VARIANTS, Retrieval, Variant
 from qkscope_papers.lee2026.toy.stack import HeadCell

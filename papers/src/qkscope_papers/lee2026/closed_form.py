@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.draws import derived_seed
-from qkscope.maths.bases import energy_rank
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums.bases import energy_rank
 from qkscope_papers.lee2026.cells import WORK, example_head, toy_figure, train
 from qkscope_papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead
 from qkscope_papers.lee2026.toy.stack import HeadCell

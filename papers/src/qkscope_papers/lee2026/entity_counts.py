@@ -9,8 +9,8 @@ worth. Ranks are of the paper's estimators and of ours.
 
 from __future__ import annotations
 
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
 from qkscope_papers.figures import REST, legend_below, new_figure
 from qkscope_papers.lee2026.language import ESTIMATORS, FigureSession, session_of
 from qkscope_papers.registry import Settings, figure

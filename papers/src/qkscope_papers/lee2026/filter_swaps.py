@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from qkscope.analyses.swap import swap
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
-from qkscope.tasks.lists import POOLED
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.texts.list_tasks import POOLED
+from qkscope.verbs.swap.swap import swap
 from qkscope_papers.lee2026.language import SECOND, FigureSession, session_of
 from qkscope_papers.lee2026.swap_plots import draw_full
 from qkscope_papers.registry import Settings, figure

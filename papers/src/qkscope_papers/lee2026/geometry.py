@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.analyses.clouds import point_rows
-from qkscope.draws import derived_seed
-from qkscope.maths.subspace import Subspace
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums.subspace import Subspace
+from qkscope.verbs.swap.clouds import point_rows
 from qkscope_papers.figures import legend_below, new_figure
 from qkscope_papers.lee2026.cells import WORK, Cells, example_head, toy_figure, train
 from qkscope_papers.lee2026.toy.retrieval import RetrievalHead

@@ -19,10 +19,10 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from qkscope.draws import derived_seed
-from qkscope.maths.bases import random_bases
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums.bases import random_bases
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.lee2026.cells import WORK, Cells, toy_figure, train, whole_grids
 from qkscope_papers.lee2026.toy.retrieval import Retrieval, asymmetry, off_diagonal

@@ -21,18 +21,18 @@ from statistics import NormalDist, median
 from typing import Any, Literal, TypeVar
 
 from qkscope import tasks
-from qkscope.analyses.decompose import decompose
-from qkscope.analyses.find import Ranking, Score, find_heads
-from qkscope.analyses.fit import Fit, fit_of
-from qkscope.analyses.prompts import made_from
-from qkscope.capture.files import EMBEDDED as PACKAGED
-from qkscope.capture.files import is_installed
-from qkscope.capture.scope import Scope
+from qkscope.findings.fit import Fit, fit_of
+from qkscope.findings.task_batches import made_from
 from qkscope.heads import Head
-from qkscope.maths.significance import wilson
-from qkscope.runs.progress import doing
-from qkscope.tasks.lists import POOLED
-from qkscope.tasks.task import Task
+from qkscope.model.files import EMBEDDED as PACKAGED
+from qkscope.model.files import is_installed
+from qkscope.model.scope import Scope
+from qkscope.results.progress import doing
+from qkscope.sums.nulls import wilson
+from qkscope.texts.list_tasks import POOLED
+from qkscope.texts.task import Task
+from qkscope.verbs.decompose import decompose
+from qkscope.verbs.find_heads import Ranking, Score, find_heads
 from qkscope_papers.models import random_weights
 from qkscope_papers.registry import EMBEDDED, Settings
 from qkscope_papers.tables import Row, pick

@@ -15,13 +15,13 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from qkscope.analyses.split import attribute
-from qkscope.draws import derived_seed
 from qkscope.heads import Head
-from qkscope.maths.attribution import RESIDUAL, Split, attribute_logits
-from qkscope.maths.bases import random_bases
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums.bases import random_bases
+from qkscope.sums.feature_split import RESIDUAL, Split, attribute_logits
+from qkscope.verbs.attribute import attribute
 from qkscope_papers.figures import INK, ORIGINAL, colours_of, new_figure
 from qkscope_papers.lee2026.binding_views import FEATURES, binding_points
 from qkscope_papers.lee2026.language import ESTIMATORS, session_of

@@ -22,13 +22,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope.analyses.clouds import point_rows, principal
-from qkscope.analyses.prompts import batches_of, unit_runner
-from qkscope.capture.scope import Scope
+from qkscope.findings.task_batches import batches_of, unit_runner
 from qkscope.heads import Head
-from qkscope.maths.significance import clustered_bootstrap
-from qkscope.runs.work import stream
-from qkscope.tasks.task import ANSWER, Task, Unit
+from qkscope.model.scope import Scope
+from qkscope.results.work import stream
+from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.texts.task import ANSWER, Task, Unit
+from qkscope.verbs.swap.clouds import point_rows, principal
 from qkscope_papers.tables import Estimate, Row
 
 _BLOCKS, _STUDENT = 10, 2.262  # of prompts; 97.5% of Student's t with nine degrees of freedom

@@ -19,11 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from qkscope.draws import derived_seed, draw_signs
-from qkscope.maths.bases import energy_rank
-from qkscope.maths.controls import rank_above
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed, draw_signs
+from qkscope.sums.bases import energy_rank
+from qkscope.sums.controls import rank_above
 from qkscope_papers.figures import INK, new_figure
 from qkscope_papers.fleet import side_by_side
 from qkscope_papers.lee2026.cells import (

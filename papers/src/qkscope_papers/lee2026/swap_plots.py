@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from qkscope.runs.result import Result
+from qkscope.results.result import Result
 from qkscope_papers.figures import (
     INK,
     ORIGINAL,

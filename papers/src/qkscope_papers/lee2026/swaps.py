@@ -23,14 +23,14 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from qkscope.attention import AttentionRows
-from qkscope.draws import derived_seed
-from qkscope.maths import methods
-from qkscope.maths.bases import Projector, principal_cosines, random_bases
-from qkscope.maths.moments import Covariance
-from qkscope.maths.subspace import Subspace
-from qkscope.maths.swap import Condition, SwapEffect, draw_targets, swap_attention
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums import swap_methods as methods
+from qkscope.sums.bases import Projector, principal_cosines, random_bases
+from qkscope.sums.moments import Covariance
+from qkscope.sums.subspace import Subspace
+from qkscope.sums.swap_algebra import Condition, SwapEffect, draw_targets, swap_attention
 from qkscope_papers.figures import INK, ORIGINAL, legend_below, new_figure, paired_bars
 from qkscope_papers.fleet import side_by_side
 from qkscope_papers.lee2026.cells import (

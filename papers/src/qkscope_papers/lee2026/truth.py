@@ -4,7 +4,7 @@ with that row.
 Swaps that move attention need to know where keys vary, which their principal components say as well
 (figures 4 and 9). What the contrast promises is to hold one feature *apart from the others*; the
 toy knows the truth of that exactly, and a language model is run on the other text
-(`qkscope.analyses.truth`). Distances are total variations, 0 to 1.
+(`qkscope.verbs.swap.truth`). Distances are total variations, 0 to 1.
 
 The rules below were written before any run but smoke of these figures. A spike of three of the
 toy's cells and 48 binding prompts of SmolLM2 (seed 0) had been seen: seeds 1 and 2 are independent
@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 
 from qkscope import tasks
-from qkscope.analyses.find import find_heads
-from qkscope.analyses.fit import Fit
-from qkscope.analyses.swap import swap
 from qkscope.attention import AttentionRows
-from qkscope.draws import derived_seed
+from qkscope.findings.fit import Fit
 from qkscope.heads import Head
-from qkscope.maths import methods
-from qkscope.maths.singular import basis_of_weights
-from qkscope.maths.swap import SwapRows, draw_targets
-from qkscope.runs.claims import Claim
-from qkscope.runs.result import Result
-from qkscope.tasks.lists import POOLED
-from qkscope.tasks.task import Task
+from qkscope.results.claims import Claim
+from qkscope.results.result import Result
+from qkscope.seeds import derived_seed
+from qkscope.sums import swap_methods as methods
+from qkscope.sums.singular import basis_of_weights
+from qkscope.sums.swap_algebra import SwapRows, draw_targets
+from qkscope.texts.list_tasks import POOLED
+from qkscope.texts.task import Task
+from qkscope.verbs.find_heads import find_heads
+from qkscope.verbs.swap.swap import swap
 from qkscope_papers.figures import INK, colours_of, new_figure
 from qkscope_papers.fleet import one_thread, side_by_side
 from qkscope_papers.lee2026.language import SECOND, FigureSession, choose_heads, session_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from qkscope.runs.result import Result
+from qkscope.results.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure, styled, with_page
 from qkscope_papers.tables import Files, pick
 

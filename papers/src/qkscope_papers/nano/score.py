@@ -16,10 +16,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from qkscope.capture.encode import Encoder
-from qkscope.maths.significance import wilson
-from qkscope.tasks import BUILT_IN
-from qkscope.tasks.task import ANSWER, Task
+from qkscope.model.encode import Encoder
+from qkscope.sums.nulls import wilson
+from qkscope.texts.task import ANSWER, Task
+from qkscope.texts.tasks import BUILT_IN
 
 _FORMS = {"binding": ("list", "sentence", "question"), "filter": ("list", "bullets", "question")}
 CLAIMED = (

@@ -26,9 +26,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from qkscope.tasks.lists import FILLER, LINES, LISTS
-from qkscope.tasks.sentences import TEMPLATES
-from qkscope.tasks.words import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS, pools
+from qkscope.texts.list_tasks import FILLER, LINES, LISTS
+from qkscope.texts.sentence_tasks import TEMPLATES
+from qkscope.texts.word_pools import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS, pools
 
 CONTEXT = 256
 BOS, PAD, UNKNOWN = SPECIAL = ("<s>", "<pad>", "<unk>")

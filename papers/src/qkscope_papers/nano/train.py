@@ -28,12 +28,11 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from qkscope.capture.files import tokenizer_hash
-from qkscope.draws import derived_seed
+from qkscope.checking import AtLeast, Count, Natural, checked_call, checked_class
 from qkscope.errors import BadInput, check_device
-from qkscope.kinds import AtLeast, Count, Natural, checked_call, checked_class
-from qkscope.runs.claims import Claim
-from qkscope.runs.folder import (
+from qkscope.model.files import tokenizer_hash
+from qkscope.results.claims import Claim
+from qkscope.results.folder import (
     add_to_run,
     check_folder,
     kept_if_stopped,
@@ -41,8 +40,9 @@ from qkscope.runs.folder import (
     tensor_bytes,
     writing,
 )
-from qkscope.runs.progress import counting, doing
-from qkscope.runs.result import Result, provenance, write_result
+from qkscope.results.progress import counting, doing
+from qkscope.results.result import Result, provenance, write_result
+from qkscope.seeds import derived_seed
 from qkscope_papers.nano.score import CLAIMED, Exam, claimed_task
 from qkscope_papers.nano.text import (
     BOS,

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.draws import derived_seed
+from qkscope.seeds import derived_seed
 from qkscope_papers.franco2026.toy.superposition import (
     Superposition,
     Toy,

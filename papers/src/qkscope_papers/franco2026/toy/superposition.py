@@ -24,10 +24,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.draws import derived_seed
+from qkscope.checking import AtLeast, Count, checked_class
 from qkscope.errors import BadInput
-from qkscope.kinds import AtLeast, Count, checked_class
-from qkscope.maths.bases import thin_svd
+from qkscope.seeds import derived_seed
+from qkscope.sums.bases import thin_svd
 
 Reading = Literal["C", "B"]
 READINGS: tuple[Reading, ...] = ("C", "B")

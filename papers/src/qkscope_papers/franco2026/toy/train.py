@@ -11,10 +11,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from qkscope.checking import Count, checked_call
 from qkscope.errors import BadInput, check_device
-from qkscope.kinds import Count, checked_call
-from qkscope.runs.folder import check_folder
-from qkscope.runs.result import Result, provenance
+from qkscope.results.folder import check_folder
+from qkscope.results.result import Result, provenance
 from qkscope_papers.fleet import check_trained
 from qkscope_papers.franco2026.toy.measure import alignment_rows, divergence_and_error
 from qkscope_papers.franco2026.toy.stack import ToyCell

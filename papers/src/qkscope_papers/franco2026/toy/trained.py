@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope.draws import derived_seed
-from qkscope.runs.folder import read_tensors, write_tensors
+from qkscope.results.folder import read_tensors, write_tensors
+from qkscope.seeds import derived_seed
 from qkscope_papers.fleet import short_hash, train_missing
 from qkscope_papers.franco2026.toy.stack import SuperpositionStack, ToyCell
 from qkscope_papers.franco2026.toy.superposition import Toy

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.draws import derived_seed
+from qkscope.seeds import derived_seed
 from qkscope_papers.lee2026.toy.retrieval import Encoders, Retrieval
 
 _GAINS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0)

@@ -29,10 +29,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.draws import derived_seed
+from qkscope.checking import AtLeast, Count, checked_class
 from qkscope.errors import BadInput
-from qkscope.kinds import AtLeast, Count, checked_class
-from qkscope.runs.folder import read_tensors, write_tensors
+from qkscope.results.folder import read_tensors, write_tensors
+from qkscope.seeds import derived_seed
 
 log = logging.getLogger(__name__)
 

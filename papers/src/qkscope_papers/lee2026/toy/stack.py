@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope.draws import derived_seed
+from qkscope.seeds import derived_seed
 from qkscope_papers.lee2026.toy.retrieval import (
     VARIANTS,
     WEIGHTS,

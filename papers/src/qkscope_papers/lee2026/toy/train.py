@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from qkscope.checking import Count, checked_call
 from qkscope.errors import BadInput, check_device
-from qkscope.kinds import Count, checked_call
-from qkscope.runs.folder import check_folder
-from qkscope.runs.result import Result, provenance
+from qkscope.results.folder import check_folder
+from qkscope.results.result import Result, provenance
 from qkscope_papers.fleet import check_trained
 from qkscope_papers.lee2026.toy.ceilings import bayes_ceiling, dot_product_ceiling
 from qkscope_papers.lee2026.toy.retrieval import AS_WRITTEN, Retrieval, Variant

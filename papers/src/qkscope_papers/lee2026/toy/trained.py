@@ -13,8 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from qkscope.draws import derived_seed
-from qkscope.runs.folder import read_tensors
+from qkscope.results.folder import read_tensors
+from qkscope.seeds import derived_seed
 from qkscope_papers.fleet import short_hash, train_missing
 from qkscope_papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead, Variant
 from qkscope_papers.lee2026.toy.stack import HeadCell, RetrievalStack

@@ -1,0 +1,17 @@
+"""What several verbs share: a question put to a prompt or a task, and what was found.
+
+In come a `Scope` and prompts; out go rows of tables. A verb imports no other verb: what two of them
+need stands here. Files in reading order:
+
+- ``task_batches``: a task through a model, in batches; a prompt that several contrasts label runs
+  once; what a result was made from
+- ``fit``: what `decompose` gives: sums, subspaces, and the folder they are kept in and read from
+- ``published``: which heads look from where to where: published circuits (``published.toml``)
+- ``head_rows``: one head on a batch of prompts, split among writers; a pass over all batches
+- ``prompt_trace``: one head on one prompt, any query and any key, split and cut
+- ``graph``: a logit followed down to the words
+- ``next_token``: the next token, its rival, and every head tried
+- ``because``: the words that decide a look, and their relations
+- ``carriers``: a word changed, and what few writers wrote put back
+- ``verdicts``: what an answer may say of parts, cuts and their controls: the one rule
+"""

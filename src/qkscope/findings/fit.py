@@ -1,0 +1,371 @@
+"""What `decompose` gives: the sums of each contrast, the subspaces made of them with their
+controls, and its folder.
+
+A folder holds what was asked (in its manifest), the sums, and a copy of the task's file. Subspaces
+are not stored, but made again from the sums by `load`: they are cheap, and then they cannot
+disagree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope import BadInput, Head, Scope, tasks
+from qkscope.checking import checked_call, checked_class
+from qkscope.findings.task_batches import check_same_model, made_from, units_hash, with_notes
+from qkscope.model.spaces import Space
+from qkscope.results.folder import MANIFEST, WORK, check_unchanged, file_name, read_run
+from qkscope.results.result import Result, provenance, write_result
+from qkscope.sums.bases import checked_svd
+from qkscope.sums.controls import FEW_UNITS, FEWEST, Gain, run_controls
+from qkscope.sums.moments import Covariance, Moments
+from qkscope.sums.subspace import Subspace, rank_of
+from qkscope.texts.task import Task
+
+_SHOWN_SPECTRUM = 16  # singular values, at the least
+_NAMED = 4  # heads in a sentence
+_KINDS = {
+    "interaction": "query and key share a feature that adds more to the logit than at heads at chance on the task",
+    "not specific": "query and key share a feature, but it adds no more to the logit than at heads at chance",
+    "no reference": f"query and key share a feature, but fewer than {FEWEST} heads are at chance, to hold it against",
+    "mean only": "the keys differ, but no dependence on the query is shown (a weak one can be missed)",
+    "not above null": "nothing is above chance",
+}
+#: What a fit was asked for, as its manifest says it.
+_JOB = (
+    "model", "weights", "dtype", "tokenizer", "task", "asked", "task_seed", "heads", "n", "contrasts", "space",
+    "batch_size", "replicates", "seed",
+)  # fmt: skip
+
+
+class ContrastSums(Moments):
+    """What the pass of one contrast adds up: its moments, and the covariances of queries and keys
+    for the baselines.
+    """
+
+    kind = "sums"
+
+    def __init__(self, *args: Any, device: torch.device | str = "cpu", **options: Any) -> None:
+        super().__init__(*args, device=device, **options)
+        self.cov_q, self.cov_k = (
+            Covariance(len(self.heads), self.d_head, device) for _ in range(2)
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, sharing memory."""
+        return {**super().tensors(), "cov_q": self.cov_q.sums, "cov_k": self.cov_k.sums}
+
+
+@checked_class
+@dataclass(frozen=True)
+class Fit(Result):
+    """Subspaces of every contrast and head: ``fit["lexical", "L18H6"]``."""
+
+    subspaces: Mapping[tuple[str, Head], Subspace] = field(default_factory=dict)
+    sums: Mapping[str, ContrastSums] = field(default_factory=dict)
+    heads: tuple[Head, ...] = ()
+    space: Space = "post_rope"
+    chat: bool = False
+    words: tuple[str, ...] = ()  # the vocabulary that its task draws from, where there is one
+    kept_in: Path | None = (
+        None  # the folder that it was read from or written to, with a copy of the task's file
+    )
+
+    def __getitem__(self, which: tuple[str, str | Head]) -> Subspace:
+        contrast, head = which[0], Head.parse(which[1])
+        if (contrast, head) not in self.subspaces:
+            there = f"{', '.join(self.contrasts)} at {', '.join(map(str, self.heads))}"
+            raise BadInput(f"nothing was fitted for {contrast!r} at {head}: there is {there}.")
+        return self.subspaces[contrast, head]
+
+    def __iter__(self) -> Iterator[tuple[str, Head]]:
+        return iter(self.subspaces)
+
+    @property
+    def contrasts(self) -> list[str]:
+        """Names of the fitted contrasts."""
+        return list(dict.fromkeys(contrast for contrast, _ in self.subspaces))
+
+    def delta(self, contrast: str, head: str | Head) -> Float[Tensor, "d d"]:
+        """ΔC as it was fitted, centring included: its SVD is ``fit[contrast, head]``.
+
+        Parameters
+        ----------
+        contrast : its name.
+        head : one of the fitted heads.
+
+        Examples
+        --------
+        >>> from qkscope import Scope, decompose, tasks
+        >>> fit = decompose(Scope.load("nano:mixed"), tasks.binding(5), "L1H0", 32, replicates=19, progress=False)
+        >>> bool(torch.allclose(torch.linalg.svdvals(fit.delta("lexical", "L1H0")), fit["lexical", "L1H0"].S))
+        True
+        """
+        subspace = self[contrast, head]
+        return (subspace.U * subspace.S) @ subspace.V.mT
+
+    def covariances(
+        self, heads: Sequence[Head], contrasts: Sequence[str] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Covariances of the queries and of the keys that some contrasts were fitted on, for each
+        head.
+
+        Parameters
+        ----------
+        heads : some of the fitted heads.
+        contrasts : their names; all that were fitted by default, and where one of them was not.
+        """
+        chosen = (
+            list(self.sums)
+            if contrasts is None or not set(contrasts) <= set(self.sums)
+            else contrasts
+        )
+        index, sums = (
+            [self.heads.index(head) for head in heads],
+            [self.sums[name] for name in chosen],
+        )
+        cov_q, cov_k = (
+            first.merge(*others)
+            for first, *others in ([s.cov_q for s in sums], [s.cov_k for s in sums])
+        )
+        return cov_q.matrix()[index].cpu(), cov_k.matrix()[index].cpu()
+
+    def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
+        """Write the folder that `decompose` would have written, for `load` and the later verbs.
+
+        Parameters
+        ----------
+        folder : a new one, or one of the same job.
+        files : further files by relative name.
+        """
+        if not self.sums:
+            raise BadInput(
+                "this fit holds no sums of a whole job: write what decompose or load gave."
+            )
+        job, contents = self.provenance["asked"], dict[str, str | bytes](files or {})
+        check_job(folder, job)
+        if job["task"] not in tasks.BUILT_IN and "file" in job["asked"]:
+            source = Path(job["asked"]["file"])
+            if self.kept_in is not None and (self.kept_in / source.name).is_file():
+                source = self.kept_in / source.name
+            task_of(job, source.parent)  # refused where the file is gone, or is another by now
+            contents[source.name] = source.read_bytes()
+        contents |= {sums_file(name): sums.to_bytes() for name, sums in self.sums.items()}
+        return write_result(self, folder, contents)
+
+
+@checked_call
+def load(folder: str | Path, scope: Scope | None = None) -> Any:
+    """Read back a run's folder: the fit of one that `decompose` wrote, and of any the tables.
+
+    Parameters
+    ----------
+    folder : that a verb or ``write`` of a result wrote.
+    scope : the model that a fit was made with; the `Fit` is then the one that `decompose` returned.
+        Refused for other weights or another tokenizer. Without it the tables, arrays and claims are
+        read, as a plain `Result`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from qkscope import Scope, decompose, load, tasks
+    >>> scope, out = Scope.load("nano:mixed"), tempfile.mkdtemp()
+    >>> fit = decompose(scope, tasks.binding(5), "L1H0", 32, replicates=19, out=out, progress=False)
+    >>> load(out, scope).table() == fit.table()
+    True
+    >>> sorted(load(out).tables)
+    ['ranks', 'spectrum']
+    """
+    folder = Path(folder)
+    if scope is None:
+        return Result.read(folder)
+    job = read_job(folder)
+    check_same_model(job, scope, str(folder))
+    task = task_of(job, folder)
+    sums = read_sums(folder, job, task, scope.device)
+    written, about = Result.read(folder), made_from(scope, task, job["space"])
+    fit = fit_of(sums, task, about, rank=job.get("rank", "energy"), center=job.get("center"))
+    kept: Any = {
+        "answer": written.answer,
+        "seconds": written.seconds,
+        "provenance": written.provenance,
+    }
+    return replace(fit, **kept, kept_in=folder)
+
+
+def fit_of(
+    sums: Mapping[str, ContrastSums],
+    task: Task,
+    about: Mapping[str, Any],
+    *,
+    rank: Any = "energy",
+    center: Any = None,
+) -> Fit:
+    """Subspaces and their controls from finished sums: no model is needed any more."""
+    subspaces: dict[tuple[str, Head], Subspace] = {}
+    rows: list[dict[str, Any]] = []
+    spectrum: list[dict[str, Any]] = []
+    for name, moments in sums.items():
+        centring = (center or {}).get(name, task.contrasts[name].center)
+        gains = {head: Gain(*gain) for head, gain in moments.about["gains"].items()}
+        controls, cov_k = (
+            run_controls(moments, name, center=centring, gains=gains),
+            moments.cov_k.matrix(),
+        )
+        cut, sizes = (
+            rank.get(name, "energy") if isinstance(rank, Mapping) else rank,
+            moments.sizes(name),
+        )
+        made_of = {**about, "group_size": moments.group_size}
+        factors = zip(moments.heads, *checked_svd(moments.delta(name, centring)), strict=True)
+        for i, (head, u, s, v) in enumerate(factors):
+            at, c = {"head": str(head), "contrast": name}, controls[head]
+            kept = max(
+                rank_of(s, cut, c, float(sizes[i])), 1
+            )  # one where nothing is, as the verdict says
+            subspace = subspaces[name, head] = Subspace(
+                u, s, v, kept, head, name, c, made_of, cov_k[i]
+            )
+            told = {
+                column: value for column, value in vars(c).items() if not isinstance(value, tuple)
+            }
+            rows.append({**at, "rank": subspace.rank, "detected": c.detected, **told})
+            shown = max(
+                subspace.rank + 3, c.detected + 3, _SHOWN_SPECTRUM
+            )  # a few more than were kept or detected
+            columns = zip_longest(c.spectrum[:shown], c.null_median[:shown], c.null_high[:shown])
+            spectrum += [
+                {**at, "component": i + 1, "value": value, "null_median": median, "null_high": high,
+                 "kept": i < subspace.rank}
+                for i, (value, median, high) in enumerate(columns)
+            ]  # fmt: skip
+    some = next(iter(sums.values()))
+    asked = {
+        **about, "n": some.about["n"], "heads": [str(head) for head in some.heads], "contrasts": list(sums),
+        "batch_size": some.about["batch_size"], "replicates": some.replicates, "seed": some.seed, "rank": rank,
+        **({"center": dict(center)} if center else {}),
+    }  # fmt: skip
+    made: Any = {"model": about["model"], "seed": some.seed, "provenance": provenance(**asked)}
+    of: Any = {
+        "heads": tuple(some.heads),
+        "space": about["space"],
+        "words": tuple(task.asked.get("words", ())),
+    }
+    tables, answer = {"ranks": rows, "spectrum": spectrum}, with_notes(_answer(rows), about)
+    name = f"decompose/{task.name}"
+    return Fit(
+        name, tables, answer=answer, subspaces=subspaces, sums=sums, chat=task.chat, **made, **of
+    )
+
+
+def _answer(rows: list[dict[str, Any]]) -> str:
+    parts, tested = list[str](), [row for row in rows if row["verdict"] != "untested"]
+    for verdict, words in _KINDS.items():
+        named, having = list[str](), [row for row in rows if row["verdict"] == verdict]
+        for name in dict.fromkeys(row["contrast"] for row in having):
+            heads = [row["head"] for row in having if row["contrast"] == name]
+            more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
+            named.append(f"{name} at {', '.join(heads[:_NAMED])}{more}")
+        parts += [f"in {len(having)} {words} ({'; '.join(named)})"] if having else []
+    said = f"Of {len(rows)} contrasts, {'; '.join(parts)}." if parts else f"{len(rows)} contrasts."
+    if len(tested) < len(rows):
+        why = next(row["reason"] for row in rows if row["reason"]).removeprefix("untested: ")
+        said += f" {len(rows) - len(tested)} could not be tested ({why})."
+    few = {row["contrast"]: row["units"] for row in tested if row["units"] < FEW_UNITS}
+    return said + "".join(
+        f" {name} rests on {n} different words or prompts, which is few." for name, n in few.items()
+    )
+
+
+# ---------------------------------------------------------------------- its folder
+
+
+def sums_file(contrast: str) -> str:
+    """The name of a contrast's file; what a user calls a contrast may hold anything."""
+    return f"{file_name(contrast)}.safetensors"
+
+
+def check_job(out: str | Path | None, asked: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds a fit of anything else; ask before long work, of what is known by
+    then.
+    """
+    if out is None or not (Path(out) / MANIFEST).exists():
+        return
+    there, here = (
+        read_job(out),
+        json.loads(json.dumps({name: asked[name] for name in asked if name in _JOB})),
+    )
+    differs = [name for name in here if there[name] != here[name]]
+    if differs:
+        raise BadInput(
+            f"{out} holds another fit ({', '.join(differs)} differ): name another folder."
+        )
+
+
+def read_job(folder: str | Path) -> dict[str, Any]:
+    """Read what the fit in a folder was asked for."""
+    folder = Path(folder)
+    if (folder / WORK).is_dir() and not (folder / MANIFEST).is_file():
+        raise BadInput(
+            f"{folder} is not finished: run the same decompose command again, it goes on from there."
+        )
+    manifest = read_run(folder)
+    if not manifest.get("asked", {}).keys() >= set(_JOB):
+        raise BadInput(
+            f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first."
+        )
+    return dict(manifest["asked"])
+
+
+def read_sums(
+    folder: Path, job: Mapping[str, Any], task: Task, device: torch.device
+) -> dict[str, ContrastSums]:
+    """Read the sums of every contrast of a folder's fit."""
+    every, manifest = {}, read_run(folder)
+    for name in checked_contrasts(task, job["contrasts"]):
+        path = folder / sums_file(name)
+        if not path.is_file():
+            raise BadInput(
+                f"{path} is missing, the sums that {folder} is made of: run decompose again to make it."
+            )
+        check_unchanged(folder, path.name, manifest)
+        every[name] = ContrastSums.load(path, device=device)
+        if every[name].about.get("examples") != units_hash(task.fit(name, job["n"])):
+            raise BadInput(
+                f"{folder} was fitted on other prompts of {name} than are drawn now: fit in another folder."
+            )
+    return every
+
+
+def task_of(job: Mapping[str, Any], folder: str | Path) -> Task:
+    """The task that a fit folder was made from, made again; of a file, the folder keeps a copy."""
+    folder, asked, seed = Path(folder), dict(job["asked"]), job["task_seed"]
+    if job["task"] in tasks.BUILT_IN:
+        return tasks.BUILT_IN[job["task"]](seed=seed, **asked)
+    kept = folder / Path(asked["file"]).name
+    task = tasks.from_jsonl(kept, seed=seed, chat=asked["chat"], center=asked["center"])
+    if task.asked["hash"] != asked.get("hash"):
+        raise BadInput(f"{kept} has changed since {folder} was made from it: run decompose again.")
+    return replace(task, asked=asked)  # its sums know it by the name it was given
+
+
+def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
+    """The contrasts to fit, all by default; an unknown one is refused before the model runs."""
+    names = list(task.contrasts) if contrasts is None else list(contrasts)
+    if not names or len(set(names)) < len(names):
+        there = ", ".join(task.contrasts)
+        raise BadInput(
+            f"no contrast, or one that is named twice: there is {there}, but got {names}."
+        )
+    for name in names:
+        task.fit(name, 1)
+    return names

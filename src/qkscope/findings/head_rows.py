@@ -1,0 +1,397 @@
+"""One head on a batch of prompts, split among writers; and a pass over all prompts, batch by batch.
+
+``ℓ = Σ_t w_t scale q·k_t``, the relative logit of the keys marked + over those marked −, is linear
+in the query and in the keys once norms are frozen: ``q = Σ_c q_c`` and ``k_t = Σ_c k_c(t)``, so
+that pairs of writers, and writers of one side, sum to it. `HeadRows` gives them, and attention rows
+in which parts are others; keys that are not named, the first token among them, stay as they are. A
+`Pass` measures all prompts of a task, or passages of texts, and adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkscope import BadInput, Head
+from qkscope.attention import AttentionRows
+from qkscope.findings.task_batches import batches_of, words_of
+from qkscope.linear.attribution import values_of
+from qkscope.linear.reader import Reader
+from qkscope.linear.run import KINDS, Direction, Parts, Run, named
+from qkscope.model.encode import Encoding
+from qkscope.model.inputs import check_visible
+from qkscope.results.work import Stage, Work
+from qkscope.sums.relative_logits import SIDES, Measurement, Side, Tally, metrics, relative_weights
+from qkscope.texts.task import ANSWER, Units
+
+#: A key with less attention than this is said to be unattended before anything is traced to it.
+ATTENDED = 0.05
+Tables = dict[str, list[dict[str, Any]]]
+_PLACES, _EACH = (
+    128,
+    10,
+)  # tokens of all prompts whose writers are held at once, and of each prompt at least
+_CONDITIONS = {"held": 128, "live": 8}  # that are measured at once, norms held and norms running
+
+
+@dataclass(eq=False)
+class HeadRows:
+    """One head on one batch.
+
+    Parameters
+    ----------
+    run, head : who reads what; slots from 1 on are keys.
+    signs : +1 right keys, −1 other keys, 0 none.
+    projector : put between query and key, to look inside a feature; none by default.
+    query : the slot of the query.
+
+    Attributes
+    ----------
+    scale : factor on q·k.
+    writers : their names, the biases last.
+    slots : of each side.
+    """
+
+    run: Run
+    head: Head
+    signs: Int[Tensor, "n k"]
+    projector: Float[Tensor, "d d"] | None = None
+    query: int = 0
+
+    def __post_init__(self) -> None:
+        self.scale = float(self.run.calls[self.head.layer].scale)
+        self.writers = self.run.reader.writers(self.head.layer)
+        self.slots: dict[Side, list[int]] = {
+            "query": [self.query],
+            "key": list(range(1, self.run.columns.shape[1])),
+        }
+
+    @cached_property
+    def weights(self) -> Float[Tensor, "n k"]:
+        """Weights of the keys in the relative logit."""
+        return relative_weights(self.signs)
+
+    # ------------------------------------------------------------------ the relative logit, and its
+    # parts
+
+    def vectors(self, side: Side) -> Float[Tensor, "n p d"]:
+        """The model's own query, or its named keys."""
+        kind = KINDS[side]
+        return self.run.vectors(
+            [(self.head.layer, self.run.index(self.head, kind))], kind, self.slots[side]
+        )[:, 0]
+
+    def logit(self, q: Tensor | None = None, k: Tensor | None = None) -> Float[Tensor, "*x n"]:
+        """The relative logit of the model's own vectors, or of other queries [*x, n, d] and keys
+        [*x, n, k, d].
+        """
+        q, k = self.rows.q[:, 0] if q is None else q, self.vectors("key") if k is None else k
+        return (
+            torch.einsum("...nd,...nkd,nk->...n", self.projected(q), k, self.weights.to(q))
+            * self.scale
+        )
+
+    def projected(self, q: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+        """Apply the projector, if there is one, to a query."""
+        return q if self.projector is None else q @ self.projector.to(q)
+
+    @cached_property
+    def directions(self) -> dict[Side, Direction]:
+        """Directions of the relative logit on the stream, at the query and at the keys that count."""
+        used = self.weights.any(0).nonzero()[:, 0]
+        used = used[
+            self.signs[0, used].argsort(descending=True, stable=True)
+        ]  # a prompt's key stands first
+        return self.run.ask(self.head, self.query, 1 + used, self.weights[:, used], self.projector)[
+            1
+        ]
+
+    @cached_property
+    def marginals(self) -> dict[Side, Float[Tensor, "n c"]]:
+        """By side, what each writer gives to the relative logit; both sum to it."""
+        if (
+            len(self.signs) > 1 and self.projector is None
+        ):  # writers of a batch side by side; of one prompt too many
+            split_together([self])
+            return self.marginals
+        answers = {
+            side: self.run.answer(direction).values for side, direction in self.directions.items()
+        }
+        return {
+            side: torch.stack([own[name].sum(1) for name in self.writers], 1)
+            for side, own in answers.items()
+        }
+
+    @cached_property
+    def pairs(self) -> Float[Tensor, "n c c"]:
+        """What each pair of a query writer and a key writer gives."""
+        q = self.projected(self.read("query")[:, :, 0]) * self.scale
+        met: Tensor | float = 0.0
+        for slots, pieces in self._pieces(self.directions["key"].slots.tolist()):
+            keys = self.run.read(self.head, "key", pieces, slots)
+            met = met + torch.einsum(
+                "ncpd,np->ncd", keys, self.weights[:, [i - 1 for i in slots]].to(keys)
+            )
+        return q @ met.mT  # type: ignore[union-attr]
+
+    def given(self, pairs: Sequence[tuple[int, int]] = ()) -> Measurement:
+        """The logit, what writers and some pairs give to it, and how far they miss it beside the
+        largest part.
+        """
+        total, sides = self.logit(), {side: self.marginals[side] for side in SIDES}
+        missed = torch.stack([(values.sum(1) - total).abs() for values in sides.values()]).amax(0)
+        largest = (
+            torch.stack([values.abs().amax(1) for values in sides.values()])
+            .amax(0)
+            .clamp_min(1e-30)
+        )
+        chosen = (
+            {"pairs": torch.stack([self.pairs[:, a, b] for a, b in pairs], dim=1)} if pairs else {}
+        )
+        return Measurement({"total": total, **sides, **chosen}, missed / largest)
+
+    def _pieces(self, slots: list[int]) -> Iterable[tuple[list[int], list[Parts]]]:
+        """What writers left at some slots, a few at a time: a long prompt takes no more room."""
+        step = max(_PLACES // len(self.signs), _EACH)
+        for some in (slots[start : start + step] for start in range(0, len(slots), step)):
+            yield some, self.run.slots(some).stream(self.head.layer)
+
+    def read(self, side: Side) -> Float[Tensor, "n c p d"]:
+        """Queries or keys split among writers, as the dot product sees them."""
+        made = [
+            self.run.read(self.head, side, pieces, some)
+            for some, pieces in self._pieces(self.slots[side])
+        ]
+        return torch.cat(made, dim=2)
+
+    # ------------------------------------------------------------------ parts replaced
+
+    @cached_property
+    def streams(self) -> dict[Side, Float[Tensor, "n c p d_model"]]:
+        """By side, what each writer but the biases left at its places, in the residual stream."""
+        every = {
+            side: [named(pieces) for _, pieces in self._pieces(slots)]
+            for side, slots in self.slots.items()
+        }
+        return {side: torch.cat(pieces, dim=2) for side, pieces in every.items()}
+
+    @cached_property
+    def rows(self) -> AttentionRows:
+        """The model's attention rows, over every token of each prompt."""
+        rows = self.run.calls[self.head.layer].rows(
+            self.head.index, self.run.row, self.run.columns[:, self.query]
+        )
+        mask = self.run.inputs.get(
+            "attention_mask"
+        )  # says where padding ends and the first token stands
+        return (
+            rows
+            if mask is None
+            else replace(rows, key_mask=mask[self.run.row].bool().to(rows.k.device))
+        )
+
+    def measure(
+        self, q: Float[Tensor, "x n d"] | None = None, k: Float[Tensor, "x n k d"] | None = None
+    ) -> Float[Tensor, "x n m"]:
+        """`METRICS` of the rows, with other queries and other named keys."""
+        return metrics(
+            self.rows, self.run.columns[:, self.slots["key"]], self.signs, q, k, self.projector
+        )
+
+    def replaced(
+        self,
+        instead: Mapping[Side, Float[Tensor, "*n c p d_model"]],
+        masks: Bool[Tensor, "2 x c"],
+        norms: str = "held",
+    ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
+        """Queries and keys once the parts of the stream that each of x conditions names are
+        replaced; biases stay.
+
+        Parameters
+        ----------
+        instead : by side, what each writer but the biases leaves instead.
+        masks : of the query and of the keys, the writers that each condition names.
+        norms : held, or live.
+        """
+        return self.without(
+            {side: self.streams[side] - instead[side] for side in SIDES}, masks[..., :-1], norms
+        )
+
+    @torch.no_grad()
+    def without(
+        self,
+        away: Mapping[Side, Float[Tensor, "n c p d_model"]],
+        often: Tensor,
+        norms: str = "held",
+    ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
+        """Queries and keys with some parts taken out of the stream, each of them as often as each
+        condition says.
+        """
+        parts, true = (
+            dict(away),
+            {side: self.run.hidden([self.head.layer], self.slots[side])[0] for side in SIDES},
+        )
+        for side in SIDES if norms == "held" else ():
+            lost = self.run.read(self.head, side, [Parts(["away"], away[side])], self.slots[side])
+            true[side], parts[side] = self.vectors(side), lost[:, :-1]
+        for some in often.split(_CONDITIONS[norms], dim=1):
+            made = []
+            for side, times in zip(SIDES, some, strict=True):
+                moved = times.to(true[side]) @ parts[side].transpose(0, 1).flatten(1)
+                vectors = true[side][None] - moved.unflatten(1, true[side].shape)
+                made.append(self.run.live(self.head, side, vectors) if norms == "live" else vectors)
+            yield made[0][:, :, 0], made[1]
+
+
+#: By head, what is measured of its rows on a batch and the numbers of their units.
+Measures = Mapping[Head, Callable[[HeadRows, list[int]], Measurement]]
+
+
+def split_together(every: Sequence[HeadRows]) -> None:
+    """Split the logits of several heads on one batch among writers at once."""
+    weights, of_head = (
+        torch.stack([rows.weights for rows in every], dim=1),
+        {rows.head: rows for rows in every},
+    )
+    for heads, query, key in values_of(every[0].run, weights, list(of_head)):
+        for i, head in enumerate(heads):
+            of_head[head].marginals = {"query": query[:, i], "key": key[:, i]}
+
+
+def answer_signs(encoded: Encoding) -> Int[Tensor, "n k"]:
+    """+1 for right keys, −1 for others, 0 in slots that are none."""
+    if ANSWER not in encoded.labels:
+        raise BadInput(
+            "a task is traced by its keys labelled answer, and this one has none: label the right ones."
+        )
+    return encoded.labels[ANSWER].long().masked_fill(~encoded.places.key_mask, 0)
+
+
+# ---------------------------------------------------------------------- a pass over prompts
+
+
+def join_tables(every: Iterable[Tables]) -> Tables:
+    """Tables of several heads as one."""
+    joined: Tables = {}
+    for name, rows in (item for tables in every for item in tables.items()):
+        joined.setdefault(name, []).extend(rows)
+    return joined
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How prompts go through a model, batch by batch, and where what is done is kept.
+
+    Parameters
+    ----------
+    reader : of the heads.
+    chat : whether prompts go into the chat template.
+    batch_size : prompts run together.
+    seed : of every draw.
+    projectors : of heads that are looked at inside a feature.
+    layers : others whose input is kept.
+    job : keeps what is done.
+    progress : whether to say how far it is.
+    """
+
+    reader: Reader
+    chat: bool = False
+    batch_size: int = 32
+    seed: int = 0
+    projectors: Mapping[Head, Tensor] = field(default_factory=dict)
+    layers: Sequence[int] = ()
+    job: Work = field(default_factory=Work)
+    progress: bool | None = None
+
+    def rows(
+        self, units: Units, indices: Sequence[int], named: bool = True, by_some: bool = False
+    ) -> tuple[list[int], list[HeadRows]]:
+        """Prompts of some units through the model: each row's unit, and the rows of every head.
+
+        Parameters
+        ----------
+        units, indices : all units, and the numbers of those that run.
+        named : whether keys are named, as a task does it; otherwise each head's most attended token
+            is asked about.
+        by_some : whether a named key may be out of sight of some of the heads.
+        """
+        encoded = self.reader.scope.encode(
+            [example for i in indices for example in units[i]], chat=self.chat
+        )
+        of_example, heads = [i for i in indices for _ in units[i]], self.reader.heads
+        right = answer_signs(encoded)[:, None].expand(-1, len(heads), -1) if named else None
+        run = self.reader.record(
+            encoded.inputs, encoded.places if named else encoded.everywhere(), layers=self.layers
+        )
+        if right is not None:
+            seen = run.captured.bias.gather(-1, run.columns[:, None, 1:].expand_as(right))
+            check_visible(encoded, heads, seen, by_some)
+        signs = _most_attended(run) if right is None else right
+        every = [
+            HeadRows(run, head, signs[:, i], self.projectors.get(head))
+            for i, head in enumerate(heads)
+        ]
+        return [of_example[int(e)] for e in encoded.example], every
+
+    def add_up(
+        self,
+        name: str,
+        units: Units,
+        measures: Measures,
+        words: Any = None,
+        last: bool = False,
+        **rows: bool,
+    ) -> tuple[dict[Head, Tally], list[list[Any]]]:
+        """Measure every prompt at every head, in batches: sums by word, and of each head what else
+        its batches keep.
+
+        Parameters
+        ----------
+        name : of the stage of the work.
+        units : the prompts.
+        measures : by head, what takes `HeadRows` of a batch and the numbers of their units.
+        words : of each unit, a list; by default what it asks for.
+        last : whether nothing is shared out between processes after it.
+        rows : how `rows` takes its keys.
+        """
+        words = words_of(units) if words is None else words
+        tallies, sums = {head: Tally(sorted(words)) for head in measures}, dict[str, Tensor]()
+
+        def run(indices: list[int]) -> list[Any]:
+            numbers, every = self.rows(units, indices, **rows)
+            if len(every) > 1 and not self.projectors:
+                split_together(every)
+            given = [measures[own.head](own, numbers) for own in every]
+            for own, measured in zip(
+                every, given, strict=True
+            ):  # a batch is added whole, or not at all
+                tallies[own.head].add([words[i] for i in numbers], measured)
+                sums.update(
+                    {f"{own.head} {name}": total for name, total in tallies[own.head].sums.items()}
+                )
+            return [measured.kept for measured in given]
+
+        stage = Stage(name, batches_of(units, self.batch_size), run, sums, merge=merge_sums)
+        kept = self.job.run(stage, self.progress, last=last)
+        for (head, _, of), total in ((name.partition(" "), total) for name, total in sums.items()):
+            tallies[Head.parse(head)].sums[of] = total
+        return tallies, [list(column) for column in zip(*kept, strict=True)]
+
+
+def _most_attended(run: Run) -> Int[Tensor, "n h k"]:
+    """+1 at the token with most attention except the first, −1 at all others in sight."""
+    attention, bias, mask = run.captured.attention(), run.captured.bias, run.captured.key_mask
+    places = torch.arange(mask.shape[1], device=mask.device)
+    seen = (bias > -torch.inf) & (mask & (places != mask.int().argmax(1)[:, None]))[:, None]
+    return (-seen.long()).scatter(-1, attention.masked_fill(~seen, -1).argmax(-1, keepdim=True), 1)
+
+
+def merge_sums(name: str, total: Tensor, piece: Tensor) -> Tensor:
+    """Add a piece of the tensor of this name to its total; of errors, keep the largest."""
+    return torch.maximum(total, piece) if name.endswith(" error") else total.add_(piece)

@@ -1,0 +1,350 @@
+"""One head on one prompt: any query token, any key token; who wrote them, and what cutting them
+does right there.
+
+The key's logit is taken against the mean of the others that the query sees, except the first token
+(or against one token). To cut a writer here its part of the stream takes its mean over the prompt's
+other tokens, the first excepted, in this head alone and with its norms frozen; the attention row is
+then made anew. Random writers of the same layers stand beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope import BadInput, Example, Scope
+from qkscope.findings.head_rows import ATTENDED, HeadRows
+from qkscope.findings.verdicts import FEW, verdict
+from qkscope.heads import Head, Writer, parse_writers
+from qkscope.linear.attribution import first_neurons
+from qkscope.linear.reader import Reader
+from qkscope.linear.row import Norms, attention_with, mean_parts, vectors_with
+from qkscope.linear.run import Run, Side
+from qkscope.model.capture_types import Places
+from qkscope.model.encode import Encoding, token_texts
+from qkscope.seeds import derived_seed
+from qkscope.sums.relative_logits import SIDES, Tally, different, draw_alike, first_by
+
+Prompt: TypeAlias = str | Example
+Place = int | None
+CUTS = (1, 2, 3, 5)
+_SECOND = 0.05  # of the first writer's part: one that gives less is not named beside it
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as the model sees it, and the query token."""
+
+    encoded: Encoding
+    tokens: list[str]
+    query: int
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the model is given."""
+        return self.encoded.inputs
+
+    @property
+    def places(self) -> Places:
+        """The query, with every token of the prompt as a key."""
+        row = self.encoded.places.row[:1]
+        return Places.everywhere(
+            row, torch.full_like(row, self.query), self.inputs["attention_mask"]
+        )
+
+    def told(self, prompt: Prompt) -> dict[str, Any]:
+        """What a result says of the prompt."""
+        shown = prompt if isinstance(prompt, str) else prompt.show(2000)
+        return {"prompt": shown, "query": self.query, "tokens": self.tokens}
+
+    @classmethod
+    def of(cls, scope: Scope, prompt: Prompt, query: Place, chat: bool) -> Question:
+        """The prompt, tokenised; the query is its last token (or the one marked) where none is
+        named.
+        """
+        if isinstance(prompt, Example) and len(prompt.queries) > 1:
+            raise BadInput(
+                f"a prompt is asked about from one query, but {len(prompt.queries)} are marked: mark one."
+            )
+        asked = cls.first_of(scope, scope.encode([prompt], chat=chat))
+        length = len(asked.tokens)
+        place = asked.query if query is None else checked_place(query, length, "query")
+        if length < 2:
+            raise BadInput(
+                "the prompt has one token, and a head chooses among several: give a longer one."
+            )
+        if place == 0:
+            raise BadInput(
+                "the query is the first token, which sees only itself: name a later one."
+            )
+        return replace(asked, query=place)
+
+    @classmethod
+    def first_of(cls, scope: Scope, encoded: Encoding) -> Question:
+        """The first query of a prompt that is tokenised already."""
+        return cls(
+            encoded,
+            token_texts(scope, encoded.inputs["input_ids"][0].tolist()),
+            int(encoded.places.query[0]),
+        )
+
+
+def checked_place(place: int, length: int, what: str) -> int:
+    """A token's place counted from the start; a negative one is counted from the end."""
+    if not -length <= place < length:
+        raise BadInput(
+            f"{what} {place} is out of range: the prompt has {length} tokens, 0 to {length - 1}."
+        )
+    return place % length
+
+
+class PromptTrace(HeadRows):
+    """One head on one prompt.
+
+    Parameters
+    ----------
+    run : recorded with every token of the prompt as a key.
+    asked : the prompt.
+    head : the head.
+    key, versus : tokens; by default the most attended one besides the first, against all others in
+        sight but the first.
+    projector : put between query and key.
+
+    Attributes
+    ----------
+    total : the relative logit.
+    attends : whether there is any attention to explain.
+    seen, others, free : tokens in sight; without the first; and without the key and the query
+        either.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        asked: Question,
+        head: Head,
+        key: Place = None,
+        versus: Any = None,
+        projector: Any = None,
+    ) -> None:
+        super().__init__(
+            run, head, torch.zeros_like(run.columns[:, 1:]), projector, 1 + asked.query
+        )
+        self.asked, self.attention = asked, self.rows.attention()[0, 0]
+        self.seen = run.seen(head, asked.query)
+        self.others = [i for i in self.seen if i > 0]
+        if not self.others:
+            raise BadInput(
+                f"{head} sees nothing but the first token from token {asked.query}: name a later query."
+            )
+        self.key = self.most_attended(self.others) if key is None else self._checked(key, "key")
+        self.against = [i for i in self.others if i != self.key]
+        if versus is not None:
+            self.against = [
+                self._checked(i, "versus")
+                for i in ([versus] if isinstance(versus, int) else versus)
+            ]
+        if self.key in self.against:
+            raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
+        self.signs[0, self.against] = -1
+        self.signs[0, self.key] = 1
+        self.total, self.attends = float(self.logit()), float(self.attention[self.key]) >= ATTENDED
+        self.free = [i for i in self.others if i not in (self.key, asked.query)]
+
+    def _checked(self, place: int, what: str) -> int:
+        place = checked_place(place, len(self.asked.tokens), what)
+        if place not in self.seen:
+            after = (
+                f"stands after the query (token {self.asked.query}), and this model looks back only"
+            )
+            why = (
+                after
+                if place > self.asked.query
+                else f"is out of sight of {self.head}, which looks only so far back"
+            )
+            raise BadInput(f"token {place} {why}: name another token.")
+        return place
+
+    def most_attended(self, tokens: Sequence[int], row: Float[Tensor, " t"] | None = None) -> int:
+        """Of some tokens, the one with most attention in the head's row, or in another."""
+        values = (self.attention if row is None else row).tolist()
+        return max(tokens, key=values.__getitem__)
+
+    def token(self, i: int) -> str:
+        """A token as a sentence names it."""
+        text = self.asked.tokens[i]
+        return f"{text!r} (token {i})" if text else f"token {i} (inside a character)"
+
+    def where(self) -> str:
+        """How much of its attention the head gives to the key, in words."""
+        asking, key = self.asked.tokens[self.asked.query], self.asked.tokens[self.key]
+        share = f"{float(self.attention[self.key]):.0%} of its attention"
+        unseen = ": it does not attend there, so what follows explains a logit and no attention"
+        return f"{self.head} at {asking!r} gives {share} to {key!r} (token {self.key}){'' if self.attends else unseen}."
+
+    # ------------------------------------------------------------------ cuts
+
+    @cached_property
+    def _mean(self) -> Float[Tensor, "c d_model"]:
+        """The mean of each writer's part over the prompt's other tokens."""
+        return mean_parts(self.run, self.head.layer, self.free or self.others)
+
+    def cut(
+        self, sets: Sequence[Mapping[Any, Sequence[int]]], norms: Norms = "frozen"
+    ) -> Float[Tensor, "x t"]:
+        """Attention rows with the parts of some writers, by side, replaced by their means; one row
+        for each set.
+        """
+        asking, vectors = self.asked.query, dict[Side, Tensor]()
+        for side, at in zip(SIDES, (asking, self.key), strict=True):
+            named = [[self.writers[i] for i in chosen.get(side, ())] for chosen in sets]
+            vectors[side] = vectors_with(self.run, self.head, side, at, self._mean, named, norms)
+        return attention_with(
+            self.run, self.head, asking, q=vectors["query"], keys={self.key: vectors["key"]}
+        )
+
+    def strongest(self, side: Side, size: int) -> list[int]:
+        """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of
+        what the first gives.
+
+        Those against the key are no reason to look there, and one that gives next to nothing is
+        none either.
+        """
+        values = self.marginals[side][0]
+        first = first_by(values, size, signed=True)
+        least = max(_SECOND * float(values[first[0]]), 0.0) if first else 0.0
+        return [i for i in first if float(values[i]) > least]
+
+    def cut_rows(self, draws: int, seed: int, live: bool = False) -> list[dict[str, Any]]:
+        """The strongest writers cut, beside random ones of their kind and layers: a row for each
+        side and number.
+
+        With ``live``, rows of one or two writers of a side also say what is left where norms are
+        live.
+        """
+        made, before, writers = (
+            [],
+            float(self.attention[self.key]),
+            parse_writers(self.writers[:-1]),
+        )
+        for side, size in product(("key", "query", "both"), CUTS):
+            chosen: dict[Any, list[int]] = {
+                one: self.strongest(one, size) for one in SIDES if side in (one, "both")
+            }
+            if size >= len(self.writers) - 1 or any(len(own) < size for own in chosen.values()):
+                continue
+            seeds = [
+                {one: derived_seed(seed, "cut", one, size, draw) for one in chosen}
+                for draw in range(draws)
+            ]
+            drawn = (
+                {one: draw_alike(own, writers, at[one], FEW) for one, own in chosen.items()}
+                for at in seeds
+            )
+            row, *others = self.cut([chosen, *different(drawn)])
+            random = torch.stack(others)[:, self.key]
+            after, top = float(row[self.key]), self.most_attended(self.others, row)
+            made.append({
+                "head": str(self.head), "side": side, "k": size,
+                "writers": ", ".join(dict.fromkeys(self.writers[i] for own in chosen.values() for i in own)),
+                "before": before, "after": after, "control": float(random.mean()),
+                "control_low": float(random.min()), "control_high": float(random.max()), "first": float(row[0]),
+                "top": top, "top_token": self.asked.tokens[top], "draws": draws, "sets": len(random),
+                "verdict": verdict(before, after, random, vacuous=not self.free),  # no tokens to take a mean over
+            })  # fmt: skip
+            if live and self.free and side != "both" and size <= 2:
+                made[-1]["live"] = float(self.cut([chosen], "live")[0, self.key])
+        return made
+
+    # ------------------------------------------------------------------ tables
+
+    @cached_property
+    def tally(self) -> Tally:
+        """Sums of what the writers give, without pairs."""
+        return Tally.of_prompt(self.given())
+
+    def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
+        """The first ten neurons of each side, or those named, with the token where the largest part
+        of each stands.
+        """
+        return [
+            {"head": str(self.head), "side": side, "writer": str(neuron), "layer": neuron.layer, "value": value,
+             "share": value / self.total if self.total else None, "position": slot - 1,
+             "token": self.asked.tokens[slot - 1]}
+            for side, asked in self.directions.items()
+            for neuron, value, slot in first_neurons(self.run, asked, named)
+        ]  # fmt: skip
+
+    def token_rows(self) -> list[dict[str, Any]]:
+        """The head's attention to every token it sees, and its logit."""
+        logits = (self.rows.k[0, 0] @ self.projected(self.rows.q[0, 0]) * self.scale).tolist()
+        attention = self.attention.tolist()
+        return [
+            {"head": str(self.head), "position": i, "token": self.asked.tokens[i],
+             "attention": attention[i], "logit": logits[i]}
+            for i in self.seen
+        ]  # fmt: skip
+
+
+_READERS: WeakKeyDictionary[Scope, tuple[str, Reader]] = WeakKeyDictionary()
+
+
+def reader_of(scope: Scope) -> Reader:
+    """A reader of all heads, kept as long as the model's weights are what they were."""
+    weights = scope.weights_hash
+    if scope not in _READERS or _READERS[scope][0] != weights:
+        _READERS[scope] = weights, Reader(scope, scope.heads())
+    return _READERS[scope][1]
+
+
+class Probe:
+    """A prompt run once with one query token: every head is read from that run.
+
+    Parameters
+    ----------
+    scope : the model.
+    prompt : a text, or an example with at most one marked query.
+    query : the query token; by default the one marked, or the last.
+    chat : whether it goes into the chat template.
+    last : the last layer whose heads are asked about: writers are kept up to there; of all layers
+        by default.
+    options : more of `Reader.record`; by default the model runs on to its logits.
+
+    Examples
+    --------
+    >>> probe = Probe(Scope.load("nano:mixed"), "hat: O jam: Z jam:")
+    >>> probe.head("L1H0").asked.tokens[-2:]
+    ['jam', ':']
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        prompt: Prompt,
+        query: Place = None,
+        chat: bool = False,
+        last: Place = None,
+        **options: Any,
+    ) -> None:
+        self.scope, self.prompt = scope, prompt
+        self.asked, self.reader = Question.of(scope, prompt, query, chat), reader_of(scope)
+        options = {"deep": True, "last": last, "logits": True, **options}
+        self.run = self.reader.record(self.asked.inputs, self.asked.places, **options)
+
+    def head(
+        self,
+        head: str | Head,
+        key: int | None = None,
+        versus: int | None = None,
+        projector: Tensor | None = None,
+    ) -> PromptTrace:
+        """One head, asked about one token; see `PromptTrace`."""
+        return PromptTrace(self.run, self.asked, self.scope.check(head), key, versus, projector)

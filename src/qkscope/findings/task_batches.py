@@ -1,0 +1,299 @@
+"""A task's prompts through a model: what an analysis was made from, a fixed list of batches in
+which a prompt and its copy stay together, and the rows of a contrast that each batch gives.
+
+Contrasts that label the same prompts, put together: a prompt runs once and serves every contrast
+that labels it. A contrast still sees its own units alone, with its own numbers: what is added up,
+and what its nulls flip or deal, is what a pass over its own prompts would give (to rounding, as
+batches are others).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkscope import BadInput, Head, Scope
+from qkscope.examples import Example, Key
+from qkscope.model.capture_types import Capture
+from qkscope.model.files import weights_part
+from qkscope.model.inputs import FIRST_TOKEN, check_visible
+from qkscope.model.spaces import Space
+from qkscope.results.folder import sha256
+from qkscope.results.result import provenance
+from qkscope.seeds import derived_seed
+from qkscope.texts.documents import Texts
+from qkscope.texts.holdout import passages_of
+from qkscope.texts.task import ASKED, Contrast, Task, Unit
+
+_LENGTH = 96  # tokens of a passage
+_FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
+
+
+def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
+    """What an analysis was made from, for manifests and for refusing to mix."""
+    notes = [
+        *task.notes,
+        *([FIRST_TOKEN] if task.starts_with_key and not scope.encoder.adds_first else []),
+    ]
+    return {
+        "model": scope.name, "revision": scope.revision, "weights": scope.weights_hash,
+        "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
+        "asked": dict(task.asked), "space": space, **({"notes": notes} if notes else {}),
+    }  # fmt: skip
+
+
+def made_with(scope: Scope, **asked: Any) -> dict[str, Any]:
+    """The fields of a result that say which model it is of, and what was asked of it."""
+    asked = {"model": scope.name, "weights": scope.weights_hash, **asked}
+    return {"model": scope.name, "provenance": provenance(**asked)}
+
+
+def with_notes(answer: str, about: Mapping[str, Any]) -> str:
+    """Append the task's caveats to an answer, if it has any."""
+    return " ".join([answer, *about.get("notes", ())])
+
+
+def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:
+    """Refuse to use with a model what says that it was made with another one, or with another
+    tokenizer.
+    """
+    for part, here in (("weights", scope.weights_hash), ("tokenizer", scope.tokenizer_hash)):
+        there = about.get(part, here)
+        if there != here:
+            same = part == "weights" and weights_part(str(there)) == weights_part(str(here))
+            part = "settings (config.json, with the same weights)" if same else part
+            raise BadInput(
+                f"{what} was made with other {part} than {scope.name} has here: load the same model."
+            )
+
+
+class UnitBatch(NamedTuple):
+    """Capture rows, and which unit and which of its prompts each row belongs to."""
+
+    captured: Capture
+    unit: Int[Tensor, " b"]
+    member: Int[Tensor, " b"]
+
+
+def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
+    """The fixed list of batches: units sorted by length, about ``batch_size`` prompts in each."""
+    batches, room = list[list[int]](), 0
+    for i in sorted(range(len(units)), key=lambda i: (max(map(len, units[i])), i)):
+        room -= len(units[i])
+        if room < 0:
+            batches.append([])
+            room = batch_size - len(units[i])
+        batches[-1].append(i)
+    return batches
+
+
+def units_hash(units: Sequence[Unit]) -> str:
+    """Fingerprint of the examples: their text, marks and labels."""
+    return sha256("".join(map(repr, units)))[:32]
+
+
+def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
+    """Up to n passages at random as token ids, with a random query in each and the number of its
+    text as cluster.
+
+    What is too short to ask in, or a copy, is left out.
+    """
+    encode: Any = partial(scope.tokenizer, verbose=False)  # of long texts it would warn
+    tokens = [encode(text if isinstance(text, str) else text.text)["input_ids"] for text in texts]
+    around = encode("")["input_ids"]
+    pieces = [
+        (ids, number)
+        for number, text in enumerate(tokens)
+        for ids in passages_of(text, around, _LENGTH)
+    ]
+    order = torch.randperm(
+        len(pieces), generator=torch.Generator().manual_seed(derived_seed(seed, "texts"))
+    ).tolist()
+    first: dict[tuple[int, ...], Unit] = {}  # of copies the first is taken
+    for i, (ids, number) in enumerate(pieces[place] for place in order[:n]):
+        if len(ids) > _FIRST_QUERY and ids not in first:
+            place = _FIRST_QUERY + derived_seed(seed, "queries", i) % (len(ids) - _FIRST_QUERY)
+            first[ids] = (Example(ids=ids, queries=((place, place + 1),), cluster=number),)
+    if not first:
+        raise BadInput("no text is long enough to ask in: give longer ones.")
+    return list(first.values())
+
+
+def unit_runner(
+    scope: Scope,
+    units: Sequence[Unit],
+    heads: Sequence[Head],
+    *,
+    asked: Sequence[int] | None = None,
+    chat: bool = False,
+    **how: Any,
+) -> Callable[[list[int]], UnitBatch]:
+    """What captures the units of one batch, by number; ``how`` as in `Scope.capture_inputs`.
+
+    The heads whose columns are ``asked`` must see every named key.
+    """
+    looking = list(range(len(heads)) if asked is None else asked)
+
+    def run(indices: list[int]) -> UnitBatch:
+        members = [(i, m) for i in indices for m in range(len(units[i]))]
+        encoded = scope.encode([units[i][m] for i, m in members], chat=chat)
+        captured = scope.capture_inputs(encoded, heads=list(heads), **how)
+        check_visible(encoded, [heads[i] for i in looking], captured.bias[:, looking])
+        unit, member = torch.tensor(members, device=captured.example.device)[
+            captured.example
+        ].unbind(1)
+        return UnitBatch(captured, unit, member)
+
+    return run
+
+
+def null_units(
+    units: Sequence[Unit], contrast: Contrast
+) -> Callable[[UnitBatch], Int[Tensor, " b"]]:
+    """The number of the random unit of every row: equal for rows that are not independent of one
+    another.
+
+    A unit is what the contrast says (see `Contrast.unit`); copies of a prompt are one unit too.
+    Across a prompt and its copy, each has the word that it asks for itself; elsewhere what is drawn
+    together stays together. Where all prompts have the same word it cannot be what tells them
+    apart, and the prompt is the unit.
+    """
+    words = [[_words(unit, contrast, member) for member in range(len(unit))] for unit in units]
+    varied = len({own for row in words for own in row}) > 1
+    texts = [tuple(repr(e.text if e.ids is None else e.ids) for e in unit) for unit in units]
+
+    def hashed(unit: tuple[str, ...]) -> int:  # the same in every process
+        digest = hashlib.blake2b(
+            repr(unit).encode("utf-8", "backslashreplace"), digest_size=8
+        ).digest()
+        return int.from_bytes(digest, "big", signed=True)
+
+    numbers = [
+        [hashed(own if varied and own else text) for own in row]
+        for row, text in zip(words, texts, strict=True)
+    ]
+
+    def number(batch: UnitBatch) -> Int[Tensor, " b"]:
+        rows = zip(batch.unit.tolist(), batch.member.tolist(), strict=True)
+        return torch.tensor([numbers[i][m] for i, m in rows], device=batch.unit.device)
+
+    return number
+
+
+def _words(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...]:
+    """The words that tell the rows of one prompt apart; empty if the prompt itself does."""
+    examples = [unit[member]] if contrast.across else unit
+    if contrast.unit == "prompt":
+        return ()
+    if contrast.unit == "key":
+        spans = [(e, key.span) for e in examples for key in e.keys if key.label(contrast.name) > 0]
+    else:
+        spans = [(e, e.roles[contrast.unit]) for e in examples if contrast.unit in e.roles]
+    return tuple(sorted(str(example.piece(span)) for example, span in spans))
+
+
+Rows = tuple[
+    Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]
+]
+
+
+def contrast_rows(batch: UnitBatch, contrast: Contrast) -> Rows:
+    """Queries, keys, labels and units of one contrast.
+
+    Across a prompt and its copy, each query meets its own + key (labelled +) and the copy's
+    (labelled −).
+    """
+    captured = batch.captured
+    labels = captured.labels.get(contrast.name, torch.zeros_like(captured.key_mask)).long()
+    if not contrast.across:
+        return captured.q, captured.k, labels, batch.unit
+    rows = torch.arange(len(labels), device=labels.device)
+    partner = (batch.unit[:, None] == batch.unit) & (batch.member[:, None] != batch.member)
+    if not bool((((labels > 0).sum(dim=1) == 1) & (partner.sum(dim=1) == 1)).all()):
+        raise BadInput(
+            f"contrast {contrast.name!r} compares a prompt with one copy: mark one + key in each."
+        )
+    right = captured.k[rows, :, (labels > 0).long().argmax(dim=1)]
+    pair = torch.stack([right, right[partner.long().argmax(dim=1)]], dim=2)
+    return (
+        captured.q,
+        pair,
+        torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2),
+        batch.unit,
+    )
+
+
+def cluster_of(unit: Unit, number: int) -> object:
+    """Cluster of a unit: the one it names, or its number."""
+    return ("unit", number) if unit[0].cluster == "" else unit[0].cluster
+
+
+def words_of(units: Sequence[Unit]) -> list[str]:
+    """The word that each unit asks for, or its cluster if none is marked: equal for prompts that
+    ask alike.
+    """
+    if all(ASKED in unit[0].roles for unit in units):
+        return [unit[0].piece(unit[0].roles[ASKED]) for unit in units]
+    return [f"prompt {cluster_of(unit, i)}" for i, unit in enumerate(units)]
+
+
+def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """A number for each row by its unit's cluster: copies of one prompt are resampled together."""
+    numbers: dict[object, int] = {}
+    return torch.tensor(
+        [numbers.setdefault(cluster_of(own, i), len(numbers)) for i, own in enumerate(units)]
+    )[unit]
+
+
+Joint = dict[tuple[str, int], tuple[Example, dict[str, tuple[int, int]]]]
+"""Prompts that run together, each once, with the labels of all contrasts; by contrast, each one's
+unit and place there.
+"""
+
+
+def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:
+    """The units of some contrasts, those that begin with the same prompt together; a prompt stands
+    there once.
+
+    Copies within a contrast stay as many as they are: the n-th copy meets the n-th of other
+    contrasts.
+    """
+    joints = dict[tuple[str, int], Joint]()
+    for name, drawn in units.items():
+        often = Counter[str]()
+        for number, unit in enumerate(drawn):
+            texts = [
+                repr((e.text, e.ids, e.queries, [key.span for key in e.keys])) for e in unit
+            ]  # but for labels
+            joint = joints.setdefault((texts[0], often[texts[0]]), {})
+            often[texts[0]] += 1
+            for member, (text, example) in enumerate(zip(texts, unit, strict=True)):
+                copy = text, texts[:member].count(text)
+                prompt, owners = joint.get(copy, (example, {}))
+                both = zip(prompt.keys, example.keys, strict=True)
+                keys = tuple(Key(a.span, {**a.labels, name: b.label(name)}) for a, b in both)
+                joint[copy] = replace(prompt, keys=keys), {**owners, name: (number, member)}
+    return list(joints.values())
+
+
+def rows_of(batch: UnitBatch, joints: Sequence[Joint], contrast: str) -> UnitBatch | None:
+    """The rows of a contrast's own prompts, numbered by its own units; None where the batch holds
+    none.
+    """
+    rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
+    owners = {
+        row: list(joints[i].values())[place][1].get(contrast) for row, (i, place) in enumerate(rows)
+    }
+    where = {row: owner for row, owner in owners.items() if owner is not None}
+    if not where:
+        return None
+    index, own = (torch.tensor(list(x), device=batch.unit.device) for x in (where, where.values()))
+    return UnitBatch(batch.captured.of_rows(index), own[:, 0], own[:, 1])

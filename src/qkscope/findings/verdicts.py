@@ -1,0 +1,150 @@
+"""What an answer may say: nothing of parts that do not sum to their logit, and of a cut only beside
+enough controls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from qkscope.findings.head_rows import ATTENDED
+from qkscope.heads import BIAS
+from qkscope.results.result import Result
+
+R = TypeVar("R", bound=Result)
+
+#: Different control sets under which nothing is tested.
+FEW = 5
+CANCELS = 3.0  # above this (see `cancelling`) the answer says that shares cancel
+_HALF, _SINGLE = (
+    2e-2,
+    1e-3,
+)  # of the largest part, in 16 bits and in more: how far a sum of parts may miss the logit
+_MEASURED = ("check", "tokens", "attention", "output", "whole")  # tables that no split is in
+
+
+def no_sum(head: object, error: float, dtype: object, single: float = _SINGLE) -> str | None:
+    """Warn, in a sentence, if a head's parts miss its logit by more than rounding does.
+
+    In more than 16 bits ``single`` is allowed.
+
+    >>> no_sum("L1H0", 1e-6, "torch.float32"), no_sum("L1H0", 7e-3, "torch.bfloat16")
+    (None, None)
+    """
+    allowed = _HALF if str(dtype).endswith("float16") else single
+    if error <= allowed:
+        return None
+    return (
+        f"The parts of {head} do not sum to its logit (they miss it by {error:.1g} of the largest part, and {allowed:g}"
+        " is allowed), so no writers, shares or cuts of it are given: its query or key is changed here in a way that"
+        " the split does not know; take a shorter prompt, or another head."
+    )
+
+
+def that_sum(result: R, dtype: object) -> R:
+    """A trace without the splits of heads whose parts do not sum (`no_sum`); its answer names them."""
+    checks = result.tables["check"]
+    wrong = {
+        row["head"]: said
+        for row in checks
+        if (said := no_sum(row["head"], row["sum_error"], dtype))
+    }
+    if not wrong:
+        return result
+    every = result.tables.items()
+    kept = {
+        name: [row for row in rows if name in _MEASURED or row["head"] not in wrong]
+        for name, rows in every
+    }
+    others = (
+        f" The tables hold the other {len(checks) - len(wrong)} heads."
+        if len(wrong) < len(checks)
+        else ""
+    )
+    return replace(result, answer=" ".join(wrong.values()) + others, tables=kept)
+
+
+def verdict(
+    before: float, after: float, random: Float[Tensor, " sets"], *, vacuous: bool = False
+) -> str:
+    """Whether a change took the attention away: ``supported``, ``not here``, or ``unattended``
+    before any change.
+
+    Supported is what takes away more than a quarter of it, and more than any of the random changes;
+    with fewer than `FEW` different ones of these it is ``untested``, and ``vacuous`` where nothing
+    could come out otherwise.
+
+    Parameters
+    ----------
+    before, after : attention on the key, and what is left of it.
+    random : what random changes of the same size leave.
+    vacuous : whether the change could show nothing.
+
+    >>> import torch
+    >>> others = torch.tensor([0.7, 0.8, 0.7, 0.8, 0.9])
+    >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others), verdict(0.01, 0.0, others), verdict(0.8, 0.1, others[:4])
+    ('supported', 'not here', 'unattended', 'untested')
+    """
+    if before < ATTENDED:
+        return "unattended"
+    if vacuous:
+        return "vacuous"
+    if len(random) < FEW:
+        return "untested"
+    return (
+        "supported"
+        if before - after > 0.25 * before and after < float(random.min())
+        else "not here"
+    )
+
+
+# ---------------------------------------------------------------------- sentences that several
+# answers share
+
+
+def says_right(check: Mapping[str, Any]) -> str:
+    """How much of its attention a head gives to a task's right keys, and how often it prefers them."""
+    return (
+        f"{check['head']} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other"
+        f" named keys in {check['accuracy']:.0%} of {check['n']} prompts."
+    )
+
+
+def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence for each side of one head's writers whose shares cancel, with a blank before it;
+    none elsewhere.
+    """
+    sizes = {
+        side: sum(abs(row["share"]) for row in rows if row["side"] == side)
+        for side in ("key", "query")
+    }
+    return "".join(
+        f" Large positive and negative shares of its {side} cancel (without signs they sum to {size:.1f} times the"
+        " logit): trust cuts, not single shares."
+        for side, size in sizes.items()
+        if size > CANCELS
+    )
+
+
+def written_by(rows: Iterable[Mapping[str, Any]], side: str) -> str:
+    """The first two writers of one side of one head, biases left out, with their shares."""
+    own = [row for row in rows if row["side"] == side and row["writer"] != BIAS][:2]
+    return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
+
+
+def controls_of(row: Mapping[str, Any]) -> str:
+    """Name the random writers beside a cut or a swap, and how many different sets of them there
+    were.
+    """
+    kinds = (
+        "MLPs" if "L" not in row["writers"] else "heads" if "M" not in row["writers"] else "writers"
+    )
+    return (
+        f"{row['sets']} different sets of random {kinds}"
+        if row["sets"] > 1
+        else f"the one other set of {kinds}"
+    )

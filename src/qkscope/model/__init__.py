@@ -1,0 +1,35 @@
+"""Examples in, queries and keys out: the only room that touches a Hugging Face model.
+
+What comes in: the name of a model (`Scope.load`) and examples, text with marked queries and keys
+(`Example`). What goes out: a `Capture` for each batch (queries, keys, and the rest of their
+attention rows, which `Capture.rows` gives as `AttentionRows`), and patched runs (`Edit`).
+
+Its files, in reading order. The way of a batch through a model:
+
+- ``scope``: `Scope`, a model that can be looked into; every other file is a part of what it does
+- ``encode``: examples as padded ids, marks as token positions, and what a token reads as
+- ``inputs``: what a model is fed, what it is asked for, and marks that mean what they say
+- ``tap``: every attention call passes through us, nothing copied
+- ``own_code``: the same for families with attention code of their own, watched while it runs
+- ``spaces``: before the rotation, after it, and in the query's frame
+- ``capture_types``: what there is to pick, where, and what was picked: queries and keys, and the log-sum-exp
+  of everything else
+- ``batching``: how they are taken layer by layer; layers that are alike wait, and are done together
+- ``patch``: other keys, queries, logits or outputs in chosen heads, and the model runs on
+- ``runner``: runs under the tap, watched, patched, continued; writers ablated, keys hidden, tokens
+  replaced, for a ``with`` block
+
+Whether a model can be trusted to be looked into:
+
+- ``probe``: what its attention is and how it counts positions, read off live calls, or the true
+  cause of a refusal
+- ``selfcheck``: the facts that must hold before a number is believed, also beyond every length that a
+  config names
+- ``tiny_copy``: a config made small, its lengths made short, and loud weights for it
+- ``block_tree``: each block taken apart into what it adds to the residual stream, by looking; norms as
+  linear maps
+
+From a name to a model: ``load`` finds it and loads it and runs no code of its own; ``files`` are
+what makes it and its fingerprint, and those in packages; ``gguf`` turns a GGUF file into a checked
+folder. A bridge of TransformerLens or a model of nnsight is unwrapped in ``load``.
+"""

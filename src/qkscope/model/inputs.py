@@ -1,0 +1,298 @@
+"""What a model is fed: ids or pixels, the first token, the id of padded places, positions; how long
+a prompt may be; and marks that mean what they say: a labelled key is one the query can look at, and
+an answer is one token ahead.
+
+Attention parks on the first token, so a model that expects one and gets none computes something
+else without an error. A tokenizer that adds one says so by doing it. Where it adds none (or where
+ids are given bare and there is no tokenizer), only families of which every release was trained with
+one are taken to expect it: a ``bos_token_id`` in the config alone says nothing (SmolLM2 and GPT-2
+name one, and never saw it first).
+
+What a query sees is read off the model's own mask, head by head, so it holds for models that look
+back only, for those that look both ways, and for sliding windows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from qkscope import BadInput, Example, Head
+from qkscope.model.spaces import rotary_settings
+
+if TYPE_CHECKING:
+    from qkscope.model.encode import Encoder, Encoding
+
+PaddingSide = Literal["left", "right"]
+SIDES: tuple[PaddingSide, ...] = ("left", "right")
+_EXPECT_FIRST = (
+    "gemma",
+    "opt",
+)  # how the model types start of families of which every release expects a first token
+
+
+def input_device(model: Any) -> torch.device:
+    """Where inputs go: the device of the embedding, which for a model split over devices is not the
+    model's.
+    """
+    try:
+        return model.get_input_embeddings().weight.device
+    except (AttributeError, NotImplementedError):
+        return next(model.parameters()).device
+
+
+def forward_arguments(module: Any) -> set[str]:
+    """Names of the arguments a module's forward takes; a wrapper that hands all on takes those of
+    its inside.
+    """
+    taken = inspect.signature(module.forward).parameters
+    inside = list(module.children())
+    if len(inside) == 1 and set(taken) == {"args", "kwargs"}:
+        return forward_arguments(inside[0])
+    return set(taken)
+
+
+def forward(module: Any, inputs: dict[str, Any]) -> Any:
+    """Run a model, or its body, without a key-value cache."""
+    return module(
+        **({"use_cache": False} if "use_cache" in forward_arguments(module) else {}) | inputs
+    )
+
+
+def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) -> Tensor:
+    """Next-token logits at some tokens: the LM head is a model's largest matrix, so it runs there
+    alone if it can.
+    """
+    if "logits_to_keep" in forward_arguments(model):
+        columns, where = query.unique(return_inverse=True)
+        return forward(model, inputs | {"logits_to_keep": columns}).logits[row, where].float()
+    logits = getattr(forward(model, inputs), "logits", None)
+    if logits is None or logits.ndim != 3:
+        raise BadInput(
+            f"{type(model).__name__} gives no logits per token: capture it with logits=False."
+        )
+    return logits[row, query].float()
+
+
+def model_pad_id(model: Any) -> int | None:
+    """The padding id of the model itself: RoBERTa's relatives count positions from the ids that are
+    not it.
+    """
+    config = model.config.get_text_config()
+    pad = getattr(config, "pad_token_id", None)
+    return pad if isinstance(pad, int) and 0 <= pad < getattr(config, "vocab_size", 0) else None
+
+
+def first_token(model: Any, tokenizer: Any | None) -> int | None:
+    """The id that stands first in every prompt a model was trained on; None where that is not
+    known.
+    """
+    config = model.config.get_text_config()
+    loaded = bool(
+        getattr(model.config, "name_or_path", "")
+    )  # made in memory, it was trained on nothing
+    named = getattr(config, "bos_token_id", None)
+    expects = loaded and isinstance(named, int) and config.model_type.startswith(_EXPECT_FIRST)
+    added = added_token(tokenizer)
+    return named if added is None and expects else added
+
+
+def added_token(tokenizer: Any) -> int | None:
+    """The id that a tokenizer puts before every text; None where it adds none."""
+    try:
+        whole, bare = (
+            tokenizer("a", add_special_tokens=add, verbose=False)["input_ids"]
+            for add in (True, False)
+        )
+    except Exception:  # there is none, or one that has no such word adds nothing that we know of
+        return None
+    return whole[0] if list(whole[:1]) != list(bare[:1]) else None
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Position ids that count real tokens from 0, whatever the padding side."""
+    return (mask.long().cumsum(-1) - 1).clamp_min(0)
+
+
+def pad_rows(
+    rows: list[Tensor], pad_id: int, side: PaddingSide, positions: bool
+) -> dict[str, Tensor]:
+    """Sequences of ids as one padded batch, with position ids where the model takes them."""
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side=side)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    return {"input_ids": ids, "attention_mask": mask} | (
+        {"position_ids": positions_of(mask)} if positions else {}
+    )
+
+
+def short_ids(model: Any, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Random prompts for a check, of ids that are no special tokens."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(
+        min(10, vocabulary // 2), vocabulary, (len(lengths), max(lengths)), generator=generator
+    )
+    pad = model_pad_id(model)
+    if (
+        pad is not None
+    ):  # the padding id may stand anywhere in the vocabulary, and is no part of a prompt
+        ids = torch.where(ids == pad, pad - 1 if pad else vocabulary - 1, ids)
+    return [row[len(row) - length :] for row, length in zip(ids, lengths, strict=True)]
+
+
+def short_inputs(
+    model: Any, lengths: tuple[int, ...] = (6,), positions: bool = False
+) -> dict[str, Tensor]:
+    """Inputs for a check: ids padded on the left, or an image for an image encoder."""
+    device = input_device(model)
+    if model.main_input_name == "pixel_values":
+        size = model.config.image_size
+        shape = (
+            len(lengths),
+            model.config.num_channels,
+            *((size, size) if isinstance(size, int) else size),
+        )
+        return {
+            "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(
+                device, model.dtype
+            )
+        }
+    batch = pad_rows(short_ids(model, lengths), model_pad_id(model) or 0, "left", positions)
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def context_limit(model: Any, first_position: int = 0) -> int | None:
+    """How many tokens a prompt may have, None where there is no end.
+
+    It is the config's length, less the positions that are never given out (`first_position`).
+    Dynamic RoPE is made for what lies beyond it, and YaRN and LongRoPE reach ``factor`` times the
+    length they were extended from.
+    """
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    known = [
+        value
+        for name in names
+        if isinstance(value := getattr(config, name, None), int) and value > 0
+    ]
+    if not known:
+        return None
+    limit = known[0] - first_position
+    for settings in rotary_settings(config):
+        kind, factor = settings["rope_type"], settings.get("factor")
+        if "dynamic" in kind:
+            return None
+        if kind in ("yarn", "longrope") and factor:
+            limit = max(
+                limit, int(factor * (settings.get("original_max_position_embeddings") or limit))
+            )
+    return limit
+
+
+FIRST_TOKEN = (
+    "A labelled key is the first token of its prompt, which draws attention whatever it says."
+)
+
+
+def place_of(example: Example, key: int) -> str:
+    """A key in a message: its line and number, or its prompt."""
+    return f"{example.where or 'in ' + example.show(80)}, key {key + 1} ({example.piece(example.keys[key].span)!r})"
+
+
+def check_visible(
+    encoded: Encoding, heads: Sequence[Head], bias: Tensor, by_some: bool = False
+) -> None:
+    """Refuse a labelled key that a head cannot see from the query (with ``by_some``: that no head
+    can).
+
+    Parameters
+    ----------
+    bias : the model's mask at the marked keys, -inf where the query cannot look.
+    """
+    if not encoded.labels or not encoded.examples:
+        return
+    labelled = (
+        torch.stack([label != 0 for label in encoded.labels.values()]).any(dim=0)
+        & encoded.places.key_mask
+    )
+    blind = (bias == -torch.inf) & labelled[:, None].to(bias.device)
+    if by_some:
+        blind = blind.all(dim=1, keepdim=True)
+    if not bool(blind.any()):
+        return
+    row, head, key = blind.nonzero()[0].tolist()
+    place = place_of(encoded.examples[int(encoded.example[row])], key)
+    why = "stands after the query, and this model looks back only: mark a key before the query, or another query"
+    if int(encoded.places.keys[row, key]) <= int(encoded.places.query[row]):
+        far = f"is out of sight of {heads[head]}, which looks only so far back"
+        why = f"{far}: shorten the prompt, or leave this head out"
+    raise BadInput(f"{place} {why}.")
+
+
+def answer_tokens(
+    encoder: Encoder, encoded: Encoding, chat: bool
+) -> tuple[Int[Tensor, "b k"], Int[Tensor, "b k"]]:
+    """Tokens that an answer is read among, and +1 for right ones, −1 for wrong ones, 0 in empty
+    slots.
+
+    They are the answers that an example names, right ones first, or the tokens of its keys, in
+    their slots.
+    """
+    tokens = encoded.inputs["input_ids"][encoded.places.row[:, None], encoded.places.keys].cpu()
+    signs, read = (
+        (encoded.labels["answer"] * encoded.places.key_mask).cpu().long(),
+        list[tuple[Tensor, Tensor]](),
+    )
+    for row, number in enumerate(encoded.example.tolist()):
+        right, wrong = answer_ids(encoder, encoded.examples[number], chat)
+        named = torch.tensor([*right, *wrong]), torch.tensor([1] * len(right) + [-1] * len(wrong))
+        read.append(named if right else (tokens[row], signs[row]))
+    columns = (pad_sequence(list(column), batch_first=True) for column in zip(*read, strict=True))
+    return next(columns), next(columns)
+
+
+def answer_ids(
+    encoder: Encoder, example: Example, chat: bool = False
+) -> tuple[list[int], list[int]]:
+    """First tokens of an example's right and wrong answers, as they would follow its query; none
+    where it names none.
+
+    The answer is tokenised where it would stand. One that melts into the prompt's last token cannot
+    be read there.
+    """
+    if example.answers is None:
+        return [], []
+    if example.text is None or len(example.queries) > 1:
+        raise BadInput(
+            f"an answer follows one query of a text: give its text, and mark one ({example.show(80)})."
+        )
+    (tokens,) = encoder.tokenise([example], chat)
+    rendered, query = encoder.render(example.text, chat)[0], tokens.queries[0]
+    ((_, offsets),) = encoder.ids_and_offsets([rendered], chat)
+    before = rendered[: offsets[query][1]]
+
+    def first(answer: str) -> int:
+        ((ids, _),) = encoder.ids_and_offsets([before + answer], chat)
+        if ids[: query + 1] != tokens.ids[: query + 1] or ids[query + 1 : query + 2] in (
+            (),
+            (encoder.unknown,),
+        ):
+            after = f"after {example.show(80)}: begin it with a blank, or name another"
+            raise BadInput(f"the answer {answer!r} has no token of its own {after}.")
+        return ids[query + 1]
+
+    right, wrong = (
+        list(dict.fromkeys(map(first, side)))
+        for side in (example.answers.right, example.answers.wrong)
+    )
+    if set(right) & set(wrong):
+        raise BadInput(
+            f"a right and a wrong answer begin with the same token after {example.show(80)}: name others."
+        )
+    return right, wrong

@@ -1,0 +1,440 @@
+"""Runs of a model under the tap: watched, patched, continued, and with whatever a ``with`` block
+changes in force.
+
+What if: a writer ablated, a key hidden, a token replaced. An ablated writer puts out, at each
+token, its mean over the prompt's other tokens, the first one left out; every later layer follows. A
+hidden key is one that a head may not look at (attention knockout). A replaced token is another one
+in the text, so that positions do not move. They hold in whatever runs inside the block: `why`,
+`attention`, `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from qkscope import BadInput, Example
+from qkscope.checking import Count, checked_class
+from qkscope.heads import Head, Writer
+from qkscope.hooks import Hook
+from qkscope.model.block_tree import read_blocks
+from qkscope.model.capture_types import Places, Shape
+from qkscope.model.encode import Encoder, Encoding, token_texts
+from qkscope.model.inputs import forward, logits_of
+from qkscope.model.patch import Edit, Patch
+from qkscope.model.tap import ANEW, Call, Stop, cleared, tap
+
+_ALIKE = 0.75  # of two prompts' tokens: one is the other with some words replaced
+
+
+@checked_class
+class Runner(Shape):
+    """A model that runs under the tap, and can be changed for a ``with`` block; `Scope` adds how
+    text goes in.
+    """
+
+    tokenizer: Any
+    model: Any
+    encoder: Encoder
+    encode: Callable[..., Encoding]
+
+    def __init__(self) -> None:
+        self._ablated: list[Head | nn.Module] = []
+        self._hidden: list[tuple[Head, int | str, int | str | None]] = []
+        self._places: dict[
+            tuple[int | str, int], tuple[list[int], int]
+        ] = {}  # where named tokens stood
+        self._replaced: list[tuple[int | str, str | int]] = []
+
+    # ------------------------------------------------------------------ what is changed, for a
+    # block
+
+    def ablate(self, *writers: str | Head) -> AbstractContextManager[None]:
+        """Ablate heads and MLPs: each puts out its mean over the prompt's other tokens, the first
+        one left out.
+
+        A token that no other is left for (the second of two) stays as it is.
+
+        Parameters
+        ----------
+        *writers : like ``L17H8`` (a head) or ``M9`` (the MLP of layer 9).
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> scope = Scope.load("nano:mixed")
+        >>> with scope.ablate("L0H2", "M1"):
+        ...     changed = scope.attention("hat: O jam: Z jam:", "L1H0")
+        >>> torch.equal(changed, scope.attention("hat: O jam: Z jam:", "L1H0"))
+        False
+        """
+        return _pushed(self._ablated, [self._writer(Writer.parse(writer)) for writer in writers])
+
+    def hide(
+        self, head: str | Head, key: int | str, query: int | str | None = None
+    ) -> AbstractContextManager[None]:
+        """Hide a key from a head: its attention there is 0, and the other keys share the row, where
+        there are any.
+
+        Parameters
+        ----------
+        head : that may not look.
+        key : the token, by place (from the end where negative) or by text; ``"to#2"`` is the second
+            one. In a prompt that differs from the last one in a few words, a text that is gone
+            means the place where it stood.
+        query : the token from which it may not look; any, if not given.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> scope = Scope.load("nano:mixed")
+        >>> with scope.hide("L1H0", key="Z"):
+        ...     float(scope.attention("hat: O jam: Z jam:", "L1H0")[-1, 6])
+        0.0
+        """
+        self._places.clear()  # what another block named by text stood in other prompts
+        return _pushed(self._hidden, [(self.check(head), key, query)])
+
+    def replace(self, place: int | str, text: str | int) -> AbstractContextManager[None]:
+        """Put another token in the place of one, in every prompt that is encoded inside the block.
+
+        Parameters
+        ----------
+        place : the token, by place or by text.
+        text : the other one: a text of one token, or its id.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> scope = Scope.load("nano:mixed")
+        >>> with scope.replace(4, "cat"):
+        ...     scope.tokenizer.decode(scope.encode(["hat: O jam: Z jam:"]).inputs["input_ids"][0])
+        '<s> hat: O cat: Z jam:'
+        """
+        return _pushed(self._replaced, [(place, text)])
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether writers are ablated or keys hidden now."""
+        return bool(self._ablated or self._hidden)
+
+    def _writer(self, writer: Writer) -> Head | nn.Module:
+        """A head, or the module that writes besides the heads of its layer."""
+        if writer.head is not None:
+            return self.check(writer.head)
+        there = writer.kind == "mlp" and writer.layer < self.n_layers
+        parts = read_blocks(self.model, self.facts.layer_of)[writer.layer].parts if there else []
+        at = writer.index[0] if writer.index else 0
+        if at >= len(parts) or (len(parts) > 1 and not writer.index):
+            known = (
+                f"write L17H8, or M0 to M{self.n_layers - 1}; M0.1 where a layer has several parts"
+            )
+            raise BadInput(f"{str(writer)!r} is no head and no MLP of this model: {known}.")
+        return parts[at]
+
+    def replaced(self, ids: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+        """Apply the token replacements in force to ids."""
+        ids = ids.clone() if self._replaced else ids
+        for place, text in self._replaced:
+            new = (
+                [text]
+                if isinstance(text, int)
+                else self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            )
+            if len(new) != 1:
+                raise BadInput(
+                    f"{text!r} is {len(new)} tokens here, and one is replaced by one: take another word."
+                )
+            if new[0] == self.encoder.unknown:
+                raise BadInput(
+                    f"this model has no token for {text!r}: take a word that it was trained on."
+                )
+            for row in range(len(ids)):
+                ids[row, self.column(ids[row], mask[row].bool(), place)] = new[0]
+        return ids
+
+    def column(self, ids: Int[Tensor, " t"], mask: Bool[Tensor, " t"], place: int | str) -> int:
+        """The column of a token in a padded row, named by its place or by its text."""
+        columns = mask.nonzero()[:, 0].tolist()
+        if isinstance(place, int):
+            if not -len(columns) <= place < len(columns):
+                raise BadInput(
+                    f"token {place} is not there: the prompt has {len(columns)}, 0 to {len(columns) - 1}."
+                )
+            return columns[place]
+        text, _, number = place.rpartition("#")
+        text, number = (text, number) if text and number.isdigit() else (place, "")
+        texts = [] if self.tokenizer is None else token_texts(self, ids[columns].tolist())
+        read = dict(zip(columns, texts, strict=False))
+        exact = [c for c, token in read.items() if token == text]
+        there = exact or [c for c, token in read.items() if token.strip() == text]
+        if not there or (number and not 0 < int(number) <= len(there)):
+            raise BadInput(
+                f"{place!r} is no token of the prompt: name one as it reads, or its place."
+            )
+        if len(there) > 1 and not number:
+            many = f"{text!r} stands {len(there)} times in the prompt"
+            raise BadInput(f"{many}: write '{text}#1' to '{text}#{len(there)}'.")
+        return there[int(number or 1) - 1]
+
+    @contextmanager
+    def changed(self) -> Iterator[list[Callable[[Call], None]]]:
+        """Apply the changes in force, as visitors of the tap and hooks on MLPs."""
+        if not self.is_changed:
+            yield []
+            return
+        seen: dict[str, Any] = {"known": {}}
+
+        def note(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen["ids"] = ids = (
+                kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+            )
+            mask = kwargs.get("attention_mask")
+            seen["mask"] = (
+                mask.bool() if mask is not None and mask.ndim == 2 else torch.ones_like(ids).bool()
+            )
+
+        def means(z: Float[Tensor, "b t e"]) -> Float[Tensor, "b t e"]:
+            mask = seen["mask"].to(z.device)
+            flat = z.reshape(*mask.shape, -1)
+            weight = (mask & (mask.cumsum(1) > 1))[..., None].to(flat)  # the first token left out
+            others = weight.sum(1, keepdim=True) - weight
+            mean = ((flat * weight).sum(1, keepdim=True) - flat * weight) / others.clamp_min(1)
+            return torch.where(others > 0, mean, flat).reshape(z.shape)
+
+        def visit(call: Call) -> None:
+            for head in self._ablated:
+                if isinstance(head, Head) and head.layer == call.layer:
+                    call.outputs[head.index] = means
+            for head, key, query in self._hidden:
+                if head.layer == call.layer:
+                    mask = call.own_mask(head.index)
+                    for row in range(len(mask)):
+                        at = None if query is None else self._known(seen, row, query)
+                        column = self._known(seen, row, key)
+                        if at is not None and column > at and mask[row, at, column] == -torch.inf:
+                            raise BadInput(
+                                f"{head} cannot see token {key} from token {query}, which stands before it."
+                            )
+                        mask[row, slice(None) if at is None else at, column] = -torch.inf
+
+        def ablated(_module: nn.Module, _args: Any, out: Any) -> Any:
+            return (means(out[0]), *out[1:]) if isinstance(out, tuple) else means(out)
+
+        hooks = [self.model.base_model.register_forward_pre_hook(note, with_kwargs=True)]
+        parts = [part for part in self._ablated if isinstance(part, nn.Module)]
+        hooks += [
+            part.register_forward_hook(ablated, prepend=True) for part in parts
+        ]  # first of all
+        with cleared(hooks):
+            yield [visit]
+
+    def _known(self, seen: dict[str, Any], row: int, place: int | str) -> int:
+        """The column of a token; in a text that grows, the one that it was at first."""
+        ids, mask = seen["ids"][row], seen["mask"][row]
+        tokens, first = ids[mask].tolist(), int(mask.int().argmax())
+        before, at = seen["known"].get((row, place), (None, 0))
+        if before is None or tokens[: len(before)] != before:
+            try:
+                at = self.column(ids, mask, place) - first
+                self._places[place, len(tokens)] = tokens, at
+            except BadInput:  # the same prompt with other words in it, as `why` asks: the token stands where it stood
+                other, at = self._places.get((place, len(tokens)), ([], 0))
+                if sum(a == b for a, b in zip(tokens, other, strict=False)) < _ALIKE * len(tokens):
+                    raise
+            seen["known"][row, place] = tokens, at
+        return at + first
+
+    # ------------------------------------------------------------------ runs
+
+    @torch.no_grad()
+    def watch(
+        self,
+        inputs: dict[str, Tensor],
+        *visits: Callable[[Call], None],
+        rotary: bool = False,
+        logits_at: Places | None = None,
+        first: int = 0,
+        only: Collection[int] | None = None,
+    ) -> Float[Tensor, "b v"] | None:
+        """Run one batch under the tap: each visitor sees, and may change, every attention call.
+
+        Parameters
+        ----------
+        inputs : keyword arguments of the model's forward.
+        *visits : callable
+            Get each `Call` in turn, before it runs; one that raises `Stop` ends the forward.
+        rotary : bool
+            Whether to record what the model's rotary function was given (`Call.rotary`).
+        logits_at : Places, optional
+            Run the whole model, not its body alone, and return next-token logits at these queries.
+        first : int
+            The first layer that runs, where those before it are made to hand on what they put out
+            before.
+        only : collection of int, optional
+            The layers that are shown; all by default.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> scope, shapes = Scope.load("nano:mixed"), []
+        >>> scope.watch(scope.encode(["hat: O"]).inputs, lambda call: shapes.append(tuple(call.k.shape)))
+        >>> shapes
+        [(1, 2, 4, 24), (1, 2, 4, 24), (1, 2, 4, 24)]
+        """
+        scores = None
+        shown = None if self.is_changed else only  # changes are made in any layer
+        with self._tap(*visits, rotary=rotary, first=first, only=shown) as called:
+            if logits_at is None:
+                forward(self.model.base_model, inputs)
+            else:
+                scores = logits_of(self.model, inputs, logits_at.row, logits_at.query)
+        if not called:
+            raise BadInput(f"no layer called its attention, as they did when {ANEW}")
+        return scores
+
+    @contextmanager
+    def _tap(
+        self, *visits: Any, rotary: bool = False, first: int = 0, only: Any = None
+    ) -> Iterator[list[int]]:
+        facts = self.facts
+        shown = facts.layer_of.values() if only is None else only
+        layers = {
+            module: layer
+            for module, layer in facts.layer_of.items()
+            if first <= layer and layer in shown
+        }
+        with (
+            self.changed() as changes,
+            tap(
+                self.model, *changes, *visits, layers=layers, rotary=rotary, anatomy=facts.anatomy
+            ) as called,
+        ):
+            yield called
+
+    @contextmanager
+    def patched(self, edits: Sequence[Edit | Hook]) -> Iterator[Any]:
+        """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like
+        (in eval mode).
+
+        Parameters
+        ----------
+        edits : sequence of Edit or Hook
+            Replacements of keys, queries or logits, at columns of the batch that is run.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> scope = Scope.load("nano:mixed")
+        >>> inputs = scope.encode(["hat jam hat"]).inputs
+        >>> plain = scope.model(**inputs).logits
+        >>> with scope.patched([Edit.keys("L1H0", torch.tensor([[2]]), torch.zeros(1, 1, 24))]) as model:
+        ...     torch.equal(model(**inputs).logits, plain)
+        False
+        """
+        with self._tap(Patch(edits, self).visit):
+            yield self.model
+
+    @torch.no_grad()
+    def attention(
+        self, prompt: str | Example, head: str | Head, query: int | str | None = None
+    ) -> Float[Tensor, "*t t"]:
+        """One head's attention pattern on a prompt: how much each token (row) gives to each token
+        (column).
+
+        Parameters
+        ----------
+        prompt : a text, or an example.
+        head : the head.
+        query : the token whose row alone is wanted, by place or text; of a long prompt the whole
+            pattern is large.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> Scope.load("nano:mixed").attention("hat jam hat", "L1H0").shape
+        torch.Size([4, 4])
+        >>> Scope.load("nano:mixed").attention("hat jam hat", "L1H0", query=-1).shape
+        torch.Size([4])
+        """
+        asked, inputs, patterns = self.check(head), self.encode([prompt]).inputs, list[Tensor]()
+        ids, shown = inputs["input_ids"][0], inputs["attention_mask"][0].bool()
+        at = self.column(ids, shown, query) if isinstance(query, str) else query
+
+        def visit(call: Call) -> None:
+            if call.layer == asked.layer and at is not None:
+                row = torch.arange(len(ids))[[at]]
+                patterns.append(call.rows(asked.index, row * 0, row).attention()[0, 0])
+            elif call.layer == asked.layer:
+                patterns.append(call.attention([asked.index])[0, 0])
+            if patterns:
+                raise Stop
+
+        self.watch(inputs, visit)
+        return patterns[0]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: str | Encoding | dict[str, Tensor],
+        max_new_tokens: Count = 16,
+        *,
+        edits: Sequence[Edit | Hook] = (),
+    ) -> Int[Tensor, "b n"] | str:
+        """Greedy continuation, with edits in force at every step: of a text, as text; of a batch,
+        its new ids.
+
+        Parameters
+        ----------
+        prompt : a text, or a left-padded batch.
+        max_new_tokens : how far to go.
+        edits : replacements, at columns of the batch.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> scope = Scope.load("nano:mixed")
+        >>> scope.generate(scope.encode(["hat jam hat"]), 2).shape
+        torch.Size([1, 2])
+        >>> scope.generate("hat: O jam: Z jam:", 1)
+        'Z'
+        """
+        batch = self.encode([prompt]) if isinstance(prompt, str) else prompt
+        given = batch.inputs if isinstance(batch, Encoding) else batch
+        mask = given.get("attention_mask")
+        if mask is not None and not bool(mask[:, -1].all()):
+            how = (
+                "encode with padding_side='left'"
+                if "left" in self.facts.sides
+                else "generate from one at a time"
+            )
+            raise BadInput(f"generation needs prompts that end together: {how}.")
+        given = {
+            name: value for name, value in given.items() if name != "position_ids"
+        }  # it counts on from the mask
+        # without a cache every step is a whole forward, so that what patches a forward holds
+        # wherever it points
+        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": False}
+        with self.patched(edits):
+            every = self.model.generate(**given, pad_token_id=self.encoder.pad_id, **options)
+        ids = every[:, given["input_ids"].shape[1] :]
+        return (
+            str(self.tokenizer.decode(ids[0]))
+            if isinstance(prompt, str) and self.tokenizer
+            else ids
+        )
+
+
+@contextmanager
+def _pushed(stack: list[Any], more: list[Any]) -> Iterator[None]:
+    stack.extend(more)
+    try:
+        yield
+    finally:
+        for change in more:  # this block's, whatever was put on the stack meanwhile
+            del stack[next(i for i, other in enumerate(stack) if other is change)]

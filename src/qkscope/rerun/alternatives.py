@@ -1,0 +1,266 @@
+"""Words of a prompt, and other words to put in their place.
+
+A word is the tokens that stand together without a blank or punctuation between them (where a script
+has no blanks, a token). What takes its place has as many tokens, so that nothing moves, the same
+shape (leading blank, letters, digits, capital), and does not stand in the prompt. Half of the
+alternatives are those that the model finds likely there, half are drawn at random: causes found by
+one kind alone overlap with those found by the other by half.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from qkscope import BadInput, Scope
+from qkscope.checking import grouped
+from qkscope.model.encode import PIECE, token_texts
+from qkscope.rerun.rerun_tokens import Again
+from qkscope.seeds import derived_seed
+
+_WITHOUT_BLANKS = re.compile(r"[぀-ヿ㐀-䶿一-鿿豈-﫿฀-໿ក-៿]")
+_LEAST = 8  # tokens of a shape, under which others are taken as well
+_RANKED = 4096  # next tokens that are ranked
+_CHARACTERS = 256  # tried in the place of one
+_LIKELY = 4  # of a word's alternatives
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, order=True)
+class Word:
+    """Tokens ``start`` to ``stop - 1`` of a prompt, as they read together."""
+
+    start: int
+    stop: int
+    text: str
+
+    @property
+    def core(self) -> str:
+        """What makes two words the same: the text without blanks and case."""
+        return self.text.strip().lower()
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, token: int) -> bool:
+        return self.start <= token < self.stop
+
+
+def words_of(scope: Scope, ids: Sequence[int]) -> list[Word]:
+    """The words of a prompt, in their order; every token is in one.
+
+    Parameters
+    ----------
+    scope : the model, for its tokenizer.
+    ids : tokens of the prompt.
+
+    Examples
+    --------
+    >>> scope = Scope.load("nano:mixed")
+    >>> [word.text for word in words_of(scope, scope.encode(["hat: O jam:"]).inputs["input_ids"][0].tolist())][1:4]
+    ['hat', ':', 'O']
+    """
+    texts, words = token_texts(scope, ids), list[Word]()
+    joined = getattr(scope.encoder, "unknown", None) is None  # a word-level tokenizer has no pieces
+    for i, text in enumerate(texts):
+        if words and joined and (not text or _continues(words[-1].text, text)):
+            words[-1] = Word(words[-1].start, i + 1, words[-1].text + text)
+        else:
+            words.append(Word(i, i + 1, text))
+    return words
+
+
+def _continues(before: str, text: str) -> bool:
+    """Whether a token continues the word before it."""
+    a, b = before[-1:], text[:1]
+    inside = (a.isalnum() or a == "_") and (b.isalnum() or b == "_")
+    return inside and not _WITHOUT_BLANKS.match(a) and not _WITHOUT_BLANKS.match(b)
+
+
+class Lexicon:
+    """The tokens of a vocabulary by their shape; made once for a tokenizer.
+
+    Parameters
+    ----------
+    scope : the model.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        if scope.tokenizer is None:
+            raise BadInput(
+                f"{scope.name} has no tokenizer, so that no word can be put in another's place."
+            )
+        self.size = min(len(scope.tokenizer), scope.encoder.vocabulary or len(scope.tokenizer))
+        self.texts = [token_texts(scope, [i])[0] for i in range(self.size)]
+        special = {*scope.tokenizer.all_special_ids, *scope.tokenizer.get_added_vocab().values()}
+        shapes: dict[Any, int] = {}
+        self.shapes = torch.tensor(
+            [shapes.setdefault(shape_of(text), len(shapes)) for text in self.texts]
+        )
+        whole = (bool(text.strip()) and "�" not in text and text != PIECE for text in self.texts)
+        self.usable = torch.tensor([fine and i not in special for i, fine in enumerate(whole)])
+        self.by_text = {
+            text: i for i, text in reversed(list(enumerate(self.texts))) if self.usable[i]
+        }
+        self.by_core = grouped(range(self.size), lambda i: self.texts[i].strip().lower())
+
+    def text(self, token: int) -> str:
+        """What a token reads as; its number where the model has more tokens than the tokenizer."""
+        return self.texts[token] if token < self.size else str(token)
+
+    def like(self, token: int, barred: Bool[Tensor, " v"] | None = None) -> Bool[Tensor, " v"]:
+        """Tokens of the same shape; where these are few, all that can be used."""
+        free = self.usable if barred is None else self.usable & ~barred
+        same = free & (self.shapes == self.shapes[token])
+        return same if int(same.sum()) >= _LEAST else free
+
+    def variant(self, ids: Sequence[int], like: str) -> tuple[int, ...] | None:
+        """The same word with the leading blank and capital of another one; None where the
+        vocabulary has none.
+        """
+        if self.texts[ids[0]] == PIECE:
+            return tuple(ids)
+        text, core = self.texts[ids[0]].strip(), like.strip()
+        initial = text[:1].upper() if core[:1].isupper() else text[:1].lower()
+        first = self.by_text.get(like.removesuffix(like.lstrip()) + initial + text[1:])
+        return None if first is None else (first, *ids[1:])
+
+
+def shape_of(text: str) -> tuple[bool, ...]:
+    """Leading blank, letters, digits, capital, script: what an alternative has in common with a
+    word.
+    """
+    core = text.strip()
+    return text.startswith(" "), core.isalpha(), core.isdigit(), core[:1].isupper(), core.isascii()
+
+
+_LEXICONS: WeakKeyDictionary[Scope, Lexicon] = WeakKeyDictionary()
+
+
+def lexicon_of(scope: Scope) -> Lexicon:
+    """A model's lexicon, made once."""
+    if scope not in _LEXICONS:
+        _LEXICONS[scope] = Lexicon(scope)
+    return _LEXICONS[scope]
+
+
+class Alternatives:
+    """Other words for every word of a prompt.
+
+    Parameters
+    ----------
+    again : the prompt, run once.
+    seed : of what is drawn.
+    """
+
+    def __init__(self, again: Again, seed: int = 0) -> None:
+        self.again, self.seed, self.ids = again, seed, again.ids.tolist()
+        self.words, self.lexicon = words_of(again.scope, self.ids), lexicon_of(again.scope)
+        self.barred = torch.zeros(self.lexicon.size, dtype=torch.bool)
+        self.barred[[i for word in self.words for i in self.lexicon.by_core.get(word.core, ())]] = (
+            True
+        )
+        self._kept: dict[tuple[Word, int], list[Ids]] = {}
+        self._likely: dict[Word, list[Ids]] = {}
+        self._ranked: dict[int, Int[Tensor, " k"]] = {}
+
+    def of(self, word: Word, count: int = 8) -> list[Ids]:
+        """Up to ``count`` other words for one, likely and random ones in turn; fewer if its shape
+        has no more.
+        """
+        if (word, count) not in self._kept:
+            self.prepare([word])
+            likely = self._likely[word][: count // 2]
+            drawn = (
+                self._drawn(word, count)
+                if not self._is_cut(word)
+                else self._characters(word, count)
+            )
+            drawn = [ids for ids in drawn if ids not in likely][: count - len(likely)]
+            mixed = [ids for pair in zip(likely, drawn, strict=False) for ids in pair]
+            self._kept[word, count] = (mixed + likely[len(drawn) :] + drawn[len(likely) :])[:count]
+        return self._kept[word, count]
+
+    def _is_cut(self, word: Word) -> bool:
+        """Whether a word has a character that the tokenizer cuts into pieces."""
+        return any(self.lexicon.texts[i] == PIECE for i in self.ids[word.start : word.stop])
+
+    def prepare(self, words: Sequence[Word]) -> None:
+        """Find the likely ones of some words together: first pieces of a word's shape, continued by
+        the likeliest.
+        """
+        new = [word for word in words if word not in self._likely]
+        before = sorted({word.start - 1 for word in new} - {-1, *self._ranked})
+        if before:
+            at = torch.tensor(before)[:, None]
+            logits = self.again.run(self.again.ids.cpu()[at], at)[:, : self.lexicon.size]
+            ranked = logits.topk(min(_RANKED, self.lexicon.size)).indices.cpu()
+            self._ranked |= dict(zip(before, ranked, strict=True))
+        self._likely |= {word: [] for word in new}
+        begun: list[tuple[Word, Ids]] = [
+            (word, (first,)) for word in new for first in self._first(word)
+        ]
+        while begun:
+            for word, ids in begun:
+                if len(ids) == len(word):
+                    self._likely[word].append(ids)
+            begun = [(word, ids) for word, ids in begun if len(ids) < len(word)]
+            begun = self._continued(begun) if begun else []
+
+    def _first(self, word: Word) -> list[int]:
+        """The likeliest first pieces of a word's shape."""
+        if word.start == 0 or self._is_cut(word):  # nothing comes before it
+            return []
+        ranked = self._ranked[word.start - 1]
+        return ranked[self.lexicon.like(self.ids[word.start], self.barred)[ranked]][
+            :_LIKELY
+        ].tolist()
+
+    def _continued(self, begun: Sequence[tuple[Word, Ids]]) -> list[tuple[Word, Ids]]:
+        """Words with as many pieces, each with the likeliest next one of its shape."""
+        at, size = (
+            [[*range(word.start, word.start + len(ids))] for word, ids in begun],
+            self.lexicon.size,
+        )
+        logits = self.again.run(torch.tensor([ids for _, ids in begun]), torch.tensor(at))
+        allowed = torch.stack(
+            [self.lexicon.like(self.ids[word.start + len(ids)]) for word, ids in begun]
+        )
+        best = (
+            logits[:, :size].masked_fill(~allowed.to(logits.device), -torch.inf).argmax(-1).tolist()
+        )
+        return [(word, (*ids, piece)) for (word, ids), piece in zip(begun, best, strict=True)]
+
+    def _drawn(self, word: Word, count: int) -> list[Ids]:
+        """Pieces of the same shapes, drawn at random."""
+        draws, columns = self._generator(word), []
+        for at in range(word.start, word.stop):
+            pool = self.lexicon.like(
+                self.ids[at], self.barred if at == word.start else None
+            ).nonzero()[:, 0]
+            columns.append(pool[torch.randint(len(pool), (2 * count,), generator=draws)])
+        return list(dict.fromkeys(map(tuple, torch.stack(columns, dim=1).tolist())))[:count]
+
+    def _characters(self, word: Word, count: int) -> list[Ids]:
+        """Other characters of the script, for one that the tokenizer cuts into pieces."""
+        tokenizer, draws = self.again.scope.tokenizer, self._generator(word)
+        block = ord(word.text.strip()[:1] or "?") & ~0xFFF
+        points = block + torch.randint(0x1000, (_CHARACTERS,), generator=draws)
+        texts = [word.text.replace(word.text.strip()[:1], chr(point)) for point in points.tolist()]
+        ids = [
+            tuple(tokenizer.encode(text, add_special_tokens=False))
+            for text in texts
+            if text.strip().isalnum()
+        ]
+        return list(dict.fromkeys(one for one in ids if len(one) == len(word)))[:count]
+
+    def _generator(self, word: Word) -> torch.Generator:
+        return torch.Generator().manual_seed(derived_seed(self.seed, "word", word.start))

@@ -1,0 +1,18 @@
+"""Pure tensors: what queries and keys say about a head. No model, no text.
+
+In come queries, keys and labels of chosen positions, attention rows, or a head's weights; out go
+sums, subspaces with their controls, swaps in closed form, splits of a logit, and singular vectors.
+Files in reading order:
+
+- ``nulls``: ΔC from sums, the same sums under H0, p-values, intervals. ``moments``: what
+  streams and merges, and the sums of a contrast.
+- ``bases``: SVDs that are multiplied out, of many matrices at once too, and what several bases are
+  to each other. ``controls``: what a rank is worth. ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank.
+- ``swap_algebra``, ``swap_methods``: the causal test, what can be swapped, and how well any subspace could do.
+- ``singular``: a head's singular vectors, and relative attention as a sum of their terms: how few
+  carry it.
+- ``feature_split``: a logit split among subspaces, the one table of every split, and which singular
+  vectors carry a feature. ``relative_logits``: a relative logit's keys, what is measured of rows, sums by
+  word, writers at random. ``dictionaries``: one split among a dictionary's features, and
+  dictionaries without meaning. ``dictionary_files``: a dictionary's files, here or on the hub.
+"""

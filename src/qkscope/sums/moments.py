@@ -1,0 +1,376 @@
+"""Sums that stream: batches, pieces and machines add up to the same numbers, whatever their order
+(to rounding).
+
+An accumulator is tensors that grow by addition, and a manifest that says what they are sums of; a
+file holds both.
+
+Vectors are summed with a constant 1 appended, so everything ΔC needs is one matrix per head,
+contrast and sign::
+
+    M± = Σ w [q; 1] [k; 1]ᵀ  =  [ Σ w q kᵀ   Σ w q ]
+                                [ Σ w kᵀ     Σ w   ]
+
+Its size does not depend on how much data went in. Conditional averages are ``M± / Σw``; centring is
+a shear; and
+
+    ΔC = E[q kᵀ | +] − E[q kᵀ | −]        (averages over (query, key) pairs of the condition)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qkscope.checking import Count, Natural, checked_class
+from qkscope.errors import BadInput
+from qkscope.heads import Head, parse_heads
+from qkscope.results.folder import read_tensors, tensor_bytes
+from qkscope.seeds import draw_bits, draw_signs
+from qkscope.sums import nulls as significance
+from qkscope.sums.nulls import Center, centred_delta
+
+Device = torch.device | str
+FOLDS = 8  # of units, for cross-validation
+_BUCKETS = (
+    2**14
+)  # in which units are counted: counts add up over pieces, and do not grow with the data
+_FOLD_STREAM = 101
+_AT_ONCE = (
+    2**27
+)  # bytes of replicated key sums: what the nulls of a batch take at once, however large it is
+
+
+class Covariance:
+    """Covariance of vectors for many heads, from the sums ``Σ [x; 1][x; 1]ᵀ`` in float64.
+
+    >>> covariance = Covariance(columns=2, d_head=4)
+    >>> covariance.update(torch.randn(100, 2, 4))
+    >>> covariance.matrix().shape
+    torch.Size([2, 4, 4])
+    """
+
+    def __init__(self, columns: int, d_head: int, device: torch.device | str = "cpu") -> None:
+        self.sums = torch.zeros(columns, d_head + 1, d_head + 1, dtype=torch.float64, device=device)
+
+    def update(self, x: Float[Tensor, "n c d"]) -> None:
+        """Add n vectors per column."""
+        rows = _augmented(x.transpose(0, 1))
+        self.sums.baddbmm_(rows.mT, rows)
+
+    def matrix(self) -> Float[Tensor, "c d d"]:
+        """Covariance of every column."""
+        count = self.sums[:, -1:, -1:]
+        if bool((count < 2).any()):
+            raise BadInput("a covariance needs at least two vectors: fit on more prompts.")
+        mean = self.sums[:, :-1, -1:] / count
+        return self.sums[:, :-1, :-1] / count - mean @ mean.mT
+
+    def merge(self, *others: Covariance) -> Covariance:
+        """The covariance of all their vectors."""
+        merged = deepcopy(self)
+        merged.sums += sum(other.sums for other in others)
+        return merged
+
+
+@checked_class
+class Moments:
+    """Sums of ``w``, ``w q``, ``w k`` and ``w q kᵀ`` over + and − pairs, per head and contrast, in
+    float64.
+
+    Parameters
+    ----------
+    heads : heads to accumulate, in the order in which results come back.
+    contrasts : names of the contrasts.
+    d_head : width of queries and keys.
+    group_size : query heads per key head (grouped-query attention); 1 when every head has its own
+        keys.
+    replicates, seed : how many draws of the nulls to carry (see `qkscope.sums.nulls`), and
+        their seed; with them, the sums are also kept in folds of units, for cross-validation. Each
+        head costs ``2 · replicates · (d_head + 1)² · 8`` bytes per contrast.
+    about : what the sums were made from (model, weights hash, tokenizer, …); kept in the file,
+        compared on merge.
+    device : where the sums are kept, which is where batches come from.
+
+    Examples
+    --------
+    >>> moments = Moments(["L0H0", "L0H1"], ["order"], d_head=4, group_size=2)
+    >>> q, k = torch.randn(8, 2, 4), torch.randn(8, 1, 3, 4)  # 8 prompts; 2 heads; 1 key head, 3 keys each
+    >>> moments.update(q, k, {"order": torch.tensor([[1, -1, 0]]).expand(8, 3)})
+    >>> moments.delta("order").shape
+    torch.Size([2, 4, 4])
+    """
+
+    kind: ClassVar[str] = "moments"  # of its files
+
+    def __init__(
+        self,
+        heads: str | Sequence[Head | str],
+        contrasts: Sequence[str],
+        d_head: Count,
+        *,
+        group_size: Count = 1,
+        replicates: Natural = 0,
+        seed: int = 0,
+        about: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.heads = parse_heads(heads)
+        self.contrasts = list(contrasts)
+        self.d_head, self.group_size, self.replicates, self.seed = (
+            d_head,
+            group_size,
+            replicates,
+            seed,
+        )
+        self.about = dict(about or {})
+        readers = [(head.layer, head.kv(group_size)) for head in self.heads]
+        self.key_heads = list(dict.fromkeys(readers))
+        self._kv_of_head = [self.key_heads.index(reader) for reader in readers]
+        h, a = len(self.heads), d_head + 1
+        shapes: dict[str, tuple[int, ...]] = {"sums": (h, a, 2, a)}
+        if replicates:  # Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has
+            shapes |= {"scales": (h, a, 2), "folds": (FOLDS, h, a, 2, a), "units": (_BUCKETS,)}
+            shapes["flips"] = (h, a, replicates, 2, a + 1)
+        new = functools.partial(torch.zeros, dtype=torch.float64, device=device)
+        self.state = {
+            name: {contrast: new(shape) for contrast in contrasts} for name, shape in shapes.items()
+        }
+
+    def update(
+        self, q: Tensor, k: Tensor, labels: Mapping[str, Tensor], *, prompts: Tensor | None = None
+    ) -> None:
+        """Add one batch of rows: a query and its labelled keys.
+
+        Parameters
+        ----------
+        q : queries (rows, heads, d), one column per accumulated head, in the order of ``heads``.
+        k : keys (rows, key heads, keys, d), in the order of ``key_heads``; those with label 0 are
+            ignored.
+        labels : for each contrast, +1, −1 or 0 per key (rows, keys). One left out gets nothing from
+            this batch.
+        prompts : the number of the random unit that each row belongs to: of its prompt, or of all
+            the prompts that share a word or are copies. Needed when nulls are carried; unique over
+            all pieces.
+        """
+        if prompts is None and self.replicates:
+            raise BadInput(
+                "null replicates need to know which prompt each row belongs to: pass prompts=."
+            )
+        queries, keys = _augmented(q), k.to(torch.float64)
+        for contrast, label in labels.items():
+            label = label.to(keys.device)
+            sums = significance.key_sums(label, keys)
+            if not bool(torch.isfinite(sums.sum() + q.sum(dtype=torch.float64))):
+                # NaN or Inf somewhere. In an ignored key it is harmless (0 · NaN is NaN: blank it
+                # out), elsewhere not.
+                labelled = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
+                self._check_finite(q, labelled, prompts)
+                sums = significance.key_sums(label, labelled)
+            _add_outer(self.state["sums"][contrast], queries, sums.flatten(2), self._kv_of_head)
+            if prompts is not None and self.replicates:
+                self._add_nulls(contrast, queries, sums, prompts.to(keys.device))
+
+    def _check_finite(self, q: Tensor, keys: Tensor, prompts: Tensor | None) -> None:
+        for side, vectors in (("query", q), ("key", keys)):
+            for row, column, *slot in (~torch.isfinite(vectors)).any(dim=-1).nonzero()[:1].tolist():
+                head = self.heads[column if side == "query" else self._kv_of_head.index(column)]
+                example = f"{row if prompts is None else int(prompts[row])}{f', key {slot[0]}' if slot else ''}"
+                advice = "check the model's dtype (float16 can overflow; try bfloat16 or float32)"
+                raise BadInput(
+                    f"the {side} of {head} at example {example} is NaN or infinite: {advice}."
+                )
+
+    def _add_nulls(self, contrast: str, queries: Tensor, sums: Tensor, unit: Tensor) -> None:
+        """What one batch of a contrast adds to the row scales, the folds and the null replicates."""
+        scale = significance.row_scale(sums)
+        self.state["scales"][contrast] += torch.einsum(
+            "bha,bhs->has", queries, scale[:, self._kv_of_head, :, 0]
+        )
+        bucket = draw_bits(unit).remainder(_BUCKETS)
+        self.state["units"][contrast].index_add_(
+            0, bucket, torch.ones_like(unit, dtype=torch.float64)
+        )
+        fold = draw_bits(_FOLD_STREAM, unit).remainder(FOLDS)  # whatever the seed of the nulls
+        for number in fold.unique().tolist():
+            some, state = fold == number, self.state["folds"][contrast][number]
+            _add_outer(state, queries[some], sums[some].flatten(2), self._kv_of_head)
+        scaled, replicate = (
+            torch.cat([sums, scale], dim=-1),
+            torch.arange(self.replicates, device=unit.device)[:, None],
+        )
+        each = sums[0].numel() * self.replicates * sums.element_size()
+        for rows in torch.arange(len(unit), device=unit.device).split(
+            max(_AT_ONCE // max(each, 1), 1)
+        ):
+            signs = draw_signs(self.seed, 0, replicate, unit[rows]).T.to(sums.dtype)
+            drawn = scaled[rows, :, None] * signs[:, None, :, None, None]
+            for n, g in enumerate(
+                self._kv_of_head
+            ):  # all heads' replicates at once would not fit in memory
+                state = self.state["flips"][contrast][n : n + 1]
+                _add_outer(state, queries[rows, n : n + 1], drawn[:, g, None].flatten(2), [0])
+
+    def count(self, contrast: str) -> Float[Tensor, "h 2"]:
+        """Total pair weight of + and of − for every head.
+
+        Parameters
+        ----------
+        contrast : its name.
+        """
+        return self.state["sums"][contrast][:, -1, :, -1]
+
+    def delta(self, contrast: str, center: Center = "none") -> Float[Tensor, "h d d"]:
+        """ΔC of every head, rows in query space and columns in key space.
+
+        Parameters
+        ----------
+        contrast : its name.
+        center : ``"none"`` is the papers'. ``"query"`` takes out ``q̄ (μ⁺ − μ⁻)ᵀ``, what every
+            query sees alike, with ``q̄`` halfway between the conditions' mean queries.
+        """
+        return centred_delta(self._filled(contrast), center)
+
+    def sizes(self, contrast: str) -> Float[Tensor, " h"]:
+        """Size of the two averages that ΔC is the difference of: what it is rounded by.
+
+        Parameters
+        ----------
+        contrast : its name.
+        """
+        sums = self._filled(contrast)
+        averages = (sums / sums[:, -1:, :, -1:])[:, :-1, :, :-1]
+        return torch.linalg.matrix_norm(averages.transpose(1, 2), ord=2).amax(dim=1)
+
+    def flipped_nulls(self, contrast: str, head: Head | str) -> Float[Tensor, "r d d"]:
+        """ΔC of one head with the signs of its units flipped, of every replicate.
+
+        Parameters
+        ----------
+        contrast, head : whose replicates.
+        """
+        row = self.heads.index(Head.parse(head))
+        drawn = self.state["flips"][contrast][row].transpose(0, 1)[..., :-1]
+        # Flipped signs cancel in Σw, so a flipped sum is divided by what the data itself gave.
+        return centred_delta(drawn, reference=self._filled(contrast)[row][None])
+
+    def interaction_nulls(
+        self, contrast: str, head: Head | str
+    ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
+        """What rows' own scale makes of a difference of means at one head, and the replicates that
+        hold it too.
+
+        Parameters
+        ----------
+        contrast, head : whose replicates.
+        """
+        row = self.heads.index(Head.parse(head))
+        whole = torch.cat(
+            [self._filled(contrast)[row], self.state["scales"][contrast][row][..., None]], dim=-1
+        )
+        drawn = self.state["flips"][contrast][row].transpose(0, 1)
+        return significance.interaction_deltas(whole, drawn, max(self.unit_count(contrast)[1], 2.0))
+
+    def unit_count(self, contrast: str) -> tuple[int, float]:
+        """How many random units went in, and how many equally large ones they are worth.
+
+        Parameters
+        ----------
+        contrast : its name.
+        """
+        rows = self.state["units"][contrast]
+        filled = int((rows > 0).sum())
+        # two units in one bucket look like one: what a random filling of buckets needs (exact while
+        # they are few)
+        count = round(-_BUCKETS * math.log(max(_BUCKETS - filled, 1) / _BUCKETS))
+        return count, float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300)) * count / max(
+            filled, 1
+        )
+
+    def _filled(self, contrast: str) -> Tensor:
+        for head, sign in (self.count(contrast) <= 0).nonzero()[:1].tolist():
+            lacks = f"{('positive', 'negative')[sign]} pairs for {self.heads[head]}"
+            raise BadInput(f"contrast {contrast!r} has no {lacks}: it needs both + and − keys.")
+        return self.state["sums"][contrast]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, sharing memory."""
+        return {
+            f"{name}/{contrast}": x
+            for name, sums in self.state.items()
+            for contrast, x in sums.items()
+        }
+
+    def manifest(self) -> dict[str, Any]:
+        """Everything but the numbers, as JSON would have it."""
+        asked = {
+            n: getattr(self, n) for n in ("contrasts", "d_head", "group_size", "replicates", "seed")
+        }
+        return {
+            "heads": [str(head) for head in self.heads],
+            **asked,
+            "about": json.loads(json.dumps(self.about)),
+        }
+
+    def to_bytes(self) -> bytes:
+        """The content of the file that `load` reads."""
+        return tensor_bytes(self.kind, self.tensors(), self.manifest())
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: Device = "cpu") -> Self:
+        """Read a file of what `to_bytes` gave.
+
+        Parameters
+        ----------
+        path : of the file.
+        device : where the sums go.
+        """
+        tensors, manifest = read_tensors(path, cls.kind)
+        held = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        try:  # asked of tensors without memory, as a manifest may promise anything
+            promised = cls(**manifest, device="meta").tensors().items()
+            wrong = [
+                name for name, tensor in promised if held.get(name) != (tensor.shape, tensor.dtype)
+            ]
+        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
+            wrong = ["its manifest"]
+        if wrong:
+            raise BadInput(
+                f"{path} is damaged: {wrong[0]} is missing or of another shape or type: make it again."
+            )
+        sums = cls(**manifest, device=device)
+        for name, mine in sums.tensors().items():
+            mine.copy_(tensors[name])
+        return sums
+
+
+def _augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
+    """``[v; 1]`` in float64."""
+    return pad(vectors.to(torch.float64), (0, 1), value=1.0)
+
+
+def _add_outer(
+    state: Float[Tensor, "h a *x"],
+    queries: Float[Tensor, "b h a"],
+    keys: Float[Tensor, "b g x"],
+    kv_of_head: list[int],
+) -> None:
+    """``state[h] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place."""
+    heads, groups = len(kv_of_head), keys.shape[1]
+    flat, size = state.flatten(2), heads // groups
+    if kv_of_head == [h // size for h in range(heads)]:
+        # Whole groups: the queries of a group stand side by side and meet their shared keys in one
+        # product.
+        stacked = queries.unflatten(1, (groups, size)).flatten(2).permute(1, 2, 0)
+        flat.view(groups, -1, keys.shape[2]).baddbmm_(stacked, keys.transpose(0, 1))
+    else:
+        flat += queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
