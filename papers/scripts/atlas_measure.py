@@ -39,7 +39,9 @@ from qkscope.verbs.atlas import head_names as guesses
 from qkscope_papers.models import random_weights
 
 JOBS = (guesses.PREVIOUS, guesses.DUPLICATE, guesses.INDUCTION)
-TESTED, LENGTH = 60, 32  # passages of unseen documents, and random tokens that are repeated
+# passages of unseen documents, and random tokens that are repeated
+TESTED = 60
+LENGTH = 32
 
 
 def main() -> None:
@@ -54,7 +56,8 @@ def main() -> None:
     for name in ("device", "ship", "hardware"):
         parser.add_argument(f"--{name}")
     asked = parser.parse_args()
-    scope, documents = qk.Scope.load(asked.model, device=asked.device), texts(asked.texts)
+    scope = qk.Scope.load(asked.model, device=asked.device)
+    documents = texts(asked.texts)
     if asked.random is not None:
         scope = random_weights(scope.model.config, scope.tokenizer, scope.device, asked.random)
         (first,) = atlas.passages_of(scope, documents, 1, atlas.LENGTH, 0)
@@ -64,7 +67,8 @@ def main() -> None:
         if asked.warm:
             make(2, test=2, progress=False)
         start = time.process_time()
-        wall, cpu = make(asked.n, test=asked.n, out=asked.run).seconds, time.process_time() - start
+        wall = make(asked.n, test=asked.n, out=asked.run).seconds
+        cpu = time.process_time() - start
         print(
             f"{asked.n} passages on {scope.device.type}: {wall:.1f} s, {cpu:.1f} CPU-seconds",
             flush=True,
@@ -111,7 +115,9 @@ def ship(names: Result, asked: argparse.Namespace) -> None:
 
 def score(scope: qk.Scope, names: Result, documents: tuple[Document, ...], on: str) -> None:
     """Say what the names of all heads are worth."""
-    rows, jobs, heads = names.tables["atlas"], names.tables["jobs"], tuple(scope.heads())
+    rows = names.tables["atlas"]
+    jobs = names.tables["jobs"]
+    heads = tuple(scope.heads())
     print(dict(Counter(row["kind"] for row in rows)))
     for kind in JOBS:
         print(
@@ -142,11 +148,10 @@ def said(scores: list[dict[str, Any]], on: str) -> None:
             name: round(sum(row[name] for row in some) / n, 3)
             for name in ("name", *guesses.BASELINES)
         }
-        better, worse = sum(row["low"] > 0 for row in some), sum(row["high"] < 0 for row in some)
-        lower, higher = (
-            sum(row["loss_high"] < 0 for row in some),
-            sum(row["loss_low"] > 0 for row in some),
-        )
+        better = sum(row["low"] > 0 for row in some)
+        worse = sum(row["high"] < 0 for row in some)
+        lower = sum(row["loss_high"] < 0 for row in some)
+        higher = sum(row["loss_low"] > 0 for row in some)
         print(
             f"  on {on}, {text} ({n}): better than the best offset {better / n:.0%}, worse {worse / n:.0%}; {means};"
         )
@@ -155,7 +160,9 @@ def said(scores: list[dict[str, Any]], on: str) -> None:
 
 def pooled(rows: list[Any], jobs: list[Any], fit: guesses.Sights, test: guesses.Sights) -> None:
     """Log-loss over all heads without and with the name; the interval is by document."""
-    without, changes, groups = [], [], []
+    without = []
+    changes = []
+    groups = []
     for h, row in enumerate(rows):
         shares = {job["job"]: job["share"] for job in jobs if job["head"] == row["head"]}
         losses = guesses.Guesses(h, dict(list(shares.items())[:3]), fit).losses(fit, test)
@@ -184,8 +191,10 @@ def labels(scope: qk.Scope, jobs: list[dict[str, Any]]) -> None:
     """Areas under the curve of each job's share against labels from repeated random tokens
     (attention above .3).
     """
-    ids, scored = repeated(scope), dict[int, dict[str, torch.Tensor]]()
-    half, index = LENGTH, torch.arange(LENGTH - 2, device=ids.device)
+    ids = repeated(scope)
+    scored = dict[int, dict[str, torch.Tensor]]()
+    half = LENGTH
+    index = torch.arange(LENGTH - 2, device=ids.device)
     at = ids.shape[1] - half + 1 + index
 
     def visit(call: Any) -> None:
@@ -219,7 +228,8 @@ def ablated(scope: qk.Scope, heads: list[str], jobs: list[dict[str, Any]]) -> No
             logits = model(**prompt_of(scope, ids), use_cache=False, logits_to_keep=LENGTH).logits
         return float((logits[:, :-1].argmax(-1) == ids[:, 1 - LENGTH :]).float().mean())
 
-    draws, before = random.Random(0), accuracy([])
+    draws = random.Random(0)
+    before = accuracy([])
     previous = max(
         (row for row in jobs if row["job"] == guesses.PREVIOUS), key=lambda row: row["share"]
     )

@@ -45,7 +45,9 @@ HEADS = {
     "qwen2.5-coder-1.5b": {"binding": "L8H7", "induction": "L2H3", "ioi": "L24H10", "text": "L2H3 L8H7 L24H10"},
 }  # fmt: skip
 BACK = ("restored", "others", "other_run", "whole_side")
-LENGTH, ATTENDED, BEGUN = 80, 0.4, 20
+LENGTH = 80
+ATTENDED = 0.4
+BEGUN = 20
 KINDS = ("same word", "follows", "position", "self", "key word", "query word")
 Record = dict[str, Any]
 
@@ -97,7 +99,8 @@ def task(scope: qk.Scope, name: str, heads: str, count: int, seed: int) -> Itera
     kept: dict[Head, int] = defaultdict(int)
     for number, unit in enumerate(getattr(qk.tasks, name)(seed=3 + seed).test(2 * count)):
         ids = scope.encode([unit[0]]).inputs["input_ids"][0]
-        again, query = Again.of(scope, ids), len(ids) - 1
+        again = Again.of(scope, ids)
+        query = len(ids) - 1
         looks = [
             look
             for head in heads.split()
@@ -115,9 +118,11 @@ def texts(
     scope: qk.Scope, heads: str, folder: Path, count: int, seed: int, peaks: bool
 ) -> Iterator[Record]:
     """Looks on natural text, drawn at random or at each head's largest attention."""
-    draws, kept = random.Random(seed), defaultdict[Head, int](int)
+    draws = random.Random(seed)
+    kept = defaultdict[Head, int](int)
     for ids in passages(scope.tokenizer, folder, draws, 6 * count):
-        again, looks = Again.of(scope, ids.to(scope.device)), []
+        again = Again.of(scope, ids.to(scope.device))
+        looks = []
         for head in map(Head.parse, heads.split()):
             if (
                 kept[head] < count
@@ -135,7 +140,8 @@ def at_random(scope: qk.Scope, folder: Path, count: int, seed: int) -> Iterator[
     some = [ids.to(wild.device) for ids in passages(scope.tokenizer, folder, draws, count)]
     peaked(wild, some[0])
     for ids in some:
-        again, heads = Again.of(wild, ids), draws.sample(list(wild.heads()), 60)
+        again = Again.of(wild, ids)
+        heads = draws.sample(list(wild.heads()), 60)
         looks = [
             look for head in heads if (look := drawn_look(again, head, draws, 0.3)) is not None
         ][:20]
@@ -145,7 +151,8 @@ def at_random(scope: qk.Scope, folder: Path, count: int, seed: int) -> Iterator[
 def peaked(scope: qk.Scope, ids: torch.Tensor) -> None:
     """Scale W_Q and W_K until the median head's median largest weight is above .9."""
     while True:
-        again, tops = Again.of(scope, ids), []
+        again = Again.of(scope, ids)
+        tops = []
         for call in again.calls.values():
             tops.append(
                 call.attention(list(range(call.q.shape[1])))[0, :, BEGUN:]
@@ -211,7 +218,8 @@ def records(
 
 
 def carriers(scope: qk.Scope, because: Because, reason: Reason, seed: int) -> list[Record]:
-    inputs, row = because.again.inputs, torch.zeros(1, dtype=torch.long, device=scope.device)
+    inputs = because.again.inputs
+    row = torch.zeros(1, dtype=torch.long, device=scope.device)
     places = Places.everywhere(
         row, torch.full_like(row, reason.look.query), inputs["attention_mask"]
     )

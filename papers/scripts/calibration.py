@@ -115,7 +115,8 @@ def ordered(
     """AR(1) between the prompts of a text, which begins anew after ``text`` of them; groups of so
     many are a unit.
     """
-    q, k = noise(n, heads, D_HEAD), noise(n, heads, 2, D_HEAD)
+    q = noise(n, heads, D_HEAD)
+    k = noise(n, heads, 2, D_HEAD)
     for i in (i for i in range(n) if i % text):
         for x in (q, k):
             x[i] = rho * x[i - 1] + (1 - rho**2) ** 0.5 * x[i]

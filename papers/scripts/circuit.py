@@ -89,10 +89,8 @@ def circuit(axis: Any, tables: dict[str, Rows], head: str) -> None:
 
 def cut(axis: Any, tables: dict[str, Rows]) -> None:
     """How often the head is right: before, with two writers cut from its keys, with two others cut."""
-    before, writers = (
-        tables["check"][0],
-        [row["writer"] for row in tables["writers"] if row["side"] == "key"][:2],
-    )
+    before = tables["check"][0]
+    writers = [row["writer"] for row in tables["writers"] if row["side"] == "key"][:2]
     rows = {
         row["by"]: row for row in tables["edges"]
         if (row["side"], row["kind"], row["replaced"], row["norms"], row["k"]) == ("key", "cut", "mean", "held", 2)

@@ -28,7 +28,8 @@ from qkscope.verbs.why.many_prompts import nodes_of
 from qkscope_papers.models import random_weights
 
 SIZES = (5, 10, 20, 50, 100)
-SEEN, UNSEEN = TEMPLATES[:4], TEMPLATES[4:]
+SEEN = TEMPLATES[:4]
+UNSEEN = TEMPLATES[4:]
 
 
 def prompts(use: str, templates: tuple[str, ...], n: int, seed: int) -> list[qk.Example]:
@@ -70,10 +71,8 @@ def main() -> None:
         *sys.argv[1:],
         *("smollm2-135m", "64", "0,1,2", "")[len(sys.argv) - 1 :],
     )
-    kept, scope = (
-        json.loads(Path(path).read_text()) if path and Path(path).exists() else {},
-        qk.Scope.load(name.removeprefix("random:")),
-    )
+    kept = json.loads(Path(path).read_text()) if path and Path(path).exists() else {}
+    scope = qk.Scope.load(name.removeprefix("random:"))
     if name.startswith("random:"):
         scope = random_weights(scope.model.config, scope.tokenizer, scope.device, 0)
     for seed in (seed for seed in seeds.split(",") if seed not in kept):

@@ -23,9 +23,15 @@ from qkscope.linear.reader import Reader
 from qkscope.model.capture_types import Places
 from qkscope.texts.documents import python_texts
 
-LAYER, FEATURES, ACTIVE = 18, 2048, 32
-LENGTH, PASSAGES, HELD_OUT = 128, 480, 48
-STEPS, BATCH, RATE = 300, 1024, 1e-3
+LAYER = 18
+FEATURES = 2048
+ACTIVE = 32
+LENGTH = 128
+PASSAGES = 480
+HELD_OUT = 48
+STEPS = 300
+BATCH = 1024
+RATE = 1e-3
 
 
 def stream(scope: qk.Scope) -> torch.Tensor:
@@ -35,7 +41,8 @@ def stream(scope: qk.Scope) -> torch.Tensor:
         torch.randperm(len(ids) // LENGTH, generator=torch.Generator().manual_seed(0))[:PASSAGES]
         * LENGTH
     )
-    reader, found = Reader(scope, [Head(LAYER, 0)]), []
+    reader = Reader(scope, [Head(LAYER, 0)])
+    found = []
     for batch in starts.split(16):
         tokens = torch.tensor([ids[start : start + LENGTH] for start in batch.tolist()])
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
@@ -76,10 +83,12 @@ def train(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     """Train, write, read, ask."""
-    out, start = Path(sys.argv[1]), time.perf_counter()
+    out = Path(sys.argv[1])
+    start = time.perf_counter()
     scope = qk.Scope.load("smollm2-135m")
     x = stream(scope)
-    fit, held_out = x[:-HELD_OUT].flatten(0, 1), x[-HELD_OUT:].flatten(0, 1)
+    fit = x[:-HELD_OUT].flatten(0, 1)
+    held_out = x[-HELD_OUT:].flatten(0, 1)
     print(
         f"{len(fit):,} tokens to fit, {len(held_out):,} held out ({time.perf_counter() - start:.0f} s)"
     )

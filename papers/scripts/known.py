@@ -19,13 +19,11 @@ from safetensors.numpy import save_file
 from tracr.compiler import compiling, lib
 from tracr.rasp import rasp
 
-LETTERS, NUMBERS, BRACKETS, BOS, LONGEST = (
-    ["a", "b", "c", "d"],
-    [1, 2, 3, 4],
-    ["(", ")", "{", "}"],
-    "BOS",
-    5,
-)
+LETTERS = ["a", "b", "c", "d"]
+NUMBERS = [1, 2, 3, 4]
+BRACKETS = ["(", ")", "{", "}"]
+BOS = "BOS"
+LONGEST = 5
 PROGRAMS = {
     "length": (lib.make_length(), LETTERS),
     "reverse": (lib.make_reverse(rasp.tokens), LETTERS),
@@ -47,7 +45,8 @@ MATRICES = ("attn/query", "attn/key", "attn/value", "attn/linear", "mlp/linear_1
 
 def truth(embedded, layers, heads, labels):
     """By head that reads anything, the writers of its query and of its key."""
-    writes, found = {"embedding": embedded.any(0)}, {}
+    writes = {"embedding": embedded.any(0)}
+    found = {}
     for layer, (q, k, v, o, _, down) in enumerate(layers):
         own = [
             [part.reshape(len(labels), heads, -1)[:, i] for part in (q, k, v, o.T)]
@@ -73,10 +72,13 @@ def main(folder):
     """Write ``programs.json``, and every program's weights in a row, zeros left out, in
     ``programs.safetensors``.
     """
-    kept, tensors = {}, {}
+    kept = {}
+    tensors = {}
     for name, (program, vocabulary) in PROGRAMS.items():
         model = compiling.compile_rasp_to_model(program, set(vocabulary), LONGEST, compiler_bos=BOS)
-        config, params, ids = model.model_config, model.params, model.input_encoder.encoding_map
+        config = model.model_config
+        params = model.params
+        ids = model.input_encoder.encoding_map
         assert not any(np.array(own["b"]).any() for own in params.values() if "b" in own)
         every = [np.array(params[module]["embeddings"]) for module in ("token_embed", "pos_embed")]
         layers = [[np.array(params[f"transformer/layer_{layer}/{at}"]["w"]) for at in MATRICES]

@@ -55,7 +55,8 @@ def measure() -> dict:
 
 def draw(found: dict) -> None:
     """Two panels, one for each side; steps stand evenly, as they are dense where something happens."""
-    rows, places = found["rows"], range(len(found["rows"]))
+    rows = found["rows"]
+    places = range(len(found["rows"]))
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
     for panel, side in zip(panels, ("key", "query"), strict=True):
         logit = [row["logit"] for row in rows]

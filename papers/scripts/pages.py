@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCS, REPORTS = ROOT / "docs", ROOT / "papers" / "docs"
+DOCS = ROOT / "docs"
+REPORTS = ROOT / "papers" / "docs"
 LEDGER = ROOT / "papers" / "results.json"
 
 

@@ -23,7 +23,9 @@ from pages import REPORTS, put
 
 import qkscope as qk
 
-PROMPTS, BATCH, TURNS = 32, 16, 3
+PROMPTS = 32
+BATCH = 16
+TURNS = 3
 Taken = list[
     torch.Tensor
 ]  # queries [b, layer, head, d_head] and keys [b, layer, kv head, token, d_head]
@@ -42,7 +44,9 @@ def prompts(scope: qk.Scope) -> list[torch.Tensor]:
 
 def qkscope(scope: qk.Scope) -> Take:
     """The tap: it stops after the last layer, and the head that makes logits does not run."""
-    layers, heads, kv = scope.n_layers, scope.n_heads, scope.n_kv_heads
+    layers = scope.n_layers
+    heads = scope.n_heads
+    kv = scope.n_kv_heads
 
     def take(ids: torch.Tensor) -> Taken:
         encoded = scope.encode([qk.Example(ids=row) for row in ids.tolist()])
@@ -56,7 +60,8 @@ def transformer_lens(scope: qk.Scope) -> Take:
     """A bridge around a copy of the model, with a cache of these hooks alone."""
     from transformer_lens.model_bridge import TransformerBridge
 
-    model, tokenizer = copy.deepcopy(scope.model), copy.deepcopy(scope.tokenizer)
+    model = copy.deepcopy(scope.model)
+    tokenizer = copy.deepcopy(scope.tokenizer)
     bridge: Any = TransformerBridge.boot_transformers("mine", hf_model=model, tokenizer=tokenizer)
     names = {
         side: [f"blocks.{i}.attn.hook_rot_{side}" for i in range(scope.n_layers)] for side in "qk"
@@ -75,7 +80,8 @@ def nnsight(scope: qk.Scope) -> Take:
     """A trace that saves what the rotation gives, and stops at the last layer."""
     import nnsight as peer
 
-    model, tokenizer = copy.deepcopy(scope.model), copy.deepcopy(scope.tokenizer)
+    model = copy.deepcopy(scope.model)
+    tokenizer = copy.deepcopy(scope.tokenizer)
     lm: Any = peer.TransformersModel(model, tokenizer=tokenizer, task="text-generation")
 
     def take(ids: torch.Tensor) -> Taken:

@@ -52,7 +52,8 @@ def results(folders: list[Path], hardware: str) -> None:
         paper, _, figure = found["experiment"].partition("/")
         if found["experiment"] not in there or found["preset"] == "smoke":
             continue
-        asked, usual = made["figure"], figure_of(paper, figure)
+        asked = made["figure"]
+        usual = figure_of(paper, figure)
         first = (
             EMBEDDED if usual.model == SECOND else usual.model
         )  # which model is second depends on what is installed
@@ -133,7 +134,8 @@ def _add(rows: list[dict[str, Any]], new: list[dict[str, Any]], made_by: dict[st
 def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
     """What the ledger writes: page, place in it, text."""
     pages = {paper: _claims_page(paper, known) for paper in PAPERS}
-    counts, failed = "\n".join(_counts(known)), "\n".join(_reasons(known))
+    counts = "\n".join(_counts(known))
+    failed = "\n".join(_reasons(known))
     return [
         (ROOT / "README.md", "results", f"{counts.partition(chr(10))[0]} {_again(known)}"),
         (REPORTS / "results.md", "results", f"{counts}\n\n{failed}"),
@@ -285,7 +287,8 @@ def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
 
 
 def _verdict(claim: dict[str, Any]) -> str:
-    sort, word = _sort(claim), _word(claim)
+    sort = _sort(claim)
+    word = _word(claim)
     if sort == "open":
         return (
             f"open: no interval, not rerun ({word})"

@@ -35,24 +35,26 @@ from qkscope_papers.figures import figure_files, new_figure
 from qkscope_papers.lee2026.language import THRESHOLD, HeadChoice, choose_heads
 from qkscope_papers.tables import Row, column, over_key_heads, pick
 
-PAGE, STORE = REPORTS / "three-models.md", REPORTS / "three-models.json"
+PAGE = REPORTS / "three-models.md"
+STORE = REPORTS / "three-models.json"
 MODELS = {
     "smollm2-135m": "SmolLM2-135M",
     "gemma3-270m": "Gemma 3 270M",
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder 1.5B",
 }
 TASKS = ("binding", "ioi", "induction", "filter")
-REASONED, SHARED = (
-    TASKS[:3],
-    (3, 4, 6),
-)  # tasks whose reasons are asked for; query heads of a key head, by model
+# tasks whose reasons are asked for; query heads of a key head, by model
+REASONED = TASKS[:3]
+SHARED = (3, 4, 6)
 SIZED = {"sparsity": "{texts} passages", "because": "{looks} looks", "atlas": "{passages} passages"}
 SIZES = (1, 2, 4, 8, 16)  # of subspaces that are swapped
 ATTENDED = 0.1  # of a row: a split of a logit that gets less than this explains nothing
 LEAST = 20  # rows of a head, to speak of it
 NOT_RUN = float("nan")  # rows that were kept before there was such a number
 IN_README = (0, 2, 3, 8, 9, 11)  # findings
-LENGTH, QUERIES = 96, 8  # tokens of a passage, and how many of them ask
+# tokens of a passage, and how many of them ask
+LENGTH = 96
+QUERIES = 8
 
 
 # ---------------------------------------------------------------- the parts
@@ -405,11 +407,14 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
         edge(kept, model, "both", "keep", 5, "share", by)["accuracy"] for by in ("mean", "resample")
     )
     predict = [ranks[contrast]["rank_cv"] for contrast in ("lexical", "order")]
-    rows, writer = kept[model]["sparsity"], kept[model]["traces"]["key"][0]
-    bind, chance = tasks["binding"], tasks["binding"]["chance"]
+    rows = kept[model]["sparsity"]
+    writer = kept[model]["traces"]["key"][0]
+    bind = tasks["binding"]
+    chance = tasks["binding"]["chance"]
     whole = kept[model]["traces"]["check"][0]["accuracy"]
     below = sum(row["high"] < 0 for row in rows) / len(rows)
-    needed, random = median(column(rows, "count_tol")), median(column(rows, "count_tol_null"))
+    needed = median(column(rows, "count_tol"))
+    random = median(column(rows, "count_tol_null"))
     return [
         ("A head looks at the right box first of all tokens, in half of the prompts or more",
          f"{bind['head']} {per_cent(bind['row_accuracy'])}", bind["row_low"] >= 0.5),

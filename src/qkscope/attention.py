@@ -121,10 +121,8 @@ class AttentionRows:
 
     def of_head(self, column: int) -> AttentionRows:
         """The rows of one head, with the keys that it reads."""
-        one, kv = (
-            slice(column, column + 1),
-            column if self.kv_of_head is None else int(self.kv_of_head[column]),
-        )
+        one = slice(column, column + 1)
+        kv = column if self.kv_of_head is None else int(self.kv_of_head[column])
         rows = {
             name: value[:, one] for name in _OF_HEADS if (value := getattr(self, name)) is not None
         }

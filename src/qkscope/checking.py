@@ -144,10 +144,8 @@ def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
             return check(*args, **kwargs)
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        shown, place = (
-            function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2],
-            errors[0]["loc"][0],
-        )
+        shown = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+        place = errors[0]["loc"][0]
         if (
             "argument" in errors[0]["type"]
         ):  # one too many or too few; the live page sends what a browser sends
@@ -175,7 +173,8 @@ def _typed(hint: Any) -> Any:
     """
     from pydantic import BeforeValidator, InstanceOf, Strict
 
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inside = typing.get_args(hint)
     if origin is Annotated:
         return Annotated[_typed(inside[0]), *inside[1:]]
     if origin in (Union, types.UnionType):

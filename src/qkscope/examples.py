@@ -195,10 +195,8 @@ def find_span(text: str, word: str) -> Span:
     """
     # the edges only count as word borders where the word itself begins or ends with a letter or
     # digit
-    before, after = (
-        (r"(?<!\w)" if re.match(r"\w", word) else ""),
-        (r"(?!\w)" if re.search(r"\w\Z", word) else ""),
-    )
+    before = r"(?<!\w)" if re.match(r"\w", word) else ""
+    after = r"(?!\w)" if re.search(r"\w\Z", word) else ""
     spans = [match.span() for match in re.finditer(f"{before}{re.escape(word)}{after}", text)]
     if not spans:
         raise BadInput(

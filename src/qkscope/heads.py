@@ -15,7 +15,8 @@ from qkscope.errors import BadInput
 
 _PATTERN = re.compile(r"L(\d{1,4})H(\d{1,4})", re.IGNORECASE | re.ASCII)
 _PART = re.compile(r"M(\d{1,4})(?:\.(\d{1,4}))?(?:\.N(\d{1,7}))?", re.IGNORECASE | re.ASCII)
-EMBEDDING, BIAS = "embedding", "bias"
+EMBEDDING = "embedding"
+BIAS = "bias"
 _LAST = 10_000  # beyond every layer
 
 

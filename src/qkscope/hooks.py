@@ -83,11 +83,9 @@ class Hook:
             ``hook`` is given, [batch, tokens, heads, d_head], as in TransformerLens.
         hook : TransformerLens' hook point, which it gives to every hook.
         """
-        point, side, layer = (
-            getattr(hook, "name", None),
-            self.kind[0],
-            f"blocks.{self.head.layer}.attn",
-        )
+        point = getattr(hook, "name", None)
+        side = self.kind[0]
+        layer = f"blocks.{self.head.layer}.attn"
         # a model without rotation has its last keys at hook_k, which calls itself ``k.hook_out`` in
         # a bridge
         there = {
@@ -115,7 +113,8 @@ class Hook:
         ----------
         vectors : at all tokens of the batch.
         """
-        batch, device = len(vectors), vectors.device
+        batch = len(vectors)
+        device = vectors.device
         rows = torch.arange(batch, device=device)
         at = [torch.as_tensor(token, device=device).expand(batch) for token in self.tokens]
         basis = self.basis.to(device, torch.float32)

@@ -114,9 +114,11 @@ def two_prompts(
     scope: Scope, side: PaddingSide | None = None, lengths: tuple[int, ...] = (9, 7)
 ) -> tuple[dict[str, Tensor], Places]:
     """Two prompts, padded where they can be, or two images; the last token of each is the query."""
-    model, sides = scope.model, scope.facts.sides
+    model = scope.model
+    sides = scope.facts.sides
     if model.main_input_name == "pixel_values":
-        inputs, tokens = short_inputs(model, lengths), []
+        inputs = short_inputs(model, lengths)
+        tokens = []
 
         def count(call: Call) -> None:
             tokens.append(call.k.shape[2])

@@ -97,10 +97,8 @@ def paired_bars(axis: Any, first: Sequence[float], then: Sequence[float], key: s
         (-0.2, first, ORIGINAL, key),
         (0.2, then, TARGET, "target"),
     ):
-        places, label = (
-            [x + shift for x in range(len(values))],
-            f"on the {name} key" if key else None,
-        )
+        places = [x + shift for x in range(len(values))]
+        label = f"on the {name} key" if key else None
         axis.bar(places, values, 0.38, color=colour, label=label)
 
 

@@ -94,7 +94,9 @@ class Progress:
     """How far the trainers are, in one line that ``tell`` shows."""
 
     def __init__(self, trainers: Sequence[Trainer], tell: Callable[[str], None]) -> None:
-        self.trainers, self.tell, self.started = list(trainers), tell, time.monotonic()
+        self.trainers = list(trainers)
+        self.tell = tell
+        self.started = time.monotonic()
 
     def __call__(self) -> None:
         """Say where things stand."""
@@ -199,7 +201,8 @@ def _run_graphs(trainers: Sequence[Trainer], progress: Progress) -> None:
         live = [trainer for trainer in live if trainer.until_check() == steps]
         taken = 0
         if graph is None or recorded != live:
-            graph, recorded = None, live
+            graph = None
+            recorded = live
             taken = min(_WARM_UP, steps)
             for _ in range(taken):
                 _step_all(live, streams)

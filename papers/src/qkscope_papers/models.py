@@ -136,7 +136,8 @@ def _reads_text(model: Any) -> bool:
 
 def _looked_into(row: FamilyRow, scope: Scope, error: float) -> FamilyRow:
     """Fill in the errors of a family that is served, and what it cannot do."""
-    limits, failed = list(_limits(scope)), False
+    limits = list(_limits(scope))
+    failed = False
 
     def tried(what: str, run: Callable[[], Any]) -> Any:
         nonlocal failed
@@ -248,7 +249,8 @@ def _quietly() -> Iterator[None]:
     On matrices this small a second thread does nothing but wait, and on a busy machine it waits
     long.
     """
-    verbosity, threads = logging.get_verbosity(), torch.get_num_threads()
+    verbosity = logging.get_verbosity()
+    threads = torch.get_num_threads()
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     try:

@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 PRESETS = ("smoke", "default", "paper")
 PAPERS = ("lee2026", "franco2026", "known")
 _TOO_SMALL = "The preset smoke shows that the figure runs; it is too small to decide."
-EMBEDDED, NANO = "smollm2-135m", "nano:mixed"
+EMBEDDED = "smollm2-135m"
+NANO = "nano:mixed"
 
 
 @dataclass(frozen=True)

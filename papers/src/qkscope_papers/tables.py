@@ -41,10 +41,8 @@ class Estimate(NamedTuple):
         wider = statistics.NormalDist().inv_cdf(
             1 - 0.025 / count
         ) / statistics.NormalDist().inv_cdf(0.975)
-        low, high = (
-            self.mean - (self.mean - self.low) * wider,
-            self.mean + (self.high - self.mean) * wider,
-        )
+        low = self.mean - (self.mean - self.low) * wider
+        high = self.mean + (self.high - self.mean) * wider
         return Estimate(self.mean, low, high)
 
 

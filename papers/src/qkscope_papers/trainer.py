@@ -49,7 +49,8 @@ class Stack:
     def like(self, flat: Float[Tensor, "m p"]) -> Stack:
         """The same names over another matrix."""
         other = object.__new__(Stack)
-        other.flat, other._shapes = flat, self._shapes
+        other.flat = flat
+        other._shapes = self._shapes
         return other
 
     def __getitem__(self, name: str) -> Tensor:
@@ -206,7 +207,9 @@ class Trainer:
         compact_below: float = 1.0,
         keep_history: bool = False,
     ) -> None:
-        self.task, self.recipe, self.seed = task, recipe or Recipe(), seed
+        self.task = task
+        self.recipe = recipe or Recipe()
+        self.seed = seed
         self.names = list(task.names)
         m = len(self.names)
         rates = [float(lr)] * m if isinstance(lr, int | float) else [float(rate) for rate in lr]
@@ -217,7 +220,8 @@ class Trainer:
                 f"training {m} models needs {m} positive, finite learning rates, but got {rates[:5]}."
             )
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
-        self.checkpoint_seconds, self.compact_below = checkpoint_seconds, compact_below
+        self.checkpoint_seconds = checkpoint_seconds
+        self.compact_below = compact_below
         self.lr = torch.tensor(rates, dtype=torch.float32)
 
         self.step = 0
@@ -252,7 +256,8 @@ class Trainer:
             torch.zeros_like(self.params.flat),
             torch.zeros_like(self.params.flat),
         )
-        self.first, self.second = first.to(device).clone(), second.to(device).clone()
+        self.first = first.to(device).clone()
+        self.second = second.to(device).clone()
         self.scratch = torch.empty_like(self.params.flat)
         self.rates = (self.lr[models] * (self.status[models] == RUNNING)).to(device)[:, None]
         self.table = self.recipe.table().to(device)
@@ -427,5 +432,6 @@ class Trainer:
         self.final.flat.copy_(tensors["final"])
         self._load(tensors["models"], tensors["params"], (tensors["first"], tensors["second"]))
         self.generator.set_state(tensors["generator"])
-        self.curve_steps, self.curves = tensors["curve_steps"].tolist(), list(tensors["curves"])
+        self.curve_steps = tensors["curve_steps"].tolist()
+        self.curves = list(tensors["curves"])
         self.history = list(tensors["history"]) if self.keep_history else []

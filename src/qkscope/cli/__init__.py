@@ -44,12 +44,13 @@ _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-_INTERRUPTED, _TERMINATED = 130, 143  # as shells count: 128 and the signal
+# as shells count: 128 and the signal
+_INTERRUPTED = 130
+_TERMINATED = 143
 _OF_PAPERS = ("reproduce", "toy", "train", "bench", "models")
-_WHOLE, _WIDEST = (
-    100_000,
-    100,
-)  # columns of a line that nobody wraps, and of sentences on a wide terminal
+# columns of a line that nobody wraps, and of sentences on a wide terminal
+_WHOLE = 100_000
+_WIDEST = 100
 PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 MOST_LINES = 14
 """Of an answer of `why`, the page and the next command with it; ``--all`` prints the rest."""
@@ -137,7 +138,8 @@ def main() -> None:
         level=logging.ERROR, handlers=[_Stderr()]
     )  # of other libraries nothing but errors
     logging.getLogger("qkscope").setLevel(logging.INFO)
-    before, terminated = signal.getsignal(signal.SIGTERM), []
+    before = signal.getsignal(signal.SIGTERM)
+    terminated = []
 
     def terminate(number: int, frame: FrameType | None) -> None:
         terminated.append(number)
@@ -189,11 +191,10 @@ def print_result(
         return
     claims = [{**claim.to_json(), "verdict": claim.verdict} for claim in result.claims]
     tables: Mapping[str, Any] = {**result.tables, "claims": claims}
-    first, said = (
-        laid(_text(result.answer, "bold")),
-        [row["line"] for row in tables.get("said", ())],
-    )
-    lines, table = _lines(said), list[str]()
+    first = laid(_text(result.answer, "bold"))
+    said = [row["line"] for row in tables.get("said", ())]
+    lines = _lines(said)
+    table = list[str]()
     if (
         not everything
         and (chosen := views.shown(result.experiment, tables, result.main)) is not None
@@ -283,7 +284,8 @@ def end_lines(*written: str | Path | None, then: str) -> list[str]:
     written : folders or files; None where nothing was written.
     then : the next command.
     """
-    lines, width = [], _console().width
+    lines = []
+    width = _console().width
     for out in (place for place in written if place is not None):
         pages = [
             page for page in (Path(out) / "report.html", Path(out) / "index.html") if page.is_file()
@@ -335,7 +337,8 @@ def _after_why(values: Mapping[str, Any], result: Result) -> str:
     if (
         "heads" in result.tables
     ):  # one that helps and looks at the answer or at its rival, rather than at itself
-        places, rows = ["answer", "rival", "", "itself"], result.tables["heads"]
+        places = ["answer", "rival", "", "itself"]
+        rows = result.tables["heads"]
         helps = [row for row in rows if row["direction"] == "for"][:10] or rows[:1]
         return command(
             "why", **same, head=min(helps, key=lambda row: places.index(row["at"]))["head"]

@@ -56,10 +56,8 @@ def svd(
     out : folder for the singular vectors (``arrays.safetensors``), the table and its page.
     """
     basis = qk.singular_basis(scope, heads)
-    rows, arrays = (
-        basis.table(),
-        {name: getattr(basis, name) for name in ("U", "S", "V", "read", "scale", "c_Q")},
-    )
+    rows = basis.table()
+    arrays = {name: getattr(basis, name) for name in ("U", "S", "V", "read", "scale", "c_Q")}
     ranks = sorted(row["effective_rank"] for row in rows)
     answer = (
         f"QK matrices of {len(rows)} heads: {ranks[0]:.1f} to {ranks[-1]:.1f} effective dimensions."
@@ -134,7 +132,8 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
     out : folder for the results and the page.
     n : prompts for finding, fitting and testing, each.
     """
-    scope, task = Scope.load("smollm2-135m"), qk.tasks.binding(entities=9, form="list")
+    scope = Scope.load("smollm2-135m")
+    task = qk.tasks.binding(entities=9, form="list")
     with doing(f"scoring all {len(scope.heads())} heads"):
         ranking = qk.find_heads(scope, task, n)
     best = ranking.top(
@@ -148,10 +147,8 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
         fit = qk.decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     with doing("swapping them on held-out prompts"):
         swaps = qk.swap(scope, task.test(n), fit, heads, clouds=True)
-    parts, why = (
-        qk.attribute(scope, PROMPT, heads[0], fit),
-        qk.why(scope, PROMPT, heads[0], features=fit),
-    )
+    parts = qk.attribute(scope, PROMPT, heads[0], fit)
+    why = qk.why(scope, PROMPT, heads[0], features=fit)
     said = [{"line": f"Why: {why.answer}"}, *why.tables["said"][:3]]
     told = {"heads": best, **fit.tables, **swaps.tables, **parts.tables, **why.tables, "said": said}
     answer, claims = _findings(heads[0], control, told)

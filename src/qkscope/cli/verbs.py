@@ -62,7 +62,8 @@ def _verbs() -> dict[str, str]:
     """Every command and its function, as ``module:name``: those that have the name of their
     ``@verb``, and a few.
     """
-    source, homes = Path(qkscope.__file__).parent, dict[str, str]()
+    source = Path(qkscope.__file__).parent
+    homes = dict[str, str]()
     for path in (source / "verbs").rglob("*.py"):
         for name in re.findall(
             r'^@verb\("(\w+)".*\)\ndef \1\(', path.read_text(encoding="utf-8"), re.MULTILINE
@@ -123,7 +124,8 @@ def signature(home: str) -> tuple[str, list[Parameter]]:
         r"^(\*?\w+(?:, \w+)*) : (.*(?:\n +.*)*)", rest.partition("\n\n")[0], re.MULTILINE
     )
     texts = {named: _plain(entry[2]) for entry in entries for named in entry[1].split(", ")}
-    plain, only = node.args.args, node.args.kwonlyargs
+    plain = node.args.args
+    only = node.args.kwonlyargs
     defaults = [None] * (len(plain) - len(node.args.defaults)) + [
         *node.args.defaults,
         *node.args.kw_defaults,
@@ -237,7 +239,8 @@ def typed(parameter: Parameter) -> list[inspect.Parameter]:
     if parameter.takes("Scope"):
         return _OF_MODEL
     if parameter.takes("Texts"):
-        task, told = parameter.takes("Task"), "Text files and folders, or python (its own texts)."
+        task = parameter.takes("Task")
+        told = "Text files and folders, or python (its own texts)."
         sources = _argument(
             "sources", list[str], None, f"{told} Or a task: {_TASKS}." if task else told
         )
@@ -320,7 +323,8 @@ def typed(parameter: Parameter) -> list[inspect.Parameter]:
 
 def argument(parameter: Parameter, values: Values) -> Any:
     """What a function is given for a parameter; None where nothing was typed."""
-    name, value = parameter.name, values.get(parameter.name)
+    name = parameter.name
+    value = values.get(parameter.name)
     if parameter.takes("Scope"):
         values["scope"] = value = _scope(values)
     elif parameter.takes("Texts") or parameter.takes("Task"):
@@ -368,10 +372,8 @@ def _scope(values: Values) -> Any:
     from qkscope.model.scope import Scope
     from qkscope.results.work import torchrun_device
 
-    folder, device = (
-        values.get("fit") or (values.get("feature") or "").rpartition(":")[0],
-        values["device"],
-    )
+    folder = values.get("fit") or (values.get("feature") or "").rpartition(":")[0]
+    device = values["device"]
     model = values["model"] or (read_job(folder)["model"] if folder else MODEL)
     place = {"device_map": "auto"} if device == "auto" else {"device": torchrun_device(device)}
 
@@ -396,7 +398,8 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
     from qkscope.findings.fit import load, read_job
     from qkscope.verbs.swap.swap import check_swappable
 
-    job, named = read_job(folder), values.get("heads") or values.get("head")
+    job = read_job(folder)
+    named = values.get("heads") or values.get("head")
     heads = named if isinstance(named, list) else [] if named in (None, "all") else [named]
     if contrast and len(heads) != 1:
         raise BadInput(
@@ -421,7 +424,9 @@ def _source(parameter: Parameter, values: Values) -> Any:
 
     if "sources" not in values:
         return make_task(values)
-    sources, prompt, task = values["sources"] or [], values.get("prompt"), parameter.takes("Task")
+    sources = values["sources"] or []
+    prompt = values.get("prompt")
+    task = parameter.takes("Task")
     if parameter.takes("Example") and (prompt is None) == (not sources):
         raise BadInput("name a task or text files, or one prompt with --prompt, and not both.")
     named = [
@@ -444,7 +449,8 @@ def _source(parameter: Parameter, values: Values) -> Any:
 
 def make_task(values: Mapping[str, Any]) -> Any:
     """The task of this name, made with what was typed; refused where its maker does not take that."""
-    name, makers = values["task"], dict[str, Callable[..., Any]](tasks.BUILT_IN)
+    name = values["task"]
+    makers = dict[str, Callable[..., Any]](tasks.BUILT_IN)
     if name.lower().endswith(".jsonl"):
         makers[name] = partial(tasks.from_jsonl, name)
     if name not in makers:
@@ -476,7 +482,8 @@ def _parameters(name: str) -> list[Parameter]:
 
 def run(name: str, values: Values) -> None:
     """Run a verb with what was typed, and print what it gives."""
-    everything, as_json = values.pop("everything", False), values.pop("as_json", False)
+    everything = values.pop("everything", False)
+    as_json = values.pop("as_json", False)
     wanted = [
         parameter for parameter in _parameters(name) if typed(parameter) or parameter.name == "say"
     ]

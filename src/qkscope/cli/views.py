@@ -23,7 +23,8 @@ from rich.text import Text
 from qkscope.checking import grouped
 from qkscope.results.progress import plain_text
 
-MOST_COLUMNS, MOST_ROWS = 6, 10
+MOST_COLUMNS = 6
+MOST_ROWS = 10
 _SHORTEST = 12  # what a text keeps before a column is left out for want of room
 _RULE = Box("\n".join(["    ", "    ", " ─  ", *["    "] * 5]) + "\n")  # below the headings alone
 
@@ -98,7 +99,8 @@ def drawn(
     numeric = [
         any(_is_number(row.get(source.rstrip("±"))) for row in rows) for source in columns.values()
     ]
-    needed, groups = list[int](), [[0]]
+    needed = list[int]()
+    groups = [[0]]
     for i, heading in enumerate(columns):
         longest = max(map(cell_len, cells[i]))
         needed.append(

@@ -39,26 +39,24 @@ Pair = tuple[Word, Word]
 # How many words took a pair's place; of each look, what is left with both changed into one other
 # word, the ends of its interval, and what is left with two different ones.
 Together = tuple[int, list[list[float]]]
-WORDS, SCREEN = 8, 2  # alternatives of a word, and those that every word is screened with
-_LEFT, _SCREENED = (
-    0.5,
-    0.75,
-)  # of the attention: a cause leaves less; what two alternatives leave more of is none
-_GAIN, _LEAST = (
-    0.25,
-    6,
-)  # by how much a pair must restore more than its controls, with so many words
+# alternatives of a word, and those that every word is screened with
+WORDS = 8
+SCREEN = 2
+# of the attention: a cause leaves less; what two alternatives leave more of is none
+_LEFT = 0.5
+_SCREENED = 0.75
+# by how much a pair must restore more than its controls, with so many words
+_GAIN = 0.25
+_LEAST = 6
 _FEW = 4  # causes that are a reason
 _SAID = {True: "shown", False: "not shown"}
 _INSERTED = 2  # words that are put in after a key, where many looks share a passage
-_AFFORDABLE, _WORK = (
-    2**16,
-    2**42,
-)  # tokens that the screen may run, of 256 all words; on a CPU, multiplications
-_WHOLE, NEAR = (
-    256,
-    64,
-)  # of more tokens than these from a change on, those run that are near it, a key or a query
+# tokens that the screen may run, of 256 all words; on a CPU, multiplications
+_AFFORDABLE = 2**16
+_WORK = 2**42
+# of more tokens than these from a change on, those run that are near it, a key or a query
+_WHOLE = 256
+NEAR = 64
 
 
 class Look(NamedTuple):
@@ -123,19 +121,15 @@ class Because:
         count: int = WORDS,
         screen: int = SCREEN,
     ) -> None:
-        self.again, self.looks, self.seed, self.count, self.screen = (
-            again,
-            list(looks),
-            seed,
-            count,
-            screen,
-        )
+        self.again = again
+        self.looks = list(looks)
+        self.seed = seed
+        self.count = count
+        self.screen = screen
         self.ids = again.ids.cpu()
         self.others = Alternatives(again, seed)
-        self.last, furthest = (
-            max(look.head.layer for look in looks),
-            max(look.query for look in looks),
-        )
+        self.last = max(look.head.layer for look in looks)
+        furthest = max(look.query for look in looks)
         self._queries, self._keys = (
             torch.tensor([getattr(x, end) for x in looks]) for end in ("query", "key")
         )
@@ -143,8 +137,10 @@ class Because:
         self._of_layer = dict[int, tuple[list[int], Tensor, Tensor]]()
         for layer in {look.head.layer for look in looks}:
             own = [n for n, look in enumerate(looks) if look.head.layer == layer]
-            call, index = again.calls[layer], torch.tensor([looks[n].head.index for n in own])
-            heads, queries = index.to(call.q.device), self._queries[own].to(call.q.device)
+            call = again.calls[layer]
+            index = torch.tensor([looks[n].head.index for n in own])
+            heads = index.to(call.q.device)
+            queries = self._queries[own].to(call.q.device)
             self._of_layer[layer] = own, heads, queries
             self.before[own] = (
                 call.rows(heads, torch.zeros_like(queries), queries)
@@ -181,7 +177,9 @@ class Because:
                 NEAR if word.core in cores else 1
             )
 
-        left, kept, scope = _AFFORDABLE, list[Word](), self.again.scope
+        left = _AFFORDABLE
+        kept = list[Word]()
+        scope = self.again.scope
         if scope.device.type == "cpu":
             asked = [
                 call.q[0, :, 0].numel()
@@ -241,12 +239,14 @@ class Because:
         runs = self.running(
             ids, torch.tensor(ends or [int(self._queries.max()) + 1 + more] * len(ids))
         )
-        widths, made = runs.sum(1), pad(self.before, (0, more)).repeat(len(ids), 1, 1)
+        widths = runs.sum(1)
+        made = pad(self.before, (0, more)).repeat(len(ids), 1, 1)
         reads = {layer: queries + more for layer, (*_, queries) in self._of_layer.items()}
         order = widths.argsort(descending=True, stable=True)
         while len(order):
             width = int(widths[order[0]])
-            some, order = order[: again.at_once(width)], order[again.at_once(width) :]
+            some = order[: again.at_once(width)]
+            order = order[again.at_once(width) :]
             at = (
                 runs[some]
                 .int()
@@ -344,7 +344,8 @@ class Because:
         gained[:, word.start : word.stop] = -1
         to = gained.argmax(1).tolist()
         for n in ((mean < _SCREENED) & (word.start <= self._queries)).nonzero()[:, 0].tolist():
-            before, ends = float(self.attention[n]), (float(low[n]), float(high[n]))
+            before = float(self.attention[n])
+            ends = (float(low[n]), float(high[n]))
             row = {
                 "head": str(self.looks[n].head), "position": word.start, "end": word.stop, "text": word.text,
                 "before": before, "after": float(mean[n]) * before, "low": max(ends[0], 0.0) * before,
@@ -434,12 +435,10 @@ class Because:
         """Attention left with both words of a pair replaced, for looks whose query comes before a
         token.
         """
-        lexicon, prompts, ends, counts = (
-            self.others.lexicon,
-            list[Tensor](),
-            list[int](),
-            dict[Pair, int](),
-        )
+        lexicon = self.others.lexicon
+        prompts = list[Tensor]()
+        ends = list[int]()
+        counts = dict[Pair, int]()
         for (a, b), end in pairs.items():
             both = []
             for ids in dict.fromkeys(self.others.of(b, WORDS) + self.others.of(a, WORDS)):
@@ -468,7 +467,8 @@ class Because:
     def _same_row(
         self, n: int, pair: Pair, alone: float, results: Together | None
     ) -> dict[str, Any]:
-        text, positions = pair[0].text, [word.start for word in pair]
+        text = pair[0].text
+        positions = [word.start for word in pair]
         if results is None:
             return relation("same word", text, positions, alone=alone, verdict="untested")
         count, (together, low, high, different) = results[0], results[1][n]
@@ -540,7 +540,9 @@ class Because:
             self.looks[n] for n in still if self.looks[n].query - self.looks[n].key <= _WHOLE
         ):
             furthest[look.key] = max(furthest.get(look.key, 0), look.query)
-        keys, prompts, ends = dict[int, slice](), list[Tensor](), list[int]()
+        keys = dict[int, slice]()
+        prompts = list[Tensor]()
+        ends = list[int]()
         for key, query in furthest.items():
             more = [
                 ids
@@ -555,7 +557,8 @@ class Because:
                     for ids in more
                 ]
                 ends += [query + 2] * len(more)
-        rows, made = self.rows(prompts, ends), {}
+        rows = self.rows(prompts, ends)
+        made = {}
         kept, moved = (self._at_keys(rows[:, :, further:]) / self.attention for further in (0, 1))
         for n in (n for n in still if self.looks[n].key in keys):
             key = self.looks[n].key

@@ -25,15 +25,13 @@ from qkscope.rerun.alternatives import Word
 from qkscope.seeds import derived_seed
 from qkscope.sums.relative_logits import draw_alike
 
-RUNS, _SETS = (
-    4,
-    32,
-)  # alternatives of a word, half to choose writers on, half to test them; rows made at once
+# alternatives of a word, half to choose writers on, half to test them; rows made at once
+RUNS = 4
+_SETS = 32
 _DRAWS = 20
-_RESTORED, _CONTROL = (
-    0.5,
-    0.1,
-)  # of what was lost: what carriers bring back at least, and controls at most
+# of what was lost: what carriers bring back at least, and controls at most
+_RESTORED = 0.5
+_CONTROL = 0.1
 _SECOND = 0.1  # of what was lost: a second writer brings back so much more than the first alone
 _LOST = 0.1  # attention that a change must take away, for anything to be put back
 
@@ -50,8 +48,13 @@ class Carriers:
     """
 
     def __init__(self, run: Run, because: Because, reason: Reason, seed: int = 0) -> None:
-        self.run, self.because, self.reason, self.seed = run, because, reason, seed
-        self.head, self.query, self.key = reason.look.head, reason.look.query, reason.look.key
+        self.run = run
+        self.because = because
+        self.reason = reason
+        self.seed = seed
+        self.head = reason.look.head
+        self.query = reason.look.query
+        self.key = reason.look.key
         self.names = run.reader.writers(self.head.layer)[:-1]
         self.writers = parse_writers(self.names)
 
@@ -90,7 +93,8 @@ class Carriers:
         whole = {side: [self._whole(run, side) for run in runs] for side in ("key", "query")}
         side: Side = "key" if sum(whole["key"]) >= sum(whole["query"]) else "query"
         writers = self._choose(runs[:half], side, sum(changed[:half]) / half)
-        tested, left = range(half, len(runs)), changed[half:]
+        tested = range(half, len(runs))
+        left = changed[half:]
         restored = [float(self._put_back(runs[i], self.run, side, [writers])[0]) for i in tested]
         numbers = [self.names.index(name) for name in writers]
         draws = [
@@ -123,7 +127,8 @@ class Carriers:
         """The writer that brings back most by itself, and the one that adds most to it, if that is
         much.
         """
-        chosen, reached = list[str](), -torch.inf
+        chosen = list[str]()
+        reached = -torch.inf
         for _ in range(2):
             sets = [[*chosen, name] for name in self.names if name not in chosen]
             restored = torch.stack(
@@ -131,13 +136,15 @@ class Carriers:
             ).mean(0)
             most = float(restored.max())
             if most - reached > _SECOND * (self.reason.before - left):
-                chosen, reached = sets[int(restored.argmax())], most
+                chosen = sets[int(restored.argmax())]
+                reached = most
         return chosen
 
     # ------------------------------------------------------------------ one changed run
 
     def _changed(self, word: Word, ids: Sequence[int]) -> Run:
-        prompt, look = self.because.put((word, ids)), (self.query, self.key)
+        prompt = self.because.put((word, ids))
+        look = (self.query, self.key)
         runs = self.because.running(prompt[None], torch.tensor([self.query + 1]))[0]
         runs[self.key] = True
         return self.because.again.record(

@@ -81,7 +81,8 @@ class Fit(Result):
     )
 
     def __getitem__(self, which: tuple[str, str | Head]) -> Subspace:
-        contrast, head = which[0], Head.parse(which[1])
+        contrast = which[0]
+        head = Head.parse(which[1])
         if (contrast, head) not in self.subspaces:
             there = f"{', '.join(self.contrasts)} at {', '.join(map(str, self.heads))}"
             raise BadInput(f"nothing was fitted for {contrast!r} at {head}: there is {there}.")
@@ -129,10 +130,8 @@ class Fit(Result):
             if contrasts is None or not set(contrasts) <= set(self.sums)
             else contrasts
         )
-        index, sums = (
-            [self.heads.index(head) for head in heads],
-            [self.sums[name] for name in chosen],
-        )
+        index = [self.heads.index(head) for head in heads]
+        sums = [self.sums[name] for name in chosen]
         cov_q, cov_k = (
             first.merge(*others)
             for first, *others in ([s.cov_q for s in sums], [s.cov_k for s in sums])
@@ -151,7 +150,8 @@ class Fit(Result):
             raise BadInput(
                 "this fit holds no sums of a whole job: write what decompose or load gave."
             )
-        job, contents = self.provenance["asked"], dict[str, str | bytes](files or {})
+        job = self.provenance["asked"]
+        contents = dict[str, str | bytes](files or {})
         check_job(folder, job)
         if job["task"] not in tasks.BUILT_IN and "file" in job["asked"]:
             source = Path(job["asked"]["file"])
@@ -192,7 +192,8 @@ def load(folder: str | Path, scope: Scope | None = None) -> Any:
     check_same_model(job, scope, str(folder))
     task = task_of(job, folder)
     sums = read_sums(folder, job, task, scope.device)
-    written, about = Result.read(folder), made_from(scope, task, job["space"])
+    written = Result.read(folder)
+    about = made_from(scope, task, job["space"])
     fit = fit_of(sums, task, about, rank=job.get("rank", "energy"), center=job.get("center"))
     kept: Any = {
         "answer": written.answer,
@@ -217,18 +218,15 @@ def fit_of(
     for name, moments in sums.items():
         centring = (center or {}).get(name, task.contrasts[name].center)
         gains = {head: Gain(*gain) for head, gain in moments.about["gains"].items()}
-        controls, cov_k = (
-            run_controls(moments, name, center=centring, gains=gains),
-            moments.cov_k.matrix(),
-        )
-        cut, sizes = (
-            rank.get(name, "energy") if isinstance(rank, Mapping) else rank,
-            moments.sizes(name),
-        )
+        controls = run_controls(moments, name, center=centring, gains=gains)
+        cov_k = moments.cov_k.matrix()
+        cut = rank.get(name, "energy") if isinstance(rank, Mapping) else rank
+        sizes = moments.sizes(name)
         made_of = {**about, "group_size": moments.group_size}
         factors = zip(moments.heads, *checked_svd(moments.delta(name, centring)), strict=True)
         for i, (head, u, s, v) in enumerate(factors):
-            at, c = {"head": str(head), "contrast": name}, controls[head]
+            at = {"head": str(head), "contrast": name}
+            c = controls[head]
             kept = max(
                 rank_of(s, cut, c, float(sizes[i])), 1
             )  # one where nothing is, as the verdict says
@@ -260,7 +258,8 @@ def fit_of(
         "space": about["space"],
         "words": tuple(task.asked.get("words", ())),
     }
-    tables, answer = {"ranks": rows, "spectrum": spectrum}, with_notes(_answer(rows), about)
+    tables = {"ranks": rows, "spectrum": spectrum}
+    answer = with_notes(_answer(rows), about)
     name = f"decompose/{task.name}"
     return Fit(
         name, tables, answer=answer, subspaces=subspaces, sums=sums, chat=task.chat, **made, **of
@@ -268,9 +267,11 @@ def fit_of(
 
 
 def _answer(rows: list[dict[str, Any]]) -> str:
-    parts, tested = list[str](), [row for row in rows if row["verdict"] != "untested"]
+    parts = list[str]()
+    tested = [row for row in rows if row["verdict"] != "untested"]
     for verdict, words in _KINDS.items():
-        named, having = list[str](), [row for row in rows if row["verdict"] == verdict]
+        named = list[str]()
+        having = [row for row in rows if row["verdict"] == verdict]
         for name in dict.fromkeys(row["contrast"] for row in having):
             heads = [row["head"] for row in having if row["contrast"] == name]
             more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
@@ -300,10 +301,8 @@ def check_job(out: str | Path | None, asked: Mapping[str, Any]) -> None:
     """
     if out is None or not (Path(out) / MANIFEST).exists():
         return
-    there, here = (
-        read_job(out),
-        json.loads(json.dumps({name: asked[name] for name in asked if name in _JOB})),
-    )
+    there = read_job(out)
+    here = json.loads(json.dumps({name: asked[name] for name in asked if name in _JOB}))
     differs = [name for name in here if there[name] != here[name]]
     if differs:
         raise BadInput(
@@ -330,7 +329,8 @@ def read_sums(
     folder: Path, job: Mapping[str, Any], task: Task, device: torch.device
 ) -> dict[str, ContrastSums]:
     """Read the sums of every contrast of a folder's fit."""
-    every, manifest = {}, read_run(folder)
+    every = {}
+    manifest = read_run(folder)
     for name in checked_contrasts(task, job["contrasts"]):
         path = folder / sums_file(name)
         if not path.is_file():
@@ -348,7 +348,9 @@ def read_sums(
 
 def task_of(job: Mapping[str, Any], folder: str | Path) -> Task:
     """The task that a fit folder was made from, made again; of a file, the folder keeps a copy."""
-    folder, asked, seed = Path(folder), dict(job["asked"]), job["task_seed"]
+    folder = Path(folder)
+    asked = dict(job["asked"])
+    seed = job["task_seed"]
     if job["task"] in tasks.BUILT_IN:
         return tasks.BUILT_IN[job["task"]](seed=seed, **asked)
     kept = folder / Path(asked["file"]).name

@@ -49,7 +49,9 @@ Kind = Literal["value", "query", "key"]
 _AT_ONCE = 2**11  # tokens whose MLP is run again at once
 _SLOTS = 256  # tokens whose attention is made at once
 _SOURCES = 3  # tokens of a writer that are named, over many prompts
-FIRST, SOURCE_REST = "(first token)", "(rest)"  # of many prompts
+# of many prompts
+FIRST = "(first token)"
+SOURCE_REST = "(rest)"
 
 
 class Graph(NamedTuple):
@@ -144,17 +146,20 @@ class Walk:
     def __init__(
         self, run: Run, asked: Question, head: str, width: int, smallest: float, deeper: int = 0
     ) -> None:
-        self.run, self.asked, self.head = run, asked, head
-        self.width, self.smallest, self.deeper = width, smallest, deeper
-        self.edges, self.error = list[Row](), 0.0
+        self.run = run
+        self.asked = asked
+        self.head = head
+        self.width = width
+        self.smallest = smallest
+        self.deeper = deeper
+        self.edges = list[Row]()
+        self.error = 0.0
         self._nodes: dict[tuple[str | None, str, int], Row] = {}
 
     def node(self, side: str | None, writer: str, position: int, value: float | None = None) -> Row:
         """The row of a node, made where it is met first."""
-        key, layer = (
-            (side, writer, position),
-            None if writer in (EMBEDDING, self.head) else Writer.parse(writer).block,
-        )
+        key = (side, writer, position)
+        layer = None if writer in (EMBEDDING, self.head) else Writer.parse(writer).block
         if key not in self._nodes:
             self._nodes[key] = {
                 "head": self.head, "id": len(self._nodes), "side": side, "writer": writer, "layer": layer,
@@ -167,7 +172,8 @@ class Walk:
         """All that was met, nodes with their shares of the root, which is the first; attention is
         the query's.
         """
-        rows, tokens = list(self._nodes.values()), self.asked.tokens
+        rows = list(self._nodes.values())
+        tokens = self.asked.tokens
         total = rows[0]["value"]
         for row in rows:
             row["share"] = row["value"] / total if total and row["value"] is not None else None
@@ -296,7 +302,8 @@ class Walk:
         """Follow why a head looked at a token, once for each; the first token is left out (it is a
         sink).
         """
-        seen, query = self.run.seen(head, row["position"]), row["position"]
+        seen = self.run.seen(head, row["position"])
+        query = row["position"]
         if key > 0 and {*seen} - {0, key} and key in seen and row["look"] is None:
             one = PromptTrace(self.run, replace(self.asked, query=query), head, key)
             row |= {"look": one.total, "towards": key, "attention": float(one.attention[key])}
@@ -308,7 +315,8 @@ class Walk:
         sums, sizes = zip(
             *((float(some.double().sum()), float(some.abs().max())) for some in terms), strict=True
         )
-        largest, missed = max(sizes), abs(sum(sums) - value)
+        largest = max(sizes)
+        missed = abs(sum(sums) - value)
         self.error = max(self.error, missed / largest if largest > 0 else missed)
 
 
@@ -328,7 +336,9 @@ class _Logit:
     """
 
     def __init__(self, walk: Walk, root: Row, kind: Kind, look: bool, depth: int) -> None:
-        self.walk, self.depth, self.of = walk, depth, root if look else None
+        self.walk = walk
+        self.depth = depth
+        self.of = root if look else None
         self.total = root["look" if look else "value"]
         self.side = root["side"] if look or kind == "value" else kind
         self.pending: dict[tuple[Writer, int], _Asked] = {}
@@ -360,7 +370,8 @@ class _Logit:
             asked = self.pending.setdefault(
                 (Writer.parse(child.writer), child.position), _Asked(level=level)
             )
-            asked.value, asked.level = asked.value + said, min(asked.level, level)
+            asked.value = asked.value + said
+            asked.level = min(asked.level, level)
             if self.of is None:
                 node["value"] = (node["value"] or 0.0) + said
             if (along := child.along()) is not None:
@@ -396,7 +407,8 @@ class _Logit:
             row = self.walk.node(self.side, str(writer), position)
             if asked.level >= self.depth or not asked.along or abs(asked.value) < self.least:
                 continue
-            attention, key = None, 0
+            attention = None
+            key = 0
             if writer.head is None:
                 children = self.walk.through(writer, position, asked)
             else:
@@ -431,11 +443,9 @@ def sources_of(
         side: [other for name in names if (other := Writer.parse(name).head)]
         for side, names in writers.items()
     }
-    total, sums, tokens = (
-        0.0,
-        defaultdict[Any, Any](Counter),
-        defaultdict[Any, Counter[int]](Counter),
-    )
+    total = 0.0
+    sums = defaultdict[Any, Any](Counter)
+    tokens = defaultdict[Any, Counter[int]](Counter)
     for batch in batches:
         run = batch.run
         total += float(batch.logit().double().sum())
@@ -461,10 +471,12 @@ def sources_of(
         shares: dict[int | str, float] = {at: offsets[at] for at in largest}
         shares[SOURCE_REST] = sum(value for at, value in offsets.items() if at not in largest)
         for at, value in shares.items():
-            text, often = str(at), None
+            text = str(at)
+            often = None
             if there := tokens.get((side, at)):
                 (token, count), *_ = there.most_common(1)
-                text, often = token_texts(run.reader.scope, [token])[0], count / there.total()
+                text = token_texts(run.reader.scope, [token])[0]
+                often = count / there.total()
             rows.append({
                 "head": str(batch.head), "side": side, "writer": str(other), "token": text, "frequency": often,
                 "offset": at if isinstance(at, int) else None, "share": value / total,

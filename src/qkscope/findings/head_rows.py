@@ -33,10 +33,9 @@ from qkscope.texts.task import ANSWER, Units
 #: A key with less attention than this is said to be unattended before anything is traced to it.
 ATTENDED = 0.05
 Tables = dict[str, list[dict[str, Any]]]
-_PLACES, _EACH = (
-    128,
-    10,
-)  # tokens of all prompts whose writers are held at once, and of each prompt at least
+# tokens of all prompts whose writers are held at once, and of each prompt at least
+_PLACES = 128
+_EACH = 10
 _CONDITIONS = {"held": 128, "live": 8}  # that are measured at once, norms held and norms running
 
 
@@ -91,7 +90,8 @@ class HeadRows:
         """The relative logit of the model's own vectors, or of other queries [*x, n, d] and keys
         [*x, n, k, d].
         """
-        q, k = self.rows.q[:, 0] if q is None else q, self.vectors("key") if k is None else k
+        q = self.rows.q[:, 0] if q is None else q
+        k = self.vectors("key") if k is None else k
         return (
             torch.einsum("...nd,...nkd,nk->...n", self.projected(q), k, self.weights.to(q))
             * self.scale
@@ -144,7 +144,8 @@ class HeadRows:
         """The logit, what writers and some pairs give to it, and how far they miss it beside the
         largest part.
         """
-        total, sides = self.logit(), {side: self.marginals[side] for side in SIDES}
+        total = self.logit()
+        sides = {side: self.marginals[side] for side in SIDES}
         missed = torch.stack([(values.sum(1) - total).abs() for values in sides.values()]).amax(0)
         largest = (
             torch.stack([values.abs().amax(1) for values in sides.values()])
@@ -233,10 +234,8 @@ class HeadRows:
         """Queries and keys with some parts taken out of the stream, each of them as often as each
         condition says.
         """
-        parts, true = (
-            dict(away),
-            {side: self.run.hidden([self.head.layer], self.slots[side])[0] for side in SIDES},
-        )
+        parts = dict(away)
+        true = {side: self.run.hidden([self.head.layer], self.slots[side])[0] for side in SIDES}
         for side in SIDES if norms == "held" else ():
             lost = self.run.read(self.head, side, [Parts(["away"], away[side])], self.slots[side])
             true[side], parts[side] = self.vectors(side), lost[:, :-1]
@@ -255,10 +254,8 @@ Measures = Mapping[Head, Callable[[HeadRows, list[int]], Measurement]]
 
 def split_together(every: Sequence[HeadRows]) -> None:
     """Split the logits of several heads on one batch among writers at once."""
-    weights, of_head = (
-        torch.stack([rows.weights for rows in every], dim=1),
-        {rows.head: rows for rows in every},
-    )
+    weights = torch.stack([rows.weights for rows in every], dim=1)
+    of_head = {rows.head: rows for rows in every}
     for heads, query, key in values_of(every[0].run, weights, list(of_head)):
         for i, head in enumerate(heads):
             of_head[head].marginals = {"query": query[:, i], "key": key[:, i]}
@@ -324,7 +321,8 @@ class Pass:
         encoded = self.reader.scope.encode(
             [example for i in indices for example in units[i]], chat=self.chat
         )
-        of_example, heads = [i for i in indices for _ in units[i]], self.reader.heads
+        of_example = [i for i in indices for _ in units[i]]
+        heads = self.reader.heads
         right = answer_signs(encoded)[:, None].expand(-1, len(heads), -1) if named else None
         run = self.reader.record(
             encoded.inputs, encoded.places if named else encoded.everywhere(), layers=self.layers
@@ -361,7 +359,8 @@ class Pass:
         rows : how `rows` takes its keys.
         """
         words = words_of(units) if words is None else words
-        tallies, sums = {head: Tally(sorted(words)) for head in measures}, dict[str, Tensor]()
+        tallies = {head: Tally(sorted(words)) for head in measures}
+        sums = dict[str, Tensor]()
 
         def run(indices: list[int]) -> list[Any]:
             numbers, every = self.rows(units, indices, **rows)
@@ -386,7 +385,9 @@ class Pass:
 
 def _most_attended(run: Run) -> Int[Tensor, "n h k"]:
     """+1 at the token with most attention except the first, −1 at all others in sight."""
-    attention, bias, mask = run.captured.attention(), run.captured.bias, run.captured.key_mask
+    attention = run.captured.attention()
+    bias = run.captured.bias
+    mask = run.captured.key_mask
     places = torch.arange(mask.shape[1], device=mask.device)
     seen = (bias > -torch.inf) & (mask & (places != mask.int().argmax(1)[:, None]))[:, None]
     return (-seen.long()).scatter(-1, attention.masked_fill(~seen, -1).argmax(-1, keepdim=True), 1)

@@ -68,7 +68,9 @@ class Output:
 
     def __init__(self, run: Run, asked: Question, versus: str | None = None) -> None:
         assert run.logits is not None
-        self.run, self.asked, self.scope = run, asked, run.reader.scope
+        self.run = run
+        self.asked = asked
+        self.scope = run.reader.scope
         self.logits = run.logits[0].detach().float().cpu()
         self.chances = self.logits.softmax(-1)
         self.best = int(self.logits.argmax())
@@ -84,10 +86,8 @@ class Output:
         likeliest other token.
         """
         ids = set(self.asked.inputs["input_ids"][0, : self.asked.query + 1].tolist())
-        likely, best = (
-            set((self.chances >= _LIKELY).nonzero()[:, 0].tolist()),
-            self.token(self.best),
-        )
+        likely = set((self.chances >= _LIKELY).nonzero()[:, 0].tolist())
+        best = self.token(self.best)
 
         def rank(i: int) -> tuple[bool, bool, bool, float]:
             word = i in ids and self.token(i).strip().isalnum()
@@ -120,7 +120,8 @@ class Output:
         going on.
         """
         if i not in self._names:
-            pieces, size = [self.token(i)], 1
+            pieces = [self.token(i)]
+            size = 1
             if pieces[0] == PIECE:
                 ids = self.asked.inputs["input_ids"][0, : self.asked.query + 1]
                 ids = torch.cat([ids, torch.tensor([i]).to(ids)])
@@ -166,7 +167,8 @@ class Output:
         logits = self.again.hidden(
             self.asked.query, [(one.head, key) for key in (one.key, *control)]
         ).float()
-        after, pushed = logits.softmax(-1), self.from_key(one)
+        after = logits.softmax(-1)
+        pushed = self.from_key(one)
         likely = [*self.chances.topk(TOKENS).indices.tolist(), self.rival]
         more = [] if pushed is None else pushed.topk(3).indices.tolist()
         return [
@@ -189,7 +191,8 @@ class Output:
         """The table ``heads``: every head with its main key hidden, the largest change of the
         difference first.
         """
-        heads, query = list(self.scope.heads()), self.asked.query
+        heads = list(self.scope.heads())
+        query = self.asked.query
         keys, looks = zip(*map(self.look, heads), strict=True)
         logits = self.again.hidden(query, list(zip(heads, keys, strict=True))).float()
         change = logits[:, self.best] - logits[:, self.rival] - self.difference

@@ -156,7 +156,8 @@ class PromptTrace(HeadRows):
             raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
         self.signs[0, self.against] = -1
         self.signs[0, self.key] = 1
-        self.total, self.attends = float(self.logit()), float(self.attention[self.key]) >= ATTENDED
+        self.total = float(self.logit())
+        self.attends = float(self.attention[self.key]) >= ATTENDED
         self.free = [i for i in self.others if i not in (self.key, asked.query)]
 
     def _checked(self, place: int, what: str) -> int:
@@ -185,7 +186,8 @@ class PromptTrace(HeadRows):
 
     def where(self) -> str:
         """How much of its attention the head gives to the key, in words."""
-        asking, key = self.asked.tokens[self.asked.query], self.asked.tokens[self.key]
+        asking = self.asked.tokens[self.asked.query]
+        key = self.asked.tokens[self.key]
         share = f"{float(self.attention[self.key]):.0%} of its attention"
         unseen = ": it does not attend there, so what follows explains a logit and no attention"
         return f"{self.head} at {asking!r} gives {share} to {key!r} (token {self.key}){'' if self.attends else unseen}."
@@ -203,7 +205,8 @@ class PromptTrace(HeadRows):
         """Attention rows with the parts of some writers, by side, replaced by their means; one row
         for each set.
         """
-        asking, vectors = self.asked.query, dict[Side, Tensor]()
+        asking = self.asked.query
+        vectors = dict[Side, Tensor]()
         for side, at in zip(SIDES, (asking, self.key), strict=True):
             named = [[self.writers[i] for i in chosen.get(side, ())] for chosen in sets]
             vectors[side] = vectors_with(self.run, self.head, side, at, self._mean, named, norms)
@@ -230,11 +233,9 @@ class PromptTrace(HeadRows):
         With ``live``, rows of one or two writers of a side also say what is left where norms are
         live.
         """
-        made, before, writers = (
-            [],
-            float(self.attention[self.key]),
-            parse_writers(self.writers[:-1]),
-        )
+        made = []
+        before = float(self.attention[self.key])
+        writers = parse_writers(self.writers[:-1])
         for side, size in product(("key", "query", "both"), CUTS):
             chosen: dict[Any, list[int]] = {
                 one: self.strongest(one, size) for one in SIDES if side in (one, "both")
@@ -251,7 +252,8 @@ class PromptTrace(HeadRows):
             )
             row, *others = self.cut([chosen, *different(drawn)])
             random = torch.stack(others)[:, self.key]
-            after, top = float(row[self.key]), self.most_attended(self.others, row)
+            after = float(row[self.key])
+            top = self.most_attended(self.others, row)
             made.append({
                 "head": str(self.head), "side": side, "k": size,
                 "writers": ", ".join(dict.fromkeys(self.writers[i] for own in chosen.values() for i in own)),
@@ -334,8 +336,10 @@ class Probe:
         last: Place = None,
         **options: Any,
     ) -> None:
-        self.scope, self.prompt = scope, prompt
-        self.asked, self.reader = Question.of(scope, prompt, query, chat), reader_of(scope)
+        self.scope = scope
+        self.prompt = prompt
+        self.asked = Question.of(scope, prompt, query, chat)
+        self.reader = reader_of(scope)
         options = {"deep": True, "last": last, "logits": True, **options}
         self.run = self.reader.record(self.asked.inputs, self.asked.places, **options)
 

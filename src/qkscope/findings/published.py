@@ -149,10 +149,8 @@ def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"] | int) -> P
     """One row per example and query column, example by example, with every token of the example as
     a key.
     """
-    mask, columns = (
-        inputs["attention_mask"],
-        torch.as_tensor(columns).view(len(inputs["input_ids"]), -1),
-    )
+    mask = inputs["attention_mask"]
+    columns = torch.as_tensor(columns).view(len(inputs["input_ids"]), -1)
     row = torch.arange(len(columns), device=mask.device).repeat_interleave(columns.shape[1])
     return Places.everywhere(row, columns.flatten().to(mask.device), mask)
 

@@ -85,7 +85,8 @@ class UnitBatch(NamedTuple):
 
 def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
     """The fixed list of batches: units sorted by length, about ``batch_size`` prompts in each."""
-    batches, room = list[list[int]](), 0
+    batches = list[list[int]]()
+    room = 0
     for i in sorted(range(len(units)), key=lambda i: (max(map(len, units[i])), i)):
         room -= len(units[i])
         if room < 0:

@@ -20,10 +20,9 @@ R = TypeVar("R", bound=Result)
 #: Different control sets under which nothing is tested.
 FEW = 5
 CANCELS = 3.0  # above this (see `cancelling`) the answer says that shares cancel
-_HALF, _SINGLE = (
-    2e-2,
-    1e-3,
-)  # of the largest part, in 16 bits and in more: how far a sum of parts may miss the logit
+# of the largest part, in 16 bits and in more: how far a sum of parts may miss the logit
+_HALF = 2e-2
+_SINGLE = 1e-3
 _MEASURED = ("check", "tokens", "attention", "output", "whole")  # tables that no split is in
 
 

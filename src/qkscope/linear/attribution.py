@@ -83,20 +83,22 @@ def _values(run: Run, heads: Sequence[Head], weights: Tensor, writers: int) -> I
     """A few layers ask together, as long as writers' parts stay as they are: a norm of the whole
     stream changes all.
     """
-    by_layer, columns = (
-        grouped(heads, lambda head: head.layer),
-        {head: i for i, head in enumerate(heads)},
-    )
+    by_layer = grouped(heads, lambda head: head.layer)
+    columns = {head: i for i, head in enumerate(heads)}
     parts = run.entered[0].new_empty(
         writers, *run.entered[0].shape
     )  # writers first, as products leave them
     asking: list[
         tuple[list[Head], int, Tensor | None]
     ] = []  # heads, writers before them, the sum of biases there
-    taken, fresh, filled, bias = list[Parts](), list[Tensor](), 0, None
+    taken = list[Parts]()
+    fresh = list[Tensor]()
+    filled = 0
+    bias = None
 
     def answered() -> Iterator[Values]:
-        every, first = [head for heads, *_ in asking for head in heads], 0
+        every = [head for heads, *_ in asking for head in heads]
+        first = 0
         if fresh:
             torch.cat(fresh, out=parts[filled - sum(map(len, fresh)) : filled])
             fresh.clear()
@@ -111,7 +113,8 @@ def _values(run: Run, heads: Sequence[Head], weights: Tensor, writers: int) -> I
             for slots, directions, said in _directions(run, every, own_weights)
         ]
         for heads, before, bias in asking:
-            own, given = slice(first, first + len(heads)), []
+            own = slice(first, first + len(heads))
+            given = []
             for slots, directions, values, said in sides:
                 constants = said[:, own]
                 if bias is not None:
@@ -128,7 +131,9 @@ def _values(run: Run, heads: Sequence[Head], weights: Tensor, writers: int) -> I
             yield from answered()
             asking.clear()
         if changed:
-            taken, filled, bias = [], 0, None
+            taken = []
+            filled = 0
+            bias = None
             fresh.clear()
         for piece in pieces[len(taken) :]:
             if piece.writers == [BIAS]:
@@ -148,7 +153,8 @@ def _directions(
     """Slots of the query, then of the keys: what every head asks there, and what constants say to
     it.
     """
-    at, to = run.at("query"), run.at("key")
+    at = run.at("query")
+    to = run.at("key")
     w = weights * torch.tensor([run.calls[head.layer].scale for head in heads]).to(weights)[:, None]
     q = run.vectors([(head.layer, head.index) for head in heads], "q", at)
     k = run.vectors([(head.layer, run.index(head, "k")) for head in heads], "k", to)
@@ -192,14 +198,13 @@ def direct_effects(run: Run, along: Float[Tensor, "n v"]) -> Answer | None:
     """What every writer adds at the query to a direction on the logits before any soft-cap; None as
     `direct_effect`.
     """
-    left, logits = run.left, run.logits
+    left = run.left
+    logits = run.logits
     assert left is not None
     assert logits is not None
     cap = getattr(run.reader.scope.model.config.get_text_config(), "final_logit_softcapping", None)
-    at, slots = (
-        (run.row.to(left.device), run.columns[:, 0].to(left.device)),
-        torch.zeros(1, dtype=torch.long),
-    )
+    at = (run.row.to(left.device), run.columns[:, 0].to(left.device))
+    slots = torch.zeros(1, dtype=torch.long)
     with torch.enable_grad():
         logits = logits if cap is None else (logits / cap).atanh() * cap
         tried = torch.linspace(-1, 1, logits.shape[-1]).to(logits).expand_as(logits)
@@ -288,11 +293,9 @@ def neuron_parts(run: Run, asked: Direction) -> Iterator[tuple[Writer, Float[Ten
     along = run.answer(asked).parts
     for mlp, part in _parts(run, asked.layer).items():
         if part in run.neurons and str(mlp) in along:
-            last, activations, g = (
-                run.reader.last[part],
-                run.neurons[part][:, asked.slots],
-                along[str(mlp)],
-            )
+            last = run.reader.last[part]
+            activations = run.neurons[part][:, asked.slots]
+            g = along[str(mlp)]
             with cleared(Frozen().hooks(last)), torch.enable_grad():
                 x = activations.to(next(last[0].parameters()), copy=True).requires_grad_()
                 out = reduce(lambda value, module: module(value), last, x)
@@ -319,7 +322,8 @@ def first_neurons(
     """
     found = []
     for mlp, parts in neuron_parts(run, asked):
-        values, slots = parts[0].sum(0), asked.slots[parts[0].abs().argmax(0)]
+        values = parts[0].sum(0)
+        slots = asked.slots[parts[0].abs().argmax(0)]
         largest = values.abs().topk(min(_NEURONS, len(values))).indices.tolist()
         chosen = [writer.index[-1] for writer in named if writer.mlp == mlp] if named else largest
         found += [
@@ -334,7 +338,8 @@ def check_neurons(run: Run, head: Head, named: Sequence[Writer]) -> list[Writer]
     """Refuse neurons that are not there, or do not write before a head; say which of its parts have
     none.
     """
-    model, parts = run.reader.scope.name, _parts(run, head.layer)
+    model = run.reader.scope.name
+    parts = _parts(run, head.layer)
     without = [mlp for mlp, part in parts.items() if part not in run.neurons]
     why = "it adds up experts, or is no MLP: a neuron is one row of what an MLP's last matrix is given"
     if len(without) == len(parts):

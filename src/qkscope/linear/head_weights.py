@@ -90,7 +90,8 @@ def head_weights(model: Any, heads: str | Head | Sequence[str | Head] | None = N
         clipped projections, keys of another layer).
     """
     scope = model if isinstance(model, Scope) else Scope.from_model(model, check=False)
-    wanted, kind = scope.parse(heads), scope.model.config.model_type
+    wanted = scope.parse(heads)
+    kind = scope.model.config.model_type
     own = [
         layer.refusals["pre_rope"] for layer in scope.facts.layers if "pre_rope" in layer.refusals
     ]
@@ -219,7 +220,8 @@ class Form(NamedTuple):
 
 def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
     """Ask a layer for its form, or refuse it with the reason."""
-    stream, row = stream_of(*called.given), torch.zeros(1, 1, dtype=torch.long)
+    stream = stream_of(*called.given)
+    row = torch.zeros(1, 1, dtype=torch.long)
     given = scope, number, called.block, called.given, called.call, row[0]
     layer, last = (AffineLayer(*given, row + end) for end in (0, stream.shape[1] - 1))
     family = scope.model.config.model_type
@@ -232,7 +234,8 @@ def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
     ).to(stream.device)
     x = torch.nn.functional.layer_norm(draw, draw.shape[-1:])
     with torch.no_grad():
-        live, turned = layer.pushed(x), last.pushed(x)
+        live = layer.pushed(x)
+        turned = last.pushed(x)
         layer.unit()
         biased = layer.constants
         layer.unit(unbiased=qk_norms)

@@ -67,9 +67,14 @@ class AffineLayer:
         row: Tensor,
         columns: Tensor,
     ) -> None:
-        self.scope, self.layer, self.block, self.given, self.true = scope, layer, block, given, true
+        self.scope = scope
+        self.layer = layer
+        self.block = block
+        self.given = given
+        self.true = true
         self.hidden = stream_of(*given)
-        self.row, self.columns = row.to(self.hidden.device), columns.to(self.hidden.device)
+        self.row = row.to(self.hidden.device)
+        self.columns = columns.to(self.hidden.device)
         for self.alone in (False,) if scope.facts.anatomy.own else (True, False):
             self.norms = Frozen()
             try:
@@ -96,7 +101,8 @@ class AffineLayer:
             self._vectors = self._push(self.x, self.row, self.columns, frozen=True)
 
     def _agrees(self, kind: Literal["q", "k"]) -> bool:
-        whole, mine = getattr(self.true, kind), self._vectors[kind].detach()
+        whole = getattr(self.true, kind)
+        mine = self._vectors[kind].detach()
         true = whole.transpose(1, 2)[self.row[:, None], self.columns].float()
         return mine.shape == true.shape and bool(
             (mine - true).abs().max() <= _close(whole) * true.abs().max()
@@ -147,7 +153,8 @@ class AffineLayer:
             if weight.dtype != torch.float32
         }
         hooks = self.norms.hooks(self.block.modules()) if frozen else []
-        layers, anatomy = {id(self.true.module): self.layer}, self.scope.facts.anatomy
+        layers = {id(self.true.module): self.layer}
+        anatomy = self.scope.facts.anatomy
         with (
             cleared(hooks, stop),
             tap(self.scope.model, take, layers=layers, anatomy=anatomy, within=self.block),
@@ -183,11 +190,9 @@ class AffineLayer:
         """Vectors of other streams at these tokens, the norms running or frozen."""
         every = []
         for some in x.to(self.x).split(len(x) if self.alone else 1):
-            stream, row, columns = (
-                some.flatten(0, 1),
-                self.row.repeat(len(some)),
-                self.columns.repeat(len(some), 1),
-            )
+            stream = some.flatten(0, 1)
+            row = self.row.repeat(len(some))
+            columns = self.columns.repeat(len(some), 1)
             if not self.alone:
                 stream, tokens = self.x.detach().clone(), stream
                 for slot in reversed(
@@ -227,7 +232,8 @@ class AffineLayer:
     def _pulled(
         self, kind: Kind, heads: Tensor, along: Float[Tensor, "b n p d"]
     ) -> Float[Tensor, "b n p d_model"]:
-        made, every = self._vectors[kind], torch.arange(len(along), device=self.x.device)
+        made = self._vectors[kind]
+        every = torch.arange(len(along), device=self.x.device)
 
         def pull(directions: Float[Tensor, "b n t h d"]) -> Float[Tensor, "b n t d_model"]:
             return torch.autograd.grad(
@@ -273,7 +279,8 @@ class PartLayer:
     """
 
     def __init__(self, run: Run, layer: int, tokens: Int[Tensor, " p"]) -> None:
-        block, hidden = run.reader.blocks[layer], stream_of(*run.called[layer])
+        block = run.reader.blocks[layer]
+        hidden = stream_of(*run.called[layer])
         self.x = hidden[:, tokens.to(hidden.device)].detach().float().requires_grad_()
         self.z = (
             run.heads[layer][:, 1 + tokens].to(hidden.device).requires_grad_()
@@ -302,10 +309,8 @@ class PartLayer:
                 len(call.q), call.q.shape[2], call.q.shape[1], call.v.shape[-1]
             )
 
-        scope, layers = (
-            run.reader.scope,
-            {} if self.z is None else {id(run.calls[layer].module): layer},
-        )
+        scope = run.reader.scope
+        layers = {} if self.z is None else {id(run.calls[layer].module): layer}
         hooks = Frozen().hooks(block.module.modules())
         hooks += [part.register_forward_hook(gave) for part in block.parts]
         hooks += [] if block.output is None else [block.output.register_forward_pre_hook(given)]
@@ -323,7 +328,8 @@ class PartLayer:
         """A direction on what a part puts out, on the stream and on the heads' outputs; what their
         sum misses.
         """
-        out, leaves = self.out[part], [self.x] if self.z is None else [self.x, self.z]
+        out = self.out[part]
+        leaves = [self.x] if self.z is None else [self.x, self.z]
         pulled = torch.autograd.grad(out, leaves, along.to(out), allow_unused=True)
         found = [
             torch.zeros_like(leaf) if g is None else g
@@ -352,10 +358,12 @@ def _close(vectors: Tensor) -> float:
 
 def alike(run: Run, layer: int) -> tuple[Any, ...] | None:
     """What layers must share to be done together; None for a layer without a closed form."""
-    form, call = run.reader.form(layer), run.calls[layer]
+    form = run.reader.form(layer)
+    call = run.calls[layer]
     if form is None:
         return None
-    rotary, shapes = call.rotary, (call.q.shape, call.k.shape, call.v.shape)
+    rotary = call.rotary
+    shapes = (call.q.shape, call.k.shape, call.v.shape)
     turn = rotary and (rotary.function, id(rotary.cos), rotary.q.shape[-1])
     return (
         shapes,
@@ -384,14 +392,14 @@ class ClosedForm:
 
     def __init__(self, run: Run, heads: Sequence[Head], kind: Kind, slots: Any) -> None:
         asked = [(head.layer, run.index(head, kind)) for head in heads]
-        own, reader, first = list(dict.fromkeys(asked)), run.reader, heads[0].layer
+        own = list(dict.fromkeys(asked))
+        reader = run.reader
+        first = heads[0].layer
         layers = list(dict.fromkeys(layer for layer, _ in own))
         self.index = None if asked == own else reader.index([own.index(at) for at in asked])
-        call, form, offset = (
-            run.calls[first],
-            reader.form(first),
-            reader.scope.facts.layers[first].offset,
-        )
+        call = run.calls[first]
+        form = reader.form(first)
+        offset = reader.scope.facts.layers[first].offset
         assert form is not None
         self.W, self.a, self.c, eps = reader.matrices(kind, tuple(own))
         rotary = None if kind == "v" or offset is None else call.rotary
@@ -430,15 +438,17 @@ class ClosedForm:
         in them.
         """
         y = self._turned(along, back=True)
-        W, a, c, factor, s = self.W, self.a, self.c, self.factor, self.s
+        W = self.W
+        a = self.a
+        c = self.c
+        factor = self.factor
+        s = self.s
         if self.index is not None:
-            W, a, c, factor, s = (
-                W[self.index],
-                a[self.index],
-                c[self.index],
-                factor[:, self.index],
-                s[:, self.index],
-            )
+            W = W[self.index]
+            a = a[self.index]
+            c = c[self.index]
+            factor = factor[:, self.index]
+            s = s[:, self.index]
         said = torch.einsum("nhpd,hd->nhp", y * s, a) + torch.einsum("nhpd,hd->nhp", y, c)
         return torch.einsum("nhpd,hde->nhpe", y * factor, W), said
 

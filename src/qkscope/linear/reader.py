@@ -65,7 +65,8 @@ class Reader:
     """
 
     def __init__(self, scope: Scope, heads: Sequence[Head]) -> None:
-        self.scope, self.heads = scope, list(heads)
+        self.scope = scope
+        self.heads = list(heads)
         self.layers = sorted({head.layer for head in heads})
         for name, weight in scope.model.named_parameters():
             if not weight.is_floating_point():
@@ -177,9 +178,11 @@ class Reader:
         """W, a and c (`weights.Form`) of heads by layer and number, and what each layer's norm adds
         under its root.
         """
-        found, eps = [], []
+        found = []
+        eps = []
         for layer in dict.fromkeys(layer for layer, _ in own):
-            form, heads = self.form(layer), [index for other, index in own if other == layer]
+            form = self.form(layer)
+            heads = [index for other, index in own if other == layer]
             assert form is not None
             found.append((*form.matrices(kind, heads), form.offsets[kind][heads]))
             eps += [norm.eps for norm in form.norms]
@@ -192,7 +195,8 @@ class Reader:
         Rotation and norms differ from token to token; parts of different tokens are compared in one
         frame.
         """
-        run, kind = self._short, KINDS[side]
+        run = self._short
+        kind = KINDS[side]
         J = run.layer(head.layer, run.at(side)).jacobian(kind, run.index(head, kind))[0, 0]
         return J / J.norm()
 
@@ -245,10 +249,8 @@ class Reader:
         end = len(self.blocks) - 1 if logits else deepest
         asked = self.layers if isinstance(deep, bool) else deep
         kept = set(range(deepest + 1)) if deep is True else {*asked, *layers}
-        last_of, later = (
-            self.last if neurons else {},
-            dict[Any, list[tuple[dict[Any, Tensor], Any, Tensor, int]]](),
-        )
+        last_of = self.last if neurons else {}
+        later = dict[Any, list[tuple[dict[Any, Tensor], Any, Tensor, int]]]()
 
         def note(noted: dict[Any, Tensor], key: Any, value: Any) -> None:
             value = value[0] if isinstance(value, tuple | list) else value
@@ -323,7 +325,8 @@ class Reader:
                         given(run.given, part, part)
                     if part in last_of:
                         given(run.neurons, part, last_of[part][0])
-            shown, at = None if logits or visits else {*kept, end}, places if logits else None
+            shown = None if logits or visits else {*kept, end}
+            at = places if logits else None
             run.logits = self.scope.watch(
                 inputs, *visits, take, rotary=True, logits_at=at, only=shown
             )

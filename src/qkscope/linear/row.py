@@ -75,13 +75,17 @@ def vectors_with(
     sets : names of writers that are replaced together.
     norms : frozen, or live.
     """
-    names, slots, kind = run.reader.writers(head.layer)[:-1], _slots(run, [token]), KINDS[side]
+    names = run.reader.writers(head.layer)[:-1]
+    slots = _slots(run, [token])
+    kind = KINDS[side]
     for writer in {writer for own in sets for writer in own} - {*names}:
         raise BadInput(f"{writer} does not write before {head}: name one of an earlier layer.")
-    numbers, chosen = {name: i for i, name in enumerate(names)}, torch.zeros(len(sets), len(names))
+    numbers = {name: i for i, name in enumerate(names)}
+    chosen = torch.zeros(len(sets), len(names))
     for row, own in enumerate(sets):
         chosen[row, [numbers[name] for name in own]] = 1
-    chosen, away = chosen.to(instead), instead - mean_parts(run, head.layer, [token])
+    chosen = chosen.to(instead)
+    away = instead - mean_parts(run, head.layer, [token])
     if norms == "frozen":
         true = run.vectors([(head.layer, run.index(head, kind))], kind, slots)[0, :, 0]
         return (
@@ -155,7 +159,8 @@ def restore(
     >>> restore(*runs, "L1H0", query=8, key=6, sets=[["embedding", "L0H1"], ["M0"]]).shape
     torch.Size([2, 9])
     """
-    head, token = Head.parse(head), key if side == "key" else query
+    head = Head.parse(head)
+    token = key if side == "key" else query
     instead = mean_parts(source, head.layer, [token if at is None else at])
     vectors = vectors_with(run, head, side, token, instead, sets, norms)
     if side == "key":

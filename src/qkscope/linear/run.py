@@ -126,7 +126,8 @@ class Run:
     @cached_property
     def captured(self) -> Capture:
         """Queries and every token's keys of the heads read, with the whole attention row."""
-        reader, mask = self.reader, self.inputs.get("attention_mask")
+        reader = self.reader
+        mask = self.inputs.get("attention_mask")
         k = self.calls[reader.layers[0]].k
         seen = torch.ones(len(k), k.shape[2], device=self.row.device) if mask is None else mask
         everywhere = Places.everywhere(self.row, self.columns[:, 0], seen)
@@ -151,7 +152,8 @@ class Run:
         self, value: Float[Tensor, "b t *d"], slots: Any = slice(None)
     ) -> Float[Tensor, "n p *d"]:
         """What stands at some slots of these rows, in float32."""
-        row, columns = self.row[:, None].to(value.device), self.columns[:, slots].to(value.device)
+        row = self.row[:, None].to(value.device)
+        columns = self.columns[:, slots].to(value.device)
         return value[row, columns].to(self.row.device, torch.float32)
 
     def pick_all(
@@ -175,8 +177,10 @@ class Run:
                 and sum(other.columns.numel() for other in self._layers.values()) > _KEPT
             ):
                 del self._layers[next(iter(self._layers))]
-            block, columns = self.reader.blocks[layer].module, self.columns[:, slots]
-            given, true = self.called[layer], self.calls[layer]
+            block = self.reader.blocks[layer].module
+            columns = self.columns[:, slots]
+            given = self.called[layer]
+            true = self.calls[layer]
             self._layers[key] = AffineLayer(
                 self.reader.scope, layer, block, given, true, self.row, columns
             )
@@ -278,7 +282,8 @@ class Run:
         pieces : what entered its layer, from `streams`, biases between.
         slots : other slots to read as this side; then the pieces are of these slots alone.
         """
-        at, kind = self.at(side) if slots is None else slots, KINDS[side]
+        at = self.at(side) if slots is None else slots
+        kind = KINDS[side]
         constants = [piece.values for piece in pieces if piece.writers == [BIAS]]
         parts = torch.cat(
             [named(pieces), sum(constants, torch.zeros_like(pieces[0].values[:, :1]))], dim=1
@@ -289,7 +294,8 @@ class Run:
             and (closed := self.closed([head], kind, at)) is not None
         ):
             return closed.push(parts)
-        layer, index = self.layer(head.layer, at), self.index(head, kind)
+        layer = self.layer(head.layer, at)
+        index = self.index(head, kind)
         whole = torch.einsum("ncpe,npde->ncpd", parts, layer.jacobian(kind, index).to(parts))
         whole[:, -1] += layer.constants[kind][:, :, index].to(whole)
         return whole
@@ -298,7 +304,8 @@ class Run:
         self, head: Head, side: Side, x: Float[Tensor, "x n p e"], slots: Any = None
     ) -> Float[Tensor, "x n p d"]:
         """What a head makes of other streams at the places of a side, its norms running."""
-        at, kind = self.at(side) if slots is None else slots, KINDS[side]
+        at = self.at(side) if slots is None else slots
+        kind = KINDS[side]
         return self.layer(head.layer, at).pushed(x)[kind][..., self.index(head, kind), :].to(x)
 
     # ------------------------------------------------------------------ writers, pushed up
@@ -307,10 +314,12 @@ class Run:
         """What entered each layer up to the last one wanted, split among its writers, biases
         between.
         """
-        pieces, written = [Parts([EMBEDDING], self.entered[0][:, None])], self._written(last)
+        pieces = [Parts([EMBEDDING], self.entered[0][:, None])]
+        written = self._written(last)
         for layer in range(last + 1):
             if layer:
-                tree, wrote = self.reader.blocks[layer - 1].tree, written.get(layer - 1)
+                tree = self.reader.blocks[layer - 1].tree
+                wrote = written.get(layer - 1)
                 pieces = self._through(layer - 1, tree, pieces, wrote)
             yield layer, pieces
 
@@ -351,10 +360,8 @@ class Run:
         """By layer before the last, what each head wrote, behind W_O; layers of one shape in one
         product.
         """
-        before, weights = (
-            (layer for layer in self.heads if layer < last),
-            self.reader.output_weights,
-        )
+        before = (layer for layer in self.heads if layer < last)
+        weights = self.reader.output_weights
         groups = grouped(before, lambda layer: (self.heads[layer].shape, weights(layer)[0].shape))
         written: dict[int, Tensor] = {}
         for (_, (heads, *_)), layers in groups.items():
@@ -420,7 +427,8 @@ class Run:
 
     def answer(self, asked: Direction) -> Answer:
         """What each writer before a layer says in a direction; they sum to all that is asked."""
-        answer, g = Answer({BIAS: asked.constants}), asked.vectors
+        answer = Answer({BIAS: asked.constants})
+        g = asked.vectors
         for layer in reversed(range(asked.layer)):
             entered = self._back(answer, asked.slots, layer, self.reader.blocks[layer].tree, g)
             g = torch.zeros_like(g) if entered is None else entered
@@ -480,18 +488,14 @@ class Run:
 
     def attention(self, head: Head, slots: Int[Tensor, " p"]) -> Float[Tensor, "n p t"]:
         """A head's attention at some slots, over every token of the batch."""
-        call, columns = (
-            self.calls[head.layer],
-            self.columns[:, slots].to(self.calls[head.layer].q.device),
-        )
+        call = self.calls[head.layer]
+        columns = self.columns[:, slots].to(self.calls[head.layer].q.device)
         row = self.row[:, None].to(columns)
         mask = call.mask_rows(row.expand_as(columns).flatten(), columns.flatten()).unflatten(
             0, columns.shape
         )
-        q, k = (
-            call.q[row, head.index, columns].float(),
-            call.k[row[:, 0], self.index(head, "k")].float(),
-        )
+        q = call.q[row, head.index, columns].float()
+        k = call.k[row[:, 0], self.index(head, "k")].float()
         logits = (
             call.cap(call.scale * q @ k.mT) + mask[:, :, head.index if mask.shape[2] > 1 else 0]
         )

@@ -99,13 +99,11 @@ class Picker:
         stop: bool = True,
         own_keys: frozenset[int] = frozenset(),
     ) -> None:
-        self.facts, self.heads, self.places, self.space, self.stop = (
-            facts,
-            tuple(heads),
-            places,
-            space,
-            stop,
-        )
+        self.facts = facts
+        self.heads = tuple(heads)
+        self.places = places
+        self.space = space
+        self.stop = stop
         shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in facts.layers)
         self.plans, kv_of_head = layout_of(shapes, self.heads, own_keys)
         widths = sorted({facts.layers[layer].d_head for layer in self.plans})
@@ -122,7 +120,8 @@ class Picker:
                 raise BadInput(
                     f"{space} is not defined here: {facts.layers[layer].refusals[space]}; use post_rope."
                 )
-        self.scales, self.softcaps = [0.0] * len(heads), [torch.inf] * len(heads)
+        self.scales = [0.0] * len(heads)
+        self.softcaps = [torch.inf] * len(heads)
         (rows, keys), device = places.keys.shape, places.row.device
         self.kv_of_head = index_on(device, kv_of_head)
         shape = (rows, len(heads))
@@ -186,7 +185,8 @@ class Picker:
         ):
             self._work_up()
         if not self._waiting:
-            self._kind, self._first = kind, call
+            self._kind = kind
+            self._first = call
         at = self._places(call.q.device)
         # every head of one place is a small tensor: heads are chosen later
         self._waiting.append((plan, call.q[at.row, :, at.query], call.k, call.sinks))
@@ -214,22 +214,29 @@ class Picker:
         """Take queries, named keys, masks and the rest of the rows from all buffered layers at
         once.
         """
-        layers, call, self._waiting = self._waiting, self._first, []
+        layers = self._waiting
+        call = self._first
+        self._waiting = []
         if not layers or call is None:
             return
-        plan, heads, groups = Plan(), 0, 0
+        plan = Plan()
+        heads = 0
+        groups = 0
         for own, layer_q, layer_k, _ in layers:  # renumbering query and key heads
             plan.heads += [heads + head for head in own.heads]
             plan.kv += [groups + kv for kv in own.kv]
             plan.slots += own.slots
             plan.kv_slots += own.kv_slots
-            heads, groups = heads + layer_q.shape[-2], groups + layer_k.shape[1]
+            heads = heads + layer_q.shape[-2]
+            groups = groups + layer_k.shape[1]
         _, every_q, every_k, every_sink = map(list, zip(*layers, strict=True))
-        all_q, all_k = _cat(every_q, -2).float(), _cat(every_k, 1)
+        all_q = _cat(every_q, -2).float()
+        all_k = _cat(every_k, 1)
         sinks = None if call.sinks is None else _cat(every_sink, 0).float()
         at = self._places(all_q.device)
         at_keys, elsewhere = self._masks(call, at)
-        q, k = _choose(all_q, plan.heads), _keys(all_k, plan.kv, at)
+        q = _choose(all_q, plan.heads)
+        k = _keys(all_k, plan.kv, at)
         bias = (at_keys if at_keys.shape[1] == 1 else _choose(at_keys, plan.heads)).expand(
             -1, len(plan.heads), -1
         )
@@ -253,7 +260,8 @@ class Picker:
         self, call: Call, at: Places
     ) -> tuple[Float[Tensor, "b m k"], Float[Tensor, "b m t"]]:
         """Additive masks of the chosen queries: of the named keys, and of all the others."""
-        keys, rows = call.k.shape[2], call.mask_rows(at.row, at.query)
+        keys = call.k.shape[2]
+        rows = call.mask_rows(at.row, at.query)
         at_keys = rows.gather(-1, at.keys[:, None].expand(-1, rows.shape[1], -1))
         named = torch.zeros(len(at.row), keys + 1, dtype=torch.bool, device=at.row.device)
         named = named.scatter(1, at.keys.masked_fill(~at.key_mask, keys), True)[:, None, :keys]
@@ -266,7 +274,8 @@ class Picker:
     ) -> tuple[Tensor, Tensor]:
         """Log-sum-exp of what is not named, and its largest logit, the sink left out."""
         batch, groups = k.shape[:2]
-        sums, tops = [], []
+        sums = []
+        tops = []
         for start in range(
             0, len(q), batch
         ):  # at most one more copy of the keys, however many queries an example has
@@ -316,7 +325,8 @@ def _cat(parts: list[Tensor], axis: int) -> Tensor:
 
 def _put(out: Float[Tensor, "b n *r"], slots: list[int], value: Float[Tensor, "b m *r"]) -> None:
     """Write into some slots of a result."""
-    first, last = slots[0], slots[-1] + 1
+    first = slots[0]
+    last = slots[-1] + 1
     if slots == list(range(first, last)):
         out[:, first:last] = value
     else:

@@ -121,7 +121,8 @@ class _Seen:
         notes: _Notes,
     ):
         given, gave = ({part: _main(value) for part, value in note.items()} for note in notes)
-        entered, left = given.get(block), gave.get(block)
+        entered = given.get(block)
+        left = gave.get(block)
         if entered is None or left is None:
             raise BadInput(f"{kind} cannot be traced: what enters or leaves it was not seen.")
         if z is not None and entered.shape[:-1] != z.shape[:-1]:
@@ -131,11 +132,14 @@ class _Seen:
             raise BadInput(
                 f"{kind} cannot be traced: {streams}, and what it adds goes to all of them."
             )
-        self.attention, self.entered, self.left = attention, entered.float(), left.float()
+        self.attention = attention
+        self.entered = entered.float()
+        self.left = left.float()
         self.tolerance = max(
             1e-5, 2 * torch.finfo(entered.dtype).eps
         )  # what rounding leaves of a sum of a few
-        tokens, width = entered.shape[:-1], entered.shape[-1]
+        tokens = entered.shape[:-1]
+        width = entered.shape[-1]
 
         def shaped(value: Tensor | None, width: int) -> Tensor | None:
             """The value as tokens of this width; experts are given tokens in one row."""
@@ -254,10 +258,8 @@ class _Seen:
         """Whether a module's output is a combination of others': BLOOM's attention adds the stream
         itself.
         """
-        columns, wanted = (
-            torch.stack([other.double().flatten() for other in others], dim=1),
-            out.double().flatten(),
-        )
+        columns = torch.stack([other.double().flatten() for other in others], dim=1)
+        wanted = out.double().flatten()
         columns = columns / columns.norm(dim=0).clamp_min(1e-30)
         numbers = torch.linalg.lstsq(columns, wanted[:, None], driver="gelsd").solution[:, 0]
         return bool((columns @ numbers - wanted).norm() <= self.tolerance * wanted.norm())
@@ -411,8 +413,10 @@ def take_apart(norm: nn.Module, like: Tensor) -> Norm:
     weight = next(norm.parameters(), like[(0,) * (like.ndim - 1)])
     signs = (1 - 2 * (torch.arange(weight.shape[-1], device=weight.device) % 2)).float()
     signs = signs.expand(weight.shape)  # alternating ±1: no entry of its normalised form vanishes
-    above, below = full_output(norm, _LONG * signs), full_output(norm, -_LONG * signs)
-    bias, flat = (above + below) / 2, full_output(norm, torch.full_like(signs, _LONG))
+    above = full_output(norm, _LONG * signs)
+    below = full_output(norm, -_LONG * signs)
+    bias = (above + below) / 2
+    flat = full_output(norm, torch.full_like(signs, _LONG))
     centres = bool(
         (flat - bias).abs().max() < (above - bias).abs().max() / 2
     )  # nothing is left of a constant vector
@@ -462,7 +466,8 @@ class Frozen:
             self._asking = True  # a norm is taken apart by running it
             self._own[norm] = take_apart(norm, given[0])
             self._asking = False
-        x, own = given[0].float(), self._own[norm]
+        x = given[0].float()
+        own = self._own[norm]
         run = self._runs[norm] = (
             self._runs.get(norm, -1) + 1
         )  # one norm may serve queries, then keys

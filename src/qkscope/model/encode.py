@@ -34,10 +34,9 @@ log = logging.getLogger(__name__)
 
 _SENTINEL = "qkscope content"
 _PLAIN = "ask without chat (no --chat, chat=False)"
-_SECONDS, _ADDED = (
-    5,
-    1 << 20,
-)  # that a chat template may take, and characters that it may add to a prompt
+# that a chat template may take, and characters that it may add to a prompt
+_SECONDS = 5
+_ADDED = 1 << 20
 _CHUNK = 256
 PIECE = "(part of a character)"
 
@@ -130,7 +129,8 @@ class Encoder:
             NotImplementedError, AttributeError
         ):  # models of sounds and pictures may have no vocabulary
             known = model.get_input_embeddings().num_embeddings
-        limit, first = feed.context_limit(model, first_position), feed.first_token(model, tokenizer)
+        limit = feed.context_limit(model, first_position)
+        first = feed.first_token(model, tokenizer)
         return cls(tokenizer, limit, feed.model_pad_id(model), known, first)
 
     @property
@@ -189,10 +189,8 @@ class Encoder:
             elif chat:
                 raise BadInput("a chat template needs text, but an example has ids: give its text.")
             else:
-                ids, offsets = (
-                    example.ids or (),
-                    [(i, i + 1) for i in range(len(example.ids or ()))],
-                )
+                ids = example.ids or ()
+                offsets = [(i, i + 1) for i in range(len(example.ids or ()))]
             self._check_ids(example, ids, offsets)
             result.append(self._place(example, ids, offsets))
         without = sum(tokens.ids[0] != self.first for tokens in result)
@@ -268,7 +266,8 @@ class Encoder:
         """A prompt in the chat template, a program from elsewhere: it gets some seconds in a thread
         of its own.
         """
-        messages, outcome = [{"role": "user", "content": content}], list[Any]()
+        messages = [{"role": "user", "content": content}]
+        outcome = list[Any]()
 
         def run() -> None:
             try:
@@ -404,7 +403,8 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text of some tokens, with the blank before a word, which SentencePiece leaves out where a
     text begins.
     """
-    text, first = tokenizer.decode(ids), tokenizer.convert_ids_to_tokens(ids[0])
+    text = tokenizer.decode(ids)
+    first = tokenizer.convert_ids_to_tokens(ids[0])
     return f" {text}" if str(first).startswith("▁") and not text.startswith(" ") else text
 
 

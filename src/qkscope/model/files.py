@@ -194,7 +194,8 @@ class Fingerprint:
     """
 
     def __init__(self, model: Any, of_files: str | None) -> None:
-        self._model, self._of_files = model, of_files
+        self._model = model
+        self._of_files = of_files
         self._known: tuple[int | None, str] = (None, "")
         self._loaded = None if of_files is None else self._in_memory()
 
@@ -325,7 +326,8 @@ EMBEDDED: Mapping[str, Package] = {
 
 def packaged_file(name: str) -> Path:
     """The GGUF file that a name stands for; it is joined from its parts where it has several."""
-    package, joined = EMBEDDED[name], cache_dir(f"{name}.gguf")
+    package = EMBEDDED[name]
+    joined = cache_dir(f"{name}.gguf")
     if package.sha256 is not None and joined.is_file() and file_hash(joined) == package.sha256:
         return joined
     if not package.is_whole():
@@ -404,10 +406,8 @@ def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
             f"It is provided under and subject to {package.terms}; who installs and uses it agrees to them."
         )
     place = next(folder for folder in cache_dir("models").parents if folder.is_dir())
-    needed, free = (
-        package.disk - sum(part.stat().st_size for part in there.values()),
-        shutil.disk_usage(place).free,
-    )
+    needed = package.disk - sum(part.stat().st_size for part in there.values())
+    free = shutil.disk_usage(place).free
     if free < needed:
         room = f"{name} takes {needed / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB left"
         raise BadInput(

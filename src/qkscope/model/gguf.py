@@ -144,7 +144,9 @@ class TokenRules(NamedTuple):
     def of(cls, fields: Mapping[str, Any]) -> TokenRules | None:
         """The rules in a file's metadata; None where it has no vocabulary."""
         said = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
-        tokens, kind, before = said.get("tokens"), said.get("model"), said.get("pre")
+        tokens = said.get("tokens")
+        kind = said.get("model")
+        before = said.get("pre")
         if not tokens:
             return None
         unsaid = _UNSAID.get(str(kind), {})
@@ -174,7 +176,8 @@ class TokenRules(NamedTuple):
         for name, id in self.ids.items():
             if getattr(tokenizer, f"{name}_token_id") != id:
                 setattr(tokenizer, f"{name}_token", self.tokens[id])
-        tokenizer.add_bos_token, tokenizer.add_eos_token = bool(self.first), bool(self.last)
+        tokenizer.add_bos_token = bool(self.first)
+        tokenizer.add_eos_token = bool(self.last)
         if self.whole:
             tokenizer.backend_tokenizer.model.ignore_merges = True
         tokenizer.save_pretrained(folder)

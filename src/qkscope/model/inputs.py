@@ -185,7 +185,8 @@ def context_limit(model: Any, first_position: int = 0) -> int | None:
         return None
     limit = known[0] - first_position
     for settings in rotary_settings(config):
-        kind, factor = settings["rope_type"], settings.get("factor")
+        kind = settings["rope_type"]
+        factor = settings.get("factor")
         if "dynamic" in kind:
             return None
         if kind in ("yarn", "longrope") and factor:
@@ -245,10 +246,8 @@ def answer_tokens(
     their slots.
     """
     tokens = encoded.inputs["input_ids"][encoded.places.row[:, None], encoded.places.keys].cpu()
-    signs, read = (
-        (encoded.labels["answer"] * encoded.places.key_mask).cpu().long(),
-        list[tuple[Tensor, Tensor]](),
-    )
+    signs = (encoded.labels["answer"] * encoded.places.key_mask).cpu().long()
+    read = list[tuple[Tensor, Tensor]]()
     for row, number in enumerate(encoded.example.tolist()):
         right, wrong = answer_ids(encoder, encoded.examples[number], chat)
         named = torch.tensor([*right, *wrong]), torch.tensor([1] * len(right) + [-1] * len(wrong))
@@ -273,7 +272,8 @@ def answer_ids(
             f"an answer follows one query of a text: give its text, and mark one ({example.show(80)})."
         )
     (tokens,) = encoder.tokenise([example], chat)
-    rendered, query = encoder.render(example.text, chat)[0], tokens.queries[0]
+    rendered = encoder.render(example.text, chat)[0]
+    query = tokens.queries[0]
     ((_, offsets),) = encoder.ids_and_offsets([rendered], chat)
     before = rendered[: offsets[query][1]]
 

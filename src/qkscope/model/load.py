@@ -39,7 +39,8 @@ from qkscope.model.tap import SERVED
 
 log = logging.getLogger(__name__)
 
-_NANO, _SHIPPED = "nano:", Path(__file__).parents[1] / "data" / "nano"
+_NANO = "nano:"
+_SHIPPED = Path(__file__).parents[1] / "data" / "nano"
 _LOADING = (
     threading.RLock()
 )  # the doors are transformers' own, so one thread at a time shuts and opens them
@@ -70,7 +71,8 @@ class Place(NamedTuple):
 
 def locate(name: str | Path, revision: str | None = None) -> Place:
     """The place of a model's files; a name that leads nowhere is refused."""
-    model, path = str(name), Path(name).expanduser()
+    model = str(name)
+    path = Path(name).expanduser()
     if model.startswith(_NANO):
         model, at, step = model.partition("@")
         revision = step if at else revision or str(nano_steps(model)[-1])
@@ -162,7 +164,9 @@ def load(
     with _guarded(str(name), revision, offline=path is None and not _hub_answers()):
         if device_map is None:
             check_device(target)
-        source, commit, digest = model_name, None, None
+        source = model_name
+        commit = None
+        digest = None
         if path is None:
             config = Path(cached_file(model_name, "config.json", revision=revision))
             # the rest comes from the same commit, whatever happens to the branch meanwhile
@@ -170,16 +174,15 @@ def load(
                 config.parent.name if config.parent.parent.name == "snapshots" else revision
             )
         elif path.is_dir():
-            digest, source = folder_hash(path), str(path)
+            digest = folder_hash(path)
+            source = str(path)
         else:
             from qkscope.model.gguf import dequantised  # takes a while to import
 
             digest = file_hash(path)  # it holds the config too
             source = str(dequantised(path, digest))
-        model, tokenizer = (
-            _model(str(path or name), source, commit, options),
-            _tokenizer(source, commit),
-        )
+        model = _model(str(path or name), source, commit, options)
+        tokenizer = _tokenizer(source, commit)
         if path is None:
             with suppress(
                 BadInput
@@ -250,7 +253,8 @@ _DOORS = (
 @contextmanager
 def quiet() -> Iterator[None]:
     """No warnings and no bars of transformers, for the duration of a ``with`` block."""
-    level, shown = bars.get_verbosity(), bars.is_progress_bar_enabled()
+    level = bars.get_verbosity()
+    shown = bars.is_progress_bar_enabled()
     try:
         bars.set_verbosity_error()
         bars.disable_progress_bar()

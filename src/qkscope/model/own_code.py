@@ -103,7 +103,9 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, batch: int, serve: Serve) -> None:
         super().__init__()
-        self.module, self.batch, self.serve = module, batch, serve
+        self.module = module
+        self.batch = batch
+        self.serve = serve
         self.products: dict[int, _Product] = {}
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +132,8 @@ class _Watch(TorchFunctionMode):
         product = None
         if name == "baddbmm":
             start, q, k = args if len(args) == 3 else (args[0], kwargs["batch1"], kwargs["batch2"])
-            beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+            beta = kwargs.get("beta", 1)
+            alpha = kwargs.get("alpha", 1)
             product = _Product(out, q, k, out.shape, (lambda x: beta * start + alpha * x,))
         elif (
             name in _PRODUCTS and min(arg.ndim for arg in args) > 2
@@ -183,7 +186,8 @@ class _Watch(TorchFunctionMode):
                 mask.float().expand(*mask.shape[:2], q.shape[2], -1), additive(mask) == -torch.inf
             )
         eye = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
-        scale, causal = kwargs.get("scale"), bool(kwargs.get("is_causal", False))
+        scale = kwargs.get("scale")
+        causal = bool(kwargs.get("is_causal", False))
         scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
         seen = {
             "module": self.module,

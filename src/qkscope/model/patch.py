@@ -184,7 +184,8 @@ class Patch:
 
 
 def _apply(edit: Edit, call: Call, past: int) -> None:
-    batch, index = len(call.q), edit.head.index
+    batch = len(call.q)
+    index = edit.head.index
     row, query, key, value = (
         x.to(call.q.device) for x in (edit.row, edit.query, edit.key, edit.value)
     )

@@ -33,11 +33,13 @@ def probe(model: Any) -> Facts:
         if own_attention(model):
             why = "they hold attention code of their own, in which no softmax of one product q·k is seen"
         raise refusal(model, f"its layers never call transformers' attention interface ({why})")
-    first, modules = calls[0], [call.module for call in calls]
+    first = calls[0]
+    modules = [call.module for call in calls]
     if len(set(modules)) < len(modules):
         raise refusal(model, "one attention module is called several times in a pass")
     instead = _without_attention(model, calls)
-    given, seen = inputs.get("input_ids", first.k[:, 0, :, 0]).shape[1], first.k.shape[2]
+    given = inputs.get("input_ids", first.k[:, 0, :, 0]).shape[1]
+    seen = first.k.shape[2]
     if given != seen:
         raise refusal(
             model, f"of {given} tokens its attention makes {seen}, so which is which is not known"
@@ -149,7 +151,8 @@ def _holds_no_position(model: Any, inputs: dict[str, Tensor], calls: list[Call])
 
 
 def _layer(call: Call, family: dict[Space, str]) -> LayerFacts:
-    refusals, rotary = dict(family), call.rotary
+    refusals = dict(family)
+    rotary = call.rotary
     offset = None if rotary is None else _offset(call, rotary)
     if rotary is not None and offset is None:
         reason = "the vectors are changed again (normalised, rescaled or regrouped) after they are rotated"
@@ -181,7 +184,8 @@ def _offset(call: Call, rotary: Rotary) -> int | None:
 
     Heads are the rotated ones: each its own, or all the same one (latent attention).
     """
-    width, pairs = rotary.q.shape[-1], ((call.q, rotary.q_rotated), (call.k, rotary.k_rotated))
+    width = rotary.q.shape[-1]
+    pairs = ((call.q, rotary.q_rotated), (call.k, rotary.k_rotated))
     if any(rotated.shape[1] not in (1, seen.shape[1]) for seen, rotated in pairs):
         return None
     for offset in (0, call.q.shape[-1] - width):
@@ -209,7 +213,9 @@ def _counting(
     def same_at(positions: Tensor) -> bool:
         return _same_vectors(calls, _calls(model, inputs | {"position_ids": positions}, last=0))
 
-    takes, first, pad = False, 0, feed.model_pad_id(model) or 0
+    takes = False
+    first = 0
+    pad = feed.model_pad_id(model) or 0
     if "position_ids" in feed.forward_arguments(model.base_model):
         takes = same_at(counted)
         if takes and not hybrid and not same_at(counted + counted % 2):
@@ -302,10 +308,8 @@ def _without_attention(model: Any, calls: list[Call]) -> dict[int, str]:
     if any("cross" in name for block in silent.values() for name, _ in block.named_children()):
         why = f"its cross-attention layers ({len(silent)} of {expected}) run only beside an image"
         raise refusal(model, f"{why}, and qkscope gives it text alone")
-    usual, attentions = (
-        {type(part) for block in seeing for part in block.children()},
-        {type(part) for part in called},
-    )
+    usual = {type(part) for block in seeing for part in block.children()}
+    attentions = {type(part) for part in called}
     others = {i: [type(part) for part in block.children()] for i, block in silent.items()}
     instead = {
         i: [kind.__name__ for kind in kinds if kind not in usual] for i, kinds in others.items()

@@ -236,8 +236,10 @@ class Runner(Shape):
 
     def _known(self, seen: dict[str, Any], row: int, place: int | str) -> int:
         """The column of a token; in a text that grows, the one that it was at first."""
-        ids, mask = seen["ids"][row], seen["mask"][row]
-        tokens, first = ids[mask].tolist(), int(mask.int().argmax())
+        ids = seen["ids"][row]
+        mask = seen["mask"][row]
+        tokens = ids[mask].tolist()
+        first = int(mask.int().argmax())
         before, at = seen["known"].get((row, place), (None, 0))
         if before is None or tokens[: len(before)] != before:
             try:
@@ -362,8 +364,11 @@ class Runner(Shape):
         >>> Scope.load("nano:mixed").attention("hat jam hat", "L1H0", query=-1).shape
         torch.Size([4])
         """
-        asked, inputs, patterns = self.check(head), self.encode([prompt]).inputs, list[Tensor]()
-        ids, shown = inputs["input_ids"][0], inputs["attention_mask"][0].bool()
+        asked = self.check(head)
+        inputs = self.encode([prompt]).inputs
+        patterns = list[Tensor]()
+        ids = inputs["input_ids"][0]
+        shown = inputs["attention_mask"][0].bool()
         at = self.column(ids, shown, query) if isinstance(query, str) else query
 
         def visit(call: Call) -> None:

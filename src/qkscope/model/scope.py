@@ -73,7 +73,9 @@ class Scope(Runner):
             raise BadInput(
                 f"a model of transformers can be looked into, but got {type(model).__name__}."
             )
-        self.model, self.tokenizer, self.revision = model, tokenizer, revision
+        self.model = model
+        self.tokenizer = tokenizer
+        self.revision = revision
         self.name = name or getattr(model.config, "name_or_path", "") or model.config.model_type
         self.facts = probe(model)
         self.files_hash = files_hash
@@ -346,7 +348,8 @@ class Scope(Runner):
             raise BadInput(
                 "raw inputs do not say where to look: give places=Places(row, query, keys, key_mask)."
             )
-        batch, patch = inputs, Patch(edits, self)
+        batch = inputs
+        patch = Patch(edits, self)
         picker = Picker(
             self.facts, wanted, batch.places, space, rest, stop=not logits, own_keys=patch.own_keys
         )

@@ -46,7 +46,9 @@ log = logging.getLogger(__name__)
 
 _VERSION = 5
 _SHIFT = 3
-_SHORT, _BEYOND = 9, 33  # tokens of a prompt, and so many beyond a length
+# tokens of a prompt, and so many beyond a length
+_SHORT = 9
+_BEYOND = 33
 _LONGEST = 64  # a longer length is made short in a small copy
 
 
@@ -87,7 +89,9 @@ class _Trial:
     """One model, run several times and compared with itself."""
 
     def __init__(self, scope: Scope) -> None:
-        self.scope, self.model, self.facts = scope, scope.model, scope.facts
+        self.scope = scope
+        self.model = scope.model
+        self.facts = scope.facts
         self.half = self.model.dtype in (torch.float16, torch.bfloat16)
         self.layers = sorted(set(self.facts.layer_of.values()))
         # in half precision rounding grows from layer to layer, so there the first two have to tell
@@ -187,7 +191,8 @@ class _Trial:
         """
         bare = {"input_ids": inputs["input_ids"]} if "input_ids" in inputs else inputs
         calls: dict[int, Call] = {}
-        own, configs = self.facts.anatomy.own, self.facts.anatomy.configs.values()
+        own = self.facts.anatomy.own
+        configs = self.facts.anatomy.configs.values()
         eager = (
             []
             if own
@@ -230,7 +235,8 @@ class _Trial:
             return error, f"attention (off by {error:.2g})"
         # in half precision only what is far off counts: the last layer has gathered the rounding of
         # all
-        ours, theirs = batch.output[row], alone.output[0]
+        ours = batch.output[row]
+        theirs = alone.output[0]
         off = _apart(
             ours if ours.shape == theirs.shape else ours[batch.columns[row].to(ours.device)], theirs
         )
@@ -258,12 +264,15 @@ class _Trial:
         """Queries and keys of one example in a space; in the query's frame keys as each query sees
         them.
         """
-        q, k, offset = call.q, call.k, self.facts.layers[call.layer].offset
+        q = call.q
+        k = call.k
+        offset = self.facts.layers[call.layer].offset
         at = at.to(q.device)
         turns = call.rotary if offset is not None else None
         if space == "pre_rope" and turns is not None:
             q, k = turns.unrotated(q, k, offset or 0)
-        q, k = q[row][:, at].float(), k[row][:, at].float()
+        q = q[row][:, at].float()
+        k = k[row][:, at].float()
         if space == "query_frame" and turns is not None:
             every = k.expand(len(at), -1, -1, -1)  # for each query
             return turns.turn_back(
@@ -275,7 +284,8 @@ class _Trial:
         """Refuse a model in which writing a key that is there changes the output, or another key
         does not.
         """
-        head, kind = self.scope.heads()[0], self.model.config.model_type
+        head = self.scope.heads()[0]
+        kind = self.model.config.model_type
         last = torch.tensor([call.q.shape[2] - 1], device=call.q.device)
         # the key that has least attention is raised: one that has all of it, or none, may not move
         # the other way
@@ -286,7 +296,8 @@ class _Trial:
             .argmin()
             .view(1, 1)
         )
-        q, same = call.q[0, head.index, -1].float(), call.k[0, 0, least].float()
+        q = call.q[0, head.index, -1].float()
+        same = call.k[0, 0, least].float()
         # along the query, so that the logit surely moves; 50 times its length, so that it moves far
         far = 50 * torch.nn.functional.normalize(q, dim=-1) * same.norm()
         moves = []
@@ -322,7 +333,8 @@ def _error(batch: _Pass, row: int, wanted: dict[int, Tensor], alone: _Pass) -> f
     """
     errors = []
     for layer, weights in wanted.items():
-        at, there = batch.columns[row].to(weights.device), alone.columns[0].to(weights.device)
+        at = batch.columns[row].to(weights.device)
+        there = alone.columns[0].to(weights.device)
         ours = _attention(batch.calls[layer])[row].to(weights.device)
         errors.append((ours[:, at][:, :, at] - weights[0][:, there][:, :, there]).flatten().cpu())
     return _largest(torch.cat(errors))
@@ -392,10 +404,8 @@ def check_model(scope: Scope) -> Check:
     if far and (small := _small_check(scope, ", ".join(far))) is not None:
         checks.append(small)
     sides = tuple(side for side in checks[0].sides if all(side in check.sides for check in checks))
-    worst, length = (
-        max(check.attention_error for check in checks),
-        max(check.length for check in checks),
-    )
+    worst = max(check.attention_error for check in checks)
+    length = max(check.length for check in checks)
     check = Check(worst, sides, length, max(check.frame for check in checks))
     _trust(scope, check)
     return check

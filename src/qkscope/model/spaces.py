@@ -120,7 +120,8 @@ class Rotary:
             Apply the transpose instead: what a direction among rotated vectors is among those
             before.
         """
-        cos, sin = self.cos.to(x), self.sin.to(x)
+        cos = self.cos.to(x)
+        sin = self.sin.to(x)
         part = x[..., offset : offset + self.q.shape[-1]].contiguous()
         turned, _ = self.function(part, part[:, :1], cos, -sin if back else sin)  # the family's own
         rest = x[..., offset + part.shape[-1] :]
@@ -202,7 +203,8 @@ def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[...,
         given |= {name: value for name, value in defaults.items() if name not in given}
         if "k" in given and given["k"] is None:  # what chooses keys turns its queries by themselves
             return rotated
-        alone, x = "q" not in given, next(iter(given.values()))
+        alone = "q" not in given
+        x = next(iter(given.values()))
         vectors = (x, x, rotated, rotated) if alone else (x, given["k"], *rotated)
         # positions before heads, or unsqueeze_dim 2, which means the same: turn to heads before
         # positions

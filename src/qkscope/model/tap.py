@@ -117,11 +117,9 @@ class Call:
         """The additive mask of one head, to be written into; its output is computed again."""
         if not self.redrawn:
             mask = self._every_mask()
-            self.mask, self.causal, self.redrawn = (
-                mask.repeat(1, self.q.shape[1] // mask.shape[1], 1, 1),
-                False,
-                True,
-            )
+            self.mask = mask.repeat(1, self.q.shape[1] // mask.shape[1], 1, 1)
+            self.causal = False
+            self.redrawn = True
         self.redo.add(head)
         return self.mask[:, head]  # type: ignore[index]
 
@@ -156,9 +154,12 @@ class Call:
         self, head: int | Int[Tensor, "r"], batch: Int[Tensor, "r"], query: Int[Tensor, "r"]
     ) -> AttentionRows:
         """Attention rows of one head, or of one each, at chosen queries, over all keys."""
-        batch, query = batch.to(self.q.device), query.to(self.q.device)
-        mask, group = self.mask_rows(batch, query), self.q.shape[1] // self.k.shape[1]
-        q, k = self.q[batch, head, query].float(), self.k[batch, head // group].float()
+        batch = batch.to(self.q.device)
+        query = query.to(self.q.device)
+        mask = self.mask_rows(batch, query)
+        group = self.q.shape[1] // self.k.shape[1]
+        q = self.q[batch, head, query].float()
+        k = self.k[batch, head // group].float()
         bias = mask[torch.arange(len(batch)), head if mask.shape[1] > 1 else 0]
         cap = (
             None
@@ -178,7 +179,8 @@ class Call:
         """What the softmax of some query heads is given, from this record, in float32; -inf hides a
         key.
         """
-        index, mask = torch.tensor(heads, device=self.q.device), self._every_mask()
+        index = torch.tensor(heads, device=self.q.device)
+        mask = self._every_mask()
         logits = self.cap(
             self.scale * self.q[:, index].float() @ self._of(self.k, heads).transpose(-1, -2)
         )
@@ -359,7 +361,8 @@ def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s 
     output = output if call.output is None else call.output.to(output.dtype)
     if not call.redo and not call.outputs:
         return output
-    heads, output = sorted(call.redo), output.clone()
+    heads = sorted(call.redo)
+    output = output.clone()
     if heads:
         output[:, :, heads] = call.attend(heads).to(output.dtype)
     for head, change in call.outputs.items():
@@ -395,7 +398,8 @@ def _interface(
             run = file.eager_attention_forward
         if layers is not None and id(module) not in layers:
             return run(module, *given, **kwargs)
-        scale, is_causal = kwargs.get("scaling"), kwargs.get("is_causal")
+        scale = kwargs.get("scaling")
+        is_causal = kwargs.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # sdpa reads a missing mask as causal (for more than one query), eager as no mask at all
         causal = (
@@ -426,7 +430,8 @@ def _interface(
         )
     name = _Name(f"qkscope_{next(_numbers)}")
     name.implementation = implementation
-    functions, masks = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+    functions = ALL_ATTENTION_FUNCTIONS
+    masks = ALL_MASK_ATTENTION_FUNCTIONS
     try:
         functions.register(name, attention)
         masks.register(name, masks[implementation])

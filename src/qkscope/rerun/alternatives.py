@@ -68,7 +68,8 @@ def words_of(scope: Scope, ids: Sequence[int]) -> list[Word]:
     >>> [word.text for word in words_of(scope, scope.encode(["hat: O jam:"]).inputs["input_ids"][0].tolist())][1:4]
     ['hat', ':', 'O']
     """
-    texts, words = token_texts(scope, ids), list[Word]()
+    texts = token_texts(scope, ids)
+    words = list[Word]()
     joined = getattr(scope.encoder, "unknown", None) is None  # a word-level tokenizer has no pieces
     for i, text in enumerate(texts):
         if words and joined and (not text or _continues(words[-1].text, text)):
@@ -80,7 +81,8 @@ def words_of(scope: Scope, ids: Sequence[int]) -> list[Word]:
 
 def _continues(before: str, text: str) -> bool:
     """Whether a token continues the word before it."""
-    a, b = before[-1:], text[:1]
+    a = before[-1:]
+    b = text[:1]
     inside = (a.isalnum() or a == "_") and (b.isalnum() or b == "_")
     return inside and not _WITHOUT_BLANKS.match(a) and not _WITHOUT_BLANKS.match(b)
 
@@ -128,7 +130,8 @@ class Lexicon:
         """
         if self.texts[ids[0]] == PIECE:
             return tuple(ids)
-        text, core = self.texts[ids[0]].strip(), like.strip()
+        text = self.texts[ids[0]].strip()
+        core = like.strip()
         initial = text[:1].upper() if core[:1].isupper() else text[:1].lower()
         first = self.by_text.get(like.removesuffix(like.lstrip()) + initial + text[1:])
         return None if first is None else (first, *ids[1:])
@@ -162,8 +165,11 @@ class Alternatives:
     """
 
     def __init__(self, again: Again, seed: int = 0) -> None:
-        self.again, self.seed, self.ids = again, seed, again.ids.tolist()
-        self.words, self.lexicon = words_of(again.scope, self.ids), lexicon_of(again.scope)
+        self.again = again
+        self.seed = seed
+        self.ids = again.ids.tolist()
+        self.words = words_of(again.scope, self.ids)
+        self.lexicon = lexicon_of(again.scope)
         self.barred = torch.zeros(self.lexicon.size, dtype=torch.bool)
         self.barred[[i for word in self.words for i in self.lexicon.by_core.get(word.core, ())]] = (
             True
@@ -226,10 +232,8 @@ class Alternatives:
 
     def _continued(self, begun: Sequence[tuple[Word, Ids]]) -> list[tuple[Word, Ids]]:
         """Words with as many pieces, each with the likeliest next one of its shape."""
-        at, size = (
-            [[*range(word.start, word.start + len(ids))] for word, ids in begun],
-            self.lexicon.size,
-        )
+        at = [[*range(word.start, word.start + len(ids))] for word, ids in begun]
+        size = self.lexicon.size
         logits = self.again.run(torch.tensor([ids for _, ids in begun]), torch.tensor(at))
         allowed = torch.stack(
             [self.lexicon.like(self.ids[word.start + len(ids)]) for word, ids in begun]
@@ -241,7 +245,8 @@ class Alternatives:
 
     def _drawn(self, word: Word, count: int) -> list[Ids]:
         """Pieces of the same shapes, drawn at random."""
-        draws, columns = self._generator(word), []
+        draws = self._generator(word)
+        columns = []
         for at in range(word.start, word.stop):
             pool = self.lexicon.like(
                 self.ids[at], self.barred if at == word.start else None
@@ -251,7 +256,8 @@ class Alternatives:
 
     def _characters(self, word: Word, count: int) -> list[Ids]:
         """Other characters of the script, for one that the tokenizer cuts into pieces."""
-        tokenizer, draws = self.again.scope.tokenizer, self._generator(word)
+        tokenizer = self.again.scope.tokenizer
+        draws = self._generator(word)
         block = ord(word.text.strip()[:1] or "?") & ~0xFFF
         points = block + torch.randint(0x1000, (_CHARACTERS,), generator=draws)
         texts = [word.text.replace(word.text.strip()[:1], chr(point)) for point in points.tolist()]

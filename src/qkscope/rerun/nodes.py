@@ -33,7 +33,9 @@ from qkscope.model.capture_types import Places
 from qkscope.model.tap import cleared
 from qkscope.seeds import derived_seed
 
-_TOKENS, _ON_A_GPU = {"cpu": 2**10}, 2**15  # run together
+# run together
+_TOKENS = {"cpu": 2**10}
+_ON_A_GPU = 2**15
 WAY = (0.2, 0.4, 0.6, 0.8, 1.0)
 """Where on the way from what replaces the embedding to what it is gradients are taken."""
 
@@ -79,13 +81,12 @@ class Nodes:
         pair: Int[Tensor, "b 2"],
         labels: Sequence[Sequence[str]],
     ) -> None:
-        device, self.labels = inputs["input_ids"].device, labels
-        self.reader, self.inputs, self.query, self.pair = (
-            reader,
-            inputs,
-            query.to(device),
-            pair.to(device),
-        )
+        device = inputs["input_ids"].device
+        self.labels = labels
+        self.reader = reader
+        self.inputs = inputs
+        self.query = query.to(device)
+        self.pair = pair.to(device)
         self.names = reader.writers(len(reader.blocks))[:-1]
         mask = inputs["attention_mask"].bool()
         until = torch.arange(mask.shape[1], device=device) <= self.query[:, None]
@@ -106,7 +107,8 @@ class Nodes:
     @cached_property
     def sites(self) -> list[Site]:
         """Where all writers write, in their order."""
-        sites, first = [Site(self.reader.blocks[0].module, True, slice(0, 1))], 1
+        sites = [Site(self.reader.blocks[0].module, True, slice(0, 1))]
+        first = 1
         for layer, block in enumerate(self.reader.blocks):
             for node in walk(block.tree):
                 if isinstance(node, Heads | Part):
@@ -189,7 +191,8 @@ class Nodes:
         compared with each other; one that is alone with all. Where none has a label, the mean over
         all tokens is taken.
         """
-        labels, size = self.free_labels, len(self.labels)
+        labels = self.free_labels
+        size = len(self.labels)
         here = torch.nn.functional.one_hot(self.places(labels), len(labels) + 1)[..., :-1].float()
         same = torch.einsum("btl,cul->btcu", here, here)
         shapes = [tuple(row) for row in self.labels]
@@ -259,10 +262,8 @@ class Nodes:
             len(self.query), len(self.names), self.free.shape[1], device=self.query.device
         )
         for which, rows in self._rows(len(way), room=2):
-            alpha, leaves = (
-                torch.tensor(way, device=rows.device)[which][:, None, None, None],
-                list[Tensor](),
-            )
+            alpha = torch.tensor(way, device=rows.device)[which][:, None, None, None]
+            leaves = list[Tensor]()
 
             def visit(
                 site: int,
@@ -273,7 +274,8 @@ class Nodes:
             ) -> Tensor:
                 z = z.detach() if direct else z
                 if site == 0:
-                    start, free = instead[site][rows].to(z), self.free[rows].to(z.device)
+                    start = instead[site][rows].to(z)
+                    free = self.free[rows].to(z.device)
                     z = torch.where(free[..., None, None], start + alpha.to(z) * (z - start), z)
                 leaves.append(z if z.requires_grad else z.requires_grad_())
                 return leaves[-1]

@@ -51,7 +51,9 @@ class Batch:
     """
 
     def __init__(self, scope: Scope, encoded: Encoding, heads: Sequence[Head], first: int) -> None:
-        self.scope, self.encoded, self.first = scope, encoded, first
+        self.scope = scope
+        self.encoded = encoded
+        self.first = first
         self._skipped: list[nn.Module] = []
         names = {
             scope.facts.layer_of.get(id(module)): name
@@ -100,7 +102,9 @@ class Batch:
     def _runs(
         self, changes: Sequence[Sequence[Edit]], heads: Sequence[Head], first: int
     ) -> list[Capture]:
-        scope, count, batch = self.scope, len(changes), self.encoded
+        scope = self.scope
+        count = len(changes)
+        batch = self.encoded
         size = len(batch.inputs["input_ids"])
         inputs, labels, fields, example = (
             _repeated(own, count)

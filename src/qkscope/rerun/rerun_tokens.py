@@ -30,14 +30,12 @@ from qkscope.model.tap import Call, Stop
 
 _AT_ONCE = 128  # prompts that run together to their logits
 _AGREES = 1e-3  # of a query's length: how far tokens run alone may be from the same tokens in their prompt, or 4 ε
-_TOKENS, _MORE_TOKENS = (
-    {"cpu": 2**8},
-    2**12,
-)  # that run together: on a CPU more are no faster, and less alike
-_ROOM, _MORE_ROOM = (
-    {"cpu": 2**23},
-    2**28,
-)  # numbers of attention made at once: of a long prompt, of some tokens
+# that run together: on a CPU more are no faster, and less alike
+_TOKENS = {"cpu": 2**8}
+_MORE_TOKENS = 2**12
+# numbers of attention made at once: of a long prompt, of some tokens
+_ROOM = {"cpu": 2**23}
+_MORE_ROOM = 2**28
 
 Shown = tuple[Mapping[int, Int[Tensor, " u"]], Callable[[int, Tensor, Tensor], None]]
 """By layer, tokens that are shown; told a layer, whether each runs [b, u], and all heads' attention
@@ -73,7 +71,9 @@ class Again:
     def __init__(
         self, scope: Scope, inputs: Mapping[str, Tensor], calls: Mapping[int, Call]
     ) -> None:
-        self.scope, self.inputs, self.calls = scope, dict(inputs), calls
+        self.scope = scope
+        self.inputs = dict(inputs)
+        self.calls = calls
         self.ids: Int[Tensor, " t"] = self.inputs["input_ids"][0]
         self._alone: bool | None = (
             None if scope.facts.takes_positions and not scope.is_changed else False
@@ -85,7 +85,8 @@ class Again:
         """Run a prompt of these tokens and keep its attention calls; up to a layer, if one is
         named.
         """
-        inputs, calls = prompt_of(scope, ids[None]), dict[int, Call]()
+        inputs = prompt_of(scope, ids[None])
+        calls = dict[int, Call]()
 
         def keep(call: Call) -> None:
             calls[call.layer] = call if last is None else last_alone(call)
@@ -158,7 +159,8 @@ class Again:
             if changed:
                 self._change(call, place, changed)
 
-        each, nothing = torch.arange(len(at), device=place.at.device), place.at[:, :0]
+        each = torch.arange(len(at), device=place.at.device)
+        nothing = place.at[:, :0]
         ends = None if last is not None else Places(each, place.ends, nothing, nothing.bool())
         logits = self.scope.watch(
             place.inputs, visit, logits_at=ends, only=None if last is None else range(last + 1)
@@ -172,7 +174,8 @@ class Again:
             every = torch.arange(len(self.ids), device=at.device).expand_as(whole)
             return _TokenSet(prompt_of(self.scope, whole), every, at[0, :0], at[:, -1])
         often = torch.bincount(at.flatten(), minlength=len(self.ids))[: int(at.max())]
-        around, ends = (often < len(at)).nonzero()[:, 0], torch.full_like(at[:, 0], at.shape[1] - 1)
+        around = (often < len(at)).nonzero()[:, 0]
+        ends = torch.full_like(at[:, 0], at.shape[1] - 1)
         return _TokenSet(
             {"input_ids": tokens, "position_ids": at + self.scope.facts.first_position},
             at,
@@ -215,10 +218,8 @@ class Again:
         """A part of a call, every head's attention there, other logits at the last token, and the
         tokens it is to.
         """
-        part, columns = (
-            self._part(call, place, which),
-            torch.cat([place.at.flatten(), place.around]).to(call.q.device),
-        )
+        part = self._part(call, place, which)
+        columns = torch.cat([place.at.flatten(), place.around]).to(call.q.device)
         logits = part.logits([*range(part.q.shape[1])])[0].unflatten(1, which.shape).transpose(0, 1)
         for i, head, others in changed:  # hidden keys stay hidden
             new = others.to(logits)[columns].masked_fill(logits[i, head] == -torch.inf, -torch.inf)
@@ -268,7 +269,8 @@ class Again:
         Tokens of the run are counted among those that ran, ``at``; keys of all others stand behind
         them, as attention does not depend on their order.
         """
-        ids, at = ids.to(self.ids), at.to(self.ids)[None]
+        ids = ids.to(self.ids)
+        at = at.to(self.ids)[None]
         place = self._token_set(ids[at], at)
         keys = torch.searchsorted(place.at.contiguous(), torch.tensor([look]).to(at))
         places = Places(
@@ -285,12 +287,15 @@ class Again:
         """Whether tokens may run without those before them, tried once."""
         if self._alone is not None:
             return self._alone
-        self._alone, worst, at = True, 0.0, torch.tensor([[len(self.ids) - 1]]).to(self.ids)
+        self._alone = True
+        worst = 0.0
+        at = torch.tensor([[len(self.ids) - 1]]).to(self.ids)
         place = self._token_set(self.ids[at], at)  # the last token alone asks as it asked
 
         def check(call: Call) -> None:
             nonlocal worst
-            mine, theirs = call.q[0, :, 0].float(), self.calls[call.layer].q[0, :, -1].float()
+            mine = call.q[0, :, 0].float()
+            theirs = self.calls[call.layer].q[0, :, -1].float()
             worst = max(worst, float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30)))
             self._attend(call, place)
 

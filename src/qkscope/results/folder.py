@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-RESULTS, MANIFEST, PAGE, WORK = "results.json", "manifest.json", "report.html", ".work"
+RESULTS = "results.json"
+MANIFEST = "manifest.json"
+PAGE = "report.html"
+WORK = ".work"
 _STAGED = "new-"
 _LARGEST_JSON = 1 << 28  # bytes
 _LONGEST_NAME = 180  # bytes of a file's name, of the 255 that disks take
@@ -84,7 +87,8 @@ def _listed_files(folder: Path) -> dict[str, str]:
     """The files of the folder's last run that are there, with their hashes; refused where anything
     else is.
     """
-    manifest, listed = read_run(folder), dict[str, str]()
+    manifest = read_run(folder)
+    listed = dict[str, str]()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if not path.is_symlink() and (
@@ -140,7 +144,8 @@ def write_run(
     about : what else the manifest says.
     keep : names of the last writing that stay as they are, as a regular expression.
     """
-    listed, contents = _listed_files(folder), {RESULTS: _as_json(results), **files}
+    listed = _listed_files(folder)
+    contents = {RESULTS: _as_json(results), **files}
     kept = {
         name: digest
         for name, digest in listed.items()
@@ -337,11 +342,9 @@ def read_tensors(
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads(file.metadata()["qkscope"])
-            schema, what, manifest = (
-                int(header["schema"]),
-                str(header["kind"]),
-                dict(header["manifest"]),
-            )
+            schema = int(header["schema"])
+            what = str(header["kind"])
+            manifest = dict(header["manifest"])
             about = dict(manifest.get("about") or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):

@@ -33,7 +33,8 @@ def doing(step: str, shown: bool | None = None) -> Iterator[Callable[[str], None
     shown : False for silence, True to write the line even where standard error is no terminal, as
         in a notebook.
     """
-    place, watched = len(_STEPS), sys.stderr.isatty() if shown is None else shown
+    place = len(_STEPS)
+    watched = sys.stderr.isatty() if shown is None else shown
 
     def name(text: str) -> None:
         _STEPS[place:] = [text]
@@ -84,7 +85,8 @@ def counting(
     >>> with counting(3, shown=False) as advance:
     ...     advance(1)
     """
-    started, done = time.monotonic(), 0
+    started = time.monotonic()
+    done = 0
     with doing(f"0 of {total:,} {what}", shown) as name:
 
         def advance(count: int) -> None:

@@ -247,7 +247,8 @@ def made_result(path: str | Path) -> Result:
     ----------
     path : a run folder, or a .safetensors file of ours.
     """
-    path, here = Path(path), provenance()
+    path = Path(path)
+    here = provenance()
     if path.suffix == ".safetensors":
         manifest = disk.read_tensors(path)[1]
         stored = {"asked": manifest.get("about") or manifest.get("moments", {}).get("about")}
@@ -257,7 +258,8 @@ def made_result(path: str | Path) -> Result:
         raise BadInput(
             f"{path} holds no manifest.json: name a folder or a .safetensors file that qkscope wrote."
         )
-    asked, files = stored.get("asked") or {}, stored.get("files") or {}
+    asked = stored.get("asked") or {}
+    files = stored.get("files") or {}
     command = (
         re.sub(r" --part \S+", "", stored.get("command") or "") or None
     )  # a part alone makes no run

@@ -94,7 +94,8 @@ class Stage:
 
     def total(self, pieces: Iterable[Mapping[str, Any]]) -> list[Any]:
         """Add up the pieces in order: results of all batches, and their total in ``sums``."""
-        values, totals = list[Any](), dict[str, Tensor]()
+        values = list[Any]()
+        totals = dict[str, Tensor]()
         for piece in pieces:
             values += piece["values"]
             for name, tensor in piece["sums"].items():
@@ -259,7 +260,8 @@ class Work:
                 return json.loads(manifest["value"], object_hook=back)
             except BadInput as error:
                 log.warning("%s This piece is made again.", error)
-        value, apart = make(), dict[str, Tensor]()
+        value = make()
+        apart = dict[str, Tensor]()
 
         def put_apart(tensor: Tensor) -> dict[str, str]:
             apart[f"{tensor.device.type} {len(apart)}"] = tensor.detach().cpu().clone()
@@ -380,8 +382,10 @@ def verb(kind: str, *, beside: str = "") -> Callable[[Callable[P, R]], Callable[
         @checked_call
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            start, given = time.perf_counter(), signature.bind(*args, **kwargs).arguments
-            out, other = given.get("out"), given.get(beside)
+            start = time.perf_counter()
+            given = signature.bind(*args, **kwargs).arguments
+            out = given.get("out")
+            other = given.get(beside)
             home = other is not None and out is not None and other.kept_in == Path(out)
             if out is not None:
                 disk.check_folder(out, None if home else kind)

@@ -83,7 +83,8 @@ def _swaps(block: Block, tables: Tables) -> Iterator[Block]:
 
 def _condition(row: Row) -> dict[str, Any]:
     """What a condition is called, whether it is a control, and the name whose colour it has."""
-    feature, kind = row.get("feature", row["condition"]), row.get("kind", "feature")
+    feature = row.get("feature", row["condition"])
+    kind = row.get("kind", "feature")
     other = "{}" if kind == "feature" else f"{{}}, {kind.replace('_', ' ')}"
     name = NAMES["controls"].get(kind, other).format(feature.replace("_", " "))
     return {
@@ -192,7 +193,9 @@ def _graph(block: Block, tables: Tables) -> Iterator[Block]:
             [row for row in own if row["head"] == head]
             for own in (tables["nodes"], tables.get("prompt", ()), block.rows)
         )
-        root, leads = nodes[0], "said" not in tables  # words go before it
+        # words go before it
+        root = nodes[0]
+        leads = "said" not in tables
         head = "the answer" if root["attention"] is None else head
         told = f"The answer leads its rival by {number(root['value'], '.1f')} logits."
         if root["attention"] is not None:
@@ -208,7 +211,8 @@ def _graph(block: Block, tables: Tables) -> Iterator[Block]:
                 f"{head} gives {key!r} {number(root['attention'], '.0%')} of its attention; its logit over the others"
                 f" is {number(root['value'], '.1f')}.{unseen}"
             )
-        title, options = f"{block.title} from {head}", {"prompt": prompt, "nodes": nodes}
+        title = f"{block.title} from {head}"
+        options = {"prompt": prompt, "nodes": nodes}
         yield replace(
             block,
             title=title,
@@ -294,7 +298,8 @@ def _features(block: Block, tables: Tables) -> Iterator[Block]:
     its own and the model's; after: what layers between the dictionary and the head added.
     """
     for check in tables["check"]:
-        head, logit = check["head"], check["logit"]
+        head = check["head"]
+        logit = check["logit"]
         pairs = {
             f"{row['query_feature']} × {row['key_feature']}": row["value"]
             for row in tables["feature_pairs"]

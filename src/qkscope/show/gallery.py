@@ -55,10 +55,8 @@ _CARD = (
     "claims",
 )  # of each run
 _CHOICES = {"model": "model", "what": "verb"}
-_MARK, _BACK = (
-    '<span class="name">qkscope</span>',
-    '<a class="name" href="../index.html#run-{}">← all runs</a>',
-)
+_MARK = '<span class="name">qkscope</span>'
+_BACK = '<a class="name" href="../index.html#run-{}">← all runs</a>'
 
 
 Run = dict[str, Any]
@@ -184,11 +182,9 @@ def _run(folder: Path, name: str) -> Run | None:
     text = page.page_of(folder).read_text(encoding="utf-8").replace(_MARK, _BACK.format(name), 1)
     date = datetime.fromtimestamp((folder / RESULTS).stat().st_mtime, UTC).date().isoformat()
     with page.drawn_from(folder):
-        asked, at, pictures = (
-            result.provenance.get("asked") or {},
-            f"runs/{name}.html",
-            page.pictures_of(folder),
-        )
+        asked = result.provenance.get("asked") or {}
+        at = f"runs/{name}.html"
+        pictures = page.pictures_of(folder)
         blocks = [
             block
             for kind in _SMALL
@@ -227,13 +223,13 @@ def _head_rows(run: Run) -> list[dict[str, Any]]:
     """The heads that a run names in its answer, its claims or a small table, and what it calls
     each.
     """
-    claims, tables = (
-        [{"line": claim.claim} for claim in run["result"].claims],
-        run["result"].tables.values(),
-    )
-    answer, rows = {"line": run["answer"]}, [row for rows in tables for row in rows]
+    claims = [{"line": claim.claim} for claim in run["result"].claims]
+    tables = run["result"].tables.values()
+    answer = {"line": run["answer"]}
+    rows = [row for rows in tables for row in rows]
     small = [row for rows in tables if len(page.heads_in(rows)) <= _FEW for row in rows]
-    heads, elsewhere = page.heads_in([answer, *claims, *small]), page.heads_in([answer, *rows])
+    heads = page.heads_in([answer, *claims, *small])
+    elsewhere = page.heads_in([answer, *rows])
     names = {
         row["head"]: row["name"]
         for row in rows

@@ -180,7 +180,8 @@ def render(template: str, scripts: Sequence[str], styles: Sequence[str], **given
     policy = (
         f"default-src 'none'; script-src {sums}; style-src 'unsafe-inline'; img-src data: blob:"
     )
-    style, code = Markup("".join(asset(name) for name in styles)), [Markup(text) for text in texts]
+    style = Markup("".join(asset(name) for name in styles))
+    code = [Markup(text) for text in texts]
     return (
         _templates()
         .get_template(template)
@@ -222,7 +223,8 @@ def script_json(value: Any) -> Markup:
 
 def _about(results: Sequence[Result]) -> dict[str, Any]:
     """What made the page: the command, then the facts that all results share, then each manifest."""
-    first, made = results[0], results[0].provenance
+    first = results[0]
+    made = results[0].provenance
     facts = {
         "command": made.get("command"), "model": first.model, "preset": first.preset, "seed": first.seed,
         "seconds": round(sum(result.seconds for result in results), 1), "threads": made.get("threads"),
@@ -267,7 +269,8 @@ def _name_places(sections: Sequence[dict[str, Any]]) -> None:
     place: dict[str, int] = {}
     for block, _, heads in sorted(blocks, key=lambda each: len(each[2])):
         place |= {head: id(block) for head in heads if head not in place}
-    prompts, claims = count(1), count(1)
+    prompts = count(1)
+    claims = count(1)
     for block, shown, heads in blocks:
         shown["heads"] = [
             head for head in heads if place[head] == id(block) and block.kind not in _SOUGHT

@@ -121,7 +121,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = False
 
     def __init__(self, session: Session, port: int = 0) -> None:
-        self.session, self.path = session, "/" if port else f"/{secrets.token_urlsafe(18)}/"
+        self.session = session
+        self.path = "/" if port else f"/{secrets.token_urlsafe(18)}/"
         self.turn = threading.Lock()  # the model answers one question at a time
         self._connections: set[Any] = set()
         self._loop = threading.Thread(target=self.serve_forever, args=(0.1,))
@@ -186,7 +187,8 @@ class _Refusal(Exception):
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
-    server_version, sys_version = "qkscope", ""
+    server_version = "qkscope"
+    sys_version = ""
     timeout = 60
     early = False  # whether a part of the answer was sent
 
@@ -225,10 +227,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _allowed(self) -> str:
         """The path behind the secret, if the request may be answered."""
-        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        host = self.headers.get("Host", "")
+        origin = self.headers.get("Origin")
         if host not in self.server.hosts or (origin is not None and origin != f"http://{host}"):
             raise _Refusal(403, "This page is served to this machine only.")
-        path, secret = self.path.split("?", 1)[0], self.server.path
+        path = self.path.split("?", 1)[0]
+        secret = self.server.path
         if not hmac.compare_digest(path[: len(secret)].encode(), secret.encode()):
             raise _Refusal(
                 404, "There is nothing at this address: open the one that qkscope view printed."
@@ -239,11 +243,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Send a file with its type, an answer as JSON, or the sentence of a refusal."""
         self.early = False
         try:
-            status, value = 200, answer(self._allowed())
+            status = 200
+            value = answer(self._allowed())
         except _Refusal as refusal:
-            status, value = refusal.args[0], {"error": refusal.args[1]}
+            status = refusal.args[0]
+            value = {"error": refusal.args[1]}
         except BadInput as error:
-            status, value = 400, {"error": str(error)}
+            status = 400
+            value = {"error": str(error)}
         except ConnectionError:  # the reader left while we were looking
             self.close_connection = True
             return

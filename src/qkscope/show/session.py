@@ -56,17 +56,20 @@ EXAMPLES = (
     "hat: O\njam: Z\ncat: B\npen: K\njam:",
     "The war lasted from the year 1743 to the year 17",
 )
-_LONGEST, _SQUARE = 8192, 2048  # tokens of a prompt, and of one whose whole patterns are shown
+# tokens of a prompt, and of one whose whole patterns are shown
+_LONGEST = 8192
+_SQUARE = 2048
 _TEXTS = 3  # of a head that a folder names
 _OTHERS = 8  # heads or MLPs that take the place of one
 _CHANGE = re.compile(r"(ablate) (\S+)|(hide) (\S+) (\d+) (\d+)|(replace) (\d+) (.+)", re.S)
 _GOES_ON = 5  # tokens of the continuation
 _SMALL = 300  # tokens up to which a head's pattern comes with its answer
-_RUNS, _KEPT = 2, 32  # runs, which are large, and answers that are kept
-_EVERY, _LONG = (
-    0.2,
-    2.0,
-)  # seconds between two lines about what is under way, and of a run whose layers are told
+# runs, which are large, and answers that are kept
+_RUNS = 2
+_KEPT = 32
+# seconds between two lines about what is under way, and of a run whose layers are told
+_EVERY = 0.2
+_LONG = 2.0
 
 Tell = Callable[[dict[str, Any]], None]
 Changes = Sequence[str]
@@ -115,8 +118,10 @@ class Session:
             raise BadInput(
                 f"{scope.name} has no tokenizer, so that no prompt can be typed: add one to its folder."
             )
-        self.scope, self.heads = scope, list(scope.heads())
-        self.folder, self.features = folder, dict[str, dict[str, Subspace]]()
+        self.scope = scope
+        self.heads = list(scope.heads())
+        self.folder = folder
+        self.features = dict[str, dict[str, Subspace]]()
         if isinstance(known, Fit):
             check_swappable(known.space, downstream=True)
             names = default_features(known.contrasts)
@@ -130,10 +135,8 @@ class Session:
         self.texts = grouped(tables.get("examples", ()), lambda row: row["head"])
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int], str] = str
-        self._kept_probe, self._kept_answer = (
-            lru_cache(_RUNS)(partial(Probe, scope)),
-            lru_cache(_KEPT)(self._answer),
-        )
+        self._kept_probe = lru_cache(_RUNS)(partial(Probe, scope))
+        self._kept_answer = lru_cache(_KEPT)(self._answer)
         reader_of(scope)  # a model whose writers cannot be told apart is refused
 
     @contextmanager
@@ -141,11 +144,14 @@ class Session:
         """Tell what is known early, and how far the work is; every layer that runs asks, so that
         raising ends it.
         """
-        runs, last, begun = 0, 0.0, 0.0
+        runs = 0
+        last = 0.0
+        begun = 0.0
 
         def step(_module: Any, _args: Any, given: dict[str, Any]) -> None:
             nonlocal runs, begun
-            ids, begun = given.get("input_ids"), time.monotonic()
+            ids = given.get("input_ids")
+            begun = time.monotonic()
             runs += 1 if ids is None else len(ids)
             layer(0)
 
@@ -158,7 +164,8 @@ class Session:
             )
             tell(early)
 
-        self.tell, self.doing = tell, lambda runs: f"{counted(runs, 'run')} of the model"
+        self.tell = tell
+        self.doing = lambda runs: f"{counted(runs, 'run')} of the model"
         lists = [part for part in self.scope.model.modules() if isinstance(part, nn.ModuleList)]
         blocks = next((part for part in lists if len(part) == self.scope.n_layers), ())
         hooks = [self.scope.model.base_model.register_forward_pre_hook(step, with_kwargs=True)]
@@ -186,7 +193,8 @@ class Session:
         heads decide.
         """
         probe = self.ask(prompt, query)
-        asked, output = probe.asked, Output(probe.run, probe.asked, versus)
+        asked = probe.asked
+        output = Output(probe.run, probe.asked, versus)
         seen = {
             "tokens": asked.tokens,
             "query": asked.query,
@@ -202,7 +210,8 @@ class Session:
 
         self.tell({"early": {**seen, **following(output.token)}})
         self.doing = lambda runs: f"{min(runs, len(self.heads))} of {len(self.heads)} heads tried"
-        result, last = answer_probe(probe, versus=versus).to_json(), len(asked.tokens) - 1
+        result = answer_probe(probe, versus=versus).to_json()
+        last = len(asked.tokens) - 1
         says = self.scope.generate(prompt, _GOES_ON) if asked.query == last < _SMALL else ""
         return {**seen, **following(lambda i: output.name(i)[0]), "result": result, "says": says}
 
@@ -220,7 +229,8 @@ class Session:
         """
         trace = self._trace(prompt, query, head, key)
         result = self._kept_answer(prompt, trace.asked.query, head, trace.key, versus)
-        about, texts = self.about.get(str(trace.head)), self.texts.get(str(trace.head), [])
+        about = self.about.get(str(trace.head))
+        texts = self.texts.get(str(trace.head), [])
         on_text = {"texts": texts[:_TEXTS], "about": f"On text: {about['name']}." if about else ""}
         return {**_shown(result), **_where(trace), **on_text}
 
@@ -271,10 +281,8 @@ class Session:
         versus: str | None = None,
     ) -> Reply:
         """One offline page of the answer, and of the changes."""
-        trace, result = (
-            self._trace(prompt, query, head, key),
-            self._kept_answer(prompt, query, head, key, versus),
-        )
+        trace = self._trace(prompt, query, head, key)
+        result = self._kept_answer(prompt, query, head, key, versus)
         asked = {
             "head": head,
             "query": query,
@@ -308,7 +316,8 @@ class Session:
         return self._kept_probe(prompt, asked.query)
 
     def _trace(self, prompt: str, query: int, head: str, key: int | None) -> PromptTrace:
-        at, probe = self.scope.check(head), self.ask(prompt, query)
+        at = self.scope.check(head)
+        probe = self.ask(prompt, query)
         return PromptTrace(probe.run, probe.asked, at, key)
 
     def _answer(self, prompt: str, query: int, head: str, key: int, versus: str | None) -> Result:
@@ -324,10 +333,8 @@ class Session:
 
 def _where(trace: PromptTrace) -> dict[str, Any]:
     """A head's row of attention, and the token it is asked about."""
-    query, pattern = (
-        trace.asked.query,
-        _pattern(trace.run, trace.head) if len(trace.asked.tokens) <= _SMALL else None,
-    )
+    query = trace.asked.query
+    pattern = _pattern(trace.run, trace.head) if len(trace.asked.tokens) <= _SMALL else None
     row = trace.attention[: query + 1].tolist()
     return {
         "head": str(trace.head),
@@ -374,19 +381,19 @@ class WhatIf:
         changes: Sequence[str],
         versus: str | None = None,
     ) -> None:
-        self.session, self.scope, self.prompt, self.texts = (
-            session,
-            session.scope,
-            prompt,
-            list(changes),
-        )
-        self.trace, self.output = trace, Output(trace.run, trace.asked, versus)
+        self.session = session
+        self.scope = session.scope
+        self.prompt = prompt
+        self.texts = list(changes)
+        self.trace = trace
+        self.output = Output(trace.run, trace.asked, versus)
         self.calls: list[Call] = []
         self.words = [self._parse(text) for text in changes]
 
     def _parse(self, text: str) -> str:
         """Take up one change; returns it as a sentence names it."""
-        found, tokens = _CHANGE.fullmatch(text), self.trace.asked.tokens
+        found = _CHANGE.fullmatch(text)
+        tokens = self.trace.asked.tokens
         match [] if found is None else [group for group in found.groups() if group is not None]:
             case ["ablate", writer]:
                 self.calls.append(("ablate", (writer,)))
@@ -397,10 +404,8 @@ class WhatIf:
                     f"{''.join(tokens[int(key) : int(key) + 1])!r} (token {key}) hidden from {head}"
                 )
             case ["replace", place, other]:
-                at, ids = (
-                    int(place),
-                    self.scope.tokenizer(other, add_special_tokens=False)["input_ids"],
-                )
+                at = int(place)
+                ids = self.scope.tokenizer(other, add_special_tokens=False)["input_ids"]
                 size = 1 + sum(
                     1 for _ in takewhile(operator.not_, tokens[at + 1 :])
                 )  # pieces of one character
@@ -417,15 +422,21 @@ class WhatIf:
 
     def result(self) -> tuple[Result, Float[Tensor, "h t"]]:
         """What changes do to the row and to the next token, beside others; and every head's row."""
-        trace, key, output = self.trace, self.trace.key, self.output
-        place, best, rival = self.session.heads.index(trace.head), output.best, output.rival
+        trace = self.trace
+        key = self.trace.key
+        output = self.output
+        place = self.session.heads.index(trace.head)
+        best = output.best
+        rival = output.rival
         (rows, logits), *others = [self._run(calls) for calls in (self.calls, *self._alike())]
         left = [float(each[place, key]) for each, _ in others]
         apart = [
             float(each[best] - each[rival]) for each in (logits, *(other for _, other in others))
         ]
-        before, after = float(trace.attention[key]), float(rows[place, key])
-        old, new = output.chances, logits.softmax(-1)
+        before = float(trace.attention[key])
+        after = float(rows[place, key])
+        old = output.chances
+        new = logits.softmax(-1)
         own = any(
             given[0] == str(trace.head) for _, given in self.calls
         )  # says nothing of where it looks by itself
@@ -457,9 +468,11 @@ class WhatIf:
         ), rows
 
     def _sentence(self, row: Mapping[str, Any]) -> str:
-        low, high = row["control_low"], row["control_high"]
+        low = row["control_low"]
+        high = row["control_high"]
         seen = f" (control: {low:.0%} to {high:.0%}): {row['verdict']}" if row["verdict"] else ""
-        low, high = row["difference_low"], row["difference_high"]
+        low = row["difference_low"]
+        high = row["difference_high"]
         beside = (
             f" (control: {low:.1f} to {high:.1f}, {row['sets']} others in its place)"
             if row["sets"]

@@ -62,7 +62,8 @@ def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> tuple[Tensor, Tensor, Tensor]:
     # where the rotations of a round stand in n × n: i meets i + n/2, then all but the first move on
     # by one place
     half = n // 2
-    upper, lower = [0, *range(2, half), n - 1] if half > 1 else [0], [1, *range(half, n - 1)]
+    upper = [0, *range(2, half), n - 1] if half > 1 else [0]
+    lower = [1, *range(half, n - 1)]
     places = torch.tensor([upper, upper, lower, lower]) * n + torch.arange(half)
     where = (
         (places + half * torch.tensor([[0], [1], [0], [1]]))
@@ -74,13 +75,12 @@ def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> tuple[Tensor, Tensor, Tensor]:
     for _ in range(_SWEEPS):
         for _ in range(n - 1):
             products = columns[..., :n] @ columns[..., :n].mT
-            squares, met = (
-                products.diagonal(dim1=-2, dim2=-1),
-                products.diagonal(half, dim1=-2, dim2=-1),
-            )
+            squares = products.diagonal(dim1=-2, dim2=-1)
+            met = products.diagonal(half, dim1=-2, dim2=-1)
             first, second = squares.chunk(2, dim=-1)
             angle = torch.atan(2 * met / (first - second)).nan_to_num_() / 2
-            cos, sin = angle.cos(), angle.sin()
+            cos = angle.cos()
+            sin = angle.sin()
             turn.scatter_(1, where, torch.cat([cos, sin, -sin, cos], dim=1))
             columns = turn.view_as(matrix) @ columns
         sizes = columns[..., :n].norm(dim=-1)
@@ -102,7 +102,8 @@ def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Te
     True
     """
     w, eye = w.double(), torch.eye(w.shape[1], dtype=torch.float64, device=w.device)
-    q, r = w, eye.expand(len(w), -1, -1)
+    q = w
+    r = eye.expand(len(w), -1, -1)
     for _ in range(2):
         lower = torch.linalg.cholesky_ex(q @ q.mT).L
         q = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False) @ q
@@ -206,7 +207,8 @@ def thin_svd(
     """
     (q_1, r_1), (q_2, r_2) = _qr(w_q), _qr(w_k)
     if kv_of_head is not None:
-        q_2, r_2 = q_2[kv_of_head], r_2[kv_of_head]
+        q_2 = q_2[kv_of_head]
+        r_2 = r_2[kv_of_head]
     a, s, b = checked_svd(r_1 @ r_2.mT)
     return q_1 @ a, s, q_2 @ b
 

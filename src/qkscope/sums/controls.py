@@ -57,7 +57,9 @@ _UNITS_A_DIRECTION = (
 _FEWEST_FOLDS = 3  # with both signs
 _ENOUGH = 0.99
 FEWEST = round(1 / LEVEL) - 1  # heads of a reference: above fewer nothing is at the level
-_PLANTS, _POWER = 20, 0.8  # planted features, and the share of them that must be found
+# planted features, and the share of them that must be found
+_PLANTS = 20
+_POWER = 0.8
 
 
 class Gain(NamedTuple):
@@ -98,7 +100,8 @@ def rank_above(
     u, s, v = checked_svd(delta)
     limit = min(s.shape[0], max_rank or s.shape[0])
     largest_of_all = max(float(s[0]), size)
-    medians, highs = [], []
+    medians = []
+    highs = []
     statistics: tuple[Statistic, ...] = ()
     turned = u.mT @ nulls.to(u) @ v  # in ΔC's own bases, deflating is leaving out rows and columns
     rank = limit
@@ -211,9 +214,13 @@ def run_controls(
     if not moments.replicates:
         raise BadInput("controls need null replicates: make the moments with replicates=199.")
     whole, centred = (moments.delta(contrast, c) for c in ("none", "query"))
-    sizes, units = moments.sizes(contrast), moments.unit_count(contrast)[0]
+    sizes = moments.sizes(contrast)
+    units = moments.unit_count(contrast)[0]
     one_null = bool(((centred - whole).abs().amax(dim=(1, 2)) <= ROUNDING * sizes).all())
-    limit, differences, interactions, beyond_scale = max(units // _UNITS_A_DIRECTION, 1), [], [], []
+    limit = max(units // _UNITS_A_DIRECTION, 1)
+    differences = []
+    interactions = []
+    beyond_scale = []
     for i, (head, size) in enumerate(zip(moments.heads, sizes.tolist(), strict=True)):
         fixed, replicates = moments.interaction_nulls(contrast, head)
         interactions.append(rank_above(centred[i], replicates, max_rank=limit, size=size))
@@ -247,8 +254,10 @@ def run_controls(
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query
     # must go
     predicting: Center = "query" if one_null else center
-    folds, known = moments.state["folds"][contrast], gains or {}
-    cv_ranks, controls = cross_validated_rank(folds, predicting, sizes), {}
+    folds = moments.state["folds"][contrast]
+    known = gains or {}
+    cv_ranks = cross_validated_rank(folds, predicting, sizes)
+    controls = {}
     for i, (head, (differ, depend)) in enumerate(zip(moments.heads, calls, strict=True)):
         gain, scale, _ = known.get(str(head), Gain(math.nan, math.inf, False))
         if known and cv_ranks[i] == 0:
@@ -284,10 +293,8 @@ def run_controls(
             verdict,
             center,
         )
-        null, said = (
-            "interaction" if one_null else "sign flip",
-            reason if verdict == "untested" else "",
-        )
+        null = "interaction" if one_null else "sign flip"
+        said = reason if verdict == "untested" else ""
         controls[head] = Controls(
             energy, detected, centred_energy, depending, cv_ranks[i], *tests,
             tuple(spectrum.tolist()), shown.null_median, shown.null_high, units, moments.replicates, null,
@@ -333,9 +340,11 @@ def cross_validated_rank(
     not in another, so what only this sample of units shows does not help: pure noise has rank 0.
     ``untested`` where fewer than three folds hold both signs.
     """
-    whole, gains = folds.sum(dim=0), []
+    whole = folds.sum(dim=0)
+    gains = []
     for fold in folds:
-        count, rest = fold[:, -1, :, -1], whole - fold
+        count = fold[:, -1, :, -1]
+        rest = whole - fold
         if not bool((count > 0).all()) or not bool((rest[:, -1, :, -1] > 0).all()):
             continue
         # the mean query and key of the other folds, with the weights of the fold that was left out
@@ -371,15 +380,11 @@ def plant(
     `cross_validated_rank` finds fewer than 80% of such features, a rank of 0 says nothing.
     """
     folds = folds[(folds[:, -1, :, -1] > 0).all(dim=1)].cpu()
-    own, count, mean = (
-        centred_delta(folds, center),
-        folds[:, -1, 0, -1],
-        centred_delta(folds.sum(dim=0), center),
-    )
-    rank, generator = (
-        max(int(energy_rank(torch.linalg.svdvals(mean))), 1),
-        torch.Generator().manual_seed(0),
-    )
+    own = centred_delta(folds, center)
+    count = folds[:, -1, 0, -1]
+    mean = centred_delta(folds.sum(dim=0), center)
+    rank = max(int(energy_rank(torch.linalg.svdvals(mean))), 1)
+    generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(
         torch.randn(_PLANTS, len(mean), rank, generator=generator, dtype=mean.dtype)
     )[0]

@@ -38,7 +38,11 @@ from qkscope.sums.singular import random_rotations
 
 #: The parts of a stream that are no features: what the dictionary misses, what a transcoder passes on as it is, what
 #: was added after the dictionary, what is not the MLP's, what is constant.
-ERROR, SKIP, AFTER, OTHERS, BIAS = "error", "skip", "after", "other writers", "bias"
+ERROR = "error"
+SKIP = "skip"
+AFTER = "after"
+OTHERS = "other writers"
+BIAS = "bias"
 NULLS = ("rotated", "random", "features", "tokens")
 #: How many of the largest pairs are taken together.
 SIZES = (1, 10)
@@ -173,7 +177,8 @@ class Dictionary:
         bias = x.new_zeros(x.shape[-1]) if self.decoder_bias is None else self.decoder_bias.to(x)
         normed = self.normalize_activations == "layer_norm"
         shift = x.mean(-1, keepdim=True) * (self.centred or normed)
-        y, scale = x - shift, torch.ones_like(shift)
+        y = x - shift
+        scale = torch.ones_like(shift)
         if self.normalize_activations != "none":
             scale = (
                 y.std(-1, keepdim=True)
@@ -315,10 +320,8 @@ class FeatureTerms(NamedTuple):
         part of the weighted keys; weights hold the logit's scale.
         """
         (asked, others), slots = (ids[0], ids[1:].mT), ids.shape[1]
-        q, weighted = (
-            torch.cat([q[:slots][asked >= 0], q[slots:]]).double(),
-            weights.double()[:, None] * keys.double(),
-        )
+        q = torch.cat([q[:slots][asked >= 0], q[slots:]]).double()
+        weighted = weights.double()[:, None] * keys.double()
         there = (others >= 0) & (weights != 0)
         numbers, where = others[there].unique(return_inverse=True)
         k = q.new_zeros(len(numbers), q.shape[-1]).index_add(0, where, weighted[:slots][there])
@@ -361,10 +364,8 @@ class FeatureTerms(NamedTuple):
 
     def numbers(self) -> Float[Tensor, " m"]:
         """`NUMBERS`: what is compared with dictionaries without meaning."""
-        size, gross = (
-            self.pairs.flatten().abs().sort(descending=True).values,
-            self.values.abs().sum(),
-        )
+        size = self.pairs.flatten().abs().sort(descending=True).values
+        gross = self.values.abs().sum()
         held = torch.stack([size[:count].sum() for count in SIZES]) / gross.clamp_min(1e-300)
         return torch.cat([torch.stack([self.values.sum(), self.pairs.sum(), gross]), held]).cpu()
 

@@ -29,7 +29,9 @@ from qkscope.errors import BadInput
 _TABLE = tomllib.loads(Path(__file__).with_name("dictionary_files.toml").read_text("utf-8"))
 #: By format, the files of a folder, and what it calls tensors and settings that have another name here.
 LAYOUTS = {name: SimpleNamespace(**said) for name, said in _TABLE["formats"].items()}
-_NEEDS, _KINDS, _SITES = _TABLE["needs"], _TABLE["kinds"], _TABLE["sites"]
+_NEEDS = _TABLE["needs"]
+_KINDS = _TABLE["kinds"]
+_SITES = _TABLE["sites"]
 _PLACE = re.compile(r"(?:.*\.)?(?:blocks|layers|h)\.(\d+)\.?([\w.]*)")
 #: Folders of Gemma Scope 2, which say where a dictionary stands if its settings do not.
 _FOLDER = re.compile(r"(resid_post|mlp_out|attn_out|transcoder)(?:_all)?/layer_(\d+)_[^/]*$")
@@ -65,10 +67,8 @@ def read_dictionary(
     )
     k = k or said.get("k") or (said.get("activation_fn_kwargs") or {}).get("k")
     missing = [name for name in ("W_enc", "W_dec", *_NEEDS.get(kind, ())) if name not in tensors]
-    normalises, scaled = (
-        said.get("normalize_activations") or "none",
-        said.get("finetuning_scaling_factor"),
-    )
+    normalises = said.get("normalize_activations") or "none"
+    scaled = said.get("finetuning_scaling_factor")
     hooks = [said[name] for name in ("hf_hook_name", "hook_name", "hook_point") if said.get(name)]
     stands = [
         (int(at[1]), *_SITES[at[2]])
@@ -139,10 +139,10 @@ def _from_hub(repository: str, folder: str) -> Path:
     """
     from huggingface_hub import constants, get_session, snapshot_download
 
-    wanted, answers = (
-        [f"{folder}/{file}" for own in LAYOUTS.values() for file in (own.settings, own.weights)],
-        False,
-    )
+    wanted = [
+        f"{folder}/{file}" for own in LAYOUTS.values() for file in (own.settings, own.weights)
+    ]
+    answers = False
     with suppress(Exception):  # no name, no route, no proxy, or told to stay offline
         get_session().head(constants.ENDPOINT, timeout=2)
         answers = True
@@ -161,7 +161,8 @@ def _from_hub(repository: str, folder: str) -> Path:
 
 def _settings(folder: Path, layout: SimpleNamespace) -> dict[str, Any]:
     """What a folder's settings say, and its name where they are silent."""
-    file, stands = folder / layout.settings, _FOLDER.search(folder.absolute().as_posix())
+    file = folder / layout.settings
+    stands = _FOLDER.search(folder.absolute().as_posix())
     at = f"layers.{stands[2]}" if stands else ""
     usual = {
         **layout.by_default,
@@ -205,14 +206,19 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _folded(kind: str, tensors: Mapping[str, Tensor], rescaled: bool) -> dict[str, Tensor | None]:
     """Encoder and decoder as `Dictionary` codes with them."""
-    encoder, decoder, bias = tensors["W_enc"], tensors["W_dec"], tensors.get("b_enc")
+    encoder = tensors["W_enc"]
+    decoder = tensors["W_dec"]
+    bias = tensors.get("b_enc")
     threshold = tensors["threshold"] if kind == "jumprelu" else None
     if kind == "gated":
-        size, bias = tensors["r_mag"].exp(), tensors["b_mag"]
-        encoder, threshold = encoder * size, bias - tensors["b_gate"] * size
+        size = tensors["r_mag"].exp()
+        bias = tensors["b_mag"]
+        encoder = encoder * size
+        threshold = bias - tensors["b_gate"] * size
     if kind == "topk" and rescaled:
         lengths = decoder.norm(dim=-1)
-        encoder, bias = encoder * lengths, None if bias is None else bias * lengths
+        encoder = encoder * lengths
+        bias = None if bias is None else bias * lengths
         decoder = decoder / lengths.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
     skip = tensors["W_skip"].T if "W_skip" in tensors else tensors.get("affine_skip_connection")
     return {"decoder": decoder, "encoder": encoder, "decoder_bias": tensors.get("b_dec"), "encoder_bias": bias,

@@ -90,7 +90,8 @@ def split_query(
     else:
         orders = []
         for order in permutations(bases) if split == "average" else [tuple(bases)]:
-            split_off, left = {}, q
+            split_off = {}
+            left = q
             for name in order:
                 basis = bases[name].to(q)
                 split_off[name] = (left @ basis) @ basis.mT
@@ -152,7 +153,8 @@ def split_rows(
     L0H1 7 3 order query 1.5 0.75
     L0H1 7 3 residual query 0.5 0.25
     """
-    whole, columns = total.tolist(), {name: part.tolist() for name, part in parts.items()}
+    whole = total.tolist()
+    columns = {name: part.tolist() for name, part in parts.items()}
     return [
         {"head": str(head), "query": query, "key": key, "part": name, "side": side, "value": values[i],
          "share": values[i] / whole[i] if whole[i] else float("nan")}
@@ -226,7 +228,8 @@ class Alignment:
 
     def __repr__(self) -> str:
         """For people: how many vectors, how close, against what; and the first few vectors."""
-        n, controls = self.numbers, {"rotated": "rotated", "random": "random", "key_pca": "key PCA"}
+        n = self.numbers
+        controls = {"rotated": "rotated", "random": "random", "key_pca": "key PCA"}
 
         def against(name: str, form: str) -> str:
             there = {
@@ -276,16 +279,22 @@ def alignment(
     True
     """
     assert subspace.head is not None, "this subspace does not say which head it belongs to"
-    weights, here = subspace.about.get("weights"), basis.about.get("weights")
+    weights = subspace.about.get("weights")
+    here = basis.about.get("weights")
     if weights is not None and here is not None and weights != here:
         raise BadInput(
             "the feature and the singular basis come from different weights: load the same model for both."
         )
-    vectors, r = basis[subspace.head], subspace.rank
-    m, n, sigma = vectors.read, vectors.write, vectors.S.double()
-    u, v = subspace.basis("query").double().cpu(), subspace.basis("key").double().cpu()
+    vectors = basis[subspace.head]
+    r = subspace.rank
+    m = vectors.read
+    n = vectors.write
+    sigma = vectors.S.double()
+    u = subspace.basis("query").double().cpu()
+    v = subspace.basis("key").double().cpu()
     delta = u @ torch.diag(subspace.S[:r].double().cpu()) @ v.mT
-    shares, leading = carried(delta, m, n), sigma.argsort(descending=True)
+    shares = carried(delta, m, n)
+    leading = sigma.argsort(descending=True)
     # the block: as many leading vectors as carry the feature, turned among themselves
     reached = shares[leading].cumsum(0) >= CARRIED * shares.sum()
     block = leading[: int(reached.long().argmax()) + 1 if bool(reached.any()) else len(sigma)]
@@ -308,7 +317,8 @@ def alignment(
             overlap(x, torch.take_along_dim(y, best[..., None, :], -1))
             for x, y in ((u, read), (v, write))
         )
-        count, sparse = reconstruction_count(parts, CARRIED), sparsity(parts)
+        count = reconstruction_count(parts, CARRIED)
+        sparse = sparsity(parts)
         measures = {"vectors": count, "sparsity": sparse, "query": query, "key": key}
         numbers |= {
             f"{measure}{name}": float(values.nanmean()) for measure, values in measures.items()

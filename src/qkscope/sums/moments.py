@@ -126,17 +126,16 @@ class Moments:
     ) -> None:
         self.heads = parse_heads(heads)
         self.contrasts = list(contrasts)
-        self.d_head, self.group_size, self.replicates, self.seed = (
-            d_head,
-            group_size,
-            replicates,
-            seed,
-        )
+        self.d_head = d_head
+        self.group_size = group_size
+        self.replicates = replicates
+        self.seed = seed
         self.about = dict(about or {})
         readers = [(head.layer, head.kv(group_size)) for head in self.heads]
         self.key_heads = list(dict.fromkeys(readers))
         self._kv_of_head = [self.key_heads.index(reader) for reader in readers]
-        h, a = len(self.heads), d_head + 1
+        h = len(self.heads)
+        a = d_head + 1
         shapes: dict[str, tuple[int, ...]] = {"sums": (h, a, 2, a)}
         if replicates:  # Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has
             shapes |= {"scales": (h, a, 2), "folds": (FOLDS, h, a, 2, a), "units": (_BUCKETS,)}
@@ -166,7 +165,8 @@ class Moments:
             raise BadInput(
                 "null replicates need to know which prompt each row belongs to: pass prompts=."
             )
-        queries, keys = _augmented(q), k.to(torch.float64)
+        queries = _augmented(q)
+        keys = k.to(torch.float64)
         for contrast, label in labels.items():
             label = label.to(keys.device)
             sums = significance.key_sums(label, keys)
@@ -202,12 +202,11 @@ class Moments:
         )
         fold = draw_bits(_FOLD_STREAM, unit).remainder(FOLDS)  # whatever the seed of the nulls
         for number in fold.unique().tolist():
-            some, state = fold == number, self.state["folds"][contrast][number]
+            some = fold == number
+            state = self.state["folds"][contrast][number]
             _add_outer(state, queries[some], sums[some].flatten(2), self._kv_of_head)
-        scaled, replicate = (
-            torch.cat([sums, scale], dim=-1),
-            torch.arange(self.replicates, device=unit.device)[:, None],
-        )
+        scaled = torch.cat([sums, scale], dim=-1)
+        replicate = torch.arange(self.replicates, device=unit.device)[:, None]
         each = sums[0].numel() * self.replicates * sums.element_size()
         for rows in torch.arange(len(unit), device=unit.device).split(
             max(_AT_ONCE // max(each, 1), 1)
@@ -365,8 +364,10 @@ def _add_outer(
     kv_of_head: list[int],
 ) -> None:
     """``state[h] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place."""
-    heads, groups = len(kv_of_head), keys.shape[1]
-    flat, size = state.flatten(2), heads // groups
+    heads = len(kv_of_head)
+    groups = keys.shape[1]
+    flat = state.flatten(2)
+    size = heads // groups
     if kv_of_head == [h // size for h in range(heads)]:
         # Whole groups: the queries of a group stand side by side and meet their shared keys in one
         # product.

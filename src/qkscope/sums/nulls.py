@@ -130,7 +130,8 @@ def _interaction_part(sums: Tensor, observed: Tensor, sure: bool) -> Float[Tenso
     count = observed[-1, :, d, None]
     mean_query = (observed[:-1, :, d] / count[:, 0]).mean(dim=-1)
     queries = sums[..., :-1, :, :] - mean_query[:, None, None] * sums[..., -1:, :, :]
-    total, scale = observed[-1, :, :d], observed[-1, :, d + 1 :]
+    total = observed[-1, :, :d]
+    scale = observed[-1, :, d + 1 :]
     expected = torch.where(scale > 0, total / scale, torch.zeros_like(total))
     level = expected.mean(dim=0)
     expected = level + sure * (expected - level)
@@ -213,7 +214,8 @@ def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
     >>> [round(x, 3) for x in wilson(8, 10)]
     [0.49, 0.943]
     """
-    share, shrink = hits / n, 1 + z * z / n
+    share = hits / n
+    shrink = 1 + z * z / n
     middle = (share + z * z / (2 * n)) / shrink
     half = z * ((share * (1 - share) + z * z / (4 * n)) / n) ** 0.5 / shrink
     return max(middle - half, 0.0), min(middle + half, 1.0)
@@ -246,10 +248,8 @@ def _scores(statistics: Sequence[Statistic]) -> tuple[float, Float[Tensor, " r"]
     if not statistics:
         return 0.0, torch.zeros(0)
     observed, values = zip(*statistics, strict=True)
-    value, null = (
-        torch.tensor(observed, dtype=torch.float64),
-        torch.tensor(values, dtype=torch.float64),
-    )
+    value = torch.tensor(observed, dtype=torch.float64)
+    null = torch.tensor(values, dtype=torch.float64)
     spread = null.std(dim=1, correction=0).maximum(1e-12 * value.abs() + 1e-300)
     others = max(null.shape[1] - 1, 1)
     mean = (null.sum(dim=1, keepdim=True) - null) / others

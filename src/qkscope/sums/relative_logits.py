@@ -66,11 +66,9 @@ def metrics(
     scale = float(torch.as_tensor(rows.scale).flatten()[0])
     products = torch.einsum("xnd,ntd->nxt", q, rows.k[:, 0]) * scale
     at_named = torch.einsum("xnd,xnkd->nxk", q, k) * scale
-    columns, shown, right = (
-        named[:, None].expand_as(at_named),
-        signs[:, None] != 0,
-        (signs > 0)[:, None],
-    )
+    columns = named[:, None].expand_as(at_named)
+    shown = signs[:, None] != 0
+    right = (signs > 0)[:, None]
     beyond = columns.masked_fill(
         ~shown, products.shape[-1]
     )  # padded slots, which may point at a named key's column
@@ -163,7 +161,8 @@ class Tally:
     ) -> tuple[Float[Tensor, "*v"], Float[Tensor, "*v"]]:
         """95% interval of the mean, resampling words; NaN if there is one word only."""
         there = self.sums["count"].nonzero()[:, 0]
-        sizes, means = self.sums["count"][there], self.sums[name][there]
+        sizes = self.sums["count"][there]
+        means = self.sums[name][there]
         means = means[:, columns] if means.ndim > 1 else means
         means = means / sizes.view(-1, *[1] * (means.ndim - 1))
         rows = torch.repeat_interleave(torch.arange(len(there)), sizes.long())
@@ -178,7 +177,8 @@ class Tally:
         self, head: Head, names: Sequence[str], count: int | None = None
     ) -> list[dict[str, Any]]:
         """The table of writers: both sides, the largest first (the first ``count``)."""
-        made, total = [], float(self.mean("total"))
+        made = []
+        total = float(self.mean("total"))
         for side in SIDES:
             values = self.mean(side)
             order = values.abs().argsort(descending=True).tolist()[:count]
@@ -212,10 +212,8 @@ class Tally:
         ``cancels``: how many times over writers give the logit, their signs left out: 1 where no
         share is negative, 3 where the negative ones take back half of what the positive ones give.
         """
-        total, gross = (
-            float(self.mean("total")),
-            max(float(self.mean(side).abs().sum()) for side in SIDES),
-        )
+        total = float(self.mean("total"))
+        gross = max(float(self.mean(side).abs().sum()) for side in SIDES)
         cancels = gross / abs(total) if total else float("inf")
         return {"head": str(head), "sum_error": self.error, "logit": total, "cancels": cancels, **more,
                 "n": self.rows}  # fmt: skip

@@ -168,7 +168,8 @@ def basis_of_weights(
     for some in torch.arange(len(heads), device=w_q.device).split(heads_at_once(w_q)):
         used, own = kv[some].unique(return_inverse=True)
         u, s, v = thin_svd(w_q[some], w_k[used], own)
-        q, probes = w_q[some].to(u), draw.to(u)
+        q = w_q[some].to(u)
+        probes = draw.to(u)
         true = q.mT @ (w_k[used].to(u) @ probes)[own]
         error = (u @ (s[..., None] * (v.mT @ probes)) - true).flatten(1).norm(dim=-1)
         error = error / true.flatten(1).norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)

@@ -64,7 +64,8 @@ class Subspace:
     cov_k: Float[Tensor, "d d"] | None = None
 
     def __post_init__(self) -> None:
-        where, s = f" for {self.head}" if self.head else "", self.S
+        where = f" for {self.head}" if self.head else ""
+        s = self.S
         for name, x in (("U", self.U), ("V", self.V)):
             off = float((x.mT @ x - torch.eye(x.shape[1]).to(x)).abs().max())
             if not off <= _ORTHONORMAL:
@@ -190,7 +191,8 @@ class Subspace:
         assert self.head is not None, (
             "this subspace does not say whose it is: make it with head='L18H6'"
         )
-        space, known = str(self.about.get("space", "post_rope")), self.about.get("group_size")
+        space = str(self.about.get("space", "post_rope"))
+        known = self.about.get("group_size")
         kind: Literal["keys", "queries"] = "keys" if side == "key" else "queries"
         return Hook(does, self.head, kind, space, self.basis(side), tokens, group_size or known)
 

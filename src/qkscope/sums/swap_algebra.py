@@ -106,7 +106,8 @@ class SwapEffect(NamedTuple):
 
         A row that gives neither key any attention has nothing to move, and counts as 0.
         """
-        before, after = self.orig_before + self.target_before, self.orig_after + self.target_after
+        before = self.orig_before + self.target_before
+        after = self.orig_after + self.target_after
         moved = self.target_after / after - self.target_before / before
         return torch.where((before > 0) & (after > 0), moved, torch.zeros_like(moved)).mean(dim=0)
 
@@ -124,7 +125,8 @@ class SwapEffect(NamedTuple):
         too. It adds up to 1 over subspaces that make up the head; NaN where the head does not
         clearly prefer ``orig``.
         """
-        gap, moved = self.gap.double(), self.moved.double().mean(dim=0)
+        gap = self.gap.double()
+        moved = self.moved.double().mean(dim=0)
         mean = gap.mean(dim=0)
         error = (
             gap.std(dim=0) / len(gap) ** 0.5 if len(gap) > 1 else torch.full_like(mean, torch.inf)
@@ -244,7 +246,8 @@ class SwapRows:
                 self.orig,
                 self.target,
             )
-            tested, pca = true.isfinite().flatten(1).all(1), Condition(feature, "key_pca")
+            tested = true.isfinite().flatten(1).all(1)
+            pca = Condition(feature, "key_pca")
             if not bool(tested.any()):
                 continue
             far = torch.stack(
@@ -342,7 +345,9 @@ def swap_attention(
         return (values * (slots == slot[:, None])[:, None]).sum(dim=-1)
 
     attention = rows.attention(before)
-    first, first_named, drawn = rows.largest(before), attention.argmax(-1), []
+    first = rows.largest(before)
+    first_named = attention.argmax(-1)
+    drawn = []
     for change in key_changes(rows, orig, target, projector):
         after = rows.attention(before + change)
         flipped = (first == watched[:, None]) & (rows.largest(before + change) == wanted[:, None])
@@ -352,10 +357,8 @@ def swap_attention(
     after_orig, after_target, flipped, flipped_named, moved = map(
         torch.stack, zip(*drawn, strict=True)
     )
-    attended, gap = (
-        (pick(attention, watched), pick(attention, wanted)),
-        pick(before, watched) - pick(before, wanted),
-    )
+    attended = (pick(attention, watched), pick(attention, wanted))
+    gap = pick(before, watched) - pick(before, wanted)
     rank = projector.rank[0] if projector.left.ndim == 4 else projector.rank
     return SwapEffect(
         *attended, after_orig, after_target, flipped, flipped_named, rank, rows.d_head, gap, moved
@@ -416,9 +419,11 @@ def swap_table(
     (None where there is no baseline). ``carried`` and ``carried_gain`` are the same for the logit;
     ``left`` is the attention that leaves the original key.
     """
-    pairs, conditions = dict(against or {}), {name: _condition(name) for name in effects}
+    pairs = dict(against or {})
+    conditions = {name: _condition(name) for name in effects}
     taken = Counter(what.name for what in conditions.values())
-    base, table = [list(effects).index(pairs.get(name, name)) for name in effects], []
+    base = [list(effects).index(pairs.get(name, name)) for name in effects]
+    table = []
     sides = ("shift", "carried", "left")
     every = [
         torch.stack([getattr(effect, side).double() for effect in effects.values()], dim=1)

@@ -46,11 +46,10 @@ from qkscope.sums.singular import SingularBasis, components
 from qkscope.sums.swap_algebra import Condition, Method, SwapRows, key_changes
 
 Bases = Sequence[Float[Tensor, "d r"]] | Float[Tensor, "h d r"]  # of each head
-_STEPS, _RATE, _LEAST = (
-    150,
-    0.02,
-    1e-6,
-)  # of training a subspace; what its attention is at the least
+# of training a subspace; what its attention is at the least
+_STEPS = 150
+_RATE = 0.02
+_LEAST = 1e-6
 
 
 def leading(bases: Bases | Projector) -> Method:
@@ -114,13 +113,15 @@ def trained(rows: SwapRows, feature: str, ranks: Sequence[int], seed: int = 0) -
     ranks : of each head.
     seed : of the subspaces to start from.
     """
-    truth, d = rows.truth[feature, "distance"], rows.rows.d_head
+    truth = rows.truth[feature, "distance"]
+    d = rows.rows.d_head
     seeds = [derived_seed(seed, "trained", head.layer, head.index) for head in rows.heads]
     columns = torch.stack([random_bases(d, max(ranks), 1, stream)[0] for stream in seeds]).to(
         rows.rows.q
     )
     kept = (torch.arange(max(ranks)) < torch.tensor(ranks)[:, None])[:, None].to(columns)
-    optimizer, before = torch.optim.Adam([columns.requires_grad_()], _RATE), rows.rows.products()
+    optimizer = torch.optim.Adam([columns.requires_grad_()], _RATE)
+    before = rows.rows.products()
     tested = truth.isfinite().flatten(1).all(1)
     true = torch.cat([truth, 1 - truth.sum(-1, keepdim=True)], dim=-1).clamp_min(0.0)[tested]
     for _ in range(_STEPS):
@@ -152,7 +153,8 @@ def beside_truth(
     singular : the singular vectors of the heads, where they can be had.
     seed : as in `trained`.
     """
-    eye, swaps = torch.eye(rows.rows.d_head, dtype=torch.float64).repeat(len(rows.heads), 1, 1), {}
+    eye = torch.eye(rows.rows.d_head, dtype=torch.float64).repeat(len(rows.heads), 1, 1)
+    swaps = {}
     for what, projector in conditions.items():
         truth = rows.truth.get((what.feature, "distance"))
         if what.kind == "feature" and truth is not None:
@@ -185,15 +187,14 @@ def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | No
     Where the features of a head depend on each other there are none: the projector is zero, and the
     number None.
     """
-    sets, numbers = [], list[float | None]()
+    sets = []
+    numbers = list[float | None]()
     for bases in zip(*features, strict=True):
         try:
             projectors, number = oblique_projectors(bases)
         except BadInput:
-            projectors, number = (
-                [Projector.orthogonal(torch.zeros_like(basis)) for basis in bases],
-                None,
-            )
+            projectors = [Projector.orthogonal(torch.zeros_like(basis)) for basis in bases]
+            number = None
         sets.append(projectors)
         numbers.append(number)
     return [Projector.stack(list(each)) for each in zip(*sets, strict=True)], numbers
@@ -222,7 +223,8 @@ def conditions(
         (`joint_name`); features without have no key PCA and no ``Cov_q Cov_k`` beside them.
     random : random subspaces.
     """
-    name, separate = joint_name(list(features)), list(features.values())
+    name = joint_name(list(features))
+    separate = list(features.values())
     every = {**features, name: [joint_basis(bases) for bases in zip(*separate, strict=True)]}
     swaps = {Condition(feature): _orthogonal(list(bases)) for feature, bases in every.items()}
     numbers: list[float | None] = [None] * len(every[name])

@@ -33,7 +33,9 @@ _KINDS = (".txt", ".md", ".rst", ".text")  # files of a folder that are taken fo
 _NOT_LIBRARY = re.compile(
     r"tests?|idlelib|lib2to3|turtledemo|ensurepip|distutils|encodings|pydoc_data|\w+-packages"
 )
-_LEAST_LINES, _LEAST_DOCUMENT = 3, 400  # lines of a docstring, characters of a module's docstrings
+# lines of a docstring, characters of a module's docstrings
+_LEAST_LINES = 3
+_LEAST_DOCUMENT = 400
 _PROSE = 0.85  # of a docstring's characters: letters and blanks
 
 
@@ -109,11 +111,9 @@ def package_texts() -> tuple[Document, ...]:
 
 def _docstrings() -> list[Document]:
     """The prose of each module of the standard library, read and never run."""
-    library, documents, collects = (
-        Path(sysconfig.get_path("stdlib")),
-        list[Document](),
-        gc.isenabled(),
-    )
+    library = Path(sysconfig.get_path("stdlib"))
+    documents = list[Document]()
+    collects = gc.isenabled()
     gc.disable()  # trees have no cycles, and to look for some in all that torch holds is two thirds of the time
     for folder, inside, files in os.walk(library):
         inside[:] = [name for name in inside if not _NOT_LIBRARY.fullmatch(name)]

@@ -93,7 +93,8 @@ def split(
         raise BadInput(
             f"a split needs {needed} documents or more, but got {len(documents)}: give more."
         )
-    encoded, around = [list(encode(document.text)) for document in documents], list(encode(""))
+    encoded = [list(encode(document.text)) for document in documents]
+    around = list(encode(""))
     (start, *_), ids = zip(*(_inner(tokens, around) for tokens in encoded), strict=True)
     if length < len(start) + RUN:
         raise BadInput(f"length is at least {len(start) + RUN}, but got {length}.")
@@ -163,7 +164,8 @@ def _groups(texts: Sequence[Tensor]) -> list[int]:
     held = (
         runs.unique(return_inverse=True)[1] * n + owner
     ).unique()  # each text's runs once, by run and text
-    run, text = held // n, held % n
+    run = held // n
+    text = held % n
     sizes = torch.bincount(text, minlength=n)
     pairs = [torch.zeros(0, dtype=torch.int64)]
     for step in range(1, _LINKS + 1):
@@ -183,7 +185,8 @@ def _drawn(sizes: Mapping[int, int], sides: Mapping[str, float], seed: int) -> d
     """
     total = sum(sizes.values()) / sum(sides.values())
     whole = {side: share * total for side, share in sides.items()}
-    room, drawn = dict(whole), dict[int, str]()
+    room = dict(whole)
+    drawn = dict[int, str]()
     for group, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         fits = [side for side in sides if size <= min(room[side], _LARGE * whole[side])]
         fits = fits or [max(sides, key=lambda side: room[side])]
@@ -199,13 +202,16 @@ def _apart(
     """The passages that share no run with another side: the larger side gives way, and of two the
     earlier.
     """
-    kept, taken, dropped = dict[str, tuple[Passage, ...]](), torch.zeros(0, dtype=torch.int64), 0
+    kept = dict[str, tuple[Passage, ...]]()
+    taken = torch.zeros(0, dtype=torch.int64)
+    dropped = 0
     for side in sorted(reversed(list(passages)), key=lambda name: sides[name]):
         runs, owner = _runs([_tensor(passage.ids) for passage in passages[side]])
         shares = set(owner[torch.isin(runs, taken)].tolist())
         kept[side] = tuple(passage for i, passage in enumerate(passages[side]) if i not in shares)
         left = _runs([_tensor(passage.ids) for passage in kept[side]])[0]
-        taken, dropped = torch.cat([taken, left.unique()]), dropped + len(shares)
+        taken = torch.cat([taken, left.unique()])
+        dropped = dropped + len(shares)
         if not kept[side]:
             raise BadInput(
                 f"nothing is left for {side} that stands on no other side: give more text."

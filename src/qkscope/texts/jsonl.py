@@ -114,7 +114,8 @@ def from_jsonl(
         line._replace(example=_with_answer(line.example, contrasts)) for line in _dealt(lines, seed)
     )
     groups = grouped(dealt, lambda line: line.group)
-    digest, notes = sha256(text)[:32], tuple[str, ...]()
+    digest = sha256(text)[:32]
+    notes = tuple[str, ...]()
     if copies := len(groups) - len({group[0].example.cluster for group in groups.values()}):
         notes = (
             f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",
@@ -122,10 +123,8 @@ def from_jsonl(
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         """To fit, lines with labels; to score or swap, lines with right and wrong keys."""
-        of_use, least = (
-            [group for group in groups.values() if group[0].use == use],
-            1 if use == "fit" else 2,
-        )
+        of_use = [group for group in groups.values() if group[0].use == use]
+        least = 1 if use == "fit" else 2
         drawn = [
             tuple(line.example for line in group if len(line.signs(contrast)) >= least)
             for group in of_use
@@ -249,12 +248,10 @@ def _line(text: str, where: str, marked: bool) -> _Line:
 
     try:
         line: LineSchema = _reader().validate_json(text)
-        prompt, query, answers, group = (
-            line["prompt"],
-            line.get("query"),
-            line.get("answers"),
-            line.get("group"),
-        )
+        prompt = line["prompt"]
+        query = line.get("query")
+        answers = line.get("answers")
+        group = line.get("group")
         keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line.get("keys", ()))
         if len({key.span for key in keys}) < len(keys):
             raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")

@@ -132,11 +132,13 @@ def binding(
     split = pools(words, seed, "binding words", least=entities + 1)
     disjoint = lexical == "own_query"
     cut = max(entities, len(split["fit"]) // 2) if disjoint and pool is None else pool
-    fitted, address = split["fit"][:cut], (form, entities)
+    fitted = split["fit"][:cut]
+    address = (form, entities)
 
     before, between, after, question = LINES[form]
     question = _CHAT if chat and form == "question" else question
-    ahead, rest = question[: question.index("{")], question[question.index("}") + 1 :]
+    ahead = question[: question.index("{")]
+    rest = question[question.index("}") + 1 :]
 
     def prompt(
         pairs: Pairs, asked: int, contrast: str, rng: random.Random, cluster: int, own: Sign = 1
@@ -170,13 +172,16 @@ def binding(
         swapped = seeded(
             seed, "binding", *address, use, "box"
         )  # apart, so that both contrasts draw the same prompts
-        fixed_words, fixed_boxes = rng.sample(split[use], entities), rng.sample(labelled, entities)
+        fixed_words = rng.sample(split[use], entities)
+        fixed_boxes = rng.sample(labelled, entities)
         for cluster in count():
             if contrast == "order":
-                named, boxes = rng.sample(fixed_words, entities), rng.sample(fixed_boxes, entities)
+                named = rng.sample(fixed_words, entities)
+                boxes = rng.sample(fixed_boxes, entities)
                 asked = named.index(fixed_words[0])
             else:
-                named, boxes = rng.sample(drawn, entities), rng.sample(labelled, entities)
+                named = rng.sample(drawn, entities)
+                boxes = rng.sample(labelled, entities)
                 asked = rng.randrange(entities)
             pairs = list(zip(named, boxes, strict=True))
             state = rng.getstate()
@@ -194,7 +199,9 @@ def binding(
             rng.setstate(after_both)
 
     def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
-        text, pair, spans = str(example.text), (one, other), dict[int, tuple[Span, Span]]()
+        text = str(example.text)
+        pair = (one, other)
+        spans = dict[int, tuple[Span, Span]]()
         for slot in pair:
             start, stop = example.keys[slot].span
             ahead_of = [word for word in words if text[:start].endswith(f"{before}{word}{between}")]
@@ -313,7 +320,8 @@ def filter_task(
     asked = {"categories": named, "form": form, "items": items, "chat": chat, "words": lists}
     # The pooled contrast could take its prompts from the categories'. It is held against their
     # span, and with a sample in common the two would agree more than two fits do.
-    apart, address = [contrast.name for contrast in contrasts], (form, items, *named)
+    apart = [contrast.name for contrast in contrasts]
+    address = (form, items, *named)
     return from_walk(
         "filter", seed, contrasts, walk, asked, address, not chat and not start, apart, exchange
     )

@@ -127,7 +127,8 @@ def _gift(
     order, io, subject = names
     words = {"A": io, "B": subject} if order == "ABBA" else {"A": subject, "B": io}
     body, last = re.fullmatch(r"(.*?)(\w+)", template, re.DOTALL).groups()  # type: ignore[union-attr]
-    draft, before = Draft(), ""
+    draft = Draft()
+    before = ""
     for piece in re.split(r"(\{\w+\})", body):
         slot = piece[1:-1] if piece.startswith("{") else ""
         if slot in ("A", "B", "S"):
@@ -162,7 +163,8 @@ def greater_than(seed: Seed = 0, *, chat: bool = False) -> Task:
     >>> sorted(greater_than().test(1)[0][0].roles)
     ['END', 'XX', 'YY']
     """
-    happened, ends = pools(EVENTS, seed, "events", least=1), pools(YEARS, seed, "years", least=2)
+    happened = pools(EVENTS, seed, "events", least=1)
+    ends = pools(YEARS, seed, "years", least=2)
 
     def prompt(event: str, century: str, year: str, contrast: str, cluster: int) -> Example:
         draft = Draft().write(f"The {event} lasted from the year ")
@@ -181,7 +183,8 @@ def greater_than(seed: Seed = 0, *, chat: bool = False) -> Task:
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
-            event, century = rng.choice(happened[use]), rng.choice(CENTURIES)
+            event = rng.choice(happened[use])
+            century = rng.choice(CENTURIES)
             unit = tuple(
                 prompt(event, century, year, contrast, cluster) for year in rng.sample(ends[use], 2)
             )
@@ -230,7 +233,8 @@ def pronoun(seed: Seed = 0, *, chat: bool = False) -> Task:
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
             turns = [(cluster + other) % 2 for other in (0, 1)]
-            names, trade = [rng.choice(named[turn][use]) for turn in turns], rng.choice(trades[use])
+            names = [rng.choice(named[turn][use]) for turn in turns]
+            trade = rng.choice(trades[use])
             unit = tuple(
                 prompt(*told, trade, contrast, cluster) for told in zip(names, turns, strict=True)
             )

@@ -193,7 +193,8 @@ def rewritten(
             len(piece) - (stop - start) for (start, stop), piece in pieces.items() if stop <= place
         )
 
-    text, places = str(example.text), [key.span for key in example.keys]
+    text = str(example.text)
+    places = [key.span for key in example.keys]
     for (start, stop), piece in sorted(pieces.items(), reverse=True):
         text = text[:start] + piece + text[stop:]
     ends = [places[(slots or {}).get(i, i)] for i in range(len(places))]

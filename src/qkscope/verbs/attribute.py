@@ -96,7 +96,8 @@ class RelativeRows(NamedTuple):
         ``rotated`` turns the two sides' singular vectors independently, ``rotated_shared`` the head
         space as a whole; ``prompts`` are the numbers that address their draws.
         """
-        terms, shared = self.terms, derived_seed(seed, "shared")
+        terms = self.terms
+        shared = derived_seed(seed, "shared")
         turned = measure.turned_terms(self.query * self.key, self.s, draws, prompts, seed)
         return {
             "sparsity": measure.sparsity(terms),
@@ -141,10 +142,8 @@ def relative_rows(
     columns = list(range(len(captured.heads))) if heads is None else list(heads)
     index = basis.index([captured.heads[column] for column in columns])
     k = captured.k[rows][:, captured.kv_of_head[columns]].double().cpu()
-    q, scale = (
-        captured.q[rows][:, columns].double().cpu(),
-        captured.scale[columns].double().cpu()[:, None],
-    )
+    q = captured.q[rows][:, columns].double().cpu()
+    scale = captured.scale[columns].double().cpu()[:, None]
     slot = attended.expand(-1, len(columns)).cpu().long()
     seen = captured.bias[rows][:, columns].isfinite().cpu()
     valid = seen.gather(-1, slot[..., None])[..., 0] & (seen.sum(-1) > 1)
@@ -152,7 +151,8 @@ def relative_rows(
         k, slot, torch.where(valid[..., None], seen, torch.ones_like(seen))
     )
     difference = difference.masked_fill(~valid[..., None], torch.nan)
-    constant, s = basis.c_Q[index].double(), basis.S[index].double()
+    constant = basis.c_Q[index].double()
+    s = basis.S[index].double()
     alpha, gamma = singular_coordinates(basis.read[index], q - constant, difference)
     floor = torch.finfo(torch.float64).eps * s.amax(-1, keepdim=True)
     attention = (
@@ -218,22 +218,19 @@ def attribute(
     asked = Question.first_of(
         scope, scope.encode([prompt], chat=fitted_chat if chat is None else chat)
     )
-    captured, query = (
-        scope.capture_inputs(asked.inputs, places=asked.places, heads=[head], space=space),
-        asked.query,
-    )
+    captured = scope.capture_inputs(asked.inputs, places=asked.places, heads=[head], space=space)
+    query = asked.query
     ordered = sorted(
         chosen.items(), key=lambda item: item[1].rank
     )  # what features share goes to the smaller
     bases = {part_name(name): subspace.basis("query") for name, subspace in ordered}
-    q, k, scale = (
-        captured.q[0, 0],
-        captured.k[0, captured.kv_of_head[0], : query + 1],
-        float(captured.scale[0]),
-    )
+    q = captured.q[0, 0]
+    k = captured.k[0, captured.kv_of_head[0], : query + 1]
+    scale = float(captured.scale[0])
     parts = attribute_logits(q, k, scale, bases, split)
     reverse = attribute_logits(q, k, scale, dict(reversed(bases.items())))
-    attention, logits = captured.attention()[0, 0, : query + 1].tolist(), parts.logits.tolist()
+    attention = captured.attention()[0, 0, : query + 1].tolist()
+    logits = parts.logits.tolist()
     shown: dict[str, Any] = {
         "position": range(query + 1),
         "token": asked.tokens[: query + 1],

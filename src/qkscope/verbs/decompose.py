@@ -45,11 +45,10 @@ from qkscope.texts.task import ANSWER, Task, Units
 
 #: The p-value from which on a file's neighbours are said to be alike.
 ALIKE = 0.01
-_HEADS, _UNITS, _LEAST = (
-    8,
-    512,
-    12,
-)  # looked at for that, at most, and under how many units nothing is said
+# looked at for that, at most, and under how many units nothing is said
+_HEADS = 8
+_UNITS = 512
+_LEAST = 12
 Replicates = Annotated[int, Interval(ge=1, le=100_000)]
 
 
@@ -107,7 +106,8 @@ def decompose(
     >>> [(row["head"], row["contrast"]) for row in fit.table()]
     [('L1H0', 'lexical')]
     """
-    chosen, names = parse_heads(heads), checked_contrasts(task, contrasts)
+    chosen = parse_heads(heads)
+    names = checked_contrasts(task, contrasts)
     for what, given in (
         ("rank", rank if isinstance(rank, Mapping) else {}),
         ("center", center or {}),
@@ -169,10 +169,8 @@ def decompose(
                     every.update(q * captured.scale[:, None], k, {name: labels})
                     every.state["scores"][name] += _scored(captured)
                     read = captured.kv_of_head[columns]
-                    q, keys = (
-                        q[:, columns],
-                        [every.key_heads.index(key_head) for key_head in own.key_heads],
-                    )
+                    q = q[:, columns]
+                    keys = [every.key_heads.index(key_head) for key_head in own.key_heads]
                     own.update(q, k[:, keys], {name: labels}, prompts=numbers[name](batch))
                     own.cov_q.update(captured.q[:, columns])
                     own.cov_k.update(captured.k[:, read].transpose(1, 2)[captured.key_mask])

@@ -81,7 +81,8 @@ def find_heads(
     >>> [str(head) for head in found.above(0.9)]
     ['L1H0', 'L1H1', 'L1H3', 'L1H2']
     """
-    units, heads = task.choose(n), scope.heads()
+    units = task.choose(n)
+    heads = scope.heads()
 
     def run(indices: list[int]) -> list[Tensor]:
         members = [(i, example) for i in indices for example in units[i]]
@@ -99,7 +100,8 @@ def find_heads(
     hits, row_hits, ratios, masses, chances, unit = (
         torch.cat(x) for x in zip(*batches, strict=True)
     )
-    chance, cluster = float(chances.mean()), clusters_of(units, unit)
+    chance = float(chances.mean())
+    cluster = clusters_of(units, unit)
     low, high = clustered_bootstrap(ratios, cluster)
     trials = len(cluster.unique())  # copies of a prompt are one trial
     rows: list[dict[str, Any]] = []
@@ -113,7 +115,8 @@ def find_heads(
         }  # fmt: skip
         rows.append({**row, "reaches": row[by] >= threshold and row["accuracy"] > chance})
     rows.sort(key=lambda row: -row[by])
-    best, first = rows[0], max(rows, key=lambda row: row["row_accuracy"])
+    best = rows[0]
+    first = max(rows, key=lambda row: row["row_accuracy"])
     attends = "it attends to it most of all tokens"
     whole = attends if first is best else f"of all tokens, {first['head']} attends to it most"
     # digits enough to tell the best score from the threshold
@@ -125,15 +128,11 @@ def find_heads(
         ),
         9,
     )
-    none, score = (
-        f"No head reaches {threshold:.0%}: " * (best[by] < threshold),
-        f"{best[by]:.{digits}%}",
-    )
+    none = f"No head reaches {threshold:.0%}: " * (best[by] < threshold)
+    score = f"{best[by]:.{digits}%}"
     if by != "accuracy":
-        none, score = (
-            f"{none}{best['head']} is first by {by} ({score}): ",
-            f"{best['accuracy']:.0%}",
-        )
+        none = f"{none}{best['head']} is first by {by} ({score}): "
+        score = f"{best['accuracy']:.0%}"
     answer = (
         f"{none}{best['head']} prefers the right key in {score} of {best['n']} prompts (95% interval "
         f"{best['low']:.0%}-{best['high']:.0%}, chance {chance:.0%}); {whole} in {first['row_accuracy']:.0%}."
@@ -151,7 +150,8 @@ def _scores(encoded: Encoding, rows: Float[Tensor, "b h t"]) -> tuple[Tensor, ..
     """Per row and head: right among candidates, right of all tokens, ratio, mass; and per row the
     chance level.
     """
-    labels, keys = encoded.labels[ANSWER], encoded.places.keys
+    labels = encoded.labels[ANSWER]
+    keys = encoded.places.keys
     attention = (
         rows.gather(-1, keys[:, None].expand(-1, rows.shape[1], -1)) * (labels != 0)[:, None]
     )

@@ -165,7 +165,8 @@ def _measured(
     units: list[Unit] = [unit[:1] for unit in task.test(n)]
     places = [(edge.head, edge.duty.query, edge.duty.key) for edge in edges]
     heads, queries, keys = (list(dict.fromkeys(column)) for column in zip(*places, strict=True))
-    basis, out = singular_basis(scope, heads), dict[str, Tensor]()
+    basis = singular_basis(scope, heads)
+    out = dict[str, Tensor]()
     terms = torch.full((len(edges), len(units), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
     turned = torch.full_like(terms[:, 0], torch.nan)
 
@@ -357,7 +358,8 @@ def _over_heads(
     chosen = [i for i, edge in enumerate(edges) if edge.circuit is circuit]
     accuracy = float(arrays["right"].mean()) if "right" in arrays else None
     means = {name: float(arrays[name][chosen].nanmean()) for name in _MEANS}
-    gap, change = group_difference(arrays, chosen), group_difference(arrays, chosen, first)
+    gap = group_difference(arrays, chosen)
+    change = group_difference(arrays, chosen, first)
     ends = dict(
         zip(
             ("difference", "low", "high", "change", "change_low", "change_high"),

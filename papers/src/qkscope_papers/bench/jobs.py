@@ -44,10 +44,8 @@ def data_parallel() -> Row:
     )  # its weights are unpacked once, on neither side's account
     with tempfile.TemporaryDirectory() as folder:
         places = {name: Path(folder) / name for name in ("plain", "ours")}
-        python, torchrun = (
-            [sys.executable, "-m"],
-            ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        )
+        python = [sys.executable, "-m"]
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         plain_s = _timed([*python, *job, "--out", str(places["plain"])], {one})
         ours_s = _timed([*python, *torchrun, "-m", *job, "--out", str(places["ours"])], {one, two})
         sums = [

@@ -14,7 +14,9 @@ def thin_svd_576_64() -> Row:
     """All 270 heads of SmolLM2's shape: thin SVD, checked, against a dense SVD of Ω per head; both
     float64.
     """
-    heads, d_head, d_model = 270, 64, 576
+    heads = 270
+    d_head = 64
+    d_model = 576
     generator = torch.Generator().manual_seed(0)
     shape = (heads, d_head, d_model)
     w_q, w_k = (
@@ -44,14 +46,19 @@ def thin_svd_576_64() -> Row:
 @row
 def thin_svd_8b() -> Row:
     """All 1,024 heads of Llama-3.1-8B's shape, as many at once as fit; against one head, dense."""
-    layers, heads, key_heads, d_model, d_head = 32, 32, 8, 4096, 128
+    layers = 32
+    heads = 32
+    key_heads = 8
+    d_model = 4096
+    d_head = 128
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
     w_q, w_k = (
         torch.randn(layers * n, d_head, d_model, generator=generator, device=device) / d_model**0.5
         for n in (heads, key_heads)
     )
-    size, step = heads // key_heads, heads_at_once(w_q)
+    size = heads // key_heads
+    step = heads_at_once(w_q)
 
     def ours() -> None:
         for start in range(0, len(w_q), step):

@@ -202,7 +202,8 @@ def trace_seconds(
 
     Heads ask with directions, one head by itself and several together, as `trace` does it.
     """
-    reader, last = Reader(scope, heads), max(head.layer for head in heads)
+    reader = Reader(scope, heads)
+    last = max(head.layer for head in heads)
 
     def ours() -> None:
         for batch in batches:
@@ -247,7 +248,8 @@ def _plain_swap(units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Pro
     """Two forwards per head and condition; returns the edited attention on the right key,
     (condition, head, prompt).
     """
-    scope, heads = _scope("eager"), parse_heads(_HEADS)
+    scope = _scope("eager")
+    heads = parse_heads(_HEADS)
     after = torch.zeros(len(_CONDITIONS), len(heads), len(units))
     batches = batches_of(units, _BATCH)
     starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
@@ -291,7 +293,8 @@ def _edited_forward(
     ) -> Any:
         if module.layer_idx != head.layer:
             return eager_attention_forward(module, q, k, v, mask, **kwargs)
-        groups, rows = module.num_key_value_groups, torch.arange(len(k))
+        groups = module.num_key_value_groups
+        rows = torch.arange(len(k))
         keys, values = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         at = [(rows, head.index, column) for column in columns]
         keys[at[0]], keys[at[1]] = swapped_keys(keys[at[0]], keys[at[1]], projector)
@@ -318,15 +321,15 @@ def swap_pipeline() -> Row:
     """48 held-out prompts, 3 heads × 6 conditions: one capture and closed forms, against two
     forwards for each.
     """
-    scope, task, heads = _scope(), tasks.binding(9), parse_heads(_HEADS)
+    scope = _scope()
+    task = tasks.binding(9)
+    heads = parse_heads(_HEADS)
     fit = decompose(
         scope, task, heads, 48, contrasts=["order", "lexical"], batch_size=_BATCH, progress=False
     )
     every, _ = Features.of(scope, fit, heads, ["order", "lexical"]).conditions(draws=1, seed=0)
-    units, projectors = (
-        task.test(48),
-        {condition.name: projector for condition, projector in every.items()},
-    )
+    units = task.test(48)
+    projectors = {condition.name: projector for condition, projector in every.items()}
     rows = capture_rows(scope, units, fit, heads, draw_pairs(units, _BATCH))
     found: dict[str, Tensor] = {}
 

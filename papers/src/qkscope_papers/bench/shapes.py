@@ -33,10 +33,9 @@ _SHAPES: dict[str, Any] = {
     "tiny": {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32_768},
 }  # fmt: skip
-_PEAK, _LONG = (
-    0.5,
-    10_000,
-)  # attention that a look has, and tokens of a prompt that is asked about once
+# attention that a look has, and tokens of a prompt that is asked about once
+_PEAK = 0.5
+_LONG = 10_000
 
 
 @cache
@@ -74,7 +73,8 @@ def _on_a_gpu(function: Callable[[], Row]) -> Callable[[], Row]:
 
 def _looking(shape: str, count: int, length: int) -> Row:
     scope = shape_scope(shape)
-    batch, heads = _prompts(scope, count, length), f"{len(scope.heads()):,} heads"
+    batch = _prompts(scope, count, length)
+    heads = f"{len(scope.heads()):,} heads"
     torch.cuda.reset_peak_memory_stats()
     seconds = against_body(scope, [batch], sums_of(scope, ANSWER), repeats=9)
     peak = torch.cuda.max_memory_allocated() / 2**30
@@ -91,9 +91,12 @@ def _tracing(shape: str, chosen: list[Head] | None, count: int, length: int) -> 
 
 def asking(shape: str, length: int) -> Row:
     """`why` of the head that looks at one token most, its words changed, against the forward."""
-    scope, gpu = shape_scope(shape, words=True), torch.cuda.is_available()
-    prompt, answers = _text(scope, length - 1), list[str]()
-    head, batch = _sharpened(scope, prompt), scope.encode([prompt])
+    scope = shape_scope(shape, words=True)
+    gpu = torch.cuda.is_available()
+    prompt = _text(scope, length - 1)
+    answers = list[str]()
+    head = _sharpened(scope, prompt)
+    batch = scope.encode([prompt])
     plain = torch.no_grad()(lambda: scope.model(**batch.inputs, logits_to_keep=1, use_cache=False))
     one = compare(plain, lambda: _tops(scope, batch, [head]), 3)
     if gpu:
@@ -121,10 +124,8 @@ def _sharpened(scope: Scope, prompt: str) -> Head:
     """Make queries and keys longer until a head at two thirds of the layers gives half of its
     attention to a token.
     """
-    batch, layer = (
-        scope.encode([prompt]),
-        [head for head in scope.heads() if head.layer == 2 * scope.n_layers // 3],
-    )
+    batch = scope.encode([prompt])
+    layer = [head for head in scope.heads() if head.layer == 2 * scope.n_layers // 3]
     while (top := _tops(scope, batch, layer)).max() < _PEAK:
         for name, weight in scope.model.named_parameters():
             weight.data *= 1.5 if "q_proj" in name or "k_proj" in name else 1
@@ -133,7 +134,8 @@ def _sharpened(scope: Scope, prompt: str) -> Head:
 
 def naming(shape: str, passages: int, length: int) -> Row:
     """`atlas` of all heads on random words, against the forward of its passages."""
-    scope, found = shape_scope(shape, words=True), list[Any]()
+    scope = shape_scope(shape, words=True)
+    found = list[Any]()
     texts = [_text(scope, length - 1, seed) for seed in range(8 * passages)]
     _sharpened(scope, texts[0])
     batch = scope.encode(texts[: 2 * passages])
@@ -144,10 +146,8 @@ def naming(shape: str, passages: int, length: int) -> Row:
             atlas(scope, texts, passages, test=passages, length=length, progress=False)
         )
 
-    seconds, looks = (
-        compare(plain, ours, warm=False),
-        sum(row["looks"] for row in found[0].tables["atlas"]),
-    )
+    seconds = compare(plain, ours, warm=False)
+    looks = sum(row["looks"] for row in found[0].tables["atlas"])
     return seconds.overhead(
         f"{len(scope.heads()):,} heads, {passages}×{length} tokens, {looks:,} looks"
     )

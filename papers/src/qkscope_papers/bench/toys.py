@@ -24,7 +24,9 @@ from qkscope_papers.lee2026.toy.stack import RetrievalStack
 from qkscope_papers.lee2026.toy.trained import grid
 from qkscope_papers.trainer import Trainer
 
-_STEPS, _ROUNDS, _BATCH = 20, 7, 256
+_STEPS = 20
+_ROUNDS = 7
+_BATCH = 256
 
 
 class PlainHead(nn.Module):
@@ -44,7 +46,8 @@ class PlainHead(nn.Module):
 
 def plain_loop(task: Retrieval, d_head: int, seed: int = 0) -> Callable[[int], None]:
     """A function that trains one head for some steps."""
-    encoders, model = task.encoders(seed), PlainHead(task, d_head)
+    encoders = task.encoders(seed)
+    model = PlainHead(task, d_head)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
     criterion = nn.CrossEntropyLoss()
     generator = torch.Generator().manual_seed(seed)
@@ -102,13 +105,15 @@ class PlainToy(nn.Module):
         self.W, self.b, self.W_Q, self.W_K = (
             nn.Parameter(x.clone()) for x in (toy.W, toy.b, toy.W_Q, toy.W_K)
         )
-        self.task, self.M = toy.task, toy.task.target()
+        self.task = toy.task
+        self.M = toy.task.target()
 
     def forward(self, x_q: Tensor, x_k: Tensor) -> Tensor:
         """The loss of a batch of contexts."""
         x = torch.cat([x_q, x_k.flatten(0, 1)])
         error = (torch.relu(x @ self.W.mT @ self.W + self.b) - x).square().mean()
-        q, k = x_q @ self.W.mT @ self.W_Q.mT, x_k @ self.W.mT @ self.W_K.mT
+        q = x_q @ self.W.mT @ self.W_Q.mT
+        k = x_k @ self.W.mT @ self.W_K.mT
         logits = (k @ q[:, :, None])[..., 0]
         target = (x_k @ (x_q @ self.M)[:, :, None])[..., 0].softmax(dim=-1)
         w_rec, w_att = self.task.loss_weights
@@ -117,7 +122,8 @@ class PlainToy(nn.Module):
 
 def plain_toy_loop(cell: ToyCell, seed: int) -> tuple[PlainToy, Callable[[int], None]]:
     """One toy, and a function that trains it for some steps on the stream of tokens of this seed."""
-    task, model = cell.task, PlainToy(cell.untrained())
+    task = cell.task
+    model = PlainToy(cell.untrained())
     optimiser = torch.optim.AdamW(model.parameters(), lr=cell.lr, weight_decay=0.01)
     generator = torch.Generator().manual_seed(seed)
     contexts = TOKENS // task.context

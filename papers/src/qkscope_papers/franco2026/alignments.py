@@ -52,23 +52,28 @@ _TOYS = toys_of(lambda preset: {ONE_PAIR: ONE, MANY_PAIRS: MANY})
 @toy_figure("fig11", "All features and all singular vectors", _TOYS, decides=False)
 def run(settings: Settings, cells: Cells, decides: bool) -> Result:
     """Alignment of both configurations, and all cosines of the first seed as arrays."""
-    work, toys = WORK[settings.preset], train(cells, settings)
+    work = WORK[settings.preset]
+    toys = train(cells, settings)
     rows = before_and_after(toys)
-    arrays, spectra = {}, []
+    arrays = {}
+    spectra = []
     for config, found in toys.items():
-        toy, basis = found[0].toy, found[0].toy.basis()
+        toy = found[0].toy
+        basis = found[0].toy.basis()
         for side, vectors in (("query", basis.u), ("key", basis.v)):
             arrays[f"{side}/{config}"] = cosines(toy.W.double(), vectors).float()
         for trained in found:
             for check, control in ((-1, False), (0, True)):
-                s, count = trained.at(check).basis().s, len(trained.cell.task.pairs)
+                s = trained.at(check).basis().s
+                count = len(trained.cell.task.pairs)
                 kl, error = divergence_and_error(
                     trained.at(check), 4096, derived_seed(settings.seed, 31)
                 )
                 spectra.append({"config": config, "seed": trained.cell.seed, "control": control, "kl": kl,
                                 "reconstruction": error, "next_over_last": float(s[count] / s[count - 1]),
                                 "singular_values": [float(x) for x in s]})  # fmt: skip
-    after, before = pick(rows, control=False), pick(rows, control=True)
+    after = pick(rows, control=False)
+    before = pick(rows, control=True)
     one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
     answer = (
         f"One pair: matched |cos| at least {min(r['matched'] for r in one):.3f} in {len(one) // 2} seeds (before "
@@ -89,7 +94,8 @@ def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Cla
     )
     least_of = "least matched |cos|; control: what random directions find at best"
     worst = over_seeds(one, lambda own: min(r["matched"] for r in own))
-    second, off = over_runs(r["next_over_last"] for r in trained), over_runs(_value_errors(many))
+    second = over_runs(r["next_over_last"] for r in trained)
+    off = over_runs(_value_errors(many))
     return [
         Claim(f"one pair: both features align with their singular vectors ({least_of}, mean over seeds)",
               "Sec. 4, Fig. 2(a): aligned", worst.mean, one[0]["best_random"], "ours >= 0.95 and ours > control",
@@ -136,10 +142,8 @@ def draw(result: Result) -> Files:
         named = distinct(pick(result.tables["alignment"], config=config), "pair")
         pairs = [[int(feature) for feature in pair.split("-")] for pair in named]
         for axis, side in zip(line[:2], ("query", "key"), strict=True):
-            shown, features = (
-                result.arrays[f"{side}/{config}"],
-                [pair[side == "key"] for pair in pairs],
-            )
+            shown = result.arrays[f"{side}/{config}"]
+            features = [pair[side == "key"] for pair in pairs]
             if result.claims:
                 shown = shown[features][:, :_SHOWN]
             else:

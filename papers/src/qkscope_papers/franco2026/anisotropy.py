@@ -83,12 +83,17 @@ def _distorted(settings: Settings) -> dict[str, list[ToyCell]]:
 @toy_figure("fig4", "Alignment under controlled anisotropy", _distorted)
 def run(settings: Settings, cells: Cells) -> Result:
     """Scores of every ε and direction, after training and before."""
-    work, toys = WORK[settings.preset], train(cells, settings)
-    rows, starts, alignment = [], [], []
+    work = WORK[settings.preset]
+    toys = train(cells, settings)
+    rows = []
+    starts = []
+    alignment = []
     for config, found in toys.items():
         for trained in found:
             for check, control in ((-1, False), (0, True)):
-                toy, step, seed = trained.at(check), trained.steps[check], trained.cell.seed
+                toy = trained.at(check)
+                step = trained.steps[check]
+                seed = trained.cell.seed
                 if config.startswith("ε="):
                     rows.append(anisotropy_row(float(config[2:]), seed, step, toy, control))
                     alignment += alignment_rows(config, seed, step, toy, control=control)
@@ -96,7 +101,8 @@ def run(settings: Settings, cells: Cells) -> Result:
                     row = anisotropy_row(_EPSILONS[-1], seed, step, toy, control)
                     starts.append({"start": trained.cell.task.head_std, **row})
     starts += [{"start": START, **row} for row in pick(rows, epsilon=_EPSILONS[-1], control=False)]
-    summary, by_start = summarise(rows), _by_start(starts)
+    summary = summarise(rows)
+    by_start = _by_start(starts)
     last = summary[-1]
     spread = sorted(row["raw"] for row in by_start)
     answer = (
@@ -126,7 +132,9 @@ def _by_start(rows: list[Row]) -> list[Row]:
 
 def anisotropy_row(epsilon: float, seed: int, step: int, toy: Toy, control: bool) -> Row:
     """One head on one dictionary."""
-    basis, pairs, g = toy.basis(), by_logit(toy.task.pairs), gram(toy.W)
+    basis = toy.basis()
+    pairs = by_logit(toy.task.pairs)
+    g = gram(toy.W)
     scores: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     for side, vectors in ((0, basis.u), (1, basis.v)):
         wanted = toy.W.double()[:, [pair[side] for pair in pairs]]
@@ -146,8 +154,10 @@ def anisotropy_row(epsilon: float, seed: int, step: int, toy: Toy, control: bool
 def summarise(rows: list[Row]) -> list[Row]:
     """Mean and standard deviation over directions, beside the bounds and chance."""
     table = []
-    d, used = 10, 4
-    chance, chance_top = random_best(d, d).mean, random_best(d, used).mean
+    d = 10
+    used = 4
+    chance = random_best(d, d).mean
+    chance_top = random_best(d, used).mean
     for epsilon in distinct(rows, "epsilon"):
         after, before = (pick(rows, epsilon=epsilon, control=control) for control in (False, True))
         line: Row = {
@@ -172,7 +182,8 @@ def _gains(rows: list[Row], control: bool) -> list[float]:
 
 
 def _claims(summary: list[Row], by_start: list[Row], rows: list[Row]) -> list[Claim]:
-    most, none = summary[-1], summary[0]
+    most = summary[-1]
+    none = summary[0]
     covered = [row for row in summary if math.isfinite(row["bound"])]
     (own,) = pick(by_start, start=START)
     others = [row for row in by_start if row["start"] != START]
@@ -182,13 +193,13 @@ def _claims(summary: list[Row], by_start: list[Row], rows: list[Row]) -> list[Cl
     def over(name: str, at: Row) -> Estimate:
         return over_runs(r[name] for r in pick(rows, epsilon=at["epsilon"], control=False))
 
-    top, exact, nearest = (
-        over("raw_top", most),
-        over("raw", none),
-        over("raw", least).among(len(covered)),
-    )
-    after, before = _gains(rows, False), _gains(rows, True)
-    gain, beyond = over_runs(after), over_runs(a - b for a, b in zip(after, before, strict=True))
+    top = over("raw_top", most)
+    exact = over("raw", none)
+    nearest = over("raw", least).among(len(covered))
+    after = _gains(rows, False)
+    before = _gains(rows, True)
+    gain = over_runs(after)
+    beyond = over_runs(a - b for a, b in zip(after, before, strict=True))
     return [
         Claim("isotropic features align exactly (raw |cos| at ε = 0; control: untrained)",
               "C.3: in the absence of anisotropy, exactly", exact.mean, none["raw_untrained"], "ours >= 0.99",

@@ -204,7 +204,8 @@ def rotated(
         turns = random_rotations(
             read.shape[1], draws, derived_seed(seed, "rotated", head.layer, head.index)
         )
-        m, n = read.double() @ turns, dual(read) @ turns
+        m = read.double() @ turns
+        n = dual(read) @ turns
         order = carried(delta, m, n).argsort(-1, descending=True)[:, None].expand_as(m)
         each.append((n.gather(-1, order), m.gather(-1, order)))
     left, right = (torch.stack(list(factors), dim=1) for factors in zip(*each, strict=True))
@@ -212,7 +213,8 @@ def rotated(
 
 
 def _delta(feature: Subspace) -> Tensor:
-    u, v = feature.basis("query").double().cpu(), feature.basis("key").double().cpu()
+    u = feature.basis("query").double().cpu()
+    v = feature.basis("key").double().cpu()
     return u @ torch.diag(feature.S[: feature.rank].double().cpu()) @ v.mT
 
 

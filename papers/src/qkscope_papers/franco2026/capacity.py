@@ -57,7 +57,9 @@ def run(settings: Settings, cells: Cells) -> Result:
         row["on_own"] = row["best_index"] == order.index(row["pair"])
     summary = []
     for config, (trained, *_) in toys.items():
-        toy, width, seed = trained.toy, trained.cell.task.d_head, derived_seed(settings.seed, 38)
+        toy = trained.toy
+        width = trained.cell.task.d_head
+        seed = derived_seed(settings.seed, 38)
         groups = {"fitting": range(width), "surplus": range(width, len(toy.task.pairs))}
         row = _summary(config, rows, width) | {
             f"{name}_confusion": _confusion(toy, own) for name, own in groups.items()
@@ -71,7 +73,8 @@ def run(settings: Settings, cells: Cells) -> Result:
         summary.append(row)
     arrays = {}
     for config, found in toys.items():
-        toy, basis = found[0].toy, found[0].toy.basis()
+        toy = found[0].toy
+        basis = found[0].toy.basis()
         pairs = by_logit(toy.task.pairs)
         for side, vectors in ((0, basis.u), (1, basis.v)):
             wanted = toy.W.double()[:, [pair[side] for pair in pairs]]
@@ -129,12 +132,12 @@ def _claims(rows: list[Row], summary: list[Row]) -> list[Claim]:
     def over(name: str, widths: Sequence[int] = (5, 10)) -> Estimate:
         return over_runs(row[name] for row in crowded if row["d_head"] in widths)
 
-    last, kept, norms = over("surplus_on_last"), over("fitting_on_own"), over("surplus_norm")
-    wide, confused, sparse = (
-        over("surplus_on_last", (10,)),
-        over("surplus_confusion"),
-        over("fitting_sparsity"),
-    )
+    last = over("surplus_on_last")
+    kept = over("fitting_on_own")
+    norms = over("surplus_norm")
+    wide = over("surplus_on_last", (10,))
+    confused = over("surplus_confusion")
+    sparse = over("fitting_sparsity")
     less = over_runs(row["surplus_sparsity"] - row["fitting_sparsity"] for row in crowded)
     return [
         Claim("surplus pairs map to the last singular vector (share of their features, mean over toys; control: "
@@ -185,7 +188,8 @@ def draw(result: Result) -> Files:
     image = None
     for place in range(lines * columns):
         line, column = divmod(place, columns)
-        above, below = axes[2 * line][column], axes[2 * line + 1][column]
+        above = axes[2 * line][column]
+        below = axes[2 * line + 1][column]
         if place >= len(configs):
             above.set_axis_off()
             below.set_axis_off()

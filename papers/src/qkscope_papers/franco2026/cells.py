@@ -57,7 +57,8 @@ Cells = Callable[[Settings], dict[str, list[ToyCell]]]
 
 BEYOND = "ours < min(0, 2 * control)"  # control: the same before training
 WAS_LESS = "Was ours < 0 (it held), which an untrained head passes as well."
-ONE_PAIR, MANY_PAIRS = "one pair", "20 pairs"
+ONE_PAIR = "one pair"
+MANY_PAIRS = "20 pairs"
 ONE = Superposition(pairs=((0, 1, 1.0),))
 MANY = Superposition(n=100, d=50, d_head=50, pairs=linear_pairs(20, 20.0))
 

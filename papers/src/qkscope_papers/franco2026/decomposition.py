@@ -67,7 +67,8 @@ def run(settings: Settings, cells: Cells, none: bool) -> Result:
                 "rotated_share": float(_first_share(turned)), "size": float(at.terms.abs().sum(-1).mean()),
             })  # fmt: skip
     late, early = (pick(rows, when=when) for when in ("late", "early"))
-    share, control = mean(r["first_share"] for r in late), mean(r["first_share"] for r in early)
+    share = mean(r["first_share"] for r in late)
+    control = mean(r["first_share"] for r in early)
     what = "no feature of interest" if none else "the pair 0-4 alone"
     answer = (
         f"With {what} in the tokens the largest term holds {share:.2f} of Σ|c| after training, {control:.2f} "
@@ -84,10 +85,8 @@ def _first_share(terms: Float[Tensor, "*c m"]) -> Tensor:
 
 
 def _one_claims(late: list[Row], early: list[Row]) -> list[Claim]:
-    share, gap = (
-        over_runs(r["first_share"] for r in late),
-        over_runs(r["sparsity"] - r["rotated"] for r in late),
-    )
+    share = over_runs(r["first_share"] for r in late)
+    gap = over_runs(r["sparsity"] - r["rotated"] for r in late)
     return [
         Claim("with one pair present a single term carries relative attention (share of the largest |c|, mean over "
               "seeds; control: early)", "Sec. 5, Fig. 5: only one significant contribution, at first none",
@@ -101,10 +100,8 @@ def _one_claims(late: list[Row], early: list[Row]) -> list[Claim]:
 
 def _none_claims(late: list[Row], early: list[Row]) -> list[Claim]:
     size = over_runs(r["size"] for r in late)
-    share, gap = (
-        over_runs(r["first_share"] for r in late),
-        over_runs(r["sparsity"] - r["rotated"] for r in late),
-    )
+    share = over_runs(r["first_share"] for r in late)
+    gap = over_runs(r["sparsity"] - r["rotated"] for r in late)
     return [
         Claim("without features of interest no single term stands out (share of the largest |c|, mean over seeds; "
               "control: early)", "App. F, Fig. 24: sparsity is absent", share.mean,
@@ -134,10 +131,9 @@ def strengths(toys: list[ToyRun], settings: Settings) -> Result:
     rows: list[Row] = []
     arrays: dict[str, Tensor] = {}
     for trained in toys:
-        task, ranked = (
-            trained.cell.task,
-            by_logit(trained.cell.task.pairs),
-        )  # term k belongs to the k-th largest target
+        # term k belongs to the k-th largest target
+        task = trained.cell.task
+        ranked = by_logit(trained.cell.task.pairs)
         # as in training: any number of pairs present
         generator = torch.Generator().manual_seed(
             derived_seed(settings.seed, 34, trained.cell.seed)

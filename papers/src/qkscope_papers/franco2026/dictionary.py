@@ -62,9 +62,11 @@ def run(settings: Settings, cells: Cells) -> Result:
     copies.
     """
     (toys,) = train(cells, settings).values()
-    work, rows = WORK[settings.preset], list[Row]()
+    work = WORK[settings.preset]
+    rows = list[Row]()
     for trained in toys:
-        seed, task = trained.cell.seed, trained.cell.task
+        seed = trained.cell.seed
+        task = trained.cell.task
         drawn = [
             draw_token_pairs(
                 task, "one", _CONTEXTS, derived_seed(settings.seed, "dictionary", seed, i), i
@@ -114,7 +116,8 @@ def split(
     attended : which key is asked about; the one with the largest logit if not given.
     """
     tokens = toy.tokens(x)
-    q, k = tokens[:, :1] @ toy.W_Q.mT.to(x), tokens[:, 1:] @ toy.W_K.mT.to(x)
+    q = tokens[:, :1] @ toy.W_Q.mT.to(x)
+    k = tokens[:, 1:] @ toy.W_K.mT.to(x)
     chosen = (q @ k.mT)[:, 0].argmax(-1) if attended is None else torch.full((len(x),), attended)
     signs = torch.full(k.shape[:2], -1).scatter(1, chosen[:, None], 1)
     rows = toy.W.mT.double()
@@ -126,9 +129,12 @@ def split(
     if kind != "true":
         coded = null_code(kind, own, tokens, coded, seed)
     every = _parts(tokens, coded)
-    size, numbers, first = torch.zeros(toy.task.n, toy.task.n, dtype=torch.float64), [], []
+    size = torch.zeros(toy.task.n, toy.task.n, dtype=torch.float64)
+    numbers = []
+    first = []
     for parts, ids, weights in zip(every, coded.ids, relative_weights(signs).to(x), strict=True):
-        asked, keys = parts[:, 0] @ toy.W_Q.mT.to(x), parts[:, 1:] @ toy.W_K.mT.to(x)
+        asked = parts[:, 0] @ toy.W_Q.mT.to(x)
+        keys = parts[:, 1:] @ toy.W_K.mT.to(x)
         terms = FeatureTerms.of(ids, asked, keys, weights.double() * toy.task.scale, ERROR, BIAS)
         size[alive[terms.query][:, None], alive[terms.key]] += terms.pairs.abs() / len(x)
         numbers.append(terms.numbers())
@@ -183,7 +189,8 @@ def _answer(rows: list[Row]) -> str:
 
 
 def _claims(rows: list[Row]) -> list[Claim]:
-    late, early = pick(rows, when="late", kind="true"), pick(rows, when="early", kind="true")
+    late = pick(rows, when="late", kind="true")
+    early = pick(rows, when="early", kind="true")
     copies = [row for row in rows if row["kind"] != "true"]
 
     def highest(column: str, seed: int) -> float:

@@ -44,7 +44,8 @@ from qkscope_papers.tables import (
 )
 
 STAYS = 0.95
-READING, OTHER = "reading C", "reading B"
+READING = "reading C"
+OTHER = "reading B"
 _SHOWN = 60  # checkpoints of figure 3
 _SEEDS = 5  # of which its table and its curves show them
 
@@ -94,7 +95,8 @@ def _along(toys: Mapping[str, Sequence[ToyRun]], points: int) -> tuple[list[Row]
     for config, found in toys.items():
         for trained in found:
             for check in checkpoints(len(trained.steps), points):
-                step, toy = trained.steps[check], trained.at(check)
+                step = trained.steps[check]
+                toy = trained.at(check)
                 rows += alignment_rows(config, trained.cell.seed, step, toy, control=check == 0)
             onsets += onset_rows(config, trained)
     return rows, onsets
@@ -140,7 +142,8 @@ def _stays(cosine: Float[Tensor, " checks"], steps: Sequence[int]) -> float:
 
 def _learned(trained: ToyRun, pair: Pair) -> float:
     """The first step at which the pair adds half of its target to a logit."""
-    W, scale = trained.weights["W"].double(), trained.cell.task.scale
+    W = trained.weights["W"].double()
+    scale = trained.cell.task.scale
     query, key = (
         trained.weights[name].double() @ W[:, :, feature, None]
         for name, feature in (("W_Q", pair[0]), ("W_K", pair[1]))
@@ -152,7 +155,8 @@ def _learned(trained: ToyRun, pair: Pair) -> float:
 def _matched(trained: ToyRun, check: int) -> Float[Tensor, " pairs"]:
     """The lower matched cosine of both sides."""
     toy = trained.at(check)
-    basis, pairs = toy.basis(), by_logit(toy.task.pairs)
+    basis = toy.basis()
+    pairs = by_logit(toy.task.pairs)
     sides = [
         cosines(toy.W.double()[:, [pair[side] for pair in pairs]], vectors).diagonal()
         for side, vectors in ((0, basis.u), (1, basis.v))
@@ -213,7 +217,8 @@ def _order_claims(onsets: list[Row]) -> list[Claim]:
         ("pairs are learned in the order of their target logits (half of the target reached; share of comparisons",
          "", lambda rows: over_seeds(rows, lambda own: order_agreement(own, "learned")), "ours > 0.5", ""),
     ]  # fmt: skip
-    own, other = pick(onsets, config=READING), pick(onsets, config=OTHER)
+    own = pick(onsets, config=READING)
+    other = pick(onsets, config=OTHER)
     first, second, *_ = distinct(own, "pair")
     asked += [
         ("the first pair's feature changes less than its singular vector (|cos| of start and end: feature − vector",
@@ -310,7 +315,8 @@ def draw(result: Result) -> Files:
     figure = new_figure(2.7 * len(pairs) + 0.8, 10.4)
     parts: Any = figure.subfigures(2, 1, height_ratios=[3, 1])
     axes = parts[0].subplots(3, len(pairs), squeeze=False, sharex=True, sharey=True)
-    image, edges = None, _edges(steps)
+    image = None
+    edges = _edges(steps)
     for line, (kind, label) in zip(axes, _LINES, strict=True):
         for k, axis in enumerate(line):
             image = axis.pcolormesh(

@@ -90,18 +90,15 @@ def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
     turned = singular.sparsity(
         singular.rotated_terms(at.query, at.s, at.difference, work.rotations, seed)
     ).mean(0)
-    q, k = (
-        at.query * at.s.sqrt(),
-        at.difference * at.s.sqrt(),
-    )  # a basis of the head's space, up to a rotation
+    # a basis of the head's space, up to a rotation
+    q = at.query * at.s.sqrt()
+    k = at.difference * at.s.sqrt()
     rotation = singular.random_rotations(q.shape[-1], work.rotations, seed).to(q)
     q, k = (torch.einsum("...m,rmn->r...n", x, rotation) for x in (q, k))
     shared = singular.sparsity(q * k).mean(0)
     own = singular.sparsity(terms)
-    exact, close = (
-        singular.reconstruction_count(terms),
-        singular.reconstruction_count(terms, TOLERANCE),
-    )
+    exact = singular.reconstruction_count(terms)
+    close = singular.reconstruction_count(terms, TOLERANCE)
     context = torch.arange(len(own))
     columns = torch.stack([own, turned, own - turned], dim=1)
     low, high = clustered_bootstrap(columns, context, draws=_RESAMPLES, seed=seed)
@@ -161,10 +158,8 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
             BEYOND, gap.low, gap.high,
             changed="Rotated bases are the paper's control in Pythia, not here; with no pair present the paper sees no "
             f"sparsity, and Fig. 24 asks that. {WAS_LESS}"))  # fmt: skip
-    shared, count = (
-        over_runs(r["sparsity"] - r["shared"] for r in one),
-        over_runs(r["count_tol"] for r in one),
-    )
+    shared = over_runs(r["sparsity"] - r["shared"] for r in one)
+    count = over_runs(r["count_tol"] for r in one)
     claims += [
         Claim("one present: sparser than in a rotated head space, where every logit is the same (mean over seeds; "
               "control: before training)", "", shared.mean,
@@ -209,7 +204,8 @@ def draw(result: Result) -> Files:
             color=colour,
             label=_NAMES[present],
         )
-        low, high = [min(column(x, "low")) for x in at], [max(column(x, "high")) for x in at]
+        low = [min(column(x, "low")) for x in at]
+        high = [max(column(x, "high")) for x in at]
         left.fill_between(steps, low, high, color=colour, alpha=0.25, lw=0)
         left.plot(steps, [mean(column(x, "rotated")) for x in at], "--", color=colour, lw=1)
         right.plot(

@@ -76,7 +76,8 @@ def run(settings: Settings, cells: Cells, isotropic: bool) -> Result:
             (unit.mT @ unit).float(),
             gram(toy.W).float(),
         )
-    after, before = pick(rows, control=False), pick(rows, control=True)
+    after = pick(rows, control=False)
+    before = pick(rows, control=True)
     by_p = {config: pick(after, config=config) for config in NO_HEAD if config in toys}
     pairs = ", ".join(f"{_range(own, 'antipodal')} at {config[9:]}" for config, own in by_p.items())
     one = pick(after, config=ONE_PAIR)
@@ -96,7 +97,8 @@ def geometry_row(config: str, seed: int, step: int, toy: Toy, control: bool) -> 
     """One dictionary in numbers."""
     W = toy.W.double()
     norms = W.norm(dim=0)
-    unit, there = W / norms, norms >= _VANISHED * norms.max()
+    unit = W / norms
+    there = norms >= _VANISHED * norms.max()
     angles = unit.mT @ unit
     paired = (angles < _ANTIPODAL).any(1)
     wanted = (
@@ -137,10 +139,8 @@ def _isotropy_claims(
     by_p: dict[str, list[Row]], after: list[Row], before: list[Row]
 ) -> list[Claim]:
     errors = {config: over_runs(r["isotropy_error"] for r in own) for config, own in by_p.items()}
-    best, untrained = (
-        min(errors, key=lambda config: errors[config].mean),
-        pick(before, config=TABLE_1),
-    )
+    best = min(errors, key=lambda config: errors[config].mean)
+    untrained = pick(before, config=TABLE_1)
     one, rest = (
         over_runs(r[name] for r in pick(after, config=ONE_PAIR))
         for name in ("isotropy_error", "rest_isotropy_error")
@@ -164,10 +164,8 @@ def _isotropy_claims(
 
 def _claims(by_p: dict[str, list[Row]], after: list[Row], before: list[Row]) -> list[Claim]:
     pairs = {config: over_runs(r["antipodal"] for r in own) for config, own in by_p.items()}
-    best, start = (
-        max(pairs, key=lambda config: pairs[config].mean),
-        mean(r["antipodal"] for r in before),
-    )
+    best = max(pairs, key=lambda config: pairs[config].mean)
+    start = mean(r["antipodal"] for r in before)
     claims = [
         Claim("without a head: ten antipodal pairs in every seed (mean over seeds, at the p of the sweep with most, "
               f"{best[9:]}; control: untrained)", "Sec. 4, Fig. 1(a): 10 pairs, one per dimension", pairs[best].mean,

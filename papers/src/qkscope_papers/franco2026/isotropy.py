@@ -35,7 +35,8 @@ def run(settings: Settings) -> Result:
         {"dictionary": Path(name).name, **isotropy(_dictionary(name, settings), settings.seed)}
         for name in names
     ]
-    features, last = settings.model.endswith(".safetensors"), rows[-1]
+    features = settings.model.endswith(".safetensors")
+    last = rows[-1]
     claims = [
         Claim("‖E‖ of a dictionary of autoencoder features, c = tr G / d (control: random rows of the same number and "
               "width)", "C.2, Fig. 20: 10 to 55 over GPT-2's layers", last["e_trace"] if features else None,
@@ -80,7 +81,8 @@ def _dictionary(name: str, settings: Settings) -> Float[Tensor, "n d"]:
 @run.drawing
 def draw(result: Result) -> Files:
     """‖E‖ beside random rows; grey: what the paper finds for GPT-2."""
-    rows, image = result.tables["isotropy"], new_figure(5.0, 3.2)
+    rows = result.tables["isotropy"]
+    image = new_figure(5.0, 3.2)
     axis = image.subplots()
     axis.axhspan(10, 55, color=REST, alpha=0.3, lw=0)
     axis.plot(column(rows, "e_trace"), "o-", color=ORIGINAL, label="‖E‖, c = tr G / d")

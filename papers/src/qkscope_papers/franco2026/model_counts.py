@@ -44,7 +44,8 @@ def run(settings: Settings, training: bool) -> Result:
     counts = [row for i in range(len(found.edges)) for row in _distribution(found, i)]
     rows = found.rows(found.found[-1])
     inside = [row for row in rows if row["circuit"]]
-    count, null = _mean(inside, "count"), _mean(inside, "count_null")
+    count = _mean(inside, "count")
+    null = _mean(inside, "count_null")
     few = sum(1 <= row["count"] <= 4 for row in inside)
     answer = (
         f"{count:.1f} singular vectors reach the relative logit on average over {len(inside)} edges of the "
@@ -110,12 +111,12 @@ def _head_claims(found: Sweep) -> list[Claim]:
 
 
 def _training_claims(found: Sweep) -> list[Claim]:
-    reason, last, inside = found.unlike(PYTHIA), found.last, found.inside
+    reason = found.unlike(PYTHIA)
+    last = found.last
+    inside = found.inside
     other = "refuted" if reason[0] == "refuted" else "other setting"
-    counts, close = (
-        found.mean(last["count"], inside),
-        found.mean(last["count_tol"] - last["count_tol_null"], inside),
-    )
+    counts = found.mean(last["count"], inside)
+    close = found.mean(last["count_tol"] - last["count_tol_null"], inside)
     claims = [
         Claim("Singular vectors that reach the relative logit, at the end (mean over the circuit; control: random "
               "terms of the same sum and norm)", "Sec. 5, Fig. 9(b): typically only 1-4 singular vectors", counts.mean,

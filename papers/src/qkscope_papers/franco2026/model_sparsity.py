@@ -100,7 +100,9 @@ def _periods(found: Sweep) -> dict[str, tuple[Values | None, Values]]:
 def _claims(
     found: Sweep, periods: dict[str, tuple[Values | None, Values]], units: list[Row]
 ) -> list[Claim]:
-    first, last, inside = found.first, found.last, found.inside
+    first = found.first
+    last = found.last
+    inside = found.inside
     reason = found.unlike(PYTHIA)
     claims: list[Claim] = []
     if found.trained:
@@ -118,7 +120,8 @@ def _claims(
                   turned.mean, plain.mean, "ours > 0.5 * control and control < 0", turned.low, turned.high, reason[0],
                   f"{reason[1]} Its spectrum sharpens in training, which makes rotated terms unequal too."),
         ]  # fmt: skip
-    end, rotated = found.mean(_gap(last), inside), found.mean(last["rotated"], inside).mean
+    end = found.mean(_gap(last), inside)
+    rotated = found.mean(last["rotated"], inside).mean
     against = (
         "refuted" if reason[0] == "other setting" else reason[0]
     )  # the paper claims it of any architecture
@@ -171,7 +174,8 @@ def relabelled(inside: Sequence[float], outside: Sequence[float], seed: int = 0)
     if not first or not second:
         return math.nan
     values = torch.tensor([*first, *second], dtype=torch.float64)
-    n, k = len(values), len(first)
+    n = len(values)
+    k = len(first)
     if math.comb(n, k) <= MOST:
         picks = torch.tensor(list(combinations(range(n), k)))
     else:

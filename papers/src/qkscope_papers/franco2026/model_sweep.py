@@ -29,11 +29,11 @@ from qkscope_papers.franco2026.prompts import IOI, TEXT, clusters_of, prompts_of
 from qkscope_papers.registry import Settings
 from qkscope_papers.tables import Estimate, Row, pick
 
-CHANCE, RIGHT = (
-    0.6,
-    0.95,
-)  # share of prompts answered right, of two names: up to here chance, from here on learned
-GPT2, PYTHIA = "gpt2", "EleutherAI/pythia-160m"
+# share of prompts answered right, of two names: up to here chance, from here on learned
+CHANCE = 0.6
+RIGHT = 0.95
+GPT2 = "gpt2"
+PYTHIA = "EleutherAI/pythia-160m"
 _PYTHIA_STEPS = {
     "smoke": (0, 1000, 143000),
     "default": (0, 128, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 100000, 143000),
@@ -176,7 +176,8 @@ def swept(settings: Settings) -> Sweep:
 
 @lru_cache(maxsize=2)
 def _swept(model: str, prompts: str, preset: str, seed: int, device: str, shared: Path) -> Sweep:
-    work, revisions = WORK[preset], revisions_of(model, preset)
+    work = WORK[preset]
+    revisions = revisions_of(model, preset)
     name = hashlib.sha256(f"{model} {prompts} {preset} {seed}".encode()).hexdigest()[:12]
     folder = shared / "franco2026" / "model_sweeps" / name  # no figure is called so
     found = checkpoints(model, revisions)

@@ -134,7 +134,8 @@ def _four_claims(found: Sweep, chosen: list[int]) -> list[Claim]:
 
 def _all_claims(found: Sweep) -> list[Claim]:
     """Figure 25: head by head."""
-    reason, last = found.unlike(PYTHIA), found.last
+    reason = found.unlike(PYTHIA)
+    last = found.last
     follows = found.mean(last["sigma_correlation"] - last["sigma_rotated"], found.inside)
     claims = [
         Claim("Terms follow the singular values less than the spectrum alone would make them (rank correlation of "
@@ -206,9 +207,12 @@ def _bars(axis: Axes, terms: Any, colour: str) -> None:
     axis.bar(np.arange(len(terms)), terms, 0.9, color=colour)
     axis.axhline(0, color=INK, lw=0.5)
     axis.tick_params(labelsize=7.5)
-    low, high = min(float(np.nanmin(terms)), 0.0), max(float(np.nanmax(terms)), 0.0)
+    low = min(float(np.nanmin(terms)), 0.0)
+    high = max(float(np.nanmax(terms)), 0.0)
     axis.set_ylim(low - 0.05 * (high - low), high + 0.5 * (high - low))  # room for the words
-    total, spread = float(np.nansum(terms)), float(np.nanmean(np.square(terms)))
+    total = float(np.nansum(terms))
+    spread = float(np.nanmean(np.square(terms)))
     sparsity = float(np.nanmean(np.abs(terms))) ** 2 / spread if spread else float("nan")
-    words, place = f"sum {total:.1f}\nsparsity {sparsity:.2f}", axis.transAxes
+    words = f"sum {total:.1f}\nsparsity {sparsity:.2f}"
+    place = axis.transAxes
     axis.text(0.98, 0.95, words, transform=place, ha="right", va="top", fontsize=7)

@@ -27,7 +27,9 @@ from qkscope.texts.holdout import Passage, split
 from qkscope.texts.sentence_tasks import TEMPLATES
 from qkscope.texts.task import Task, Unit, Use, seeded
 
-IOI, SINGLE, TEXT = "ioi", "single", "text"
+IOI = "ioi"
+SINGLE = "single"
+TEXT = "text"
 KINDS = (IOI, SINGLE, TEXT)
 _LENGTH = 128  # tokens of a passage
 _LEAST = 16  # tokens before the one that is asked about
@@ -62,7 +64,8 @@ def text_task(encode: Callable[[str], Sequence[int]], seed: int) -> Task:
 
 def _repeated(passage: Passage, seed: int) -> Example | None:
     """The passage up to a token that stood before, drawn among all such; None where there is none."""
-    ids, found = passage.ids, []
+    ids = passage.ids
+    found = []
     last: dict[int, int] = {}
     for at, token in enumerate(ids):
         before = last.get(token, 0)  # the first place is where idle heads look

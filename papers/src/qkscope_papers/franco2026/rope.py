@@ -54,7 +54,8 @@ ROPE = Superposition(
 )
 def run(settings: Settings, cells: Cells, in_bands: bool) -> Result:
     """Alignment and bands of every seed."""
-    work, toys = WORK[settings.preset], train(cells, settings)
+    work = WORK[settings.preset]
+    toys = train(cells, settings)
     found = next(iter(toys.values()))
     rows = before_and_after(toys, joint=True)
     for row in rows:
@@ -66,7 +67,8 @@ def run(settings: Settings, cells: Cells, in_bands: bool) -> Result:
         for check, control in ((-1, False), (0, True))
         for row in band_rows(trained.at(check), trained.cell.seed, trained.steps[check], control)
     ]
-    toy, basis = found[0].toy, found[0].toy.basis()
+    toy = found[0].toy
+    basis = found[0].toy.basis()
     arrays = {
         "query": cosines(toy.W.double(), basis.u).float(),
         "key": cosines(toy.W.double(), basis.v).float(),
@@ -117,7 +119,8 @@ def _in_span(toy: Toy, row: Row) -> float:
     """
     used = len(toy.task.pairs) + len(toy.task.positional)
     side = row["side"] == "key"
-    basis, feature = toy.basis(), int(row["pair"].split("-")[side])
+    basis = toy.basis()
+    feature = int(row["pair"].split("-")[side])
     f = toy.W.double()[:, feature]
     return float(((basis.v if side else basis.u)[:, :used].mT @ f).norm() / f.norm())
 
@@ -126,7 +129,8 @@ def _claims(rows: list[Row]) -> list[Claim]:
     """Figure 21: a seed is one run, and its number the mean over its features, as the paper shows
     one run.
     """
-    after, before = pick(rows, control=False), pick(rows, control=True)
+    after = pick(rows, control=False)
+    before = pick(rows, control=True)
     positional = "-".join(map(str, ROPE.positional[0][:2]))
     asked: list[tuple[str, str, list[Row]]] = [
         ("features without position align with singular vectors of the un-rotated Ω", "singular vector alignment is "
@@ -154,7 +158,8 @@ def _claims(rows: list[Row]) -> list[Claim]:
 
 
 def _band_claims(bands: list[Row]) -> list[Claim]:
-    trained, untrained = pick(bands, control=False), pick(bands, control=True)
+    trained = pick(bands, control=False)
+    untrained = pick(bands, control=True)
     asked = [
         ("the positional pair lies in band 1", "allocated to frequency θ_1", True, "band_1"),
         ("pairs without position lie in the slow bands 2 to 4", "subspaces with low positional sensitivity", False,

@@ -157,7 +157,8 @@ def _claims(over: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
     if over == "p":
         common = [row for row in summary if float(row["config"][2:]) > _LEAST_P]
         rare = [row for row in summary if float(row["config"][2:]) <= _LEAST_P]
-        few, shares = _share(rare), [_share([row]).mean for row in common]
+        few = _share(rare)
+        shares = [_share([row]).mean for row in common]
         return [
             _all_align("alignment is robust for p above 0.038: every pair aligns", "A.2, Fig. 12: robustly, down to "
                        "0.038", common, untrained, changed="It was the mean matched |cos|, as in no other sweep."),

@@ -26,7 +26,9 @@ from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Row, mean, pick
 
 _DRAWS = {"smoke": 2, "default": 6, "paper": 12}
-_D, _N, _ALPHA = 4, 6, 4.0
+_D = 4
+_N = 6
+_ALPHA = 4.0
 _EPSILONS = (0.01, 0.02, 0.05, 0.08, 0.1, 0.13, 0.16, 0.18, 0.2, 0.3, 0.5, 0.7, 0.9)
 _MUS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _TILTS = (0.0, 0.25, 0.5)
@@ -148,7 +150,8 @@ def run_bound(settings: Settings) -> Result:
     """The bound against the worst feature that can be found."""
     rows = []
     for epsilon in _EPSILONS:
-        random, worst = [], 1.0
+        random = []
+        worst = 1.0
         for draw in range(50 * _DRAWS[settings.preset]):
             generator = torch.Generator().manual_seed(derived_seed(settings.seed, 43, draw))
             turn = torch.linalg.qr(torch.randn(10, 10, generator=generator, dtype=torch.float64))[0]

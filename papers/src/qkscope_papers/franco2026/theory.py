@@ -119,7 +119,8 @@ def minimise(
     """
     d = len(queries)
     cases = TwoKeyPopulation.of(queries.shape[1], p)
-    t_q, t_k = cases.queries @ queries.double().mT, cases.differences @ keys.double().mT
+    t_q = cases.queries @ queries.double().mT
+    t_k = cases.differences @ keys.double().mT
     weight = cases.query_p[:, None] * cases.difference_p
     target = (cases.queries @ interactions.double() @ cases.differences.mT).sigmoid()
     entropy = (weight * _bernoulli_loss(target, target.logit())).sum()
@@ -128,7 +129,9 @@ def minimise(
     def loss(at: Tensor) -> Tensor:
         return (weight * _bernoulli_loss(target, t_q @ at @ t_k.mT)).sum()
 
-    value, gradient, taken = loss(omega), torch.ones(d, d, dtype=torch.float64), 0
+    value = loss(omega)
+    gradient = torch.ones(d, d, dtype=torch.float64)
+    taken = 0
     while taken < 100 and float(gradient.abs().max()) >= 1e-13:
         taken += 1
         student = (t_q @ omega @ t_k.mT).sigmoid()

@@ -28,7 +28,8 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 from qkscope.model.scope import Scope
 
 _FOLDER = Path(str(files("qkscope_papers"))) / "known"
-FIRST, PAD = "BOS", "compiler_pad"
+FIRST = "BOS"
+PAD = "compiler_pad"
 LONGEST = 5  # tokens behind the first
 
 
@@ -45,7 +46,9 @@ class CompiledAttention(nn.Module):
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
-        self.config, self.layer_idx, self.head_dim = config, layer, config.head_dim
+        self.config = config
+        self.layer_idx = layer
+        self.head_dim = config.head_dim
         wide = config.head_dim * config.num_attention_heads
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(config.hidden_size, wide, bias=False) for _ in range(3)
@@ -74,7 +77,8 @@ class CompiledLayer(nn.Module):
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.self_attn = CompiledAttention(config, layer)
-        wide, inside = config.hidden_size, config.intermediate_size
+        wide = config.hidden_size
+        inside = config.intermediate_size
         self.mlp = nn.Sequential(
             nn.Linear(wide, inside, bias=False), nn.ReLU(), nn.Linear(inside, wide, bias=False)
         )
@@ -135,7 +139,8 @@ def programs() -> dict[str, dict[str, Any]]:
 
 def load_program(name: str) -> Scope:
     """A compiled program, ready to be looked into."""
-    said, stored = programs()[name], load_file(_FOLDER / "programs.safetensors")
+    said = programs()[name]
+    stored = load_file(_FOLDER / "programs.safetensors")
     sizes = {key: value for key, value in said.items() if isinstance(value, int)}
     words = said["vocabulary"]
     config = CompiledConfig(vocab_size=len(words), **sizes)

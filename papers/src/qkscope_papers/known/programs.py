@@ -33,11 +33,10 @@ from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Files, Row, column, distinct, files_of, mean, pick, share_of
 
 _PROMPTS = {"smoke": 2, "default": 6, "paper": 24}
-_LEAST, _FLAT, _LEFT = (
-    0.01,
-    1e-3,
-    0.5,
-)  # of the largest part; a relative logit; of the attention, what a cause leaves
+# of the largest part; a relative logit; of the attention, what a cause leaves
+_LEAST = 0.01
+_FLAT = 1e-3
+_LEFT = 0.5
 RIVALS = ("attribution patching", "path patching")
 Tokens = Sequence[str]
 
@@ -106,12 +105,11 @@ def run(settings: Settings) -> Result:
     words: list[Row] = []
     flat = looked = 0
     for name, head in SELECTORS:
-        scope, parts = (
-            load_program(name),
-            {how: dict[tuple[str, str], float]() for how in ("trace", *RIVALS)},
-        )
+        scope = load_program(name)
+        parts = {how: dict[tuple[str, str], float]() for how in ("trace", *RIVALS)}
         for look in looks_of(name, head, _PROMPTS[settings.preset], settings.seed):
-            text, looked = " ".join(look.tokens), looked + 1
+            text = " ".join(look.tokens)
+            looked = looked + 1
             found = trace(scope, text, head, query=look.query, key=look.key, depth=0, draws=1)
             words += word_rows(scope, name, head, look)
             if abs(found.tables["check"][0]["logit"]) < _FLAT:
@@ -157,7 +155,8 @@ def writer_rows(name: str, head: str, how: str, parts: dict[tuple[str, str], flo
     true["both"] = true["query"] | true["key"]
     rows = []
     for (side, writer), value in parts.items():
-        is_true, is_found = writer in true[side], value >= _LEAST
+        is_true = writer in true[side]
+        is_found = value >= _LEAST
         why = (
             ""
             if is_true == is_found
@@ -183,16 +182,15 @@ def patched(scope: Scope, head: Head, look: Look) -> dict[str, dict[tuple[str, s
     """Attribution patching and path patching of every writer before the head, another prompt's
     outputs put in.
     """
-    layers, attention = scope.model.layers[: head.layer], scope.model.layers[head.layer].self_attn
+    layers = scope.model.layers[: head.layer]
+    attention = scope.model.layers[head.layer].self_attn
     runs = [
         Probe(scope, " ".join(tokens), last=head.layer, logits=False).run
         for tokens in (look.tokens, look.other)
     ]
     split = [run.slots(list(range(1, 1 + len(look.tokens)))).stream(head.layer) for run in runs]
-    writers, parts = (
-        [name for piece in split[0] for name in piece.writers],
-        [named(pieces)[0] for pieces in split],
-    )
+    writers = [name for piece in split[0] for name in piece.writers]
+    parts = [named(pieces)[0] for pieces in split]
     with torch.enable_grad():
         x = runs[0].entered[0][:, 1:].clone().requires_grad_()
         points = {"embedding": x}  # where a writer's output joins the stream
@@ -206,7 +204,8 @@ def patched(scope: Scope, head: Head, look: Look) -> dict[str, dict[tuple[str, s
         others = [i for i in range(1, len(logits)) if i != look.key]
         relative = logits[look.key] - (logits[others].mean() if others else 0)
         through = torch.autograd.grad(relative, [x, *points.values()], allow_unused=True)
-    direct, through_of = through[0], dict(zip(points, through[1:], strict=True))
+    direct = through[0]
+    through_of = dict(zip(points, through[1:], strict=True))
     given = zip(writers, parts[1] - parts[0], strict=True)
     away = {writer: (through_of[writer.partition("H")[0]], part) for writer, part in given}
     return {
@@ -224,10 +223,8 @@ def word_rows(scope: Scope, name: str, head: str, look: Look) -> list[Row]:
     program's selector.
     """
     selects, first = SELECTORS[name, head]
-    words, ids = (
-        [word for word in programs()[name]["vocabulary"] if word not in (FIRST, PAD)],
-        look.tokens,
-    )
+    words = [word for word in programs()[name]["vocabulary"] if word not in (FIRST, PAD)]
+    ids = look.tokens
 
     def share(tokens: Tokens) -> float:
         """What the selector gives the key: all selected tokens get as much."""
@@ -249,8 +246,11 @@ def word_rows(scope: Scope, name: str, head: str, look: Look) -> list[Row]:
 @run.drawing
 def draw(result: Result) -> Files:
     """Precision and recall of every head, by method."""
-    rows, methods = result.tables["heads"], distinct(result.tables["heads"], "how")
-    heads, drawn, hues = distinct(rows, "program", "head"), new_figure(9, 3.4), colours_of(methods)
+    rows = result.tables["heads"]
+    methods = distinct(result.tables["heads"], "how")
+    heads = distinct(rows, "program", "head")
+    drawn = new_figure(9, 3.4)
+    hues = colours_of(methods)
     for axis, kind in zip(drawn.subplots(1, 2, sharey=True), ("recall", "precision"), strict=True):
         for i, how in enumerate(methods):
             places = [place + 0.27 * (1 - i) for place in range(len(heads))]

@@ -57,7 +57,8 @@ def run(settings: Settings, second: bool = False) -> Result:
     """Swaps at the best of the found heads."""
     session = session_of(settings)
     form = second and session.embedded  # any other model is the second model itself
-    found, tables = session.found("binding", form), _swapped(session, form)
+    found = session.found("binding", form)
+    tables = _swapped(session, form)
     answer = _answer(tables, found, session.form("binding", form))
     claims = _claims(session, found, tables, second)
     return settings.result(
@@ -94,7 +95,8 @@ def _swapped(session: FigureSession, second: bool) -> dict[str, list[Row]]:
 
 
 def _tables(session: FigureSession, second: bool) -> dict[str, list[Row]]:
-    found, work = session.found("binding", second), session.work
+    found = session.found("binding", second)
+    work = session.work
     units = session.binding_task(second=second).test(work.test)
     sizes = [k for k in SIZES if k <= session.scope.d_head]
     options: Any = {"batch_size": work.batch_size, "seed": session.seed}
@@ -111,7 +113,8 @@ def _tables(session: FigureSession, second: bool) -> dict[str, list[Row]]:
         }
     tables["heads"] = [found.row(head) for head in found.all]
     if work.downstream:
-        chosen, fit = units[: work.downstream], session.fit("binding", second)
+        chosen = units[: work.downstream]
+        fit = session.fit("binding", second)
         groups = [found.heads] if len(found.heads) == 1 else [found.heads[:1], found.heads]
         patched = [
             swap(session.scope, chosen, fit, heads, downstream=True, **options) for heads in groups
@@ -190,7 +193,8 @@ def _answer(tables: dict[str, list[Row]], found: HeadChoice, form: str) -> str:
 def _claims(
     session: FigureSession, found: HeadChoice, tables: dict[str, list[Row]], second: bool
 ) -> list[Claim]:
-    head, score = str(found.heads[0]), found.row(found.heads[0])
+    head = str(found.heads[0])
+    score = found.row(found.heads[0])
     said = (
         "implied by §5.2, Fig. 20" if second else "§5.2, Fig. 9"
     )  # of Qwen the paper shows the figure alone
@@ -225,9 +229,12 @@ def _swap_claims(
     """What the paper says of its swaps, with the paper's estimators; the same with ours is a claim
     of ours.
     """
-    at, whose = _of(tables, head, estimator), "the paper's" if estimator == "paper" else "our"
-    both, random = at[_TOGETHER[estimator]], at["random_both"]
-    moved, alone = _shift(both), _over_alone(tables, head, estimator)
+    at = _of(tables, head, estimator)
+    whose = "the paper's" if estimator == "paper" else "our"
+    both = at[_TOGETHER[estimator]]
+    random = at["random_both"]
+    moved = _shift(both)
+    alone = _over_alone(tables, head, estimator)
     paper = {
         "both": "intervening on both subspaces shifts the majority of the attention",
         "alone": "each individual subspace can shift some of the attention",
@@ -256,7 +263,8 @@ def _unlike(setting: tuple[str, str], ours: bool | None) -> dict[str, Any]:
 
 
 def _negligible(at: Conditions, said: str, d_head: int, reason: str, where: str) -> Claim:
-    random, both = at["random_both"], at["both_summed"]
+    random = at["random_both"]
+    both = at["both_summed"]
     return Claim("random subspaces have a negligible effect (shift; control: swapping both)",
                  f"{said}: intervening on random subspaces of the same ranks has negligible effects",
                  random["shift"], both["shift"], "ours < 0.1 * control", **_shift(random).ends, reason=reason,
@@ -306,16 +314,13 @@ def _rank_claims(
         return over_key_heads({row["head"]: row["rank"] for row in own}, group_size)
 
     order = pick(tables["paper_ranks"], contrast="order", is_control=False)
-    dominance, words = median(column(order, "mean_dominance")), tables["paper_ranks"][-1]["units"]
-    lexical, narrow = (
-        of("paper", "lexical"),
-        f"heads are {d_head} wide instead of 128, and " if d_head < 128 else "",
-    )
-    there, uncentred, centred = (
-        of("paper", "lexical", True).mean,
-        of("paper", "order"),
-        of("ours", "order"),
-    )
+    dominance = median(column(order, "mean_dominance"))
+    words = tables["paper_ranks"][-1]["units"]
+    lexical = of("paper", "lexical")
+    narrow = f"heads are {d_head} wide instead of 128, and " if d_head < 128 else ""
+    there = of("paper", "lexical", True).mean
+    uncentred = of("paper", "order")
+    centred = of("ours", "order")
     untold: dict[str, Any] = {"why": "A rank belongs to the contrast as much as to the head."}
     if lexical.mean < 9:
         untold = {

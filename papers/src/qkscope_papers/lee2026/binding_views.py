@@ -86,10 +86,8 @@ def run(settings: Settings, projected: bool) -> Result:
                     arrays |= {f"{feature}/{name}": value for name, value in drawn.items()}
     named = [{"feature": feature, "index": i, "label": name} for feature in FEATURES
              for i, name in enumerate(labels[feature][0][:_WORDS])]  # fmt: skip
-    answer, claims = (
-        _answer(rows, str(best)),
-        _claims(rows, str(best), str(found.control), projected),
-    )
+    answer = _answer(rows, str(best))
+    claims = _claims(rows, str(best), str(found.control), projected)
     about = session.about(form=session.form("binding"), head=str(best))
     clouds = cloud_rows(arrays, {feature: labels[feature][0] for feature in FEATURES})
     tables = {"views": rows, "labels": named, "clouds": clouds}
@@ -98,7 +96,9 @@ def run(settings: Settings, projected: bool) -> Result:
 
 def binding_points(session: FigureSession) -> Points:
     """Held-out queries and keys of the found heads and the control."""
-    task, work, heads = session.binding_task(), session.work, session.found("binding").all
+    task = session.binding_task()
+    work = session.work
+    heads = session.found("binding").all
     return session.once(
         ("points", "binding"),
         lambda: capture_points(session.scope, task, task.test(work.test), heads, work.batch_size),
@@ -131,9 +131,11 @@ def _view(
 ) -> tuple[Row, dict[str, Tensor]]:
     q, k = points.at(head)
     asked = labels[torch.arange(len(labels)), points.answers()]
-    flat, of_key = k.flatten(0, 1), labels.flatten()
+    flat = k.flatten(0, 1)
+    of_key = labels.flatten()
     if fit is not None:
-        q, flat = fit[feature, head].project(q, "query"), fit[feature, head].project(flat, "key")
+        q = fit[feature, head].project(q, "query")
+        flat = fit[feature, head].project(flat, "key")
     seen = view(q, asked, flat, of_key, seed)
     prompt = torch.arange(len(labels)).repeat_interleave(k.shape[1])
     early = prompt % 2 == 0  # centroids from every other prompt

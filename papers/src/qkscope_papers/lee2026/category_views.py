@@ -61,7 +61,8 @@ SIDES: tuple[Side, Side] = ("query", "key")
 def run(settings: Settings) -> Result:
     """Heads, ranks, the five categories seen with their queries, and thirteen categories of keys."""
     session = session_of(settings)
-    found, fit = session.found("filter"), session.fit("filter")
+    found = session.found("filter")
+    fit = session.fit("filter")
     best = found.heads[0]
     task = session.filter_task()
     seen = session.once(("points", "filter"), lambda: _points(session, task, found.all))
@@ -121,15 +122,18 @@ def _view(
     names, category = _labels(points, task)
     q, k = points.at(head)
     asked = category[torch.arange(len(category)), points.answers()]
-    flat, of_key = k.flatten(0, 1), category.flatten()
+    flat = k.flatten(0, 1)
+    of_key = category.flatten()
     row: Row = {}
     drawn: dict[str, Tensor] = {}
     for space in ("projected", "whole"):
         if space == "projected":
             u, v = (_span(fit, head, names, side) for side in SIDES)
-            q_in, k_in = q @ u @ u.mT, flat @ v @ v.mT
+            q_in = q @ u @ u.mT
+            k_in = flat @ v @ v.mT
         else:
-            q_in, k_in = q, flat
+            q_in = q
+            k_in = flat
         seen = view(q_in, asked, k_in, of_key, seed)
         prefix = "" if space == "projected" else "whole_"
         row |= {f"{prefix}{name}": number for name, number in seen.row.items()}
@@ -155,7 +159,8 @@ def _fine(session: FigureSession, head: Head) -> tuple[list[Row], dict[str, Tens
     _, category = _labels(points, task)
     _, k = points.at(head)
     basis = _span(fit, head, names, "key")
-    flat, labels = k.flatten(0, 1), category.flatten()
+    flat = k.flatten(0, 1)
+    labels = category.flatten()
     words = [text for row in points.key_texts() for text in row]
     own = task.asked["words"]
     place = {
@@ -218,7 +223,8 @@ def _listed(values: Any) -> str:
 def _claims(
     found: HeadChoice, ranks: list[Row], views: list[Row], clusters: list[Row], group_size: int
 ) -> list[Claim]:
-    best, other = views[0], views[-1]
+    best = views[0]
+    other = views[-1]
     own = [row for row in ranks if row["contrast"] != POOLED]
     largest = {
         str(head): max(row["rank_99"] for row in pick(own, head=str(head))) for head in found.all
@@ -228,7 +234,8 @@ def _claims(
     ours, above = (over_key_heads(values, group_size) for values in (largest, pooled))
     score = found.row(found.heads[0])
     by_space = {row["space"]: row for row in clusters}
-    fine, ahead = by_space["category directions"], by_space["category directions less key PCA"]
+    fine = by_space["category directions"]
+    ahead = by_space["category directions less key PCA"]
     return [
         Claim("filter heads attend to the asked category (ratio of the best head; interval corrected for choosing it "
               "among all heads; control: chance)", "§5.1: they attend to items pertaining to a queried category",
@@ -305,7 +312,8 @@ def _draw_fine(axis: Any, arrays: dict[str, Any], names: list[str]) -> None:
     mostly position.
     """
     colours = matplotlib.colormaps["tab20"]
-    points, labels = arrays["fine/keys"], arrays["fine/key_labels"]
+    points = arrays["fine/keys"]
+    labels = arrays["fine/key_labels"]
     means = np.stack([points[labels == i].mean(axis=0) for i in np.unique(labels)])
     x, y = sorted(np.argsort(means.var(axis=0) / points.var(axis=0))[-2:])
     for i, name in enumerate(names):

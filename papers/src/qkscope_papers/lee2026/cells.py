@@ -56,10 +56,8 @@ def whole_grids(*grids: tuple[Variant, int]) -> Cells:
 
     def cells(settings: Settings) -> list[HeadCell]:
         scales: dict[str, Any] = AS_WRITTEN if settings.prompts == SCALES[1] else {}
-        ranks, most = (
-            WORK[settings.preset].ranks,
-            None if scales or settings.preset == "paper" else 1,
-        )
+        ranks = WORK[settings.preset].ranks
+        most = None if scales or settings.preset == "paper" else 1
         return [
             c
             for s in _seeds(settings)[:most]

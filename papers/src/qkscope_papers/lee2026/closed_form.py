@@ -34,7 +34,8 @@ def _heads(settings: Settings) -> list[HeadCell]:
 @toy_figure("appB", "ΔC in closed form, its assumptions, and alignment against attention", _heads)
 def run(settings: Settings, cells: object) -> Result:
     """Every head of the paper's example, trained and not."""
-    n, rows = WORK[settings.preset].contrast_pairs, list[Row]()
+    n = WORK[settings.preset].contrast_pairs
+    rows = list[Row]()
     for trained in train(_heads, settings):
         for control, head in ((False, trained.head), (True, trained.cell.untrained())):
             row = {
@@ -75,10 +76,8 @@ def head_row(head: RetrievalHead, n: int, seed: int) -> Row:
     )
     for scheme in SCHEMES:
         moment = second_moment(task, scheme, n, seed)
-        size, block = (
-            float(moment.square().sum()),
-            float(moment[task.latent_slices()[0]][:, task.latent_slices()[0]].square().sum()),
-        )
+        size = float(moment.square().sum())
+        block = float(moment[task.latent_slices()[0]][:, task.latent_slices()[0]].square().sum())
         row[f"outside_{scheme}"] = 1 - block / size
         row[f"rank_{scheme}"] = int(energy_rank(torch.linalg.svdvals(left @ moment @ right.mT)))
     payload, latent = (
@@ -86,7 +85,8 @@ def head_row(head: RetrievalHead, n: int, seed: int) -> Row:
         for x in (head.encoders.A_y, head.encoders.A)
     )
     contexts = head.encoders.contexts(_CONTEXTS, seed)
-    q, k = head.queries(contexts.x_q), head.keys(contexts.x_k)
+    q = head.queries(contexts.x_q)
+    k = head.keys(contexts.x_k)
     attention = (head.scale * (k @ q[..., None])[..., 0]).softmax(-1)
     generator = torch.Generator().manual_seed(seed)
     bases = {
@@ -128,7 +128,9 @@ def _claims(rows: list[Row]) -> list[Claim]:
     def over(name: str) -> Estimate:
         return over_runs(row[name] for row in after)
 
-    error, outside, payload = over("error"), over("outside_held"), over("payload")
+    error = over("error")
+    outside = over("outside_held")
+    payload = over("payload")
     ahead = over_runs(row["aligned"] - row["aligned_random"] for row in after)
     anew, asked = (
         share_of(row[f"rank_{scheme}"] == row["r1"] for row in after)

@@ -48,7 +48,8 @@ def run(settings: Settings) -> Result:
 
 
 def _rows(session: FigureSession) -> list[Row]:
-    found, work = session.found("binding"), session.work
+    found = session.found("binding")
+    work = session.work
     jobs = []
     for lexical in ("same_query", "own_query"):
         contrasts = (
@@ -136,11 +137,9 @@ def _claims(rows: list[Row], group_size: int) -> list[Claim]:
         own = pick(rows, varied=varied, contrast=contrast, estimator="paper", is_control=False)
         counts = _counts(own)
         near = min(counts[:-1], key=lambda n: abs(n - 2 * counts[-1] / 3))
-        late, start, settled = (
-            _change(own, near, group_size),
-            _roomy(own, varied, contrast),
-            _settled(own),
-        )
+        late = _change(own, near, group_size)
+        start = _roomy(own, varied, contrast)
+        settled = _settled(own)
         all_along = over_key_heads({}, 1) if start is None else _change(own, start, group_size)
         enough = (
             f"From {settled} {varied} on it changes by 1 at most; Fig. 16 says after enough entities, and does not say "

@@ -30,7 +30,8 @@ def run(settings: Settings, second: bool = False) -> Result:
     session = session_of(settings)
     again = second and session.embedded  # any other model is the second model itself
     tables = session.once(("swaps", "filter", again), lambda: _tables(session, again))
-    heads, form = session.found("filter", again).heads, session.form("filter", again)
+    heads = session.found("filter", again).heads
+    form = session.form("filter", again)
     answer = _answer(tables["swap"], form)
     claims = _claims(tables, [str(head) for head in heads], second)
     return settings.result(
@@ -39,7 +40,9 @@ def run(settings: Settings, second: bool = False) -> Result:
 
 
 def _tables(session: FigureSession, second: bool) -> dict[str, list[Row]]:
-    found, fit, work = session.found("filter", second), session.fit("filter", second), session.work
+    found = session.found("filter", second)
+    fit = session.fit("filter", second)
+    work = session.work
     units = session.filter_task(second=second).test(work.test)
     options: Any = {"draws": work.draws, "batch_size": work.batch_size, "seed": session.seed}
     sizes = [k for k in _SIZES if k <= session.scope.d_head]
@@ -59,7 +62,10 @@ def _of(rows: list[Row], head: str) -> dict[str, Row]:
 
 def _answer(rows: list[Row], form: str) -> str:
     at = _of(rows, rows[0]["head"])
-    span, random, pca, pooled = at[JOINT], at[f"random_{JOINT}"], at[f"key_pca_{JOINT}"], at[POOLED]
+    span = at[JOINT]
+    random = at[f"random_{JOINT}"]
+    pca = at[f"key_pca_{JOINT}"]
+    pooled = at[POOLED]
     return (
         f"At {span['head']} ({form} form) swapping the {span['rank']} category directions takes attention from "
         f"{span['orig_before']:.3f}/{span['target_before']:.3f} (asked item / item of another category) to "
@@ -73,7 +79,8 @@ def _claims(tables: dict[str, list[Row]], heads: list[str], second: bool) -> lis
     """Of the head that is closest to failing; its interval pays for its having been chosen among
     three.
     """
-    cells, count = [_of(tables["swap"], head) for head in heads], len(heads)
+    cells = [_of(tables["swap"], head) for head in heads]
+    count = len(heads)
     said = "implied by §5.1, Fig. 19" if second else "§5.1, Fig. 7"
     setting: dict[str, Any] = {"reason": "other setting" if second else "small model", "why":
                                "The paper's second model is Qwen3-4B; here it is a small model, asked with lists."

@@ -166,7 +166,8 @@ def similarity_fit(points: Float[Tensor, "n r"], target: Float[Tensor, "n r"]) -
     """R² of the best rotation, reflection and scaling of ``points`` onto ``target`` (Procrustes): 1
     is one shape.
     """
-    x, y = points - points.mean(dim=0), target - target.mean(dim=0)
+    x = points - points.mean(dim=0)
+    y = target - target.mean(dim=0)
     nuclear = torch.linalg.svdvals(x.mT @ y).sum()
     return float(nuclear.square() / (x.square().sum() * y.square().sum()))
 

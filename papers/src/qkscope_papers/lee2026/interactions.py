@@ -41,7 +41,8 @@ _ROTATIONS = 20
 )
 def run(settings: Settings, cells: Cells) -> Result:
     """G of every cell of both grids, and what can be said of it in numbers."""
-    work, heads = WORK[settings.preset], train(cells, settings)
+    work = WORK[settings.preset]
+    heads = train(cells, settings)
     rows = [interaction_row(trained, settings.seed) for trained in heads]
     below, above = (pick(rows, where=where) for where in ("below", "above"))
     arrays = {f"G/{t.cell.slug}": t.head.interactions().float() for t in heads}
@@ -62,8 +63,10 @@ def interaction_row(trained: HeadRun, seed: int) -> Row:
     """One cell in numbers, beside the same head before training and after random rotations of its
     latents.
     """
-    cell, task = trained.cell, trained.cell.task
-    g, untrained = trained.head.interactions(), cell.untrained().interactions()
+    cell = trained.cell
+    task = trained.cell.task
+    g = trained.head.interactions()
+    untrained = cell.untrained().interactions()
     total = task.total_rank
     rotated = [
         off_diagonal(rotate(g, task, derived_seed(seed, 17, draw))) for draw in range(_ROTATIONS)
@@ -101,7 +104,8 @@ def _claims(variant: str, below: list[Row], above: list[Row]) -> list[Claim]:
     said = (
         "§4, Fig. 5" if variant == "continuous" else "implied by §4, Fig. 5"
     )  # of Fig. 13 F.1 says another thing
-    off, split = typical(above, "off_diagonal"), typical(below, "off_diagonal")
+    off = typical(above, "off_diagonal")
+    split = typical(below, "off_diagonal")
     claims = [
         Claim("off-diagonal energy tells superposition from room enough (median above d_head; control: median below)",
               f"{said}: off-diagonal interactions in G", off.mean, split.mean, "ours > 2 * control", **off.ends),
@@ -206,10 +210,8 @@ def _scatter(
     for name, text, colour in series:
         for d_head, marker in ((8, "o"), (16, "s")):
             own = pick(rows, d_head=d_head)
-            x, named = (
-                [row["r1"] + row["r2"] - d_head for row in own],
-                text if d_head == 8 else None,
-            )
+            x = [row["r1"] + row["r2"] - d_head for row in own]
+            named = text if d_head == 8 else None
             look: Any = {"s": 20, "c": colour, "marker": marker, "alpha": 0.75, "linewidths": 0}
             axis.scatter(x, column(own, name), label=named, **look)
     axis.axvline(0, color=INK, lw=0.8, ls=":")

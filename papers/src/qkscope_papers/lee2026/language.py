@@ -138,7 +138,8 @@ def _control(rows: list[Row], heads: list[Head]) -> Head:
     Not the head that does worst: that one turns away from the right keys, for which it has to know
     them as well.
     """
-    deepest, mass = max(head.layer for head in heads), median(row["mass"] for row in rows)
+    deepest = max(head.layer for head in heads)
+    mass = median(row["mass"] for row in rows)
     others = [
         row for row in rows if (h := Head.parse(row["head"])).layer <= deepest and h not in heads
     ]
@@ -151,7 +152,10 @@ class FigureSession:
     """A model and what was found in it so far."""
 
     def __init__(self, model: str, preset: str, seed: int, device: str) -> None:
-        self.model, self.preset, self.seed, self.device = model, preset, seed, device
+        self.model = model
+        self.preset = preset
+        self.seed = seed
+        self.device = device
         self.work = WORK[preset]
         self._made: dict[Any, Any] = {}
 
@@ -253,7 +257,8 @@ class FigureSession:
         return fit_of(sums, task, made_from(self.scope, task), center={"order": "none"})
 
     def _fit(self, kind: Kind, second: bool) -> Fit:
-        task, found = self.task(kind, second), self.found(kind, second)
+        task = self.task(kind, second)
+        found = self.found(kind, second)
         with doing(f"fitting {kind}"):
             if kind == "binding":
                 return self.decompose(

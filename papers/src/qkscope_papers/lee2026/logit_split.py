@@ -36,7 +36,8 @@ _DRAWS = 20
 def run(settings: Settings) -> Result:
     """The first held-out prompt, and shares over all of them."""
     session = session_of(settings)
-    found, fit = session.found("binding"), session.fit("binding")
+    found = session.found("binding")
+    fit = session.fit("binding")
     head = found.heads[0]
     points = binding_points(session)
     example = points.units[0][0]
@@ -94,7 +95,8 @@ def _shares(
     def means(parts: dict[str, Tensor]) -> Row:
         return {name: float(part.mean()) for name, part in parts.items()}
 
-    first, turned = split(bases), split(dict(reversed(bases.items())))
+    first = split(bases)
+    turned = split(dict(reversed(bases.items())))
     dense = {
         name: first[name] / basis.shape[1] for name, basis in bases.items()
     }  # shares per dimension
@@ -141,8 +143,10 @@ def _share(part: Float[Tensor, "n k"], logits: Float[Tensor, "n k"]) -> Float[Te
     It is a ratio of means, linearised row by row, so that an interval of its mean knows that the
     variance is measured.
     """
-    part, logits = part - part.mean(dim=1, keepdim=True), logits - logits.mean(dim=1, keepdim=True)
-    held, all_of = (part * logits).sum(dim=1), logits.square().sum(dim=1)
+    part = part - part.mean(dim=1, keepdim=True)
+    logits = logits - logits.mean(dim=1, keepdim=True)
+    held = (part * logits).sum(dim=1)
+    all_of = logits.square().sum(dim=1)
     mean = all_of.mean().clamp_min(torch.finfo(logits.dtype).tiny)
     share = held.mean() / mean
     return share + (held - share * all_of) / mean
@@ -190,7 +194,8 @@ def draw(result: Result) -> Files:
     axes = figure.subplots(
         2, 2, width_ratios=[max(6.0, 0.19 * len(rows)), 2.6], height_ratios=[3, 1]
     )
-    parts, attention = axes[0][0], axes[1][0]
+    parts = axes[0][0]
+    attention = axes[1][0]
     places = range(len(rows))
     for i, (name, colour) in enumerate(_PARTS):
         parts.bar(

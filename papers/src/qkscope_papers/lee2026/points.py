@@ -69,9 +69,11 @@ class Points:
 
     def key_words(self, vocabulary: Sequence[str]) -> list[list[str]]:
         """The word of this vocabulary that stands last before each key: what is in the box."""
-        known, found = set(vocabulary), []
+        known = set(vocabulary)
+        found = []
         for example, *_ in self.units:
-            row, start = [], 0
+            row = []
+            start = 0
             for key in example.keys:
                 before = re.findall(r"\w+", _text(example)[start : key.span[0]])
                 row.append(next(word for word in reversed(before) if word in known))
@@ -145,13 +147,16 @@ def align(
     """
     present = torch.unique(torch.cat([q_labels, k_labels]))
     present = present[torch.isin(present, q_labels) & torch.isin(present, k_labels)]
-    keep_q, keep_k = torch.isin(q_labels, present), torch.isin(k_labels, present)
+    keep_q = torch.isin(q_labels, present)
+    keep_k = torch.isin(k_labels, present)
     q_labels, k_labels = (
         torch.searchsorted(present, x) for x in (q_labels[keep_q], k_labels[keep_k])
     )
     count = len(present)
-    q, k = q[keep_q] - q[keep_q].mean(dim=0), k[keep_k] - k[keep_k].mean(dim=0)
-    mq, mk = centroids(q, q_labels, count), centroids(k, k_labels, count)
+    q = q[keep_q] - q[keep_q].mean(dim=0)
+    k = k[keep_k] - k[keep_k].mean(dim=0)
+    mq = centroids(q, q_labels, count)
+    mk = centroids(k, k_labels, count)
     size = (mq.square().sum() * mk.square().sum()).sqrt().clamp_min(torch.finfo(mq.dtype).tiny)
     generator = torch.Generator().manual_seed(seed)
     shuffled = (
@@ -161,7 +166,8 @@ def align(
         / size
     )
     nearest = (q @ torch.nn.functional.normalize(mk, dim=1).mT).argmax(dim=1)
-    cosine, hits = float((mq * mk).sum() / size), float((nearest == q_labels).double().mean())
+    cosine = float((mq * mk).sum() / size)
+    hits = float((nearest == q_labels).double().mean())
     numbers = {
         f"cosine{where}": cosine,
         f"cosine{where}_shuffled_high": float(shuffled.quantile(0.95)),
@@ -187,11 +193,9 @@ def view(
     seed: int,
 ) -> PointView:
     """Points and numbers; intervals by a jackknife, a tenth of the prompts left out in turn."""
-    seen, block, left = (
-        _seen(q, asked, k, of_key, seed),
-        torch.arange(len(q)) % _BLOCKS,
-        list[list[float]](),
-    )
+    seen = _seen(q, asked, k, of_key, seed)
+    block = torch.arange(len(q)) % _BLOCKS
+    left = list[list[float]]()
     for i in range(_BLOCKS):
         kept = block != i
         keys = kept.repeat_interleave(len(k) // len(q))
@@ -210,7 +214,8 @@ def _seen(
     per = len(k) // len(q)
     repeated = q.repeat_interleave(per, dim=0)
     coordinates = principal(torch.cat([repeated, k]))
-    q_at, k_at = coordinates[: len(repeated) : per], coordinates[len(repeated) :]
+    q_at = coordinates[: len(repeated) : per]
+    k_at = coordinates[len(repeated) :]
     row = align(q_at[:, 1:], asked, k_at[:, 1:], of_key, seed, draws, "_pc23")
     row |= align(q, asked, k, of_key, seed, draws) | {
         "apart_on_pc1": separation(q_at[:, 0], k_at[:, 0])

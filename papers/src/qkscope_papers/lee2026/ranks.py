@@ -73,7 +73,8 @@ _OTHER_GRIDS: tuple[tuple[Variant, int], ...] = (
 def run(settings: Settings, cells: Cells) -> Result:
     """Ranks of every cell of the figure's grids, with their controls."""
     work = WORK[settings.preset]
-    pairs, contexts = work.contrast_pairs // work.seeds, work.contexts // work.seeds
+    pairs = work.contrast_pairs // work.seeds
+    contexts = work.contexts // work.seeds
     signs = draw_signs(
         settings.seed, torch.arange(work.replicates)[:, None], torch.arange(pairs)
     ).float()
@@ -103,7 +104,8 @@ def rank_row(trained: HeadRun, signs: Float[Tensor, "r n"], contexts: int, seed:
     """One cell: ranks of the trained head and of the same head before training, accuracy and
     ceilings.
     """
-    cell, task = trained.cell, trained.cell.task
+    cell = trained.cell
+    task = trained.cell.task
     after, before = (head_ranks(head, signs, seed) for head in (trained.head, cell.untrained()))
     total = task.total_rank
     where = "below" if total < cell.d_head else "boundary" if total == cell.d_head else "above"
@@ -320,7 +322,8 @@ def _cell(axis: Axes, x: int, y: int, colour: Any, words: str, **look: Any) -> N
 
 def _places(axis: Axes, cells: Sequence[Row], title: str) -> list[tuple[Row, int, int]]:
     """Axes with ranks as ticks, the boundary line, and where each cell stands."""
-    xs, ys = sorted({row["r1"] for row in cells}), sorted({row["r2"] for row in cells})
+    xs = sorted({row["r1"] for row in cells})
+    ys = sorted({row["r2"] for row in cells})
     axis.set(title=title, xlabel="r1", ylabel="r2", aspect="equal")
     axis.set(xlim=(-0.5, len(xs) - 0.5), ylim=(-0.5, len(ys) - 0.5))
     axis.set_xticks(range(len(xs)), [str(r) for r in xs])

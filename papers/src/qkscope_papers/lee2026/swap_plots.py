@@ -49,7 +49,8 @@ def draw_full(result: Result, conditions: Shown, heads: int | None = None) -> Fi
     figure = new_figure(sum(widths) + 0.6, 5.6)
     grid = figure.add_gridspec(2, len(shown) + 1, width_ratios=widths, height_ratios=[3, 2])
     for i, head in enumerate(shown):
-        top, low = figure.add_subplot(grid[0, i]), figure.add_subplot(grid[1, i])
+        top = figure.add_subplot(grid[0, i])
+        low = figure.add_subplot(grid[1, i])
         _attention(top, cells[head], conditions, head)
         top.set_xticks([])
         _shifts(low, cells[head], conditions)
@@ -141,7 +142,8 @@ def _curve(axis: Axes, rows: Sequence[Any], head: str) -> None:
         line = sorted((row for row in own if row["method"] == method), key=lambda row: row["k"])
         if not line:
             continue
-        sizes, colour = [row["k"] for row in line], colours[method]
+        sizes = [row["k"] for row in line]
+        colour = colours[method]
         style: Any = {"marker": "o", "ms": 3.5, "lw": 1.4, "color": colour, "ls": line_of(method)}
         axis.plot(sizes, [row["shift"] for row in line], label=label, **style)
         axis.fill_between(

@@ -70,7 +70,8 @@ def run(settings: Settings, cells: Cells) -> Result:
         rows += found
         overlaps.append(overlap)
     first = {row["condition"]: row for row in rows[::-1] if row["vacuous"] is False}
-    both, random = first["both"], first["random_both"]
+    both = first["both"]
+    random = first["random_both"]
     answer = (
         f"Swapping both latents moves attention on the right key from {both['orig_before']:.3f} to "
         f"{both['orig_after']:.3f} (target {both['target_before']:.3f} to {both['target_after']:.3f}) at "
@@ -92,7 +93,8 @@ def swap_rows(trained: HeadRun, pairs: int, n: int, seed: int) -> tuple[list[Row
     """Every condition on the same contexts and the same targets: rows of the table, and how the
     subspaces lie.
     """
-    task, head = trained.cell.task, trained.head
+    task = trained.cell.task
+    head = trained.head
     projectors, overlap = projectors_of(head, pairs, seed)
     swaps: dict[Condition, Swap] = {
         condition: _subspace_swap(p) for condition, p in projectors.items()
@@ -116,7 +118,8 @@ def projectors_of(
     """Recovered subspaces and the baselines of the same size, fitted on contrast pairs and contexts
     of their own.
     """
-    task, d = head.encoders.task, head.d_head
+    task = head.encoders.task
+    d = head.d_head
     names = [f"z{k + 1}" for k in range(len(task.ranks))]
     bases = {
         name: Subspace.from_delta(
@@ -167,7 +170,8 @@ def _oracle_swap(head: RetrievalHead, variables: list[int]) -> Swap:
     write = head.encoders.A[:, columns].mT @ head.W_K.mT  # how these latents enter a key
 
     def swap(rows: AttentionRows, contexts: Contexts, target: Tensor) -> SwapEffect:
-        n, asked = torch.arange(len(target)), contexts.asked
+        n = torch.arange(len(target))
+        asked = contexts.asked
         z = contexts.latents[..., columns]
         moved = (z[n, target] - z[n, asked]) @ write
         shift = head.scale * (rows.q[:, 0] * moved).sum(dim=-1)
@@ -175,7 +179,8 @@ def _oracle_swap(head: RetrievalHead, variables: list[int]) -> Swap:
         after = before.clone()
         after[n, 0, asked] += shift
         after[n, 0, target] -= shift
-        a, b = rows.attention(before), rows.attention(after)
+        a = rows.attention(before)
+        b = rows.attention(after)
         flipped = ((a.argmax(-1) == asked[:, None]) & (b.argmax(-1) == target[:, None]))[None]
         sides = (a[n, :, asked], a[n, :, target], b[n, :, asked][None], b[n, :, target][None])
         gap = before[n, :, asked] - before[n, :, target]
@@ -232,10 +237,8 @@ def _row(condition: Condition, effects: list[SwapEffect]) -> Row:
 
 
 def _interval(values: Float[Tensor, " n"]) -> tuple[float, float]:
-    mean, half = (
-        float(values.double().mean()),
-        1.96 * float(values.double().std()) / math.sqrt(len(values)),
-    )
+    mean = float(values.double().mean())
+    half = 1.96 * float(values.double().std()) / math.sqrt(len(values))
     return mean - half, mean + half
 
 
@@ -265,8 +268,10 @@ def _claims(rows: list[Row]) -> list[Claim]:
     def ahead(one: str, other: str) -> Callable[[dict[str, Row]], float]:
         return lambda head: float(head[one]["shift"] - head[other]["shift"])
 
-    left, leak = most(after("both")), most(lambda head: _leak(head, "z1"))
-    rest, moved = of(left, after("both")), of(leak, lambda head: _leak(head, "z1"))
+    left = most(after("both"))
+    leak = most(lambda head: _leak(head, "z1"))
+    rest = of(left, after("both"))
+    moved = of(leak, lambda head: _leak(head, "z1"))
     roomy = [cell for cell in every if cell[0]["both"]["rank"] <= 0.75 * cell[0]["both"]["d_head"]]
     close = most(lambda head: -ahead("both", "random_both")(head), roomy)
     less = of(close, ahead("both", "random_both")).among(len(roomy))

@@ -58,7 +58,9 @@ KINDS = {
     "feature": "ΔC", "oblique": "ΔC, oblique", "trained": "trained", "key_pca": "key PCA", "cov_qk": "Cov_q Cov_k",
     "omega_svd": "Ω", "random": "random", "whole": "whole key", "nothing": "nothing done",
 }  # fmt: skip
-_THIRD, _DISCRETE = "1 / 3", "0.65"  # aims of the issue: ΔC's distance as a part of key PCA's
+# aims of the issue: ΔC's distance as a part of key PCA's
+_THIRD = "1 / 3"
+_DISCRETE = "0.65"
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,8 @@ def _means(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
     """Mean distance of each kind, by variant or task and feature; cells of the boundary stand
     apart.
     """
-    shown, by = (
-        [row for row in rows if row["tested"] and not row.get("boundary")],
-        "variant" if "r1" in rows[0] else "task",
-    )
+    shown = [row for row in rows if row["tested"] and not row.get("boundary")]
+    by = "variant" if "r1" in rows[0] else "task"
     return {
         (panel, feature): {
             kind: mean(row["distance"] for row in own)
@@ -163,7 +163,8 @@ def toy_rows(head: RetrievalHead, n: int, seed: int) -> SwapRows:
     """Contexts with two pairs of keys each, and their rows with a latent (or both) of a pair
     exchanged in the input.
     """
-    contexts, count = head.encoders.contexts(n, seed), torch.arange(n)
+    contexts = head.encoders.contexts(n, seed)
+    count = torch.arange(n)
     allowed = torch.ones_like(contexts.payload, dtype=torch.bool)
     target = draw_targets(contexts.asked, allowed, derived_seed(seed, "target"), count)
     free = allowed.clone()
@@ -173,12 +174,14 @@ def toy_rows(head: RetrievalHead, n: int, seed: int) -> SwapRows:
         "distance": (contexts.asked, target),
         "other_distance": (first, draw_targets(first, free, derived_seed(seed, "second"), count)),
     }
-    q, keys = head.queries(contexts.x_q)[:, None], head.keys(contexts.x_k)
+    q = head.queries(contexts.x_q)[:, None]
+    keys = head.keys(contexts.x_k)
 
     def row(k: Tensor) -> AttentionRows:
         return AttentionRows(q, k[:, None], scale=head.scale)
 
-    slices, truth = head.encoders.task.latent_slices(), dict[tuple[str, str], Tensor]()
+    slices = head.encoders.task.latent_slices()
+    truth = dict[tuple[str, str], Tensor]()
     for whose, (one, other) in pairs.items():
         for name, spans in {"z1": slices[:1], "z2": slices[1:], "both": slices}.items():
             z = contexts.latents.clone()
@@ -207,12 +210,11 @@ def _ratio(rows: Sequence[Row], kind: str) -> Estimate:
 
 
 def _toy_claims(rows: list[Row]) -> list[Claim]:
-    claims, untrained, rows = (
-        [],
-        pick(rows, trained=False, boundary=False),
-        pick(rows, trained=True),
-    )
-    inside, edge = pick(rows, boundary=False), pick(rows, boundary=True)
+    claims = []
+    untrained = pick(rows, trained=False, boundary=False)
+    rows = pick(rows, trained=True)
+    inside = pick(rows, boundary=False)
+    edge = pick(rows, boundary=True)
     for variant, bound in (("continuous", _THIRD), ("discrete", _DISCRETE)):
         own = pick(inside, variant=variant)
         part, nothing = (
@@ -229,7 +231,8 @@ def _toy_claims(rows: list[Row]) -> list[Claim]:
                   mean(row["other_nearer"] for row in pick(alone, kind="random")), "ours > 0", **other.ends),
         ]  # fmt: skip
     whole = _ratio(edge, "feature")
-    oblique, trained = _ratio(inside, "oblique"), _ratio(inside, "trained")
+    oblique = _ratio(inside, "oblique")
+    trained = _ratio(inside, "trained")
     return [
         *claims,
         Claim("at the boundary r1 + r2 = d_head ΔC is nearer than key PCA (part of its distance; control: random)", "",
@@ -250,7 +253,9 @@ def run_model(settings: Settings) -> Result:
     """Distances of order, lexical and both (binding), of the category (filter) and of the name
     (ioi).
     """
-    session, work, rows = session_of(settings), WORK[settings.preset], list[Row]()
+    session = session_of(settings)
+    work = WORK[settings.preset]
+    rows = list[Row]()
     options: Any = {
         "truth": True,
         "draws": session.work.draws,
@@ -277,7 +282,8 @@ def _fits(session: FigureSession) -> dict[str, tuple[Task, Fit, list[Head], list
     )
     givers = choose_heads(ranking, "binding", 3).heads
     named = session.decompose(ioi, givers, session.work.binding, contrasts=["name"])
-    binding, listed = session.found("binding"), session.found("filter")
+    binding = session.found("binding")
+    listed = session.found("filter")
     return {
         "binding": (
             session.task("binding"),
@@ -335,12 +341,14 @@ def draw(result: Result) -> Files:
     """Mean distances by kind, a panel for each variant or task."""
     means = _means([dict(row) for row in result.tables["truth"] if row.get("trained", True)])
     panels, features = (list(dict.fromkeys(names)) for names in zip(*means, strict=True))
-    figure, hues = new_figure(3.6 * len(panels) + 0.6, 3.6), colours_of(features)
+    figure = new_figure(3.6 * len(panels) + 0.6, 3.6)
+    hues = colours_of(features)
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axis, panel in zip(axes, panels, strict=True):
         own = [feature for name, feature in means if name == panel]
         for i, feature in enumerate(own):
-            values, width = means[panel, feature], 0.8 / len(own)
+            values = means[panel, feature]
+            width = 0.8 / len(own)
             places = [list(KINDS).index(kind) + width * (i + 0.5) - 0.4 for kind in values]
             axis.bar(places, list(values.values()), width, label=feature, color=hues[feature])
         slanted(axis, list(KINDS.values()), 50, 8)

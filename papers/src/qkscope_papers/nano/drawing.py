@@ -27,7 +27,8 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 def draw_accuracy(result: Result) -> Files:
     """A panel per task; a line per form with its 95% interval over training, and chance dashed."""
-    rows, since = result.tables["accuracy"], result.tables["parts"][0]["all_forms_from"]
+    rows = result.tables["accuracy"]
+    since = result.tables["parts"][0]["all_forms_from"]
     figure = new_figure(11.5, 5.6)
     with styled():
         axes = figure.subplots(2, 2, sharex=True, sharey=True)

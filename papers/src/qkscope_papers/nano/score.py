@@ -73,7 +73,8 @@ class Exam:
         hits = self.right.gather(1, logits.argmax(dim=1, keepdim=True))
         chosen = logits.masked_fill(~self.candidates, -torch.inf).argmax(dim=1, keepdim=True)
         choice = self.right.gather(1, chosen)
-        n, count = len(hits), int(hits.sum())
+        n = len(hits)
+        count = int(hits.sum())
         low, high = wilson(count, n)
         chance = float((self.right.sum(dim=1) / self.candidates.sum(dim=1)).mean())
         return {

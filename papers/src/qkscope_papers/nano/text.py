@@ -131,7 +131,8 @@ class SlotTexts:
         given.
         """
         text = torch.zeros_like(values[:, 0]) if text is None else text
-        ids, where = self.ids[text], self.where[text]
+        ids = self.ids[text]
+        where = self.where[text]
         asked = torch.zeros_like(ids, dtype=torch.bool).scatter(
             1, where, self.asked.expand_as(where)
         )
@@ -171,7 +172,8 @@ class Texts:
     """Draws rows of every kind of text on one device, that of the generators."""
 
     def __init__(self, tokenizer: Any, device: torch.device) -> None:
-        self.tokenizer, self.device = tokenizer, device
+        self.tokenizer = tokenizer
+        self.device = device
         self._slotted: dict[tuple[str, ...], SlotTexts] = {}
         self._known: dict[tuple[str, ...], Tensor] = {}
         held = set(pools(NAMES, 0, "names", least=3)["test"])
@@ -181,7 +183,8 @@ class Texts:
     def binding(self, n: int, form: str, entities: int, draw: torch.Generator) -> TextRows:
         """Contexts of words and boxes, each with several questions."""
         questions = min(QUESTIONS[form], entities)
-        words, labels = self._some(OBJECTS, n, entities, draw), self._some(BOXES, n, entities, draw)
+        words = self._some(OBJECTS, n, entities, draw)
+        labels = self._some(BOXES, n, entities, draw)
         asked = _orders(n, entities, draw)[:, :questions]
         values = torch.cat([words, labels, words.gather(1, asked), labels.gather(1, asked)], dim=1)
         text, slots = _binding_text(form, entities, questions)
@@ -202,7 +205,8 @@ class Texts:
         """Two people, one of them named twice; the other is the answer."""
         first, second = self._pairs(n, draw)
         swapped = _coin(n, draw)
-        subject, answer = torch.where(swapped, first, second), torch.where(swapped, second, first)
+        subject = torch.where(swapped, first, second)
+        answer = torch.where(swapped, second, first)
         place, thing = (self._ids(words)[_below(len(words), n, draw)] for words in (PLACES, THINGS))
         text = _below(len(TEMPLATES), n, draw)
         values = torch.stack([first, second, subject, place, thing, answer], dim=1)

@@ -193,7 +193,10 @@ class NanoTrainer:
     """
 
     def __init__(self, out: Path, recipe: NanoRecipe, seed: int, device: torch.device) -> None:
-        self.out, self.recipe, self.seed, self.device = out, recipe, seed, device
+        self.out = out
+        self.recipe = recipe
+        self.seed = seed
+        self.device = device
         self.tokenizer = nano_tokenizer()
         self.texts = Texts(self.tokenizer, device)
         self.model = _new_model(recipe, seed).to(device)
@@ -205,7 +208,9 @@ class NanoTrainer:
             {"params": gains, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.98), fused=True)
-        self.step, self.all_forms_from, self.curve = 0, -1, list[dict[str, Any]]()
+        self.step = 0
+        self.all_forms_from = -1
+        self.curve = list[dict[str, Any]]()
         if (out / STATE).exists():
             self._resume()
 
@@ -328,7 +333,8 @@ class NanoTrainer:
 
     def _resume(self) -> None:
         tensors, manifest = read_tensors(self.out / STATE, _KIND, self._about())
-        self.step, self.curve = manifest["step"], manifest["curve"]
+        self.step = manifest["step"]
+        self.curve = manifest["curve"]
         self.all_forms_from = manifest["all_forms_from"]
         if self.step > (asked := self.recipe.steps):
             already = f"{self.out} has been trained for {self.step} steps already"

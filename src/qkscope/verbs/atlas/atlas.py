@@ -43,7 +43,9 @@ from qkscope.texts.holdout import Passage, split
 from qkscope.verbs.atlas import head_names as guesses
 
 Texts: TypeAlias = Sequence[str] | Annotated[Sequence[Document], "a list of documents"] | None
-LENGTH, WORDS = 64, 4  # tokens of a passage, and alternatives of each word
+# tokens of a passage, and alternatives of each word
+LENGTH = 64
+WORDS = 4
 _EACH = 2  # looks of a head in a passage
 
 
@@ -92,18 +94,18 @@ def atlas(
     >>> names.table()[0]["kind"]
     'induction'
     """
-    chosen, work = tuple(scope.parse(heads)), current_work()
+    chosen = tuple(scope.parse(heads))
+    work = current_work()
     given = [
         t if isinstance(t, Document) else Document(f"text {i}", str(t))
         for i, t in enumerate(texts or (), 1)
     ]
     documents = other = tuple(document for document in given if document.text.strip())
     if texts is None:
-        documents, other = python_texts(docstrings=True), package_texts()
-    fit, tested = (
-        passages_of(scope, documents, n, length, seed),
-        passages_of(scope, other, test, length, seed, "test"),
-    )
+        documents = python_texts(docstrings=True)
+        other = package_texts()
+    fit = passages_of(scope, documents, n, length, seed)
+    tested = passages_of(scope, other, test, length, seed, "test")
     work.begin(
         scope,
         [fit, tested],
@@ -112,7 +114,8 @@ def atlas(
         seed=seed,
         words=WORDS,
     )
-    seen, unseen = guesses.Sights.of(scope, chosen, fit), guesses.Sights.of(scope, chosen, tested)
+    seen = guesses.Sights.of(scope, chosen, fit)
+    unseen = guesses.Sights.of(scope, chosen, tested)
     looks: dict[str, list[dict[str, Any]]] = {str(head): [] for head in chosen}
     for i in range(len(fit)):
         with doing(f"changing the words of passage {i + 1} of {len(fit)}", progress):
@@ -185,17 +188,17 @@ def look_rows(
     scope: Scope, heads: Sequence[Head], sights: guesses.Sights, i: int, seed: int
 ) -> list[dict[str, Any]]:
     """Looks of each head in one of some passages, with what decides them."""
-    passage, draws, looks = sights.passages[i], torch.Generator().manual_seed(seed), []
+    passage = sights.passages[i]
+    draws = torch.Generator().manual_seed(seed)
+    looks = []
     for h, head in enumerate(heads):
         places = sights.looks[i, h].nonzero()[:, 0].tolist()
         for at in torch.randperm(len(places), generator=draws).tolist()[:_EACH]:
             looks.append(Look(head, places[at], int(sights.keys[i, h, places[at]])))
     if not looks:
         return []
-    again, texts = (
-        Again.of(scope, torch.tensor(passage.ids, device=scope.device)),
-        token_texts(scope, passage.ids),
-    )
+    again = Again.of(scope, torch.tensor(passage.ids, device=scope.device))
+    texts = token_texts(scope, passage.ids)
     decode = partial(
         scope.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -212,7 +215,8 @@ def look_rows(
 
 def job_of(reason: Reason) -> str:
     """What a head does in one look, in the field's words."""
-    look, kind = reason.look, reason.kind
+    look = reason.look
+    kind = reason.kind
     if kind == "same word":
         row = next(
             row for row in reason.relations if row["kind"] == kind and row["verdict"] == "shown"
@@ -251,7 +255,8 @@ def head_row(
     if not rests:
         own = torch.tensor([[float(row["job"] == kind), row["group"]] for row in looks])
         low, high = clustered_bootstrap(own[:, :1].double(), own[:, 1].long())
-    offsets, attracts = Counter((key - query).tolist()), Counter(sights.ids[passage, key].tolist())
+    offsets = Counter((key - query).tolist())
+    attracts = Counter(sights.ids[passage, key].tolist())
     group = scope.facts.layers[head.layer].n_heads // scope.facts.layers[head.layer].n_kv_heads
     return {
         "head": str(head), "layer": head.layer, "index": head.index, "kind": kind,
@@ -272,15 +277,11 @@ def _promote(
     """Add the tokens that each head promotes: those whose logits its strongest look raises most, by
     direct effect.
     """
-    by_head, reader, lexicon = (
-        {row["head"]: row for row in rows},
-        reader_of(scope),
-        lexicon_of(scope),
-    )
-    strongest, weights = (
-        {row["head"]: row for row in reversed(examples)}.values(),
-        cache(reader.output_weights),
-    )
+    by_head = {row["head"]: row for row in rows}
+    reader = reader_of(scope)
+    lexicon = lexicon_of(scope)
+    strongest = {row["head"]: row for row in reversed(examples)}.values()
+    weights = cache(reader.output_weights)
     for some in torch.arange(len(ids)).split(max(room_of(scope) // ids.shape[1], 1)):
         looks = [row for row in strongest if some[0] <= row["passage"] <= some[-1]]
         if not looks:
@@ -290,7 +291,8 @@ def _promote(
             [[row["passage"] - int(some[0]), row["query"], row["key"]] for row in looks]
         )
         passage, query, nothing = *at[:, :2].to(scope.device).T, at[:, :0].to(scope.device)
-        places, written = Places(passage, query, nothing, nothing.bool()), []
+        places = Places(passage, query, nothing, nothing.bool())
+        written = []
         run = reader.record(prompt_of(scope, ids[some]), places, deep=True, logits=True)
         for head, (i, q, key) in zip(heads, at.tolist(), strict=True):
             call = run.calls[head.layer]

@@ -25,8 +25,11 @@ from qkscope.rerun.rerun_tokens import prompt_of, room_of
 from qkscope.sums.nulls import clustered_bootstrap
 from qkscope.texts.holdout import Passage
 
-INDUCTION, DUPLICATE, PREVIOUS = "induction", "duplicate token", "previous token"
-PUNCTUATION, SINK = "punctuation", "sink"
+INDUCTION = "induction"
+DUPLICATE = "duplicate token"
+PREVIOUS = "previous token"
+PUNCTUATION = "punctuation"
+SINK = "sink"
 NO_RULE = (
     PREVIOUS,
     "self",
@@ -64,10 +67,8 @@ class Sights:
     @classmethod
     def of(cls, scope: Scope, heads: Sequence[Head], passages: Sequence[Passage]) -> Sights:
         """Run passages, as many together as there is room for."""
-        layers, length = (
-            {head.layer for head in heads},
-            max(len(passage.ids) for passage in passages),
-        )
+        layers = {head.layer for head in heads}
+        length = max(len(passage.ids) for passage in passages)
         ids = torch.tensor([[*x.ids, *x.ids[-1:] * (length - len(x.ids))] for x in passages])
         seen = torch.zeros(2, len(ids), len(heads), length, device=scope.device)
         for some in torch.arange(len(ids)).split(max(room_of(scope) // length, 1)):
@@ -112,12 +113,14 @@ def score_rows(
     """How often each head's name, and each baseline, says to which token it looks, on looks of
     unseen documents.
     """
-    made, documents = [], torch.tensor([passage.group for passage in test.passages])
+    made = []
+    documents = torch.tensor([passage.group for passage in test.passages])
     by_head = groupby(jobs, lambda job: job["head"])
     names = {head: {job["job"]: job["share"] for job in islice(own, JOBS)} for head, own in by_head}
     for h, row in enumerate(rows):
         guess = Guesses(h, names.get(row["head"], {}), fit)
-        hits, groups = guess.hits(test), documents[test.of_head(h)[0]]
+        hits = guess.hits(test)
+        groups = documents[test.of_head(h)[0]]
         if len(hits) < FEW:
             continue
         gain, without, with_name = (hits[:, 0] - hits[:, 1]).double(), *guess.losses(fit, test)
@@ -145,18 +148,20 @@ class Guesses:
     """
 
     def __init__(self, h: int, jobs: Mapping[str, float], fit: Sights) -> None:
-        self.h, self.jobs, at = h, jobs, torch.arange(fit.ids.shape[1])
+        self.h = h
+        self.jobs = jobs
+        at = torch.arange(fit.ids.shape[1])
         passage, query, key = fit.of_head(h)
         self.tokens, numbers = torch.cat([torch.tensor([-1]), fit.ids.flatten()]).unique(
             return_inverse=True
         )
-        size, numbers = (
-            len(self.tokens),
-            numbers[1:].view_as(fit.ids),
-        )  # 0 is the number of all others
+        # 0 is the number of all others
+        size = len(self.tokens)
+        numbers = numbers[1:].view_as(fit.ids)
         there = fit.looks[:, h].flip(1).cumsum(1).flip(1)  # looks that see a token
         there[:, 0] = 0
-        asked, drawn = numbers[passage, query], numbers[passage, key].bincount(minlength=size)
+        asked = numbers[passage, query]
+        drawn = numbers[passage, key].bincount(minlength=size)
         self.rates = (drawn + 0.1) / (
             torch.zeros(size).index_add(0, numbers.flatten(), there.flatten().float()) + 10
         )
@@ -181,8 +186,11 @@ class Guesses:
         and the name.
         """
         passage, query, _ = sights.of_head(self.h)
-        ids, at, q = sights.ids[passage], torch.arange(sights.ids.shape[1]), query[:, None]
-        seen, back = ((at >= 1) & (at <= q)).float(), (q - at).clamp(0, len(self.profile) - 1)
+        ids = sights.ids[passage]
+        at = torch.arange(sights.ids.shape[1])
+        q = query[:, None]
+        seen = ((at >= 1) & (at <= q)).float()
+        back = (q - at).clamp(0, len(self.profile) - 1)
         number = torch.searchsorted(self.tokens, sights.ids).clamp_max(len(self.tokens) - 1)
         number = number.where(self.tokens[number] == sights.ids, 0)
         rates = self.rates[number][passage]
@@ -234,9 +242,11 @@ class Guesses:
         own = torch.cat(
             [Guesses(self.h, self.jobs, a)._of_key(b) for a, b in (halves, halves[::-1])]
         )
-        tested, losses = self._of_key(test), []
+        tested = self._of_key(test)
+        losses = []
         for size in (own.shape[1] - 1, own.shape[1]):
-            weights, parts = torch.full((size,), 1 / size), own[:, :size].contiguous()
+            weights = torch.full((size,), 1 / size)
+            parts = own[:, :size].contiguous()
             for _ in range(
                 50
             ):  # expectation maximisation, one look shared among all ways to begin with

@@ -45,7 +45,9 @@ def make_clouds(
     subspaces : features by name and head.
     words : the vocabulary that keys are told apart by.
     """
-    n, rows, right = min(len(swaps.orig), _PROMPTS), swaps.rows, swaps.orig.tolist()
+    n = min(len(swaps.orig), _PROMPTS)
+    rows = swaps.rows
+    right = swaps.orig.tolist()
     mask = rows.present()[:n]
     per = mask.sum(dim=1)  # keys of each query
     kv = torch.arange(rows.q.shape[1]) if rows.kv_of_head is None else rows.kv_of_head
@@ -55,7 +57,8 @@ def make_clouds(
     ]
 
     def label(i: int, slot: int) -> dict[str, Any]:
-        word, said = named[i][slot], "the right key" if slot == right[i] else "another key"
+        word = named[i][slot]
+        said = "the right key" if slot == right[i] else "another key"
         return {
             "place in the prompt": slot + 1,
             "word": word if word in common else None,
@@ -99,7 +102,8 @@ def _words(example: Example, vocabulary: Sequence[str]) -> list[str]:
     """The word that names each key: the last of the vocabulary before it, or its own text where
     there is none.
     """
-    words, start = list[str](), 0
+    words = list[str]()
+    start = 0
     for key in example.keys:
         before = re.findall(r"\w+", (example.text or "")[start : key.span[0]])
         own = str(example.piece(key.span)).strip()

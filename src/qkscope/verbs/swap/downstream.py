@@ -79,12 +79,14 @@ def patched_runner(
             """The edit of one head; of several draws, the prompt at place i of all takes the i-th,
             by turns.
             """
-            column, rows = before.heads.index(head), torch.arange(len(own), device=orig.device)
+            column = before.heads.index(head)
+            rows = torch.arange(len(own), device=orig.device)
             each = [
                 f[own % len(f), column] if f.ndim == 4 else f[column].expand(len(own), -1, -1)
                 for f in projector
             ]
-            keys, at = before.k[:, before.kv_of_head[column]], before.key_positions
+            keys = before.k[:, before.kv_of_head[column]]
+            at = before.key_positions
             pair = swapped_keys(keys[rows, orig, None], keys[rows, target, None], Projector(*each))
             return Edit.keys(
                 head, torch.stack([at[rows, orig], at[rows, target]], dim=1), torch.cat(pair, dim=1)
@@ -106,7 +108,9 @@ def answer_rows(
     were read among.
     """
     clean, *edited = values
-    gap, heads, table = clean[:, 0] - clean[:, 1], ",".join(map(str, what.heads)), Rows()
+    gap = clean[:, 0] - clean[:, 1]
+    heads = ",".join(map(str, what.heads))
+    table = Rows()
     for kind, own in zip(kinds, edited, strict=True):
         after = own[:, 0] - own[:, 1]
         low, high = clustered_bootstrap(gap - after, pairs.cluster)

@@ -201,7 +201,8 @@ def swap(
         for row in table
         if row["head"] == asked["heads"][0] and row["feature"] == chosen.joint
     }
-    row, random = at["feature"], at["random"]
+    row = at["feature"]
+    random = at["random"]
     size = "1 dimension" if row["rank"] == 1 else f"{row['rank']} dimensions"
     alone = len(pairs.cluster.unique()) < 2
     nearest = (
@@ -281,10 +282,8 @@ class Features(NamedTuple):
         """Make the features that `swap` is asked for; refuse those that were not fitted, before the
         model runs.
         """
-        own, names = (
-            dict(subspaces or {}),
-            default_features(fit.contrasts) if features is None else list(features),
-        )
+        own = dict(subspaces or {})
+        names = default_features(fit.contrasts) if features is None else list(features)
         every = [*names, *own]
         if not every:
             raise BadInput(
@@ -352,7 +351,8 @@ class Features(NamedTuple):
         directions chosen otherwise, and each feature with the keys' principal components, also at
         every size.
         """
-        alone, every = [Condition(name) for name in self.names], dict(projectors)
+        alone = [Condition(name) for name in self.names]
+        every = dict(projectors)
         joint = [
             what
             for what in (Condition(self.joint), Condition(self.joint, "summed"))
@@ -388,7 +388,8 @@ def _subspace(
             )
         given = by_head[head]
     if isinstance(given, Tensor):
-        basis, rank = given.detach().cpu().double(), given.shape[-1]
+        basis = given.detach().cpu().double()
+        rank = given.shape[-1]
         if (
             basis.ndim != 2
             or not bool(basis.isfinite().all())
@@ -446,7 +447,8 @@ def draw_pairs(units: Units, batch_size: int = 32, seed: int = 0) -> Pairs:
     )
     for row, example in enumerate(examples):
         labels[row, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
-    right, wrong = labels > 0, labels < 0
+    right = labels > 0
+    wrong = labels < 0
     for row in (~(right.any(1) & wrong.any(1))).nonzero()[:1, 0].tolist():
         raise BadInput(
             f"a swap needs keys labelled {ANSWER!r} 1 and -1, and {examples[row].show(80)} has not both."
@@ -457,7 +459,8 @@ def draw_pairs(units: Units, batch_size: int = 32, seed: int = 0) -> Pairs:
         return draw_targets(beside, allowed, derived_seed(seed, what), unit, member)
 
     orig = draw("right", torch.full((len(labels),), -1), right)
-    target, others = draw("wrong", orig, wrong), None
+    target = draw("wrong", orig, wrong)
+    others = None
     free = wrong & (torch.arange(labels.shape[1]) != target[:, None])
     if bool((right.sum(dim=1) > 1).all()):
         others = orig, draw("sham", orig, right)

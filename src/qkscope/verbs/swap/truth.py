@@ -70,16 +70,15 @@ def truth_runner(
     exchanges: Any = {("distance", "text_distance"): (pairs.orig, pairs.target)}
     exchanges |= {("other_distance",): pairs.others} if tested and pairs.others is not None else {}
     where: Any = {"heads": what.heads, "space": what.fit.space}
-    exchange, width = task.exchange, max(len(example.keys) for example in pairs.examples)
+    exchange = task.exchange
+    width = max(len(example.keys) for example in pairs.examples)
     assert exchange is not None  # as `exchanging_task` gave it
 
     def run(indices: list[int], before: Capture) -> dict[str, Any]:
         own = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices]).tolist()
-        examples, chat, found = (
-            [pairs.examples[row] for row in own],
-            what.fit.chat,
-            dict[str, Any](truth={}),
-        )
+        examples = [pairs.examples[row] for row in own]
+        chat = what.fit.chat
+        found = dict[str, Any](truth={})
         usual = scope.encode(examples, chat=chat)
         for readings, pair in exchanges.items():
             for name, features in sets.items():
@@ -91,10 +90,8 @@ def truth_runner(
                     [text or e for text, e in zip(texts, examples, strict=True)], chat=chat
                 )
                 live = scope.capture_inputs(encoded, places=encoded.everywhere(), **where).rows()
-                at, known = (
-                    encoded.places.keys[:, None].expand(-1, len(what.heads), -1),
-                    encoded.places.key_mask,
-                )
+                at = encoded.places.keys[:, None].expand(-1, len(what.heads), -1)
+                known = encoded.places.key_mask
                 there = torch.tensor([text is not None for text in texts]).to(known.device)
                 same = there & _same_places(usual, encoded)
                 for reading, rows in zip(readings, (replace(live, q=before.q), live), strict=False):
@@ -123,7 +120,8 @@ def _same_places(one: Encoding, other: Encoding) -> Tensor:
     """
     sides = []
     for encoded in (one, other):
-        mask, places = encoded.inputs["attention_mask"], encoded.places
+        mask = encoded.inputs["attention_mask"]
+        places = encoded.places
         away = (
             (places.query[:, None] - places.keys)
             .masked_fill(~places.key_mask, -1)
@@ -164,13 +162,12 @@ def truth_sentence(table: Rows, head: str, names: Sequence[str]) -> str:
             said.append(f"{name} cannot be exchanged in these texts, and is untested.")
             continue
         far = {kind: row["distance"] for kind, row in rows.items() if row["tested"]}
-        best, ours, beside = (
-            min((kind for kind in _NAMES if kind in far), key=far.__getitem__),
-            rows["feature"],
-            "",
-        )
+        best = min((kind for kind in _NAMES if kind in far), key=far.__getitem__)
+        ours = rows["feature"]
+        beside = ""
         if "key_pca" in far:
-            low, high = ours["nearer_low"], ours["nearer_high"]
+            low = ours["nearer_low"]
+            high = ours["nearer_high"]
             verdict = "nearer" if low > 0 else "farther" if high < 0 else "a tie"
             beside = f", key PCA's {far['key_pca']:.2f} ({verdict}: {ours['nearer']:.2f} [{low:.2f}, {high:.2f}])"
         said.append(

@@ -58,11 +58,10 @@ OVERSHOOT = (
     1.1  # above this share of the relative logit, what is kept does more than all writers did
 )
 _BANK = 64  # prompts whose parts may be put into others
-_PROMPTS, _MEANS, _MOST = (
-    48,
-    32,
-    3,
-)  # prompts tested, prompts that means are taken over, heads taken out at once
+# prompts tested, prompts that means are taken over, heads taken out at once
+_PROMPTS = 48
+_MEANS = 32
+_MOST = 3
 _BATCH = 16
 _KINDS = (("live", "chosen"), ("held", "chosen"), ("live", "random"))
 _ACCURACY = METRICS.index("accuracy")
@@ -106,7 +105,8 @@ def _scores(
     """
     sums = {"pairs": rows.pairs}
     for side in SIDES:
-        stream, shown = rows.streams[side].double(), _shown(rows, side).double()
+        stream = rows.streams[side].double()
+        shown = _shown(rows, side).double()
         framed = (
             stream @ frames[side].to(stream).T
         )  # tokens are turned differently: one frame for all
@@ -143,14 +143,16 @@ def _scores(
 
 def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choice:
     """Turn the sums of one head into mean parts and orders of writers."""
-    mean, scores = dict[Side, Tensor](), dict[tuple[str, Side], Tensor]()
+    mean = dict[Side, Tensor]()
+    scores = dict[tuple[str, Side], Tensor]()
     for side in SIDES:
         of = {
             name.removeprefix(f"{side} "): tally.mean(name)
             for name in tally.sums
             if name.startswith(side)
         }
-        stream, count = of["stream"] / of["count"], of["count"]
+        stream = of["stream"] / of["count"]
+        count = of["count"]
         mean[side] = stream.float()
         between = of["square"] / count - (of["framed"] / count).square().sum(-1)
         scores["share", side] = scores["signed", side] = of["value"]
@@ -166,7 +168,8 @@ def _shown(rows: HeadRows, side: Side) -> Int[Tensor, "n p"]:
     """
     if side == "query":
         return torch.ones_like(rows.signs[:, :1])
-    named, first = rows.signs != 0, rows.rows.present().int().argmax(1)
+    named = rows.signs != 0
+    first = rows.rows.present().int().argmax(1)
     later = named & (rows.run.columns[:, 1:] != first[:, None])
     return torch.where(later.any(1, keepdim=True), later, named).long()
 
@@ -212,7 +215,8 @@ def edge_masks(
     masks = torch.zeros(2, len(edges), len(writers) + 1, dtype=torch.bool)
     for (row, (edge, draw)), (at, side) in product(enumerate(edges), enumerate(SIDES)):
         if edge["side"] in (side, "both"):
-            by, k = "share" if edge["by"] == RANDOM else edge["by"], edge["k"]
+            by = "share" if edge["by"] == RANDOM else edge["by"]
+            k = edge["k"]
             chosen = first_by(scores[by, side], k, signed=by == "signed")
             if edge["by"] == RANDOM:
                 chosen = draw_alike(chosen, writers, derived_seed(seed, "edges", side, k, draw))
@@ -228,25 +232,28 @@ class EdgeTest:
     def __init__(
         self, head: Head, writers: Sequence[str], chosen: Choice, seed: int, draws: int = DRAWS
     ) -> None:
-        self.head, self.chosen, self.seed = head, chosen, seed
-        self.writers, self.pairs, self.draws = writers, strongest_pairs(chosen.pairs), draws
+        self.head = head
+        self.chosen = chosen
+        self.seed = seed
+        self.writers = writers
+        self.pairs = strongest_pairs(chosen.pairs)
+        self.draws = draws
         self.cells = all_edges(len(writers))
         drawn = [
             (i, draw)
             for i, edge in enumerate(self.cells)
             for draw in range(draws if edge["by"] == RANDOM else 1)
         ]
-        self.cell_of, self.edges = (
-            torch.tensor([i for i, _ in drawn]),
-            [(self.cells[i], draw) for i, draw in drawn],
-        )
+        self.cell_of = torch.tensor([i for i, _ in drawn])
+        self.edges = [(self.cells[i], draw) for i, draw in drawn]
         self.masks = edge_masks(
             self.edges, chosen.scores, parse_writers(writers[:-1]), derived_seed(seed, str(head))
         )
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
         """Writers, pairs and every condition; ``numbers`` address other prompts."""
-        given, whole = rows.given(self.pairs), rows.measure()[0].cpu()
+        given = rows.given(self.pairs)
+        whole = rows.measure()[0].cpu()
         measured = whole.new_empty(len(self.edges), *whole.shape)
         ways = [(edge["replaced"], edge["norms"]) for edge, _ in self.edges]
         for replaced, norms in dict.fromkeys(ways):
@@ -266,10 +273,12 @@ class EdgeTest:
         """What parts of the stream are replaced by, by side: their means, or those of prompts of
         the bank, drawn.
         """
-        device, bank = rows.signs.device, self.chosen.bank
+        device = rows.signs.device
+        bank = self.chosen.bank
         if numbers is None:
             return {side: self.chosen.mean[side].to(device)[None, :, None] for side in SIDES}
-        address, slots = torch.tensor(numbers)[:, None], torch.arange(1 + rows.signs.shape[1])
+        address = torch.tensor(numbers)[:, None]
+        slots = torch.arange(1 + rows.signs.shape[1])
         donors = draw_bits(derived_seed(self.seed, "resample"), address, slots) % len(bank["query"])
         return {
             side: bank[side][donors[:, rows.run.at(side)]].transpose(1, 2).to(device)
@@ -278,7 +287,9 @@ class EdgeTest:
 
     def tables(self, tally: Tally) -> Tables:
         """Rows of ``writers``, ``pairs``, ``edges`` and ``check``."""
-        values, total, edges = tally.mean("edges").tolist(), float(tally.mean("total")), []
+        values = tally.mean("edges").tolist()
+        total = float(tally.mean("total"))
+        edges = []
         lows, highs = (end[:, _ACCURACY].tolist() for end in tally.interval("edges"))
         for edge, (*measured, logit), low, high in zip(
             self.cells, values, lows, highs, strict=True
@@ -304,7 +315,9 @@ def whole_heads(
     how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit], units: Sequence[Unit]
 ) -> Rows:
     """Take out the first one, two and three head writers, and as many others of their layers."""
-    reader, scope, words = how.reader, how.reader.scope, words_of(units)
+    reader = how.reader
+    scope = how.reader.scope
+    words = words_of(units)
     writers = parse_writers(reader.writers(head.layer))
     only = [writer for writer in writers if writer.head]
     order = first_by(
@@ -370,7 +383,8 @@ def whole_heads(
     tally = Tally(sorted(words[:_PROMPTS]))
     for batch in stream(batches_of(units[:_PROMPTS], _BATCH), run, how.progress):
         tally.add(*batch)
-    before, rows = float(tally.mean(None)[-1]), []
+    before = float(tally.mean(None)[-1])
+    rows = []
     for case in (None, *cases):
         size, mlps, kind = case or (0, "live", "chosen")
         values, (low, high) = tally.mean(case).tolist(), tally.interval(case)

@@ -97,7 +97,8 @@ class FeatureSplit:
     """
 
     def __init__(self, rows: HeadRows, dictionary: Dictionary) -> None:
-        self.rows, self.dictionary = rows, dictionary
+        self.rows = rows
+        self.dictionary = dictionary
         self.stream = rows.run.hidden([rows.head.layer], slice(None))[0]
         self.target = self.x = (
             rows.run.entered[dictionary.layer] if dictionary.splits == "stream" else self._written()
@@ -128,7 +129,9 @@ class FeatureSplit:
 
     def terms(self, coded: Coded | None = None) -> list[FeatureTerms]:
         """Terms of every prompt's relative logit, by these codes or by the dictionary's own."""
-        coded, slots, rows = self.coded if coded is None else coded, self.x.shape[1], self.rows
+        coded = self.coded if coded is None else coded
+        slots = self.x.shape[1]
+        rows = self.rows
         step = max(_AT_ONCE // (len(self.x) * coded.ids.shape[-1] * self.x.shape[-1]), 1)
         q = rows.projected(self._read(coded, "query", [0])[:, :, 0])
         chunks = [list(range(start, min(start + step, slots))) for start in range(1, slots, step)]
@@ -139,8 +142,11 @@ class FeatureSplit:
         ]
 
     def _read(self, coded: Coded, side: Side, places: list[int]) -> Float[Tensor, "n c p d"]:
-        rows, coded, target = self.rows, coded.at(places), self.target[:, places]
-        features, others = coded.parts().transpose(1, 2), self.stream[:, places] - target
+        rows = self.rows
+        coded = coded.at(places)
+        target = self.target[:, places]
+        features = coded.parts().transpose(1, 2)
+        others = self.stream[:, places] - target
         rest = {
             ERROR: target - features.sum(1) - coded.bias - coded.skip, SKIP: coded.skip, AFTER: others, OTHERS: others,
             BIAS: coded.bias.expand_as(target),
@@ -157,14 +163,17 @@ class FeatureSplit:
         """Attention on the right keys with the features of the first pairs ablated or restored, by
         `EDGES`.
         """
-        rows, sizes = self.rows, torch.tensor(PAIRS) - 1
+        rows = self.rows
+        sizes = torch.tensor(PAIRS) - 1
         pairs = torch.tensor(
             [own.first(PAIRS[-1]) for own in terms], device=rows.signs.device
         )  # [n, pairs, side]
         others = (rows.signs < 0).to(self.x) / (rows.signs < 0).sum(1, keepdim=True).clamp_min(1)
-        mean, away = torch.einsum("nk,nkd->nd", others, self.stream[:, 1:]), dict[Side, Tensor]()
+        mean = torch.einsum("nk,nkd->nd", others, self.stream[:, 1:])
+        away = dict[Side, Tensor]()
         for number, side in enumerate(SIDES):
-            chosen, slots = pairs[..., number], rows.slots[side]
+            chosen = pairs[..., number]
+            slots = rows.slots[side]
             again = (chosen[:, :, None] == chosen[:, None]).tril(-1).any(-1) | (
                 chosen < 0
             )  # in an earlier pair, none
@@ -235,8 +244,12 @@ class FeatureTest:
     def __init__(
         self, head: Head, dictionary: Dictionary, chosen: Sequence[list[Any]], draws: int, seed: int
     ) -> None:
-        self.head, self.dictionary, self.draws, self.seed = head, dictionary, draws, seed
-        self.pairs, self.rest = [(g, f) for g, f in chosen[0]], rest_of(dictionary, head)
+        self.head = head
+        self.dictionary = dictionary
+        self.draws = draws
+        self.seed = seed
+        self.pairs = [(g, f) for g, f in chosen[0]]
+        self.rest = rest_of(dictionary, head)
         sides = zip(SIDES, chosen[1:], strict=True)
         self.parts: dict[str, list[Any]] = {side: [*numbers, *self.rest] for side, numbers in sides}
 
@@ -245,8 +258,11 @@ class FeatureTest:
         codes are like.
         """
         split = FeatureSplit(rows, self.dictionary)
-        coded, there, terms = split.coded, split.there, split.terms()
-        every, edges = [terms], [split.edges(coded, terms)]
+        coded = split.coded
+        there = split.there
+        terms = split.terms()
+        every = [terms]
+        edges = [split.edges(coded, terms)]
         for kind in NULLS:
             for draw in range(self.draws):
                 where = (
@@ -258,7 +274,8 @@ class FeatureTest:
         compared = torch.stack(
             [torch.stack([own.numbers() for own in some]) for some in every], dim=1
         )
-        active, weight = coded.active.double(), there.double()
+        active = coded.active.double()
+        weight = there.double()
         keys = (active * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp_min(1)
         described = split.target - coded.bias
         missing = described - coded.parts().sum(-2) - coded.skip
@@ -293,7 +310,8 @@ class FeatureTest:
 
     def tables(self, tally: Tally) -> Tables:
         """Pairs, parts, copies, edges, and the check."""
-        numbers, head = tally.mean("numbers"), str(self.head)
+        numbers = tally.mean("numbers")
+        head = str(self.head)
         columns = [column.tolist() for column in (tally.mean("values"), *tally.interval("values"))]
         logit = float(numbers[0, 0])
         rows = [
@@ -339,7 +357,9 @@ class FeatureTest:
         """What ablating and restoring the features of the first pairs leaves; of copies the lowest
         and highest draw.
         """
-        means, interval, rows = tally.mean("edges"), tally.interval("edges", [0]), []
+        means = tally.mean("edges")
+        interval = tally.interval("edges", [0])
+        rows = []
         for place, (side, edge, size) in enumerate(EDGES):
             sign, start = (
                 (1, 0.0) if edge == "ablated" else (-1, before)
@@ -364,7 +384,8 @@ class FeatureTest:
         """The dictionary with its interval over words, each null with the lowest and highest of its
         draws.
         """
-        own, copies = numbers[0], []
+        own = numbers[0]
+        copies = []
         for place, kind in enumerate(("dictionary", *NULLS)):
             mine = (
                 slice(1 + (place - 1) * self.draws, 1 + place * self.draws)

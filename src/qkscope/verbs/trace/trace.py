@@ -48,10 +48,9 @@ from qkscope.verbs.trace.features import (
     says_pairs,
 )
 
-_SOURCES, _FOLLOWED = (
-    48,
-    4,
-)  # prompts on which sources are looked for, and writers of each side that are followed
+# prompts on which sources are looked for, and writers of each side that are followed
+_SOURCES = 48
+_FOLLOWED = 4
 _BATCH = 16
 _SHOWN = 5  # writers of each side in the table of all heads
 _TEXTS = 8  # texts run together: every token's writers are held
@@ -144,7 +143,9 @@ def trace(
     >>> found.table()[0]["writer"], found.tables["check"][0]["sum_error"] < 1e-4
     ('L0H2', True)
     """
-    named, alone, of_task = head != "all", isinstance(what, str | Example), isinstance(what, Task)
+    named = head != "all"
+    alone = isinstance(what, str | Example)
+    of_task = isinstance(what, Task)
     for h in parse_heads(head) if named else ():
         if h.layer == 0:
             raise BadInput(
@@ -200,11 +201,10 @@ def trace(
         if dictionary is not None:
             each = partial(prompt_features, dictionary=dictionary, draws=draws, seed=seed)
         every = [each(probe.head(h, key, versus, projectors.get(h))) for h in heads]
-        answer, tables = (
-            " ".join(sentence for sentence, _ in every),
-            join_tables(rows for _, rows in every),
-        )
-        name, about = "prompt", about | probe.asked.told(what)
+        answer = " ".join(sentence for sentence, _ in every)
+        tables = join_tables(rows for _, rows in every)
+        name = "prompt"
+        about = about | probe.asked.told(what)
     else:
         how = Pass(
             Reader(scope, heads), False, _TEXTS, seed, projectors, (), current_work(), progress
@@ -212,14 +212,14 @@ def trace(
         choosing: Units = ()
         if isinstance(what, Task):
             how = replace(how, chat=what.chat, batch_size=batch_size)
-            choosing, units = what.choose(n) if named else (), what.test(n)
-            name, about = what.name, made_from(scope, what)
+            choosing = what.choose(n) if named else ()
+            units = what.test(n)
+            name = what.name
+            about = made_from(scope, what)
         else:
-            units, name, about = (
-                text_units(scope, what, n, seed),
-                "text",
-                about | {"texts": text_hash(what)},
-            )
+            units = text_units(scope, what, n, seed)
+            name = "text"
+            about = about | {"texts": text_hash(what)}
         asked |= {
             "batch_size": how.batch_size,
             "feature": {str(h): float(p.sum()) for h, p in projectors.items()},
@@ -234,7 +234,8 @@ def trace(
             answer, tables = _task_writers(how, choosing, units, draws, depth, whole)
         else:
             answer, tables = _task_features(how, choosing, units, dictionary, draws)
-    origin, answer = provenance(**about, **asked, trace_seed=seed), with_notes(answer, about)
+    origin = provenance(**about, **asked, trace_seed=seed)
+    answer = with_notes(answer, about)
     result = Trace(
         f"trace/{name}", tables, answer=answer, model=scope.name, seed=seed, provenance=origin
     )
@@ -260,11 +261,9 @@ def _prompt_writers(
 ) -> tuple[str, Tables]:
     """The answer and tables of one head on one prompt."""
     pairs = strongest_pairs(one.pairs[0])
-    tally, cuts, graph = (
-        Tally.of_prompt(one.given(pairs)),
-        one.cut_rows(draws, seed),
-        trace_graph(one, depth),
-    )
+    tally = Tally.of_prompt(one.given(pairs))
+    cuts = one.cut_rows(draws, seed)
+    graph = trace_graph(one, depth)
     tables = {
         "writers": tally.writer_rows(one.head, one.writers),
         "pairs": tally.pair_rows(one.head, one.writers, pairs),
@@ -321,10 +320,8 @@ def _first_writers(how: Pass, units: Units, named: bool) -> tuple[str, Tables]:
     words = None if named else [f"text {int(example.cluster) % _GROUPS}" for example, *_ in units]
 
     def measure(rows: HeadRows, _numbers: list[int]) -> Measurement:
-        given, attention = (
-            rows.given(),
-            rows.rows.attention()[:, 0].gather(1, rows.run.columns[:, 1:]),
-        )
+        given = rows.given()
+        attention = rows.rows.attention()[:, 0].gather(1, rows.run.columns[:, 1:])
         looked = (attention * (rows.signs > 0)).sum(1)
         return Measurement(
             {**given.values, "attention": looked}, given.error, (looked >= ATTENDED) | named
@@ -369,7 +366,8 @@ def _task_writers(
     """Writers chosen on some words, edges and whole heads taken out on others, and what the first
     writers read.
     """
-    reader, chosen = how.reader, choose_writers(how, choosing)
+    reader = how.reader
+    chosen = choose_writers(how, choosing)
     tests = {
         h: EdgeTest(h, reader.writers(h.layer), chosen[h], how.seed, draws) for h in reader.heads
     }
@@ -405,7 +403,8 @@ def _task_features(
 
 def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int) -> Tables:
     """Which tokens the first writers read, on some prompts; and one prompt's graph."""
-    reader, every = how.reader, []
+    reader = how.reader
+    every = []
     firsts = [unit[:1] for unit in units[:_SOURCES]]
     deep = replace(how, projectors={}, layers=range(max(reader.layers)))
     prompt = reader.scope.encode(firsts[0], chat=how.chat)
@@ -415,7 +414,8 @@ def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int)
     )
     run = reader.record(asked.inputs, asked.places, deep=True)
     for i, head in enumerate(reader.heads):
-        names, scores = reader.writers(head.layer), chosen[head].scores
+        names = reader.writers(head.layer)
+        scores = chosen[head].scores
         writers = {
             side: [names[i] for i in first_by(scores["share", side], _FOLLOWED)] for side in SIDES
         }

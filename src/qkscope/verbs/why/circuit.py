@@ -44,7 +44,8 @@ Row = dict[str, Any]
 Rows = list[Row]
 Node = tuple[str, str]
 """A writer, and the label of a token."""
-KEPT, CIRCUIT = (1, 2, 5, 10, 20, 50, 100, 500, 2000), 20
+KEPT = (1, 2, 5, 10, 20, 50, 100, 500, 2000)
+CIRCUIT = 20
 """How many nodes are kept, and the number that an answer names."""
 ORDERS: dict[str, tuple[Sequence[float], bool]] = {
     "circuit": (WAY, False), "attribution patching": ((1.0,), False), "direct effect": ((1.0,), True),
@@ -53,9 +54,16 @@ ORDERS: dict[str, tuple[Sequence[float], bool]] = {
 LOGIT = "answer"  # what the root of a graph is called
 _DRAWS = 10  # of random nodes
 _OTHERS = 8  # prompts with other words
-_DEPTH, _WIDTH, _SMALLEST = 8, 4, 0.02  # of the graph
-_LOOKS, _REASONS = 0.1, 3  # attention of a look whose reason is told, and how many are
-_PATHS, _NAMED = 3, 3  # strongest nodes, and words of a sentence
+# of the graph
+_DEPTH = 8
+_WIDTH = 4
+_SMALLEST = 0.02
+# attention of a look whose reason is told, and how many are
+_LOOKS = 0.1
+_REASONS = 3
+# strongest nodes, and words of a sentence
+_PATHS = 3
+_NAMED = 3
 _MLP = 1000  # the number of an MLP in an exported graph, behind all heads of its layer
 
 
@@ -73,8 +81,11 @@ class NodeOrder:
     """
 
     def __init__(self, nodes: Nodes, instead: Mapping[str, Values], seed: int = 0) -> None:
-        self.seed, self.writers, self.labels = seed, nodes.names, nodes.free_labels
-        place, self.scores = nodes.places(self.labels), dict[str, Float[Tensor, "w l"]]()
+        self.seed = seed
+        self.writers = nodes.names
+        self.labels = nodes.free_labels
+        place = nodes.places(self.labels)
+        self.scores = dict[str, Float[Tensor, "w l"]]()
         here = torch.nn.functional.one_hot(place, len(self.labels) + 1)[..., :-1].float()
         for by, (way, direct) in ORDERS.items():
             scores = torch.stack(
@@ -94,7 +105,8 @@ class NodeOrder:
 
     def first(self, by: str, k: int) -> dict[Node, float]:
         """The first k nodes and their scores."""
-        size, scores = len(self.labels), self.scores[by].flatten().tolist()
+        size = len(self.labels)
+        scores = self.scores[by].flatten().tolist()
         return {
             (self.writers[i // size], self.labels[i % size]): scores[i]
             for i in self.order(by)[:k].tolist()
@@ -118,7 +130,8 @@ class NodeOrder:
         tested, instead : nodes of prompts, and what replaces them.
         sizes : numbers of nodes; `CIRCUIT` random ones are run too, each draw a row.
         """
-        sizes, own = [k for k in sizes if k < self.count], self.order("circuit")
+        sizes = [k for k in sizes if k < self.count]
+        own = self.order("circuit")
         asked = {
             (by, "kept", k): [self._mask(tested, self.order(by)[:k])]
             for by in ORDERS
@@ -193,8 +206,12 @@ class Circuit:
     def __init__(
         self, probe: Probe, output: Output, depth: int | None = None, seed: int = 0
     ) -> None:
-        self.probe, self.output, self.seed, self.tokens = probe, output, seed, output.asked.tokens
-        self.depth, self.query = _DEPTH if depth is None else depth, output.asked.query
+        self.probe = probe
+        self.output = output
+        self.seed = seed
+        self.tokens = output.asked.tokens
+        self.depth = _DEPTH if depth is None else depth
+        self.query = output.asked.query
         if self.query < 2:
             raise BadInput(
                 "besides the first token there is one word, and a circuit leads to several: give a longer prompt."
@@ -204,7 +221,8 @@ class Circuit:
     @cached_property
     def graph(self) -> Graph:
         """The answer's lead, followed down."""
-        run, scope = self.probe.run, self.probe.scope
+        run = self.probe.run
+        scope = self.probe.scope
         assert run.logits is not None
         along = torch.zeros_like(run.logits).detach()
         along[:, self.output.best], along[:, self.output.rival] = 1, -1
@@ -236,7 +254,8 @@ class Circuit:
         instead = {
             "mean": [z.mean(0, keepdim=True) for z in others.values], "other": [z[:1] for z in others.values],
         }  # fmt: skip
-        ranking, reasons = NodeOrder(nodes, instead, self.seed), self._reasons()
+        ranking = NodeOrder(nodes, instead, self.seed)
+        reasons = self._reasons()
         scores = ranking.first("circuit", ranking.count)
         ranks = {node: i for i, node in enumerate(scores, 1)}
         for row in self.graph.nodes:
@@ -260,7 +279,8 @@ class Circuit:
         groups = grouped(
             (word for word in inside if self._others.of(word, _OTHERS)), lambda word: word.core
         )
-        ids, named = self._others.ids, {self.output.best, self.output.rival}
+        ids = self._others.ids
+        named = {self.output.best, self.output.rival}
         own = [words for words in groups.values() if named & {*ids[words[0].start : words[0].stop]}]
         if not groups:
             raise BadInput(
@@ -296,7 +316,8 @@ class Circuit:
         if not rows:
             return {}
         looks = [Look(Head.parse(row["writer"]), row["position"], row["towards"]) for row in rows]
-        because, told = Because(self.output.again, looks, self.seed), dict[int, str]()
+        because = Because(self.output.again, looks, self.seed)
+        told = dict[int, str]()
         for row, reason in zip(rows, because.reasons(), strict=True):
             one = PromptTrace(self.probe.run, self.probe.asked, reason.look.head, reason.look.key)
             carriers = (
@@ -311,14 +332,16 @@ class Circuit:
         """The strongest nodes that write the answer, each followed along its strongest edges to a
         word.
         """
-        nodes, paths = self.graph.nodes, []
+        nodes = self.graph.nodes
+        paths = []
         ranked = sorted(self.graph.edges, key=lambda edge: -abs(edge["value"]))
         values = [edge for edge in ranked if edge["kind"] == "value" and edge["of"] is None]
         into = grouped(
             (edge for edge in values if edge["source"] is not None), lambda edge: edge["target"]
         )
         for edge in into.get(0, [])[:_PATHS]:
-            way, at = list[str](), [edge]
+            way = list[str]()
+            at = [edge]
             while at:
                 node = nodes[at[0]["source"]]
                 word = quoted(whole(self.tokens, node["position"]))
@@ -363,19 +386,23 @@ def write_graph(path: Path, result: Result) -> None:
     path : of the file.
     result : of `why` with a circuit.
     """
-    nodes, tokens = result.tables["nodes"], [row["token"] for row in result.tables["prompt"]]
-    top, made, links = (
-        1 + max((row["layer"] or 0 for row in nodes), default=0),
-        list[Row](),
-        list[Row](),
-    )
+    nodes = result.tables["nodes"]
+    tokens = [row["token"] for row in result.tables["prompt"]]
+    top = 1 + max((row["layer"] or 0 for row in nodes), default=0)
+    made = list[Row]()
+    links = list[Row]()
     for row in nodes:
-        kind, layer, number = "cross layer transcoder", str(row["layer"]), row["id"]
+        kind = "cross layer transcoder"
+        layer = str(row["layer"])
+        number = row["id"]
         label = f"{row['writer']} at {quoted(row['token'])}"
         if row["writer"] == LOGIT:
-            kind, layer, label = "logit", str(top), f"{result.answer.partition(':')[0]} (p=1)"
+            kind = "logit"
+            layer = str(top)
+            label = f"{result.answer.partition(':')[0]} (p=1)"
         elif row["writer"] == EMBEDDING:
-            kind, layer = "embedding", "E"
+            kind = "embedding"
+            layer = "E"
         else:
             writer = Writer.parse(row["writer"])
             number = writer.index[0] if writer.head else _MLP + sum(writer.index)

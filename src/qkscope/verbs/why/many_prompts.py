@@ -31,7 +31,8 @@ from qkscope.sums.nulls import wilson
 from qkscope.texts.task import ANSWER
 from qkscope.verbs.why.circuit import NodeOrder, kept_words
 
-LOOKS, FEW = 0.3, 5
+LOOKS = 0.3
+FEW = 5
 """Attention from which on a head looks at a token, and prompts of each group under which reasons
 are not compared.
 """
@@ -128,7 +129,9 @@ class Prompts:
         ]
         if self.heads is None:
             return {"heads": output.head_rows(), "answers": answers}
-        looks, rows, carried = list[Look](), dict[Head, Row](), list[Row]()
+        looks = list[Look]()
+        rows = dict[Head, Row]()
+        carried = list[Row]()
         for head in self.heads:
             key, attention = output.look(head)
             rows[head] = {
@@ -182,16 +185,20 @@ def _differs(rows: Sequence[Row]) -> list[Row]:
     right, wrong = (
         [row["kind"] for row in rows if row["right"] is known] for known in (True, False)
     )
-    n, m, made = len(right), len(wrong), list[Row]()
+    n = len(right)
+    m = len(wrong)
+    made = list[Row]()
     for kind in dict.fromkeys(right + wrong):
         row: Row = {"head": rows[0]["head"], "kind": kind, "right_prompts": n, "wrong_prompts": m}
         row |= dict.fromkeys(("right", "wrong", "difference", "low", "high")) | {
             "verdict": "too few"
         }
         if min(n, m) >= FEW:
-            a, b = right.count(kind) / n, wrong.count(kind) / m
+            a = right.count(kind) / n
+            b = wrong.count(kind) / m
             (low_a, high_a), (low_b, high_b) = wilson(a * n, n), wilson(b * m, m)
-            low, high = a - b - hypot(a - low_a, high_b - b), a - b + hypot(high_a - a, b - low_b)
+            low = a - b - hypot(a - low_a, high_b - b)
+            high = a - b + hypot(high_a - a, b - low_b)
             verdict = "differs" if low > 0 or high < 0 else "not shown"
             row |= {
                 "right": a,

@@ -30,8 +30,10 @@ def answer_of(one: PromptTrace, reason: Reason | None, output: Output, tables: T
     """The reason and who carried it in one sentence, and what the head does for the answer in
     another.
     """
-    attention, first = float(one.attention[one.key]), float(one.attention[0])
-    asking, key = f"{one.head} at {_token(one.asked, one.asked.query)}", _token(one.asked, one.key)
+    attention = float(one.attention[one.key])
+    first = float(one.attention[0])
+    asking = f"{one.head} at {_token(one.asked, one.asked.query)}"
+    key = _token(one.asked, one.key)
     if first > _AWAY and attention < ATTENDED:
         return f"{asking} rests on the first token ({first:.0%}): it attends to nothing ({key} has {attention:.1%})."
     if attention < ATTENDED:
@@ -61,12 +63,14 @@ def because(one: PromptTrace, reason: Reason, carriers: Rows = ()) -> str:
     words = [
         _own_word(one, kinds[kind], reason) for kind in ("key word", "query word") if kind in kinds
     ]
-    row, also = shown[0] if shown else near, ""
+    row = shown[0] if shown else near
+    also = ""
     if near is not None and row is not None:
         if row["kind"] in ("no single word", "few words"):
             row = near
         elif row["kind"] in ("key word", "query word") and near["text"].strip().lower() in carried:
-            row, also = near, f", in part because of {' and '.join(words)}"
+            row = near
+            also = f", in part because of {' and '.join(words)}"
     if row is None:
         return ""
     match row["kind"]:
@@ -87,10 +91,8 @@ def because(one: PromptTrace, reason: Reason, carriers: Rows = ()) -> str:
                 f",{part} because {quoted(row['text'])} appears {where} (tokens {a} and {b}){also}"
             )
         case "position":
-            back, left = (
-                one.asked.query - one.key,
-                [_share(row[name], reason) for name in ("alone", "together")],
-            )
+            back = one.asked.query - one.key
+            left = [_share(row[name], reason) for name in ("alone", "together")]
             moved = f"with a word inserted after it, {left[0]} stays and {left[1]} moves to the token at that distance"
             return f", by position ({back} token{'s' * (back > 1)} back): {moved}"
         case "self":
@@ -162,7 +164,8 @@ def _direction(output: Output, pushed: Rows) -> str:
     rival = next((row for row in pushed if row["rival"]), None)
     if rival is None or rival["difference"] is None:
         return ""
-    before, after = output.difference, rival["difference"]
+    before = output.difference
+    after = rival["difference"]
     does = (
         "helps"
         if after < before - _MOVES
@@ -170,7 +173,8 @@ def _direction(output: Output, pushed: Rows) -> str:
         if after > before + _MOVES
         else "hardly changes"
     )
-    best, other = output.told(output.best), output.told(output.rival)
+    best = output.told(output.best)
+    other = output.told(output.rival)
     return (
         f"It {does} {best}: {before:.1f} logits ahead of {other}, {after:.1f} with this key hidden."
     )
@@ -210,10 +214,8 @@ def where_line(one: PromptTrace) -> str:
 
 def _habit(one: PromptTrace, reason: Reason) -> str:
     """What the head does on natural text, where that fits what it does here."""
-    usual, job = (
-        known_jobs(one.run.reader.scope.weights_hash).get(str(one.head), {}),
-        job_of(reason),
-    )
+    usual = known_jobs(one.run.reader.scope.weights_hash).get(str(one.head), {})
+    job = job_of(reason)
     often = (
         0.0 if job.startswith("no ") else usual.get(job, 0.0)
     )  # that nothing was found is no habit
@@ -234,7 +236,8 @@ def _tried(reason: Reason) -> str:
 
 def _words(one: PromptTrace, because: Because, reason: Reason) -> str:
     every = [row for row in reason.words if row["after"] < 0.5 * reason.before]
-    named, rest = every[:_SHOWN], f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    named = every[:_SHOWN]
+    rest = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     alone = [
         quoted(word.text) for word in because.words if not because.others.of(word, because.count)
     ]
@@ -307,7 +310,8 @@ def does_line(pushed: Rows) -> str:
     """
     if not pushed:
         return ""
-    best, rival = pushed[0], next((row for row in pushed if row["rival"]), pushed[0])
+    best = pushed[0]
+    rival = next((row for row in pushed if row["rival"]), pushed[0])
     text = f"Effect: P({quoted(best['token'])}) {best['before']:.1%} → {best['without_key']:.1%} with this key hidden"
     if best["without_other"] is not None:
         text += f" (control, its second key: {best['without_other']:.1%})"
@@ -327,10 +331,8 @@ def heads_answer(output: Output, rows: Rows, says: str) -> str:
     """The next token and its rival, and how many heads decide between them."""
     after = quoted(whole(output.asked.tokens, output.asked.query))
     best, rival = (output.told(i, chance=True) for i in (output.best, output.rival))
-    lead, on = (
-        f"ahead by {output.difference:.1f} in logits",
-        f"; it continues {quoted(says)}" if says else "",
-    )
+    lead = f"ahead by {output.difference:.1f} in logits"
+    on = f"; it continues {quoted(says)}" if says else ""
     told = (
         f"The next token after {after} is {best} rather than {rival}{output.why_rival}, {lead}{on}."
     )

@@ -55,7 +55,8 @@ def singular_terms(one: PromptTrace) -> list[float] | None:
     """Terms of the relative logit along the head's singular vectors; None where its weights cannot
     be read.
     """
-    scope, run = one.run.reader.scope, one.run
+    scope = one.run.reader.scope
+    run = one.run
     layer = scope.facts.layers[one.head.layer]
     if "query_frame" in layer.refusals:
         return None

@@ -39,11 +39,10 @@ from qkscope.verbs.why.splits import part_rows
 
 Heads: TypeAlias = Sequence[str | Head]
 _SUMS = 2e-5  # of the largest term: how far the edges of a circuit may miss a node, in float32
-_GOES_ON, _LONG, _RUNS = (
-    5,
-    2048,
-    4,
-)  # tokens of the continuation, and of a prompt that has one; other words that run
+# tokens of the continuation, and of a prompt that has one; other words that run
+_GOES_ON = 5
+_LONG = 2048
+_RUNS = 4
 
 
 @checked_class
@@ -233,7 +232,8 @@ def why(
         raise PartDone
     head = chosen[0] if chosen else None
     if isinstance(features, Fit):  # asked as it was fitted
-        chat, head = chat or features.chat, features.heads[0] if head is None else head
+        chat = chat or features.chat
+        head = features.heads[0] if head is None else head
     query, key = (scope.place(prompt, token, chat=chat) for token in (query, key))
     probe = Probe(scope, prompt, query, chat, None if head is None else scope.check(head).layer)
     if not circuit:
@@ -262,22 +262,19 @@ def answer_probe(
         if key is not None:
             raise BadInput("a key is asked about with a head: name one, or leave the key out.")
         with doing("hiding each head's main token"):
-            rows, last = (
-                output.head_rows(),
-                probe.asked.query == len(probe.asked.tokens) - 1 < _LONG,
-            )
+            rows = output.head_rows()
+            last = probe.asked.query == len(probe.asked.tokens) - 1 < _LONG
         says = (
             probe.scope.generate(probe.prompt, _GOES_ON)
             if last and isinstance(probe.prompt, str)
             else ""
         )
-        answer, lines, tables = (
-            sentences.heads_answer(output, rows, str(says)),
-            list[str](),
-            {"heads": rows},
-        )
+        answer = sentences.heads_answer(output, rows, str(says))
+        lines = list[str]()
+        tables = {"heads": rows}
     else:
-        one, chosen = probe.head(head, key), dict[str, Subspace]()
+        one = probe.head(head, key)
+        chosen = dict[str, Subspace]()
         if features is not None:
             chosen, space = features_of(features, one.head, probe.scope)
             if space != "post_rope":
@@ -332,7 +329,10 @@ def _one_head(
     if (wrong := no_sum(one.head, one.tally.error, output.scope.model.dtype)) is not None:
         lines = [sentences.where_line(one), sentences.does_line(pushed)]
         return wrong, lines, {"attention": one.token_rows(), "output": pushed, "check": check}
-    because, reason, carriers, returns = None, None, list[dict[str, Any]](), list[dict[str, Any]]()
+    because = None
+    reason = None
+    carriers = list[dict[str, Any]]()
+    returns = list[dict[str, Any]]()
     with doing("changing words") as say:
         if (
             one.attends and one.key and output.scope.tokenizer is not None
@@ -343,7 +343,8 @@ def _one_head(
             carriers = Carriers(one.run, because, reason, seed).rows()
             returns = _returns(one, output, because, reason)
         say("cutting writers")
-        cuts, graph = one.cut_rows(draws, seed, live=True), trace_graph(one, depth)
+        cuts = one.cut_rows(draws, seed, live=True)
+        graph = trace_graph(one, depth)
     tables = {
         "attention": one.token_rows(), "because": reason.words if reason else [],
         "relation": reason.relations if reason else [], "carriers": carriers, "parts": parts,
@@ -373,7 +374,8 @@ def _returns(
     ]
     if not causes:
         return []
-    word, rows = words[causes[0]["position"]], [None, (one.head, one.rows.logits()[0, 0])]
+    word = words[causes[0]["position"]]
+    rows = [None, (one.head, one.rows.logits()[0, 0])]
     others = torch.stack(
         [because.put((word, ids)) for ids in because.others.of(word, because.count)[:_RUNS]]
     )

@@ -22,7 +22,8 @@ def alignment_rows(
     to its last one. ``joint`` instead takes for each pair the vector on which both its features
     agree best (for heads that rotate, where singular values do not follow the targets).
     """
-    basis, task = toy.basis(), toy.task
+    basis = toy.basis()
+    task = toy.task
     pairs = by_logit([*task.pairs, *(pair[:3] for pair in task.positional)])
     width = len(basis.s)
     chance = random_best(task.d, width).mean

@@ -99,11 +99,16 @@ class SuperpositionStack(TrainingTask):
         validation: int = 4096,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.cells, self.tokens, self.validation = list(cells), tokens, validation
+        self.cells = list(cells)
+        self.tokens = tokens
+        self.validation = validation
         self.device = torch.device(device)
         self.names = [cell.name for cell in cells]
         first = cells[0].task
-        self.n, self.d, self.context, self.rope = first.n, first.d, first.context, first.rope
+        self.n = first.n
+        self.d = first.d
+        self.context = first.context
+        self.rope = first.rope
         self.frozen = first.dictionary is not None
         self.d_head = max(cell.task.d_head for cell in cells)
         self._held_out: TokenBatch | None = None
@@ -188,7 +193,8 @@ class SuperpositionStack(TrainingTask):
         x = (1 + batch.uniform * self.inverse_p).relu()
         t = x @ W.mT
         contexts = self._contexts(batch)
-        x_q, x_k = x[:, :contexts], x[:, contexts:].unflatten(1, (contexts, self.context))
+        x_q = x[:, :contexts]
+        x_k = x[:, contexts:].unflatten(1, (contexts, self.context))
         q = t[:, :contexts] @ params["W_Q"].mT
         k = (t[:, contexts:] @ params["W_K"].mT).unflatten(1, (contexts, self.context))
         target = ((x_q @ self.M)[:, :, None] * x_k).sum(-1)
@@ -215,12 +221,16 @@ class SuperpositionStack(TrainingTask):
         """Losses, and their gradients by hand (by autograd where heads rotate)."""
         if self.rope:
             return super().gradients(params, batch, out)
-        weights, into = params.named(), out.named()
+        weights = params.named()
+        into = out.named()
         W = self.dictionary if self.frozen else weights["W"]
         omega = torch.bmm(weights["W_Q"].mT, weights["W_K"]).mul_(self.scale)
         omega_W = torch.bmm(omega, W)
-        H, P = torch.bmm(W.mT, omega_W), torch.bmm(W.mT, W)
-        d_H, d_P, losses = torch.empty_like(H), torch.empty_like(P), H.new_zeros(len(self.cells))
+        H = torch.bmm(W.mT, omega_W)
+        P = torch.bmm(W.mT, W)
+        d_H = torch.empty_like(H)
+        d_P = torch.empty_like(P)
+        losses = H.new_zeros(len(self.cells))
         at_once = len(self.cells) if self.device.type == "cuda" else _MODELS_AT_ONCE
         for start in range(0, len(self.cells), at_once):
             rows = slice(start, start + at_once)
@@ -261,11 +271,15 @@ class SuperpositionStack(TrainingTask):
 
     def _attention(self, x: Tensor, H: Tensor, rows: slice, contexts: int, d_H: Tensor) -> Tensor:
         """λ · cross-entropy of both softmaxes; the gradient goes into d_H."""
-        m, n, T = len(x), self.n, self.context
-        x_q, x_k = x[:, :contexts], x[:, contexts:].unflatten(1, (contexts, T))
+        m = len(x)
+        n = self.n
+        T = self.context
+        x_q = x[:, :contexts]
+        x_k = x[:, contexts:].unflatten(1, (contexts, T))
         asked = torch.bmm(x_q, torch.cat([H, self.M[rows]], dim=2)).view(m * contexts, 2, n)
         both = torch.bmm(x_k.reshape(m * contexts, T, n), asked.mT).view(m, contexts, T, 2)
-        log_p, target = both[..., 0].log_softmax(-1), both[..., 1].softmax(-1)
+        log_p = both[..., 0].log_softmax(-1)
+        target = both[..., 1].softmax(-1)
         losses = torch.linalg.vecdot(target.flatten(1), log_p.flatten(1)).mul_(
             self.w_att[rows, 0, 0] / -contexts
         )

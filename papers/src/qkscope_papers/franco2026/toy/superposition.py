@@ -194,7 +194,8 @@ class Toy:
         offsets: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T"]:
         """Logits of every key; ``offsets`` (query position − key position) where the head rotates."""
-        q, k = self.tokens(x_q) @ self.W_Q.mT.to(x_q), self.tokens(x_k) @ self.W_K.mT.to(x_k)
+        q = self.tokens(x_q) @ self.W_Q.mT.to(x_q)
+        k = self.tokens(x_k) @ self.W_K.mT.to(x_k)
         if not self.task.rope:
             return self.task.scale * torch.einsum("bh,bth->bt", q, k)
         assert offsets is not None, "a head that rotates needs positions"
@@ -230,9 +231,12 @@ def rotated_logits(
 ) -> Float[Tensor, "*m B T"]:
     """``(R_m q)ᵀ (R_n k)`` by bands: ``cos(θΔ) (q·k) + sin(θΔ) (q×k)`` in each, with ``Δ = m − n``."""
     angle = offsets[..., None] * frequencies  # B T bands
-    q_0, q_1 = q[..., None, 0::2], q[..., None, 1::2]
-    k_0, k_1 = k[..., 0::2], k[..., 1::2]
-    along, across = q_0 * k_0 + q_1 * k_1, q_0 * k_1 - q_1 * k_0
+    q_0 = q[..., None, 0::2]
+    q_1 = q[..., None, 1::2]
+    k_0 = k[..., 0::2]
+    k_1 = k[..., 1::2]
+    along = q_0 * k_0 + q_1 * k_1
+    across = q_0 * k_1 - q_1 * k_0
     return (angle.cos() * along + angle.sin() * across).sum(-1)
 
 

@@ -64,7 +64,8 @@ def train_toys(
         ]
 
     def keep(trainer: Trainer, outcome: Outcome) -> None:
-        task, history = trainer.task, outcome.history
+        task = trainer.task
+        history = outcome.history
         assert isinstance(task, SuperpositionStack)
         assert history is not None
         checks = range(len(outcome.curve_steps))
@@ -108,7 +109,8 @@ def _trainer(task: SuperpositionStack, folder: Path) -> Trainer:
     name = short_hash(
         [task.about(), cell_to_json(first), [cell.lr for cell in task.cells], task.device.type]
     )
-    rates, seed = [cell.lr for cell in task.cells], derived_seed(first.seed, 24)
+    rates = [cell.lr for cell in task.cells]
+    seed = derived_seed(first.seed, 24)
     checkpoint = folder / f"training-{name}.safetensors"
     return Trainer(task, rates, first.recipe(), seed=seed, checkpoint=checkpoint, keep_history=True)
 

@@ -59,17 +59,21 @@ def _accuracy(
 
 def _gaussian_ceiling(encoders: Encoders, n: int, seed: int) -> float:
     task = encoders.task
-    a, b = encoders.A.double(), encoders.B.double()
+    a = encoders.A.double()
+    b = encoders.B.double()
     floor = max(task.noise, 1e-4) ** 2 * torch.eye(
         task.d, dtype=torch.float64
     )  # noise 0 has no density
-    cov_k, cov_q, cross = a @ a.mT + floor, b @ b.mT + floor, b @ a.mT
+    cov_k = a @ a.mT + floor
+    cov_q = b @ b.mT + floor
+    cross = b @ a.mT
     # x_q given x_i under a match: mean gain·x_i, covariance rest. Without a match: mean 0,
     # covariance cov_q.
     gain = torch.linalg.solve(cov_k, cross.mT).mT
     rest = torch.linalg.cholesky(cov_q - gain @ cross.mT)
     n = min(n, 4096)  # at small noise it is 1 to four digits, and its whitening is the slow part
-    right, size = 0.0, 2048
+    right = 0.0
+    size = 2048
     for part, start in enumerate(range(0, n, size)):
         x_q, x_k, asked, payload, _ = encoders.contexts(
             min(size, n - start), derived_seed(seed, 9, part)

@@ -144,7 +144,8 @@ class Retrieval:
         """``z`` with another value of one variable: ``strict`` never the same one, ``fresh`` drawn
         anew.
         """
-        where, other = self.latent_slices()[variable], z.clone()
+        where = self.latent_slices()[variable]
+        other = z.clone()
         if (
             sampling == "fresh" or self.variant == "continuous"
         ):  # a fresh Gaussian draw differs with probability one
@@ -181,7 +182,8 @@ class Encoders:
 
     def contexts(self, n: int, seed: int) -> Contexts:
         """Fresh contexts, each with a query for one of its keys."""
-        task, generator = self.task, torch.Generator().manual_seed(derived_seed(seed, 2))
+        task = self.task
+        generator = torch.Generator().manual_seed(derived_seed(seed, 2))
         z = task.draw_latents((n, task.keys), generator)
         payload = torch.randint(task.payloads, (n, task.keys), generator=generator)
         asked = torch.randint(task.keys, (n,), generator=generator)
@@ -194,7 +196,8 @@ class Encoders:
         """Queries, keys that agree with them in one variable, and keys that differ in it; all else
         shared.
         """
-        task, generator = self.task, torch.Generator().manual_seed(derived_seed(seed, 3, variable))
+        task = self.task
+        generator = torch.Generator().manual_seed(derived_seed(seed, 3, variable))
         wanted, agree = (task.draw_latents((n,), generator) for _ in range(2))
         where = task.latent_slices()[variable]
         agree[:, where] = wanted[:, where]
@@ -292,7 +295,8 @@ class RetrievalHead:
 
     def accuracy(self, n: int = 20_480, seed: int = 0) -> float:
         """Share of fresh contexts answered with the right payload."""
-        right, size = 0, 4096
+        right = 0
+        size = 4096
         for part, start in enumerate(range(0, n, size)):
             x_q, x_k, asked, payload, _ = self.encoders.contexts(
                 min(size, n - start), derived_seed(seed, 5, part)

@@ -91,16 +91,16 @@ class RetrievalStack(TrainingTask):
         validation: tuple[int, int] = (20, 512),
         device: torch.device | str = "cpu",
     ) -> None:
-        self.cells, self.batch, self.validation = list(cells), batch, validation
+        self.cells = list(cells)
+        self.batch = batch
+        self.validation = validation
         self.device = torch.device(device)
         self.names = [cell.name for cell in cells]
         first = cells[0].task
-        self.variant, self.d, self.keys, self.payloads = (
-            first.variant,
-            first.d,
-            first.keys,
-            first.payloads,
-        )
+        self.variant = first.variant
+        self.d = first.d
+        self.keys = first.keys
+        self.payloads = first.payloads
         self.widths = [max(c.task.ranks[k] for c in cells) for k in range(len(first.ranks))]
         self.d_head = max(c.d_head for c in cells)
         heads = [cell.untrained() for cell in cells]
@@ -169,13 +169,13 @@ class RetrievalStack(TrainingTask):
         other = object.__new__(RetrievalStack)
         other.__dict__.update(self.__dict__)
         chosen = keep.tolist()
-        other.cells, other._heads = (
-            [self.cells[i] for i in chosen],
-            [self._heads[i] for i in chosen],
-        )
+        other.cells = [self.cells[i] for i in chosen]
+        other._heads = [self._heads[i] for i in chosen]
         other.names = [cell.name for cell in other.cells]
         where = keep.to(self.device)
-        other.T_q, other.T_k, other.scale = self.T_q[where], self.T_k[where], self.scale[where]
+        other.T_q = self.T_q[where]
+        other.T_k = self.T_k[where]
+        other.scale = self.scale[where]
         other._buffers, other._held_out = {}, self._validation_set()
         return other
 
@@ -230,8 +230,11 @@ class RetrievalStack(TrainingTask):
 
     def gradients(self, params: Stack, batch: ContextBatch, out: Stack) -> Float[Tensor, " m"]:
         """Losses, and their gradients by hand."""
-        weights, into = params.named(), out.named()
-        m, n, d = len(self.cells), len(batch.target), self.d_head
+        weights = params.named()
+        into = out.named()
+        m = len(self.cells)
+        n = len(batch.target)
+        d = self.d_head
         at = self._forward(weights, batch)
         rows = self._rows(batch)
         losses = -at["log_p"].gather(1, rows).mean(dim=(1, 2))
@@ -268,7 +271,9 @@ class RetrievalStack(TrainingTask):
 
     def _forward(self, weights: Mapping[str, Tensor], batch: ContextBatch) -> dict[str, Tensor]:
         """Log-probabilities of the payloads (m P n), and what the gradients need."""
-        m, n, d = len(self.cells), len(batch.target), self.d_head
+        m = len(self.cells)
+        n = len(batch.target)
+        d = self.d_head
         query_map = torch.bmm(self.T_q, weights["W_Q"].mT)  # m Fq h
         key_map = torch.bmm(weights["W_K"], self.T_k.mT).mul_(self.scale)  # m h F
         value_map = torch.bmm(weights["W_V"], self.T_k.mT)  # m h F

@@ -70,7 +70,8 @@ def train_heads(
     """Heads for these cells, in their order; interrupted training goes on where its last checkpoint
     stands.
     """
-    folder, recipe = Path(folder), recipe or Recipe()
+    folder = Path(folder)
+    recipe = recipe or Recipe()
     hashes = {cell: short_hash([asdict(cell), lr, recipe.about()]) for cell in cells}
     paths = {cell: folder / f"{cell.slug}-{own}.safetensors" for cell, own in hashes.items()}
 
