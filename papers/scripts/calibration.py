@@ -81,7 +81,9 @@ def word_pairs(noise: Noise, n: int, count: int, prompts: int = 256) -> Data:
     """The same across a prompt and its copy: two words, each row asks for its own."""
     first = noise.pick(count, prompts)
     other = (first + 1 + noise.pick(count - 1, prompts)) % count
-    in_q, in_k, shared = (noise(size, AT_ONCE, D_HEAD) for size in (count, count, prompts))
+    in_q = noise(count, AT_ONCE, D_HEAD)
+    in_k = noise(count, AT_ONCE, D_HEAD)
+    shared = noise(prompts, AT_ONCE, D_HEAD)
     pairs = [(in_q[w] + 1 + shared + noise(prompts, AT_ONCE, D_HEAD), in_k[w] + noise(prompts, AT_ONCE, D_HEAD))
              for w in (first, other)]  # fmt: skip
     (q1, k1), (q2, k2) = pairs
@@ -92,7 +94,8 @@ def word_pairs(noise: Noise, n: int, count: int, prompts: int = 256) -> Data:
 def heavy(noise: Noise, n: int) -> Data:
     """Student's t with three degrees of freedom."""
     q, k, units, labels = plain(noise, n)
-    q, k = (x / (noise(*x.shape, 3).square().mean(dim=-1)).sqrt() for x in (q, k))
+    q = q / noise(*q.shape, 3).square().mean(dim=-1).sqrt()
+    k = k / noise(*k.shape, 3).square().mean(dim=-1).sqrt()
     return q, k, units, labels
 
 

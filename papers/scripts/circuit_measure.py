@@ -45,10 +45,13 @@ def measured(scope: qk.Scope, n: int, seed: int) -> dict[str, Any]:
     """Of one seed: how many of the first nodes two sets of names share, and by condition each
     prompt's share.
     """
-    chosen, half = (nodes_of(scope, prompts(use, SEEN, n, seed)) for use in ("choose", "fit"))
+    chosen = nodes_of(scope, prompts("choose", SEEN, n, seed))
+    half = nodes_of(scope, prompts("fit", SEEN, n, seed))
     tested = nodes_of(scope, prompts("test", UNSEEN, n, seed))
-    ranking, other = (NodeOrder(own, own.other_prompts(seed), seed) for own in (chosen, half))
-    first, again = ({*own.first("circuit", CIRCUIT)} for own in (ranking, other))
+    ranking = NodeOrder(chosen, chosen.other_prompts(seed), seed)
+    other = NodeOrder(half, half.other_prompts(seed), seed)
+    first = {*ranking.first("circuit", CIRCUIT)}
+    again = {*other.first("circuit", CIRCUIT)}
     common = len(first & again) / CIRCUIT
     print(
         f"seed {seed}: lead {float(tested.lead.mean()):.2f}, {ranking.count} nodes, common {common:.0%}"

@@ -90,7 +90,8 @@ def nnsight(scope: qk.Scope) -> Take:
                 [layer.self_attn.source.apply_rotary_pos_emb_0.output for layer in lm.model.layers]
             )
             tracer.stop()
-        q, k = (torch.stack([pair[i] for pair in found], dim=1) for i in (0, 1))
+        q = torch.stack([pair[0] for pair in found], dim=1)
+        k = torch.stack([pair[1] for pair in found], dim=1)
         return [q[:, :, :, -1], k]
 
     return take

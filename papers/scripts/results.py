@@ -45,10 +45,8 @@ def results(folders: list[Path], hardware: str) -> None:
     known = {name: entry for name, entry in known.items() if name.partition("@")[0] in there}
     more: dict[str, list[list[dict[str, Any]]]] = {}  # claims of other seeds
     for path in sorted(path for folder in folders for path in folder.rglob("results.json")):
-        found, made = (
-            json.loads((path.parent / name).read_text())
-            for name in ("results.json", "manifest.json")
-        )
+        found = json.loads((path.parent / "results.json").read_text())
+        made = json.loads((path.parent / "manifest.json").read_text())
         paper, _, figure = found["experiment"].partition("/")
         if found["experiment"] not in there or found["preset"] == "smoke":
             continue
@@ -95,10 +93,8 @@ def _over_seeds(row: dict[str, Any], runs: list[list[dict[str, Any]]]) -> dict[s
     own = [row, *(other for claims in runs for other in claims if other["claim"] == row["claim"])]
     if claim.decided or len(own) < 3 or any(each["ours"] is None for each in own):
         return row
-    ours, control = (
-        over_runs(float("nan" if r[name] is None else r[name]) for r in own)
-        for name in ("ours", "control")
-    )
+    ours = over_runs(float("nan" if r["ours"] is None else r["ours"]) for r in own)
+    control = over_runs(float("nan" if r["control"] is None else r["control"]) for r in own)
     beside = None if math.isnan(control.mean) else control.mean
     return (
         row

@@ -396,16 +396,16 @@ def findings(kept: dict[str, Any], shown: Sequence[int] | None = None) -> str:
 def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
     """The findings of one model: what was found, its numbers, and whether it holds."""
     tasks = {row["task"]: row for row in kept[model]["heads"]}
-    both, lexical, order, pca = (
-        swap_of(kept, model, name) for name in ("both", "lexical", "order", "key_pca_both")
-    )
+    both = swap_of(kept, model, "both")
+    lexical = swap_of(kept, model, "lexical")
+    order = swap_of(kept, model, "order")
+    pca = swap_of(kept, model, "key_pca_both")
     ranks, controls = ({row["contrast"]: row for row in pick(kept[model]["swaps"]["ranks"], control=flag)}
                        for flag in (False, True))  # fmt: skip
     four = {row["method"]: row for row in kept[model]["swaps"]["curve"] if row["k"] == 4}
     cut = edge(kept, model, "key", "cut", 2, "share")["accuracy"]
-    five, other = (
-        edge(kept, model, "both", "keep", 5, "share", by)["accuracy"] for by in ("mean", "resample")
-    )
+    five = edge(kept, model, "both", "keep", 5, "share", "mean")["accuracy"]
+    other = edge(kept, model, "both", "keep", 5, "share", "resample")["accuracy"]
     predict = [ranks[contrast]["rank_cv"] for contrast in ("lexical", "order")]
     rows = kept[model]["sparsity"]
     writer = kept[model]["traces"]["key"][0]

@@ -57,9 +57,10 @@ def line_of(name: str) -> str:
     return str(palette()["lines"].get(name, "solid"))
 
 
-ORIGINAL, TARGET, REST, INK = (
-    palette()["hues"][hue][0] for hue in ("blue", "orange", "pale", "ink")
-)
+ORIGINAL = palette()["hues"]["blue"][0]
+TARGET = palette()["hues"]["orange"][0]
+REST = palette()["hues"]["pale"][0]
+INK = palette()["hues"]["ink"][0]
 _STYLE: Any = {
     "font.size": 9, "axes.titlesize": 9.5, "axes.labelsize": 9, "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": "#666b75", "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,

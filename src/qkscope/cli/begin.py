@@ -159,9 +159,10 @@ def _findings(head: str, control: str, tables: Mapping[str, Any]) -> tuple[str, 
     """What the best head shows, in a sentence and as claims; ``control`` is a head at chance."""
     best = next(row for row in tables["heads"] if row["head"] == head)
     swapped = {row["condition"]: row for row in tables["swap"] if row["head"] == head}
-    both, lexical, random, key_pca = (
-        swapped[name] for name in ("both", "lexical", "random_both", "key_pca_both")
-    )
+    both = swapped["both"]
+    lexical = swapped["lexical"]
+    random = swapped["random_both"]
+    key_pca = swapped["key_pca_both"]
     at_two = {
         row["method"]: row["shift"]
         for row in tables["curve"]

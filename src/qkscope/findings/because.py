@@ -130,9 +130,8 @@ class Because:
         self.others = Alternatives(again, seed)
         self.last = max(look.head.layer for look in looks)
         furthest = max(look.query for look in looks)
-        self._queries, self._keys = (
-            torch.tensor([getattr(x, end) for x in looks]) for end in ("query", "key")
-        )
+        self._queries = torch.tensor([x.query for x in looks])
+        self._keys = torch.tensor([x.key for x in looks])
         self.before = torch.zeros(len(looks), len(self.ids), device=again.ids.device)
         self._of_layer = dict[int, tuple[list[int], Tensor, Tensor]]()
         for layer in {look.head.layer for look in looks}:
@@ -270,7 +269,8 @@ class Because:
         ends = torch.zeros(ids.shape[1], dtype=torch.int).index_fill(
             0, torch.cat([self._keys, self._queries]), 1
         )
-        behind, before = (pad(x, (NEAR, 0)).unfold(-1, NEAR, 1) for x in (differ, ends.flip(0)))
+        behind = pad(differ, (NEAR, 0)).unfold(-1, NEAR, 1)
+        before = pad(ends.flip(0), (NEAR, 0)).unfold(-1, NEAR, 1)
         near = behind[:, 1:].any(-1) | before[1:].any(-1).flip(0)
         return runs & (near | (runs.sum(1, keepdim=True) <= _WHOLE))
 
@@ -307,9 +307,8 @@ class Because:
         }
         reasons = list[Reason]()
         for look, a in zip(self.looks, self.attention, strict=True):
-            tried, seen = (
-                sum(word.start <= look.query for word in words) for words in (self.words, self.seen)
-            )
+            tried = sum(word.start <= look.query for word in self.words)
+            seen = sum(word.start <= look.query for word in self.seen)
             reasons.append(Reason(look, float(a), tried, seen))
         for word in suspects:
             for n, row in self._word_rows(word, *effects[word]):
@@ -442,7 +441,8 @@ class Because:
         for (a, b), end in pairs.items():
             both = []
             for ids in dict.fromkeys(self.others.of(b, WORDS) + self.others.of(a, WORDS)):
-                x, y = (lexicon.variant(ids, word.text) for word in (a, b))
+                x = lexicon.variant(ids, a.text)
+                y = lexicon.variant(ids, b.text)
                 if x is not None and y is not None and (len(x), len(y)) == (len(a), len(b)):
                     both.append((x, y))
             both = both[:WORDS] if len(both) >= _LEAST else []
@@ -559,10 +559,12 @@ class Because:
                 ends += [query + 2] * len(more)
         rows = self.rows(prompts, ends)
         made = {}
-        kept, moved = (self._at_keys(rows[:, :, further:]) / self.attention for further in (0, 1))
+        kept = self._at_keys(rows[:, :, 0:]) / self.attention
+        moved = self._at_keys(rows[:, :, 1:]) / self.attention
         for n in (n for n in still if self.looks[n].key in keys):
             key = self.looks[n].key
-            old, same = (float(left[keys[key], n].mean()) for left in (kept, moved))
+            old = float(kept[keys[key], n].mean())
+            same = float(moved[keys[key], n].mean())
             numbers = {
                 "words": len(kept[keys[key]]),
                 "verdict": _SAID[same >= _LEFT and old < _LEFT],

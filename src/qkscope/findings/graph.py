@@ -289,9 +289,8 @@ class Walk:
         children = [*self._said(run.answer(Direction(layer, slots, x, missed)), slots, position)]
         if layer in run.heads:
             names = run.reader.head_names(layer)
-            gave, along_z = (
-                value.unflatten(-1, (len(names), -1)) for value in (run.heads[layer][:, slots], z)
-            )
+            gave = run.heads[layer][:, slots].unflatten(-1, (len(names), -1))
+            along_z = z.unflatten(-1, (len(names), -1))
             for i, name in enumerate(names):
                 said = (gave * along_z)[0, :, i].sum(-1)
                 children.append(_Child(name, position, said, slots, partial(along_z.select, 2, i)))
@@ -449,7 +448,8 @@ def sources_of(
     for batch in batches:
         run = batch.run
         total += float(batch.logit().double().sum())
-        ids, mask = (run.inputs[name][run.row] for name in ("input_ids", "attention_mask"))
+        ids = run.inputs["input_ids"][run.row]
+        mask = run.inputs["attention_mask"][run.row]
         right = run.columns[:, 1:].gather(1, batch.signs.argmax(dim=1, keepdim=True))[:, 0]
         for side, direction in batch.directions.items():
             answer = run.answer(direction)

@@ -296,5 +296,6 @@ def rows_of(batch: UnitBatch, joints: Sequence[Joint], contrast: str) -> UnitBat
     where = {row: owner for row, owner in owners.items() if owner is not None}
     if not where:
         return None
-    index, own = (torch.tensor(list(x), device=batch.unit.device) for x in (where, where.values()))
+    index = torch.tensor(list(where), device=batch.unit.device)
+    own = torch.tensor(list(where.values()), device=batch.unit.device)
     return UnitBatch(batch.captured.of_rows(index), own[:, 0], own[:, 1])

@@ -125,7 +125,8 @@ class Picker:
         (rows, keys), device = places.keys.shape, places.row.device
         self.kv_of_head = index_on(device, kv_of_head)
         shape = (rows, len(heads))
-        self.q, self.bias = (torch.zeros(*shape, n, device=device) for n in (widths[0], keys))
+        self.q = torch.zeros(*shape, widths[0], device=device)
+        self.bias = torch.zeros(*shape, keys, device=device)
         self.k = torch.zeros(rows, max(kv_of_head) + 1, keys, widths[0], device=device)
         self.rest, self.top = (
             torch.zeros(shape, device=device) if rest else None for _ in range(2)

@@ -245,7 +245,8 @@ class _Seen:
         place = next(
             (i + 1 for i, (_, term) in enumerate(terms) if _enters(term)), 0
         )  # heads come before other parts
-        before, after = (tuple((1.0, node) for node in nodes) for nodes in (heads, parts))
+        before = tuple((1.0, node) for node in heads)
+        after = tuple((1.0, node) for node in parts)
         return Sum((*terms[:place], *before, *terms[place:], *after)) if heads or parts else tree
 
     def _attends(self, module: nn.Module) -> bool:

@@ -159,10 +159,8 @@ class TokenRules(NamedTuple):
         late = kind == "gpt2" and before in _BPE_WITH_FIRST
         first = said.get("add_bos_token", kind in ("llama", "gemma4") or late)
         last = said.get("add_eos_token", kind == "t5")
-        start, end = (
-            [ids[name]] if there and name in ids else []
-            for name, there in (("bos", first), ("eos", last))
-        )
+        start = [ids["bos"]] if first and "bos" in ids else []
+        end = [ids["eos"]] if last and "eos" in ids else []
         return cls(ids, tokens, start, end, whole=late and before != "chameleon")
 
     def save(self, tokenizer: Any, folder: Path) -> None:
@@ -189,7 +187,8 @@ class TokenRules(NamedTuple):
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         ids = {name: getattr(tokenizer, f"{name}_token_id") for name in self.ids}
-        bare, text = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+        text = tokenizer("a", add_special_tokens=True)["input_ids"]
         wanted = self.first + bare + self.last
         if ids != self.ids or text != wanted:
             broken = f"special tokens are {ids} instead of {self.ids}, and a text {text} instead of {wanted}"

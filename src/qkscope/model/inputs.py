@@ -106,10 +106,8 @@ def first_token(model: Any, tokenizer: Any | None) -> int | None:
 def added_token(tokenizer: Any) -> int | None:
     """The id that a tokenizer puts before every text; None where it adds none."""
     try:
-        whole, bare = (
-            tokenizer("a", add_special_tokens=add, verbose=False)["input_ids"]
-            for add in (True, False)
-        )
+        whole = tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"]
+        bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     except Exception:  # there is none, or one that has no such word adds nothing that we know of
         return None
     return whole[0] if list(whole[:1]) != list(bare[:1]) else None
@@ -287,10 +285,8 @@ def answer_ids(
             raise BadInput(f"the answer {answer!r} has no token of its own {after}.")
         return ids[query + 1]
 
-    right, wrong = (
-        list(dict.fromkeys(map(first, side)))
-        for side in (example.answers.right, example.answers.wrong)
-    )
+    right = list(dict.fromkeys(map(first, example.answers.right)))
+    wrong = list(dict.fromkeys(map(first, example.answers.wrong)))
     if set(right) & set(wrong):
         raise BadInput(
             f"a right and a wrong answer begin with the same token after {example.show(80)}: name others."

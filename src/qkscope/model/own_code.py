@@ -198,7 +198,8 @@ class _Watch(TorchFunctionMode):
             "scale": scale,
             "causal": causal,
         }
-        run, weights = (partial(func, q, k, values, attn_mask, **kwargs) for values in (v, eye))
+        run = partial(func, q, k, v, attn_mask, **kwargs)
+        weights = partial(func, q, k, eye, attn_mask, **kwargs)
         return self.serve(run=run, weights=weights, **seen)
 
     def _line(self, product: _Product) -> tuple[Float[Tensor, "b h s t"], float]:

@@ -186,9 +186,10 @@ class Patch:
 def _apply(edit: Edit, call: Call, past: int) -> None:
     batch = len(call.q)
     index = edit.head.index
-    row, query, key, value = (
-        x.to(call.q.device) for x in (edit.row, edit.query, edit.key, edit.value)
-    )
+    row = edit.row.to(call.q.device)
+    query = edit.query.to(call.q.device)
+    key = edit.key.to(call.q.device)
+    value = edit.value.to(call.q.device)
     if edit.kind == "outputs" and len(row):
         rows = torch.zeros(batch, dtype=torch.bool, device=row.device).index_fill(0, row, True)
         before = call.outputs.get(index, lambda z: z)  # of other sequences

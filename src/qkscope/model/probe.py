@@ -130,7 +130,8 @@ def _turns_unheard(model: Any, inputs: dict[str, Tensor], calls: list[Call]) -> 
     apart = 0.0
     for call, other in zip(calls, others, strict=True):
         places = torch.arange(call.q.shape[2], device=call.q.device)
-        before, after = (seen.mask_rows(torch.zeros_like(places), places) for seen in (call, other))
+        before = call.mask_rows(torch.zeros_like(places), places)
+        after = other.mask_rows(torch.zeros_like(places), places)
         if not torch.allclose(before, after, rtol=1e-3, atol=1e-3):
             why = "its attention adds to a logit what depends on the tokens, besides q·k"
             raise refusal(model, f"{why}, so they are not scale q·k + bias")

@@ -63,7 +63,8 @@ class Rotary:
     ) -> tuple[Float[Tensor, "b h s d"], Float[Tensor, "b g t d"]]:
         """All queries and keys as they were before the rotation of the dimensions from `offset` on."""
         part = slice(offset, offset + self.q.shape[-1])
-        q, k = (x.to(torch.float32, copy=True) for x in (q, k))
+        q = q.to(torch.float32, copy=True)
+        k = k.to(torch.float32, copy=True)
         q[..., part], k[..., part] = (
             self.q,
             self.k,
@@ -98,7 +99,8 @@ class Rotary:
         """The rotation of what stands at m places of n rows of the batch."""
         # a layer of a model split over devices has its tables beside it; they are [b or 1, s, c],
         # for every head
-        row, positions = (index.to(self.cos.device) for index in (batch, positions))
+        row = batch.to(self.cos.device)
+        positions = positions.to(self.cos.device)
         row = (row if self.cos.shape[0] > 1 else torch.zeros_like(row))[:, None]
         return replace(
             self, cos=self.cos[row, positions].float(), sin=self.sin[row, positions].float()

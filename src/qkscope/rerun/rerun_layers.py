@@ -106,10 +106,10 @@ class Batch:
         count = len(changes)
         batch = self.encoded
         size = len(batch.inputs["input_ids"])
-        inputs, labels, fields, example = (
-            _repeated(own, count)
-            for own in (batch.inputs, batch.labels, vars(batch.places), batch.example)
-        )
+        inputs = _repeated(batch.inputs, count)
+        labels = _repeated(batch.labels, count)
+        fields = _repeated(vars(batch.places), count)
+        example = _repeated(batch.example, count)
         starts = (
             torch.arange(count).repeat_interleave(len(batch.places.row)).to(batch.places.row) * size
         )

@@ -190,7 +190,9 @@ class Again:
         Keys around are the same for all, so that they are not copied; of tokens that run each sees
         those of its prompt.
         """
-        at, around, which = (x.to(call.q.device) for x in (place.at, place.around, which))
+        at = place.at.to(call.q.device)
+        around = place.around.to(call.q.device)
+        which = which.to(call.q.device)
         base, (each, steps) = (
             self.calls[call.layer],
             (torch.arange(n, device=at.device) for n in at.shape),

@@ -157,7 +157,8 @@ class Result:
             raise BadInput(
                 f"{folder} holds no results.json, so no finished run: run the command that writes it again."
             )
-        stored, manifest = (disk.read_json(folder / name) for name in (disk.RESULTS, disk.MANIFEST))
+        stored = disk.read_json(folder / disk.RESULTS)
+        manifest = disk.read_json(folder / disk.MANIFEST)
         arrays = folder / "arrays.safetensors"
         try:
             fields = {name: stored[name] for name in _STORED}

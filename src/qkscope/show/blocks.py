@@ -189,10 +189,9 @@ def _graph(block: Block, tables: Tables) -> Iterator[Block]:
     fifth of it). Point at a node for its numbers; click it to follow it.
     """
     for head in dict.fromkeys(row["head"] for row in block.rows):
-        nodes, prompt, rows = (
-            [row for row in own if row["head"] == head]
-            for own in (tables["nodes"], tables.get("prompt", ()), block.rows)
-        )
+        nodes = [row for row in tables["nodes"] if row["head"] == head]
+        prompt = [row for row in tables.get("prompt", ()) if row["head"] == head]
+        rows = [row for row in block.rows if row["head"] == head]
         # words go before it
         root = nodes[0]
         leads = "said" not in tables
@@ -389,7 +388,8 @@ def _cuts(block: Block, tables: Tables) -> Iterator[Block]:
 
 def _beside(row: Row) -> dict[str, str]:
     """The words for what random changes left."""
-    low, high = (number(row[end], ".0%") for end in ("control_low", "control_high"))
+    low = number(row["control_low"], ".0%")
+    high = number(row["control_high"], ".0%")
     return {"beside": "" if row["control_high"] is None else f"control {low} to {high}"}
 
 

@@ -88,7 +88,8 @@ def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> tuple[Tensor, Tensor, Tensor]:
         if bool((units @ units.mT).tril(-1).abs().max() <= _DONE):
             break
     s, order = sizes.sort(dim=-1, descending=True)
-    u, v = (x.gather(1, order[..., None].expand_as(x)).mT for x in (units, columns[..., n:]))
+    u = units.gather(1, order[..., None].expand_as(units)).mT
+    v = columns[..., n:].gather(1, order[..., None].expand_as(columns[..., n:])).mT
     return u, s, v
 
 

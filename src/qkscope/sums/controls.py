@@ -213,7 +213,8 @@ def run_controls(
     """
     if not moments.replicates:
         raise BadInput("controls need null replicates: make the moments with replicates=199.")
-    whole, centred = (moments.delta(contrast, c) for c in ("none", "query"))
+    whole = moments.delta(contrast, "none")
+    centred = moments.delta(contrast, "query")
     sizes = moments.sizes(contrast)
     units = moments.unit_count(contrast)[0]
     one_null = bool(((centred - whole).abs().amax(dim=(1, 2)) <= ROUNDING * sizes).all())

@@ -313,10 +313,8 @@ def alignment(
     for name, (read, write) in bases.items():
         parts = carried(delta, read, write)
         best = parts.argsort(-1, descending=True)[..., :r]
-        query, key = (
-            overlap(x, torch.take_along_dim(y, best[..., None, :], -1))
-            for x, y in ((u, read), (v, write))
-        )
+        query = overlap(u, torch.take_along_dim(read, best[..., None, :], -1))
+        key = overlap(v, torch.take_along_dim(write, best[..., None, :], -1))
         count = reconstruction_count(parts, CARRIED)
         sparse = sparsity(parts)
         measures = {"vectors": count, "sparsity": sparse, "query": query, "key": key}
@@ -337,9 +335,8 @@ def alignment(
     numbers["key_leading"] = float(overlap(v, n[:, leading[:r]]))
     space = str(subspace.about.get("space", "post_rope"))
     caveat = "Positions turn this fit's queries and keys (post_rope), not singular vectors: fit in query_frame for all."
-    query, key = (
-        (normalize(images, dim=0).mT @ feature).norm(dim=-1) for images, feature in ((m, u), (n, v))
-    )
+    query = (normalize(m, dim=0).mT @ u).norm(dim=-1)
+    key = (normalize(n, dim=0).mT @ v).norm(dim=-1)
     said = caveat if vectors.rotary and space == "post_rope" else ""
     return Alignment(
         subspace.head, subspace.contrast, r, space, shares, sigma, query, key, numbers, said

@@ -379,7 +379,8 @@ def key_changes(
         "nhd,shdr,snhr->snh", rows.q, left, inside
     )  # to the original, and from the target
     slots = torch.arange(rows.k.shape[2], device=rows.q.device)
-    first, second = ((slots == slot[:, None])[:, None] for slot in (orig, target))
+    first = (slots == orig[:, None])[:, None]
+    second = (slots == target[:, None])[:, None]
     return (move[..., None] * first - move[..., None] * second for move in moves)
 
 

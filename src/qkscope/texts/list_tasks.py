@@ -211,9 +211,9 @@ def binding(
             spans[slot] = (end - len(max(ahead_of, key=len)), end), (start, stop)
         pieces = dict[Span, str]()
         for slot, partner in (pair, pair[::-1]):
-            place, word, box = (
-                partner if name in features else slot for name in ("order", "lexical", "box")
-            )
+            place = partner if "order" in features else slot
+            word = partner if "lexical" in features else slot
+            box = partner if "box" in features else slot
             pieces |= {
                 spans[place][0]: text[slice(*spans[word][0])],
                 spans[place][1]: text[slice(*spans[box][1])],
@@ -307,7 +307,8 @@ def filter_task(
             yield (draft.write(question.format(wanted)).example(cluster=cluster),)
 
     def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
-        first, second = (example.keys[slot].span for slot in (one, other))
+        first = example.keys[one].span
+        second = example.keys[other].span
         if POOLED not in features and not set(named) <= set(features):
             return None
         return rewritten(example, {first: example.piece(second), second: example.piece(first)})

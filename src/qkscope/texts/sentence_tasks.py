@@ -73,14 +73,9 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
     ['END', 'IO', 'S1', 'S1+1', 'S2']
     """
     kept = set(_SINGLE.values()) if form == "single" else set()
-    people, goods, spots = (
-        pools([word for word in words if word not in kept], seed, what, least)
-        for words, what, least in (
-            (NAMES, "names", 3),
-            (THINGS, "things", 1),
-            (PLACES, "places", 1),
-        )
-    )
+    people = pools([word for word in NAMES if word not in kept], seed, "names", 3)
+    goods = pools([word for word in THINGS if word not in kept], seed, "things", 1)
+    spots = pools([word for word in PLACES if word not in kept], seed, "places", 1)
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         if form == "single" and use == "test":
@@ -104,7 +99,8 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
             yield tuple(_gift(template, names, fill, contrast, cluster) for names in drawn)
 
     def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
-        first, second = (example.keys[slot].span for slot in (one, other))
+        first = example.keys[one].span
+        second = example.keys[other].span
         if "name" not in features or {first, second} != {
             example.roles.get("IO"),
             example.roles.get("S1"),

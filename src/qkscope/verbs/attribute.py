@@ -242,10 +242,8 @@ def attribute(
     terms = ", ".join(f"{name} {best[name]:.2f}" for name in parts.parts)
     bias = float(captured.bias[0, 0, best["position"]])
     ranks = {part_name(name): subspace.rank for name, subspace in ordered}
-    shares, backward = (
-        {name: _share(part, parts.logits) for name, part in order.parts.items()}
-        for order in (parts, reverse)
-    )
+    shares = {name: _share(part, parts.logits) for name, part in parts.parts.items()}
+    backward = {name: _share(part, parts.logits) for name, part in reverse.parts.items()}
     answer = (
         f"{head} gives {best['attention']:.2f} of its attention to {best['token']!r} (token {best['position']}): "
         f"logit {best['logit']:.2f} = {terms}{f', and {bias:+.2f} for the distance' if bias else ''}."

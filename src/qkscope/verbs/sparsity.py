@@ -230,9 +230,8 @@ def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
     """The finding in a sentence: the circuit against the rotated basis and against the heads
     outside.
     """
-    inside, control = (
-        [row for row in rows if row["circuit"] is wanted] for wanted in (True, False)
-    )
+    inside = [row for row in rows if row["circuit"] is True]
+    control = [row for row in rows if row["circuit"] is False]
 
     def mean(of: Sequence[Mapping[str, Any]], name: str) -> float:
         return float(torch.tensor([row[name] for row in of]).nanmean())

@@ -53,9 +53,13 @@ def thin_svd_8b() -> Row:
     d_head = 128
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
-    w_q, w_k = (
-        torch.randn(layers * n, d_head, d_model, generator=generator, device=device) / d_model**0.5
-        for n in (heads, key_heads)
+    w_q = (
+        torch.randn(layers * heads, d_head, d_model, generator=generator, device=device)
+        / d_model**0.5
+    )
+    w_k = (
+        torch.randn(layers * key_heads, d_head, d_model, generator=generator, device=device)
+        / d_model**0.5
     )
     size = heads // key_heads
     step = heads_at_once(w_q)

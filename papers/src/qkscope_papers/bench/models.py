@@ -260,7 +260,8 @@ def _plain_swap(units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Pro
             for part, first in zip(batches, starts, strict=False):
                 encoded = scope.encode([units[i][0] for i in part])
                 index = torch.arange(len(part))
-                orig, target = (x[first : first + len(part)] for x in (rows.orig, rows.target))
+                orig = rows.orig[first : first + len(part)]
+                target = rows.target[first : first + len(part)]
                 columns = encoded.places.keys[index, orig], encoded.places.keys[index, target]
                 with torch.no_grad():
                     scope.model(**encoded.inputs, use_cache=False)
@@ -295,7 +296,8 @@ def _edited_forward(
             return eager_attention_forward(module, q, k, v, mask, **kwargs)
         groups = module.num_key_value_groups
         rows = torch.arange(len(k))
-        keys, values = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        keys = k.repeat_interleave(groups, dim=1)
+        values = v.repeat_interleave(groups, dim=1)
         at = [(rows, head.index, column) for column in columns]
         keys[at[0]], keys[at[1]] = swapped_keys(keys[at[0]], keys[at[1]], projector)
         module.num_key_value_groups = 1

@@ -102,9 +102,10 @@ class PlainToy(nn.Module):
 
     def __init__(self, toy: Toy) -> None:
         super().__init__()
-        self.W, self.b, self.W_Q, self.W_K = (
-            nn.Parameter(x.clone()) for x in (toy.W, toy.b, toy.W_Q, toy.W_K)
-        )
+        self.W = nn.Parameter(toy.W.clone())
+        self.b = nn.Parameter(toy.b.clone())
+        self.W_Q = nn.Parameter(toy.W_Q.clone())
+        self.W_K = nn.Parameter(toy.W_K.clone())
         self.task = toy.task
         self.M = toy.task.target()
 

@@ -74,7 +74,8 @@ def run(settings: Settings, cells: Cells, decides: bool) -> Result:
                                 "singular_values": [float(x) for x in s]})  # fmt: skip
     after = pick(rows, control=False)
     before = pick(rows, control=True)
-    one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
+    one = pick(after, config=ONE_PAIR)
+    many = pick(after, config=MANY_PAIRS)
     answer = (
         f"One pair: matched |cos| at least {min(r['matched'] for r in one):.3f} in {len(one) // 2} seeds (before "
         f"training {mean(r['matched'] for r in pick(before, config=ONE_PAIR)):.2f}). Twenty pairs: mean "
@@ -88,10 +89,10 @@ def run(settings: Settings, cells: Cells, decides: bool) -> Result:
 
 
 def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Claim]:
-    one, many = (pick(after, config=name) for name in (ONE_PAIR, MANY_PAIRS))
-    trained, untrained = (
-        pick(spectra, config=ONE_PAIR, control=control) for control in (False, True)
-    )
+    one = pick(after, config=ONE_PAIR)
+    many = pick(after, config=MANY_PAIRS)
+    trained = pick(spectra, config=ONE_PAIR, control=False)
+    untrained = pick(spectra, config=ONE_PAIR, control=True)
     least_of = "least matched |cos|; control: what random directions find at best"
     worst = over_seeds(one, lambda own: min(r["matched"] for r in own))
     second = over_runs(r["next_over_last"] for r in trained)

@@ -159,7 +159,8 @@ def summarise(rows: list[Row]) -> list[Row]:
     chance = random_best(d, d).mean
     chance_top = random_best(d, used).mean
     for epsilon in distinct(rows, "epsilon"):
-        after, before = (pick(rows, epsilon=epsilon, control=control) for control in (False, True))
+        after = pick(rows, epsilon=epsilon, control=False)
+        before = pick(rows, epsilon=epsilon, control=True)
         line: Row = {
             "epsilon": epsilon,
             "error_trace": mean(r["error_trace"] for r in after),

@@ -93,7 +93,8 @@ def run(settings: Settings, cells: Cells) -> Result:
 
 def _summary(config: str, rows: list[Row], d_head: int, control: bool = False) -> Row:
     own = pick(rows, config=config, control=control)
-    surplus, fitting = (pick(own, surplus=flag) for flag in (True, False))
+    surplus = pick(own, surplus=True)
+    fitting = pick(own, surplus=False)
     return {
         "config": config, "d_head": d_head, "pairs": len(own) // 2, "surplus": len(surplus) // 2,
         "fitting_on_own": mean(float(r["on_own"]) for r in fitting),
@@ -111,7 +112,8 @@ def _confusion(toy: Toy, ranked: Sequence[int]) -> float:
     over the queries.
     """
     pairs = by_logit(toy.task.pairs)
-    query, key = (toy.W.double()[:, [pairs[i][side] for i in ranked]] for side in (0, 1))
+    query = toy.W.double()[:, [pairs[i][0] for i in ranked]]
+    key = toy.W.double()[:, [pairs[i][1] for i in ranked]]
     logits = ((toy.W_Q.double() @ query).mT @ (toy.W_K.double() @ key)).abs()
     others = (logits.sum(1) - logits.diagonal()) / max(len(ranked) - 1, 1)
     return float((others / logits.diagonal()).mean()) if len(ranked) > 1 else math.nan

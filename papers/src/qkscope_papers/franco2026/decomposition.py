@@ -66,7 +66,8 @@ def run(settings: Settings, cells: Cells, none: bool) -> Result:
                 "rotated": float(sparsity(turned).nanmean()), "first_share": float(_first_share(at.terms)),
                 "rotated_share": float(_first_share(turned)), "size": float(at.terms.abs().sum(-1).mean()),
             })  # fmt: skip
-    late, early = (pick(rows, when=when) for when in ("late", "early"))
+    late = pick(rows, when="late")
+    early = pick(rows, when="early")
     share = mean(r["first_share"] for r in late)
     control = mean(r["first_share"] for r in early)
     what = "no feature of interest" if none else "the pair 0-4 alone"
@@ -224,7 +225,8 @@ def draw_strengths(result: Result) -> Files:
     """A scatter plot per pair."""
     first = result.tables["strength"][0]["seed"]
     rows = pick(result.tables["strength"], seed=first)
-    late, early = (pick(rows, control=flag) for flag in (False, True))
+    late = pick(rows, control=False)
+    early = pick(rows, control=True)
     figure = new_figure(2.75 * len(late), 3.2)
     axes = figure.subplots(1, len(late), squeeze=False)[0]
     for i, (axis, row) in enumerate(zip(axes, late, strict=True)):

@@ -196,9 +196,9 @@ def _claims(rows: list[Row]) -> list[Claim]:
     def highest(column: str, seed: int) -> float:
         return max(row[column] for row in copies if row["seed"] == seed)
 
-    among, firsts, singly = (
-        over_runs(r[name] for r in late) for name in ("among", "pairs_first", "contexts_first")
-    )
+    among = over_runs(r["among"] for r in late)
+    firsts = over_runs(r["pairs_first"] for r in late)
+    singly = over_runs(r["contexts_first"] for r in late)
     ahead = over_runs(r["first_held"] - highest("first_held", r["seed"]) for r in late)
     return [
         Claim("with the true dictionary the four true pairs are the four largest (how many of them, mean over seeds; "

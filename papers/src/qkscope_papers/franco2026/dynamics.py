@@ -144,10 +144,8 @@ def _learned(trained: ToyRun, pair: Pair) -> float:
     """The first step at which the pair adds half of its target to a logit."""
     W = trained.weights["W"].double()
     scale = trained.cell.task.scale
-    query, key = (
-        trained.weights[name].double() @ W[:, :, feature, None]
-        for name, feature in (("W_Q", pair[0]), ("W_K", pair[1]))
-    )
+    query = trained.weights["W_Q"].double() @ W[:, :, pair[0], None]
+    key = trained.weights["W_K"].double() @ W[:, :, pair[1], None]
     reached = (scale * (query * key).sum((1, 2)) >= pair[2] / 2).nonzero()
     return float(trained.steps[int(reached[0])]) if len(reached) else math.nan
 
@@ -192,9 +190,8 @@ def order_agreement(onsets: Sequence[Row], name: str) -> float:
             if (other["config"], other["seed"]) == (row["config"], row["seed"]) and (
                 row["target_logit"] > other["target_logit"]
             ):
-                first, second = (
-                    r[name] if math.isfinite(r[name]) else math.inf for r in (row, other)
-                )
+                first = row[name] if math.isfinite(row[name]) else math.inf
+                second = other[name] if math.isfinite(other[name]) else math.inf
                 agreed += [] if first == second else [float(first < second)]
     return mean(agreed) if agreed else math.nan
 

@@ -94,7 +94,8 @@ def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
     q = at.query * at.s.sqrt()
     k = at.difference * at.s.sqrt()
     rotation = singular.random_rotations(q.shape[-1], work.rotations, seed).to(q)
-    q, k = (torch.einsum("...m,rmn->r...n", x, rotation) for x in (q, k))
+    q = torch.einsum("...m,rmn->r...n", q, rotation)
+    k = torch.einsum("...m,rmn->r...n", k, rotation)
     shared = singular.sparsity(q * k).mean(0)
     own = singular.sparsity(terms)
     exact = singular.reconstruction_count(terms)
@@ -143,9 +144,8 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
         Claim("sparsity emerges (one pair, after training; control: before)", "Sec. 5, Fig. 7(a): how sparsity emerges",
               after.mean, before, "ours < 0.5 * control", after.low, after.high),
     ]  # fmt: skip
-    follows, without = (
-        over_seeds(pick(rows, present=present), _follows) for present in ("one", "none")
-    )
+    follows = over_seeds(pick(rows, present="one"), _follows)
+    without = over_seeds(pick(rows, present="none"), _follows)
     claims.append(Claim(
         "sparsity comes as singular vectors align (rank correlation of sparsity and matched |cos| over checkpoints, "
         "mean over seeds; control: no pair present)", "Sec. 5, Fig. 7(a): consistent with the evolution of SVF "

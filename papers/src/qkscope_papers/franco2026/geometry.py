@@ -141,10 +141,8 @@ def _isotropy_claims(
     errors = {config: over_runs(r["isotropy_error"] for r in own) for config, own in by_p.items()}
     best = min(errors, key=lambda config: errors[config].mean)
     untrained = pick(before, config=TABLE_1)
-    one, rest = (
-        over_runs(r[name] for r in pick(after, config=ONE_PAIR))
-        for name in ("isotropy_error", "rest_isotropy_error")
-    )
+    one = over_runs(r["isotropy_error"] for r in pick(after, config=ONE_PAIR))
+    rest = over_runs(r["rest_isotropy_error"] for r in pick(after, config=ONE_PAIR))
     start = mean(r["isotropy_error"] for r in untrained)
     return [
         Claim("without a head features are isotropic (‖G/c − I‖, mean over seeds, at the p of the sweep where it is "

@@ -92,10 +92,8 @@ def _head_claims(found: Sweep) -> list[Claim]:
     need.
     """
     excess = found.last["count"] - found.last["count_null"]
-    inside, outside = (
-        [found.mean(excess, [i], 1 - 0.05 / len(chosen)).high for i in chosen]
-        for chosen in (found.inside, found.outside)
-    )
+    inside = [found.mean(excess, [i], 1 - 0.05 / len(found.inside)).high for i in found.inside]
+    outside = [found.mean(excess, [i], 1 - 0.05 / len(found.outside)).high for i in found.outside]
     few = sum(high < 0 for high in inside)
     counts = found.mean(found.last["count"], found.inside)
     return [

@@ -106,9 +106,8 @@ def _claims(
     reason = found.unlike(PYTHIA)
     claims: list[Claim] = []
     if found.trained:
-        plain, turned = (
-            found.mean(last[name] - first[name], inside) for name in ("sparsity", "rotated")
-        )
+        plain = found.mean(last["sparsity"] - first["sparsity"], inside)
+        turned = found.mean(last["rotated"] - first["rotated"], inside)
         claims += [
             Claim("Sparsity falls over training (change of its mean over the circuit; control: at heads outside)",
                   "Sec. 5, Fig. 7(b): attention sparsity emerges in Pythia", plain.mean,
@@ -147,7 +146,8 @@ def _gap(values: Mapping[str, Tensor]) -> Tensor:
 
 
 def _by_heads(when: str, units: list[Row], found: Sweep) -> Claim:
-    own, other = (column(pick(units, when=when, circuit=flag), "value") for flag in (True, False))
+    own = column(pick(units, when=when, circuit=True), "value")
+    other = column(pick(units, when=when, circuit=False), "value")
     return Claim(
         f"More so than at other heads, {when}: share of relabellings of the heads ({len(own)} inside, {len(other)} "
         "outside) with as low a mean of sparsity − rotated inside (one-sided p; control: the level)", "",
@@ -168,9 +168,8 @@ def relabelled(inside: Sequence[float], outside: Sequence[float], seed: int = 0)
     >>> relabelled([-3.0, -2.0], [0.0, 1.0])  # 1 of the 6 ways to pick two of four
     0.16666666666666666
     """
-    first, second = (
-        [value for value in group if math.isfinite(value)] for group in (inside, outside)
-    )
+    first = [value for value in inside if math.isfinite(value)]
+    second = [value for value in outside if math.isfinite(value)]
     if not first or not second:
         return math.nan
     values = torch.tensor([*first, *second], dtype=torch.float64)
@@ -232,7 +231,8 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _over_training(result: Result, rows: Sequence[Row]) -> Figure:
-    inside, outside = (pick(rows, circuit=wanted) for wanted in (True, False))
+    inside = pick(rows, circuit=True)
+    outside = pick(rows, circuit=False)
     figure = new_figure(11.2, 3.7)
     left, middle, right = figure.subplots(1, 3)
     x = steps_axis(left, [row["step"] for row in inside])

@@ -77,10 +77,8 @@ def run(settings: Settings, roles: Sequence[str] | None = None) -> Result:
 
 def _row(found: Sweep, i: int) -> Row:
     edge = found.edges[i]
-    start, end = (
-        {name: values[name][i] for name in values if name != "right"}
-        for values in (found.first, found.last)
-    )
+    start = {name: found.first[name][i] for name in found.first if name != "right"}
+    end = {name: found.last[name][i] for name in found.last if name != "right"}
     terms = end["terms_first"]
     largest = int(terms.abs().argmax())
     return {
@@ -145,7 +143,8 @@ def _all_claims(found: Sweep) -> list[Claim]:
               "It was a correlation below .5, where 2 sd of chance are .42."),
     ]  # fmt: skip
     if found.trained:
-        inside, outside = (_falling(found, chosen) for chosen in (found.inside, found.outside))
+        inside = _falling(found, found.inside)
+        outside = _falling(found, found.outside)
         claims.append(Claim(
             "Relative attention gets sparser in training at most heads (share of the circuit's edges whose fall is "
             "told from 0, corrected for their number; control: heads outside)", "G.2, Fig. 25: relative attention "

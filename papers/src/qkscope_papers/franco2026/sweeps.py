@@ -111,7 +111,8 @@ def summarise(rows: list[Row]) -> list[Row]:
     """
     table = []
     for config in distinct(rows, "config"):
-        after, before = (pick(rows, config=config, control=control) for control in (False, True))
+        after = pick(rows, config=config, control=False)
+        before = pick(rows, config=config, control=True)
         seeds = sorted({row["seed"] for row in after})
         lows = [min(r["matched"] for r in pick(after, seed=seed)) for seed in seeds]
         table.append({

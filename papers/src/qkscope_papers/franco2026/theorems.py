@@ -58,12 +58,12 @@ def run_minimiser(settings: Settings) -> Result:
     rows = []
     for draw in range(_DRAWS[settings.preset]):
         for kind in ("random", "isotropic", "flat"):
-            q, k = (
-                dictionary(kind, derived_seed(settings.seed, 41, draw, side)) for side in (0, 1)
-            )
+            q = dictionary(kind, derived_seed(settings.seed, 41, draw, 0))
+            k = dictionary(kind, derived_seed(settings.seed, 41, draw, 1))
             # a tight frame of three dimensions is solved inside them: there G = cI
             if kind == "isotropic":
-                q, k = (torch.linalg.svd(x, full_matrices=False)[0][:, :3].mT @ x for x in (q, k))
+                q = torch.linalg.svd(q, full_matrices=False)[0][:, :3].mT @ q
+                k = torch.linalg.svd(k, full_matrices=False)[0][:, :3].mT @ k
             for p in (0.1, 0.5, 1.0):
                 for teacher in ("whitened", "indicator"):
                     rows.append(_minimum_row(kind, draw, p, teacher, q, k))

@@ -37,7 +37,8 @@ def theorem1_minimiser(
     """``Ω* = α G_q⁻¹ q kᵀ G_k⁻¹`` of the first pair (with pseudo-inverses where features do not
     span the space).
     """
-    left, right = (invert_gram(gram(x)) @ x[:, 0].double() for x in (queries, keys))
+    left = invert_gram(gram(queries)) @ queries[:, 0].double()
+    right = invert_gram(gram(keys)) @ keys[:, 0].double()
     return alpha * torch.outer(left, right)
 
 

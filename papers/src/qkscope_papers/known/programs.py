@@ -237,7 +237,8 @@ def word_rows(scope: Scope, name: str, head: str, look: Look) -> list[Row]:
     rows = []
     for place in range(1, len(ids)):
         changed = [[*ids[:place], word, *ids[place + 1 :]] for word in words if word != ids[place]]
-        left, said = (mean(map(ask, changed)) / ask(ids) for ask in (attended, share))
+        left = mean(map(attended, changed)) / attended(ids)
+        said = mean(map(share, changed)) / share(ids)
         rows.append({"program": name, "head": head, "prompt": " ".join(ids), "query": look.query, "key": look.key,
                      "position": place, "left": left, "cause": left < _LEFT, "program_says": said < _LEFT})  # fmt: skip
     return rows

@@ -376,7 +376,8 @@ def _other_claims(
     alone, ours_alone = (
         _over_alone(tables, closest, estimator).among(count) for estimator in ESTIMATORS
     )
-    first, second = (_unlike(_LITTLE, _above_0(other)) for other in (ours_more, ours_alone))
+    first = _unlike(_LITTLE, _above_0(ours_more))
+    second = _unlike(_LITTLE, _above_0(ours_alone))
     near = max(
         cells,
         key=lambda cell: cell["random_both"]["shift"] / max(cell["both_summed"]["shift"], 1e-9),

@@ -230,8 +230,10 @@ def _claims(
         str(head): max(row["rank_99"] for row in pick(own, head=str(head))) for head in found.all
     }
     pooled = {row["head"]: row["interaction_rank"] for row in pick(ranks, contrast=POOLED)}
-    theirs, pooled_control = (values.pop(other["head"]) for values in (largest, pooled))
-    ours, above = (over_key_heads(values, group_size) for values in (largest, pooled))
+    theirs = largest.pop(other["head"])
+    pooled_control = pooled.pop(other["head"])
+    ours = over_key_heads(largest, group_size)
+    above = over_key_heads(pooled, group_size)
     score = found.row(found.heads[0])
     by_space = {row["space"]: row for row in clusters}
     fine = by_space["category directions"]

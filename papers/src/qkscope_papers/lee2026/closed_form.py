@@ -70,20 +70,16 @@ def head_row(head: RetrievalHead, n: int, seed: int) -> Row:
         for m in (n, n // 4)
     ]
     row: Row = {"error": errors[0], "error_quarter": errors[1]}
-    left, right = (
-        w.double() @ x.double()
-        for w, x in ((head.W_Q, head.encoders.B), (head.W_K, head.encoders.A))
-    )
+    left = head.W_Q.double() @ head.encoders.B.double()
+    right = head.W_K.double() @ head.encoders.A.double()
     for scheme in SCHEMES:
         moment = second_moment(task, scheme, n, seed)
         size = float(moment.square().sum())
         block = float(moment[task.latent_slices()[0]][:, task.latent_slices()[0]].square().sum())
         row[f"outside_{scheme}"] = 1 - block / size
         row[f"rank_{scheme}"] = int(energy_rank(torch.linalg.svdvals(left @ moment @ right.mT)))
-    payload, latent = (
-        float((head.W_K @ x).norm(dim=0).square().mean().sqrt())
-        for x in (head.encoders.A_y, head.encoders.A)
-    )
+    payload = float((head.W_K @ head.encoders.A_y).norm(dim=0).square().mean().sqrt())
+    latent = float((head.W_K @ head.encoders.A).norm(dim=0).square().mean().sqrt())
     contexts = head.encoders.contexts(_CONTEXTS, seed)
     q = head.queries(contexts.x_q)
     k = head.keys(contexts.x_k)
@@ -123,7 +119,8 @@ def alignment(q: Tensor, k: Tensor, basis: Tensor, attention: Tensor) -> float:
 
 
 def _claims(rows: list[Row]) -> list[Claim]:
-    after, before = (pick(rows, control=control) for control in (False, True))
+    after = pick(rows, control=False)
+    before = pick(rows, control=True)
 
     def over(name: str) -> Estimate:
         return over_runs(row[name] for row in after)

@@ -90,9 +90,8 @@ def _counts(rows: list[Row]) -> list[int]:
 def _change(rows: list[Row], start: int, group_size: int) -> Estimate:
     """Change of the rank from one count to the most, over key heads."""
     most = _counts(rows)[-1]
-    before, after = (
-        {row["head"]: row["rank"] for row in pick(rows, count=count)} for count in (start, most)
-    )
+    before = {row["head"]: row["rank"] for row in pick(rows, count=start)}
+    after = {row["head"]: row["rank"] for row in pick(rows, count=most)}
     return over_key_heads({head: after[head] - before[head] for head in after}, group_size)
 
 

@@ -127,7 +127,8 @@ def _clusters(
     """
     code = (latent > 0).long() @ (2 ** torch.arange(latent.shape[1]))
     total = 2 ** latent.shape[1]
-    of_q, of_k = (torch.stack([x[code == c].mean(dim=0) for c in range(total)]) for x in (q, k))
+    of_q = torch.stack([q[code == c].mean(dim=0) for c in range(total)])
+    of_k = torch.stack([k[code == c].mean(dim=0) for c in range(total)])
     own = torch.cdist(of_q, of_k).argmin(dim=1) == torch.arange(total)
     return {
         "clusters": int(own.sum()),

@@ -44,7 +44,8 @@ def run(settings: Settings, cells: Cells) -> Result:
     work = WORK[settings.preset]
     heads = train(cells, settings)
     rows = [interaction_row(trained, settings.seed) for trained in heads]
-    below, above = (pick(rows, where=where) for where in ("below", "above"))
+    below = pick(rows, where="below")
+    above = pick(rows, where="above")
     arrays = {f"G/{t.cell.slug}": t.head.interactions().float() for t in heads}
     variant = rows[0]["variant"]
     answer = (

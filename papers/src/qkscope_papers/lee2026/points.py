@@ -149,9 +149,8 @@ def align(
     present = present[torch.isin(present, q_labels) & torch.isin(present, k_labels)]
     keep_q = torch.isin(q_labels, present)
     keep_k = torch.isin(k_labels, present)
-    q_labels, k_labels = (
-        torch.searchsorted(present, x) for x in (q_labels[keep_q], k_labels[keep_k])
-    )
+    q_labels = torch.searchsorted(present, q_labels[keep_q])
+    k_labels = torch.searchsorted(present, k_labels[keep_k])
     count = len(present)
     q = q[keep_q] - q[keep_q].mean(dim=0)
     k = k[keep_k] - k[keep_k].mean(dim=0)

@@ -106,7 +106,8 @@ def rank_row(trained: HeadRun, signs: Float[Tensor, "r n"], contexts: int, seed:
     """
     cell = trained.cell
     task = trained.cell.task
-    after, before = (head_ranks(head, signs, seed) for head in (trained.head, cell.untrained()))
+    after = head_ranks(trained.head, signs, seed)
+    before = head_ranks(cell.untrained(), signs, seed)
     total = task.total_rank
     where = "below" if total < cell.d_head else "boundary" if total == cell.d_head else "above"
     return {

@@ -277,7 +277,10 @@ def _claims(rows: list[Row]) -> list[Claim]:
     less = of(close, ahead("both", "random_both")).among(len(roomy))
     pca = of(most(lambda head: -ahead("both", "key_pca_both")(head)), ahead("both", "key_pca_both"))
     summed = of(most(ahead("both", "both_summed")), ahead("both", "both_summed"))
-    rest, moved, pca, summed = (found.among(len(every)) for found in (rest, moved, pca, summed))
+    rest = rest.among(len(every))
+    moved = moved.among(len(every))
+    pca = pca.among(len(every))
+    summed = summed.among(len(every))
     learned = most(lambda head: head["untrained_both"]["exchanged"])
     works = of(learned, lambda head: head["both"]["exchanged"]).among(len(every))
     claims = [

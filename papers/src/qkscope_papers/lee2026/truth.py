@@ -217,9 +217,8 @@ def _toy_claims(rows: list[Row]) -> list[Claim]:
     edge = pick(rows, boundary=True)
     for variant, bound in (("continuous", _THIRD), ("discrete", _DISCRETE)):
         own = pick(inside, variant=variant)
-        part, nothing = (
-            _ratio(pick(some, variant=variant), "feature") for some in (inside, untrained)
-        )
+        part = _ratio(pick(inside, variant=variant), "feature")
+        nothing = _ratio(pick(untrained, variant=variant), "feature")
         alone = [row for row in own if row["feature"] != "both"]
         other = over_runs(row["other_nearer"] for row in pick(alone, kind="feature"))
         claims += [

@@ -78,9 +78,9 @@ def nano_tokenizer() -> Any:
     words = decoders.WordPiece(
         prefix="##", cleanup=True
     )  # a blank before each word, none before . , ?
-    colon, end, start = (
-        decoders.Replace(found, by) for found, by in ((" :", ":"), (" \n", "\n"), ("\n ", "\n"))
-    )
+    colon = decoders.Replace(" :", ":")
+    end = decoders.Replace(" \n", "\n")
+    start = decoders.Replace("\n ", "\n")
     rules.decoder = decoders.Sequence([words, colon, end, decoders.Fuse(), start])
     special = {"bos_token": BOS, "pad_token": PAD, "unk_token": UNKNOWN}
     options = {"model_max_length": CONTEXT, "clean_up_tokenization_spaces": False}
@@ -207,7 +207,8 @@ class Texts:
         swapped = _coin(n, draw)
         subject = torch.where(swapped, first, second)
         answer = torch.where(swapped, second, first)
-        place, thing = (self._ids(words)[_below(len(words), n, draw)] for words in (PLACES, THINGS))
+        place = self._ids(PLACES)[_below(len(PLACES), n, draw)]
+        thing = self._ids(THINGS)[_below(len(THINGS), n, draw)]
         text = _below(len(TEMPLATES), n, draw)
         values = torch.stack([first, second, subject, place, thing, answer], dim=1)
         texts = [f"{template} {{answer}}" for template in TEMPLATES]

@@ -57,7 +57,8 @@ def patched_runner(
         before = batch.before
         check_visible(encoded, what.heads, before.bias)
         own = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices])
-        orig, target = (keys[own].to(scope.device) for keys in (pairs.orig, pairs.target))
+        orig = pairs.orig[own].to(scope.device)
+        target = pairs.target[own].to(scope.device)
         tokens, signs = answer_tokens(scope.encoder, encoded, what.fit.chat)
         named = torch.tensor([pairs.examples[at].answers is not None for at in own.tolist()])
         right = torch.where(named, 0, orig.cpu())[:, None]

@@ -182,9 +182,9 @@ def trace(
         "tokenizer": scope.tokenizer_hash,
     }
     if isinstance(what, str | Example):
-        query, key, versus = (
-            scope.place(what, token, chat=bool(chat)) for token in (query, key, versus)
-        )
+        query = scope.place(what, query, chat=bool(chat))
+        key = scope.place(what, key, chat=bool(chat))
+        versus = scope.place(what, versus, chat=bool(chat))
         layers = [] if dictionary is None else [dictionary.layer, *(h.layer for h in heads)]
         last = max(h.layer for h in heads)
         probe = Probe(
@@ -281,7 +281,8 @@ def _prompt_writers(
     elif one.attends:
         named = {(side, one.writers[i]) for side in SIDES for i in one.strongest(side, 2)}
         giving = [row for row in tables["writers"] if (row["side"], row["writer"]) in named]
-        key, query = (written_by(giving, side) for side in ("key", "query"))
+        key = written_by(giving, "key")
+        query = written_by(giving, "query")
         said += (
             f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
         )
@@ -432,7 +433,8 @@ def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int)
 def _answer(tables: Tables) -> str:
     """The answer for one head."""
     (check,) = tables["check"]
-    cut, beside = (_edge(tables, "key", "cut", by, 2) for by in ("share", "random"))
+    cut = _edge(tables, "key", "cut", "share", 2)
+    beside = _edge(tables, "key", "cut", "random", 2)
     keeps = [
         _edge(tables, "both", "keep", "share", 5, replaced) for replaced in ("mean", "resample")
     ]
@@ -440,7 +442,8 @@ def _answer(tables: Tables) -> str:
     if check["attention"] < ATTENDED:
         only = f"only {check['attention']:.1%} of its attention"
         text = f"{check['head']} gives its right key {only}: there is little to trace."
-    key, query = (written_by(tables["writers"], side) for side in ("key", "query"))
+    key = written_by(tables["writers"], "key")
+    query = written_by(tables["writers"], "query")
     text += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
     if cut and beside:
         text += (

@@ -359,7 +359,8 @@ class Circuit:
 
     def answer(self, tables: Mapping[str, Rows]) -> str:
         """The lead, and what the first nodes keep of it."""
-        best, rival = (self.output.told(i) for i in (self.output.best, self.output.rival))
+        best = self.output.told(self.output.best)
+        rival = self.output.told(self.output.rival)
         named = [quoted(words[0].text) for words in self._words]
         words = ", ".join(named[:_NAMED]) + f" and {len(named) - _NAMED} more" * (
             len(named) > _NAMED

@@ -182,9 +182,8 @@ def _reasons(rows: Sequence[Row]) -> list[Row]:
 
 def _differs(rows: Sequence[Row]) -> list[Row]:
     """How often each reason decides where the model is right, less how often where it is wrong."""
-    right, wrong = (
-        [row["kind"] for row in rows if row["right"] is known] for known in (True, False)
-    )
+    right = [row["kind"] for row in rows if row["right"] is True]
+    wrong = [row["kind"] for row in rows if row["right"] is False]
     n = len(right)
     m = len(wrong)
     made = list[Row]()
@@ -239,7 +238,8 @@ def _decides(rows: Sequence[Row], n: int) -> list[Row]:
 def over_answer(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """What decides most often, and whether it differs where the model is right."""
     answers = tables["answers"]
-    right, wrong = (sum(row["right"] is known for row in answers) for known in (True, False))
+    right = sum(row["right"] is True for row in answers)
+    wrong = sum(row["right"] is False for row in answers)
     told = [
         f"Over {len(answers)} prompts"
         + (f" ({right} answered rightly, {wrong} wrongly)" if right + wrong else "")
@@ -332,7 +332,8 @@ def circuit_of_prompts(
         raise BadInput(
             f"of {len(examples)} prompts none are left to test what others choose on: give at least four."
         )
-    chosen, tested = (nodes_of(scope, examples[half::2], versus, chat) for half in (0, 1))
+    chosen = nodes_of(scope, examples[0::2], versus, chat)
+    tested = nodes_of(scope, examples[1::2], versus, chat)
     ranking = NodeOrder(chosen, chosen.other_prompts(seed), seed)
     kept = ranking.rows(tested, tested.other_prompts(seed))
     nodes = [

@@ -270,9 +270,9 @@ def _relations(reason: Reason) -> list[str]:
                 f"{pair} (tokens {row['positions']}), too few other words fit both places: untested."
             )
             continue
-        alone, both, different = (
-            _share(row[name], reason) for name in ("alone", "together", "different")
-        )
+        alone = _share(row["alone"], reason)
+        both = _share(row["together"], reason)
+        different = _share(row["different"], reason)
         few = (
             f" ({alone} is over half of {reason.before:.0%})"
             if row["alone"] >= 0.5 and nearly_same(row)
@@ -330,7 +330,8 @@ def does_line(pushed: Rows) -> str:
 def heads_answer(output: Output, rows: Rows, says: str) -> str:
     """The next token and its rival, and how many heads decide between them."""
     after = quoted(whole(output.asked.tokens, output.asked.query))
-    best, rival = (output.told(i, chance=True) for i in (output.best, output.rival))
+    best = output.told(output.best, chance=True)
+    rival = output.told(output.rival, chance=True)
     lead = f"ahead by {output.difference:.1f} in logits"
     on = f"; it continues {quoted(says)}" if says else ""
     told = (

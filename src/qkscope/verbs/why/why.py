@@ -75,13 +75,14 @@ class Why(Result):
         }  # fmt: skip
         rows: list[dict[str, Any]] = []
         for table, (*names, number) in columns.items():
-            here, there = (
-                {
-                    tuple(row[name] for name in names): row[number] or 0.0
-                    for row in answer.tables.get(table, ())
-                }
-                for answer in (self, other)
-            )
+            here = {
+                tuple(row[name] for name in names): row[number] or 0.0
+                for row in self.tables.get(table, ())
+            }
+            there = {
+                tuple(row[name] for name in names): row[number] or 0.0
+                for row in other.tables.get(table, ())
+            }
             rows += [
                 {"table": table, "what": " ".join(map(str, key)), "column": number, "this": here.get(key),
                  "other": there.get(key), "change": there.get(key, 0.0) - here.get(key, 0.0)}
@@ -234,7 +235,8 @@ def why(
     if isinstance(features, Fit):  # asked as it was fitted
         chat = chat or features.chat
         head = features.heads[0] if head is None else head
-    query, key = (scope.place(prompt, token, chat=chat) for token in (query, key))
+    query = scope.place(prompt, query, chat=chat)
+    key = scope.place(prompt, key, chat=chat)
     probe = Probe(scope, prompt, query, chat, None if head is None else scope.check(head).layer)
     if not circuit:
         depth = 1 if depth is None else depth

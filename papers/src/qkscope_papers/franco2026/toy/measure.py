@@ -27,10 +27,8 @@ def alignment_rows(
     pairs = by_logit([*task.pairs, *(pair[:3] for pair in task.positional)])
     width = len(basis.s)
     chance = random_best(task.d, width).mean
-    query, key = (
-        cosines(toy.W.double()[:, [pair[side] for pair in pairs]], x)
-        for side, x in ((0, basis.u), (1, basis.v))
-    )
+    query = cosines(toy.W.double()[:, [pair[0] for pair in pairs]], basis.u)
+    key = cosines(toy.W.double()[:, [pair[1] for pair in pairs]], basis.v)
     matched = [
         int((query[i] * key[i]).argmax()) if joint else min(i, width - 1) for i in range(len(pairs))
     ]

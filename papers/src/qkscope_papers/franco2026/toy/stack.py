@@ -123,7 +123,8 @@ class SuperpositionStack(TrainingTask):
 
         self.inverse_p = column([-1 / task.p for task in tasks])
         self.scale = column([task.scale for task in tasks])
-        self.w_rec, self.w_att = (column([task.loss_weights[k] for task in tasks]) for k in (0, 1))
+        self.w_rec = column([task.loss_weights[0] for task in tasks])
+        self.w_att = column([task.loss_weights[1] for task in tasks])
         self.M = torch.stack([task.target() for task in tasks]).to(self.device)
         self.dictionary = (
             torch.stack([cell.untrained().W for cell in self.cells]).float().to(self.device)

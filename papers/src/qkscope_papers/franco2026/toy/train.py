@@ -97,7 +97,8 @@ def train_superposition(
         "steps": steps,
     }
     asked |= {"lr": lr, "device": device}
-    after, before = (column(pick(rows, control=flag), "matched") for flag in (False, True))
+    after = column(pick(rows, control=False), "matched")
+    before = column(pick(rows, control=True), "matched")
     result = Result(
         experiment="toy/superposition",
         answer=f"{len(trained)} toys, {sum(f.steps[-1] for f in trained):,} model-steps in {seconds:.0f} s; "

@@ -263,9 +263,10 @@ class RetrievalHead:
     def delta(self, variable: int, sampling: Sampling = "strict") -> Float[Tensor, "h h"]:
         """The population ΔC of one variable, in float64."""
         where = self.encoders.task.latent_slices()[variable]
-        w_q, w_k, a, b = (
-            x.double() for x in (self.W_Q, self.W_K, self.encoders.A, self.encoders.B)
-        )
+        w_q = self.W_Q.double()
+        w_k = self.W_K.double()
+        a = self.encoders.A.double()
+        b = self.encoders.B.double()
         return (
             self.encoders.task.contrast_scale(variable, sampling)
             * (w_q @ b[:, where])
@@ -288,9 +289,10 @@ class RetrievalHead:
 
     def interactions(self) -> Float[Tensor, "R R"]:
         """G: how strongly each coordinate of the query's latents meets each one of the key's."""
-        w_q, w_k, a, b = (
-            x.double() for x in (self.W_Q, self.W_K, self.encoders.A, self.encoders.B)
-        )
+        w_q = self.W_Q.double()
+        w_k = self.W_K.double()
+        a = self.encoders.A.double()
+        b = self.encoders.B.double()
         return (w_q @ b).mT @ (w_k @ a)
 
     def accuracy(self, n: int = 20_480, seed: int = 0) -> float:
