@@ -1,11 +1,10 @@
-"""Everything that touches the disk: a `Result` goes in, a folder comes out, and the folder gives
-the result back.
+"""Everything that touches the disk: a `Result` is written to a folder, and read back from it.
 
-A folder is written file by file, and never over anybody's files. A long verb works in pieces, and
-the same call makes what is missing of them.
+A folder is written file by file, and never over other files. A long verb works in pieces, and
+the same call makes the missing ones.
 
-In reading order: `claims` (a statement, its numbers, the rule that decides), `folder` (whose a
-folder is; reading and writing; files of tensors), `result` (tables, arrays and claims; what made
-them), `progress` (how far a run is), `work` (pieces: kept, taken up, shared; the frame of every
-verb).
+In reading order: `claims` (a statement, its numbers, the rule that decides), `folder` (a run's
+folder, read and written; files of tensors), `result` (tables, arrays, claims, provenance),
+`progress` (the line that shows how far a run is), `work` (pieces: kept, resumed, shared; the frame
+of every verb).
 """

@@ -1,9 +1,8 @@
-"""A claim: what the paper says, what we measured, the same number for a control, and the rule that
-decides.
+"""Claims: a statement, its measured number, the control's number, and the rule that decides.
 
 A rule is text, ``ours > 2 * control``: parsed, not executed, arithmetic and comparisons only. Where
-the number has an interval, the rule is asked all along it: if its answers differ, the data do not
-tell, and the claim is a tie.
+the number has an interval, the rule is evaluated all along it: if its answers differ, the data do
+not tell, and the claim is a tie.
 
 Every claim has a source. ``stated``: the paper says it, and ``paper`` begins with the place where
 it does. ``implied``: the paper needs it, but does not say it (``paper`` begins with that word).
@@ -24,8 +23,9 @@ from typing import Any
 from qkscope.errors import BadInput
 
 Number = float | None
-_STEPS = 64  # places of an interval at which a rule is asked
+_STEPS = 64  # of an interval, at whose ends a rule is evaluated
 REASONS = ("refuted", "not run as described", "small model", "other setting", "not run here")
+_VERDICTS = {True: "holds", None: "tie", False: "fails"}
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Claim:
 
     Parameters
     ----------
-    claim : what is said, and what ``ours`` and ``control`` are.
+    claim : the statement, and what ``ours`` and ``control`` are.
     paper : what the paper says, after the place where it does, as ``Fig. 9: negligible``;
         ``implied`` (and by what) where it is only implied; empty where the claim is ours.
     ours, control : what we measured, and the same number for a control.
-    rule : decides, from ``ours`` and ``control``.
+    rule : the comparison of ``ours`` and ``control`` that decides.
     low, high : the 95% interval of ``ours``; where it is paired with the control, that of their
         difference, moved to where ours stands.
     reason : why it would fail, one of `REASONS`.
@@ -50,7 +50,8 @@ class Claim:
 
     Examples
     --------
-    >>> Claim("both move more than either", "Fig. 9: larger", 0.02, None, "ours > 0", low=-0.01, high=0.05)
+    >>> shift = {"ours": 0.02, "control": None, "low": -0.01, "high": 0.05}
+    >>> Claim("both move more than either", "Fig. 9: larger", rule="ours > 0", **shift)
     <Claim both move more than either | ours 0.02, control None | ours > 0: tie>
     """
 
@@ -69,73 +70,80 @@ class Claim:
 
     def __repr__(self) -> str:
         """One line: the claim, its numbers, and whether its rule holds."""
-        return f"<Claim {self.claim} | ours {self.ours}, control {self.control} | {self.rule}: {self.verdict}>"
+        numbers = f"ours {self.ours}, control {self.control}"
+        return f"<Claim {self.claim} | {numbers} | {self.rule}: {self.verdict}>"
 
     @property
     def source(self) -> str:
-        """Who says so: ``stated``, ``implied`` or ``ours``."""
+        """Where the statement comes from: ``stated``, ``implied`` or ``ours``."""
         if self.paper in ("", "not in the paper"):
             return "ours"
-        return "implied" if self.paper.startswith("implied") else "stated"
+        if self.paper.startswith("implied"):
+            return "implied"
+        return "stated"
 
     @property
     def holds(self) -> bool | None:
-        """Computed from the rule, never typed in; None is a tie, which the interval of ours leaves
-        open.
-        """
+        """Whether the rule holds; None is a tie: it does not at every place of the interval."""
         return rule_verdict(self.rule, self.ours, self.control, self.low, self.high)
 
     @property
     def verdict(self) -> str:
         """``holds``, ``tie`` or ``fails``."""
-        return {True: "holds", None: "tie", False: "fails"}[self.holds]
+        return _VERDICTS[self.holds]
 
     @property
     def decided(self) -> bool:
-        """Whether there is an interval for the rule to be asked along, or no need of one."""
+        """Whether the rule can be evaluated along an interval, or needs none."""
         return self.exact or not (_missing(self.low) or _missing(self.high))
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values; ``reason`` and ``why`` are empty unless the claim fails."""
-        reason = "not run here" if _missing(self.ours) else self.reason
-        failure = (
-            {"reason": reason, "why": self.why}
-            if self.holds is False
-            else {"reason": "", "why": ""}
-        )
-        return {**asdict(self), "source": self.source, "holds": self.holds, **failure}
+        row = asdict(self)
+        row["source"] = self.source
+        row["holds"] = self.holds
+        if self.holds is not False:
+            row["reason"] = ""
+            row["why"] = ""
+        elif _missing(self.ours):
+            row["reason"] = "not run here"
+        return row
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Claim:
-        """A claim as a run folder holds it; refused where its rule does not say of it what the
-        folder does.
-        """
+        """Read a claim of a run folder; refused where its rule contradicts the stored verdict."""
         stored = {field.name: row[field.name] for field in fields(cls) if field.name in row}
-        claim = cls(**stored | {"reason": row["reason"] or REASONS[0]})
+        stored["reason"] = row["reason"] or REASONS[0]
+        claim = cls(**stored)
         if claim.holds is not row["holds"]:
+            as_stored = f"is stored as {row['holds']}"
             raise BadInput(
-                f"the claim {claim.claim!r} is stored as {row['holds']}, and its rule says {claim.holds}."
+                f"the claim {claim.claim!r} {as_stored}, and its rule says {claim.holds}."
             )
         return claim
 
 
 def count_claims(claims: Sequence[Claim]) -> str:
-    """How many hold and how many are ties, in words; nothing where there are none."""
+    """How many hold and how many are ties, in words; nothing where there are no claims."""
+    if not claims:
+        return ""
     verdicts = [claim.verdict for claim in claims]
-    ties = {0: "", 1: ", 1 is a tie"}.get(
-        verdicts.count("tie"), f", {verdicts.count('tie')} are ties"
-    )
-    return f"{verdicts.count('holds')} of {len(claims)} claims hold{ties}" if claims else ""
+    ties = verdicts.count("tie")
+    hold = f"{verdicts.count('holds')} of {len(claims)} claims hold"
+    if ties == 0:
+        return hold
+    return f"{hold}, 1 is a tie" if ties == 1 else f"{hold}, {ties} are ties"
 
 
 def rule_verdict(
     rule: str, ours: Number, control: Number, low: Number = None, high: Number = None
 ) -> bool | None:
-    """What a rule says of a number; None where it says one thing at one place of its interval and
-    another elsewhere.
+    """Whether a rule holds of a number; None where it does at one place of its interval only.
 
-    >>> rule_verdict("ours > control", 0.5, 0.4, low=0.45, high=0.55), rule_verdict("ours > 0", 0.1, None, -0.1, 0.3)
-    (True, None)
+    >>> rule_verdict("ours > control", 0.5, 0.4, low=0.45, high=0.55)
+    True
+    >>> rule_verdict("ours > 0", 0.1, None, -0.1, 0.3) is None
+    True
     """
     places = [ours]
     if low is not None and high is not None and not _missing(low + high):
@@ -148,43 +156,51 @@ def _missing(value: float | None) -> bool:
     return value is None or not math.isfinite(value)  # JSON has no place for an infinite one
 
 
-_BINARY: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne,
-}  # fmt: skip
+Operator = Callable[[Any, Any], Any]
+_ARITHMETIC: dict[type, Operator] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_COMPARISONS: dict[type, Operator] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
 _CALLS: dict[str, Callable[..., Any]] = {"abs": abs, "min": min, "max": max}
+# a syntax error, x / 0, or an expression nested without end
+_UNDECIDABLE = (SyntaxError, ArithmeticError, MemoryError, RecursionError)
 
 
 def rule_holds(rule: str, values: Mapping[str, float | None]) -> bool:
-    """Whether a rule holds for these values; a missing value (None, NaN or infinite) never
-    satisfies one.
+    """Whether a rule holds for these values.
+
+    A missing value (None, NaN or infinite) never satisfies a rule.
 
     >>> rule_holds("ours > 2 * control", {"ours": 0.42, "control": 0.13})
     True
     """
     try:
         tree = ast.parse(rule, mode="eval").body
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        if any(_missing(values[name]) for name in used & values.keys()):
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        if any(_missing(values[name]) for name in names & values.keys()):
             return False
-        if isinstance(holds := _evaluate(tree, values), bool):
+        holds = _evaluate(tree, values)
+    except _UNDECIDABLE as error:
+        why = f"cannot be decided ({error})"
+    else:
+        if isinstance(holds, bool):
             return holds
         why = "is neither true nor false"
-    except (
-        SyntaxError,
-        ArithmeticError,
-        MemoryError,
-        RecursionError,
-    ) as error:  # nested without end, or x / 0
-        why = f"cannot be decided ({error})"
     raise BadInput(f"the rule {rule[:80]!r} {why}: write a comparison of ours and control.")
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, float | None]) -> Any:
-    """The value of an expression of numbers, these names, arithmetic, comparisons, and, or, abs,
-    min and max.
-    """
+    """Evaluate an expression of numbers, names, arithmetic, comparisons, and, or, abs, min, max."""
     match node:
         case ast.Constant(value=int() | float()):
             return node.value
@@ -192,20 +208,25 @@ def _evaluate(node: ast.expr, values: Mapping[str, float | None]) -> Any:
             return values[node.id]
         case ast.UnaryOp(op=ast.USub()):
             return -_evaluate(node.operand, values)
-        case ast.BinOp() if type(node.op) in _BINARY:
-            return _BINARY[type(node.op)](
-                _evaluate(node.left, values), _evaluate(node.right, values)
-            )
+        case ast.BinOp() if type(node.op) in _ARITHMETIC:
+            left = _evaluate(node.left, values)
+            right = _evaluate(node.right, values)
+            return _ARITHMETIC[type(node.op)](left, right)
         case ast.BoolOp():
-            return (all if isinstance(node.op, ast.And) else any)(
-                [_evaluate(part, values) for part in node.values]
-            )
-        case ast.Compare() if all(type(op) in _BINARY for op in node.ops):
-            terms = [_evaluate(term, values) for term in (node.left, *node.comparators)]
-            return all(
-                _BINARY[type(op)](a, b)
-                for op, a, b in zip(node.ops, terms, terms[1:], strict=False)
-            )
+            parts = [_evaluate(part, values) for part in node.values]
+            return all(parts) if isinstance(node.op, ast.And) else any(parts)
+        case ast.Compare() if all(type(op) in _COMPARISONS for op in node.ops):
+            return _compare(node, values)
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CALLS:
-            return _CALLS[name](*(_evaluate(argument, values) for argument in node.args))
+            arguments = [_evaluate(argument, values) for argument in node.args]
+            return _CALLS[name](*arguments)
     raise SyntaxError(f"{ast.unparse(node)} is none of ours, control, numbers and comparisons")
+
+
+def _compare(node: ast.Compare, values: Mapping[str, float | None]) -> bool:
+    """Evaluate a chain of comparisons, ``0 < ours < 1``: every neighbouring pair compares so."""
+    terms = [_evaluate(term, values) for term in (node.left, *node.comparators)]
+    for operation, left, right in zip(node.ops, terms, terms[1:], strict=False):
+        if not _COMPARISONS[type(operation)](left, right):
+            return False
+    return True

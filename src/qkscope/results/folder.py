@@ -1,11 +1,10 @@
-"""A run's folder: written file by file, and never over anything that is not ours; and files of
-tensors.
+"""A run's folder, written file by file and never over other files; and files of tensors.
 
 ``manifest.json`` lists the files that a run wrote, each with its sha256. A folder is written into
-if it is new or empty, or if all that it holds is listed and has not changed since; a link is never
-ours. New files are laid down inside ``.work`` first. Then the old ones go, the new manifest comes,
-and the new files are renamed into their places, ``results.json`` last: whenever a run is killed,
-what is there is listed, and a folder without results is not whole.
+if it is new or empty, or if all that it holds is listed and has not changed since; a link never
+counts as a file of a run. New files are first written inside ``.work``. Then the old ones are
+deleted, and the new ones renamed into their places: ``manifest.json`` first, ``results.json`` last.
+Whenever a run is killed, every file is listed, and a folder without results is not finished.
 
 Tensors stand with a manifest in one safetensors file, written whole or not at all, and never read
 as something else.
@@ -42,17 +41,18 @@ PAGE = "report.html"
 WORK = ".work"
 _STAGED = "new-"
 _LARGEST_JSON = 1 << 28  # bytes
-_LONGEST_NAME = 180  # bytes of a file's name, of the 255 that disks take
+_LONGEST_NAME = 180  # bytes of a file's name; disks take 255
 
 
-# ---------------------------------------------------------------- whose folder it is
+# ---------------------------------------------------------------- may a run be written there
 
 
 def check_folder(folder: str | Path, kind: str | None = None) -> Path:
-    """The folder, if a run may be written there: ask before long work.
+    """Refuse a folder into which a run cannot be written; called before long work.
 
     Parameters
     ----------
+    folder : where the run would be written.
     kind : of run, as its ``experiment`` begins (``demo``, ``lee2026/fig9``): a folder of another
         kind is refused.
     """
@@ -61,13 +61,7 @@ def check_folder(folder: str | Path, kind: str | None = None) -> Path:
         raise BadInput(f"{folder} is a file: name a folder for the results.")
     if folder.is_symlink() and not folder.exists():
         raise BadInput(f"{folder} is a link to a folder that is not there: name another folder.")
-    with writing(
-        folder
-    ):  # asked of what is there already: a run that is refused later leaves no empty folder behind
-        above = next(
-            path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-        )
-        tempfile.TemporaryFile(dir=above).close()
+    _check_writable(folder)
     experiment = read_run(folder).get("experiment")
     if kind and experiment and not f"{experiment}/".startswith(f"{kind}/"):
         raise BadInput(f"{folder} holds a run of {experiment}, not of {kind}: name a new folder.")
@@ -75,48 +69,64 @@ def check_folder(folder: str | Path, kind: str | None = None) -> Path:
     return folder
 
 
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder where no file can be made.
+
+    A file is tried in the innermost folder that exists, so that a run that is refused for another
+    reason leaves no empty folder behind.
+    """
+    path = folder.absolute()
+    with writing(folder):
+        while not path.exists():
+            path = path.parent
+        tempfile.TemporaryFile(dir=path).close()
+
+
 def read_run(folder: Path) -> dict[str, Any]:
-    """The manifest of a run folder; empty where there is none of ours."""
-    with suppress(BadInput):
+    """Read the manifest of a run folder; an empty one where there is no run."""
+    try:
         manifest = read_json(folder / MANIFEST)
-        return manifest if "files" in manifest else {}
-    return {}
+    except BadInput:
+        return {}
+    return manifest if "files" in manifest else {}
 
 
 def _listed_files(folder: Path) -> dict[str, str]:
-    """The files of the folder's last run that are there, with their hashes; refused where anything
-    else is.
+    """The existing files of the folder's last run, with their hashes.
+
+    Refused where the folder holds a link, a file that the run did not list, or one that changed.
     """
     manifest = read_run(folder)
+    files: Mapping[str, str] = manifest.get("files", {})
     listed = dict[str, str]()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if not path.is_symlink() and (
-            path.is_dir() or name.startswith(f"{WORK}/") or (name == MANIFEST and manifest)
-        ):
+        link = path.is_symlink()
+        unlisted = name.startswith(f"{WORK}/") or (name == MANIFEST and manifest)
+        if not link and (path.is_dir() or unlisted):
             continue
-        if path.is_symlink() or name not in manifest.get("files", ()):
+        if link or name not in files:
             raise BadInput(f"{folder} holds other files than a run, {name}: name a new folder.")
         check_unchanged(folder, name, manifest)
-        listed[name] = manifest["files"][name]
+        listed[name] = files[name]
     return listed
 
 
 def check_unchanged(folder: Path, name: str, manifest: Mapping[str, Any]) -> None:
-    """Refuse a file that is not the one that a run wrote and listed in its manifest under this
-    name.
-    """
+    """Refuse a file that is not the one that the manifest lists under this name."""
     if not is_unchanged(folder, name, manifest):
+        path = folder / name
         raise BadInput(
-            f"{folder / name} is not what a run wrote there: keep it elsewhere, or name a new folder."
+            f"{path} is not what a run wrote there: keep it elsewhere, or name a new folder."
         )
 
 
 def is_unchanged(folder: Path, name: str, manifest: Mapping[str, Any]) -> bool:
-    """Whether a file is the one that a run wrote and listed in its manifest under this name."""
+    """Whether a file is the one that the manifest lists under this name."""
     path = folder / name
-    listed = path.is_file() and not path.is_symlink() and name in manifest.get("files", ())
-    return listed and sha256(path.read_bytes()) == manifest["files"][name]
+    if path.is_symlink() or not path.is_file() or name not in manifest.get("files", ()):
+        return False
+    return sha256(path.read_bytes()) == manifest["files"][name]
 
 
 def sha256(content: str | bytes) -> str:
@@ -134,84 +144,99 @@ def write_run(
     about: Mapping[str, Any],
     keep: str,
 ) -> None:
-    """Write a run's files into its folder, and take away those of its last writing that are made no
-    more.
+    """Write a run's files into its folder, and delete those of its last writing.
 
     Parameters
     ----------
-    results : as JSON has them.
+    folder : of the run.
+    results : the content of ``results.json``.
     files : others by relative name; all of them are on the disk before the first takes its place.
-    about : what else the manifest says.
+    about : further entries of the manifest.
     keep : names of the last writing that stay as they are, as a regular expression.
     """
-    listed = _listed_files(folder)
     contents = {RESULTS: _as_json(results), **files}
-    kept = {
-        name: digest
-        for name, digest in listed.items()
-        if re.fullmatch(keep, name) and name not in contents
-    }
+    kept = dict[str, str]()
+    old = list[str]()
+    for name, digest in _listed_files(folder).items():
+        if re.fullmatch(keep, name) and name not in contents:
+            kept[name] = digest
+        else:
+            old.append(name)
     manifest = {"schema": SCHEMA, "experiment": results["experiment"], **about, "files": kept}
-    _lay_down(folder, contents, manifest, [name for name in listed if name not in kept])
+    _exchange_files(folder, contents, manifest, old)
 
 
 def add_to_run(
     folder: Path, contents: Mapping[str, str | bytes], experiment: str | None = None
 ) -> None:
-    """Write further files into a run's folder, or some of its own anew; all others stay, whoever's
-    they are.
+    """Add files to a run's folder, or write some of its files anew; all others stay.
 
     Parameters
     ----------
-    contents : by relative name.
+    folder : of the run.
+    contents : of the files, by relative name.
     experiment : of the run, where it has written nothing yet.
     """
     manifest = {"schema": SCHEMA, "experiment": experiment, "files": {}, **read_run(folder)}
     old = [name for name in contents if os.path.lexists(folder / name)]
     for name in old:
         check_unchanged(folder, name, manifest)
-    _lay_down(folder, contents, manifest, old)
+    _exchange_files(folder, contents, manifest, old)
 
 
-def _lay_down(
+def _exchange_files(
     folder: Path, contents: Mapping[str, str | bytes], manifest: dict[str, Any], old: list[str]
 ) -> None:
-    """Replace old files by new ones; whenever it stops, what is there is listed."""
-    for path in (folder / name for name in (*contents, WORK)):
+    """Replace old files by new ones; wherever it stops, the files that are there are listed."""
+    for name in (*contents, WORK):
+        path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
             raise BadInput(f"{path} leads out of its folder: name a new folder.")
     data = {name: _encoded(content) for name, content in contents.items()}
-    files = manifest["files"] | {name: sha256(content) for name, content in data.items()}
+    files = dict(manifest["files"])
+    for name, content in data.items():
+        files[name] = sha256(content)
     data[MANIFEST] = _encoded(_as_json({**manifest, "files": dict(sorted(files.items()))}))
-    places = sorted(data, key=lambda name: (name != MANIFEST, name == RESULTS))
     try:
         with writing(folder):
-            (folder / WORK).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=_STAGED, dir=folder / WORK) as staged:
-                for number, name in enumerate(places):
-                    Path(staged, str(number)).write_bytes(data[name])
-                for name in sorted(old, key=lambda name: name != RESULTS):
-                    (folder / name).unlink(missing_ok=True)
-                for number, name in enumerate(places):
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    Path(staged, str(number)).replace(folder / name)
+            _stage_and_rename(folder, data, old)
     finally:
-        for left in (folder / WORK).glob(f"{_STAGED}*"):  # by a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        for empty in sorted(
-            {folder / WORK, *((folder / name).parent for name in old)} - {folder}, reverse=True
-        ):
-            with suppress(
-                OSError
-            ):  # not empty: other files, or the pieces of a run that is not finished
-                empty.rmdir()
+        _clear_up(folder, old)
+
+
+def _stage_and_rename(folder: Path, data: Mapping[str, bytes], old: list[str]) -> None:
+    """Write all files into ``.work``, delete the old ones, rename the new: the results last."""
+    manifest_first = sorted(data, key=lambda name: (name != MANIFEST, name == RESULTS))
+    results_first = sorted(old, key=lambda name: name != RESULTS)
+    work = folder / WORK
+    work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=_STAGED, dir=work) as staged:
+        for number, name in enumerate(manifest_first):
+            Path(staged, str(number)).write_bytes(data[name])
+        for name in results_first:
+            (folder / name).unlink(missing_ok=True)
+        for number, name in enumerate(manifest_first):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Path(staged, str(number)).replace(path)
+
+
+def _clear_up(folder: Path, old: list[str]) -> None:
+    """Delete what a killed run staged, and the folders of old files that are empty now."""
+    for staged in (folder / WORK).glob(f"{_STAGED}*"):
+        shutil.rmtree(staged, ignore_errors=True)
+    folders = {folder / WORK}
+    folders.update((folder / name).parent for name in old)
+    folders.discard(folder)
+    for inner in sorted(folders, reverse=True):
+        # not empty: other files, or the pieces of a run that is not finished
+        with suppress(OSError):
+            inner.rmdir()
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say in a sentence why something could not be written: a full disk, one that is read-only by
-    now.
-    """
+    """Turn an error of the disk (full, read-only) into a sentence about this path."""
     try:
         yield
     except OSError as error:
@@ -222,7 +247,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write to a fresh name, then rename: a reader never sees half a file, and no link is followed."""
+    """Write to a fresh name, then rename: no reader sees half a file, and no link is followed."""
     part = path.with_name(f"{path.name}{uuid.uuid4().hex[:8]}.part")
     try:
         part.write_bytes(_encoded(content))
@@ -232,7 +257,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def _encoded(content: str | bytes) -> bytes:
-    """Encode as UTF-8, a lone surrogate as JSON escapes it."""
+    """Encode as UTF-8; a lone surrogate is escaped as in JSON."""
     return content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
 
 
@@ -241,8 +266,7 @@ def _as_json(value: Any) -> str:
 
 
 def file_name(name: str) -> str:
-    """A name that may hold anything as one that a disk takes: quoted, and a hash for the end of a
-    long one.
+    """Quote any name so that a disk takes it; a hash stands for the end of a long one.
 
     >>> file_name("a/b"), len(file_name("一" * 30))
     ('a%2Fb', 137)
@@ -253,7 +277,7 @@ def file_name(name: str) -> str:
 
 @contextmanager
 def kept_if_stopped(folder: Path, kept: Callable[[], bool]) -> Iterator[None]:
-    """On interruption, say that the same command resumes the run, if pieces are kept."""
+    """On Ctrl-C, log that the same command resumes the run, if pieces are kept."""
     try:
         yield
     except KeyboardInterrupt:
@@ -266,41 +290,49 @@ def kept_if_stopped(folder: Path, kept: Callable[[], bool]) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a run folder; refused if it is damaged or of a newer qkscope."""
+    """Read a JSON file of a run folder; refused if it is damaged or of a newer qkscope."""
     stored: Any = None
     with suppress(OSError, ValueError, RecursionError):  # cut off, or nested without end
         if path.is_file() and path.stat().st_size <= _LARGEST_JSON:  # a pipe would never end
             stored = json.loads(path.read_text(encoding="utf-8"))
-    whole = isinstance(stored, dict) and type(stored.get("schema")) is int
-    if not whole or not all(
-        isinstance(stored.get(name, {}), dict) for name in ("asked", "versions", "files")
-    ):
+    if not _is_whole(stored):
         raise BadInput(f"{path} is damaged or half-written: run the command that made it again.")
     _check_schema(path.parent, stored["schema"])
-    if stored.get("command") is not None and not is_command(stored["command"]):
+    command = stored.get("command")
+    if command is not None and not is_command(command):
         log.warning("%s gives a command that qkscope would not have written: it is left out.", path)
         stored["command"] = None
     return stored
 
 
+def _is_whole(stored: Any) -> bool:
+    """Whether the content of a JSON file of ours has a schema, and mappings where they belong."""
+    if not isinstance(stored, dict) or type(stored.get("schema")) is not int:
+        return False
+    mappings = [stored.get(name, {}) for name in ("asked", "versions", "files")]
+    return all(isinstance(mapping, dict) for mapping in mappings)
+
+
 def _check_schema(path: Path, schema: int) -> None:
+    """Refuse a newer schema than this version reads."""
     if schema > SCHEMA:
-        raise BadInput(
-            f"{path} was written by a newer qkscope (schema {schema}; this one reads {SCHEMA}): update it."
-        )
+        schemas = f"schema {schema}; this one reads {SCHEMA}"
+        raise BadInput(f"{path} was written by a newer qkscope ({schemas}): update it.")
 
 
 def is_command(text: Any) -> bool:
-    """Whether this is one call of ours as a shell takes it, and nothing else: what a folder says
-    may be pasted.
+    """Whether a text is exactly one qkscope command: users paste what a folder prints.
 
     >>> is_command("qkscope heads 'my file.jsonl'"), is_command("qkscope heads ioi; rm -r ~")
     (True, False)
     """
-    with suppress(ValueError, AttributeError):  # a quotation without end, or no text
+    if not isinstance(text, str):
+        return False
+    try:
         parts = shlex.split(text)
-        return parts[:1] == ["qkscope"] and text == shlex.join(parts) and text.isprintable()
-    return False
+    except ValueError:  # a quotation without end
+        return False
+    return parts[:1] == ["qkscope"] and text == shlex.join(parts) and text.isprintable()
 
 
 # ---------------------------------------------------------------- files of tensors
@@ -309,30 +341,34 @@ def is_command(text: Any) -> bool:
 def write_tensors(
     path: str | Path, kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
 ) -> None:
-    """Write to a temporary name beside ``path``, then rename: a reader never sees half a file."""
+    """Write tensors with a manifest into one file: whole, or not at all."""
     with writing(Path(path)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_file(Path(path), tensor_bytes(kind, tensors, manifest))
 
 
 def tensor_bytes(kind: str, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> bytes:
-    """The content of such a file; of the same tensors, the same bytes: safetensors shuffles entries
-    of a header.
+    """The bytes of a file of tensors: equal for equal tensors.
+
+    The header has one entry alone, because safetensors shuffles the entries of a header.
     """
     from safetensors.torch import save
 
     header = json.dumps({"schema": SCHEMA, "kind": kind, "manifest": manifest}, sort_keys=True)
-    return save(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-        {"qkscope": header},
-    )
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return save(plain, {"qkscope": header})
 
 
 def read_tensors(
     path: str | Path, kind: str | None = None, expect: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file of this kind; refuse another kind, a newer schema, or one made from something
-    else than expected.
+    """Read the tensors and the manifest of a file.
+
+    Parameters
+    ----------
+    path : of the file; a damaged one, or one of a newer schema, is refused.
+    kind : that the file must be of.
+    expect : facts about what it was made from; a file made from anything else is refused.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -343,7 +379,7 @@ def read_tensors(
         with safe_open(path, framework="pt") as file:
             header = json.loads(file.metadata()["qkscope"])
             schema = int(header["schema"])
-            what = str(header["kind"])
+            stored_kind = str(header["kind"])
             manifest = dict(header["manifest"])
             about = dict(manifest.get("about") or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -352,11 +388,10 @@ def read_tensors(
             f"{path} is damaged or not a qkscope file: make it again, or name another."
         ) from None
     _check_schema(path, schema)
-    if kind not in (None, what):
-        raise BadInput(f"{path} holds {what}, not {kind}.")
-    for field, want in (expect or {}).items():
-        if about.get(field) != want:
-            raise BadInput(
-                f"{path} was made with another {field}: {about.get(field)} there, {want} here."
-            )
+    if kind not in (None, stored_kind):
+        raise BadInput(f"{path} holds {stored_kind}, not {kind}.")
+    for field, here in (expect or {}).items():
+        there = about.get(field)
+        if there != here:
+            raise BadInput(f"{path} was made with another {field}: {there} there, {here} here.")
     return tensors, manifest

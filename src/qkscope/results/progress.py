@@ -1,8 +1,7 @@
-"""Progress of a long run: one line on a terminal, gone at the end; elsewhere a line a minute in the
-log.
+"""Progress of a long run: one line on a terminal, or a line a minute in the log.
 
 There is one standard error, so there is one line: what is under way, from the widest step to the
-count inside it.
+count inside it. It disappears at the end.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from functools import partial
 
 log = logging.getLogger(__name__)
 
-_EVERY = 60.0  # seconds between lines where nobody watches
-_STEPS: list[str] = []
-_LOGGED: list[float] = []  # when a line was last logged, or the first could have been
+_EVERY = 60.0  # seconds between two lines in the log
+_STEPS: list[str] = []  # what is under way, the widest step first
+_LOGGED: list[float] = []  # one time: of the last line in the log, or when the first step began
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @contextmanager
 def doing(step: str, shown: bool | None = None) -> Iterator[Callable[[str], None]]:
-    """Name what runs inside; gives the function that names it anew.
+    """Name what runs inside the block; yields a function that renames it.
 
     Parameters
     ----------
@@ -53,9 +53,7 @@ def doing(step: str, shown: bool | None = None) -> Iterator[Callable[[str], None
 
 
 def _drawn() -> AbstractContextManager[object]:
-    """The line on the screen, drawn anew by rich every quarter of a second; what else is written
-    goes above it.
-    """
+    """Draw the line every quarter of a second; whatever else is written goes above it."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -74,12 +72,12 @@ def _drawn() -> AbstractContextManager[object]:
 def counting(
     total: int, what: str = "examples", shown: bool | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Count to a total, with the time left; gives the function to say how many more are done.
+    """Count to a total, with the time left; yields a function that advances the count.
 
     Parameters
     ----------
-    total : how many there are.
-    what : is counted.
+    total : to count to.
+    what : the plural of what is counted.
     shown : as in `doing`.
 
     >>> with counting(3, shown=False) as advance:
@@ -92,20 +90,18 @@ def counting(
         def advance(count: int) -> None:
             nonlocal done
             done += count
-            left = (time.monotonic() - started) / max(done, 1) * (total - done)
-            name(
-                f"{done:,} of {total:,} {what}, "
-                + (f"{timedelta(seconds=round(left))} left" if left else "all done")
-            )
+            seconds_each = (time.monotonic() - started) / max(done, 1)
+            left = seconds_each * (total - done)
+            rest = f"{timedelta(seconds=round(left))} left" if left else "all done"
+            name(f"{done:,} of {total:,} {what}, {rest}")
 
         yield advance
 
 
 def plain_text(text: str) -> str:
-    r"""Text for a terminal: characters that would steer it are written out.
+    r"""Write out the characters of a text that would steer a terminal.
 
     >>> plain_text("a\x1b[2Jb")
     'a\\x1b[2Jb'
     """
-    steers = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-    return steers.sub(lambda match: ascii(match[0])[1:-1], text)
+    return _STEERING.sub(lambda match: ascii(match[0])[1:-1], text)

@@ -1,10 +1,9 @@
-"""What every analysis and experiment returns: tables, arrays, claims; and what made it
-(`provenance`, `made_result`).
+"""Results of verbs and experiments: tables, arrays, claims, and their provenance.
 
 A run folder holds ``results.json`` (tables and claims), ``manifest.json`` (provenance),
-``arrays.safetensors`` and ``report.html``. How it is written, and never over anybody's files, is in
-`qkscope.results.folder`. What made a result is its command, what was asked, versions and threads. No
-time, no host: a rerun says the same.
+``arrays.safetensors`` and ``report.html``. How it is written, and never over other files, is in
+`qkscope.results.folder`. The provenance of a result is its command, what was asked, versions and
+threads. No time, no host: a rerun has the same provenance.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ from qkscope.results.claims import Claim, count_claims
 #: A table.
 Rows = list[dict[str, Any]]
 _STORED = ("experiment", "preset", "model", "seed", "seconds", "answer", "claims", "tables")
-_FOLDER = ("schema", "experiment", "files")  # what a manifest says besides what made the result
+_ARRAYS = "arrays.safetensors"
+_NO_PROVENANCE = ("schema", "experiment", "files")  # entries of a manifest that describe its folder
 
 
 @checked_class
@@ -42,10 +42,10 @@ class Result:
     ----------
     experiment : what was run, as ``verb/task`` or ``paper/figure``.
     tables : rows by the name of their table; a row is a mapping from column to value.
-    claims : what was claimed beforehand, with the numbers that decide it.
+    claims : statements fixed beforehand, with the numbers that decide them.
     arrays : tensors by name.
     preset : of a figure of a paper.
-    model : what was looked into, by name.
+    model : the model's name.
     seed : of all draws.
     seconds : how long it took.
     answer : the finding in one sentence, for people.
@@ -53,11 +53,12 @@ class Result:
 
     Examples
     --------
-    >>> Result("demo", {"heads": [{"head": "L1H0", "accuracy": 0.5}]}, answer="L1H0 is right in half of them.")
+    >>> rows = [{"head": "L1H0", "accuracy": 0.5}]
+    >>> Result("demo", {"heads": rows}, answer="L1H0 is right in half of them.")
     <Result demo | heads (1) | L1H0 is right in half of them.>
     """
 
-    main = ""  # the name of the table that answers; the first one where none is named
+    main = ""  # the name of the table that answers the question; the first one by default
 
     experiment: str
     tables: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -71,47 +72,44 @@ class Result:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __init_subclass__(cls) -> None:
-        """Give every kind of result this class's repr: a dataclass would dump its fields."""
+        """Give every subclass this class's repr: a dataclass would print all its fields."""
         super().__init_subclass__()
         if "__repr__" not in vars(cls):
             cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        """One line: what it is, of which model, its tables with their rows, and the answer."""
-        tables = (
-            ", ".join(f"{name} ({len(rows)})" for name, rows in self.tables.items()) or "no tables"
-        )
+        """One line: experiment, model, tables with their numbers of rows, claims, answer."""
+        sizes = [f"{name} ({len(rows)})" for name, rows in self.tables.items()]
+        tables = ", ".join(sizes) or "no tables"
         answer = shorten(self.answer, 100, placeholder=" …")
-        parts = filter(
-            None, (self.experiment, self.model, tables, count_claims(self.claims), answer)
-        )
-        return f"<{type(self).__name__} {' | '.join(parts)}>"
+        parts = (self.experiment, self.model, tables, count_claims(self.claims), answer)
+        return f"<{type(self).__name__} {' | '.join(part for part in parts if part)}>"
 
     def table(self, name: str | None = None) -> list[dict[str, Any]]:
         """The rows of one table.
 
         Parameters
         ----------
-        name : of the table; by default the one that answers what was asked.
+        name : of the table; by default the one that answers the question.
 
         Examples
         --------
         >>> Result("demo", {"heads": [{"head": "L1H0", "accuracy": 0.5}]}).table()
         [{'head': 'L1H0', 'accuracy': 0.5}]
         """
-        chosen = (self.main or next(iter(self.tables), "")) if name is None else name
-        if chosen not in self.tables:
-            raise BadInput(
-                f"there is no table {chosen!r} in this result: there is {', '.join(self.tables) or 'none'}."
-            )
-        return [dict(row) for row in self.tables[chosen]]
+        if name is None:
+            name = self.main or next(iter(self.tables), "")
+        if name not in self.tables:
+            known = ", ".join(self.tables) or "none"
+            raise BadInput(f"there is no table {name!r} in this result: there is {known}.")
+        return [dict(row) for row in self.tables[name]]
 
     def to_pandas(self, table: str | None = None) -> Any:
         """A table as a pandas DataFrame.
 
         Parameters
         ----------
-        table : its name; by default the one that answers what was asked.
+        table : its name; by default the one that answers the question.
 
         Examples
         --------
@@ -123,24 +121,23 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain JSON values: NaN and infinities are null."""
-        fields = {name: getattr(self, name) for name in _STORED}
-        return {
-            "schema": disk.SCHEMA,
-            **plain_value({**fields, "claims": [claim.to_json() for claim in self.claims]}),
-        }
+        stored = {name: getattr(self, name) for name in _STORED}
+        stored["claims"] = [claim.to_json() for claim in self.claims]
+        return {"schema": disk.SCHEMA, **plain_value(stored)}
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. The page is a room below this one, so it is found by name."""
-        return str(import_module("qkscope.show.page").widget_html(self))
+        """Draw the result in a notebook."""
+        page = import_module("qkscope.show.page")  # by name: a room that imports this one
+        return str(page.widget_html(self))
 
     @classmethod
     def read(cls, folder: str | Path) -> Result:
-        """A run folder read back; one that is missing, half-written or of a newer qkscope is
-        refused.
+        """Read a run folder.
 
         Parameters
         ----------
-        folder : that a verb or `write` wrote.
+        folder : that a verb or `write` wrote; one that is missing, half-written or of a newer
+            qkscope is refused.
 
         Examples
         --------
@@ -155,18 +152,17 @@ class Result:
             raise BadInput(f"there is no folder {folder}: name one that a qkscope command wrote.")
         if not (folder / disk.RESULTS).is_file():
             raise BadInput(
-                f"{folder} holds no results.json, so no finished run: run the command that writes it again."
+                f"{folder} holds no results.json, so no finished run: "
+                "run the command that writes it again."
             )
         stored = disk.read_json(folder / disk.RESULTS)
         manifest = disk.read_json(folder / disk.MANIFEST)
-        arrays = folder / "arrays.safetensors"
+        for name in _NO_PROVENANCE:
+            manifest.pop(name, None)
         try:
             fields = {name: stored[name] for name in _STORED}
-            return Result(
-                **{**fields, "claims": [Claim.from_json(row) for row in stored["claims"]]},
-                provenance={name: value for name, value in manifest.items() if name not in _FOLDER},
-                arrays=disk.read_tensors(arrays, "arrays")[0] if arrays.exists() else {},
-            )
+            fields["claims"] = [Claim.from_json(row) for row in stored["claims"]]
+            return Result(**fields, provenance=manifest, arrays=_read_arrays(folder))
         except (KeyError, TypeError, ValueError) as error:
             why = f" ({str(error).rstrip('.')})" if isinstance(error, BadInput) else ""
             raise BadInput(
@@ -174,35 +170,37 @@ class Result:
             ) from None
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
-        """Write the run folder; one that holds anything but a run of this kind is refused and left
-        as it is.
+        """Write the run folder.
 
         Parameters
         ----------
-        folder : a new one, or one of an earlier run of this kind.
+        folder : a new one, or one of an earlier run of this kind; one that holds anything else is
+            refused and left as it is.
         files : further files by relative name (report.html, figures/…).
         """
         return write_result(self, folder, files or {})
 
 
+def _read_arrays(folder: Path) -> dict[str, Any]:
+    """Read the tensors of a run folder; none where the run wrote none."""
+    path = folder / _ARRAYS
+    return disk.read_tensors(path, "arrays")[0] if path.exists() else {}
+
+
 def write_result(
     result: Result, folder: str | Path, files: Mapping[str, str | bytes], *, keep: str = "(?!)"
 ) -> Path:
-    """What `Result.write` does, in a folder that keeps more: ``keep`` as in `write_run`."""
+    """Write a result's folder as `Result.write` does, with ``keep`` as in `write_run`."""
     folder = disk.check_folder(folder, result.experiment.partition("/")[0])
-    arrays = (
-        {"arrays.safetensors": disk.tensor_bytes("arrays", result.arrays, {})}
-        if result.arrays
-        else {}
-    )
-    disk.write_run(
-        folder, result.to_json(), {**files, **arrays}, plain_value(result.provenance), keep
-    )
+    contents = dict(files)
+    if result.arrays:
+        contents[_ARRAYS] = disk.tensor_bytes("arrays", result.arrays, {})
+    disk.write_run(folder, result.to_json(), contents, plain_value(result.provenance), keep)
     return folder
 
 
 def plain_value(value: Any) -> Any:
-    """Mappings, sequences and scalars as JSON has them: NaN and infinities are null."""
+    """Convert mappings, sequences and scalars to JSON's: NaN and infinities become null."""
     if isinstance(value, Mapping):
         return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, float):
@@ -216,82 +214,94 @@ def plain_value(value: Any) -> Any:
     return str(value)
 
 
-# ---------------------------------------------------------------- what made a result
+# ---------------------------------------------------------------- provenance
 
 
 def provenance(**asked: Any) -> dict[str, Any]:
-    """What made a result: command, what was asked, versions, threads. No time, no host: a rerun
-    gives the same.
-    """
+    """The command, what was asked, versions and threads; the same in a rerun."""
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions |= {
-        package: version(package) for package in ("qkscope", "transformers", "numpy", "safetensors")
-    }
-    program = Path(sys.argv[0]).parts[-2:]
-    typed = program[-1:] == ("qkscope",) or program == ("qkscope", "__main__.py")  # and not pytest
-    command = shlex.join(["qkscope", *sys.argv[1:]]) if typed else None
+    for package in ("qkscope", "transformers", "numpy", "safetensors"):
+        versions[package] = version(package)
     return {
-        "command": command,
+        "command": _command(),
         "asked": asked,
         "versions": versions,
         "threads": torch.get_num_threads(),
     }
 
 
+def _command() -> str | None:
+    """The command line of this process; None where it is not qkscope's (Python, pytest)."""
+    program = Path(sys.argv[0]).parts[-2:]
+    if program[-1:] == ("qkscope",) or program == ("qkscope", "__main__.py"):
+        return shlex.join(["qkscope", *sys.argv[1:]])
+    return None
+
+
 def made_result(path: str | Path) -> Result:
-    """What made a run, and whether it is the same here: a row per fact; what is not compared has
-    nothing ``here``.
+    """Say what made a run, and whether versions, threads and files are the same now: a row a fact.
+
+    A fact that cannot be compared has no ``here``.
 
     Parameters
     ----------
     path : a run folder, or a .safetensors file of ours.
     """
     path = Path(path)
-    here = provenance()
+    stored = _stored_provenance(path)
+    there = _facts(stored)
+    here = _facts_here(path, stored)
+    rows = []
+    differences = []
+    for name, value in there.items():
+        row = {"what": name, "there": value, "here": here.get(name), "same": None}
+        if name in here:
+            row["same"] = value == here[name]
+        if row["same"] is False:
+            differences.append(f"{name} {here[name]}")
+        rows.append(row)
+    answer = "What can be compared is the same here."
+    if differences:
+        answer = f"Here it is otherwise: {', '.join(differences)}."
+    lines = []
+    for name, value in there.items():
+        text = value if name == "command" else cut(str(value), 100)
+        lines.append({"line": f"{name}: {text}"})
+    return Result("made", {"made": rows, "said": lines}, answer=answer)
+
+
+def _stored_provenance(path: Path) -> dict[str, Any]:
+    """Read the manifest of a run folder, or what a file of tensors was made from."""
     if path.suffix == ".safetensors":
         manifest = disk.read_tensors(path)[1]
-        stored = {"asked": manifest.get("about") or manifest.get("moments", {}).get("about")}
-    elif (path / disk.MANIFEST).is_file():
-        stored = disk.read_json(path / disk.MANIFEST)
-    else:
+        about = manifest.get("about") or manifest.get("moments", {}).get("about")
+        return {"asked": about}
+    if not (path / disk.MANIFEST).is_file():
         raise BadInput(
             f"{path} holds no manifest.json: name a folder or a .safetensors file that qkscope wrote."
         )
-    asked = stored.get("asked") or {}
-    files = stored.get("files") or {}
-    command = (
-        re.sub(r" --part \S+", "", stored.get("command") or "") or None
-    )  # a part alone makes no run
-    versions = {name: stored.get("versions", {}).get(name) for name in here["versions"]}
-    said = {
-        "command": command,
-        **asked,
-        **versions,
+    return disk.read_json(path / disk.MANIFEST)
+
+
+def _facts(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that a manifest holds, by name: command, what was asked, versions, threads, files."""
+    versions = stored.get("versions", {})
+    # a part of a run was made by a command of its own: without --part it makes the whole run
+    command = re.sub(r" --part \S+", "", stored.get("command") or "")
+    facts = {
+        "command": command or None,
+        **(stored.get("asked") or {}),
+        **{name: versions.get(name) for name in provenance()["versions"]},
         "threads": stored.get("threads"),
-        "files": len(files) or None,
+        "files": len(stored.get("files") or {}) or None,
     }
-    there = {what: value for what, value in said.items() if value is not None}
-    unchanged = sum(disk.is_unchanged(path, name, stored) for name in files)
-    now = {**here["versions"], "threads": here["threads"], "files": unchanged}
-    rows = [
-        {
-            "what": what,
-            "there": value,
-            "here": now.get(what),
-            "same": value == now[what] if what in now else None,
-        }
-        for what, value in there.items()
-    ]
-    differs = [f"{row['what']} {row['here']}" for row in rows if row["same"] is False]
-    answer = (
-        f"Here it is otherwise: {', '.join(differs)}."
-        if differs
-        else "What can be compared is the same here."
-    )
-    told = [
-        {"line": f"{what}: {text if what == 'command' else cut(str(text), 100)}"}
-        for what, text in there.items()
-    ]
-    return Result("made", {"made": rows, "said": told}, answer=answer)
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _facts_here(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The same facts now: versions, threads, and how many files are as the run wrote them."""
+    here = provenance()
+    unchanged = sum(disk.is_unchanged(path, name, stored) for name in stored.get("files") or {})
+    return {**here["versions"], "threads": here["threads"], "files": unchanged}

@@ -1,9 +1,8 @@
-"""Work in pieces: resuming, several processes and job arrays by one idea; and the frame of every
-verb.
+"""Work in pieces, for resuming, several processes and job arrays; and the frame of every verb.
 
 The work of a long verb is a fixed list of batches, cut into a fixed list of pieces. A finished
 piece is one file in ``OUT/.work/ASKED``, written to a temporary name and renamed; ASKED is a hash
-of all that decides the numbers (weights, tokenizer, examples, options, seed, versions), so that
+of everything that decides the numbers (weights, tokenizer, examples, options, seed, versions), so that
 stale pieces cannot mix. The same command again makes what is missing. Of several processes on one
 folder each makes every n-th piece: torchrun says which, or ``part=(3, 16)``. When all are there
 they are added in order, so the numbers do not depend on who made what, bit for bit.
@@ -25,7 +24,7 @@ import shutil
 import time
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -49,12 +48,13 @@ T = TypeVar("T")
 
 #: The most pieces of a list of batches.
 PIECES = 16
-_LEAST = 2  # batches of a piece: adding up and writing are little beside them
-_TENSOR = "tensor"
+_LEAST = 2  # batches of a piece, so that writing and adding up cost little beside them
+_TENSOR = "tensor"  # the only key of the mapping that stands for a tensor in a piece's JSON
+_POLL = 0.1  # seconds between two looks for the pieces of other processes
 
 
 class PartDone(Exception):
-    """Raised where this process has made its pieces, and others are to add them up."""
+    """Raised when this process has made its pieces, and another one adds them up."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,13 @@ class Stage:
     Parameters
     ----------
     name : of the pieces.
-    batches : numbers of the examples of each.
+    batches : the examples of each batch, by number.
     run : runs one batch.
     sums : tensors that ``run`` or ``add`` make or add to in place, from zero on for each piece;
         they end as the total.
-    add : takes in what each batch gave, or each part of one that did not fit into memory.
-    merge : gives the total of the sum of this name with one more piece; addition by default.
+    add : called with what each batch gave, or each part of one that did not fit into memory;
+        returns what is kept of it.
+    merge : adds one more piece to the total of the sum of this name; addition by default.
     """
 
     name: str
@@ -81,42 +82,42 @@ class Stage:
 
     @property
     def groups(self) -> list[list[list[int]]]:
-        """The batches of each piece: the same, whoever makes them."""
+        """The batches of each piece: the same for any number of processes."""
         size = max(-(-len(self.batches) // PIECES), _LEAST)
         return [self.batches[start : start + size] for start in range(0, len(self.batches), size)]
 
     def make(self, number: int, advance: Callable[[int], None]) -> dict[str, Any]:
-        """One piece: what its batches give, and their sums."""
+        """Make one piece: what its batches give, and their sums."""
         for tensor in self.sums.values():
             tensor.zero_()
         values = _fitting(self.groups[number], self.run, advance)
         return {"values": [self.add(value) for value in values], "sums": dict(self.sums)}
 
     def total(self, pieces: Iterable[Mapping[str, Any]]) -> list[Any]:
-        """Add up the pieces in order: results of all batches, and their total in ``sums``."""
+        """Add up the pieces in order; returns what all batches gave, and ``sums`` is their total."""
         values = list[Any]()
         totals = dict[str, Tensor]()
         for piece in pieces:
             values += piece["values"]
             for name, tensor in piece["sums"].items():
                 term = tensor.cpu()
-                totals[name] = (
-                    self.merge(name, totals[name], term) if name in totals else term.clone()
-                )
+                if name in totals:
+                    totals[name] = self.merge(name, totals[name], term)
+                else:
+                    totals[name] = term.clone()
         for name, total in totals.items():
             self.sums.setdefault(name, torch.empty_like(total)).copy_(total)
         return values
 
 
 class Work:
-    """The pieces of a verb's work in its folder; without a folder nothing is written, and every
-    piece is made.
+    """The pieces of a verb's work, as files in its folder.
 
     Parameters
     ----------
-    out : the run's folder.
-    part : ``(i, n)``: which process of how many on this folder this is, where torchrun does not say
-        it.
+    out : the run's folder; without one nothing is written, and every piece is made.
+    part : ``(i, n)``: this process is number i of the n that share the folder; torchrun gives its
+        own.
     """
 
     def __init__(self, out: str | Path | None = None, part: tuple[int, int] | None = None) -> None:
@@ -125,14 +126,14 @@ class Work:
             raise BadInput(
                 "a part leaves its pieces in a folder that all parts share: name it with out."
             )
-        process = None if out is None or part is not None else torchrun_process()
-        self.together = process is not None  # the others run now, and can be waited for
+        process = torchrun_process() if out is not None and part is None else None
+        self.together = process is not None  # the other processes run now, and can be waited for
         self.part = process or parse_part(part or (0, 1))
         self.folder: Path | None = None
         self.device: torch.device | str = "cpu"
 
     def begin(self, scope: Any, examples: Any, **asked: Any) -> Work:
-        """Say what is asked: pieces that were made for anything else are not taken.
+        """Identify the work by everything that decides its numbers; other pieces are not used.
 
         Parameters
         ----------
@@ -143,26 +144,28 @@ class Work:
         self.device = scope.device
         if self.out is None:
             return self
-        model = {
+        facts = {
             "model": scope.name,
             "weights": scope.weights_hash,
             "tokenizer": scope.tokenizer_hash,
+            "dtype": str(scope.model.dtype),
+            "device": torch.device(scope.device).type,
+            "examples": disk.sha256(repr(examples))[:16],
         }
-        kind = {"dtype": str(scope.model.dtype), "device": torch.device(scope.device).type}
-        return self.open({**model, **kind, "examples": disk.sha256(repr(examples))[:16], **asked})
+        return self.open({**facts, **asked})
 
     def open(self, asked: Mapping[str, Any]) -> Work:
-        """Begin work that is identified by these facts and the versions."""
+        """Open the folder of the work that is identified by these facts and the versions."""
         assert self.out is not None
-        facts = {**asked, "versions": provenance()["versions"]}
-        self.folder = (
-            self.out / disk.WORK / disk.sha256(json.dumps(facts, sort_keys=True, default=str))[:16]
+        facts = json.dumps(
+            {**asked, "versions": provenance()["versions"]}, sort_keys=True, default=str
         )
-        waits = self.part[0] > 0 if self.together else self.part[1] > 1
-        if waits and disk.read_run(self.out).get("work") == self.folder.name:
-            raise PartDone(
-                "" if self.together else f"All parts are done and added up in {self.out}."
-            )
+        self.folder = self.out / disk.WORK / disk.sha256(facts)[:16]
+        number, count = self.part
+        may_be_late = number > 0 if self.together else count > 1
+        if may_be_late and disk.read_run(self.out).get("work") == self.folder.name:
+            done = f"All parts are done and added up in {self.out}."
+            raise PartDone("" if self.together else done)
         if self.begun:
             log.info("Going on from what is done in %s.", self.folder)
         return self
@@ -170,68 +173,80 @@ class Work:
     @property
     def begun(self) -> bool:
         """Whether there are pieces already."""
-        return self.folder is not None and any(
-            self.folder.iterdir() if self.folder.is_dir() else ()
-        )
+        if self.folder is None or not self.folder.is_dir():
+            return False
+        return any(self.folder.iterdir())
 
     def finish(self) -> None:
-        """Remove the pieces once the whole is written."""
+        """Remove the pieces once the run is written."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            with suppress(OSError):  # there is other work
+            with suppress(OSError):  # it holds the pieces of other work
                 self.folder.parent.rmdir()
 
     # ------------------------------------------------------------------ pieces
 
     def run(self, stage: Stage, progress: bool | None = None, *, last: bool = False) -> list[Any]:
-        """Make what is missing of a stage, and add it up; what its batches gave comes back, in
-        order.
+        """Make the missing pieces of a stage and add all up; returns what its batches gave, in order.
 
         Parameters
         ----------
+        stage : the batches and how they are run.
         progress : as in `stream`.
-        last : whether nothing is shared after this: a part then ends here, unless all pieces are
-            there.
+        last : whether this stage is the last that parts share: a part then ends here, unless it
+            adds up.
         """
-        every = range(len(stage.groups))
-        missing = [stage.groups[i] for i in every if not self._is_there(stage.name, i)]
-        with counting(
-            sum(len(batch) for group in missing for batch in group), shown=progress
-        ) as advance:
+        groups = stage.groups
+        missing = 0
+        for number, group in enumerate(groups):
+            if not self._is_there(stage.name, number):
+                missing += sum(map(len, group))
+        with counting(missing, shown=progress) as advance:
 
             def piece(number: int) -> Any:
                 return self.once(stage.name, lambda: stage.make(number, advance), number)
 
-            if self.part[1] > 1:
-                for number in every[self.part[0] :: self.part[1]]:
+            first, step = self.part
+            if step > 1:
+                for number in range(first, len(groups), step):
                     piece(number)
-                self._meet(
-                    lambda: sum(self._is_there(stage.name, i) for i in every), len(every), last
-                )
-            return stage.total(map(piece, every))
+                self._meet(stage, last)
+            return stage.total(map(piece, range(len(groups))))
 
-    def _meet(self, there: Callable[[], int], every: int, last: bool) -> None:
-        """Wait for the other processes of torchrun; end a part that is not the one to add up, the
-        first to see all.
+    def _meet(self, stage: Stage, last: bool) -> None:
+        """Wait until the other processes have made their pieces, or end this one.
+
+        Processes of torchrun wait for each other; after the last stage the first one adds up.
+        Parts do not wait: the first that finds all pieces adds them up, the others end.
         """
+        count = len(stage.groups)
         if self.together:
             if last and self.part[0] > 0:
-                raise PartDone  # the first process adds up, and tells
-            while there() < every:  # where one dies, torchrun ends all
-                time.sleep(0.1)
+                raise PartDone
+            while self._pieces_there(stage) < count:  # if a process dies, torchrun ends all
+                time.sleep(_POLL)
         elif last:
-            assert self.folder is not None
-            if (done := there()) < every:
+            done = self._pieces_there(stage)
+            if done < count:
                 raise PartDone(
-                    f"This part is done: {done} of {every} pieces are there. The last adds them up."
+                    f"This part is done: {done} of {count} pieces are there. The last adds them up."
                 )
-            try:
-                (self.folder / "adding").mkdir()
-            except OSError:
-                stopped = (
-                    "Another part adds them up; if it was stopped, run the command without --part."
-                )
-                raise PartDone(stopped) from None
+            self._claim_adding()
+
+    def _claim_adding(self) -> None:
+        """End this part if another one has begun to add up."""
+        assert self.folder is not None
+        try:
+            (self.folder / "adding").mkdir()
+        except OSError:
+            stopped = (
+                "Another part adds them up; if it was stopped, run the command without --part."
+            )
+            raise PartDone(stopped) from None
+
+    def _pieces_there(self, stage: Stage) -> int:
+        """How many pieces of a stage are finished."""
+        return sum(self._is_there(stage.name, number) for number in range(len(stage.groups)))
 
     def _path(self, name: str, number: int) -> Path:
         assert self.folder is not None
@@ -241,36 +256,49 @@ class Work:
         return self.folder is not None and self._path(name, number).exists()
 
     def once(self, name: str, make: Callable[[], Any], number: int = 0) -> Any:
-        """A piece: read where it is there, made and written where it is not.
+        """Read a piece if it is there; make and write it if not.
 
         Parameters
         ----------
-        name : of what it is a piece of.
-        make : gives it: plain values and tensors in dicts and lists (no tuples).
+        name : of the work it is a piece of.
+        make : returns it: plain values and tensors in dicts and lists (no tuples).
         number : of the piece, where there are several.
         """
         if self._is_there(name, number):
             try:
-                stored, manifest = disk.read_tensors(self._path(name, number), "piece")
-                tensors = {
-                    name: x if name.startswith("cpu") else x.to(self.device)
-                    for name, x in stored.items()
-                }
-                back = lambda value: tensors[value[_TENSOR]] if value.keys() == {_TENSOR} else value  # noqa: E731
-                return json.loads(manifest["value"], object_hook=back)
+                return _read_piece(self._path(name, number), self.device)
             except BadInput as error:
                 log.warning("%s This piece is made again.", error)
         value = make()
-        apart = dict[str, Tensor]()
-
-        def put_apart(tensor: Tensor) -> dict[str, str]:
-            apart[f"{tensor.device.type} {len(apart)}"] = tensor.detach().cpu().clone()
-            return {_TENSOR: next(reversed(apart))}
-
         if self.folder is not None:
-            plain = json.dumps(value, default=put_apart)
-            disk.write_tensors(self._path(name, number), "piece", apart, {"value": plain})
+            _write_piece(self._path(name, number), value)
         return value
+
+
+def _write_piece(path: Path, value: Any) -> None:
+    """Write a piece: its plain values as JSON, and its tensors, named by their device."""
+    tensors = dict[str, Tensor]()
+
+    def put_apart(tensor: Tensor) -> dict[str, str]:
+        key = f"{tensor.device.type} {len(tensors)}"
+        tensors[key] = tensor.detach().cpu().clone()
+        return {_TENSOR: key}
+
+    plain = json.dumps(value, default=put_apart)
+    disk.write_tensors(path, "piece", tensors, {"value": plain})
+
+
+def _read_piece(path: Path, device: torch.device | str) -> Any:
+    """Read a piece; tensors that were not on the CPU go to the device."""
+    tensors, manifest = disk.read_tensors(path, "piece")
+
+    def put_back(value: dict[str, Any]) -> Any:
+        if value.keys() != {_TENSOR}:
+            return value
+        key = value[_TENSOR]
+        return tensors[key] if key.startswith("cpu") else tensors[key].to(device)
+
+    return json.loads(manifest["value"], object_hook=put_back)
 
 
 # ---------------------------------------------------------------- batches and memory
@@ -283,10 +311,9 @@ def stream(
 
     Parameters
     ----------
-    batches : numbers of the examples of each.
+    batches : the examples of each batch, by number.
     run : runs one batch.
-    progress : whether to say how far it is; if not given, on a terminal, and once a minute in a
-        log.
+    progress : whether to show progress; by default on a terminal, and once a minute in a log.
     """
     with counting(sum(map(len, batches)), shown=progress) as advance:
         yield from _fitting(batches, run, advance)
@@ -295,51 +322,58 @@ def stream(
 def _fitting(
     batches: list[list[int]], run: Callable[[list[int]], T], advance: Callable[[int], None]
 ) -> Iterator[T]:
-    """Run each batch in as many parts as memory takes: asked anew for each piece, so that none
-    depends on another.
+    """Run each batch in as many parts as memory takes.
+
+    Every piece starts with whole batches, so that no piece depends on another.
     """
-    most: int | None = None  # examples that fit at once, as far as was seen
+    most: int | None = None  # examples that fit into memory at once; None: none was too large yet
     for batch in batches:
-        while batch:
-            some = batch[:most]
+        rest = batch
+        while rest:
+            fitting = rest[:most]
             try:
-                value = run(some)
+                value = run(fitting)
             except (MemoryError, RuntimeError) as error:
-                memory = isinstance(
-                    error, torch.OutOfMemoryError | MemoryError
-                ) or "allocate memory" in str(error)
-                if len(some) < 2 or not memory:
+                if len(fitting) < 2 or not _is_out_of_memory(error):
                     raise
-                most = len(some) // 2
+                most = len(fitting) // 2
                 log.warning("out of memory: going on with batches of %d", most)
                 torch.cuda.empty_cache()
                 continue
-            batch = batch[len(some) :]
-            advance(len(some))
+            rest = rest[len(fitting) :]
+            advance(len(fitting))
             yield value
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was short: torch's CPU allocator raises a plain RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return "allocate memory" in str(error)
 
 
 # ---------------------------------------------------------------- several processes
 
 
 def parse_part(part: str | tuple[int, int]) -> tuple[int, int]:
-    """A part ``i/n``, counted from 0 or from 1: part n of n is part 0, so that both ways of
-    counting cover all of them.
+    """Read a part ``i/n``, counted from 0 or from 1: part n of n is part 0.
 
     >>> parse_part("0/4"), parse_part((3, 4)), parse_part("4/4")
     ((0, 4), (3, 4), (0, 4))
     """
     text = part if isinstance(part, str) else "/".join(map(str, part))
     numbers = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip())
-    i, n = map(int, numbers.groups()) if numbers else (1, 0)
-    if i > n or n < 1:
+    number = int(numbers[1]) if numbers else 1
+    count = int(numbers[2]) if numbers else 0
+    if number > count or count < 1:
         raise BadInput(f"a part is i/n, as 0/4 to 3/4 or 1/4 to 4/4, but got {text}.")
-    return i % n, n
+    return number % count, count
 
 
 def torchrun_process() -> tuple[int, int] | None:
-    """Which process of how many this is, where torchrun started it: others number their processes
-    too.
+    """The number of this process and how many there are, under torchrun; None elsewhere.
+
+    RANK alone does not say it: other launchers set it too.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         return None
@@ -347,9 +381,7 @@ def torchrun_process() -> tuple[int, int] | None:
 
 
 def torchrun_device(device: str | None) -> str | None:
-    """The device of this process: under torchrun each takes a GPU of its own, unless another device
-    was named.
-    """
+    """The device of this process: under torchrun each has its own GPU, unless one was named."""
     if torchrun_process() is None or device not in (None, "cuda") or not torch.cuda.is_available():
         return device
     return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
@@ -361,19 +393,18 @@ _WORK: ContextVar[Work] = ContextVar("work")
 
 
 def current_work() -> Work:
-    """The running verb's pieces; without a folder, nothing is kept."""
+    """The work of the running verb; outside a verb, one that keeps nothing."""
     return _WORK.get(Work())
 
 
 def verb(kind: str, *, beside: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a public verb: time, folder, pieces and page; its arguments are checked against
-    their annotations.
+    """Decorator of a public verb: time, folder, pieces, page, and arguments checked by annotation.
 
     Parameters
     ----------
     kind : of its folders, as their ``experiment`` begins.
-    beside : the name of an argument whose own folder (``kept_in``) may be ``out``: then its page is
-        drawn anew and tells both results.
+    beside : the name of an argument whose own folder (``kept_in``) may be ``out``: then its page
+        is drawn anew with both results.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -386,33 +417,56 @@ def verb(kind: str, *, beside: str = "") -> Callable[[Callable[P, R]], Callable[
             given = signature.bind(*args, **kwargs).arguments
             out = given.get("out")
             other = given.get(beside)
-            home = other is not None and out is not None and other.kept_in == Path(out)
+            shared = other is not None and out is not None and other.kept_in == Path(out)
             if out is not None:
-                disk.check_folder(out, None if home else kind)
+                disk.check_folder(out, None if shared else kind)
             work = Work(out, given.get("part"))
-            token = _WORK.set(work)
             try:
-                with disk.kept_if_stopped(Path(out or ""), lambda: work.begun):
+                with _working(work):
                     if work.part[0] > 0 and "part" not in signature.parameters:
-                        raise PartDone  # of torchrun, and there is nothing to share
-                    result = replace(function(*args, **kwargs), seconds=time.perf_counter() - start)
+                        raise PartDone  # a process of torchrun, and the verb shares no work
+                    result = function(*args, **kwargs)
+                    result = replace(result, seconds=time.perf_counter() - start)
             except PartDone as done:
                 return typing.cast(R, Result(kind, {}, answer=str(done)))
-            finally:
-                _WORK.reset(token)
             if out is not None and not (work.together and work.part[0]):
-                page = import_module(
-                    "qkscope.show.page"
-                )  # a room below this one, so it is found by name
-                if home:
-                    disk.add_to_run(Path(out), {disk.PAGE: page.report_html([result, other])})
+                if shared:
+                    _draw_page(Path(out), [result, other])
                 else:
-                    pieces = {} if work.folder is None else {"work": work.folder.name}
-                    result = replace(result, provenance={**result.provenance, **pieces})
-                    result.write(out, files={disk.PAGE: page.report_html([result])})
+                    result = _write_with_page(result, Path(out), work)
                 work.finish()
             return result
 
         return run
 
     return decorate
+
+
+@contextmanager
+def _working(work: Work) -> Iterator[None]:
+    """Let `current_work` return this work inside the block."""
+    token = _WORK.set(work)
+    try:
+        with disk.kept_if_stopped(work.out or Path(), lambda: work.begun):
+            yield
+    finally:
+        _WORK.reset(token)
+
+
+def _write_with_page(result: R, out: Path, work: Work) -> R:
+    """Write a result's folder with its page; returns the result, whose provenance names the work."""
+    if work.folder is not None:
+        result = replace(result, provenance={**result.provenance, "work": work.folder.name})
+    result.write(out, files={disk.PAGE: _page([result])})
+    return result
+
+
+def _draw_page(out: Path, results: list[Result]) -> None:
+    """Draw the page of a run's folder anew, with further results."""
+    disk.add_to_run(out, {disk.PAGE: _page(results)})
+
+
+def _page(results: list[Result]) -> str:
+    """The page of some results as HTML."""
+    page = import_module("qkscope.show.page")  # by name: a room that imports this one
+    return str(page.report_html(results))
