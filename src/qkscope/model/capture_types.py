@@ -153,9 +153,8 @@ class Shape:
         """
         head = Head.parse(head)
         if head.layer >= self.n_layers:
-            raise BadInput(
-                f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}."
-            )
+            last = self.n_layers - 1
+            raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{last}.")
         layer = self.facts.layers[head.layer]
         if head.index < layer.n_heads:
             return head
@@ -209,21 +208,13 @@ class Places:
     ) -> Places:
         """Take each token of a query's sequence as a key: slot j is column j of the batch."""
         columns = torch.arange(mask.shape[1], device=mask.device)
-        return cls(
-            row=row,
-            query=query,
-            keys=columns.expand(len(row), -1),
-            key_mask=mask.bool()[row],
-        )
+        keys = columns.expand(len(row), -1)
+        return cls(row, query, keys, key_mask=mask.bool()[row])
 
     def to(self, device: torch.device | str) -> Places:
         """Copy to another device."""
-        return Places(
-            row=self.row.to(device),
-            query=self.query.to(device),
-            keys=self.keys.to(device),
-            key_mask=self.key_mask.to(device),
-        )
+        parts = (self.row, self.query, self.keys, self.key_mask)
+        return Places(*(part.to(device) for part in parts))
 
 
 @dataclass(frozen=True, repr=False)
