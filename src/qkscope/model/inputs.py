@@ -280,7 +280,7 @@ def answer_ids(
             f"({example.show(80)})."
         )
     (tokens,) = encoder.tokenise([example], chat)
-    rendered = encoder.render(example.text, chat)[0]
+    rendered = encoder.render(example.text, chat).text
     ((_, offsets),) = encoder.ids_and_offsets([rendered], chat)
     query = tokens.queries[0]
     before = rendered[: offsets[query][1]]
