@@ -1,10 +1,14 @@
-"""What there is to pick in a model (layers, heads), where to look, and what was picked: queries and
-keys at chosen positions, with everything needed to rebuild the model's own attention row.
+"""A model's layers and heads, the places to look at, and the queries and keys captured there.
 
-For a row (one query of one example), a head h with key head g, and the named keys i:
-``ℓ_i = cap(scale_h · q_h·k_gi) + bias_hi``, ``rest_h = log Σ exp ℓ`` over every key not named (and
-the sink), so that ``softmax([ℓ_1 … ℓ_K, rest])`` is the model's attention on the named keys, and
-what is left for the others.
+A capture holds everything needed to rebuild the model's own attention row. For a row (one query of
+one example), a head h with key head g, and the named keys i:
+
+    ``ℓ_i = cap(scale_h · q_h·k_gi) + bias_hi``
+
+    ``rest_h = log Σ exp ℓ``  over every key that is not named, and the sink
+
+so that ``softmax([ℓ_1 … ℓ_K, rest])`` is the model's attention on the named keys, and what is left
+for the others.
 """
 
 from __future__ import annotations
@@ -27,12 +31,19 @@ from qkscope.model.inputs import PaddingSide
 from qkscope.model.spaces import Space
 from qkscope.model.tap import Anatomy
 
+#: The fields of a `Capture` that hold one entry per row.
+_PER_ROW = (
+    "q", "k", "key_mask", "bias", "rest", "top", "logits",
+    "example", "query_positions", "key_positions",
+)  # fmt: skip
+
 
 class LayerFacts(NamedTuple):
-    """One layer's attention. `offset` is where its rotated dimensions begin, None where nothing
-    rotates.
+    """One layer's attention.
 
     A layer without attention has no heads; `instead` names the module that it has in its place.
+    `offset` is where its rotated dimensions begin, None where nothing rotates. `refusals` says why
+    vectors of a space cannot be had, for each space that is refused.
     """
 
     n_heads: int
@@ -72,7 +83,7 @@ class Facts(NamedTuple):
 
 @checked_class
 class Shape:
-    """What was read off live attention calls (`facts`), in words."""
+    """Layers, heads and widths of a model, as the probe read them off live calls (`facts`)."""
 
     name: str
     facts: Facts
@@ -83,10 +94,13 @@ class Shape:
         return len(self.facts.layers)
 
     def _uniform(self, what: str) -> int:
-        values = sorted({getattr(layer, what) for layer in self.facts.layers if layer.n_heads})
+        """A number that is the same in every layer with attention."""
+        with_heads = [layer for layer in self.facts.layers if layer.n_heads]
+        values = sorted({getattr(layer, what) for layer in with_heads})
         if len(values) > 1:
             raise BadInput(
-                f"{what} differs between layers ({values}): read it per layer from scope.facts.layers."
+                f"{what} differs between layers ({values}): "
+                "read it per layer from scope.facts.layers."
             )
         return values[0]
 
@@ -119,10 +133,11 @@ class Shape:
         >>> Scope.load("nano:mixed").heads()[:2]
         [Head L0H0, Head L0H1]
         """
-        return list(_heads(tuple(layer.n_heads for layer in self.facts.layers)))
+        counts = tuple(layer.n_heads for layer in self.facts.layers)
+        return list(_heads(counts))
 
     def check(self, head: Head | str) -> Head:
-        """The head, if the model has it; otherwise a sentence that names the range.
+        """Parse a head; one that the model does not have is refused with the range.
 
         Parameters
         ----------
@@ -138,22 +153,19 @@ class Shape:
         """
         head = Head.parse(head)
         if head.layer >= self.n_layers:
-            raise BadInput(
-                f"{head} does not exist: {self.name} has layers L0 to L{self.n_layers - 1}."
-            )
-        there = self.facts.layers[head.layer]
-        if head.index < there.n_heads:
+            last = self.n_layers - 1
+            raise BadInput(f"{head} does not exist: {self.name} has layers L0 to L{last}.")
+        layer = self.facts.layers[head.layer]
+        if head.index < layer.n_heads:
             return head
-        has = f"heads H0 to H{there.n_heads - 1}"
-        if there.instead:
-            others = ", ".join(
-                f"L{i}" for i, layer in enumerate(self.facts.layers) if layer.n_heads
-            )
-            has = f"a {there.instead} instead of attention; heads are in {others}"
+        has = f"heads H0 to H{layer.n_heads - 1}"
+        if layer.instead:
+            others = [f"L{i}" for i, other in enumerate(self.facts.layers) if other.n_heads]
+            has = f"a {layer.instead} instead of attention; heads are in {', '.join(others)}"
         raise BadInput(f"{head} does not exist: layer {head.layer} of {self.name} has {has}.")
 
     def parse(self, heads: str | Head | Sequence[str | Head] | None) -> list[Head]:
-        """Heads by name, checked.
+        """Parse heads by name; each must exist.
 
         Parameters
         ----------
@@ -171,8 +183,9 @@ class Shape:
         return [self.check(head) for head in parse_heads(heads)]
 
 
-@lru_cache(maxsize=64)  # every batch asks, and a model has a thousand
+@lru_cache(maxsize=64)  # needed for every batch, and a model has a thousand heads
 def _heads(counts: tuple[int, ...]) -> tuple[Head, ...]:
+    """All heads of layers with so many heads each."""
     return tuple(Head(layer, i) for layer, count in enumerate(counts) for i in range(count))
 
 
@@ -193,21 +206,15 @@ class Places:
     def everywhere(
         cls, row: Int[Tensor, "b"], query: Int[Tensor, "b"], mask: Int[Tensor, "n t"]
     ) -> Places:
-        """These queries, each with every token of its own sequence as a key: slot j is column j of
-        the batch.
-        """
-        return cls(
-            row,
-            query,
-            torch.arange(mask.shape[1], device=mask.device).expand(len(row), -1),
-            mask.bool()[row],
-        )
+        """Take each token of a query's sequence as a key: slot j is column j of the batch."""
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        keys = columns.expand(len(row), -1)
+        return cls(row, query, keys, key_mask=mask.bool()[row])
 
     def to(self, device: torch.device | str) -> Places:
-        """The same places on another device."""
-        return Places(
-            *(part.to(device) for part in (self.row, self.query, self.keys, self.key_mask))
-        )
+        """Copy to another device."""
+        parts = (self.row, self.query, self.keys, self.key_mask)
+        return Places(*(part.to(device) for part in parts))
 
 
 @dataclass(frozen=True, repr=False)
@@ -234,7 +241,7 @@ class Capture:
         What is added to the logits of the named keys: 0, or -inf where the query cannot see the key
         (and in padded slots); with ALiBi, what the distance adds, 0 at the query's own token.
     rest : Float32 [b, h] or None
-        Log-sum-exp of everything not named, the sink included; None when it was not asked for.
+        Log-sum-exp of everything not named, the sink included; None when it was not wanted.
     top : Float32 [b, h] or None
         Largest logit of the tokens that are not named, with ``rest``.
     example : Int [b]
@@ -244,7 +251,7 @@ class Capture:
     labels : mapping of str to Int [b, k]
         Label of each key per contrast.
     logits : Float32 [b, v] or None
-        Next-token logits at the query; None when they were not asked for.
+        Next-token logits at the query; None when they were not wanted.
     space : str
         `post_rope`, `pre_rope` or `query_frame`. In `pre_rope` ``scale · q·k`` is not the model's
         logit.
@@ -280,9 +287,12 @@ class Capture:
         return len(self.example)
 
     def __repr__(self) -> str:
-        (_, groups, keys, width), names = self.k.shape, ", ".join(map(str, self.heads[:3]))
-        heads = names + (f", … {len(self.heads)} heads" if len(self.heads) > 3 else "")
-        return f"Capture({len(self)} rows of {heads}; {keys} keys of {groups} key heads, width {width}, {self.space})"
+        _, n_kv_heads, n_keys, width = self.k.shape
+        heads = ", ".join(str(head) for head in self.heads[:3])
+        if len(self.heads) > 3:
+            heads += f", … {len(self.heads)} heads"
+        keys = f"{n_keys} keys of {n_kv_heads} key heads"
+        return f"Capture({len(self)} rows of {heads}; {keys}, width {width}, {self.space})"
 
     def rows(self) -> AttentionRows:
         """The model's own attention rows, to be looked at or edited (not in `pre_rope`)."""
@@ -290,35 +300,21 @@ class Capture:
             raise BadInput(
                 "pre_rope vectors do not give the model's logits: capture post_rope or query_frame."
             )
-        return AttentionRows(
-            **{part.name: getattr(self, part.name) for part in dataclasses.fields(AttentionRows)}
-        )
+        names = [part.name for part in dataclasses.fields(AttentionRows)]
+        return AttentionRows(**{name: getattr(self, name) for name in names})
 
     def attention(self) -> Float[Tensor, "b h k"]:
-        """The model's attention on the named keys: the softmax is over the whole row, so it sums to
-        less than 1.
-        """
+        """The model's attention on the named keys, a part of the whole row: it sums to under 1."""
         if self.rest is None:
             raise BadInput("attention needs the whole row: capture with rest=True.")
         return self.rows().attention()
 
     def of_rows(self, rows: Int[Tensor, "n"]) -> Capture:
-        """Some of the rows, in this order."""
-        names = (
-            "q",
-            "k",
-            "key_mask",
-            "bias",
-            "rest",
-            "top",
-            "example",
-            "query_positions",
-            "key_positions",
-            "logits",
-        )
-        taken: dict[str, Any] = {
-            name: value[rows] for name in names if (value := getattr(self, name)) is not None
-        }
-        return dataclasses.replace(
-            self, **taken, labels={name: value[rows] for name, value in self.labels.items()}
-        )
+        """A capture of some of the rows, in this order."""
+        changes: dict[str, Any] = {}
+        for name in _PER_ROW:
+            value = getattr(self, name)
+            if value is not None:
+                changes[name] = value[rows]
+        labels = {name: value[rows] for name, value in self.labels.items()}
+        return dataclasses.replace(self, labels=labels, **changes)

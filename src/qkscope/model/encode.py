@@ -1,9 +1,9 @@
-"""From marked text to padded ids and token positions, read off the tokenizer's offsets on the ids
-the model sees.
+"""From marked text to padded ids and token positions.
 
-A token belongs to a marked piece when their characters overlap: ``start_t < stop and stop_t >
-start``. Whether a byte-level tokenizer counts a leading space to the token or not then does not
-matter, and no piece is tokenised alone.
+Positions are read off the tokenizer's offsets on the ids that the model sees. A token belongs to a
+marked piece when their characters overlap: ``start_t < stop and stop_t > start``. Whether a
+byte-level tokenizer counts a leading space to the token or not then does not matter, and no piece
+is tokenised alone.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from qkscope.model.spaces import swapped
 
 log = logging.getLogger(__name__)
 
-_SENTINEL = "qkscope content"
-_PLAIN = "ask without chat (no --chat, chat=False)"
-# that a chat template may take, and characters that it may add to a prompt
-_SECONDS = 5
-_ADDED = 1 << 20
-_CHUNK = 256
+#: What a token reads as whose bytes make no character with those of its neighbours.
 PIECE = "(part of a character)"
+
+_SENTINEL = "qkscope content"  # stands for the prompt, to see where a chat template puts it
+_PLAIN = "ask without chat (no --chat, chat=False)"
+_SECONDS = 5  # that a chat template may take
+_ADDED = 1 << 20  # characters that it may add to a prompt
+_CHUNK = 256  # texts tokenised at once: their offsets take more room than their ids
+_CUT_CHARACTER = "�"  # how a tokenizer decodes a part of a character
+_LONGEST_CHARACTER = 8  # tokens, at most
 
 
 class Tokens(NamedTuple):
@@ -63,15 +66,22 @@ class Encoding:
     examples: Sequence[Example] = ()
 
     def __repr__(self) -> str:
-        (sequences, tokens), (queries, keys) = (
-            self.inputs["input_ids"].shape,
-            self.places.keys.shape,
-        )
-        return f"Encoding({sequences} sequences of {tokens} tokens, {queries} queries, {keys} keys each at most)"
+        sequences, tokens = self.inputs["input_ids"].shape
+        queries, keys = self.places.keys.shape
+        size = f"{sequences} sequences of {tokens} tokens"
+        return f"Encoding({size}, {queries} queries, {keys} keys each at most)"
 
     def everywhere(self) -> Places:
-        """The same queries, with every token of each one's own sequence as a key."""
-        return Places.everywhere(self.places.row, self.places.query, self.inputs["attention_mask"])
+        """The same queries, with every token of their sequence as a key."""
+        mask = self.inputs["attention_mask"]
+        return Places.everywhere(self.places.row, self.places.query, mask)
+
+
+class Rendered(NamedTuple):
+    """A text as the tokenizer sees it, and by how many characters the prompt moved in it."""
+
+    text: str
+    shift: int
 
 
 Prompt = tuple[Example, Tokens]
@@ -81,23 +91,43 @@ def padded(
     prompts: Sequence[Prompt], side: PaddingSide, pad_id: int, positions: bool, device: torch.device
 ) -> Encoding:
     """Prompts as one padded batch, with `position_ids` where the model takes them."""
-    inputs = feed.pad_rows(
-        [torch.tensor(tokens.ids) for _, tokens in prompts], pad_id, side, positions
-    )
+    examples = [example for example, _ in prompts]
+    ids = [torch.tensor(tokens.ids) for _, tokens in prompts]
+    inputs = feed.pad_rows(ids, pad_id, side, positions)
     inputs = {name: value.to(device) for name, value in inputs.items()}
-    rows = [(row, query) for row, (_, tokens) in enumerate(prompts) for query in tokens.queries]
-    row, query = torch.tensor(rows).to(device).unbind(1)
-    shift = inputs["attention_mask"].argmax(dim=1)[row]
-    keys = [torch.tensor(prompts[i][1].keys, dtype=torch.long) for i, _ in rows]
-    at = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)
+    places = _places(prompts, inputs["attention_mask"])
+    rows = places.row.tolist()
     labels = {}
-    for name in sorted(
-        {name for example, _ in prompts for key in example.keys for name in key.labels}
-    ):
-        signs = [torch.tensor([key.label(name) for key in prompts[i][0].keys]) for i, _ in rows]
-        labels[name] = pad_sequence(signs, batch_first=True).to(device, torch.int8)
-    places = Places(row, shift + query, (at + shift[:, None]).masked_fill(at < 0, 0), at >= 0)
-    return Encoding(inputs, places, row, labels, [example for example, _ in prompts])
+    for name in _contrasts(examples):
+        signs = [[key.label(name) for key in example.keys] for example in examples]
+        by_row = [torch.tensor(signs[row]) for row in rows]
+        labels[name] = pad_sequence(by_row, batch_first=True).to(device, torch.int8)
+    return Encoding(inputs, places, places.row, labels, examples)
+
+
+def _places(prompts: Sequence[Prompt], mask: Int[Tensor, "n t"]) -> Places:
+    """Columns of the queries and keys of padded prompts, one row for each query."""
+    device = mask.device
+    rows = []
+    queries = []
+    keys = []
+    for i, (_, tokens) in enumerate(prompts):
+        for query in tokens.queries:
+            rows.append(i)
+            queries.append(query)
+            keys.append(torch.tensor(tokens.keys, dtype=torch.long))
+    row = torch.tensor(rows).to(device)
+    query = torch.tensor(queries).to(device)
+    key = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)
+    shift = mask.argmax(dim=1)[row]  # the padding on the left
+    columns = (key + shift[:, None]).masked_fill(key < 0, 0)
+    return Places(row, shift + query, columns, key_mask=key >= 0)
+
+
+def _contrasts(examples: Sequence[Example]) -> list[str]:
+    """Names of the contrasts that some key has a label of."""
+    keys = [key for example in examples for key in example.keys]
+    return sorted({name for key in keys for name in key.labels})
 
 
 @dataclass
@@ -124,31 +154,28 @@ class Encoder:
     @classmethod
     def of(cls, model: Any, tokenizer: Any | None, first_position: int) -> Encoder:
         """Make the encoder of a model and its tokenizer."""
-        known = None
-        with suppress(
-            NotImplementedError, AttributeError
-        ):  # models of sounds and pictures may have no vocabulary
-            known = model.get_input_embeddings().num_embeddings
-        limit = feed.context_limit(model, first_position)
-        first = feed.first_token(model, tokenizer)
-        return cls(tokenizer, limit, feed.model_pad_id(model), known, first)
+        vocabulary = None
+        # models of sounds and pictures may have none
+        with suppress(NotImplementedError, AttributeError):
+            vocabulary = model.get_input_embeddings().num_embeddings
+        return cls(
+            tokenizer,
+            max_length=feed.context_limit(model, first_position),
+            own_pad_id=feed.model_pad_id(model),
+            vocabulary=vocabulary,
+            first=feed.first_token(model, tokenizer),
+        )
 
     @property
     def pad_id(self) -> int:
-        """The id in padded places: the model's own, the tokenizer's, or any where neither names one
-        (it is masked).
-        """
-        # some models count positions from the ids that are not their own
-        named = [
-            self.own_pad_id,
-            *(getattr(self.tokenizer, f"{name}_token_id", None) for name in ("pad", "eos")),
-        ]
-        known = [
-            id
-            for id in named
-            if isinstance(id, int) and (self.vocabulary is None or id < self.vocabulary)
-        ]
-        return known[0] if known else 0
+        """The id in padded places, which are masked: the model's, the tokenizer's, or 0."""
+        # the model's comes first: some models count positions from the ids that are not their own
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        for id in (self.own_pad_id, pad, eos):
+            if isinstance(id, int) and (self.vocabulary is None or id < self.vocabulary):
+                return id
+        return 0
 
     @cached_property
     def adds_first(self) -> bool:
@@ -157,22 +184,19 @@ class Encoder:
 
     @cached_property
     def unknown(self) -> int | None:
-        """The id of a word-level tokenizer's unknown words; other tokenizers spell such words in
-        pieces.
-        """
+        """The id of a word-level tokenizer's unknown words; others spell such words in pieces."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        return (
-            self.tokenizer.unk_token_id
-            if type(getattr(backend, "model", None)).__name__ == "WordLevel"
-            else None
-        )  # type: ignore[union-attr]
+        kind = type(getattr(backend, "model", None)).__name__
+        if kind != "WordLevel":
+            return None
+        return self.tokenizer.unk_token_id  # type: ignore[union-attr]
 
     def prompts(self, examples: Sequence[Example | str], chat: bool) -> list[Prompt]:
-        """Examples with their tokens; a plain string is an example without marks."""
-        listed = [
+        """Pair examples with their tokens; a plain string is an example without marks."""
+        marked = [
             Example(text=example) if isinstance(example, str) else example for example in examples
         ]
-        return list(zip(listed, self.tokenise(listed, chat), strict=True))
+        return list(zip(marked, self.tokenise(marked, chat), strict=True))
 
     def tokenise(self, examples: Sequence[Example], chat: bool = False) -> list[Tokens]:
         """Ids and token positions of every example, unpadded."""
@@ -180,33 +204,36 @@ class Encoder:
             None if example.text is None else self.render(example.text, chat)
             for example in examples
         ]
-        encoded = self.ids_and_offsets([text for text, _ in filter(None, rendered)], chat)
+        texts = [text.text for text in rendered if text is not None]
+        encoded = self.ids_and_offsets(texts, chat)
         result = []
         for example, text in zip(examples, rendered, strict=True):
             if text is not None:
                 ids, offsets = next(encoded)
-                offsets = [(start - text[1], stop - text[1]) for start, stop in offsets]
+                offsets = [(start - text.shift, stop - text.shift) for start, stop in offsets]
             elif chat:
                 raise BadInput("a chat template needs text, but an example has ids: give its text.")
             else:
                 ids = example.ids or ()
-                offsets = [(i, i + 1) for i in range(len(example.ids or ()))]
+                offsets = [(i, i + 1) for i in range(len(ids))]
             self._check_ids(example, ids, offsets)
             result.append(self._place(example, ids, offsets))
-        without = sum(tokens.ids[0] != self.first for tokens in result)
-        if self.first is not None and without:
-            expects = (
-                f"this model expects {self._show((self.first,))} as the first token of every prompt"
-            )
-            missing = f"{without} of {len(result)} prompts start without it"
-            self._warn(
-                "first",
-                f"{expects}, but {missing}: its attention there is not what it was trained for",
-            )
+        if self.first is not None:
+            self._warn_without_first(result)
         return result
 
+    def _warn_without_first(self, prompts: Sequence[Tokens]) -> None:
+        """Warn of prompts that do not begin with the token the model expects there."""
+        without = [tokens for tokens in prompts if tokens.ids[0] != self.first]
+        if without:
+            first = self._show((self.first,))  # type: ignore[arg-type]
+            expects = f"this model expects {first} as the first token of every prompt"
+            missing = f"{len(without)} of {len(prompts)} prompts start without it"
+            untrained = "its attention there is not what it was trained for"
+            self._warn("first", f"{expects}, but {missing}: {untrained}")
+
     def _warn(self, about: str, what: str) -> None:
-        """Warn once."""
+        """Warn once about each matter."""
         if about not in self._warned:
             self._warned.add(about)
             log.warning("%s", what)
@@ -217,55 +244,51 @@ class Encoder:
         """The ids of each text, and which characters each covers."""
         if texts and self.tokenizer is None:
             raise BadInput(
-                "this scope has no tokenizer: give examples as ids, or load the model with a tokenizer."
+                "this scope has no tokenizer: give examples as ids, "
+                "or load the model with a tokenizer."
             )
         if texts and not getattr(self.tokenizer, "is_fast", False):
             kind = f"{type(self.tokenizer).__name__} does not say which characters a token covers"
             raise BadInput(f"{kind}: load a fast tokenizer, or give examples as ids.")
-        options = {
-            "return_offsets_mapping": True,
-            "padding": False,
-            "truncation": False,
-            "verbose": False,
-        }
-        for start in range(
-            0, len(texts), _CHUNK
-        ):  # offsets of many texts at once would take more room than their ids
-            batch = self.tokenizer(
-                texts[start : start + _CHUNK], add_special_tokens=not chat, **options
-            )  # type: ignore[misc]
-            for ids, offsets in zip(
-                map(tuple, batch["input_ids"]), batch["offset_mapping"], strict=True
-            ):
-                twice = (
-                    ids[:2] == (self.first, self.first) and not chat and self.adds_first
-                )  # the text begins with it
-                yield (ids[1:], offsets[1:]) if twice else (ids, offsets)
+        for start in range(0, len(texts), _CHUNK):
+            batch = self.tokenizer(  # type: ignore[misc]
+                texts[start : start + _CHUNK],
+                add_special_tokens=not chat,
+                return_offsets_mapping=True,
+                padding=False,
+                truncation=False,
+                verbose=False,
+            )
+            for row, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True):
+                ids = tuple(row)
+                # a text that itself begins with the first token would have it twice
+                if ids[:2] == (self.first, self.first) and not chat and self.adds_first:
+                    yield ids[1:], offsets[1:]
+                else:
+                    yield ids, offsets
 
-    def render(self, text: str, chat: bool) -> tuple[str, int]:
+    def render(self, text: str, chat: bool) -> Rendered:
         """The text the tokenizer sees, and by how much the template moves the prompt in it."""
         if not chat:
-            return text, 0
+            return Rendered(text, 0)
         if not getattr(self.tokenizer, "chat_template", None):
             raise BadInput(f"this tokenizer has no chat template: {_PLAIN}.")
         before, inside, after = self._template(_SENTINEL).partition(_SENTINEL)
         if not inside or _SENTINEL in after:
             raise BadInput(f"this chat template does not hold the prompt exactly once: {_PLAIN}.")
         rendered = self._template(text)
-        for content, cut in (
-            (text, 0),
-            (text.strip(), len(text) - len(text.lstrip())),
-        ):  # some templates trim
-            if rendered == before + content + after:
-                return rendered, len(before) - cut
+        if rendered == before + text + after:
+            return Rendered(rendered, len(before))
+        if rendered == before + text.strip() + after:  # some templates trim
+            trimmed = len(text) - len(text.lstrip())
+            return Rendered(rendered, len(before) - trimmed)
         raise BadInput(
-            f"the chat template changes the prompt {text[:80]!r}, so marks in it are lost: {_PLAIN}."
+            f"the chat template changes the prompt {text[:80]!r}, "
+            f"so marks in it are lost: {_PLAIN}."
         )
 
     def _template(self, content: str) -> str:
-        """A prompt in the chat template, a program from elsewhere: it gets some seconds in a thread
-        of its own.
-        """
+        """A prompt in the chat template, a program from elsewhere: it gets seconds in a thread."""
         messages = [{"role": "user", "content": content}]
         outcome = list[Any]()
 
@@ -278,7 +301,8 @@ class Encoder:
 
         thread = threading.Thread(target=run, daemon=True)
         products = (SandboxedEnvironment, "intercepted_binops", frozenset({"*", "**"}))
-        with swapped(products, (SandboxedEnvironment, "call_binop", _product)):
+        limited = (SandboxedEnvironment, "call_binop", _limited_product)
+        with swapped(products, limited):
             thread.start()
             thread.join(_SECONDS)
         if not outcome:
@@ -292,50 +316,64 @@ class Encoder:
         raise BadInput(f"this chat template {why}: {_PLAIN}, or mend the template.")
 
     def _check_ids(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> None:
-        """Refuse a prompt that is empty or too long, or of ids that the model does not know."""
-        why = ""
+        """Refuse a prompt that is too long, or of ids that the model does not know."""
+        why = None
         if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
-            over = max(ids) if min(ids) >= 0 else min(ids)
-            fault = "the tokenizer gives" if example.text is not None else "the prompt has"
-            known = f"this model's ids are 0 to {self.vocabulary - 1}: take the tokenizer that belongs to the model"
-            why = f"{fault} the id {over}, but {known}"
+            unknown = max(ids) if min(ids) >= 0 else min(ids)
+            giver = "the tokenizer gives" if example.text is not None else "the prompt has"
+            known = f"this model's ids are 0 to {self.vocabulary - 1}"
+            mend = "take the tokenizer that belongs to the model"
+            why = f"{giver} the id {unknown}, but {known}: {mend}"
         elif self.max_length is not None and len(ids) > self.max_length:
-            why = f"the prompt has {len(ids)} tokens, but the model's context ends at {self.max_length}: shorten it"
+            end = f"the model's context ends at {self.max_length}"
+            why = f"the prompt has {len(ids)} tokens, but {end}: shorten it"
         elif self.unknown in ids:
-            word = (
-                "other ids"
-                if example.text is None
-                else repr(example.text[slice(*offsets[ids.index(self.unknown)])])
-            )
+            word = "other ids"
+            if example.text is not None:
+                start, stop = offsets[ids.index(self.unknown)]
+                word = repr(example.text[start:stop])
             only = "this model has a token only for the words it was trained on"
             why = f"{only}, and none for {word}: take words of the tasks"
-        if why:
+        if why is not None:
             raise BadInput(f"{why} ({example.show(80)}).")
 
     def _place(self, example: Example, ids: tuple[int, ...], offsets: Sequence[Span]) -> Tokens:
-        def find(span: Span) -> int:
-            start, stop = _trim(example, span)
-            hits = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
-            if not hits:
-                raise BadInput(
-                    f"no token covers {example.piece(span)!r}; the tokens are {self._show(ids)}."
-                )
-            return hits[-1]
-
-        for role, span in example.roles.items() if example.text is not None else ():
-            self._check_whole(example, offsets, role, span)
-        keys = tuple(find(key.span) for key in example.keys)
-        if shared := [a for a, b in pairwise(sorted(keys)) if a == b]:
+        """Find the tokens of an example's marks; marks that would mislead are refused."""
+        if example.text is not None:
+            for role, span in example.roles.items():
+                self._check_whole(example, offsets, role, span)
+        keys = tuple(self._token_of(example, key.span, ids, offsets) for key in example.keys)
+        shared = [a for a, b in pairwise(sorted(keys)) if a == b]
+        if shared:
             twice = f"two keys share token {shared[0]}, which would count it twice"
             raise BadInput(f"{twice}; the tokens are {self._show(ids)}.")
-        queries = tuple(find(span) for span in example.queries) or (len(ids) - 1,)
-        for i, (key, at) in enumerate(zip(example.keys, keys, strict=True)):
-            if at in queries and any(key.labels.values()):
+        queries = tuple(self._token_of(example, span, ids, offsets) for span in example.queries)
+        tokens = Tokens(ids, queries or (len(ids) - 1,), keys)
+        self._check_labels(example, tokens)
+        return tokens
+
+    def _token_of(
+        self, example: Example, span: Span, ids: tuple[int, ...], offsets: Sequence[Span]
+    ) -> int:
+        """The last token that covers some of a marked piece."""
+        start, stop = _trim(example, span)
+        tokens = [i for i, (a, b) in enumerate(offsets) if a < stop and b > start]
+        if not tokens:
+            raise BadInput(
+                f"no token covers {example.piece(span)!r}; the tokens are {self._show(ids)}."
+            )
+        return tokens[-1]
+
+    def _check_labels(self, example: Example, tokens: Tokens) -> None:
+        """Refuse the label of a key that is a query, and warn of one of the first token."""
+        for i, (key, token) in enumerate(zip(example.keys, tokens.keys, strict=True)):
+            if not any(key.labels.values()):
+                continue
+            if token in tokens.queries:
                 other = "a contrast is of other tokens, so remove its label, or mark another query"
                 raise BadInput(f"{feed.place_of(example, i)} is the query token: {other}.")
-            if at == 0 and any(key.labels.values()):
+            if token == 0:
                 self._warn(feed.FIRST_TOKEN, f"{feed.FIRST_TOKEN} Mark later words.")
-        return Tokens(ids, queries, keys)
 
     def _check_whole(
         self, example: Example, offsets: Sequence[Span], role: str, span: Span
@@ -344,36 +382,45 @@ class Encoder:
         text = example.text or ""
         start, stop = _trim(example, span)
         for a, b in offsets:
-            if a < stop and b > start:
-                a, b = _trim(example, (max(a, 0), min(b, len(text))))
-                if a < start or b > stop:
-                    merged = f"the tokenizer merges {text[start:stop]!r} ({role}) with its neighbour in the token"
-                    other = "take another word, or other words around it"
-                    raise BadInput(f"{merged} {text[a:b]!r}: {other} ({example.show(120)}).")
+            if a >= stop or b <= start:
+                continue
+            a, b = _trim(example, (max(a, 0), min(b, len(text))))
+            if a < start or b > stop:
+                piece = f"{text[start:stop]!r} ({role})"
+                merged = f"the tokenizer merges {piece} with its neighbour in the token"
+                other = "take another word, or other words around it"
+                raise BadInput(f"{merged} {text[a:b]!r}: {other} ({example.show(120)}).")
 
     def _show(self, ids: tuple[int, ...]) -> str:
-        tokens = (
-            self.tokenizer.convert_ids_to_tokens(list(ids))
-            if self.tokenizer is not None
-            else list(ids)
-        )
-        return str(tokens if len(tokens) <= 120 else [*tokens[:60], "...", *tokens[-60:]])
+        """Tokens as they stand in messages: those of a long prompt without its middle."""
+        tokens: list[Any] = list(ids)
+        if self.tokenizer is not None:
+            tokens = self.tokenizer.convert_ids_to_tokens(tokens)
+        if len(tokens) > 120:
+            tokens = [*tokens[:60], "...", *tokens[-60:]]
+        return str(tokens)
 
 
 def _trim(example: Example, span: Span) -> Span:
-    """Leave blanks at the edges of a marked piece to its neighbours: " is" may own the blank after
-    a marked "hat ".
+    """Leave the blanks at the edges of a marked piece to its neighbours.
+
+    The token " is" may hold the blank after a marked "hat ".
     """
+    if example.text is None:
+        return span
     start, stop = span
-    if example.text is not None and (piece := example.text[start:stop]).strip():
-        return start + len(piece) - len(piece.lstrip()), stop - len(piece) + len(piece.rstrip())
-    return span
+    piece = example.text[start:stop]
+    if not piece.strip():
+        return span
+    before = len(piece) - len(piece.lstrip())
+    after = len(piece) - len(piece.rstrip())
+    return start + before, stop - after
 
 
 def choose_side(
     wanted: PaddingSide | None, harmless: tuple[PaddingSide, ...], padded: bool, name: str
 ) -> PaddingSide:
-    """Where to pad: as asked, if prompts padded there are still the same prompts to the model."""
+    """The side to pad on: the one wanted, if the model sees the same prompts when padded there."""
     if not padded or wanted in harmless:
         return wanted or "left"
     if not harmless:
@@ -392,27 +439,57 @@ def token_texts(scope: Any, ids: Sequence[int]) -> list[str]:
         return [str(i) for i in ids]
     texts: list[str] = []
     while len(texts) < len(ids):
-        some = ids[len(texts) : len(texts) + 8]
-        reads = ((n, _decoded(scope.tokenizer, some[:n])) for n in range(1, len(some) + 1))
-        count, text = next(((n, text) for n, text in reads if not text.endswith("�")), (1, PIECE))
-        texts += [text, *[""] * (count - 1)]
+        start = len(texts)
+        character = _character(scope.tokenizer, ids[start : start + _LONGEST_CHARACTER])
+        texts.append(character.text)
+        texts.extend([""] * (character.n_tokens - 1))
     return texts
 
 
+class _Character(NamedTuple):
+    """The text of the fewest tokens that make whole characters."""
+
+    text: str
+    n_tokens: int
+
+
+def _character(tokenizer: Any, ids: Sequence[int]) -> _Character:
+    """Decode as many of some tokens as their first character takes."""
+    for n_tokens in range(1, len(ids) + 1):
+        text = _decoded(tokenizer, ids[:n_tokens])
+        if not text.endswith(_CUT_CHARACTER):
+            return _Character(text, n_tokens)
+    return _Character(PIECE, 1)
+
+
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of some tokens, with the blank before a word, which SentencePiece leaves out where a
-    text begins.
+    """The text of some tokens, with the blank before a word.
+
+    SentencePiece leaves that blank out where a text begins.
     """
     text = tokenizer.decode(ids)
     first = tokenizer.convert_ids_to_tokens(ids[0])
-    return f" {text}" if str(first).startswith("▁") and not text.startswith(" ") else text
+    if str(first).startswith("▁") and not text.startswith(" "):
+        return f" {text}"
+    return text
 
 
-def _product(_environment: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:
-    """A product in a template: one call that makes a text of any length would outlast every limit
-    of time.
+def _limited_product(_environment: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:
+    """A product or power in a template, unless its result is large.
+
+    One call that makes a text of any length would outlast every limit of time.
     """
-    sizes = [abs(side) if isinstance(side, int | float) else len(side) for side in (left, right)]
-    if (operator == "**" and sizes[1] > 64) or (operator == "*" and sizes[0] * sizes[1] > _ADDED):
-        raise ValueError(f"{sizes[0]} {operator} {sizes[1]} is more than a template needs")
+    left_size = _size_of(left)
+    right_size = _size_of(right)
+    if operator == "**":
+        too_large = right_size > 64
+    else:
+        too_large = left_size * right_size > _ADDED
+    if too_large:
+        raise ValueError(f"{left_size} {operator} {right_size} is more than a template needs")
     return left**right if operator == "**" else left * right
+
+
+def _size_of(value: Any) -> Any:
+    """A number's absolute value, or the length of a text or list."""
+    return abs(value) if isinstance(value, int | float) else len(value)

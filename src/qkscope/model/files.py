@@ -1,5 +1,6 @@
-"""The files that make a model: which of them are loaded, their fingerprint, the user's cache,
-models in packages.
+"""The files that make a model: which of them are loaded, and their fingerprint.
+
+Also the user's cache, and models that come in packages.
 
 transformers takes the file its config names (``transformers_weights``), else one whole file, else
 the parts an index names, safetensors before pickles; what is hashed is found in the same order.
@@ -28,7 +29,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -46,18 +47,25 @@ from qkscope.results.folder import sha256, write_file
 if TYPE_CHECKING:
     from qkscope.model.scope import Scope
 
-_NO_MATTER = {  # parts of a config that say where a model came from, or how it is run
+#: Parts of a config that say where a model came from, or how it is run: not what it computes.
+_NOT_OF_MODEL = {
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype",
     "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
 }  # fmt: skip
+
+#: What its user can do about a folder that is no whole model.
 _AGAIN = "download or save the model again."
+
+#: Files that transformers looks for in a folder, the first that is there.
 _WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_NO_PART = re.compile(  # tensors that a model does well without: old buffers, and heads that stand on top of it
+
+#: Tensors that a model does well without: old buffers, and heads that stand on top of it.
+_NOT_NEEDED = re.compile(
     r"(^|\.)(inv_freq|masked_bias|position_ids|num_batches_tracked)$|(^|\.)(attn|attention)\.bias$"
     r"|(^|\.)(pooler|cls|classifier|seq_relationship|qa_outputs|score|lm_head|v_head|mtp)\."
 )
@@ -66,26 +74,23 @@ _NO_PART = re.compile(  # tensors that a model does well without: old buffers, a
 
 
 def cache_dir(*parts: str) -> Path:
-    """A folder in the user's cache (``$XDG_CACHE_HOME/qkscope``, or ``~/.cache/qkscope``); not
-    created.
+    """A folder in the user's cache, ``$XDG_CACHE_HOME/qkscope`` or ``~/.cache/qkscope``.
+
+    It is not created.
     """
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache").joinpath("qkscope", *parts)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "qkscope", *parts)
 
 
 @contextmanager
 def making(target: Path) -> Iterator[Path]:
-    """Yield a temporary path that becomes a file or folder of the cache when the block ends without
-    an error.
-    """
+    """Yield a temporary path that becomes a file or folder of the cache if the block succeeds."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent, prefix=".") as temporary:
             path = Path(temporary, target.name)
             yield path
-            if (
-                not target.is_dir()
-            ):  # otherwise another process was first, and its folder is as good
+            if not target.is_dir():  # else another process was first, and its folder is as good
                 path.replace(target)
     except (OSError, SafetensorError) as error:
         where = f"the cache {target.parent} cannot be written ({error})"
@@ -93,8 +98,9 @@ def making(target: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a small file so that a reader sees all of it or none; a cache that cannot be written is
-    no error.
+    """Write a small file of the cache, which a reader sees whole or not at all.
+
+    A cache that cannot be written is no error.
     """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,9 +136,8 @@ def files_hash(files: Iterable[Path]) -> str:
 
 def model_hash(weights: str, config: Mapping[str, Any]) -> str:
     """The hash of a model's weights with that of its config behind it."""
-    return (
-        f"{weights}-{sha256(json.dumps(_that_matters(config), sort_keys=True, default=str))[:16]}"
-    )
+    text = json.dumps(_of_model(config), sort_keys=True, default=str)
+    return f"{weights}-{sha256(text)[:16]}"
 
 
 def weights_part(digest: str) -> str:
@@ -140,27 +145,27 @@ def weights_part(digest: str) -> str:
     return digest.partition("-")[0]
 
 
-def _that_matters(config: Any) -> Any:
-    if isinstance(config, Mapping):  # its parts may be configs too: of text, of vision
-        return {
-            str(name): _that_matters(value)
-            for name, value in config.items()
-            if name not in _NO_MATTER
-        }
-    return config
+def _of_model(config: Any) -> Any:
+    """A config without what does not matter to the computation, at any depth."""
+    if not isinstance(config, Mapping):  # its parts may be configs too: of text, of vision
+        return config
+    return {
+        str(name): _of_model(value) for name, value in config.items() if name not in _NOT_OF_MODEL
+    }
 
 
 @torch.no_grad()
 def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """One hash for named tensors, of their bits."""
-    return sha256(
-        "".join(f"{name} {tuple(x.shape)} {x.dtype} {_checksum(x)}\n" for name, x in tensors)
-    )
+    lines = [f"{name} {tuple(x.shape)} {x.dtype} {_checksum(x)}\n" for name, x in tensors]
+    return sha256("".join(lines))
 
 
 def _checksum(tensor: Tensor) -> list[int]:
-    """Sums of a tensor's bits as integers of 8 bytes, 64 to a row: of its rows and of its columns,
-    by their number.
+    """Weighted sums of a tensor's bits, read as int64 in rows of 64.
+
+    ``[Σ_j j column_j, Σ_i i row_i]``, where columns and rows stand for their own sums and are
+    numbered from 1.
     """
     if tensor.device.type == "meta":  # offloaded: there is nothing to read
         return []
@@ -168,14 +173,17 @@ def _checksum(tensor: Tensor) -> list[int]:
     if len(data) % 512 or data.storage_offset() % 8:
         data = torch.nn.functional.pad(data, (0, -len(data) % 512)).clone()
     bits = data.view(torch.int64).view(-1, 64)
-    lines = bits.sum(0), bits.sum(1)  # int64 wraps around, which is exact too
-    return [
-        int((line * torch.arange(1, len(line) + 1, device=line.device)).sum()) for line in lines
-    ]
+    return [_weighted_sum(bits.sum(0)), _weighted_sum(bits.sum(1))]
+
+
+def _weighted_sum(numbers: Tensor) -> int:
+    """``Σ_i i x_i``; int64 wraps around, which is exact too."""
+    index = torch.arange(1, len(numbers) + 1, device=numbers.device)
+    return int((numbers * index).sum())
 
 
 def tokenizer_hash(tokenizer: Any | None) -> str | None:
-    """Hash of what decides about ids: the tokenizer's rules and vocabulary, and its chat template."""
+    """Hash of what decides about ids: a tokenizer's rules, vocabulary and chat template."""
     if tokenizer is None:
         return None
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -217,33 +225,46 @@ class Fingerprint:
 
 
 def folder_hash(folder: Path) -> str:
-    """Fingerprint of a model folder, without loading it; one that is no whole model by itself is
-    refused.
+    """Fingerprint of a model folder, without loading it.
+
+    One that is no whole model by itself is refused.
     """
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise BadInput(f"{folder} is not a model folder: it has no config.json that can be read.")
-    there = [path.name for path in folder.iterdir() if path.is_file()]
-    if other := [
-        name for name in there if re.match(r"adapter_config\.json|shard-\d+-model-", name)
-    ]:
-        part = f"an adapter to another model or a part of a distributed run ({other[0]})"  # loaded over the weights
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    # transformers would load these over the weights
+    other = [name for name in names if re.match(r"adapter_config\.json|shard-\d+-model-", name)]
+    if other:
+        part = f"an adapter to another model or a part of a distributed run ({other[0]})"
         raise BadInput(
             f"{folder} is {part}: save the whole model, and give the folder it is saved in."
         )
-    named = config.get("transformers_weights")
-    names = [name for name in _WEIGHTS if name in there][:1] if named is None else [named]
-    if not names:
+    weights = _weight_files(folder, config, names)
+    return model_hash(files_hash({folder / name for name in weights}), config)
+
+
+def _weight_files(folder: Path, config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The files of a folder that transformers loads weights from; each must be there."""
+    in_config = config.get("transformers_weights")
+    if in_config is not None:
+        weights = [in_config]
+    else:
+        weights = [name for name in _WEIGHTS if name in names][:1]
+    if not weights:
         raise BadInput(f"{folder} holds no weights (no model.safetensors): {_AGAIN}")
-    if names[0] in there and names[0].endswith(".index.json"):
-        parts = (read_json(folder / names[0]) or {}).get("weight_map")
-        names = list(parts.values()) if isinstance(parts, dict) else names
-    for name in names:
-        if name not in there or not name.endswith((".safetensors", ".bin")):
+    if weights[0] in names and weights[0].endswith(".index.json"):
+        index = read_json(folder / weights[0]) or {}
+        parts = index.get("weight_map")
+        if isinstance(parts, dict):
+            weights = list(parts.values())
+    for name in weights:
+        if name not in names or not name.endswith((".safetensors", ".bin")):
             raise BadInput(
-                f"{folder} is incomplete or damaged: {name!r:.80} is no file of weights in it: {_AGAIN}"
+                f"{folder} is incomplete or damaged: "
+                f"{name!r:.80} is no file of weights in it: {_AGAIN}"
             )
-    return model_hash(files_hash({folder / name for name in names}), config)
+    return weights
 
 
 def local_hash(model: str) -> str | None:
@@ -253,23 +274,29 @@ def local_hash(model: str) -> str | None:
 
 
 def check_report(name: str, report: Mapping[str, Any]) -> None:
-    """Every weight of the model comes from its files, and every tensor of its files went into the
-    model.
+    """Refuse a model unless each weight comes from its files, and all their tensors went into it.
+
+    Parameters
+    ----------
+    report : what transformers says of the loading (``output_loading_info``).
     """
-    other = [
-        f"{key} ({list(theirs)} instead of {list(ours)})"
-        for key, theirs, ours in report["mismatched_keys"]
+    _refuse_any(name, report["missing_keys"], "are missing from its files")
+    other_shapes = [
+        f"{key} ({list(of_file)} instead of {list(of_model)})"
+        for key, of_file, of_model in report["mismatched_keys"]
     ]
-    unused = [key for key in report["unexpected_keys"] if not _NO_PART.search(key)]
-    for keys, wrong in (
-        (report["missing_keys"], "are missing from its files"),
-        (other, "have another shape than its config says"),
-        (unused, "have no place in the model its config describes"),
-    ):
-        if keys:
-            why = f"{len(keys)} weights such as {min(keys)} {wrong}, so it would compute something else"
-            mend = "mend the config (its number of layers, its biases), or download the model again"
-            raise BadInput(f"{name} does not fit its config: {why}: {mend}.")
+    _refuse_any(name, other_shapes, "have another shape than its config says")
+    unused = [key for key in report["unexpected_keys"] if not _NOT_NEEDED.search(key)]
+    _refuse_any(name, unused, "have no place in the model its config describes")
+
+
+def _refuse_any(name: str, keys: Collection[str], wrong: str) -> None:
+    """Refuse a model for what is wrong with some of its weights, if there are any."""
+    if keys:
+        count = f"{len(keys)} weights such as {min(keys)} {wrong}"
+        why = f"{count}, so it would compute something else"
+        mend = "mend the config (its number of layers, its biases), or download the model again"
+        raise BadInput(f"{name} does not fit its config: {why}: {mend}.")
 
 
 # ---------------------------------------------------------------- models inside installed packages
@@ -278,9 +305,18 @@ def check_report(name: str, report: Mapping[str, Any]) -> None:
 class Package(NamedTuple):
     """A GGUF file in one package, or cut into one part for each of several.
 
-    `pins` is a file of requirements, one line a package in the order of its parts; `terms` are what
-    its user agrees to; `disk` is how many bytes parts, joined file and unpacked weights take, where
-    that is worth a check.
+    Attributes
+    ----------
+    pins : Path
+        A file of requirements, one line a package in the order of its parts.
+    about : str
+        What it is, in a few words.
+    sha256 : str, optional
+        Hash of the file that the parts join to, where there are several.
+    terms : str, optional
+        What its user agrees to.
+    disk : int
+        How many bytes parts, joined file and unpacked weights take, where that is worth a check.
     """
 
     pins: Path
@@ -291,24 +327,17 @@ class Package(NamedTuple):
 
     @property
     def lines(self) -> dict[str, str]:
-        """By package, in order, the line that pins it."""
-        return {
-            line.split("==")[0]: line for line in self.pins.read_text().splitlines() if "==" in line
-        }
+        """The line that pins each package, in order."""
+        lines = self.pins.read_text().splitlines()
+        return {line.split("==")[0]: line for line in lines if "==" in line}
 
     def parts(self) -> dict[str, Path]:
         """The data files of those packages that are installed."""
         parts: dict[str, Path] = {}
         for package in self.lines:
-            with suppress(importlib.metadata.PackageNotFoundError):
-                listed = importlib.metadata.files(package) or []
-                data = [
-                    file
-                    for file in listed
-                    if re.search(r"\.gguf(\.part\d+)?$|/part\d+\.bin$", str(file))
-                ]
-                if data and (path := Path(str(data[0].locate()))).is_file():
-                    parts[package] = path
+            path = _data_file(package)
+            if path is not None:
+                parts[package] = path
         return parts
 
     def is_whole(self) -> bool:
@@ -316,11 +345,24 @@ class Package(NamedTuple):
         return len(self.parts()) == len(self.lines)
 
 
+def _data_file(package: str) -> Path | None:
+    """The GGUF file, or the part of one, in an installed package."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if re.search(r"\.gguf(\.part\d+)?$|/part\d+\.bin$", str(file)):
+            path = Path(str(file.locate()))
+            return path if path.is_file() else None
+    return None
+
+
 _PINS = Path(__file__).parents[1] / "data" / "packages"
 _PACKAGES = tomllib.loads((_PINS / "packages.toml").read_text("utf-8"))
 #: Names that stand for the GGUF file in installed packages.
 EMBEDDED: Mapping[str, Package] = {
-    name: Package(_PINS / f"{name}.txt", **said) for name, said in _PACKAGES.items()
+    name: Package(_PINS / f"{name}.txt", **fields) for name, fields in _PACKAGES.items()
 }
 
 
@@ -335,19 +377,25 @@ def packaged_file(name: str) -> Path:
         raise BadInput(
             f"{name} is not installed: run `qkscope fetch {name}` ({package.about}){terms}."
         )
-    parts = [*package.parts().values()]
+    parts = list(package.parts().values())
     if package.sha256 is None:
         return parts[0]
     with making(joined) as whole:  # it gets its name when its hash is right
-        with whole.open("wb") as joint:
-            for part in parts:
-                with part.open("rb") as file:
-                    shutil.copyfileobj(file, joint)
+        _join(parts, whole)
         if file_hash(whole) != package.sha256:
             raise BadInput(
-                f"the parts of {name} do not join to the file they were cut from: install them again."
+                f"the parts of {name} do not join to the file they were cut from: "
+                "install them again."
             )
     return joined
+
+
+def _join(parts: Sequence[Path], whole: Path) -> None:
+    """Write the contents of files one after the other into one."""
+    with whole.open("wb") as joint:
+        for part in parts:
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, joint)
 
 
 def is_installed(name: str) -> bool:
@@ -360,8 +408,9 @@ def is_installed(name: str) -> bool:
 
 
 def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
-    """Install the packages of a named model if they are missing, printing the command, and load it
-    once.
+    """Install the packages of a named model if they are missing, and load it once.
+
+    The command is printed before it runs.
 
     Parameters
     ----------
@@ -376,52 +425,61 @@ def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
     """
     from qkscope.model.scope import Scope
 
-    package = EMBEDDED.get(name := name.lower())
+    name = name.lower()
+    package = EMBEDDED.get(name)
     if package is None:
         among = " or ".join(EMBEDDED)
         raise BadInput(
-            f"there is nothing to fetch for {name!r}: take {among}; models of the hub load by their id."
+            f"there is nothing to fetch for {name!r}: take {among}; "
+            "models of the hub load by their id."
         )
     if package.is_whole():
         say(f"{name} is installed already.")
         return Scope.load(name, device="cpu")
-    options = [
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--require-hashes",
-        *["--no-cache-dir"] * bool(package.disk),
-    ]
+    options = ["install", "--quiet", "--no-deps", "--require-hashes"]
+    if package.disk:
+        options.append("--no-cache-dir")
     options += ["--requirement", str(package.pins)]
     if importlib.util.find_spec("pip") is None:  # uv makes such environments
         other = shlex.join(["uv", "pip", *options, "--python", sys.executable])
         raise BadInput(f"{sys.executable} has no pip to fetch {name} with: run `{other}`.")
-    there = package.parts()
-    missing = {key: line for key, line in package.lines.items() if key not in there}
-    say(
-        f"{name} is {package.about}: data of {len(missing)} package{'s' * (len(missing) > 1)}; no code in it is run."
-    )
+    installed = package.parts()
+    missing = {key: line for key, line in package.lines.items() if key not in installed}
+    packages = "packages" if len(missing) > 1 else "package"
+    say(f"{name} is {package.about}: data of {len(missing)} {packages}; no code in it is run.")
     if package.terms:
         say(
-            f"It is provided under and subject to {package.terms}; who installs and uses it agrees to them."
+            f"It is provided under and subject to {package.terms}; "
+            "who installs and uses it agrees to them."
         )
+    _check_room(name, package.disk, installed.values())
+    command = [sys.executable, "-m", "pip", *options]
+    say(f"Running, a line of the file at a time: {shlex.join(command)}")
+    for number, (key, line) in enumerate(missing.items(), 1):
+        say(f"{key} ({number} of {len(missing)})")
+        if not _install(line, command[:-1]):
+            raise BadInput(
+                f"pip could not install {name} for the reason above: mend it, then fetch again."
+            )
+    importlib.invalidate_caches()
+    return Scope.load(name, device="cpu")
+
+
+def _check_room(name: str, disk: int, installed: Iterable[Path]) -> None:
+    """Refuse to fetch what the disk of the cache has no room for."""
     place = next(folder for folder in cache_dir("models").parents if folder.is_dir())
-    needed = package.disk - sum(part.stat().st_size for part in there.values())
+    needed = disk - sum(part.stat().st_size for part in installed)
     free = shutil.disk_usage(place).free
     if free < needed:
         room = f"{name} takes {needed / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB left"
         raise BadInput(
             f"{room}: make room there, or set XDG_CACHE_HOME to a folder on a larger disk."
         )
-    command = [sys.executable, "-m", "pip", *options]
-    say(f"Running, a line of the file at a time: {shlex.join(command)}")
-    for number, (key, line) in enumerate(missing.items(), 1):
-        say(f"{key} ({number} of {len(missing)})")
-        with TemporaryDirectory() as folder:
-            (pin := Path(folder, "pin.txt")).write_text(line)
-            if subprocess.run([*command[:-1], str(pin)]).returncode:
-                raise BadInput(
-                    f"pip could not install {name} for the reason above: mend it, then fetch again."
-                )
-    importlib.invalidate_caches()
-    return Scope.load(name, device="cpu")
+
+
+def _install(line: str, command: Sequence[str]) -> bool:
+    """Install one line of requirements by a command that lacks only the file; whether it worked."""
+    with TemporaryDirectory() as folder:
+        pin = Path(folder, "pin.txt")
+        pin.write_text(line)
+        return subprocess.run([*command, str(pin)]).returncode == 0

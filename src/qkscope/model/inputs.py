@@ -1,15 +1,13 @@
-"""What a model is fed: ids or pixels, the first token, the id of padded places, positions; how long
-a prompt may be; and marks that mean what they say: a labelled key is one the query can look at, and
-an answer is one token ahead.
+"""What a model is fed, how long a prompt may be, and marks that mean what they say.
+
+A model is fed ids or pixels; the first token, the id of padded places and positions are settled
+here. A labelled key must be one the query can look at, and an answer one token ahead.
 
 Attention parks on the first token, so a model that expects one and gets none computes something
 else without an error. A tokenizer that adds one says so by doing it. Where it adds none (or where
 ids are given bare and there is no tokenizer), only families of which every release was trained with
 one are taken to expect it: a ``bos_token_id`` in the config alone says nothing (SmolLM2 and GPT-2
 name one, and never saw it first).
-
-What a query sees is read off the model's own mask, head by head, so it holds for models that look
-back only, for those that look both ways, and for sliding windows.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -31,16 +29,20 @@ if TYPE_CHECKING:
 
 PaddingSide = Literal["left", "right"]
 SIDES: tuple[PaddingSide, ...] = ("left", "right")
-_EXPECT_FIRST = (
-    "gemma",
-    "opt",
-)  # how the model types start of families of which every release expects a first token
+
+#: How the model types begin of families of which every release expects a first token.
+_EXPECT_FIRST = ("gemma", "opt")
+
+#: Fields of configs that hold the length of the context, the first that is there.
+_LENGTH_FIELDS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+
+FIRST_TOKEN = (
+    "A labelled key is the first token of its prompt, which draws attention whatever it says."
+)
 
 
 def input_device(model: Any) -> torch.device:
-    """Where inputs go: the device of the embedding, which for a model split over devices is not the
-    model's.
-    """
+    """The device that inputs go to: the embedding's, as a model may be split over devices."""
     try:
         return model.get_input_embeddings().weight.device
     except (AttributeError, NotImplementedError):
@@ -48,30 +50,33 @@ def input_device(model: Any) -> torch.device:
 
 
 def forward_arguments(module: Any) -> set[str]:
-    """Names of the arguments a module's forward takes; a wrapper that hands all on takes those of
-    its inside.
+    """Names of the arguments that a module's forward takes.
+
+    A wrapper that hands all of them on takes those of the one module inside it.
     """
-    taken = inspect.signature(module.forward).parameters
-    inside = list(module.children())
-    if len(inside) == 1 and set(taken) == {"args", "kwargs"}:
-        return forward_arguments(inside[0])
-    return set(taken)
+    names = set(inspect.signature(module.forward).parameters)
+    children = list(module.children())
+    if names == {"args", "kwargs"} and len(children) == 1:
+        return forward_arguments(children[0])
+    return names
 
 
 def forward(module: Any, inputs: dict[str, Any]) -> Any:
     """Run a model, or its body, without a key-value cache."""
-    return module(
-        **({"use_cache": False} if "use_cache" in forward_arguments(module) else {}) | inputs
-    )
+    if "use_cache" in forward_arguments(module):
+        inputs = {"use_cache": False} | inputs
+    return module(**inputs)
 
 
 def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) -> Tensor:
-    """Next-token logits at some tokens: the LM head is a model's largest matrix, so it runs there
-    alone if it can.
+    """Next-token logits [tokens, v] at some tokens, given by row and column.
+
+    The LM head is a model's largest matrix, so it runs at these columns alone if it can.
     """
     if "logits_to_keep" in forward_arguments(model):
         columns, where = query.unique(return_inverse=True)
-        return forward(model, inputs | {"logits_to_keep": columns}).logits[row, where].float()
+        output = forward(model, inputs | {"logits_to_keep": columns})
+        return output.logits[row, where].float()
     logits = getattr(forward(model, inputs), "logits", None)
     if logits is None or logits.ndim != 3:
         raise BadInput(
@@ -81,26 +86,29 @@ def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) ->
 
 
 def model_pad_id(model: Any) -> int | None:
-    """The padding id of the model itself: RoBERTa's relatives count positions from the ids that are
-    not it.
+    """The padding id of the model itself; None where it names none of its vocabulary.
+
+    RoBERTa's relatives count positions from the ids that are not it.
     """
     config = model.config.get_text_config()
     pad = getattr(config, "pad_token_id", None)
-    return pad if isinstance(pad, int) and 0 <= pad < getattr(config, "vocab_size", 0) else None
+    if isinstance(pad, int) and 0 <= pad < getattr(config, "vocab_size", 0):
+        return pad
+    return None
 
 
 def first_token(model: Any, tokenizer: Any | None) -> int | None:
-    """The id that stands first in every prompt a model was trained on; None where that is not
-    known.
-    """
-    config = model.config.get_text_config()
-    loaded = bool(
-        getattr(model.config, "name_or_path", "")
-    )  # made in memory, it was trained on nothing
-    named = getattr(config, "bos_token_id", None)
-    expects = loaded and isinstance(named, int) and config.model_type.startswith(_EXPECT_FIRST)
+    """The id that stood first in every prompt of a model's training; None where that is unknown."""
     added = added_token(tokenizer)
-    return named if added is None and expects else added
+    if added is not None:
+        return added
+    if not getattr(model.config, "name_or_path", ""):  # made in memory, it was trained on nothing
+        return None
+    config = model.config.get_text_config()
+    bos = getattr(config, "bos_token_id", None)
+    if isinstance(bos, int) and config.model_type.startswith(_EXPECT_FIRST):
+        return bos
+    return None
 
 
 def added_token(tokenizer: Any) -> int | None:
@@ -110,7 +118,9 @@ def added_token(tokenizer: Any) -> int | None:
         bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     except Exception:  # there is none, or one that has no such word adds nothing that we know of
         return None
-    return whole[0] if list(whole[:1]) != list(bare[:1]) else None
+    if list(whole[:1]) == list(bare[:1]):
+        return None
+    return whole[0]
 
 
 def positions_of(mask: Tensor) -> Tensor:
@@ -122,24 +132,23 @@ def pad_rows(
     rows: list[Tensor], pad_id: int, side: PaddingSide, positions: bool
 ) -> dict[str, Tensor]:
     """Sequences of ids as one padded batch, with position ids where the model takes them."""
+    ones = [torch.ones_like(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side=side)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
-    return {"input_ids": ids, "attention_mask": mask} | (
-        {"position_ids": positions_of(mask)} if positions else {}
-    )
+    mask = pad_sequence(ones, batch_first=True, padding_side=side)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if positions:
+        inputs["position_ids"] = positions_of(mask)
+    return inputs
 
 
 def short_ids(model: Any, lengths: tuple[int, ...]) -> list[Tensor]:
     """Random prompts for a check, of ids that are no special tokens."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(
-        min(10, vocabulary // 2), vocabulary, (len(lengths), max(lengths)), generator=generator
-    )
+    shape = (len(lengths), max(lengths))
+    ids = torch.randint(min(10, vocabulary // 2), vocabulary, shape, generator=generator)
     pad = model_pad_id(model)
-    if (
-        pad is not None
-    ):  # the padding id may stand anywhere in the vocabulary, and is no part of a prompt
+    if pad is not None:  # it may stand anywhere in the vocabulary, and is no part of a prompt
         ids = torch.where(ids == pad, pad - 1 if pad else vocabulary - 1, ids)
     return [row[len(row) - length :] for row, length in zip(ids, lengths, strict=True)]
 
@@ -147,22 +156,21 @@ def short_ids(model: Any, lengths: tuple[int, ...]) -> list[Tensor]:
 def short_inputs(
     model: Any, lengths: tuple[int, ...] = (6,), positions: bool = False
 ) -> dict[str, Tensor]:
-    """Inputs for a check: ids padded on the left, or an image for an image encoder."""
+    """Inputs for a check: ids padded on the left, or images for an image encoder."""
     device = input_device(model)
     if model.main_input_name == "pixel_values":
-        size = model.config.image_size
-        shape = (
-            len(lengths),
-            model.config.num_channels,
-            *((size, size) if isinstance(size, int) else size),
-        )
-        return {
-            "pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(
-                device, model.dtype
-            )
-        }
+        images = _random_images(model.config, len(lengths))
+        return {"pixel_values": images.to(device, model.dtype)}
     batch = pad_rows(short_ids(model, lengths), model_pad_id(model) or 0, "left", positions)
     return {name: value.to(device) for name, value in batch.items()}
+
+
+def _random_images(config: Any, number: int) -> Float[Tensor, "n c height width"]:
+    """Noise of the size that an image encoder takes."""
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((number, config.num_channels, height, width), generator=generator)
 
 
 def context_limit(model: Any, first_position: int = 0) -> int | None:
@@ -173,12 +181,8 @@ def context_limit(model: Any, first_position: int = 0) -> int | None:
     length they were extended from.
     """
     config = model.config.get_text_config()
-    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
-    known = [
-        value
-        for name in names
-        if isinstance(value := getattr(config, name, None), int) and value > 0
-    ]
+    lengths = [getattr(config, name, None) for name in _LENGTH_FIELDS]
+    known = [length for length in lengths if isinstance(length, int) and length > 0]
     if not known:
         return None
     limit = known[0] - first_position
@@ -188,107 +192,112 @@ def context_limit(model: Any, first_position: int = 0) -> int | None:
         if "dynamic" in kind:
             return None
         if kind in ("yarn", "longrope") and factor:
-            limit = max(
-                limit, int(factor * (settings.get("original_max_position_embeddings") or limit))
-            )
+            original = settings.get("original_max_position_embeddings") or limit
+            limit = max(limit, int(factor * original))
     return limit
-
-
-FIRST_TOKEN = (
-    "A labelled key is the first token of its prompt, which draws attention whatever it says."
-)
 
 
 def place_of(example: Example, key: int) -> str:
     """A key in a message: its line and number, or its prompt."""
-    return f"{example.where or 'in ' + example.show(80)}, key {key + 1} ({example.piece(example.keys[key].span)!r})"
+    where = example.where or f"in {example.show(80)}"
+    piece = example.piece(example.keys[key].span)
+    return f"{where}, key {key + 1} ({piece!r})"
 
 
 def check_visible(
     encoded: Encoding, heads: Sequence[Head], bias: Tensor, by_some: bool = False
 ) -> None:
-    """Refuse a labelled key that a head cannot see from the query (with ``by_some``: that no head
-    can).
+    """Refuse a labelled key that a head cannot see from the query.
+
+    What a query sees is read off the model's own mask, head by head, so it holds for models that
+    look back only, for those that look both ways, and for sliding windows.
 
     Parameters
     ----------
-    bias : the model's mask at the marked keys, -inf where the query cannot look.
+    bias : Float [b, h, k]
+        The model's mask at the marked keys, -inf where the query cannot look.
+    by_some : bool
+        Refuse only a key that no head can see.
     """
     if not encoded.labels or not encoded.examples:
         return
-    labelled = (
-        torch.stack([label != 0 for label in encoded.labels.values()]).any(dim=0)
-        & encoded.places.key_mask
-    )
+    places = encoded.places
+    signs = torch.stack(list(encoded.labels.values()))
+    labelled = (signs != 0).any(dim=0) & places.key_mask
     blind = (bias == -torch.inf) & labelled[:, None].to(bias.device)
     if by_some:
         blind = blind.all(dim=1, keepdim=True)
     if not bool(blind.any()):
         return
     row, head, key = blind.nonzero()[0].tolist()
-    place = place_of(encoded.examples[int(encoded.example[row])], key)
-    why = "stands after the query, and this model looks back only: mark a key before the query, or another query"
-    if int(encoded.places.keys[row, key]) <= int(encoded.places.query[row]):
+    example = encoded.examples[int(encoded.example[row])]
+    if int(places.keys[row, key]) <= int(places.query[row]):
         far = f"is out of sight of {heads[head]}, which looks only so far back"
         why = f"{far}: shorten the prompt, or leave this head out"
-    raise BadInput(f"{place} {why}.")
+    else:
+        after = "stands after the query, and this model looks back only"
+        why = f"{after}: mark a key before the query, or another query"
+    raise BadInput(f"{place_of(example, key)} {why}.")
 
 
 def answer_tokens(
     encoder: Encoder, encoded: Encoding, chat: bool
 ) -> tuple[Int[Tensor, "b k"], Int[Tensor, "b k"]]:
-    """Tokens that an answer is read among, and +1 for right ones, −1 for wrong ones, 0 in empty
-    slots.
+    """Tokens that an answer is read among, and their signs: +1 right, −1 wrong, 0 an empty slot.
 
     They are the answers that an example names, right ones first, or the tokens of its keys, in
     their slots.
     """
-    tokens = encoded.inputs["input_ids"][encoded.places.row[:, None], encoded.places.keys].cpu()
-    signs = (encoded.labels["answer"] * encoded.places.key_mask).cpu().long()
-    read = list[tuple[Tensor, Tensor]]()
+    places = encoded.places
+    key_tokens = encoded.inputs["input_ids"][places.row[:, None], places.keys].cpu()
+    key_signs = (encoded.labels["answer"] * places.key_mask).cpu().long()
+    tokens = []
+    signs = []
     for row, number in enumerate(encoded.example.tolist()):
         right, wrong = answer_ids(encoder, encoded.examples[number], chat)
-        named = torch.tensor([*right, *wrong]), torch.tensor([1] * len(right) + [-1] * len(wrong))
-        read.append(named if right else (tokens[row], signs[row]))
-    columns = (pad_sequence(list(column), batch_first=True) for column in zip(*read, strict=True))
-    return next(columns), next(columns)
+        if right:
+            tokens.append(torch.tensor([*right, *wrong]))
+            signs.append(torch.tensor([1] * len(right) + [-1] * len(wrong)))
+        else:
+            tokens.append(key_tokens[row])
+            signs.append(key_signs[row])
+    return pad_sequence(tokens, batch_first=True), pad_sequence(signs, batch_first=True)
 
 
 def answer_ids(
     encoder: Encoder, example: Example, chat: bool = False
 ) -> tuple[list[int], list[int]]:
-    """First tokens of an example's right and wrong answers, as they would follow its query; none
-    where it names none.
+    """First tokens of an example's right and wrong answers, as they would follow its query.
 
-    The answer is tokenised where it would stand. One that melts into the prompt's last token cannot
-    be read there.
+    None where the example names no answers. The answer is tokenised where it would stand. One that
+    melts into the prompt's last token cannot be read there.
     """
     if example.answers is None:
         return [], []
     if example.text is None or len(example.queries) > 1:
         raise BadInput(
-            f"an answer follows one query of a text: give its text, and mark one ({example.show(80)})."
+            "an answer follows one query of a text: give its text, and mark one "
+            f"({example.show(80)})."
         )
     (tokens,) = encoder.tokenise([example], chat)
-    rendered = encoder.render(example.text, chat)[0]
-    query = tokens.queries[0]
+    rendered = encoder.render(example.text, chat).text
     ((_, offsets),) = encoder.ids_and_offsets([rendered], chat)
+    query = tokens.queries[0]
     before = rendered[: offsets[query][1]]
 
-    def first(answer: str) -> int:
+    def first_of(answer: str) -> int:
         ((ids, _),) = encoder.ids_and_offsets([before + answer], chat)
-        if ids[: query + 1] != tokens.ids[: query + 1] or ids[query + 1 : query + 2] in (
-            (),
-            (encoder.unknown,),
-        ):
+        prompt_kept = ids[: query + 1] == tokens.ids[: query + 1]
+        if not prompt_kept or ids[query + 1 : query + 2] in ((), (encoder.unknown,)):
             after = f"after {example.show(80)}: begin it with a blank, or name another"
             raise BadInput(f"the answer {answer!r} has no token of its own {after}.")
         return ids[query + 1]
 
-    right = list(dict.fromkeys(map(first, example.answers.right)))
-    wrong = list(dict.fromkeys(map(first, example.answers.wrong)))
+    right = list(dict.fromkeys(map(first_of, example.answers.right)))
+    wrong = list(dict.fromkeys(map(first_of, example.answers.wrong)))
     if set(right) & set(wrong):
         raise BadInput(
-            f"a right and a wrong answer begin with the same token after {example.show(80)}: name others."
+            "a right and a wrong answer begin with the same token after "
+            f"{example.show(80)}: name others."
         )
     return right, wrong

@@ -1,19 +1,21 @@
-"""The three spaces a query and a key can be read in, from what the modelling file's own rotary
-function was given.
+"""The three spaces a query at position m and a key at position n can be read in.
 
-``post_rope``: ``R_m q``, ``R_n k``, as the dot product sees them. ``pre_rope``: ``q``, ``k``.
-``query_frame``: both turned back by the query's position, ``R_m⁻¹ R_m q = q`` and ``R_m⁻¹ R_n k =
-R_{n-m} k``, so the logits stay and the absolute position goes. The turn back is the family's own
-rotary function with ``(cos, -sin)`` of the query's position: partial and interleaved rotations need
-no knowledge of the family. ``cos² + sin² = a²`` shows the attention scaling that YaRN hides in
-them; dividing by ``a`` leaves a pure rotation.
+- ``post_rope``: ``R_m q``, ``R_n k``, as the dot product sees them.
+- ``pre_rope``: ``q``, ``k``, before the rotation.
+- ``query_frame``: both turned back by the query's position, ``R_m⁻¹ R_m q = q`` and
+  ``R_m⁻¹ R_n k = R_{n-m} k``, so the logits stay and the absolute position goes.
+
+All are read off what the modelling file's own rotary function was given. The turn back is that
+function with ``(cos, -sin)`` of the query's position: partial and interleaved rotations need no
+knowledge of the family. ``cos² + sin² = a²`` shows the attention scaling that YaRN hides in them;
+dividing by ``a`` leaves a pure rotation.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, wraps
@@ -26,16 +28,20 @@ from torch import Tensor, nn
 
 Space = Literal["post_rope", "pre_rope", "query_frame"]
 SPACES: tuple[Space, ...] = get_args(Space)
-_CLASS = object()  # an attribute that the class has, not the object
 
-#: Rotary types whose frequencies depend on the length of the prompt: one rotation per offset does not exist there.
+#: Rotary types whose frequencies depend on the length of the prompt: they have no one rotation per
+#: offset.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+_OF_CLASS = object()  # stands for an attribute that the class has, not the object
+_ORIGINAL = "original_inv_freq"  # a rotation keeps the frequencies of short prompts under this name
 
 
 @dataclass
 class Rotary:
-    """What a rotary function was given in one layer, heads before positions: ``[b, h, s, r]``; r
-    may be under d.
+    """What a rotary function was given and gave in one layer.
+
+    Heads stand before positions; only r of a vector's d dimensions may be rotated.
     """
 
     function: Callable[..., tuple[Tensor, Tensor | None]]
@@ -48,7 +54,7 @@ class Rotary:
     alone: bool = False  # it was given one of the two, which stands here as both
 
     def slim(self) -> Rotary:
-        """The rotation alone, without the vectors that it was given."""
+        """Leave out the vectors: the rotation alone, to be kept for long."""
         empty = self.q.new_empty(1, 1, 1, self.q.shape[-1])
         return replace(self, q=empty, k=empty, q_rotated=empty, k_rotated=empty)
 
@@ -61,14 +67,12 @@ class Rotary:
     def unrotated(
         self, q: Float[Tensor, "b h s d"], k: Float[Tensor, "b g t d"], offset: int
     ) -> tuple[Float[Tensor, "b h s d"], Float[Tensor, "b g t d"]]:
-        """All queries and keys as they were before the rotation of the dimensions from `offset` on."""
-        part = slice(offset, offset + self.q.shape[-1])
+        """All queries and keys before the rotation, which concerns dimensions from `offset` on."""
+        rotated = slice(offset, offset + self.q.shape[-1])
         q = q.to(torch.float32, copy=True)
+        q[..., rotated] = self.q
         k = k.to(torch.float32, copy=True)
-        q[..., part], k[..., part] = (
-            self.q,
-            self.k,
-        )  # which broadcasts where latent attention shares one rotated key
+        k[..., rotated] = self.k  # broadcasts where latent attention shares one rotated key
         return q, k
 
     def turn_back(
@@ -90,27 +94,27 @@ class Rotary:
         offset : int
             Where the rotated dimensions begin.
         """
-        there = self.unit.at(batch, position[:, None])
-        return there.turn(q[:, :, None], offset, back=True)[:, :, 0], there.turn(
-            k, offset, back=True
-        )
+        rotation = self.unit.at(batch, position[:, None])
+        q_turned = rotation.turn(q[:, :, None], offset, back=True)[:, :, 0]
+        k_turned = rotation.turn(k, offset, back=True)
+        return q_turned, k_turned
 
     def at(self, batch: Int[Tensor, " n"], positions: Int[Tensor, "n m"]) -> Rotary:
         """The rotation of what stands at m places of n rows of the batch."""
-        # a layer of a model split over devices has its tables beside it; they are [b or 1, s, c],
-        # for every head
-        row = batch.to(self.cos.device)
-        positions = positions.to(self.cos.device)
-        row = (row if self.cos.shape[0] > 1 else torch.zeros_like(row))[:, None]
-        return replace(
-            self, cos=self.cos[row, positions].float(), sin=self.sin[row, positions].float()
-        )
+        # a layer of a model split over devices has its tables beside it
+        device = self.cos.device
+        row = batch.to(device)
+        positions = positions.to(device)
+        # the tables are [b or 1, s, c], for every head
+        if self.cos.shape[0] == 1:
+            row = torch.zeros_like(row)
+        place = (row[:, None], positions)
+        return replace(self, cos=self.cos[place].float(), sin=self.sin[place].float())
 
     def turn(
         self, x: Float[Tensor, "n h m d"], offset: int = 0, back: bool = False
     ) -> Float[Tensor, "n h m d"]:
-        """Rotate vectors as this layer rotates what stands where they do (`at`); h of them at each
-        place.
+        """Rotate vectors, h at each place, as this layer rotates what stands there (`at`).
 
         Parameters
         ----------
@@ -124,55 +128,69 @@ class Rotary:
         """
         cos = self.cos.to(x)
         sin = self.sin.to(x)
-        part = x[..., offset : offset + self.q.shape[-1]].contiguous()
-        turned, _ = self.function(part, part[:, :1], cos, -sin if back else sin)  # the family's own
-        rest = x[..., offset + part.shape[-1] :]
-        return (
-            turned if part.shape == x.shape else torch.cat([x[..., :offset], turned, rest], dim=-1)
-        )
+        if back:
+            sin = -sin
+        end = offset + self.q.shape[-1]
+        part = x[..., offset:end].contiguous()
+        turned, _ = self.function(part, part[:, :1], cos, sin)  # the family's own code
+        if part.shape == x.shape:
+            return turned
+        return torch.cat([x[..., :offset], turned, x[..., end:]], dim=-1)
 
 
 def heard_rotary(heard: deque[Rotary], q: Float[Tensor, "b h s d"]) -> Rotary | None:
-    """The rotation of one attention call, from what was heard since the call before; which of two
-    is q is seen.
+    """The rotation of one attention call, from what was heard since the call before.
+
+    A function that is given one tensor at a time was heard twice: which of the two is q is seen
+    from its numbers.
     """
-    if not heard or not heard[-1].alone:
-        return heard[-1] if heard else None
-    first, other = (*heard, *heard)[-2:]
-    seen = first.q_rotated.to(q)
-    if seen.shape[:3] != q.shape[:3] or not torch.equal(seen, q[..., : seen.shape[-1]]):
-        first, other = other, first
-    return replace(first, k=other.q, k_rotated=other.q_rotated)
+    if not heard:
+        return None
+    if not heard[-1].alone:
+        return heard[-1]
+    if _gave(heard[0], q):  # both are the same where only one was heard
+        queries = heard[0]
+        keys = heard[-1]
+    else:
+        queries = heard[-1]
+        keys = heard[0]
+    return replace(queries, k=keys.q, k_rotated=keys.q_rotated)
+
+
+def _gave(rotary: Rotary, q: Float[Tensor, "b h s d"]) -> bool:
+    """Whether these queries begin with what a rotation gave."""
+    rotated = rotary.q_rotated.to(q)
+    if rotated.shape[:3] != q.shape[:3]:
+        return False
+    return torch.equal(rotated, q[..., : rotated.shape[-1]])
 
 
 @cache  # reading signatures takes as long as a layer
 def _rotary_functions(file: ModuleType) -> tuple[str, ...]:
-    """Names of a file's rotary functions."""
-    functions = {
-        name: value for name, value in vars(file).items() if name.startswith("apply_rotary")
-    }
-    given = {
-        name: list(inspect.signature(value).parameters)
-        for name, value in functions.items()
-        if callable(value)
-    }
-    rotate = {"q", "k", "cos", "sin"}
-    return tuple(
-        name for name, names in given.items() if rotate <= set(names) or names[1:] == ["sin", "cos"]
-    )
+    """Names of a modelling file's rotary functions."""
+    names = []
+    for name, function in vars(file).items():
+        if name.startswith("apply_rotary") and callable(function):
+            parameters = list(inspect.signature(function).parameters)
+            if {"q", "k", "cos", "sin"} <= set(parameters) or parameters[1:] == ["sin", "cos"]:
+                names.append(name)
+    return tuple(names)
 
 
 @contextmanager
 def swapped(*values: tuple[Any, str, Any]) -> Iterator[None]:
     """Replace attributes, ``(object, name, value)``, for the duration of a ``with`` block."""
-    before = [(thing, name, vars(thing).get(name, _CLASS)) for thing, name, _ in values]
+    before = [(thing, name, vars(thing).get(name, _OF_CLASS)) for thing, name, _ in values]
     try:
         for thing, name, value in values:
             setattr(thing, name, value)
         yield
     finally:
         for thing, name, value in before:
-            delattr(thing, name) if value is _CLASS else setattr(thing, name, value)
+            if value is _OF_CLASS:
+                delattr(thing, name)
+            else:
+                setattr(thing, name, value)
 
 
 @contextmanager
@@ -182,48 +200,69 @@ def record_rotary(files: Iterable[ModuleType]) -> Iterator[deque[Rotary]]:
     What each was given is added to a list; the attention call of the same layer takes the last of
     it (`heard_rotary`).
     """
-    heard: deque[Rotary] = deque(maxlen=2)  # of layers that are not shown too
-    functions = [(file, name) for file in files for name in _rotary_functions(file)]
-    with swapped(*((file, name, _listen(getattr(file, name), heard)) for file, name in functions)):
+    heard: deque[Rotary] = deque(maxlen=2)  # layers that are not shown add to it too
+    listeners = []
+    for file in files:
+        for name in _rotary_functions(file):
+            listener = _listener(getattr(file, name), heard)
+            listeners.append((file, name, listener))
+    with swapped(*listeners):
         yield heard
 
 
-def _listen(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[..., Any]:
+def _listener(function: Callable[..., Any], heard: deque[Rotary]) -> Callable[..., Any]:
+    """A rotary function that also adds what it was given, and gave, to a list."""
     parameters = inspect.signature(function).parameters
-    defaults = {name: of.default for name, of in parameters.items() if of.default is not of.empty}
-
-    def turn_one(q: Tensor, _k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
-        return function(q.transpose(1, 2), cos=cos, sin=sin).transpose(1, 2), None
+    defaults = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.default is not parameter.empty
+    }
 
     @wraps(function)
     def rotate(*args: Any, **kwargs: Any) -> Any:
         rotated = function(*args, **kwargs)
-        given = {
-            **dict(zip(parameters, args, strict=False)),
-            **kwargs,
-        }  # in their order, defaults behind
-        given |= {name: value for name, value in defaults.items() if name not in given}
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        for name, default in defaults.items():  # behind the others: what is rotated comes first
+            given.setdefault(name, default)
         if "k" in given and given["k"] is None:  # what chooses keys turns its queries by themselves
             return rotated
-        alone = "q" not in given
-        x = next(iter(given.values()))
-        vectors = (x, x, rotated, rotated) if alone else (x, given["k"], *rotated)
-        # positions before heads, or unsqueeze_dim 2, which means the same: turn to heads before
-        # positions
-        if alone or given.get("unsqueeze_dim", 1) != 1:
-            vectors = tuple(x.transpose(1, 2) for x in vectors)
-        q, k, q_rotated, k_rotated = vectors
-        turn = turn_one if alone else function
-        heard.append(Rotary(turn, q, k, given["cos"], given["sin"], q_rotated, k_rotated, alone))
+        heard.append(_rotary_of(function, given, rotated))
         return rotated
 
     return rotate
 
 
+def _rotary_of(function: Callable[..., Any], given: Mapping[str, Any], rotated: Any) -> Rotary:
+    """The record of one call of a rotary function, by the names of its parameters."""
+    cos = given["cos"]
+    sin = given["sin"]
+    x = next(iter(given.values()))
+    if "q" not in given:
+        # one tensor at a time, positions before heads
+        before = x.transpose(1, 2)
+        after = rotated.transpose(1, 2)
+        turn = _with_heads_first(function)
+        return Rotary(turn, before, before, cos, sin, after, after, alone=True)
+    vectors = (x, given["k"], *rotated)
+    if given.get("unsqueeze_dim", 1) != 1:  # positions before heads
+        vectors = tuple(vector.transpose(1, 2) for vector in vectors)
+    q, k, q_rotated, k_rotated = vectors
+    return Rotary(function, q, k, cos, sin, q_rotated, k_rotated)
+
+
+def _with_heads_first(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
+    """A function of one tensor, positions before heads, called like one of q and k."""
+
+    def turn(q: Tensor, _k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
+        rotated = function(q.transpose(1, 2), cos=cos, sin=sin)
+        return rotated.transpose(1, 2), None
+
+    return turn
+
+
 def rotary_settings(config: Any) -> Iterator[dict[str, Any]]:
-    """What a config says about its rotations, at any depth (some families have one per kind of
-    layer).
-    """
+    """Yield what a config says about its rotations; some families have one per kind of layer."""
     todo = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
     while todo:
         part = todo.pop()
@@ -235,8 +274,7 @@ def rotary_settings(config: Any) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def rows_rotate_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Rotations that depend on the length go by each row's own length, for the duration of a
-    ``with`` block.
+    """Let rotations that depend on the length go by each row's own length in a ``with`` block.
 
     transformers takes them from the longest row of the batch, and dynamic RoPE keeps those of the
     longest batch before it; a prompt in a batch would then not be the prompt alone.
@@ -253,44 +291,46 @@ def other_forwards(
     modules: Sequence[nn.Module],
     wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]],
 ) -> AbstractContextManager[None]:
-    """Let modules run what ``wrap`` makes of their forward, for the duration of a ``with`` block."""
-    return swapped(
-        *((part, "forward", wraps(part.forward)(wrap(part, part.forward))) for part in modules)
-    )
+    """Let modules run what ``wrap`` makes of their forward in a ``with`` block."""
+    changes = []
+    for module in modules:
+        forward = wraps(module.forward)(wrap(module, module.forward))
+        changes.append((module, "forward", forward))
+    return swapped(*changes)
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Whether a module's rotation does."""
-    kinds = getattr(module, "rope_type", None)
-    named = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(word in kind for kind in named if isinstance(kind, str) for word in LENGTH_DEPENDENT)
+    """Whether a module's rotation depends on the length of the prompt."""
+    rope_type = getattr(module, "rope_type", None)
+    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    names = [kind for kind in kinds if isinstance(kind, str)]
+    return any(word in name for name in names for word in LENGTH_DEPENDENT)
 
 
 def _row_by_row(module: nn.Module, rotate: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that makes the tables of each row of positions as if the row were alone."""
+
     def rotate_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = position_ids.split(1) if position_ids.ndim == 2 else [position_ids]
         tables = []
-        for row in position_ids.split(1) if position_ids.ndim == 2 else [position_ids]:
+        for row in rows:
             _forget_lengths(module)
-            tables.append(
-                rotate(x[:1], row, *args, **kwargs)
-            )  # which only asks x for its device and type
-        return (
-            tuple(torch.cat(rows) for rows in zip(*tables, strict=True))
-            if len(tables) > 1
-            else tables[0]
-        )
+            # x is only looked at for its device and type
+            tables.append(rotate(x[:1], row, *args, **kwargs))
+        if len(tables) == 1:
+            return tables[0]
+        return tuple(torch.cat(parts) for parts in zip(*tables, strict=True))
 
     return rotate_rows
 
 
 def _forget_lengths(module: nn.Module) -> None:
     """Reset a rotation to its state before the first prompt."""
-    ending = "original_inv_freq"
     for name in [*module._buffers, *vars(module)]:
-        if name.endswith(ending):
-            buffer = name.removesuffix(ending) + "inv_freq"
-            module.register_buffer(
-                buffer, getattr(module, name).to(getattr(module, buffer).device), persistent=False
-            )
+        if name.endswith(_ORIGINAL):
+            buffer = name.removesuffix(_ORIGINAL) + "inv_freq"
+            device = getattr(module, buffer).device
+            original = getattr(module, name).to(device)
+            module.register_buffer(buffer, original, persistent=False)
         elif name.endswith("max_seq_len_cached"):
             setattr(module, name, module.original_max_seq_len)

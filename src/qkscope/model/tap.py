@@ -1,12 +1,14 @@
-"""The tap: every attention call of a model passes through us, with nothing copied from its
-modelling file.
+"""The tap: show every attention call of a model to visitors, with nothing copied from its code.
 
 transformers looks up its attention function by the name in the config. The tap registers a function
 and a mask function under a new name, points the config there, and hands each call to a visitor: q
-and k as the dot product sees them (KV heads unrepeated) and what the call itself says about ``ℓ =
-cap(scale · q·k) + mask`` and the sink. Then it delegates to the implementation the model was loaded
-with. On leaving, name, function and config are as before. Families with attention code of their own
-are watched while it runs (`own_code`).
+and k as the dot product sees them (KV heads unrepeated), and what the call itself says about
+
+    ``ℓ = cap(scale · q·k) + mask``
+
+and the sink. Then it delegates to the implementation the model was loaded with. On leaving, name,
+function and config are as before. Families with attention code of their own are watched while it
+runs (`own_code`).
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ from qkscope.model.spaces import Rotary, swapped
 #: Implementations the tap can delegate to: those whose mask says which keys a query sees.
 SERVED = ("sdpa", "eager")
 
-_numbers = itertools.count()
+#: End of the sentence that refuses a model whose modules changed under its Scope.
 ANEW = "the Scope was made: make a new one of the model as it is, with Scope.from_model(model)."
+
+_tap_numbers = itertools.count()  # each tap registers under a name that no other tap has
 
 
 class _Name(str):
-    """A name of our own in the tables of functions, equal to the implementation's wherever a model
-    asks by name.
+    """The name a tap registers under, equal to the implementation's too, for models that compare.
 
     Sparse attention makes its mask only ``if config._attn_implementation in ("eager", "sdpa")``.
     """
@@ -65,18 +68,16 @@ def cleared(hooks: Iterable[Any], stop: Stop | None = None) -> Iterator[None]:
         yield
     finally:
         if stop is not None:
-            stop.__traceback__ = (
-                None  # its frames hold tensors, and from Python 3.12 on they hold each other
-            )
+            # its frames hold tensors, and from Python 3.12 on they hold each other
+            stop.__traceback__ = None
         for hook in hooks:
             hook.remove()
 
 
 def evaluated(parts: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Eval mode for the duration of a ``with`` block: no dropout. Each module's own mode is put
-    back.
-    """
-    return swapped(*((part, "training", False) for part in parts if part.training))
+    """Set modules to eval mode (no dropout) for a ``with`` block; each then gets its mode back."""
+    in_training = [part for part in parts if part.training]
+    return swapped(*((part, "training", False) for part in in_training))
 
 
 @dataclass
@@ -110,105 +111,117 @@ class Call:
     weights: Callable[[], Float[Tensor, "b h s t"]] | None = None
 
     def cap(self, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Soft-cap: ``c · tanh(ℓ/c)``, or nothing."""
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        """Soft-cap the logits: ``c · tanh(ℓ/c)``, or leave them where the call has no cap."""
+        if self.softcap is None:
+            return logits
+        return self.softcap * torch.tanh(logits / self.softcap)
 
     def own_mask(self, head: int) -> Float[Tensor, "b s t"]:
-        """The additive mask of one head, to be written into; its output is computed again."""
+        """One head's additive mask, to be written into; the head's output is computed again."""
         if not self.redrawn:
-            mask = self._every_mask()
-            self.mask = mask.repeat(1, self.q.shape[1] // mask.shape[1], 1, 1)
-            self.causal = False
+            mask = self._full_mask()
+            n_heads = self.q.shape[1]
+            self.mask = mask.repeat(1, n_heads // mask.shape[1], 1, 1)
+            self.causal = False  # the mask says it now
             self.redrawn = True
         self.redo.add(head)
         return self.mask[:, head]  # type: ignore[index]
 
-    def _every_mask(self) -> Float[Tensor, "b m s t"]:
-        batch, _, queries, _ = self.q.shape
-        every = torch.cartesian_prod(
-            *(torch.arange(n, device=self.q.device) for n in (batch, queries))
-        )
-        return self.mask_rows(*every.unbind(1)).unflatten(0, (batch, queries)).transpose(1, 2)
+    def _full_mask(self) -> Float[Tensor, "b m s t"]:
+        """The additive mask of all queries; m is 1, or h where heads differ."""
+        n_batch, _, n_queries, _ = self.q.shape
+        device = self.q.device
+        batch = torch.arange(n_batch, device=device).repeat_interleave(n_queries)
+        query = torch.arange(n_queries, device=device).repeat(n_batch)
+        rows = self.mask_rows(batch, query)
+        return rows.unflatten(0, (n_batch, n_queries)).transpose(1, 2)
 
     def mask_rows(self, batch: Int[Tensor, "r"], query: Int[Tensor, "r"]) -> Float[Tensor, "r m t"]:
-        """The additive mask of chosen queries over all keys, 0 or -inf (or a bias); m is 1, or h
-        where heads differ.
-        """
-        keys = self.k.shape[2]
+        """The additive mask (0, -inf or a bias) of chosen queries; m is 1, or h if heads differ."""
+        n_keys = self.k.shape[2]
         if self.mask is None:
-            shown = torch.arange(keys, device=query.device)
-            last = (
-                query[:, None] + (keys - self.q.shape[2])
-                if self.causal
-                else torch.full_like(query, keys)[:, None]
-            )
-            return additive(shown <= last)[:, None]
-        # a mask that is the same for every sequence, or for every query, may come without that
-        # axis' length
-        batch = batch if len(self.mask) > 1 else torch.zeros_like(batch)
-        query = query if self.mask.shape[2] > 1 else torch.zeros_like(query)
-        return additive(self.mask[batch, :, query][..., :keys])
+            return self._causal_rows(query)[:, None]
+        # a mask that is the same for every sequence, or for every query, may have length 1 there
+        if self.mask.shape[0] == 1:
+            batch = torch.zeros_like(batch)
+        if self.mask.shape[2] == 1:
+            query = torch.zeros_like(query)
+        rows = self.mask[batch, :, query]
+        return additive(rows[..., :n_keys])
+
+    def _causal_rows(self, query: Int[Tensor, "r"]) -> Float[Tensor, "r t"]:
+        """The mask of a call that passes no tensor: the keys after a query, where it is causal."""
+        n_queries = self.q.shape[2]
+        n_keys = self.k.shape[2]
+        keys = torch.arange(n_keys, device=query.device)
+        if self.causal:
+            last = query + (n_keys - n_queries)
+        else:
+            last = torch.full_like(query, n_keys)
+        return additive(keys <= last[:, None])
 
     @torch.no_grad()
     def rows(
         self, head: int | Int[Tensor, "r"], batch: Int[Tensor, "r"], query: Int[Tensor, "r"]
     ) -> AttentionRows:
-        """Attention rows of one head, or of one each, at chosen queries, over all keys."""
-        batch = batch.to(self.q.device)
-        query = query.to(self.q.device)
-        mask = self.mask_rows(batch, query)
-        group = self.q.shape[1] // self.k.shape[1]
+        """Attention rows at chosen queries over all keys, of one head or of one head a row."""
+        device = self.q.device
+        batch = batch.to(device)
+        query = query.to(device)
+        n_rows = len(batch)
         q = self.q[batch, head, query].float()
-        k = self.k[batch, head // group].float()
-        bias = mask[torch.arange(len(batch)), head if mask.shape[1] > 1 else 0]
-        cap = (
-            None
-            if self.softcap is None
-            else torch.tensor([float(self.softcap)], device=self.q.device)
-        )
-        rest = (
-            None
-            if self.sinks is None
-            else self.sinks.detach()[head].float().expand(len(batch))[:, None]
-        )
+        k = self.k[batch, head // self._group_size(self.k)].float()
+        mask = self.mask_rows(batch, query)
+        mask_head = head if mask.shape[1] > 1 else 0
+        bias = mask[torch.arange(n_rows), mask_head]
+        softcap = None
+        if self.softcap is not None:
+            softcap = torch.tensor([float(self.softcap)], device=device)
+        sink = None
+        if self.sinks is not None:
+            sink = self.sinks.detach()[head].float().expand(n_rows)[:, None]
         return AttentionRows(
-            q[:, None], k[:, None], self.scale, softcap=cap, bias=bias[:, None], rest=rest
+            q[:, None], k[:, None], self.scale, softcap=softcap, bias=bias[:, None], rest=sink
         )
 
     def logits(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
-        """What the softmax of some query heads is given, from this record, in float32; -inf hides a
-        key.
-        """
+        """What the softmax of query heads is given, from this record: float32, -inf hides a key."""
         index = torch.tensor(heads, device=self.q.device)
-        mask = self._every_mask()
-        logits = self.cap(
-            self.scale * self.q[:, index].float() @ self._of(self.k, heads).transpose(-1, -2)
-        )
-        return logits + (mask if mask.shape[1] == 1 else mask[:, index])
+        mask = self._full_mask()
+        if mask.shape[1] > 1:
+            mask = mask[:, index]
+        q = self.q[:, index].float()
+        k = self._read_by(heads, self.k)
+        return self.cap(self.scale * q @ k.transpose(-1, -2)) + mask
 
     def attention(self, heads: list[int]) -> Float[Tensor, "b n s t"]:
         """The whole attention pattern of some query heads, from this record, in float32."""
         logits = self.logits(heads)
-        sink = (
-            None
-            if self.sinks is None
-            else self.sinks.float()[heads].view(1, -1, 1).expand(logits.shape[:3])
-        )
+        sink = None
+        if self.sinks is not None:
+            by_head = self.sinks.float()[heads].view(1, -1, 1)
+            sink = by_head.expand(logits.shape[:3])
         # a padded query sees nothing: nan_to_num leaves it at 0, and nobody reads it
         return soft(logits, sink).nan_to_num()
 
-    def _of(self, vectors: Float[Tensor, "b g t d"], heads: list[int]) -> Float[Tensor, "b n t d"]:
-        """Keys or values, as some query heads read them."""
-        return vectors[:, [head // (self.q.shape[1] // vectors.shape[1]) for head in heads]].float()
-
     def attend(self, heads: list[int]) -> Float[Tensor, "b s n e"]:
-        """Output of some query heads, from this record: ``softmax([cap(scale q·k) + mask, sink])
-        v``.
-        """
-        return (self.attention(heads) @ self._of(self.v, heads)).transpose(1, 2)
+        """Output of query heads from this record: ``softmax([cap(scale q·k) + mask, sink]) v``."""
+        v = self._read_by(heads, self.v)
+        return (self.attention(heads) @ v).transpose(1, 2)
+
+    def _group_size(self, vectors: Float[Tensor, "b g t d"]) -> int:
+        """Query heads that share one head of keys or values."""
+        return self.q.shape[1] // vectors.shape[1]
+
+    def _read_by(
+        self, heads: list[int], vectors: Float[Tensor, "b g t d"]
+    ) -> Float[Tensor, "b n t d"]:
+        """Keys or values in float32, repeated as the query heads given read them."""
+        group_size = self._group_size(vectors)
+        return vectors[:, [head // group_size for head in heads]].float()
 
 
-# ---------------------------------------------------------------- where its modules are
+# ---------------------------------------------------------------- where a model's modules are
 
 
 def _children(parts: Sequence[nn.Module]) -> list[nn.Module | None]:
@@ -217,12 +230,15 @@ def _children(parts: Sequence[nn.Module]) -> list[nn.Module | None]:
 
 
 def _places_of(model: Any, name: str) -> list[tuple[nn.ModuleList, int]]:
-    """The lists of layers a module stands in, outermost first, and the number of its layer in each."""
-    parts = name.split(".")
-    outer = [
-        (model.get_submodule(".".join(parts[:end])), parts[end]) for end in range(1, len(parts))
-    ]
-    return [(part, int(number)) for part, number in outer if isinstance(part, nn.ModuleList)]
+    """The lists of layers around a module, outermost first, and its layer's number in each."""
+    path = name.split(".")
+    places = []
+    for end in range(1, len(path)):
+        ancestor = model.get_submodule(".".join(path[:end]))
+        if isinstance(ancestor, nn.ModuleList):
+            number = int(path[end])
+            places.append((ancestor, number))
+    return places
 
 
 def place_of(model: Any, name: str) -> tuple[nn.ModuleList, int] | None:
@@ -231,23 +247,35 @@ def place_of(model: Any, name: str) -> tuple[nn.ModuleList, int] | None:
 
 
 def block_of(model: Any, name: str) -> nn.Module:
-    """The transformer block a module belongs to: the innermost ancestor that stands in a list of
-    modules.
-    """
+    """The transformer block of a module: its innermost ancestor that stands in a list of layers."""
     layers, number = _places_of(model, name)[-1]
     return layers[number]
 
 
-@cache  # every attention call asks
+@cache  # every attention call needs it
 def modelling_file(kind: type) -> ModuleType:
-    """The file that defines a layer's attention; a subclass elsewhere leads to its parent's file."""
+    """The file that defines attention for a class; for a subclass elsewhere, its parent's file."""
     files = [sys.modules[parent.__module__] for parent in kind.__mro__]
     return next((file for file in files if hasattr(file, "eager_attention_forward")), files[0])
 
 
 class Anatomy(NamedTuple):
-    """What the tap has to find in a model, found once: a walk through all modules takes as long as
-    a few layers.
+    """What the tap needs of a model, looked up once: a walk through it costs as much as layers do.
+
+    Attributes
+    ----------
+    parts : list of Module
+        Every module.
+    children : list of Module or None
+        Their direct children, which tell whether a module was replaced since.
+    configs : dict
+        ``id(config) -> config``, of those that name an attention function.
+    files : frozenset of module
+        The modelling files its classes come from.
+    by_length : tuple of Module
+        Modules that rotate by the length of the prompt.
+    own : tuple of Module
+        Attention modules that compute attention with code of their own (`own_code`).
     """
 
     parts: list[nn.Module]
@@ -259,23 +287,71 @@ class Anatomy(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> Anatomy:
-        """Its modules, configs that name an attention function, modelling files, modules that
-        rotate by the prompt's length, and attention with code of its own.
-        """
+        """Look a model up."""
         parts = list(model.modules())
-        configs = [part.config for part in parts if hasattr(part, "config")]
+        configs = {}
+        for part in parts:
+            config = getattr(part, "config", None)
+            if hasattr(config, "_attn_implementation_internal"):
+                configs[id(config)] = config
+        classes = {type(part) for part in parts}
         return cls(
-            parts,
-            _children(parts),
-            {
-                id(config): config
-                for config in configs
-                if hasattr(config, "_attn_implementation_internal")
-            },
-            frozenset(map(modelling_file, set(map(type, parts)))),
-            tuple(part for part in parts if spaces.depends_on_length(part)),
-            tuple(own_attention(model)),
+            parts=parts,
+            children=_children(parts),
+            configs=configs,
+            files=frozenset(modelling_file(kind) for kind in classes),
+            by_length=tuple(part for part in parts if spaces.depends_on_length(part)),
+            own=tuple(own_attention(model)),
         )
+
+
+# ---------------------------------------------------------------- the tap
+
+
+@dataclass
+class _Audience:
+    """The visitors of one tap, and the layers that they were shown so far.
+
+    `layers` maps the id of an attention module to its layer; None shows the calls of all modules,
+    numbered in their order. `heard` is what rotary functions were given since the last call.
+    """
+
+    visits: Sequence[Callable[[Call], None]]
+    layers: Mapping[int, int] | None
+    heard: deque[Rotary]
+    called: list[int] = field(default_factory=list)
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether calls of this module are shown."""
+        return self.layers is None or id(module) in self.layers
+
+    def show(self, call: Call) -> None:
+        """Number a call and let each visitor see it."""
+        call.layer = len(self.called) if self.layers is None else self.layers[id(call.module)]
+        self.called.append(call.layer)
+        call.rotary = spaces.heard_rotary(self.heard, call.q)  # None in a layer without rotation
+        self.heard.clear()
+        for visit in self.visits:
+            visit(call)
+
+    def serve(self, run: Callable[[], Tensor], **fields: Any) -> Float[Tensor, "b h s e"]:
+        """Show attention that a module computed by itself, and give the output to go on with."""
+        call = Call(**fields)
+        self.show(call)
+        output = run().transpose(1, 2)
+        return _edited(call, output).transpose(1, 2)
+
+    def check_all_called(self, stopped: bool) -> None:
+        """Refuse a pass in which a layer did not call its attention; a stopped one may be short."""
+        if not self.called or self.layers is None:
+            return
+        expected = list(self.layers.values())  # in the order in which they are called
+        if stopped and expected:
+            deepest = expected.index(self.called[-1])
+            expected = expected[: deepest + 1]
+        silent = set(expected) - set(self.called)
+        if silent:
+            raise BadInput(f"layer {min(silent)} did not call its attention, as it did when {ANEW}")
 
 
 @contextmanager
@@ -287,8 +363,7 @@ def tap(
     anatomy: Anatomy | None = None,
     within: nn.Module | None = None,
 ) -> Iterator[list[int]]:
-    """Show every attention call of a model, in eval mode, to visitors, for the duration of a
-    ``with`` block.
+    """Show every attention call of a model, in eval mode, to visitors during a ``with`` block.
 
     Yields the list of layers, which grows as they are called. A pass that leaves out one of
     `layers` is an error.
@@ -306,11 +381,10 @@ def tap(
     rotary : bool
         Also record what the modelling file's rotary function was given (`Call.rotary`).
     anatomy : Anatomy, optional
-        Of this model, where it was looked for before.
+        Of this model, where it was looked up before.
     within : Module, optional
         The part of it that runs, where that is a block of a model that ran just before.
     """
-    called: list[int] = []
     if within is None and anatomy is not None and _children(anatomy.parts) != anatomy.children:
         raise BadInput(f"modules of the model were replaced, added or removed since {ANEW}")
     anatomy = anatomy or Anatomy.of(model)
@@ -318,51 +392,33 @@ def tap(
     with ExitStack() as stack:
         stack.enter_context(evaluated(parts))
         stack.enter_context(spaces.rows_rotate_alone(anatomy.by_length))
-        heard: deque[Rotary] = (
-            stack.enter_context(spaces.record_rotary(anatomy.files)) if rotary else deque()
-        )
-
-        def show(call: Call) -> None:
-            call.layer = len(called) if layers is None else layers[id(call.module)]
-            called.append(call.layer)
-            call.rotary = spaces.heard_rotary(heard, call.q)  # none in a layer without rotation
-            heard.clear()
-            for visit in visits:
-                visit(call)
-
-        def serve(
-            run: Callable[[], Tensor], **fields: Any
-        ) -> Tensor:  # of an attention that a module computed itself
-            show(call := Call(**fields))
-            return _edited(call, run().transpose(1, 2)).transpose(1, 2)
-
+        heard: deque[Rotary] = deque()
+        if rotary:
+            heard = stack.enter_context(spaces.record_rotary(anatomy.files))
+        audience = _Audience(visits, layers, heard)
         if anatomy.own:
-            stack.enter_context(
-                watched(
-                    [part for part in anatomy.own if layers is None or id(part) in layers], serve
-                )
-            )
+            modules = [part for part in anatomy.own if audience.wants(part)]
+            stack.enter_context(watched(modules, audience.serve))
         else:
-            stack.enter_context(_interface(model, anatomy.configs, show, layers))
-        expected = list((layers or {}).values())  # in the order in which they are called
+            stack.enter_context(_interface(model, anatomy.configs, audience))
+        stopped = False
         try:
-            yield called
+            yield audience.called
         except Stop as stop:
-            stop.__traceback__ = (
-                None  # its frames hold the layer's tensors, in a cycle until the collector comes by
-            )
-            expected = expected[: expected.index(called[-1]) + 1] if called and expected else []
-        if called and (silent := set(expected) - set(called)):
-            raise BadInput(f"layer {min(silent)} did not call its attention, as it did when {ANEW}")
+            # its frames hold the layer's tensors, in a cycle until the collector comes by
+            stop.__traceback__ = None
+            stopped = True
+        audience.check_all_called(stopped)
 
 
 def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s h e"]:
     """The output to go on with, after visitors saw the call."""
-    output = output if call.output is None else call.output.to(output.dtype)
+    if call.output is not None:
+        output = call.output.to(output.dtype)
     if not call.redo and not call.outputs:
         return output
-    heads = sorted(call.redo)
     output = output.clone()
+    heads = sorted(call.redo)
     if heads:
         output[:, :, heads] = call.attend(heads).to(output.dtype)
     for head, change in call.outputs.items():
@@ -371,11 +427,10 @@ def _edited(call: Call, output: Float[Tensor, "b s h e"]) -> Float[Tensor, "b s 
 
 
 @contextmanager
-def _interface(
-    model: Any, configs: dict[int, Any], show: Callable[[Call], None], layers: Any
-) -> Iterator[None]:
-    """Show the calls of transformers' attention interface."""
-    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+def _interface(model: Any, configs: Mapping[int, Any], audience: _Audience) -> Iterator[None]:
+    """Show an audience the calls of transformers' attention interface during a ``with`` block."""
+    loaded_with = {key: config._attn_implementation_internal for key, config in configs.items()}
+    default = loaded_with[id(model.config)]
 
     def attention(
         module: nn.Module,
@@ -385,60 +440,77 @@ def _interface(
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        given = query, key, value, attention_mask
-        implementation = before.get(
-            id(getattr(module, "config", model.config)), before[id(model.config)]
-        )
-        file = modelling_file(type(module))  # type: ignore[arg-type]
-        if implementation != "eager":
-            # a modelling file may hold its own instance of the interface, with its own version of
-            # sdpa
-            run = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[implementation]
-        else:
-            run = file.eager_attention_forward
-        if layers is not None and id(module) not in layers:
-            return run(module, *given, **kwargs)
-        scale = kwargs.get("scaling")
-        is_causal = kwargs.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        # sdpa reads a missing mask as causal (for more than one query), eager as no mask at all
-        causal = (
-            implementation == "sdpa"
-            and attention_mask is None
-            and bool(is_causal)
-            and query.shape[2] > 1
-        )
-        scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-        call = Call(module, *given, scale, causal, kwargs.get("softcap"), kwargs.get("s_aux"))
-        call.biases = tuple(
-            name for name, value in kwargs.items() if "bias" in name and isinstance(value, Tensor)
-        )
-        show(call)
+        config = getattr(module, "config", model.config)
+        implementation = loaded_with.get(id(config), default)
+        run = _attention_function(module, implementation)
+        inputs = (query, key, value, attention_mask)
+        if not audience.wants(module):
+            return run(module, *inputs, **kwargs)
+        call = _call_of(module, inputs, kwargs, implementation)
+        audience.show(call)
         if call.output is not None:
             return _edited(call, call.output.to(query.dtype)), None
-        output, weights = run(module, *given, **kwargs)
+        output, weights = run(module, *inputs, **kwargs)
         return _edited(call, output), weights
 
-    implementation = before[id(model.config)]
-    if implementation.startswith("qkscope_"):
+    if default.startswith("qkscope_"):
         raise BadInput(
-            "this model is being watched already: let the other thread, or the block around it, end first."
+            "this model is being watched already: let the other thread, or the block around it, "
+            "end first."
         )
-    if implementation not in SERVED:
+    if default not in SERVED:
         raise BadInput(
-            f"the model runs {implementation!r} attention: load it with attn='sdpa' or attn='eager'."
+            f"the model runs {default!r} attention: load it with attn='sdpa' or attn='eager'."
         )
-    name = _Name(f"qkscope_{next(_numbers)}")
-    name.implementation = implementation
-    functions = ALL_ATTENTION_FUNCTIONS
-    masks = ALL_MASK_ATTENTION_FUNCTIONS
+    name = _Name(f"qkscope_{next(_tap_numbers)}")
+    name.implementation = default
+    renamed = [(config, "_attn_implementation_internal", name) for config in configs.values()]
     try:
-        functions.register(name, attention)
-        masks.register(name, masks[implementation])
-        with swapped(
-            *((config, "_attn_implementation_internal", name) for config in configs.values())
-        ):
+        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[default])
+        with swapped(*renamed):
             yield
     finally:
-        for interface in (functions, masks):
-            interface._global_mapping.pop(name, None)
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+
+
+def _attention_function(module: nn.Module, implementation: str) -> Callable[..., Any]:
+    """The function that this module's attention would run without the tap."""
+    file: Any = modelling_file(type(module))  # type: ignore[arg-type]
+    if implementation == "eager":
+        return file.eager_attention_forward
+    # a modelling file may hold its own instance of the interface, with its own version of sdpa
+    interface = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    return interface[implementation]
+
+
+def _call_of(
+    module: nn.Module,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    kwargs: Mapping[str, Any],
+    implementation: str,
+) -> Call:
+    """The record of one call of the attention interface: its q, k, v, mask, and keywords."""
+    q, k, v, mask = inputs
+    scale = kwargs.get("scaling")
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    # sdpa reads a missing mask as causal (for more than one query), eager as no mask at all
+    reads_as_causal = implementation == "sdpa" and mask is None and q.shape[2] > 1
+    biases = [name for name in kwargs if "bias" in name and isinstance(kwargs[name], Tensor)]
+    return Call(
+        module,
+        q,
+        k,
+        v,
+        mask,
+        scale=float(scale),
+        causal=reads_as_causal and bool(is_causal),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        biases=tuple(biases),
+    )
