@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from qkscope.checking import Count, came, checked_class
+from qkscope.checking import Count, checked_class
 from qkscope.errors import BadInput
+from qkscope.text import describe
 
 #: Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`.
 Span = tuple[int, int]
@@ -200,10 +201,10 @@ def find_span(text: str, word: str) -> Span:
     spans = [match.span() for match in re.finditer(f"{before}{re.escape(word)}{after}", text)]
     if not spans:
         raise BadInput(
-            f"{word!r} does not stand in the text {came(text)}: check its spelling and case."
+            f"{word!r} does not stand in the text {describe(text)}: check its spelling and case."
         )
     if len(spans) > 1:
-        times = f"{len(spans)} times in the text {came(text)} (at {', '.join(str(start) for start, _ in spans[:8])})"
+        times = f"{len(spans)} times in the text {describe(text)} (at {', '.join(str(start) for start, _ in spans[:8])})"
         raise BadInput(f"{word!r} stands {times}: name it by its span (start, stop) instead.")
     return spans[0]
 

@@ -22,10 +22,11 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from qkscope.checking import checked_class, cut
+from qkscope.checking import checked_class
 from qkscope.errors import BadInput
 from qkscope.results import folder as disk
 from qkscope.results.claims import Claim, count_claims
+from qkscope.text import abbreviate
 
 #: A table.
 Rows = list[dict[str, Any]]
@@ -291,7 +292,7 @@ def made_result(path: str | Path) -> Result:
         else "What can be compared is the same here."
     )
     told = [
-        {"line": f"{what}: {text if what == 'command' else cut(str(text), 100)}"}
+        {"line": f"{what}: {text if what == 'command' else abbreviate(str(text), 100)}"}
         for what, text in there.items()
     ]
     return Result("made", {"made": rows, "said": told}, answer=answer)
