@@ -116,8 +116,8 @@ def rank_above(
         if j == 0 and real:
             norms = rest.flatten(1).norm(dim=1)
             statistics = (
-                (float(s[0]), tuple(largest.tolist())),
-                (float(s.norm()), tuple(norms.tolist())),
+                Statistic(float(s[0]), tuple(largest.tolist())),
+                Statistic(float(s.norm()), tuple(norms.tolist())),
             )
         reached = int((largest >= s[j] - 1e-12 * largest_of_all).sum())
         if not real or (1 + reached) / (len(nulls) + 1) > alpha:

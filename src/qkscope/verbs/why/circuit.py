@@ -36,7 +36,7 @@ from qkscope.rerun.alternatives import Alternatives
 from qkscope.rerun.nodes import WAY, Nodes, Values
 from qkscope.rerun.rerun_tokens import prompt_of
 from qkscope.seeds import derived_seed
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.text import grouped
 from qkscope.verbs.why import sentences
 
