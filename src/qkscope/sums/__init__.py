@@ -7,7 +7,8 @@ Files in reading order:
 - ``nulls``: ΔC from sums, the same sums under H0, p-values. ``intervals``: how sure a mean is, and
   whether neighbouring units are alike. ``moments``: what streams and merges, and the sums of a contrast.
 - ``bases``: SVDs that are multiplied out, of many matrices at once too, and what several bases are
-  to each other. ``controls``: what a rank is worth. ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank.
+  to each other. ``cross_validation``: directions that
+  predict units left out. ``controls``: what a rank is worth. ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank.
 - ``swap_algebra``, ``swap_methods``: the causal test, what can be swapped, and how well any subspace could do.
 - ``singular``: a head's singular vectors, and relative attention as a sum of their terms: how few
   carry it.
