@@ -14,6 +14,6 @@ Files in reading order:
   carry it.
 - ``feature_split``: a logit split among subspaces, the one table of every split, and which singular
   vectors carry a feature. ``relative_logits``: a relative logit's keys, what is measured of rows, sums by
-  word, writers at random. ``dictionaries``: one split among a dictionary's features, and
-  dictionaries without meaning. ``dictionary_files``: a dictionary's files, here or on the hub.
+  word, writers at random. ``feature_terms``: one split among pairs of a dictionary's
+  features.
 """
