@@ -16,7 +16,7 @@ from qkscope.findings.fit import load, read_job
 from qkscope.findings.task_batches import batches_of, unit_runner
 from qkscope.model.scope import Scope
 from qkscope.results.result import Result
-from qkscope.sums.nulls import wilson
+from qkscope.sums.intervals import wilson
 from qkscope.texts.task import ANSWER, Task
 from qkscope.texts.word_pools import OBJECTS
 from qkscope.verbs.decompose import decompose

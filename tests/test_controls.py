@@ -13,8 +13,8 @@ from planted import PlantedHead, randn
 from qkscope import BadInput, Head
 from qkscope.seeds import draw_bits, draw_signs
 from qkscope.sums.controls import FEWEST, Gain, rank_above, run_controls
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.sums.moments import Moments
-from qkscope.sums.nulls import clustered_bootstrap
 from qkscope.sums.subspace import Subspace
 
 

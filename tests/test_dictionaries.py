@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 import qkscope as qk
 from qkscope.errors import BadInput
-from qkscope.sums.dictionaries import NULLS, NUMBERS, FeatureTerms, null_code
+from qkscope.sums.feature_terms import NUMBERS, FeatureTerms
 from qkscope.sums.singular import random_rotations
+from qkscope.verbs.trace.null_dictionaries import NULLS, null_code
 
 D, F = 6, 15
 

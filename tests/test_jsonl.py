@@ -14,7 +14,7 @@ import qkscope as qk
 from qkscope import BadInput, tasks
 from qkscope.examples import Answers, Example
 from qkscope.model.inputs import answer_ids
-from qkscope.sums.nulls import lag_one
+from qkscope.sums.intervals import lag_one
 from qkscope.texts.task import ANSWER, USES, Task
 from qkscope.texts.word_pools import BOXES, OBJECTS
 

@@ -20,8 +20,8 @@ from qkscope.linear.reader import Reader
 from qkscope.linear.run import Parts
 from qkscope.model.scope import Scope
 from qkscope.show.blocks import blocks_of
-from qkscope.sums.dictionaries import NULLS
 from qkscope.verbs.trace.features import EDGES, FeatureSplit
+from qkscope.verbs.trace.null_dictionaries import NULLS
 from qkscope_papers.families import tiny_model, two_prompts
 
 FAMILIES = ["gpt2", "gemma2", "olmo2", "gpt_oss", "deepseek_v3"]

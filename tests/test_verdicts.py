@@ -9,7 +9,8 @@ import torch
 from planted import PlantedHead, randn
 from qkscope import Head, tasks
 from qkscope.findings.task_batches import UnitBatch, null_units
-from qkscope.sums.controls import cross_validated_rank, plant, rank_above, run_controls
+from qkscope.sums.controls import rank_above, run_controls
+from qkscope.sums.cross_validation import cross_validated_rank, plant
 from qkscope.sums.moments import Moments
 from qkscope.sums.nulls import false_discovery, head_p_values
 

@@ -19,7 +19,7 @@ from qkscope.heads import Head
 from qkscope.linear.attribution import direct_effect
 from qkscope.model.encode import token_texts
 from qkscope.model.scope import Scope
-from qkscope.sums.nulls import wilson
+from qkscope.sums.intervals import wilson
 from qkscope.verbs.why.many_prompts import Prompts, _differs
 from qkscope.verbs.why.splits import part_rows, singular_terms
 from qkscope_papers.families import tiny_model

@@ -32,7 +32,7 @@ from sklearn.metrics import roc_auc_score
 import qkscope as qk
 from qkscope.rerun.rerun_tokens import prompt_of
 from qkscope.results.result import Result
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.documents import Document, package_texts, python_texts, read_documents
 from qkscope.verbs.atlas import atlas
 from qkscope.verbs.atlas import head_names as guesses

@@ -31,7 +31,7 @@ from qkscope.findings.prompt_trace import reader_of
 from qkscope.heads import Head
 from qkscope.model.capture_types import Places
 from qkscope.rerun.rerun_tokens import Again
-from qkscope.sums.nulls import wilson
+from qkscope.sums.intervals import wilson
 from qkscope.texts.documents import read_documents
 from qkscope_papers.models import random_weights
 from qkscope_papers.tables import mean, pick

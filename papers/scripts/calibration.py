@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from qkscope.sums.controls import rank_above
+from qkscope.sums.intervals import lag_one
 from qkscope.sums.moments import Moments
-from qkscope.sums.nulls import head_p_values, lag_one
+from qkscope.sums.nulls import head_p_values
 from qkscope.verbs.decompose import ALIKE
 
 AT_ONCE = 50

@@ -14,7 +14,7 @@ from typing import Any
 
 from pages import DOCS
 
-from qkscope.sums.nulls import wilson
+from qkscope.sums.intervals import wilson
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure, palette, styled
 
 FIGURE = DOCS / "figures" / "circuit.png"

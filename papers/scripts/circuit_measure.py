@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import qkscope as qk
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.sentence_tasks import TEMPLATES
 from qkscope.verbs.why.circuit import CIRCUIT, NodeOrder
 from qkscope.verbs.why.many_prompts import nodes_of

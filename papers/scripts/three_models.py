@@ -26,7 +26,7 @@ from pages import REPORTS, ROOT, put
 import qkscope as qk
 from qkscope.heads import Writer
 from qkscope.model.capture_types import Places
-from qkscope.sums.nulls import clustered_bootstrap, wilson
+from qkscope.sums.intervals import clustered_bootstrap, wilson
 from qkscope.texts.documents import python_texts, read_documents
 from qkscope.texts.holdout import split
 from qkscope.verbs.attribute import relative_rows, singular_basis

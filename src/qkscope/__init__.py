@@ -4,11 +4,13 @@ Public names are imported on first use, so that ``import qkscope`` and ``qkscope
 instant. Which there are, and where they live, stands in ``__init__.pyi``, which type checkers and
 editors read too.
 
-The nouns that all share: `errors`, `checking` (calls checked against their annotations), `seeds`
-(random numbers by address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a
-subspace as an edit). The rooms, in the order in which they may import each other: `results`,
-`texts`, `model`, `linear`, `rerun`, `sums`, `findings`, `verbs`, `show` and `cli`. The papers, their
-toys, nano training and the bench are a second distribution, `qkscope_papers`.
+The nouns that all share: `errors`, `text` (items in groups, values in messages), `checking` (calls
+checked against their annotations), `seeds` (random numbers by address), `heads`, `examples`,
+`attention` (rows and their softmax), `hooks` (a subspace as an edit).
+
+The rooms, in the order in which they may import each other: `results`, `texts`, `model`, `linear`,
+`rerun`, `sums`, `findings`, `verbs`, `show` and `cli`. The papers, their toys, nano training and the
+bench are a second distribution, `qkscope_papers`.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@ from qkscope.errors import BadInput as BadInput
 from qkscope.examples import Example as Example
 from qkscope.findings.fit import load as load
 from qkscope.heads import Head as Head
+from qkscope.model.dictionary import Dictionary as Dictionary
 from qkscope.model.scope import Scope as Scope
 from qkscope.results.result import Result as Result
 from qkscope.show.gallery import write_gallery as write_gallery
 from qkscope.show.page import write_report as write_report
 from qkscope.show.server import view as view
 from qkscope.sums.bases import thin_svd as thin_svd
-from qkscope.sums.dictionaries import Dictionary as Dictionary
 from qkscope.sums.feature_split import alignment as alignment
 from qkscope.sums.moments import Moments as Moments
 from qkscope.sums.subspace import Subspace as Subspace

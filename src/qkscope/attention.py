@@ -1,10 +1,12 @@
-"""Attention rows, as capture gives them and as an edit needs them: the named keys, and one number
-for all the others.
+"""Attention rows: some named keys of a query, and one number for all its other keys.
 
-``a_i = exp(ℓ_i) / (Σ_named exp(ℓ_j) + exp(rest))`` with ``ℓ = cap · tanh(scale · q·k / cap) +
-bias`` (no cap: the plain product). ``rest`` is the log-sum-exp of everything that was not named -
-other keys, attention sinks - so the row is the model's whole row, and editing named keys needs no
-second forward pass.
+With ``ℓ = cap · tanh(scale · q·k / cap) + bias`` (no cap: the plain product), attention on a named
+key is::
+
+    a_i = exp(ℓ_i) / (Σ_named exp(ℓ_j) + exp(rest))
+
+``rest`` is the log-sum-exp of everything that was not named - other keys, attention sinks - so the
+row is the model's whole row, and editing named keys needs no second forward pass.
 """
 
 from __future__ import annotations
@@ -20,19 +22,16 @@ from torch.nn.functional import pad
 
 _PER_ROW = ("q", "k", "bias", "rest", "key_mask", "top")
 _PER_HEAD = ("scale", "kv_of_head", "softcap")
-_OF_HEADS = ("q", "bias", "rest", "top")  # rows by heads
-_PADDED = {
-    "k": (0.0, (0, 0)),
-    "bias": (-torch.inf, ()),
-    "key_mask": (False, ()),
-}  # with what, and the axes behind
+_ROWS_BY_HEADS = ("q", "bias", "rest", "top")
+_KEY_FILL = {"k": 0.0, "bias": -torch.inf, "key_mask": False}  # of slots that have no key
 
 
 def soft(
     logits: Float[Tensor, "*r k"], rest: Float[Tensor, "*r"] | None = None
 ) -> Float[Tensor, "*r k"]:
-    """Attention on keys with these logits; ``rest`` is the log-sum-exp of whatever else takes a
-    share of the row.
+    """Attention on keys with these logits, normalised over the whole row.
+
+    ``rest`` is the log-sum-exp of whatever else takes a share of the row.
 
     >>> soft(torch.zeros(2), torch.tensor(0.0).log1p())
     tensor([0.3333, 0.3333])
@@ -40,7 +39,8 @@ def soft(
     if rest is None:
         return logits.softmax(dim=-1)
     # one softmax keeps a digit that is lost on the way through a log-sum-exp
-    return torch.cat([logits, rest[..., None].to(logits)], dim=-1).softmax(dim=-1)[..., :-1]
+    whole_row = torch.cat([logits, rest[..., None].to(logits)], dim=-1)
+    return whole_row.softmax(dim=-1)[..., :-1]
 
 
 @dataclass(frozen=True)
@@ -92,86 +92,104 @@ class AttentionRows:
 
     @classmethod
     def cat(cls, parts: Sequence[AttentionRows]) -> AttentionRows:
-        """Rows of the same heads that came in parts, on the CPU; where a part has fewer keys,
-        masked slots are added.
+        """Join rows of the same heads that came in parts, on the CPU.
+
+        Where a part has fewer keys, masked slots are added.
 
         Examples
         --------
-        >>> two, three = (AttentionRows(torch.ones(1, 2, 4), torch.ones(1, 2, keys, 4), scale=0.5) for keys in (2, 3))
+        >>> two = AttentionRows(torch.ones(1, 2, 4), torch.ones(1, 2, 2, 4), scale=0.5)
+        >>> three = AttentionRows(torch.ones(1, 2, 4), torch.ones(1, 2, 3, 4), scale=0.5)
         >>> AttentionRows.cat([two, three]).attention()[:, 0]
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.3333, 0.3333, 0.3333]])
         """
-        width = max(part.k.shape[2] for part in parts)
         masked = [replace(part, key_mask=part.present()) for part in parts]
+        width = max(part.k.shape[2] for part in parts)
         joined: dict[str, Any] = {}
         for name in _PER_ROW:
-            values = [(getattr(part, name), width - part.k.shape[2]) for part in masked]
-            if name in _PADDED:
-                fill, behind = _PADDED[name]
-                values = [
-                    (x if x is None else pad(x, (*behind, 0, more), value=fill), more)
-                    for x, more in values
-                ]
-            joined[name] = None if values[0][0] is None else torch.cat([x for x, _ in values]).cpu()
+            joined[name] = None
+            if getattr(masked[0], name) is not None:
+                values = [part._padded(name, width) for part in masked]
+                joined[name] = torch.cat(values).cpu()
         for name in _PER_HEAD:
             value = getattr(parts[0], name)
             joined[name] = value.cpu() if isinstance(value, Tensor) else value
         return cls(**joined)
 
+    def _padded(self, name: str, width: int) -> Tensor:
+        """One field of the rows, with slots added until there are ``width`` keys."""
+        value: Tensor = getattr(self, name)
+        if name not in _KEY_FILL:
+            return value
+        missing = width - self.k.shape[2]
+        axes_behind = (0, 0) if name == "k" else ()
+        return pad(value, (*axes_behind, 0, missing), value=_KEY_FILL[name])
+
     def of_head(self, column: int) -> AttentionRows:
         """The rows of one head, with the keys that it reads."""
-        one = slice(column, column + 1)
+        one_head = slice(column, column + 1)
         kv = column if self.kv_of_head is None else int(self.kv_of_head[column])
-        rows = {
-            name: value[:, one] for name in _OF_HEADS if (value := getattr(self, name)) is not None
-        }
-        scale = (
-            self.scale[one] if isinstance(self.scale, Tensor) and self.scale.ndim else self.scale
-        )
-        cap = None if self.softcap is None else self.softcap[one]
-        return replace(
-            self, k=self.k[:, kv : kv + 1], kv_of_head=None, scale=scale, softcap=cap, **rows
-        )
+        fields: dict[str, Any] = {"k": self.k[:, kv : kv + 1], "kv_of_head": None}
+        for name in _ROWS_BY_HEADS:
+            value = getattr(self, name)
+            if value is not None:
+                fields[name] = value[:, one_head]
+        if isinstance(self.scale, Tensor) and self.scale.ndim:
+            fields["scale"] = self.scale[one_head]
+        if self.softcap is not None:
+            fields["softcap"] = self.softcap[one_head]
+        return replace(self, **fields)
 
     def present(self) -> Bool[Tensor, "n k"]:
         """False where a slot is padding."""
         if self.key_mask is not None:
             return self.key_mask
-        return torch.ones(self.k.shape[::2], dtype=torch.bool, device=self.k.device)
+        rows_by_keys = self.k.shape[::2]
+        return torch.ones(rows_by_keys, dtype=torch.bool, device=self.k.device)
 
     def keys_of_heads(self, slots: Int[Tensor, " n"]) -> Float[Tensor, "n h d"]:
         """The key in one slot of each row, as each head reads it."""
-        picked = self.k[torch.arange(len(slots), device=slots.device), :, slots]
-        return picked if self.kv_of_head is None else picked[:, self.kv_of_head]
+        rows = torch.arange(len(slots), device=slots.device)
+        picked = self.k[rows, :, slots]
+        if self.kv_of_head is None:
+            return picked
+        return picked[:, self.kv_of_head]
 
     # ------------------------------------------------------------------ from products to attention
 
     def products(self) -> Float[Tensor, "n h k"]:
         """``scale · q·k`` of every named key, before cap and mask."""
         keys = self.k if self.kv_of_head is None else self.k[:, self.kv_of_head]
-        return torch.einsum("nhd,nhkd->nhk", self.q, keys) * self._per_head(self.scale)
+        products = torch.einsum("nhd,nhkd->nhk", self.q, keys)
+        return products * self._per_head(self.scale)
 
     def logits(self, products: Float[Tensor, "n h k"] | None = None) -> Float[Tensor, "n h k"]:
-        """Logits as the softmax sees them: capped, and masked; of edited ``products``, or of the
-        row's own.
+        """Logits as the softmax sees them, capped and masked; by default from the rows' own q·k.
+
+        Parameters
+        ----------
+        products : ``scale · q·k`` after an edit.
         """
-        products = self.products() if products is None else products
+        logits = self.products() if products is None else products
         if self.softcap is not None:
             cap = self._per_head(self.softcap)
-            products = torch.where(cap.isinf(), products, cap * torch.tanh(products / cap))
+            capped = cap * torch.tanh(logits / cap)
+            logits = torch.where(cap.isinf(), logits, capped)
         if self.bias is not None:
-            products = products + self.bias
+            logits = logits + self.bias
         if self.key_mask is not None:
-            products = products.masked_fill(~self.key_mask[:, None, :], -torch.inf)
-        return products
+            padding = ~self.key_mask[:, None, :]
+            logits = logits.masked_fill(padding, -torch.inf)
+        return logits
 
     def attention(self, products: Float[Tensor, "n h k"] | None = None) -> Float[Tensor, "n h k"]:
         """Attention on the named keys, normalised over the whole row."""
         logits = self.logits(products)
-        return soft(
-            logits, None if self.rest is None else self.rest.expand(logits.shape[:-1])
-        )  # edited several times
+        if self.rest is None:
+            return soft(logits)
+        # edited products may have more axes in front: one for each edit of the same rows
+        return soft(logits, self.rest.expand(logits.shape[:-1]))
 
     def largest(self, products: Float[Tensor, "n h k"] | None = None) -> Int[Tensor, "n h"]:
         """Slot of the key with the most attention; −1 if that token is not named.
@@ -183,7 +201,11 @@ class AttentionRows:
         tensor([[-1]])
         """
         best, slot = self.logits(products).max(dim=-1)
-        return slot if self.top is None else slot.masked_fill(self.top > best, -1)
+        if self.top is None:
+            return slot
+        return slot.masked_fill(self.top > best, -1)
 
     def _per_head(self, value: float | Tensor) -> Tensor:
-        return torch.as_tensor(value, dtype=self.q.dtype, device=self.q.device).reshape(-1)[:, None]
+        """A number for all heads, or one for each, as a column beside (heads, keys)."""
+        column = torch.as_tensor(value, dtype=self.q.dtype, device=self.q.device).reshape(-1)
+        return column[:, None]

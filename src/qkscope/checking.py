@@ -1,11 +1,10 @@
-"""Public calls checked against their own annotations by pydantic: a value of another kind is one
-sentence.
+"""Public calls checked against their own annotations by pydantic; a misfit is one sentence.
 
 `checked_call` wraps a function, `checked_class` a class with its public methods. Numbers, texts and
 truth values are taken strictly (numpy's and torch's count as Python's), a list serves for a tuple,
 and of any other class an instance is wanted. Ranges are annotations too: `Count`, `Natural`,
 `Share`, ``Annotated[float, AtLeast(2)]``. What cannot be told from one value (a shape, a name that
-exists) the call says.
+exists) the function checks itself.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import operator
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, cast
@@ -25,10 +24,10 @@ from annotated_types import Ge as AtLeast
 from annotated_types import Interval
 
 from qkscope.errors import BadInput
+from qkscope.text import describe
 
 P = ParamSpec("P")
 T = TypeVar("T")
-K = TypeVar("K")
 C = TypeVar("C", bound=type)
 
 Count = Annotated[int, AtLeast(1)]
@@ -38,33 +37,44 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 #: Generators take 64 bits, and what is derived from a seed must fit too.
 Seed = Annotated[int, Interval(ge=-(2**62), le=2**62)]
 
+_SCALARS = (int, float, bool, str, bytes)
 _CONTAINERS = (list, tuple, dict, set, Sequence, Mapping)
-_AS_THEY_ARE = (Any, Literal, Callable, Path, None, types.NoneType)
-_WORDS = {
+_UNCHANGED = (Any, Literal, Callable, Path, None, types.NoneType)
+#: Pydantic's words, and those that a user reads.
+_WORDING = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "'str' instances are not allowed as a Sequence value": "a list",
 }
 
 
-class _Verb(threading.local):
-    """The public call that a caller is waiting for: how deep calls are nested in it, and its
-    number.
-    """
+class _PublicCall(threading.local):
+    """The public call that this thread is in; `with` enters one, maybe inside another."""
 
     depth = 0
     number = 0
 
+    def __enter__(self) -> None:
+        if self.depth == 0:
+            self.number += 1
+        self.depth += 1
 
-_VERB = _Verb()
+    def __exit__(self, *exception: object) -> None:
+        self.depth -= 1
 
 
-def verb_under_way() -> int | None:
-    """A number for the public call that a caller is waiting for; None outside of any.
+_PUBLIC_CALL = _PublicCall()
 
-    Nobody changes a model while they wait, so what takes long to ask of it is asked once for each.
+
+def outermost_call() -> int | None:
+    """Number of the outermost public call that this thread is in; None outside of any.
+
+    A cache key for what cannot change while a caller waits, such as the hash of a model's weights:
+    calls inside one another share the number, the next call of the user has another.
     """
-    return _VERB.number if _VERB.depth else None
+    if _PUBLIC_CALL.depth == 0:
+        return None
+    return _PUBLIC_CALL.number
 
 
 def checked_call(function: Callable[P, T]) -> Callable[P, T]:
@@ -80,142 +90,125 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
     Traceback (most recent call last):
     qkscope.errors.BadInput: n of half should be at least 1, but got 0.
     """
-    reader = functools.cache(
-        lambda: _reader(function)
-    )  # annotations may name what is imported later
+
+    @functools.cache
+    def validator() -> Callable[..., Any]:
+        """Made at the first call: annotations may name what is imported later."""
+        return _validator(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        values, named = reader()(*args, **kwargs)
-        _VERB.number += not _VERB.depth
-        _VERB.depth += 1
-        try:
-            return function(*values, **named)
-        finally:
-            _VERB.depth -= 1
+        validate = validator()
+        values, options = validate(*args, **kwargs)
+        with _PUBLIC_CALL:
+            return function(*values, **options)
 
     return call
 
 
 def checked_class(cls: C) -> C:
-    """Decorate a class so that its constructor and public methods refuse what their annotations do
-    not allow.
-    """
+    """Decorate a class so that its constructor and public methods check their arguments."""
     for name, member in list(vars(cls).items()):
         if name.startswith("_") and name != "__init__":
             continue
         if isinstance(member, classmethod | staticmethod):
-            setattr(cls, name, type(member)(checked_call(member.__func__)))
+            wrap = type(member)
+            setattr(cls, name, wrap(checked_call(member.__func__)))
         elif inspect.isfunction(member):
             setattr(cls, name, checked_call(member))
     return cls
 
 
-def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the function that validates a call's arguments against its annotations, or refuses them
-    in a sentence.
-    """
+def _validator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the function that returns a call's arguments as annotated, or refuses them."""
     from pydantic import ValidationError, validate_call
 
-    def given(*args: Any, **kwargs: Any) -> Any:
+    def arguments(*args: Any, **kwargs: Any) -> Any:
         return args, kwargs
 
-    inner: Any = inspect.unwrap(function)
     signature = inspect.signature(function)
-    hints: dict[str, Any] = dict.fromkeys(signature.parameters, Any)
-    for name in hints.keys() & inner.__annotations__.keys():
-        with suppress(NameError):  # it names what only a type checker sees
-            alone = types.SimpleNamespace(__annotations__={name: inner.__annotations__[name]})
-            hints[name] = _typed(
-                typing.get_type_hints(alone, inner.__globals__, include_extras=True)[name]
-            )
-    parameters = [
-        parameter.replace(annotation=hints[name])
-        for name, parameter in signature.parameters.items()
-    ]
-    vars(given)["__signature__"], given.__annotations__ = (
-        signature.replace(parameters=parameters),
-        hints,
-    )
-    check = validate_call(given)
+    hints = _hints(function, signature)
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        parameters.append(parameter.replace(annotation=hints[name]))
+    # pydantic reads the signature of what it wraps: give it the function's
+    vars(arguments)["__signature__"] = signature.replace(parameters=parameters)
+    arguments.__annotations__ = hints
+    check = validate_call(arguments)
 
-    def read(*args: Any, **kwargs: Any) -> Any:
+    def validate(*args: Any, **kwargs: Any) -> Any:
         try:
             return check(*args, **kwargs)
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        shown = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
-        place = errors[0]["loc"][0]
-        if (
-            "argument" in errors[0]["type"]
-        ):  # one too many or too few; the live page sends what a browser sends
-            raise BadInput(f"{shown}: {errors[0]['msg'].lower()} {place!r}.")
-        here = [wrong for wrong in errors if wrong["loc"][0] == place]
-        deepest = [
-            wrong for wrong in here if len(wrong["loc"]) == max(len(wrong["loc"]) for wrong in here)
-        ]
-        name = list(hints)[min(place, len(hints) - 1)] if isinstance(place, int) else place
-        wanted = " or ".join(
-            dict.fromkeys(wrong["msg"].removeprefix("Input should be ") for wrong in deepest)
-        )
-        for theirs, ours in _WORDS.items():
-            wanted = wanted.replace(theirs, ours)
-        raise BadInput(
-            f"{name} of {shown} should be {wanted}, but got {came(deepest[0]['input'])}."
-        )
+        _refuse(function, list(hints), errors)
 
-    return read
+    return validate
 
 
-def _typed(hint: Any) -> Any:
-    """An annotation as pydantic checks it: scalars strictly, containers item by item, classes by
-    their instances.
+def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Type hints of a function's parameters as pydantic is to check them; Any where unknown."""
+    inner: Any = inspect.unwrap(function)
+    hints: dict[str, Any] = dict.fromkeys(signature.parameters, Any)
+    for name in hints.keys() & inner.__annotations__.keys():
+        annotation = {name: inner.__annotations__[name]}
+        holder = types.SimpleNamespace(__annotations__=annotation)
+        with suppress(NameError):  # it names what only a type checker sees
+            resolved = typing.get_type_hints(holder, inner.__globals__, include_extras=True)
+            hints[name] = _checkable(resolved[name])
+    return hints
+
+
+def _refuse(function: Callable[..., Any], parameters: list[str], errors: Sequence[Any]) -> None:
+    """Raise `BadInput` for the first argument that pydantic found wrong."""
+    shown = function.__qualname__.removesuffix(".__init__")
+    shown = shown.rpartition("<locals>.")[2]
+    place = errors[0]["loc"][0]
+    # one argument too many or too few: the live page sends what a browser sends
+    if "argument" in errors[0]["type"]:
+        problem = errors[0]["msg"].lower()
+        raise BadInput(f"{shown}: {problem} {place!r}.")
+    at_place = [error for error in errors if error["loc"][0] == place]
+    depth = max(len(error["loc"]) for error in at_place)
+    deepest = [error for error in at_place if len(error["loc"]) == depth]
+    name = place
+    if isinstance(place, int):
+        name = parameters[min(place, len(parameters) - 1)]
+    kinds = [error["msg"].removeprefix("Input should be ") for error in deepest]
+    wanted = " or ".join(dict.fromkeys(kinds))
+    for pydantic_words, plain_words in _WORDING.items():
+        wanted = wanted.replace(pydantic_words, plain_words)
+    value = describe(deepest[0]["input"])
+    raise BadInput(f"{name} of {shown} should be {wanted}, but got {value}.")
+
+
+def _checkable(hint: Any) -> Any:
+    """Turn an annotation into what pydantic is to check.
+
+    Scalars are checked strictly, containers item by item, and other classes by their instances.
     """
     from pydantic import BeforeValidator, InstanceOf, Strict
 
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
+    base = origin or hint
     if origin is Annotated:
-        return Annotated[_typed(inside[0]), *inside[1:]]
+        return Annotated[_checkable(inside[0]), *inside[1:]]
     if origin in (Union, types.UnionType):
-        return functools.reduce(operator.or_, map(_typed, inside))
-    if hint in (int, float, bool, str, bytes):
-        return Annotated[hint, Strict(), BeforeValidator(_plain)]
-    if (origin or hint) in _AS_THEY_ARE or not isinstance(origin or hint, type):
+        options = map(_checkable, inside)
+        return functools.reduce(operator.or_, options)
+    if hint in _SCALARS:
+        return Annotated[hint, Strict(), BeforeValidator(_python_number)]
+    if base in _UNCHANGED or not isinstance(base, type):
         return hint
     if origin in _CONTAINERS and inside:
-        return origin[tuple(part if part is ... else _typed(part) for part in inside)]
-    return cast(Any, InstanceOf)[origin or hint]
+        items = tuple(part if part is ... else _checkable(part) for part in inside)
+        return origin[items]
+    return cast(Any, InstanceOf)[base]
 
 
-def _plain(value: Any) -> Any:
-    """A number of numpy's or torch's as Python's."""
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
-
-
-def grouped(items: Iterable[T], by: Callable[[T], K]) -> dict[K, list[T]]:
-    """Items by what they have in common, groups in the order of their first items.
-
-    >>> grouped(["hat", "jam", "hut"], lambda word: word[0])
-    {'h': ['hat', 'hut'], 'j': ['jam']}
-    """
-    groups: dict[K, list[T]] = {}
-    for item in items:
-        groups.setdefault(by(item), []).append(item)
-    return groups
-
-
-def came(value: Any) -> str:
-    """A value in a message: itself, cut where it is long; of an array its shape and type."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{type(value).__name__} of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
-    return cut(" ".join(repr(value).split()), 80)
-
-
-def cut(text: str, most: int) -> str:
-    """The text, or as many of its characters as that, the last one an ellipsis.
-
-    >>> cut("unbelievable", 8)
-    'unbelie…'
-    """
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def _python_number(value: Any) -> Any:
+    """Turn a number of numpy's or torch's into Python's; anything else passes through."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value

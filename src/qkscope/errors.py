@@ -13,17 +13,15 @@ if TYPE_CHECKING:
 
 
 class BadInput(ValueError):
-    """Something the user gave cannot be used; the message is one sentence that says why and what to
-    do.
-    """
+    """An input cannot be used; the message is one sentence that says why and what to do."""
 
 
 class Terminated(KeyboardInterrupt):
-    """A scheduler asked us to stop (SIGTERM): as if Ctrl-C had been pressed, but for the exit code."""
+    """A scheduler asked the process to stop (SIGTERM): like Ctrl-C, but for the exit code."""
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """Look up a device by name; one that this machine does not have is refused before long work.
+    """Look up a device by name, and refuse one that this machine lacks before any long work.
 
     >>> check_device("cpu")
     device(type='cpu')
@@ -31,12 +29,11 @@ def check_device(device: str | torch.device) -> torch.device:
     import torch
 
     try:
-        found = torch.device(device)
-        torch.zeros(
-            1, device=found
-        ).item()  # torch knows many names; only use shows which are there
+        checked = torch.device(device)
+        # torch knows the names of many devices; only using one shows whether it is there
+        torch.zeros(1, device=checked).item()
     except (RuntimeError, AssertionError, ImportError) as error:
         raise BadInput(
             f"there is no device {str(device)!r} here: take cpu, or cuda where there is a GPU."
         ) from error
-    return found
+    return checked

@@ -1,5 +1,4 @@
-"""An example is text whose interesting pieces are marked: where the head looks from, and what it
-may look at.
+"""Examples: text with marked pieces, where a head looks from and what it may look at.
 
 A mark is a pair of character offsets ``(start, stop)`` with ``text[start:stop]`` the marked piece.
 Tokens come later: `Scope.encode` finds them on the ids the model sees, so no piece is ever
@@ -13,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from qkscope.checking import Count, came, checked_class
+from qkscope.checking import Count, checked_class
 from qkscope.errors import BadInput
+from qkscope.text import describe
 
 #: Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`.
 Span = tuple[int, int]
@@ -25,8 +25,9 @@ Sign = Literal[-1, 0, 1]
 @checked_class
 @dataclass(frozen=True)
 class Key:
-    """A piece the query may attend to, with its label in each contrast: +1, -1, or 0 for "takes no
-    part".
+    """A piece that the query may attend to, with its label in each contrast.
+
+    The label is +1, -1, or 0 for "takes no part".
 
     >>> Key((4, 7), {"lexical": 1}).label("order")
     0
@@ -53,11 +54,13 @@ class Answers:
     wrong: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if not self.right or not self.wrong or not all((*self.right, *self.wrong)):
+        texts = (*self.right, *self.wrong)
+        if not self.right or not self.wrong or not all(texts):
             raise BadInput(
                 "answers are at least one right and one wrong text that is not empty: name both."
             )
-        if both := sorted(set(self.right) & set(self.wrong)):
+        both = sorted(set(self.right) & set(self.wrong))
+        if both:
             raise BadInput(f"{both[0]!r} is named as a right and as a wrong answer: keep one.")
 
 
@@ -109,15 +112,12 @@ class Example:
             raise BadInput("an example needs either text or ids, and not both: give one of them.")
         if len(self) == 0:
             raise BadInput("the prompt is empty: give at least one character (or one token id).")
-        if (
-            self.text is not None
-            and not self.text.isascii()
-            and any("\ud800" <= c <= "\udfff" for c in self.text)
-        ):
+        if self.text is not None and _has_surrogate(self.text):
             raise BadInput(
                 "the prompt has half a surrogate pair, which no tokenizer reads: take it out."
             )
-        for span in (*self.queries, *(key.span for key in self.keys), *self.roles.values()):
+        key_spans = [key.span for key in self.keys]
+        for span in (*self.queries, *key_spans, *self.roles.values()):
             self._check_span(span)
 
     def __len__(self) -> int:
@@ -126,7 +126,9 @@ class Example:
 
     @property
     def _sequence(self) -> Sequence[Any]:
-        return self.text if self.text is not None else self.ids or ()
+        if self.text is not None:
+            return self.text
+        return self.ids or ()
 
     def piece(self, span: Span) -> Any:
         """What stands at a span: a piece of text, or a tuple of ids.
@@ -153,7 +155,11 @@ class Example:
         limit : characters that it has at most, about.
         """
         shown = repr(self._sequence)
-        return shown if len(shown) <= limit else f"{shown[: limit // 2]} ... {shown[-limit // 2 :]}"
+        if len(shown) <= limit:
+            return shown
+        begin = shown[: limit // 2]
+        end = shown[-limit // 2 :]
+        return f"{begin} ... {end}"
 
     @classmethod
     def mark(
@@ -163,8 +169,7 @@ class Example:
         queries: Sequence[str] = (),
         cluster: str | int = "",
     ) -> Example:
-        """Mark pieces by searching for them; each must stand in the text exactly once (see
-        `find_span`).
+        """Mark pieces by searching for them; each must stand in the text exactly once.
 
         Parameters
         ----------
@@ -178,13 +183,18 @@ class Example:
             As in `Example`.
         """
         labels = keys if isinstance(keys, Mapping) else {word: {} for word in keys}
-        marked = tuple(Key(find_span(text, word), dict(signs)) for word, signs in labels.items())
-        return cls(
-            text,
-            queries=tuple(find_span(text, word) for word in queries),
-            keys=marked,
-            cluster=cluster,
-        )
+        marked = []
+        for word, signs in labels.items():
+            marked.append(Key(find_span(text, word), dict(signs)))
+        spans = [find_span(text, word) for word in queries]
+        return cls(text, queries=tuple(spans), keys=tuple(marked), cluster=cluster)
+
+
+def _has_surrogate(text: str) -> bool:
+    """Whether a text has half a surrogate pair."""
+    if text.isascii():
+        return False
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def find_span(text: str, word: str) -> Span:
@@ -193,24 +203,24 @@ def find_span(text: str, word: str) -> Span:
     >>> find_span("The cat saw a category.", "cat")
     (4, 7)
     """
-    # the edges only count as word borders where the word itself begins or ends with a letter or
-    # digit
+    # an edge of the word only counts as a word border where it is a letter or digit
     before = r"(?<!\w)" if re.match(r"\w", word) else ""
     after = r"(?!\w)" if re.search(r"\w\Z", word) else ""
-    spans = [match.span() for match in re.finditer(f"{before}{re.escape(word)}{after}", text)]
+    pattern = f"{before}{re.escape(word)}{after}"
+    spans = [match.span() for match in re.finditer(pattern, text)]
     if not spans:
         raise BadInput(
-            f"{word!r} does not stand in the text {came(text)}: check its spelling and case."
+            f"{word!r} does not stand in the text {describe(text)}: check its spelling and case."
         )
     if len(spans) > 1:
-        times = f"{len(spans)} times in the text {came(text)} (at {', '.join(str(start) for start, _ in spans[:8])})"
+        starts = ", ".join(str(start) for start, _ in spans[:8])
+        times = f"{len(spans)} times in the text {describe(text)} (at {starts})"
         raise BadInput(f"{word!r} stands {times}: name it by its span (start, stop) instead.")
     return spans[0]
 
 
 class Draft:
-    """Write a text piece by piece and mark as you go: marks are then exact, and no word has to be
-    searched for.
+    """Write a text piece by piece and mark as you go, so that no word has to be searched for.
 
     >>> example = Draft().write("hat: ").key("O", lexical=1).write("; jam: ").key("Z").write("; hat:").example()
     >>> example.text
@@ -227,22 +237,23 @@ class Draft:
 
     def write(self, piece: str) -> Draft:
         """Add unmarked text."""
-        self._last = len(self._text), len(self._text) + len(piece)
+        start = len(self._text)
         self._text += piece
+        self._last = (start, len(self._text))
         return self
 
     def key(self, piece: str, /, **labels: Any) -> Draft:
-        """Add a piece and mark it as a key, with its label per contrast: ``key("O", order=1,
-        lexical=-1)``.
-        """
-        self._keys.append(Key(self.write(piece)._last, labels))
+        """Add a piece and mark it as a key, with its labels: ``key("O", order=1, lexical=-1)``."""
+        self.write(piece)
+        self._keys.append(Key(self._last, labels))
         return self
 
     def role(self, name: str, characters: int = 0) -> Draft:
         """Name the piece written last, or that many characters: ``write("to").role("END")``."""
-        self._roles[name] = (
-            (self._last[1] - characters, self._last[1]) if characters else self._last
-        )
+        start, stop = self._last
+        if characters:
+            start = stop - characters
+        self._roles[name] = (start, stop)
         return self
 
     def example(self, cluster: str | int = "", answers: Answers | None = None) -> Example:

@@ -1,5 +1,7 @@
-"""Addresses: an attention head (``L18H6``), and whoever writes into the residual stream (``M9``,
-``M9.N120``).
+"""Addresses: an attention head (``L18H6``), and upstream components of the residual stream (``M9``).
+
+A `Writer` is anything that adds to the residual stream: the embedding, a head, an MLP, one neuron of
+an MLP (``M9.N120``), or all biases together.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _PATTERN = re.compile(r"L(\d{1,4})H(\d{1,4})", re.IGNORECASE | re.ASCII)
 _PART = re.compile(r"M(\d{1,4})(?:\.(\d{1,4}))?(?:\.N(\d{1,7}))?", re.IGNORECASE | re.ASCII)
 EMBEDDING = "embedding"
 BIAS = "bias"
-_LAST = 10_000  # beyond every layer
+_LAST = 10_000  # the layer of the biases: beyond every layer of a model
 
 
 @checked_class
@@ -57,8 +59,7 @@ class Head:
         return cls(int(match[1]), int(match[2]))
 
     def kv(self, group_size: Count) -> int:
-        """Index of the key head this query head reads: ``index // group_size`` under grouped-query
-        attention.
+        """Index of the key head that this query head reads under grouped-query attention.
 
         Parameters
         ----------
@@ -80,8 +81,13 @@ def parse_heads(heads: str | Head | Iterable[str | Head]) -> list[Head]:
     >>> parse_heads("L18H6, L17H5")
     [Head L18H6, Head L17H5]
     """
-    named = [part for part in heads.split(",") if part.strip()] if isinstance(heads, str) else heads
-    parsed = [Head.parse(head) for head in ([named] if isinstance(named, Head) else named)]
+    if isinstance(heads, str):
+        names: Iterable[str | Head] = [part for part in heads.split(",") if part.strip()]
+    elif isinstance(heads, Head):
+        names = [heads]
+    else:
+        names = heads
+    parsed = [Head.parse(name) for name in names]
     if not parsed:
         raise BadInput("no head was named: write heads like L18H6,L17H5.")
     for head, count in Counter(parsed).items():
@@ -93,15 +99,16 @@ def parse_heads(heads: str | Head | Iterable[str | Head]) -> list[Head]:
 @checked_class
 @dataclass(frozen=True, order=True)
 class Writer:
-    """A component that writes into the residual stream; sorted in its order, the embedding first
-    and biases last.
+    """Upstream component: what adds to the residual stream; sorted in the order of adding.
+
+    The embedding comes first and biases last.
 
     Parameters
     ----------
-    layer : that it writes in; -1 of the embedding.
+    layer : in which it writes; -1 for the embedding.
     kind : of writer; ``mlp`` is any part of a block besides its heads.
-    index : of a head in its layer; of a part where its block has several; of a neuron, behind its
-        part's.
+    index : of a head in its layer; of an MLP where its block has several; of a neuron, after that
+        of its MLP.
 
     Examples
     --------
@@ -129,20 +136,26 @@ class Writer:
         if isinstance(text, Head) or _PATTERN.fullmatch(text):
             head = Head.parse(text)
             return cls(head.layer, "head", (head.index,))
-        if text in (EMBEDDING, BIAS):
-            return cls(-1, "embedding") if text == EMBEDDING else cls(_LAST, "bias")
-        part = _PART.fullmatch(text)
-        if part is None:
+        if text == EMBEDDING:
+            return cls(-1, "embedding")
+        if text == BIAS:
+            return cls(_LAST, "bias")
+        match = _PART.fullmatch(text)
+        if match is None:
             raise BadInput(
                 f"{text[:40]!r} is not a writer: write a head as L17H8, an MLP as M9, a neuron as M9.N120."
             )
-        index = tuple(int(number) for number in part.groups()[1:] if number is not None)
-        return cls(int(part[1]), "mlp" if part[3] is None else "neuron", index)
+        layer, *indices = match.groups()
+        index = tuple(int(number) for number in indices if number is not None)
+        is_neuron = match[3] is not None
+        return cls(int(layer), "neuron" if is_neuron else "mlp", index)
 
     @property
     def head(self) -> Head | None:
         """The head, if the writer is one; else None."""
-        return Head(self.layer, *self.index) if self.kind == "head" else None
+        if self.kind != "head":
+            return None
+        return Head(self.layer, *self.index)
 
     @property
     def mlp(self) -> Writer:
@@ -152,14 +165,18 @@ class Writer:
     @property
     def block(self) -> int | None:
         """The layer that the writer belongs to; None for the embedding and the biases."""
-        return None if self.kind in (EMBEDDING, BIAS) else self.layer
+        if self.kind in (EMBEDDING, BIAS):
+            return None
+        return self.layer
 
     def __str__(self) -> str:
         if self.kind == "neuron":
             return f"{self.mlp}.N{self.index[-1]}"
         if self.kind == "mlp":
-            return ".".join(map(str, (f"M{self.layer}", *self.index)))
-        return self.kind if self.head is None else str(self.head)
+            return ".".join([f"M{self.layer}", *map(str, self.index)])
+        if self.kind == "head":
+            return str(self.head)
+        return self.kind
 
     def __repr__(self) -> str:
         return f"Writer {self}"
@@ -171,7 +188,6 @@ def parse_writers(names: str | Iterable[str]) -> list[Writer]:
     >>> [(writer.kind, writer.layer) for writer in parse_writers(["embedding", "L0H0", "M12.1"])]
     [('embedding', -1), ('head', 0), ('mlp', 12)]
     """
-    return [
-        Writer.parse(name.strip())
-        for name in (names.split(",") if isinstance(names, str) else names)
-    ]
+    if isinstance(names, str):
+        names = names.split(",")
+    return [Writer.parse(name.strip()) for name in names]

@@ -20,8 +20,7 @@ Does = Literal["swap", "remove"]
 
 @dataclass(frozen=True, repr=False)
 class Hook:
-    """What `Subspace.as_hook` gives: call it on the queries or keys of a layer, and it returns them
-    edited.
+    """An edit of the queries or keys of a layer, as `Subspace.as_hook` gives it: call it on them.
 
     Parameters
     ----------
@@ -64,15 +63,22 @@ class Hook:
             )
 
     def __repr__(self) -> str:
-        return f"Hook({self.does} at {self.head}, {self.space} {self.kind}, rank {self.basis.shape[1]})"
+        rank = self.basis.shape[1]
+        return f"Hook({self.does} at {self.head}, {self.space} {self.kind}, rank {rank})"
 
     @property
     def name(self) -> str:
         """Name of the hook point in TransformerLens, for a model with rotary positions."""
-        return f"blocks.{self.head.layer}.attn.hook_{'rot_' * (self.space == 'post_rope')}{self.kind[0]}"
+        side = self.kind[0]
+        point = f"hook_rot_{side}" if self.space == "post_rope" else f"hook_{side}"
+        return f"{self._layer_name}.{point}"
+
+    @property
+    def _layer_name(self) -> str:
+        return f"blocks.{self.head.layer}.attn"
 
     def __call__(self, x: Float[Tensor, "b *hs d"], hook: Any = None) -> Float[Tensor, "b *hs d"]:
-        """Queries or keys of all heads of the layer, edited at one; what came is left as it is.
+        """Edit the queries or keys of one head among those of all heads of the layer, in a copy.
 
         With grouped-query attention the edited key head serves its whole group, so all query heads
         of it see the edit.
@@ -83,28 +89,37 @@ class Hook:
             ``hook`` is given, [batch, tokens, heads, d_head], as in TransformerLens.
         hook : TransformerLens' hook point, which it gives to every hook.
         """
-        point = getattr(hook, "name", None)
+        self._check_point(getattr(hook, "name", None))
+        tokens_first = hook is not None and getattr(hook, "pos_dim", None) != 2
+        head_axis = 2 if tokens_first else 1
+        edited = x.clone()
+        vectors = edited.select(head_axis, self._column())
+        vectors.copy_(self.edited(vectors))
+        return edited
+
+    def _check_point(self, point: str | None) -> None:
+        """Refuse a hook point of another layer or side."""
+        if not point:
+            return
         side = self.kind[0]
-        layer = f"blocks.{self.head.layer}.attn"
-        # a model without rotation has its last keys at hook_k, which calls itself ``k.hook_out`` in
-        # a bridge
-        there = {
-            f"{layer}.{name}"
-            for name in (f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed")
-        }
-        if point and point not in {self.name, *there}:
+        # without rotation the last keys are at hook_k, which calls itself ``k.hook_out`` in a bridge
+        unrotated = [f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed"]
+        fitting = {self.name, *(f"{self._layer_name}.{name}" for name in unrotated)}
+        if point not in fitting:
             raise BadInput(
                 f"{self!r} belongs at {self.name}, but was called at {point}: give hook.name to fwd_hooks."
             )
-        if self.kind == "keys" and self.group_size is None:
-            give = "give group_size to as_hook (scope.group_size, or 1 where keys are repeated)"
-            raise BadInput(f"{self!r} does not know how many query heads share a key head: {give}.")
-        index = self.head.kv(self.group_size or 1) if self.kind == "keys" else self.head.index
-        axis = 1 if hook is None or getattr(hook, "pos_dim", None) == 2 else 2
-        x = x.clone()
-        vectors = x.select(axis, index)
-        vectors.copy_(self.edited(vectors))
-        return x
+
+    def _column(self) -> int:
+        """Index of the edited head among the query heads, or key heads, of its layer."""
+        if self.kind == "queries":
+            return self.head.index
+        if self.group_size is None:
+            advice = "give group_size to as_hook (scope.group_size, or 1 where keys are repeated)"
+            raise BadInput(
+                f"{self!r} does not know how many query heads share a key head: {advice}."
+            )
+        return self.head.kv(self.group_size or 1)
 
     def edited(self, vectors: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Queries or keys of the one head, edited.
@@ -113,15 +128,23 @@ class Hook:
         ----------
         vectors : at all tokens of the batch.
         """
-        batch = len(vectors)
         device = vectors.device
-        rows = torch.arange(batch, device=device)
-        at = [torch.as_tensor(token, device=device).expand(batch) for token in self.tokens]
         basis = self.basis.to(device, torch.float32)
         inside = (vectors.float() @ basis) @ basis.mT
-        change = torch.zeros_like(inside) if at else -inside
-        for token, other in zip(at, reversed(at), strict=True):
-            change[rows, token] = (inside[rows, other] if self.does == "swap" else 0) - inside[
-                rows, token
-            ]
+        if self.tokens:
+            change = self._change_at_tokens(inside)
+        else:
+            change = -inside
         return (vectors.float() + change).to(vectors.dtype)
+
+    def _change_at_tokens(self, inside: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """What is added at the named tokens, given the part of each token in the subspace."""
+        batch = len(inside)
+        device = inside.device
+        rows = torch.arange(batch, device=device)
+        places = [torch.as_tensor(token, device=device).expand(batch) for token in self.tokens]
+        change = torch.zeros_like(inside)
+        for place, other in zip(places, reversed(places), strict=True):
+            replacement = inside[rows, other] if self.does == "swap" else 0
+            change[rows, place] = replacement - inside[rows, place]
+        return change

@@ -2,8 +2,11 @@
 
 A null replicate must give prompt 17 the same sign whether one process sees it or ten do, in
 whatever batch, on CPU or GPU. So a draw is a hash of (seed, replicate, prompt, …): splitmix64's
-finaliser, chained over the parts of the address. What comes as a stream gets a seed by its address
-(`derived_seed`): nobody adds to a seed.
+finaliser, chained over the parts of the address::
+
+    z ← z + (part + 1) · golden,   z ← (z ⊕ z≫30) · mix₁,   z ← (z ⊕ z≫27) · mix₂,   z ← z ⊕ z≫31
+
+What comes as a stream gets a seed by its address (`derived_seed`): nobody adds to a seed.
 """
 
 from __future__ import annotations
@@ -14,18 +17,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-_GOLDEN = (
-    0x9E3779B97F4A7C15 - 2**64
-)  # as signed 64-bit numbers: torch's int64 wraps around, as the hash wants
+# splitmix64's constants as signed 64-bit numbers: torch's int64 wraps around, as the hash wants
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+_SEED_BITS = 62  # of a derived seed, so that it fits wherever a seed is wanted
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch shifts signed numbers arithmetically, so the copies of the sign bit are
-    masked away.
-    """
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    """Shift logically: torch copies the sign bit into signed numbers, so mask the copies away."""
+    mask = (1 << (64 - bits)) - 1
+    return (x >> bits) & mask
 
 
 def draw_bits(*address: Tensor | int) -> Int[Tensor, "*shape"]:
@@ -42,11 +44,11 @@ def draw_bits(*address: Tensor | int) -> Int[Tensor, "*shape"]:
     torch.Size([3, 4])
     """
     devices = [part.device for part in address if isinstance(part, Tensor)]
-    bits = torch.zeros((), dtype=torch.int64, device=devices[0] if devices else None)
+    device = devices[0] if devices else None
+    bits = torch.zeros((), dtype=torch.int64, device=device)
     for part in address:
-        bits = (
-            bits + torch.as_tensor(part, dtype=torch.int64, device=bits.device) * _GOLDEN + _GOLDEN
-        )
+        part = torch.as_tensor(part, dtype=torch.int64, device=bits.device)
+        bits = bits + part * _GOLDEN + _GOLDEN
         bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
         bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
         bits = bits ^ _shift_right(bits, 31)
@@ -55,20 +57,22 @@ def draw_bits(*address: Tensor | int) -> Int[Tensor, "*shape"]:
 
 def draw_signs(*address: Tensor | int) -> Int[Tensor, "*shape"]:
     """One fair sign, +1 or −1, for every element of the broadcast address."""
-    return 1 - 2 * _shift_right(draw_bits(*address), 63)
+    highest_bit = _shift_right(draw_bits(*address), 63)
+    return 1 - 2 * highest_bit
 
 
 def derived_seed(*address: int | str) -> int:
-    """A seed of its own for every address, for draws that come as a stream: no two of them share
-    one.
+    """Seed of a stream of draws by its address: no two addresses share one.
 
     >>> derived_seed(0, "random", 18, 6) != derived_seed(0, "random", 18, 7)
     True
     """
-    return int(
-        draw_bits(*(_number(part) if isinstance(part, str) else part for part in address))
-    ) & (2**62 - 1)
+    numbers = [_number(part) if isinstance(part, str) else part for part in address]
+    bits = int(draw_bits(*numbers))
+    return bits & (2**_SEED_BITS - 1)
 
 
 def _number(word: str) -> int:
-    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=7).digest(), "big")
+    """Number of 56 bits that stands for a word in an address."""
+    digest = hashlib.blake2b(word.encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")

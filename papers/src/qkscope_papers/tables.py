@@ -83,7 +83,7 @@ def share_of(flags: Iterable[bool]) -> Estimate:
     >>> [round(x, 2) for x in share_of([True] * 5)]
     [1.0, 0.57, 1.0]
     """
-    from qkscope.sums.nulls import wilson
+    from qkscope.sums.intervals import wilson
 
     known = list(flags)
     return (

@@ -341,7 +341,7 @@ def argument(parameter: Parameter, values: Values) -> Any:
         values["clouds"] = values["out"] is not None
         value = task_of(read_job(values["fit"]), values["fit"]).test(values["n"])
     elif parameter.takes("Dictionary"):
-        from qkscope.sums.dictionaries import Dictionary
+        from qkscope.model.dictionary import Dictionary
 
         if value is None and values["dictionary_layer"] is not None:
             raise BadInput(

@@ -20,8 +20,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from qkscope.checking import grouped
 from qkscope.results.progress import plain_text
+from qkscope.text import grouped
 
 MOST_COLUMNS = 6
 MOST_ROWS = 10

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from qkscope.checking import grouped
 from qkscope.errors import BadInput
 from qkscope.heads import BIAS, Head, Writer
 from qkscope.linear.layer import Kind, stream_of
@@ -36,6 +35,7 @@ from qkscope.linear.run import Answer, Direction, Parts, Run
 from qkscope.model.block_tree import BlockTree, Frozen
 from qkscope.model.inputs import short_inputs
 from qkscope.model.tap import cleared
+from qkscope.text import grouped
 
 _ROOM = 2**25  # bytes of writers and of directions at once, for each layer that asks with others
 _NEURONS = 10  # named of a side

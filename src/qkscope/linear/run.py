@@ -21,13 +21,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope.attention import soft
-from qkscope.checking import grouped
 from qkscope.heads import BIAS, EMBEDDING, Head
 from qkscope.linear.layer import AffineLayer, ClosedForm, Given, Kind, alike, stream_of
 from qkscope.model.batching import Picker, index_on
 from qkscope.model.block_tree import Entered, Heads, Node, Norm, Normed, Part, Sum, full_output
 from qkscope.model.capture_types import Capture, Places
 from qkscope.model.tap import Call
+from qkscope.text import grouped
 
 if TYPE_CHECKING:
     from qkscope.linear.reader import Reader

@@ -40,7 +40,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from qkscope.checking import verb_under_way
+from qkscope.checking import outermost_call
 from qkscope.errors import BadInput
 from qkscope.results.folder import sha256, write_file
 
@@ -214,9 +214,9 @@ class Fingerprint:
 
     def __call__(self) -> str:
         """The hash of the model as it is now."""
-        verb = verb_under_way()
-        if verb is None or self._known[0] != verb:
-            self._known = verb, self._in_memory()
+        call = outermost_call()
+        if call is None or self._known[0] != call:
+            self._known = call, self._in_memory()
         now = self._known[1]
         return self._of_files if self._of_files is not None and now == self._loaded else now
 

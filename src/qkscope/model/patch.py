@@ -17,10 +17,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope import BadInput, Head
-from qkscope.checking import checked_class, grouped
+from qkscope.checking import checked_class
 from qkscope.hooks import Hook
 from qkscope.model.capture_types import Shape
 from qkscope.model.tap import Call
+from qkscope.text import grouped
 
 
 @checked_class

@@ -20,10 +20,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkscope import BadInput, Scope
-from qkscope.checking import grouped
 from qkscope.model.encode import PIECE, token_texts
 from qkscope.rerun.rerun_tokens import Again
 from qkscope.seeds import derived_seed
+from qkscope.text import grouped
 
 _WITHOUT_BLANKS = re.compile(r"[぀-ヿ㐀-䶿一-鿿豈-﫿฀-໿ក-៿]")
 _LEAST = 8  # tokens of a shape, under which others are taken as well

@@ -21,10 +21,11 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from qkscope.checking import checked_class, cut
+from qkscope.checking import checked_class
 from qkscope.errors import BadInput
 from qkscope.results import folder as disk
 from qkscope.results.claims import Claim, count_claims
+from qkscope.text import abbreviate
 
 #: A table.
 Rows = list[dict[str, Any]]
@@ -267,7 +268,7 @@ def made_result(path: str | Path) -> Result:
         answer = f"Here it is otherwise: {', '.join(differences)}."
     lines = []
     for name, value in there.items():
-        text = value if name == "command" else cut(str(value), 100)
+        text = value if name == "command" else abbreviate(str(value), 100)
         lines.append({"line": f"{name}: {text}"})
     return Result("made", {"made": rows, "said": lines}, answer=answer)
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qkscope.checking import grouped
 from qkscope.show import NAMES, Block, Tables, drawing, number
+from qkscope.text import grouped
 
 
 def family_of(kind: str) -> str:

@@ -35,7 +35,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkscope import BadInput, Result, Scope, Subspace
-from qkscope.checking import checked_class, grouped
+from qkscope.checking import checked_class
 from qkscope.findings.fit import Fit, load
 from qkscope.findings.next_token import TOKENS, Output
 from qkscope.findings.prompt_trace import Probe, PromptTrace, Question, reader_of
@@ -48,6 +48,7 @@ from qkscope.results.folder import RESULTS
 from qkscope.show import counted
 from qkscope.show.blocks import blocks_of
 from qkscope.show.page import report_html
+from qkscope.text import grouped
 from qkscope.verbs.swap.swap import check_swappable, default_features
 from qkscope.verbs.why.why import answer_probe, circuit_of
 

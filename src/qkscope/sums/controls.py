@@ -4,21 +4,24 @@ A contrast of averages has a rank whatever the head does, so each ΔC is tested 
 component. The j-th singular value is compared with the largest one of null replicates from which
 the components already found are projected out::
 
-    p_j = (1 + #{r : σ_1((I − U_j U_jᵀ) ΔC_r (I − V_j V_jᵀ)) ≥ σ_j(ΔC)}) / (R + 1),     stop at the
-    first p_j > α
+    p_j = (1 + #{r : σ_1((I − U_j U_jᵀ) ΔC_r (I − V_j V_jᵀ)) ≥ σ_j(ΔC)}) / (R + 1)
+
+and the rank ends before the first ``p_j > α``.
 
 Two hypotheses are tested this way: *the conditions do not differ* (sign flip or label permutation,
 on ΔC) and *they differ, but not in a way that depends on the query* (``interaction``, on the
 query-centred ΔC). How many directions are **detected** grows with the data; how many **predict
-units that were left out** does not, when words are what is scarce (`cross_validated_rank`). Mean
-dominance is the share of ‖ΔC‖² that goes when ``q̄ (μ⁺ − μ⁻)ᵀ``, the part every query sees alike,
-is taken out: 1 if ΔC is nothing but the mean, below 0 where the two work against each other.
+units that were left out** does not, when words are what is scarce
+(`qkscope.sums.cross_validation`).
+
+Mean dominance is the share of ‖ΔC‖² that goes when ``q̄ (μ⁺ − μ⁻)ᵀ``, the part every query sees
+alike, is taken out: 1 if ΔC is nothing but the mean, below 0 where the two work against each other.
 
 Queries and keys share features at nearly every head, also at heads that do nothing with them. So a
 head that is above its null is held against a **reference**: the heads that are at chance on the
 task. Its **gain** is what the query-centred ΔC gives to the logit of the + key over the − key,
-``|scale · tr ΔC|``. No direction is fitted to it, so no word needs to be left out. ``interaction``
-is said where at most 5% of the reference reach it.
+``|scale · tr ΔC|``. No direction is fitted to it, so no word needs to be left out. The verdict is
+``interaction`` where at most 5% of the reference reach it.
 """
 
 from __future__ import annotations
@@ -31,40 +34,27 @@ from typing import Literal, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from qkscope import BadInput, Head, Moments
 from qkscope.checking import checked_call
 from qkscope.sums.bases import ROUNDING, checked_svd, energy_rank
-from qkscope.sums.nulls import (
-    Center,
-    Statistic,
-    centred_delta,
-    false_discovery,
-    head_p_values,
-    p_value,
-)
+from qkscope.sums.cross_validation import PLANTS, POWER, CvRank, cross_validated_rank, plant
+from qkscope.sums.nulls import Center, Statistic, false_discovery, head_p_values, p_value
 
 Verdict = Literal[
     "interaction", "not specific", "no reference", "mean only", "not above null", "untested"
 ]
-CvRank = int | Literal["untested"]
 FEW_UNITS = 10
 LEVEL = 0.05  # of the tests
-_UNITS_A_DIRECTION = (
-    4  # few units span few directions: with most projected out, replicates have no room left
-)
-_FEWEST_FOLDS = 3  # with both signs
-_ENOUGH = 0.99
 FEWEST = round(1 / LEVEL) - 1  # heads of a reference: above fewer nothing is at the level
-# planted features, and the share of them that must be found
-_PLANTS = 20
-_POWER = 0.8
+# few units span few directions: with most of them projected out, replicates have no room left
+_UNITS_A_DIRECTION = 4
 
 
 class Gain(NamedTuple):
-    """What a head's query-centred ΔC gives to the + key's logit, its factor of q·k, and whether it
-    is at chance.
+    """What a head's query-centred ΔC gives to the + key's logit.
+
+    ``scale`` is the head's factor of q·k; ``at_chance`` whether it is at chance on the task.
     """
 
     logit: float
@@ -72,17 +62,21 @@ class Gain(NamedTuple):
     at_chance: bool
 
 
+_NO_GAIN = Gain(math.nan, math.inf, at_chance=False)
+
+
 class RankTest(NamedTuple):
-    """Components of one ΔC tested in order against null replicates."""
+    """Components of one ΔC tested in order against null replicates.
+
+    For each component tested, median and 95% quantile of the null's largest singular value with the
+    components before it projected out. ``statistics`` are of ΔC and of each replicate with nothing
+    projected out; there are none where ΔC is only rounding.
+    """
 
     rank: int
     null_median: tuple[float, ...]
-    null_high: tuple[
-        float, ...
-    ]  # 95% quantile of the null's largest singular value, at the same stage
-    statistics: tuple[
-        Statistic, ...
-    ] = ()  # of ΔC and of each replicate, with nothing projected out; () of rounding
+    null_high: tuple[float, ...]
+    statistics: tuple[Statistic, ...] = ()
 
 
 def rank_above(
@@ -100,10 +94,11 @@ def rank_above(
     u, s, v = checked_svd(delta)
     limit = min(s.shape[0], max_rank or s.shape[0])
     largest_of_all = max(float(s[0]), size)
+    # in ΔC's own bases, deflating is leaving out rows and columns
+    turned = u.mT @ nulls.to(u) @ v
     medians = []
     highs = []
     statistics: tuple[Statistic, ...] = ()
-    turned = u.mT @ nulls.to(u) @ v  # in ΔC's own bases, deflating is leaving out rows and columns
     rank = limit
     for j in range(limit):
         rest = turned[:, j:, j:]
@@ -112,15 +107,15 @@ def rank_above(
         largest = torch.linalg.eigvalsh(rest.mT @ rest)[..., -1].clamp_min(0).sqrt()
         medians.append(float(largest.median()))
         highs.append(float(largest.quantile(0.95)))
-        real = float(s[j]) > ROUNDING * largest_of_all
-        if j == 0 and real:
+        beyond_rounding = float(s[j]) > ROUNDING * largest_of_all
+        if j == 0 and beyond_rounding:
             norms = rest.flatten(1).norm(dim=1)
-            statistics = (
-                (float(s[0]), tuple(largest.tolist())),
-                (float(s.norm()), tuple(norms.tolist())),
-            )
-        reached = int((largest >= s[j] - 1e-12 * largest_of_all).sum())
-        if not real or (1 + reached) / (len(nulls) + 1) > alpha:
+            by_value = Statistic(float(s[0]), tuple(largest.tolist()))
+            by_norm = Statistic(float(s.norm()), tuple(norms.tolist()))
+            statistics = (by_value, by_norm)
+        reaching = float(s[j]) - 1e-12 * largest_of_all
+        p = p_value(largest, reaching)
+        if not beyond_rounding or p > alpha:
             rank = j
             break
     return RankTest(rank, tuple(medians), tuple(highs), statistics)
@@ -167,19 +162,53 @@ class Controls:
     def lines(self) -> list[str]:
         """The controls in words, one per line."""
         few = ", which are few" if self.units < FEW_UNITS else ""
-        said = [
+        lines = [
             f"99% rank {self.rank_99}; {self.rank_null} detected against the {self.null} null"
             f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
             f"query-centred: 99% rank {self.rank_99_centred}; {self.interaction_rank} detected against the"
             f" interaction null (p {self.p_interaction:.3g})",
             f"predict units left out: {self.rank_cv}; {self.units} units{few}; means {self.mean_dominance:.3f} of it",
         ]
-        chance = f"gives {self.gain:.2g} logits, more than {self.percentile:.0%} of {self.reference} heads at chance"
-        return [
-            *said,
-            *([chance] if self.reference else []),
-            *([self.reason] if self.reason else []),
-        ]
+        if self.reference:
+            lines.append(
+                f"gives {self.gain:.2g} logits, more than {self.percentile:.0%} of {self.reference} heads at chance"
+            )
+        if self.reason:
+            lines.append(self.reason)
+        return lines
+
+
+class _Deltas(NamedTuple):
+    """ΔC of all heads, as it is and query-centred, and the sizes of what it is a difference of.
+
+    ``one_null``: the two are equal, so that one null serves both tests.
+    """
+
+    whole: Float[Tensor, "h d d"]
+    centred: Float[Tensor, "h d d"]
+    sizes: Float[Tensor, " h"]
+    one_null: bool
+
+    @classmethod
+    def of(cls, moments: Moments, contrast: str) -> _Deltas:
+        """The matrices of one contrast."""
+        whole = moments.delta(contrast, "none")
+        centred = moments.delta(contrast, "query")
+        sizes = moments.sizes(contrast)
+        apart = (centred - whole).abs().amax(dim=(1, 2))
+        return cls(whole, centred, sizes, bool((apart <= ROUNDING * sizes).all()))
+
+
+class _Tests(NamedTuple):
+    """Rank tests of all heads: of the difference, of the interaction, and of what is left of it.
+
+    The last are of the query-centred ΔC less what a scale that queries and keys share makes of a
+    difference of means: that explains part of an interaction, and must not be needed.
+    """
+
+    difference: list[RankTest]
+    interaction: list[RankTest]
+    beyond_scale: list[RankTest]
 
 
 @checked_call
@@ -213,186 +242,175 @@ def run_controls(
     """
     if not moments.replicates:
         raise BadInput("controls need null replicates: make the moments with replicates=199.")
-    whole = moments.delta(contrast, "none")
-    centred = moments.delta(contrast, "query")
-    sizes = moments.sizes(contrast)
-    units = moments.unit_count(contrast)[0]
-    one_null = bool(((centred - whole).abs().amax(dim=(1, 2)) <= ROUNDING * sizes).all())
-    limit = max(units // _UNITS_A_DIRECTION, 1)
-    differences = []
-    interactions = []
-    beyond_scale = []
-    for i, (head, size) in enumerate(zip(moments.heads, sizes.tolist(), strict=True)):
-        fixed, replicates = moments.interaction_nulls(contrast, head)
-        interactions.append(rank_above(centred[i], replicates, max_rank=limit, size=size))
-        # a scale that queries and keys share may lean on a difference of means: what it explains
-        # must not be needed
-        beyond_scale.append(
-            rank_above(centred[i] - fixed, replicates - fixed, max_rank=1, size=size)
-        )
-        if not one_null:
-            replicates = moments.flipped_nulls(contrast, head)
-            differences.append(rank_above(whole[i], replicates, max_rank=limit, size=size))
-    differences = differences or interactions
-    floor = max(0.5 ** max(units - 1, 0), 1 / (moments.replicates * len(sizes) + 1))
-    every = interactions, beyond_scale, differences
-    depends, beyond, differs = (
-        head_p_values([test.statistics for test in tests], floor) for tests in every
-    )
-    p_interaction = list(map(max, depends, beyond))
-    p_difference = p_interaction if one_null else differs
-    calls = zip(
-        _calls(differences, p_difference, floor),
-        _calls(interactions, p_interaction, floor),
-        strict=True,
-    )
-    few = f"{moments.replicates} replicates"
-    if 0.5 ** max(units - 1, 0) >= floor:
-        few = f"{units} independent units (different words, or prompts)"
-    reason = f"untested: {few} are too few" + (
-        f" for {len(sizes)} heads at once" if len(sizes) > 1 else ""
-    )
-    # the differences of a prompt and its copy cancel, but not within a fold: there the mean query
-    # must go
-    predicting: Center = "query" if one_null else center
-    folds = moments.state["folds"][contrast]
-    known = gains or {}
-    cv_ranks = cross_validated_rank(folds, predicting, sizes)
+    deltas = _Deltas.of(moments, contrast)
+    units, _ = moments.unit_count(contrast)
+    tests = _run_tests(moments, contrast, deltas, units)
+    coarsest = 0.5 ** max(units - 1, 0)
+    floor = max(coarsest, 1 / (moments.replicates * len(moments.heads) + 1))
+    p_interaction = _p_interaction(tests, floor)
+    p_difference = p_interaction
+    if not deltas.one_null:
+        p_difference = head_p_values([test.statistics for test in tests.difference], floor)
+    differs = _calls(tests.difference, p_difference, floor)
+    depends = _calls(tests.interaction, p_interaction, floor)
+    reason = _too_few(moments, units, units_are_the_floor=coarsest >= floor)
+    cv_ranks = _cv_ranks(moments, contrast, deltas, center, gains or {})
     controls = {}
-    for i, (head, (differ, depend)) in enumerate(zip(moments.heads, calls, strict=True)):
-        gain, scale, _ = known.get(str(head), Gain(math.nan, math.inf, False))
-        if known and cv_ranks[i] == 0:
-            planted = plant(folds[:, i], predicting, 1 / scale)
-            found = cross_validated_rank(planted, predicting, sizes[i].cpu().expand(_PLANTS))
-            cv_ranks[i] = 0 if sum(rank != 0 for rank in found) >= _POWER * _PLANTS else "untested"
-        others = torch.tensor(
-            [other.logit for name, other in known.items() if other.at_chance and name != str(head)]
-        )
-        specific = len(others) >= FEWEST and p_value(others, gain) <= LEVEL
-        beside: Verdict = (
-            "interaction"
-            if specific
-            else "not specific"
-            if len(others) >= FEWEST
-            else "no reference"
-        )
-        verdict = _verdict(differ, depend, center != "none", beside)
-        spectra = [torch.linalg.svdvals(delta[i]) for delta in (whole, centred)]
-        energy, centred_energy = (
-            int(energy_rank(spectrum, size=float(sizes[i]))) for spectrum in spectra
-        )
-        detected = max(differences[i].rank, 1) if differ else 0
-        depending = max(interactions[i].rank, 1) if depend else 0
-        shown, spectrum = (
-            (differences[i], spectra[0]) if center == "none" else (interactions[i], spectra[1])
-        )
-        left, all_of_it = (float(spectrum.square().sum()) for spectrum in reversed(spectra))
-        tests = (
-            1 - left / all_of_it if all_of_it else 0.0,
-            p_difference[i],
-            p_interaction[i],
-            verdict,
-            center,
-        )
-        null = "interaction" if one_null else "sign flip"
-        said = reason if verdict == "untested" else ""
+    for i, head in enumerate(moments.heads):
+        gain = (gains or {}).get(str(head), _NO_GAIN).logit
+        reference = _reference(gains or {}, head)
+        beside = _beside_reference(gain, reference)
+        verdict = _verdict(differs[i], depends[i], center != "none", beside)
+        spectrum = torch.linalg.svdvals(deltas.whole[i])
+        centred_spectrum = torch.linalg.svdvals(deltas.centred[i])
+        size = float(deltas.sizes[i])
+        shown = tests.difference[i] if center == "none" else tests.interaction[i]
+        shown_spectrum = spectrum if center == "none" else centred_spectrum
         controls[head] = Controls(
-            energy, detected, centred_energy, depending, cv_ranks[i], *tests,
-            tuple(spectrum.tolist()), shown.null_median, shown.null_high, units, moments.replicates, null,
-            said, gain, float((others < gain).double().mean()), len(others),
-        )  # fmt: skip
+            rank_99=int(energy_rank(spectrum, size=size)),
+            rank_null=_detected(tests.difference[i], differs[i]),
+            rank_99_centred=int(energy_rank(centred_spectrum, size=size)),
+            interaction_rank=_detected(tests.interaction[i], depends[i]),
+            rank_cv=cv_ranks[i],
+            mean_dominance=_mean_dominance(spectrum, centred_spectrum),
+            p_difference=p_difference[i],
+            p_interaction=p_interaction[i],
+            verdict=verdict,
+            center=center,
+            spectrum=tuple(shown_spectrum.tolist()),
+            null_median=shown.null_median,
+            null_high=shown.null_high,
+            units=units,
+            replicates=moments.replicates,
+            null="interaction" if deltas.one_null else "sign flip",
+            reason=reason if verdict == "untested" else "",
+            gain=gain,
+            percentile=float((reference < gain).double().mean()),
+            reference=len(reference),
+        )
     return controls
 
 
+def _run_tests(moments: Moments, contrast: str, deltas: _Deltas, units: int) -> _Tests:
+    """Test ΔC of every head, component by component."""
+    limit = max(units // _UNITS_A_DIRECTION, 1)
+    tests = _Tests([], [], [])
+    for i, head in enumerate(moments.heads):
+        size = float(deltas.sizes[i])
+        centred = deltas.centred[i]
+        fixed, nulls = moments.interaction_nulls(contrast, head)
+        interaction = rank_above(centred, nulls, max_rank=limit, size=size)
+        tests.interaction.append(interaction)
+        beyond_scale = rank_above(centred - fixed, nulls - fixed, max_rank=1, size=size)
+        tests.beyond_scale.append(beyond_scale)
+        difference = interaction
+        if not deltas.one_null:
+            nulls = moments.flipped_nulls(contrast, head)
+            difference = rank_above(deltas.whole[i], nulls, max_rank=limit, size=size)
+        tests.difference.append(difference)
+    return tests
+
+
+def _p_interaction(tests: _Tests, floor: float) -> list[float]:
+    """P-value of each head's interaction: the larger with and without what scale explains."""
+    depends = head_p_values([test.statistics for test in tests.interaction], floor)
+    beyond = head_p_values([test.statistics for test in tests.beyond_scale], floor)
+    return [max(pair) for pair in zip(depends, beyond, strict=True)]
+
+
 def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -> list[bool | None]:
-    """Whether each head's test is significant among all of them; None where no data could have made
-    it so.
-    """
+    """Whether each head's test is significant among all; None where no data could have made it so."""
     calls: list[bool | None] = [q <= LEVEL for q in false_discovery(p_values)]
     for i, test in enumerate(tests):
-        # as far above its null as can be; what is only rounding needs no test to be nothing
-        best = [floor if j == i else p for j, p in enumerate(p_values)]
-        if not calls[i] and test.statistics and false_discovery(best)[i] > LEVEL:
+        # what is only rounding needs no test to be nothing
+        if calls[i] or not test.statistics:
+            continue
+        # as far above its null as can be
+        best = [*p_values[:i], floor, *p_values[i + 1 :]]
+        if false_discovery(best)[i] > LEVEL:
             calls[i] = None
     return calls
 
 
+def _too_few(moments: Moments, units: int, units_are_the_floor: bool) -> str:
+    """Say what there is too little of for a test."""
+    few = f"{moments.replicates} replicates"
+    if units_are_the_floor:
+        few = f"{units} independent units (different words, or prompts)"
+    count = len(moments.heads)
+    at_once = f" for {count} heads at once" if count > 1 else ""
+    return f"untested: {few} are too few{at_once}"
+
+
+def _cv_ranks(
+    moments: Moments, contrast: str, deltas: _Deltas, center: Center, gains: Mapping[str, Gain]
+) -> list[CvRank]:
+    """Cross-validated rank of each head; a 0 is tested by features planted with a gain of 1 logit."""
+    # the differences of a prompt and its copy cancel, but not within a fold: there the mean query
+    # must go
+    predicting: Center = "query" if deltas.one_null else center
+    folds = moments.state["folds"][contrast]
+    ranks = cross_validated_rank(folds, predicting, deltas.sizes)
+    if not gains:
+        return ranks
+    for i, head in enumerate(moments.heads):
+        if ranks[i] != 0:
+            continue
+        scale = gains.get(str(head), _NO_GAIN).scale
+        planted = plant(folds[:, i], predicting, 1 / scale)
+        sizes = deltas.sizes[i].cpu().expand(PLANTS)
+        planted_ranks = cross_validated_rank(planted, predicting, sizes)
+        detected = sum(rank != 0 for rank in planted_ranks)
+        if detected < POWER * PLANTS:
+            ranks[i] = "untested"
+    return ranks
+
+
+def _reference(gains: Mapping[str, Gain], head: Head) -> Float[Tensor, " n"]:
+    """Gains of the other heads that are at chance."""
+    logits = []
+    for name, gain in gains.items():
+        if gain.at_chance and name != str(head):
+            logits.append(gain.logit)
+    return torch.tensor(logits)
+
+
+def _beside_reference(gain: float, reference: Float[Tensor, " n"]) -> Verdict:
+    """What an interaction is called beside the heads at chance."""
+    if len(reference) < FEWEST:
+        return "no reference"
+    if p_value(reference, gain) <= LEVEL:
+        return "interaction"
+    return "not specific"
+
+
 def _verdict(differs: bool | None, depends: bool | None, centred: bool, beside: Verdict) -> Verdict:
-    """What the tests say, and the reference of an interaction; None is of a test that could not
-    have shown anything.
+    """What the tests say, None being a test that could not have shown anything.
+
+    ``beside`` is what an interaction is called beside its reference.
     """
     if centred and depends is not False:
         return beside if depends else "untested"
+    if differs is None:
+        return "untested"
     if not differs:
-        return "untested" if differs is None else "not above null"
-    return beside if depends else "untested" if depends is None else "mean only"
+        return "not above null"
+    if depends is None:
+        return "untested"
+    return beside if depends else "mean only"
 
 
-def cross_validated_rank(
-    folds: Float[Tensor, "f h a 2 a"], center: Center, sizes: Float[Tensor, " h"]
-) -> list[CvRank]:
-    """How many directions predict units that took no part in finding them, of the heads of these
-    sums.
-
-    The sums are kept in folds of units (of words, where words are the unit). Each fold is left out
-    in turn: the others give singular vectors, and the fold says how well the first r of them, with
-    their singular values, rebuild its own ΔC; the fewest that rebuild 99% of what any number of
-    them can are the rank (the paper's 99%, of data that took no part). Noise that one fold has is
-    not in another, so what only this sample of units shows does not help: pure noise has rank 0.
-    ``untested`` where fewer than three folds hold both signs.
-    """
-    whole = folds.sum(dim=0)
-    gains = []
-    for fold in folds:
-        count = fold[:, -1, :, -1]
-        rest = whole - fold
-        if not bool((count > 0).all()) or not bool((rest[:, -1, :, -1] > 0).all()):
-            continue
-        # the mean query and key of the other folds, with the weights of the fold that was left out
-        left_out = rest / rest[:, -1:, :, -1:] * count[:, None, :, None]
-        u, s, v = checked_svd(centred_delta(rest, center))
-        s = s.where(s > ROUNDING * sizes[:, None], 0.0)
-        held = (u.mT @ centred_delta(fold, center, reference=left_out) @ v).diagonal(
-            dim1=-2, dim2=-1
-        )
-        gain = (
-            2 * held - s
-        ) * s  # how much less of the fold's ‖ΔC‖² is left when the j-th component is taken out
-        share = count.sum(dim=1) / whole[:, -1, :, -1].sum(dim=1)
-        gains.append(gain.cumsum(dim=1) * share[:, None])
-    if len(gains) < _FEWEST_FOLDS:
-        return ["untested"] * len(sizes)
-    rebuilt = pad(
-        torch.stack(gains).sum(dim=0), (1, 0)
-    )  # heads, components from 0 on; each fold by its share
-    return (
-        (rebuilt >= _ENOUGH * rebuilt.amax(dim=1, keepdim=True)).int().argmax(dim=1).tolist()
-    )  # the first
+def _detected(test: RankTest, significant: bool | None) -> int:
+    """Directions above the null: one at least where the whole matrix is significant, else none."""
+    if not significant:
+        return 0
+    return max(test.rank, 1)
 
 
-def plant(
-    folds: Float[Tensor, "f a 2 a"], center: Center, size: float
-) -> Float[Tensor, "f p a 2 a"]:
-    """Sums of one head in which a feature of known size has taken the place of ΔC, twenty times,
-    with the head's noise.
-
-    It is as large as ``size`` in all, in as many random directions as the head's own ΔC has (99%).
-    Noise is what the ΔC of a fold differs by from that of all, under a random sign. Where
-    `cross_validated_rank` finds fewer than 80% of such features, a rank of 0 says nothing.
-    """
-    folds = folds[(folds[:, -1, :, -1] > 0).all(dim=1)].cpu()
-    own = centred_delta(folds, center)
-    count = folds[:, -1, 0, -1]
-    mean = centred_delta(folds.sum(dim=0), center)
-    rank = max(int(energy_rank(torch.linalg.svdvals(mean))), 1)
-    generator = torch.Generator().manual_seed(0)
-    basis = torch.linalg.qr(
-        torch.randn(_PLANTS, len(mean), rank, generator=generator, dtype=mean.dtype)
-    )[0]
-    signs = torch.randint(2, (len(folds), _PLANTS, 1, 1), generator=generator) * 2 - 1
-    noise = signs * (own - mean)[:, None] * (len(folds) / (len(folds) - 1)) ** 0.5
-    planted = folds[:, None].repeat(1, _PLANTS, 1, 1, 1)
-    planted[..., :-1, 0, :-1] += (basis @ basis.mT * size / rank + noise - own[:, None]) * count[
-        :, None, None, None
-    ]
-    return planted
+def _mean_dominance(spectrum: Float[Tensor, " m"], centred: Float[Tensor, " m"]) -> float:
+    """Share of ‖ΔC‖² that goes with the part every query sees alike."""
+    energy = float(spectrum.square().sum())
+    left = float(centred.square().sum())
+    if not energy:
+        return 0.0
+    return 1 - left / energy

@@ -1,5 +1,4 @@
-"""Sums that stream: batches, pieces and machines add up to the same numbers, whatever their order
-(to rounding).
+"""Sums that stream: batches, pieces and machines add up to the same numbers, to rounding.
 
 An accumulator is tensors that grow by addition, and a manifest that says what they are sums of; a
 file holds both.
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -36,18 +35,15 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head, parse_heads
 from qkscope.results.folder import read_tensors, tensor_bytes
 from qkscope.seeds import draw_bits, draw_signs
-from qkscope.sums import nulls as significance
-from qkscope.sums.nulls import Center, centred_delta
+from qkscope.sums.nulls import Center, centred_delta, interaction_deltas, key_sums, row_scale
 
 Device = torch.device | str
 FOLDS = 8  # of units, for cross-validation
-_BUCKETS = (
-    2**14
-)  # in which units are counted: counts add up over pieces, and do not grow with the data
+# units are counted in buckets: the counts add up over pieces, and do not grow with the data
+_BUCKETS = 2**14
 _FOLD_STREAM = 101
-_AT_ONCE = (
-    2**27
-)  # bytes of replicated key sums: what the nulls of a batch take at once, however large it is
+# bytes of replicated key sums that the nulls of a batch take at once, however large the batch is
+_AT_ONCE = 2**27
 
 
 class Covariance:
@@ -84,8 +80,7 @@ class Covariance:
 
 @checked_class
 class Moments:
-    """Sums of ``w``, ``w q``, ``w k`` and ``w q kᵀ`` over + and − pairs, per head and contrast, in
-    float64.
+    """Sums of ``w [q; 1] [k; 1]ᵀ`` over + and − pairs, per head and contrast, in float64.
 
     Parameters
     ----------
@@ -134,15 +129,28 @@ class Moments:
         readers = [(head.layer, head.kv(group_size)) for head in self.heads]
         self.key_heads = list(dict.fromkeys(readers))
         self._kv_of_head = [self.key_heads.index(reader) for reader in readers]
-        h = len(self.heads)
-        a = d_head + 1
-        shapes: dict[str, tuple[int, ...]] = {"sums": (h, a, 2, a)}
-        if replicates:  # Σ [q; 1] a± (a row's scale), the sums of each fold of units, and how many rows a unit has
-            shapes |= {"scales": (h, a, 2), "folds": (FOLDS, h, a, 2, a), "units": (_BUCKETS,)}
-            shapes["flips"] = (h, a, replicates, 2, a + 1)
+        shapes = self._shapes()
         new = functools.partial(torch.zeros, dtype=torch.float64, device=device)
         self.state = {
             name: {contrast: new(shape) for contrast in contrasts} for name, shape in shapes.items()
+        }
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the sums of one contrast, by name.
+
+        With replicates these are the sums; ``Σ [q; 1] a±``, a row's scale; the sums of each fold of
+        units; how many rows a unit has; and the sums and scales under the signs of each replicate.
+        """
+        h = len(self.heads)
+        a = self.d_head + 1
+        if not self.replicates:
+            return {"sums": (h, a, 2, a)}
+        return {
+            "sums": (h, a, 2, a),
+            "scales": (h, a, 2),
+            "folds": (FOLDS, h, a, 2, a),
+            "units": (_BUCKETS,),
+            "flips": (h, a, self.replicates, 2, a + 1),
         }
 
     def update(
@@ -168,56 +176,88 @@ class Moments:
         queries = _augmented(q)
         keys = k.to(torch.float64)
         for contrast, label in labels.items():
-            label = label.to(keys.device)
-            sums = significance.key_sums(label, keys)
-            if not bool(torch.isfinite(sums.sum() + q.sum(dtype=torch.float64))):
-                # NaN or Inf somewhere. In an ignored key it is harmless (0 · NaN is NaN: blank it
-                # out), elsewhere not.
-                labelled = keys.masked_fill((label == 0)[:, None, :, None], 0.0)
-                self._check_finite(q, labelled, prompts)
-                sums = significance.key_sums(label, labelled)
+            sums = self._key_sums(q, keys, label.to(keys.device), prompts)
             _add_outer(self.state["sums"][contrast], queries, sums.flatten(2), self._kv_of_head)
             if prompts is not None and self.replicates:
                 self._add_nulls(contrast, queries, sums, prompts.to(keys.device))
 
-    def _check_finite(self, q: Tensor, keys: Tensor, prompts: Tensor | None) -> None:
-        for side, vectors in (("query", q), ("key", keys)):
-            for row, column, *slot in (~torch.isfinite(vectors)).any(dim=-1).nonzero()[:1].tolist():
-                head = self.heads[column if side == "query" else self._kv_of_head.index(column)]
-                example = f"{row if prompts is None else int(prompts[row])}{f', key {slot[0]}' if slot else ''}"
-                advice = "check the model's dtype (float16 can overflow; try bfloat16 or float32)"
-                raise BadInput(
-                    f"the {side} of {head} at example {example} is NaN or infinite: {advice}."
-                )
+    def _key_sums(
+        self,
+        q: Float[Tensor, "b h d"],
+        keys: Float[Tensor, "b g k d"],
+        label: Int[Tensor, "b k"],
+        prompts: Tensor | None,
+    ) -> Float[Tensor, "b g 2 d+1"]:
+        """Label-weighted sums of each row's keys; what is not finite is refused, if it takes part."""
+        sums = key_sums(label, keys)
+        checksum = sums.sum() + q.sum(dtype=torch.float64)
+        if bool(torch.isfinite(checksum)):
+            return sums
+        # NaN or Inf in an ignored key is harmless, but 0 · NaN is NaN: blank it out
+        ignored = (label == 0)[:, None, :, None]
+        labelled = keys.masked_fill(ignored, 0.0)
+        self._check_finite("query", q, prompts)
+        self._check_finite("key", labelled, prompts)
+        return key_sums(label, labelled)
 
-    def _add_nulls(self, contrast: str, queries: Tensor, sums: Tensor, unit: Tensor) -> None:
-        """What one batch of a contrast adds to the row scales, the folds and the null replicates."""
-        scale = significance.row_scale(sums)
-        self.state["scales"][contrast] += torch.einsum(
-            "bha,bhs->has", queries, scale[:, self._kv_of_head, :, 0]
-        )
+    def _check_finite(
+        self, side: str, vectors: Float[Tensor, "b c *k d"], prompts: Tensor | None
+    ) -> None:
+        """Refuse vectors that are NaN or infinite, naming the first."""
+        bad = (~torch.isfinite(vectors)).any(dim=-1).nonzero().tolist()
+        if not bad:
+            return
+        row, column, *slot = bad[0]
+        head = self.heads[column if side == "query" else self._kv_of_head.index(column)]
+        example = f"{row if prompts is None else int(prompts[row])}"
+        if slot:
+            example += f", key {slot[0]}"
+        advice = "check the model's dtype (float16 can overflow; try bfloat16 or float32)"
+        raise BadInput(f"the {side} of {head} at example {example} is NaN or infinite: {advice}.")
+
+    def _add_nulls(
+        self,
+        contrast: str,
+        queries: Float[Tensor, "b h a"],
+        sums: Float[Tensor, "b g 2 a"],
+        unit: Int[Tensor, " b"],
+    ) -> None:
+        """Add one batch of a contrast to the row scales, the unit counts, the folds and the nulls."""
+        state = {name: by_contrast[contrast] for name, by_contrast in self.state.items()}
+        scale = row_scale(sums)
+        scale_of_head = scale[:, self._kv_of_head, :, 0]
+        state["scales"] += torch.einsum("bha,bhs->has", queries, scale_of_head)
         bucket = draw_bits(unit).remainder(_BUCKETS)
-        self.state["units"][contrast].index_add_(
-            0, bucket, torch.ones_like(unit, dtype=torch.float64)
-        )
-        fold = draw_bits(_FOLD_STREAM, unit).remainder(FOLDS)  # whatever the seed of the nulls
+        state["units"].index_add_(0, bucket, torch.ones_like(unit, dtype=torch.float64))
+        # the folds are the same whatever the seed of the nulls
+        fold = draw_bits(_FOLD_STREAM, unit).remainder(FOLDS)
         for number in fold.unique().tolist():
-            some = fold == number
-            state = self.state["folds"][contrast][number]
-            _add_outer(state, queries[some], sums[some].flatten(2), self._kv_of_head)
+            inside = fold == number
+            keys = sums[inside].flatten(2)
+            _add_outer(state["folds"][number], queries[inside], keys, self._kv_of_head)
         scaled = torch.cat([sums, scale], dim=-1)
+        self._add_flips(state["flips"], queries, scaled, unit)
+
+    def _add_flips(
+        self,
+        flips: Float[Tensor, "h a r 2 a+1"],
+        queries: Float[Tensor, "b h a"],
+        scaled: Float[Tensor, "b g 2 a+1"],
+        unit: Int[Tensor, " b"],
+    ) -> None:
+        """Add one batch to the replicates: the same sums, each unit's with a random sign."""
         replicate = torch.arange(self.replicates, device=unit.device)[:, None]
-        each = sums[0].numel() * self.replicates * sums.element_size()
-        for rows in torch.arange(len(unit), device=unit.device).split(
-            max(_AT_ONCE // max(each, 1), 1)
-        ):
-            signs = draw_signs(self.seed, 0, replicate, unit[rows]).T.to(sums.dtype)
-            drawn = scaled[rows, :, None] * signs[:, None, :, None, None]
-            for n, g in enumerate(
-                self._kv_of_head
-            ):  # all heads' replicates at once would not fit in memory
-                state = self.state["flips"][contrast][n : n + 1]
-                _add_outer(state, queries[rows, n : n + 1], drawn[:, g, None].flatten(2), [0])
+        width = scaled.shape[-1] - 1
+        row_bytes = scaled[0, ..., :width].numel() * self.replicates * scaled.element_size()
+        rows_at_once = max(_AT_ONCE // max(row_bytes, 1), 1)
+        for rows in torch.arange(len(unit), device=unit.device).split(rows_at_once):
+            signs = draw_signs(self.seed, 0, replicate, unit[rows]).T.to(scaled.dtype)
+            flipped = scaled[rows, :, None] * signs[:, None, :, None, None]
+            # head by head: the replicates of all heads at once would not fit in memory
+            for i, kv in enumerate(self._kv_of_head):
+                one_head = slice(i, i + 1)
+                keys = flipped[:, kv, None].flatten(2)
+                _add_outer(flips[one_head], queries[rows, one_head], keys, [0])
 
     def count(self, contrast: str) -> Float[Tensor, "h 2"]:
         """Total pair weight of + and of − for every head.
@@ -247,8 +287,10 @@ class Moments:
         contrast : its name.
         """
         sums = self._filled(contrast)
-        averages = (sums / sums[:, -1:, :, -1:])[:, :-1, :, :-1]
-        return torch.linalg.matrix_norm(averages.transpose(1, 2), ord=2).amax(dim=1)
+        count = sums[:, -1:, :, -1:]
+        averages = (sums / count)[:, :-1, :, :-1]
+        norms = torch.linalg.matrix_norm(averages.transpose(1, 2), ord=2)
+        return norms.amax(dim=1)
 
     def flipped_nulls(self, contrast: str, head: Head | str) -> Float[Tensor, "r d d"]:
         """ΔC of one head with the signs of its units flipped, of every replicate.
@@ -257,27 +299,35 @@ class Moments:
         ----------
         contrast, head : whose replicates.
         """
-        row = self.heads.index(Head.parse(head))
-        drawn = self.state["flips"][contrast][row].transpose(0, 1)[..., :-1]
+        column = self.heads.index(Head.parse(head))
+        flipped = self._flipped(contrast, column)[..., :-1]
         # Flipped signs cancel in Σw, so a flipped sum is divided by what the data itself gave.
-        return centred_delta(drawn, reference=self._filled(contrast)[row][None])
+        reference = self._filled(contrast)[column]
+        return centred_delta(flipped, reference=reference[None])
+
+    def _flipped(self, contrast: str, column: int) -> Float[Tensor, "r a 2 a+1"]:
+        """Sums and scales of one head under the signs of each replicate."""
+        return self.state["flips"][contrast][column].transpose(0, 1)
 
     def interaction_nulls(
         self, contrast: str, head: Head | str
     ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
-        """What rows' own scale makes of a difference of means at one head, and the replicates that
-        hold it too.
+        """What the scale of rows makes of a difference of means at one head, and the replicates.
+
+        The replicates hold that part too.
 
         Parameters
         ----------
         contrast, head : whose replicates.
         """
-        row = self.heads.index(Head.parse(head))
-        whole = torch.cat(
-            [self._filled(contrast)[row], self.state["scales"][contrast][row][..., None]], dim=-1
+        column = self.heads.index(Head.parse(head))
+        sums = self._filled(contrast)[column]
+        scales = self.state["scales"][contrast][column]
+        observed = torch.cat([sums, scales[..., None]], dim=-1)
+        _, effective_units = self.unit_count(contrast)
+        return interaction_deltas(
+            observed, self._flipped(contrast, column), max(effective_units, 2.0)
         )
-        drawn = self.state["flips"][contrast][row].transpose(0, 1)
-        return significance.interaction_deltas(whole, drawn, max(self.unit_count(contrast)[1], 2.0))
 
     def unit_count(self, contrast: str) -> tuple[int, float]:
         """How many random units went in, and how many equally large ones they are worth.
@@ -288,35 +338,39 @@ class Moments:
         """
         rows = self.state["units"][contrast]
         filled = int((rows > 0).sum())
-        # two units in one bucket look like one: what a random filling of buckets needs (exact while
-        # they are few)
-        count = round(-_BUCKETS * math.log(max(_BUCKETS - filled, 1) / _BUCKETS))
-        return count, float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300)) * count / max(
-            filled, 1
-        )
+        # two units in one bucket look like one: how many units fill that many buckets at random
+        # (exact while they are few)
+        empty = max(_BUCKETS - filled, 1)
+        count = round(-_BUCKETS * math.log(empty / _BUCKETS))
+        equally_large = float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300))
+        return count, equally_large * count / max(filled, 1)
 
-    def _filled(self, contrast: str) -> Tensor:
-        for head, sign in (self.count(contrast) <= 0).nonzero()[:1].tolist():
-            lacks = f"{('positive', 'negative')[sign]} pairs for {self.heads[head]}"
-            raise BadInput(f"contrast {contrast!r} has no {lacks}: it needs both + and − keys.")
+    def _filled(self, contrast: str) -> Float[Tensor, "h a 2 a"]:
+        """The sums of a contrast, which has + and − pairs for every head or is refused."""
+        missing = (self.count(contrast) <= 0).nonzero().tolist()
+        if missing:
+            head, sign = missing[0]
+            pairs = f"{('positive', 'negative')[sign]} pairs for {self.heads[head]}"
+            raise BadInput(f"contrast {contrast!r} has no {pairs}: it needs both + and − keys.")
         return self.state["sums"][contrast]
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
-        return {
-            f"{name}/{contrast}": x
-            for name, sums in self.state.items()
-            for contrast, x in sums.items()
-        }
+        tensors = {}
+        for name, by_contrast in self.state.items():
+            for contrast, value in by_contrast.items():
+                tensors[f"{name}/{contrast}"] = value
+        return tensors
 
     def manifest(self) -> dict[str, Any]:
         """Everything but the numbers, as JSON would have it."""
-        asked = {
-            n: getattr(self, n) for n in ("contrasts", "d_head", "group_size", "replicates", "seed")
-        }
         return {
             "heads": [str(head) for head in self.heads],
-            **asked,
+            "contrasts": self.contrasts,
+            "d_head": self.d_head,
+            "group_size": self.group_size,
+            "replicates": self.replicates,
+            "seed": self.seed,
             "about": json.loads(json.dumps(self.about)),
         }
 
@@ -334,22 +388,31 @@ class Moments:
         device : where the sums go.
         """
         tensors, manifest = read_tensors(path, cls.kind)
-        held = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        try:  # asked of tensors without memory, as a manifest may promise anything
-            promised = cls(**manifest, device="meta").tensors().items()
-            wrong = [
-                name for name, tensor in promised if held.get(name) != (tensor.shape, tensor.dtype)
-            ]
-        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
-            wrong = ["its manifest"]
-        if wrong:
+        damaged = cls._first_damaged(tensors, manifest)
+        if damaged is not None:
             raise BadInput(
-                f"{path} is damaged: {wrong[0]} is missing or of another shape or type: make it again."
+                f"{path} is damaged: {damaged} is missing or of another shape or type: make it again."
             )
-        sums = cls(**manifest, device=device)
-        for name, mine in sums.tensors().items():
-            mine.copy_(tensors[name])
-        return sums
+        moments = cls(**manifest, device=device)
+        for name, value in moments.tensors().items():
+            value.copy_(tensors[name])
+        return moments
+
+    @classmethod
+    def _first_damaged(
+        cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
+    ) -> str | None:
+        """Name of what a file's manifest promises and its tensors do not hold; None if all is well."""
+        try:
+            # on tensors without memory, as a manifest may promise anything
+            promised = cls(**manifest, device="meta").tensors()
+        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
+            return "its manifest"
+        for name, expected in promised.items():
+            value = tensors.get(name)
+            if value is None or value.shape != expected.shape or value.dtype != expected.dtype:
+                return name
+        return None
 
 
 def _augmented(vectors: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d+1"]:
@@ -364,14 +427,14 @@ def _add_outer(
     kv_of_head: list[int],
 ) -> None:
     """``state[h] += Σ_b queries[b, h] keys[b, kv_of_head[h]]ᵀ``, in place."""
-    heads = len(kv_of_head)
     groups = keys.shape[1]
+    group_size = len(kv_of_head) // groups
+    whole_groups = [head // group_size for head in range(len(kv_of_head))]
     flat = state.flatten(2)
-    size = heads // groups
-    if kv_of_head == [h // size for h in range(heads)]:
-        # Whole groups: the queries of a group stand side by side and meet their shared keys in one
-        # product.
-        stacked = queries.unflatten(1, (groups, size)).flatten(2).permute(1, 2, 0)
-        flat.view(groups, -1, keys.shape[2]).baddbmm_(stacked, keys.transpose(0, 1))
+    if kv_of_head == whole_groups:
+        # the queries of a group stand side by side and meet their shared keys in one product
+        stacked = queries.unflatten(1, (groups, group_size)).flatten(2)
+        by_group = flat.view(groups, -1, keys.shape[2])
+        by_group.baddbmm_(stacked.permute(1, 2, 0), keys.transpose(0, 1))
     else:
         flat += queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]

@@ -1,4 +1,4 @@
-"""What chance would have given, and so how sure a number is: null replicates, p-values, intervals.
+"""What chance would have given: null replicates of ΔC, and p-values.
 
 Each row of data is a query and the label-weighted sums of its keys, ``s± = Σ_j w_j [k_j; 1]`` over
 the keys labelled ±. A null changes only those sums, so replicates stream beside the data and
@@ -11,7 +11,7 @@ nothing is stored. One set of signs serves two:
 
 The random unit is whatever ``prompts`` numbers: the **prompt**, or all prompts that share a word or
 are copies. Signs per (query, key) pair would inflate the significance tenfold, and signs per prompt
-where six words are used again and again nearly as much. Intervals resample the same units.
+where six words are used again and again nearly as much.
 
 A head's ΔC is held against its null by its largest singular value, which one strong direction
 raises, and by its norm, which many weaker ones raise. Both are put into units of the head's own
@@ -28,7 +28,7 @@ and six words are six words.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -36,69 +36,81 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Center = Literal["none", "query"]  # what is taken out of ΔC: nothing, or what the mean query sees
-Sums = Float[Tensor, "*n a 2 a"]  # augmented, of + and of −
-Statistic = tuple[
-    float, Sequence[float]
-]  # what a head reached, and what each of its replicates did
-_DRAWS_AT_ONCE = (
-    200  # resamples of an interval: all at once would take as much room as prompts times draws
-)
-_ORDERS = 999  # random ones, beside which neighbours are compared
+Sums = Float[Tensor, "*n a 2 a"]  # Σ w [q; 1] [k; 1]ᵀ over + and over −; a = d + 1
+_TINY = 1e-300  # keeps a division by a spread of 0 finite, in float64
+
+
+class Statistic(NamedTuple):
+    """A number of a head's ΔC, and the same number of each null replicate."""
+
+    observed: float
+    null: Sequence[float]
 
 
 def centred_delta(
     sums: Sums, center: Center = "none", *, reference: Sums | None = None
 ) -> Float[Tensor, "*n d d"]:
-    """ΔC from augmented sums; normalised by, and centred on, the means of ``reference`` (themselves
-    by default).
+    """ΔC from augmented sums, as it is or with the mean query's part taken out.
+
+    It is normalised by, and centred on, the means of ``reference`` (themselves by default).
     """
-    reference = sums if reference is None else reference
+    if reference is None:
+        reference = sums
     count = reference[..., -1:, :, -1:]
-    conditional = sums / count
-    delta = (
-        conditional[..., 0, :] - conditional[..., 1, :]
-    )  # the augmented difference, (d + 1) × (d + 1)
+    # the augmented difference, (d + 1) × (d + 1): its last row is that of the mean keys
+    delta = _difference(sums / count)
     if center == "none":
         return delta[..., :-1, :-1]
-    mean_query = (reference / count)[..., :-1, :, -1:].mean(
-        dim=-2
-    )  # halfway between the conditions: d × 1
-    return (delta[..., :-1, :] - mean_query * delta[..., -1:, :])[..., :-1]
+    # halfway between the mean queries of the two conditions: d × 1
+    mean_queries = (reference / count)[..., :-1, :, -1:]
+    mean_query = mean_queries.mean(dim=-2)
+    centred = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
+    return centred[..., :-1]
+
+
+def _difference(signed: Float[Tensor, "*n 2 x"]) -> Float[Tensor, "*n x"]:
+    """What belongs to + less what belongs to −."""
+    plus, minus = signed.unbind(dim=-2)
+    return plus - minus
 
 
 def key_sums(
     labels: Int[Tensor, "b k"], keys: Float[Tensor, "b g k d"]
 ) -> Float[Tensor, "b g 2 d+1"]:
-    """``Σ_j [k_j; 1]`` of every row over its + keys and over its − keys: they share its q, so they
-    meet it summed.
+    """``Σ_j [k_j; 1]`` of every row, over its + keys and over its − keys.
+
+    All keys of a row share its query, so ``Σ_j q k_jᵀ = q (Σ_j k_j)ᵀ``.
     """
-    weights = torch.stack([labels > 0, labels < 0], dim=-2).to(keys)
-    return weights[:, None] @ pad(keys, (0, 1), value=1.0)
+    signs = torch.stack([labels > 0, labels < 0], dim=-2)
+    weights = signs.to(keys)[:, None]
+    augmented = pad(keys, (0, 1), value=1.0)
+    return weights @ augmented
 
 
 def mean_difference(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g d"]:
-    """Mean + key of a row less its mean − key, 0 where it has none."""
-    means = sums[..., :-1] / sums[..., -1:].clamp_min(torch.finfo(sums.dtype).tiny)
-    return means[..., 0, :] - means[..., 1, :]
+    """Mean + key of a row less its mean − key; a mean over no keys counts as 0."""
+    tiny = torch.finfo(sums.dtype).tiny
+    counts = sums[..., -1:].clamp_min(tiny)
+    return _difference(sums[..., :-1] / counts)
 
 
 def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
-    """Size of a row's difference ``|mean⁺ − mean⁻|`` (of its mean key, where it has one sign),
-    times its weights.
+    """Size of a row's difference ``|mean⁺ − mean⁻|``, times its weights.
 
-    A prompt may scale its queries and keys together. In units of its own size no row's difference
-    stands out, so what shared scale makes of a difference of means is told from an interaction.
+    Where a row has one sign, it is the size of its mean key. A prompt may scale its queries and
+    keys together. In units of its own size no row's difference stands out, so what shared scale
+    makes of a difference of means is told from an interaction.
     """
-    return mean_difference(sums).norm(dim=-1)[..., None, None] * sums[..., -1:]
+    size = mean_difference(sums).norm(dim=-1)
+    return size[..., None, None] * sums[..., -1:]
 
 
 def interaction_deltas(
     observed: Float[Tensor, "a 2 a+1"], flipped: Float[Tensor, "r a 2 a+1"], units: float
 ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
-    """The centred ΔC under H0: a difference of means that ignores the query, in rows of whatever
-    scale.
+    """The centred ΔC under H0: a difference of means that ignores the query, in rows of any scale.
 
-    First the part that is the same in all of them, then the replicates, that part included.
+    First the part that is the same in all replicates, then the replicates, that part included.
 
     The last column of the sums is ``Σ [q; 1] a±`` with ``a±`` a row's scale times its weight. A
     row's part ``(q − q̄) (s⁺ − a⁺ m⁺)ᵀ / Σw⁺``, less the same of −, with ``m± = Σ s± / Σ a±``, has
@@ -110,115 +122,44 @@ def interaction_deltas(
     large ones too small. For each of the two that is taken out, the parts grow as a sample's
     deviations do, by ``√(units / (units − 1))``.
     """
-    d = observed.shape[-1] - 2
-    scale = observed[-1, :, d + 1 :]
-
-    def mean_difference(sums: Tensor) -> Tensor:
-        means = torch.where(scale > 0, sums[..., -1, :, :d] / scale, torch.zeros_like(scale))
-        return means[..., 0, :] - means[..., 1, :]
-
-    sure = bool(
-        mean_difference(observed).norm() > mean_difference(flipped).norm(dim=-1).quantile(0.9)
-    )
-    grown = (units / (units - 1)) ** (1.0 if sure else 0.5)
-    fixed = centred_delta(observed[..., :-1], "query") - _interaction_part(observed, observed, sure)
-    return fixed, fixed + grown * _interaction_part(flipped, observed, sure)
+    difference = _scaled_difference(observed, observed).norm()
+    by_chance = _scaled_difference(flipped, observed).norm(dim=-1)
+    means_differ = bool(difference > by_chance.quantile(0.9))
+    estimated = 2 if means_differ else 1
+    growth = (units / (units - 1)) ** (estimated / 2)
+    delta = centred_delta(observed[..., :-1], "query")
+    fixed = delta - _interaction_part(observed, observed, means_differ)
+    return fixed, fixed + growth * _interaction_part(flipped, observed, means_differ)
 
 
-def _interaction_part(sums: Tensor, observed: Tensor, sure: bool) -> Float[Tensor, "*n d d"]:
+def _scaled_difference(
+    sums: Float[Tensor, "*n a 2 a+1"], observed: Float[Tensor, "a 2 a+1"]
+) -> Float[Tensor, "*n d"]:
+    """``m⁺ − m⁻``: difference of the mean keys, in units of the rows' scales."""
+    scale = observed[-1, :, -1:]
+    totals = sums[..., -1, :, :-2]
+    means = torch.where(scale > 0, totals / scale, torch.zeros_like(scale))
+    return _difference(means)
+
+
+def _interaction_part(
+    sums: Float[Tensor, "*n a 2 a+1"], observed: Float[Tensor, "a 2 a+1"], means_differ: bool
+) -> Float[Tensor, "*n d d"]:
+    """What rows with these signs add to ΔC beyond the means ``q̄`` and ``m±`` of the observed sums.
+
+    Where the means do not differ, both conditions have the mean of the two.
+    """
     d = sums.shape[-1] - 2
-    count = observed[-1, :, d, None]
-    mean_query = (observed[:-1, :, d] / count[:, 0]).mean(dim=-1)
-    queries = sums[..., :-1, :, :] - mean_query[:, None, None] * sums[..., -1:, :, :]
-    total = observed[-1, :, :d]
-    scale = observed[-1, :, d + 1 :]
-    expected = torch.where(scale > 0, total / scale, torch.zeros_like(total))
-    level = expected.mean(dim=0)
-    expected = level + sure * (expected - level)
-    left = (queries[..., :d] - queries[..., d + 1 :] * expected) / count
-    return left[..., 0, :] - left[..., 1, :]
-
-
-def clustered_bootstrap(
-    values: Float[Tensor, "n *cols"],
-    prompts: Tensor,
-    *,
-    draws: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[Float[Tensor, "*cols"], Float[Tensor, "*cols"]]:
-    """Percentile interval of the mean of each column, resampling whole prompts.
-
-    All columns share the resamples, so the interval of a difference of columns is a paired one. Of
-    one prompt there is nothing to resample: its interval is NaN, not a point.
-    """
-    flat = values.reshape(len(values), -1).to(torch.float64)
-    _, cluster = prompts.unique(return_inverse=True)
-    clusters = int(cluster.max()) + 1
-    sums = flat.new_zeros(clusters, flat.shape[1]).index_add(0, cluster, flat)
-    sizes = flat.new_zeros(clusters).index_add(0, cluster, flat.new_ones(len(flat)))
-    generator = torch.Generator().manual_seed(seed)
-    resampled = []
-    for start in range(0, draws * (clusters > 1), _DRAWS_AT_ONCE):
-        some = min(_DRAWS_AT_ONCE, draws - start)
-        picks = torch.randint(clusters, (some, clusters), generator=generator).to(flat.device)
-        counts = flat.new_zeros(some, clusters).scatter_add(
-            1, picks, torch.ones_like(picks, dtype=flat.dtype)
-        )
-        resampled.append((counts @ sums) / (counts @ sizes)[:, None])
-    means = torch.cat(resampled) if clusters > 1 else flat.new_full((2, flat.shape[1]), torch.nan)
-    low, high = means.quantile(flat.new_tensor([(1 - level) / 2, (1 + level) / 2]), dim=0)
-    return low.reshape(values.shape[1:]), high.reshape(values.shape[1:])
-
-
-def lag_one(
-    q: Float[Tensor, "b h d"], keys: Tensor, unit: Int[Tensor, " b"], seed: int = 0
-) -> tuple[float, float]:
-    """How far what units add to ΔC, ``Σ q kᵀ`` over a unit's rows, is like what the next unit adds,
-    and its p-value.
-
-    Parameters
-    ----------
-    q, keys : of each row; the keys' sum with the weights that it has in ΔC. Every head counts
-        alike.
-    unit : of each row; units stand in the order of their numbers.
-    seed : of the random orders beside it.
-
-    Examples
-    --------
-    >>> walk = torch.randn(200, 1, 4, generator=torch.Generator().manual_seed(0)).cumsum(0)
-    >>> correlation, p = lag_one(torch.ones(200, 1, 1), walk, torch.arange(200))
-    >>> correlation > 0.8, p
-    (True, 0.001)
-    """
-    numbers, place = unit.unique(return_inverse=True)
-    count = len(numbers)
-    gram = torch.zeros(count, count, dtype=torch.float64)
-    for head in range(q.shape[1]):
-        rows = (q[:, head] @ q[:, head].T).double() * (keys[:, head] @ keys[:, head].T).double()
-        units = torch.zeros(count, len(q), dtype=torch.float64).index_add_(0, place, rows)
-        units = torch.zeros(count, count, dtype=torch.float64).index_add_(1, place, units)
-        units = units - units.mean(0) - units.mean(1, keepdim=True) + units.mean()
-        gram += units / units.trace().clamp_min(torch.finfo(torch.float64).tiny)
-    generator = torch.Generator().manual_seed(seed)
-    orders = torch.stack(
-        [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(_ORDERS))]
-    )
-    sums = gram[orders[:, :-1], orders[:, 1:]].sum(1)
-    return float(sums[0] / gram.trace()), float((sums >= sums[0]).sum()) / len(orders)
-
-
-def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95% interval of a proportion of independent trials.
-
-    >>> [round(x, 3) for x in wilson(8, 10)]
-    [0.49, 0.943]
-    """
-    share = hits / n
-    shrink = 1 + z * z / n
-    middle = (share + z * z / (2 * n)) / shrink
-    half = z * ((share * (1 - share) + z * z / (4 * n)) / n) ** 0.5 / shrink
-    return max(middle - half, 0.0), min(middle + half, 1.0)
+    total, count, scale = observed[-1].split([d, 1, 1], dim=-1)
+    query_total = observed[:-1, :, d]
+    mean_query = (query_total / count[:, 0]).mean(dim=-1)
+    mean_key = torch.where(scale > 0, total / scale, torch.zeros_like(total))
+    if not means_differ:
+        mean_key = mean_key.mean(dim=0)
+    # Σ (q − q̄) [s; w; a]ᵀ
+    centred = sums[..., :-1, :, :] - mean_query[:, None, None] * sums[..., -1:, :, :]
+    keys, _, scales = centred.split([d, 1, 1], dim=-1)
+    return _difference((keys - scales * mean_key) / count)
 
 
 def p_value(null: Float[Tensor, "*r"], value: float) -> float:
@@ -227,44 +168,57 @@ def p_value(null: Float[Tensor, "*r"], value: float) -> float:
     >>> p_value(torch.tensor([1.0, 2.0, 3.0]), 3.0)
     0.5
     """
-    return (1 + int((null >= value).sum())) / (
-        1 + null.numel()
-    )  # not in float32, where 1/20 is above .05
+    reached = int((null >= value).sum())
+    # Python's division: in float32, 1/20 is above .05
+    return (1 + reached) / (1 + null.numel())
 
 
 def head_p_values(heads: Sequence[Sequence[Statistic]], floor: float = 0.0) -> list[float]:
     """P-value of each head from its statistics; 1 where it has none."""
-    scores = [_scores(statistics) for statistics in heads]
-    pooled = torch.cat([null for _, null in scores]) if scores else torch.zeros(0)
+    scores = [_largest_z(statistics) for statistics in heads]
+    if not scores:
+        return []
+    pooled = torch.cat([null for _, null in scores])
     p_values = []
     for z, null in scores:
-        known = null if not len(null) or bool((null >= z).any()) else pooled
-        p_values.append(min(max((1 + int((known >= z).sum())) / (1 + len(known)), floor), 1.0))
+        has_statistics = len(null) > 0
+        is_beyond_its_null = has_statistics and not bool((null >= z).any())
+        p = p_value(pooled if is_beyond_its_null else null, z)
+        p_values.append(min(max(p, floor), 1.0))
     return p_values
 
 
-def _scores(statistics: Sequence[Statistic]) -> tuple[float, Float[Tensor, " r"]]:
-    """The larger z of a head, and that of each of its replicates, which is in units of the others."""
+def _largest_z(statistics: Sequence[Statistic]) -> tuple[float, Float[Tensor, " r"]]:
+    """The larger z of a head, and that of each of its replicates among the other replicates."""
     if not statistics:
         return 0.0, torch.zeros(0)
-    observed, values = zip(*statistics, strict=True)
-    value = torch.tensor(observed, dtype=torch.float64)
-    null = torch.tensor(values, dtype=torch.float64)
-    spread = null.std(dim=1, correction=0).maximum(1e-12 * value.abs() + 1e-300)
+    observed = torch.tensor([value for value, _ in statistics], dtype=torch.float64)
+    null = torch.tensor([replicates for _, replicates in statistics], dtype=torch.float64)
+    spread = null.std(dim=1, correction=0).maximum(1e-12 * observed.abs() + _TINY)
+    z = (observed - null.mean(dim=1)) / spread
+    # mean and spread of the other replicates, for each replicate
     others = max(null.shape[1] - 1, 1)
-    mean = (null.sum(dim=1, keepdim=True) - null) / others
-    square = (null.square().sum(dim=1, keepdim=True) - null.square()) / others
-    left_out = (null - mean) / (square - mean.square()).clamp_min(1e-300).sqrt()
-    return float(((value - null.mean(dim=1)) / spread).max()), left_out.amax(dim=0)
+    mean = _sum_of_others(null) / others
+    mean_square = _sum_of_others(null.square()) / others
+    variance = mean_square - mean.square()
+    spread_of_others = variance.clamp_min(_TINY).sqrt()
+    z_null = (null - mean) / spread_of_others
+    return float(z.max()), z_null.amax(dim=0)
+
+
+def _sum_of_others(values: Float[Tensor, "s r"]) -> Float[Tensor, "s r"]:
+    """For each value of a row, the sum of all the others."""
+    return values.sum(dim=1, keepdim=True) - values
 
 
 def false_discovery(p_values: Sequence[float]) -> list[float]:
-    """Benjamini-Hochberg adjusted p-values: calling those ≤ α keeps the expected share of false
-    calls ≤ α.
+    """Benjamini-Hochberg adjusted p-values: calls at ≤ α have an expected share ≤ α of false ones.
 
     >>> [round(q, 3) for q in false_discovery([0.01, 0.04, 0.03, 0.5])]
     [0.04, 0.053, 0.053, 0.5]
     """
     from scipy.stats import false_discovery_control  # takes a while to import
 
-    return false_discovery_control(p_values).tolist() if p_values else []
+    if not p_values:
+        return []
+    return false_discovery_control(p_values).tolist()

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from qkscope.attention import AttentionRows, soft
 from qkscope.heads import Head, Writer
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 
 #: Attention on the right keys and on the first token, softmax and accuracy among the named keys, relative logit.
 METRICS = ("attention", "first", "among", "accuracy", "logit")

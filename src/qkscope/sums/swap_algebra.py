@@ -31,7 +31,7 @@ from qkscope.attention import AttentionRows
 from qkscope.results.result import Rows
 from qkscope.seeds import draw_bits
 from qkscope.sums.bases import Projector
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 
 #: A way to choose k directions of every head; see `qkscope.sums.swap_methods`.
 Method = Callable[[int | Sequence[int]], Projector]

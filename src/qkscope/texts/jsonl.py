@@ -33,10 +33,11 @@ from typing import Any, Literal, NamedTuple, NotRequired
 
 from typing_extensions import TypedDict  # pydantic reads Python's own from 3.12 on
 
-from qkscope.checking import Seed, came, checked_call, grouped
+from qkscope.checking import Seed, checked_call
 from qkscope.errors import BadInput
 from qkscope.examples import Answers, Example, Key, Sign, Span, find_span
 from qkscope.results.folder import sha256
+from qkscope.text import describe, grouped
 from qkscope.texts.documents import read_text
 from qkscope.texts.task import ANSWER, USES, Center, Contrast, Task, Unit, Use, connected
 
@@ -277,7 +278,7 @@ def _line(text: str, where: str, marked: bool) -> _Line:
         place = ", ".join(
             [where, *(str(part + 1 if isinstance(part, int) else part) for part in wrong["loc"])]
         )
-        raise BadInput(f"{place}: {wrong['msg']}, but got {came(wrong['input'])}.") from None
+        raise BadInput(f"{place}: {wrong['msg']}, but got {describe(wrong['input'])}.") from None
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
 

@@ -38,8 +38,9 @@ from qkscope.model.spaces import Space
 from qkscope.results.folder import RESULTS, read_run
 from qkscope.results.work import Stage, current_work, verb
 from qkscope.sums.controls import Gain
+from qkscope.sums.intervals import lag_one, wilson
 from qkscope.sums.moments import Moments
-from qkscope.sums.nulls import Center, key_sums, lag_one, mean_difference, wilson
+from qkscope.sums.nulls import Center, key_sums, mean_difference
 from qkscope.sums.subspace import Rank
 from qkscope.texts.task import ANSWER, Task, Units
 

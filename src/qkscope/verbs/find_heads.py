@@ -22,7 +22,7 @@ from qkscope.findings.task_batches import batches_of, clusters_of, made_from, ma
 from qkscope.model.encode import Encoding
 from qkscope.model.inputs import check_visible
 from qkscope.results.work import Stage, current_work, verb
-from qkscope.sums.nulls import clustered_bootstrap, wilson
+from qkscope.sums.intervals import clustered_bootstrap, wilson
 from qkscope.texts.task import ANSWER, Task
 
 THRESHOLD = 0.30

@@ -46,7 +46,7 @@ from qkscope.model.load import check_revisions, revisions_of
 from qkscope.results.progress import doing
 from qkscope.results.result import Result, provenance
 from qkscope.results.work import current_work, stream, verb
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.sums.singular import rotated_terms
 from qkscope.texts.task import Task, Unit
 from qkscope.verbs.attribute import relative_rows, singular_basis

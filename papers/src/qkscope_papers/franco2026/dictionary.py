@@ -16,20 +16,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.model.dictionary import Coded, Dictionary
 from qkscope.results.claims import Claim
 from qkscope.results.result import Result
 from qkscope.seeds import derived_seed
-from qkscope.sums.dictionaries import (
-    BIAS,
-    ERROR,
-    NULLS,
-    NUMBERS,
-    Coded,
-    Dictionary,
-    FeatureTerms,
-    null_code,
-)
+from qkscope.sums.feature_terms import BIAS, ERROR, NUMBERS, FeatureTerms
 from qkscope.sums.relative_logits import relative_weights
+from qkscope.verbs.trace.null_dictionaries import NULLS, null_code
 from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
 from qkscope_papers.franco2026.token_pairs import draw_token_pairs
 from qkscope_papers.franco2026.toy.superposition import Toy

@@ -15,7 +15,7 @@ from qkscope.results.claims import Claim
 from qkscope.results.result import Result
 from qkscope.seeds import derived_seed
 from qkscope.sums import singular
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope_papers.figures import ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.cells import (
     BEYOND,

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.model.dictionary import Dictionary
 from qkscope.model.scope import Scope
 from qkscope.results.claims import Claim
 from qkscope.results.result import Result
-from qkscope.sums.dictionaries import Dictionary
 from qkscope_papers.figures import ORIGINAL, REST, new_figure
 from qkscope_papers.registry import EMBEDDED, Settings, figure
 from qkscope_papers.tables import Files, Row, column, files_of

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from qkscope.results.claims import Claim
 from qkscope.results.result import Result
-from qkscope.sums.nulls import wilson
+from qkscope.sums.intervals import wilson
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.model_sparsity import smoothed, steps_axis
 from qkscope_papers.franco2026.model_sweep import GPT2, PYTHIA, Sweep, swept

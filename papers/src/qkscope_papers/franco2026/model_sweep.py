@@ -23,7 +23,7 @@ from qkscope.findings.published import Duty, Edge
 from qkscope.heads import Head
 from qkscope.model.load import nano_steps
 from qkscope.results.result import Result
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.verbs.sparsity import Checkpoint, Sparsity, checkpoints, sweep
 from qkscope_papers.franco2026.prompts import IOI, TEXT, clusters_of, prompts_of
 from qkscope_papers.registry import Settings

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkscope.results.claims import Claim
 from qkscope.results.result import Result
-from qkscope.sums.nulls import wilson
+from qkscope.sums.intervals import wilson
 from qkscope.sums.singular import sparsity
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep, swept

@@ -28,7 +28,7 @@ from qkscope.model.files import EMBEDDED as PACKAGED
 from qkscope.model.files import is_installed
 from qkscope.model.scope import Scope
 from qkscope.results.progress import doing
-from qkscope.sums.nulls import wilson
+from qkscope.sums.intervals import wilson
 from qkscope.texts.list_tasks import POOLED
 from qkscope.texts.task import Task
 from qkscope.verbs.decompose import decompose

@@ -26,7 +26,7 @@ from qkscope.findings.task_batches import batches_of, unit_runner
 from qkscope.heads import Head
 from qkscope.model.scope import Scope
 from qkscope.results.work import stream
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.task import ANSWER, Task, Unit
 from qkscope.verbs.swap.clouds import point_rows, principal
 from qkscope_papers.tables import Estimate, Row

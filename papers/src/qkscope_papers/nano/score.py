@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from qkscope.model.encode import Encoder
-from qkscope.sums.nulls import wilson
+from qkscope.sums.intervals import wilson
 from qkscope.texts.task import ANSWER, Task
 from qkscope.texts.tasks import BUILT_IN
 

@@ -37,7 +37,7 @@ from qkscope.rerun.rerun_tokens import Again, prompt_of, room_of
 from qkscope.results.progress import doing
 from qkscope.results.work import current_work, verb
 from qkscope.seeds import derived_seed
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.documents import Document, package_texts, python_texts, text_hash
 from qkscope.texts.holdout import Passage, split
 from qkscope.verbs.atlas import head_names as guesses

@@ -22,7 +22,7 @@ from torch import Tensor
 from qkscope import Head, Scope
 from qkscope.model.tap import Call
 from qkscope.rerun.rerun_tokens import prompt_of, room_of
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.holdout import Passage
 
 INDUCTION = "induction"

@@ -25,7 +25,7 @@ from qkscope.model.patch import Edit
 from qkscope.rerun.rerun_layers import Batch
 from qkscope.results.result import Rows
 from qkscope.sums.bases import Projector
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.sums.swap_algebra import Condition, swapped_keys
 from qkscope.texts.task import Units
 from qkscope.verbs.swap.swap import Features, Pairs, check_swappable

@@ -4,5 +4,5 @@
 - ``trace``: the verb, which takes a task, a prompt, or texts; tables and answers of each
 - ``edges``: a task: writers chosen in several orders, edges cut and kept, whole heads taken out
 - ``features``: a dictionary's features instead of writers, ablated and restored, beside copies
-  without meaning
+  without meaning, which ``null_dictionaries`` makes
 """

@@ -30,21 +30,12 @@ from qkscope.findings.task_batches import batches_of
 from qkscope.findings.verdicts import verdict
 from qkscope.heads import Head, Writer
 from qkscope.linear.run import Parts
+from qkscope.model.dictionary import Coded, Dictionary
 from qkscope.seeds import derived_seed
-from qkscope.sums import dictionaries
-from qkscope.sums.dictionaries import (
-    AFTER,
-    BIAS,
-    ERROR,
-    NULLS,
-    OTHERS,
-    SKIP,
-    Coded,
-    Dictionary,
-    FeatureTerms,
-)
+from qkscope.sums.feature_terms import AFTER, BIAS, ERROR, NUMBERS, OTHERS, SKIP, FeatureTerms
 from qkscope.sums.relative_logits import METRICS, SIDES, Measurement, Side, Tally
 from qkscope.texts.task import Unit
+from qkscope.verbs.trace.null_dictionaries import NULLS, null_code
 
 SHOWN = 20
 OTHER_FEATURES = "other features"
@@ -52,7 +43,7 @@ OTHER_FEATURES = "other features"
 PAIRS = (1, 2, 5, 10)
 EDGES = tuple(product(("key", "query", "both"), ("ablated", "restored"), PAIRS))
 _AT_ONCE = 2**26  # numbers of a stream that are held at once
-_AT = {name: place for place, name in enumerate(dictionaries.NUMBERS)}
+_AT = {name: place for place, name in enumerate(NUMBERS)}
 _LOOKS = ("attention", "first", "accuracy")
 _ATTENTION = METRICS.index("attention")
 _ABOUT = ("active_query", "active_key", "lost", "whole", *_LOOKS)
@@ -123,9 +114,7 @@ class FeatureSplit:
 
     def null(self, kind: str, seed: int) -> Coded:
         """Codes of a copy without meaning."""
-        return dictionaries.null_code(
-            kind, self.dictionary, self.x, self.coded, seed, self.there, self.target
-        )
+        return null_code(kind, self.dictionary, self.x, self.coded, seed, self.there, self.target)
 
     def terms(self, coded: Coded | None = None) -> list[FeatureTerms]:
         """Terms of every prompt's relative logit, by these codes or by the dictionary's own."""

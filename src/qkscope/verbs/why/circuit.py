@@ -25,7 +25,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope import BadInput, Result
-from qkscope.checking import grouped
 from qkscope.findings.because import Because, Look
 from qkscope.findings.carriers import Carriers
 from qkscope.findings.graph import Graph, Walk
@@ -37,7 +36,8 @@ from qkscope.rerun.alternatives import Alternatives
 from qkscope.rerun.nodes import WAY, Nodes, Values
 from qkscope.rerun.rerun_tokens import prompt_of
 from qkscope.seeds import derived_seed
-from qkscope.sums.nulls import clustered_bootstrap
+from qkscope.sums.intervals import clustered_bootstrap
+from qkscope.text import grouped
 from qkscope.verbs.why import sentences
 
 Row = dict[str, Any]

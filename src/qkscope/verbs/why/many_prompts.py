@@ -27,7 +27,7 @@ from qkscope.findings.prompt_trace import Probe, reader_of
 from qkscope.findings.published import locate
 from qkscope.rerun.nodes import Nodes
 from qkscope.results.work import Stage, current_work
-from qkscope.sums.nulls import wilson
+from qkscope.sums.intervals import wilson
 from qkscope.texts.task import ANSWER
 from qkscope.verbs.why.circuit import NodeOrder, kept_words
 
