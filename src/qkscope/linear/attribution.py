@@ -6,7 +6,7 @@ the residual stream, one at its query and one at every key, and the value of wri
 x_c(t) · g_t``. So all heads of a model cost little more than its forward.
 
 Direct effects: with every norm frozen, what leaves the last block goes to the logits by a linear
-map (`Run.left` and `Run.logits` are tied by it), and a block hands on what enters it. So a
+map (`Run.final_stream` and `Run.logits` are tied by it), and a block hands on what enters it. So a
 direction on the logits is pulled down to every writer, one backward for all; that map, transposed
 by one more gradient, pushes what a head writes up to all logits.
 
@@ -198,7 +198,7 @@ def direct_effects(run: Run, along: Float[Tensor, "n v"]) -> Answer | None:
     """What every writer adds at the query to a direction on the logits before any soft-cap; None as
     `direct_effect`.
     """
-    left = run.left
+    left = run.final_stream
     logits = run.logits
     assert left is not None
     assert logits is not None

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope import BadInput, Head, Scope
-from qkscope.linear.layer import AffineLayer, Given, Kind, stream_of
+from qkscope.linear.layer import AffineLayer, BlockArguments, Kind, stream_of
 from qkscope.model.batching import layout_of
 from qkscope.model.block_tree import Norm, is_norm, take_apart
 from qkscope.model.inputs import short_inputs
@@ -116,7 +116,7 @@ class BlockCall(NamedTuple):
     """
 
     block: nn.Module
-    given: Given
+    given: BlockArguments
     call: Call
     before: nn.Module | None
 
@@ -150,7 +150,7 @@ def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
 def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
     """How each layer up to the last one wanted is called with two tokens."""
     names = {id(module): name for name, module in scope.model.named_modules()}
-    given: dict[nn.Module, Given] = {}
+    given: dict[nn.Module, BlockArguments] = {}
     calls: dict[int, Call] = {}
     made: dict[
         int, tuple[nn.Module, Tensor]
@@ -158,7 +158,7 @@ def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
     stop = Stop()
 
     def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[module] = args, kwargs
+        given[module] = BlockArguments(args, kwargs)
 
     def normed(norm: nn.Module, _args: Any, out: Tensor) -> None:
         made[id(out)] = norm, out
@@ -288,7 +288,7 @@ def _without_constants(
     to the constant.
     """
     before = form.before
-    if before is not None and form.layer.block is form.layer.true.module:  # its norm stands outside
+    if before is not None and form.layer.block is form.layer.call.module:  # its norm stands outside
         J, a = before.centred(J * before.gain), a + J @ before.bias
     elif (
         before is not None
