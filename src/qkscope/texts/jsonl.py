@@ -117,12 +117,13 @@ def from_jsonl(
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         """To fit, lines with labels; to score or swap, lines with right and wrong keys."""
-        signs = 1 if use == "fit" else 2
+        least_signs = 1 if use == "fit" else 2
         units = []
         for group in groups:
-            unit = tuple(line.example for line in group if len(line.signs(contrast)) >= signs)
-            if unit and group[0].use == use:
-                units.append(unit)
+            if group[0].use == use:
+                labelled = [line for line in group if len(line.signs(contrast)) >= least_signs]
+                units.append(tuple(line.example for line in labelled))
+        units = [unit for unit in units if unit]
         if not units:
             needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
             raise BadInput(
