@@ -7,7 +7,7 @@ import pytest
 
 from qkscope.errors import BadInput
 from qkscope.texts.documents import FEW, Document, read_documents
-from qkscope.texts.holdout import LENGTH, RUN, SIDES, split
+from qkscope.texts.holdout import LENGTH, RUN, SHARES, split
 
 
 def encode(text: str) -> list[int]:
@@ -91,7 +91,7 @@ def test_sides_hold_their_shares_whole_documents_and_no_run_twice(seed):
     found = split(documents(ids), encode, length=100, seed=seed)
     assert all(len(sides) == 1 for sides in sides_of(found).values())
     total = sum(map(len, ids))
-    for side, share in SIDES.items():
+    for side, share in SHARES.items():
         assert sum(len(p.ids) for p in found[side]) == pytest.approx(share * total, rel=0.1)
     by_side = [runs(passages) for passages in found.values()]
     assert len(set.union(*by_side)) == sum(map(len, by_side))

@@ -2,8 +2,8 @@
 
 With ``x̂`` the layer's normalised input *without* gain and a constant 1 appended,
 
-    ``q = s_q W_Q x̂ + c_Q``,   ``k = s_k W_K x̂ + c_K``   (before the rotation),   ``ℓ = scale ·
-    (R_m q)·(R_n k)``,
+    ``q = s_q W_Q x̂ + c_Q``,   ``k = s_k W_K x̂ + c_K``   (before the rotation),
+    ``ℓ = scale · (R_m q)·(R_n k)``,
 
 where W holds the norm's gain, its bias and the projection's bias (last column), and QK-norm's gain
 and centring. Where the norm centres, ``1ᵀ x̂ = 0`` for every token, and no row of W reads anything
@@ -23,14 +23,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope import BadInput, Head, Scope
-from qkscope.linear.layer import AffineLayer, Given, Kind, stream_of
+from qkscope.linear.layer import AffineLayer, BlockArguments, Kind
 from qkscope.model.batching import layout_of
 from qkscope.model.block_tree import Norm, is_norm, take_apart
 from qkscope.model.inputs import short_inputs
 from qkscope.model.tap import Call, Stop, block_of, cleared
 
-_FAR = 16  # times an input of usual length, so that vectors that are clipped somewhere show that they are
-_CLOSE = 1e-3  # how far vectors may be from the form above, of their length
+_FAR = 16  # length of a probe, of a usual input's: vectors that are clipped somewhere show it
+_TOLERANCE = 1e-3  # distance of vectors from the form above, of their length
 
 
 @dataclass(frozen=True)
@@ -91,100 +91,122 @@ def head_weights(model: Any, heads: str | Head | Sequence[str | Head] | None = N
     """
     scope = model if isinstance(model, Scope) else Scope.from_model(model, check=False)
     wanted = scope.parse(heads)
-    kind = scope.model.config.model_type
-    own = [
-        layer.refusals["pre_rope"] for layer in scope.facts.layers if "pre_rope" in layer.refusals
-    ]
-    if own and scope.facts.anatomy.own:  # at which place its vectors are not turned is not known
-        raise BadInput(f"{kind} has no weights to read: {own[0]}.")
-    if len({scope.facts.layers[head.layer].d_head for head in wanted}) > 1:
+    family = scope.model.config.model_type
+    layers = scope.facts.layers
+    refusals = [layer.refusals["pre_rope"] for layer in layers if "pre_rope" in layer.refusals]
+    if refusals and scope.facts.anatomy.own:  # where its vectors are unrotated is not known
+        raise BadInput(f"{family} has no weights to read: {refusals[0]}.")
+    if len({layers[head.layer].d_head for head in wanted}) > 1:
         raise BadInput("the heads asked for differ in width: ask for those of one width at a time.")
     try:
         return _read(scope, wanted)
     except (BadInput, MemoryError, torch.OutOfMemoryError):
         raise
-    except (
-        Exception
-    ) as error:  # a layer asked so may fail in any way: that it has no weights is then the news
+    except Exception as error:  # its code may fail in any way on such a call
         why = f"a layer, asked for its queries and keys alone, failed with {error!r}"
-        raise BadInput(f"{kind} has no weights to read: {why}.") from error
-
-
-class BlockCall(NamedTuple):
-    """A block, what it was called with, its attention call, and the norm whose output entered it,
-    if one's did.
-    """
-
-    block: nn.Module
-    given: Given
-    call: Call
-    before: nn.Module | None
+        raise BadInput(f"{family} has no weights to read: {why}.") from error
 
 
 def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
     shapes = tuple((layer.n_heads, layer.n_kv_heads) for layer in scope.facts.layers)
     plans, kv_of_head = layout_of(shapes, tuple(wanted))
-    called = recorded(scope, max(plans))
-    device = stream_of(*called[wanted[0].layer].given).device
-    found: dict[Kind, dict[int, tuple[Tensor, Tensor]]] = {"q": {}, "k": {}}  # W and c, by slot
-    for number, plan in plans.items():
-        form = form_of(scope, number, called[number])
-        rows: dict[Kind, tuple[list[int], list[int]]] = {
-            "q": (plan.heads, plan.slots),
-            "k": (plan.kv, plan.kv_slots),
-        }
-        for kind, (heads, slots) in rows.items():
-            W = _without_constants(form, *form.matrices(kind, heads))
-            found[kind] |= zip(slots, zip(W, form.offsets[kind][heads], strict=True), strict=True)
-    sides = [zip(*(of[slot] for slot in sorted(of)), strict=True) for of in found.values()]
-    W_Q, c_Q, W_K, c_K = (
-        torch.stack([x.to(device) for x in part]) for side in sides for part in side
-    )
-    scale = torch.tensor([called[head.layer].call.scale for head in wanted]).to(c_Q)
+    calls = recorded(scope, max(plans))
+    device = calls[wanted[0].layer].arguments.stream.device
+    queries = _Rows("q")
+    keys = _Rows("k")
+    for layer, plan in plans.items():
+        form = form_of(scope, layer, calls[layer])
+        queries.add(form, plan.heads, plan.slots)
+        keys.add(form, plan.kv, plan.kv_slots)
+    W_Q, c_Q = queries.stacked(device)
+    W_K, c_K = keys.stacked(device)
+    scales = [calls[head.layer].call.scale for head in wanted]
     return HeadWeights(
-        tuple(wanted), W_Q, W_K, torch.tensor(kv_of_head, device=device), scale, c_Q, c_K
+        heads=tuple(wanted),
+        W_Q=W_Q,
+        W_K=W_K,
+        kv_of_head=torch.tensor(kv_of_head, device=device),
+        scale=torch.tensor(scales).to(c_Q),
+        c_Q=c_Q,
+        c_K=c_K,
     )
+
+
+class _Rows:
+    """W and c of heads of one kind, by their slots in the result."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.W: dict[int, Float[Tensor, "d_head d_model+1"]] = {}
+        self.c: dict[int, Float[Tensor, " d_head"]] = {}
+
+    def add(self, form: Form, heads: Sequence[int], slots: Sequence[int]) -> None:
+        """Read some heads of one layer."""
+        jacobian, constants = form.matrices(self.kind, heads)
+        W = _without_constants(form, jacobian, constants)
+        for row, (head, slot) in enumerate(zip(heads, slots, strict=True)):
+            self.W[slot] = W[row]
+            self.c[slot] = form.offsets[self.kind][head]
+
+    def stacked(
+        self, device: torch.device
+    ) -> tuple[Float[Tensor, "n d_head d_model+1"], Float[Tensor, "n d_head"]]:
+        """W and c in the order of the slots."""
+        slots = sorted(self.W)
+        W = torch.stack([self.W[slot].to(device) for slot in slots])
+        c = torch.stack([self.c[slot].to(device) for slot in slots])
+        return W, c
+
+
+# ---------------------------------------------------------------------- how layers are called
+
+
+class BlockCall(NamedTuple):
+    """A block, what it was called with, its attention call, and the norm right before it, if any."""
+
+    block: nn.Module
+    arguments: BlockArguments
+    call: Call
+    before: nn.Module | None
 
 
 @torch.no_grad()
 def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
     """How each layer up to the last one wanted is called with two tokens."""
-    names = {id(module): name for name, module in scope.model.named_modules()}
-    given: dict[nn.Module, Given] = {}
+    arguments: dict[nn.Module, BlockArguments] = {}
     calls: dict[int, Call] = {}
-    made: dict[
-        int, tuple[nn.Module, Tensor]
-    ] = {}  # an id means something only while its tensor lives
+    norm_outputs: dict[int, tuple[nn.Module, Tensor]] = {}  # by id, which needs a living tensor
     stop = Stop()
 
-    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given[module] = args, kwargs
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments[module] = BlockArguments(args, kwargs)
 
-    def normed(norm: nn.Module, _args: Any, out: Tensor) -> None:
-        made[id(out)] = norm, out
+    def note_norm(norm: nn.Module, _args: Any, out: Tensor) -> None:
+        norm_outputs[id(out)] = norm, out
 
     def take(call: Call) -> None:
         calls[call.layer] = call
         if call.layer == last:
             raise stop
 
-    hooks = [
-        module.register_forward_pre_hook(entering, with_kwargs=True)
-        for module in scope.model.modules()
-    ]
-    hooks += [norm.register_forward_hook(normed) for norm in scope.model.modules() if is_norm(norm)]
+    modules = list(scope.model.modules())
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in modules]
+    hooks += [norm.register_forward_hook(note_norm) for norm in modules if is_norm(norm)]
     with cleared(hooks, stop):
         scope.watch(short_inputs(scope.model, (2,)), take)
-    found = {}
+
+    names = {id(module): name for name, module in scope.model.named_modules()}
+    block_calls = {}
     for layer, call in calls.items():
         block = block_of(scope.model, names[id(call.module)])
-        if (
-            stream_of(*given[block]).ndim > 3
-        ):  # several streams: the attention is given one vector that is made of them
-            block = call.module
-        norm, _ = made.get(id(stream_of(*given[block])), (None, None))
-        found[layer] = BlockCall(block, given[block], call, norm)
-    return found
+        if arguments[block].stream.ndim > 3:
+            block = call.module  # of several streams the attention is given one vector
+        norm, _ = norm_outputs.get(id(arguments[block].stream), (None, None))
+        block_calls[layer] = BlockCall(block, arguments[block], call, norm)
+    return block_calls
+
+
+# ---------------------------------------------------------------------- the form of one layer
 
 
 class Form(NamedTuple):
@@ -219,83 +241,112 @@ class Form(NamedTuple):
 
 
 def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
-    """Ask a layer for its form, or refuse it with the reason."""
-    stream = stream_of(*called.given)
-    row = torch.zeros(1, 1, dtype=torch.long)
-    given = scope, number, called.block, called.given, called.call, row[0]
-    layer, last = (AffineLayer(*given, row + end) for end in (0, stream.shape[1] - 1))
+    """Read one layer's form from its own code, or refuse it with the reason."""
+    stream = called.arguments.stream
+    layer = _layer_at(scope, number, called, 0)
+    last = _layer_at(scope, number, called, stream.shape[1] - 1)
     family = scope.model.config.model_type
     if not layer.reads("k"):
         why = "some have no keys of their own but read those of a layer before them; ask for heads of the others"
         raise BadInput(f"{family} has no weights to read in every layer: {why}.")
     qk_norms = set(layer.norms.ran) & set(called.call.module.modules())
-    draw = torch.randn(
-        (8, 1, 1, stream.shape[-1]), generator=torch.Generator().manual_seed(number)
-    ).to(stream.device)
-    x = torch.nn.functional.layer_norm(draw, draw.shape[-1:])
+
+    x = _probes(number, stream)
+    probes = torch.cat([0 * x, x, x + x.roll(1, 0), _FAR * x])
     with torch.no_grad():
         live = layer.pushed(x)
-        turned = last.pushed(x)
+        rotated = last.pushed(x)
         layer.unit()
         biased = layer.constants
         layer.unit(unbiased=qk_norms)
-        linear = layer.pushed(torch.cat([0 * x, x, x + x.roll(1, 0), _FAR * x]), frozen=True)
+        linear = layer.pushed(probes, frozen=True)
     offsets = {kind: (biased[kind] - layer.constants[kind])[0, 0] for kind in biased}
     vectors: dict[Kind, str] = {"q": "queries", "k": "keys"}
-    for kind, what in vectors.items():
-        if reason := _misfit(live[kind], turned[kind], linear[kind], offsets[kind], stream.dtype):
-            raise BadInput(f"{family} layer {number}: its {what} are {reason}.")
+    for kind, noun in vectors.items():
+        reason = _misfit(live[kind], rotated[kind], linear[kind], offsets[kind], stream.dtype)
+        if reason:
+            raise BadInput(f"{family} layer {number}: its {noun} are {reason}.")
+
     norms = [take_apart(norm, stream) for norm in layer.norms.ran if norm not in qk_norms]
-    before = None if called.before is None or norms else take_apart(called.before, stream)
+    before = None
+    if called.before is not None and not norms:
+        before = take_apart(called.before, stream)
     return Form(layer, offsets, norms, before, bool(qk_norms))
 
 
+def _layer_at(scope: Scope, number: int, called: BlockCall, column: int) -> AffineLayer:
+    """A layer's own code at one token."""
+    row = torch.zeros(1, dtype=torch.long)
+    return AffineLayer(
+        scope, number, called.block, called.arguments, called.call, row, row[None] + column
+    )
+
+
+def _probes(number: int, stream: Tensor) -> Float[Tensor, "8 1 1 d_model"]:
+    """Random normalised inputs of a layer."""
+    generator = torch.Generator().manual_seed(number)
+    draw = torch.randn((8, 1, 1, stream.shape[-1]), generator=generator).to(stream.device)
+    return torch.nn.functional.layer_norm(draw, draw.shape[-1:])
+
+
 def _misfit(
-    live: Tensor, turned: Tensor, linear: Tensor, offset: Tensor, dtype: torch.dtype
+    live: Tensor, rotated: Tensor, linear: Tensor, offset: Tensor, dtype: torch.dtype
 ) -> str:
-    """Why vectors are not ``s W x̂ + c``, or what their rotation does more than rotate; nothing
-    where they fit.
+    """Why vectors are not ``R (s W x̂ + c)`` with a rotation R; nothing where they are.
+
+    Parameters
+    ----------
+    live : vectors of the probes at the first token, the layer as it is.
+    rotated : the same at the last token.
+    linear : vectors of 0, x, x + another x, and x far out, with every norm's scalar at 1.
+    offset : QK-norm's own bias c.
+    dtype : the model's.
     """
     zero, once, both, far = linear.chunk(4)
-
-    def close(one: Tensor, other: Tensor, limit: float = _CLOSE) -> bool:
-        return bool((one - other).norm(dim=-1).max() <= limit * other.norm(dim=-1).mean())
-
-    # of two different inputs: a layer that routes them to other weights is straight along each
-    if not (
-        close(both, once + once.roll(1, 0) - zero) and close(far, _FAR * once - (_FAR - 1) * zero)
-    ):
+    # of two different inputs: a layer that routes them to other weights is linear along each
+    adds_up = _close(both, once + once.roll(1, 0) - zero)
+    scales = _close(far, _FAR * once - (_FAR - 1) * zero)
+    if not (adds_up and scales):
         return "no linear function of its input, so they have no single weight matrix"
-    s = ((live - offset) * once).sum(-1, keepdim=True) / once.square().sum(
-        -1, keepdim=True
-    ).clamp_min(1e-30)
-    if not close(s * once + offset, live):
+    products = ((live - offset) * once).sum(-1, keepdim=True)
+    s = products / once.square().sum(-1, keepdim=True).clamp_min(1e-30)
+    if not _close(s * once + offset, live):
         return "normalised in parts, so they are not one scalar times a linear map"
-    rounding = max(_CLOSE, 4 * torch.finfo(dtype).eps)  # of cos and sin
-    if not close(turned.norm(dim=-1, keepdim=True), live.norm(dim=-1, keepdim=True), rounding):
+    rounding = max(_TOLERANCE, 4 * torch.finfo(dtype).eps)  # of cos and sin
+    lengths = live.norm(dim=-1, keepdim=True)
+    if not _close(rotated.norm(dim=-1, keepdim=True), lengths, rounding):
         return "scaled unevenly after the rotation, so no weight matrix stands before it"
     return ""
+
+
+def _close(vectors: Tensor, wanted: Tensor, limit: float = _TOLERANCE) -> bool:
+    """Whether all vectors are near the wanted ones, by the mean length of these."""
+    error = (vectors - wanted).norm(dim=-1).max()
+    return bool(error <= limit * wanted.norm(dim=-1).mean())
 
 
 def _without_constants(
     form: Form, J: Float[Tensor, "n d e"], a: Float[Tensor, "n d"]
 ) -> Float[Tensor, "n d e+1"]:
-    """W, less what it reads of the part of its input that is the same for every token, and a behind
-    it.
+    """W without what it reads of the constant part of its input, and a as its last column.
 
-    Where what enters is a norm's output as it is (post-norm models) and the norm centres, ``n·x``
-    is the same for all tokens, ``n = 1/gain``. No token can say what is read along n, so it moves
-    to the constant.
+    Where the output of a centring norm enters as it is (post-norm models), ``n·x`` is the same for
+    all tokens, ``n = 1/gain``. No token can show what is read along n, so it moves to the constant.
     """
-    before = form.before
-    if before is not None and form.layer.block is form.layer.true.module:  # its norm stands outside
-        J, a = before.centred(J * before.gain), a + J @ before.bias
-    elif (
-        before is not None
-        and before.centres
-        and bool((before.gain.abs() > 1e-6 * before.gain.abs().max()).all())
-    ):
-        normal = (1 / before.gain).to(J)
+    norm = form.before
+    W = J
+    if norm is not None and form.layer.block is form.layer.call.module:  # its norm stands outside
+        W = norm.centred(J * norm.gain)
+        a = a + J @ norm.bias
+    elif norm is not None and norm.centres and _has_inverse(norm.gain):
+        normal = (1 / norm.gain).to(J)
         along = J @ normal / normal.square().sum()
-        J, a = J - along[..., None] * normal, a + along * (normal @ before.bias.to(J))
-    return torch.cat([J, a[..., None]], dim=-1)
+        W = J - along[..., None] * normal
+        a = a + along * (normal @ norm.bias.to(J))
+    return torch.cat([W, a[..., None]], dim=-1)
+
+
+def _has_inverse(gain: Tensor) -> bool:
+    """Whether no entry of a gain is 0, or nearly."""
+    sizes = gain.abs()
+    return bool((sizes > 1e-6 * sizes.max()).all())

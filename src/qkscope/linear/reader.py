@@ -1,16 +1,14 @@
-"""Some heads, ready to say who wrote what they read: a model's blocks taken apart, and forwards
-recorded.
+"""Some heads of a model, ready to be split: its blocks, their weights, and forwards recorded.
 
-Outputs of heads are recorded before ``W_O`` and only at the places asked for, so that a pass costs
-little more than the forward. What no token decides (biases of any kind) is the writer `BIAS`,
-always the last one.
+A `Reader` is made once for a model and its heads. It names the writers before every layer, reads
+W_O and the layers' closed forms when they are first needed, and records forward passes as `Run`.
+What no token decides (biases of any kind) is the writer `BIAS`, always the last one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -20,34 +18,32 @@ from torch import Tensor, nn
 from qkscope import BadInput, Scope
 from qkscope.heads import BIAS, EMBEDDING, Head, Writer
 from qkscope.linear.attribution import last_modules
+from qkscope.linear.closed_form import Matrices
 from qkscope.linear.head_weights import BlockCall, Form, form_of, recorded
-from qkscope.linear.layer import Kind, stream_of
-from qkscope.linear.run import KINDS, Run, Side, fits
+from qkscope.linear.layer import Kind
+from qkscope.linear.recording import Recording
+from qkscope.linear.run import KINDS, Run, Side
 from qkscope.model.batching import index_on
-from qkscope.model.block_tree import Frozen, Heads, Norm, Part, read_blocks, take_apart, walk
+from qkscope.model.block_tree import Heads, Norm, Part, read_blocks, take_apart, walk
 from qkscope.model.capture_types import Places
 from qkscope.model.inputs import input_device, short_inputs
-from qkscope.model.tap import Call, Stop, cleared
+from qkscope.model.tap import Call
+from qkscope.text import grouped
 
 T = TypeVar("T")
 
 
-def last_alone(call: Call) -> Call:
-    """An attention call with the queries of its last token alone, which stand for those of all."""
-    return replace(call, q=call.q[:, :, -1:].clone().expand_as(call.q))
-
-
-def _once(method: Callable[..., T]) -> Callable[..., T]:
+def _cached(method: Callable[..., T]) -> Callable[..., T]:
     """Cache a method's result: a model's weights do not change while it is read."""
 
     @wraps(method)
-    def ask(self: Reader, *args: Any) -> T:
+    def call(self: Reader, *args: Any) -> T:
         key = method.__name__, *args
-        if key not in self._said:
-            self._said[key] = method(self, *args)
-        return self._said[key]
+        if key not in self._cache:
+            self._cache[key] = method(self, *args)
+        return self._cache[key]
 
-    return ask
+    return call
 
 
 class Reader:
@@ -60,8 +56,10 @@ class Reader:
 
     Attributes
     ----------
-    together : layers in one product: a GPU waits for its orders, and a call costs more than what it
-        does.
+    layers : those of the heads, in order.
+    blocks : the model's blocks, taken apart.
+    together : layers in one product: on a GPU a launch costs more than the work of one layer.
+    overwrites : whether blocks write into what their parts put out, as far as is known.
     """
 
     def __init__(self, scope: Scope, heads: Sequence[Head]) -> None:
@@ -74,21 +72,21 @@ class Reader:
                 stored = f"{name} is stored in {weight.dtype}, and {why}; load the model without quantisation"
                 raise BadInput(f"{scope.name} cannot be traced: {stored}.")
         self.blocks = read_blocks(scope.model, scope.facts.layer_of)
-        self._norms: dict[nn.Module, Norm] = {}
-        self._said: dict[Any, Any] = {}
-        self._overwrites = False  # whether blocks write into what their parts put out
+        self.overwrites = False
         self.device = input_device(scope.model)
         self.together = 4 if self.device.type == "cpu" else 64
+        self._norms: dict[nn.Module, Norm] = {}
+        self._cache: dict[Any, Any] = {}
 
     def index(self, numbers: list[int]) -> Int[Tensor, " n"]:
         """Numbers on the model's device, brought there once."""
         return index_on(self.device, tuple(numbers))
 
-    # ------------------------------------------------------------------ who writes
+    # ------------------------------------------------------------------ names of writers
 
-    @_once
+    @_cached
     def writers(self, layer: int) -> list[str]:
-        """Names of all that write before a layer, in the order of every split, `BIAS` last."""
+        """Names of all writers before a layer, in the order of every split, `BIAS` last."""
         names = [EMBEDDING]
         for before, block in enumerate(self.blocks[:layer]):
             for node in walk(block.tree):
@@ -98,63 +96,64 @@ class Reader:
                     names.append(self.part_name(before, node.module))
         return [*names, BIAS]
 
-    @_once
+    @_cached
     def head_names(self, layer: int) -> list[str]:
         """Names of the heads of a layer."""
         return [str(Head(layer, i)) for i in range(self.scope.facts.layers[layer].n_heads)]
 
     def part_name(self, layer: int, module: nn.Module) -> str:
-        """``M17``, and where a block has more than one part besides its heads, their numbers behind
-        it.
-        """
+        """Name of a part besides the heads: ``M17``, numbered if its block has several."""
         parts = self.blocks[layer].parts
-        return str(Writer(layer, "mlp", () if len(parts) == 1 else (parts.index(module),)))
+        number = () if len(parts) == 1 else (parts.index(module),)
+        return str(Writer(layer, "mlp", number))
+
+    # ------------------------------------------------------------------ modules and weights
 
     @cached_property
     def last(self) -> dict[nn.Module, list[nn.Module]]:
         """By part that has neurons, its last matrix and what stands behind it."""
         return last_modules(self.scope.model, self.blocks)
 
-    @_once
+    @_cached
     @torch.no_grad()
     def output_weights(self, layer: int) -> tuple[Float[Tensor, "h d e"], Float[Tensor, " d"]]:
-        """W_O of each head of a layer, and its bias, found by asking it."""
+        """W_O of each head of a layer, and its bias, read by running the module."""
         module = self.blocks[layer].output
         assert module is not None
         weight = next(module.parameters())
         width = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
-        zero = module(weight.new_zeros(1, width))[0].float()
-        W = module(torch.eye(width, dtype=weight.dtype, device=weight.device)).float() - zero
-        return W.unflatten(0, (self.scope.facts.layers[layer].n_heads, -1)).mT.contiguous(), zero
+        bias = module(weight.new_zeros(1, width))[0].float()
+        unit_vectors = torch.eye(width, dtype=weight.dtype, device=weight.device)
+        W = module(unit_vectors).float() - bias
+        by_head = W.unflatten(0, (self.scope.facts.layers[layer].n_heads, -1))
+        return by_head.mT.contiguous(), bias
 
-    @_once
+    @_cached
     def stacked_outputs(self, layers: tuple[int, ...]) -> Float[Tensor, "l h d e"]:
         """W_O of the heads of layers of one shape."""
         return torch.stack([self.output_weights(layer)[0].to(self.device) for layer in layers])
 
-    def taken_apart(self, norm: nn.Module, like: Tensor) -> Norm:
-        """A norm's gain, bias and centring, asked for once."""
-        if norm not in self._norms:
-            self._norms[norm] = take_apart(norm, like)
-        return self._norms[norm]
+    def norm(self, module: nn.Module, like: Tensor) -> Norm:
+        """A norm's gain, bias and centring, found once by running it."""
+        if module not in self._norms:
+            self._norms[module] = take_apart(module, like)
+        return self._norms[module]
 
-    @_once
-    def speaks(self, bias: Tensor) -> bool:
+    @_cached
+    def is_nonzero(self, bias: Tensor) -> bool:
         """Whether a bias is not 0, read once: every read from a GPU waits for its queue."""
         return bool(bias.any())
 
     # ------------------------------------------------------------------ layers in closed form
 
-    @_once
+    @_cached
     def form(self, layer: int) -> Form | None:
         """A layer's closed form; None where it has none."""
         if self.scope.facts.anatomy.own and "pre_rope" in self.scope.facts.layers[layer].refusals:
             return None
         try:
             form = form_of(self.scope, layer, self._block_calls[layer])
-        except (
-            Exception
-        ):  # a layer asked so may fail in any way: then its own code is asked instead
+        except Exception:  # its code may fail in any way on such a call, and is then used as it is
             return None
         return form if len(form.norms) < 2 else None
 
@@ -164,36 +163,37 @@ class Reader:
 
     def reject(self, layers: Iterable[int]) -> None:
         """Use the model's own code for some layers from now on, instead of the closed form."""
-        self._said |= {("form", layer): None for layer in layers}
+        for layer in layers:
+            self._cache["form", layer] = None
 
-    @_once
-    def matrices(
-        self, kind: Kind, own: tuple[tuple[int, int], ...]
-    ) -> tuple[
-        Float[Tensor, "h d e"],
-        Float[Tensor, "h d"],
-        Float[Tensor, "h d"],
-        Float[Tensor, " l"] | None,
-    ]:
-        """W, a and c (`weights.Form`) of heads by layer and number, and what each layer's norm adds
-        under its root.
-        """
-        found = []
-        eps = []
-        for layer in dict.fromkeys(layer for layer, _ in own):
+    @_cached
+    def matrices(self, kind: Kind, heads: tuple[tuple[int, int], ...]) -> Matrices:
+        """W, a and c of heads by layer and number, layer by layer, and each layer's eps."""
+        W = []
+        a = []
+        c = []
+        eps: list[float] = []
+        for layer, members in grouped(heads, lambda head: head[0]).items():
             form = self.form(layer)
-            heads = [index for other, index in own if other == layer]
             assert form is not None
-            found.append((*form.matrices(kind, heads), form.offsets[kind][heads]))
+            numbers = [number for _, number in members]
+            of_layer, constants = form.matrices(kind, numbers)
+            W.append(of_layer)
+            a.append(constants)
+            c.append(form.offsets[kind][numbers])
             eps += [norm.eps for norm in form.norms]
-        W, a, c = (torch.cat(parts).to(self.device) for parts in zip(*found, strict=True))
-        return W, a, c, torch.tensor(eps, device=self.device) if eps else None
+        return Matrices(
+            torch.cat(W).to(self.device),
+            torch.cat(a).to(self.device),
+            torch.cat(c).to(self.device),
+            torch.tensor(eps, device=self.device) if eps else None,
+        )
 
     def frame(self, head: Head, side: Side) -> Float[Tensor, "d_head d_model"]:
-        """What a head reads of the stream at one token of a short prompt, of length 1.
+        """The Jacobian of a head's vector at one token of a short prompt, of length 1.
 
-        Rotation and norms differ from token to token; parts of different tokens are compared in one
-        frame.
+        Rotation and norms differ from token to token; parts of different tokens are compared in
+        one frame.
         """
         run = self._short
         kind = KINDS[side]
@@ -221,8 +221,7 @@ class Reader:
         neurons: bool = False,
         visits: Sequence[Callable[[Call], None]] = (),
     ) -> Run:
-        """Run a batch up to the deepest layer that is read, and keep what the writers left at these
-        places.
+        """Run a batch up to the deepest layer read, and keep what writers left at these places.
 
         Padded slots of keys hold column 0 and mean nothing.
 
@@ -232,121 +231,22 @@ class Reader:
         places : where to look.
         deep : whether every layer can be asked, not only those of the heads: what their writers
             read, and why; or which layers can be.
-        last : layer whose writers are asked about, where the model runs on to its logits; by
-            default any.
+        last : layer whose writers are wanted, where the model runs on to its logits; by default
+            any.
         layers : others whose input is kept, and that of their MLP.
         logits : whether to run the whole model, with next-token logits at the queries.
-        neurons : whether to keep what the last matrix of every MLP is given.
+        neurons : whether to keep the input of every MLP's last matrix.
         visits : see, and may change, every attention call.
         """
-        keys = places.keys.masked_fill(~places.key_mask, 0)
-        run = Run(self, places.row, torch.cat([places.query[:, None], keys], dim=1), inputs)
-        rows = len(next(iter(inputs.values())))
-        deepest = max(self.layers) if last is None else last
-        ends = (
-            int(places.query[0]) + 1 if len(keys) == 1 else 0
-        )  # where a prompt is asked about that runs alone
-        end = len(self.blocks) - 1 if logits else deepest
-        asked = self.layers if isinstance(deep, bool) else deep
-        kept = set(range(deepest + 1)) if deep is True else {*asked, *layers}
-        last_of = self.last if neurons else {}
-        later = dict[Any, list[tuple[dict[Any, Tensor], Any, Tensor, int]]]()
-
-        def note(noted: dict[Any, Tensor], key: Any, value: Any) -> None:
-            value = value[0] if isinstance(value, tuple | list) else value
-            value = (
-                value.reshape(rows, -1, value.shape[-1]) if value.ndim == 2 else value
-            )  # experts: tokens in one row
-            if self._overwrites or not fits(value, len(self.blocks)):
-                noted[key] = run.pick(value)
-            else:
-                later.setdefault((id(noted), value.shape, value.device), []).append(
-                    (noted, key, value, value._version)
-                )
-
-        def given(noted: dict[Any, Tensor], key: Any, module: nn.Module) -> None:
-            hooks.append(module.register_forward_pre_hook(lambda _, args: note(noted, key, args)))
-
-        def take(call: Call) -> None:
-            if call.layer in kept or logits:
-                call = (
-                    last_alone(call) if call.q.shape[2] == ends and call.layer > deepest else call
-                )
-                run.calls[call.layer] = call
-                call.rotary = call.rotary and call.rotary.slim()
-            if call.layer == end and not logits:
-                raise Stop
-
-        def entering(
-            layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> None:
-            if layer == 0 or layer in layers:
-                note(run.entered, layer, stream_of(args, kwargs))
-            if layer in kept:
-                run.called[layer] = args, kwargs
-
-        def leaving(_module: nn.Module, _args: Any, out: Any) -> Any:
-            """From here on, logits are a linear function of what leaves the last block."""
-            torch.set_grad_enabled(True)
-            inside = {module for block in self.blocks for module in block.module.modules()}
-            hooks.extend(
-                Frozen().hooks(
-                    module for module in self.scope.model.modules() if module not in inside
-                )
-            )
-            several = isinstance(out, tuple | list)
-            run.left = (out[0] if several else out).detach().requires_grad_()
-            return type(out)([run.left, *out[1:]]) if several else run.left
-
-        hooks: list[Any] = []
-        with cleared(hooks):
-            if logits:
-                hooks.append(self.blocks[-1].module.register_forward_hook(leaving))
-            for layer, block in enumerate(self.blocks[: end + 1]):
-                if layer == 0 or layer in kept:
-                    hooks.append(
-                        block.module.register_forward_pre_hook(
-                            partial(entering, layer), with_kwargs=True
-                        )
-                    )
-                if layer == end and not logits:  # what it writes comes behind what is read
-                    break
-                for norm in block.norms:
-                    given(run.given, norm, norm)
-                if last is not None and layer > last:
-                    continue
-                if block.output is not None:
-                    given(run.heads, layer, block.output)
-                for part in block.parts:
-                    hooks.append(
-                        part.register_forward_hook(lambda part, _, out: note(run.gave, part, out))
-                    )
-                    if layer in layers:
-                        given(run.given, part, part)
-                    if part in last_of:
-                        given(run.neurons, part, last_of[part][0])
-            shown = None if logits or visits else {*kept, end}
-            at = places if logits else None
-            run.logits = self.scope.watch(
-                inputs, *visits, take, rotary=True, logits_at=at, only=shown
-            )
-        if any(value._version != version for some in later.values() for *_, value, version in some):
-            self._overwrites = (
-                True  # a block adds to what its parts put out: what is noted must be copied at once
-            )
-            return self.record(
-                inputs,
-                places,
-                deep=deep,
-                last=last,
-                layers=layers,
-                logits=logits,
-                neurons=neurons,
-                visits=visits,
-            )
-        for some in later.values():
-            for (noted, key, *_), value in zip(
-                some, run.pick_all([value for *_, value, _ in some]), strict=True
-            ):
-                noted[key] = value
-        return run
+        recording = Recording(
+            self,
+            inputs,
+            places,
+            deep=deep,
+            last=last,
+            layers=layers,
+            logits=logits,
+            neurons=neurons,
+            visits=visits,
+        )
+        return recording.record()

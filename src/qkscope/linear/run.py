@@ -1,12 +1,12 @@
-"""What one forward leaves at chosen places, and the two ways through it: writers pushed up,
-directions pulled down.
+"""One forward pass at chosen places, walked both ways: writers pushed up, directions pulled down.
 
-``x(p) = Σ_c x_c(p)`` over writers c. With norms frozen everything between x and a logit is linear,
-so a head asks with a direction g in the stream, and writer c says ``x_c · g``. `Run.streams`
-carries the writers' parts up to a layer; `Run.answer` carries a direction down to every writer. A
-block in between is a sum with norms in it (`qkscope.model.block_tree`), and both ways walk the same
-tree. Between a layer's stream and its vectors the layer is asked in closed form where it has one,
-and by its own code where not (`layer`).
+The stream is a sum over writers, ``x(p) = Σ_c x_c(p)``. With norms frozen everything between x and
+a logit is linear, so a head's logit reads the stream along some direction g, and writer c
+contributes ``x_c · g``. `Run.streams` carries the writers' parts up to a layer; `Run.answer`
+carries a direction down to every writer. A block in between is a sum with norms in it
+(`qkscope.model.block_tree`), and both ways walk the same tree. Between a layer's stream and its
+vectors stands the layer itself: in closed form where it has one (``closed_form``), else by its own
+code (``layer``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from qkscope.attention import soft
 from qkscope.heads import BIAS, EMBEDDING, Head
-from qkscope.linear.layer import AffineLayer, ClosedForm, Given, Kind, alike, stream_of
+from qkscope.linear.closed_form import ClosedForm, batch_key
+from qkscope.linear.layer import AffineLayer, BlockArguments, Kind
 from qkscope.model.batching import Picker, index_on
 from qkscope.model.block_tree import Entered, Heads, Node, Norm, Normed, Part, Sum, full_output
 from qkscope.model.capture_types import Capture, Places
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
 
 Side = Literal["query", "key"]
 KINDS: dict[Side, Kind] = {"query": "q", "key": "k"}
-_OF_ROWS = ("entered", "heads", "gave", "given", "neurons")
-_KEPT = 4096  # tokens of layers whose graphs are kept ready to be asked again: of a long prompt, those of a few
-_STACKED = 2**28  # bytes of tensors that are gathered from at once
+
+_PER_PLACE = ("entered", "heads", "part_outputs", "module_inputs", "neurons")
+_MAX_TOKENS = 4096  # tokens, over all layers, whose graphs are kept
+_MAX_STACKED = 2**28  # bytes of tensors that are gathered from at once
 
 
 class Parts(NamedTuple):
@@ -47,14 +49,12 @@ class Parts(NamedTuple):
 
 
 def named(pieces: Sequence[Parts]) -> Float[Tensor, "n c p d"]:
-    """What every writer but the biases left."""
+    """Parts of every writer but the biases."""
     return torch.cat([piece.values for piece in pieces if piece.writers != [BIAS]], dim=1)
 
 
 class Direction(NamedTuple):
-    """What is asked of the stream that enters a layer, at some slots: ``Σ_p vectors·x(p) +
-    constants``.
-    """
+    """A linear function of the stream that enters a layer: ``Σ_p vectors·x(p) + constants``."""
 
     layer: int
     slots: Int[Tensor, " p"]
@@ -64,8 +64,7 @@ class Direction(NamedTuple):
 
 @dataclass
 class Answer:
-    """Each writer's value along a direction, and the direction on the outputs of heads and other
-    parts.
+    """Value of a `Direction` by writer, and the direction on the outputs of heads and other parts.
 
     Attributes
     ----------
@@ -79,11 +78,9 @@ class Answer:
     parts: dict[str, Tensor] = field(default_factory=dict)
 
 
-def fits(value: Tensor, count: int) -> bool:
-    """Whether so many tensors may be held and gathered from together: a GPU waits for its orders, a
-    CPU does not.
-    """
-    return value.device.type != "cpu" and count * value.nbytes <= _STACKED
+def stackable(value: Tensor, count: int) -> bool:
+    """Whether so many tensors may be stacked: it saves a GPU launches, and a CPU nothing."""
+    return value.device.type != "cpu" and count * value.nbytes <= _MAX_STACKED
 
 
 def _add(values: dict[Any, Tensor], key: Any, value: Tensor) -> None:
@@ -97,14 +94,16 @@ class Run:
     Attributes
     ----------
     reader : whose heads are read.
-    row, columns, inputs : which row of the model's inputs, and which of its columns.
-    entered : by layer, what entered the block: Float [n, p, d_model].
+    row, columns : row of the model's inputs that each row is from, and its columns.
+    inputs : of the model.
+    entered : by layer, the stream that entered the block: Float [n, p, d_model].
     heads : by layer, the heads' outputs before W_O, head after head: Float [n, p, h·e].
-    gave, given : by module, what a part put out, and what a norm was given: Float [n, p, d_model].
-    neurons : by part, what its last matrix was given, where neurons are asked for: Float [n, p, f].
-    called, calls : by layer, what its block was called with, and its attention call.
-    left, logits : what left the last block, and next-token logits at the queries, a function of it;
-        where asked for.
+    part_outputs : by module, what a part put out: Float [n, p, d_model].
+    module_inputs : by module, what a norm or a part was given: Float [n, p, d_model].
+    neurons : by part, the input of its last matrix, where neurons are wanted: Float [n, p, f].
+    block_arguments, calls : by layer, what its block was called with, and its attention call.
+    final_stream : what left the last block, where logits are wanted.
+    logits : next-token logits at the queries, a function of it.
     """
 
     reader: Reader
@@ -113,12 +112,12 @@ class Run:
     inputs: dict[str, Tensor]
     entered: dict[int, Tensor] = field(default_factory=dict)
     heads: dict[int, Tensor] = field(default_factory=dict)
-    gave: dict[nn.Module, Tensor] = field(default_factory=dict)
-    given: dict[nn.Module, Tensor] = field(default_factory=dict)
+    part_outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+    module_inputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     neurons: dict[nn.Module, Tensor] = field(default_factory=dict)
-    called: dict[int, Given] = field(default_factory=dict)
+    block_arguments: dict[int, BlockArguments] = field(default_factory=dict)
     calls: dict[int, Call] = field(default_factory=dict)
-    left: Float[Tensor, "b t d_model"] | None = None
+    final_stream: Float[Tensor, "b t d_model"] | None = None
     logits: Float[Tensor, "n v"] | None = None
     _layers: dict[Any, AffineLayer] = field(default_factory=dict, init=False)
     _vectors: dict[Any, Tensor] = field(default_factory=dict, init=False)
@@ -128,13 +127,16 @@ class Run:
         """Queries and every token's keys of the heads read, with the whole attention row."""
         reader = self.reader
         mask = self.inputs.get("attention_mask")
-        k = self.calls[reader.layers[0]].k
-        seen = torch.ones(len(k), k.shape[2], device=self.row.device) if mask is None else mask
-        everywhere = Places.everywhere(self.row, self.columns[:, 0], seen)
+        if mask is None:
+            k = self.calls[reader.layers[0]].k
+            mask = torch.ones(len(k), k.shape[2], device=self.row.device)
+        everywhere = Places.everywhere(self.row, self.columns[:, 0], mask)
         picker = Picker(reader.scope.facts, reader.heads, everywhere, "post_rope", stop=False)
         for layer in reader.layers:
             picker.visit(self.calls[layer])
         return picker.finish(self.row, {})
+
+    # ------------------------------------------------------------------ places
 
     def at(self, side: Side) -> slice:
         """The slots of a side."""
@@ -142,16 +144,16 @@ class Run:
 
     def slots(self, some: Sequence[int] | slice, rows: slice = slice(None)) -> Self:
         """Some of the places, in the order named, of some rows."""
-        kept: Any = {
-            name: {key: x[rows, some] for key, x in getattr(self, name).items()}
-            for name in _OF_ROWS
-        }
-        return replace(self, row=self.row[rows], columns=self.columns[rows, some], **kept)
+        picked: dict[str, Any] = {}
+        for name in _PER_PLACE:
+            tensors = getattr(self, name)
+            picked[name] = {key: x[rows, some] for key, x in tensors.items()}
+        return replace(self, row=self.row[rows], columns=self.columns[rows, some], **picked)
 
     def pick(
         self, value: Float[Tensor, "b t *d"], slots: Any = slice(None)
     ) -> Float[Tensor, "n p *d"]:
-        """What stands at some slots of these rows, in float32."""
+        """A tensor of all tokens at some slots of these rows, in float32."""
         row = self.row[:, None].to(value.device)
         columns = self.columns[:, slots].to(value.device)
         return value[row, columns].to(self.row.device, torch.float32)
@@ -159,62 +161,65 @@ class Run:
     def pick_all(
         self, values: Sequence[Tensor], slots: Any = slice(None)
     ) -> Float[Tensor, "l n p *d"]:
-        """Pick the slots from several tensors of one shape; small ones on a GPU are stacked and
-        gathered at once.
-        """
-        if len(values) == 1 or not fits(values[0], len(values)):
+        """Pick the slots from several tensors of one shape, on a GPU in one gather."""
+        if len(values) == 1 or not stackable(values[0], len(values)):
             return torch.stack([self.pick(value, slots) for value in values])
-        return self.pick(torch.stack(list(values)).movedim(0, 2), slots).movedim(2, 0)
+        stacked = torch.stack(list(values)).movedim(0, 2)
+        return self.pick(stacked, slots).movedim(2, 0)
 
     # ------------------------------------------------------------------ one layer
 
     def layer(self, layer: int, slots: Sequence[int] | slice) -> AffineLayer:
-        """A layer's own code at some slots."""
+        """A layer's own code at some slots; the last few are kept."""
         key = layer, str(slots)
         if key not in self._layers:
-            while (
-                self._layers
-                and sum(other.columns.numel() for other in self._layers.values()) > _KEPT
-            ):
-                del self._layers[next(iter(self._layers))]
-            block = self.reader.blocks[layer].module
-            columns = self.columns[:, slots]
-            given = self.called[layer]
-            true = self.calls[layer]
+            while sum(other.columns.numel() for other in self._layers.values()) > _MAX_TOKENS:
+                oldest = next(iter(self._layers))
+                del self._layers[oldest]
             self._layers[key] = AffineLayer(
-                self.reader.scope, layer, block, given, true, self.row, columns
+                self.reader.scope,
+                layer,
+                self.reader.blocks[layer].module,
+                self.block_arguments[layer],
+                self.calls[layer],
+                self.row,
+                self.columns[:, slots],
             )
         return self._layers[key]
 
     def index(self, head: Head, kind: Kind) -> int:
-        """The place of a head's queries, keys or values among its layer's: several heads may read
-        the same keys.
-        """
+        """Number of a head's vectors in its layer: several heads may read the same keys."""
         call = self.calls[head.layer]
-        return head.index // (call.q.shape[1] // getattr(call, kind).shape[1])
+        group = call.q.shape[1] // getattr(call, kind).shape[1]
+        return head.index // group
 
     def vectors(
-        self, own: Sequence[tuple[int, int]], kind: Kind, slots: Any
+        self, heads: Sequence[tuple[int, int]], kind: Kind, slots: Any
     ) -> Float[Tensor, "n h p d"]:
-        """Queries, keys or values as the attention was given them, of heads by layer and number, at
-        some slots.
+        """Vectors as the attention was given them.
+
+        Parameters
+        ----------
+        heads : layer and number in it (`index`) of each.
+        kind : queries, keys or values.
+        slots : of this run.
         """
-        asked = (
-            kind,
-            str(slots) if isinstance(slots, slice) else None,
-            *own,
-        )  # those of one side are asked for twice
-        if asked[1] is None or asked not in self._vectors:
-            layers = list(dict.fromkeys(layer for layer, _ in own))
-            every = self.pick_all(
-                [getattr(self.calls[layer], kind).transpose(1, 2) for layer in layers], slots
-            )
-            of_layer, heads = zip(
-                *((layers.index(layer), index) for layer, index in own), strict=True
-            )
-            at = (index_on(every.device, numbers) for numbers in (of_layer, heads))
-            self._vectors[asked] = every[next(at), :, :, next(at)].transpose(0, 1)
-        return self._vectors[asked]
+        if not isinstance(slots, slice):
+            return self._pick_vectors(heads, kind, slots)
+        key = (kind, str(slots), *heads)  # those of one side are needed twice
+        if key not in self._vectors:
+            self._vectors[key] = self._pick_vectors(heads, kind, slots)
+        return self._vectors[key]
+
+    def _pick_vectors(
+        self, heads: Sequence[tuple[int, int]], kind: Kind, slots: Any
+    ) -> Float[Tensor, "n h p d"]:
+        layers = list(dict.fromkeys(layer for layer, _ in heads))
+        of_layers = [getattr(self.calls[layer], kind).transpose(1, 2) for layer in layers]
+        picked = self.pick_all(of_layers, slots)
+        layer_index = index_on(picked.device, tuple(layers.index(layer) for layer, _ in heads))
+        head_index = index_on(picked.device, tuple(number for _, number in heads))
+        return picked[layer_index, :, :, head_index].transpose(0, 1)
 
     def true(self, head: Head, side: Side) -> Float[Tensor, "n p d"]:
         """A head's own queries or keys at the places of that side, as the dot product saw them."""
@@ -222,171 +227,178 @@ class Run:
         return self.vectors([(head.layer, self.index(head, kind))], kind, self.at(side))[:, 0]
 
     def hidden(self, layers: Sequence[int], slots: Any) -> Float[Tensor, "l n p d_model"]:
-        """What entered some layers, at some slots."""
-        return self.pick_all([stream_of(*self.called[layer]) for layer in layers], slots)
+        """The stream that entered some layers, at some slots."""
+        return self.pick_all([self.block_arguments[layer].stream for layer in layers], slots)
 
     def closed(self, heads: Sequence[Head], kind: Kind, slots: Any) -> ClosedForm | None:
-        """Heads of layers that are `alike`, in closed form; None where it does not give their true
-        vectors.
+        """Heads of layers that share a `batch_key`, in closed form; None if it is not exact.
+
+        A layer for which it does not give the true vectors has no closed form from then on.
         """
-        made = ClosedForm(self, heads, kind, slots)
-        self.reader.reject(made.wrong)
-        return None if made.wrong else made
+        form = ClosedForm(self, heads, kind, slots)
+        self.reader.reject(form.wrong)
+        return None if form.wrong else form
 
     def pull(
         self, heads: Sequence[Head], kind: Kind, slots: Any, along: Float[Tensor, "n h p d"]
     ) -> tuple[Float[Tensor, "n h p d_model"], Float[Tensor, "n h p"]]:
-        """Directions on heads' vectors as directions on what enters their layers, and what
-        constants say in them.
+        """Pull directions on heads' vectors back to what enters their layers.
 
         Layers in closed form are done together, the others one by one.
+
+        Returns
+        -------
+        directions on the streams, and each direction's product with the constants
         """
-        by_layer = {
-            layer: alike(self, layer) or layer
-            for layer in dict.fromkeys(head.layer for head in heads)
-        }
-        groups = grouped(range(len(heads)), lambda i: by_layer[heads[i].layer])
-        if len(groups) > 1:
-            every = [
-                self.pull([heads[i] for i in some], kind, slots, along[:, some])
-                for some in groups.values()
-            ]
-            back = (
-                torch.tensor([i for some in groups.values() for i in some])
-                .argsort()
-                .to(along.device)
-            )
-            vectors, said = (torch.cat(parts, dim=1)[:, back] for parts in zip(*every, strict=True))
-        elif isinstance(layer := next(iter(groups)), int):
-            index = [self.index(head, kind) for head in heads]
-            pulled = self.layer(layer, slots).pull(kind, index, along.transpose(0, 1))
-            vectors, said = (value.transpose(0, 1).to(along) for value in pulled)
-        elif (
-            closed := self.closed(heads, kind, slots)
-        ) is None:  # their own code is asked from now on
-            return self.pull(heads, kind, slots, along)
-        else:
-            return closed.pull(along)
-        return vectors, said
+        layers = dict.fromkeys(head.layer for head in heads)
+        keys = {layer: batch_key(self, layer) or layer for layer in layers}
+        groups = grouped(range(len(heads)), lambda i: keys[heads[i].layer])
+        if len(groups) == 1:
+            return self._pull_alike(heads, kind, slots, along)
+        directions = []
+        constants = []
+        order: list[int] = []
+        for members in groups.values():
+            group = [heads[i] for i in members]
+            pulled = self._pull_alike(group, kind, slots, along[:, members])
+            directions.append(pulled[0])
+            constants.append(pulled[1])
+            order += members
+        back = torch.tensor(order).argsort().to(along.device)
+        return torch.cat(directions, dim=1)[:, back], torch.cat(constants, dim=1)[:, back]
+
+    def _pull_alike(
+        self, heads: Sequence[Head], kind: Kind, slots: Any, along: Float[Tensor, "n h p d"]
+    ) -> tuple[Float[Tensor, "n h p d_model"], Float[Tensor, "n h p"]]:
+        """The same for heads of one layer, or of layers that share a `batch_key`."""
+        layer = heads[0].layer
+        if self.reader.form(layer) is not None:
+            form = self.closed(heads, kind, slots)
+            if form is not None:
+                return form.pull(along)
+            return self.pull(heads, kind, slots, along)  # by the layers' own code from now on
+        index = [self.index(head, kind) for head in heads]
+        directions, constants = self.layer(layer, slots).pull(kind, index, along.transpose(0, 1))
+        return directions.transpose(0, 1).to(along), constants.transpose(0, 1).to(along)
 
     def read(
         self, head: Head, side: Side, pieces: Sequence[Parts], slots: Any = None
     ) -> Float[Tensor, "n c p d"]:
-        """A head's queries or keys at the places of that side, split among writers, as the dot
-        product sees them.
+        """A head's queries or keys, split among writers, as the dot product sees them.
 
         Parameters
         ----------
         head : of a layer that was kept.
-        side : query or key.
+        side : query or key; the places are those of that side.
         pieces : what entered its layer, from `streams`, biases between.
         slots : other slots to read as this side; then the pieces are of these slots alone.
         """
-        at = self.at(side) if slots is None else slots
         kind = KINDS[side]
-        constants = [piece.values for piece in pieces if piece.writers == [BIAS]]
-        parts = torch.cat(
-            [named(pieces), sum(constants, torch.zeros_like(pieces[0].values[:, :1]))], dim=1
-        )
-        parts = parts[:, :, at] if slots is None else parts
-        if (
-            alike(self, head.layer) is not None
-            and (closed := self.closed([head], kind, at)) is not None
-        ):
-            return closed.push(parts)
-        layer = self.layer(head.layer, at)
+        parts = _biases_last(pieces)
+        if slots is None:
+            slots = self.at(side)
+            parts = parts[:, :, slots]
+        if self.reader.form(head.layer) is not None:
+            form = self.closed([head], kind, slots)
+            if form is not None:
+                return form.push(parts)
+        layer = self.layer(head.layer, slots)
         index = self.index(head, kind)
-        whole = torch.einsum("ncpe,npde->ncpd", parts, layer.jacobian(kind, index).to(parts))
-        whole[:, -1] += layer.constants[kind][:, :, index].to(whole)
-        return whole
+        jacobian = layer.jacobian(kind, index).to(parts)
+        vectors = torch.einsum("ncpe,npde->ncpd", parts, jacobian)
+        vectors[:, -1] += layer.constants[kind][:, :, index].to(vectors)
+        return vectors
 
     def live(
         self, head: Head, side: Side, x: Float[Tensor, "x n p e"], slots: Any = None
     ) -> Float[Tensor, "x n p d"]:
-        """What a head makes of other streams at the places of a side, its norms running."""
+        """A head's vectors for other streams at the places of a side, its norms live."""
         at = self.at(side) if slots is None else slots
         kind = KINDS[side]
-        return self.layer(head.layer, at).pushed(x)[kind][..., self.index(head, kind), :].to(x)
+        vectors = self.layer(head.layer, at).pushed(x)[kind]
+        return vectors[..., self.index(head, kind), :].to(x)
 
     # ------------------------------------------------------------------ writers, pushed up
 
     def streams(self, last: int) -> Iterator[tuple[int, list[Parts]]]:
-        """What entered each layer up to the last one wanted, split among its writers, biases
-        between.
-        """
+        """Each layer's stream up to the last one wanted, split among writers, biases between."""
         pieces = [Parts([EMBEDDING], self.entered[0][:, None])]
         written = self._written(last)
-        for layer in range(last + 1):
-            if layer:
-                tree = self.reader.blocks[layer - 1].tree
-                wrote = written.get(layer - 1)
-                pieces = self._through(layer - 1, tree, pieces, wrote)
+        yield 0, pieces
+        for layer in range(1, last + 1):
+            tree = self.reader.blocks[layer - 1].tree
+            pieces = self._through(layer - 1, tree, pieces, written.get(layer - 1))
             yield layer, pieces
 
     def stream(self, layer: int) -> list[Parts]:
-        """The same for one layer."""
+        """One layer's stream, split among writers, biases between."""
         *_, (_, pieces) = self.streams(layer)
         return pieces
 
     def _through(
-        self, layer: int, node: Node, entered: list[Parts], wrote: Tensor | None
+        self, layer: int, node: Node, entered: list[Parts], written: Tensor | None
     ) -> list[Parts]:
-        """What comes out of a part of a block, of what entered the block and what its heads wrote."""
+        """Push what entered a block, and what its heads wrote, through a node of its tree."""
         match node:
             case Entered():
                 return entered
             case Heads():
-                assert wrote is not None
+                assert written is not None
                 bias = self.reader.output_weights(layer)[1]
-                return [Parts(self.reader.head_names(layer), wrote), *self._constant(bias)]
+                return [Parts(self.reader.head_names(layer), written), *self._constant(bias)]
             case Part(module):
-                return [Parts([self.reader.part_name(layer, module)], self.gave[module][:, None])]
+                output = self.part_outputs[module]
+                return [Parts([self.reader.part_name(layer, module)], output[:, None])]
             case Sum(terms):
-                every = [
-                    (number, p)
-                    for number, term in terms
-                    for p in self._through(layer, term, entered, wrote)
-                ]
-                return [
-                    p if number == 1 else Parts(p.writers, p.values * number) for number, p in every
-                ]
-            case Normed(norm, inner):
-                own, scale = self.scale(norm)
-                pieces = self._through(layer, inner, entered, wrote)
-                turned = [Parts(p.writers, own.centred(p.values) * scale[:, None]) for p in pieces]
-                return [*turned, *self._constant(own.bias)]
+                pieces = []
+                for factor, term in terms:
+                    for piece in self._through(layer, term, entered, written):
+                        if factor != 1:  # else it stays the same object, as `values_of` relies on
+                            piece = Parts(piece.writers, piece.values * factor)
+                        pieces.append(piece)
+                return pieces
+            case Normed(module, inner):
+                norm, scale = self.scale(module)
+                pieces = []
+                for piece in self._through(layer, inner, entered, written):
+                    normed = norm.centred(piece.values) * scale[:, None]
+                    pieces.append(Parts(piece.writers, normed))
+                return [*pieces, *self._constant(norm.bias)]
 
     def _written(self, last: int) -> dict[int, Float[Tensor, "n h p d"]]:
-        """By layer before the last, what each head wrote, behind W_O; layers of one shape in one
-        product.
+        """By layer before the last, what each head wrote, behind W_O.
+
+        Layers of one shape are done in one product.
         """
-        before = (layer for layer in self.heads if layer < last)
-        weights = self.reader.output_weights
-        groups = grouped(before, lambda layer: (self.heads[layer].shape, weights(layer)[0].shape))
         written: dict[int, Tensor] = {}
-        for (_, (heads, *_)), layers in groups.items():
-            z = torch.stack([self.heads[layer] for layer in layers]).unflatten(-1, (heads, -1))
-            parts = torch.einsum(
-                "lnphe,lhde->lhnpd", z, self.reader.stacked_outputs(tuple(layers)).to(z)
-            )
-            written |= zip(layers, parts.transpose(1, 2), strict=True)
+        before = [layer for layer in self.heads if layer < last]
+        for layers in grouped(before, self._shape_of_heads).values():
+            W = self.reader.stacked_outputs(tuple(layers))
+            outputs = torch.stack([self.heads[layer] for layer in layers])
+            z = outputs.unflatten(-1, (W.shape[1], -1))
+            parts = torch.einsum("lnphe,lhde->lhnpd", z, W.to(z))
+            for layer, of_layer in zip(layers, parts.transpose(1, 2), strict=True):
+                written[layer] = of_layer
         return written
 
+    def _shape_of_heads(self, layer: int) -> tuple[torch.Size, torch.Size]:
+        """Shapes of a layer's head outputs and of its W_O."""
+        return self.heads[layer].shape, self.reader.output_weights(layer)[0].shape
+
     def scale(
-        self, norm: nn.Module, slots: Any = slice(None)
+        self, module: nn.Module, slots: Any = slice(None)
     ) -> tuple[Norm, Float[Tensor, "n p d"]]:
-        """What a norm in the stream multiplied each place by, its gain included."""
-        given = self.given[norm][:, slots]
-        own = self.reader.taken_apart(norm, given)
-        return own, own.scalar(given, full_output(norm, given)) * own.gain.to(given)
+        """A norm in the stream, and what it multiplied each place by, its gain included."""
+        x = self.module_inputs[module][:, slots]
+        norm = self.reader.norm(module, x)
+        return norm, norm.scalar(x, full_output(module, x)) * norm.gain.to(x)
 
     def _constant(self, bias: Float[Tensor, " d"]) -> list[Parts]:
+        """A bias at every place, as the part of `BIAS`; nothing if it is 0."""
+        if not self.reader.is_nonzero(bias):
+            return []
         shape = *self.row.shape, 1, self.columns.shape[1], -1
-        return (
-            [Parts([BIAS], bias.to(self.entered[0]).expand(shape))]
-            if self.reader.speaks(bias)
-            else []
-        )
+        return [Parts([BIAS], bias.to(self.entered[0]).expand(shape))]
 
     # ------------------------------------------------------------------ directions, pulled down
 
@@ -405,8 +417,7 @@ class Run:
         weights: Float[Tensor, "n p"],
         projector: Tensor | None = None,
     ) -> tuple[Float[Tensor, " n"], dict[Side, Direction]]:
-        """A relative logit ``Σ_t w_t scale q·k_t``, before any soft-cap, and the directions it asks
-        in.
+        """A relative logit ``Σ_t w_t scale q·k_t`` before any soft-cap, and what it reads.
 
         Parameters
         ----------
@@ -414,68 +425,82 @@ class Run:
         query : slot of the query.
         keys : slots of the keys.
         weights : of the keys.
-        projector : stands between q and k, where only a feature's part of the logit is asked for.
+        projector : stands between q and k, where only a feature's part of the logit is wanted.
+
+        Returns
+        -------
+        the logit, and its direction on the stream at the query and at the keys
         """
         scale = self.calls[head.layer].scale
         q = self.vectors([(head.layer, head.index)], "q", [query])[:, 0, 0]
         k = self.vectors([(head.layer, self.index(head, "k"))], "k", keys)[:, 0]
         P = torch.eye(q.shape[-1]).to(q) if projector is None else projector.to(q)
-        met = torch.einsum("np,npd->nd", weights, k) @ P.T * scale
-        asked = (q @ P)[:, None] * (weights * scale)[..., None]
-        at_query = self.enter(head, "q", torch.tensor([query], device=keys.device), met[:, None])
-        return (q * met).sum(-1), {"query": at_query, "key": self.enter(head, "k", keys, asked)}
+        on_query = torch.einsum("np,npd->nd", weights, k) @ P.T * scale
+        on_keys = (q @ P)[:, None] * (weights * scale)[..., None]
+        query_slot = torch.tensor([query], device=keys.device)
+        directions: dict[Side, Direction] = {
+            "query": self.enter(head, "q", query_slot, on_query[:, None]),
+            "key": self.enter(head, "k", keys, on_keys),
+        }
+        return (q * on_query).sum(-1), directions
 
     def answer(self, asked: Direction) -> Answer:
-        """What each writer before a layer says in a direction; they sum to all that is asked."""
+        """Each writer's value along a direction; with the biases they sum to the whole."""
         answer = Answer({BIAS: asked.constants})
         g = asked.vectors
         for layer in reversed(range(asked.layer)):
-            entered = self._back(answer, asked.slots, layer, self.reader.blocks[layer].tree, g)
-            g = torch.zeros_like(g) if entered is None else entered
+            tree = self.reader.blocks[layer].tree
+            on_input = self._back(answer, asked.slots, layer, tree, g)
+            g = torch.zeros_like(g) if on_input is None else on_input
         _add(answer.values, EMBEDDING, (self.entered[0][:, asked.slots] * g).sum(-1))
         return answer
 
     def _back(
-        self, answer: Answer, slots: Tensor, layer: int, node: Node, g: Tensor
-    ) -> Tensor | None:
-        """Pull a direction on part of a block back to the block's input, noting what falls on
-        writers.
-        """
+        self,
+        answer: Answer,
+        slots: Tensor,
+        layer: int,
+        node: Node,
+        g: Float[Tensor, "n p d_model"],
+    ) -> Float[Tensor, "n p d_model"] | None:
+        """Pull a direction on a node back to the block's input, noting the values of writers."""
         match node:
             case Entered():
                 return g
             case Heads():
-                _add(answer.heads, layer, g)
-                W, b = (value.to(g) for value in self.reader.output_weights(layer))
-                _add(answer.values, BIAS, g @ b)
-                if (
-                    layer in self.heads
-                ):  # a run that goes on to the logits may have noted no writer of late layers
-                    asks = (g.flatten(0, 1) @ W).transpose(0, 1).unflatten(0, g.shape[:2])
-                    said = (self.heads[layer][:, slots].unflatten(-1, asks.shape[-2:]) * asks).sum(
-                        -1
-                    )
-                    for name, value in zip(
-                        self.reader.head_names(layer), said.unbind(-1), strict=True
-                    ):
-                        _add(answer.values, name, value)
+                self._note_heads(answer, slots, layer, g)
             case Part(module):
                 name = self.reader.part_name(layer, module)
                 _add(answer.parts, name, g)
-                if module in self.gave:
-                    _add(answer.values, name, (self.gave[module][:, slots] * g).sum(-1))
+                if module in self.part_outputs:
+                    output = self.part_outputs[module][:, slots]
+                    _add(answer.values, name, (output * g).sum(-1))
             case Sum(terms):
-                every = [
-                    self._back(answer, slots, layer, term, g if n == 1 else g * n)
-                    for n, term in terms
-                ]
-                entering = [value for value in every if value is not None]
-                return sum(entering[1:], entering[0]) if entering else None
-            case Normed(norm, inner):
-                own, scale = self.scale(norm, slots)
-                _add(answer.values, BIAS, g @ own.bias.to(g))
-                return self._back(answer, slots, layer, inner, own.centred(g * scale))
+                on_inputs = []
+                for factor, term in terms:
+                    on_term = g if factor == 1 else g * factor
+                    on_inputs.append(self._back(answer, slots, layer, term, on_term))
+                return _total(on_inputs)
+            case Normed(module, inner):
+                norm, scale = self.scale(module, slots)
+                _add(answer.values, BIAS, g @ norm.bias.to(g))
+                return self._back(answer, slots, layer, inner, norm.centred(g * scale))
         return None
+
+    def _note_heads(
+        self, answer: Answer, slots: Tensor, layer: int, g: Float[Tensor, "n p d_model"]
+    ) -> None:
+        """Note a direction on the sum of a layer's heads, and each head's value along it."""
+        _add(answer.heads, layer, g)
+        W, bias = self.reader.output_weights(layer)
+        _add(answer.values, BIAS, g @ bias.to(g))
+        if layer not in self.heads:  # a run to the logits may have noted no writer of late layers
+            return
+        on_outputs = (g.flatten(0, 1) @ W.to(g)).transpose(0, 1).unflatten(0, g.shape[:2])
+        outputs = self.heads[layer][:, slots].unflatten(-1, on_outputs.shape[-2:])
+        values = (outputs * on_outputs).sum(-1).unbind(-1)
+        for name, value in zip(self.reader.head_names(layer), values, strict=True):
+            _add(answer.values, name, value)
 
     # ------------------------------------------------------------------ what a head read
 
@@ -489,31 +514,46 @@ class Run:
     def attention(self, head: Head, slots: Int[Tensor, " p"]) -> Float[Tensor, "n p t"]:
         """A head's attention at some slots, over every token of the batch."""
         call = self.calls[head.layer]
-        columns = self.columns[:, slots].to(self.calls[head.layer].q.device)
+        columns = self.columns[:, slots].to(call.q.device)
         row = self.row[:, None].to(columns)
-        mask = call.mask_rows(row.expand_as(columns).flatten(), columns.flatten()).unflatten(
-            0, columns.shape
-        )
+        mask = call.mask_rows(row.expand_as(columns).flatten(), columns.flatten())
+        mask = mask.unflatten(0, columns.shape)
         q = call.q[row, head.index, columns].float()
         k = call.k[row[:, 0], self.index(head, "k")].float()
-        logits = (
-            call.cap(call.scale * q @ k.mT) + mask[:, :, head.index if mask.shape[2] > 1 else 0]
-        )
-        sinks = (
-            None
-            if call.sinks is None
-            else call.sinks.detach()[head.index].float().expand(columns.shape)
-        )
+        logits = call.cap(call.scale * q @ k.mT)
+        logits = logits + mask[:, :, head.index if mask.shape[2] > 1 else 0]
+        sinks = None
+        if call.sinks is not None:
+            sinks = call.sinks.detach()[head.index].float().expand(columns.shape)
         return soft(logits, sinks).to(self.row.device)
 
     def on_output(self, answer: Answer, head: Head) -> Float[Tensor, "n p e"]:
-        """The direction that was asked, on a head's output before W_O."""
+        """The direction that was pulled down, on a head's output before W_O."""
         g = answer.heads[head.layer]
         return g @ self.reader.output_weights(head.layer)[0][head.index].to(g)
 
     def brought(self, head: Head, along: Float[Tensor, "n p e"]) -> Float[Tensor, "n p t"]:
-        """Every token's value along directions on a head's output; times the attention it is what
-        the head brought.
+        """Every token's value along directions on a head's output.
+
+        Times the attention, it is what the head brought from each token.
         """
         values = self.calls[head.layer].v[:, self.index(head, "v")]
         return along @ values[self.row.to(values.device)].to(along).mT
+
+
+def _biases_last(pieces: Sequence[Parts]) -> Float[Tensor, "n c p d"]:
+    """Writers' parts, and the sum of all biases as the last one."""
+    biases = torch.zeros_like(pieces[0].values[:, :1])
+    for piece in pieces:
+        if piece.writers == [BIAS]:
+            biases = biases + piece.values
+    return torch.cat([named(pieces), biases], dim=1)
+
+
+def _total(values: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of those that are tensors; None if none is."""
+    total: Tensor | None = None
+    for value in values:
+        if value is not None:
+            total = value if total is None else total + value
+    return total

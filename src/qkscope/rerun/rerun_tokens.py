@@ -23,7 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qkscope import Head, Scope
 from qkscope.attention import AttentionRows, soft
-from qkscope.linear.reader import Reader, last_alone
+from qkscope.linear.reader import Reader
+from qkscope.linear.recording import last_alone
 from qkscope.linear.run import Run
 from qkscope.model.capture_types import Places
 from qkscope.model.tap import Call, Stop

@@ -1,6 +1,6 @@
 """Sides of a text that share no text: to choose on, to fit on, to test on.
 
-Text that came to be once must not stand on two sides. So documents that share much text (a tenth or
+Text that was written once must not stand on two sides. So documents that share much text (a tenth or
 more of the runs of eight tokens of the smaller one) are one group, each group is assigned to a side
 at random, and a passage that still shares a run with another side is left out. Grouping by any
 shared run would not do: "Changed in version 3." and the like tie three quarters of Python's topics
@@ -14,7 +14,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -29,13 +28,13 @@ from qkscope.texts.task import connected, seeded
 
 log = logging.getLogger(__name__)
 
-SIDES = {"choose": 0.25, "fit": 0.5, "test": 0.25}  # each side's share of the tokens
+SHARES = {"choose": 0.25, "fit": 0.5, "test": 0.25}  # each side's share of the tokens
 RUN = 8  # tokens in a row that may not stand on two sides
 LENGTH = 256  # tokens of a passage
 _MUCH = 0.1  # of the smaller document's runs: documents that share as much are one group
-_LINKS = 64  # documents that a run links each of its holders to: in a heading of thousands, not all with all
+_LINKS = 64  # documents that a run links each of its holders to: a heading may stand in thousands
 _EACH = 3  # groups that a side needs: intervals are by group
-_LARGE = 0.5  # of a side: a group that is larger goes to another, so that a side is never one group alone
+_LARGE = 0.5  # of a side: a larger group goes to another, so that a side is never one group alone
 
 
 class Passage(NamedTuple):
@@ -44,8 +43,8 @@ class Passage(NamedTuple):
     Parameters
     ----------
     document : the name of its document.
-    group : the number of its group: documents that share much text have the same. The random unit
-        of intervals.
+    group : the number of its group: documents that share much text have the same. Intervals
+        resample groups.
     ids : its tokens, with what the tokenizer puts in front of a text.
 
     Examples
@@ -63,7 +62,7 @@ class Passage(NamedTuple):
 def split(
     documents: Sequence[Document],
     encode: Callable[[str], Sequence[int]],
-    sides: Mapping[str, float] = SIDES,
+    sides: Mapping[str, float] = SHARES,
     length: Count = LENGTH,
     seed: Seed = 0,
 ) -> dict[str, tuple[Passage, ...]]:
@@ -79,13 +78,13 @@ def split(
     encode : the tokenizer, from text to ids.
     sides : name and share of each.
     length : the most tokens of a passage.
-    seed : of the lot that says which group goes where.
+    seed : of the draw of each group's side.
 
     Examples
     --------
     >>> words = [Document(str(i), " ".join(str(40 * i + j) for j in range(40))) for i in range(20)]
-    >>> found = split(words, lambda text: [int(word) for word in text.split()], length=16)
-    >>> {side: len(passages) for side, passages in found.items()}
+    >>> passages = split(words, lambda text: [int(word) for word in text.split()], length=16)
+    >>> {side: len(of_side) for side, of_side in passages.items()}
     {'choose': 15, 'fit': 30, 'test': 15}
     """
     needed = math.ceil(_EACH * sum(sides.values()) / min(sides.values()))
@@ -95,11 +94,13 @@ def split(
         )
     encoded = [list(encode(document.text)) for document in documents]
     around = list(encode(""))
-    (start, *_), ids = zip(*(_inner(tokens, around) for tokens in encoded), strict=True)
-    if length < len(start) + RUN:
-        raise BadInput(f"length is at least {len(start) + RUN}, but got {length}.")
+    ids = [_inner(tokens, around)[1] for tokens in encoded]
+    least = len(_inner(encoded[0], around)[0]) + RUN
+    if length < least:
+        raise BadInput(f"length is at least {least}, but got {length}.")
     groups = _groups(ids)
-    if (count := max(groups) + 1) < needed:
+    count = max(groups) + 1
+    if count < needed:
         alike = f"these {len(documents)} repeat each other so much that they count as {count}"
         raise BadInput(
             f"a split needs {needed} documents or more, and {alike}: give more that share no text."
@@ -107,16 +108,16 @@ def split(
     sizes = Counter[int]()
     for tokens, group in zip(ids, groups, strict=True):
         sizes[group] += len(tokens)
-    side_of = _drawn(sizes, sides, seed)
+    side_of = _draw_sides(sizes, sides, seed)
     passages: dict[str, list[Passage]] = {side: [] for side in sides}
-    for document, tokens, group in zip(documents, encoded, groups, strict=True):
-        pieces = passages_of(tokens, around, length)
-        passages[side_of[group]] += [Passage(document.name, group, piece) for piece in pieces]
+    for document, whole, group in zip(documents, encoded, groups, strict=True):
+        for piece in passages_of(whole, around, length):
+            passages[side_of[group]].append(Passage(document.name, group, piece))
     return _apart(passages, sides)
 
 
 def passages_of(ids: list[int], around: list[int], length: int) -> list[tuple[int, ...]]:
-    """A tokenised text cut into as few parts of about the same length as can be.
+    """Cut a tokenised text into as few parts of about the same length as can be.
 
     ``around`` is what the tokenizer makes of no text at all: what it puts in front of any text
     comes in front of every part and counts towards its length; what it puts behind is left out.
@@ -125,16 +126,21 @@ def passages_of(ids: list[int], around: list[int], length: int) -> list[tuple[in
     [(1, 5, 6, 7), (1, 8, 9)]
     """
     start, tokens = _inner(ids, around)
-    parts = math.ceil(len(tokens) / (length - len(start)))
-    return [(*start, *piece.tolist()) for piece in (tokens.tensor_split(parts) if parts else ())]
+    count = math.ceil(len(tokens) / (length - len(start)))
+    if not count:
+        return []
+    return [(*start, *piece.tolist()) for piece in tokens.tensor_split(count)]
 
 
 def _inner(ids: list[int], around: list[int]) -> tuple[list[int], Int[Tensor, " t"]]:
     """What the tokenizer puts in front of a text, and the text's own tokens."""
-    start = [
-        a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, ids, strict=False))
-    ]
-    return start, _tensor(ids[len(start) : len(ids) - len(around) + len(start)])
+    start = []
+    for token, same in zip(around, ids, strict=False):
+        if token != same:
+            break
+        start.append(token)
+    behind = len(around) - len(start)
+    return start, _tensor(ids[len(start) : len(ids) - behind])
 
 
 def _tensor(ids: Sequence[int]) -> Int[Tensor, " t"]:
@@ -142,28 +148,30 @@ def _tensor(ids: Sequence[int]) -> Int[Tensor, " t"]:
 
 
 def _runs(texts: Sequence[Tensor]) -> tuple[Int[Tensor, " r"], Int[Tensor, " r"]]:
-    """A hash of every eight tokens in a row, and the number of the text in which they stand; none
-    straddles two.
+    """Hash every eight tokens in a row, none across two texts.
+
+    Returns
+    -------
+    the hashes, and the number of the text of each
     """
     empty = torch.zeros(0, dtype=torch.int64)
     flat = torch.cat([empty, *texts])
-    owner = torch.repeat_interleave(_tensor([len(text) for text in texts]))
+    lengths = _tensor([len(text) for text in texts])
+    owner = torch.repeat_interleave(lengths)
     count = len(flat) - RUN + 1
     if count < 1:
         return empty, empty
     within = owner[:count] == owner[RUN - 1 :]
-    return draw_bits(*(flat[i : i + count] for i in range(RUN)))[within], owner[:count][within]
+    hashes = draw_bits(*(flat[i : i + count] for i in range(RUN)))
+    return hashes[within], owner[:count][within]
 
 
 def _groups(texts: Sequence[Tensor]) -> list[int]:
-    """The group of each text, counted in the order of their first texts: those that share much are
-    together.
-    """
+    """The group of each text, in the order of their first texts: those that share much are one."""
     n = len(texts)
     runs, owner = _runs(texts)
-    held = (
-        runs.unique(return_inverse=True)[1] * n + owner
-    ).unique()  # each text's runs once, by run and text
+    _, number = runs.unique(return_inverse=True)
+    held = (number * n + owner).unique()  # each text's runs once, by run and text
     run = held // n
     text = held % n
     sizes = torch.bincount(text, minlength=n)
@@ -172,51 +180,55 @@ def _groups(texts: Sequence[Tensor]) -> list[int]:
         same = run[step:] == run[:-step]
         if not bool(same.any()):
             break
-        pairs.append((text[:-step] * n + text[step:])[same])
+        linked = text[:-step] * n + text[step:]
+        pairs.append(linked[same])
     pair, shared = torch.cat(pairs).unique(return_counts=True)
     ends = torch.stack([pair // n, pair % n], dim=1)
     much = shared >= _MUCH * sizes[ends].amin(dim=1)
     return connected(n, [(a, b) for a, b in ends[much].tolist()])
 
 
-def _drawn(sizes: Mapping[int, int], sides: Mapping[str, float], seed: int) -> dict[int, str]:
-    """The side of each group: large ones first, drawn at random among the sides that have room, in
-    proportion to it.
-    """
-    total = sum(sizes.values()) / sum(sides.values())
-    whole = {side: share * total for side, share in sides.items()}
+def _draw_sides(sizes: Mapping[int, int], sides: Mapping[str, float], seed: int) -> dict[int, str]:
+    """Draw the side of each group, large ones first, in proportion to the room that sides have."""
+    unit = sum(sizes.values()) / sum(sides.values())
+    whole = {side: share * unit for side, share in sides.items()}
     room = dict(whole)
-    drawn = dict[int, str]()
+    side_of: dict[int, str] = {}
     for group, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         fits = [side for side in sides if size <= min(room[side], _LARGE * whole[side])]
-        fits = fits or [max(sides, key=lambda side: room[side])]
-        lot = seeded(derived_seed(seed, "side", group))
-        drawn[group] = lot.choices(fits, [max(room[side], 1e-9) for side in fits])[0]
-        room[drawn[group]] -= size
-    return drawn
+        if not fits:
+            fits = [max(sides, key=lambda side: room[side])]
+        rng = seeded(derived_seed(seed, "side", group))
+        (side,) = rng.choices(fits, [max(room[side], 1e-9) for side in fits])
+        side_of[group] = side
+        room[side] -= size
+    return side_of
 
 
 def _apart(
     passages: Mapping[str, Sequence[Passage]], sides: Mapping[str, float]
 ) -> dict[str, tuple[Passage, ...]]:
-    """The passages that share no run with another side: the larger side gives way, and of two the
-    earlier.
+    """Keep the passages that share no run with another side.
+
+    The larger side gives way, and of two the earlier.
     """
-    kept = dict[str, tuple[Passage, ...]]()
+    kept: dict[str, tuple[Passage, ...]] = {}
     taken = torch.zeros(0, dtype=torch.int64)
     dropped = 0
     for side in sorted(reversed(list(passages)), key=lambda name: sides[name]):
-        runs, owner = _runs([_tensor(passage.ids) for passage in passages[side]])
+        of_side = passages[side]
+        runs, owner = _runs([_tensor(passage.ids) for passage in of_side])
         shares = set(owner[torch.isin(runs, taken)].tolist())
-        kept[side] = tuple(passage for i, passage in enumerate(passages[side]) if i not in shares)
-        left = _runs([_tensor(passage.ids) for passage in kept[side]])[0]
-        taken = torch.cat([taken, left.unique()])
-        dropped = dropped + len(shares)
+        kept[side] = tuple(passage for i, passage in enumerate(of_side) if i not in shares)
         if not kept[side]:
             raise BadInput(
                 f"nothing is left for {side} that stands on no other side: give more text."
             )
+        left, _ = _runs([_tensor(passage.ids) for passage in kept[side]])
+        taken = torch.cat([taken, left.unique()])
+        dropped += len(shares)
     if dropped:
         says = "%d of %d passages share %d tokens in a row with another side and are left out."
-        log.info(says, dropped, sum(map(len, passages.values())), RUN)
+        total = sum(len(of_side) for of_side in passages.values())
+        log.info(says, dropped, total, RUN)
     return {side: kept[side] for side in passages}

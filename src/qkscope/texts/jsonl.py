@@ -1,5 +1,4 @@
-"""A task of your own: one JSON object per line, with the prompt, the query, the keys and their
-labels.
+"""A task of your own: one JSON object per line, with a prompt, its query, keys and labels.
 
 ::
 
@@ -72,12 +71,15 @@ class LineSchema(TypedDict):
 
 
 class _Line(NamedTuple):
+    """One line: its prompt, what it belongs to, and the answers that are right."""
+
     example: Example
     group: str
     use: Use | None
     right: tuple[str, ...]
 
     def signs(self, contrast: str) -> set[Sign]:
+        """Signs of a contrast that its keys have."""
         return {key.label(contrast) for key in self.example.keys} - {0}
 
 
@@ -107,132 +109,180 @@ def from_jsonl(
     ['mine']
     """
     text, lines = _read(path)
-    names = list(
-        dict.fromkeys(name for line in lines for key in line.example.keys for name in key.labels)
-    )
-    contrasts = [name for name in names if name != ANSWER] or names
-    dealt = (
-        line._replace(example=_with_answer(line.example, contrasts)) for line in _dealt(lines, seed)
-    )
-    groups = grouped(dealt, lambda line: line.group)
+    contrasts = _contrasts_of(lines)
+    placed = []
+    for line in _with_places(lines, seed):
+        placed.append(line._replace(example=_with_answer(line.example, contrasts)))
+    groups = list(grouped(placed, lambda line: line.group).values())
     digest = sha256(text)[:32]
-    notes = tuple[str, ...]()
-    if copies := len(groups) - len({group[0].example.cluster for group in groups.values()}):
-        notes = (
-            f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",
-        )
 
     def draw(use: Use, contrast: str, n: int) -> list[Unit]:
         """To fit, lines with labels; to score or swap, lines with right and wrong keys."""
-        of_use = [group for group in groups.values() if group[0].use == use]
-        least = 1 if use == "fit" else 2
-        drawn = [
-            tuple(line.example for line in group if len(line.signs(contrast)) >= least)
-            for group in of_use
-        ]
-        drawn = [unit for unit in drawn if unit]
-        if not drawn:
+        least_signs = 1 if use == "fit" else 2
+        units = []
+        for group in groups:
+            if group[0].use == use:
+                labelled = [line for line in group if len(line.signs(contrast)) >= least_signs]
+                units.append(tuple(line.example for line in labelled))
+        units = [unit for unit in units if unit]
+        if not units:
             needed = "a right and a wrong key" if use != "fit" else f"labels of {contrast!r}"
             raise BadInput(
                 f"{path} has no example for {use} with {needed}: add lines, or set their use."
             )
-        if n > len(drawn):
-            _say_once(
-                f"{path} holds {len(drawn)} examples to {use}, fewer than {n}: taking all.", digest
+        if n > len(units):
+            _warn_once(
+                f"{path} holds {len(units)} examples to {use}, fewer than {n}: taking all.", digest
             )
-        return drawn[:n]
+        return units[:n]
 
-    for name in contrasts:
-        _check_signs(name, list(groups.values()))
-    asked = {"file": str(path), "hash": digest, "center": center, "chat": chat}
-    keys = [
-        (str(line.example.text)[: key.span[0]], key) for line in lines for key in line.example.keys
-    ]
-    first = not chat and any(not before.strip() for before, key in keys if any(key.labels.values()))
-    every = {name: Contrast(name, "as labelled", center=center) for name in contrasts}
-    return Task("jsonl", every, draw, seed, chat, asked, notes, first)
+    for contrast in contrasts:
+        _check_signs(contrast, groups)
+    return Task(
+        name="jsonl",
+        contrasts={name: Contrast(name, "as labelled", center=center) for name in contrasts},
+        draw=draw,
+        seed=seed,
+        chat=chat,
+        asked={"file": str(path), "hash": digest, "center": center, "chat": chat},
+        notes=_notes(groups),
+        starts_with_key=not chat and any(_starts_with_key(line.example) for line in lines),
+    )
 
 
 def read_prompts(path: str | Path) -> list[tuple[Example, tuple[str, ...]]]:
-    """Prompts of a file, and the answers that are right, where lines name some: they need no keys."""
-    return [(line.example, line.right) for line in _read(path, marked=False)[1]]
+    """Read a file's prompts, which need no keys, and the right answers of lines that name some."""
+    _, lines = _read(path, marked=False)
+    return [(line.example, line.right) for line in lines]
 
 
-def _read(path: str | Path, marked: bool = True) -> tuple[str, list[_Line]]:
-    text = read_text(Path(path), "a file with one JSON object per line")
-    lines = [
-        _line(line, f"{path}, line {n}", marked)
-        for n, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    ]
-    if not lines:
-        raise BadInput(f"{path} holds no examples: write one JSON object per line.")
-    return text, lines
+# ---------------------------------------------------------------------- what a file's lines make
+
+
+def _contrasts_of(lines: Sequence[_Line]) -> list[str]:
+    """Names of the file's contrasts, in order; `ANSWER` only if there is no other."""
+    names: dict[str, None] = {}
+    for line in lines:
+        for key in line.example.keys:
+            names |= dict.fromkeys(key.labels)
+    return [name for name in names if name != ANSWER] or list(names)
+
+
+def _notes(groups: Sequence[Sequence[_Line]]) -> tuple[str, ...]:
+    """A note on groups that repeat the prompt of another, if there are any."""
+    prompts = {group[0].example.cluster for group in groups}
+    copies = len(groups) - len(prompts)
+    if not copies:
+        return ()
+    return (
+        f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",
+    )
+
+
+def _starts_with_key(example: Example) -> bool:
+    """Whether a labelled key is the first thing in a prompt."""
+    for key in example.keys:
+        before = str(example.text)[: key.span[0]]
+        if not before.strip() and any(key.labels.values()):
+            return True
+    return False
 
 
 @cache
-def _say_once(sentence: str, about: str) -> None:
+def _warn_once(sentence: str, about: str) -> None:
     """Warn once per process and file: one command may read a file several times."""
     log.warning("%s", sentence)
 
 
-def _dealt(lines: Sequence[_Line], seed: int) -> list[_Line]:
-    """The lines with their clusters and uses.
+def _with_places(lines: Sequence[_Line], seed: int) -> list[_Line]:
+    """Give the lines their clusters and uses.
 
     Lines of a group, and lines with the same prompt, are one cluster, be it through others. A
-    cluster has one use; those that do not say theirs are dealt out by what they say.
+    cluster has one use; those that do not name theirs are dealt out by their prompts.
     """
-    home: dict[tuple[int, str], int] = {}
-    shared = [(line.group, str(line.example.text)) for line in lines]
-    links = [(i, home.setdefault(x, i)) for i, two in enumerate(shared) for x in enumerate(two)]
-    clusters = connected(len(lines), links)
+    clusters = _clusters(lines)
     prompts: dict[int, set[str]] = {}
-    said: dict[int, _Line] = {}
     for cluster, line in zip(clusters, lines, strict=True):
         prompts.setdefault(cluster, set()).add(str(line.example.text))
-        before = said.setdefault(cluster, line) if line.use else line
+    names = {cluster: sha256("\0".join(sorted(texts)))[:16] for cluster, texts in prompts.items()}
+    uses = _named_uses(lines, clusters)
+    unnamed = [cluster for cluster in names if cluster not in uses]
+    unnamed.sort(key=lambda cluster: sha256(f"{seed}/{names[cluster]}"))
+    for number, cluster in enumerate(unnamed):
+        uses[cluster] = USES[number % len(USES)]
+    placed = []
+    for cluster, line in zip(clusters, lines, strict=True):
+        example = replace(line.example, cluster=names[cluster])
+        placed.append(line._replace(use=uses[cluster], example=example))
+    return placed
+
+
+def _clusters(lines: Sequence[_Line]) -> list[int]:
+    """The cluster of each line: lines that share a group or a prompt, be it through others."""
+    first_of_group: dict[str, int] = {}
+    first_of_prompt: dict[str, int] = {}
+    links = []
+    for number, line in enumerate(lines):
+        links.append((number, first_of_group.setdefault(line.group, number)))
+        links.append((number, first_of_prompt.setdefault(str(line.example.text), number)))
+    return connected(len(lines), links)
+
+
+def _named_uses(lines: Sequence[_Line], clusters: Sequence[int]) -> dict[int, Use]:
+    """The use of each cluster that has a line with one; a cluster with two is refused."""
+    first: dict[int, _Line] = {}
+    uses: dict[int, Use] = {}
+    for cluster, line in zip(clusters, lines, strict=True):
+        if line.use is None:
+            continue
+        before = first.setdefault(cluster, line)
         if before.use != line.use:
             other = f"{before.example.where.rpartition(', ')[2]}, which is for {before.use}"
             both = f"{line.example.where} is for {line.use}, but its prompt is that of {other}"
             raise BadInput(
                 f"{both}: what is tested must be new, so take one of them out, or give both the same use."
             )
-    names = {cluster: sha256("\0".join(sorted(texts)))[:16] for cluster, texts in prompts.items()}
-    free = sorted(
-        (cluster for cluster in names if cluster not in said),
-        key=lambda c: sha256(f"{seed}/{names[c]}"),
-    )
-    uses = {c: USES[i % len(USES)] for i, c in enumerate(free)} | {
-        c: line.use for c, line in said.items()
-    }
-    placed = zip(clusters, lines, strict=True)
-    return [
-        line._replace(use=uses[c], example=replace(line.example, cluster=names[c]))
-        for c, line in placed
-    ]
+        uses[cluster] = line.use
+    return uses
 
 
 def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
+    """The example with keys labelled `ANSWER`: as the first contrast that labels them, if not so."""
     if any(ANSWER in key.labels for key in example.keys):
         return example
     first = next(name for name in contrasts if any(key.label(name) for key in example.keys))
-    return replace(
-        example, keys=tuple(Key(k.span, {**k.labels, ANSWER: k.label(first)}) for k in example.keys)
-    )
+    keys = [Key(key.span, {**key.labels, ANSWER: key.label(first)}) for key in example.keys]
+    return replace(example, keys=tuple(keys))
 
 
 def _check_signs(contrast: str, groups: Sequence[Sequence[_Line]]) -> None:
-    """Refuse a contrast with + and − in some lines and in different lines of a group in others: it
-    has no null.
-    """
-    whole = any(len(line.signs(contrast)) == 2 for group in groups for line in group)
-    for unit in [[line] for group in groups for line in group] if whole else groups:
+    """Refuse a contrast with + and − within some lines and between lines in others: no null."""
+    lines = [line for group in groups for line in group]
+    within_lines = any(len(line.signs(contrast)) == 2 for line in lines)
+    units: Sequence[Sequence[_Line]] = [[line] for line in lines] if within_lines else groups
+    for unit in units:
         signs = {sign for line in unit for sign in line.signs(contrast)}
         if len(signs) == 1:
-            lacking = f"{unit[0].example.where} has {'+ but no −' if 1 in signs else '− but no +'} keys of {contrast!r}"
+            present = "+ but no −" if 1 in signs else "− but no +"
+            lacking = f"{unit[0].example.where} has {present} keys of {contrast!r}"
             raise BadInput(
                 f"{lacking}: label both in every line, or put the two lines of each pair into one group."
             )
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _read(path: str | Path, marked: bool = True) -> tuple[str, list[_Line]]:
+    """The text of a file and its lines; ``marked``: keys must be labelled."""
+    text = read_text(Path(path), "a file with one JSON object per line")
+    lines = []
+    for number, raw in enumerate(text.split("\n"), 1):
+        if raw.strip():
+            lines.append(_line(raw, f"{path}, line {number}", marked))
+    if not lines:
+        raise BadInput(f"{path} holds no examples: write one JSON object per line.")
+    return text, lines
 
 
 @cache
@@ -245,42 +295,61 @@ def _reader() -> Any:
 
 
 def _line(text: str, where: str, marked: bool) -> _Line:
+    """Read one line; an error names it."""
     from pydantic import ValidationError
 
     try:
-        line: LineSchema = _reader().validate_json(text)
-        prompt = line["prompt"]
-        query = line.get("query")
-        answers = line.get("answers")
-        group = line.get("group")
-        keys = tuple(Key(_span(prompt, key), key.get("labels", {})) for key in line.get("keys", ()))
-        if len({key.span for key in keys}) < len(keys):
-            raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
-        if marked and not any(sign for key in keys for sign in key.labels.values()):
-            raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
-        queries = (
-            ()
-            if query is None
-            else (_span(prompt, {"text": query} if isinstance(query, str) else query),)
-        )
-        sides = (answers["right"], answers["wrong"]) if answers else ()
-        said = [(side,) if isinstance(side, str) else tuple(dict.fromkeys(side)) for side in sides]
-        example = Example(
-            prompt, None, queries, keys, answers=Answers(*said) if said else None, where=where
-        )
-        right = line.get("answer") or (example.answers.right if example.answers else ())
-        right = (right,) if isinstance(right, str) else tuple(right)
-        return _Line(
-            example, f"line {where}" if group is None else f"group {group}", line.get("use"), right
-        )
+        return _parsed(_reader().validate_json(text), where, marked)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
-        place = ", ".join(
-            [where, *(str(part + 1 if isinstance(part, int) else part) for part in wrong["loc"])]
-        )
-        raise BadInput(f"{place}: {wrong['msg']}, but got {describe(wrong['input'])}.") from None
+        places = [where]
+        for part in wrong["loc"]:
+            places.append(str(part + 1) if isinstance(part, int) else part)
+        raise BadInput(
+            f"{', '.join(places)}: {wrong['msg']}, but got {describe(wrong['input'])}."
+        ) from None
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
+
+
+def _parsed(line: LineSchema, where: str, marked: bool) -> _Line:
+    """One line as an example, its marks found in its text."""
+    prompt = line["prompt"]
+    keys = _keys(prompt, line.get("keys", []), marked)
+    query = line.get("query")
+    queries: tuple[Span, ...] = ()
+    if query is not None:
+        queries = (_span(prompt, {"text": query} if isinstance(query, str) else query),)
+    answers = _answers(line.get("answers"))
+    example = Example(prompt, None, queries, keys, answers=answers, where=where)
+    right = line.get("answer") or (answers.right if answers else ())
+    group = line.get("group")
+    return _Line(
+        example=example,
+        group=f"line {where}" if group is None else f"group {group}",
+        use=line.get("use"),
+        right=(right,) if isinstance(right, str) else tuple(right),
+    )
+
+
+def _keys(prompt: str, pieces: Sequence[PieceSchema], marked: bool) -> tuple[Key, ...]:
+    keys = tuple(Key(_span(prompt, piece), piece.get("labels", {})) for piece in pieces)
+    if len({key.span for key in keys}) < len(keys):
+        raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
+    if marked and not any(sign for key in keys for sign in key.labels.values()):
+        raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
+    return keys
+
+
+def _answers(answers: AnswersSchema | None) -> Answers | None:
+    if not answers:
+        return None
+    return Answers(_texts(answers["right"]), _texts(answers["wrong"]))
+
+
+def _texts(value: str | list[str]) -> tuple[str, ...]:
+    """One text, or several without repeats."""
+    return (value,) if isinstance(value, str) else tuple(dict.fromkeys(value))
 
 
 def _span(prompt: str, piece: PieceSchema) -> Span:

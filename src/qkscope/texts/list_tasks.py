@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Literal
 
@@ -62,31 +63,21 @@ from qkscope.texts.task import (
 )
 from qkscope.texts.word_pools import BOXES, CATEGORIES, FORMS, OBJECTS, checked_words, pools
 
-POOLED = "category"
-LINES = FORMS[
-    "binding"
-]  # before the word, between word and label, after the label, the question about a word
-LISTS = FORMS["filter"]  # before the list, before an item, after an item, the question
-_CHAT = "Which box is the {} in?\nAnswer: Box"  # appendix E; in a chat the model's turn follows it
-_FIND = {
-    "find": ("", "", ", ", " Find the {}.")
-}  # as in the paper; not in LISTS, whose words the nano models know
-Pairs = Sequence[tuple[str, str]]
+#: Of a prompt: before the word, between word and label, after the label, the question about a word.
+LINES = FORMS["binding"]
+#: Of a prompt: before the list, before an item, after an item, the question.
+LISTS = FORMS["filter"]
+POOLED = "category"  # the contrast that pools all categories
 FILLER = (
-    "so",
-    "well",
-    "then",
-    "now",
-    "just",
-    "again",
-    "also",
-    "once",
-    "here",
-    "there",
-    "still",
-    "yet",
+    "so", "well", "then", "now", "just", "again", "also", "once", "here", "there", "still", "yet",
     "soon",
-)
+)  # fmt: skip
+
+_CHAT = "Which box is the {} in?\nAnswer: Box"  # appendix E; in a chat the model's turn follows it
+# as in the paper; not in LISTS, whose words the nano models know
+_FIND = {"find": ("", "", ", ", " Find the {}.")}
+
+Pairs = Sequence[tuple[str, str]]
 
 
 @checked_call
@@ -124,121 +115,178 @@ def binding(
     >>> binding(2, "sentence").test(1)[0][0].text.count("Box")
     3
     """
-    labelled = checked_words(boxes, "boxes")
-    if len(labelled) <= entities:
+    labels_of_boxes = checked_words(boxes, "boxes")
+    if len(labels_of_boxes) <= entities:
         raise BadInput(
-            f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labelled)}."
+            f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labels_of_boxes)}."
         )
     split = pools(words, seed, "binding words", least=entities + 1)
     disjoint = lexical == "own_query"
-    cut = max(entities, len(split["fit"]) // 2) if disjoint and pool is None else pool
-    fitted = split["fit"][:cut]
+    if disjoint and pool is None:
+        pool_size: int | None = max(entities, len(split["fit"]) // 2)
+    else:
+        pool_size = pool
+    question = _CHAT if chat and form == "question" else LINES[form][3]
+    wording = _Wording(*LINES[form][:3], question, tuple(words), filler)
     address = (form, entities)
 
-    before, between, after, question = LINES[form]
-    question = _CHAT if chat and form == "question" else question
-    ahead = question[: question.index("{")]
-    rest = question[question.index("}") + 1 :]
-
-    def prompt(
-        pairs: Pairs, asked: int, contrast: str, rng: random.Random, cluster: int, own: Sign = 1
-    ) -> Example:
-        """The contrast's + key is marked, as ``own`` says (its − keys too, unless they come from
-        the copy).
-        """
-        draft = Draft()
-        for i, (word, box) in enumerate(pairs):
-            padding = " ".join(rng.choices(FILLER, k=rng.randint(0, filler)))
-            marks = labels(1 if i == asked else -1, contrast, ("lexical", "box"))
-            marks |= {contrast: own} if contrast == "lexical" and i == asked else {}
-            draft.write(
-                (padding.capitalize() + ". " if padding else "") + f"{before}{word}{between}"
-            )
-            draft.key(box, **marks).write(after)
-        word = pairs[asked][0]
-        return (
-            draft.write(ahead)
-            .write(word)
-            .role(ASKED)
-            .write(rest.format(word))
-            .example(cluster=cluster)
-        )
-
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
-        drawn = fitted if use == "fit" else split[use]
-        copied = (
-            split["fit"][cut:] if disjoint and use == "fit" else drawn
-        )  # where a copy's word comes from
-        swapped = seeded(
-            seed, "binding", *address, use, "box"
-        )  # apart, so that both contrasts draw the same prompts
+        drawn = split[use]
+        copied = drawn  # where a copy's word comes from
+        if use == "fit":
+            drawn = split["fit"][:pool_size]
+            copied = split["fit"][pool_size:] if disjoint else drawn
+        # of its own, so that both contrasts draw the same prompts
+        box_rng = seeded(seed, "binding", *address, use, "box")
         fixed_words = rng.sample(split[use], entities)
-        fixed_boxes = rng.sample(labelled, entities)
+        fixed_boxes = rng.sample(labels_of_boxes, entities)
         for cluster in count():
             if contrast == "order":
-                named = rng.sample(fixed_words, entities)
-                boxes = rng.sample(fixed_boxes, entities)
-                asked = named.index(fixed_words[0])
+                prompt_words = rng.sample(fixed_words, entities)
+                prompt_boxes = rng.sample(fixed_boxes, entities)
+                asked = prompt_words.index(fixed_words[0])
             else:
-                named = rng.sample(drawn, entities)
-                boxes = rng.sample(labelled, entities)
+                prompt_words = rng.sample(drawn, entities)
+                prompt_boxes = rng.sample(labels_of_boxes, entities)
                 asked = rng.randrange(entities)
-            pairs = list(zip(named, boxes, strict=True))
-            state = rng.getstate()
-            first = prompt(pairs, asked, contrast, rng, cluster)
+            pairs = list(zip(prompt_words, prompt_boxes, strict=True))
+            before_filler = rng.getstate()
+            first = wording.prompt(pairs, asked, contrast, rng, cluster)
             if contrast not in ("lexical", "box"):
                 yield (first,)
                 continue
-            other = rng.choice([word for word in copied if word not in named]), boxes[asked]
-            if contrast == "box":
-                other = named[asked], swapped.choice([box for box in labelled if box not in boxes])
+            # drawn for both contrasts, so that both go on with the same numbers
+            new_word = rng.choice([word for word in copied if word not in prompt_words])
+            if contrast == "lexical":
+                pairs[asked] = (new_word, prompt_boxes[asked])
+            else:
+                free = [box for box in labels_of_boxes if box not in prompt_boxes]
+                pairs[asked] = (prompt_words[asked], box_rng.choice(free))
             after_both = rng.getstate()
-            rng.setstate(state)  # the copy gets the same filler
-            pairs[asked] = other
-            yield first, prompt(pairs, asked, contrast, rng, cluster, -1 if disjoint else 1)
+            rng.setstate(before_filler)  # the copy gets the same filler
+            sign: Sign = -1 if disjoint else 1
+            yield first, wording.prompt(pairs, asked, contrast, rng, cluster, sign)
             rng.setstate(after_both)
 
-    def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
-        text = str(example.text)
-        pair = (one, other)
-        spans = dict[int, tuple[Span, Span]]()
-        for slot in pair:
-            start, stop = example.keys[slot].span
-            ahead_of = [word for word in words if text[:start].endswith(f"{before}{word}{between}")]
-            if not ahead_of or not set(features) <= {"order", "lexical", "box"}:
-                return None
-            end = start - len(between)
-            spans[slot] = (end - len(max(ahead_of, key=len)), end), (start, stop)
-        pieces = dict[Span, str]()
-        for slot, partner in (pair, pair[::-1]):
-            place = partner if "order" in features else slot
-            word = partner if "lexical" in features else slot
-            box = partner if "box" in features else slot
-            pieces |= {
-                spans[place][0]: text[slice(*spans[word][0])],
-                spans[place][1]: text[slice(*spans[box][1])],
-            }
-        return rewritten(example, pieces, {one: other, other: one} if "order" in features else None)
-
+    order = "the box at the asked place / the other boxes"
+    same_box = "the asked word's box / the same box with another word"
+    label = "the answer's label / another label in its place"
     contrasts = (
-        Contrast(
-            "order", "the box at the asked place / the other boxes", center="query", unit="prompt"
-        ),
-        Contrast(
-            "lexical",
-            "the asked word's box / the same box with another word",
-            across=not disjoint,
-            unit=ASKED,
-        ),
-        Contrast("box", "the answer's label / another label in its place", across=True),
+        Contrast("order", order, center="query", unit="prompt"),
+        Contrast("lexical", same_box, across=not disjoint, unit=ASKED),
+        Contrast("box", label, across=True),
     )
-    asked_for = {
-        "entities": entities, "form": form, "lexical": lexical, "pool": pool, "filler": filler, "chat": chat,
-        "words": tuple(words), "boxes": tuple(boxes),
-    }  # fmt: skip
+    parameters = {
+        "entities": entities,
+        "form": form,
+        "lexical": lexical,
+        "pool": pool,
+        "filler": filler,
+        "chat": chat,
+        "words": tuple(words),
+        "boxes": tuple(boxes),
+    }
     return from_walk(
-        "binding", seed, contrasts, walk, asked_for, address, apart=["order"], exchange=exchange
+        "binding",
+        seed,
+        contrasts,
+        walk,
+        parameters,
+        address,
+        apart=["order"],
+        exchange=wording.exchange,
     )
+
+
+@dataclass(frozen=True)
+class _Wording:
+    """How a binding prompt is worded.
+
+    Attributes
+    ----------
+    before, between, after : text before a word, between it and its label, and after the label.
+    question : about a word, which stands at each ``{}``.
+    words : all that may be drawn.
+    filler : up to so many words before each pair.
+    """
+
+    before: str
+    between: str
+    after: str
+    question: str
+    words: tuple[str, ...]
+    filler: int
+
+    def prompt(
+        self,
+        pairs: Pairs,
+        asked: int,
+        contrast: str,
+        rng: random.Random,
+        cluster: int,
+        sign: Sign = 1,
+    ) -> Example:
+        """Write a prompt about one of the pairs, and mark the keys of a contrast.
+
+        Parameters
+        ----------
+        pairs : words and boxes, in their order.
+        asked : number of the pair that is asked about.
+        contrast : whose keys are marked; − keys too, unless they come from the copy.
+        rng : draws the filler.
+        cluster : of the example.
+        sign : of the lexical contrast's key: the copy's is − if each prompt has its own query.
+        """
+        draft = Draft()
+        for i, (word, box) in enumerate(pairs):
+            padding = " ".join(rng.choices(FILLER, k=rng.randint(0, self.filler)))
+            if padding:
+                padding = padding.capitalize() + ". "
+            marks = labels(1 if i == asked else -1, contrast, ("lexical", "box"))
+            if contrast == "lexical" and i == asked:
+                marks[contrast] = sign
+            draft.write(f"{padding}{self.before}{word}{self.between}")
+            draft.key(box, **marks).write(self.after)
+        word = pairs[asked][0]
+        ahead = self.question[: self.question.index("{")]
+        rest = self.question[self.question.index("}") + 1 :]
+        draft.write(ahead).write(word).role(ASKED)
+        draft.write(rest.format(word))
+        return draft.example(cluster=cluster)
+
+    def exchange(
+        self, example: Example, features: Sequence[str], one: int, other: int
+    ) -> Example | None:
+        """Exchange features of two boxes in the text: the place, the word, the label."""
+        if not set(features) <= {"order", "lexical", "box"}:
+            return None
+        words: dict[int, Span] = {}
+        for slot in (one, other):
+            word = self._word_before(example, slot)
+            if word is None:
+                return None
+            words[slot] = word
+        pieces: dict[Span, str] = {}
+        for slot, partner in ((one, other), (other, one)):
+            place = partner if "order" in features else slot
+            word_of = partner if "lexical" in features else slot
+            box_of = partner if "box" in features else slot
+            pieces[words[place]] = example.piece(words[word_of])
+            pieces[example.keys[place].span] = example.piece(example.keys[box_of].span)
+        moved = {one: other, other: one} if "order" in features else None
+        return rewritten(example, pieces, moved)
+
+    def _word_before(self, example: Example, slot: int) -> Span | None:
+        """Where the word of a box stands; None if none of the words stands before it."""
+        start, _ = example.keys[slot].span
+        ahead = str(example.text)[:start]
+        matches = [
+            word for word in self.words if ahead.endswith(f"{self.before}{word}{self.between}")
+        ]
+        if not matches:
+            return None
+        end = start - len(self.between)
+        return end - len(max(matches, key=len)), end
 
 
 @checked_call
@@ -268,64 +316,103 @@ def filter_task(
     >>> filter_task(["fish", "birds"], items=2).test(1)[0][0].keys[0].labels["answer"] in (1, -1)
     True
     """
-    named = (
-        list(words)[:categories] if isinstance(categories, int) else list(dict.fromkeys(categories))
-    )
-    if isinstance(categories, int) and len(named) != categories:
-        raise BadInput(
-            f"there are word lists for {len(words)} categories, but {categories} were asked for."
-        )
-    for name in (name for name in named if name not in words):
-        raise BadInput(f"there is no word list for {name!r}: there is {', '.join(words)}.")
-    if len(named) < 2:
-        raise BadInput(f"a list needs 2 categories or more, but got {len(named)}.")
-    if {ANSWER, POOLED} & set(named):
-        raise BadInput(
-            f"a category cannot be called {ANSWER!r} or {POOLED!r}: these name contrasts."
-        )
-    split = {name: pools(words[name], seed, name, least=items) for name in named}
-    home: dict[str, str] = {}
-    for name in named:
-        for word in (word for word in words[name] if home.setdefault(word, name) != name):
-            raise BadInput(
-                f"{word!r} is one of the {home[word]} and of the {name}: a word needs one category."
-            )
+    names = _category_names(categories, words)
+    split = {name: pools(words[name], seed, name, least=items) for name in names}
+    _check_homes(names, words)
     start, before, after, question = (LISTS | _FIND)[form]
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
             # every category is asked for equally often
-            wanted = contrast if contrast in named else named[cluster % len(named)]
-            chosen = [
-                (word, name) for name in named for word in rng.sample(split[name][use], items)
-            ]
+            wanted = contrast if contrast in names else names[cluster % len(names)]
+            chosen = []
+            for name in names:
+                for word in rng.sample(split[name][use], items):
+                    chosen.append((word, name))
             rng.shuffle(chosen)
             draft = Draft().write(start)
             for i, (word, name) in enumerate(chosen):
+                is_last = i + 1 == len(chosen)
                 draft.write(before).key(word, **labels(1 if name == wanted else -1, contrast))
-                draft.write(after if i + 1 < len(chosen) or form == "bullets" else ".")
-            yield (draft.write(question.format(wanted)).example(cluster=cluster),)
+                draft.write("." if is_last and form != "bullets" else after)
+            draft.write(question.format(wanted))
+            yield (draft.example(cluster=cluster),)
 
     def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
-        first = example.keys[one].span
-        second = example.keys[other].span
-        if POOLED not in features and not set(named) <= set(features):
-            return None
-        return rewritten(example, {first: example.piece(second), second: example.piece(first)})
+        """All categories at once are exchanged by two items changing places; one alone is not."""
+        if POOLED in features or set(names) <= set(features):
+            return _with_keys_exchanged(example, one, other)
+        return None
 
-    says = {name: f"{name} / all other items, when {name} are asked for" for name in named}
-    contrasts = [Contrast(name, said, unit="prompt") for name, said in says.items()]
-    pooled = "items of the asked category / other items"
-    contrasts.append(Contrast(POOLED, pooled, center="query", unit="prompt"))
-    lists = {name: list(words[name]) for name in named}
-    asked = {"categories": named, "form": form, "items": items, "chat": chat, "words": lists}
-    # The pooled contrast could take its prompts from the categories'. It is held against their
-    # span, and with a sample in common the two would agree more than two fits do.
-    apart = [contrast.name for contrast in contrasts]
-    address = (form, items, *named)
+    contrasts = []
+    for name in names:
+        says = f"{name} / all other items, when {name} are asked for"
+        contrasts.append(Contrast(name, says, unit="prompt"))
+    says = "items of the asked category / other items"
+    contrasts.append(Contrast(POOLED, says, center="query", unit="prompt"))
+    parameters = {
+        "categories": names,
+        "form": form,
+        "items": items,
+        "chat": chat,
+        "words": {name: list(words[name]) for name in names},
+    }
     return from_walk(
-        "filter", seed, contrasts, walk, asked, address, not chat and not start, apart, exchange
+        "filter",
+        seed,
+        contrasts,
+        walk,
+        parameters,
+        address=(form, items, *names),
+        starts_with_key=not chat and not start,
+        # The pooled contrast could take its prompts from the categories'. It is held against their
+        # span, and with a sample in common the two would agree more than two fits do.
+        apart=[contrast.name for contrast in contrasts],
+        exchange=exchange,
     )
+
+
+def _category_names(
+    categories: int | Sequence[str], words: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Names of the categories asked for, or a refusal."""
+    if isinstance(categories, int):
+        names = list(words)[:categories]
+        if len(names) != categories:
+            raise BadInput(
+                f"there are word lists for {len(words)} categories, but {categories} were asked for."
+            )
+    else:
+        names = list(dict.fromkeys(categories))
+    for name in names:
+        if name not in words:
+            raise BadInput(f"there is no word list for {name!r}: there is {', '.join(words)}.")
+    if len(names) < 2:
+        raise BadInput(f"a list needs 2 categories or more, but got {len(names)}.")
+    if {ANSWER, POOLED} & set(names):
+        raise BadInput(
+            f"a category cannot be called {ANSWER!r} or {POOLED!r}: these name contrasts."
+        )
+    return names
+
+
+def _check_homes(names: Sequence[str], words: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a word of two categories."""
+    home: dict[str, str] = {}
+    for name in names:
+        for word in words[name]:
+            first = home.setdefault(word, name)
+            if first != name:
+                raise BadInput(
+                    f"{word!r} is one of the {first} and of the {name}: a word needs one category."
+                )
+
+
+def _with_keys_exchanged(example: Example, one: int, other: int) -> Example:
+    """The example with the texts of two keys in each other's places."""
+    first = example.keys[one].span
+    second = example.keys[other].span
+    return rewritten(example, {first: example.piece(second), second: example.piece(first)})
 
 
 @checked_call
@@ -350,34 +437,35 @@ def induction(
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
             *listed, other = rng.sample(split[use], length + 1)
-            at = rng.randrange(length - 1)  # the last word has no word after it in its own copy
-            first = _repeated(listed, at, contrast, cluster)
-            copy = [other if i == at else word for i, word in enumerate(listed)]
-            yield (
-                (first, _repeated(copy, at, contrast, cluster)) if contrast == "word" else (first,)
-            )
+            place = rng.randrange(length - 1)  # the last word has no word after it in its own copy
+            first = _repeated(listed, place, contrast, cluster)
+            if contrast == "word":
+                copy = list(listed)
+                copy[place] = other
+                yield first, _repeated(copy, place, contrast, cluster)
+            else:
+                yield (first,)
 
-    says = "the word after the first occurrence / the other words"
+    after_first = "the word after the first occurrence / the other words"
+    after_other = "the word after the one repeated / the same after another"
     contrasts = (
-        Contrast("next", says, center="query", unit="END"),
-        Contrast(
-            "word",
-            "the word after the one repeated / the same after another",
-            across=True,
-            unit="END",
-        ),
+        Contrast("next", after_first, center="query", unit="END"),
+        Contrast("word", after_other, across=True, unit="END"),
     )
-    return from_walk(
-        "induction", seed, contrasts, walk, {"length": length, "chat": chat}, address=(length,)
-    )
+    parameters = {"length": length, "chat": chat}
+    return from_walk("induction", seed, contrasts, walk, parameters, address=(length,))
 
 
-def _repeated(listed: Sequence[str], at: int, contrast: str, cluster: int) -> Example:
+def _repeated(listed: Sequence[str], place: int, contrast: str, cluster: int) -> Example:
+    """A list of words, and the same again up to one place."""
     draft = Draft().write("Words:")
     for i, word in enumerate(listed):
-        draft.write(" ").key(word, **labels(1 if i == at + 1 else -1, contrast, ("word",)))
-        if i in (at, at + 1):
-            draft.role("PREV" if i == at else "NEXT")
-    for word in listed[: at + 1]:
+        draft.write(" ")
+        draft.key(word, **labels(1 if i == place + 1 else -1, contrast, ("word",)))
+        if i == place:
+            draft.role("PREV")
+        elif i == place + 1:
+            draft.role("NEXT")
+    for word in listed[: place + 1]:
         draft.write(" ").write(word)
     return draft.role("END").example(cluster=cluster)

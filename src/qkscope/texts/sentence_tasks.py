@@ -40,7 +40,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from qkscope.checking import Seed, checked_call
 from qkscope.examples import Answers, Draft, Example
@@ -79,32 +79,30 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         if form == "single" and use == "test":
-            yield (
-                _gift(
-                    TEMPLATES[0], ("BABA", _SINGLE["io"], _SINGLE["subject"]), _SINGLE, contrast, 0
-                ),
-            )
+            names = _Names("BABA", _SINGLE["io"], _SINGLE["subject"])
+            yield (_gift(TEMPLATES[0], names, _SINGLE, contrast, 0),)
             return
         for cluster in count():
-            order = form if form in ("ABBA", "BABA") else ("ABBA", "BABA")[cluster % 2]
+            if form in ("ABBA", "BABA"):
+                order: str = form
+            else:
+                order = "ABBA" if cluster % 2 == 0 else "BABA"
             template = rng.choice(TEMPLATES)
             io, subject, third = rng.sample(people[use], 3)
             fill = {"place": rng.choice(spots[use]), "thing": rng.choice(goods[use])}
-            # of a subject's copy the text is the same up to the second mention, then the other name
-            copies = {
-                "subject": ("BABA" if order == "ABBA" else "ABBA", subject, io),
-                "name": (order, third, subject),
-            }
-            drawn = [(order, io, subject), *(copies[name] for name in copies if name == contrast)]
+            drawn = [_Names(order, io, subject)]
+            if contrast == "subject":
+                # the same text up to the second mention, then the other name
+                drawn.append(_Names("BABA" if order == "ABBA" else "ABBA", subject, io))
+            elif contrast == "name":
+                drawn.append(_Names(order, third, subject))
             yield tuple(_gift(template, names, fill, contrast, cluster) for names in drawn)
 
     def exchange(example: Example, features: Sequence[str], one: int, other: int) -> Example | None:
         first = example.keys[one].span
         second = example.keys[other].span
-        if "name" not in features or {first, second} != {
-            example.roles.get("IO"),
-            example.roles.get("S1"),
-        }:
+        roles = example.roles
+        if "name" not in features or {first, second} != {roles.get("IO"), roles.get("S1")}:
             return None
         return rewritten(example, {first: example.piece(second), second: example.piece(first)})
 
@@ -112,37 +110,66 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
         Contrast("subject", "the name mentioned once / the name mentioned twice"),
         Contrast("name", "the indirect object / another name in its place", across=True),
     )
-    return from_walk(
-        "ioi", seed, contrasts, walk, {"form": form, "chat": chat}, (form,), exchange=exchange
-    )
+    parameters = {"form": form, "chat": chat}
+    return from_walk("ioi", seed, contrasts, walk, parameters, (form,), exchange=exchange)
+
+
+class _Names(NamedTuple):
+    """Names of one prompt: ``ABBA`` mentions the indirect object first, ``BABA`` the subject."""
+
+    order: str
+    io: str
+    subject: str
+
+    def at(self, slot: str) -> str:
+        """The name at slot A, B or S of a template."""
+        if slot == "S":
+            return self.subject
+        return self.io if (slot == "A") == (self.order == "ABBA") else self.subject
 
 
 def _gift(
-    template: str, names: tuple[str, str, str], fill: dict[str, str], contrast: str, cluster: int
+    template: str, names: _Names, fill: dict[str, str], contrast: str, cluster: int
 ) -> Example:
-    order, io, subject = names
-    words = {"A": io, "B": subject} if order == "ABBA" else {"A": subject, "B": io}
-    body, last = re.fullmatch(r"(.*?)(\w+)", template, re.DOTALL).groups()  # type: ignore[union-attr]
+    """Fill in a template and mark its names, roles and last word."""
+    end = re.search(r"\w+\Z", template)
+    assert end is not None
     draft = Draft()
-    before = ""
-    for piece in re.split(r"(\{\w+\})", body):
+    role = ""  # of the name before the current piece
+    for piece in re.split(r"(\{\w+\})", template[: end.start()]):
         slot = piece[1:-1] if piece.startswith("{") else ""
         if slot in ("A", "B", "S"):
-            name = words.get(slot, subject)
-            before = "S2" if slot == "S" else "IO" if name == io else "S1"
-            marks = labels(
-                1 if name == io else -1, ANSWER if before == "S2" else contrast, ("name",)
-            )
-            draft.key(name, **marks).role(before)
+            role = _add_name(draft, names, slot, contrast)
         elif slot:
             draft.write(fill[slot])
-        elif before == "S1":  # mark the first word after the subject
-            blank, word, rest = re.fullmatch(r"(\W*)(\w+)(.*)", piece, re.DOTALL).groups()  # type: ignore[union-attr]
-            draft.write(blank).write(word).role("S1+1").write(rest)
-            before = ""
+        elif role == "S1":
+            _write_after_subject(draft, piece)
+            role = ""
         else:
             draft.write(piece)
-    return draft.write(last).role("END").example(cluster=cluster)
+    return draft.write(end.group()).role("END").example(cluster=cluster)
+
+
+def _add_name(draft: Draft, names: _Names, slot: str, contrast: str) -> str:
+    """Add the name at a slot as a key, with its role; return the role."""
+    name = names.at(slot)
+    is_answer = name == names.io
+    if slot == "S":
+        role = "S2"
+    else:
+        role = "IO" if is_answer else "S1"
+    marked = ANSWER if role == "S2" else contrast  # the second mention is in no contrast
+    draft.key(name, **labels(1 if is_answer else -1, marked, ("name",))).role(role)
+    return role
+
+
+def _write_after_subject(draft: Draft, piece: str) -> None:
+    """Write the text after the first subject, its first word in the role ``S1+1``."""
+    word = re.search(r"\w+", piece)
+    assert word is not None
+    draft.write(piece[: word.start()])
+    draft.write(word.group()).role("S1+1")
+    draft.write(piece[word.end() :])
 
 
 @checked_call
@@ -162,27 +189,12 @@ def greater_than(seed: Seed = 0, *, chat: bool = False) -> Task:
     happened = pools(EVENTS, seed, "events", least=1)
     ends = pools(YEARS, seed, "years", least=2)
 
-    def prompt(event: str, century: str, year: str, contrast: str, cluster: int) -> Example:
-        draft = Draft().write(f"The {event} lasted from the year ")
-        draft.key(century, **labels(-1, contrast, ("year",))).role("XX")
-        # the key is the tens, which is the token of all of YY where digits are read in twos
-        draft.key(year[0], **labels(1, contrast)).write(year[1]).role("YY", 2).write(
-            " to the year "
-        )
-        # a year of the same decade is no answer: where digits are read one by one, its first digit
-        # says nothing
-        sides = (
-            tuple(f"{n:02d}" for n in range(100) if sign * (n // 10 - int(year[0])) > 0)
-            for sign in (1, -1)
-        )
-        return draft.write(century).role("END").example(cluster, Answers(*sides))
-
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
             event = rng.choice(happened[use])
             century = rng.choice(CENTURIES)
             unit = tuple(
-                prompt(event, century, year, contrast, cluster) for year in rng.sample(ends[use], 2)
+                _war(event, century, year, contrast, cluster) for year in rng.sample(ends[use], 2)
             )
             yield unit if contrast == "year" else unit[:1]
 
@@ -191,6 +203,21 @@ def greater_than(seed: Seed = 0, *, chat: bool = False) -> Task:
         Contrast("half", "the year's last two digits / its first two", center="query"),
     )
     return from_walk("greater_than", seed, contrasts, walk, {"chat": chat})
+
+
+def _war(event: str, century: str, year: str, contrast: str, cluster: int) -> Example:
+    """A prompt that asks for a year after one, whose two halves are keys."""
+    draft = Draft().write(f"The {event} lasted from the year ")
+    draft.key(century, **labels(-1, contrast, ("year",))).role("XX")
+    # the key is the tens, which is the token of all of YY where digits are read in twos
+    draft.key(year[0], **labels(1, contrast)).write(year[1]).role("YY", 2)
+    draft.write(" to the year ").write(century).role("END")
+    # a year of the same decade is no answer: its first digit, where digits are read one by one, is
+    # also that of years before
+    tens = int(year[0])
+    later = tuple(f"{n:02d}" for n in range(100) if n // 10 > tens)
+    earlier = tuple(f"{n:02d}" for n in range(100) if n // 10 < tens)
+    return draft.example(cluster, Answers(later, earlier))
 
 
 @checked_call
@@ -207,37 +234,38 @@ def pronoun(seed: Seed = 0, *, chat: bool = False) -> Task:
     >>> pronoun().test(1)[0][0].text.endswith("isn't")
     True
     """
-    named = (
+    names = (  # by gender, as `PRONOUNS`
         pools(MEN, seed, "names of men", least=1),
         pools(WOMEN, seed, "names of women", least=1),
     )
     trades = pools(PEOPLE, seed, "people", least=1)
 
-    def prompt(name: str, turn: int, trade: str, contrast: str, cluster: int) -> Example:
-        draft = (
-            Draft()
-            .write("So ")
-            .key(name, **labels(1, contrast))
-            .role("NAME")
-            .write(" is such a good ")
-        )
-        draft.key(trade, **labels(-1, contrast, ("gender",))).role("NOUN").write(", ").write(
-            "isn't"
-        ).role("END")
-        return draft.example(cluster, Answers((PRONOUNS[turn],), (PRONOUNS[1 - turn],)))
-
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
         for cluster in count():
-            turns = [(cluster + other) % 2 for other in (0, 1)]
-            names = [rng.choice(named[turn][use]) for turn in turns]
+            gender = cluster % 2
+            name = rng.choice(names[gender][use])
+            other_name = rng.choice(names[1 - gender][use])
             trade = rng.choice(trades[use])
-            unit = tuple(
-                prompt(*told, trade, contrast, cluster) for told in zip(names, turns, strict=True)
-            )
-            yield unit if contrast == "gender" else unit[:1]
+            prompt = _praise(name, gender, trade, contrast, cluster)
+            if contrast == "gender":
+                yield prompt, _praise(other_name, 1 - gender, trade, contrast, cluster)
+            else:
+                yield (prompt,)
 
     contrasts = (
         Contrast("gender", "the name / a name that takes the other pronoun", across=True),
         Contrast("person", "the name / the noun", center="query"),
     )
     return from_walk("pronoun", seed, contrasts, walk, {"chat": chat})
+
+
+def _praise(name: str, gender: int, trade: str, contrast: str, cluster: int) -> Example:
+    """A prompt that asks for a name's pronoun, the one numbered ``gender`` in `PRONOUNS`."""
+    draft = Draft().write("So ")
+    draft.key(name, **labels(1, contrast)).role("NAME")
+    draft.write(" is such a good ")
+    draft.key(trade, **labels(-1, contrast, ("gender",))).role("NOUN")
+    draft.write(", ").write("isn't").role("END")
+    right = PRONOUNS[gender]
+    wrong = PRONOUNS[1 - gender]
+    return draft.example(cluster, Answers((right,), (wrong,)))

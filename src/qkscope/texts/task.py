@@ -1,11 +1,10 @@
-"""A task makes marked examples from a seed: for choosing heads, for fitting each contrast, and for
-testing.
+"""A task makes marked examples from a seed: to choose heads, to fit each contrast, and to test.
 
 The three uses draw their words from disjoint pools, so that nothing a head or a subspace was chosen
 on is tested on. What is drawn together is a *unit*: one prompt, or a prompt with its counterfactual
 copy. A unit is the random unit of every null and interval.
 
-A task of ours is made of its contrasts and a walk (`from_walk`): a generator that draws one unit
+A built-in task is made of its contrasts and a walk (`from_walk`): a generator that draws one unit
 after the other.
 """
 
@@ -21,18 +20,17 @@ from qkscope.checking import Count, checked_class
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Sign, Span
 
-#: The label that says which keys are right: +1 there, −1 for the other candidates. Head scores and swaps go by it.
+#: The label of right keys (+1) and of the other candidates (−1): head scores and swaps go by it.
 ANSWER = "answer"
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
 Center = Literal["none", "query"]
-ASKED = (
-    "asked"  # the role of the word a prompt asks for: prompts that ask alike are not independent
-)
+#: Role of the word that a prompt asks for: prompts that share it are not independent.
+ASKED = "asked"
 Unit = tuple[Example, ...]
 Units = Sequence[Unit]
 UnitsToTest = Sequence[Unit]
-#: Gives a prompt in whose text the features of two keys (by name, by slot) are exchanged; None where there is no such.
+#: Exchanges features (by name) of two keys (by slot) in a prompt's text; None if no text does.
 Exchange = Callable[[Example, Sequence[str], int, int], Example | None]
 
 
@@ -126,9 +124,8 @@ class Task:
         n : how many.
         """
         if contrast not in self.contrasts:
-            raise BadInput(
-                f"task {self.name} has no contrast {contrast!r}: it has {', '.join(self.contrasts)}."
-            )
+            names = ", ".join(self.contrasts)
+            raise BadInput(f"task {self.name} has no contrast {contrast!r}: it has {names}.")
         return self.draw("fit", contrast, n)
 
     def test(self, n: Count) -> Sequence[Unit]:
@@ -152,71 +149,86 @@ def from_walk(
     apart: Sequence[str] = (),
     exchange: Exchange | None = None,
 ) -> Task:
-    """A task of units that a walk draws; ``address`` is what its draws depend on besides seed, use
-    and contrast.
+    """Make a task of the units that a walk draws.
 
     Its contrasts draw the same prompts, each with copies of its own: the walk takes the same
     numbers from its generator whatever the contrast, and what runs a prompt runs it once for all.
-    Those named in ``apart`` draw their own.
+
+    Parameters
+    ----------
+    name, seed, starts_with_key, exchange : of the task.
+    contrasts : in their order.
+    walk : draws units without end, for a use and a contrast.
+    asked : the parameters that the task was made with.
+    address : what draws depend on besides seed, use and contrast.
+    apart : names of contrasts that draw prompts of their own.
     """
     shared = [contrast.name for contrast in contrasts if contrast.name not in apart]
 
     def draw(use: Use, contrast: str, n: int) -> Sequence[Unit]:
-        drawn = shared[0] if contrast in shared else contrast
-        return list(islice(walk(seeded(seed, name, *address, use, drawn), use, contrast), n))
+        drawn_as = shared[0] if contrast in shared else contrast
+        rng = seeded(seed, name, *address, use, drawn_as)
+        return list(islice(walk(rng, use, contrast), n))
 
-    plain: dict[str, Any] = {
-        key: list(value) if isinstance(value, tuple) else value for key, value in asked.items()
-    }
+    plain = dict(asked)  # as JSON has it
+    for key, value in asked.items():
+        if isinstance(value, tuple):
+            plain[key] = list(value)
     return Task(
-        name,
-        {c.name: c for c in contrasts},
-        draw,
-        seed,
-        plain["chat"],
-        plain,
-        (),
-        starts_with_key,
-        exchange,
+        name=name,
+        contrasts={contrast.name: contrast for contrast in contrasts},
+        draw=draw,
+        seed=seed,
+        chat=plain["chat"],
+        asked=plain,
+        starts_with_key=starts_with_key,
+        exchange=exchange,
     )
 
 
 def rewritten(
     example: Example, pieces: Mapping[Span, str], slots: Mapping[int, int] | None = None
 ) -> Example:
-    """An example with other text in some spans; keys stay where they are, or go where those in
-    ``slots`` were.
+    """An example with other text in some spans.
+
+    Parameters
+    ----------
+    example : whose text.
+    pieces : the new text, by span.
+    slots : by slot of a key, the slot whose place it takes; other keys stay where they are.
     """
 
     def moved(place: int) -> int:
-        return place + sum(
-            len(piece) - (stop - start) for (start, stop), piece in pieces.items() if stop <= place
-        )
+        """Where a character of the old text stands in the new one."""
+        shift = 0
+        for (start, stop), piece in pieces.items():
+            if stop <= place:
+                shift += len(piece) - (stop - start)
+        return place + shift
 
     text = str(example.text)
-    places = [key.span for key in example.keys]
     for (start, stop), piece in sorted(pieces.items(), reverse=True):
         text = text[:start] + piece + text[stop:]
-    ends = [places[(slots or {}).get(i, i)] for i in range(len(places))]
-    keys = [
-        replace(key, span=(moved(a), moved(b)))
-        for key, (a, b) in zip(example.keys, ends, strict=True)
-    ]
+    keys = []
+    for slot, key in enumerate(example.keys):
+        target = slots.get(slot, slot) if slots else slot
+        start, stop = example.keys[target].span
+        keys.append(replace(key, span=(moved(start), moved(stop))))
     return Example(text, keys=tuple(keys), cluster=example.cluster, answers=example.answers)
 
 
 def labels(sign: Sign, contrast: str, across: Sequence[str] = ()) -> dict[str, Sign]:
-    """Labels of a key: right or wrong, and the same in the contrast it is drawn for; ``across``
-    ones mark + alone.
+    """Labels of a key: right or wrong, and the same in the contrast it is drawn for.
+
+    Contrasts named in ``across`` mark + alone.
     """
-    marked = contrast != ANSWER and (sign > 0 or contrast not in across)
-    return {ANSWER: sign, contrast: sign} if marked else {ANSWER: sign}
+    if contrast == ANSWER or (sign <= 0 and contrast in across):
+        return {ANSWER: sign}
+    return {ANSWER: sign, contrast: sign}
 
 
 def seeded(*address: object) -> random.Random:
-    """A random generator that depends on all of the address; text seeds are stable between Python
-    processes.
-    """
+    """A random generator for an address; text seeds are the same in every Python process."""
     return random.Random("/".join(map(str, address)))
 
 
@@ -229,6 +241,8 @@ def connected(count: int, links: Sequence[tuple[int, int]]) -> list[int]:
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    ends = tuple(zip(*links, strict=True)) or ((), ())
-    graph = coo_array(([True] * len(links), ends), shape=(count, count))
-    return [int(component) for component in connected_components(graph, directed=False)[1]]
+    starts = [start for start, _ in links]
+    stops = [stop for _, stop in links]
+    graph = coo_array(([True] * len(links), (starts, stops)), shape=(count, count))
+    _, components = connected_components(graph, directed=False)
+    return [int(component) for component in components]

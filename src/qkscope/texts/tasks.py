@@ -13,10 +13,14 @@ from qkscope.texts.list_tasks import filter_task as filter
 from qkscope.texts.sentence_tasks import greater_than, ioi, pronoun
 from qkscope.texts.task import Contrast, Task
 
-#: Makers of tasks by the name that their tasks carry; ``maker(seed=task.seed, **task.asked)`` makes a task again.
+#: Makers of tasks by name; ``BUILT_IN[task.name](seed=task.seed, **task.asked)`` makes it again.
 BUILT_IN: dict[str, Callable[..., Task]] = {
-    "binding": binding, "filter": filter, "ioi": ioi, "induction": induction, "greater_than": greater_than,
+    "binding": binding,
+    "filter": filter,
+    "ioi": ioi,
+    "induction": induction,
+    "greater_than": greater_than,
     "pronoun": pronoun,
-}  # fmt: skip
+}
 
 __all__ = [*BUILT_IN, "BUILT_IN", "Contrast", "Task", "from_jsonl"]

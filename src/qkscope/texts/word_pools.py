@@ -1,6 +1,4 @@
-"""The words that tasks are made of, as ``word_pools.toml`` lists them, and lists cut into disjoint
-pools.
-"""
+"""The words that tasks are made of (``word_pools.toml``), and lists cut into disjoint pools."""
 
 from __future__ import annotations
 
@@ -13,14 +11,26 @@ from qkscope.texts.task import USES, Use, seeded
 
 _LISTS = tomllib.loads(files("qkscope.texts").joinpath("word_pools.toml").read_text("utf-8"))
 
-FORMS: dict[str, dict[str, list[str]]] = _LISTS.pop("forms")  # of the prompts of tasks, by task
+#: Forms of the prompts of tasks, by task and form.
+FORMS: dict[str, dict[str, list[str]]] = _LISTS["forms"]
 CATEGORIES: dict[str, list[str]] = {
-    name: words.split() for name, words in _LISTS.pop("categories").items()
+    name: words.split() for name, words in _LISTS["categories"].items()
 }
 FIVE = tuple(CATEGORIES)[:5]
-OBJECTS, BOXES, MEN, WOMEN, THINGS, PLACES, EVENTS, PEOPLE = (
-    tuple(words.split()) for words in _LISTS.values()
-)
+
+
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(_LISTS[name].split())
+
+
+OBJECTS = _words("objects")
+BOXES = _words("boxes")
+MEN = _words("men")
+WOMEN = _words("women")
+THINGS = _words("things")
+PLACES = _words("places")
+EVENTS = _words("events")
+PEOPLE = _words("people")
 NAMES = tuple(name for pair in zip(MEN, WOMEN, strict=True) for name in pair)
 
 
@@ -34,7 +44,11 @@ def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, l
         raise BadInput(
             f"{lacking}, but {len(unique)} leave {size}: give {least * len(USES)} or more."
         )
-    return {use: unique[i * size : (i + 1) * size] for i, use in enumerate(USES)}
+    pool_of: dict[Use, list[str]] = {}
+    for number, use in enumerate(USES):
+        start = number * size
+        pool_of[use] = unique[start : start + size]
+    return pool_of
 
 
 def checked_words(words: Sequence[str], what: str) -> list[str]:

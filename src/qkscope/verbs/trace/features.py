@@ -95,7 +95,7 @@ class FeatureSplit:
             rows.run.entered[dictionary.layer] if dictionary.splits == "stream" else self._written()
         )
         if dictionary.splits == "transcoder":
-            self.x = rows.run.given[rows.run.reader.blocks[dictionary.layer].parts[0]]
+            self.x = rows.run.module_inputs[rows.run.reader.blocks[dictionary.layer].parts[0]]
         self.coded = dictionary.code(self.x)
         self.there = torch.cat([torch.ones_like(rows.weights[:, :1]), rows.weights], dim=1) != 0
         self.rest = rest_of(dictionary, rows.head)
