@@ -396,7 +396,7 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
     if folder is None:
         return None
     from qkscope.findings.fit import load, read_job
-    from qkscope.verbs.swap.swap import check_swappable
+    from qkscope.findings.swap_rows import check_swappable
 
     job = read_job(folder)
     named = values.get("heads") or values.get("head")
