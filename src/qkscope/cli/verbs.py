@@ -338,7 +338,8 @@ def argument(parameter: Parameter, values: Values) -> Any:
 
         if values["out"] is None and os.access(values["fit"], os.W_OK):
             values["out"] = values["fit"]  # its page then shows the swaps too
-        values["clouds"] = values["out"] is not None
+        if values["out"] is not None:
+            values["curve"] = True  # the page draws it
         value = task_of(read_job(values["fit"]), values["fit"]).test(values["n"])
     elif parameter.takes("Dictionary"):
         from qkscope.sums.dictionaries import Dictionary

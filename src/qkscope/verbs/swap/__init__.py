@@ -4,5 +4,4 @@
 - ``features``: what is swapped at which heads
 - ``downstream``: what the model answers
 - ``truth``: how near it comes to the feature exchanged in the text
-- ``clouds``: keys and queries as points
 """

@@ -28,7 +28,6 @@ from qkscope.results.work import current_work, verb
 from qkscope.sums import swap_methods as methods
 from qkscope.sums.swap_algebra import Condition
 from qkscope.texts.task import UnitsToTest
-from qkscope.verbs.swap.clouds import make_clouds
 from qkscope.verbs.swap.downstream import answer_rows, patched_runner
 from qkscope.verbs.swap.features import Basis, Features
 from qkscope.verbs.swap.truth import (
@@ -42,9 +41,7 @@ SIZES = (1, 2, 4, 8, 12)
 
 
 class Swaps(Result):
-    """Attention before and after, per head and condition; and the keys and queries as points, for
-    the page.
-    """
+    """Attention before and after, per head and condition."""
 
 
 @verb("swap", beside="fit")
@@ -60,7 +57,7 @@ def swap(
     chat: bool = False,
     draws: Count = 20,
     sizes: Sequence[Count] = (),
-    clouds: bool = False,
+    curve: bool = False,
     downstream: bool = False,
     truth: bool = False,
     batch_size: Count = 32,
@@ -93,8 +90,7 @@ def swap(
     sizes : also a curve over the number of dimensions swapped (``tables["curve"]``), for each
         feature and baseline. ``tables["paired"]`` holds differences of two conditions' shifts on
         the same rows, with their intervals.
-    clouds : also what a page draws: keys and queries as points (``tables["clouds"]``) and,
-        where no sizes are named, the curve of 1, 2, 4, 8 and 12 dimensions.
+    curve : draw that curve where no sizes are named, too: of 1, 2, 4, 8 and 12 dimensions.
     downstream : also patch the swap into all heads at once and read the model's answer
         (``tables["downstream"]``), of prompts with one query and features fitted in ``post_rope``;
         it is right where the likeliest candidate is.
@@ -119,7 +115,7 @@ def swap(
     """
     fitted = Fit("swap", {}, space=space, chat=chat) if fit is None else fit
     chosen = Features.of(scope, fitted, heads, features, subspaces)
-    sizes = [k for k in SIZES if k <= scope.d_head] if clouds and not sizes else sizes
+    sizes = [k for k in SIZES if k <= scope.d_head] if curve and not sizes else sizes
     if any(k > scope.d_head for k in sizes):
         raise BadInput(
             f"a curve of {max(sizes)} dimensions does not fit into a head of {scope.d_head}."
@@ -208,12 +204,5 @@ def swap(
             rows.answers, written, chosen, pairs, draws
         )
         answer += f" {said}"
-    if clouds:
-        shown = {
-            (name, head): chosen.subspaces[name, head]
-            for head in chosen.heads
-            for name in chosen.names
-        }
-        tables["clouds"] = make_clouds(rows, pairs.examples, shown, fitted.words)
     answer = with_notes(answer, about)
     return Swaps("swap", tables, answer=answer, seed=seed, **made_with(scope, **about))
