@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import qkscope as qk
-from qkscope.verbs.swap.swap import draw_pairs
+from qkscope.findings.swap_rows import draw_pairs
 
 
 class Swapped(NamedTuple):

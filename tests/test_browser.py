@@ -1,5 +1,5 @@
-"""The report in a real browser: it asks for nothing, answers pointer and keyboard, turns, copies,
-and stays quick.
+"""The report in a real browser: it asks for nothing, answers pointer and keyboard, copies, and
+stays quick.
 """
 
 import json
@@ -21,7 +21,7 @@ def results(browser, nano):
     scope, task = nano, qk.tasks.binding(entities=9, form="list", seed=0)
     ranking = qk.find_heads(scope, task, 8)
     fit = qk.decompose(scope, task, "L2H0", 16, contrasts=["order", "lexical"], replicates=19)
-    swaps = qk.swap(scope, task.test(16), fit, sizes=[1, 4, 12], clouds=True)
+    swaps = qk.swap(scope, task.test(16), fit, sizes=[1, 4, 12])
     parts = qk.attribute(scope, PROMPT, "L2H0", fit)
     both = {row["condition"]: row["target_after"] for row in swaps.table()}
     claim = Claim("swapping both moves the attention to the target; random subspaces do not", "the majority",
@@ -50,13 +50,11 @@ def noted(page, *texts):
 
 def test_it_loads_whole_asks_for_nothing_and_is_readable_on_every_screen(report, url, results):
     page = report.page
-    page.locator(".cloud .stage").scroll_into_view_if_needed()
-    page.wait_for_selector(".cloud canvas")
     assert report.errors == []
     assert [r for r in report.requests if not r.startswith(("data:", "blob:"))] == [url]
     assert page.locator("h1.answer").inner_text().startswith("Swapping both at L2H0")
     assert page.locator(".map svg .cell").count() == len(results[1].table())
-    for kind in ("map", "spectra", "swaps", "curve", "cloud", "tokens", "decide"):
+    for kind in ("map", "spectra", "swaps", "curve", "tokens", "decide"):
         expect(page.locator(f"section.{kind} .chart > *").first).to_be_attached()
     report.check_screens("report")
 
@@ -99,35 +97,13 @@ def test_the_parts_of_a_token_are_shown_and_sum_to_its_logit(report, results):
     noted(page, "token 1")
 
 
-def test_the_points_turn_by_mouse_by_keys_and_by_buttons(report):
-    page = report.page
-    stage = page.locator(".cloud .stage")
-    stage.scroll_into_view_if_needed()
-    view = "document.querySelector('.cloud .stage').dataset.view.split(' ').map(Number)"
-    (turned, up, zoom), box = page.evaluate(view), stage.bounding_box()
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    page.mouse.move(x, y)
-    page.mouse.down()
-    page.mouse.move(x + 120, y + 30, steps=6)
-    page.mouse.up()
-    report.until(f"Math.abs({view}[0] - {turned - 0.96}) < 0.002 && {view}[1] > {up}")
-    stage.locator("canvas").focus()
-    page.keyboard.press("ArrowLeft")
-    report.until(f"Math.abs({view}[0] - {turned - 0.81}) < 0.002")
-    page.mouse.wheel(0, -200)  # it has the focus
-    report.until(f"{view}[2] > 1.2")
-    page.locator(".cloud .zoom button", has_text="reset").click()
-    report.until(f"JSON.stringify({view}) === JSON.stringify([{turned}, {up}, {zoom}])")
-    assert report.errors == []
-
-
 def test_the_data_of_every_chart_can_be_copied(report, results):
     page = report.page
     page.evaluate(
         "navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }"
     )
     places = page.locator(".block .copy")
-    assert places.count() == 8  # seven charts and the claims
+    assert places.count() == 7  # six charts and the claims
     assert page.locator(".held").inner_text() in ("1 of 1 claims hold", "0 of 1 claims hold")
     for i in range(places.count()):
         assert places.nth(i).locator("button").all_inner_texts() == ["CSV", "JSON"]
@@ -181,14 +157,17 @@ def test_the_widget_of_a_notebook_draws_itself(browser, results, tmp_path):
 def test_a_label_is_text_in_the_legend_and_a_chart_that_fails_is_alone(browser, tmp_path):
     evil = '<b>bold</b><a href="https://example.org">x</a>'
     broken = [{"position": 0, "token": None, "attention": 1.0, "logit": 1.0}]
-    points = [{"cloud": "order", "side": side, "x": i, "y": 1, "z": -i, "label": label}
-              for side in ("key", "query") for i, label in enumerate([evil, "plain"])]  # fmt: skip
-    result = Result("test/one", {"tokens": broken, "points": points})
+    curve = [
+        {"head": "L0H0", "method": method, "k": k, "shift": 0.5, "low": 0.4, "high": 0.6}
+        for method in (evil, "plain")
+        for k in (1, 2)
+    ]
+    result = Result("test/one", {"tokens": broken, "curve": curve})
     watched = Watched(browser, write_report(tmp_path / "page.html", result).as_uri())
     page = watched.page
-    page.locator(".cloud .stage").scroll_into_view_if_needed()
-    expect(page.locator(".cloud .legend button").nth(2)).to_have_text(evil)
-    assert page.locator(".cloud .legend a").count() == 0
+    page.locator(".curve svg[role=img]").scroll_into_view_if_needed()
+    expect(page.locator(".curve .legend button").first).to_have_text(evil)
+    assert page.locator(".curve .legend a").count() == 0
     expect(page.locator("section.tokens .chart")).to_contain_text("cannot be drawn")
     page.close()
 

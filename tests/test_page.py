@@ -36,7 +36,7 @@ def results(nano):
     return {
         "heads": qk.find_heads(scope, task, 4),
         "decompose": fit,
-        "swap": qk.swap(scope, task.test(12), fit, sizes=[1, 2], clouds=True),
+        "swap": qk.swap(scope, task.test(12), fit, sizes=[1, 2]),
         "attribute": qk.attribute(scope, PROMPT, "L2H0", fit),
         "sparsity": qk.sparsity(scope, task, n=4),
         "atlas": qk.atlas(scope, texts, 8, test=8, length=32, progress=False),
@@ -46,7 +46,7 @@ def results(nano):
 
 
 KINDS = {
-    "heads": ["map"], "decompose": ["spectra"], "swap": ["swaps", "curve", "cloud"], "attribute": ["tokens"],
+    "heads": ["map"], "decompose": ["spectra"], "swap": ["swaps", "curve"], "attribute": ["tokens"],
     "sparsity": [], "atlas": ["atlas"],
     "why": ["said", "tokens", "tests", "tests", "parts", "tests", "output", "graph"],
     "trace": ["tests", "graph", "tokens"],
@@ -75,9 +75,7 @@ def test_the_scripts_of_the_page_are_the_only_ones_it_may_run(results):
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     assert "default-src &#39;none&#39;" in policy
     scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
-    assert (
-        len(scripts) == 6
-    )  # what draws swaps, their curve and points that turn, on two for all, and no more
+    assert len(scripts) == 5  # what draws swaps and their curve, on three for all, and no more
     for script in scripts:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert html.escape(f"'sha256-{digest}'").replace("&#x27;", "&#39;") in policy
@@ -131,32 +129,6 @@ def test_charts_hold_the_numbers_of_the_tables(results):
         ]
 
 
-def test_points_lie_in_the_features_subspace_and_know_their_labels(results):
-    rows = results["swap"].table("clouds")
-    clouds = {
-        cloud: [row for row in rows if row["cloud"] == cloud]
-        for cloud in dict.fromkeys(r["cloud"] for r in rows)
-    }
-    assert list(clouds) == [
-        f"{name} at {h}" for h in ("L2H0", "L1H1") for name in ("order", "lexical")
-    ]
-    for cloud in clouds.values():
-        keys, queries = ([row for row in cloud if row["side"] == side] for side in ("key", "query"))
-        assert (len(keys), len(queries)) == (12 * 4, 12)
-        for axis in "xyz":  # queries count as often as keys, so that both together are centred
-            assert sum(row[axis] for row in keys) + 4 * sum(
-                row[axis] for row in queries
-            ) == pytest.approx(0, abs=5e-3)
-        assert [row["place in the prompt"] for row in keys[:4]] == [1, 2, 3, 4]
-        right = [keys[4 * i + row["place in the prompt"] - 1] for i, row in enumerate(queries)]
-        assert [row["right or not"] for row in right] == ["the right key"] * 12
-        assert sum(row["right or not"] == "the right key" for row in keys) == 12
-    drawn = next(
-        block for block in data_of(report_html([results["swap"]])) if block["kind"] == "cloud"
-    )
-    assert drawn["rows"] == rows
-
-
 def test_a_page_is_told_in_order(results):
     """The answer, how many claims hold, pictures, the claims of what has pictures with them, and
     tables folded away.
@@ -167,7 +139,7 @@ def test_a_page_is_told_in_order(results):
     own = Result("own", results["attribute"].tables, claims, answer="That, too.")
     page = report_html([lead, results["heads"], own, results["swap"]])
     kinds = re.findall(r'<section class="block (\w+)"', page)
-    assert kinds == ["map", "tokens", "claims", "swaps", "curve", "cloud", "claims", "made"]
+    assert kinds == ["map", "tokens", "claims", "swaps", "curve", "claims", "made"]
     assert page.index("It is so.") < page.index("2 of 3 claims hold") < page.index("<section")
     assert page.count('id="claims"') == 1
     assert "<details open" not in page

@@ -166,7 +166,6 @@ def test_the_demo_answers_in_its_first_line_and_writes_a_page(tmp_path, qkscope)
         "spectra",
         "swaps",
         "curve",
-        "cloud",
         "tokens",
         "said",
         "parts",

@@ -8,6 +8,7 @@ import torch
 from folded import normalised_input
 from qkscope import BadInput, Example, Scope
 from qkscope.findings.published import rows_from
+from qkscope.findings.singular_rows import relative_rows, singular_basis
 from qkscope.heads import Head
 from qkscope.linear.head_weights import head_weights
 from qkscope.model.capture_types import Places
@@ -15,7 +16,6 @@ from qkscope.model.tap import tap
 from qkscope.sums import swap_methods as methods
 from qkscope.sums.bases import _failures, gram_qr, jacobi_svd, thin_svd
 from qkscope.sums.singular import basis_of_weights, components, dual
-from qkscope.verbs.attribute import relative_rows, singular_basis
 from qkscope_papers.families import tiny_model
 from tiny_llama import tiny_batch
 

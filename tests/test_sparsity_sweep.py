@@ -18,11 +18,11 @@ from qkscope.findings.published import (
     parse_edges,
     rows_from,
 )
+from qkscope.findings.singular_rows import relative_rows, singular_basis
 from qkscope.heads import Head
 from qkscope.texts.sentence_tasks import TEMPLATES
 from qkscope.texts.word_pools import NAMES, PLACES, THINGS
 from qkscope.verbs import sparsity as module
-from qkscope.verbs.attribute import relative_rows, singular_basis
 from qkscope.verbs.sparsity import checkpoints, group_difference, sparsity, sweep
 from qkscope_papers.families import tiny_model
 

@@ -28,7 +28,8 @@ from qkscope.sums.swap_algebra import (
 from qkscope.sums.swap_methods import beside_truth, conditions, cov_qk, key_pca
 from qkscope.texts.task import ANSWER, Task
 from qkscope.verbs.decompose import decompose
-from qkscope.verbs.swap.swap import Features, swap
+from qkscope.verbs.swap.features import Features
+from qkscope.verbs.swap.swap import swap
 
 seeds = st.integers(0, 10**6)
 

@@ -112,7 +112,7 @@ def test_a_fit_says_where_its_page_is_and_swap_shows_each_feature_beside_its_con
     assert heading.split() == ["head", "feature", "kind", "before", "after", "shift"]
     assert {row.split()[2] for row in rows} == {"feature", "random", "key_pca"}
     page = (out / "report.html").read_text()  # it tells the fit and the swap
-    assert all(f'class="block {kind}"' in page for kind in ("spectra", "swaps", "cloud"))
+    assert all(f'class="block {kind}"' in page for kind in ("spectra", "swaps", "curve"))
     one = printed("swap", out, "-n", 16, "--heads", "L1H0")
     assert check(one)[0].split() == ["feature", "kind", "before", "after", "shift", "rank"]
     everything = printed("swap", out, "-n", 16, "--all")

@@ -24,12 +24,12 @@ import torch
 from pages import REPORTS, ROOT, put
 
 import qkscope as qk
+from qkscope.findings.singular_rows import relative_rows, singular_basis
 from qkscope.heads import Writer
 from qkscope.model.capture_types import Places
 from qkscope.sums.intervals import clustered_bootstrap, wilson
 from qkscope.texts.documents import python_texts, read_documents
 from qkscope.texts.holdout import split
-from qkscope.verbs.attribute import relative_rows, singular_basis
 from qkscope.verbs.sparsity import answers_right
 from qkscope_papers.figures import figure_files, new_figure
 from qkscope_papers.lee2026.language import THRESHOLD, HeadChoice, choose_heads

@@ -2,6 +2,7 @@
 from qkscope.errors import BadInput as BadInput
 from qkscope.examples import Example as Example
 from qkscope.findings.fit import load as load
+from qkscope.findings.singular_rows import singular_basis as singular_basis
 from qkscope.heads import Head as Head
 from qkscope.model.dictionary import Dictionary as Dictionary
 from qkscope.model.scope import Scope as Scope
@@ -16,7 +17,6 @@ from qkscope.sums.subspace import Subspace as Subspace
 from qkscope.texts import tasks as tasks
 from qkscope.verbs.atlas.atlas import atlas as atlas
 from qkscope.verbs.attribute import attribute as attribute
-from qkscope.verbs.attribute import singular_basis as singular_basis
 from qkscope.verbs.decompose import decompose as decompose
 from qkscope.verbs.find_heads import find_heads as find_heads
 from qkscope.verbs.sparsity import sparsity as sparsity

@@ -146,7 +146,7 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
     with doing(f"fitting order and lexical features of {', '.join(heads)}"):
         fit = qk.decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     with doing("swapping them on held-out prompts"):
-        swaps = qk.swap(scope, task.test(n), fit, heads, clouds=True)
+        swaps = qk.swap(scope, task.test(n), fit, heads, curve=True)
     parts = qk.attribute(scope, PROMPT, heads[0], fit)
     why = qk.why(scope, PROMPT, heads[0], features=fit)
     said = [{"line": f"Why: {why.answer}"}, *why.tables["said"][:3]]

@@ -338,7 +338,8 @@ def argument(parameter: Parameter, values: Values) -> Any:
 
         if values["out"] is None and os.access(values["fit"], os.W_OK):
             values["out"] = values["fit"]  # its page then shows the swaps too
-        values["clouds"] = values["out"] is not None
+        if values["out"] is not None:
+            values["curve"] = True  # the page draws it
         value = task_of(read_job(values["fit"]), values["fit"]).test(values["n"])
     elif parameter.takes("Dictionary"):
         from qkscope.model.dictionary import Dictionary
@@ -396,7 +397,7 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
     if folder is None:
         return None
     from qkscope.findings.fit import load, read_job
-    from qkscope.verbs.swap.swap import check_swappable
+    from qkscope.findings.swap_rows import check_swappable
 
     job = read_job(folder)
     named = values.get("heads") or values.get("head")

@@ -6,6 +6,9 @@ need stands here. Files in reading order:
 - ``task_batches``: a task through a model, in batches; a prompt that several contrasts label runs
   once; what a result was made from
 - ``fit``: what `decompose` gives: sums, subspaces, and the folder they are kept in and read from
+- ``fitted_features``: which features of a fit a verb takes, and those of one head
+- ``singular_rows``: relative attention of captured rows over the singular basis of the weights
+- ``swap_rows``: which keys change places in a swap, and the attention rows that are edited
 - ``published``: which heads look from where to where: published circuits (``published.toml``)
 - ``head_rows``: one head on a batch of prompts, split among writers; a pass over all batches
 - ``prompt_trace``: one head on one prompt, any query and any key, split and cut

@@ -75,7 +75,6 @@ class Fit(Result):
     heads: tuple[Head, ...] = ()
     space: Space = "post_rope"
     chat: bool = False
-    words: tuple[str, ...] = ()  # the vocabulary that its task draws from, where there is one
     kept_in: Path | None = (
         None  # the folder that it was read from or written to, with a copy of the task's file
     )
@@ -253,11 +252,7 @@ def fit_of(
         **({"center": dict(center)} if center else {}),
     }  # fmt: skip
     made: Any = {"model": about["model"], "seed": some.seed, "provenance": provenance(**asked)}
-    of: Any = {
-        "heads": tuple(some.heads),
-        "space": about["space"],
-        "words": tuple(task.asked.get("words", ())),
-    }
+    of: Any = {"heads": tuple(some.heads), "space": about["space"]}
     tables = {"ranks": rows, "spectrum": spectrum}
     answer = with_notes(_answer(rows), about)
     name = f"decompose/{task.name}"

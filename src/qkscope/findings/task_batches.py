@@ -201,13 +201,17 @@ def _words(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...]:
     return tuple(sorted(str(example.piece(span)) for example, span in spans))
 
 
-Rows = tuple[
-    Float[Tensor, "b h d"], Float[Tensor, "b g k d"], Int[Tensor, "b k"], Int[Tensor, " b"]
-]
+class ContrastRows(NamedTuple):
+    """The rows of one contrast: queries, keys, labels of the keys (1, −1 or 0), number of the unit."""
+
+    q: Float[Tensor, "b h d"]
+    k: Float[Tensor, "b g k d"]
+    labels: Int[Tensor, "b k"]
+    unit: Int[Tensor, " b"]
 
 
-def contrast_rows(batch: UnitBatch, contrast: Contrast) -> Rows:
-    """Queries, keys, labels and units of one contrast.
+def contrast_rows(batch: UnitBatch, contrast: Contrast) -> ContrastRows:
+    """Give queries, keys, labels and units of one contrast.
 
     Across a prompt and its copy, each query meets its own + key (labelled +) and the copy's
     (labelled −).
@@ -215,21 +219,20 @@ def contrast_rows(batch: UnitBatch, contrast: Contrast) -> Rows:
     captured = batch.captured
     labels = captured.labels.get(contrast.name, torch.zeros_like(captured.key_mask)).long()
     if not contrast.across:
-        return captured.q, captured.k, labels, batch.unit
-    rows = torch.arange(len(labels), device=labels.device)
-    partner = (batch.unit[:, None] == batch.unit) & (batch.member[:, None] != batch.member)
-    if not bool((((labels > 0).sum(dim=1) == 1) & (partner.sum(dim=1) == 1)).all()):
+        return ContrastRows(captured.q, captured.k, labels, batch.unit)
+    right = labels > 0
+    same_unit = batch.unit[:, None] == batch.unit
+    partner = same_unit & (batch.member[:, None] != batch.member)
+    if not bool(((right.sum(dim=1) == 1) & (partner.sum(dim=1) == 1)).all()):
         raise BadInput(
             f"contrast {contrast.name!r} compares a prompt with one copy: mark one + key in each."
         )
-    right = captured.k[rows, :, (labels > 0).long().argmax(dim=1)]
-    pair = torch.stack([right, right[partner.long().argmax(dim=1)]], dim=2)
-    return (
-        captured.q,
-        pair,
-        torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2),
-        batch.unit,
-    )
+    rows = torch.arange(len(labels), device=labels.device)
+    right_key = captured.k[rows, :, right.long().argmax(dim=1)]
+    copy_key = right_key[partner.long().argmax(dim=1)]
+    keys = torch.stack([right_key, copy_key], dim=2)
+    signs = torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2)
+    return ContrastRows(captured.q, keys, signs, batch.unit)
 
 
 def cluster_of(unit: Unit, number: int) -> object:

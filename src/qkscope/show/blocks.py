@@ -166,16 +166,6 @@ def _panel(facts: Row) -> dict[str, Any]:
     return {"head": facts["head"], "contrast": facts["contrast"], "lines": lines}
 
 
-@drawing("cloud", "cloud", "side", "x", "y", "z")
-def _points(block: Block, tables: Tables) -> Iterator[Block]:
-    """Keys and queries in the subspace.
-
-    Three principal components of the feature's subspace, in one scale. Drag to turn, or use the
-    arrow keys; point at one to read it.
-    """
-    yield block
-
-
 # ---------------------------------------------------------------------- writers, and why
 
 

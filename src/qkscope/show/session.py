@@ -37,8 +37,10 @@ from torch import Tensor, nn
 from qkscope import BadInput, Result, Scope, Subspace
 from qkscope.checking import checked_class
 from qkscope.findings.fit import Fit, load
+from qkscope.findings.fitted_features import default_features
 from qkscope.findings.next_token import TOKENS, Output
 from qkscope.findings.prompt_trace import Probe, PromptTrace, Question, reader_of
+from qkscope.findings.swap_rows import check_swappable
 from qkscope.findings.task_batches import check_same_model, made_with
 from qkscope.findings.verdicts import verdict
 from qkscope.heads import Head, Writer
@@ -49,7 +51,6 @@ from qkscope.show import counted
 from qkscope.show.blocks import blocks_of
 from qkscope.show.page import report_html
 from qkscope.text import grouped
-from qkscope.verbs.swap.swap import check_swappable, default_features
 from qkscope.verbs.why.why import answer_probe, circuit_of
 
 EXAMPLES = (

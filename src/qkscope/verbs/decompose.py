@@ -1,9 +1,9 @@
-"""The features of chosen heads: one pass over the contrasts' prompts, with the nulls and the
-baselines beside it.
+"""The features of chosen heads: one pass over the prompts of a task's contrasts.
 
-A null flips or deals what each unit adds to ΔC as if units were independent. The prompts of a file
-may stand in an order that matters: what units add, ``X_i``, is compared with what the next one in
-the file adds, ``r = Σ ⟨X_i − X̄, X_{i+1} − X̄⟩ / Σ ‖X_i − X̄‖²``, beside the same in random orders.
+The nulls and the baselines come from the same pass. A null flips or deals what each unit adds
+to ΔC as if units were independent. The prompts of a file may stand in an order that matters: what a
+unit adds, ``X_i``, is compared with what the next one in the file adds,
+``r = Σ ⟨X_i − X̄, X_{i+1} − X̄⟩ / Σ ‖X_i − X̄‖²``, beside the same in random orders.
 
 All heads of the model are captured: those that prefer the right key as often as chance (Wilson's
 95% interval over prompts covers it) are the reference of the others (`qkscope.sums.controls`).
@@ -11,7 +11,7 @@ All heads of the model are captured: those that prefer the right key as often as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,24 +32,24 @@ from qkscope.findings.fit import (
     read_sums,
     sums_file,
 )
+from qkscope.findings.task_batches import ContrastRows, UnitBatch
 from qkscope.heads import Head, parse_heads
 from qkscope.model.capture_types import Capture
 from qkscope.model.spaces import Space
 from qkscope.results.folder import RESULTS, read_run
-from qkscope.results.work import Stage, current_work, verb
+from qkscope.results.work import Stage, Work, current_work, verb
 from qkscope.sums.controls import Gain
 from qkscope.sums.intervals import lag_one, wilson
 from qkscope.sums.moments import Moments
 from qkscope.sums.nulls import Center, key_sums, mean_difference
 from qkscope.sums.subspace import Rank
-from qkscope.texts.task import ANSWER, Task, Units
+from qkscope.texts.task import ANSWER, Task, Unit
 
 #: The p-value from which on a file's neighbours are said to be alike.
 ALIKE = 0.01
-# looked at for that, at most, and under how many units nothing is said
-_HEADS = 8
-_UNITS = 512
-_LEAST = 12
+_HEADS = 8  # looked at for that, at most
+_UNITS = 512  # looked at for that, at most
+_LEAST = 12  # units under which nothing is said of neighbours
 Replicates = Annotated[int, Interval(ge=1, le=100_000)]
 
 
@@ -71,8 +71,9 @@ def decompose(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Fit:
-    """Find the features of chosen heads: the directions that tell a task's contrasts apart, with
-    their nulls.
+    """Find the features of chosen heads, with their nulls.
+
+    Features are the directions that tell a task's contrasts apart.
 
     Parameters
     ----------
@@ -109,149 +110,243 @@ def decompose(
     """
     chosen = parse_heads(heads)
     names = checked_contrasts(task, contrasts)
-    for what, given in (
-        ("rank", rank if isinstance(rank, Mapping) else {}),
-        ("center", center or {}),
-    ):
-        for name in given:
-            if name not in names:
-                raise BadInput(
-                    f"{what} is given for {name!r}, which is not fitted: there is {', '.join(names)}."
-                )
+    _check_fitted("rank", rank if isinstance(rank, Mapping) else {}, names)
+    _check_fitted("center", center or {}, names)
     asked: Any = {
-        "task": task.name, "asked": dict(task.asked), "task_seed": task.seed, "heads": [str(head) for head in chosen],
-        "n": n, "contrasts": names, "space": space, "batch_size": batch_size, "replicates": replicates, "seed": seed,
-    }  # fmt: skip
+        "task": task.name,
+        "asked": dict(task.asked),
+        "task_seed": task.seed,
+        "heads": [str(head) for head in chosen],
+        "n": n,
+        "contrasts": names,
+        "space": space,
+        "batch_size": batch_size,
+        "replicates": replicates,
+        "seed": seed,
+    }
     check_job(out, asked)
     units = {name: task.fit(name, n) for name in names}
     chosen = [scope.check(head) for head in chosen]
     for value in rank.values() if isinstance(rank, Mapping) else [rank]:
-        if not isinstance(value, str) and not 1 <= value <= scope.d_head:
-            raise BadInput(
-                f"rank is 'energy', 'null' or a number from 1 to {scope.d_head}, but got {value!r}."
-            )
+        _check_rank(value, scope.d_head)
     about = prompts.made_from(scope, task, space)
     check_job(out, {**about, **asked})
-    hashes = {name: prompts.units_hash(own) for name, own in units.items()}
+    hashes = {name: prompts.units_hash(drawn) for name, drawn in units.items()}
     work = current_work().begin(scope, hashes, verb="decompose", **asked)
-    if out is not None and all(
-        (Path(out) / file).is_file() for file in (RESULTS, *map(sums_file, names))
-    ):
-        sums = read_sums(Path(out), asked, task, scope.device)
-        notes = read_run(Path(out))["asked"].get("notes", [])
+    if _is_finished(out, names):
+        sums = read_sums(Path(out), asked, task, scope.device)  # type: ignore[arg-type]
+        notes = read_run(Path(out))["asked"].get("notes", [])  # type: ignore[arg-type]
     else:
-        common: Any = {
-            "group_size": scope.group_size,
-            "replicates": replicates,
-            "seed": seed,
-            "device": scope.device,
-        }
-        sums = {name: ContrastSums(chosen, [name], scope.d_head, **common) for name in names}
-        heads = scope.heads()
-        every = Moments(
-            heads, names, scope.d_head, group_size=scope.group_size, device=scope.device
-        )
-        none = torch.zeros(4, len(heads), dtype=torch.float64, device=scope.device)
-        every.state["scores"] = {name: none.clone() for name in names}
-        columns = [heads.index(head) for head in chosen]
-        for name, own in sums.items():
-            own.about = {**about, "n": n, "batch_size": batch_size, "examples": hashes[name]}
-        joints = prompts.joined(units)
-        together = [tuple(prompt for prompt, _ in joint.values()) for joint in joints]
-        numbers = {name: prompts.null_units(units[name], task.contrasts[name]) for name in names}
-
-        def add(whole: prompts.UnitBatch) -> dict[str, list[Tensor]]:
-            parts = {}
-            for name, own in sums.items():
-                batch = prompts.rows_of(whole, joints, name)
-                if batch is not None:
-                    q, k, labels, unit = prompts.contrast_rows(batch, task.contrasts[name])
-                    captured = batch.captured
-                    every.update(q * captured.scale[:, None], k, {name: labels})
-                    every.state["scores"][name] += _scored(captured)
-                    read = captured.kv_of_head[columns]
-                    q = q[:, columns]
-                    keys = [every.key_heads.index(key_head) for key_head in own.key_heads]
-                    own.update(q, k[:, keys], {name: labels}, prompts=numbers[name](batch))
-                    own.cov_q.update(captured.q[:, columns])
-                    own.cov_k.update(captured.k[:, read].transpose(1, 2)[captured.key_mask])
-                    if "file" in task.asked:  # tasks that draw their prompts have no order
-                        added = mean_difference(key_sums(labels, k[:, read[:_HEADS]].double()))
-                        parts[name] = [x[unit < _UNITS].cpu() for x in (q[:, :_HEADS], added, unit)]
-            return parts
-
-        run = prompts.unit_runner(
-            scope, together, heads, asked=columns, space=space, chat=task.chat, rest=False
-        )
-        state = {
-            f"{name}/{what}": tensor
-            for name, own in sums.items()
-            for what, tensor in own.tensors().items()
-        }
-        state |= {f"every/{what}": tensor for what, tensor in every.tensors().items()}
-        stage = Stage(names[0], prompts.batches_of(together, batch_size), run, state, add)
-        values = work.run(stage, progress, last=True)
-        for name, own in sums.items():
-            own.about["gains"] = _gains(every, name, units[name])
-        added = {name: [parts[name] for parts in values if name in parts] for name in names}
-        alike = [_neighbours(task, name, parts, seed) for name, parts in added.items()]
-        notes = [*about.get("notes", ()), *(note for note in alike if note)]
-    about = {**about, "notes": notes} if notes else about
+        run = ContrastPass(scope, task, chosen, units, replicates, seed)
+        terms = run.over_prompts(work, space, batch_size, progress)
+        warnings = [neighbours_warning(task, name, terms[name], seed) for name in names]
+        notes = [*about.get("notes", ()), *filter(None, warnings)]
+        sums = run.sums
+        for name in names:
+            sums[name].about = {
+                **about,
+                "n": n,
+                "batch_size": batch_size,
+                "examples": hashes[name],
+                "gains": run.gains(name),
+            }
+    if notes:
+        about = {**about, "notes": notes}
     fit = fit_of(sums, task, about, rank=rank, center=center)
     return fit if out is None else replace(fit, kept_in=Path(out))
 
 
-def _scored(captured: Capture) -> Float[Tensor, "4 h"]:
+def _check_fitted(what: str, given: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse an option for a contrast that is not fitted."""
+    for name in given:
+        if name not in names:
+            raise BadInput(
+                f"{what} is given for {name!r}, which is not fitted: there is {', '.join(names)}."
+            )
+
+
+def _check_rank(rank: Rank, d_head: int) -> None:
+    """Refuse a number of directions that a head does not have."""
+    if not isinstance(rank, str) and not 1 <= rank <= d_head:
+        raise BadInput(
+            f"rank is 'energy', 'null' or a number from 1 to {d_head}, but got {rank!r}."
+        )
+
+
+def _is_finished(out: str | Path | None, contrasts: Sequence[str]) -> bool:
+    """Whether the folder holds the results and the sums of all contrasts already."""
+    if out is None:
+        return False
+    files = [RESULTS, *map(sums_file, contrasts)]
+    return all((Path(out) / file).is_file() for file in files)
+
+
+# ---------------------------------------------------------------------- the pass
+
+
+class ContrastPass:
+    """One pass over the prompts of some contrasts, and what it adds up.
+
+    Attributes
+    ----------
+    sums : those of the chosen heads, by contrast.
+    reference : those of all heads: the ones at chance are what the others are held against.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        task: Task,
+        heads: Sequence[Head],
+        units: Mapping[str, Sequence[Unit]],
+        replicates: int,
+        seed: int,
+    ) -> None:
+        self.scope = scope
+        self.task = task
+        self.units = units
+        self.all_heads = scope.heads()
+        self.columns = [self.all_heads.index(head) for head in heads]
+        common: Any = {"group_size": scope.group_size, "device": scope.device}
+        self.sums = {
+            name: ContrastSums(
+                heads, [name], scope.d_head, replicates=replicates, seed=seed, **common
+            )
+            for name in units
+        }
+        self.reference = Moments(self.all_heads, list(units), scope.d_head, **common)
+        scores = torch.zeros(4, len(self.all_heads), dtype=torch.float64, device=scope.device)
+        self.reference.state["scores"] = {name: scores.clone() for name in units}
+        self._joints = prompts.joined(units)
+        self._null_units = {
+            name: prompts.null_units(drawn, task.contrasts[name]) for name, drawn in units.items()
+        }
+
+    def over_prompts(
+        self, work: Work, space: Space, batch_size: int, progress: bool | None
+    ) -> dict[str, list[dict[str, Tensor]]]:
+        """Run every prompt once; what units add to ΔC comes back, by contrast and batch."""
+        together = [tuple(prompt for prompt, _ in joint.values()) for joint in self._joints]
+        run = prompts.unit_runner(
+            self.scope,
+            together,
+            self.all_heads,
+            asked=self.columns,
+            space=space,
+            chat=self.task.chat,
+            rest=False,
+        )
+        names = list(self.units)
+        batches = prompts.batches_of(together, batch_size)
+        stage = Stage(names[0], batches, run, self._state(), self.add)
+        values = work.run(stage, progress, last=True)
+        return {name: [terms[name] for terms in values if name in terms] for name in names}
+
+    def _state(self) -> dict[str, Tensor]:
+        """All sums by name, sharing memory."""
+        state = {}
+        for name, sums in self.sums.items():
+            for what, tensor in sums.tensors().items():
+                state[f"{name}/{what}"] = tensor
+        for what, tensor in self.reference.tensors().items():
+            state[f"every/{what}"] = tensor
+        return state
+
+    def add(self, batch: UnitBatch) -> dict[str, dict[str, Tensor]]:
+        """Add a batch to all sums; give what its units add to ΔC, of tasks that are a file.
+
+        Tasks that draw their prompts have no order in which neighbours could be alike.
+        """
+        terms = {}
+        for name in self.units:
+            batch_of_contrast = prompts.rows_of(batch, self._joints, name)
+            if batch_of_contrast is None:
+                continue
+            rows = prompts.contrast_rows(batch_of_contrast, self.task.contrasts[name])
+            captured = batch_of_contrast.captured
+            scaled = rows.q * captured.scale[:, None]
+            self.reference.update(scaled, rows.k, {name: rows.labels})
+            self.reference.state["scores"][name] += _scores(captured)
+            self._add_chosen(name, batch_of_contrast, rows)
+            if "file" in self.task.asked:
+                terms[name] = self._unit_terms(captured, rows)
+        return terms
+
+    def _add_chosen(self, name: str, batch: UnitBatch, rows: ContrastRows) -> None:
+        """Add the rows of a contrast to the moments and covariances of the chosen heads."""
+        sums = self.sums[name]
+        captured = batch.captured
+        q = rows.q[:, self.columns]
+        key_heads = [self.reference.key_heads.index(key_head) for key_head in sums.key_heads]
+        numbers = self._null_units[name](batch)
+        sums.update(q, rows.k[:, key_heads], {name: rows.labels}, prompts=numbers)
+        keys = captured.k[:, captured.kv_of_head[self.columns]].transpose(1, 2)
+        sums.cov_q.update(captured.q[:, self.columns])
+        sums.cov_k.update(keys[captured.key_mask])
+
+    def _unit_terms(self, captured: Capture, rows: ContrastRows) -> dict[str, Tensor]:
+        """The query and the difference of keys of the first units, whose product adds to ΔC."""
+        columns = self.columns[:_HEADS]
+        keys = rows.k[:, captured.kv_of_head[columns]].double()
+        difference = mean_difference(key_sums(rows.labels, keys))
+        first = rows.unit < _UNITS
+        return {
+            "q": rows.q[:, columns][first].cpu(),
+            "difference": difference[first].cpu(),
+            "unit": rows.unit[first].cpu(),
+        }
+
+    def gains(self, contrast: str) -> dict[str, Gain]:
+        """What each head's query-centred ΔC adds to the + key's logit; whether it is at chance."""
+        delta = self.reference.delta(contrast, "query")
+        logits = delta.diagonal(dim1=-2, dim2=-1).sum(dim=-1).abs().tolist()
+        right, chance, scale, rows = self.reference.state["scores"][contrast]
+        accuracies = (right / rows).tolist()
+        chances = (chance / rows).tolist()
+        scales = (scale / rows).tolist()
+        units = enumerate(self.units[contrast])
+        trials = len({prompts.cluster_of(unit, i) for i, unit in units})  # copies are one trial
+        gains = {}
+        for i, head in enumerate(self.reference.heads):
+            low, high = wilson(accuracies[i] * trials, trials)
+            gains[str(head)] = Gain(logits[i], scales[i], low <= chances[i] <= high)
+        return gains
+
+
+def _scores(captured: Capture) -> Float[Tensor, "4 h"]:
     """Summed over rows: heads right among the named keys, chance, scale, and 1.
 
     Right is NaN where a named key is out of sight, and where vectors do not give the model's
     attention.
     """
-    right = captured.labels.get(ANSWER, torch.zeros_like(captured.key_positions))
-    logits = (
-        replace(captured, space="post_rope")
-        .rows()
-        .logits()
-        .masked_fill((right == 0)[:, None], -torch.inf)
-    )
-    hits = (right.gather(1, logits.argmax(dim=-1)) > 0).double()
-    blind = ((captured.bias == -torch.inf) & (right != 0)[:, None]).any(dim=-1)
-    hits[blind | (captured.space == "pre_rope")] = torch.nan
-    chance = ((right > 0).sum(dim=1) / (right != 0).sum(dim=1))[:, None].expand_as(hits)
-    return torch.stack([hits, chance, captured.scale.expand_as(hits), torch.ones_like(hits)]).sum(
-        dim=1
-    )
+    labels = captured.labels.get(ANSWER, torch.zeros_like(captured.key_positions))
+    named = labels != 0
+    right = labels > 0
+    logits = replace(captured, space="post_rope").rows().logits()
+    likeliest = logits.masked_fill(~named[:, None], -torch.inf).argmax(dim=-1)
+    hits = right.gather(1, likeliest).double()
+    unseen = (captured.bias == -torch.inf) & named[:, None]
+    hits[unseen.any(dim=-1) | (captured.space == "pre_rope")] = torch.nan
+    chance = (right.sum(dim=1) / named.sum(dim=1))[:, None].expand_as(hits)
+    scale = captured.scale.expand_as(hits)
+    return torch.stack([hits, chance, scale, torch.ones_like(hits)]).sum(dim=1)
 
 
-def _gains(every: Moments, contrast: str, units: Units) -> dict[str, Gain]:
-    """What each head's query-centred ΔC gives to the logit of the + key, and whether the head is at
-    chance.
+def neighbours_warning(
+    task: Task, contrast: str, terms: Sequence[Mapping[str, Tensor]], seed: int
+) -> str:
+    """Warn, in a sentence, if neighbouring prompts of a task's file are not independent.
+
+    Nothing is said of few units, or where neighbours are no more alike than in random orders.
     """
-    logits = every.delta(contrast, "query").diagonal(dim1=-2, dim2=-1).sum(dim=-1).abs().tolist()
-    *scores, rows = every.state["scores"][contrast]
-    trials = len(
-        {prompts.cluster_of(unit, i) for i, unit in enumerate(units)}
-    )  # copies of a prompt are one
-    every_head = zip(
-        every.heads, logits, *((score / rows).tolist() for score in scores), strict=True
-    )
-    return {
-        str(head): Gain(logit, scale, low <= chance <= high)
-        for head, logit, hits, chance, scale in every_head
-        for low, high in [wilson(hits * trials, trials)]
-    }
-
-
-def _neighbours(task: Task, contrast: str, parts: Sequence[Sequence[Tensor]], seed: int) -> str:
-    """Warn, in a sentence, if neighbouring prompts of a task's file add alike and so are not
-    independent.
-    """
-    if not parts:
+    if not terms:
         return ""
-    q, added, unit = (torch.cat(column) for column in zip(*parts, strict=True))
+    unit = torch.cat([batch["unit"] for batch in terms])
     if len(unit.unique()) < _LEAST:
         return ""
-    correlation, p = lag_one(q.double(), added, unit, seed=seed)
+    q = torch.cat([batch["q"] for batch in terms]).double()
+    difference = torch.cat([batch["difference"] for batch in terms])
+    correlation, p = lag_one(q, difference, unit, seed=seed)
     if p > ALIKE:
         return ""
     return (

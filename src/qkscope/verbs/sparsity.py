@@ -39,6 +39,7 @@ from qkscope.findings.published import (
     parse_edges,
     rows_from,
 )
+from qkscope.findings.singular_rows import relative_rows, singular_basis
 from qkscope.findings.task_batches import batches_of, made_from, made_with, units_hash
 from qkscope.model.files import folder_hash, local_hash, weights_part
 from qkscope.model.inputs import answer_tokens
@@ -49,7 +50,6 @@ from qkscope.results.work import current_work, stream, verb
 from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.sums.singular import rotated_terms
 from qkscope.texts.task import Task, Unit
-from qkscope.verbs.attribute import relative_rows, singular_basis
 
 _COPYING = ("binding", "induction", "ioi")  # tasks whose answer is the word at the right key
 _OF_VECTORS = ("terms_first", "terms_rotated", "terms_mean", "sigma")

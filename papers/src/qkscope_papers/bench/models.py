@@ -19,6 +19,7 @@ from torch import Tensor
 from qkscope import tasks
 from qkscope.findings.because import SCREEN, WORDS, Because, Look
 from qkscope.findings.head_rows import HeadRows
+from qkscope.findings.swap_rows import capture_rows, draw_pairs
 from qkscope.findings.task_batches import batches_of
 from qkscope.heads import Head, parse_heads
 from qkscope.linear.attribution import values_of
@@ -35,7 +36,7 @@ from qkscope.texts.holdout import Passage
 from qkscope.texts.task import ANSWER, Unit
 from qkscope.verbs.atlas.head_names import Sights
 from qkscope.verbs.decompose import decompose
-from qkscope.verbs.swap.swap import Features, capture_rows, draw_pairs
+from qkscope.verbs.swap.features import Features
 from qkscope_papers.bench.harness import Row, Seconds, compare, hardware, row
 
 _HEADS = "L18H6,L18H7,L17H5"

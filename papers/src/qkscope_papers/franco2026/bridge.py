@@ -22,6 +22,8 @@ from torch import Tensor
 from qkscope import tasks
 from qkscope.errors import BadInput
 from qkscope.findings.fit import Fit
+from qkscope.findings.singular_rows import singular_basis
+from qkscope.findings.swap_rows import capture_rows, draw_pairs
 from qkscope.heads import Head
 from qkscope.model.scope import Scope
 from qkscope.results.claims import Claim
@@ -34,10 +36,8 @@ from qkscope.sums.singular import SingularBasis, components, dual, random_rotati
 from qkscope.sums.subspace import Subspace
 from qkscope.sums.swap_algebra import Condition, SwapRows
 from qkscope.texts.task import Unit
-from qkscope.verbs.attribute import singular_basis
 from qkscope.verbs.decompose import decompose
 from qkscope.verbs.find_heads import find_heads
-from qkscope.verbs.swap.swap import capture_rows, draw_pairs
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Row, over_key_heads, pick
 

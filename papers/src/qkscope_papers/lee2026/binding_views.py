@@ -29,7 +29,6 @@ from qkscope_papers.lee2026.language import ESTIMATORS, Estimator, FigureSession
 from qkscope_papers.lee2026.points import (
     Points,
     capture_points,
-    cloud_rows,
     ends_of,
     nearest_hits,
     share_of,
@@ -89,8 +88,7 @@ def run(settings: Settings, projected: bool) -> Result:
     answer = _answer(rows, str(best))
     claims = _claims(rows, str(best), str(found.control), projected)
     about = session.about(form=session.form("binding"), head=str(best))
-    clouds = cloud_rows(arrays, {feature: labels[feature][0] for feature in FEATURES})
-    tables = {"views": rows, "labels": named, "clouds": clouds}
+    tables = {"views": rows, "labels": named}
     return settings.result(answer, tables, claims, arrays, session.scope.name, about)
 
 

@@ -26,13 +26,11 @@ from qkscope.sums.subspace import Side
 from qkscope.sums.swap_methods import key_pca
 from qkscope.texts.list_tasks import POOLED
 from qkscope.texts.task import Task
-from qkscope.verbs.swap.clouds import principal
 from qkscope_papers.figures import new_figure
 from qkscope_papers.lee2026.language import FigureSession, HeadChoice, session_of
 from qkscope_papers.lee2026.points import (
     Points,
     capture_points,
-    cloud_rows,
     ends_of,
     nearest_hits,
     share_of,
@@ -82,10 +80,7 @@ def run(settings: Settings) -> Result:
     labels = [{"panel": panel, "index": i, "label": name}
               for panel, own in (("a", names), ("b", _fine_names(session))) for i, name in enumerate(own)]  # fmt: skip
     tables = {"ranks": ranks, "views": views, "clusters": clusters, "labels": labels}
-    tables |= {
-        "heads": found.ranking.top("ratio"),
-        "clouds": cloud_rows(arrays, {"best": names, "control": names}),
-    }
+    tables["heads"] = found.ranking.top("ratio")
     claims = _claims(found, ranks, views, clusters, session.scope.group_size)
     about = session.about(form=session.form("filter"))
     return settings.result(

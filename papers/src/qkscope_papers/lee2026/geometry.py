@@ -22,7 +22,6 @@ from qkscope.results.claims import Claim
 from qkscope.results.result import Result
 from qkscope.seeds import derived_seed
 from qkscope.sums.subspace import Subspace
-from qkscope.verbs.swap.clouds import point_rows
 from qkscope_papers.figures import legend_below, new_figure
 from qkscope_papers.lee2026.cells import WORK, Cells, example_head, toy_figure, train
 from qkscope_papers.lee2026.toy.retrieval import RetrievalHead
@@ -32,7 +31,6 @@ from qkscope_papers.tables import Estimate, Files, Row, column, files_of, mean, 
 _SHOWN = 400  # points of each kind in the picture
 _MEASURED = 8192
 _HEADS = ("trained", "untrained")
-_BINS = 7  # of a continuous latent, for colours
 
 
 @toy_figure("fig3", "The cube in query and key space", example_head("discrete"))
@@ -52,11 +50,6 @@ def run(settings: Settings, cells: Cells) -> Result:
                 arrays |= {f"{name}/{key}": value for key, value in points.items()}
     after, before = ({**_mean_row(pick(rows, head=name)), "head": name} for name in _HEADS)
     task = trained.cell.task
-    clouds: list[Row] = []
-    for name in _HEADS:  # coloured by the latent: its code, or where its first coordinate lies
-        labels = _labels(arrays[f"{name}/latent"], task.variant == "discrete")
-        for side, cloud in (("key", arrays[f"{name}/keys"]), ("query", arrays[f"{name}/queries"])):
-            clouds += point_rows(name, side, cloud[:_SHOWN], labels)
     shape = (
         f"{after['vertices']:g} of {2 ** task.ranks[0]} vertices recovered"
         if task.variant == "discrete"
@@ -71,7 +64,7 @@ def run(settings: Settings, cells: Cells) -> Result:
         f"({after['paired_fit']:.2f} trained, {before['paired_fit']:.2f} untrained). "
         f"Means over {len(heads)} heads of each kind."
     )
-    tables = {"geometry": rows, "clouds": clouds}
+    tables = {"geometry": rows}
     claims = _claims(rows, task.variant, 2 ** task.ranks[0])
     return settings.result(
         answer, tables, claims, arrays, about={"lr": work.lr, "points": _MEASURED}
@@ -136,15 +129,6 @@ def _clusters(
             (torch.cdist(q, of_k).argmin(dim=1) == code).double().mean()
         ),
     }
-
-
-def _labels(latent: Float[Tensor, "n r"], discrete: bool) -> list[Row]:
-    """What each point is coloured by: its code, or in which part of all its first coordinate lies."""
-    if discrete:
-        return [{"z1": "".join("+" if value > 0 else "−" for value in z)} for z in latent.tolist()]
-    edges = np.quantile(latent[:, 0].numpy(), np.linspace(0, 1, _BINS + 1)[1:-1])
-    parts = (np.digitize(latent[:, 0].numpy(), edges) + 1).tolist()
-    return [{f"first coordinate of z1, part of {_BINS}": part} for part in parts]
 
 
 def _unit_spread(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
@@ -225,7 +209,7 @@ def _claims(rows: list[Row], variant: str, total: int) -> list[Claim]:
 
 @run.drawing
 def draw(result: Result) -> Files:
-    """The picture, and the page in which its points can be turned."""
+    """The picture of both heads, in three dimensions."""
     discrete = result.tables["geometry"][0]["variant"] == "discrete"
     figure = new_figure(10.5, 5.6)
     for place, head in enumerate(_HEADS):

@@ -14,7 +14,7 @@ Three statements are made of such pictures, and each has a number with a control
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,12 +28,11 @@ from qkscope.model.scope import Scope
 from qkscope.results.work import stream
 from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.task import ANSWER, Task, Unit
-from qkscope.verbs.swap.clouds import point_rows, principal
 from qkscope_papers.tables import Estimate, Row
 
 _BLOCKS, _STUDENT = 10, 2.262  # of prompts; 97.5% of Student's t with nine degrees of freedom
 _JUDGED = ("apart_on_pc1", "cosine", "cosine_pc23")  # numbers with intervals
-_DRAWN = 400  # points of a side
+_COMPONENTS = 3  # of a picture
 
 
 @dataclass(frozen=True)
@@ -82,17 +81,6 @@ class Points:
         return found
 
 
-def cloud_rows(arrays: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> list[Row]:
-    """Points of a figure as its page draws them: of each panel, with the names of its labels."""
-    rows: list[Row] = []
-    for panel, own in names.items():
-        for side, many in (("key", "keys"), ("query", "queries")):
-            said = [own[i] for i in arrays[f"{panel}/{side}_labels"].tolist()]
-            labels = [{"label": int(name) if name.isdecimal() else name} for name in said]
-            rows += point_rows(panel, side, arrays[f"{panel}/{many}"][:_DRAWN], labels)
-    return rows
-
-
 def _text(example: object) -> str:
     text: str = example.text  # type: ignore[attr-defined]  # tasks write text, never ids
     return text
@@ -111,6 +99,13 @@ def capture_points(
         [batch.captured.k[:, batch.captured.kv_of_head].transpose(1, 2) for batch in batches]
     ).cpu()[order]
     return Points(single, heads, q, k, batches[0].captured.scale.cpu())
+
+
+def principal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n 3"]:
+    """Coordinates on the first principal components; zeros where the points span fewer."""
+    u, s, _ = torch.linalg.svd(x - x.mean(dim=0), full_matrices=False)
+    shown = (u * s)[:, :_COMPONENTS]
+    return torch.nn.functional.pad(shown, (0, _COMPONENTS - shown.shape[1]))
 
 
 def separation(a: Float[Tensor, " n"], b: Float[Tensor, " m"]) -> float:

@@ -53,10 +53,4 @@
     return Object.fromEntries(names.map((name) => [name, css(name)]));
   };
   qk.dash = (name) => DASHES[TABLE.lines[name]];
-  // for a canvas, which knows no themes: the labels of points, one after the other
-  qk.labelColours = (labels) =>
-    labels.map((label, i) => {
-      const own = Object.hasOwn(TABLE.named, label) && labels.every((each) => Object.hasOwn(TABLE.named, each));
-      return TABLE.hues[own ? TABLE.named[label] : TABLE.labels[i % TABLE.labels.length]][Number(qk.isDark())];
-    });
 })();

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput, Head, Scope
+from qkscope.findings.swap_rows import Pairs, check_swappable
 from qkscope.model.capture_types import Capture
 from qkscope.model.inputs import answer_tokens, check_visible
 from qkscope.model.patch import Edit
@@ -28,7 +29,7 @@ from qkscope.sums.bases import Projector
 from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.sums.swap_algebra import Condition, swapped_keys
 from qkscope.texts.task import Units
-from qkscope.verbs.swap.swap import Features, Pairs, check_swappable
+from qkscope.verbs.swap.features import Features
 
 _NAMED = 4  # candidates in a sentence
 Answers = Float[Tensor, "r n 4"]

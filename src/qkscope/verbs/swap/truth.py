@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope import BadInput, Scope, singular_basis, tasks
+from qkscope import BadInput, Scope, tasks
 from qkscope.findings.fit import Fit
+from qkscope.findings.singular_rows import singular_basis
+from qkscope.findings.swap_rows import Pairs, capture_rows, draw_pairs
 from qkscope.model.capture_types import Capture
 from qkscope.model.encode import Encoding
 from qkscope.results.result import Rows
@@ -33,7 +35,7 @@ from qkscope.sums import swap_methods as methods
 from qkscope.sums.bases import Projector
 from qkscope.sums.swap_algebra import Condition
 from qkscope.texts.task import ANSWER, Task
-from qkscope.verbs.swap.swap import Features, Pairs, capture_rows, draw_pairs
+from qkscope.verbs.swap.features import Features
 
 _NAMES = {
     "feature": "ΔC", "oblique": "oblique ΔC", "summed": "summed ΔC", "trained": "a trained subspace",

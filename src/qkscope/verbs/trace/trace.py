@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qkscope import BadInput, Dictionary, Example, Scope, Subspace
 from qkscope.checking import Count, Natural, Seed
+from qkscope.findings.fitted_features import features_of
 from qkscope.findings.graph import sources_of, trace_graph
 from qkscope.findings.head_rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
 from qkscope.findings.prompt_trace import Probe, PromptTrace, Question
@@ -38,7 +39,6 @@ from qkscope.results.work import current_work, verb
 from qkscope.sums.relative_logits import SIDES, Measurement, Tally, first_by, strongest_pairs
 from qkscope.texts.documents import Texts, text_hash
 from qkscope.texts.task import Task, Units
-from qkscope.verbs.attribute import features_of
 from qkscope.verbs.trace.edges import DRAWS, Choice, EdgeTest, choose_writers, whole_heads
 from qkscope.verbs.trace.features import (
     FeatureTest,

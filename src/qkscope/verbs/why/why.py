@@ -21,6 +21,7 @@ from qkscope.checking import Count, Natural, Seed, checked_class
 from qkscope.findings.because import Because, Look, Reason
 from qkscope.findings.carriers import Carriers
 from qkscope.findings.fit import Fit
+from qkscope.findings.fitted_features import features_of
 from qkscope.findings.graph import trace_graph
 from qkscope.findings.next_token import Output
 from qkscope.findings.prompt_trace import Probe, PromptTrace
@@ -31,7 +32,6 @@ from qkscope.results.progress import doing
 from qkscope.results.work import PartDone, current_work, verb
 from qkscope.sums.feature_split import Split
 from qkscope.texts.jsonl import read_prompts
-from qkscope.verbs.attribute import features_of
 from qkscope.verbs.why import sentences
 from qkscope.verbs.why.circuit import LOGIT, Circuit, write_graph
 from qkscope.verbs.why.many_prompts import Prompts, circuit_of_prompts, over_answer, prompts_of

@@ -1,0 +1,39 @@
+"""The features of one head that a verb is given: of a `Fit`, or subspaces by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from qkscope import BadInput, Head, Scope, Subspace
+from qkscope.findings.fit import Fit
+from qkscope.findings.task_batches import check_same_model
+from qkscope.model.spaces import Space
+
+
+def default_features(contrasts: Sequence[str]) -> list[str]:
+    """``order`` and ``lexical`` where both are there, else every contrast but the pooled one."""
+    if {"order", "lexical"} <= set(contrasts):
+        return ["order", "lexical"]
+    return [name for name in contrasts if name != "category"] or list(contrasts)
+
+
+def features_of(features: Any, head: Head, scope: Scope) -> tuple[dict[str, Subspace], Space]:
+    """The features of this head, of a `Fit` or by name, made with this model; and the space they
+    were all fitted in.
+    """
+    if isinstance(features, Fit):
+        features = {name: features[name, head] for name in default_features(features.contrasts)}
+    for name, subspace in features.items():
+        if subspace.head not in (None, head):
+            raise BadInput(
+                f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head."
+            )
+        check_same_model(subspace.about, scope, f"feature {name!r}")
+    spaces: set[Any] = {subspace.about.get("space", "post_rope") for subspace in features.values()}
+    if len(spaces) != 1:
+        there = ", ".join(sorted(spaces))
+        raise BadInput(
+            f"no feature was given, or of different spaces ({there}): name those of one."
+        )
+    return dict(features), spaces.pop()
