@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -315,6 +316,7 @@ def tap(
         raise BadInput(f"modules of the model were replaced, added or removed since {ANEW}")
     anatomy = anatomy or Anatomy.of(model)
     parts = anatomy.parts if within is None else list(within.modules())
+    watcher = threading.get_ident()  # what another thread asks of the model is not shown
     with ExitStack() as stack:
         stack.enter_context(evaluated(parts))
         stack.enter_context(spaces.rows_rotate_alone(anatomy.by_length))
@@ -333,6 +335,8 @@ def tap(
         def serve(
             run: Callable[[], Tensor], **fields: Any
         ) -> Tensor:  # of an attention that a module computed itself
+            if threading.get_ident() != watcher:
+                return run()
             show(call := Call(**fields))
             return _edited(call, run().transpose(1, 2)).transpose(1, 2)
 
@@ -376,6 +380,7 @@ def _interface(
 ) -> Iterator[None]:
     """Show the calls of transformers' attention interface."""
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    watcher = threading.get_ident()
 
     def attention(
         module: nn.Module,
@@ -396,7 +401,8 @@ def _interface(
             run = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[implementation]
         else:
             run = file.eager_attention_forward
-        if layers is not None and id(module) not in layers:
+        unwatched = layers is not None and id(module) not in layers
+        if unwatched or threading.get_ident() != watcher:
             return run(module, *given, **kwargs)
         scale = kwargs.get("scaling")
         is_causal = kwargs.get("is_causal")
