@@ -18,6 +18,7 @@ Its files, in reading order. The way of a batch through a model:
 - ``patch``: other keys, queries, logits or outputs in chosen heads, and the model runs on
 - ``runner``: runs under the tap, watched, patched, continued, and changed for a ``with`` block
 - ``what_if``: how a change acts on a run: writers ablated, keys hidden, tokens replaced
+- ``greedy``: what a greedy continuation asks of transformers
 
 Whether a model can be trusted to be looked into:
 

@@ -15,14 +15,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkscope import BadInput, Example
-from qkscope.checking import Count, checked_class
+from qkscope.checking import Prompts, checked_class
 from qkscope.heads import Head, Writer
 from qkscope.hooks import Hook
 from qkscope.model.block_tree import read_blocks
 from qkscope.model.capture_types import Places, Shape
 from qkscope.model.encode import Encoder, Encoding, token_texts
+from qkscope.model.greedy import check_prompts, greedy_config
 from qkscope.model.inputs import forward, in_scope_run, logits_of, scope_run
 from qkscope.model.patch import Edit, Patch
+from qkscope.model.spaces import swapped
 from qkscope.model.tap import ANEW, Call, Stop, tap
 from qkscope.model.what_if import (
     Ablation,
@@ -359,17 +361,20 @@ class Runner(Shape):
     def generate(
         self,
         prompt: str | Encoding | dict[str, Tensor],
-        max_new_tokens: Count = 16,
+        max_new_tokens: Prompts = 16,
         *,
         edits: Sequence[Edit | Hook] = (),
     ) -> Int[Tensor, "b n"] | str:
-        """Greedy continuation, with edits in force at every step: of a text, as text; of a batch,
-        its new ids.
+        """Greedy continuation, with edits in force at every step: of a text, or of a batch.
+
+        Each token is the likeliest one of the model's logits, whatever its generation config asks
+        for besides. It ends at an end token of the model (rows that ended are padded), or where
+        the model's context does. A text gives text, a batch its new ids.
 
         Parameters
         ----------
         prompt : a text, or a left-padded batch.
-        max_new_tokens : how far to go.
+        max_new_tokens : how far to go at most.
         edits : replacements, at columns of the batch.
 
         Examples
@@ -382,26 +387,19 @@ class Runner(Shape):
         'Z'
         """
         batch = self.encode([prompt]) if isinstance(prompt, str) else prompt
-        given = batch.inputs if isinstance(batch, Encoding) else batch
-        mask = given.get("attention_mask")
-        if mask is not None and not bool(mask[:, -1].all()):
-            how = (
-                "encode with padding_side='left'"
-                if "left" in self.facts.sides
-                else "generate from one at a time"
-            )
-            raise BadInput(f"generation needs prompts that end together: {how}.")
-        given = {
-            name: value for name, value in given.items() if name != "position_ids"
-        }  # it counts on from the mask
-        # without a cache every step is a whole forward, so that what patches a forward holds
-        # wherever it points
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": False}
-        with self.patched(edits):
-            every = self.model.generate(**given, pad_token_id=self.encoder.pad_id, **options)
-        ids = every[:, given["input_ids"].shape[1] :]
-        return (
-            str(self.tokenizer.decode(ids[0]))
-            if isinstance(prompt, str) and self.tokenizer
-            else ids
-        )
+        inputs = batch.inputs if isinstance(batch, Encoding) else batch
+        # generate counts positions on from the mask
+        inputs = {name: value for name, value in inputs.items() if name != "position_ids"}
+        check_prompts(self.model, inputs, self.facts.sides)
+        ids = inputs["input_ids"]
+        lengths = inputs.get("attention_mask", torch.ones_like(ids)).sum(dim=1)
+        room = max_new_tokens
+        if self.encoder.max_length is not None:  # the last token of a context has a next one, too
+            room = min(room, max(1, self.encoder.max_length - int(lengths.max()) + 1))
+        config = greedy_config(self.model, self.encoder.pad_id, room)
+        with self.patched(edits), swapped((self.model, "generation_config", config)):
+            continued = self.model.generate(**inputs)
+        new = continued[:, ids.shape[1] :]
+        if isinstance(prompt, str) and self.tokenizer is not None:
+            return str(self.tokenizer.decode(new[0]))
+        return new
