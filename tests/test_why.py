@@ -314,8 +314,7 @@ def test_a_file_of_prompts_that_cannot_be_asked_is_refused_in_words(nano, tmp_pa
         qk.why(nano, str(tmp_path / "mine.jsonl"), heads="L1H0")
 
 
-def test_a_rival_is_what_is_typed_or_it_is_refused(nano):
-    smollm2 = Scope.load("smollm2-135m", check=False)
+def test_a_rival_is_what_is_typed_or_it_is_refused(nano, smollm2):
     for model, text in ((smollm2, " John"), (smollm2, "John"), (smollm2, "…"), (nano, " John")):
         (token,) = model.tokenizer.encode(text, add_special_tokens=False)
         assert rival_token(model, text) == token

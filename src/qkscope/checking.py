@@ -13,11 +13,12 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import sys
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, cast
 
@@ -87,14 +88,44 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         values, named = reader()(*args, **kwargs)
-        _VERB.number += not _VERB.depth
-        _VERB.depth += 1
-        try:
+        if _VERB.depth:
             return function(*values, **named)
+        _VERB.number += 1
+        _VERB.depth = 1
+        try:
+            with _plain_torch():
+                return function(*values, **named)
         finally:
-            _VERB.depth -= 1
+            _VERB.depth = 0
 
     return call
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Torch's modes as a program starts with them, whatever a caller has set.
+
+    Without gradients, or in inference mode, a trace ends in an error of torch's; with a default
+    dtype of float64 so does whatever adds two tensors; autocast moves an attention by .01.
+    """
+    torch = sys.modules.get("torch")
+    with ExitStack() as stack:
+        if torch is None:  # nobody has set a mode of it
+            yield
+            return
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            stack.enter_context(torch.enable_grad())
+        accelerator = torch.accelerator.current_accelerator()
+        for kind in {"cpu", accelerator.type if accelerator else "cpu"}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        dtype = torch.get_default_dtype()
+        if dtype != torch.float32:
+            stack.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(torch.float32)
+        yield
 
 
 def checked_class(cls: C) -> C:
