@@ -10,6 +10,7 @@ exists) the call says.
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import operator
@@ -22,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, cast
 
-from annotated_types import Ge as AtLeast
+from annotated_types import Ge as AtLeast  # noqa: F401  others take it from here
 from annotated_types import Interval
 
 from qkscope.errors import BadInput
@@ -32,9 +33,9 @@ T = TypeVar("T")
 K = TypeVar("K")
 C = TypeVar("C", bound=type)
 
-Count = Annotated[int, AtLeast(1)]
-Prompts = Annotated[int, Interval(ge=1, le=1_000_000)]
-Natural = Annotated[int, AtLeast(0)]
+#: A million of anything is asked for by mistake, and would run for hours or until memory ends.
+Count = Annotated[int, Interval(ge=1, le=1_000_000)]
+Natural = Annotated[int, Interval(ge=0, le=1_000_000)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 #: Generators take 64 bits, and what is derived from a seed must fit too.
 Seed = Annotated[int, Interval(ge=-(2**62), le=2**62)]
@@ -95,6 +96,12 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
         try:
             with _plain_torch():
                 return function(*values, **named)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise BadInput(
+                f"a name is longer than files have: {cut(str(error.filename), 80)}"
+            ) from None
         finally:
             _VERB.depth = 0
 

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkscope import BadInput, Example
-from qkscope.checking import Prompts, checked_class
+from qkscope.checking import Count, checked_class
 from qkscope.heads import Head, Writer
 from qkscope.hooks import Hook
 from qkscope.model.block_tree import read_blocks
@@ -338,21 +338,24 @@ class Runner(Shape):
         >>> Scope.load("nano:mixed").attention("hat jam hat", "L1H0", query=-1).shape
         torch.Size([4])
         """
-        asked = self.check(head)
+        watched = self.check(head)
         inputs = self.encode([prompt]).inputs
-        patterns = list[Tensor]()
         ids = inputs["input_ids"][0]
-        shown = inputs["attention_mask"][0].bool()
-        at = self.column(ids, shown, query) if isinstance(query, str) else query
+        at = None
+        if query is not None:
+            at = self.column(ids, inputs["attention_mask"][0].bool(), query)
+        patterns = list[Tensor]()
 
         def visit(call: Call) -> None:
-            if call.layer == asked.layer and at is not None:
-                row = torch.arange(len(ids))[[at]]
-                patterns.append(call.rows(asked.index, row * 0, row).attention()[0, 0])
-            elif call.layer == asked.layer:
-                patterns.append(call.attention([asked.index])[0, 0])
-            if patterns:
-                raise Stop
+            if call.layer != watched.layer:
+                return
+            if at is None:
+                patterns.append(call.attention([watched.index])[0, 0])
+            else:
+                sequence = torch.tensor([0])
+                row = call.rows(watched.index, sequence, torch.tensor([at]))
+                patterns.append(row.attention()[0, 0])
+            raise Stop
 
         self.watch(inputs, visit)
         return patterns[0]
@@ -361,7 +364,7 @@ class Runner(Shape):
     def generate(
         self,
         prompt: str | Encoding | dict[str, Tensor],
-        max_new_tokens: Prompts = 16,
+        max_new_tokens: Count = 16,
         *,
         edits: Sequence[Edit | Hook] = (),
     ) -> Int[Tensor, "b n"] | str:

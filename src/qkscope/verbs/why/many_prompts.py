@@ -104,13 +104,10 @@ class Prompts:
         example, right = self.prompts[i]
         last = max((head.layer for head in self.heads or ()), default=0) if self.carriers else 0
         try:
-            probe = Probe(
-                self.scope,
-                example,
-                self.scope.place(example, self.query, chat=self.chat),
-                self.chat,
-                last,
-            )
+            query = self.query
+            if isinstance(query, str):
+                query = self.scope.place(example, query, chat=self.chat)
+            probe = Probe(self.scope, example, query, self.chat, last)
             if probe.asked.query < 2:
                 raise BadInput(
                     "besides the first token a head sees itself alone: give a longer prompt."
