@@ -174,7 +174,7 @@ def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
 def test_a_change_that_cannot_be_made_is_refused_in_words(nano, change, said):
     with pytest.raises(qk.BadInput, match=said), change(nano):
         nano.attention(PROMPT, "L1H0")
-    assert not nano._ablated + nano._hidden + nano._replaced
+    assert not nano._changes.open
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -2,6 +2,8 @@
 not at all.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import transformers
@@ -93,3 +95,46 @@ def test_a_compiled_model_is_refused_in_words(in_place):
         model.compile()
     with pytest.raises(BadInput, match=r"give the model as it was before torch\.compile"):
         qk.Scope.from_model(model if in_place else torch.compile(model))
+
+
+@contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+        assert torch.get_default_dtype() == dtype  # it is put back
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+MODES = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_torchs_modes_around_a_call_change_no_number(nano, mode):
+    pattern = nano.attention(PROMPT, "L1H0")
+    why = qk.why(nano, PROMPT, "L2H3")
+    circuit = qk.why(nano, PROMPT, circuit=True).tables["kept"]
+    with MODES[mode]():
+        assert torch.equal(nano.attention(PROMPT, "L1H0"), pattern)
+        assert qk.why(nano, PROMPT, "L2H3").tables == why.tables
+        assert qk.why(nano, PROMPT, circuit=True).tables["kept"] == circuit
+        loaded = qk.Scope.load("nano:mixed", check=False)
+        batches = [batch.q for batch in nano.capture([PROMPT, PROMPT], "L1H0", batch_size=1)]
+    assert qk.why(loaded, PROMPT, "L2H3").tables == why.tables
+    assert {batch.dtype for batch in batches} == {torch.float32}
+
+
+def test_weights_that_take_no_gradient_are_refused_in_words(nano):
+    with torch.inference_mode():
+        model = transformers.LlamaForCausalLM(nano.model.config)
+    scope = qk.Scope.from_model(model, nano.tokenizer, check=False)
+    assert scope.attention(PROMPT, "L1H0").shape == (5, 5)
+    with pytest.raises(BadInput, match=r"made under torch\.inference_mode, where no gradient"):
+        qk.why(scope, PROMPT, "L2H3")

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 
 from id_prompts import marked
+from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.model.encode import Encoding
 from qkscope.model.patch import Edit
@@ -130,3 +132,74 @@ def test_generation_is_greedy_and_edits_hold_at_every_step() -> None:
             ended |= best == 2
             ids = torch.cat([ids, chosen[:, step : step + 1]], dim=1)
             mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
+
+
+def test_generation_is_greedy_whatever_the_models_own_config_asks_for(nano) -> None:
+    prompt = "hat: O jam: Z cat: B jam:"
+    encoded = nano.encode([prompt])
+    wanted = nano.generate(encoded, 6)
+    own = nano.model.generation_config
+    length = encoded.inputs["input_ids"].shape[1]
+    ids = encoded.inputs["input_ids"]
+    for step in range(6):  # each token is the argmax of plain logits
+        assert int(nano.model(input_ids=ids).logits[0, -1].argmax()) == int(wanted[0, step])
+        ids = torch.cat([ids, wanted[:, step : step + 1]], dim=1)
+    asked = {
+        "no_repeat_ngram_size": 1,
+        "repetition_penalty": 3.0,
+        "guidance_scale": 2.0,
+        "max_time": 1e-9,
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "do_sample": True,
+        "return_dict_in_generate": True,
+        "stop_strings": ["Z"],
+        "prompt_lookup_num_tokens": 2,
+        "suppress_tokens": wanted[0].tolist(),
+        "min_new_tokens": 9,
+    }
+    for name, value in asked.items():
+        config = transformers.GenerationConfig(eos_token_id=own.eos_token_id)
+        setattr(config, name, value)
+        nano.model.generation_config = config
+        try:
+            assert torch.equal(nano.generate(encoded, 6), wanted), name
+            assert getattr(nano.model.generation_config, name) == value  # it is put back
+        finally:
+            nano.model.generation_config = own
+    assert wanted.shape[1] == 6
+    assert ids.shape[1] == length + 6
+
+
+def test_generation_ends_at_the_models_end_tokens_and_pads(nano) -> None:
+    batch = nano.encode(["hat: O jam: Z cat: B jam:", "hat: O jam: Z cat: B cat:"])
+    plain = nano.generate(batch, 5)
+    own = nano.model.generation_config
+    ends = [int(plain[0, 1]), int(plain[1, 3])]
+    nano.model.generation_config = transformers.GenerationConfig(eos_token_id=ends)
+    try:
+        ended = nano.generate(batch, 5)
+    finally:
+        nano.model.generation_config = own
+    for row, continuation in zip(ended, plain, strict=True):
+        first = next(i for i, token in enumerate(continuation.tolist()) if token in ends)
+        assert torch.equal(row[: first + 1], continuation[: first + 1])
+        assert set(row[first + 1 :].tolist()) <= {nano.encoder.pad_id}
+
+
+def test_generation_ends_with_the_context_and_refuses_what_is_no_prompt(nano) -> None:
+    context = nano.encoder.max_length
+    encoded = nano.encode([" ".join(["hat"] * (context - 4))])
+    length = encoded.inputs["input_ids"].shape[1]
+    assert nano.generate(encoded, 1000).shape[1] == context - length + 1
+    for wrong, says in (
+        ({}, "give a text, or a batch with input_ids"),
+        (encoded.inputs | {"num_beams": torch.tensor(2)}, "leave num_beams out"),
+        (encoded.inputs | {"labels": encoded.inputs["input_ids"]}, "leave labels out"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            nano.generate(wrong, 2)
+    with pytest.raises(BadInput, match=r"max_new_tokens of Runner\.generate should be"):
+        nano.generate(encoded, 10**30)
+    with pytest.raises(BadInput, match="generates nothing"):
+        Scope.from_model(tiny_model("bert"), check=False).generate({"input_ids": torch.ones(1, 4)})

@@ -9,30 +9,32 @@ exists) the function checks itself.
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import operator
+import sys
 import threading
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, cast
 
-from annotated_types import Ge as AtLeast
+from annotated_types import Ge as AtLeast  # noqa: F401  others take it from here
 from annotated_types import Interval
 
 from qkscope.errors import BadInput
-from qkscope.text import describe
+from qkscope.text import abbreviate, describe
 
 P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
-Count = Annotated[int, AtLeast(1)]
-Prompts = Annotated[int, Interval(ge=1, le=1_000_000)]
-Natural = Annotated[int, AtLeast(0)]
+#: A million of anything is asked for by mistake, and would run for hours or until memory ends.
+Count = Annotated[int, Interval(ge=1, le=1_000_000)]
+Natural = Annotated[int, Interval(ge=0, le=1_000_000)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 #: Generators take 64 bits, and what is derived from a seed must fit too.
 Seed = Annotated[int, Interval(ge=-(2**62), le=2**62)]
@@ -54,10 +56,12 @@ class _PublicCall(threading.local):
     depth = 0
     number = 0
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
+        """Enter a call; whether it is the outermost one."""
         if self.depth == 0:
             self.number += 1
         self.depth += 1
+        return self.depth == 1
 
     def __exit__(self, *exception: object) -> None:
         self.depth -= 1
@@ -100,10 +104,51 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         validate = validator()
         values, options = validate(*args, **kwargs)
-        with _PUBLIC_CALL:
-            return function(*values, **options)
+        with _PUBLIC_CALL as is_outermost:
+            if not is_outermost:
+                return function(*values, **options)
+            return _from_outside(function, values, options)
 
     return call
+
+
+def _from_outside(function: Callable[..., T], values: Any, options: Any) -> T:
+    """Call a function as its user does: torch's modes plain, and names too long a sentence."""
+    try:
+        with _plain_torch():
+            return function(*values, **options)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = abbreviate(str(error.filename), 80)
+        raise BadInput(f"a name is longer than files have: {name}") from None
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Torch's modes as a program starts with them, whatever a caller has set.
+
+    Without gradients, or in inference mode, a trace ends in an error of torch's; with a default
+    dtype of float64 so does whatever adds two tensors; autocast moves an attention by .01.
+    """
+    torch = sys.modules.get("torch")
+    with ExitStack() as stack:
+        if torch is None:  # nobody has set a mode of it
+            yield
+            return
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            stack.enter_context(torch.enable_grad())
+        accelerator = torch.accelerator.current_accelerator()
+        for kind in {"cpu", accelerator.type if accelerator else "cpu"}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        dtype = torch.get_default_dtype()
+        if dtype != torch.float32:
+            stack.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(torch.float32)
+        yield
 
 
 def checked_class(cls: C) -> C:

@@ -14,6 +14,7 @@ from typing import Any
 
 import qkscope as qk
 from qkscope import BadInput, Head, Result, Scope
+from qkscope.checking import Count
 from qkscope.cli import PROMPT, command, print_end, print_json, say
 from qkscope.findings.task_batches import made_with
 from qkscope.model.files import fetch as fetch_model
@@ -22,6 +23,7 @@ from qkscope.results.progress import doing
 from qkscope.results.work import verb
 
 _HEADS = 3
+_MOST = 10_000  # prompts: a demo that is stopped keeps nothing
 
 
 def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
@@ -121,7 +123,7 @@ def _record(columns: Mapping[str, list[str]]) -> dict[str, Any]:
 
 
 @verb("demo")
-def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
+def demo(*, out: str | Path = "runs/demo", n: Count = 96) -> Result:
     """Run the main job on the embedded model: find heads, take them apart, test that causally, and
     ask why on a prompt.
 
@@ -132,6 +134,11 @@ def demo(*, out: str | Path = "runs/demo", n: int = 96) -> Result:
     out : folder for the results and the page.
     n : prompts for finding, fitting and testing, each.
     """
+    if n > _MOST:
+        raise BadInput(
+            f"demo takes at most {_MOST} prompts, but got {n}: for more, run heads, decompose and "
+            "swap, which go on where they were stopped."
+        )
     scope = Scope.load("smollm2-135m")
     task = qk.tasks.binding(entities=9, form="list")
     with doing(f"scoring all {len(scope.heads())} heads"):

@@ -357,7 +357,7 @@ def argument(parameter: Parameter, values: Values) -> Any:
             )
         value = _fit(Path(folder), values, contrast)
     elif name == "model" and parameter.default is _NEEDED:
-        value = value or MODEL
+        value = _model_name(value) or MODEL
     elif name == "chat" and (
         "task" in values or not value
     ):  # a task says itself whether its prompts are chat
@@ -365,6 +365,13 @@ def argument(parameter: Parameter, values: Values) -> Any:
     elif name == "say":
         value = say
     return value
+
+
+def _model_name(name: str | None) -> str | None:
+    """The model that was named; an empty name is no model, and not the default one either."""
+    if name is not None and not name.strip():
+        raise BadInput(f"--model is empty: name a model, or leave it out for {MODEL}.")
+    return name
 
 
 def _scope(values: Values) -> Any:
@@ -375,7 +382,7 @@ def _scope(values: Values) -> Any:
 
     folder = values.get("fit") or (values.get("feature") or "").rpartition(":")[0]
     device = values["device"]
-    model = values["model"] or (read_job(folder)["model"] if folder else MODEL)
+    model = _model_name(values["model"]) or (read_job(folder)["model"] if folder else MODEL)
     place = {"device_map": "auto"} if device == "auto" else {"device": torchrun_device(device)}
 
     class Unloaded(Scope):

@@ -8,8 +8,10 @@ v(t)``; later layers may add to it or undo it.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -48,11 +50,45 @@ def whole(tokens: Sequence[str], i: int) -> str:
 
 def first_token(scope: Scope, text: str) -> int:
     """Id of the first token of a text that is not blank."""
-    ids = [] if scope.tokenizer is None else scope.tokenizer.encode(text, add_special_tokens=False)
-    named = [i for i in ids if token_texts(scope, [i])[0].strip()]
-    if not named:
+    return _written(scope, text)[0]
+
+
+def rival_token(scope: Scope, text: str) -> int:
+    """Id of the one token that a rival's text is; a text of several, or of none, is refused.
+
+    A blank before the text is the tokenizer's business: some read a word alone as " word".
+    """
+    ids = _written(scope, text)
+    texts = token_texts(scope, ids)
+    if len(ids) > 1:
+        pieces = ", ".join(map(quoted, filter(None, texts)))
+        raise BadInput(
+            f"{text!r} is {len(ids)} tokens of this model ({pieces}), and a rival is one: "
+            "name a text of one token, as ' John'."
+        )
+    if ids[0] == scope.encoder.unknown:
+        raise BadInput(f"this model has no token for {text!r}: name a word that it was trained on.")
+    if not _same_text(text, texts[0]):
+        raise BadInput(f"this model reads {text!r} as {texts[0]!r}: name its rival as it reads it.")
+    return ids[0]
+
+
+def _written(scope: Scope, text: str) -> list[int]:
+    """Ids of a text from its first token on that is not blank."""
+    ids = scope.encoder.bare_ids(text)
+    blank = sum(1 for _ in takewhile(lambda i: not token_texts(scope, [i])[0].strip(), ids))
+    if blank == len(ids):
         raise BadInput(f"{text!r} is no text of this model's tokens: name a word, as ' John'.")
-    return int(named[0])
+    return ids[blank:]
+
+
+def _same_text(text: str, token: str) -> bool:
+    """Whether a token reads as a text, but for one blank before it and what tokenizers fold."""
+    if text.startswith("  ") or text != text.rstrip():
+        return text == token
+    typed = unicodedata.normalize("NFKC", text)
+    read = unicodedata.normalize("NFKC", token)
+    return typed.strip() == read.strip()
 
 
 class Output:
@@ -76,7 +112,7 @@ class Output:
         self.best = int(self.logits.argmax())
         self._names: dict[int, tuple[str, int]] = {}
         self.rival, self.why_rival = (
-            self._default_rival() if versus is None else (first_token(self.scope, versus), "")
+            self._default_rival() if versus is None else (rival_token(self.scope, versus), "")
         )
         if self.rival == self.best:
             raise BadInput(f"{versus!r} is the next token itself: name another one as its rival.")

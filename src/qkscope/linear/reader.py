@@ -71,6 +71,9 @@ class Reader:
                 why = "what writers give is split by gradients, which need numbers with a fraction"
                 stored = f"{name} is stored in {weight.dtype}, and {why}; load the model without quantisation"
                 raise BadInput(f"{scope.name} cannot be traced: {stored}.")
+            if weight.is_inference():
+                made = f"{name} was made under torch.inference_mode, where no gradient is taken"
+                raise BadInput(f"{scope.name} cannot be traced: {made}; load the model outside it.")
         self.blocks = read_blocks(scope.model, scope.facts.layer_of)
         self.overwrites = False
         self.device = input_device(scope.model)

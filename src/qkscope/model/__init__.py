@@ -16,8 +16,9 @@ Its files, in reading order. The way of a batch through a model:
   of everything else
 - ``batching``: how they are taken layer by layer; layers that are alike wait, and are done together
 - ``patch``: other keys, queries, logits or outputs in chosen heads, and the model runs on
-- ``runner``: runs under the tap, watched, patched, continued; writers ablated, keys hidden, tokens
-  replaced, for a ``with`` block
+- ``runner``: runs under the tap, watched, patched, continued, and changed for a ``with`` block
+- ``what_if``: how a change acts on a run: writers ablated, keys hidden, tokens replaced
+- ``greedy``: what a greedy continuation asks of transformers
 
 Whether a model can be trusted to be looked into:
 

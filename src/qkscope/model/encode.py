@@ -191,6 +191,22 @@ class Encoder:
             return None
         return self.tokenizer.unk_token_id  # type: ignore[union-attr]
 
+    def bare_ids(self, text: str) -> list[int]:
+        """The ids of a text by itself, without special tokens."""
+        if self.tokenizer is None:
+            raise BadInput(
+                f"this scope has no tokenizer to read {text!r} with: name a token by id."
+            )
+        if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise BadInput(f"{text!r} has half a surrogate pair, which no tokenizer reads.")
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def check_id(self, token: int) -> None:
+        """Refuse an id that the model does not know."""
+        if token < 0 or (self.vocabulary is not None and token >= self.vocabulary):
+            last = "" if self.vocabulary is None else f" to {self.vocabulary - 1}"
+            raise BadInput(f"this model has no token {token}: its ids are 0{last}.")
+
     def prompts(self, examples: Sequence[Example | str], chat: bool) -> list[Prompt]:
         """Pair examples with their tokens; a plain string is an example without marks."""
         marked = [

@@ -13,7 +13,9 @@ name one, and never saw it first).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -61,11 +63,36 @@ def forward_arguments(module: Any) -> set[str]:
     return names
 
 
+class _ScopeRuns(threading.local):
+    """How deep runs that a scope makes are nested in this thread."""
+
+    depth = 0
+
+
+_SCOPE_RUNS = _ScopeRuns()
+
+
+def in_scope_run() -> bool:
+    """Whether a scope makes the run that is under way in this thread, rather than its user."""
+    return _SCOPE_RUNS.depth > 0
+
+
+@contextmanager
+def scope_run() -> Iterator[None]:
+    """Mark the runs inside a ``with`` block as a scope's own."""
+    _SCOPE_RUNS.depth += 1
+    try:
+        yield
+    finally:
+        _SCOPE_RUNS.depth -= 1
+
+
 def forward(module: Any, inputs: dict[str, Any]) -> Any:
     """Run a model, or its body, without a key-value cache."""
     if "use_cache" in forward_arguments(module):
         inputs = {"use_cache": False} | inputs
-    return module(**inputs)
+    with scope_run():
+        return module(**inputs)
 
 
 def logits_of(model: Any, inputs: dict[str, Any], row: Tensor, query: Tensor) -> Tensor:

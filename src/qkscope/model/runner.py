@@ -1,17 +1,13 @@
-"""Runs of a model under the tap: watched, patched, continued, and with whatever a ``with`` block
-changes in force.
+"""Runs of a model under the tap: watched, patched, continued.
 
-What if: a writer ablated, a key hidden, a token replaced. An ablated writer puts out, at each
-token, its mean over the prompt's other tokens, the first one left out; every later layer follows. A
-hidden key is one that a head may not look at (attention knockout). A replaced token is another one
-in the text, so that positions do not move. They hold in whatever runs inside the block: `why`,
-`attention`, `generate`.
+What is changed for a ``with`` block (`what_if`) holds in whatever runs inside it: `why`,
+`attention`, `generate`, and calls of ``scope.model`` itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -25,17 +21,27 @@ from qkscope.hooks import Hook
 from qkscope.model.block_tree import read_blocks
 from qkscope.model.capture_types import Places, Shape
 from qkscope.model.encode import Encoder, Encoding, token_texts
-from qkscope.model.inputs import forward, logits_of
+from qkscope.model.greedy import check_prompts, greedy_config
+from qkscope.model.inputs import forward, in_scope_run, logits_of, scope_run
 from qkscope.model.patch import Edit, Patch
-from qkscope.model.tap import ANEW, Call, Stop, cleared, tap
-
-_ALIKE = 0.75  # of two prompts' tokens: one is the other with some words replaced
+from qkscope.model.spaces import swapped
+from qkscope.model.tap import ANEW, Call, Stop, tap
+from qkscope.model.what_if import (
+    Ablation,
+    AppliedChanges,
+    Change,
+    Changes,
+    Knockout,
+    Replacement,
+    around_forward,
+)
 
 
 @checked_class
 class Runner(Shape):
-    """A model that runs under the tap, and can be changed for a ``with`` block; `Scope` adds how
-    text goes in.
+    """A model that runs under the tap, and can be changed for a ``with`` block.
+
+    `Scope` adds how text goes in.
     """
 
     tokenizer: Any
@@ -44,15 +50,9 @@ class Runner(Shape):
     encode: Callable[..., Encoding]
 
     def __init__(self) -> None:
-        self._ablated: list[Head | nn.Module] = []
-        self._hidden: list[tuple[Head, int | str, int | str | None]] = []
-        self._places: dict[
-            tuple[int | str, int], tuple[list[int], int]
-        ] = {}  # where named tokens stood
-        self._replaced: list[tuple[int | str, str | int]] = []
+        self._changes = Changes()
 
-    # ------------------------------------------------------------------ what is changed, for a
-    # block
+    # ------------------------------------------------------------------ changed for a block
 
     def ablate(self, *writers: str | Head) -> AbstractContextManager[None]:
         """Ablate heads and MLPs: each puts out its mean over the prompt's other tokens, the first
@@ -73,7 +73,7 @@ class Runner(Shape):
         >>> torch.equal(changed, scope.attention("hat: O jam: Z jam:", "L1H0"))
         False
         """
-        return _pushed(self._ablated, [self._writer(Writer.parse(writer)) for writer in writers])
+        return self._block([Ablation(self._writer(Writer.parse(name))) for name in writers])
 
     def hide(
         self, head: str | Head, key: int | str, query: int | str | None = None
@@ -97,8 +97,8 @@ class Runner(Shape):
         ...     float(scope.attention("hat: O jam: Z jam:", "L1H0")[-1, 6])
         0.0
         """
-        self._places.clear()  # what another block named by text stood in other prompts
-        return _pushed(self._hidden, [(self.check(head), key, query)])
+        self._changes.places.clear()  # of other blocks, in other prompts
+        return self._block([Knockout(self.check(head), key, query)])
 
     def replace(self, place: int | str, text: str | int) -> AbstractContextManager[None]:
         """Put another token in the place of one, in every prompt that is encoded inside the block.
@@ -116,12 +116,35 @@ class Runner(Shape):
         ...     scope.tokenizer.decode(scope.encode(["hat: O jam: Z jam:"]).inputs["input_ids"][0])
         '<s> hat: O cat: Z jam:'
         """
-        return _pushed(self._replaced, [(place, text)])
+        return self._block([Replacement(place, text)])
 
     @property
     def is_changed(self) -> bool:
-        """Whether writers are ablated or keys hidden now."""
-        return bool(self._ablated or self._hidden)
+        """Whether writers are ablated or keys hidden now, in this thread."""
+        return any(not isinstance(change, Replacement) for change in self._changes.open)
+
+    @contextmanager
+    def _block(self, changes: Sequence[Change]) -> Iterator[None]:
+        """Put changes in force for a block: in runs of the scope, and in calls of its model itself."""
+        applied = AppliedChanges(self._changes, self.column)
+        opened = ExitStack()
+
+        def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if in_scope_run():  # which applies the changes itself
+                return
+            opened.callback(applied.end)
+            opened.enter_context(self._tap(applied=applied))
+            applied.begin(args, kwargs)
+
+        def end(completed: bool) -> None:
+            with nullcontext() if completed else suppress(BadInput):
+                opened.close()  # of a forward that failed, layers may not have been called
+
+        with (
+            self._changes.block(changes),
+            around_forward([self.model, self.model.base_model], begin, end),
+        ):
+            yield
 
     def _writer(self, writer: Writer) -> Head | nn.Module:
         """A head, or the module that writes besides the heads of its layer."""
@@ -139,24 +162,31 @@ class Runner(Shape):
 
     def replaced(self, ids: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
         """Apply the token replacements in force to ids."""
-        ids = ids.clone() if self._replaced else ids
-        for place, text in self._replaced:
-            new = (
-                [text]
-                if isinstance(text, int)
-                else self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            )
-            if len(new) != 1:
-                raise BadInput(
-                    f"{text!r} is {len(new)} tokens here, and one is replaced by one: take another word."
-                )
-            if new[0] == self.encoder.unknown:
-                raise BadInput(
-                    f"this model has no token for {text!r}: take a word that it was trained on."
-                )
+        replacements = self._changes.of(Replacement)
+        if not replacements:
+            return ids
+        ids = ids.clone()
+        for place, text in replacements:
+            new = self._one_id(text)
             for row in range(len(ids)):
-                ids[row, self.column(ids[row], mask[row].bool(), place)] = new[0]
+                ids[row, self.column(ids[row], mask[row].bool(), place)] = new
         return ids
+
+    def _one_id(self, text: str | int) -> int:
+        """The id of a text of one token; an id is given back."""
+        if isinstance(text, int):
+            self.encoder.check_id(text)
+            return text
+        ids = self.encoder.bare_ids(text)
+        if len(ids) != 1:
+            raise BadInput(
+                f"{text!r} is {len(ids)} tokens here, and one is replaced by one: take another word."
+            )
+        if ids[0] == self.encoder.unknown:
+            raise BadInput(
+                f"this model has no token for {text!r}: take a word that it was trained on."
+            )
+        return ids[0]
 
     def column(self, ids: Int[Tensor, " t"], mask: Bool[Tensor, " t"], place: int | str) -> int:
         """The column of a token in a padded row, named by its place or by its text."""
@@ -181,76 +211,6 @@ class Runner(Shape):
             many = f"{text!r} stands {len(there)} times in the prompt"
             raise BadInput(f"{many}: write '{text}#1' to '{text}#{len(there)}'.")
         return there[int(number or 1) - 1]
-
-    @contextmanager
-    def changed(self) -> Iterator[list[Callable[[Call], None]]]:
-        """Apply the changes in force, as visitors of the tap and hooks on MLPs."""
-        if not self.is_changed:
-            yield []
-            return
-        seen: dict[str, Any] = {"known": {}}
-
-        def note(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen["ids"] = ids = (
-                kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
-            )
-            mask = kwargs.get("attention_mask")
-            seen["mask"] = (
-                mask.bool() if mask is not None and mask.ndim == 2 else torch.ones_like(ids).bool()
-            )
-
-        def means(z: Float[Tensor, "b t e"]) -> Float[Tensor, "b t e"]:
-            mask = seen["mask"].to(z.device)
-            flat = z.reshape(*mask.shape, -1)
-            weight = (mask & (mask.cumsum(1) > 1))[..., None].to(flat)  # the first token left out
-            others = weight.sum(1, keepdim=True) - weight
-            mean = ((flat * weight).sum(1, keepdim=True) - flat * weight) / others.clamp_min(1)
-            return torch.where(others > 0, mean, flat).reshape(z.shape)
-
-        def visit(call: Call) -> None:
-            for head in self._ablated:
-                if isinstance(head, Head) and head.layer == call.layer:
-                    call.outputs[head.index] = means
-            for head, key, query in self._hidden:
-                if head.layer == call.layer:
-                    mask = call.own_mask(head.index)
-                    for row in range(len(mask)):
-                        at = None if query is None else self._known(seen, row, query)
-                        column = self._known(seen, row, key)
-                        if at is not None and column > at and mask[row, at, column] == -torch.inf:
-                            raise BadInput(
-                                f"{head} cannot see token {key} from token {query}, which stands before it."
-                            )
-                        mask[row, slice(None) if at is None else at, column] = -torch.inf
-
-        def ablated(_module: nn.Module, _args: Any, out: Any) -> Any:
-            return (means(out[0]), *out[1:]) if isinstance(out, tuple) else means(out)
-
-        hooks = [self.model.base_model.register_forward_pre_hook(note, with_kwargs=True)]
-        parts = [part for part in self._ablated if isinstance(part, nn.Module)]
-        hooks += [
-            part.register_forward_hook(ablated, prepend=True) for part in parts
-        ]  # first of all
-        with cleared(hooks):
-            yield [visit]
-
-    def _known(self, seen: dict[str, Any], row: int, place: int | str) -> int:
-        """The column of a token; in a text that grows, the one that it was at first."""
-        ids = seen["ids"][row]
-        mask = seen["mask"][row]
-        tokens = ids[mask].tolist()
-        first = int(mask.int().argmax())
-        before, at = seen["known"].get((row, place), (None, 0))
-        if before is None or tokens[: len(before)] != before:
-            try:
-                at = self.column(ids, mask, place) - first
-                self._places[place, len(tokens)] = tokens, at
-            except BadInput:  # the same prompt with other words in it, as `why` asks: the token stands where it stood
-                other, at = self._places.get((place, len(tokens)), ([], 0))
-                if sum(a == b for a, b in zip(tokens, other, strict=False)) < _ALIKE * len(tokens):
-                    raise
-            seen["known"][row, place] = tokens, at
-        return at + first
 
     # ------------------------------------------------------------------ runs
 
@@ -302,8 +262,14 @@ class Runner(Shape):
 
     @contextmanager
     def _tap(
-        self, *visits: Any, rotary: bool = False, first: int = 0, only: Any = None
+        self,
+        *visits: Callable[[Call], None],
+        rotary: bool = False,
+        first: int = 0,
+        only: Collection[int] | None = None,
+        applied: AppliedChanges | None = None,
     ) -> Iterator[list[int]]:
+        """Tap this model with the changes in force, or with those that a forward has begun with."""
         facts = self.facts
         shown = facts.layer_of.values() if only is None else only
         layers = {
@@ -311,13 +277,21 @@ class Runner(Shape):
             for module, layer in facts.layer_of.items()
             if first <= layer and layer in shown
         }
-        with (
-            self.changed() as changes,
-            tap(
-                self.model, *changes, *visits, layers=layers, rotary=rotary, anatomy=facts.anatomy
-            ) as called,
-        ):
-            yield called
+        with ExitStack() as stack:
+            stack.enter_context(scope_run())
+            if applied is None:
+                applied = AppliedChanges(self._changes, self.column)
+                modules = [self.model, self.model.base_model]
+                stack.enter_context(around_forward(modules, applied.begin, applied.end))
+            watching = tap(
+                self.model,
+                applied.visit,
+                *visits,
+                layers=layers,
+                rotary=rotary,
+                anatomy=facts.anatomy,
+            )
+            yield stack.enter_context(watching)
 
     @contextmanager
     def patched(self, edits: Sequence[Edit | Hook]) -> Iterator[Any]:
@@ -364,21 +338,24 @@ class Runner(Shape):
         >>> Scope.load("nano:mixed").attention("hat jam hat", "L1H0", query=-1).shape
         torch.Size([4])
         """
-        asked = self.check(head)
+        watched = self.check(head)
         inputs = self.encode([prompt]).inputs
-        patterns = list[Tensor]()
         ids = inputs["input_ids"][0]
-        shown = inputs["attention_mask"][0].bool()
-        at = self.column(ids, shown, query) if isinstance(query, str) else query
+        at = None
+        if query is not None:
+            at = self.column(ids, inputs["attention_mask"][0].bool(), query)
+        patterns = list[Tensor]()
 
         def visit(call: Call) -> None:
-            if call.layer == asked.layer and at is not None:
-                row = torch.arange(len(ids))[[at]]
-                patterns.append(call.rows(asked.index, row * 0, row).attention()[0, 0])
-            elif call.layer == asked.layer:
-                patterns.append(call.attention([asked.index])[0, 0])
-            if patterns:
-                raise Stop
+            if call.layer != watched.layer:
+                return
+            if at is None:
+                patterns.append(call.attention([watched.index])[0, 0])
+            else:
+                sequence = torch.tensor([0])
+                row = call.rows(watched.index, sequence, torch.tensor([at]))
+                patterns.append(row.attention()[0, 0])
+            raise Stop
 
         self.watch(inputs, visit)
         return patterns[0]
@@ -391,13 +368,16 @@ class Runner(Shape):
         *,
         edits: Sequence[Edit | Hook] = (),
     ) -> Int[Tensor, "b n"] | str:
-        """Greedy continuation, with edits in force at every step: of a text, as text; of a batch,
-        its new ids.
+        """Greedy continuation, with edits in force at every step: of a text, or of a batch.
+
+        Each token is the likeliest one of the model's logits, whatever its generation config asks
+        for besides. It ends at an end token of the model (rows that ended are padded), or where
+        the model's context does. A text gives text, a batch its new ids.
 
         Parameters
         ----------
         prompt : a text, or a left-padded batch.
-        max_new_tokens : how far to go.
+        max_new_tokens : how far to go at most.
         edits : replacements, at columns of the batch.
 
         Examples
@@ -410,36 +390,19 @@ class Runner(Shape):
         'Z'
         """
         batch = self.encode([prompt]) if isinstance(prompt, str) else prompt
-        given = batch.inputs if isinstance(batch, Encoding) else batch
-        mask = given.get("attention_mask")
-        if mask is not None and not bool(mask[:, -1].all()):
-            how = (
-                "encode with padding_side='left'"
-                if "left" in self.facts.sides
-                else "generate from one at a time"
-            )
-            raise BadInput(f"generation needs prompts that end together: {how}.")
-        given = {
-            name: value for name, value in given.items() if name != "position_ids"
-        }  # it counts on from the mask
-        # without a cache every step is a whole forward, so that what patches a forward holds
-        # wherever it points
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": False}
-        with self.patched(edits):
-            every = self.model.generate(**given, pad_token_id=self.encoder.pad_id, **options)
-        ids = every[:, given["input_ids"].shape[1] :]
-        return (
-            str(self.tokenizer.decode(ids[0]))
-            if isinstance(prompt, str) and self.tokenizer
-            else ids
-        )
-
-
-@contextmanager
-def _pushed(stack: list[Any], more: list[Any]) -> Iterator[None]:
-    stack.extend(more)
-    try:
-        yield
-    finally:
-        for change in more:  # this block's, whatever was put on the stack meanwhile
-            del stack[next(i for i, other in enumerate(stack) if other is change)]
+        inputs = batch.inputs if isinstance(batch, Encoding) else batch
+        # generate counts positions on from the mask
+        inputs = {name: value for name, value in inputs.items() if name != "position_ids"}
+        check_prompts(self.model, inputs, self.facts.sides)
+        ids = inputs["input_ids"]
+        lengths = inputs.get("attention_mask", torch.ones_like(ids)).sum(dim=1)
+        room = max_new_tokens
+        if self.encoder.max_length is not None:  # the last token of a context has a next one, too
+            room = min(room, max(1, self.encoder.max_length - int(lengths.max()) + 1))
+        config = greedy_config(self.model, self.encoder.pad_id, room)
+        with self.patched(edits), swapped((self.model, "generation_config", config)):
+            continued = self.model.generate(**inputs)
+        new = continued[:, ids.shape[1] :]
+        if isinstance(prompt, str) and self.tokenizer is not None:
+            return str(self.tokenizer.decode(new[0]))
+        return new

@@ -128,6 +128,10 @@ class Scope(Runner):
         >>> Scope.load("nano:mixed")
         Scope('nano:mixed', 3 layers, 12 heads, float32 on cpu)
         """
+        if not str(name).strip():
+            raise BadInput(
+                "the name of the model is empty: give a hub id, a folder or a .gguf file."
+            )
         scope = cls(*load(name, device, dtype, device_map, revision, attn))
         if check:
             check_once(scope)
@@ -216,6 +220,9 @@ class Scope(Runner):
         return self._pad(self.encoder.prompts(examples, chat), padding_side)
 
     def _pad(self, prompts: Sequence[Prompt], wanted: PaddingSide | None) -> Encoding:
+        """One padded batch, with the tokens in place that a block has replaced."""
+        if not prompts:
+            raise BadInput("a batch holds one prompt at least, but got none.")
         uneven = len({len(tokens.ids) for _, tokens in prompts}) > 1
         side = choose_side(wanted, self.facts.sides, uneven, self.name)
         batch = padded(prompts, side, self.encoder.pad_id, self.facts.takes_positions, self.device)
@@ -227,8 +234,9 @@ class Scope(Runner):
     def place(
         self, prompt: Example | str, token: int | str | None, *, chat: bool = False
     ) -> int | None:
-        """The place of a token in a prompt, where it is named by its text; a place, or None, is
-        given back.
+        """The place of a token in a prompt, where it is named by its text.
+
+        A place that is there, or None, is given back.
 
         Parameters
         ----------
@@ -243,10 +251,11 @@ class Scope(Runner):
         >>> scope.place("hat: O jam: Z jam:", "jam#2"), scope.place("hat: O jam: Z jam:", "Z")
         (7, 6)
         """
-        if not isinstance(token, str):
-            return token
+        if token is None:
+            return None
         inputs = self.encode([prompt], chat=chat).inputs
-        return self.column(inputs["input_ids"][0], inputs["attention_mask"][0].bool(), token)
+        column = self.column(inputs["input_ids"][0], inputs["attention_mask"][0].bool(), token)
+        return column if isinstance(token, str) else token
 
     def capture(
         self,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -320,9 +321,12 @@ class _Audience:
     layers: Mapping[int, int] | None
     heard: deque[Rotary]
     called: list[int] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether calls of this module are shown."""
+        """Whether calls of this module are shown; what another thread asks of the model is not."""
+        if threading.get_ident() != self.thread:
+            return False
         return self.layers is None or id(module) in self.layers
 
     def show(self, call: Call) -> None:
@@ -336,6 +340,8 @@ class _Audience:
 
     def serve(self, run: Callable[[], Tensor], **fields: Any) -> Float[Tensor, "b h s e"]:
         """Show attention that a module computed by itself, and give the output to go on with."""
+        if threading.get_ident() != self.thread:
+            return run()
         call = Call(**fields)
         self.show(call)
         output = run().transpose(1, 2)

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope import Head, Result, Scope
-from qkscope.checking import Count, Prompts, Share, checked_class
+from qkscope.checking import Count, Share, checked_class
 from qkscope.findings.task_batches import batches_of, clusters_of, made_from, made_with, with_notes
 from qkscope.model.encode import Encoding
 from qkscope.model.inputs import check_visible
@@ -48,7 +48,7 @@ class Ranking(Result):
 def find_heads(
     scope: Scope,
     task: Task,
-    n: Prompts = 256,
+    n: Count = 256,
     *,
     threshold: Share = THRESHOLD,
     by: Score = "accuracy",

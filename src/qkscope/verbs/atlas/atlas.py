@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -172,6 +172,8 @@ def passages_of(
     if scope.tokenizer is None:
         raise BadInput(f"{scope.name} has no tokenizer: text cannot be read without one.")
     encode = lambda text: scope.tokenizer(text, verbose=False)["input_ids"]  # noqa: E731
+    if scope.encoder.unknown is not None:
+        _check_words(documents, encode, scope.encoder.unknown)
     whole = [
         x
         for x in split(documents, encode, length=length, seed=seed)[side]
@@ -179,6 +181,18 @@ def passages_of(
     ]
     order = torch.Generator().manual_seed(derived_seed(seed, "passages", side))
     return [whole[i] for i in torch.randperm(len(whole), generator=order).tolist()[:count]]
+
+
+def _check_words(
+    documents: Sequence[Document], encode: Callable[[str], Sequence[int]], unknown: int
+) -> None:
+    """Refuse texts of words that have no token: all of these are one token, so that texts look alike."""
+    ids = [i for document in documents for i in encode(document.text)]
+    if ids.count(unknown) > len(ids) / 2:
+        raise BadInput(
+            "this model has a token only for the words it was trained on, and most words of these "
+            f"{len(documents)} texts have none: take words of the tasks."
+        )
 
 
 # ---------------------------------------------------------------------- looks and their reasons

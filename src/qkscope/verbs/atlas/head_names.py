@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope import Head, Scope
+from qkscope import BadInput, Head, Scope
 from qkscope.model.tap import Call
 from qkscope.rerun.rerun_tokens import prompt_of, room_of
 from qkscope.sums.intervals import clustered_bootstrap
@@ -83,10 +83,14 @@ class Sights:
                 ).to(seen)
 
             scope.watch(prompt_of(scope, ids[some]), visit, only=layers)
+        at = torch.arange(length)
+        if bool(((seen[0].cpu() > at) & (seen[1].cpu() > 0)).any()):
+            raise BadInput(
+                f"{scope.name} looks at tokens that follow as well, and the rules of an atlas are of "
+                "heads that look back: take a decoder."
+            )
         ends = torch.tensor([len(passage.ids) for passage in passages])[:, None, None]
-        return cls(
-            passages, ids, seen[0].long().cpu(), seen[1].cpu() * (torch.arange(length) < ends)
-        )
+        return cls(passages, ids, seen[0].long().cpu(), seen[1].cpu() * (at < ends))
 
     @cached_property
     def looks(self) -> Bool[Tensor, "p h t"]:

@@ -182,9 +182,12 @@ def trace(
         "tokenizer": scope.tokenizer_hash,
     }
     if isinstance(what, str | Example):
-        query = scope.place(what, query, chat=bool(chat))
-        key = scope.place(what, key, chat=bool(chat))
-        versus = scope.place(what, versus, chat=bool(chat))
+        if isinstance(query, str):
+            query = scope.place(what, query, chat=bool(chat))
+        if isinstance(key, str):
+            key = scope.place(what, key, chat=bool(chat))
+        if isinstance(versus, str):
+            versus = scope.place(what, versus, chat=bool(chat))
         layers = [] if dictionary is None else [dictionary.layer, *(h.layer for h in heads)]
         last = max(h.layer for h in heads)
         probe = Probe(

@@ -22,7 +22,7 @@ import torch
 from qkscope import BadInput, Example, Head, Scope
 from qkscope.findings.because import Because, Look
 from qkscope.findings.carriers import Carriers
-from qkscope.findings.next_token import Output, first_token, whole
+from qkscope.findings.next_token import Output, first_token, rival_token, whole
 from qkscope.findings.prompt_trace import Probe, reader_of
 from qkscope.findings.published import locate
 from qkscope.rerun.nodes import Nodes
@@ -104,13 +104,10 @@ class Prompts:
         example, right = self.prompts[i]
         last = max((head.layer for head in self.heads or ()), default=0) if self.carriers else 0
         try:
-            probe = Probe(
-                self.scope,
-                example,
-                self.scope.place(example, self.query, chat=self.chat),
-                self.chat,
-                last,
-            )
+            query = self.query
+            if isinstance(query, str):
+                query = self.scope.place(example, query, chat=self.chat)
+            probe = Probe(self.scope, example, query, self.chat, last)
             if probe.asked.query < 2:
                 raise BadInput(
                     "besides the first token a head sees itself alone: give a longer prompt."
@@ -316,7 +313,8 @@ def _pair_of(scope: Scope, example: Example, versus: str | None) -> tuple[int, i
     if not {1, -1} <= {*texts}:
         needed = "a circuit of many prompts needs the answer of each, and a rival"
         raise BadInput(f"{needed}: {example.show(80)} marks none.")
-    answer, rival = (first_token(scope, texts[sign]) for sign in (1, -1))
+    answer = first_token(scope, texts[1])
+    rival = first_token(scope, texts[-1]) if versus is None else rival_token(scope, versus)
     if answer == rival:
         raise BadInput(
             f"{texts[1]!r} and its rival {texts[-1]!r} begin with the same token: name another rival."

@@ -8,6 +8,7 @@ the circuit that leads from the answer back to the words.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -189,13 +190,8 @@ def why(
         raise BadInput(
             "a circuit starts at the answer: leave out the head, the key and the features."
         )
-    if export is not None and (not circuit or Path(export).is_dir()):
-        why = (
-            "is a folder: name a file in it"
-            if circuit
-            else "takes a circuit: ask for one with circuit (--circuit)"
-        )
-        raise BadInput(f"{export} {why}.")
+    if export is not None:
+        _check_export(Path(export), circuit)
     file = isinstance(prompt, str) and prompt.lower().endswith(".jsonl")
     if file or not isinstance(prompt, str | Example) or (chosen is not None and len(chosen) > 1):
         if features is not None or key is not None:
@@ -235,8 +231,10 @@ def why(
     if isinstance(features, Fit):  # asked as it was fitted
         chat = chat or features.chat
         head = features.heads[0] if head is None else head
-    query = scope.place(prompt, query, chat=chat)
-    key = scope.place(prompt, key, chat=chat)
+    if isinstance(query, str):
+        query = scope.place(prompt, query, chat=chat)
+    if isinstance(key, str):
+        key = scope.place(prompt, key, chat=chat)
     probe = Probe(scope, prompt, query, chat, None if head is None else scope.check(head).layer)
     if not circuit:
         depth = 1 if depth is None else depth
@@ -245,6 +243,18 @@ def why(
     if export is not None and "graph" in found.tables:
         write_graph(Path(export), found)
     return found
+
+
+def _check_export(file: Path, circuit: bool) -> None:
+    """Refuse a file that no graph can be written to, before there is one."""
+    if not circuit:
+        raise BadInput(f"{file} takes a circuit: ask for one with circuit (--circuit).")
+    if file.is_dir():
+        raise BadInput(f"{file} is a folder: name a file in it.")
+    if not file.parent.is_dir():
+        raise BadInput(f"{file} cannot be written: there is no folder {file.parent}.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise BadInput(f"{file} cannot be written: you may not write there.")
 
 
 def answer_probe(
