@@ -87,12 +87,14 @@ def strongest_look(again: Again, layer: int, query: int) -> Look:
 
 def plain_rows(model, prompts, looks, more):
     """The looks' rows of attention as the model itself reports them, run eagerly without a tap."""
-    reported = [
-        layer for layer in eager_attention(model, {"input_ids": prompts}) if layer is not None
-    ]
+    reported = eager_attention(model, {"input_ids": prompts})
+    reported = [weights for weights in reported if weights is not None]
     layers = sorted({look.head.layer for look in looks})
+    if len(reported) > len(layers):  # of layers without attention, too
+        reported = [reported[layer] for layer in layers]
     by_layer = dict(zip(layers, reported, strict=True))
+    width = prompts.shape[1]  # a sink may be reported behind the keys
     rows = [
-        by_layer[x.head.layer][:, x.head.index, x.query + more, : prompts.shape[1]] for x in looks
+        by_layer[look.head.layer][:, look.head.index, look.query + more, :width] for look in looks
     ]
     return torch.stack(rows, dim=1)

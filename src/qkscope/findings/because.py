@@ -154,7 +154,11 @@ class Because:
             if word.start <= furthest and (word.start or usable[self.ids[0]])
         ]  # a first token that no text has, as <bos>, stays
         self.words = self._affordable(self.seen, furthest)
-        far = self.words and furthest + 1 - self.words[0].start > _WHOLE and again.runs_alone(furthest)
+        far = (
+            self.words
+            and furthest + 1 - self.words[0].start > _WHOLE
+            and again.runs_alone(furthest)
+        )
         self.held = (
             f"; tokens over {NEAR} away from it, the key and the query are held" if far else ""
         )

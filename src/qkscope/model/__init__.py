@@ -16,6 +16,8 @@ Its files, in reading order. The way of a batch through a model:
   of everything else
 - ``batching``: how they are taken layer by layer; layers that are alike wait, and are done together
 - ``patch``: other keys, queries, logits or outputs in chosen heads, and the model runs on
+- ``prefix``: a few tokens of a changed prompt run alone, among keys and values of the unchanged one;
+  and whether that is the changed prompt
 - ``runner``: runs under the tap, watched, patched, continued; writers ablated, keys hidden, tokens
   replaced, for a ``with`` block
 
