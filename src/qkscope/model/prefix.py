@@ -15,13 +15,13 @@ before the short way is taken; else whole prompts run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -74,6 +74,11 @@ class WholePrompts:
         """The place in the prompt of each key of `part`."""
         return self.at[0]
 
+    @property
+    def order(self) -> Int[Tensor, "b t"]:
+        """By prompt, the key of `part` that stands at each place."""
+        return self.at
+
     def part(self, call: Call, which: Int[Tensor, "b u"]) -> Call:
         """An attention call with the queries of some tokens of each prompt alone: b rows, u queries."""
         which = which.to(call.q.device)
@@ -83,9 +88,9 @@ class WholePrompts:
         q = call.q[rows, :, which].transpose(1, 2)
         return replace(call, q=q, mask=mask, causal=False)
 
-    def logits(self, part: Call, which: Int[Tensor, "b u"]) -> Float[Tensor, "b h u k"]:
-        """What the softmax of every head is given in a part of a call."""
-        return part.logits([*range(part.q.shape[1])])
+    def by_prompt(self, value: Float[Tensor, "b h u k"], which: Tensor) -> Tensor:
+        """Queries, logits or mask of a part of a call, by prompt: as they are."""
+        return value
 
     def values(self, part: Call, prompt: int) -> Float[Tensor, "g k e"]:
         """The values that a prompt's queries in a part read."""
@@ -130,6 +135,15 @@ class TokensAlone:
         """The place in the prompt of each key of `part`: of all that run, then of those around."""
         return torch.cat([self.at.flatten(), self.around])
 
+    @property
+    def order(self) -> Int[Tensor, "b t"]:
+        """By prompt, the key of `part` that stands at each place up to the last that runs."""
+        count, width = self.at.shape
+        order = self.at.new_zeros(count, int(self.at.max()) + 1)
+        keys = torch.arange(self.at.numel() + len(self.around), device=self.at.device)
+        order[:, self.around] = keys[self.at.numel() :]
+        return order.scatter(1, self.at, keys[: self.at.numel()].view(count, width))
+
     def part(self, call: Call, which: Int[Tensor, "b u"]) -> Call:
         """An attention call with the queries of some tokens alone: one row of b·u queries.
 
@@ -167,10 +181,11 @@ class TokensAlone:
         """Keys or values of all tokens that run, then those around as the unchanged prompt has them."""
         return torch.cat([new.transpose(0, 1).flatten(1, 2), old[0, :, around]], dim=1)
 
-    def logits(self, part: Call, which: Int[Tensor, "b u"]) -> Float[Tensor, "b h u k"]:
-        """What the softmax of every head is given in a part of a call."""
-        logits = part.logits([*range(part.q.shape[1])])[0]
-        return logits.unflatten(1, which.shape).transpose(0, 1)
+    def by_prompt(
+        self, value: Float[Tensor, "1 h r k"], which: Int[Tensor, "b u"]
+    ) -> Float[Tensor, "b h u k"]:
+        """Queries, logits or mask of a part of a call, by prompt."""
+        return value[0].unflatten(1, which.shape).transpose(0, 1)
 
     def values(self, part: Call, prompt: int) -> Float[Tensor, "g k e"]:
         """The values that a prompt's queries in a part read."""
@@ -260,86 +275,114 @@ def runs_alone(scope: Scope, ids: Int[Tensor, " t"], calls: Mapping[int, Call], 
     if end < later and ways.kind(len(ids), later) == kind:
         end = later
     deepest = max(calls)
-    if deepest < max(scope.facts.layer_of.values()) and kind not in ways.alone:
+    if deepest < last_layer(scope) and kind not in ways.alone:
         kind = f"{kind}, up to layer {deepest}"
     if kind not in ways.alone:
-        ways.alone[kind] = _agree(scope, ids, calls, end)
+        ways.alone[kind] = agree(scope, ids, calls, [end])[0]
     return ways.alone[kind]
 
 
-class _Seen(NamedTuple):
-    """What one run shows of a layer: queries and mask of the tokens that run, attention of the last."""
-
-    queries: Float[Tensor, "s x"]
-    mask: Float[Tensor, "m s t"]
-    attention: Float[Tensor, "h t"]
+def last_layer(scope: Scope) -> int:
+    """The last layer of a model that has heads."""
+    return max(scope.facts.layer_of.values())
 
 
-def _agree(scope: Scope, ids: Tensor, calls: Mapping[int, Call], end: int) -> bool:
-    """Whether a changed prompt has the same queries, masks, attention and logits in both ways."""
-    start = min(max(end + 1 - _CHANGED, 1), end)
-    at = torch.arange(start, end + 1, device=ids.device)
-    changed = ids.clone()
-    (other,) = short_ids(scope.model, (len(at),))
-    changed[at] = other.to(ids)
-    every = torch.arange(len(ids), device=ids.device)[None]
-    whole = WholePrompts(prompt_of(scope, changed[None]), every, at[-1:])
-    seen, logits = _shown(scope, whole, at[None], calls)
-    alone = TokensAlone.of(scope, calls, changed[at][None], at[None])
+class _Layer(NamedTuple):
+    """What one run shows of a layer: queries and mask of tokens that run, attention of the last."""
+
+    queries: Float[Tensor, "b s x"]
+    mask: Float[Tensor, "b m s t"]
+    attention: Float[Tensor, "b h t"]
+
+
+def agree(
+    scope: Scope, ids: Int[Tensor, " t"], calls: Mapping[int, Call], ends: Sequence[int]
+) -> list[bool]:
+    """Whether changed prompts have the same queries, masks, attention and logits in both ways.
+
+    Parameters
+    ----------
+    scope : the model.
+    ids : the unchanged prompt.
+    calls : by layer, its attention calls, up to the last layer that is compared.
+    ends : the last token of each changed prompt that is read; the tokens before it are other ones.
+    """
+    width = max(min(_CHANGED, *ends), 1)
+    last = torch.tensor(ends, device=ids.device)
+    at = last[:, None] - torch.arange(width - 1, -1, -1, device=ids.device)
+    (other,) = short_ids(scope.model, (width,))
+    tokens = other.to(ids).expand_as(at)
+    changed = ids.repeat(len(ends), 1).scatter(1, at, tokens)
+    every = torch.arange(len(ids), device=ids.device).expand_as(changed)
+    whole = WholePrompts(prompt_of(scope, changed), every, last)
+    layers, logits = _shown(scope, whole, at, calls)
+    alone = TokensAlone.of(scope, calls, tokens, at)
+    steps = torch.arange(width, device=ids.device).expand_as(at)
     try:
-        seen_alone, logits_alone = _shown(scope, alone, at[None] - start, calls)
+        others, other_logits = _shown(scope, alone, steps, calls)
     except Exception:  # code that wants every token before may fail in any way without them
-        return False
+        return [False] * len(ends)
     tolerance = max(_AGREES, 4 * torch.finfo(scope.model.dtype).eps)
-    if logits is not None:
-        apart = (logits - logits_alone).abs().max() / logits.abs().max()
-        if not apart <= tolerance:  # nor where it is no number
-            return False
-    return all(_alike(seen[layer], seen_alone[layer], tolerance) for layer in seen)
+    alike = torch.ones(len(ends), dtype=torch.bool)
+    for layer, shown in layers.items():
+        alike &= _alike(shown, others[layer], tolerance)
+    if logits is not None and other_logits is not None:
+        moved = (logits - other_logits).abs().amax(1)
+        alike &= (moved <= tolerance * logits.abs().amax(1)).cpu()
+    return alike.tolist()
 
 
 def _shown(
-    scope: Scope, prompts: ChangedPrompts, which: Tensor, calls: Mapping[int, Call]
-) -> tuple[dict[int, _Seen], Tensor | None]:
-    """Run a changed prompt up to the last layer of some calls; to its logits, if that is the last."""
-    seen = dict[int, _Seen]()
+    scope: Scope, prompts: ChangedPrompts, which: Int[Tensor, "b s"], calls: Mapping[int, Call]
+) -> tuple[dict[int, _Layer], Float[Tensor, "b v"] | None]:
+    """Run changed prompts up to the last layer of some calls, and show some of their tokens.
+
+    Next-token logits come with it where that is the last layer of the model.
+    """
+    layers = dict[int, _Layer]()
     deepest = max(calls)
-    whole = deepest == max(scope.facts.layer_of.values())
+    is_last = deepest == last_layer(scope)
 
     def visit(call: Call) -> None:
-        seen[call.layer] = _seen(prompts, call, which)
+        layers[call.layer] = _layer(prompts, call, which)
         prompts.attend(call)
-        if call.layer == deepest and not whole:
+        if call.layer == deepest and not is_last:
             raise Stop
 
-    first = prompts.ends.new_zeros(1)
-    nothing = prompts.at[:, :0]
-    read = Places(first, prompts.ends, nothing, nothing.bool())
-    logits = scope.watch(prompts.inputs, visit, logits_at=read if whole else None)
-    return seen, logits
+    row = torch.arange(len(which), device=which.device)
+    nothing = which[:, :0]
+    read = Places(row, prompts.ends, nothing, nothing.bool())
+    logits = scope.watch(prompts.inputs, visit, logits_at=read if is_last else None)
+    return layers, logits
 
 
-def _seen(prompts: ChangedPrompts, call: Call, which: Int[Tensor, "1 s"]) -> _Seen:
+def _layer(prompts: ChangedPrompts, call: Call, which: Int[Tensor, "b s"]) -> _Layer:
     """What a run shows of a layer, keys by their places in the prompt."""
-    order = prompts.columns.to(call.q.device).argsort()
     part = prompts.part(call, which)
-    last = prompts.part(call, which[:, -1:])
-    queries = part.q[0].transpose(0, 1).flatten(1).float()
     assert part.mask is not None
-    attention = last.attention([*range(last.q.shape[1])])[0, :, 0]
-    return _Seen(queries, part.mask[0][..., order], attention[..., order])
+    queries = prompts.by_prompt(part.q, which).transpose(1, 2).flatten(2).float()
+    mask = prompts.by_prompt(part.mask, which)
+    last = prompts.part(call, which[:, -1:])
+    weights = last.attention([*range(last.q.shape[1])])
+    attention = prompts.by_prompt(weights, which[:, -1:])[:, :, 0]
+    order = prompts.order.to(mask.device)[:, None]
+    return _Layer(
+        queries,
+        mask.gather(-1, order[:, None].expand(*mask.shape[:3], -1)),
+        attention.gather(-1, order.expand(*attention.shape[:2], -1)),
+    )
 
 
-def _alike(whole: _Seen, alone: _Seen, tolerance: float) -> bool:
-    """Whether two runs show the same of a layer."""
-    width = min(whole.mask.shape[-1], alone.mask.shape[-1])
-    if bool((whole.mask[..., width:] > -torch.inf).any()):  # sees tokens behind the query
-        return False
+def _alike(whole: _Layer, alone: _Layer, tolerance: float) -> Bool[Tensor, " b"]:
+    """Whether two runs show the same of a layer, by prompt."""
+    width = alone.mask.shape[-1]
     mask = whole.mask[..., :width]
-    other = alone.mask[..., :width]
-    if not torch.equal(mask == -torch.inf, other == -torch.inf):
-        return False
-    biases = (mask - other).nan_to_num()  # −∞ less −∞ where both hide a key
-    away = (whole.queries - alone.queries).norm(dim=-1) / whole.queries.norm(dim=-1)
-    moved = whole.attention[..., :width] - alone.attention[..., :width]
-    return all(float(x.abs().max()) <= tolerance for x in (biases, away, moved))
+    seen_later = (whole.mask[..., width:] > -torch.inf).flatten(1).any(1)
+    seen_otherwise = ((mask == -torch.inf) != (alone.mask == -torch.inf)).flatten(1).any(1)
+    alike = ~(seen_later | seen_otherwise)
+    bias = (mask - alone.mask).nan_to_num()  # −∞ less −∞ where both hide a key
+    moved = whole.attention[..., :width] - alone.attention
+    apart = (whole.queries - alone.queries).norm(dim=-1) / whole.queries.norm(dim=-1)
+    for error in (bias, moved, apart):
+        alike &= error.abs().flatten(1).amax(1) <= tolerance
+    return alike.cpu()

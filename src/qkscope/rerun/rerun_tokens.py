@@ -175,7 +175,7 @@ class Again:
     ) -> tuple[Call, Float[Tensor, "b h u k"]]:
         """A part of a call, and every head's attention there, with other logits at the last token."""
         part = prompts.part(call, which)
-        logits = prompts.logits(part, which)
+        logits = prompts.by_prompt(part.logits([*range(part.q.shape[1])]), which)
         columns = prompts.columns.to(logits.device)
         is_end = (which == prompts.ends[:, None].to(which)).to(logits.device)
         for i, head, others in changed:
