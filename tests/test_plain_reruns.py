@@ -5,6 +5,7 @@ decides what is a cause; short ways to that attention must not change it. Tiny m
 lengths (`qkscope_papers.families`), so that the prompts are beyond all of them.
 """
 
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ from torch import Tensor
 
 import qkscope as qk
 from id_prompts import eager_attention, ids
+from qkscope.changes import Hidden, Output, Row, Words
 from qkscope.findings.because import Because, Look
-from qkscope.heads import Head
+from qkscope.heads import Head, Writer
+from qkscope.model.tap import Call, cleared
+from qkscope.rerun.reference import run_plainly
 from qkscope.rerun.rerun_tokens import Again
 from qkscope_papers.families import tiny_model
 
@@ -87,6 +91,7 @@ def strongest_look(again: Again, layer: int, query: int) -> Look:
 
 def plain_rows(model, prompts, looks, more):
     """The looks' rows of attention as the model itself reports them, run eagerly without a tap."""
+    model = copy.deepcopy(model)  # dynamic RoPE keeps the longest length that it saw
     reported = eager_attention(model, {"input_ids": prompts})
     reported = [weights for weights in reported if weights is not None]
     layers = sorted({look.head.layer for look in looks})
@@ -98,3 +103,90 @@ def plain_rows(model, prompts, looks, more):
         by_layer[look.head.layer][:, look.head.index, look.query + more, :width] for look in looks
     ]
     return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt_oss", "bloom", "deepseek_v32", "phi3 (longrope)"]
+)
+def test_rows_hidden_and_words_changed_give_the_logits_of_the_reference(family):
+    """`Again`'s short ways, each against one whole prompt at a time."""
+    scope = qk.Scope.from_model(tiny_model(family), check=False)
+    prompt = torch.tensor(ids(LENGTH))
+    again = Again.of(scope, prompt)
+    for query in QUERIES.values():
+        heads = [Head(0, 1), Head(1, 2)]
+        keys = [strongest_look(again, head.layer, query).key for head in heads]
+        logits = again.hidden(query, list(zip(heads, keys, strict=True)))
+        for head, key, found in zip(heads, keys, logits, strict=True):
+            plain = run_plainly(scope, prompt, [Hidden(head, key, query)])
+            assert off(found, plain.logits[query]) <= CLOSE
+        places = torch.tensor([[query - 4], [query - 2]]) + torch.arange(3)
+        tokens = torch.tensor([[7, 8, 9], [10, 11, 12]])
+        for at, own, found in zip(places, tokens, again.run(tokens, places), strict=True):
+            words = Words(tuple(at.tolist()), tuple(own.tolist()))
+            assert off(found, run_plainly(scope, prompt, [words]).logits[at[-1]]) <= CLOSE
+
+
+def off(found: Tensor, plain: Tensor) -> float:
+    """The largest difference of logits, as a share of the largest."""
+    return float((found - plain).abs().max() / plain.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_and_padded_batches_attend_as_plain_transformers_does(family):
+    scope = qk.Scope.from_model(tiny_model(family))
+    prompts = [torch.tensor(ids(LENGTH, 0)), torch.tensor(ids(LENGTH, 1))[: LENGTH - 5]]
+    words, query = Words((3, 20), (50, 60)), 24
+    looks = [Look(head, query, 0) for head in scope.heads() if head.index == 1]
+    changed = [words.applied(prompt) for prompt in prompts]
+    plain = [plain_rows(scope.model, prompt[None], looks, 0)[0] for prompt in changed]
+    for prompt, rows in zip(prompts, plain, strict=True):
+        run = run_plainly(scope, prompt, [words])
+        found = torch.stack([run.attention[look.head.layer][1, query] for look in looks])
+        assert (found - rows).abs().max() <= CLOSE
+    examples = [qk.Example(ids=tuple(prompt.tolist())) for prompt in changed]
+    for side in scope.facts.sides:
+        inputs = scope.encode(examples, padding_side=side).inputs
+        calls = list[Call]()
+        scope.watch(inputs, calls.append)
+        for number, rows in enumerate(plain):
+            shown = inputs["attention_mask"][number].nonzero()[:, 0]
+            for call, row in zip(calls, rows, strict=True):
+                found = call.rows(1, torch.tensor([number]), shown[[query]])
+                assert (found.attention()[0, 0, shown] - row).abs().max() <= CLOSE
+
+
+def test_outputs_set_and_ablated_by_the_reference_are_those_of_hooks_and_blocks(nano):
+    prompt = nano.encode(["hat: O jam: Z cat: B jam:"]).inputs["input_ids"][0]
+    plain = run_plainly(nano, prompt)
+    with nano.ablate("L0H2", "M1"), nano.patched([]):
+        theirs = nano.model(prompt[None]).logits[0]
+    writers = [Writer.parse("L0H2"), Writer.parse("M1")]
+    ours = run_plainly(nano, prompt, [Output(writer) for writer in writers]).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert (ours - plain.logits).abs().max() > 0.1
+    row = plain.attention[1][0, 11].log()
+    moved = run_plainly(nano, prompt, [Row(Head(1, 0), 11, row.flip(0))])
+    torch.testing.assert_close(moved.attention[1][0, 11], row.flip(0).softmax(-1))
+    kept = []
+    parts = [nano.model.model.layers[1].mlp, nano.model.model.layers[0].self_attn.o_proj]
+    hooks = [parts[0].register_forward_hook(lambda _m, _a, out: kept.append(out[0]))]
+    hooks.append(parts[1].register_forward_pre_hook(lambda _m, args: kept.insert(0, args[0][0])))
+    with torch.no_grad(), cleared(hooks):
+        nano.model(prompt[None])
+    width = nano.d_head
+    values = kept[0][:, 2 * width : 3 * width], kept[1]
+    same = [Output(writer, value) for writer, value in zip(writers, values, strict=True)]
+    torch.testing.assert_close(
+        run_plainly(nano, prompt, same).logits, plain.logits, rtol=0, atol=1e-5
+    )
+    zero = [Output(writer, 0 * value) for writer, value in zip(writers, values, strict=True)]
+    hooks = [parts[0].register_forward_hook(lambda _m, _a, out: 0 * out)]
+    hooks.append(
+        parts[1].register_forward_pre_hook(
+            lambda _m, args: args[0].index_fill(-1, torch.arange(2 * width, 3 * width), 0)
+        )
+    )
+    with torch.no_grad(), cleared(hooks):
+        without = nano.model(prompt[None]).logits[0]
+    torch.testing.assert_close(run_plainly(nano, prompt, zero).logits, without, rtol=0, atol=1e-5)

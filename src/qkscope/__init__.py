@@ -6,9 +6,10 @@ editors read too.
 
 The nouns that all share: `errors`, `checking` (calls checked against their annotations), `seeds`
 (random numbers by address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a
-subspace as an edit). The rooms, in the order in which they may import each other: `results`,
-`texts`, `model`, `linear`, `rerun`, `sums`, `findings`, `verbs`, `show` and `cli`. The papers, their
-toys, nano training and the bench are a second distribution, `qkscope_papers`.
+subspace as an edit), `changes` (what can be changed in a run). The rooms, in the order in which they
+may import each other: `results`, `texts`, `model`, `linear`, `rerun`, `sums`, `findings`, `verbs`,
+`show` and `cli`. The papers, their toys, nano training and the bench are a second distribution,
+`qkscope_papers`.
 """
 
 from __future__ import annotations
