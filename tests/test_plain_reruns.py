@@ -190,3 +190,49 @@ def test_outputs_set_and_ablated_by_the_reference_are_those_of_hooks_and_blocks(
     with torch.no_grad(), cleared(hooks):
         without = nano.model(prompt[None]).logits[0]
     torch.testing.assert_close(run_plainly(nano, prompt, zero).logits, without, rtol=0, atol=1e-5)
+
+
+def counted(scope, monkeypatch):
+    """Lengths of the batches that a model runs from here on."""
+    lengths, watch = [], scope.watch
+
+    def counting(inputs, *visits, **kwargs):
+        lengths.append(inputs["input_ids"].shape[1])
+        return watch(inputs, *visits, **kwargs)
+
+    monkeypatch.setattr(scope, "watch", counting)
+    return lengths
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_the_short_way_is_compared_once_and_again_beyond_each_length_and_doubling(
+    monkeypatch, check
+):
+    scope = qk.Scope.from_model(tiny_model("deepseek_v32"), check=check)
+    lengths = counted(scope, monkeypatch)
+    compared = []
+    for length in (12, 13, 16, 20, 30, 40):
+        again = Again.of(scope, torch.tensor(ids(length)))
+        before = len(lengths)
+        alone = again.runs_alone()
+        again.runs_alone()
+        compared.append((alone, len(lengths) - before))
+    first = 0 if check else 2  # the check has seen 9 tokens, and 49
+    assert compared == [(True, first), (True, 0), (True, 0), (False, 2), (False, 0), (False, first)]
+
+
+def test_a_model_that_was_checked_keeps_its_ways(tmp_path, own_cache, monkeypatch):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    scopes = [qk.Scope.load(tmp_path / "model") for _ in range(2)]
+    lengths = counted(scopes[1], monkeypatch)
+    again = Again.of(scopes[1], torch.tensor(ids(20)))
+    assert again.runs_alone()
+    assert again.runs_alone(12)
+    assert lengths == [20], "nothing but the prompt itself"
+
+
+def test_a_prompt_whose_other_tokens_look_ahead_runs_whole():
+    scope = qk.Scope.from_model(tiny_model("bert"), check=False)
+    again = Again.of(scope, torch.tensor(ids(20)))
+    assert not again.runs_alone()
+    assert not again.runs_alone(10)

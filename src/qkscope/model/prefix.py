@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _CHANGED = 64  # tokens that differ in the prompt that is compared
 _TELLING = 15  # the first tokens see too little to tell two ways apart: a later one is compared
-_AGREES = 1e-3  # of a vector's length, of attention, of the largest logit; or 4 ε of the dtype
+_AGREES = 1e-3  # of a vector's length, of attention, of the largest logit; or 8 ε of the dtype
 # numbers of attention made at once
 _ROOM = {"cpu": 2**23}
 _MORE_ROOM = 2**28
@@ -322,7 +322,7 @@ def agree(
         others, other_logits = _shown(scope, alone, steps, calls)
     except Exception:  # code that wants every token before may fail in any way without them
         return [False] * len(ends)
-    tolerance = max(_AGREES, 4 * torch.finfo(scope.model.dtype).eps)
+    tolerance = max(_AGREES, 8 * torch.finfo(scope.model.dtype).eps)
     alike = torch.ones(len(ends), dtype=torch.bool)
     for layer, shown in layers.items():
         alike &= _alike(shown, others[layer], tolerance)
