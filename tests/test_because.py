@@ -52,12 +52,13 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, leng
     changed[0, 5], changed[1, 8], changed[2, :2] = 20, 21, torch.tensor([22, 23])
     reads = dict.fromkeys(range(scope.n_layers), ids - 3)
     monkeypatch.setattr(
-        "qkscope.rerun.rerun_tokens._ROOM", {"cpu": 300}
+        "qkscope.model.prefix._ROOM", {"cpu": 300}
     )  # attention rows of two tokens at a time
     seen, logits = {True: {}, False: {}}, {}
     for alone in (True, False):
-        again._alone = None if alone else False
-        assert again.runs_alone() == alone
+        if not alone:
+            monkeypatch.setattr(Again, "runs_alone", lambda *_: False)
+        assert again.runs_alone() == (alone and scope.facts.takes_positions)
 
         def see(layer, runs, rows, of=seen[alone]):
             return of.update({layer: (rows, runs[:, None, :, None])})
@@ -312,7 +313,7 @@ def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
     do.
     """
     for name, value in (
-        ("rerun.rerun_tokens._ROOM", {"cpu": 2**14}),
+        ("model.prefix._ROOM", {"cpu": 2**14}),
         ("findings.graph._SLOTS", 64),
     ):
         monkeypatch.setattr(f"qkscope.{name}", value)

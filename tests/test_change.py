@@ -139,13 +139,13 @@ def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone):
+def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone, monkeypatch):
     scope = look(family)
     inputs = {name: value[:1] for name, value in two_prompts(scope)[0].items()}
     run = Probe(scope, qk.Example(ids=tuple(inputs["input_ids"][0].tolist()))).run
     query, edges = inputs["input_ids"].shape[1] - 1, [(Head(0, 1), 3), (Head(1, 0), 5)]
     again = Again(scope, run.inputs, run.calls)
-    again._alone = alone
+    monkeypatch.setattr(Again, "runs_alone", lambda *_: alone)
     ours = again.hidden(query, edges)
     for found, (head, key) in zip(ours, edges, strict=True):
         edit = Edit.logits(
@@ -260,7 +260,7 @@ def test_a_prompt_recorded_from_its_first_change_on_restores_what_the_whole_one_
     nano, monkeypatch, side
 ):
     monkeypatch.setattr(
-        "qkscope.rerun.rerun_tokens._ROOM", {"cpu": 100}
+        "qkscope.model.prefix._ROOM", {"cpu": 100}
     )  # attention rows of two tokens at a time
     source, changed = (Probe(nano, text) for text in (PROMPT, PROMPT.replace("jam: Z", "cat: Z")))
     ids, (query, key), sets = (

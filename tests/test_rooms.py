@@ -10,7 +10,9 @@ from pathlib import Path
 import qkscope
 
 SOURCE = Path(qkscope.__file__).parent
-NOUNS = ["errors", "text", "checking", "seeds", "heads", "examples", "attention", "hooks"]
+NOUNS = [
+    "errors", "text", "checking", "seeds", "heads", "examples", "attention", "hooks", "changes"
+]  # fmt: skip
 ROOMS = [
     *NOUNS,
     "results",

@@ -6,7 +6,8 @@ editors read too.
 
 The nouns that all share: `errors`, `text` (items in groups, values in messages), `checking` (calls
 checked against their annotations), `seeds` (random numbers by address), `heads`, `examples`,
-`attention` (rows and their softmax), `hooks` (a subspace as an edit).
+`attention` (rows and their softmax), `hooks` (a subspace as an edit), `changes` (what can be changed
+in a run).
 
 The rooms, in the order in which they may import each other: `results`, `texts`, `model`, `linear`,
 `rerun`, `sums`, `findings`, `verbs`, `show` and `cli`. The papers, their toys, nano training and the

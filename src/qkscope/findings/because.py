@@ -154,7 +154,11 @@ class Because:
             if word.start <= furthest and (word.start or usable[self.ids[0]])
         ]  # a first token that no text has, as <bos>, stays
         self.words = self._affordable(self.seen, furthest)
-        far = self.words and furthest + 1 - self.words[0].start > _WHOLE and again.runs_alone()
+        far = (
+            self.words
+            and furthest + 1 - self.words[0].start > _WHOLE
+            and again.runs_alone(furthest)
+        )
         self.held = (
             f"; tokens over {NEAR} away from it, the key and the query are held" if far else ""
         )
@@ -191,7 +195,7 @@ class Because:
                 // len(self.again.calls)
             )
             left = min(left, _WORK // (2 * len(self.ids) * sum(asked) + weights))
-        most = 3 * NEAR if self.again.runs_alone() else len(self.ids)
+        most = 3 * NEAR if self.again.runs_alone(furthest) else len(self.ids)
         for word in sorted(words, key=rank):
             tokens = furthest + 1 - word.start
             left -= self.screen * (tokens if tokens <= _WHOLE else most)
@@ -235,17 +239,17 @@ class Because:
         ids = torch.stack(list(prompts))
         more = ids.shape[1] - len(self.ids)
         again = self._longer if more else self.again
-        runs = self.running(
-            ids, torch.tensor(ends or [int(self._queries.max()) + 1 + more] * len(ids))
-        )
+        stops = torch.tensor(ends or [int(self._queries.max()) + 1 + more] * len(ids))
+        runs = self.running(ids, stops)
         widths = runs.sum(1)
         made = pad(self.before, (0, more)).repeat(len(ids), 1, 1)
         reads = {layer: queries + more for layer, (*_, queries) in self._of_layer.items()}
         order = widths.argsort(descending=True, stable=True)
         while len(order):
             width = int(widths[order[0]])
-            some = order[: again.at_once(width)]
-            order = order[again.at_once(width) :]
+            count = again.at_once(width, int(stops.max()) - 1)
+            some = order[:count]
+            order = order[count:]
             at = (
                 runs[some]
                 .int()

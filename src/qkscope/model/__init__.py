@@ -16,6 +16,8 @@ Its files, in reading order. The way of a batch through a model:
   of everything else
 - ``batching``: how they are taken layer by layer; layers that are alike wait, and are done together
 - ``patch``: other keys, queries, logits or outputs in chosen heads, and the model runs on
+- ``prefix``: a few tokens of a changed prompt run alone, among keys and values of the unchanged one;
+  and whether that is the changed prompt
 - ``runner``: runs under the tap, watched, patched, continued, and changed for a ``with`` block
 - ``what_if``: how a change acts on a run: writers ablated, keys hidden, tokens replaced
 - ``greedy``: what a greedy continuation asks of transformers
@@ -27,11 +29,12 @@ Whether a model can be trusted to be looked into:
 - ``selfcheck``: the facts that must hold before a number is believed, also beyond every length that a
   config names
 - ``tiny_copy``: a config made small, its lengths made short, and loud weights for it
-- ``block_tree``: each block taken apart into what it adds to the residual stream, by looking; norms as
-  linear maps
+- ``block_tree``: each block taken apart into what it adds to the residual stream, by looking; norms
+  as linear maps
 
 From a name to a model: ``load`` finds it and loads it and runs no code of its own; ``files`` are
 what makes it and its fingerprint, and those in packages; ``gguf`` turns a GGUF file into a checked
 folder. ``dictionary`` codes a residual stream in a dictionary's features, and
-``dictionary_files`` reads the dictionary, here or on the hub. A bridge of TransformerLens or a model of nnsight is unwrapped in ``load``.
+``dictionary_files`` reads the dictionary, here or on the hub. A bridge of TransformerLens or a
+model of nnsight is unwrapped in ``load``.
 """

@@ -5,7 +5,8 @@ Every layer is called (the probe refuses otherwise); the output under the tap is
 it; ``softmax([cap(scale · q·k) + mask, sink])`` is the attention the model itself reports when run
 eagerly; a prompt padded in a batch is the prompt alone, on either side and in every space, and
 stays so in the query's frame when its positions are shifted; and writing another key into a head
-changes what comes out, while writing the same key does not.
+changes what comes out, while writing the same key does not. Whether the tokens behind a change may
+run alone is tried, too (`prefix`): where they may not, whole prompts run.
 
 One batch on both sides of a comparison would hide a model that counts positions its own way. So
 batches as `Scope.encode` makes them stand against each prompt alone, as bare ids, run eagerly and
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +35,7 @@ from qkscope.model.files import cache_dir, read_json, write_json
 from qkscope.model.inputs import PaddingSide, context_limit, forward, short_ids, short_inputs
 from qkscope.model.load import quiet
 from qkscope.model.patch import Edit
+from qkscope.model.prefix import agree, ways_of
 from qkscope.model.probe import refusal
 from qkscope.model.spaces import SPACES, Space, rows_rotate_alone, swapped
 from qkscope.model.tap import Call, evaluated, tap
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_VERSION = 5
+_VERSION = 6
 _SHIFT = 3
 # tokens of a prompt, and so many beyond a length
 _SHORT = 9
@@ -67,12 +69,15 @@ class Check:
         Tokens of the longest prompt that was checked.
     frame : str
         Why the query's frame is not defined at this length; empty where it is.
+    alone : dict
+        By kind of question (`prefix.Ways.kind`), whether tokens behind a change may run alone.
     """
 
     attention_error: float
     sides: tuple[PaddingSide, ...]
     length: int
     frame: str = ""
+    alone: dict[str, bool] = field(default_factory=dict)
 
 
 class _Pass(NamedTuple):
@@ -153,7 +158,16 @@ class _Trial:
         if strict and (frame or (wrong and not sides)):
             raise refusal(self.model, frame or next(iter(wrong.values())))
         self._write(batches[0], tapped.calls[self.layers[0]], plain, allowed)
-        return Check(error, sides, length, frame)
+        return Check(error, sides, length, frame, self._alone_ways(batches[0], tapped.calls))
+
+    def _alone_ways(self, inputs: dict[str, Tensor], calls: dict[int, Call]) -> dict[str, bool]:
+        """Whether tokens behind a change may run alone, read at the last token and in the middle."""
+        if "input_ids" not in inputs or not self.facts.takes_positions:
+            return {}
+        ids = inputs["input_ids"][0]
+        ends = [len(ids) - 1, len(ids) // 2]
+        kinds = [ways_of(self.scope).kind(len(ids), end) for end in ends]
+        return dict(zip(kinds, agree(self.scope, ids, calls, ends), strict=True))
 
     def _prompts(self, length: int) -> list[Example]:
         """Two prompts of different lengths; none for a model of images."""
@@ -398,6 +412,7 @@ def check_model(scope: Scope) -> Check:
         return checks[0]
     if (length := _beyond(scope)) > _SHORT:
         checks.append(check_at(scope, length, strict=False))
+    alone = {kind: way for check in checks for kind, way in check.alone.items()}
     far = sorted(
         name for name, length in named_lengths(scope.model.config).items() if length > _LONGEST
     )
@@ -406,7 +421,7 @@ def check_model(scope: Scope) -> Check:
     sides = tuple(side for side in checks[0].sides if all(side in check.sides for check in checks))
     worst = max(check.attention_error for check in checks)
     length = max(check.length for check in checks)
-    check = Check(worst, sides, length, max(check.frame for check in checks))
+    check = Check(worst, sides, length, max(check.frame for check in checks), alone)
     _trust(scope, check)
     return check
 
@@ -419,7 +434,8 @@ def _beyond(scope: Scope) -> int:
 
 
 def _trust(scope: Scope, check: Check) -> None:
-    """Keep only those padding sides and spaces of a model that passed."""
+    """Keep only those padding sides, spaces and short ways of a model that passed."""
+    ways_of(scope).alone.update(check.alone)
     layers = scope.facts.layers
     if check.frame:
         reason = f"beyond a length that its config names, {check.frame}"

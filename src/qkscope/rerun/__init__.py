@@ -1,9 +1,11 @@
 """What if: the same prompt, run again with one thing changed.
 
 In comes a prompt that was run (its attention calls) and a list of changes; out go attention and
-next-token logits of each change, run in one batch. Changes that hold for a whole ``with`` block
-(`Scope.ablate`, `hide`, `replace`) stand in `qkscope.model.runner`.
+next-token logits of each change, run in one batch. The changes are values of `qkscope.changes`;
+those that hold for a whole ``with`` block (`Scope.ablate`, `hide`, `replace`) stand in
+`qkscope.model.runner`.
 
+`reference` (whole prompts, one at a time, nothing shared: what all others are tested equal to) →
 `rerun_tokens` (other tokens, or one token's attention rows; what precedes the change is computed
 once) → `alternatives` (other words for those of a prompt) → `rerun_layers` (edits of a batch, run
 on from the first layer that they touch) → `nodes` (all writers at all tokens: scored, kept,
