@@ -4,7 +4,7 @@
 in the query and in the keys once norms are frozen: ``q = Σ_c q_c`` and ``k_t = Σ_c k_c(t)``, so
 that pairs of writers, and writers of one side, sum to it. `HeadRows` gives them, and attention rows
 in which parts are others; keys that are not named, the first token among them, stay as they are. A
-`Pass` measures all prompts of a task, or passages of texts, and adds them up.
+`Pass` measures all prompts of a task and adds them up.
 """
 
 from __future__ import annotations
@@ -307,15 +307,13 @@ class Pass:
     progress: bool | None = None
 
     def rows(
-        self, units: Units, indices: Sequence[int], named: bool = True, by_some: bool = False
+        self, units: Units, indices: Sequence[int], by_some: bool = False
     ) -> tuple[list[int], list[HeadRows]]:
         """Prompts of some units through the model: each row's unit, and the rows of every head.
 
         Parameters
         ----------
         units, indices : all units, and the numbers of those that run.
-        named : whether keys are named, as a task does it; otherwise each head's most attended token
-            is asked about.
         by_some : whether a named key may be out of sight of some of the heads.
         """
         encoded = self.reader.scope.encode(
@@ -323,14 +321,10 @@ class Pass:
         )
         of_example = [i for i in indices for _ in units[i]]
         heads = self.reader.heads
-        right = answer_signs(encoded)[:, None].expand(-1, len(heads), -1) if named else None
-        run = self.reader.record(
-            encoded.inputs, encoded.places if named else encoded.everywhere(), layers=self.layers
-        )
-        if right is not None:
-            seen = run.captured.bias.gather(-1, run.columns[:, None, 1:].expand_as(right))
-            check_visible(encoded, heads, seen, by_some)
-        signs = _most_attended(run) if right is None else right
+        signs = answer_signs(encoded)[:, None].expand(-1, len(heads), -1)
+        run = self.reader.record(encoded.inputs, encoded.places, layers=self.layers)
+        seen = run.captured.bias.gather(-1, run.columns[:, None, 1:].expand_as(signs))
+        check_visible(encoded, heads, seen, by_some)
         every = [
             HeadRows(run, head, signs[:, i], self.projectors.get(head))
             for i, head in enumerate(heads)
@@ -381,16 +375,6 @@ class Pass:
         for (head, _, of), total in ((name.partition(" "), total) for name, total in sums.items()):
             tallies[Head.parse(head)].sums[of] = total
         return tallies, [list(column) for column in zip(*kept, strict=True)]
-
-
-def _most_attended(run: Run) -> Int[Tensor, "n h k"]:
-    """+1 at the token with most attention except the first, −1 at all others in sight."""
-    attention = run.captured.attention()
-    bias = run.captured.bias
-    mask = run.captured.key_mask
-    places = torch.arange(mask.shape[1], device=mask.device)
-    seen = (bias > -torch.inf) & (mask & (places != mask.int().argmax(1)[:, None]))[:, None]
-    return (-seen.long()).scatter(-1, attention.masked_fill(~seen, -1).argmax(-1, keepdim=True), 1)
 
 
 def merge_sums(name: str, total: Tensor, piece: Tensor) -> Tensor:
