@@ -13,12 +13,12 @@ import qkscope as qk
 from qkscope.errors import BadInput
 from qkscope.findings.because import Because, Look, interval
 from qkscope.findings.carriers import Carriers
+from qkscope.findings.head_jobs import known_jobs
 from qkscope.findings.prompt_trace import Probe
 from qkscope.heads import Head
 from qkscope.model.tap import cleared
 from qkscope.rerun.alternatives import Alternatives, Word, lexicon_of, words_of
 from qkscope.rerun.rerun_tokens import Again, prompt_of
-from qkscope.verbs.atlas.atlas import known_jobs
 from qkscope_papers.families import tiny_model
 
 PROMPT = "hat: O jam: Z cat: B jam:"
