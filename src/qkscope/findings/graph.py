@@ -96,8 +96,8 @@ def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: floa
     Examples
     --------
     >>> import qkscope as qk
-    >>> from qkscope.findings.prompt_trace import Probe
-    >>> one = Probe(qk.Scope.load("nano:mixed"), "hat: O jam: Z jam:").head("L2H3", key=6)
+    >>> from qkscope.findings.prompt_trace import PromptRun
+    >>> one = PromptRun(qk.Scope.load("nano:mixed"), "hat: O jam: Z jam:").head("L2H3", key=6)
     >>> graph = trace_graph(one, depth=0, width=1)
     >>> [(row["side"], row["writer"], row["token"]) for row in graph.nodes]
     [(None, 'L2H3', ':'), ('query', 'M0', ':'), ('key', 'L1H0', 'Z')]

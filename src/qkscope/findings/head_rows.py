@@ -138,7 +138,9 @@ class HeadRows:
         The error says how far the writers of a side miss the logit, beside the largest part.
         """
         total = self.logit()
-        values = {"total": total, **{side: self.marginals[side] for side in SIDES}}
+        values: dict[str, Tensor] = {"total": total}
+        for side in SIDES:
+            values[side] = self.marginals[side]
         missed = torch.stack([(values[side].sum(1) - total).abs() for side in SIDES]).amax(0)
         largest = torch.stack([values[side].abs().amax(1) for side in SIDES]).amax(0)
         if pairs:

@@ -61,7 +61,7 @@ def that_sum(result: R, dtype: object) -> R:
     answer = " ".join(warnings.values())
     if len(warnings) < len(checks):
         answer += f" The tables hold the other {len(checks) - len(warnings)} heads."
-    tables = dict[str, list[dict[str, Any]]]()
+    tables = dict[str, list[Mapping[str, Any]]]()
     for name, rows in result.tables.items():
         measured = name in _MEASURED
         tables[name] = [row for row in rows if measured or row["head"] not in warnings]

@@ -21,7 +21,7 @@ from qkscope import BadInput, Dictionary, Example, Scope, Subspace
 from qkscope.checking import Count, Natural, Seed
 from qkscope.findings.graph import sources_of, trace_graph
 from qkscope.findings.head_rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
-from qkscope.findings.prompt_trace import Probe, PromptTrace, Question
+from qkscope.findings.prompt_trace import PromptRun, PromptTrace, Question
 from qkscope.findings.task_batches import made_from, units_hash, with_notes
 from qkscope.findings.verdicts import (
     controls_of,
@@ -180,7 +180,7 @@ def trace(
         versus = scope.place(what, versus, chat=bool(chat))
         layers = [] if dictionary is None else [dictionary.layer, *(h.layer for h in heads)]
         last = max(h.layer for h in heads)
-        probe = Probe(
+        probe = PromptRun(
             scope,
             what,
             query,

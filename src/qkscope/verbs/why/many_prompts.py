@@ -23,7 +23,7 @@ from qkscope import BadInput, Example, Head, Scope
 from qkscope.findings.because import Because, Look
 from qkscope.findings.carriers import Carriers
 from qkscope.findings.next_token import Output, first_token, whole
-from qkscope.findings.prompt_trace import Probe, reader_of
+from qkscope.findings.prompt_trace import PromptRun, reader_of
 from qkscope.findings.published import locate
 from qkscope.rerun.nodes import Nodes
 from qkscope.results.work import Stage, current_work
@@ -104,7 +104,7 @@ class Prompts:
         example, right = self.prompts[i]
         last = max((head.layer for head in self.heads or ()), default=0) if self.carriers else 0
         try:
-            probe = Probe(
+            probe = PromptRun(
                 self.scope,
                 example,
                 self.scope.place(example, self.query, chat=self.chat),
