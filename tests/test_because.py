@@ -312,8 +312,8 @@ def test_why_makes_nothing_of_tokens_by_tokens(nano, monkeypatch, alone):
     do.
     """
     for name, value in (
-        ("change.again._ROOM", {"cpu": 2**14}),
-        ("analyses.trace.graph._SLOTS", 64),
+        ("rerun.rerun_tokens._ROOM", {"cpu": 2**14}),
+        ("findings.graph._SLOTS", 64),
     ):
         monkeypatch.setattr(f"qkscope.{name}", value)
     monkeypatch.setattr("qkscope.findings.because._AFFORDABLE", 1024)
