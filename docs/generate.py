@@ -153,7 +153,7 @@ def _command_lines(above: str, verbs: dict[str, Any]) -> list[str]:
 
 
 def _usage(argument: Any) -> str:
-    shown = argument.name.upper() + ("..." if argument.nargs == -1 else "")
+    shown = (argument.metavar or argument.name.upper()) + ("..." if argument.nargs == -1 else "")
     return shown if argument.required else f"[{shown}]"
 
 

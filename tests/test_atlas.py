@@ -5,8 +5,8 @@ import pytest
 import qkscope as qk
 from planted_model import KINDS, named
 from qkscope.findings.because import Look, Reason, relation
+from qkscope.findings.head_jobs import job_of
 from qkscope.heads import Head
-from qkscope.verbs.atlas.atlas import job_of
 
 
 @pytest.fixture(scope="module")

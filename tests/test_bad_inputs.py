@@ -19,6 +19,7 @@ from qkscope.verbs.decompose import decompose
 
 FILES = {
     "empty.jsonl": "",
+    "plain.txt": "hat jam",
 }
 
 COMMANDS = {
@@ -40,7 +41,11 @@ COMMANDS = {
     "why hat:_A --head L1H0 --query 1 --key 2 --model MODEL": "token 2 stands after the query",
     "why hat:_A --key 1 --model MODEL": "a key is asked about with a head",
     # trace
-    "trace": "name a task or text files, or one prompt with --prompt, and not both",
+    "trace": "name a task, or one prompt with --prompt, and not both",
+    "trace python plain.txt": "python is text, and trace takes a task or a prompt: for heads on text use"
+    " qkscope atlas python plain.txt",
+    "trace binding ioi": "binding is a task: name it alone",
+    "trace bindng": "there is no task 'bindng'",
     "trace binding --heads L0H1": "only the embedding writes: trace a later head",
     "trace binding --key 3": "key is for one prompt, not for a task",
     "trace binding --heads L1H3 --feature FIT": "--feature is DIR:CONTRAST",
@@ -69,7 +74,6 @@ CALLS = {
     "qk.alignment(basis, lex)": "L1H3 is not in this singular basis",
     'qk.thin_svd(torch.full((2, 3), float("nan")), torch.ones(2, 3))': "a matrix with NaN or infinite entries",
     # who wrote it, and why
-    'qk.trace(scope, ["hat", "jam"], "L1H3")': "no text is long enough to ask in",
     'qk.trace(scope, task, "L1H3", feature=pre)': "the feature was fitted in pre_rope",
 }
 

@@ -13,12 +13,12 @@ import qkscope as qk
 from qkscope.errors import BadInput
 from qkscope.findings.because import Because, Look, interval
 from qkscope.findings.carriers import Carriers
-from qkscope.findings.prompt_trace import Probe
+from qkscope.findings.head_jobs import known_jobs
+from qkscope.findings.prompt_trace import PromptRun
 from qkscope.heads import Head
 from qkscope.model.tap import cleared
 from qkscope.rerun.alternatives import Alternatives, Word, lexicon_of, words_of
 from qkscope.rerun.rerun_tokens import Again, prompt_of
-from qkscope.verbs.atlas.atlas import known_jobs
 from qkscope_papers.families import tiny_model
 
 PROMPT = "hat: O jam: Z cat: B jam:"
@@ -214,7 +214,7 @@ def test_few_words_are_no_reason_on_random_weights(nano):
 
 def test_carriers_put_back_what_the_whole_side_puts_back(nano):
     """All writers together are the whole side; the unchanged run's own parts change nothing."""
-    probe = Probe(nano, COPIED)
+    probe = PromptRun(nano, COPIED)
     one = probe.head("L1H1")
     because = Because(
         Again(nano, one.asked.inputs, one.run.calls), [Look(one.head, one.asked.query, one.key)]

@@ -9,7 +9,7 @@ from transformers.models.llama import modeling_llama
 import qkscope as qk
 from batches import look, residual_parts, row_with
 from qkscope.errors import BadInput
-from qkscope.findings.prompt_trace import Probe
+from qkscope.findings.prompt_trace import PromptRun
 from qkscope.heads import Head
 from qkscope.linear.row import restore
 from qkscope.model.patch import Edit
@@ -142,7 +142,7 @@ def test_changes_hold_in_why_and_generate_and_parts_still_sum(nano):
 def test_a_token_run_again_is_the_whole_prompt_run_again(family, alone, monkeypatch):
     scope = look(family)
     inputs = {name: value[:1] for name, value in two_prompts(scope)[0].items()}
-    run = Probe(scope, qk.Example(ids=tuple(inputs["input_ids"][0].tolist()))).run
+    run = PromptRun(scope, qk.Example(ids=tuple(inputs["input_ids"][0].tolist()))).run
     query, edges = inputs["input_ids"].shape[1] - 1, [(Head(0, 1), 3), (Head(1, 0), 5)]
     again = Again(scope, run.inputs, run.calls)
     monkeypatch.setattr(Again, "runs_alone", lambda *_: alone)
@@ -187,7 +187,7 @@ def test_parts_put_back_into_one_head_are_a_forward_with_another_stream_there(fa
     scope, head = look(family, num_hidden_layers=3, attn_implementation="eager"), Head(2, 2)
     ids = list(range(3, 14))
     prompts = [qk.Example(ids=tuple(ids)), qk.Example(ids=(*ids[:4], 40, *ids[5:]))]
-    source, run = (Probe(scope, prompt, 9).run for prompt in prompts)
+    source, run = (PromptRun(scope, prompt, 9).run for prompt in prompts)
     at, layer, names = (
         {"key": 4, "query": 9}[side],
         scope.model.model.layers[2],
@@ -262,7 +262,9 @@ def test_a_prompt_recorded_from_its_first_change_on_restores_what_the_whole_one_
     monkeypatch.setattr(
         "qkscope.model.prefix._ROOM", {"cpu": 100}
     )  # attention rows of two tokens at a time
-    source, changed = (Probe(nano, text) for text in (PROMPT, PROMPT.replace("jam: Z", "cat: Z")))
+    source, changed = (
+        PromptRun(nano, text) for text in (PROMPT, PROMPT.replace("jam: Z", "cat: Z"))
+    )
     ids, (query, key), sets = (
         changed.asked.inputs["input_ids"][0],
         (11, 6),

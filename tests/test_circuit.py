@@ -11,7 +11,7 @@ import qkscope as qk
 from planted_model import READER, planted
 from qkscope.errors import BadInput
 from qkscope.findings.graph import Graph
-from qkscope.findings.prompt_trace import Probe, reader_of
+from qkscope.findings.prompt_trace import PromptRun, reader_of
 from qkscope.heads import Head
 from qkscope.rerun.nodes import Nodes
 from qkscope.rerun.rerun_tokens import prompt_of
@@ -146,7 +146,7 @@ def test_a_planted_circuit_has_its_nodes_first():
 def test_the_graph_of_an_answer_sums_and_leads_to_words(found, nano):
     check = found.tables["check"][0]
     assert check["sum_error"] < 2e-5
-    probe = Probe(nano, PROMPT)
+    probe = PromptRun(nano, PROMPT)
     logits = probe.run.logits[0].detach()
     graph = Graph(found.tables["nodes"], found.tables["graph"], [], 0.0)
     assert check_sums(graph, 1e-4) > 10

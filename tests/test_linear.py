@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import qkscope as qk
 from batches import each_head, look, padded, residual_parts, row_with
-from qkscope.findings.prompt_trace import Probe
+from qkscope.findings.prompt_trace import PromptRun
 from qkscope.heads import Head
 from qkscope.linear.attribution import direct_effect, direct_effects
 from qkscope.linear.reader import Reader
@@ -97,7 +97,7 @@ def test_rows_and_slots_come_in_any_order_and_number(family, together):
 def test_a_cut_is_a_forward_with_the_part_at_its_mean_and_norms_frozen(family, side):
     scope = look(family, num_hidden_layers=3, attn_implementation="eager")
     head, layer = Head(2, 2), scope.model.model.layers[2]
-    one = Probe(scope, IDS, query=9).head(head, key=4)
+    one = PromptRun(scope, IDS, query=9).head(head, key=4)
     at, rest = {"key": 4, "query": 9}[side], [1, 2, 3, 5, 6, 7, 8]
     written, x = residual_parts(scope.model, one.asked.inputs, 2)
     sigma = (layer.input_layernorm(x) / x)[0, at].detach()
@@ -116,7 +116,7 @@ def test_a_cut_is_a_forward_with_the_part_at_its_mean_and_norms_frozen(family, s
 
 
 def asked_of(scope: Scope) -> Run:
-    return Probe(scope, IDS).run
+    return PromptRun(scope, IDS).run
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,10 @@ def test_why_gives_no_shares_of_parts_that_do_not_sum(broken):
 
 
 @pytest.mark.parametrize(
-    ("what", "heads"), [("prompt", "L1H0,L2H3"), ("task", "L1H0"), ("texts", "all")]
+    ("what", "heads"), [("prompt", "L1H0,L2H3"), ("task", "L1H0"), ("task", "all")]
 )
 def test_trace_gives_no_shares_of_parts_that_do_not_sum(broken, what, heads):
-    asked = {"prompt": PROMPT, "task": qk.tasks.induction(seed=0), "texts": [PROMPT] * 4}[what]
+    asked = {"prompt": PROMPT, "task": qk.tasks.induction(seed=0)}[what]
     found = qk.trace(broken, asked, heads, 4, draws=2, whole=False, progress=False)
     wrong = [row["head"] for row in found.tables["check"] if row["sum_error"] > 1e-3]
     assert "L1H0" in wrong

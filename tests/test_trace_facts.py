@@ -10,7 +10,7 @@ import torch
 import qkscope as qk
 from qkscope.errors import BadInput
 from qkscope.findings.head_rows import Pass
-from qkscope.findings.prompt_trace import Probe
+from qkscope.findings.prompt_trace import PromptRun
 from qkscope.heads import Head, Writer
 from qkscope.linear.reader import Reader
 from qkscope.sums.relative_logits import METRICS, SIDES
@@ -61,7 +61,7 @@ def test_writers_and_pairs_sum_to_the_logit_and_with_nothing_taken_out_the_model
     assert [row["head"] for row in both.tables["check"]] == ["L1H0", "L2H3"]
     for found in (induction, both, traced(scope, qk.tasks.binding(4), "L1H2")):
         assert sums_to_its_logit(found)
-    one = Probe(nano, PROMPT).head("L2H1")
+    one = PromptRun(nano, PROMPT).head("L2H1")
     pairs, writers = one.pairs[0], {side: values[0] for side, values in one.marginals.items()}
     torch.testing.assert_close(pairs.sum(1), writers["query"], atol=1e-5, rtol=2e-5)
     torch.testing.assert_close(pairs.sum(0), writers["key"], atol=1e-5, rtol=2e-5)

@@ -14,7 +14,7 @@ import qkscope as qk
 from planted_model import READER, planted
 from qkscope.errors import BadInput
 from qkscope.findings.head_rows import HeadRows, Pass
-from qkscope.findings.prompt_trace import Probe
+from qkscope.findings.prompt_trace import PromptRun
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import Parts
@@ -137,7 +137,9 @@ def test_an_ablated_feature_changes_the_stream_by_what_it_wrote_there():
     """
     scope = planted({Head(0, 1): 0.3}, 0)
     own = true_dictionary(scope)
-    one = Probe(scope, PROMPT, last=READER.layer, logits=False, layers=[READER.layer]).head(READER)
+    one = PromptRun(scope, PROMPT, last=READER.layer, logits=False, layers=[READER.layer]).head(
+        READER
+    )
     used = one.weights[0].nonzero()[:, 0]
     rows = HeadRows(one.run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used])
     split = FeatureSplit(rows, own)

@@ -14,7 +14,7 @@ from qkscope.cli import app
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.findings.next_token import Output, rival_token
-from qkscope.findings.prompt_trace import Probe, Question
+from qkscope.findings.prompt_trace import PromptRun, Question
 from qkscope.heads import Head
 from qkscope.linear.attribution import direct_effect
 from qkscope.model.encode import token_texts
@@ -46,7 +46,7 @@ def sums(rows):
 
 
 def test_parts_of_each_way_sum_to_the_logit(nano):
-    one = Probe(nano, PROMPT).head("L2H3")
+    one = PromptRun(nano, PROMPT).head("L2H3")
     feature = qk.Subspace.from_delta(torch.eye(nano.d_head), rank=2)
     rows = part_rows(one, {"mine": feature})
     found = sums(rows)
@@ -71,7 +71,7 @@ def test_parts_of_each_way_sum_to_the_logit(nano):
 
 
 def test_singular_terms_sum_to_the_logit_by_themselves(tiny):
-    one = Probe(tiny, IDS).head(last_head(tiny))
+    one = PromptRun(tiny, IDS).head(last_head(tiny))
     terms = singular_terms(one)
     if terms is None:
         assert tiny.facts.family in ("gpt_neox", "gemma2")
@@ -90,7 +90,7 @@ def test_writers_are_those_of_trace(nano):
 
 
 def test_the_row_is_the_models_and_cutting_nothing_changes_nothing(tiny):
-    probe, head = Probe(tiny, IDS), last_head(tiny)
+    probe, head = PromptRun(tiny, IDS), last_head(tiny)
     one = probe.head(head)
     tiny.model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_the_row_is_the_models_and_cutting_nothing_changes_nothing(tiny):
 def test_direct_effects_of_a_heads_keys_sum_to_the_heads_own(family):
     """Which all writers' sum to the logits with: test_linear.py."""
     scope = Scope.from_model(tiny_model(family), check=False)
-    probe, head = Probe(scope, IDS), last_head(scope)
+    probe, head = PromptRun(scope, IDS), last_head(scope)
     run, keys = probe.run, [probe.head(head, key=key) for key in range(len(IDS.ids))]
     W = run.reader.output_weights(head.layer)[0][head.index]
     z = run.heads[head.layer][0, 0].unflatten(0, (-1, W.shape[1]))[head.index]

@@ -52,7 +52,6 @@ VERBS = {
     "heads": quick(qk.find_heads, qk.tasks.induction(), 24, batch_size=4),
     "trace": quick(qk.trace, qk.tasks.induction(8), "L1H0", 16, draws=2, batch_size=4),
     "trace of all heads": quick(qk.trace, qk.tasks.induction(8), "all", 24, batch_size=4),
-    "trace of texts": quick(qk.trace, TEXTS, "all", 48),
     "swap": held_out(qk.swap, draws=4, downstream=True),
     "atlas": quick(qk.atlas, TEXTS, 4, test=4, length=32, heads="L1H0,L1H1"),
 }

@@ -30,6 +30,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import qkscope as qk
+from qkscope.findings.head_jobs import DUPLICATE, INDUCTION, PREVIOUS
 from qkscope.rerun.rerun_tokens import prompt_of
 from qkscope.results.result import Result
 from qkscope.sums.intervals import clustered_bootstrap
@@ -38,7 +39,7 @@ from qkscope.verbs.atlas import atlas
 from qkscope.verbs.atlas import head_names as guesses
 from qkscope_papers.models import random_weights
 
-JOBS = (guesses.PREVIOUS, guesses.DUPLICATE, guesses.INDUCTION)
+JOBS = (PREVIOUS, DUPLICATE, INDUCTION)
 # passages of unseen documents, and random tokens that are repeated
 TESTED = 60
 LENGTH = 32
@@ -125,7 +126,7 @@ def score(scope: qk.Scope, names: Result, documents: tuple[Document, ...], on: s
             + "; ".join(f"{row['head']} {row['name']}" for row in rows if row["kind"] == kind)
         )
     labels(scope, jobs)
-    ablated(scope, [row["head"] for row in rows if row["kind"] == guesses.INDUCTION], jobs)
+    ablated(scope, [row["head"] for row in rows if row["kind"] == INDUCTION], jobs)
     sights = partial(atlas.passages_of, scope, length=atlas.LENGTH, seed=0)
     fit = guesses.Sights.of(scope, heads, sights(documents, names.provenance["asked"]["n"]))
     for name in filter(None, on.split(",")):
@@ -230,9 +231,7 @@ def ablated(scope: qk.Scope, heads: list[str], jobs: list[dict[str, Any]]) -> No
 
     draws = random.Random(0)
     before = accuracy([])
-    previous = max(
-        (row for row in jobs if row["job"] == guesses.PREVIOUS), key=lambda row: row["share"]
-    )
+    previous = max((row for row in jobs if row["job"] == PREVIOUS), key=lambda row: row["share"])
     others = {
         head: [str(h) for h in scope.heads() if h.layer == qk.Head.parse(head).layer]
         for head in heads

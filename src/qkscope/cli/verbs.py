@@ -16,6 +16,7 @@ import ast
 import inspect
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
@@ -239,19 +240,14 @@ def typed(parameter: Parameter) -> list[inspect.Parameter]:
     if parameter.takes("Scope"):
         return _OF_MODEL
     if parameter.takes("Texts"):
-        task = parameter.takes("Task")
-        told = "Text files and folders, or python (its own texts)."
-        sources = _argument(
-            "sources", list[str], None, f"{told} Or a task: {_TASKS}." if task else told
-        )
+        texts = "Text files and folders, or python (its own texts)."
+        return [_argument("sources", list[str], None, texts)]
+    if parameter.takes("Task") and parameter.takes("Example"):
+        task = _argument("sources", list[str], None, f"{_TASKS}.", metavar="TASK")
         single = _option(
             "prompt", str, None, "One prompt instead; \\n is a line break.", read="prompt"
         )
-        return [
-            sources,
-            *([single] if parameter.takes("Example") else []),
-            *(_OF_TASK if task else []),
-        ]
+        return [task, single, *_OF_TASK]
     if parameter.takes("Task"):
         return [_argument("task", str, _NEEDED, f"{_TASKS}."), *_OF_TASK]
     if parameter.takes("Example"):
@@ -427,32 +423,53 @@ def _fit(folder: Path | None, values: Values, contrast: str = "") -> Any:
 
 
 def _source(parameter: Parameter, values: Values) -> Any:
-    """A task, documents of files and folders (or of Python), or one prompt."""
-    from qkscope.texts.documents import read_documents
-
+    """A task, documents of files and folders (or of Python), or a task or one prompt."""
     if "sources" not in values:
         return make_task(values)
     sources = values["sources"] or []
-    prompt = values.get("prompt")
-    task = parameter.takes("Task")
-    if parameter.takes("Example") and (prompt is None) == (not sources):
-        raise BadInput("name a task or text files, or one prompt with --prompt, and not both.")
-    named = [
-        source
-        for source in sources
-        if source in tasks.BUILT_IN or source.lower().endswith(".jsonl")
-    ]
-    if named and task and len(sources) == 1:
-        values["task"] = sources[0]
-        return make_task(values)
-    if named:
-        raise BadInput(f"{named[0]} is a task: name {'it alone' if task else 'text files'}.")
+    if parameter.takes("Texts"):
+        return _documents(sources)
+    prompt = values["prompt"]
+    if (prompt is None) == (not sources):
+        raise BadInput("name a task, or one prompt with --prompt, and not both.")
+    if prompt is not None:
+        return prompt
+    texts = [source for source in sources if _is_text(source)]
+    if texts:
+        atlas = shlex.join(["qkscope", "atlas", *texts])
+        raise BadInput(
+            f"{texts[0]} is text, and trace takes a task or a prompt: for heads on text use {atlas}."
+        )
+    if len(sources) > 1:
+        named = next(filter(_is_task, sources), sources[0])
+        raise BadInput(f"{named} is a task: name it alone.")
+    values["task"] = sources[0]
+    return make_task(values)
+
+
+def _is_task(source: str) -> bool:
+    """Whether this is what a task is called: a built-in one, or a .jsonl file."""
+    return source in tasks.BUILT_IN or source.lower().endswith(".jsonl")
+
+
+def _is_text(source: str) -> bool:
+    """Whether this names text: files and folders that are there, or Python's own."""
+    return source == PYTHON or (Path(source).exists() and not _is_task(source))
+
+
+def _documents(sources: list[str]) -> Any:
+    """Documents of files and folders; none for Python's own, which a verb reads itself."""
+    from qkscope.texts.documents import read_documents
+
     for source in sources:
-        if source != PYTHON and not Path(source).exists():
+        if _is_task(source):
+            raise BadInput(f"{source} is a task: name text files.")
+    for source in sources:
+        if not _is_text(source):
             raise BadInput(
                 f"there is no task and no file {source!r}: name {_TASKS}, text files, or {PYTHON}."
             )
-    return prompt or (None if sources in ([], [PYTHON]) else read_documents(sources))
+    return None if sources in ([], [PYTHON]) else read_documents(sources)
 
 
 def make_task(values: Mapping[str, Any]) -> Any:

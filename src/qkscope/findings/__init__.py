@@ -15,6 +15,7 @@ need stands here. Files in reading order:
 - ``graph``: a logit followed down to the words
 - ``next_token``: the next token, its rival, and every head tried
 - ``because``: the words that decide a look, and their relations
+- ``head_jobs``: what a head does in one look, in the field's words; the atlases that ship
 - ``carriers``: a word changed, and what few writers wrote put back
 - ``verdicts``: what an answer may say of parts, cuts and their controls: the one rule
 """

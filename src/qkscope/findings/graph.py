@@ -45,11 +45,12 @@ from qkscope.linear.run import Answer, Direction, Run, Side
 from qkscope.model.encode import token_texts
 
 Row = dict[str, Any]
+#: What an edge is part of: what a writer left, or the query or key of why it looked somewhere.
 Kind = Literal["value", "query", "key"]
 _AT_ONCE = 2**11  # tokens whose MLP is run again at once
 _SLOTS = 256  # tokens whose attention is made at once
 _SOURCES = 3  # tokens of a writer that are named, over many prompts
-# of many prompts
+# what stands for the first tokens, and for all that is not named, over many prompts
 FIRST = "(first token)"
 SOURCE_REST = "(rest)"
 
@@ -83,8 +84,9 @@ class Graph(NamedTuple):
 
 
 def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: float = 0.05) -> Graph:
-    """Follow one relative logit of one prompt down its writers; empty where the key has nothing to
-    be compared with.
+    """Follow one relative logit of one prompt down its writers.
+
+    The graph is empty where the key has nothing to be compared with.
 
     Parameters
     ----------
@@ -96,8 +98,8 @@ def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: floa
     Examples
     --------
     >>> import qkscope as qk
-    >>> from qkscope.findings.prompt_trace import Probe
-    >>> one = Probe(qk.Scope.load("nano:mixed"), "hat: O jam: Z jam:").head("L2H3", key=6)
+    >>> from qkscope.findings.prompt_trace import PromptRun
+    >>> one = PromptRun(qk.Scope.load("nano:mixed"), "hat: O jam: Z jam:").head("L2H3", key=6)
     >>> graph = trace_graph(one, depth=0, width=1)
     >>> [(row["side"], row["writer"], row["token"]) for row in graph.nodes]
     [(None, 'L2H3', ':'), ('query', 'M0', ':'), ('key', 'L1H0', 'Z')]
@@ -107,15 +109,16 @@ def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: floa
     walk = Walk(one.run, one.asked, str(one.head), width, smallest)
     root = walk.node(None, str(one.head), one.asked.query, one.total)
     root |= {"towards": one.key, "attention": float(one.attention[one.key])}
-    for side, asked in one.directions.items():
-        walk.follow(root, side, one.run.answer(asked), asked.slots, depth)
+    for side, direction in one.directions.items():
+        walk.follow(root, side, one.run.answer(direction), direction.slots, depth)
     return walk.graph(dict(enumerate(one.attention[: one.asked.query + 1].tolist())))
 
 
 @dataclass
-class _Asked:
-    """A request to a node: its value so far, and directions on its output at some slots, one column
-    per row.
+class _Request:
+    """A request to a node: its value so far, and directions on its output at some slots.
+
+    Slots and directions are those of all readers that ask the node, in turn.
     """
 
     value: float = 0.0
@@ -124,10 +127,32 @@ class _Asked:
     level: int = 0
 
     def directions(self) -> tuple[Int[Tensor, " p"], Float[Tensor, "1 p e"]]:
-        """Directions at each slot once."""
+        """Each slot once, with the sum of the directions there."""
         slots, place = torch.cat(self.slots).unique(return_inverse=True)
         along = torch.cat(self.along, dim=1)
-        return slots, along.new_zeros(1, len(slots), along.shape[-1]).index_add_(1, place, along)
+        sums = along.new_zeros(1, len(slots), along.shape[-1])
+        return slots, sums.index_add_(1, place, along)
+
+
+class _Child(NamedTuple):
+    """A writer's value at the slots of one token, and the direction on its output there."""
+
+    writer: str
+    position: int
+    values: Float[Tensor, " p"]
+    slots: Int[Tensor, " p"]
+    along: Callable[[], Float[Tensor, "1 p e"] | None]
+
+
+class _HeadRead(NamedTuple):
+    """What a head read: writers at its main tokens, its attention there, the first of these tokens.
+
+    The first is 0 where the head brought most from the first token alone.
+    """
+
+    children: list[_Child]
+    attention: dict[int, float]
+    towards: int
 
 
 class Walk:
@@ -159,8 +184,8 @@ class Walk:
     def node(self, side: str | None, writer: str, position: int, value: float | None = None) -> Row:
         """The row of a node, made where it is met first."""
         key = (side, writer, position)
-        layer = None if writer in (EMBEDDING, self.head) else Writer.parse(writer).block
         if key not in self._nodes:
+            layer = None if writer in (EMBEDDING, self.head) else Writer.parse(writer).block
             self._nodes[key] = {
                 "head": self.head, "id": len(self._nodes), "side": side, "writer": writer, "layer": layer,
                 "position": position, "token": self.asked.tokens[position], "value": value, "share": None, "rest": None,
@@ -169,17 +194,20 @@ class Walk:
         return self._nodes[key]
 
     def graph(self, attention: Mapping[int, float | None]) -> Graph:
-        """All that was met, nodes with their shares of the root, which is the first; attention is
-        the query's.
+        """All nodes and edges that were met, with shares of the root, which is the first node.
+
+        Parameters
+        ----------
+        attention : of the query, by token.
         """
         rows = list(self._nodes.values())
-        tokens = self.asked.tokens
         total = rows[0]["value"]
         for row in rows:
-            row["share"] = row["value"] / total if total and row["value"] is not None else None
+            if total and row["value"] is not None:
+                row["share"] = row["value"] / total
         prompt = [
-            {"head": self.head, "position": i, "token": tokens[i], "attention": a}
-            for i, a in attention.items()
+            {"head": self.head, "position": i, "token": self.asked.tokens[i], "attention": weight}
+            for i, weight in attention.items()
         ]
         return Graph(rows, self.edges, prompt, self.error)
 
@@ -198,10 +226,10 @@ class Walk:
             default.
         """
         logit = _Logit(self, root, kind, look, depth)
-        logit.spread(root, logit.total, kind, self._said(answer, slots), 0)
+        logit.spread(root, logit.total, kind, self._writers(answer, slots), 0)
         logit.expand()
 
-    def _said(self, answer: Answer, slots: Tensor, token: int | None = None) -> Iterator[_Child]:
+    def _writers(self, answer: Answer, slots: Tensor, token: int | None = None) -> Iterator[_Child]:
         """Every writer's value and the direction to follow it in, all slots together."""
         position = int(slots[0]) - 1 if token is None else token
         for name, values in answer.values.items():
@@ -209,129 +237,136 @@ class Walk:
 
     def _along(self, answer: Answer, name: str) -> Float[Tensor, "1 p e"] | None:
         """The followed direction, expressed on a writer's output (for a head, before W_O)."""
-        writer = Writer.parse(name)
-        return (
-            answer.parts.get(name)
-            if writer.head is None
-            else self.run.on_output(answer, writer.head)
-        )
+        head = Writer.parse(name).head
+        return answer.parts.get(name) if head is None else self.run.on_output(answer, head)
 
-    def read(
-        self, head: Head, position: int, asked: _Asked, least: float
-    ) -> tuple[list[_Child], dict[int, float], int]:
-        """The writers of what a head read at its main tokens, its attention to these, and the first
-        of them.
+    def read(self, head: Head, position: int, request: _Request, least: float) -> _HeadRead:
+        """What a head read at its main tokens: those that gave at least so much to its value."""
+        slots, along = request.directions()
+        given = self._given_by_token(head, position, request)
+        values = given.tolist()
+        largest = sorted(range(len(values)), key=lambda i: -abs(values[i]))[: self.width]
+        main = [i for i in largest if abs(values[i]) >= least]
+        towards = next((token for token in main if token > 0), 0)
+        if not main:
+            return _HeadRead([], {}, towards)
+        children = list[_Child]()
+        # of every slot the token at the same distance; the first token is the same to all
+        at = torch.stack([slots - 1 + i - position if i else slots * 0 for i in main])
+        weights = self._attention_at(head, slots, at.clamp(0, len(values) - 1))
+        for there, weight, token in zip(at, weights, main, strict=True):
+            kept = (there < len(values)) & (there >= min(token, 1))
+            turned = weight[kept, None] * along[:, kept]
+            onto = self.run.enter(head, "v", there[kept] + 1, turned)
+            answer = self.run.answer(onto)
+            self.check(values[token], answer.values.values())
+            children += self._writers(answer, onto.slots, token)
+        own_row = self.run.attention(head, slots[slots - 1 == position])[0]
+        shown = {token: float(own_row[0, token]) if len(own_row) else 0.0 for token in main}
+        return _HeadRead(children, shown, towards)
+
+    def _attention_at(
+        self, head: Head, slots: Int[Tensor, " p"], tokens: Int[Tensor, "m p"]
+    ) -> Float[Tensor, "m p"]:
+        """Attention from every slot to one token for each row, some slots at a time."""
+        pieces = zip(slots.split(_SLOTS), tokens.T.split(_SLOTS), strict=True)
+        weights = [self.run.attention(head, some)[0].gather(1, at) for some, at in pieces]
+        return torch.cat(weights).T
+
+    def _given_by_token(self, head: Head, position: int, request: _Request) -> Float[Tensor, " t"]:
+        """What a head brought from each token, as the node's own position sees it.
+
+        What other slots read stands at the node's token at the same distance; the first token is
+        the first to all, and what has no such token counts nowhere.
         """
-        run, (slots, along) = self.run, asked.directions()
-        tokens = torch.arange(run.calls[head.layer].k.shape[2], device=slots.device)
-        sums = torch.zeros(len(tokens) + 1, device=slots.device)
+        slots, along = request.directions()
+        length = self.run.calls[head.layer].k.shape[2]
+        tokens = torch.arange(length, device=slots.device)
+        sums = torch.zeros(length + 1, device=slots.device)  # in front, what has no such token
 
-        def parts() -> Iterator[Float[Tensor, "p t"]]:  # of some slots at a time, by token
-            for some, own in zip(slots.split(_SLOTS), along.split(_SLOTS, dim=1), strict=True):
-                brought = (run.attention(head, some) * run.brought(head, own))[0]
-                same = (
-                    position + tokens - (some - 1)[:, None]
-                )  # where the node's own token at this distance stands
-                same = torch.where((same <= 0) | (same >= len(tokens)), -1, same).where(
-                    tokens > 0, 0
-                )
+        def brought_from() -> Iterator[Float[Tensor, "p t"]]:
+            pieces = zip(slots.split(_SLOTS), along.split(_SLOTS, dim=1), strict=True)
+            for some, directions in pieces:
+                weights = self.run.attention(head, some)
+                brought = (weights * self.run.brought(head, directions))[0]
+                same = position + tokens - (some - 1)[:, None]
+                same = torch.where((same <= 0) | (same >= length), -1, same)
+                same = same.where(tokens > 0, 0)
                 sums.index_add_(0, same.flatten() + 1, brought.flatten())
                 yield brought
 
-        self.check(asked.value, parts())
-        values = sums[1:].tolist()
-        largest = sorted(range(len(values)), key=lambda i: -abs(values[i]))[: self.width]
-        main = [i for i in largest if abs(values[i]) >= least]
-        there = (
-            torch.stack([slots - 1 + i - position if i else slots * 0 for i in main])
-            if main
-            else slots[None, :0]
-        )
-        near = (
-            zip(slots.split(_SLOTS), there.clamp(0, len(tokens) - 1).T.split(_SLOTS), strict=True)
-            if main
-            else ()
-        )
-        weights = [run.attention(head, some)[0].gather(1, at) for some, at in near]
-        children = list[_Child]()
-        for number, token in enumerate(main):
-            kept = (there[number] < len(tokens)) & (there[number] >= min(token, 1))
-            turned = torch.cat(weights)[kept, number, None] * along[:, kept]
-            onto = run.enter(head, "v", there[number, kept] + 1, turned)
-            answer = run.answer(onto)
-            self.check(values[token], answer.values.values())
-            children += self._said(answer, onto.slots, token)
-        own = run.attention(head, slots[slots - 1 == position])[0]
-        return (
-            children,
-            {i: float(own[0, i]) if len(own) else 0.0 for i in main},
-            next((i for i in main if i), 0),
-        )
+        self.check(request.value, brought_from())
+        return sums[1:]
 
-    def through(self, writer: Writer, position: int, asked: _Asked) -> list[_Child]:
+    def through(self, writer: Writer, position: int, request: _Request) -> list[_Child]:
         """The writers of what an MLP was given, by its gradient."""
-        run, layer, (slots, along) = self.run, writer.layer, asked.directions()
+        run = self.run
+        layer = writer.layer
+        slots, along = request.directions()
         module = run.reader.blocks[layer].parts[writer.index[0] if writer.index else 0]
         # a part may mix tokens, so that all run, but those of a long prompt
-        tokens = (
-            slots - 1
-            if len(self.asked.tokens) > _AT_ONCE
-            else torch.arange(len(self.asked.tokens)).to(slots)
-        )
-        at = torch.searchsorted(tokens, slots - 1)
-        wanted = along.new_zeros(1, len(tokens), along.shape[-1]).index_copy(1, at, along)
-        some = zip(tokens.split(_AT_ONCE), wanted.split(_AT_ONCE, dim=1), strict=True)
-        parts = zip(
-            *(PartLayer(run, layer, own).pull(module, directions) for own, directions in some),
-            strict=True,
-        )
-        x, z, missed = (torch.cat(values, dim=1)[:, at] for values in parts)
-        children = [*self._said(run.answer(Direction(layer, slots, x, missed)), slots, position)]
+        length = len(self.asked.tokens)
+        tokens = slots - 1 if length > _AT_ONCE else torch.arange(length).to(slots)
+        places = torch.searchsorted(tokens, slots - 1)
+        wanted = along.new_zeros(1, len(tokens), along.shape[-1]).index_copy(1, places, along)
+        pulled = [
+            PartLayer(run, layer, some).pull(module, directions)
+            for some, directions in zip(
+                tokens.split(_AT_ONCE), wanted.split(_AT_ONCE, dim=1), strict=True
+            )
+        ]
+        on_stream = torch.cat([piece[0] for piece in pulled], dim=1)[:, places]
+        on_heads = torch.cat([piece[1] for piece in pulled], dim=1)[:, places]
+        missed = torch.cat([piece[2] for piece in pulled], dim=1)[:, places]
+        answer = run.answer(Direction(layer, slots, on_stream, missed))
+        children = [*self._writers(answer, slots, position)]
         if layer in run.heads:
-            names = run.reader.head_names(layer)
-            gave = run.heads[layer][:, slots].unflatten(-1, (len(names), -1))
-            along_z = z.unflatten(-1, (len(names), -1))
-            for i, name in enumerate(names):
-                said = (gave * along_z)[0, :, i].sum(-1)
-                children.append(_Child(name, position, said, slots, partial(along_z.select, 2, i)))
-        self.check(asked.value, [child.values.sum() for child in children])
+            children += self._heads_of_block(layer, position, slots, on_heads)
+        self.check(request.value, [child.values.sum() for child in children])
         return children
 
+    def _heads_of_block(
+        self, layer: int, position: int, slots: Int[Tensor, " p"], along: Float[Tensor, "1 p z"]
+    ) -> Iterator[_Child]:
+        """The heads of the MLP's own block, which it reads beside the stream."""
+        names = self.run.reader.head_names(layer)
+        outputs = self.run.heads[layer][:, slots].unflatten(-1, (len(names), -1))
+        directions = along.unflatten(-1, (len(names), -1))
+        for i, name in enumerate(names):
+            values = (outputs * directions)[0, :, i].sum(-1)
+            yield _Child(name, position, values, slots, partial(directions.select, 2, i))
+
     def why(self, row: Row, head: Head, key: int) -> None:
-        """Follow why a head looked at a token, once for each; the first token is left out (it is a
-        sink).
+        """Follow why a head looked at a token, once for each head.
+
+        The first token is left out: it is a sink.
         """
-        seen = self.run.seen(head, row["position"])
         query = row["position"]
-        if key > 0 and {*seen} - {0, key} and key in seen and row["look"] is None:
-            one = PromptTrace(self.run, replace(self.asked, query=query), head, key)
-            row |= {"look": one.total, "towards": key, "attention": float(one.attention[key])}
-            for kind, asked in one.directions.items():
-                self.follow(row, kind, self.run.answer(asked), asked.slots, self.deeper, look=True)
+        seen = self.run.seen(head, query)
+        compared = set(seen) - {0, key}
+        if key == 0 or key not in seen or not compared or row["look"] is not None:
+            return
+        one = PromptTrace(self.run, replace(self.asked, query=query), head, key)
+        row |= {"look": one.total, "towards": key, "attention": float(one.attention[key])}
+        for kind, direction in one.directions.items():
+            answer = self.run.answer(direction)
+            self.follow(row, kind, answer, direction.slots, self.deeper, look=True)
 
     def check(self, value: float, terms: Iterable[Tensor]) -> None:
         """Note what the terms of a value miss of it, beside the largest of them."""
-        sums, sizes = zip(
-            *((float(some.double().sum()), float(some.abs().max())) for some in terms), strict=True
-        )
-        largest = max(sizes)
-        missed = abs(sum(sums) - value)
+        total = 0.0
+        largest = 0.0
+        for term in terms:
+            total += float(term.double().sum())
+            largest = max(largest, float(term.abs().max()))
+        missed = abs(total - value)
         self.error = max(self.error, missed / largest if largest > 0 else missed)
 
 
-class _Child(NamedTuple):
-    """A writer's value at the slots of one token, and the direction on its output there."""
-
-    writer: str
-    position: int
-    values: Float[Tensor, " p"]
-    slots: Int[Tensor, " p"]
-    along: Callable[[], Float[Tensor, "1 p e"] | None]
-
-
 class _Logit:
-    """One logit that is followed down a walk: its own values of nodes, each followed when all that
-    ask it are known.
+    """One logit that is followed down a walk, with its own values of nodes.
+
+    A node is followed when all that ask it are known.
     """
 
     def __init__(self, walk: Walk, root: Row, kind: Kind, look: bool, depth: int) -> None:
@@ -340,7 +375,7 @@ class _Logit:
         self.of = root if look else None
         self.total = root["look" if look else "value"]
         self.side = root["side"] if look or kind == "value" else kind
-        self.pending: dict[tuple[Writer, int], _Asked] = {}
+        self.pending: dict[tuple[Writer, int], _Request] = {}
         self.least = walk.smallest * abs(self.total)
 
     def spread(
@@ -350,37 +385,46 @@ class _Logit:
         kind: Kind,
         children: Iterable[_Child],
         level: int,
-        attention: Any = None,
+        attention: Mapping[int, float] | None = None,
     ) -> None:
-        """Add the edges of a node's main writers, at most `width` of each token, and one of all the
-        rest.
-        """
-        by_token: dict[int, list[tuple[float, _Child]]] = {}
-        for child in children:
-            by_token.setdefault(child.position, []).append((float(child.values.sum()), child))
-        largest = [
-            sorted(own, key=lambda pair: -abs(pair[0]))[: self.walk.width]
-            for own in by_token.values()
-        ]
-        shown = [(said, child) for own in largest for said, child in own if abs(said) >= self.least]
-        shown = [(said, child) for said, child in shown if child.writer != BIAS]
-        for said, child in shown:
+        """Add the edges of a node's main writers, at most `width` a token, and one of all the rest."""
+        shown = self._largest(children)
+        for child, given in shown:
             node = self.walk.node(self.side, child.writer, child.position)
-            asked = self.pending.setdefault(
-                (Writer.parse(child.writer), child.position), _Asked(level=level)
-            )
-            asked.value = asked.value + said
-            asked.level = min(asked.level, level)
+            self._ask(child, given, level)
             if self.of is None:
-                node["value"] = (node["value"] or 0.0) + said
-            if (along := child.along()) is not None:
-                asked.slots.append(child.slots)
-                asked.along.append(along)
-            self._edge(node["id"], parent, kind, said, (attention or {}).get(child.position))
-        rest = value - sum(said for said, _ in shown)
+                node["value"] = (node["value"] or 0.0) + given
+            looked = None if attention is None else attention.get(child.position)
+            self._edge(node["id"], parent, kind, given, looked)
+        rest = value - sum(given for _, given in shown)
         self._edge(None, parent, kind, rest)
         if self.of is None and kind == "value":
             parent["rest"] = rest
+
+    def _largest(self, children: Iterable[_Child]) -> list[tuple[_Child, float]]:
+        """The main writers at each token, biases aside, with what they give."""
+        by_token: dict[int, list[tuple[_Child, float]]] = {}
+        for child in children:
+            given = float(child.values.sum())
+            by_token.setdefault(child.position, []).append((child, given))
+        shown = []
+        for writers in by_token.values():
+            largest = sorted(writers, key=lambda pair: -abs(pair[1]))[: self.walk.width]
+            for child, given in largest:
+                if abs(given) >= self.least and child.writer != BIAS:
+                    shown.append((child, given))
+        return shown
+
+    def _ask(self, child: _Child, given: float, level: int) -> None:
+        """Add a reader's request to those of the same writer at the same token."""
+        key = (Writer.parse(child.writer), child.position)
+        request = self.pending.setdefault(key, _Request(level=level))
+        request.value += given
+        request.level = min(request.level, level)
+        along = child.along()
+        if along is not None:
+            request.slots.append(child.slots)
+            request.along.append(along)
 
     def _edge(
         self,
@@ -397,27 +441,77 @@ class _Logit:
         })  # fmt: skip
 
     def expand(self) -> None:
-        """Follow nodes from the last layer down, so that all that ask one are known before it is
-        asked.
-        """
+        """Follow nodes from the last layer down: then all that ask a node are known before it is."""
         while self.pending:
             writer, position = max(self.pending)
-            asked = self.pending.pop((writer, position))
-            row = self.walk.node(self.side, str(writer), position)
-            if asked.level >= self.depth or not asked.along or abs(asked.value) < self.least:
+            request = self.pending.pop((writer, position))
+            if request.level >= self.depth or not request.along or abs(request.value) < self.least:
                 continue
-            attention = None
-            key = 0
+            row = self.walk.node(self.side, str(writer), position)
+            level = request.level + 1
             if writer.head is None:
-                children = self.walk.through(writer, position, asked)
-            else:
-                children, attention, key = self.walk.read(writer.head, position, asked, self.least)
-            self.spread(row, asked.value, "value", children, asked.level + 1, attention)
-            if writer.head is not None and self.of is None:
-                self.walk.why(row, writer.head, key)
+                children = self.walk.through(writer, position, request)
+                self.spread(row, request.value, "value", children, level)
+                continue
+            read = self.walk.read(writer.head, position, request, self.least)
+            self.spread(row, request.value, "value", read.children, level, read.attention)
+            if self.of is None:
+                self.walk.why(row, writer.head, read.towards)
 
 
 # ---------------------------------------------------------------------- over many prompts
+
+
+@dataclass
+class _Sources:
+    """What the writers of one head read, summed over prompts.
+
+    Attributes
+    ----------
+    logit : the sum of all relative logits.
+    given : by side and writer, and by offset, what came from there.
+    tokens : by side and offset, which tokens stand there, and how often.
+    """
+
+    logit: float = 0.0
+    given: dict[tuple[Side, Head], Counter[int | str]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
+    tokens: dict[tuple[Side, int | str], Counter[int]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
+
+    def add(self, batch: HeadRows, heads: Mapping[Side, Sequence[Head]]) -> None:
+        """Add what some heads read in a batch of prompts."""
+        run = batch.run
+        self.logit += float(batch.logit().double().sum())
+        first = run.inputs["attention_mask"][run.row].argmax(dim=1)
+        right = run.columns[:, 1:].gather(1, batch.signs.argmax(dim=1, keepdim=True))[:, 0]
+        for side, direction in batch.directions.items():
+            answer = run.answer(direction)
+            columns = run.columns[:, direction.slots]
+            for head in heads[side]:
+                brought = run.brought(head, run.on_output(answer, head))
+                read = run.attention(head, direction.slots) * brought
+                self.given[side, head].update(_by_offset(read, columns, first))
+            self._count_tokens(run, side, run.columns[:, 0] if side == "query" else right)
+
+    def _count_tokens(self, run: Run, side: Side, places: Int[Tensor, " n"]) -> None:
+        """Count the tokens of each prompt by their distance from a side's place in it."""
+        ids = run.inputs["input_ids"][run.row]
+        mask = run.inputs["attention_mask"][run.row]
+        from_place = places.tolist()
+        positions = mask.nonzero().tolist()
+        for (row, column), token in zip(positions, ids[mask.bool()].tolist(), strict=True):
+            self.tokens[side, column - from_place[row]][token] += 1
+
+    def shares(self, side: Side, head: Head) -> dict[int | str, float]:
+        """By offset what came from there, the largest first; the rest as one."""
+        given = self.given[side, head]
+        largest = sorted(given, key=lambda at: -abs(given[at]))[:_SOURCES]
+        shares: dict[int | str, float] = {at: given[at] for at in largest}
+        shares[SOURCE_REST] = sum(value for at, value in given.items() if at not in largest)
+        return shares
 
 
 def sources_of(
@@ -438,48 +532,27 @@ def sources_of(
         the query or from the right key, and stands there in this fraction of the prompts that have
         one. What the first token gave and the rest have no offset.
     """
-    named = {
-        side: [other for name in names if (other := Writer.parse(name).head)]
-        for side, names in writers.items()
-    }
-    total = 0.0
-    sums = defaultdict[Any, Any](Counter)
-    tokens = defaultdict[Any, Counter[int]](Counter)
+    heads = dict[Side, list[Head]]()
+    for side, names in writers.items():
+        parsed = [Writer.parse(name).head for name in names]
+        heads[side] = [head for head in parsed if head is not None]
+    sources = _Sources()
     for batch in batches:
-        run = batch.run
-        total += float(batch.logit().double().sum())
-        ids = run.inputs["input_ids"][run.row]
-        mask = run.inputs["attention_mask"][run.row]
-        right = run.columns[:, 1:].gather(1, batch.signs.argmax(dim=1, keepdim=True))[:, 0]
-        for side, direction in batch.directions.items():
-            answer = run.answer(direction)
-            for other in named[side]:
-                brought = run.attention(other, direction.slots) * run.brought(
-                    other, run.on_output(answer, other)
-                )
-                sums[side, other].update(
-                    _by_offset(brought, run.columns[:, direction.slots], mask.argmax(dim=1))
-                )
-            places = (run.columns[:, 0] if side == "query" else right).tolist()
-            for (row, column), token in zip(
-                mask.nonzero().tolist(), ids[mask.bool()].tolist(), strict=True
-            ):
-                tokens[side, column - places[row]][token] += 1  # by their distance
+        sources.add(batch, heads)
+    scope = batch.run.reader.scope
     rows = []
-    for (side, other), offsets in sums.items():
-        largest = sorted(offsets, key=lambda at: -abs(offsets[at]))[:_SOURCES]
-        shares: dict[int | str, float] = {at: offsets[at] for at in largest}
-        shares[SOURCE_REST] = sum(value for at, value in offsets.items() if at not in largest)
-        for at, value in shares.items():
+    for side, writer in sources.given:
+        for at, value in sources.shares(side, writer).items():
             text = str(at)
             often = None
-            if there := tokens.get((side, at)):
-                (token, count), *_ = there.most_common(1)
-                text = token_texts(run.reader.scope, [token])[0]
-                often = count / there.total()
+            tokens = sources.tokens.get((side, at))
+            if tokens:
+                token, count = tokens.most_common(1)[0]
+                text = token_texts(scope, [token])[0]
+                often = count / tokens.total()
             rows.append({
-                "head": str(batch.head), "side": side, "writer": str(other), "token": text, "frequency": often,
-                "offset": at if isinstance(at, int) else None, "share": value / total,
+                "head": str(batch.head), "side": side, "writer": str(writer), "token": text, "frequency": often,
+                "offset": at if isinstance(at, int) else None, "share": value / sources.logit,
             })  # fmt: skip
     return rows
 
@@ -495,4 +568,8 @@ def _by_offset(
     sums = torch.zeros(2 * length + 1, dtype=torch.float64, device=brought.device)
     sums.index_add_(0, offsets.flatten(), brought.double().flatten())
     *others, at_first = sums.tolist()
-    return {FIRST: at_first} | {i - length: value for i, value in enumerate(others) if value}
+    by_offset: dict[int | str, float] = {FIRST: at_first}
+    for i, value in enumerate(others):
+        if value:
+            by_offset[i - length] = value
+    return by_offset

@@ -4,7 +4,7 @@
 in the query and in the keys once norms are frozen: ``q = Σ_c q_c`` and ``k_t = Σ_c k_c(t)``, so
 that pairs of writers, and writers of one side, sum to it. `HeadRows` gives them, and attention rows
 in which parts are others; keys that are not named, the first token among them, stay as they are. A
-`Pass` measures all prompts of a task, or passages of texts, and adds them up.
+`Pass` measures all prompts of a task and adds them up.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from qkscope.texts.task import ANSWER, Units
 
 #: A key with less attention than this is said to be unattended before anything is traced to it.
 ATTENDED = 0.05
+#: Rows of a result, by the table they stand in.
 Tables = dict[str, list[dict[str, Any]]]
 # tokens of all prompts whose writers are held at once, and of each prompt at least
 _PLACES = 128
 _EACH = 10
-_CONDITIONS = {"held": 128, "live": 8}  # that are measured at once, norms held and norms running
+# conditions that are measured at once, norms held and norms running
+_CONDITIONS = {"held": 128, "live": 8}
 
 
 @dataclass(eq=False)
@@ -76,26 +78,21 @@ class HeadRows:
         """Weights of the keys in the relative logit."""
         return relative_weights(self.signs)
 
-    # ------------------------------------------------------------------ the relative logit, and its
-    # parts
+    # ------------------------------------------------------------------ the relative logit
 
     def vectors(self, side: Side) -> Float[Tensor, "n p d"]:
         """The model's own query, or its named keys."""
         kind = KINDS[side]
-        return self.run.vectors(
-            [(self.head.layer, self.run.index(self.head, kind))], kind, self.slots[side]
-        )[:, 0]
+        place = (self.head.layer, self.run.index(self.head, kind))
+        return self.run.vectors([place], kind, self.slots[side])[:, 0]
 
     def logit(self, q: Tensor | None = None, k: Tensor | None = None) -> Float[Tensor, "*x n"]:
-        """The relative logit of the model's own vectors, or of other queries [*x, n, d] and keys
-        [*x, n, k, d].
-        """
+        """The relative logit of other queries [*x, n, d] and keys [*x, n, k, d], or of the model's."""
         q = self.rows.q[:, 0] if q is None else q
         k = self.vectors("key") if k is None else k
-        return (
-            torch.einsum("...nd,...nkd,nk->...n", self.projected(q), k, self.weights.to(q))
-            * self.scale
-        )
+        weights = self.weights.to(q)
+        products = torch.einsum("...nd,...nkd,nk->...n", self.projected(q), k, weights)
+        return products * self.scale
 
     def projected(self, q: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         """Apply the projector, if there is one, to a query."""
@@ -105,97 +102,87 @@ class HeadRows:
     def directions(self) -> dict[Side, Direction]:
         """Directions of the relative logit on the stream, at the query and at the keys that count."""
         used = self.weights.any(0).nonzero()[:, 0]
-        used = used[
-            self.signs[0, used].argsort(descending=True, stable=True)
-        ]  # a prompt's key stands first
-        return self.run.ask(self.head, self.query, 1 + used, self.weights[:, used], self.projector)[
-            1
-        ]
+        right_first = self.signs[0, used].argsort(descending=True, stable=True)
+        used = used[right_first]
+        _, directions = self.run.ask(
+            self.head, self.query, 1 + used, self.weights[:, used], self.projector
+        )
+        return directions
 
     @cached_property
     def marginals(self) -> dict[Side, Float[Tensor, "n c"]]:
         """By side, what each writer gives to the relative logit; both sum to it."""
-        if (
-            len(self.signs) > 1 and self.projector is None
-        ):  # writers of a batch side by side; of one prompt too many
-            split_together([self])
-            return self.marginals
-        answers = {
-            side: self.run.answer(direction).values for side, direction in self.directions.items()
-        }
-        return {
-            side: torch.stack([own[name].sum(1) for name in self.writers], 1)
-            for side, own in answers.items()
-        }
+        if len(self.signs) > 1 and self.projector is None:
+            # writers of a batch stand side by side; those of one prompt would take too much room
+            return split_together([self])[self.head]
+        marginals = dict[Side, Tensor]()
+        for side, direction in self.directions.items():
+            values = self.run.answer(direction).values
+            marginals[side] = torch.stack([values[name].sum(1) for name in self.writers], 1)
+        return marginals
 
     @cached_property
     def pairs(self) -> Float[Tensor, "n c c"]:
         """What each pair of a query writer and a key writer gives."""
         q = self.projected(self.read("query")[:, :, 0]) * self.scale
-        met: Tensor | float = 0.0
+        weighted_keys: Tensor | float = 0.0
         for slots, pieces in self._pieces(self.directions["key"].slots.tolist()):
             keys = self.run.read(self.head, "key", pieces, slots)
-            met = met + torch.einsum(
-                "ncpd,np->ncd", keys, self.weights[:, [i - 1 for i in slots]].to(keys)
-            )
-        return q @ met.mT  # type: ignore[union-attr]
+            weights = self.weights[:, [slot - 1 for slot in slots]].to(keys)
+            weighted_keys = weighted_keys + torch.einsum("ncpd,np->ncd", keys, weights)
+        return q @ weighted_keys.mT  # type: ignore[union-attr]
 
     def given(self, pairs: Sequence[tuple[int, int]] = ()) -> Measurement:
-        """The logit, what writers and some pairs give to it, and how far they miss it beside the
-        largest part.
+        """The logit and what writers, and some pairs, give to it.
+
+        The error says how far the writers of a side miss the logit, beside the largest part.
         """
         total = self.logit()
-        sides = {side: self.marginals[side] for side in SIDES}
-        missed = torch.stack([(values.sum(1) - total).abs() for values in sides.values()]).amax(0)
-        largest = (
-            torch.stack([values.abs().amax(1) for values in sides.values()])
-            .amax(0)
-            .clamp_min(1e-30)
-        )
-        chosen = (
-            {"pairs": torch.stack([self.pairs[:, a, b] for a, b in pairs], dim=1)} if pairs else {}
-        )
-        return Measurement({"total": total, **sides, **chosen}, missed / largest)
+        values: dict[str, Tensor] = {"total": total}
+        for side in SIDES:
+            values[side] = self.marginals[side]
+        missed = torch.stack([(values[side].sum(1) - total).abs() for side in SIDES]).amax(0)
+        largest = torch.stack([values[side].abs().amax(1) for side in SIDES]).amax(0)
+        if pairs:
+            values["pairs"] = torch.stack([self.pairs[:, a, b] for a, b in pairs], dim=1)
+        return Measurement(values, missed / largest.clamp_min(1e-30))
 
     def _pieces(self, slots: list[int]) -> Iterable[tuple[list[int], list[Parts]]]:
         """What writers left at some slots, a few at a time: a long prompt takes no more room."""
         step = max(_PLACES // len(self.signs), _EACH)
-        for some in (slots[start : start + step] for start in range(0, len(slots), step)):
-            yield some, self.run.slots(some).stream(self.head.layer)
+        for start in range(0, len(slots), step):
+            piece = slots[start : start + step]
+            yield piece, self.run.slots(piece).stream(self.head.layer)
 
     def read(self, side: Side) -> Float[Tensor, "n c p d"]:
         """Queries or keys split among writers, as the dot product sees them."""
-        made = [
-            self.run.read(self.head, side, pieces, some)
-            for some, pieces in self._pieces(self.slots[side])
+        vectors = [
+            self.run.read(self.head, side, parts, slots)
+            for slots, parts in self._pieces(self.slots[side])
         ]
-        return torch.cat(made, dim=2)
+        return torch.cat(vectors, dim=2)
 
     # ------------------------------------------------------------------ parts replaced
 
     @cached_property
     def streams(self) -> dict[Side, Float[Tensor, "n c p d_model"]]:
         """By side, what each writer but the biases left at its places, in the residual stream."""
-        every = {
-            side: [named(pieces) for _, pieces in self._pieces(slots)]
-            for side, slots in self.slots.items()
-        }
-        return {side: torch.cat(pieces, dim=2) for side, pieces in every.items()}
+        streams = dict[Side, Tensor]()
+        for side, slots in self.slots.items():
+            pieces = [named(parts) for _, parts in self._pieces(slots)]
+            streams[side] = torch.cat(pieces, dim=2)
+        return streams
 
     @cached_property
     def rows(self) -> AttentionRows:
         """The model's attention rows, over every token of each prompt."""
-        rows = self.run.calls[self.head.layer].rows(
-            self.head.index, self.run.row, self.run.columns[:, self.query]
-        )
-        mask = self.run.inputs.get(
-            "attention_mask"
-        )  # says where padding ends and the first token stands
-        return (
-            rows
-            if mask is None
-            else replace(rows, key_mask=mask[self.run.row].bool().to(rows.k.device))
-        )
+        call = self.run.calls[self.head.layer]
+        rows = call.rows(self.head.index, self.run.row, self.run.columns[:, self.query])
+        # the mask says where padding ends and the first token stands
+        mask = self.run.inputs.get("attention_mask")
+        if mask is None:
+            return rows
+        return replace(rows, key_mask=mask[self.run.row].bool().to(rows.k.device))
 
     def measure(
         self, q: Float[Tensor, "x n d"] | None = None, k: Float[Tensor, "x n k d"] | None = None
@@ -211,8 +198,9 @@ class HeadRows:
         masks: Bool[Tensor, "2 x c"],
         norms: str = "held",
     ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
-        """Queries and keys once the parts of the stream that each of x conditions names are
-        replaced; biases stay.
+        """Queries and keys with the parts of the stream replaced that each of x conditions names.
+
+        Biases stay.
 
         Parameters
         ----------
@@ -220,9 +208,8 @@ class HeadRows:
         masks : of the query and of the keys, the writers that each condition names.
         norms : held, or live.
         """
-        return self.without(
-            {side: self.streams[side] - instead[side] for side in SIDES}, masks[..., :-1], norms
-        )
+        away = {side: self.streams[side] - instead[side] for side in SIDES}
+        return self.without(away, masks[..., :-1], norms)
 
     @torch.no_grad()
     def without(
@@ -231,34 +218,44 @@ class HeadRows:
         often: Tensor,
         norms: str = "held",
     ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
-        """Queries and keys with some parts taken out of the stream, each of them as often as each
-        condition says.
+        """Queries and keys with some parts taken out of the stream, as often as each condition says.
+
+        With norms held the parts go through the head's weights first, and are taken out of its
+        query and keys; with norms live they are taken out of the stream, which the head then reads.
         """
-        parts = dict(away)
-        true = {side: self.run.hidden([self.head.layer], self.slots[side])[0] for side in SIDES}
-        for side in SIDES if norms == "held" else ():
-            lost = self.run.read(self.head, side, [Parts(["away"], away[side])], self.slots[side])
-            true[side], parts[side] = self.vectors(side), lost[:, :-1]
-        for some in often.split(_CONDITIONS[norms], dim=1):
-            made = []
-            for side, times in zip(SIDES, some, strict=True):
-                moved = times.to(true[side]) @ parts[side].transpose(0, 1).flatten(1)
-                vectors = true[side][None] - moved.unflatten(1, true[side].shape)
-                made.append(self.run.live(self.head, side, vectors) if norms == "live" else vectors)
-            yield made[0][:, :, 0], made[1]
+        whole = dict[Side, Tensor]()
+        parts = dict[Side, Tensor]()
+        for side in SIDES:
+            if norms == "held":
+                taken_out = [Parts(["away"], away[side])]
+                read = self.run.read(self.head, side, taken_out, self.slots[side])
+                whole[side] = self.vectors(side)
+                parts[side] = read[:, :-1]  # the biases, which are read with them, stay
+            else:
+                whole[side] = self.run.hidden([self.head.layer], self.slots[side])[0]
+                parts[side] = away[side]
+        for times in often.split(_CONDITIONS[norms], dim=1):
+            vectors = dict[Side, Tensor]()
+            for side, number in zip(SIDES, times, strict=True):
+                lost = number.to(whole[side]) @ parts[side].transpose(0, 1).flatten(1)
+                vectors[side] = whole[side][None] - lost.unflatten(1, whole[side].shape)
+                if norms == "live":
+                    vectors[side] = self.run.live(self.head, side, vectors[side])
+            yield vectors["query"][:, :, 0], vectors["key"]
 
 
 #: By head, what is measured of its rows on a batch and the numbers of their units.
 Measures = Mapping[Head, Callable[[HeadRows, list[int]], Measurement]]
 
 
-def split_together(every: Sequence[HeadRows]) -> None:
-    """Split the logits of several heads on one batch among writers at once."""
-    weights = torch.stack([rows.weights for rows in every], dim=1)
-    of_head = {rows.head: rows for rows in every}
-    for heads, query, key in values_of(every[0].run, weights, list(of_head)):
+def split_together(batch: Sequence[HeadRows]) -> dict[Head, dict[Side, Float[Tensor, "n c"]]]:
+    """Split the logits of several heads on one batch among writers at once; each keeps its own."""
+    weights = torch.stack([rows.weights for rows in batch], dim=1)
+    of_head = {rows.head: rows for rows in batch}
+    for heads, query, key in values_of(batch[0].run, weights, list(of_head)):
         for i, head in enumerate(heads):
             of_head[head].marginals = {"query": query[:, i], "key": key[:, i]}
+    return {head: rows.marginals for head, rows in of_head.items()}
 
 
 def answer_signs(encoded: Encoding) -> Int[Tensor, "n k"]:
@@ -273,11 +270,12 @@ def answer_signs(encoded: Encoding) -> Int[Tensor, "n k"]:
 # ---------------------------------------------------------------------- a pass over prompts
 
 
-def join_tables(every: Iterable[Tables]) -> Tables:
+def join_tables(parts: Iterable[Tables]) -> Tables:
     """Tables of several heads as one."""
     joined: Tables = {}
-    for name, rows in (item for tables in every for item in tables.items()):
-        joined.setdefault(name, []).extend(rows)
+    for tables in parts:
+        for name, rows in tables.items():
+            joined.setdefault(name, []).extend(rows)
     return joined
 
 
@@ -307,47 +305,41 @@ class Pass:
     progress: bool | None = None
 
     def rows(
-        self, units: Units, indices: Sequence[int], named: bool = True, by_some: bool = False
+        self, units: Units, indices: Sequence[int], by_some: bool = False
     ) -> tuple[list[int], list[HeadRows]]:
-        """Prompts of some units through the model: each row's unit, and the rows of every head.
+        """Run the prompts of some units: each row's unit, and the rows of every head.
 
         Parameters
         ----------
         units, indices : all units, and the numbers of those that run.
-        named : whether keys are named, as a task does it; otherwise each head's most attended token
-            is asked about.
         by_some : whether a named key may be out of sight of some of the heads.
         """
-        encoded = self.reader.scope.encode(
-            [example for i in indices for example in units[i]], chat=self.chat
-        )
-        of_example = [i for i in indices for _ in units[i]]
+        examples = [example for i in indices for example in units[i]]
+        unit_of = [i for i in indices for _ in units[i]]
+        encoded = self.reader.scope.encode(examples, chat=self.chat)
         heads = self.reader.heads
-        right = answer_signs(encoded)[:, None].expand(-1, len(heads), -1) if named else None
-        run = self.reader.record(
-            encoded.inputs, encoded.places if named else encoded.everywhere(), layers=self.layers
-        )
-        if right is not None:
-            seen = run.captured.bias.gather(-1, run.columns[:, None, 1:].expand_as(right))
-            check_visible(encoded, heads, seen, by_some)
-        signs = _most_attended(run) if right is None else right
-        every = [
+        signs = answer_signs(encoded)[:, None].expand(-1, len(heads), -1)
+        run = self.reader.record(encoded.inputs, encoded.places, layers=self.layers)
+        seen = run.captured.bias.gather(-1, run.columns[:, None, 1:].expand_as(signs))
+        check_visible(encoded, heads, seen, by_some)
+        rows = [
             HeadRows(run, head, signs[:, i], self.projectors.get(head))
             for i, head in enumerate(heads)
         ]
-        return [of_example[int(e)] for e in encoded.example], every
+        return [unit_of[int(example)] for example in encoded.example], rows
 
     def add_up(
         self,
         name: str,
         units: Units,
         measures: Measures,
-        words: Any = None,
+        words: Sequence[str] | None = None,
         last: bool = False,
-        **rows: bool,
+        by_some: bool = False,
     ) -> tuple[dict[Head, Tally], list[list[Any]]]:
-        """Measure every prompt at every head, in batches: sums by word, and of each head what else
-        its batches keep.
+        """Measure every prompt at every head, in batches, and add up by word.
+
+        Comes back with each head's sums, and with what else its batches keep.
 
         Parameters
         ----------
@@ -356,41 +348,30 @@ class Pass:
         measures : by head, what takes `HeadRows` of a batch and the numbers of their units.
         words : of each unit, a list; by default what it asks for.
         last : whether nothing is shared out between processes after it.
-        rows : how `rows` takes its keys.
+        by_some : whether a named key may be out of sight of some of the heads.
         """
-        words = words_of(units) if words is None else words
-        tallies = {head: Tally(sorted(words)) for head in measures}
-        sums = dict[str, Tensor]()
+        asked_for = words_of(units) if words is None else words
+        tallies = {head: Tally(sorted(asked_for)) for head in measures}
+        sums = dict[str, Tensor]()  # those of all tallies, under the head and the name
 
         def run(indices: list[int]) -> list[Any]:
-            numbers, every = self.rows(units, indices, **rows)
-            if len(every) > 1 and not self.projectors:
-                split_together(every)
-            given = [measures[own.head](own, numbers) for own in every]
-            for own, measured in zip(
-                every, given, strict=True
-            ):  # a batch is added whole, or not at all
-                tallies[own.head].add([words[i] for i in numbers], measured)
-                sums.update(
-                    {f"{own.head} {name}": total for name, total in tallies[own.head].sums.items()}
-                )
-            return [measured.kept for measured in given]
+            numbers, batch = self.rows(units, indices, by_some)
+            if len(batch) > 1 and not self.projectors:
+                split_together(batch)
+            # all heads are measured before any is added: a batch is added whole, or not at all
+            measured = [measures[rows.head](rows, numbers) for rows in batch]
+            for rows, measurement in zip(batch, measured, strict=True):
+                tally = tallies[rows.head]
+                tally.add([asked_for[i] for i in numbers], measurement)
+                sums.update({f"{rows.head} {name}": total for name, total in tally.sums.items()})
+            return [measurement.kept for measurement in measured]
 
         stage = Stage(name, batches_of(units, self.batch_size), run, sums, merge=merge_sums)
         kept = self.job.run(stage, self.progress, last=last)
-        for (head, _, of), total in ((name.partition(" "), total) for name, total in sums.items()):
-            tallies[Head.parse(head)].sums[of] = total
+        for name_of_sum, total in sums.items():
+            head, _, name = name_of_sum.partition(" ")
+            tallies[Head.parse(head)].sums[name] = total
         return tallies, [list(column) for column in zip(*kept, strict=True)]
-
-
-def _most_attended(run: Run) -> Int[Tensor, "n h k"]:
-    """+1 at the token with most attention except the first, −1 at all others in sight."""
-    attention = run.captured.attention()
-    bias = run.captured.bias
-    mask = run.captured.key_mask
-    places = torch.arange(mask.shape[1], device=mask.device)
-    seen = (bias > -torch.inf) & (mask & (places != mask.int().argmax(1)[:, None]))[:, None]
-    return (-seen.long()).scatter(-1, attention.masked_fill(~seen, -1).argmax(-1, keepdim=True), 1)
 
 
 def merge_sums(name: str, total: Tensor, piece: Tensor) -> Tensor:

@@ -26,12 +26,14 @@ from qkscope.model.encode import PIECE, token_texts
 from qkscope.rerun.alternatives import shape_of
 from qkscope.rerun.rerun_tokens import Again, prompt_of
 
+#: Likeliest next tokens in the table ``output``.
 TOKENS = 5
+_PUSHED = 3  # tokens there that the head pushes most
 _PIECES = 4  # tokens that a character may be cut into
-_LIKELY = (
-    1e-3  # a word of the prompt that is less likely is the rival only where all other tokens are
-)
-_MATTERS = 0.1  # in logits: a head that changes the difference to the rival by less is neither for nor against
+# a word of the prompt that is less likely is the rival only where all other tokens are
+_LIKELY = 1e-3
+# in logits: a head that changes the difference to the rival by less is neither for nor against
+_MATTERS = 0.1
 
 
 def quoted(text: str) -> str:
@@ -45,7 +47,10 @@ def quoted(text: str) -> str:
 
 def whole(tokens: Sequence[str], i: int) -> str:
     """What a token reads as; a later piece of a character, as the whole of it."""
-    return next((tokens[j] for j in range(i, -1, -1) if tokens[j]), tokens[i])
+    for j in range(i, -1, -1):
+        if tokens[j]:
+            return tokens[j]
+    return tokens[i]
 
 
 def first_token(scope: Scope, text: str) -> int:
@@ -111,36 +116,35 @@ class Output:
         self.chances = self.logits.softmax(-1)
         self.best = int(self.logits.argmax())
         self._names: dict[int, tuple[str, int]] = {}
-        self.rival, self.why_rival = (
-            self._default_rival() if versus is None else (rival_token(self.scope, versus), "")
-        )
+        if versus is None:
+            self.rival, self.why_rival = self._default_rival()
+        else:
+            self.rival = rival_token(self.scope, versus)
+            self.why_rival = ""
         if self.rival == self.best:
             raise BadInput(f"{versus!r} is the next token itself: name another one as its rival.")
 
     def _default_rival(self) -> tuple[int, str]:
-        """A word of the prompt, of the answer's shape if there is one; if none has 0.1%, the
-        likeliest other token.
+        """A word of the prompt, of the answer's shape if there is one; and why it is the rival.
+
+        If no such word has 0.1%, the likeliest other token.
         """
-        ids = set(self.asked.inputs["input_ids"][0, : self.asked.query + 1].tolist())
+        inside = set(self.asked.inputs["input_ids"][0, : self.asked.query + 1].tolist())
         likely = set((self.chances >= _LIKELY).nonzero()[:, 0].tolist())
-        best = self.token(self.best)
+        answer = self.token(self.best)
 
         def rank(i: int) -> tuple[bool, bool, bool, float]:
-            word = i in ids and self.token(i).strip().isalnum()
-            return (
-                i in likely,
-                word,
-                word and shape_of(self.token(i)) == shape_of(best),
-                float(self.chances[i]),
-            )
+            text = self.token(i)
+            is_word = i in inside and text.strip().isalnum()
+            like_answer = is_word and shape_of(text) == shape_of(answer)
+            return i in likely, is_word, like_answer, float(self.chances[i])
 
-        others = (
-            i
-            for i in ids | likely
-            if self.token(i).strip().lower() not in ("", best.strip().lower())
-        )
-        rival = max(others, key=rank, default=int(self.chances.topk(2).indices[1]))
-        return rival, f", the likeliest other {'word of the prompt' if rank(rival)[1] else 'token'}"
+        same = ("", answer.strip().lower())
+        others = [i for i in inside | likely if self.token(i).strip().lower() not in same]
+        second = int(self.chances.topk(2).indices[1])
+        rival = max(others, key=rank, default=second)
+        _, is_word, _, _ = rank(rival)
+        return rival, f", the likeliest other {'word of the prompt' if is_word else 'token'}"
 
     @property
     def difference(self) -> float:
@@ -152,28 +156,34 @@ class Output:
         return token_texts(self.scope, [i])[0]
 
     def name(self, i: int) -> tuple[str, int]:
-        """What a next token reads as, and of how many tokens; a part of a character is completed by
-        going on.
+        """What a next token reads as, and of how many tokens.
+
+        A part of a character is completed by going on.
         """
         if i not in self._names:
-            pieces = [self.token(i)]
-            size = 1
-            if pieces[0] == PIECE:
-                ids = self.asked.inputs["input_ids"][0, : self.asked.query + 1]
-                ids = torch.cat([ids, torch.tensor([i]).to(ids)])
-                more = self.scope.generate(prompt_of(self.scope, ids[None]), _PIECES - 1)[
-                    0
-                ].tolist()  # type: ignore[union-attr]
-                pieces = token_texts(self.scope, [i, *more])
-                size = next((n for n, piece in enumerate(pieces[1:], 1) if piece), len(pieces))
-            self._names[i] = pieces[0], size
+            text = self.token(i)
+            self._names[i] = self._whole_character(i) if text == PIECE else (text, 1)
         return self._names[i]
+
+    def _whole_character(self, i: int) -> tuple[str, int]:
+        """The character that a token begins, and of how many tokens, as the model goes on."""
+        ids = self.asked.inputs["input_ids"][0, : self.asked.query + 1]
+        ids = torch.cat([ids, torch.tensor([i]).to(ids)])
+        prompt = prompt_of(self.scope, ids[None])
+        more = self.scope.generate(prompt, _PIECES - 1)[0].tolist()  # type: ignore[union-attr]
+        pieces = token_texts(self.scope, [i, *more])
+        size = next((n for n, piece in enumerate(pieces[1:], 1) if piece), len(pieces))
+        return pieces[0], size
 
     def told(self, i: int, chance: bool = False) -> str:
         """A next token as a sentence names it, with its probability if wanted."""
         text, size = self.name(i)
-        more = [f"{size} tokens"] * (size > 1) + [f"{float(self.chances[i]):.1%}"] * chance
-        return quoted(text) + (f" ({', '.join(more)})" if more else "")
+        more = list[str]()
+        if size > 1:
+            more.append(f"{size} tokens")
+        if chance:
+            more.append(f"{float(self.chances[i]):.1%}")
+        return f"{quoted(text)} ({', '.join(more)})" if more else quoted(text)
 
     @cached_property
     def again(self) -> Again:
@@ -181,64 +191,79 @@ class Output:
         return Again(self.scope, self.asked.inputs, self.run.calls)
 
     def from_key(self, one: PromptTrace) -> Float[Tensor, " v"] | None:
-        """Direct effect on the logits of what a head read at the key, less its mean over the
-        vocabulary.
-        """
+        """Direct effect on the logits of what a head read at the key, less its vocabulary mean."""
         layer = one.head.layer
-        v = (
-            self.run.calls[layer].v[0, self.run.index(one.head, "v"), one.key].float()
-            * one.attention[one.key]
-        )
-        W = self.run.reader.output_weights(layer)[0][one.head.index].to(v)
-        pushed = direct_effect(self.run, [layer], (W @ v)[None].to(self.run.row.device))
-        return (
-            None if pushed is None else (pushed[0] - pushed[0].mean()).cpu()
-        )  # a constant changes no probability
+        v = self.run.calls[layer].v[0, self.run.index(one.head, "v"), one.key].float()
+        read = v * one.attention[one.key]
+        W_O = self.run.reader.output_weights(layer)[0][one.head.index].to(read)
+        written = (W_O @ read)[None].to(self.run.row.device)
+        effect = direct_effect(self.run, [layer], written)
+        if effect is None:
+            return None
+        return (effect[0] - effect[0].mean()).cpu()  # a constant changes no probability
 
     def rows(self, one: PromptTrace) -> list[dict[str, Any]]:
-        """The table ``output``: the likeliest next tokens, the rival, and those that the head
-        pushes most.
-        """
-        control = [one.most_attended(one.free)] if one.free else []
-        logits = self.again.hidden(
-            self.asked.query, [(one.head, key) for key in (one.key, *control)]
-        ).float()
-        after = logits.softmax(-1)
-        pushed = self.from_key(one)
+        """The table ``output``: likely next tokens, the rival, and those that the head pushes most."""
+        hidden = [(one.head, one.key)]
+        if one.free:  # the control: the head's second key
+            hidden.append((one.head, one.most_attended(one.free)))
+        logits = self.again.hidden(self.asked.query, hidden).float()
+        chances = logits.softmax(-1)
+        direct = self.from_key(one)
         likely = [*self.chances.topk(TOKENS).indices.tolist(), self.rival]
-        more = [] if pushed is None else pushed.topk(3).indices.tolist()
-        return [
-            {"head": str(one.head), "key": one.key, "token": self.name(i)[0] if i in likely else self.token(i), "id": i,
-             "before": float(self.chances[i]),
-             "without_key": float(after[0, i]), "without_other": float(after[1, i]) if control else None,
-             "direct": None if pushed is None else float(pushed[i]), "rival": i == self.rival,
-             "difference": float(logits[0, self.best] - logits[0, i]) if i == self.rival else None}
-            for i in dict.fromkeys([*likely, *more])
-        ]  # fmt: skip
+        pushed = [] if direct is None else direct.topk(_PUSHED).indices.tolist()
+        rows = []
+        for i in dict.fromkeys([*likely, *pushed]):
+            rival = i == self.rival
+            lead = float(logits[0, self.best] - logits[0, i])
+            rows.append({
+                "head": str(one.head), "key": one.key, "token": self.name(i)[0] if i in likely else self.token(i),
+                "id": i, "before": float(self.chances[i]), "without_key": float(chances[0, i]),
+                "without_other": float(chances[1, i]) if one.free else None,
+                "direct": None if direct is None else float(direct[i]), "rival": rival,
+                "difference": lead if rival else None,
+            })  # fmt: skip
+        return rows
 
     def look(self, head: Head) -> tuple[int, Float[Tensor, " t"]]:
-        """The token that a head attends to most from the query, the first token left out, and its
-        row of attention.
-        """
+        """The token that a head attends to most from the query, but for the first, and its row."""
         row = self.again.row(self.asked.query, head).attention()[0, 0].cpu()
         return 1 + int(row[1 : self.asked.query + 1].argmax()), row
 
     def head_rows(self) -> list[dict[str, Any]]:
-        """The table ``heads``: every head with its main key hidden, the largest change of the
-        difference first.
+        """The table ``heads``: every head with its main key hidden, the largest change first.
+
+        The change is that of the difference between the answer's logit and its rival's.
         """
         heads = list(self.scope.heads())
-        query = self.asked.query
-        keys, looks = zip(*map(self.look, heads), strict=True)
-        logits = self.again.hidden(query, list(zip(heads, keys, strict=True))).float()
-        change = logits[:, self.best] - logits[:, self.rival] - self.difference
+        looks = [self.look(head) for head in heads]
+        hidden = [(head, key) for head, (key, _) in zip(heads, looks, strict=True)]
+        logits = self.again.hidden(self.asked.query, hidden).float()
+        changes = logits[:, self.best] - logits[:, self.rival] - self.difference
         chances = logits.softmax(-1)[:, self.best]
-        at = {self.name(self.rival)[0].strip(): "rival", self.name(self.best)[0].strip(): "answer"}
-        rows = [
-            {"head": str(head), "key": key, "token": whole(self.asked.tokens, key), "attention": float(row[key]),
-             "first": float(row[0]), "probability": float(chance), "difference": float(moved),
-             "at": at.get(whole(self.asked.tokens, key).strip(), "itself" if key == query else ""),
-             "direction": "neither" if abs(float(moved)) < _MATTERS else "for" if moved < 0 else "against"}
-            for head, key, row, chance, moved in zip(heads, keys, looks, chances, change, strict=True)
-        ]  # fmt: skip
+        rows = []
+        for i, (head, (key, attention)) in enumerate(zip(heads, looks, strict=True)):
+            change = float(changes[i])
+            rows.append({
+                "head": str(head), "key": key, "token": whole(self.asked.tokens, key),
+                "attention": float(attention[key]), "first": float(attention[0]),
+                "probability": float(chances[i]), "difference": change,
+                "at": self._stands_at(key), "direction": _direction(change),
+            })  # fmt: skip
         return sorted(rows, key=lambda row: -abs(row["difference"]))
+
+    def _stands_at(self, key: int) -> str:
+        """Whether a token is the answer, the rival, or the query itself; empty otherwise."""
+        text = whole(self.asked.tokens, key).strip()
+        if text == self.name(self.best)[0].strip():
+            return "answer"
+        if text == self.name(self.rival)[0].strip():
+            return "rival"
+        return "itself" if key == self.asked.query else ""
+
+
+def _direction(change: float) -> str:
+    """What a head is, by the change of the answer's lead without it."""
+    if abs(change) < _MATTERS:
+        return "neither"
+    return "for" if change < 0 else "against"

@@ -1,5 +1,4 @@
-"""One head on one prompt: any query token, any key token; who wrote them, and what cutting them
-does right there.
+"""One head on one prompt: who wrote its query and key, and what cutting these writers does there.
 
 The key's logit is taken against the mean of the others that the query sees, except the first token
 (or against one token). To cut a writer here its part of the stream takes its mean over the prompt's
@@ -34,7 +33,7 @@ from qkscope.seeds import derived_seed
 from qkscope.sums.relative_logits import SIDES, Tally, different, draw_alike, first_by
 
 Prompt: TypeAlias = str | Example
-Place = int | None
+#: How many writers of a side are cut at once.
 CUTS = (1, 2, 3, 5)
 _SECOND = 0.05  # of the first writer's part: one that gives less is not named beside it
 
@@ -66,10 +65,8 @@ class Question:
         return {"prompt": shown, "query": self.query, "tokens": self.tokens}
 
     @classmethod
-    def of(cls, scope: Scope, prompt: Prompt, query: Place, chat: bool) -> Question:
-        """The prompt, tokenised; the query is its last token (or the one marked) where none is
-        named.
-        """
+    def of(cls, scope: Scope, prompt: Prompt, query: int | None, chat: bool) -> Question:
+        """Tokenise a prompt; without a query its last token asks, or the one marked."""
         if isinstance(prompt, Example) and len(prompt.queries) > 1:
             raise BadInput(
                 f"a prompt is asked about from one query, but {len(prompt.queries)} are marked: mark one."
@@ -90,11 +87,8 @@ class Question:
     @classmethod
     def first_of(cls, scope: Scope, encoded: Encoding) -> Question:
         """The first query of a prompt that is tokenised already."""
-        return cls(
-            encoded,
-            token_texts(scope, encoded.inputs["input_ids"][0].tolist()),
-            int(encoded.places.query[0]),
-        )
+        ids = encoded.inputs["input_ids"][0].tolist()
+        return cls(encoded, token_texts(scope, ids), int(encoded.places.query[0]))
 
 
 def checked_place(place: int, length: int, what: str) -> int:
@@ -131,14 +125,14 @@ class PromptTrace(HeadRows):
         run: Run,
         asked: Question,
         head: Head,
-        key: Place = None,
-        versus: Any = None,
-        projector: Any = None,
+        key: int | None = None,
+        versus: int | Sequence[int] | None = None,
+        projector: Tensor | None = None,
     ) -> None:
-        super().__init__(
-            run, head, torch.zeros_like(run.columns[:, 1:]), projector, 1 + asked.query
-        )
-        self.asked, self.attention = asked, self.rows.attention()[0, 0]
+        no_signs = torch.zeros_like(run.columns[:, 1:])
+        super().__init__(run, head, no_signs, projector, 1 + asked.query)
+        self.asked = asked
+        self.attention = self.rows.attention()[0, 0]
         self.seen = run.seen(head, asked.query)
         self.others = [i for i in self.seen if i > 0]
         if not self.others:
@@ -146,12 +140,7 @@ class PromptTrace(HeadRows):
                 f"{head} sees nothing but the first token from token {asked.query}: name a later query."
             )
         self.key = self.most_attended(self.others) if key is None else self._checked(key, "key")
-        self.against = [i for i in self.others if i != self.key]
-        if versus is not None:
-            self.against = [
-                self._checked(i, "versus")
-                for i in ([versus] if isinstance(versus, int) else versus)
-            ]
+        self.against = self._compared_with(versus)
         if self.key in self.against:
             raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
         self.signs[0, self.against] = -1
@@ -160,19 +149,24 @@ class PromptTrace(HeadRows):
         self.attends = float(self.attention[self.key]) >= ATTENDED
         self.free = [i for i in self.others if i not in (self.key, asked.query)]
 
+    def _compared_with(self, versus: int | Sequence[int] | None) -> list[int]:
+        """The tokens that the key is compared with: those named, or all others but the first."""
+        if versus is None:
+            return [i for i in self.others if i != self.key]
+        named = [versus] if isinstance(versus, int) else versus
+        return [self._checked(i, "versus") for i in named]
+
     def _checked(self, place: int, what: str) -> int:
+        """A token that the head sees, counted from the start."""
         place = checked_place(place, len(self.asked.tokens), what)
-        if place not in self.seen:
-            after = (
+        if place in self.seen:
+            return place
+        why = f"is out of sight of {self.head}, which looks only so far back"
+        if place > self.asked.query:
+            why = (
                 f"stands after the query (token {self.asked.query}), and this model looks back only"
             )
-            why = (
-                after
-                if place > self.asked.query
-                else f"is out of sight of {self.head}, which looks only so far back"
-            )
-            raise BadInput(f"token {place} {why}: name another token.")
-        return place
+        raise BadInput(f"token {place} {why}: name another token.")
 
     def most_attended(self, tokens: Sequence[int], row: Float[Tensor, " t"] | None = None) -> int:
         """Of some tokens, the one with most attention in the head's row, or in another."""
@@ -189,8 +183,10 @@ class PromptTrace(HeadRows):
         asking = self.asked.tokens[self.asked.query]
         key = self.asked.tokens[self.key]
         share = f"{float(self.attention[self.key]):.0%} of its attention"
-        unseen = ": it does not attend there, so what follows explains a logit and no attention"
-        return f"{self.head} at {asking!r} gives {share} to {key!r} (token {self.key}){'' if self.attends else unseen}."
+        where = f"{self.head} at {asking!r} gives {share} to {key!r} (token {self.key})"
+        if not self.attends:
+            where += ": it does not attend there, so what follows explains a logit and no attention"
+        return f"{where}."
 
     # ------------------------------------------------------------------ cuts
 
@@ -200,19 +196,16 @@ class PromptTrace(HeadRows):
         return mean_parts(self.run, self.head.layer, self.free or self.others)
 
     def cut(
-        self, sets: Sequence[Mapping[Any, Sequence[int]]], norms: Norms = "frozen"
+        self, sets: Sequence[Mapping[Side, Sequence[int]]], norms: Norms = "frozen"
     ) -> Float[Tensor, "x t"]:
-        """Attention rows with the parts of some writers, by side, replaced by their means; one row
-        for each set.
-        """
-        asking = self.asked.query
+        """Attention rows with the parts of each set of writers, by side, replaced by their means."""
+        tokens: dict[Side, int] = {"query": self.asked.query, "key": self.key}
         vectors = dict[Side, Tensor]()
-        for side, at in zip(SIDES, (asking, self.key), strict=True):
-            named = [[self.writers[i] for i in chosen.get(side, ())] for chosen in sets]
-            vectors[side] = vectors_with(self.run, self.head, side, at, self._mean, named, norms)
-        return attention_with(
-            self.run, self.head, asking, q=vectors["query"], keys={self.key: vectors["key"]}
-        )
+        for side, token in tokens.items():
+            names = [[self.writers[i] for i in chosen.get(side, ())] for chosen in sets]
+            vectors[side] = vectors_with(self.run, self.head, side, token, self._mean, names, norms)
+        keys = {self.key: vectors["key"]}
+        return attention_with(self.run, self.head, self.asked.query, q=vectors["query"], keys=keys)
 
     def strongest(self, side: Side, size: int) -> list[int]:
         """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of
@@ -227,44 +220,62 @@ class PromptTrace(HeadRows):
         return [i for i in first if float(values[i]) > least]
 
     def cut_rows(self, draws: int, seed: int, live: bool = False) -> list[dict[str, Any]]:
-        """The strongest writers cut, beside random ones of their kind and layers: a row for each
-        side and number.
+        """Cut the strongest writers, beside random ones of their kind and layers: the table ``cuts``.
 
-        With ``live``, rows of one or two writers of a side also say what is left where norms are
-        live.
+        A row for each side and number. With ``live``, rows of one or two writers of a side also say
+        what is left where norms are live.
         """
-        made = []
-        before = float(self.attention[self.key])
-        writers = parse_writers(self.writers[:-1])
+        rows = []
         for side, size in product(("key", "query", "both"), CUTS):
-            chosen: dict[Any, list[int]] = {
-                one: self.strongest(one, size) for one in SIDES if side in (one, "both")
-            }
-            if size >= len(self.writers) - 1 or any(len(own) < size for own in chosen.values()):
+            sides = [each for each in SIDES if side in (each, "both")]
+            chosen = {each: self.strongest(each, size) for each in sides}
+            enough = all(len(writers) == size for writers in chosen.values())
+            if not enough or size >= len(self.writers) - 1:
                 continue
-            seeds = [
-                {one: derived_seed(seed, "cut", one, size, draw) for one in chosen}
-                for draw in range(draws)
-            ]
-            drawn = (
-                {one: draw_alike(own, writers, at[one], FEW) for one, own in chosen.items()}
-                for at in seeds
-            )
-            row, *others = self.cut([chosen, *different(drawn)])
-            random = torch.stack(others)[:, self.key]
-            after = float(row[self.key])
-            top = self.most_attended(self.others, row)
-            made.append({
-                "head": str(self.head), "side": side, "k": size,
-                "writers": ", ".join(dict.fromkeys(self.writers[i] for own in chosen.values() for i in own)),
-                "before": before, "after": after, "control": float(random.mean()),
-                "control_low": float(random.min()), "control_high": float(random.max()), "first": float(row[0]),
-                "top": top, "top_token": self.asked.tokens[top], "draws": draws, "sets": len(random),
-                "verdict": verdict(before, after, random, vacuous=not self.free),  # no tokens to take a mean over
-            })  # fmt: skip
+            random = self._random_like(chosen, size, draws, seed)
+            row = self._cut_row(side, size, chosen, random, draws)
             if live and self.free and side != "both" and size <= 2:
-                made[-1]["live"] = float(self.cut([chosen], "live")[0, self.key])
-        return made
+                row["live"] = float(self.cut([chosen], "live")[0, self.key])
+            rows.append(row)
+        return rows
+
+    def _random_like(
+        self, chosen: Mapping[Side, Sequence[int]], size: int, draws: int, seed: int
+    ) -> list[Mapping[Any, list[int]]]:
+        """Different sets of random writers of the same kinds and layers as those chosen."""
+        writers = parse_writers(self.writers[:-1])
+        sets = list[Mapping[Any, list[int]]]()
+        for draw in range(draws):
+            drawn = dict[Side, list[int]]()
+            for side, strongest in chosen.items():
+                address = derived_seed(seed, "cut", side, size, draw)
+                drawn[side] = draw_alike(strongest, writers, address, FEW)
+            sets.append(drawn)
+        return different(sets)
+
+    def _cut_row(
+        self,
+        side: str,
+        size: int,
+        chosen: Mapping[Side, Sequence[int]],
+        random: Sequence[Mapping[Side, Sequence[int]]],
+        draws: int,
+    ) -> dict[str, Any]:
+        """Attention before and after one cut, and after the random ones that differ."""
+        row, *random_rows = self.cut([chosen, *random])
+        before = float(self.attention[self.key])
+        after = float(row[self.key])
+        controls = torch.stack(random_rows)[:, self.key]
+        names = [self.writers[i] for writers in chosen.values() for i in writers]
+        top = self.most_attended(self.others, row)
+        no_mean = not self.free  # there are no other tokens to take a mean over
+        return {
+            "head": str(self.head), "side": side, "k": size, "writers": ", ".join(dict.fromkeys(names)),
+            "before": before, "after": after, "control": float(controls.mean()),
+            "control_low": float(controls.min()), "control_high": float(controls.max()), "first": float(row[0]),
+            "top": top, "top_token": self.asked.tokens[top], "draws": draws, "sets": len(controls),
+            "verdict": verdict(before, after, controls, vacuous=no_mean),
+        }  # fmt: skip
 
     # ------------------------------------------------------------------ tables
 
@@ -274,20 +285,24 @@ class PromptTrace(HeadRows):
         return Tally.of_prompt(self.given())
 
     def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
-        """The first ten neurons of each side, or those named, with the token where the largest part
-        of each stands.
+        """The first ten neurons of each side, or those named: the table ``neurons``.
+
+        The token is the one where the largest part of a neuron stands.
         """
-        return [
-            {"head": str(self.head), "side": side, "writer": str(neuron), "layer": neuron.layer, "value": value,
-             "share": value / self.total if self.total else None, "position": slot - 1,
-             "token": self.asked.tokens[slot - 1]}
-            for side, asked in self.directions.items()
-            for neuron, value, slot in first_neurons(self.run, asked, named)
-        ]  # fmt: skip
+        rows = []
+        for side, direction in self.directions.items():
+            for neuron, value, slot in first_neurons(self.run, direction, named):
+                share = value / self.total if self.total else None
+                rows.append({
+                    "head": str(self.head), "side": side, "writer": str(neuron), "layer": neuron.layer,
+                    "value": value, "share": share, "position": slot - 1, "token": self.asked.tokens[slot - 1],
+                })  # fmt: skip
+        return rows
 
     def token_rows(self) -> list[dict[str, Any]]:
         """The head's attention to every token it sees, and its logit."""
-        logits = (self.rows.k[0, 0] @ self.projected(self.rows.q[0, 0]) * self.scale).tolist()
+        query = self.projected(self.rows.q[0, 0])
+        logits = (self.rows.k[0, 0] @ query * self.scale).tolist()
         attention = self.attention.tolist()
         return [
             {"head": str(self.head), "position": i, "token": self.asked.tokens[i],
@@ -307,7 +322,7 @@ def reader_of(scope: Scope) -> Reader:
     return _READERS[scope][1]
 
 
-class Probe:
+class PromptRun:
     """A prompt run once with one query token: every head is read from that run.
 
     Parameters
@@ -322,7 +337,7 @@ class Probe:
 
     Examples
     --------
-    >>> probe = Probe(Scope.load("nano:mixed"), "hat: O jam: Z jam:")
+    >>> probe = PromptRun(Scope.load("nano:mixed"), "hat: O jam: Z jam:")
     >>> probe.head("L1H0").asked.tokens[-2:]
     ['jam', ':']
     """
@@ -331,9 +346,9 @@ class Probe:
         self,
         scope: Scope,
         prompt: Prompt,
-        query: Place = None,
+        query: int | None = None,
         chat: bool = False,
-        last: Place = None,
+        last: int | None = None,
         **options: Any,
     ) -> None:
         self.scope = scope

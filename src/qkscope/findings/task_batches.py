@@ -13,7 +13,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +27,7 @@ from qkscope.model.inputs import FIRST_TOKEN, check_visible
 from qkscope.model.spaces import Space
 from qkscope.results.folder import sha256
 from qkscope.results.result import provenance
-from qkscope.seeds import derived_seed
-from qkscope.texts.documents import Texts
-from qkscope.texts.holdout import passages_of
 from qkscope.texts.task import ASKED, Contrast, Task, Unit
-
-_LENGTH = 96  # tokens of a passage
-_FIRST_QUERY = 4  # a query nearer to the start sees next to nothing
 
 
 def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
@@ -99,33 +92,6 @@ def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
 def units_hash(units: Sequence[Unit]) -> str:
     """Fingerprint of the examples: their text, marks and labels."""
     return sha256("".join(map(repr, units)))[:32]
-
-
-def text_units(scope: Scope, texts: Texts, n: int, seed: int = 0) -> list[Unit]:
-    """Up to n passages at random as token ids, with a random query in each and the number of its
-    text as cluster.
-
-    What is too short to ask in, or a copy, is left out.
-    """
-    encode: Any = partial(scope.tokenizer, verbose=False)  # of long texts it would warn
-    tokens = [encode(text if isinstance(text, str) else text.text)["input_ids"] for text in texts]
-    around = encode("")["input_ids"]
-    pieces = [
-        (ids, number)
-        for number, text in enumerate(tokens)
-        for ids in passages_of(text, around, _LENGTH)
-    ]
-    order = torch.randperm(
-        len(pieces), generator=torch.Generator().manual_seed(derived_seed(seed, "texts"))
-    ).tolist()
-    first: dict[tuple[int, ...], Unit] = {}  # of copies the first is taken
-    for i, (ids, number) in enumerate(pieces[place] for place in order[:n]):
-        if len(ids) > _FIRST_QUERY and ids not in first:
-            place = _FIRST_QUERY + derived_seed(seed, "queries", i) % (len(ids) - _FIRST_QUERY)
-            first[ids] = (Example(ids=ids, queries=((place, place + 1),), cluster=number),)
-    if not first:
-        raise BadInput("no text is long enough to ask in: give longer ones.")
-    return list(first.values())
 
 
 def unit_runner(

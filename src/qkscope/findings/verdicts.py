@@ -1,5 +1,6 @@
-"""What an answer may say: nothing of parts that do not sum to their logit, and of a cut only beside
-enough controls.
+"""What an answer may say of parts and of cuts.
+
+Nothing of parts that do not sum to their logit; and of a cut only beside enough controls.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ R = TypeVar("R", bound=Result)
 
 #: Different control sets under which nothing is tested.
 FEW = 5
-CANCELS = 3.0  # above this (see `cancelling`) the answer says that shares cancel
-# of the largest part, in 16 bits and in more: how far a sum of parts may miss the logit
+#: Shares of one side cancel, and the answer says so, where without signs they sum to more than this.
+CANCELS = 3.0
+#: What a change must take away of the attention, for `supported`.
+_TAKEN = 0.25
+# how far a sum of parts may miss the logit, as a share of the largest part: in 16 bits, and in more
 _HALF = 2e-2
 _SINGLE = 1e-3
 _MEASURED = ("check", "tokens", "attention", "output", "whole")  # tables that no split is in
@@ -45,37 +49,34 @@ def no_sum(head: object, error: float, dtype: object, single: float = _SINGLE) -
 
 
 def that_sum(result: R, dtype: object) -> R:
-    """A trace without the splits of heads whose parts do not sum (`no_sum`); its answer names them."""
+    """Drop the splits of heads whose parts do not sum (`no_sum`); the answer names these heads."""
     checks = result.tables["check"]
-    wrong = {
-        row["head"]: said
-        for row in checks
-        if (said := no_sum(row["head"], row["sum_error"], dtype))
-    }
-    if not wrong:
+    warnings = dict[str, str]()
+    for row in checks:
+        warning = no_sum(row["head"], row["sum_error"], dtype)
+        if warning is not None:
+            warnings[row["head"]] = warning
+    if not warnings:
         return result
-    every = result.tables.items()
-    kept = {
-        name: [row for row in rows if name in _MEASURED or row["head"] not in wrong]
-        for name, rows in every
-    }
-    others = (
-        f" The tables hold the other {len(checks) - len(wrong)} heads."
-        if len(wrong) < len(checks)
-        else ""
-    )
-    return replace(result, answer=" ".join(wrong.values()) + others, tables=kept)
+    answer = " ".join(warnings.values())
+    if len(warnings) < len(checks):
+        answer += f" The tables hold the other {len(checks) - len(warnings)} heads."
+    tables = dict[str, list[Mapping[str, Any]]]()
+    for name, rows in result.tables.items():
+        measured = name in _MEASURED
+        tables[name] = [row for row in rows if measured or row["head"] not in warnings]
+    return replace(result, answer=answer, tables=tables)
 
 
 def verdict(
     before: float, after: float, random: Float[Tensor, " sets"], *, vacuous: bool = False
 ) -> str:
-    """Whether a change took the attention away: ``supported``, ``not here``, or ``unattended``
-    before any change.
+    """Judge whether a change took the attention away, beside random changes of the same size.
 
-    Supported is what takes away more than a quarter of it, and more than any of the random changes;
-    with fewer than `FEW` different ones of these it is ``untested``, and ``vacuous`` where nothing
-    could come out otherwise.
+    ``supported`` or ``not here``; ``unattended`` where there was no attention before. Supported is
+    what takes away more than a quarter of it, and more than any of the random changes; with fewer
+    than `FEW` different ones of these it is ``untested``, and ``vacuous`` where nothing could come
+    out otherwise.
 
     Parameters
     ----------
@@ -94,15 +95,12 @@ def verdict(
         return "vacuous"
     if len(random) < FEW:
         return "untested"
-    return (
-        "supported"
-        if before - after > 0.25 * before and after < float(random.min())
-        else "not here"
-    )
+    taken = before - after > _TAKEN * before
+    more_than_random = after < float(random.min())
+    return "supported" if taken and more_than_random else "not here"
 
 
-# ---------------------------------------------------------------------- sentences that several
-# answers share
+# ---------------------------------------------------------------------- sentences of several answers
 
 
 def says_right(check: Mapping[str, Any]) -> str:
@@ -114,36 +112,31 @@ def says_right(check: Mapping[str, Any]) -> str:
 
 
 def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence for each side of one head's writers whose shares cancel, with a blank before it;
-    none elsewhere.
-    """
-    sizes = {
-        side: sum(abs(row["share"]) for row in rows if row["side"] == side)
-        for side in ("key", "query")
-    }
-    return "".join(
-        f" Large positive and negative shares of its {side} cancel (without signs they sum to {size:.1f} times the"
-        " logit): trust cuts, not single shares."
-        for side, size in sizes.items()
-        if size > CANCELS
-    )
+    """A sentence, with a blank before it, for each side of one head whose writers' shares cancel."""
+    sentences = ""
+    for side in ("key", "query"):
+        size = sum(abs(row["share"]) for row in rows if row["side"] == side)
+        if size > CANCELS:
+            sentences += (
+                f" Large positive and negative shares of its {side} cancel (without signs they sum to"
+                f" {size:.1f} times the logit): trust cuts, not single shares."
+            )
+    return sentences
 
 
 def written_by(rows: Iterable[Mapping[str, Any]], side: str) -> str:
     """The first two writers of one side of one head, biases left out, with their shares."""
-    own = [row for row in rows if row["side"] == side and row["writer"] != BIAS][:2]
-    return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in own)
+    writers = [row for row in rows if row["side"] == side and row["writer"] != BIAS]
+    return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in writers[:2])
 
 
 def controls_of(row: Mapping[str, Any]) -> str:
-    """Name the random writers beside a cut or a swap, and how many different sets of them there
-    were.
-    """
-    kinds = (
-        "MLPs" if "L" not in row["writers"] else "heads" if "M" not in row["writers"] else "writers"
-    )
-    return (
-        f"{row['sets']} different sets of random {kinds}"
-        if row["sets"] > 1
-        else f"the one other set of {kinds}"
-    )
+    """How many different sets of random writers stand beside a cut or a swap, and of which kind."""
+    kinds = "writers"
+    if "L" not in row["writers"]:
+        kinds = "MLPs"
+    elif "M" not in row["writers"]:
+        kinds = "heads"
+    if row["sets"] > 1:
+        return f"{row['sets']} different sets of random {kinds}"
+    return f"the one other set of {kinds}"

@@ -141,7 +141,7 @@ def restore(
 
     Parameters
     ----------
-    run : of the changed prompt, from `Probe.run`.
+    run : of the changed prompt, from `PromptRun.run`.
     source : of the unchanged prompt, or of another one.
     head : the head.
     query, key : tokens of the changed prompt.
@@ -153,9 +153,9 @@ def restore(
     Examples
     --------
     >>> from qkscope import Scope
-    >>> from qkscope.findings.prompt_trace import Probe
+    >>> from qkscope.findings.prompt_trace import PromptRun
     >>> scope = Scope.load("nano:mixed")
-    >>> runs = [Probe(scope, f"hat: O {word}: Z jam:").run for word in ("cat", "jam")]
+    >>> runs = [PromptRun(scope, f"hat: O {word}: Z jam:").run for word in ("cat", "jam")]
     >>> restore(*runs, "L1H0", query=8, key=6, sets=[["embedding", "L0H1"], ["M0"]]).shape
     torch.Size([2, 9])
     """

@@ -39,7 +39,7 @@ from qkscope.checking import checked_class
 from qkscope.findings.fit import Fit, load
 from qkscope.findings.fitted_features import default_features
 from qkscope.findings.next_token import TOKENS, Output
-from qkscope.findings.prompt_trace import Probe, PromptTrace, Question, reader_of
+from qkscope.findings.prompt_trace import PromptRun, PromptTrace, Question, reader_of
 from qkscope.findings.swap_rows import check_swappable
 from qkscope.findings.task_batches import check_same_model, made_with
 from qkscope.findings.verdicts import verdict
@@ -137,7 +137,7 @@ class Session:
         self.texts = grouped(tables.get("examples", ()), lambda row: row["head"])
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int], str] = str
-        self._kept_probe = lru_cache(_RUNS)(partial(Probe, scope))
+        self._kept_probe = lru_cache(_RUNS)(partial(PromptRun, scope))
         self._kept_answer = lru_cache(_KEPT)(self._answer)
         reader_of(scope)  # a model whose writers cannot be told apart is refused
 
@@ -302,7 +302,7 @@ class Session:
     # ------------------------------------------------------------------ runs and answers, the last
     # few kept
 
-    def ask(self, prompt: str, query: int | None) -> Probe:
+    def ask(self, prompt: str, query: int | None) -> PromptRun:
         """Run a prompt with one query token."""
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
@@ -492,7 +492,7 @@ class WhatIf:
         with ExitStack() as stack:
             for name, given in calls:
                 stack.enter_context(getattr(self.scope, name)(*given))
-            probe = Probe(self.scope, self.prompt, self.trace.asked.query, last=0)
+            probe = PromptRun(self.scope, self.prompt, self.trace.asked.query, last=0)
             output = Output(probe.run, probe.asked)
             return self.session.rows(output), output.logits
 

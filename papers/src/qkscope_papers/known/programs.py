@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qkscope.findings.prompt_trace import Probe
+from qkscope.findings.prompt_trace import PromptRun
 from qkscope.heads import Head
 from qkscope.linear.run import named
 from qkscope.model.scope import Scope
@@ -185,7 +185,7 @@ def patched(scope: Scope, head: Head, look: Look) -> dict[str, dict[tuple[str, s
     layers = scope.model.layers[: head.layer]
     attention = scope.model.layers[head.layer].self_attn
     runs = [
-        Probe(scope, " ".join(tokens), last=head.layer, logits=False).run
+        PromptRun(scope, " ".join(tokens), last=head.layer, logits=False).run
         for tokens in (look.tokens, look.other)
     ]
     split = [run.slots(list(range(1, 1 + len(look.tokens)))).stream(head.layer) for run in runs]

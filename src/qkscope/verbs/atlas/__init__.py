@@ -1,5 +1,5 @@
 """Every head by what decides where it looks.
 
-- ``atlas``: the verb, and the atlases that ship beside it
+- ``atlas``: the verb: looks on plain text, their reasons counted as jobs
 - ``head_names``: names as predictions, scored on unseen text
 """

@@ -12,7 +12,6 @@ fitted on the same passages.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from torch import Tensor
 
 from qkscope import BadInput, Head, Result, Scope
 from qkscope.checking import Count, Seed, checked_class
-from qkscope.findings.because import Because, Look, Reason
+from qkscope.findings.because import Because, Look
+from qkscope.findings.head_jobs import job_of
 from qkscope.findings.prompt_trace import reader_of
 from qkscope.findings.task_batches import made_with
 from qkscope.linear.attribution import direct_effect
@@ -145,18 +145,6 @@ def atlas(
     )
 
 
-@cache
-def known_jobs(weights: str) -> dict[str, dict[str, float]]:
-    """What each head of a shipped atlas does, with shares of its looks; empty for a model without
-    one.
-    """
-    for path in sorted(Path(__file__).parent.glob("atlas-*.json")):
-        shipped = json.loads(path.read_text("utf-8"))
-        if shipped["made"]["asked"]["weights"] == weights:
-            return {row["head"]: row["jobs"] for row in shipped["heads"]}
-    return {}
-
-
 # ---------------------------------------------------------------------- text
 
 
@@ -225,32 +213,6 @@ def look_rows(
          "causes": [row["position"] for row in r.causes]}
         for r in Because(again, looks, seed, WORDS).reasons(follow=False, near=False)
     ]  # fmt: skip
-
-
-def job_of(reason: Reason) -> str:
-    """What a head does in one look, in the field's words."""
-    look = reason.look
-    kind = reason.kind
-    if kind == "same word":
-        row = next(
-            row for row in reason.relations if row["kind"] == kind and row["verdict"] == "shown"
-        )
-        start = int(row["positions"].split(", ")[0])
-        end = next(word["end"] for word in reason.words if word["position"] == start)
-        kind = guesses.INDUCTION if end <= look.key <= end + 1 else kind
-        return guesses.DUPLICATE if start <= look.key < end else kind
-    if kind == "position":
-        return (
-            guesses.PREVIOUS if look.query - look.key == 1 else f"position {look.key - look.query}"
-        )
-    shown = {row["kind"]: row["text"] for row in reason.relations if row["verdict"] == "shown"}
-    if {"key word", "query word"} <= shown.keys():
-        return "key and query words"
-    return (
-        guesses.PUNCTUATION
-        if kind == "key word" and not any(map(str.isalnum, shown[kind]))
-        else kind
-    )
 
 
 def head_row(

@@ -20,15 +20,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope import BadInput, Head, Scope
+from qkscope.findings.head_jobs import DUPLICATE, INDUCTION, PREVIOUS, PUNCTUATION
 from qkscope.model.tap import Call
 from qkscope.rerun.rerun_tokens import prompt_of, room_of
 from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.holdout import Passage
 
-INDUCTION = "induction"
-DUPLICATE = "duplicate token"
-PREVIOUS = "previous token"
-PUNCTUATION = "punctuation"
 SINK = "sink"
 NO_RULE = (
     PREVIOUS,

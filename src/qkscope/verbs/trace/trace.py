@@ -22,8 +22,8 @@ from qkscope.checking import Count, Natural, Seed
 from qkscope.findings.fitted_features import features_of
 from qkscope.findings.graph import sources_of, trace_graph
 from qkscope.findings.head_rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
-from qkscope.findings.prompt_trace import Probe, PromptTrace, Question
-from qkscope.findings.task_batches import made_from, text_units, units_hash, with_notes
+from qkscope.findings.prompt_trace import PromptRun, PromptTrace, Question
+from qkscope.findings.task_batches import made_from, units_hash, with_notes
 from qkscope.findings.verdicts import (
     controls_of,
     says_cancels,
@@ -37,7 +37,6 @@ from qkscope.linear.reader import Reader
 from qkscope.results.result import Result, provenance
 from qkscope.results.work import current_work, verb
 from qkscope.sums.relative_logits import SIDES, Measurement, Tally, first_by, strongest_pairs
-from qkscope.texts.documents import Texts, text_hash
 from qkscope.texts.task import Task, Units
 from qkscope.verbs.trace.edges import DRAWS, Choice, EdgeTest, choose_writers, whole_heads
 from qkscope.verbs.trace.features import (
@@ -53,8 +52,6 @@ _SOURCES = 48
 _FOLLOWED = 4
 _BATCH = 16
 _SHOWN = 5  # writers of each side in the table of all heads
-_TEXTS = 8  # texts run together: every token's writers are held
-_GROUPS = 64  # of texts, which intervals resample: sums are as large for many texts as for these
 
 
 class Trace(Result):
@@ -73,7 +70,7 @@ class Trace(Result):
 @verb("trace")
 def trace(
     scope: Scope,
-    what: Task | str | Example | Texts,
+    what: Task | str | Example,
     head: str | Head | Sequence[str | Head] = "all",
     n: Count = 128,
     *,
@@ -99,12 +96,10 @@ def trace(
     Parameters
     ----------
     scope : the model.
-    what : a task (its right keys against its other keys), one prompt, or a list of texts or
-        documents (`qkscope.texts.documents`; the most attended token of a drawn query against all
-        others but the first).
+    what : a task (its right keys against its other keys), or one prompt.
     head : one head, several, or ``"all"``: of all heads of a task only writers are given, and no
         edge is cut.
-    n : prompts of a task, for choosing and for testing each; passages of texts.
+    n : prompts of a task, for choosing and for testing each.
     query, key : tokens of one prompt, by place (from the end where negative) or by text (``"
         John"``, ``"to#2"``); by default its last token, and the token that the head attends to most
         besides the first.
@@ -124,7 +119,7 @@ def trace(
     seed : of every draw.
     out : folder for the result and its page, where a run that was stopped goes on; nothing is
         written by default.
-    part : as in `decompose`, of a task or texts.
+    part : as in `decompose`, of a task.
     progress : whether to show a bar; if not given, where stderr is a terminal.
 
     Returns
@@ -145,13 +140,12 @@ def trace(
     """
     named = head != "all"
     alone = isinstance(what, str | Example)
-    of_task = isinstance(what, Task)
     for h in parse_heads(head) if named else ():
         if h.layer == 0:
             raise BadInput(
                 f"{h} is in the first layer, where only the embedding writes: trace a later head."
             )
-    if (feature is not None or dictionary is not None) and not (named and (alone or of_task)):
+    if (feature is not None or dictionary is not None) and not named:
         raise BadInput(
             "a feature or a dictionary is for a task or a prompt, at heads that are named: name them."
         )
@@ -161,9 +155,8 @@ def trace(
         )
     for name, value in {"query": query, "key": key, "versus": versus, "chat": chat}.items():
         if value is not None and not alone:
-            given = "a task" if of_task else "texts"
             raise BadInput(
-                f"{name} is for one prompt, not for {given}: leave it out, or give a prompt."
+                f"{name} is for one prompt, not for a task: leave it out, or give a prompt."
             )
     heads = [h for h in scope.parse(head) if h.layer > 0]
     if not heads:
@@ -190,7 +183,7 @@ def trace(
             versus = scope.place(what, versus, chat=bool(chat))
         layers = [] if dictionary is None else [dictionary.layer, *(h.layer for h in heads)]
         last = max(h.layer for h in heads)
-        probe = Probe(
+        probe = PromptRun(
             scope,
             what,
             query,
@@ -210,19 +203,19 @@ def trace(
         about = about | probe.asked.told(what)
     else:
         how = Pass(
-            Reader(scope, heads), False, _TEXTS, seed, projectors, (), current_work(), progress
+            Reader(scope, heads),
+            what.chat,
+            batch_size,
+            seed,
+            projectors,
+            (),
+            current_work(),
+            progress,
         )
-        choosing: Units = ()
-        if isinstance(what, Task):
-            how = replace(how, chat=what.chat, batch_size=batch_size)
-            choosing = what.choose(n) if named else ()
-            units = what.test(n)
-            name = what.name
-            about = made_from(scope, what)
-        else:
-            units = text_units(scope, what, n, seed)
-            name = "text"
-            about = about | {"texts": text_hash(what)}
+        choosing: Units = what.choose(n) if named else ()
+        units = what.test(n)
+        name = what.name
+        about = made_from(scope, what)
         asked |= {
             "batch_size": how.batch_size,
             "feature": {str(h): float(p.sum()) for h, p in projectors.items()},
@@ -231,8 +224,8 @@ def trace(
             scope, [list(choosing), list(units)], verb="trace", seed=seed, chat=how.chat, **asked
         )
         asked |= {"n": len(units), "whole": whole, "examples": units_hash([*choosing, *units])}
-        if not (named and of_task):
-            answer, tables = _first_writers(how, units, named=of_task)
+        if not named:
+            answer, tables = _first_writers(how, units)
         elif dictionary is None:
             answer, tables = _task_writers(how, choosing, units, draws, depth, whole)
         else:
@@ -313,51 +306,35 @@ def _prompt_writers(
 # ---------------------------------------------------------------------- all heads
 
 
-def _first_writers(how: Pass, units: Units, named: bool) -> tuple[str, Tables]:
-    """First writers of every head, over a task's prompts (whose keys are ``named``) or over texts;
-    no edge is cut.
-
-    On texts the key is the token that the head attends to most besides the first, against all the
-    others that the query sees; a prompt where even that one has under 5% of the attention does not
-    count for this head.
-    """
-    words = None if named else [f"text {int(example.cluster) % _GROUPS}" for example, *_ in units]
+def _first_writers(how: Pass, units: Units) -> tuple[str, Tables]:
+    """First writers of every head over a task's prompts; no edge is cut."""
 
     def measure(rows: HeadRows, _numbers: list[int]) -> Measurement:
         given = rows.given()
         attention = rows.rows.attention()[:, 0].gather(1, rows.run.columns[:, 1:])
         looked = (attention * (rows.signs > 0)).sum(1)
-        return Measurement(
-            {**given.values, "attention": looked}, given.error, (looked >= ATTENDED) | named
-        )
+        return given._replace(values={**given.values, "attention": looked})
 
     measures = dict.fromkeys(how.reader.heads, measure)
-    tallies, _ = how.add_up("writers", units, measures, words, last=True, named=named, by_some=True)
+    tallies, _ = how.add_up("writers", units, measures, last=True, by_some=True)
     tables: Tables = {"heads": [], "writers": [], "check": []}
-    columns = ("key_writer", "key_share", "query_writer", "query_share", "logit", "attention")
     for head, tally in tallies.items():
-        row: dict[str, Any] = {"head": str(head), **dict.fromkeys(columns), "n": tally.rows}
+        rows = tally.writer_rows(head, how.reader.writers(head.layer), _SHOWN + 1)
+        row: dict[str, Any] = {"head": str(head)}
+        for side in ("key", "query"):
+            first = [other for other in rows if other["side"] == side and other["writer"] != BIAS]
+            tables["writers"] += first[:_SHOWN]
+            row |= {f"{side}_writer": first[0]["writer"], f"{side}_share": first[0]["share"]}
+        row |= {
+            "logit": float(tally.mean("total")),
+            "attention": float(tally.mean("attention")),
+            "n": tally.rows,
+        }
         tables["heads"].append(row)
-        if tally.rows:
-            rows = tally.writer_rows(head, how.reader.writers(head.layer), _SHOWN + 1)
-            for side in ("key", "query"):
-                first = [
-                    other for other in rows if other["side"] == side and other["writer"] != BIAS
-                ][:_SHOWN]
-                tables["writers"] += first
-                row |= {f"{side}_writer": first[0]["writer"], f"{side}_share": first[0]["share"]}
-            row |= {
-                "logit": float(tally.mean("total")),
-                "attention": float(tally.mean("attention")),
-            }
-            tables["check"].append(tally.check_row(head))
-    common = Counter(row["key_writer"] for row in tables["heads"] if row["n"])
-    said = ", ".join(f"{name} of {count}" for name, count in common.most_common(3))
-    answer = (
-        f"First key writers of {common.total()} heads, the most frequent: {said}."
-        if said
-        else "No head attends."
-    )
+        tables["check"].append(tally.check_row(head))
+    common = Counter(row["key_writer"] for row in tables["heads"])
+    frequent = ", ".join(f"{name} of {count}" for name, count in common.most_common(3))
+    answer = f"First key writers of {common.total()} heads, the most frequent: {frequent}."
     return answer, tables
 
 

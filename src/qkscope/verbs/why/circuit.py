@@ -29,7 +29,7 @@ from qkscope.findings.because import Because, Look
 from qkscope.findings.carriers import Carriers
 from qkscope.findings.graph import Graph, Walk
 from qkscope.findings.next_token import Output, quoted, whole
-from qkscope.findings.prompt_trace import Probe, PromptTrace
+from qkscope.findings.prompt_trace import PromptRun, PromptTrace
 from qkscope.heads import EMBEDDING, Head, Writer
 from qkscope.linear.attribution import direct_effects
 from qkscope.rerun.alternatives import Alternatives
@@ -204,7 +204,7 @@ class Circuit:
     """
 
     def __init__(
-        self, probe: Probe, output: Output, depth: int | None = None, seed: int = 0
+        self, probe: PromptRun, output: Output, depth: int | None = None, seed: int = 0
     ) -> None:
         self.probe = probe
         self.output = output

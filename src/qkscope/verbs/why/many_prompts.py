@@ -23,7 +23,7 @@ from qkscope import BadInput, Example, Head, Scope
 from qkscope.findings.because import Because, Look
 from qkscope.findings.carriers import Carriers
 from qkscope.findings.next_token import Output, first_token, rival_token, whole
-from qkscope.findings.prompt_trace import Probe, reader_of
+from qkscope.findings.prompt_trace import PromptRun, reader_of
 from qkscope.findings.published import locate
 from qkscope.rerun.nodes import Nodes
 from qkscope.results.work import Stage, current_work
@@ -107,7 +107,7 @@ class Prompts:
             query = self.query
             if isinstance(query, str):
                 query = self.scope.place(example, query, chat=self.chat)
-            probe = Probe(self.scope, example, query, self.chat, last)
+            probe = PromptRun(self.scope, example, query, self.chat, last)
             if probe.asked.query < 2:
                 raise BadInput(
                     "besides the first token a head sees itself alone: give a longer prompt."

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qkscope.findings.because import Because, Reason
+from qkscope.findings.head_jobs import job_of, known_jobs
 from qkscope.findings.head_rows import ATTENDED
 from qkscope.findings.next_token import Output, quoted, whole
 from qkscope.findings.prompt_trace import PromptTrace, Question
 from qkscope.text import grouped
-from qkscope.verbs.atlas.atlas import job_of, known_jobs
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]

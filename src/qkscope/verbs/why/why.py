@@ -25,7 +25,7 @@ from qkscope.findings.fit import Fit
 from qkscope.findings.fitted_features import features_of
 from qkscope.findings.graph import trace_graph
 from qkscope.findings.next_token import Output
-from qkscope.findings.prompt_trace import Probe, PromptTrace
+from qkscope.findings.prompt_trace import PromptRun, PromptTrace
 from qkscope.findings.task_batches import made_with
 from qkscope.findings.verdicts import no_sum
 from qkscope.heads import Head, parse_heads
@@ -235,7 +235,8 @@ def why(
         query = scope.place(prompt, query, chat=chat)
     if isinstance(key, str):
         key = scope.place(prompt, key, chat=chat)
-    probe = Probe(scope, prompt, query, chat, None if head is None else scope.check(head).layer)
+    layer = None if head is None else scope.check(head).layer
+    probe = PromptRun(scope, prompt, query, chat, layer)
     if not circuit:
         depth = 1 if depth is None else depth
         return answer_probe(probe, head, key, features, depth, draws, seed, split, versus)
@@ -258,7 +259,7 @@ def _check_export(file: Path, circuit: bool) -> None:
 
 
 def answer_probe(
-    probe: Probe,
+    probe: PromptRun,
     head: str | Head | None = None,
     key: int | None = None,
     features: Fit | Mapping[str, Subspace] | None = None,
@@ -309,7 +310,7 @@ def answer_probe(
 
 
 def circuit_of(
-    probe: Probe, versus: str | None = None, depth: int | None = None, seed: Seed = 0
+    probe: PromptRun, versus: str | None = None, depth: int | None = None, seed: Seed = 0
 ) -> Why:
     """The circuit of a prompt that has run, from its answer back."""
     output = Output(probe.run, probe.asked, versus)

@@ -1,0 +1,76 @@
+"""What a head does in one look, in the field's words, and what heads of known models do on text.
+
+A *job* is the reason of a look (`qkscope.findings.because`) under the name that the field gives it:
+*induction*, *duplicate token*, *previous token*, another fixed *position*, *self*, *key word*, and
+so on. Atlases of some models ship beside this file (``atlas-*.json``): each head's jobs, with
+shares of its looks on plain text.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+from qkscope.findings.because import Look, Reason
+
+INDUCTION = "induction"
+DUPLICATE = "duplicate token"
+PREVIOUS = "previous token"
+PUNCTUATION = "punctuation"
+
+
+def job_of(reason: Reason) -> str:
+    """The job of a head in one look."""
+    look = reason.look
+    if reason.kind == "same word":
+        return _copy_job(reason)
+    if reason.kind == "position":
+        return _position_job(look)
+    shown = {row["kind"]: row["text"] for row in reason.relations if row["verdict"] == "shown"}
+    if {"key word", "query word"} <= shown.keys():
+        return "key and query words"
+    if reason.kind == "key word" and not any(map(str.isalnum, shown["key word"])):
+        return PUNCTUATION
+    return reason.kind
+
+
+def _copy_job(reason: Reason) -> str:
+    """Where the key stands beside the earlier of two equal words: on it, or just behind it."""
+    key = reason.look.key
+    row = _first_shown(reason, "same word")
+    start = int(row["positions"].split(", ")[0])
+    end = next(word["end"] for word in reason.words if word["position"] == start)
+    if start <= key < end:
+        return DUPLICATE
+    if end <= key <= end + 1:
+        return INDUCTION
+    return reason.kind
+
+
+def _first_shown(reason: Reason, kind: str) -> dict[str, str]:
+    """The first relation of a kind that was shown."""
+    return next(
+        row for row in reason.relations if row["kind"] == kind and row["verdict"] == "shown"
+    )
+
+
+def _position_job(look: Look) -> str:
+    """A fixed distance from the query, as an offset below 0."""
+    offset = look.key - look.query
+    return PREVIOUS if offset == -1 else f"position {offset}"
+
+
+@cache
+def known_jobs(weights: str) -> dict[str, dict[str, float]]:
+    """By head of a shipped atlas, the share of its looks that each job has; empty without an atlas.
+
+    Parameters
+    ----------
+    weights : hash of the model's weights.
+    """
+    for path in sorted(Path(__file__).parent.glob("atlas-*.json")):
+        shipped = json.loads(path.read_text("utf-8"))
+        if shipped["made"]["asked"]["weights"] == weights:
+            return {row["head"]: row["jobs"] for row in shipped["heads"]}
+    return {}
