@@ -10,7 +10,7 @@ from pathlib import Path
 import qkscope
 
 SOURCE = Path(qkscope.__file__).parent
-NOUNS = ["errors", "checking", "seeds", "heads", "examples", "attention", "hooks"]
+NOUNS = ["errors", "checking", "seeds", "heads", "examples", "changes", "attention", "hooks"]
 ROOMS = [
     *NOUNS,
     "results",

@@ -5,8 +5,9 @@ instant. Which there are, and where they live, stands in ``__init__.pyi``, which
 editors read too.
 
 The nouns that all share: `errors`, `checking` (calls checked against their annotations), `seeds`
-(random numbers by address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a
-subspace as an edit). The rooms, in the order in which they may import each other: `results`,
+(random numbers by address), `heads`, `examples`, `changes` (what can be different in a run),
+`attention` (rows and their softmax), `hooks` (a subspace as an edit). The rooms, in
+the order in which they may import each other: `results`,
 `texts`, `model`, `linear`, `rerun`, `sums`, `findings`, `verbs`, `show` and `cli`. The papers, their
 toys, nano training and the bench are a second distribution, `qkscope_papers`.
 """

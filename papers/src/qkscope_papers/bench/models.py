@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from qkscope import tasks
-from qkscope.findings.because import SCREEN, WORDS, Because, Look
+from qkscope.findings.because import SCREEN, WORDS, Because
+from qkscope.findings.finding import Look
 from qkscope.findings.head_rows import HeadRows
 from qkscope.findings.task_batches import batches_of
 from qkscope.heads import Head, parse_heads

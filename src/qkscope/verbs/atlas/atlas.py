@@ -26,7 +26,8 @@ from torch import Tensor
 
 from qkscope import BadInput, Head, Result, Scope
 from qkscope.checking import Count, Seed, checked_class
-from qkscope.findings.because import Because, Look, Reason
+from qkscope.findings.because import Because
+from qkscope.findings.finding import Look, Reason
 from qkscope.findings.prompt_trace import reader_of
 from qkscope.findings.task_batches import made_with
 from qkscope.linear.attribution import direct_effect
@@ -218,25 +219,20 @@ def job_of(reason: Reason) -> str:
     look = reason.look
     kind = reason.kind
     if kind == "same word":
-        row = next(
-            row for row in reason.relations if row["kind"] == kind and row["verdict"] == "shown"
-        )
-        start = int(row["positions"].split(", ")[0])
-        end = next(word["end"] for word in reason.words if word["position"] == start)
-        kind = guesses.INDUCTION if end <= look.key <= end + 1 else kind
-        return guesses.DUPLICATE if start <= look.key < end else kind
+        start = reason.shown[0].positions[0]
+        end = reason.end_of(start)
+        if start <= look.key < end:
+            return guesses.DUPLICATE
+        return guesses.INDUCTION if end <= look.key <= end + 1 else kind
     if kind == "position":
         return (
             guesses.PREVIOUS if look.query - look.key == 1 else f"position {look.key - look.query}"
         )
-    shown = {row["kind"]: row["text"] for row in reason.relations if row["verdict"] == "shown"}
+    shown = {finding.kind: finding.text for finding in reason.shown}
     if {"key word", "query word"} <= shown.keys():
         return "key and query words"
-    return (
-        guesses.PUNCTUATION
-        if kind == "key word" and not any(map(str.isalnum, shown[kind]))
-        else kind
-    )
+    is_punctuation = kind == "key word" and not any(map(str.isalnum, shown[kind]))
+    return guesses.PUNCTUATION if is_punctuation else kind
 
 
 def head_row(

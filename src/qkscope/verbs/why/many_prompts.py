@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from qkscope import BadInput, Example, Head, Scope
-from qkscope.findings.because import Because, Look
+from qkscope.findings.because import Because
 from qkscope.findings.carriers import Carriers
+from qkscope.findings.finding import Look
 from qkscope.findings.next_token import Output, first_token, whole
 from qkscope.findings.prompt_trace import Probe, reader_of
 from qkscope.findings.published import locate
@@ -141,10 +142,8 @@ class Prompts:
             looks += [Look(head, probe.asked.query, key)] if float(attention[key]) >= LOOKS else []
         because = Because(output.again, looks, self.seed) if looks else None
         for reason in because.reasons() if because else ():
-            first = next(
-                (row for row in reason.relations if row["verdict"] == "shown"), {"text": ""}
-            )
-            rows[reason.look.head] |= {"kind": reason.kind, "text": first["text"]}
+            text = reason.shown[0].text if reason.shown else ""
+            rows[reason.look.head] |= {"kind": reason.kind, "text": text}
             if self.carriers and because:
                 carried += [
                     {"prompt": i, **row}

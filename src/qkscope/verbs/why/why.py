@@ -18,12 +18,14 @@ import torch
 
 from qkscope import BadInput, Example, Result, Scope, Subspace
 from qkscope.checking import Count, Natural, Seed, checked_class
-from qkscope.findings.because import Because, Look, Reason
+from qkscope.findings.because import Because
 from qkscope.findings.carriers import Carriers
+from qkscope.findings.finding import Look, Reason
 from qkscope.findings.fit import Fit
 from qkscope.findings.graph import trace_graph
 from qkscope.findings.next_token import Output
 from qkscope.findings.prompt_trace import Probe, PromptTrace
+from qkscope.findings.registry import breaks_on_average, relation_row
 from qkscope.findings.task_batches import made_with
 from qkscope.findings.verdicts import no_sum
 from qkscope.heads import Head, parse_heads
@@ -347,9 +349,10 @@ def _one_head(
         say("cutting writers")
         cuts = one.cut_rows(draws, seed, live=True)
         graph = trace_graph(one, depth)
+    relations = [relation_row(finding) for finding in reason.findings] if reason else []
     tables = {
         "attention": one.token_rows(), "because": reason.words if reason else [],
-        "relation": reason.relations if reason else [], "carriers": carriers, "parts": parts,
+        "relation": relations, "carriers": carriers, "parts": parts,
         "writers": one.tally.writer_rows(one.head, one.writers), "cuts": cuts, "output": pushed,
         "returns": returns, **graph.tables, "check": check,
     }  # fmt: skip
@@ -368,27 +371,23 @@ def _returns(
     """The reason's share of the answer: a word changed, and only this head's attention as it was
     before.
     """
-    words = {word.start: word for word in because.words}
     causes = [
         row
         for row in reason.words
-        if row["after"] < 0.5 * reason.before and row["text"].strip().isalnum()
+        if breaks_on_average(row, reason.before) and row["text"].strip().isalnum()
     ]
     if not causes:
         return []
-    word = words[causes[0]["position"]]
-    rows = [None, (one.head, one.rows.logits()[0, 0])]
-    others = torch.stack(
-        [because.put((word, ids)) for ids in because.others.of(word, because.count)[:_RUNS]]
-    )
-    at = (
-        because.running(others, torch.full((len(others),), one.asked.query + 1))
-        .any(0)
-        .nonzero()[:, 0]
-    )
-    twice = others[:, at].repeat_interleave(2, dim=0)
-    logits = because.again.run(twice, at.expand_as(twice), rows=rows * len(others))
-    changed, restored = logits.float().softmax(-1)[:, output.best].view(-1, 2).mean(0).tolist()
+    word = next(word for word in because.words if word.start == causes[0]["position"])
+    changes = because.alternatives(word)[:_RUNS]
+    prompts = torch.stack([because.with_change(change) for change in changes])
+    stops = torch.full((len(prompts),), one.asked.query + 1)
+    at = because.running(prompts, stops).any(0).nonzero()[:, 0]
+    twice = prompts[:, at].repeat_interleave(2, dim=0)
+    row_before = (one.head, one.rows.logits()[0, 0])
+    logits = because.again.run(twice, at.expand_as(twice), rows=[None, row_before] * len(prompts))
+    chances = logits.float().softmax(-1)[:, output.best]
+    changed, restored = chances.view(-1, 2).mean(0).tolist()
     return [{
         "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],
         "before": float(output.chances[output.best]), "changed": changed, "restored": restored,
