@@ -4,7 +4,7 @@ import pytest
 
 import qkscope as qk
 from planted_model import KINDS, named
-from qkscope.findings.because import Look, Reason, relation
+from qkscope.findings.finding import Finding, Look, Reason
 from qkscope.findings.head_jobs import job_of
 from qkscope.heads import Head
 
@@ -31,9 +31,9 @@ def test_induction_heads_of_a_model_trained_on_copies_are_named(nano, names):
 
 
 def reason_of(kind, query, key, start=0, end=0, text="w"):
-    row = relation(kind, text, [start, query], verdict="shown")
+    finding = Finding(kind, text, (start, query), verdict="shown")
     word = {"position": start, "end": end, "cause": "yes", "after": 0.0}
-    return Reason(Look(Head(0, 0), query, key), 0.9, 5, 5, [word], [row])
+    return Reason(Look(Head(0, 0), query, key), 0.9, 5, 5, [word], [finding])
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkscope as qk
 from qkscope.errors import BadInput
-from qkscope.findings.because import Because, Look, interval
+from qkscope.findings.because import Because
 from qkscope.findings.carriers import Carriers
+from qkscope.findings.finding import Look
 from qkscope.findings.head_jobs import known_jobs
 from qkscope.findings.prompt_trace import PromptRun
+from qkscope.findings.relations import Relations, interval
 from qkscope.heads import Head
 from qkscope.model.tap import cleared
 from qkscope.rerun.alternatives import Alternatives, Word, lexicon_of, words_of
@@ -103,10 +105,9 @@ def test_alternatives_have_as_many_tokens_also_of_the_first_word_and_of_scripts_
     ids = ids_of(smollm2, "crown: Z\nhat: O\nunhappiness: B\nfork: K\ncrown:")
     because = Because(Again.of(smollm2, ids), [Look(Head(18, 6), len(ids) - 1, 3)])
     assert because.words[0].text == "crown"
-    pairs = [row for row in because.reasons()[0].relations if row["kind"] == "same word"]
-    assert {"crown": "shown"}.items() <= {
-        row["text"].strip(): row["verdict"] for row in pairs
-    }.items()
+    pairs = [finding for finding in because.reasons()[0].findings if finding.kind == "same word"]
+    verdicts = {finding.text.strip(): finding.verdict for finding in pairs}
+    assert verdicts["crown"] == "shown"
     long = next(word for word in because.words if len(word) > 1)
     token = Word(long.start, long.start + 1, because.texts[long.start])
     assert {len(ids) for ids in because.others.of(long)} == {len(long)}
@@ -151,14 +152,14 @@ def test_effects_of_a_word_are_those_of_plain_forwards_with_far_tokens_held(
     """By hand: each alternative in the prompt, and blocks given what they were given before at
     tokens that are held.
     """
-    monkeypatch.setattr("qkscope.findings.because._WHOLE", whole)
+    monkeypatch.setattr("qkscope.findings.because.WHOLE", whole)
     monkeypatch.setattr("qkscope.findings.because.NEAR", near)
     again, head = Again.of(nano, ids_of(nano, COPIED)), Head(1, 1)
     query = len(again.ids) - 1
     key = 1 + int(nano.attention(COPIED, head)[query][1:].argmax())
     because = Because(again, [Look(head, query, key)])
     word = next(word for word in because.words if key - 1 in word)
-    prompts = [because.put((word, ids)) for ids in because.others.of(word)]
+    prompts = [because.with_change(change) for change in because.alternatives(word)]
     before = nano.model(again.ids[None], output_hidden_states=True).hidden_states
     held = [at for at in range(word.start, query) if at not in {key, word.start} and whole < 256]
     assert bool(held) == (whole < 256) == bool(because.held)
@@ -181,8 +182,9 @@ def test_a_head_that_goes_by_position_is_moved_by_a_word_put_in(smollm2):
     again = Again.of(smollm2, ids_of(smollm2, "The cat sat on the mat and the dog"))
     reason = Because(again, [Look(Head(16, 0), 8, 7)]).reasons()[0]
     assert (reason.kind, reason.causes) == ("position", [])
-    row = reason.relations[0]
-    assert row["together"] >= 0.5 > row["alone"]
+    finding = reason.findings[0]
+    assert finding.measured >= 0.5 > finding.alone
+    assert len(finding.changes) == 8, "it carries what tested it"
 
 
 def test_few_words_are_no_reason_on_random_weights(nano):
@@ -222,7 +224,7 @@ def test_carriers_put_back_what_the_whole_side_puts_back(nano):
     reason = because.reasons()[0]
     carriers = Carriers(probe.run, because, reason)
     word = next(word for word in because.words if word.start == reason.words[0]["position"])
-    changed = carriers._changed(word, because.others.of(word)[0])
+    changed = carriers._changed(because.alternatives(word)[0])
     for side in ("key", "query"):
         every = carriers._put_back(changed, probe.run, side, [carriers.names])
         assert float(every[0]) == pytest.approx(carriers._whole(changed, side), abs=1e-4)
@@ -269,14 +271,16 @@ def test_a_pair_without_other_words_takes_nothing_from_the_next(nano, monkeypatc
     because = Because(Again.of(nano, ids_of(nano, PROMPT)), [Look(Head(2, 3), 11, 6)])
     words = {word.start: word for word in because.words}
     pairs = [tuple(words[i] for i in places) for places in ((5, 11), (4, 10))]
-    alone, none = because._same({pairs[1]: 12})[pairs[1]], because.others.of
+    relations = Relations(because, {}, near=True)
+    alone, none = relations.test_pairs({pairs[1]: 12})[pairs[1]], because.others.of
     monkeypatch.setattr(
         because.others, "of", lambda word, n: [] if word in pairs[0] else none(word, n)
     )
-    both = because._same(dict.fromkeys(pairs, 12))
+    both = relations.test_pairs(dict.fromkeys(pairs, 12))
     assert both[pairs[0]] is None
-    assert both[pairs[1]][0] == alone[0]
-    torch.testing.assert_close(torch.tensor(both[pairs[1]][1]), torch.tensor(alone[1]))
+    assert both[pairs[1]].same == alone.same
+    for name in ("mean", "low", "high", "control"):
+        torch.testing.assert_close(getattr(both[pairs[1]], name), getattr(alone, name))
 
 
 def test_of_a_long_prompt_copies_and_near_words_are_tried(nano, monkeypatch):

@@ -36,8 +36,6 @@ ALONE = {
     "linear": {"linear", "model", *NOUNS},
     "rerun": {"rerun", "linear", "model", *NOUNS},
 }
-STILL_IMPORTED = {("why", "atlas")}
-"""Verbs that import another one as yet; to be emptied."""
 
 
 def files() -> dict[Path, str]:
@@ -105,7 +103,7 @@ def test_verbs_do_not_import_verbs():
             verb = path.relative_to(SOURCE / "verbs").parts[0].removesuffix(".py")
             others = {verb_of(name) for name in modules(path) if name.startswith("qkscope.verbs.")}
             imports |= {(verb, other) for other in others - {verb}}
-    assert imports == STILL_IMPORTED
+    assert imports == set()
 
 
 def test_these_rooms_know_the_nouns_and_what_they_stand_on_alone():

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 import qkscope as qk
-from qkscope.findings.because import Because, Look, Reason
+from qkscope.findings.because import Because
 from qkscope.findings.carriers import Carriers
+from qkscope.findings.finding import Look, Reason
 from qkscope.findings.prompt_trace import reader_of
 from qkscope.heads import Head
 from qkscope.model.capture_types import Places
@@ -213,7 +214,7 @@ def records(
             "causes": len(reason.causes), "asked": asked[0] if asked else "",
             "at a copy": any(end <= reason.look.key <= end + 1 for end in ends[:-1]),
             "cause before key": any(row["position"] < reason.look.key == row["end"] for row in reason.causes),
-            "relations": reason.relations, "carriers": rows,
+            "relations": [relation_row(finding) for finding in reason.findings], "carriers": rows,
         }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ The last two are numbers of other runs, so that they are given as values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,30 @@ class Words:
         changed = ids.clone()
         changed[list(self.places)] = torch.tensor(self.tokens).to(ids)
         return changed
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """One more token stands right before a place; the prompt is one longer then.
+
+    Parameters
+    ----------
+    place : of the unchanged prompt.
+    token : its id.
+
+    Examples
+    --------
+    >>> Inserted(1, 9).applied(torch.tensor([5, 6, 7]))
+    tensor([5, 9, 6, 7])
+    """
+
+    place: int
+    token: int
+
+    def applied(self, ids: Int[Tensor, " t"]) -> Int[Tensor, " t1"]:
+        """The prompt with this token in it."""
+        token = torch.tensor([self.token]).to(ids)
+        return torch.cat([ids[: self.place], token, ids[self.place :]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,3 +125,23 @@ class Output:
 
 
 Change = Words | Row | Hidden | Output
+
+
+def together(*changes: Words) -> Words:
+    """Join replacements at different places into one.
+
+    >>> together(Words((1,), (9,)), Words((3, 4), (7, 8)))
+    Words(places=(1, 3, 4), tokens=(9, 7, 8))
+    """
+    places = tuple(place for change in changes for place in change.places)
+    tokens = tuple(token for change in changes for token in change.tokens)
+    return Words(places, tokens)
+
+
+def word_replaced(start: int, tokens: Sequence[int]) -> Words:
+    """Replace the word that starts at a token by another one of as many tokens.
+
+    >>> word_replaced(3, (7, 8))
+    Words(places=(3, 4), tokens=(7, 8))
+    """
+    return Words(tuple(range(start, start + len(tokens))), tuple(tokens))

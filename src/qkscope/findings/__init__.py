@@ -14,8 +14,12 @@ need stands here. Files in reading order:
 - ``prompt_trace``: one head on one prompt, any query and any key, split and cut
 - ``graph``: a logit followed down to the words
 - ``next_token``: the next token, its rival, and every head tried
-- ``because``: the words that decide a look, and their relations
+- ``finding``: a statement about a look, with the changes that test it; what decides a look
+- ``registry``: the rule of each kind of finding, its threshold and its precedence
+- ``because``: the words that decide a look, found by putting others in their place
+- ``relations``: what relates these words: proposed, tested, judged
 - ``head_jobs``: what a head does in one look, in the field's words; the atlases that ship
 - ``carriers``: a word changed, and what few writers wrote put back
+- ``messages``: findings in words
 - ``verdicts``: what an answer may say of parts, cuts and their controls: the one rule
 """

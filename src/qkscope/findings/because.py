@@ -2,102 +2,62 @@
 
 A look is a head, a query p and a key t with attention a(p, t). Every word in sight is replaced by
 others (`Alternatives`) and the model runs again: a word is a *cause* where the 90% interval of what
-is left, over alternatives, is below half of a(p, t). The relations between causes are tests of
-their own, each beside a control:
-
-- *same word*: two causes with one text; each changed alone breaks the attention, both changed into
-  one other word do not, and both changed into two different words do.
-- *follows*: the word asked about becomes another word of the prompt, and the attention goes where
-  that one stands.
-- *position*: no word matters, and a word put in after the key moves the attention to the token at
-  the same distance.
-- *key word*, *query word*: a cause at the key's or the query's own word.
-- *self*; *no single word*; *no few words* (more than four causes and none of the above).
+is left, over alternatives, is below half of a(p, t). Two alternatives screen every word; only those
+that leave less than three quarters get all. What relates the causes is tested in `relations`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.stats import t as student
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.heads import Head
+from qkscope.attention import AttentionRows
+from qkscope.changes import Inserted, Words, word_replaced
+from qkscope.findings.finding import Look, Reason, Row
+from qkscope.findings.registry import SCREENED, cause_of
+from qkscope.findings.relations import WHOLE, WORDS, Relations, interval
 from qkscope.rerun.alternatives import Alternatives, Word
 from qkscope.rerun.rerun_tokens import Again
-from qkscope.seeds import derived_seed
 
-Effect = tuple[Float[Tensor, "m n"], Float[Tensor, "m n t"]]
-"""What the alternatives of a word leave of each look, and the attention rows then."""
-Pair = tuple[Word, Word]
-# How many words took a pair's place; of each look, what is left with both changed into one other
-# word, the ends of its interval, and what is left with two different ones.
-Together = tuple[int, list[list[float]]]
-# alternatives of a word, and those that every word is screened with
-WORDS = 8
 SCREEN = 2
-# of the attention: a cause leaves less; what two alternatives leave more of is none
-_LEFT = 0.5
-_SCREENED = 0.75
-# by how much a pair must restore more than its controls, with so many words
-_GAIN = 0.25
-_LEAST = 6
-_FEW = 4  # causes that are a reason
-_SAID = {True: "shown", False: "not shown"}
-_INSERTED = 2  # words that are put in after a key, where many looks share a passage
-# tokens that the screen may run, of 256 all words; on a CPU, multiplications
+"""Alternatives that every word is screened with."""
+NEAR = 64
+"""Of more than `WHOLE` tokens from a change on, those run that are so near to something."""
+# tokens that the screen may run (256 are all words of a prompt of that length), and, on a CPU,
+# multiplications
 _AFFORDABLE = 2**16
 _WORK = 2**42
-# of more tokens than these from a change on, those run that are near it, a key or a query
-_WHOLE = 256
-NEAR = 64
 
 
-class Look(NamedTuple):
-    """A head that looks from one token at another."""
+@dataclass(frozen=True)
+class Effect:
+    """What the alternatives of a word do to every look.
 
-    head: Head
-    query: int
-    key: int
-
-
-@dataclass
-class Reason:
-    """What decides one look: words by how much of the attention is left without them, and tested
-    relations.
-
-    Attributes
+    Parameters
     ----------
-    before : attention of the look.
-    tried, seen : words that were changed, of so many in sight.
-    words : rows of the table ``because``, strongest first.
-    relations : rows of the table ``relation``, in the order of precedence.
+    changes : one for each alternative.
+    left : attention left, as a share.
+    rows : the attention rows then.
     """
 
-    look: Look
-    before: float
-    tried: int
-    seen: int
-    words: list[dict[str, Any]] = field(default_factory=list)
-    relations: list[dict[str, Any]] = field(default_factory=list)
+    changes: tuple[Words, ...]
+    left: Float[Tensor, "m n"]
+    rows: Float[Tensor, "m n t"]
 
-    @property
-    def causes(self) -> list[dict[str, Any]]:
-        """Words whose replacement breaks the attention."""
-        return [row for row in self.words if row["cause"] == "yes"]
 
-    @property
-    def kind(self) -> str:
-        """The first relation that was shown."""
-        return next(
-            (row["kind"] for row in self.relations if row["verdict"] == "shown"), "no few words"
-        )
+@dataclass(frozen=True)
+class LayerLooks:
+    """The looks of one layer: their numbers, their heads, and their queries, on its device."""
+
+    numbers: list[int]
+    heads: Int[Tensor, " k"]
+    queries: Int[Tensor, " k"]
 
 
 class Because:
@@ -111,6 +71,12 @@ class Because:
     count : alternatives of each word.
     screen : those that every word is tried with first; only words that may be causes of a look get
         all.
+
+    Attributes
+    ----------
+    before : the attention row of each look in the unchanged prompt.
+    attention : of it, on the key.
+    seen, words : words in sight of any look, and those of them that are tried.
     """
 
     def __init__(
@@ -128,43 +94,43 @@ class Because:
         self.screen = screen
         self.ids = again.ids.cpu()
         self.others = Alternatives(again, seed)
+        self.texts = [self.others.lexicon.text(token) for token in self.ids.tolist()]
         self.last = max(look.head.layer for look in looks)
-        furthest = max(look.query for look in looks)
-        self._queries = torch.tensor([x.query for x in looks])
-        self._keys = torch.tensor([x.key for x in looks])
+        self._queries = torch.tensor([look.query for look in looks])
+        self._keys = torch.tensor([look.key for look in looks])
+        self._layers = {layer: self._looks_of(layer) for layer in {x.head.layer for x in looks}}
         self.before = torch.zeros(len(looks), len(self.ids), device=again.ids.device)
-        self._of_layer = dict[int, tuple[list[int], Tensor, Tensor]]()
-        for layer in {look.head.layer for look in looks}:
-            own = [n for n, look in enumerate(looks) if look.head.layer == layer]
-            call = again.calls[layer]
-            index = torch.tensor([looks[n].head.index for n in own])
-            heads = index.to(call.q.device)
-            queries = self._queries[own].to(call.q.device)
-            self._of_layer[layer] = own, heads, queries
-            self.before[own] = (
-                call.rows(heads, torch.zeros_like(queries), queries)
-                .attention()[:, 0]
-                .to(self.before)
-            )
+        for layer, own in self._layers.items():
+            rows = self._rows_before(layer, own).attention()[:, 0]
+            self.before[own.numbers] = rows.to(self.before)
         self.attention = self._at_keys(self.before[None])[0]
-        usable = self.others.lexicon.usable
-        self.seen = [
-            word
-            for word in self.others.words
-            if word.start <= furthest and (word.start or usable[self.ids[0]])
-        ]  # a first token that no text has, as <bos>, stays
-        self.words = self._affordable(self.seen, furthest)
-        far = (
-            self.words
-            and furthest + 1 - self.words[0].start > _WHOLE
-            and again.runs_alone(furthest)
-        )
-        self.held = (
-            f"; tokens over {NEAR} away from it, the key and the query are held" if far else ""
-        )
-        self.texts = [self.others.lexicon.text(i) for i in self.ids.tolist()]
+        self.seen = self._words_in_sight()
+        self.words = self._affordable(self.seen)
 
-    def _affordable(self, words: list[Word], furthest: int) -> list[Word]:
+    def _looks_of(self, layer: int) -> LayerLooks:
+        numbers = [n for n, look in enumerate(self.looks) if look.head.layer == layer]
+        device = self.again.calls[layer].q.device
+        heads = torch.tensor([self.looks[n].head.index for n in numbers]).to(device)
+        return LayerLooks(numbers, heads, self._queries[numbers].to(device))
+
+    def _rows_before(self, layer: int, looks: LayerLooks) -> AttentionRows:
+        prompt = torch.zeros_like(looks.queries)
+        return self.again.calls[layer].rows(looks.heads, prompt, looks.queries)
+
+    # ------------------------------------------------------------------ which words are tried
+
+    @property
+    def _furthest(self) -> int:
+        """The last query of all looks."""
+        return int(self._queries.max())
+
+    def _words_in_sight(self) -> list[Word]:
+        """Words that any look can see; a first token that no text has, as <bos>, stays."""
+        first_is_text = bool(self.others.lexicon.usable[self.ids[0]])
+        words = [word for word in self.others.words if word.start <= self._furthest]
+        return [word for word in words if word.start > 0 or first_is_text]
+
+    def _affordable(self, words: list[Word]) -> list[Word]:
         """All words; of a long prompt copies of what stands at keys and queries, then near ones,
         within a budget.
         """
@@ -175,52 +141,64 @@ class Because:
             if any(word.start - 2 < place <= word.stop for place in places)
         }
 
-        def rank(word: Word) -> float:
-            return min(abs(word.start - place) for place in places) / (
-                NEAR if word.core in cores else 1
-            )
+        def distance(word: Word) -> float:
+            """To the nearest key or query; a copy of a word there counts as nearer."""
+            nearest = min(abs(word.start - place) for place in places)
+            return nearest / (NEAR if word.core in cores else 1)
 
-        left = _AFFORDABLE
+        budget = self._budget()
+        most = 3 * NEAR if self.again.runs_alone(self._furthest) else len(self.ids)
         kept = list[Word]()
-        scope = self.again.scope
-        if scope.device.type == "cpu":
-            asked = [
-                call.q[0, :, 0].numel()
-                for layer, call in self.again.calls.items()
-                if layer <= self.last
-            ]
-            weights = (
-                scope.model.num_parameters(exclude_embeddings=True)
-                * len(asked)
-                // len(self.again.calls)
-            )
-            left = min(left, _WORK // (2 * len(self.ids) * sum(asked) + weights))
-        most = 3 * NEAR if self.again.runs_alone(furthest) else len(self.ids)
-        for word in sorted(words, key=rank):
-            tokens = furthest + 1 - word.start
-            left -= self.screen * (tokens if tokens <= _WHOLE else most)
-            kept += [word] if left >= 0 else []
+        for word in sorted(words, key=distance):
+            tokens = self._furthest + 1 - word.start
+            budget -= self.screen * (tokens if tokens <= WHOLE else most)
+            if budget >= 0:
+                kept.append(word)
         return sorted(kept)
+
+    def _budget(self) -> int:
+        """Tokens that the screen may run."""
+        scope = self.again.scope
+        if scope.device.type != "cpu":
+            return _AFFORDABLE
+        layers = {n: call for n, call in self.again.calls.items() if n <= self.last}
+        sizes = [call.q[0, :, 0].numel() for call in layers.values()]
+        weights = scope.model.num_parameters(exclude_embeddings=True)
+        weights_that_run = weights * len(sizes) // len(self.again.calls)
+        work_of_a_token = 2 * len(self.ids) * sum(sizes) + weights_that_run
+        return min(_AFFORDABLE, _WORK // work_of_a_token)
+
+    @property
+    def held(self) -> str:
+        """What a sentence must say where tokens far from everything are not run again."""
+        is_far = bool(self.words) and self._furthest + 1 - self.words[0].start > WHOLE
+        if not is_far or not self.again.runs_alone(self._furthest):
+            return ""
+        return f"; tokens over {NEAR} away from it, the key and the query are held"
 
     # ------------------------------------------------------------------ changed prompts
 
-    def _at_keys(self, rows: Float[Tensor, "b n t"]) -> Float[Tensor, "b n"]:
-        return rows.gather(2, self._keys.to(rows.device).expand(len(rows), -1)[..., None])[
-            ..., 0
-        ].cpu()
+    def with_change(self, change: Words | Inserted) -> Int[Tensor, " t"]:
+        """The prompt with a change in it."""
+        return change.applied(self.ids)
 
-    def put(self, *changes: tuple[Word, Sequence[int]]) -> Int[Tensor, " t"]:
-        """The prompt with other tokens in place of some words."""
-        ids = self.ids.clone()
-        for word, tokens in changes:
-            ids[word.start : word.stop] = torch.tensor(tokens)
-        return ids
+    def alternatives(self, word: Word) -> list[Words]:
+        """The changes that put other words in the place of one."""
+        return [word_replaced(word.start, tokens) for tokens in self.others.of(word, self.count)]
+
+    def left(self, rows: Float[Tensor, "b n t"]) -> Float[Tensor, "b n"]:
+        """How much of each look is left in attention rows, as a share."""
+        return self._at_keys(rows) / self.attention
+
+    def _at_keys(self, rows: Float[Tensor, "b n t"]) -> Float[Tensor, "b n"]:
+        keys = self._keys.to(rows.device).expand(len(rows), -1)
+        return rows.gather(2, keys[..., None])[..., 0].cpu()
 
     @cached_property
     def _longer(self) -> Again:
-        return Again.of(
-            self.again.scope, torch.cat([self.again.ids, self.again.ids[-1:]]), self.last
-        )
+        """The prompt with its last token twice, for changes that put a token in."""
+        ids = torch.cat([self.again.ids, self.again.ids[-1:]])
+        return Again.of(self.again.scope, ids, self.last)
 
     def rows(
         self, prompts: Sequence[Int[Tensor, " t"]], ends: Sequence[int] = ()
@@ -239,50 +217,44 @@ class Because:
         ids = torch.stack(list(prompts))
         more = ids.shape[1] - len(self.ids)
         again = self._longer if more else self.again
-        stops = torch.tensor(ends or [int(self._queries.max()) + 1 + more] * len(ids))
+        stops = torch.tensor(ends or [self._furthest + 1 + more] * len(ids))
+        last = int(stops.max()) - 1
         runs = self.running(ids, stops)
         widths = runs.sum(1)
-        made = pad(self.before, (0, more)).repeat(len(ids), 1, 1)
-        reads = {layer: queries + more for layer, (*_, queries) in self._of_layer.items()}
+        rows = pad(self.before, (0, more)).repeat(len(ids), 1, 1)
+        reads = {layer: own.queries + more for layer, own in self._layers.items()}
         order = widths.argsort(descending=True, stable=True)
         while len(order):
             width = int(widths[order[0]])
-            count = again.at_once(width, int(stops.max()) - 1)
-            some = order[:count]
-            order = order[count:]
-            at = (
-                runs[some]
-                .int()
-                .argsort(dim=1, descending=True, stable=True)[:, :width]
-                .sort(dim=1)
-                .values
-            )
-            keep = partial(self._keep, made, some[:, None].to(made.device))
-            again.run(ids[some].gather(1, at), at, (reads, keep), self.last)
-        return made
+            batch, order = order.tensor_split([again.at_once(width, last)])
+            at = _first_places(runs[batch], width)
+            keep = partial(self._keep, rows, batch[:, None].to(rows.device))
+            again.run(ids[batch].gather(1, at), at, (reads, keep), self.last)
+        return rows
 
     def running(self, ids: Int[Tensor, "b t"], stops: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
-        """Tokens of changed prompts that run: from the first change to the last reader; of many,
-        those near.
-        """
-        differ = (
-            ids != (self.again if ids.shape[1] == len(self.ids) else self._longer).ids.cpu()
-        ).int()
-        runs = (differ.cumsum(1) > 0) & (torch.arange(ids.shape[1]) < stops[:, None])
-        runs[torch.arange(len(ids)), stops - 1] = True
-        ends = torch.zeros(ids.shape[1], dtype=torch.int).index_fill(
-            0, torch.cat([self._keys, self._queries]), 1
-        )
-        behind = pad(differ, (NEAR, 0)).unfold(-1, NEAR, 1)
-        before = pad(ends.flip(0), (NEAR, 0)).unfold(-1, NEAR, 1)
-        near = behind[:, 1:].any(-1) | before[1:].any(-1).flip(0)
-        return runs & (near | (runs.sum(1, keepdim=True) <= _WHOLE))
+        """Tokens of changed prompts that run: from the first change to the last reader.
 
-    def _keep(self, made: Tensor, some: Tensor, layer: int, runs: Tensor, weights: Tensor) -> None:
+        Of many, those run that are near a change, or before a key or a query.
+        """
+        base = self.again if ids.shape[1] == len(self.ids) else self._longer
+        differs = (ids != base.ids.cpu()).int()
+        runs = (differs.cumsum(1) > 0) & (torch.arange(ids.shape[1]) < stops[:, None])
+        runs[torch.arange(len(ids)), stops - 1] = True
+        ends = torch.zeros(ids.shape[1], dtype=torch.int)
+        ends[torch.cat([self._keys, self._queries])] = 1
+        is_behind_change = _within(differs, NEAR)
+        is_before_end = _within(ends.flip(0), NEAR).flip(0)
+        is_short = runs.sum(1, keepdim=True) <= WHOLE
+        return runs & (is_behind_change | is_before_end | is_short)
+
+    def _keep(self, rows: Tensor, batch: Tensor, layer: int, runs: Tensor, weights: Tensor) -> None:
         """Put the rows of looks from tokens that run, in some prompts, into a table of all."""
-        own, heads, _ = self._of_layer[layer]
-        rows = weights[:, heads, torch.arange(len(own), device=heads.device)].to(made)
-        made[some, own] = rows.where(runs[..., None].to(made.device), made[some, own])
+        looks = self._layers[layer]
+        number = torch.arange(len(looks.numbers), device=looks.heads.device)
+        new = weights[:, looks.heads, number].to(rows)
+        old = rows[batch, looks.numbers]
+        rows[batch, looks.numbers] = new.where(runs[..., None].to(rows.device), old)
 
     # ------------------------------------------------------------------ causes
 
@@ -296,315 +268,100 @@ class Because:
             attention away.
         """
         self.others.prepare(self.words)
-        first = self._effects(self.words, slice(0, self.screen))
-        suspects = dict[
-            Word, int
-        ]()  # words that may be causes of looks, and how far these are read
-        for word, (left, _) in zip(self.words, first, strict=True):
-            asking = self._queries[(left.mean(0) < _SCREENED) & (word.start <= self._queries)]
-            suspects |= {word: int(asking.max()) + 1} if len(asking) else {}
-        more = self._effects([*suspects], slice(self.screen, self.count), [*suspects.values()])
-        begun = dict(zip(self.words, first, strict=True))
-        effects = {
-            word: (torch.cat([begun[word][0], left]), torch.cat([begun[word][1], rows]))
-            for word, (left, rows) in zip(suspects, more, strict=True)
-        }
-        reasons = list[Reason]()
-        for look, a in zip(self.looks, self.attention, strict=True):
-            tried = sum(word.start <= look.query for word in self.words)
-            seen = sum(word.start <= look.query for word in self.seen)
-            reasons.append(Reason(look, float(a), tried, seen))
-        for word in suspects:
-            for n, row in self._word_rows(word, *effects[word]):
+        effects = self._effects_of_suspects()
+        reasons = [
+            self._reason(look, float(attention))
+            for look, attention in zip(self.looks, self.attention, strict=True)
+        ]
+        for word, effect in effects.items():
+            for n, row in self._word_rows(word, effect):
                 reasons[n].words.append(row)
         for reason in reasons:
             reason.words.sort(key=lambda row: row["after"])
-        self._relate(reasons, effects, follow, _SCREENED if near else _LEFT)
+        relations = Relations(self, effects, near)
+        for n, reason in enumerate(reasons):
+            reason.findings += relations.findings(n, reason, follow)
         return reasons
+
+    def _reason(self, look: Look, attention: float) -> Reason:
+        tried = sum(word.start <= look.query for word in self.words)
+        seen = sum(word.start <= look.query for word in self.seen)
+        return Reason(look, attention, tried, seen)
+
+    def _effects_of_suspects(self) -> dict[Word, Effect]:
+        """What all alternatives do, of words that may be causes of any look."""
+        screen = self._effects(self.words, slice(0, self.screen))
+        ends = dict[Word, int]()  # how far a suspect is read
+        for word, effect in screen.items():
+            queries = self._queries[self._matters(word, effect.left.mean(0))]
+            if len(queries):
+                ends[word] = int(queries.max()) + 1
+        others = self._effects([*ends], slice(self.screen, self.count), [*ends.values()])
+        return {word: _joined(screen[word], more) for word, more in others.items()}
+
+    def _matters(self, word: Word, mean: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
+        """Looks that see a word and that its alternatives take much away from."""
+        return (mean < SCREENED) & (word.start <= self._queries)
 
     def _effects(
         self, words: Sequence[Word], which: slice, ends: Sequence[int] = ()
-    ) -> list[Effect]:
-        """Attention left [m, n] by some alternatives of each word, and the attention rows [m, n,
-        t].
-        """
-        prompts = [
-            [self.put((word, ids)) for ids in self.others.of(word, self.count)[which]]
-            for word in words
-        ]
-        until = [end for end, each in zip(ends, prompts, strict=False) for _ in each]
-        rows = self.rows([ids for each in prompts for ids in each], until)
-        left = self._at_keys(rows) / self.attention
-        sizes = [len(each) for each in prompts]
-        return list(zip(left.split(sizes), rows.split(sizes), strict=True))
-
-    def _word_rows(
-        self, word: Word, left: Tensor, rows: Tensor
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Rows of the table ``because`` for one word, one for each look that it matters to."""
-        mean, low, high = interval(left)
-        gained = rows.mean(0) - self.before
-        gained[:, word.start : word.stop] = -1
-        to = gained.argmax(1).tolist()
-        for n in ((mean < _SCREENED) & (word.start <= self._queries)).nonzero()[:, 0].tolist():
-            before = float(self.attention[n])
-            ends = (float(low[n]), float(high[n]))
-            row = {
-                "head": str(self.looks[n].head), "position": word.start, "end": word.stop, "text": word.text,
-                "before": before, "after": float(mean[n]) * before, "low": max(ends[0], 0.0) * before,
-                "high": ends[1] * before, "words": len(left), "goes_to": self.texts[to[n]],
-                "goes_to_position": to[n], "cause": "yes" if ends[1] < _LEFT else "open" if ends[0] < _LEFT else "no",
-            }  # fmt: skip
-            yield n, row
-
-    # ------------------------------------------------------------------ relations
-
-    def _relate(
-        self, reasons: list[Reason], effects: Mapping[Word, Effect], follow: bool, least: float
-    ) -> None:
-        every = {
-            word: (left.mean(0).tolist(), (word.start <= self._queries).tolist())
-            for word, (left, _) in effects.items()
+    ) -> dict[Word, Effect]:
+        """What some alternatives of each word do."""
+        changes = {word: tuple(self.alternatives(word)[which]) for word in words}
+        prompts = [self.with_change(change) for own in changes.values() for change in own]
+        until = [end for end, own in zip(ends, changes.values(), strict=False) for _ in own]
+        rows = self.rows(prompts, until)
+        sizes = [len(own) for own in changes.values()]
+        parts = zip(self.left(rows).split(sizes), rows.split(sizes), strict=True)
+        return {
+            word: Effect(own, left, part)
+            for (word, own), (left, part) in zip(changes.items(), parts, strict=True)
         }
-        means = [
-            {word: left[n] for word, (left, sees) in every.items() if sees[n]}
-            for n in range(len(reasons))
-        ]
-        broken = [[word for word, left in own.items() if left < _LEFT] for own in means]
-        near = [[word for word, left in own.items() if left < least] for own in means]
-        moved = self._moved(
-            [n for n, look in enumerate(self.looks) if not broken[n] and look.query != look.key]
-        )
-        pairs = [
-            [pair for core in {word.core for word in own} if (pair := _pair(core, own, means[n]))]
-            for n, own in enumerate(near)
-        ]
-        ends = dict[Pair, int]()
-        for look, own in zip(self.looks, pairs, strict=True):
-            ends |= {pair: max(ends.get(pair, 0), look.query + 1) for pair in own}
-        tested = self._same(ends)
-        for n, (reason, look) in enumerate(zip(reasons, self.looks, strict=True)):
-            if look.query == look.key:
-                reason.relations.append(
-                    relation("self", self.texts[look.key], [look.key], verdict="shown")
-                )
-            if n in moved:
-                reason.relations.append(moved[n])
-            same = [
-                self._same_row(n, pair, max(means[n][word] for word in pair), tested[pair])
-                for pair in pairs[n]
-            ]
-            same.sort(
-                key=lambda row: (
-                    row["verdict"] != "shown",
-                    not row["text"].strip().isalnum(),
-                    row["alone"],
-                )
+
+    def _word_rows(self, word: Word, effect: Effect) -> Iterator[tuple[int, Row]]:
+        """Rows of the table ``because`` for one word, one for each look that it matters to."""
+        mean, low, high = interval(effect.left)
+        gained = effect.rows.mean(0) - self.before
+        gained[:, word.start : word.stop] = -1
+        gains_most = gained.argmax(1).tolist()
+        for n in self._matters(word, mean).nonzero()[:, 0].tolist():
+            before = float(self.attention[n])
+            goes_to = gains_most[n]
+            yield (
+                n,
+                {
+                    "head": str(self.looks[n].head),
+                    "position": word.start,
+                    "end": word.stop,
+                    "text": word.text,
+                    "before": before,
+                    "after": float(mean[n]) * before,
+                    "low": max(float(low[n]), 0.0) * before,
+                    "high": float(high[n]) * before,
+                    "words": len(effect.left),
+                    "goes_to": self.texts[goes_to],
+                    "goes_to_position": goes_to,
+                    "cause": cause_of(float(low[n]), float(high[n])),
+                },
             )
-            reason.relations += same
-            if follow and same and same[0]["verdict"] == "shown":
-                pair = next(pair for pair in pairs[n] if pair[0].text == same[0]["text"])
-                reason.relations.append(self._follows(n, pair, effects[pair[1]][1]))
-            starts = {row["position"] for row in reason.causes}
-            causes = [word for word in effects if word.start in starts]
-            for kind, at in (("key word", look.key), ("query word", look.query)):
-                for word in (word for word in causes if at in word and look.query != look.key):
-                    rest = sorted(left for other, left in means[n].items() if other != word)
-                    control = rest[len(rest) // 2] if rest else None
-                    reason.relations.append(
-                        relation(
-                            kind,
-                            word.text,
-                            [word.start],
-                            alone=means[n][word],
-                            control=control,
-                            verdict="shown",
-                        )
-                    )
-            if all(row["verdict"] != "shown" for row in reason.relations):
-                kind = (
-                    "no few words"
-                    if len(causes) > _FEW
-                    else "few words"
-                    if causes
-                    else "no single word"
-                )
-                text = ", ".join(word.text.strip() for word in causes)
-                reason.relations.append(
-                    relation(kind, text, [word.start for word in causes], verdict="shown")
-                )
-
-    def _same(self, pairs: Mapping[Pair, int]) -> dict[Pair, Together | None]:
-        """Attention left with both words of a pair replaced, for looks whose query comes before a
-        token.
-        """
-        lexicon = self.others.lexicon
-        prompts = list[Tensor]()
-        ends = list[int]()
-        counts = dict[Pair, int]()
-        for (a, b), end in pairs.items():
-            both = []
-            for ids in dict.fromkeys(self.others.of(b, WORDS) + self.others.of(a, WORDS)):
-                x = lexicon.variant(ids, a.text)
-                y = lexicon.variant(ids, b.text)
-                if x is not None and y is not None and (len(x), len(y)) == (len(a), len(b)):
-                    both.append((x, y))
-            both = both[:WORDS] if len(both) >= _LEAST else []
-            counts[a, b] = len(both)
-            prompts += [self.put((a, x), (b, y)) for x, y in both]
-            prompts += [
-                self.put((a, x), (b, both[(i + 1) % len(both)][1])) for i, (x, _) in enumerate(both)
-            ]
-            ends += [end] * 2 * len(both)
-        tested: dict[Pair, Together | None] = dict.fromkeys(pairs)
-        some = {
-            pair: count for pair, count in counts.items() if count
-        }  # a pair without words has no results
-        left = (self._at_keys(self.rows(prompts, ends)) / self.attention).split(
-            [2 * count for count in some.values()]
-        )
-        for (pair, count), each in zip(some.items(), left, strict=True):
-            one, two = each.split(count)
-            tested[pair] = count, torch.stack([*interval(one), two.mean(0)], dim=1).tolist()
-        return tested
-
-    def _same_row(
-        self, n: int, pair: Pair, alone: float, results: Together | None
-    ) -> dict[str, Any]:
-        text = pair[0].text
-        positions = [word.start for word in pair]
-        if results is None:
-            return relation("same word", text, positions, alone=alone, verdict="untested")
-        count, (together, low, high, different) = results[0], results[1][n]
-        shown = alone < _LEFT < together and min(together - alone, together - different) >= _GAIN
-        ends = {"low": low, "high": high, "words": count, "verdict": _SAID[shown]}
-        return relation(
-            "same word",
-            text,
-            positions,
-            alone=alone,
-            together=together,
-            different=different,
-            **ends,
-        )
-
-    def _follows(
-        self, n: int, pair: tuple[Word, Word], without: Float[Tensor, "m n t"]
-    ) -> dict[str, Any]:
-        """Test *follows*: the later word becomes another of the prompt; the attention should move
-        to that one.
-        """
-        (a, b), look, tokens = pair, self.looks[n], self.ids.tolist()
-        if not a.start <= look.key < b.start:
-            return relation("follows", b.text, [b.start], verdict="untested")
-        targets = []
-        for word in self.words:
-            ids = self.others.lexicon.variant(tokens[word.start : word.stop], b.text)
-            key = (
-                word.stop + look.key - a.stop
-                if look.key >= a.stop
-                else word.start + look.key - a.start
-            )
-            kept = (
-                ids is not None
-                and self.others.lexicon.texts[ids[0]].strip() == self.texts[word.start].strip()
-            )
-            if (
-                kept
-                and word.core != a.core
-                and len(word) == len(b)
-                and word.core[:1].isalnum()
-                and key < b.start
-            ):
-                targets.append((ids, key))
-        draws = torch.Generator().manual_seed(derived_seed(self.seed, "follows", b.start))
-        chosen = [
-            targets[i] for i in torch.randperm(len(targets), generator=draws).tolist()[: self.count]
-        ]
-        if not chosen:
-            return relation("follows", b.text, [b.start], verdict="untested")
-        rows = self.rows([self.put((b, ids)) for ids, _ in chosen])[:, n] / self.attention[n]
-        there = float(
-            torch.stack([row[key] for row, (_, key) in zip(rows, chosen, strict=True)]).mean()
-        )
-        here = float(rows[:, look.key].mean())
-        control = float(without[:, n, [key for _, key in chosen]].mean() / self.attention[n])
-        shown = there >= _LEFT and here < _LEFT and there - control >= _GAIN
-        ends = {"words": len(chosen), "verdict": _SAID[shown]}
-        return relation(
-            "follows", b.text, [b.start], alone=here, together=there, control=control, **ends
-        )
-
-    def _moved(self, still: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Test *position* where no word decides: insert a word after the key, read attention at the
-        same distance.
-        """
-        furthest = dict[int, int]()
-        for look in (
-            self.looks[n] for n in still if self.looks[n].query - self.looks[n].key <= _WHOLE
-        ):
-            furthest[look.key] = max(furthest.get(look.key, 0), look.query)
-        keys = dict[int, slice]()
-        prompts = list[Tensor]()
-        ends = list[int]()
-        for key, query in furthest.items():
-            more = [
-                ids
-                for ids in self.others.of(Word(key, key + 1, self.texts[key]), self.count)
-                if len(ids) == 1
-            ]
-            more = more if self.count >= WORDS else more[:_INSERTED]
-            if len(more) >= min(_LEAST, _INSERTED if self.count < WORDS else _LEAST):
-                keys[key] = slice(len(prompts), len(prompts) + len(more))
-                prompts += [
-                    torch.cat([self.ids[: key + 1], torch.tensor(ids), self.ids[key + 1 :]])
-                    for ids in more
-                ]
-                ends += [query + 2] * len(more)
-        rows = self.rows(prompts, ends)
-        made = {}
-        kept = self._at_keys(rows[:, :, 0:]) / self.attention
-        moved = self._at_keys(rows[:, :, 1:]) / self.attention
-        for n in (n for n in still if self.looks[n].key in keys):
-            key = self.looks[n].key
-            old = float(kept[keys[key], n].mean())
-            same = float(moved[keys[key], n].mean())
-            numbers = {
-                "words": len(kept[keys[key]]),
-                "verdict": _SAID[same >= _LEFT and old < _LEFT],
-            }
-            made[n] = relation(
-                "position", self.texts[key], [key], alone=old, together=same, **numbers
-            )
-        return made
 
 
-def _pair(core: str, words: Sequence[Word], left: Mapping[Word, float]) -> Pair | None:
-    """The two strongest words with this core among some, in order of position; None if there are
-    fewer.
-    """
-    same = sorted((word for word in words if word.core == core), key=lambda word: left[word])[:2]
-    return None if len(same) < 2 else (min(same), max(same))
+def _joined(first: Effect, second: Effect) -> Effect:
+    """The effect of two sets of alternatives of one word."""
+    return Effect(
+        first.changes + second.changes,
+        torch.cat([first.left, second.left]),
+        torch.cat([first.rows, second.rows]),
+    )
 
 
-def relation(kind: str, text: str, positions: Sequence[int], **numbers: Any) -> dict[str, Any]:
-    """Make a row of the table ``relation``; numbers are shares of the attention in the unchanged
-    prompt.
-    """
-    empty = dict.fromkeys(("alone", "together", "different", "control", "low", "high", "words"))
-    return {
-        "kind": kind,
-        "text": text,
-        "positions": ", ".join(map(str, positions)),
-        **empty,
-        **numbers,
-    }
+def _first_places(runs: Bool[Tensor, "b t"], width: int) -> Int[Tensor, "b w"]:
+    """The places of tokens that run, in order, filled up with the first that do not."""
+    order = runs.int().argsort(dim=1, descending=True, stable=True)
+    return order[:, :width].sort(dim=1).values
 
 
-def interval(values: Float[Tensor, "m *n"]) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of some numbers, and the ends of its 90% interval."""
-    mean = values.mean(0)
-    if len(values) < 2:
-        return mean, torch.full_like(mean, -torch.inf), torch.full_like(mean, torch.inf)
-    half = float(student.ppf(0.95, len(values) - 1)) * values.std(0) / len(values) ** 0.5
-    return mean, mean - half, mean + half
+def _within(marks: Int[Tensor, "*b t"], distance: int) -> Bool[Tensor, "*b t"]:
+    """Places that have a mark at most so many places before them, or at them."""
+    windows = pad(marks, (distance, 0)).unfold(-1, distance, 1)
+    return windows[..., 1:, :].any(-1)

@@ -12,7 +12,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from qkscope.findings.because import Look, Reason
+from qkscope.findings.finding import Look, Reason
 
 INDUCTION = "induction"
 DUPLICATE = "duplicate token"
@@ -27,7 +27,7 @@ def job_of(reason: Reason) -> str:
         return _copy_job(reason)
     if reason.kind == "position":
         return _position_job(look)
-    shown = {row["kind"]: row["text"] for row in reason.relations if row["verdict"] == "shown"}
+    shown = {finding.kind: finding.text for finding in reason.shown}
     if {"key word", "query word"} <= shown.keys():
         return "key and query words"
     if reason.kind == "key word" and not any(map(str.isalnum, shown["key word"])):
@@ -38,21 +38,13 @@ def job_of(reason: Reason) -> str:
 def _copy_job(reason: Reason) -> str:
     """Where the key stands beside the earlier of two equal words: on it, or just behind it."""
     key = reason.look.key
-    row = _first_shown(reason, "same word")
-    start = int(row["positions"].split(", ")[0])
-    end = next(word["end"] for word in reason.words if word["position"] == start)
+    start = reason.shown[0].positions[0]
+    end = reason.end_of(start)
     if start <= key < end:
         return DUPLICATE
     if end <= key <= end + 1:
         return INDUCTION
     return reason.kind
-
-
-def _first_shown(reason: Reason, kind: str) -> dict[str, str]:
-    """The first relation of a kind that was shown."""
-    return next(
-        row for row in reason.relations if row["kind"] == kind and row["verdict"] == "shown"
-    )
 
 
 def _position_job(look: Look) -> str:

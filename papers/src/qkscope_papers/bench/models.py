@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from qkscope import tasks
-from qkscope.findings.because import SCREEN, WORDS, Because, Look
+from qkscope.findings.because import SCREEN, WORDS, Because
+from qkscope.findings.finding import Look
 from qkscope.findings.head_rows import HeadRows
 from qkscope.findings.swap_rows import capture_rows, draw_pairs
 from qkscope.findings.task_batches import batches_of
@@ -120,7 +121,7 @@ def because_seconds(
     again = Again.of(scope, ids)
     every = Because(again, looks, count=count, screen=screen)
     prompts = [
-        every.put((word, other)) for word in every.words for other in every.others.of(word, count)
+        every.with_change(change) for word in every.words for change in every.alternatives(word)
     ]
 
     @torch.no_grad()

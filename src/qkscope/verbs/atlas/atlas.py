@@ -25,7 +25,8 @@ from torch import Tensor
 
 from qkscope import BadInput, Head, Result, Scope
 from qkscope.checking import Count, Seed, checked_class
-from qkscope.findings.because import Because, Look
+from qkscope.findings.because import Because
+from qkscope.findings.finding import Look
 from qkscope.findings.head_jobs import job_of
 from qkscope.findings.prompt_trace import reader_of
 from qkscope.findings.task_batches import made_with

@@ -25,9 +25,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope import BadInput, Result
-from qkscope.findings.because import Because, Look
+from qkscope.findings.because import Because
 from qkscope.findings.carriers import Carriers
+from qkscope.findings.finding import Look
 from qkscope.findings.graph import Graph, Walk
+from qkscope.findings.messages import carried_clause, reason_clause
 from qkscope.findings.next_token import Output, quoted, whole
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace
 from qkscope.heads import EMBEDDING, Head, Writer
@@ -38,7 +40,6 @@ from qkscope.rerun.rerun_tokens import prompt_of
 from qkscope.seeds import derived_seed
 from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.text import grouped
-from qkscope.verbs.why import sentences
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -323,9 +324,8 @@ class Circuit:
             carriers = (
                 Carriers(self.probe.run, because, reason, self.seed).rows() if not told else []
             )
-            told[row["id"]] = (
-                sentences.because(one, reason, carriers) + sentences.carried(carriers)
-            ).lstrip(",: ")
+            clause = reason_clause(one.asked, reason, carriers) + carried_clause(carriers)
+            told[row["id"]] = clause.lstrip(",: ")
         return told
 
     def _paths(self) -> Rows:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from qkscope import BadInput, Example, Head, Scope
-from qkscope.findings.because import Because, Look
+from qkscope.findings.because import Because
 from qkscope.findings.carriers import Carriers
+from qkscope.findings.finding import Look
 from qkscope.findings.next_token import Output, first_token, rival_token, whole
 from qkscope.findings.prompt_trace import PromptRun, reader_of
 from qkscope.findings.published import locate
@@ -73,81 +74,104 @@ class Prompts:
 
     def tables(self) -> dict[str, list[Row]]:
         """Run all prompts, each a piece of work, and count."""
-        asked = {
-            "query": self.query,
-            "versus": self.versus,
-            "chat": self.chat,
-            "carriers": self.carriers,
-        }
-        named = None if self.heads is None else [str(head) for head in self.heads]
+        names = None if self.heads is None else [str(head) for head in self.heads]
         work = current_work().begin(
-            self.scope, list(self.prompts), verb="why", heads=named, seed=self.seed, **asked
+            self.scope,
+            list(self.prompts),
+            verb="why",
+            heads=names,
+            seed=self.seed,
+            query=self.query,
+            versus=self.versus,
+            chat=self.chat,
+            carriers=self.carriers,
         )
-        stage = Stage(
-            "prompts",
-            [[i] for i in range(len(self.prompts))],
-            lambda numbers: self._tables(numbers[0]),
-        )
+        numbers = [[i] for i in range(len(self.prompts))]
+        stage = Stage("prompts", numbers, lambda piece: self._tables(piece[0]))
         parts = work.run(stage, last=True)
-        made = {name: [row for part in parts for row in part[name]] for name in parts[0]}
-        if self.heads is None:
-            return {"decides": _decides(made["heads"], len(parts)), "answers": made["answers"]}
-        heads = [[row for row in made["prompts"] if row["head"] == name] for name in named or ()]
-        counted = {"reasons": map(_reasons, heads), "differs": map(_differs, heads)}
-        made = {
-            name: [row for rows in each for row in rows] for name, each in counted.items()
-        } | made
-        return {name: rows for name, rows in made.items() if rows}
+        joined = {name: [row for part in parts for row in part[name]] for name in parts[0]}
+        if names is None:
+            return {"decides": _decides(joined["heads"], len(parts)), "answers": joined["answers"]}
+        by_head = [[row for row in joined["prompts"] if row["head"] == name] for name in names]
+        tables = {
+            "reasons": [row for rows in by_head for row in _reasons(rows)],
+            "differs": [row for rows in by_head for row in _differs(rows)],
+            **joined,
+        }
+        return {name: rows for name, rows in tables.items() if rows}
 
     def _tables(self, i: int) -> dict[str, list[Row]]:
         """The rows that one prompt gives."""
         example, right = self.prompts[i]
-        last = max((head.layer for head in self.heads or ()), default=0) if self.carriers else 0
         try:
-            query = self.query
-            if isinstance(query, str):
-                query = self.scope.place(example, query, chat=self.chat)
-            probe = PromptRun(self.scope, example, query, self.chat, last)
-            if probe.asked.query < 2:
-                raise BadInput(
-                    "besides the first token a head sees itself alone: give a longer prompt."
-                )
+            probe = self._run(example)
             output = Output(probe.run, probe.asked, self.versus)
-            firsts = {
-                first_token(self.scope, text)
-                for answer in right
-                for text in (answer, f" {answer.strip()}")
-            }
+            right_tokens = self._first_tokens(right)
         except BadInput as error:
             raise BadInput(f"{example.where or f'prompt {i + 1}'}: {error}") from None
-        told = {"prompt": i, "right": output.best in firsts if firsts else None}
-        answers = [
-            {**told, "said": example.text or example.show(), "next": output.name(output.best)[0]}
-        ]
+        is_right = output.best in right_tokens if right_tokens else None
+        answer: Row = {
+            "prompt": i,
+            "right": is_right,
+            "said": example.text or example.show(),
+            "next": output.name(output.best)[0],
+        }
         if self.heads is None:
-            return {"heads": output.head_rows(), "answers": answers}
+            return {"heads": output.head_rows(), "answers": [answer]}
+        rows, carried = self._looks(i, probe, output)
+        for row in rows:
+            row["right"] = is_right
+        return {"prompts": rows, "carriers": carried, "answers": [answer]}
+
+    def _run(self, example: Example) -> PromptRun:
+        """Run one prompt; with its writers, where carriers are wanted."""
+        query = self.query
+        if isinstance(query, str):
+            query = self.scope.place(example, query, chat=self.chat)
+        last = 0
+        if self.carriers:
+            last = max((head.layer for head in self.heads or ()), default=0)
+        probe = PromptRun(self.scope, example, query, self.chat, last)
+        if probe.asked.query < 2:
+            raise BadInput(
+                "besides the first token a head sees itself alone: give a longer prompt."
+            )
+        return probe
+
+    def _first_tokens(self, answers: Sequence[str]) -> set[int]:
+        """First tokens of answers, with a blank before them and without."""
+        texts = [text for answer in answers for text in (answer, f" {answer.strip()}")]
+        return {first_token(self.scope, text) for text in texts}
+
+    def _looks(self, i: int, probe: PromptRun, output: Output) -> tuple[list[Row], list[Row]]:
+        """Where each head looks in one prompt, for what reason, and carried by whom."""
         looks = list[Look]()
         rows = dict[Head, Row]()
-        carried = list[Row]()
-        for head in self.heads:
-            key, attention = output.look(head)
+        for head in self.heads or ():
+            key, row = output.look(head)
+            attention = float(row[key])
             rows[head] = {
-                **told, "head": str(head), "key": key, "token": whole(probe.asked.tokens, key),
-                "attention": float(attention[key]), "kind": NO_LOOK, "text": "",
-            }  # fmt: skip
-            looks += [Look(head, probe.asked.query, key)] if float(attention[key]) >= LOOKS else []
-        because = Because(output.again, looks, self.seed) if looks else None
-        for reason in because.reasons() if because else ():
-            first = next(
-                (row for row in reason.relations if row["verdict"] == "shown"), {"text": ""}
-            )
-            rows[reason.look.head] |= {"kind": reason.kind, "text": first["text"]}
-            if self.carriers and because:
-                carried += [
-                    {"prompt": i, **row}
-                    for row in Carriers(probe.run, because, reason, self.seed).rows()
-                ]
-        return {"prompts": list(rows.values()), "carriers": carried, "answers": answers}
+                "prompt": i,
+                "right": None,
+                "head": str(head),
+                "key": key,
+                "token": whole(probe.asked.tokens, key),
+                "attention": attention,
+                "kind": NO_LOOK,
+                "text": "",
+            }
+            if attention >= LOOKS:
+                looks.append(Look(head, probe.asked.query, key))
+        carried = list[Row]()
+        if looks:
+            because = Because(output.again, looks, self.seed)
+            for reason in because.reasons():
+                text = reason.shown[0].text if reason.shown else ""
+                rows[reason.look.head] |= {"kind": reason.kind, "text": text}
+                if self.carriers:
+                    found = Carriers(probe.run, because, reason, self.seed).rows()
+                    carried += [{"prompt": i, **row} for row in found]
+        return list(rows.values()), carried
 
 
 def prompts_of(texts: str | Example | Sequence[str | Example]) -> list[Prompt]:
@@ -166,46 +190,54 @@ def _reasons(rows: Sequence[Row]) -> list[Row]:
     """How often each reason decides where one head looks, and how much attention it gives there."""
     counts = Counter(row["kind"] for row in rows)
     looks = len(rows) - counts.pop(NO_LOOK, 0)
-    made = []
+    reasons = list[Row]()
     for kind, count in counts.most_common() or [(NO_LOOK, 0)]:
-        own = [row["attention"] for row in rows if row["kind"] == kind]
+        attention = [row["attention"] for row in rows if row["kind"] == kind]
         low, high = wilson(count, looks) if looks else (None, None)
-        made.append({
+        reasons.append({
             "head": rows[0]["head"], "kind": kind, "count": count, "prompts": looks, "asked": len(rows),
-            "share": count / looks if looks else None, "low": low, "high": high, "attention": sum(own) / len(own),
+            "share": count / looks if looks else None, "low": low, "high": high,
+            "attention": sum(attention) / len(attention),
         })  # fmt: skip
-    return made
+    return reasons
 
 
 def _differs(rows: Sequence[Row]) -> list[Row]:
     """How often each reason decides where the model is right, less how often where it is wrong."""
     right = [row["kind"] for row in rows if row["right"] is True]
     wrong = [row["kind"] for row in rows if row["right"] is False]
-    n = len(right)
-    m = len(wrong)
-    made = list[Row]()
+    compared = list[Row]()
     for kind in dict.fromkeys(right + wrong):
-        row: Row = {"head": rows[0]["head"], "kind": kind, "right_prompts": n, "wrong_prompts": m}
-        row |= dict.fromkeys(("right", "wrong", "difference", "low", "high")) | {
-            "verdict": "too few"
+        row: Row = {
+            "head": rows[0]["head"],
+            "kind": kind,
+            "right_prompts": len(right),
+            "wrong_prompts": len(wrong),
         }
-        if min(n, m) >= FEW:
-            a = right.count(kind) / n
-            b = wrong.count(kind) / m
-            (low_a, high_a), (low_b, high_b) = wilson(a * n, n), wilson(b * m, m)
-            low = a - b - hypot(a - low_a, high_b - b)
-            high = a - b + hypot(high_a - a, b - low_b)
-            verdict = "differs" if low > 0 or high < 0 else "not shown"
-            row |= {
-                "right": a,
-                "wrong": b,
-                "difference": a - b,
-                "low": low,
-                "high": high,
-                "verdict": verdict,
-            }
-        made.append(row)
-    return made
+        compared.append(row | _difference(kind, right, wrong))
+    return compared
+
+
+def _difference(kind: str, right: Sequence[str], wrong: Sequence[str]) -> Row:
+    """The difference of two shares with Newcombe's interval."""
+    if min(len(right), len(wrong)) < FEW:
+        empty = dict.fromkeys(("right", "wrong", "difference", "low", "high"))
+        return {**empty, "verdict": "too few"}
+    a = right.count(kind) / len(right)
+    b = wrong.count(kind) / len(wrong)
+    low_a, high_a = wilson(a * len(right), len(right))
+    low_b, high_b = wilson(b * len(wrong), len(wrong))
+    low = a - b - hypot(a - low_a, high_b - b)
+    high = a - b + hypot(high_a - a, b - low_b)
+    verdict = "differs" if low > 0 or high < 0 else "not shown"
+    return {
+        "right": a,
+        "wrong": b,
+        "difference": a - b,
+        "low": low,
+        "high": high,
+        "verdict": verdict,
+    }
 
 
 def _decides(rows: Sequence[Row], n: int) -> list[Row]:
@@ -216,17 +248,17 @@ def _decides(rows: Sequence[Row], n: int) -> list[Row]:
     changes = Counter[str]()
     for row in rows:
         changes[row["head"]] += row["difference"]
-    made = [
+    heads = [
         {
             "head": head,
             "for": ways[head, "for"],
             "against": ways[head, "against"],
             "prompts": n,
-            "difference": sum_ / n,
+            "difference": change / n,
         }
-        for head, sum_ in changes.items()
+        for head, change in changes.items()
     ]
-    return sorted(made, key=lambda row: (-row["for"] - row["against"], -abs(row["difference"])))
+    return sorted(heads, key=lambda row: (-row["for"] - row["against"], -abs(row["difference"])))
 
 
 # ---------------------------------------------------------------------- in words
@@ -237,32 +269,46 @@ def over_answer(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     answers = tables["answers"]
     right = sum(row["right"] is True for row in answers)
     wrong = sum(row["right"] is False for row in answers)
-    told = [
-        f"Over {len(answers)} prompts"
-        + (f" ({right} answered rightly, {wrong} wrongly)" if right + wrong else "")
+    start = f"Over {len(answers)} prompts"
+    if right + wrong:
+        start += f" ({right} answered rightly, {wrong} wrongly)"
+    clauses = [
+        f"{row['head']} is for the next token in {row['for']} and against it in {row['against']}"
+        for row in tables.get("decides", ())[:_NAMED]
     ]
-    for row in tables.get("decides", ())[:_NAMED]:
-        told.append(
-            f"{row['head']} is for the next token in {row['for']} and against it in {row['against']}"
-        )
-    first = {
-        row["head"]: row for row in reversed(tables.get("reasons", ()))
-    }  # of each head its commonest reason
-    for row in list(reversed(first.values()))[:_NAMED]:
-        ends = f"(95% interval {row['low'] or 0:.0%} to {row['high'] or 0:.0%})"
-        often = f", its reason {row['kind']} in {row['count']} {ends}" if row["count"] else ""
-        told.append(f"{row['head']} looks at a token in {row['prompts']}{often}")
+    commonest: dict[str, Row] = {}
+    for row in tables.get("reasons", ()):
+        commonest.setdefault(row["head"], dict(row))
+    clauses += [_often(row) for row in list(commonest.values())[:_NAMED]]
     compared = tables.get("differs", ())
-    differs = [row for row in compared if row["verdict"] == "differs"]
+    if compared:
+        clauses += _compared(compared)
+    return f"{start}: {'; '.join(clauses)}."
+
+
+def _often(row: Row) -> str:
+    """How often a head looks at a token, and its commonest reason."""
+    clause = f"{row['head']} looks at a token in {row['prompts']}"
+    if not row["count"]:
+        return clause
+    ends = f"(95% interval {row['low'] or 0:.0%} to {row['high'] or 0:.0%})"
+    return f"{clause}, its reason {row['kind']} in {row['count']} {ends}"
+
+
+def _compared(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which reasons differ between right and wrong answers."""
+    differs = [row for row in rows if row["verdict"] == "differs"]
+    if not differs and rows[0]["verdict"] == "too few":
+        return [f"too few to compare ({FEW} of each are needed)"]
+    if not differs:
+        return ["no reason is shown to differ between right and wrong answers"]
+    clauses = []
     for row in differs[:_NAMED]:
-        ends = f"{100 * row['difference']:+.0f} points, {100 * row['low']:+.0f} to {100 * row['high']:+.0f}"
+        low, high = 100 * row["low"], 100 * row["high"]
+        ends = f"{100 * row['difference']:+.0f} points, {low:+.0f} to {high:+.0f}"
         both = f"{row['right']:.0%} of right and {row['wrong']:.0%} of wrong answers"
-        told.append(f"{row['kind']} decides {row['head']} in {both} ({ends})")
-    if compared and not differs:
-        few = compared[0]["verdict"] == "too few"
-        none = "no reason is shown to differ between right and wrong answers"
-        told.append(f"too few to compare ({FEW} of each are needed)" if few else none)
-    return f"{told[0]}: {'; '.join(told[1:])}."
+        clauses.append(f"{row['kind']} decides {row['head']} in {both} ({ends})")
+    return clauses
 
 
 # ---------------------------------------------------------------------- circuits

@@ -9,21 +9,16 @@ the circuit that leads from the answer back to the words.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-
 from qkscope import BadInput, Example, Result, Scope, Subspace
 from qkscope.checking import Count, Natural, Seed, checked_class
-from qkscope.findings.because import Because, Look, Reason
-from qkscope.findings.carriers import Carriers
 from qkscope.findings.fit import Fit
 from qkscope.findings.fitted_features import features_of
-from qkscope.findings.graph import trace_graph
 from qkscope.findings.next_token import Output
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace
 from qkscope.findings.task_batches import made_with
@@ -35,15 +30,21 @@ from qkscope.sums.feature_split import Split
 from qkscope.texts.jsonl import read_prompts
 from qkscope.verbs.why import sentences
 from qkscope.verbs.why.circuit import LOGIT, Circuit, write_graph
-from qkscope.verbs.why.many_prompts import Prompts, circuit_of_prompts, over_answer, prompts_of
+from qkscope.verbs.why.many_prompts import (
+    Prompt,
+    Prompts,
+    circuit_of_prompts,
+    over_answer,
+    prompts_of,
+)
+from qkscope.verbs.why.one_head import one_head
 from qkscope.verbs.why.splits import part_rows
 
 Heads: TypeAlias = Sequence[str | Head]
+Tables = dict[str, list[dict[str, Any]]]
 _SUMS = 2e-5  # of the largest term: how far the edges of a circuit may miss a node, in float32
-# tokens of the continuation, and of a prompt that has one; other words that run
-_GOES_ON = 5
-_LONG = 2048
-_RUNS = 4
+_GOES_ON = 5  # tokens of the continuation
+_LONG = 2048  # tokens of a prompt that has one
 
 
 @checked_class
@@ -58,9 +59,8 @@ class Why(Result):
         return next((name for name in named if name in self.tables), "")
 
     def __str__(self) -> str:
-        return "\n".join(
-            [self.answer, *(f"  {row['line']}" for row in self.tables.get("said", ()))]
-        )
+        lines = [f"  {row['line']}" for row in self.tables.get("said", ())]
+        return "\n".join([self.answer, *lines])
 
     def diff(self, other: Result) -> Result:
         """What differs between this answer and another: heads, or attention, words and writers,
@@ -70,29 +70,10 @@ class Why(Result):
         ----------
         other : an answer to the same question of another prompt, head or model.
         """
-        columns = {
-            "heads": ("head", "difference"), "writers": ("side", "writer", "share"), "because": ("text", "after"),
-            "attention": ("token", "attention"),
-        }  # fmt: skip
-        rows: list[dict[str, Any]] = []
-        for table, (*names, number) in columns.items():
-            here = {
-                tuple(row[name] for name in names): row[number] or 0.0
-                for row in self.tables.get(table, ())
-            }
-            there = {
-                tuple(row[name] for name in names): row[number] or 0.0
-                for row in other.tables.get(table, ())
-            }
-            rows += [
-                {"table": table, "what": " ".join(map(str, key)), "column": number, "this": here.get(key),
-                 "other": there.get(key), "change": there.get(key, 0.0) - here.get(key, 0.0)}
-                for key in here.keys() | there.keys()
-            ]  # fmt: skip
+        rows = [row for table in _COMPARED for row in _changes(self, other, table)]
         rows.sort(key=lambda row: -abs(row["change"]))
-        return Result(
-            "why/diff", {"diff": rows}, answer=f"{self.answer}\n{other.answer}", model=self.model
-        )
+        both = f"{self.answer}\n{other.answer}"
+        return Result("why/diff", {"diff": rows}, answer=both, model=self.model)
 
     def to_networkx(self) -> Any:
         """The graph of writers and what they read, as a `networkx.MultiDiGraph` from writers to
@@ -105,6 +86,36 @@ class Why(Result):
             if row["source"] is not None:
                 graph.add_edge(row["source"], row["target"], **row)
         return graph
+
+
+_COMPARED = {
+    "heads": ("head", "difference"),
+    "writers": ("side", "writer", "share"),
+    "because": ("text", "after"),
+    "attention": ("token", "attention"),
+}
+"""Tables that two answers are compared by: columns that name a row, and the number of it."""
+
+
+def _changes(before: Result, after: Result, table: str) -> Iterator[dict[str, Any]]:
+    """What differs in one table between two answers, a row each."""
+    *names, number = _COMPARED[table]
+
+    def numbers(answer: Result) -> dict[tuple[Any, ...], float]:
+        rows = answer.tables.get(table, ())
+        return {tuple(row[name] for name in names): row[number] or 0.0 for row in rows}
+
+    ours = numbers(before)
+    theirs = numbers(after)
+    for key in ours.keys() | theirs.keys():
+        yield {
+            "table": table,
+            "what": " ".join(map(str, key)),
+            "column": number,
+            "this": ours.get(key),
+            "other": theirs.get(key),
+            "change": theirs.get(key, 0.0) - ours.get(key, 0.0),
+        }
 
 
 @verb("why")
@@ -182,68 +193,70 @@ def why(
     >>> [(row["text"], row["cause"]) for row in answer.tables["because"]][0]
     (':', 'yes')
     """
-    if head is not None and heads is not None:
-        raise BadInput("heads are named once: as head or as heads.")
-    named = heads if head is None else head
-    chosen = None if named is None else parse_heads(named)
+    chosen = _named_heads(head, heads)
     if circuit and (chosen or key is not None or features is not None):
         raise BadInput(
             "a circuit starts at the answer: leave out the head, the key and the features."
         )
     if export is not None:
         _check_export(Path(export), circuit)
-    file = isinstance(prompt, str) and prompt.lower().endswith(".jsonl")
-    if file or not isinstance(prompt, str | Example) or (chosen is not None and len(chosen) > 1):
+    prompts = _many_prompts(prompt, chosen)
+    if prompts is not None:
         if features is not None or key is not None:
             raise BadInput("features and a key are asked about in one prompt, with one head.")
-        every = (read_prompts(str(prompt)) if file else prompts_of(prompt))[:n]
+        if export is not None:
+            raise BadInput("a graph is of one prompt: leave out the export, or give one prompt.")
         if circuit:
-            if export is not None:
-                raise BadInput(
-                    "a graph is of one prompt: leave out the export, or give one prompt."
-                )
-            said, tables = circuit_of_prompts(
-                scope, [example for example, _ in every], versus, chat, seed
-            )
-            return Why(
-                "why/circuit",
-                tables,
-                seed=seed,
-                answer=said,
-                **made_with(scope, prompts=len(every)),
-            )
-        asked = None if chosen is None else [scope.check(each) for each in chosen]
-        tables = Prompts(scope, every, asked, query, versus, chat, carriers, seed).tables()
-        about = {
-            "prompts": len(every),
-            "heads": None if asked is None else [str(each) for each in asked],
-        }
-        return Why(
-            "why/prompts",
-            tables,
-            seed=seed,
-            answer=over_answer(tables),
-            **made_with(scope, **about),
-        )
+            return _circuit_of_many(scope, prompts[:n], versus, chat, seed)
+        checked = None if chosen is None else [scope.check(each) for each in chosen]
+        asked = Prompts(scope, prompts[:n], checked, query, versus, chat, carriers, seed)
+        return _reasons_of_many(asked)
+    assert isinstance(prompt, str | Example)
     if current_work().part[0] > 0:
         raise PartDone
-    head = chosen[0] if chosen else None
+    first = chosen[0] if chosen else None
     if isinstance(features, Fit):  # asked as it was fitted
         chat = chat or features.chat
-        head = features.heads[0] if head is None else head
+        first = features.heads[0] if first is None else first
     if isinstance(query, str):
         query = scope.place(prompt, query, chat=chat)
     if isinstance(key, str):
         key = scope.place(prompt, key, chat=chat)
-    layer = None if head is None else scope.check(head).layer
+    layer = None if first is None else scope.check(first).layer
     probe = PromptRun(scope, prompt, query, chat, layer)
-    if not circuit:
-        depth = 1 if depth is None else depth
-        return answer_probe(probe, head, key, features, depth, draws, seed, split, versus)
-    found = circuit_of(probe, versus, depth, seed)
-    if export is not None and "graph" in found.tables:
-        write_graph(Path(export), found)
-    return found
+    if circuit:
+        return _exported(circuit_of(probe, versus, depth, seed), export)
+    levels = 1 if depth is None else depth
+    return answer_probe(probe, first, key, features, levels, draws, seed, split, versus)
+
+
+def _named_heads(
+    head: str | Head | Heads | None, heads: str | Head | Heads | None
+) -> Sequence[Head] | None:
+    """The heads that are asked about, under either name."""
+    if head is not None and heads is not None:
+        raise BadInput("heads are named once: as head or as heads.")
+    named = heads if head is None else head
+    return None if named is None else parse_heads(named)
+
+
+def _many_prompts(
+    prompt: str | Example | Sequence[str | Example], heads: Sequence[Head] | None
+) -> Sequence[Prompt] | None:
+    """The prompts of a list or a file, or one prompt with several heads; None for one question."""
+    if isinstance(prompt, str) and prompt.lower().endswith(".jsonl"):
+        return read_prompts(prompt)
+    has_several_heads = heads is not None and len(heads) > 1
+    if isinstance(prompt, str | Example) and not has_several_heads:
+        return None
+    return prompts_of(prompt)
+
+
+def _exported(answer: Why, export: str | Path | None) -> Why:
+    """The answer, its graph written to a file if one is named."""
+    if export is not None and "graph" in answer.tables:
+        write_graph(Path(export), answer)
+    return answer
 
 
 def _check_export(file: Path, circuit: bool) -> None:
@@ -256,6 +269,31 @@ def _check_export(file: Path, circuit: bool) -> None:
         raise BadInput(f"{file} cannot be written: there is no folder {file.parent}.")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise BadInput(f"{file} cannot be written: you may not write there.")
+
+
+# ---------------------------------------------------------------------- many prompts
+
+
+def _reasons_of_many(asked: Prompts) -> Why:
+    """How often each reason over many prompts, or which heads decide most often."""
+    tables = asked.tables()
+    heads = None if asked.heads is None else [str(head) for head in asked.heads]
+    about = made_with(asked.scope, prompts=len(asked.prompts), heads=heads)
+    answer = over_answer(tables)
+    return Why("why/prompts", tables, seed=asked.seed, answer=answer, **about)
+
+
+def _circuit_of_many(
+    scope: Scope, prompts: Sequence[Prompt], versus: str | None, chat: bool, seed: int
+) -> Why:
+    """Nodes that half of some prompts choose, tested on the other half."""
+    examples = [example for example, _ in prompts]
+    answer, tables = circuit_of_prompts(scope, examples, versus, chat, seed)
+    about = made_with(scope, prompts=len(prompts))
+    return Why("why/circuit", tables, seed=seed, answer=answer, **about)
+
+
+# ---------------------------------------------------------------------- one prompt
 
 
 def answer_probe(
@@ -274,39 +312,14 @@ def answer_probe(
     if head is None:
         if key is not None:
             raise BadInput("a key is asked about with a head: name one, or leave the key out.")
-        with doing("hiding each head's main token"):
-            rows = output.head_rows()
-            last = probe.asked.query == len(probe.asked.tokens) - 1 < _LONG
-        says = (
-            probe.scope.generate(probe.prompt, _GOES_ON)
-            if last and isinstance(probe.prompt, str)
-            else ""
-        )
-        answer = sentences.heads_answer(output, rows, str(says))
-        lines = list[str]()
-        tables = {"heads": rows}
+        answer, tables = _all_heads(probe, output)
     else:
-        one = probe.head(head, key)
-        chosen = dict[str, Subspace]()
-        if features is not None:
-            chosen, space = features_of(features, one.head, probe.scope)
-            if space != "post_rope":
-                raise BadInput(
-                    f"the features were fitted in {space}, and why splits in post_rope: use qk.attribute."
-                )
-        answer, lines, tables = _one_head(
-            one, output, part_rows(one, chosen, split), depth, draws, seed
-        )
-    about = made_with(
-        probe.scope, tokenizer=probe.scope.tokenizer_hash, **probe.asked.told(probe.prompt)
-    )
-    return Why(
-        "why",
-        {"said": [{"line": line} for line in lines], **tables},
-        seed=seed,
-        answer=answer,
-        **about,
-    )
+        look = probe.head(head, key)
+        subspaces = {} if features is None else _subspaces(features, look)
+        parts = part_rows(look, subspaces, split)
+        answer, tables = one_head(look, output, parts, depth, draws, seed)
+    about = _about(probe)
+    return Why("why", tables, seed=seed, answer=answer, **about)
 
 
 def circuit_of(
@@ -315,92 +328,40 @@ def circuit_of(
     """The circuit of a prompt that has run, from its answer back."""
     output = Output(probe.run, probe.asked, versus)
     with doing("following the answer back"):
-        made = Circuit(probe, output, depth, seed)
-        answer = no_sum("the answer", made.graph.error, probe.scope.model.dtype, _SUMS)
-        tables = made.tables() if answer is None else {}
-    about = made_with(
-        probe.scope, tokenizer=probe.scope.tokenizer_hash, **probe.asked.told(probe.prompt)
-    )
-    check = [{"head": LOGIT, "sum_error": made.graph.error, "logit": output.difference}]
-    return Why(
-        "why/circuit",
-        {**tables, "check": check},
-        seed=seed,
-        answer=answer or made.answer(tables),
-        **about,
-    )
+        circuit = Circuit(probe, output, depth, seed)
+        error = circuit.graph.error
+        wrong = no_sum("the answer", error, probe.scope.model.dtype, _SUMS)
+        tables = circuit.tables() if wrong is None else {}
+    check = [{"head": LOGIT, "sum_error": error, "logit": output.difference}]
+    answer = circuit.answer(tables) if wrong is None else wrong
+    tables = {**tables, "check": check}
+    return Why("why/circuit", tables, seed=seed, answer=answer, **_about(probe))
 
 
-Told = tuple[str, list[str], dict[str, list[dict[str, Any]]]]
+def _about(probe: PromptRun) -> dict[str, Any]:
+    """What an answer was made with."""
+    asked = probe.asked.told(probe.prompt)
+    return made_with(probe.scope, tokenizer=probe.scope.tokenizer_hash, **asked)
 
 
-def _one_head(
-    one: PromptTrace, output: Output, parts: list[dict[str, Any]], depth: int, draws: int, seed: int
-) -> Told:
-    check = [{"head": str(one.head), "sum_error": one.tally.error, "logit": one.total}]
-    pushed = output.rows(one)
-    if (wrong := no_sum(one.head, one.tally.error, output.scope.model.dtype)) is not None:
-        lines = [sentences.where_line(one), sentences.does_line(pushed)]
-        return wrong, lines, {"attention": one.token_rows(), "output": pushed, "check": check}
-    because = None
-    reason = None
-    carriers = list[dict[str, Any]]()
-    returns = list[dict[str, Any]]()
-    with doing("changing words") as say:
-        if (
-            one.attends and one.key and output.scope.tokenizer is not None
-        ):  # there is attention, and words to put in
-            because = Because(output.again, [Look(one.head, one.asked.query, one.key)], seed)
-            reason = because.reasons()[0]
-            say("putting writers back")
-            carriers = Carriers(one.run, because, reason, seed).rows()
-            returns = _returns(one, output, because, reason)
-        say("cutting writers")
-        cuts = one.cut_rows(draws, seed, live=True)
-        graph = trace_graph(one, depth)
-    tables = {
-        "attention": one.token_rows(), "because": reason.words if reason else [],
-        "relation": reason.relations if reason else [], "carriers": carriers, "parts": parts,
-        "writers": one.tally.writer_rows(one.head, one.writers), "cuts": cuts, "output": pushed,
-        "returns": returns, **graph.tables, "check": check,
-    }  # fmt: skip
-    lines = sentences.lines_of(one, because, reason, tables)
-    return (
-        sentences.answer_of(one, reason, output, tables),
-        lines,
-        {k: v for k, v in tables.items() if v},
-    )
+def _all_heads(probe: PromptRun, output: Output) -> tuple[str, Tables]:
+    """Try every head: hide its main token and see what that does to the answer."""
+    with doing("hiding each head's main token"):
+        rows = output.head_rows()
+    length = len(probe.asked.tokens)
+    is_last = probe.asked.query == length - 1
+    continuation = ""
+    if is_last and length <= _LONG and isinstance(probe.prompt, str):
+        continuation = str(probe.scope.generate(probe.prompt, _GOES_ON))
+    answer = sentences.heads_answer(output, rows, continuation)
+    return answer, {"said": [], "heads": rows}
 
 
-@torch.no_grad()
-def _returns(
-    one: PromptTrace, output: Output, because: Because, reason: Reason
-) -> list[dict[str, Any]]:
-    """The reason's share of the answer: a word changed, and only this head's attention as it was
-    before.
-    """
-    words = {word.start: word for word in because.words}
-    causes = [
-        row
-        for row in reason.words
-        if row["after"] < 0.5 * reason.before and row["text"].strip().isalnum()
-    ]
-    if not causes:
-        return []
-    word = words[causes[0]["position"]]
-    rows = [None, (one.head, one.rows.logits()[0, 0])]
-    others = torch.stack(
-        [because.put((word, ids)) for ids in because.others.of(word, because.count)[:_RUNS]]
-    )
-    at = (
-        because.running(others, torch.full((len(others),), one.asked.query + 1))
-        .any(0)
-        .nonzero()[:, 0]
-    )
-    twice = others[:, at].repeat_interleave(2, dim=0)
-    logits = because.again.run(twice, at.expand_as(twice), rows=rows * len(others))
-    changed, restored = logits.float().softmax(-1)[:, output.best].view(-1, 2).mean(0).tolist()
-    return [{
-        "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],
-        "before": float(output.chances[output.best]), "changed": changed, "restored": restored,
-    }]  # fmt: skip
+def _subspaces(features: Fit | Mapping[str, Subspace], look: PromptTrace) -> dict[str, Subspace]:
+    """The subspaces of a head, by feature."""
+    subspaces, space = features_of(features, look.head, look.run.reader.scope)
+    if space != "post_rope":
+        raise BadInput(
+            f"the features were fitted in {space}, and why splits in post_rope: use qk.attribute."
+        )
+    return subspaces

@@ -1,0 +1,358 @@
+"""Relations between words that decide a look: proposed, tested by changing the words, and judged.
+
+- *same word*: two causes with one text; each changed alone breaks the attention, both changed into
+  one other word do not, and both changed into two different words do.
+- *follows*: the word asked about becomes another word of the prompt, and the attention goes where
+  that one stands.
+- *position*: no word matters, and a word put in after the key moves the attention to the token at
+  the same distance.
+- *key word*, *query word*: a cause at the key's or the query's own word.
+- *self*; *no single word*; *no few words* (more than four causes and none of the above).
+
+All looks share the changed prompts: what is needed for any of them runs in one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_high
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from scipy.stats import t as student
+from torch import Tensor
+
+from qkscope.changes import Inserted, Words, together, word_replaced
+from qkscope.findings.finding import Finding, Look, Reason
+from qkscope.findings.registry import FEW, LEFT, SCREENED, judge
+from qkscope.rerun.alternatives import Word
+from qkscope.seeds import derived_seed
+
+if TYPE_CHECKING:
+    from qkscope.findings.because import Because, Effect
+
+WORDS = 8
+"""Alternatives of a word."""
+LEAST = 6
+"""Words that a test of a relation needs."""
+_INSERTED = 2  # words that are put in after a key, where many looks share a passage
+WHOLE = 256
+"""Tokens from a change on, from which on only those run that are near it, a key or a query."""
+
+Pair = tuple[Word, Word]
+"""Two words with one text, the earlier one first."""
+
+
+@dataclass(frozen=True)
+class PairEffect:
+    """What is left of every look with both words of a pair replaced.
+
+    Parameters
+    ----------
+    same, different : changes into one other word, and into two.
+    mean, low, high : what the former leave on average, with its 90% interval.
+    control : what the latter leave.
+    """
+
+    same: tuple[Words, ...]
+    different: tuple[Words, ...]
+    mean: Float[Tensor, " n"]
+    low: Float[Tensor, " n"]
+    high: Float[Tensor, " n"]
+    control: Float[Tensor, " n"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Another word of the prompt that can be asked about, and the key where it stands then."""
+
+    change: Words
+    key: int
+
+
+class Relations:
+    """What relates the words that decide some looks of one prompt.
+
+    Parameters
+    ----------
+    because : the looks.
+    effects : of the words that may be causes, what their alternatives leave.
+    near : whether pairs are tested also where one word alone leaves half of the attention or more.
+    """
+
+    def __init__(self, because: Because, effects: Mapping[Word, Effect], near: bool) -> None:
+        self.because = because
+        self.effects = effects
+        means = {word: effect.left.mean(0).tolist() for word, effect in effects.items()}
+        self.left = [
+            {word: means[word][n] for word in effects if word.start <= look.query}
+            for n, look in enumerate(because.looks)
+        ]
+        threshold = SCREENED if near else LEFT
+        self.pairs = [equal_pairs(left, threshold) for left in self.left]
+        self.positions = self._test_positions()
+        self.pair_effects = self.test_pairs(self._ends_of_pairs())
+
+    def findings(self, n: int, reason: Reason, follow: bool) -> list[Finding]:
+        """All findings of one look, in the order of precedence.
+
+        Parameters
+        ----------
+        n : number of the look.
+        reason : its words.
+        follow : whether to test that the attention follows another word.
+        """
+        look = reason.look
+        findings = list[Finding]()
+        if look.query == look.key:
+            finding = Finding("self", self.because.texts[look.key], (look.key,))
+            findings.append(judge(finding))
+        if n in self.positions:
+            findings.append(self.positions[n])
+        same = self._same_words(n)
+        findings += same
+        if follow and same and same[0].is_shown:
+            findings.append(self._follows(n, same[0]))
+        causes = self._causes(reason)
+        if look.query != look.key:
+            findings += self._own_words(n, look, causes)
+        if not any(finding.is_shown for finding in findings):
+            findings.append(_of_few(causes))
+        return findings
+
+    def _causes(self, reason: Reason) -> list[Word]:
+        starts = {row["position"] for row in reason.causes}
+        return [word for word in self.effects if word.start in starts]
+
+    # ------------------------------------------------------------------ the same word
+
+    def _ends_of_pairs(self) -> dict[Pair, int]:
+        """By pair, the token before which all looks ask that it may matter to."""
+        ends = dict[Pair, int]()
+        for look, pairs in zip(self.because.looks, self.pairs, strict=True):
+            for pair in pairs:
+                ends[pair] = max(ends.get(pair, 0), look.query + 1)
+        return ends
+
+    def test_pairs(self, pairs: Mapping[Pair, int]) -> dict[Pair, PairEffect | None]:
+        """Replace both words of pairs, for looks whose query comes before a token.
+
+        None for a pair that too few other words fit.
+        """
+        changes = {pair: self._changes_of(pair) for pair in pairs}
+        tested = {pair: both for pair, both in changes.items() if both[0]}
+        prompts = list[Tensor]()
+        ends = list[int]()
+        for pair, (same, different) in tested.items():
+            prompts += [self.because.with_change(change) for change in (*same, *different)]
+            ends += [pairs[pair]] * (len(same) + len(different))
+        left = self.because.left(self.because.rows(prompts, ends))
+        sizes = [len(same) + len(different) for same, different in tested.values()]
+        effects: dict[Pair, PairEffect | None] = dict.fromkeys(pairs)
+        for (pair, (same, different)), both in zip(tested.items(), left.split(sizes), strict=True):
+            of_same, of_different = both.split([len(same), len(different)])
+            control = of_different.mean(0)
+            effects[pair] = PairEffect(same, different, *interval(of_same), control)
+        return effects
+
+    def _changes_of(self, pair: Pair) -> tuple[tuple[Words, ...], tuple[Words, ...]]:
+        """Make both words of a pair one other word, or two; nothing where too few fit."""
+        a, b = pair
+        others = self.because.others
+        fitting = list[tuple[Words, Words]]()
+        for tokens in dict.fromkeys(others.of(b, WORDS) + others.of(a, WORDS)):
+            x = others.lexicon.variant(tokens, a.text)
+            y = others.lexicon.variant(tokens, b.text)
+            if x is not None and y is not None and (len(x), len(y)) == (len(a), len(b)):
+                fitting.append((word_replaced(a.start, x), word_replaced(b.start, y)))
+        if len(fitting) < LEAST:
+            return (), ()
+        fitting = fitting[:WORDS]
+        next_ones = [*fitting[1:], fitting[0]]
+        same = tuple(together(x, y) for x, y in fitting)
+        different = tuple(together(x, y) for (x, _), (_, y) in zip(fitting, next_ones, strict=True))
+        return same, different
+
+    def _same_words(self, n: int) -> list[Finding]:
+        """What equal words are to a look: those shown first, then words before punctuation."""
+        findings = [self._same_word(n, pair) for pair in self.pairs[n]]
+        return sorted(
+            findings,
+            key=lambda finding: (
+                not finding.is_shown,
+                not finding.text.strip().isalnum(),
+                finding.alone,
+            ),
+        )
+
+    def _same_word(self, n: int, pair: Pair) -> Finding:
+        effect = self.pair_effects[pair]
+        alone = max(self.left[n][word] for word in pair)
+        positions = (pair[0].start, pair[1].start)
+        finding = Finding("same word", pair[0].text, positions, alone=alone)
+        if effect is not None:
+            finding = replace(
+                finding,
+                changes=effect.same,
+                controls=effect.different,
+                measured=float(effect.mean[n]),
+                control=float(effect.control[n]),
+                low=float(effect.low[n]),
+                high=float(effect.high[n]),
+            )
+        return judge(finding)
+
+    # ------------------------------------------------------------------ another word asked about
+
+    def _follows(self, n: int, same: Finding) -> Finding:
+        """Ask for another word of the prompt: the later one of two equal words becomes that one."""
+        a, b = next(pair for pair in self.pairs[n] if pair[0].text == same.text)
+        look = self.because.looks[n]
+        finding = Finding("follows", b.text, (b.start,))
+        targets = self._targets(a, b, look) if a.start <= look.key < b.start else []
+        draws = torch.Generator().manual_seed(derived_seed(self.because.seed, "follows", b.start))
+        order = torch.randperm(len(targets), generator=draws).tolist()
+        chosen = [targets[i] for i in order[: self.because.count]]
+        if not chosen:
+            return judge(finding)
+        prompts = [self.because.with_change(target.change) for target in chosen]
+        rows = self.because.rows(prompts)[:, n] / self.because.attention[n]
+        moved = [row[target.key] for row, target in zip(rows, chosen, strict=True)]
+        without = self.effects[b].rows[:, n, [target.key for target in chosen]]
+        finding = replace(
+            finding,
+            changes=tuple(target.change for target in chosen),
+            alone=float(rows[:, look.key].mean()),
+            measured=float(torch.stack(moved).mean()),
+            control=float(without.mean() / self.because.attention[n]),
+        )
+        return judge(finding)
+
+    def _targets(self, a: Word, b: Word, look: Look) -> list[Target]:
+        """Other words of the prompt that can take the place of the one asked about.
+
+        The key stands to each as the key of the look stands to the word ``a``.
+        """
+        lexicon = self.because.others.lexicon
+        tokens = self.because.ids.tolist()
+        targets = list[Target]()
+        for word in self.because.words:
+            like = lexicon.variant(tokens[word.start : word.stop], b.text)
+            key = word.start + look.key - a.start
+            if look.key >= a.stop:
+                key = word.stop + look.key - a.stop
+            fits = word.core != a.core and len(word) == len(b) and word.core[:1].isalnum()
+            if like is None or not fits or key >= b.start:
+                continue
+            is_kept = lexicon.texts[like[0]].strip() == self.because.texts[word.start].strip()
+            if is_kept:
+                targets.append(Target(word_replaced(b.start, like), key))
+        return targets
+
+    # ------------------------------------------------------------------ position
+
+    def _test_positions(self) -> dict[int, Finding]:
+        """Put a word in after the key of looks that no word decides, and read the same distance."""
+        undecided = [
+            n
+            for n, look in enumerate(self.because.looks)
+            if look.query != look.key and not any(share < LEFT for share in self.left[n].values())
+        ]
+        changes, ends = self._insertions([self.because.looks[n] for n in undecided])
+        prompts = [
+            self.because.with_change(change) for of_key in changes.values() for change in of_key
+        ]
+        rows = self.because.rows(prompts, ends)
+        stays = self.because.left(rows[:, :, 0:])
+        moves = self.because.left(rows[:, :, 1:])
+        sizes = [len(of_key) for of_key in changes.values()]
+        stays_by_key = dict(zip(changes, stays.split(sizes), strict=True))
+        moves_by_key = dict(zip(changes, moves.split(sizes), strict=True))
+        findings = dict[int, Finding]()
+        for n in undecided:
+            key = self.because.looks[n].key
+            if key not in changes:
+                continue
+            finding = Finding(
+                "position",
+                self.because.texts[key],
+                (key,),
+                changes=changes[key],
+                alone=float(stays_by_key[key][:, n].mean()),
+                measured=float(moves_by_key[key][:, n].mean()),
+            )
+            findings[n] = judge(finding)
+        return findings
+
+    def _insertions(
+        self, looks: Sequence[Look]
+    ) -> tuple[dict[int, tuple[Inserted, ...]], list[int]]:
+        """By key, the tokens to put in after it; and how far each of these prompts is read."""
+        furthest = dict[int, int]()
+        for look in looks:
+            if look.query - look.key <= WHOLE:
+                furthest[look.key] = max(furthest.get(look.key, 0), look.query)
+        is_small = self.because.count < WORDS
+        least = _INSERTED if is_small else LEAST
+        changes = dict[int, tuple[Inserted, ...]]()
+        ends = list[int]()
+        for key, query in furthest.items():
+            token = Word(key, key + 1, self.because.texts[key])
+            others = self.because.others.of(token, self.because.count)
+            single = [tokens[0] for tokens in others if len(tokens) == 1]
+            if is_small:
+                single = single[:_INSERTED]
+            if len(single) >= least:
+                changes[key] = tuple(Inserted(key + 1, other) for other in single)
+                ends += [query + 2] * len(single)
+        return changes, ends
+
+    # ------------------------------------------------------------------ one word, few, none
+
+    def _own_words(self, n: int, look: Look, causes: Sequence[Word]) -> list[Finding]:
+        """Causes that are the key's own word, and the query's."""
+        findings = list[Finding]()
+        for kind, place in (("key word", look.key), ("query word", look.query)):
+            for word in causes:
+                if place in word:
+                    finding = Finding(kind, word.text, (word.start,), self.effects[word].changes)
+                    others = [left for other, left in self.left[n].items() if other != word]
+                    control = median_high(others) if others else None
+                    finding = replace(finding, measured=self.left[n][word], control=control)
+                    findings.append(judge(finding))
+        return findings
+
+
+def _of_few(causes: Sequence[Word]) -> Finding:
+    """What is said where no relation is shown: how many words are causes."""
+    kind = "no single word"
+    if causes:
+        kind = "few words" if len(causes) <= FEW else "no few words"
+    text = ", ".join(word.text.strip() for word in causes)
+    return judge(Finding(kind, text, tuple(word.start for word in causes)))
+
+
+def equal_pairs(left: Mapping[Word, float], threshold: float) -> list[Pair]:
+    """Pair the two strongest words of each text, of those that leave less than a threshold."""
+    by_core = dict[str, list[Word]]()
+    for word, share in left.items():
+        if share < threshold:
+            by_core.setdefault(word.core, []).append(word)
+    pairs = list[Pair]()
+    for words in by_core.values():
+        strongest = sorted(words, key=lambda word: left[word])[:2]
+        if len(strongest) == 2:
+            pairs.append((min(strongest), max(strongest)))
+    return pairs
+
+
+def interval(values: Float[Tensor, "m *n"]) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of some numbers, and the ends of its 90% interval (Student's t)."""
+    mean = values.mean(0)
+    if len(values) < 2:
+        return mean, torch.full_like(mean, -torch.inf), torch.full_like(mean, torch.inf)
+    quantile = float(student.ppf(0.95, len(values) - 1))
+    half = quantile * values.std(0) / len(values) ** 0.5
+    return mean, mean - half, mean + half
