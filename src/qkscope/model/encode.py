@@ -112,9 +112,9 @@ def _places(prompts: Sequence[Prompt], mask: Int[Tensor, "n t"]) -> Places:
     queries = []
     keys = []
     for i, (_, tokens) in enumerate(prompts):
-        for query in tokens.queries:
+        for place in tokens.queries:
             rows.append(i)
-            queries.append(query)
+            queries.append(place)
             keys.append(torch.tensor(tokens.keys, dtype=torch.long))
     row = torch.tensor(rows).to(device)
     query = torch.tensor(queries).to(device)

@@ -36,7 +36,7 @@ from qkscope.seeds import derived_seed
 # run together
 _TOKENS = {"cpu": 2**10}
 _ON_A_GPU = 2**15
-WAY = (0.2, 0.4, 0.6, 0.8, 1.0)
+WAY: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
 """Where on the way from what replaces the embedding to what it is gradients are taken."""
 
 Values = list[Float[Tensor, "b t c e"]]

@@ -82,10 +82,10 @@ def geometry(head: RetrievalHead, pairs: int, seed: int) -> tuple[Row, dict[str,
     latent = contexts.latents[n, contexts.asked][:, task.latent_slices()[0]].double()
     q = head.queries(contexts.x_q).double()
     k = head.keys(contexts.x_k[n, contexts.asked]).double()
-    q_in, k_in = (_unit_spread(feature.project(x, side)) for x, side in ((q, "query"), (k, "key")))  # type: ignore[arg-type]
-    q_at, k_at = (
-        _unit_spread(feature.coordinates(x, side)) for x, side in ((q, "query"), (k, "key"))
-    )  # type: ignore[arg-type]
+    q_in = _unit_spread(feature.project(q, "query"))
+    k_in = _unit_spread(feature.project(k, "key"))
+    q_at = _unit_spread(feature.coordinates(q, "query"))
+    k_at = _unit_spread(feature.coordinates(k, "key"))
     row = {
         "variant": task.variant, "d_head": head.d_head, "r1": task.ranks[0], "r2": task.ranks[1],
         "vertices": vertices_recovered(k_at, latent) if task.variant == "discrete" else None,

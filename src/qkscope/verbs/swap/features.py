@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from qkscope.sums.subspace import Subspace
 from qkscope.sums.swap_algebra import Condition, Method
 
 #: A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped.
-Basis = Subspace | Tensor
+Basis: TypeAlias = Subspace | Tensor
 
 
 Own = Mapping[str, Basis | Mapping[str | Head, Basis]]
