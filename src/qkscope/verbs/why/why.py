@@ -208,26 +208,40 @@ def why(
             raise BadInput("a graph is of one prompt: leave out the export, or give one prompt.")
         if circuit:
             return _circuit_of_many(scope, prompts[:n], versus, chat, seed)
-        checked = None if chosen is None else [scope.check(each) for each in chosen]
-        asked = Prompts(scope, prompts[:n], checked, query, versus, chat, carriers, seed)
-        return _reasons_of_many(asked)
+        return _reasons_of_many(
+            Prompts(
+                scope, prompts[:n], _checked(scope, chosen), query, versus, chat, carriers, seed
+            )
+        )
     assert isinstance(prompt, str | Example)
     if current_work().part[0] > 0:
         raise PartDone
     first = chosen[0] if chosen else None
     if isinstance(features, Fit):  # asked as it was fitted
         chat = chat or features.chat
-        first = features.heads[0] if first is None else first
-    if isinstance(query, str):
-        query = scope.place(prompt, query, chat=chat)
-    if isinstance(key, str):
-        key = scope.place(prompt, key, chat=chat)
-    layer = None if first is None else scope.check(first).layer
-    probe = PromptRun(scope, prompt, query, chat, layer)
+        first = first or features.heads[0]
+    probe = _run(scope, prompt, query, chat, first)
     if circuit:
         return _exported(circuit_of(probe, versus, depth, seed), export)
+    if isinstance(key, str):
+        key = scope.place(prompt, key, chat=chat)
     levels = 1 if depth is None else depth
     return answer_probe(probe, first, key, features, levels, draws, seed, split, versus)
+
+
+def _checked(scope: Scope, heads: Sequence[Head] | None) -> list[Head] | None:
+    """Heads that the model has; none where all are meant."""
+    return None if heads is None else [scope.check(head) for head in heads]
+
+
+def _run(
+    scope: Scope, prompt: str | Example, query: int | str | None, chat: bool, head: Head | None
+) -> PromptRun:
+    """Run the prompt that is asked about, with the writers before its head."""
+    if isinstance(query, str):
+        query = scope.place(prompt, query, chat=chat)
+    layer = None if head is None else scope.check(head).layer
+    return PromptRun(scope, prompt, query, chat, layer)
 
 
 def _named_heads(
