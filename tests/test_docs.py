@@ -39,7 +39,8 @@ def test_the_reference_names_every_command_as_it_is():
 
 
 def test_what_the_docs_name_is_there():
-    text = (DOCS / "architecture.md").read_text()
+    pages = ("architecture.md", "decisions.md")
+    text = "\n".join((DOCS / page).read_text() for page in pages)
     sources = (
         DOCS.parent / "src" / "qkscope",
         DOCS.parent / "papers" / "src" / "qkscope_papers",
