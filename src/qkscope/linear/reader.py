@@ -182,12 +182,8 @@ class Reader:
             a.append(constants)
             c.append(form.offsets[kind][numbers])
             eps += [norm.eps for norm in form.norms]
-        return Matrices(
-            torch.cat(W).to(self.device),
-            torch.cat(a).to(self.device),
-            torch.cat(c).to(self.device),
-            torch.tensor(eps, device=self.device) if eps else None,
-        )
+        joined = [torch.cat(tensors).to(self.device) for tensors in (W, a, c)]
+        return Matrices(*joined, eps=torch.tensor(eps, device=self.device) if eps else None)
 
     def frame(self, head: Head, side: Side) -> Float[Tensor, "d_head d_model"]:
         """The Jacobian of a head's vector at one token of a short prompt, of length 1.
@@ -197,7 +193,8 @@ class Reader:
         """
         run = self._short
         kind = KINDS[side]
-        J = run.layer(head.layer, run.at(side)).jacobian(kind, run.index(head, kind))[0, 0]
+        layer = run.layer(head.layer, run.at(side))
+        J = layer.jacobian(kind, run.index(head, kind))[0, 0]
         return J / J.norm()
 
     @cached_property
