@@ -22,7 +22,9 @@ def normalised_input(model: Any, layer: int, hidden: Tensor) -> Tensor:
         torch.zeros(1, 1, dtype=torch.long),
         hidden.float(),
     )
-    ran = AffineLayer(scope, layer, called.block, called.arguments, called.call, row[0], row).norms.ran
+    ran = AffineLayer(
+        scope, layer, called.block, called.arguments, called.call, row[0], row
+    ).norms.ran
     norms = [norm for norm in ran if norm not in set(called.call.module.modules())]
     if norms:
         own = take_apart(norms[0], unit)
