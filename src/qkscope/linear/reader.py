@@ -46,6 +46,10 @@ def _cached(method: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+def _joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.cat(list(tensors)).to(device)
+
+
 class Reader:
     """Some heads of a model, and its blocks.
 
@@ -182,8 +186,10 @@ class Reader:
             a.append(constants)
             c.append(form.offsets[kind][numbers])
             eps += [norm.eps for norm in form.norms]
-        joined = [torch.cat(tensors).to(self.device) for tensors in (W, a, c)]
-        return Matrices(*joined, eps=torch.tensor(eps, device=self.device) if eps else None)
+        eps_by_layer = torch.tensor(eps, device=self.device) if eps else None
+        return Matrices(
+            _joined(W, self.device), _joined(a, self.device), _joined(c, self.device), eps_by_layer
+        )
 
     def frame(self, head: Head, side: Side) -> Float[Tensor, "d_head d_model"]:
         """The Jacobian of a head's vector at one token of a short prompt, of length 1.
