@@ -171,3 +171,19 @@ def test_where_logits_are_no_linear_function_of_the_stream_nothing_is_pushed():
     run = asked_of(Scope.from_model(model, check=False))
     assert direct_effects(run, torch.eye(120)[17:18]) is None
     assert direct_effect(run, [1], torch.ones(1, 64)) is None
+
+
+def test_heads_in_any_order_keep_their_layers_closed_forms():
+    scope = look("llama", num_hidden_layers=3)
+    inputs, places = padded(scope, "left")
+    heads = [Head(2, 3), Head(1, 0), Head(2, 0), Head(1, 2)]
+    reader = Reader(scope, heads)
+    run = reader.record(inputs, places, deep=True)
+    slots = run.at("query")
+    along = torch.randn(2, 4, 1, scope.d_head, generator=torch.Generator().manual_seed(0))
+    directions, constants = run.pull(heads, "q", slots, along)
+    assert all(reader.form(layer) is not None for layer in (1, 2))
+    for i, head in enumerate(heads):
+        alone, said = run.pull([head], "q", slots, along[:, i : i + 1])
+        torch.testing.assert_close(directions[:, i : i + 1], alone)
+        torch.testing.assert_close(constants[:, i : i + 1], said)

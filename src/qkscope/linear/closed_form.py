@@ -72,7 +72,8 @@ class ClosedForm:
     def __init__(self, run: Run, heads: Sequence[Head], kind: Kind, slots: Any) -> None:
         reader = run.reader
         wanted = [(head.layer, run.index(head, kind)) for head in heads]
-        distinct = list(dict.fromkeys(wanted))  # heads of one group share keys and values
+        # heads of one group share keys and values; matrices are stacked layer by layer
+        distinct = sorted(dict.fromkeys(wanted), key=lambda place: place[0])
         self._index = None  # which of the distinct vectors each head reads
         if wanted != distinct:
             self._index = reader.index([distinct.index(place) for place in wanted])

@@ -190,7 +190,8 @@ class AffineLayer:
     def _agrees(self, kind: Literal["q", "k"]) -> bool:
         """Whether recomputed vectors are those that the attention was given."""
         of_prompts = getattr(self.call, kind)
-        true = of_prompts.transpose(1, 2)[self.row[:, None], self.columns].float()
+        by_token = of_prompts.transpose(1, 2)
+        true = by_token[self.row[:, None], self.columns].float()
         recomputed = self._vectors[kind].detach()
         if recomputed.shape != true.shape:
             return False
@@ -238,13 +239,9 @@ class AffineLayer:
 
         hooks = self.norms.hooks(self.block.modules()) if frozen else []
         weights = _float_weights(self.block)
-        watched = tap(
-            self.scope.model,
-            take,
-            layers={id(self.call.module): self.layer},
-            anatomy=self.scope.facts.anatomy,
-            within=self.block,
-        )
+        layers = {id(self.call.module): self.layer}
+        anatomy = self.scope.facts.anatomy
+        watched = tap(self.scope.model, take, layers=layers, anatomy=anatomy, within=self.block)
         with cleared(hooks, stop), watched:
             functional_call(self.block, weights, arguments.args, arguments.kwargs)
         return calls[0]
@@ -259,8 +256,9 @@ class AffineLayer:
             if by_token and len(value) in (1, batch):
                 return value.expand(batch, *value.shape[1:])[row[:, None], columns]
             return value
-        shared = value.ndim < 2 or len(value) % batch or (len(value) == 1 and batch > 1)
-        if shared:
+        if value.ndim < 2 or len(value) % batch:
+            return value
+        if len(value) == 1 and batch > 1:
             return value
         return value.unflatten(0, (batch, -1))[row].flatten(0, 1)  # ALiBi: sequences times heads
 
@@ -284,12 +282,8 @@ class AffineLayer:
         index = torch.tensor(heads, device=self.x.device)
         along = along.to(self.x)
         together = max(_MAX_NUMBERS // self._vectors[kind].numel(), 1)
-        pulled = [
-            self._pull_some(kind, some_heads, directions)
-            for some_heads, directions in zip(
-                index.split(together), along.split(together), strict=True
-            )
-        ]
+        chunks = zip(index.split(together), along.split(together), strict=True)
+        pulled = [self._pull_some(kind, chunk, directions) for chunk, directions in chunks]
         constants = self.constants[kind][:, :, index].permute(2, 0, 1, 3)
         return torch.cat(pulled), (along * constants).sum(-1)
 
@@ -327,8 +321,9 @@ class AffineLayer:
     def jacobian(self, kind: Kind, head: int) -> Float[Tensor, "n p d d_model"]:
         """The Jacobian J of one head's vectors, ``∂(vector)/∂(stream)``, at each token."""
         width = self._vectors[kind].shape[-1]
-        basis = torch.eye(width, device=self.x.device)[:, None, None]
-        rows, _ = self.pull(kind, [head] * width, basis.expand(-1, *self.columns.shape, -1))
+        unit_vectors = torch.eye(width, device=self.x.device)[:, None, None]
+        along = unit_vectors.expand(-1, *self.columns.shape, -1)
+        rows, _ = self.pull(kind, [head] * width, along)
         return rows.permute(1, 2, 0, 3)
 
 
@@ -373,18 +368,15 @@ class PartLayer:
             hooks.append(part.register_forward_hook(self._note_output))
         if block.output is not None:
             hooks.append(block.output.register_forward_pre_hook(self._give_heads))
-        scope = run.reader.scope
+        model = run.reader.scope.model
+        anatomy = run.reader.scope.facts.anatomy
+        layers = {} if self.z is None else {id(run.calls[layer].module): layer}
         # the heads' outputs are known, so the attention need not run
-        watched = tap(
-            scope.model,
-            _skip_attention,
-            layers={} if self.z is None else {id(run.calls[layer].module): layer},
-            anatomy=scope.facts.anatomy,
-            within=block.module,
-        )
+        watched = tap(model, _skip_attention, layers=layers, anatomy=anatomy, within=block.module)
+        weights = _float_weights(block.module)
         args, kwargs = tree_map_only(Tensor, at_tokens, arguments)
         with cleared(hooks), watched, torch.enable_grad():
-            functional_call(block.module, _float_weights(block.module), args, kwargs)
+            functional_call(block.module, weights, args, kwargs)
 
     def _give_heads(
         self, _module: nn.Module, args: tuple[Tensor, ...]

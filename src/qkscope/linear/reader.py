@@ -46,6 +46,10 @@ def _cached(method: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+def _joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.cat(list(tensors)).to(device)
+
+
 class Reader:
     """Some heads of a model, and its blocks.
 
@@ -185,11 +189,9 @@ class Reader:
             a.append(constants)
             c.append(form.offsets[kind][numbers])
             eps += [norm.eps for norm in form.norms]
+        eps_by_layer = torch.tensor(eps, device=self.device) if eps else None
         return Matrices(
-            torch.cat(W).to(self.device),
-            torch.cat(a).to(self.device),
-            torch.cat(c).to(self.device),
-            torch.tensor(eps, device=self.device) if eps else None,
+            _joined(W, self.device), _joined(a, self.device), _joined(c, self.device), eps_by_layer
         )
 
     def frame(self, head: Head, side: Side) -> Float[Tensor, "d_head d_model"]:
@@ -200,7 +202,8 @@ class Reader:
         """
         run = self._short
         kind = KINDS[side]
-        J = run.layer(head.layer, run.at(side)).jacobian(kind, run.index(head, kind))[0, 0]
+        layer = run.layer(head.layer, run.at(side))
+        J = layer.jacobian(kind, run.index(head, kind))[0, 0]
         return J / J.norm()
 
     @cached_property

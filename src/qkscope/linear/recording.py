@@ -64,6 +64,8 @@ class Recording:
         self.visits = visits
         self.last_matrices = reader.last if neurons else {}
         self.batch = len(next(iter(inputs.values())))
+        # of a prompt that runs alone, the number of tokens up to its query
+        self.query_end = int(places.query[0]) + 1 if len(places.row) == 1 else None
         self.deepest = max(reader.layers) if last is None else last
         self.end = len(reader.blocks) - 1 if logits else self.deepest
         if deep is True:
@@ -89,15 +91,14 @@ class Recording:
         self.run = Run(self.reader, places.row, columns, self.inputs)
         self.waiting: dict[Any, list[_Waiting]] = {}
         self.hooks: list[Any] = []
+        every_call = self.logits or self.visits
+        logits_at = places if self.logits else None
+        only = None if every_call else {*self.kept, self.end}
+        visits = (*self.visits, self._take)
         with cleared(self.hooks):
             self._register()
             self.run.logits = self.reader.scope.watch(
-                self.inputs,
-                *self.visits,
-                self._take,
-                rotary=True,
-                logits_at=places if self.logits else None,
-                only=None if self.logits or self.visits else {*self.kept, self.end},
+                self.inputs, *visits, rotary=True, logits_at=logits_at, only=only
             )
 
     # ------------------------------------------------------------------ where hooks go
@@ -168,16 +169,12 @@ class Recording:
     def _take(self, call: Call) -> None:
         """Visit an attention call: keep it if its layer is read, and stop after the last one."""
         if call.layer in self.kept or self.logits:
-            if call.layer > self.deepest and self._ends_at_query(call):
+            if call.layer > self.deepest and call.q.shape[2] == self.query_end:
                 call = last_alone(call)
             self.run.calls[call.layer] = call
             call.rotary = call.rotary and call.rotary.slim()
         if call.layer == self.end and not self.logits:
             raise Stop
-
-    def _ends_at_query(self, call: Call) -> bool:
-        """Whether there is one prompt, and its query is its last token."""
-        return len(self.places.row) == 1 and call.q.shape[2] == int(self.places.query[0]) + 1
 
     def _note(self, tensors: dict[Any, Tensor], key: Any, value: Any) -> None:
         """Keep a tensor at the places of the run: now, or together with others after the pass."""

@@ -223,8 +223,11 @@ class Run:
 
     def true(self, head: Head, side: Side) -> Float[Tensor, "n p d"]:
         """A head's own queries or keys at the places of that side, as the dot product saw them."""
-        kind = KINDS[side]
-        return self.vectors([(head.layer, self.index(head, kind))], kind, self.at(side))[:, 0]
+        return self._vector(head, KINDS[side], self.at(side))
+
+    def _vector(self, head: Head, kind: Kind, slots: Any) -> Float[Tensor, "n p d"]:
+        place = (head.layer, self.index(head, kind))
+        return self.vectors([place], kind, slots)[:, 0]
 
     def hidden(self, layers: Sequence[int], slots: Any) -> Float[Tensor, "l n p d_model"]:
         """The stream that entered some layers, at some slots."""
@@ -306,7 +309,8 @@ class Run:
         index = self.index(head, kind)
         jacobian = layer.jacobian(kind, index).to(parts)
         vectors = torch.einsum("ncpe,npde->ncpd", parts, jacobian)
-        vectors[:, -1] += layer.constants[kind][:, :, index].to(vectors)
+        constants = layer.constants[kind][:, :, index]
+        vectors[:, -1] += constants.to(vectors)
         return vectors
 
     def live(
@@ -432,17 +436,18 @@ class Run:
         the logit, and its direction on the stream at the query and at the keys
         """
         scale = self.calls[head.layer].scale
-        q = self.vectors([(head.layer, head.index)], "q", [query])[:, 0, 0]
-        k = self.vectors([(head.layer, self.index(head, "k"))], "k", keys)[:, 0]
-        P = torch.eye(q.shape[-1]).to(q) if projector is None else projector.to(q)
-        on_query = torch.einsum("np,npd->nd", weights, k) @ P.T * scale
+        q = self._vector(head, "q", [query])[:, 0]
+        k = self._vector(head, "k", keys)
+        if projector is None:
+            projector = torch.eye(q.shape[-1])
+        P = projector.to(q)
+        weighted_key = torch.einsum("np,npd->nd", weights, k)
+        on_query = weighted_key @ P.T * scale
         on_keys = (q @ P)[:, None] * (weights * scale)[..., None]
         query_slot = torch.tensor([query], device=keys.device)
-        directions: dict[Side, Direction] = {
-            "query": self.enter(head, "q", query_slot, on_query[:, None]),
-            "key": self.enter(head, "k", keys, on_keys),
-        }
-        return (q * on_query).sum(-1), directions
+        of_query = self.enter(head, "q", query_slot, on_query[:, None])
+        of_keys = self.enter(head, "k", keys, on_keys)
+        return (q * on_query).sum(-1), {"query": of_query, "key": of_keys}
 
     def answer(self, asked: Direction) -> Answer:
         """Each writer's value along a direction; with the biases they sum to the whole."""
@@ -452,7 +457,8 @@ class Run:
             tree = self.reader.blocks[layer].tree
             on_input = self._back(answer, asked.slots, layer, tree, g)
             g = torch.zeros_like(g) if on_input is None else on_input
-        _add(answer.values, EMBEDDING, (self.entered[0][:, asked.slots] * g).sum(-1))
+        embedding = self.entered[0][:, asked.slots]
+        _add(answer.values, EMBEDDING, (embedding * g).sum(-1))
         return answer
 
     def _back(
@@ -496,7 +502,8 @@ class Run:
         _add(answer.values, BIAS, g @ bias.to(g))
         if layer not in self.heads:  # a run to the logits may have noted no writer of late layers
             return
-        on_outputs = (g.flatten(0, 1) @ W.to(g)).transpose(0, 1).unflatten(0, g.shape[:2])
+        by_head = g.flatten(0, 1) @ W.to(g)
+        on_outputs = by_head.transpose(0, 1).unflatten(0, g.shape[:2])
         outputs = self.heads[layer][:, slots].unflatten(-1, on_outputs.shape[-2:])
         values = (outputs * on_outputs).sum(-1).unbind(-1)
         for name, value in zip(self.reader.head_names(layer), values, strict=True):
@@ -507,9 +514,10 @@ class Run:
     def seen(self, head: Head, query: int) -> list[int]:
         """Tokens of the first row that a head may look at from a token."""
         row = self.row[:1]
-        bias = self.calls[head.layer].rows(head.index, row, torch.full_like(row, query)).bias
-        assert bias is not None
-        return bias[0, 0].isfinite().nonzero()[:, 0].tolist()
+        rows = self.calls[head.layer].rows(head.index, row, torch.full_like(row, query))
+        assert rows.bias is not None
+        visible = rows.bias[0, 0].isfinite()
+        return visible.nonzero()[:, 0].tolist()
 
     def attention(self, head: Head, slots: Int[Tensor, " p"]) -> Float[Tensor, "n p t"]:
         """A head's attention at some slots, over every token of the batch."""
@@ -521,7 +529,8 @@ class Run:
         q = call.q[row, head.index, columns].float()
         k = call.k[row[:, 0], self.index(head, "k")].float()
         logits = call.cap(call.scale * q @ k.mT)
-        logits = logits + mask[:, :, head.index if mask.shape[2] > 1 else 0]
+        shared = mask.shape[2] == 1
+        logits = logits + mask[:, :, 0 if shared else head.index]
         sinks = None
         if call.sinks is not None:
             sinks = call.sinks.detach()[head.index].float().expand(columns.shape)
@@ -530,7 +539,8 @@ class Run:
     def on_output(self, answer: Answer, head: Head) -> Float[Tensor, "n p e"]:
         """The direction that was pulled down, on a head's output before W_O."""
         g = answer.heads[head.layer]
-        return g @ self.reader.output_weights(head.layer)[0][head.index].to(g)
+        W, _ = self.reader.output_weights(head.layer)
+        return g @ W[head.index].to(g)
 
     def brought(self, head: Head, along: Float[Tensor, "n p e"]) -> Float[Tensor, "n p t"]:
         """Every token's value along directions on a head's output.
@@ -538,7 +548,8 @@ class Run:
         Times the attention, it is what the head brought from each token.
         """
         values = self.calls[head.layer].v[:, self.index(head, "v")]
-        return along @ values[self.row.to(values.device)].to(along).mT
+        of_rows = values[self.row.to(values.device)].to(along)
+        return along @ of_rows.mT
 
 
 def _biases_last(pieces: Sequence[Parts]) -> Float[Tensor, "n c p d"]:

@@ -126,8 +126,10 @@ def binding(
         pool_size: int | None = max(entities, len(split["fit"]) // 2)
     else:
         pool_size = pool
-    question = _CHAT if chat and form == "question" else LINES[form][3]
-    wording = _Wording(*LINES[form][:3], question, tuple(words), filler)
+    before, between, after, question = LINES[form]
+    if chat and form == "question":
+        question = _CHAT
+    wording = _Wording(before, between, after, question, tuple(words), filler)
     address = (form, entities)
 
     def walk(rng: random.Random, use: Use, contrast: str) -> Iterator[Unit]:
