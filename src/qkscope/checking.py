@@ -100,7 +100,7 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
             if error.errno != errno.ENAMETOOLONG:
                 raise
             raise BadInput(
-                f"a name is longer than files have: {cut(str(error.filename), 80)}"
+                f"a name is longer than files have: {cut(str(error.filename), 80)}."
             ) from None
         finally:
             _VERB.depth = 0
