@@ -350,11 +350,12 @@ class Scope(Runner):
         tensor(1.)
         """
         wanted = self.parse(heads)
-        batch = inputs if isinstance(inputs, Encoding) else None
         if places is not None:
-            fed = inputs if batch is None else batch.inputs
+            fed = inputs.inputs if isinstance(inputs, Encoding) else inputs
             batch = Encoding(fed, places, places.row, {})
-        if batch is None:
+        elif isinstance(inputs, Encoding):
+            batch = inputs
+        else:
             raise BadInput(
                 "raw inputs do not say where to look: give places=Places(row, query, keys, key_mask)."
             )
