@@ -40,6 +40,10 @@ COMMANDS = {
     "why hat --head L1H0 --model MODEL": "the prompt has one token",
     "why hat:_A --head L1H0 --query 1 --key 2 --model MODEL": "token 2 stands after the query",
     "why hat:_A --key 1 --model MODEL": "a key is asked about with a head",
+    "why hat:_A --head L1H0 --model MODEL --draws 100000000": "draws of why should be at most 1000000",
+    "why hat:_A --circuit --export /nope/x.json": "x.json cannot be written: there is no folder /nope",
+    "why hat:_A --model=": "--model is empty: name a model, or leave it out for smollm2-135m",
+    "demo -n 200000": "demo takes at most 10000 prompts, but got 200000",
     # trace
     "trace": "name a task, or one prompt with --prompt, and not both",
     "trace python plain.txt": "python is text, and trace takes a task or a prompt: for heads on text use"
@@ -62,7 +66,17 @@ CALLS = {
     # a model, its tokens
     "qk.Scope.from_model(torch.nn.Linear(2, 2))": "a model of transformers can be looked into, but got Linear.",
     'scope.encode([""])': "the prompt is empty",
+    "scope.encode([])": "a batch holds one prompt at least",
+    'scope.place("hat jam", 10**30)': "is not there: the prompt has 2, 0 to 1",
+    'scope.attention("hat jam", "L1H0", query=10**24)': "is not there: the prompt has 2, 0 to 1",
+    'scope.generate("hat jam", 10**30)': "max_new_tokens of Runner.generate should be at most 1000000",
+    'qk.Scope.load("")': "the name of the model is empty",
+    'qk.Result.read("x" * 10_000)': "a name is longer than files have: xxx",
+    'inside(scope.replace(0, -1), scope.encode, ["hat jam"])': "this model has no token -1: its ids are 0 to",
+    r'inside(scope.replace(0, "\ud800"), scope.encode, ["hat"])': "half a surrogate pair",
     # finding and fitting
+    'qk.decompose(scope, task, "L1H3", 10**24)': "n of decompose should be at most 1000000",
+    'qk.atlas(scope, [f"zork{i} " * 40 for i in range(20)])': "most words of these 20 texts have none",
     'qk.decompose(scope, task, "L1H3", 8, rank=0)': "rank is 'energy', 'null' or a number from 1 to 16, but got 0",
     'qk.decompose(scope, task, "L1H3", 8, contrasts=["box", "box"])': "no contrast, or one that is named twice",
     "qk.Subspace(2 * torch.eye(4), torch.ones(4), torch.eye(4), 2)": "the columns of U are not orthonormal",
@@ -114,7 +128,7 @@ def test_a_bad_command_gets_a_sentence_before_a_model_is_loaded(place, qkscope, 
         [word.replace("_", " ") for word in command.split()],
     )
     nowhere = arguments[0] in ("heads", "decompose", "atlas", "sparsity", "svd", "trace", "why")
-    nowhere = nowhere and "--model" not in arguments and "--fit" not in arguments
+    nowhere = nowhere and "--model" not in command and "--fit" not in arguments
     code, out, said = qkscope(*arguments, *(["--model", "/nowhere/model"] if nowhere else []))
     assert (code, out) == (2, "")
     assert COMMANDS[command] in said
@@ -123,6 +137,12 @@ def test_a_bad_command_gets_a_sentence_before_a_model_is_loaded(place, qkscope, 
         assert len(said.strip().splitlines()) == 1
         assert said.strip().endswith(".")
     assert sorted(place.rglob("*")) == before, "something was left behind"
+
+
+def inside(block, call, *arguments):
+    """What a call gives in a ``with`` block."""
+    with block:
+        return call(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +158,7 @@ def names(model) -> dict[str, object]:
     return {
         "qk": qk, "torch": torch, "tasks": tasks, "scope": scope, "task": task, "fit": fit, "units": task.test(4),
         "basis": qk.singular_basis(scope, ["L0H1"]), "lex": fit["lexical", "L1H3"],
-        "pre": pre,
+        "pre": pre, "inside": inside,
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import base64
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -193,6 +194,11 @@ HERE = {"prompt": PROMPT, "query": 10, "head": "L1H3", "key": 2}
             {**HERE, "changes": ["replace 4 cat cat"]},
             "is 2 tokens here, and what it replaces is 1",
         ),
+        (
+            "change",
+            {**HERE, "changes": ["replace " + "4" * 5000 + " cat"]},
+            "a change is ablate, hide or replace, but got",
+        ),
     ],
 )
 def test_bad_questions_are_answered_in_a_sentence(server, what, question, says):
@@ -236,6 +242,44 @@ def test_only_this_machine_with_the_token_is_answered_from_a_fixed_list(server):
         assert headers["Content-Security-Policy"].startswith("default-src 'none'")
         assert "unsafe" not in headers["Content-Security-Policy"]
         assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_a_body_is_read_only_from_whom_is_answered_and_only_if_it_is_small(server):
+    """A request says how long its body is, sends a little of it, and hears the refusal at once."""
+    port = server.server_port
+    ours = f"127.0.0.1:{port}"
+    for host, path, status in (
+        ("evil.example", f"{server.path}api/look", 403),
+        (ours, "/wrong/api/look", 404),
+        (ours, f"{server.path}api/look", 413),
+    ):
+        for length in (10_000_000_000, "9" * 5000):
+            head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                connection.sendall(head.encode() + b" " * 100_000)
+                answer = b""
+                while part := connection.recv(1 << 16):
+                    answer += part
+            assert answer.startswith(f"HTTP/1.1 {status} ".encode()), (host, path)
+            assert b"Connection: close" in answer
+    assert ask(server, "api/model")[0] == 200
+
+
+def test_many_readers_may_connect_at_once(nano):
+    server = Server(Session(nano))  # nobody accepts yet: the system keeps them waiting
+    with ExitStack() as stack:
+        for _ in range(100):
+            address = ("127.0.0.1", server.server_port)
+            stack.enter_context(socket.create_connection(address, timeout=2))
+    with server:
+        assert ask(server, "api/model")[0] == 200
+
+
+def test_equal_changes_on_the_page_are_one(session):
+    look = {"prompt": "hat : O jam : Z jam :", "query": 7, "head": "L1H3", "key": 5}
+    once, twice = (session.change(**look, changes=["ablate M0"] * n) for n in (1, 2))
+    assert once["row"] == twice["row"]
+    assert once["result"]["answer"] == twice["result"]["answer"]  # its control among the rest
 
 
 def test_a_chosen_port_stays_and_what_cannot_be_asked_about_is_refused(nano, scope, tmp_path):

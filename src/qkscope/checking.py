@@ -121,7 +121,7 @@ def _from_outside(function: Callable[..., T], values: Any, options: Any) -> T:
         if error.errno != errno.ENAMETOOLONG:
             raise
         name = abbreviate(str(error.filename), 80)
-        raise BadInput(f"a name is longer than files have: {name}") from None
+        raise BadInput(f"a name is longer than files have: {name}.") from None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,14 +64,9 @@ class Edit:
             The keys to put there, as the dot product sees them.
         """
         row, slot = (positions >= 0).nonzero(as_tuple=True)
-        return cls(
-            Head.parse(head),
-            "keys",
-            row,
-            torch.zeros_like(row),
-            positions[row, slot],
-            values[row, slot],
-        )
+        no_query = torch.zeros_like(row)
+        place = positions[row, slot]
+        return cls(Head.parse(head), "keys", row, no_query, place, values[row, slot])
 
     @classmethod
     def queries(
@@ -89,9 +84,8 @@ class Edit:
             The queries to put there, as the dot product sees them.
         """
         (row,) = (positions >= 0).nonzero(as_tuple=True)
-        return cls(
-            Head.parse(head), "queries", row, positions[row], torch.zeros_like(row), values[row]
-        )
+        no_key = torch.zeros_like(row)
+        return cls(Head.parse(head), "queries", row, positions[row], no_key, values[row])
 
     @classmethod
     def logits(
@@ -101,8 +95,9 @@ class Edit:
         positions: Int[Tensor, "b k"],
         values: Float[Tensor, "b k"],
     ) -> Edit:
-        """Set attention logits, as the softmax sees them, of one query of each sequence; hidden
-        keys stay hidden.
+        """Set attention logits, as the softmax sees them, of one query of each sequence.
+
+        Hidden keys stay hidden.
 
         Parameters
         ----------
@@ -115,10 +110,10 @@ class Edit:
         values : Float [b, k]
             The logits to put there; ``-inf`` hides a key.
         """
-        row, slot = ((positions >= 0) & (queries[:, None] >= 0)).nonzero(as_tuple=True)
-        return cls(
-            Head.parse(head), "logits", row, queries[row], positions[row, slot], values[row, slot]
-        )
+        named = (positions >= 0) & (queries[:, None] >= 0)
+        row, slot = named.nonzero(as_tuple=True)
+        place = positions[row, slot]
+        return cls(Head.parse(head), "logits", row, queries[row], place, values[row, slot])
 
     @classmethod
     def outputs(cls, head: Head | str, rows: Bool[Tensor, "b"], value: Float[Tensor, "e"]) -> Edit:
@@ -153,59 +148,103 @@ class Patch:
     @property
     def own_keys(self) -> frozenset[int]:
         """Layers whose query heads get keys of their own."""
-        return frozenset(
-            layer
-            for layer, edits in self.by_layer.items()
-            if any(edit.kind == "keys" for edit in edits)
-        )
+        layers = set[int]()
+        for layer, edits in self.by_layer.items():
+            if any(edit.kind == "keys" for edit in edits):
+                layers.add(layer)
+        return frozenset(layers)
 
     def visit(self, call: Call) -> None:
         """Apply this layer's edits to one attention call."""
-        edits = self.by_layer.get(call.layer, ())
-        kinds = {edit.kind for edit in edits}
-        if "keys" in kinds:  # a copy either way: the model (or its cache) still holds the original
-            call.k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1)
-        if "queries" in kinds:
-            call.q = call.q.clone()
-        past = (
-            call.k.shape[2] - call.q.shape[2]
-        )  # with a cache only the newest queries are computed
-        for edit in sorted(
-            edits, key=lambda edit: edit.kind == "logits"
-        ):  # which are what q and k do not give
+        edits = self.by_layer.get(call.layer, [])
+        _copy_what_is_edited(call, {edit.kind for edit in edits})
+        # logits go last: an edited one is counted from what q and k give by then
+        for edit in sorted(edits, key=lambda edit: edit.kind == "logits"):
             if edit.kind != "outputs":
                 call.redo.add(edit.head.index)
-            if isinstance(edit, Edit):
-                _apply(edit, call, past)
-            elif edit.kind == "keys" or not (
-                past and edit.tokens
-            ):  # queries that are named have passed
-                vectors = (call.k if edit.kind == "keys" else call.q)[:, edit.head.index]
-                vectors.copy_(edit.edited(vectors))
+            if isinstance(edit, Hook):
+                _apply_hook(edit, call)
+            elif edit.kind == "outputs":
+                _set_output(edit, call)
+            elif edit.kind == "keys":
+                _set_keys(edit, call)
+            elif edit.kind == "queries":
+                _set_queries(edit, call)
+            else:
+                _set_logits(edit, call)
 
 
-def _apply(edit: Edit, call: Call, past: int) -> None:
-    batch = len(call.q)
+def _copy_what_is_edited(call: Call, kinds: Collection[str]) -> None:
+    """Give a call keys (one for each query head) and queries that can be written into.
+
+    The model, or its cache, still holds the originals.
+    """
+    if "keys" in kinds:
+        group = call.q.shape[1] // call.k.shape[1]
+        call.k = call.k.repeat_interleave(group, dim=1)  # a copy, even of one
+    if "queries" in kinds:
+        call.q = call.q.clone()
+
+
+def _past(call: Call) -> int:
+    """How many tokens precede the queries: with a cache only the newest ones are computed."""
+    return call.k.shape[2] - call.q.shape[2]
+
+
+def _apply_hook(hook: Hook, call: Call) -> None:
+    """Edit the keys or queries of a hook's head, at all tokens."""
+    if hook.kind == "keys":
+        vectors = call.k[:, hook.head.index]
+    elif _past(call) and hook.tokens:  # the queries that are named have passed
+        return
+    else:
+        vectors = call.q[:, hook.head.index]
+    vectors.copy_(hook.edited(vectors))
+
+
+def _set_output(edit: Edit, call: Call) -> None:
+    """Have a head put out one vector in some sequences, and what it did before in the others."""
+    if not len(edit.row):
+        return
+    device = call.q.device
+    edited = torch.zeros(len(call.q), dtype=torch.bool, device=device)
+    edited[edit.row.to(device)] = True
+    vector = edit.value[:1, None].to(device)
+    before = call.outputs.get(edit.head.index)
+
+    def output(z: Float[Tensor, "b s e"]) -> Float[Tensor, "b s e"]:
+        others = z if before is None else before(z)
+        return torch.where(edited[:, None, None], vector.to(z), others)
+
+    call.outputs[edit.head.index] = output
+
+
+def _set_keys(edit: Edit, call: Call) -> None:
+    device = call.k.device
+    call.k[edit.row.to(device), edit.head.index, edit.key.to(device)] = edit.value.to(call.k)
+
+
+def _set_queries(edit: Edit, call: Call) -> None:
+    device = call.q.device
+    query = edit.query.to(device) - _past(call)
+    here = query >= 0
+    row = edit.row.to(device)
+    call.q[row[here], edit.head.index, query[here]] = edit.value.to(call.q)[here]
+
+
+def _set_logits(edit: Edit, call: Call) -> None:
+    """Write the difference to the computed logits into the head's mask; hidden keys stay hidden."""
+    device = call.q.device
     index = edit.head.index
-    row = edit.row.to(call.q.device)
-    query = edit.query.to(call.q.device)
-    key = edit.key.to(call.q.device)
-    value = edit.value.to(call.q.device)
-    if edit.kind == "outputs" and len(row):
-        rows = torch.zeros(batch, dtype=torch.bool, device=row.device).index_fill(0, row, True)
-        before = call.outputs.get(index, lambda z: z)  # of other sequences
-        call.outputs[index] = lambda z: torch.where(
-            rows[:, None, None], value[:1, None].to(z), before(z)
-        )
-    elif edit.kind == "keys":
-        call.k[row, index, key] = value.to(call.k.dtype)
-    elif edit.kind != "outputs":
-        row, query, key, value = (x[query >= past] for x in (row, query - past, key, value))
-        if edit.kind == "queries":
-            call.q[row, index, query] = value.to(call.q.dtype)
-        else:
-            k = call.k[row, index // (call.q.shape[1] // call.k.shape[1]), key].float()
-            computed = call.cap(call.scale * (call.q[row, index, query].float() * k).sum(-1))
-            mask = call.own_mask(index)
-            hidden = mask[row, query, key] == -torch.inf
-            mask[row, query, key] = (value.float() - computed).masked_fill(hidden, -torch.inf)
+    query = edit.query.to(device) - _past(call)
+    here = query >= 0
+    query = query[here]
+    row = edit.row.to(device)[here]
+    key = edit.key.to(device)[here]
+    group = call.q.shape[1] // call.k.shape[1]
+    products = call.q[row, index, query].float() * call.k[row, index // group, key].float()
+    computed = call.cap(call.scale * products.sum(-1))
+    mask = call.own_mask(index)
+    hidden = mask[row, query, key] == -torch.inf
+    difference = edit.value.to(device)[here].float() - computed
+    mask[row, query, key] = difference.masked_fill(hidden, -torch.inf)

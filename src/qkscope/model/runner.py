@@ -55,10 +55,9 @@ class Runner(Shape):
     # ------------------------------------------------------------------ changed for a block
 
     def ablate(self, *writers: str | Head) -> AbstractContextManager[None]:
-        """Ablate heads and MLPs: each puts out its mean over the prompt's other tokens, the first
-        one left out.
+        """Ablate heads and MLPs: each puts out its mean over the prompt's other tokens.
 
-        A token that no other is left for (the second of two) stays as it is.
+        The first token is left out of the mean. A token that no other is left for (the second of two) stays as it is.
 
         Parameters
         ----------
@@ -78,8 +77,9 @@ class Runner(Shape):
     def hide(
         self, head: str | Head, key: int | str, query: int | str | None = None
     ) -> AbstractContextManager[None]:
-        """Hide a key from a head: its attention there is 0, and the other keys share the row, where
-        there are any.
+        """Hide a key from a head (attention knockout): the other keys share the row.
+
+        The attention there is 0, also where no other key is left.
 
         Parameters
         ----------
@@ -150,15 +150,15 @@ class Runner(Shape):
         """A head, or the module that writes besides the heads of its layer."""
         if writer.head is not None:
             return self.check(writer.head)
-        there = writer.kind == "mlp" and writer.layer < self.n_layers
-        parts = read_blocks(self.model, self.facts.layer_of)[writer.layer].parts if there else []
-        at = writer.index[0] if writer.index else 0
-        if at >= len(parts) or (len(parts) > 1 and not writer.index):
-            known = (
-                f"write L17H8, or M0 to M{self.n_layers - 1}; M0.1 where a layer has several parts"
-            )
+        parts = list[nn.Module]()
+        if writer.kind == "mlp" and writer.layer < self.n_layers:
+            parts = read_blocks(self.model, self.facts.layer_of)[writer.layer].parts
+        number = writer.index[0] if writer.index else 0
+        if number >= len(parts) or (len(parts) > 1 and not writer.index):
+            last = f"M{self.n_layers - 1}"
+            known = f"write L17H8, or M0 to {last}; M0.1 where a layer has several parts"
             raise BadInput(f"{str(writer)!r} is no head and no MLP of this model: {known}.")
-        return parts[at]
+        return parts[number]
 
     def replaced(self, ids: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
         """Apply the token replacements in force to ids."""
@@ -191,21 +191,28 @@ class Runner(Shape):
     def column(self, ids: Int[Tensor, " t"], mask: Bool[Tensor, " t"], place: int | str) -> int:
         """The column of a token in a padded row, named by its place or by its text."""
         columns = mask.nonzero()[:, 0].tolist()
-        if isinstance(place, int):
-            if not -len(columns) <= place < len(columns):
-                raise BadInput(
-                    f"token {place} is not there: the prompt has {len(columns)}, 0 to {len(columns) - 1}."
-                )
-            return columns[place]
-        text, _, number = place.rpartition("#")
-        text, number = (text, number) if text and number.isdigit() else (place, "")
+        if isinstance(place, str):
+            return self._column_of_text(ids, columns, place)
+        if not -len(columns) <= place < len(columns):
+            raise BadInput(
+                f"token {place} is not there: the prompt has {len(columns)}, 0 to {len(columns) - 1}."
+            )
+        return columns[place]
+
+    def _column_of_text(self, ids: Int[Tensor, " t"], columns: list[int], name: str) -> int:
+        """The column of a token named by its text, with its number (``"to#2"``) where it has one."""
+        text, _, number = name.rpartition("#")
+        if not text or not number.isdigit():
+            text = name
+            number = ""
         texts = [] if self.tokenizer is None else token_texts(self, ids[columns].tolist())
-        read = dict(zip(columns, texts, strict=False))
-        exact = [c for c, token in read.items() if token == text]
-        there = exact or [c for c, token in read.items() if token.strip() == text]
+        read = list(zip(columns, texts, strict=False))
+        there = [column for column, token in read if token == text]
+        if not there:  # blanks around a word need not be typed
+            there = [column for column, token in read if token.strip() == text]
         if not there or (number and not 0 < int(number) <= len(there)):
             raise BadInput(
-                f"{place!r} is no token of the prompt: name one as it reads, or its place."
+                f"{name!r} is no token of the prompt: name one as it reads, or its place."
             )
         if len(there) > 1 and not number:
             many = f"{text!r} stands {len(there)} times in the prompt"
@@ -295,8 +302,9 @@ class Runner(Shape):
 
     @contextmanager
     def patched(self, edits: Sequence[Edit | Hook]) -> Iterator[Any]:
-        """Edits in force for a ``with`` block: call ``scope.model`` inside it in any way you like
-        (in eval mode).
+        """Put edits in force for a ``with`` block: call ``scope.model`` inside it as you like.
+
+        It runs in eval mode.
 
         Parameters
         ----------
@@ -320,8 +328,7 @@ class Runner(Shape):
     def attention(
         self, prompt: str | Example, head: str | Head, query: int | str | None = None
     ) -> Float[Tensor, "*t t"]:
-        """One head's attention pattern on a prompt: how much each token (row) gives to each token
-        (column).
+        """One head's attention pattern on a prompt: from each token (row) to each token (column).
 
         Parameters
         ----------

@@ -100,8 +100,9 @@ class Scope(Runner):
         attn: Literal["sdpa", "eager"] | None = None,
         check: bool = True,
     ) -> Scope:
-        """Load a model by name and check that it can be looked into. Code that comes with a model
-        is never run.
+        """Load a model by name and check that it can be looked into.
+
+        Code that comes with a model is never run.
 
         Parameters
         ----------
@@ -182,8 +183,9 @@ class Scope(Runner):
 
     @property
     def weights_hash(self) -> str:
-        """Fingerprint of weights and config: of the files they came from, or of what is in memory
-        where it changed.
+        """Fingerprint of weights and config.
+
+        It is that of the files they came from, or of what is in memory where it changed.
         """
         return self._fingerprint()
 
@@ -199,8 +201,9 @@ class Scope(Runner):
         chat: bool = False,
         padding_side: PaddingSide | None = None,
     ) -> Encoding:
-        """Turn examples into one padded batch; a mark is the last token of its words, found on the
-        ids the model sees.
+        """Turn examples into one padded batch.
+
+        A mark is the last token of its words, found on the ids the model sees.
 
         Parameters
         ----------
@@ -300,22 +303,20 @@ class Scope(Runner):
         """
         wanted = self.parse(heads)
         prompts = self.encoder.prompts(examples, chat)
-        order = sorted(
-            range(len(prompts)), key=lambda i: (len(prompts[i][1].ids), i)
-        )  # so that little is padded
+        lengths = [len(tokens.ids) for _, tokens in prompts]
+        # sorted, so that little is padded
+        order = sorted(range(len(prompts)), key=lambda i: (lengths[i], i))
+        batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
         def run(indices: list[int]) -> Capture:
             encoded = self._pad([prompts[i] for i in indices], padding_side)
             captured = self.capture_inputs(
                 encoded, heads=wanted, space=space, rest=rest, logits=logits
             )
-            return replace(
-                captured, example=torch.tensor(indices, device=self.device)[captured.example]
-            )
+            numbers = torch.tensor(indices, device=self.device)
+            return replace(captured, example=numbers[captured.example])
 
-        return stream(
-            [order[i : i + batch_size] for i in range(0, len(order), batch_size)], run, progress
-        )
+        return stream(batches, run, progress)
 
     @torch.no_grad()
     def capture_inputs(
@@ -350,14 +351,14 @@ class Scope(Runner):
         """
         wanted = self.parse(heads)
         if places is not None:
-            inputs = Encoding(
-                inputs.inputs if isinstance(inputs, Encoding) else inputs, places, places.row, {}
-            )
-        elif not isinstance(inputs, Encoding):
+            fed = inputs.inputs if isinstance(inputs, Encoding) else inputs
+            batch = Encoding(fed, places, places.row, {})
+        elif isinstance(inputs, Encoding):
+            batch = inputs
+        else:
             raise BadInput(
                 "raw inputs do not say where to look: give places=Places(row, query, keys, key_mask)."
             )
-        batch = inputs
         patch = Patch(edits, self)
         picker = Picker(
             self.facts, wanted, batch.places, space, rest, stop=not logits, own_keys=patch.own_keys

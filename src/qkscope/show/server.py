@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _FILES = {path.name for kind in ("css", "js") for path in STATIC.glob(f"*.{kind}")}
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _LARGEST = 1 << 20  # bytes of a question
+_NOTHING = "There is nothing at this address: open the one that qkscope view printed."
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -95,18 +96,15 @@ def view(
         say(url)
         show(url)
         return url
-    there = (
-        None if fit is None else features_result(fit).model
-    )  # a folder without features is refused first
-    scope = Scope.load(model or there or "smollm2-135m")
+    # a folder without features is refused before a model is loaded
+    fitted = None if fit is None else features_result(fit).model
+    scope = Scope.load((fitted or "smollm2-135m") if model is None else model)
     session = Session(scope, None if fit is None else read_features(fit, scope), str(fit or ""))
     with Server(session, port) as server, suppress(KeyboardInterrupt):  # how one stops it
         say(server.url)
         show(server.url)
-        while True:
-            time.sleep(
-                0.2
-            )  # Ctrl-C may reach a thread that answers: it is seen when this one wakes
+        while True:  # Ctrl-C may reach a thread that answers: it is seen when this one wakes
+            time.sleep(0.2)
     return server.url
 
 
@@ -119,6 +117,7 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = False
+    request_queue_size = 128  # readers who connect at once
 
     def __init__(self, session: Session, port: int = 0) -> None:
         self.session = session
@@ -126,16 +125,16 @@ class Server(ThreadingHTTPServer):
         self.turn = threading.Lock()  # the model answers one question at a time
         self._connections: set[Any] = set()
         self._loop = threading.Thread(target=self.serve_forever, args=(0.1,))
+        questions = (
+            session.look,
+            session.why,
+            session.circuit,
+            session.change,
+            session.patterns,
+            session.save,
+        )
         self.questions: Mapping[str, Callable[..., dict[str, Any]]] = {
-            f"api/{ask.__name__}": ask
-            for ask in (
-                session.look,
-                session.why,
-                session.circuit,
-                session.change,
-                session.patterns,
-                session.save,
-            )
+            f"api/{question.__name__}": question for question in questions
         }
         try:
             super().__init__(("127.0.0.1", port), _Handler)
@@ -143,9 +142,8 @@ class Server(ThreadingHTTPServer):
             raise BadInput(
                 f"port {port} cannot be used ({error.strerror}): choose another."
             ) from None
-        self.hosts = [
-            f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")
-        ]  # what Host may say
+        # what Host may say
+        self.hosts = [f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")]
         self.url = f"http://{self.hosts[0]}{self.path}"
 
     def __enter__(self) -> Server:
@@ -181,7 +179,11 @@ class Server(ThreadingHTTPServer):
 
 
 class _Refusal(Exception):
-    """A status, and a sentence."""
+    """An HTTP status, and the sentence that goes with it."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -191,39 +193,46 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = 60
     early = False  # whether a part of the answer was sent
+    unread = 0  # bytes of the body that are still to be read
 
     def do_GET(self) -> None:
         self._reply(self._get)
 
     def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        body = self.rfile.read(int(length) if length.isdecimal() else 0)
-        self._reply(lambda name: self._post(name, body))
+        self._reply(self._post)
 
     def _get(self, name: str) -> Any:
         if name == "api/model":
             return self.server.session.describe()
         if name and name not in _FILES:
-            raise _Refusal(
-                404, "There is nothing at this address: open the one that qkscope view printed."
-            )
+            raise _Refusal(404, _NOTHING)
         return asset(name or "live.html").encode(), _TYPES[Path(name or "live.html").suffix]
 
-    def _post(self, name: str, body: bytes) -> Any:
-        if len(body) > _LARGEST:
+    def _post(self, name: str) -> Any:
+        if self.unread > _LARGEST:
             raise _Refusal(413, "the prompt is too long to be sent: shorten it.")
+        body = self.rfile.read(self.unread)
+        self.unread = 0
         if self.headers.get_content_type() != "application/json":
             raise _Refusal(415, "questions are asked in JSON.")
         try:
-            asked = json.loads(body)
+            question = json.loads(body)
         except (ValueError, RecursionError):
-            asked = None
-        if not isinstance(asked, dict):
+            question = None
+        if not isinstance(question, dict):
             raise _Refusal(400, "the question is not a JSON object.")
         with self.server.turn, self.server.session.told(self._tell):
             if name not in self.server.questions:
                 raise _Refusal(404, "there is no such question.")
-            return self.server.questions[name](**asked)
+            return self.server.questions[name](**question)
+
+    def _body_length(self) -> int:
+        """How many bytes of a body the request claims; one of no length ends the connection."""
+        length = self.headers.get("Content-Length", "")
+        if "Transfer-Encoding" in self.headers or not length.isdecimal():
+            self.close_connection = self.close_connection or self.command == "POST"
+            return 0
+        return int(length[:18])  # more digits are as many bytes as nobody sends
 
     def _allowed(self) -> str:
         """The path behind the secret, if the request may be answered."""
@@ -234,39 +243,57 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.split("?", 1)[0]
         secret = self.server.path
         if not hmac.compare_digest(path[: len(secret)].encode(), secret.encode()):
-            raise _Refusal(
-                404, "There is nothing at this address: open the one that qkscope view printed."
-            )
+            raise _Refusal(404, _NOTHING)
         return path[len(secret) :]
 
     def _reply(self, answer: Callable[[str], Any]) -> None:
-        """Send a file with its type, an answer as JSON, or the sentence of a refusal."""
+        """Send a file with its type, an answer as JSON, or the sentence of a refusal.
+
+        Nothing of a body is read before Host, path and size are known to be ours.
+        """
         self.early = False
+        self.unread = self._body_length()
+        status = 200
         try:
-            status = 200
             value = answer(self._allowed())
         except _Refusal as refusal:
-            status = refusal.args[0]
-            value = {"error": refusal.args[1]}
+            status = refusal.status
+            value = {"error": str(refusal)}
         except BadInput as error:
             status = 400
             value = {"error": str(error)}
-        except ConnectionError:  # the reader left while we were looking
+        except (ConnectionError, TimeoutError):  # the reader left, while we were looking
             self.close_connection = True
             return
         except Exception:
             log.exception("a question failed")
-            status, value = 500, {"error": "this went wrong; the terminal says more."}
+            status = 500
+            value = {"error": "this went wrong; the terminal says more."}
         if status != 200 and self.command == "GET":
-            value = (
-                f"<!doctype html><title>qkscope</title><p>{escape(value['error'])}</p>".encode(),
-                "text/html",
-            )
+            page = f"<!doctype html><title>qkscope</title><p>{escape(value['error'])}</p>"
+            value = (page.encode(), "text/html")
         body, kind = value if isinstance(value, tuple) else (_line(value), "application/json")
-        with suppress(ConnectionError):
+        headers = {"Content-Length": str(len(body))}
+        if self.unread:
+            self.close_connection = True
+            headers["Connection"] = "close"
+        with suppress(ConnectionError, TimeoutError):
             if not self.early:
-                self._head(status, kind, {"Content-Length": str(len(body))})
+                self._head(status, kind, headers)
             self.wfile.write(body)
+            self._discard()
+
+    def _discard(self) -> None:
+        """Read what a refused request goes on sending, a little: else it may not hear the refusal."""
+        left = min(self.unread, 2 * _LARGEST)
+        if left:
+            self.wfile.flush()
+            self.connection.settimeout(1)
+        while left > 0:
+            chunk = self.rfile.read1(min(left, 1 << 16))
+            if not chunk:
+                return
+            left -= len(chunk)
 
     def _head(self, status: int, kind: str, more: Mapping[str, str]) -> None:
         self.send_response(status)
@@ -276,15 +303,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _tell(self, early: dict[str, Any]) -> None:
         """Send a line before the answer; whoever has left ends the work."""
-        if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(
-            1, socket.MSG_PEEK
-        ):
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        if readable and not self.connection.recv(1, socket.MSG_PEEK):
             raise ConnectionAbortedError
-        if early and not self.early:
-            self.early = self.close_connection = True
+        if not early:
+            return
+        if not self.early:
+            self.early = True
+            self.close_connection = True
             self._head(200, "application/x-ndjson", {"Connection": "close"})
-        if early:
-            self.wfile.write(_line(early))
+        self.wfile.write(_line(early))
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)

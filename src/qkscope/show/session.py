@@ -63,7 +63,9 @@ _LONGEST = 8192
 _SQUARE = 2048
 _TEXTS = 3  # of a head that a folder names
 _OTHERS = 8  # heads or MLPs that take the place of one
-_CHANGE = re.compile(r"(ablate) (\S+)|(hide) (\S+) (\d+) (\d+)|(replace) (\d+) (.+)", re.S)
+_CHANGE = re.compile(  # more than nine digits are no place
+    r"(ablate) (\S+)|(hide) (\S+) (\d{1,9}) (\d{1,9})|(replace) (\d{1,9}) (.+)", re.S
+)
 _GOES_ON = 5  # tokens of the continuation
 _SMALL = 300  # tokens up to which a head's pattern comes with its answer
 # runs, which are large, and answers that are kept
@@ -386,11 +388,11 @@ class WhatIf:
         self.session = session
         self.scope = session.scope
         self.prompt = prompt
-        self.texts = list(changes)
+        self.texts = list(dict.fromkeys(changes))  # equal changes are one
         self.trace = trace
         self.output = Output(trace.run, trace.asked, versus)
         self.calls: list[Call] = []
-        self.words = [self._parse(text) for text in changes]
+        self.words = [self._parse(text) for text in self.texts]
 
     def _parse(self, text: str) -> str:
         """Take up one change; returns it as a sentence names it."""
