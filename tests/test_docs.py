@@ -39,8 +39,8 @@ def test_the_reference_names_every_command_as_it_is():
 
 
 def test_what_the_docs_name_is_there():
-    pages = ("architecture.md", "decisions.md")
-    text = "\n".join((DOCS / page).read_text() for page in pages)
+    pages = (DOCS / "architecture.md", DOCS.parent / "DECISIONS.md")
+    text = "\n".join(page.read_text() for page in pages)
     sources = (
         DOCS.parent / "src" / "qkscope",
         DOCS.parent / "papers" / "src" / "qkscope_papers",

@@ -1,8 +1,8 @@
-"""Verbs that the command line alone has: the main job, a site of runs, singular vectors, a first
-model, schemas.
+"""Commands that have no verb in Python: the main job, a site of runs, a first model, schemas.
 
-The main job (`demo`): find the heads that answer "which box?", take them apart, test it causally
-and ask why of one prompt, with claims. Words for finding, fitting and testing are disjoint.
+The main job (`demo`) finds the heads that answer "which box?", decomposes them into features, tests
+these causally and asks why of one prompt, with claims. Words for finding, fitting and testing are
+disjoint.
 """
 
 from __future__ import annotations
@@ -15,15 +15,29 @@ from typing import Any
 import qkscope as qk
 from qkscope import BadInput, Head, Result, Scope
 from qkscope.checking import Count
-from qkscope.cli import PROMPT, command, print_end, print_json, say
+from qkscope.cli.next_command import PROMPT, command
+from qkscope.cli.print import print_end, print_json, say
 from qkscope.findings.task_batches import made_with
 from qkscope.model.files import fetch as fetch_model
 from qkscope.results.claims import Claim
 from qkscope.results.progress import doing
 from qkscope.results.work import verb
 
-_HEADS = 3
+_HEADS = 3  # that are decomposed
 _MOST = 10_000  # prompts: a demo that is stopped keeps nothing
+_REACHES = 0.30  # row accuracy of a head that does the task
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_FIELDS = {
+    "schema": ["number"],
+    "experiment": ["string"],
+    "preset": ["string", "null"],
+    "model": ["string", "null"],
+    "seed": ["number"],
+    "seconds": ["number"],
+    "answer": ["string"],
+    "claims": ["array"],
+}
+"""JSON types of what a result has besides its tables."""
 
 
 def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
@@ -61,11 +75,14 @@ def svd(
     rows = basis.table()
     arrays = {name: getattr(basis, name) for name in ("U", "S", "V", "read", "scale", "c_Q")}
     ranks = sorted(row["effective_rank"] for row in rows)
-    answer = (
-        f"QK matrices of {len(rows)} heads: {ranks[0]:.1f} to {ranks[-1]:.1f} effective dimensions."
+    range_of_ranks = f"{ranks[0]:.1f} to {ranks[-1]:.1f}"
+    return Result(
+        "svd",
+        {"heads": rows},
+        arrays=arrays if out else {},
+        answer=f"QK matrices of {len(rows)} heads: {range_of_ranks} effective dimensions.",
+        **made_with(scope, heads=[row["head"] for row in rows]),
     )
-    named = made_with(scope, heads=[row["head"] for row in rows])
-    return Result("svd", {"heads": rows}, arrays=arrays if out else {}, answer=answer, **named)
 
 
 def fetch(name: str) -> None:
@@ -92,40 +109,27 @@ def schema(verb: str) -> None:
     known = json.loads(Path(__file__).with_name("schemas.json").read_text())
     if verb not in known:
         raise BadInput(f"there is no schema of {verb!r}: take one of {', '.join(known)}.")
-    result = _record(_FIELDS)
-    tables = {
-        table: {"type": "array", "items": _record(columns)}
-        for table, columns in known[verb].items()
-    }
+    tables = dict[str, Any]()
+    for table, columns in known[verb].items():
+        tables[table] = {"type": "array", "items": _object_schema(columns)}
+    result = _object_schema(_FIELDS)
     result["properties"]["tables"] = {"type": "object", "properties": tables}
-    draft = "https://json-schema.org/draft/2020-12/schema"
-    print_json(
-        {
-            "$schema": draft,
-            "title": f"qkscope {verb} --json",
-            "required": [*_FIELDS, "tables"],
-            **result,
-        }
-    )
+    about = {"$schema": _DRAFT, "title": f"qkscope {verb} --json", "required": [*_FIELDS, "tables"]}
+    print_json({**about, **result})
 
 
-_FIELDS = {
-    "schema": ["number"], "experiment": ["string"], "preset": ["string", "null"], "model": ["string", "null"],
-    "seed": ["number"], "seconds": ["number"], "answer": ["string"], "claims": ["array"],
-}  # fmt: skip
-
-
-def _record(columns: Mapping[str, list[str]]) -> dict[str, Any]:
-    types = {
-        name: [*of, *({"null"} - {*of})] if "number" in of else of for name, of in columns.items()
-    }  # NaN is null
-    return {"type": "object", "properties": {name: {"type": of} for name, of in types.items()}}
+def _object_schema(columns: Mapping[str, list[str]]) -> dict[str, Any]:
+    """The schema of an object by the JSON types of its entries; a number may be null, for NaN."""
+    properties = dict[str, Any]()
+    for name, types in columns.items():
+        nullable = "number" in types and "null" not in types
+        properties[name] = {"type": [*types, "null"] if nullable else types}
+    return {"type": "object", "properties": properties}
 
 
 @verb("demo")
 def demo(*, out: str | Path = "runs/demo", n: Count = 96) -> Result:
-    """Run the main job on the embedded model: find heads, take them apart, test that causally, and
-    ask why on a prompt.
+    """Run the main job on the embedded model: find heads, decompose, test causally, and ask why.
 
     It takes half a minute, so that nothing is kept of one that is stopped.
 
@@ -143,59 +147,74 @@ def demo(*, out: str | Path = "runs/demo", n: Count = 96) -> Result:
     task = qk.tasks.binding(entities=9, form="list")
     with doing(f"scoring all {len(scope.heads())} heads"):
         ranking = qk.find_heads(scope, task, n)
-    best = ranking.top(
-        "row_accuracy"
-    )  # right in the whole row: a head may prefer a box and yet hardly look at any
-    heads = [str(head) for head in ranking.above(0.30, by="row_accuracy")][:_HEADS] or [
-        best[0]["head"]
-    ]
-    control = min(ranking.top(), key=lambda row: abs(row["accuracy"] - row["chance"]))["head"]
+    # right in the whole row: a head may prefer a box and yet hardly look at any
+    best = ranking.top("row_accuracy")
+    heads = [str(head) for head in ranking.above(_REACHES, by="row_accuracy")][:_HEADS]
+    if not heads:
+        heads = [best[0]["head"]]
+    at_chance = min(ranking.top(), key=lambda row: abs(row["accuracy"] - row["chance"]))
+    control = at_chance["head"]
     with doing(f"fitting order and lexical features of {', '.join(heads)}"):
         fit = qk.decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     with doing("swapping them on held-out prompts"):
         swaps = qk.swap(scope, task.test(n), fit, heads, curve=True)
     parts = qk.attribute(scope, PROMPT, heads[0], fit)
     why = qk.why(scope, PROMPT, heads[0], features=fit)
-    said = [{"line": f"Why: {why.answer}"}, *why.tables["said"][:3]]
-    told = {"heads": best, **fit.tables, **swaps.tables, **parts.tables, **why.tables, "said": said}
-    answer, claims = _findings(heads[0], control, told)
-    return Result("demo", told, claims, answer=answer, **made_with(scope, n=n, seed=0))
+    tables = {"heads": best, **fit.tables, **swaps.tables, **parts.tables, **why.tables}
+    tables["said"] = [{"line": f"Why: {why.answer}"}, *why.tables["said"][:3]]
+    return Result(
+        "demo",
+        tables,
+        _claims(heads[0], control, tables),
+        answer=_answer(heads[0], tables),
+        **made_with(scope, n=n, seed=0),
+    )
 
 
-def _findings(head: str, control: str, tables: Mapping[str, Any]) -> tuple[str, list[Claim]]:
-    """What the best head shows, in a sentence and as claims; ``control`` is a head at chance."""
-    best = next(row for row in tables["heads"] if row["head"] == head)
-    swapped = {row["condition"]: row for row in tables["swap"] if row["head"] == head}
-    both = swapped["both"]
-    lexical = swapped["lexical"]
-    random = swapped["random_both"]
-    key_pca = swapped["key_pca_both"]
-    at_two = {
-        row["method"]: row["shift"]
-        for row in tables["curve"]
-        if row["head"] == head and row["k"] == 2
-    }
-    ranks = {
-        row["head"]: float(row["rank_99"])
-        for row in tables["ranks"]
-        if row["contrast"] == "lexical"
-    }
-    answer = (
-        f"{head} finds the box by the word asked for: exchange its lexical feature ({lexical['rank']} dimensions) "
-        f"between two boxes, and its attention on the right one falls from {both['orig_before']:.2f} to "
-        f"{lexical['orig_after']:.2f} while the other gets {lexical['target_after']:.2f} (with order as well "
-        f"{both['orig_after']:.2f} and {both['target_after']:.2f}); random subspaces of that size leave "
+def _swaps_of(head: str, tables: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The rows of one head's swaps, by condition."""
+    return {row["condition"]: row for row in tables["swap"] if row["head"] == head}
+
+
+def _answer(head: str, tables: Mapping[str, Any]) -> str:
+    """The finding about the best head in a sentence."""
+    swaps = _swaps_of(head, tables)
+    both = swaps["both"]
+    lexical = swaps["lexical"]
+    random = swaps["random_both"]
+    return (
+        f"{head} finds the box by the word asked for: exchange its lexical feature "
+        f"({lexical['rank']} dimensions) between two boxes, and its attention on the right one "
+        f"falls from {both['orig_before']:.2f} to {lexical['orig_after']:.2f} while the other gets "
+        f"{lexical['target_after']:.2f} (with order as well {both['orig_after']:.2f} and "
+        f"{both['target_after']:.2f}); random subspaces of that size leave "
         f"{random['orig_after']:.2f}."
     )
-    return answer, [
+
+
+def _claims(head: str, control: str, tables: Mapping[str, Any]) -> list[Claim]:
+    """The finding about the best head as claims; ``control`` is a head at chance."""
+    best = next(row for row in tables["heads"] if row["head"] == head)
+    swaps = _swaps_of(head, tables)
+    both = swaps["both"]
+    shift_at_two = dict[str, float]()  # of a swap of two dimensions, by how they are chosen
+    for row in tables["curve"]:
+        if row["head"] == head and row["k"] == 2:
+            shift_at_two[row["method"]] = row["shift"]
+    ranks = dict[str, float]()
+    for row in tables["ranks"]:
+        if row["contrast"] == "lexical":
+            ranks[row["head"]] = float(row["rank_99"])
+    return [
         Claim(f"{head} attends to the right box", "at least 30% of prompts", best["low"], best["chance"],
               "ours >= 0.3 and ours > 2 * control"),
         Claim("swapping both features moves the attention to the target; random subspaces do not", "the majority",
-              both["target_after"], random["target_after"], "ours >= 0.3 and ours > 2 * control"),
+              both["target_after"], swaps["random_both"]["target_after"],
+              "ours >= 0.3 and ours > 2 * control"),
         Claim("two dimensions of the lexical feature move more than two principal components of the keys", "",
-              at_two["lexical"], at_two["key_pca"], "ours > control"),
+              shift_at_two["lexical"], shift_at_two["key_pca"], "ours > control"),
         Claim("all its dimensions move more than as many principal components of the keys (control: key PCA)", "",
-              both["shift"], key_pca["shift"], "ours > control"),
+              both["shift"], swaps["key_pca_both"]["shift"], "ours > control"),
         Claim(f"the 99% rank tells {head} from {control}, a head at chance", "lexical rank 9-10",
               ranks[head], ranks[control], "ours != control"),
     ]  # fmt: skip

@@ -1,10 +1,13 @@
-"""Tables for people: which rows and columns of a result are printed, and how they are fitted into a
-line.
+"""Tables for people: which rows and columns of a result are printed, and how they fit into a line.
 
 A view (``views.toml``) names the table that answers a verb's question, its columns, and what their
-headings mean. A verb may have several: the first whose table is there is printed. Without any, a
+headings mean. A verb may have several: the first whose table has rows is printed. Without any, a
 result's claims are printed, or the first six columns in which the rows of its main table differ.
-Texts give way to narrow lines, numbers never.
+Texts are cut in narrow lines, numbers never.
+
+A column is written ``heading=column``, or as one word where both are the same. After a heading
+``?`` leaves the column out where all rows agree; ``±`` adds the interval; after a column ``!r``
+quotes a text.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import Box
 from rich.cells import cell_len
@@ -25,15 +28,33 @@ from qkscope.text import grouped
 
 MOST_COLUMNS = 6
 MOST_ROWS = 10
-_SHORTEST = 12  # what a text keeps before a column is left out for want of room
+_SHORTEST = 12  # characters that a text keeps, before a column is left out for want of room
+_BETWEEN = 2  # characters between two columns
 _RULE = Box("\n".join(["    ", "    ", " ─  ", *["    "] * 5]) + "\n")  # below the headings alone
+_NO_RIVALS = (
+    "oblique",
+    "summed",
+    "cov_qk",
+    "sham",
+)  # kinds of a swap that a short table leaves out
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
 
+class View(NamedTuple):
+    """What is printed of a result: rows of one table, its columns, and a note on them."""
+
+    rows: Rows
+    columns: dict[str, str]
+    """By heading, where its cells come from."""
+    count: int
+    """Rows of the whole table."""
+    note: str
+
+
 def read_views(path: Path) -> dict[str, dict[str, Any]]:
-    """Views of a file, by verb and by table in the order in which tables are looked for."""
+    """Read the views of a file, by verb and by table in the order in which they are tried."""
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
@@ -41,124 +62,197 @@ VIEWS = read_views(Path(__file__).with_name("views.toml"))
 VIEWS["demo"] = {"swap": VIEWS["swap"]["swap"]}
 
 
-def shown(
-    verb: str, tables: Mapping[str, Rows], main: str = ""
-) -> tuple[Rows, dict[str, str], int, str] | None:
-    """The rows and columns of the one table that a verb prints, how many rows there are, and what
-    its headings mean.
+# ---------------------------------------------------------------------- what is printed
+
+
+def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> View | None:
+    """Choose the one table that a verb prints, its rows and columns; None where lines say it all.
 
     Parameters
     ----------
     verb : of the command, as ``swap``, or ``toy/retrieval`` where a verb has several.
-    tables : all there are.
+    tables : of the result.
     main : the table to take where the verb has no view; the first one by default.
     """
-    known = VIEWS.get(verb, VIEWS.get(verb.partition("/")[0], VIEWS["default"]))
-    table = next((name for name in known if tables.get(name)), None)
-    rows = (
-        tables[table]
-        if table
-        else tables.get(main) or next((rows for rows in tables.values() if rows), [])
-    )
-    if not rows or not known or (table is None and tables.get("said")):  # lines say it all
+    group = verb.partition("/")[0]
+    known = VIEWS.get(verb, VIEWS.get(group, VIEWS["default"]))
+    for table, view in known.items():
+        if tables.get(table):
+            return _view(tables[table], view)
+    rows = tables.get(main) or _first_rows(tables)
+    if not rows or not known or tables.get("said"):
         return None
-    view: Any = known[table] if table else {"columns": ", ".join(f"{name}?" for name in rows[0])}
+    return _view(rows, {"columns": ", ".join(f"{name}?" for name in rows[0])})
+
+
+def _first_rows(tables: Mapping[str, Rows]) -> Rows:
+    """The first table that has rows."""
+    return next((rows for rows in tables.values() if rows), [])
+
+
+def _view(rows: Rows, view: Mapping[str, Any]) -> View:
+    """Apply a view to the rows of its table."""
     pick, *about = view.get("pick", ["every"])
     picked = list(PICKS[pick](rows, *about))[:MOST_ROWS]
-    named = (name.partition("=") for name in view["columns"].split(", "))
-    sources = {heading.rstrip("±"): column or heading.rstrip("?") for heading, _, column in named}
-    kept = {
-        heading.rstrip("?"): source
-        for heading, source in sources.items()
-        if heading[-1] != "?" or len(picked) == 1 or len({_cell(source, row) for row in picked}) > 1
-    }
-    columns = dict(list((kept or sources).items())[:MOST_COLUMNS])
-    hidden = {heading.rstrip("?") for heading in sources} - set(columns)
-    notes = (
-        part for part in view.get("note", "").split("; ") if part.partition(":")[0] not in hidden
-    )
-    return picked, columns, len(rows), "; ".join(notes)
+    headings = dict[str, str]()  # with their marks, and the source of their cells
+    for name in view["columns"].split(", "):
+        heading, _, source = name.partition("=")
+        headings[heading.rstrip("±")] = source or heading.rstrip("?")
+    kept = _differing(headings, picked) or headings
+    columns = dict(list(kept.items())[:MOST_COLUMNS])
+    hidden = {heading.rstrip("?") for heading in headings} - set(columns)
+    notes = []
+    for part in view.get("note", "").split("; "):
+        if part.partition(":")[0] not in hidden:
+            notes.append(part)
+    return View(picked, columns, len(rows), "; ".join(notes))
+
+
+def _differing(headings: Mapping[str, str], rows: Rows) -> dict[str, str]:
+    """The columns without those marked ``?`` whose cells are the same in all of several rows."""
+    kept = dict[str, str]()
+    for heading, source in headings.items():
+        if heading.endswith("?") and len(rows) > 1:
+            cells = {_cell(source, row) for row in rows}
+            if len(cells) == 1:
+                continue
+        kept[heading.rstrip("?")] = source
+    return kept
+
+
+# ---------------------------------------------------------------------- how it is drawn
 
 
 def drawn(
     rows: Rows, columns: Mapping[str, str], width: int, *, whole: bool = False
 ) -> Iterator[Table]:
-    """Tables that stand one below the other where the columns do not fit side by side, the first
-    column repeated.
+    """Draw the columns that fit side by side.
 
     Parameters
     ----------
+    rows : of one table.
     columns : headings, and where their cells come from.
     width : of a line, in characters.
     whole : whether texts are left in full, numbers have four digits, and columns that do not fit
-        come below; otherwise these are left out.
+        come in further tables below, with the first column repeated; otherwise they are left out.
     """
-    cells = [
-        [_cell(source, row, 4 if whole else None) for row in rows] for source in columns.values()
-    ]
-    numeric = [
-        any(_is_number(row.get(source.rstrip("±"))) for row in rows) for source in columns.values()
-    ]
-    needed = list[int]()
-    groups = [[0]]
-    for i, heading in enumerate(columns):
-        longest = max(map(cell_len, cells[i]))
-        needed.append(
-            max(cell_len(heading), longest if whole or numeric[i] else min(longest, _SHORTEST)) + 2
-        )
-        if i and len(groups[-1]) > 1 and sum(needed[j] for j in [*groups[-1], i]) > width + 2:
-            groups.append([0])
-        groups[-1] += [i] if i else []
+    digits = 4 if whole else None
+    drawings = [_column(heading, source, rows, digits) for heading, source in columns.items()]
+    groups = _side_by_side([column.width(whole) for column in drawings], width)
     for group in groups if whole else groups[:1]:
-        table = Table(box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for i in group:
-            table.add_column(
-                Text(plain_text(list(columns)[i])),
-                justify="right" if numeric[i] else "left",
-                no_wrap=numeric[i],
-            )
-        for texts in zip(*(cells[i] for i in group), strict=True):
-            table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in texts))
-        yield table
+        yield _table([drawings[number] for number in group])
+
+
+class _Column(NamedTuple):
+    """A column as it is drawn."""
+
+    heading: str
+    cells: list[str]
+    numeric: bool
+
+    def width(self, whole: bool) -> int:
+        """Characters that it needs; a text can be cut, unless it is left whole."""
+        longest = max(map(cell_len, self.cells))
+        if not whole and not self.numeric:
+            longest = min(longest, _SHORTEST)
+        return max(cell_len(self.heading), longest) + _BETWEEN
+
+
+def _column(heading: str, source: str, rows: Rows, digits: int | None) -> _Column:
+    """The cells of a column, and whether there are numbers among them."""
+    cells = [_cell(source, row, digits) for row in rows]
+    numeric = any(_is_number(row.get(source.rstrip("±"))) for row in rows)
+    return _Column(heading, cells, numeric)
+
+
+def _side_by_side(widths: Sequence[int], width: int) -> list[list[int]]:
+    """Divide columns into groups that fit into a line, the first column in each of them."""
+    groups = [[0]]
+    for number in range(1, len(widths)):
+        group = groups[-1]
+        needed = sum(widths[other] for other in [*group, number])
+        if len(group) > 1 and needed > width + _BETWEEN:
+            group = [0]
+            groups.append(group)
+        group.append(number)
+    return groups
+
+
+def _table(columns: Sequence[_Column]) -> Table:
+    """Draw columns: numbers on the right and never cut, texts on the left."""
+    table = Table(box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        side: Any = "right" if column.numeric else "left"
+        table.add_column(Text(plain_text(column.heading)), justify=side, no_wrap=column.numeric)
+    for texts in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in texts))
+    return table
+
+
+# ---------------------------------------------------------------------- one cell
 
 
 def cell(value: Any, digits: int | None = None) -> str:
     """A value as text, on one line.
 
-    >>> [cell(value) for value in (0.12345, 12.345, 1234.5, 4.3e-05, 0.0, float("nan"), None, True, 7)]
-    ['0.123', '12.3', '1234', '4e-05', '0.000', '', '', 'yes', '7']
+    >>> [cell(value) for value in (0.12345, 12.345, 1234.5, 4.3e-05, 0.0)]
+    ['0.123', '12.3', '1234', '4e-05', '0.000']
+    >>> [cell(value) for value in (float("nan"), None, True, 7)]
+    ['', '', 'yes', '7']
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if not isinstance(value, float):
-        return plain_text(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+    if isinstance(value, float):
+        return _number(value, digits)
+    return plain_text(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _number(value: float, digits: int | None) -> str:
+    """A float with three digits before and after the point together, or with so many digits."""
     if digits is not None:
         return f"{value:.{digits}g}"
     size = abs(value)
     if size and size < 5e-4:
         return f"{value:.0e}"
-    return f"{value:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"
+    if size < 1:
+        return f"{value:.3f}"
+    if size < 10:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if size < 100 else f"{value:.0f}"
 
 
 def _cell(source: str, row: Row, digits: int | None = None) -> str:
+    """The cell of a row, with its interval or in quotes where the source says so."""
     name = source.removesuffix("±").removesuffix("!r")
     if source.endswith("±"):
-        ends = (f"{name}_low", f"{name}_high") if f"{name}_low" in row else ("low", "high")
-        values: list[Any] = [row.get(column) for column in (name, *ends)]
-        if all(map(_is_number, values)):  # two decimals, more only of large ones, and never -0.00
-            return "{} [{}, {}]".format(
-                *(f"{round(x, 2) + 0.0:.2f}" if abs(x) < 100 else f"{x:.0f}" for x in values)
-            )
-    return repr(row[name]) if source.endswith("!r") else cell(row.get(name), digits)
+        low, high = (f"{name}_low", f"{name}_high") if f"{name}_low" in row else ("low", "high")
+        values = [row.get(name), row.get(low), row.get(high)]
+        if all(map(_is_number, values)):
+            value, least, most = map(_short_number, values)
+            return f"{value} [{least}, {most}]"
+    if source.endswith("!r"):
+        return repr(row[name])
+    return cell(row.get(name), digits)
+
+
+def _short_number(value: Any) -> str:
+    """A number of an interval: two decimals, none of large ones, and never -0.00."""
+    return f"{round(value, 2) + 0.0:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _is_number(value: Any) -> bool:
+    """Whether a value is a number; truth values and NaN are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 # ---------------------------------------------------------------------- which rows
+
+
+def _every(rows: Rows) -> Rows:
+    """All rows."""
+    return rows
 
 
 def _by(rows: Rows, column: str, largest: bool = True) -> Rows:
@@ -171,50 +265,61 @@ def _where(rows: Rows, column: str, value: Any) -> Rows:
     return [row for row in rows if row[column] == value] or rows
 
 
+def _last(rows: Rows, column: str) -> Rows:
+    """Rows with the value that the last row has in a column."""
+    return _where(rows, column, rows[-1][column])
+
+
 def _swapped(rows: Rows) -> Rows:
-    """Of every head its features beside random subspaces and rivals; of many heads, the joint
-    feature alone.
+    """The features of every head beside random subspaces and rivals, or as much as there is room for.
+
+    With more rows: the features alone beside the controls of the joint one; the joint feature with
+    all its controls; the joint feature beside random subspaces.
     """
     joint = [row["feature"] for row in rows if row["kind"] == "feature"][-1]
     places = list(dict.fromkeys((row["head"], row["feature"]) for row in rows))
-    told = [
-        row for row in rows if row["kind"] not in ("oblique", "summed", "cov_qk", "sham")
-    ]  # a new rival is told
-    told.sort(
-        key=lambda row: places.index((row["head"], row["feature"]))
-    )  # each beside its controls
-    of_joint = [row for row in told if row["feature"] == joint]
-    fewer = [row for row in told if row["feature"] == joint or row["kind"] == "feature"]
-    least = [row for row in of_joint if row["kind"] in ("feature", "random")]
-    return next((rows for rows in (told, fewer, of_joint) if len(rows) <= MOST_ROWS), least)
+    most = [row for row in rows if row["kind"] not in _NO_RIVALS]
+    most.sort(key=lambda row: places.index((row["head"], row["feature"])))
+    fewer = [row for row in most if row["feature"] == joint or row["kind"] == "feature"]
+    of_joint = [row for row in most if row["feature"] == joint]
+    for chosen in (most, fewer, of_joint):
+        if len(chosen) <= MOST_ROWS:
+            return chosen
+    return [row for row in of_joint if row["kind"] in ("feature", "random")]
 
 
 def _spread(rows: Rows) -> Rows:
     """The circuit's rows from the first to the last step, evenly."""
     circuit = [row for row in rows if row["circuit"]] or list(rows)
-    places = {round(i * (len(circuit) - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)}
+    step = (len(circuit) - 1) / (MOST_ROWS - 1)
+    places = {round(number * step) for number in range(MOST_ROWS)}
     return [circuit[place] for place in sorted(places)]
 
 
 def _for_and_against(rows: Rows) -> Rows:
     """The first three heads for the next token, then the first two against it."""
-    groups = [
-        [row for row in rows if row["direction"] == way][:most]
-        for way, most in (("for", 3), ("against", 2))
-    ]
-    return [row for group in groups for row in group] or rows[:3]
+    helping = [row for row in rows if row["direction"] == "for"]
+    opposing = [row for row in rows if row["direction"] == "against"]
+    return [*helping[:3], *opposing[:2]] or rows[:3]
 
 
 def _first_writers(rows: Rows) -> Rows:
     """The first writers of each head and side, as many of each as there is room for; keys first."""
     groups = grouped(rows, lambda row: (row["head"], row["side"]))
     most = max(MOST_ROWS // max(len(groups), 1), 1)
-    return [
-        row for group in sorted(groups, key=lambda group: group[1]) for row in groups[group][:most]
-    ]
+    chosen = list[Row]()
+    for group in sorted(groups, key=lambda group: group[1]):
+        chosen += groups[group][:most]
+    return chosen
 
 
 PICKS: dict[str, Callable[..., Rows]] = {
-    "every": list, "by": _by, "where": _where, "last": lambda rows, column: _where(rows, column, rows[-1][column]),
-    "swapped": _swapped, "spread": _spread, "for_and_against": _for_and_against, "first_writers": _first_writers,
-}  # fmt: skip
+    "every": _every,
+    "by": _by,
+    "where": _where,
+    "last": _last,
+    "swapped": _swapped,
+    "spread": _spread,
+    "for_and_against": _for_and_against,
+    "first_writers": _first_writers,
+}
