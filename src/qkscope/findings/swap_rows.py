@@ -148,7 +148,8 @@ def capture_rows(
         if patched:
             rows, answers = patched(indices)
         else:
-            rows, answers = capture(indices).captured, None
+            rows = capture(indices).captured
+            answers = None
         part = {"rows": dict(vars(rows.rows())), "answers": answers}
         if exchanged:
             part |= exchanged(indices, rows)
