@@ -1,5 +1,4 @@
-"""How few singular vectors carry a head's relative attention, over prompts and over training,
-beside its nulls.
+"""How few singular vectors carry a head's relative attention, over prompts and over training.
 
 Per edge (a head that looks from one role to another): sparsity ``(mean |c|)² / mean c²`` of the
 terms, the same under independently rotated singular vectors (``rotated``: spectrum and rank stay)
