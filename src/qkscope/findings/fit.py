@@ -1,5 +1,4 @@
-"""What `decompose` gives: the sums of each contrast, the subspaces made of them with their
-controls, and its folder.
+"""What `decompose` gives: the sums of each contrast, its subspaces with their controls, a folder.
 
 A folder holds what was asked (in its manifest), the sums, and a copy of the task's file. Subspaces
 are not stored, but made again from the sums by `load`: they are cheap, and then they cannot
@@ -26,7 +25,7 @@ from qkscope.model.spaces import Space
 from qkscope.results.folder import MANIFEST, WORK, check_unchanged, file_name, read_run
 from qkscope.results.result import Result, provenance, write_result
 from qkscope.sums.bases import checked_svd
-from qkscope.sums.controls import FEW_UNITS, FEWEST, Gain, run_controls
+from qkscope.sums.controls import FEW_UNITS, FEWEST, Controls, Gain, run_controls
 from qkscope.sums.moments import Covariance, Moments
 from qkscope.sums.subspace import Subspace, rank_of
 from qkscope.texts.task import Task
@@ -42,23 +41,32 @@ _KINDS = {
 }
 #: What a fit was asked for, as its manifest says it.
 _JOB = (
-    "model", "weights", "dtype", "tokenizer", "task", "asked", "task_seed", "heads", "n", "contrasts", "space",
-    "batch_size", "replicates", "seed",
-)  # fmt: skip
+    "model",
+    "weights",
+    "dtype",
+    "tokenizer",
+    "task",
+    "asked",
+    "task_seed",
+    "heads",
+    "n",
+    "contrasts",
+    "space",
+    "batch_size",
+    "replicates",
+    "seed",
+)
 
 
 class ContrastSums(Moments):
-    """What the pass of one contrast adds up: its moments, and the covariances of queries and keys
-    for the baselines.
-    """
+    """What the pass of one contrast adds up: its moments, and the baselines' covariances."""
 
     kind = "sums"
 
     def __init__(self, *args: Any, device: torch.device | str = "cpu", **options: Any) -> None:
         super().__init__(*args, device=device, **options)
-        self.cov_q, self.cov_k = (
-            Covariance(len(self.heads), self.d_head, device) for _ in range(2)
-        )
+        self.cov_q = Covariance(len(self.heads), self.d_head, device)
+        self.cov_k = Covariance(len(self.heads), self.d_head, device)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, sharing memory."""
@@ -75,16 +83,14 @@ class Fit(Result):
     heads: tuple[Head, ...] = ()
     space: Space = "post_rope"
     chat: bool = False
-    kept_in: Path | None = (
-        None  # the folder that it was read from or written to, with a copy of the task's file
-    )
+    kept_in: Path | None = None  # the folder of its sums, with a copy of the task's file
 
     def __getitem__(self, which: tuple[str, str | Head]) -> Subspace:
         contrast = which[0]
         head = Head.parse(which[1])
         if (contrast, head) not in self.subspaces:
-            there = f"{', '.join(self.contrasts)} at {', '.join(map(str, self.heads))}"
-            raise BadInput(f"nothing was fitted for {contrast!r} at {head}: there is {there}.")
+            fitted = f"{', '.join(self.contrasts)} at {', '.join(map(str, self.heads))}"
+            raise BadInput(f"nothing was fitted for {contrast!r} at {head}: there is {fitted}.")
         return self.subspaces[contrast, head]
 
     def __iter__(self) -> Iterator[tuple[str, Head]]:
@@ -116,25 +122,19 @@ class Fit(Result):
     def covariances(
         self, heads: Sequence[Head], contrasts: Sequence[str] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Covariances of the queries and of the keys that some contrasts were fitted on, for each
-        head.
+        """Covariances of queries and of keys that some contrasts were fitted on, for each head.
 
         Parameters
         ----------
         heads : some of the fitted heads.
         contrasts : their names; all that were fitted by default, and where one of them was not.
         """
-        chosen = (
-            list(self.sums)
-            if contrasts is None or not set(contrasts) <= set(self.sums)
-            else contrasts
-        )
+        if contrasts is None or not set(contrasts) <= set(self.sums):
+            contrasts = list(self.sums)
+        chosen = [self.sums[name] for name in contrasts]
+        cov_q = chosen[0].cov_q.merge(*(sums.cov_q for sums in chosen[1:]))
+        cov_k = chosen[0].cov_k.merge(*(sums.cov_k for sums in chosen[1:]))
         index = [self.heads.index(head) for head in heads]
-        sums = [self.sums[name] for name in chosen]
-        cov_q, cov_k = (
-            first.merge(*others)
-            for first, *others in ([s.cov_q for s in sums], [s.cov_k for s in sums])
-        )
         return cov_q.matrix()[index].cpu(), cov_k.matrix()[index].cpu()
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
@@ -210,76 +210,128 @@ def fit_of(
     rank: Any = "energy",
     center: Any = None,
 ) -> Fit:
-    """Subspaces and their controls from finished sums: no model is needed any more."""
+    """Make subspaces and their controls from finished sums: no model is needed any more."""
     subspaces: dict[tuple[str, Head], Subspace] = {}
     rows: list[dict[str, Any]] = []
     spectrum: list[dict[str, Any]] = []
     for name, moments in sums.items():
         centring = (center or {}).get(name, task.contrasts[name].center)
-        gains = {head: Gain(*gain) for head, gain in moments.about["gains"].items()}
-        controls = run_controls(moments, name, center=centring, gains=gains)
-        cov_k = moments.cov_k.matrix()
         cut = rank.get(name, "energy") if isinstance(rank, Mapping) else rank
-        sizes = moments.sizes(name)
-        made_of = {**about, "group_size": moments.group_size}
-        factors = zip(moments.heads, *checked_svd(moments.delta(name, centring)), strict=True)
-        for i, (head, u, s, v) in enumerate(factors):
-            at = {"head": str(head), "contrast": name}
-            c = controls[head]
-            kept = max(
-                rank_of(s, cut, c, float(sizes[i])), 1
-            )  # one where nothing is, as the verdict says
-            subspace = subspaces[name, head] = Subspace(
-                u, s, v, kept, head, name, c, made_of, cov_k[i]
-            )
-            told = {
-                column: value for column, value in vars(c).items() if not isinstance(value, tuple)
-            }
-            rows.append({**at, "rank": subspace.rank, "detected": c.detected, **told})
-            shown = max(
-                subspace.rank + 3, c.detected + 3, _SHOWN_SPECTRUM
-            )  # a few more than were kept or detected
-            columns = zip_longest(c.spectrum[:shown], c.null_median[:shown], c.null_high[:shown])
-            spectrum += [
-                {**at, "component": i + 1, "value": value, "null_median": median, "null_high": high,
-                 "kept": i < subspace.rank}
-                for i, (value, median, high) in enumerate(columns)
-            ]  # fmt: skip
-    some = next(iter(sums.values()))
+        for subspace in _subspaces(name, moments, centring, cut, about):
+            assert subspace.head is not None
+            assert subspace.controls is not None
+            subspaces[name, subspace.head] = subspace
+            rows.append(_rank_row(subspace, subspace.controls))
+            spectrum += _spectrum_rows(subspace, subspace.controls)
+    first = next(iter(sums.values()))
     asked = {
-        **about, "n": some.about["n"], "heads": [str(head) for head in some.heads], "contrasts": list(sums),
-        "batch_size": some.about["batch_size"], "replicates": some.replicates, "seed": some.seed, "rank": rank,
-        **({"center": dict(center)} if center else {}),
-    }  # fmt: skip
-    made: Any = {"model": about["model"], "seed": some.seed, "provenance": provenance(**asked)}
-    of: Any = {"heads": tuple(some.heads), "space": about["space"]}
-    tables = {"ranks": rows, "spectrum": spectrum}
-    answer = with_notes(_answer(rows), about)
-    name = f"decompose/{task.name}"
+        **about,
+        "n": first.about["n"],
+        "heads": [str(head) for head in first.heads],
+        "contrasts": list(sums),
+        "batch_size": first.about["batch_size"],
+        "replicates": first.replicates,
+        "seed": first.seed,
+        "rank": rank,
+    }
+    if center:
+        asked["center"] = dict(center)
     return Fit(
-        name, tables, answer=answer, subspaces=subspaces, sums=sums, chat=task.chat, **made, **of
+        f"decompose/{task.name}",
+        {"ranks": rows, "spectrum": spectrum},
+        answer=with_notes(_answer(rows), about),
+        model=about["model"],
+        seed=first.seed,
+        provenance=provenance(**asked),
+        subspaces=subspaces,
+        sums=sums,
+        heads=tuple(first.heads),
+        space=about["space"],
+        chat=task.chat,
     )
+
+
+def _subspaces(
+    name: str, moments: ContrastSums, centring: Any, cut: Any, about: Mapping[str, Any]
+) -> Iterator[Subspace]:
+    """The subspace of one contrast at each head, with its controls."""
+    gains = {head: Gain(*gain) for head, gain in moments.about["gains"].items()}
+    controls = run_controls(moments, name, center=centring, gains=gains)
+    cov_k = moments.cov_k.matrix()
+    sizes = moments.sizes(name)
+    made_of = {**about, "group_size": moments.group_size}
+    u, s, v = checked_svd(moments.delta(name, centring))
+    for i, head in enumerate(moments.heads):
+        of_head = controls[head]
+        kept = rank_of(s[i], cut, of_head, float(sizes[i]))
+        kept = max(kept, 1)  # one where nothing is, as the verdict says
+        yield Subspace(u[i], s[i], v[i], kept, head, name, of_head, made_of, cov_k[i])
+
+
+def _rank_row(subspace: Subspace, controls: Controls) -> dict[str, Any]:
+    """The row of the table ``ranks``: what was kept and detected, and all numbers of controls."""
+    row = {
+        "head": str(subspace.head),
+        "contrast": subspace.contrast,
+        "rank": subspace.rank,
+        "detected": controls.detected,
+    }
+    for column, value in vars(controls).items():
+        if not isinstance(value, tuple):
+            row[column] = value
+    return row
+
+
+def _spectrum_rows(subspace: Subspace, controls: Controls) -> list[dict[str, Any]]:
+    """Singular values beside those of the null: a few more than were kept or detected."""
+    shown = max(subspace.rank + 3, controls.detected + 3, _SHOWN_SPECTRUM)
+    values = zip_longest(
+        controls.spectrum[:shown], controls.null_median[:shown], controls.null_high[:shown]
+    )
+    rows = []
+    for i, (value, median, high) in enumerate(values):
+        rows.append(
+            {
+                "head": str(subspace.head),
+                "contrast": subspace.contrast,
+                "component": i + 1,
+                "value": value,
+                "null_median": median,
+                "null_high": high,
+                "kept": i < subspace.rank,
+            }
+        )
+    return rows
 
 
 def _answer(rows: list[dict[str, Any]]) -> str:
-    parts = list[str]()
-    tested = [row for row in rows if row["verdict"] != "untested"]
+    """How many contrasts got which verdict, where, and what could not be tested."""
+    parts = []
     for verdict, words in _KINDS.items():
-        named = list[str]()
         having = [row for row in rows if row["verdict"] == verdict]
-        for name in dict.fromkeys(row["contrast"] for row in having):
-            heads = [row["head"] for row in having if row["contrast"] == name]
-            more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
-            named.append(f"{name} at {', '.join(heads[:_NAMED])}{more}")
-        parts += [f"in {len(having)} {words} ({'; '.join(named)})"] if having else []
-    said = f"Of {len(rows)} contrasts, {'; '.join(parts)}." if parts else f"{len(rows)} contrasts."
+        if having:
+            parts.append(f"in {len(having)} {words} ({_places(having)})")
+    answer = f"{len(rows)} contrasts."
+    if parts:
+        answer = f"Of {len(rows)} contrasts, {'; '.join(parts)}."
+    tested = [row for row in rows if row["verdict"] != "untested"]
     if len(tested) < len(rows):
         why = next(row["reason"] for row in rows if row["reason"]).removeprefix("untested: ")
-        said += f" {len(rows) - len(tested)} could not be tested ({why})."
+        answer += f" {len(rows) - len(tested)} could not be tested ({why})."
     few = {row["contrast"]: row["units"] for row in tested if row["units"] < FEW_UNITS}
-    return said + "".join(
-        f" {name} rests on {n} different words or prompts, which is few." for name, n in few.items()
-    )
+    for name, n in few.items():
+        answer += f" {name} rests on {n} different words or prompts, which is few."
+    return answer
+
+
+def _places(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The heads of each contrast, the first few by name."""
+    parts = []
+    for name in dict.fromkeys(row["contrast"] for row in rows):
+        heads = [row["head"] for row in rows if row["contrast"] == name]
+        more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
+        parts.append(f"{name} at {', '.join(heads[:_NAMED])}{more}")
+    return "; ".join(parts)
 
 
 # ---------------------------------------------------------------------- its folder
@@ -291,14 +343,12 @@ def sums_file(contrast: str) -> str:
 
 
 def check_job(out: str | Path | None, asked: Mapping[str, Any]) -> None:
-    """Refuse a folder that holds a fit of anything else; ask before long work, of what is known by
-    then.
-    """
+    """Refuse a folder that holds a fit of anything else, by what is known before long work."""
     if out is None or not (Path(out) / MANIFEST).exists():
         return
-    there = read_job(out)
-    here = json.loads(json.dumps({name: asked[name] for name in asked if name in _JOB}))
-    differs = [name for name in here if there[name] != here[name]]
+    written = read_job(out)
+    job = json.loads(json.dumps({name: asked[name] for name in asked if name in _JOB}))
+    differs = [name for name in job if written[name] != job[name]]
     if differs:
         raise BadInput(
             f"{out} holds another fit ({', '.join(differs)} differ): name another folder."
@@ -324,7 +374,7 @@ def read_sums(
     folder: Path, job: Mapping[str, Any], task: Task, device: torch.device
 ) -> dict[str, ContrastSums]:
     """Read the sums of every contrast of a folder's fit."""
-    every = {}
+    sums = {}
     manifest = read_run(folder)
     for name in checked_contrasts(task, job["contrasts"]):
         path = folder / sums_file(name)
@@ -333,12 +383,12 @@ def read_sums(
                 f"{path} is missing, the sums that {folder} is made of: run decompose again to make it."
             )
         check_unchanged(folder, path.name, manifest)
-        every[name] = ContrastSums.load(path, device=device)
-        if every[name].about.get("examples") != units_hash(task.fit(name, job["n"])):
+        sums[name] = ContrastSums.load(path, device=device)
+        if sums[name].about.get("examples") != units_hash(task.fit(name, job["n"])):
             raise BadInput(
                 f"{folder} was fitted on other prompts of {name} than are drawn now: fit in another folder."
             )
-    return every
+    return sums
 
 
 def task_of(job: Mapping[str, Any], folder: str | Path) -> Task:
@@ -359,9 +409,9 @@ def checked_contrasts(task: Task, contrasts: Sequence[str] | None) -> list[str]:
     """The contrasts to fit, all by default; an unknown one is refused before the model runs."""
     names = list(task.contrasts) if contrasts is None else list(contrasts)
     if not names or len(set(names)) < len(names):
-        there = ", ".join(task.contrasts)
+        known = ", ".join(task.contrasts)
         raise BadInput(
-            f"no contrast, or one that is named twice: there is {there}, but got {names}."
+            f"no contrast, or one that is named twice: there is {known}, but got {names}."
         )
     for name in names:
         task.fit(name, 1)

@@ -19,8 +19,9 @@ def default_features(contrasts: Sequence[str]) -> list[str]:
 
 
 def features_of(features: Any, head: Head, scope: Scope) -> tuple[dict[str, Subspace], Space]:
-    """The features of this head, of a `Fit` or by name, made with this model; and the space they
-    were all fitted in.
+    """The features of this head, of a `Fit` or by name, and the space they were fitted in.
+
+    Those of other heads, of another model or of several spaces are refused.
     """
     if isinstance(features, Fit):
         features = {name: features[name, head] for name in default_features(features.contrasts)}
@@ -32,8 +33,8 @@ def features_of(features: Any, head: Head, scope: Scope) -> tuple[dict[str, Subs
         check_same_model(subspace.about, scope, f"feature {name!r}")
     spaces: set[Any] = {subspace.about.get("space", "post_rope") for subspace in features.values()}
     if len(spaces) != 1:
-        there = ", ".join(sorted(spaces))
+        listed = ", ".join(sorted(spaces))
         raise BadInput(
-            f"no feature was given, or of different spaces ({there}): name those of one."
+            f"no feature was given, or of different spaces ({listed}): name those of one."
         )
     return dict(features), spaces.pop()

@@ -10,7 +10,7 @@ circuit, at the same roles: the control.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
@@ -50,71 +50,89 @@ class Edge:
         return f"{self.head}:{self.duty.query}>{self.duty.key}"
 
 
-def _duty(role: str, way: str) -> Duty:
-    return Duty(role, *way.split(" > "))
+def _duties(table: Mapping[str, str]) -> tuple[Duty, ...]:
+    """Read ``role = "query > key"`` lines."""
+    return tuple(Duty(role, *way.split(" > ")) for role, way in table.items())
+
+
+def _edges(rows: Iterable[Sequence[str]]) -> list[Edge]:
+    """Read rows of role, ``query > key`` and heads like ``9.9 10.0``."""
+    edges = []
+    for role, way, heads in rows:
+        duty = Duty(role, *way.split(" > "))
+        for head in heads.split():
+            edges.append(Edge(Head.parse(f"L{head.replace('.', 'H')}"), duty))
+    return edges
 
 
 _TABLE = tomllib.loads(files("qkscope.findings").joinpath("published.toml").read_text("utf-8"))
 #: What to look for in a model whose circuit nobody has published, by task.
-DUTIES = {
-    task: tuple(_duty(*row) for row in duties.items()) for task, duties in _TABLE["duties"].items()
-}
+DUTIES = {task: _duties(table) for task, table in _TABLE["duties"].items()}
 #: Published circuits, by model and task.
-CIRCUITS = {
-    (name, found["task"]): [
-        Edge(Head.parse(f"L{head.replace('.', 'H')}"), _duty(role, way))
-        for role, way, heads in found["edges"]
-        for head in heads.split()
-    ]
-    for model, found in _TABLE["circuits"].items()
-    for name in (model, found["also"])
-}
+CIRCUITS: dict[tuple[str, str], list[Edge]] = {}
+for _model, _circuit in _TABLE["circuits"].items():
+    for _name in (_model, _circuit["also"]):
+        CIRCUITS[_name, _circuit["task"]] = _edges(_circuit["edges"])
+_CIRCUIT_NAMES = {name for name, _ in CIRCUITS}
 _ANSWERING = Duty("answer", QUERY, ANSWER)
 
 
 def parse_edges(heads: str | Head | Sequence[str | Head | Edge], task: Task) -> list[Edge]:
-    """Read ``L9H9,L5H5:S2>S1+1``; a head alone looks from the query to the answer; a circuit's name
-    is all of it.
+    """Read ``L9H9,L5H5:S2>S1+1``, or the name of a circuit.
+
+    A head alone looks from the query to the answer.
     """
     edges: list[Edge] = []
     for part in [heads] if isinstance(heads, str | Head) else heads:
         if isinstance(part, Edge):
             edges.append(part)
-            continue
-        for text in filter(None, map(str.strip, str(part).split(","))):
-            if text in {name for name, _ in CIRCUITS}:
-                edges += CIRCUITS.get((text, task.name), [])
-            else:
-                edges.append(_parse(text, task.name))
+        else:
+            edges += _parse_list(str(part), task.name)
     if not edges:
         raise BadInput(
             f"no head was named, or the circuit of another task than {task.name}: write L9H9,L5H5:S2>S1+1."
         )
     roles = [*task.test(1)[0][0].roles, QUERY, ANSWER]
     for edge in edges:
-        for role in {edge.duty.query, edge.duty.key}.difference(roles):
-            there = ", ".join(roles)
-            raise BadInput(
-                f"{edge} names a role {role!r} that {task.name} does not have: there is {there}."
-            )
+        for role in (edge.duty.query, edge.duty.key):
+            if role not in roles:
+                raise BadInput(
+                    f"{edge} names a role {role!r} that {task.name} does not have: there is {', '.join(roles)}."
+                )
     return list(dict.fromkeys(edges))
 
 
+def _parse_list(text: str, task: str) -> list[Edge]:
+    """Read edges and names of circuits, separated by commas."""
+    edges: list[Edge] = []
+    for part in text.split(","):
+        name = part.strip()
+        if name in _CIRCUIT_NAMES:
+            edges += CIRCUITS.get((name, task), [])
+        elif name:
+            edges.append(_parse(name, task))
+    return edges
+
+
 def _parse(text: str, task: str) -> Edge:
+    """Read one edge; a way to look that the task knows has the role's name."""
     name, colon, way = text.partition(":")
-    query, _, key = (piece.strip() for piece in way.partition(">"))
-    if colon and not (query and key):
+    if not colon:
+        return Edge(Head.parse(name), _ANSWERING)
+    query, _, key = way.partition(">")
+    query = query.strip()
+    key = key.strip()
+    if not (query and key):
         raise BadInput(f"{text!r} should say from where to where a head looks, like L5H5:S2>S1+1.")
-    known = (duty for duty in DUTIES.get(task, ()) if (duty.query, duty.key) == (query, key))
-    return Edge(
-        Head.parse(name),
-        next(known, Duty(f"{query} to {key}", query, key)) if colon else _ANSWERING,
-    )
+    known = [duty for duty in DUTIES.get(task, ()) if (duty.query, duty.key) == (query, key)]
+    duty = known[0] if known else Duty(f"{query} to {key}", query, key)
+    return Edge(Head.parse(name), duty)
 
 
 def span_of(example: Example, role: str) -> Span | None:
-    """Find the span of a role; ``answer`` is the first right key, ``query`` the marked query, or
-    None (the last).
+    """Find the span of a role; None is the last token.
+
+    ``answer`` is the first right key, ``query`` the marked query, or None where none is marked.
     """
     if role in example.roles:
         return example.roles[role]
@@ -126,29 +144,26 @@ def span_of(example: Example, role: str) -> Span | None:
 def locate(
     scope: Scope, examples: Sequence[Example], roles: Sequence[str], chat: bool = False
 ) -> tuple[dict[str, Tensor], Int[Tensor, "n roles"]]:
-    """A left-padded batch, and the column of each role's (last) token in it; two roles may share a
-    token.
+    """Encode a left-padded batch, and find the column of each role's (last) token in it.
+
+    Two roles may share a token.
     """
     spans = [[span_of(example, role) for role in roles] for example in examples]
-    pairs = zip(examples, spans, strict=True)
-    marked = [
-        replace(example, queries=tuple(filter(None, own)), keys=(), answers=None)
-        for example, own in pairs
-    ]
+    marked = []
+    for example, of_roles in zip(examples, spans, strict=True):
+        queries = tuple(span for span in of_roles if span)
+        marked.append(replace(example, queries=queries, keys=(), answers=None))
     encoded = scope.encode(marked, chat=chat)
     last = encoded.inputs["input_ids"].shape[1] - 1
-    found = [encoded.places.query[encoded.places.row == i].tolist() for i in range(len(examples))]
-    columns = [
-        [last if span is None else left.pop(0) for span in own]
-        for own, left in zip(spans, found, strict=True)
-    ]
+    columns = []
+    for i, of_roles in enumerate(spans):
+        of_queries = iter(encoded.places.query[encoded.places.row == i].tolist())
+        columns.append([last if span is None else next(of_queries) for span in of_roles])
     return encoded.inputs, torch.tensor(columns)
 
 
 def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"] | int) -> Places:
-    """One row per example and query column, example by example, with every token of the example as
-    a key.
-    """
+    """Make one row per example and query column, with every token of the example as a key."""
     mask = inputs["attention_mask"]
     columns = torch.as_tensor(columns).view(len(inputs["input_ids"]), -1)
     row = torch.arange(len(columns), device=mask.device).repeat_interleave(columns.shape[1])
@@ -170,42 +185,56 @@ def find_circuit(
     keys = list(dict.fromkeys([*(duty.key for duty in duties), *units[0][0].roles]))
 
     def run(indices: list[int]) -> Float[Tensor, "n duties h"]:
-        inputs, columns = locate(
-            scope, [units[i][0] for i in indices], [*queries, *keys], task.chat
-        )
-        attention = scope.capture_inputs(
-            inputs, places=rows_from(inputs, columns[:, : len(queries)])
-        ).attention()
-        by_query = attention.cpu().unflatten(0, (len(indices), len(queries)))
-        slots = columns[:, None, len(queries) :].expand(-1, by_query.shape[2], -1)
-        out = []
+        examples = [units[i][0] for i in indices]
+        inputs, columns = locate(scope, examples, [*queries, *keys], task.chat)
+        of_queries = columns[:, : len(queries)]
+        of_keys = columns[:, len(queries) :]
+        captured = scope.capture_inputs(inputs, places=rows_from(inputs, of_queries))
+        attention = captured.attention().cpu().unflatten(0, (len(indices), len(queries)))
+        scores = []
         for duty in duties:
-            own = by_query[:, queries.index(duty.query)].gather(-1, slots)
-            target = slots[..., keys.index(duty.key), None]
-            others = (slots != target) & (
-                slots != columns[:, None, queries.index(duty.query), None]
+            query = queries.index(duty.query)
+            scores.append(
+                _preference(
+                    attention[:, query], of_keys, keys.index(duty.key), of_queries[:, query]
+                )
             )
-            rest = (own * others).sum(-1) / others.sum(-1).clamp_min(1)
-            out.append(own[..., keys.index(duty.key)] - rest)
-        return torch.stack(out, dim=1)
+        return torch.stack(scores, dim=1)
 
-    scores = torch.cat(list(stream(batches_of(units, batch_size), run))).double().mean(0)
-    best = scores.argsort(dim=-1, descending=True)[:, :top]
-    return [
-        Edge(scope.heads()[i], duty)
-        for duty, own in zip(duties, best.tolist(), strict=True)
-        for i in own
-    ]
+    batches = stream(batches_of(units, batch_size), run)
+    scores = torch.cat(list(batches)).double().mean(0)
+    best = scores.argsort(dim=-1, descending=True)[:, :top].tolist()
+    heads = scope.heads()
+    edges = []
+    for duty, first in zip(duties, best, strict=True):
+        edges += [Edge(heads[i], duty) for i in first]
+    return edges
+
+
+def _preference(
+    attention: Float[Tensor, "n h t"],
+    of_keys: Int[Tensor, "n k"],
+    key: int,
+    of_query: Int[Tensor, " n"],
+) -> Float[Tensor, "n h"]:
+    """Attention on one of the key roles, less the mean on the others that are other tokens."""
+    slots = of_keys[:, None].expand(-1, attention.shape[1], -1)
+    on_keys = attention.gather(-1, slots)
+    others = (slots != slots[..., key, None]) & (slots != of_query[:, None, None])
+    rest = (on_keys * others).sum(-1) / others.sum(-1).clamp_min(1)
+    return on_keys[..., key] - rest
 
 
 def outside(scope: Scope, edges: Sequence[Edge], count: int, seed: int = 0) -> list[Edge]:
-    """For each way to look, this many heads that are in no circuit, drawn at random: the control."""
+    """Draw heads that are in no circuit, this many for each way to look: the control."""
     inside = {edge.head for edge in edges}
     free = [head for head in scope.heads() if head not in inside]
     generator = torch.Generator().manual_seed(seed)
-    ways = list(dict.fromkeys((edge.duty.query, edge.duty.key) for edge in reversed(edges)))[::-1]
-    return [
-        Edge(free[i], Duty("control", query, key), circuit=False)
-        for query, key in ways
-        for i in sorted(torch.randperm(len(free), generator=generator)[:count].tolist())
-    ]
+    # in the order in which each way to look is last named
+    ways = list(dict.fromkeys((edge.duty.query, edge.duty.key) for edge in reversed(edges)))
+    controls = []
+    for query, key in reversed(ways):
+        drawn = torch.randperm(len(free), generator=generator)[:count].tolist()
+        duty = Duty("control", query, key)
+        controls += [Edge(free[i], duty, circuit=False) for i in sorted(drawn)]
+    return controls

@@ -48,7 +48,8 @@ def singular_basis(
     >>> qk.singular_basis(qk.Scope.load("nano:mixed"), ["L0H0", "L1H3"])
     SingularBasis(L0H0, L1H3: 24 vectors each)
     """
-    weights = head_weights(scope, wanted := scope.parse(heads))
+    wanted = scope.parse(heads)
+    weights = head_weights(scope, wanted)
     about = {"weights": scope.weights_hash, "model": scope.name, "dtype": str(scope.model.dtype)}
     rotary = [scope.facts.layers[head.layer].offset is not None for head in wanted]
     tensors = weights.W_Q, weights.W_K, weights.scale, weights.c_Q
@@ -56,9 +57,9 @@ def singular_basis(
 
 
 class RelativeRows(NamedTuple):
-    """Terms of rows (an example and one of its queries) and heads; NaN where a query does not see
-    the key.
+    """Terms of relative attention, for each row (an example's query) and head.
 
+    They are NaN where a query does not see the key.
     ``terms = query · s · key``, with ``query = α`` (QK-norm's scalar included), ``key = γ / σ``
     times the call's scale. ``constant`` is the part of QK-norm's own bias: ``terms.sum(-1) +
     constant = relative``.
@@ -83,14 +84,16 @@ class RelativeRows(NamedTuple):
         space as a whole; ``prompts`` are the numbers that address their draws.
         """
         terms = self.terms
-        shared = derived_seed(seed, "shared")
+        sigma = self.s.expand_as(terms)
         turned = measure.turned_terms(self.query * self.key, self.s, draws, prompts, seed)
+        rotated_shared = measure.shared_sparsity(
+            self.q, self.difference, draws, prompts, derived_seed(seed, "shared")
+        )
+        sigma_rotated = measure.rank_correlation(turned.abs(), self.s.expand_as(turned))
         return {
             "sparsity": measure.sparsity(terms),
             "rotated": measure.sparsity(turned).mean(0),
-            "rotated_shared": measure.shared_sparsity(
-                self.q, self.difference, draws, prompts, shared
-            ),
+            "rotated_shared": rotated_shared,
             "relative": self.relative,
             "attention": self.attention,
             "count": measure.reconstruction_count(terms),
@@ -98,10 +101,8 @@ class RelativeRows(NamedTuple):
             "count_null": measure.null_count(terms, draws=draws, seed=seed),
             "count_tol_null": measure.null_count(terms, TOLERANCE, draws, seed),
             "cancellation": measure.cancellation(terms),
-            "sigma_correlation": measure.rank_correlation(terms.abs(), self.s.expand_as(terms)),
-            "sigma_rotated": measure.rank_correlation(turned.abs(), self.s.expand_as(turned)).mean(
-                0
-            ),
+            "sigma_correlation": measure.rank_correlation(terms.abs(), sigma),
+            "sigma_rotated": sigma_rotated.mean(0),
             "largest": measure.largest_place(terms),
             "largest_rotated": measure.largest_place(turned).mean(0),
         }
@@ -114,18 +115,17 @@ def relative_rows(
     rows: Any = slice(None),
     heads: Any = None,
 ) -> RelativeRows:
-    """Split the relative attention of rows that were captured in the query's frame with every key
-    of their sequence.
+    """Split the relative attention of captured rows over the singular basis.
 
     Parameters
     ----------
-    captured : from places `Places.everywhere`.
+    captured : in the query's frame, with every key of their sequence (`Places.everywhere`).
     attended : slot of the key asked about, for each row and head; (b, 1) where it is one for all
         heads.
     basis : the singular basis of its heads.
     rows, heads : which of them, by number; all by default.
     """
-    columns = list(range(len(captured.heads))) if heads is None else list(heads)
+    columns = list(range(len(captured.heads)) if heads is None else heads)
     index = basis.index([captured.heads[column] for column in columns])
     k = captured.k[rows][:, captured.kv_of_head[columns]].double().cpu()
     q = captured.q[rows][:, columns].double().cpu()
@@ -133,17 +133,16 @@ def relative_rows(
     slot = attended.expand(-1, len(columns)).cpu().long()
     seen = captured.bias[rows][:, columns].isfinite().cpu()
     valid = seen.gather(-1, slot[..., None])[..., 0] & (seen.sum(-1) > 1)
-    difference = measure.key_difference(
-        k, slot, torch.where(valid[..., None], seen, torch.ones_like(seen))
-    )
+    compared = torch.where(valid[..., None], seen, torch.ones_like(seen))
+    difference = measure.key_difference(k, slot, compared)
     difference = difference.masked_fill(~valid[..., None], torch.nan)
     constant = basis.c_Q[index].double()
     s = basis.S[index].double()
     alpha, gamma = singular_coordinates(basis.read[index], q - constant, difference)
     floor = torch.finfo(torch.float64).eps * s.amax(-1, keepdim=True)
-    attention = (
-        captured.attention()[rows][:, columns].cpu().gather(-1, slot[..., None])[..., 0].double()
-    )
+    unscaled = gamma / s.clamp_min(torch.finfo(s.dtype).tiny)
+    pattern = captured.attention()[rows][:, columns].cpu()
+    attention = pattern.gather(-1, slot[..., None])[..., 0].double()
     return RelativeRows(
         terms=scale * alpha * gamma,
         constant=scale[:, 0] * (constant * difference).sum(-1),
@@ -151,7 +150,7 @@ def relative_rows(
         attention=attention.masked_fill(~valid, torch.nan),
         query=alpha,
         s=s,
-        key=scale * torch.where(s > floor, gamma / s.clamp_min(torch.finfo(s.dtype).tiny), 0.0),
+        key=scale * torch.where(s > floor, unscaled, 0.0),
         q=q,
         difference=scale * difference,
     )

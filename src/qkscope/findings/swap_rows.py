@@ -8,7 +8,7 @@ whatever batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,8 +40,11 @@ def check_swappable(space: str, downstream: bool = False) -> None:
 
 
 class Pairs(NamedTuple):
-    """The keys that change places: a row for each query of each held-out prompt, in the order in
-    which batches run.
+    """The keys that change places, in the order in which batches run.
+
+    There is a row for each query of each held-out prompt. ``others`` are two keys for the sham
+    swap, None where there are none; rows of one ``cluster`` ask for the same word, or are of the
+    same unit, and are resampled together.
     """
 
     batches: list[list[int]]
@@ -49,17 +52,12 @@ class Pairs(NamedTuple):
     unit: Int[Tensor, " n"]
     orig: Int[Tensor, " n"]
     target: Int[Tensor, " n"]
-    others: (
-        tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None
-    )  # two keys for the sham swap; None where there are none
-    cluster: Int[
-        Tensor, " n"
-    ]  # rows that ask for the same word, or are of the same unit: resampled together
+    others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None
+    cluster: Int[Tensor, " n"]
 
 
 def draw_pairs(units: Units, batch_size: int = 32, seed: int = 0) -> Pairs:
-    """A right key and a wrong one of every row, uniformly drawn once, for every condition and every
-    verb.
+    """Draw a right key and a wrong one of every row, once for every condition and every verb.
 
     A sham swaps two keys whose swap should do nothing: two right ones (a filter list), or two wrong
     ones beside the target.
@@ -69,21 +67,18 @@ def draw_pairs(units: Units, batch_size: int = 32, seed: int = 0) -> Pairs:
             "there are no examples, or a unit without one: give at least one prompt in each."
         )
     batches = batches_of(units, batch_size)
-    members = [(i, m) for batch in batches for i in batch for m in range(len(units[i]))]
-    rows = [(i, m) for i, m in members for _ in units[i][m].queries or (0,)]
-    examples = [units[i][m] for i, m in rows]
-    labels = torch.zeros(
-        len(rows), max(len(example.keys) for example in examples), dtype=torch.long
-    )
-    for row, example in enumerate(examples):
-        labels[row, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
+    unit, member = _row_numbers(units, batches).unbind(1)
+    places = zip(unit.tolist(), member.tolist(), strict=True)
+    examples = [units[i][m] for i, m in places]
+    labels = _labels(examples)
     right = labels > 0
     wrong = labels < 0
-    for row in (~(right.any(1) & wrong.any(1))).nonzero()[:1, 0].tolist():
+    both = right.any(1) & wrong.any(1)
+    if not bool(both.all()):
+        example = examples[int((~both).nonzero()[0])]
         raise BadInput(
-            f"a swap needs keys labelled {ANSWER!r} 1 and -1, and {examples[row].show(80)} has not both."
+            f"a swap needs keys labelled {ANSWER!r} 1 and -1, and {example.show(80)} has not both."
         )
-    unit, member = torch.tensor(rows).unbind(1)
 
     def draw(what: str, beside: Tensor, allowed: Tensor) -> Tensor:
         return draw_targets(beside, allowed, derived_seed(seed, what), unit, member)
@@ -97,14 +92,39 @@ def draw_pairs(units: Units, batch_size: int = 32, seed: int = 0) -> Pairs:
     elif bool((free.sum(dim=1) > 1).all()):
         first = draw("sham", target, free)
         others = first, draw("sham, the other", first, free)
-    if all(ASKED in example.roles for example in examples):
-        # a task has a few dozen words and any number of prompts: resampling prompts would trust the
-        # words too much
-        words = [example.piece(example.roles[ASKED]) for example in examples]
-        cluster = torch.tensor([words.index(word) for word in words])
-    else:
-        cluster = clusters_of(units, unit)
-    return Pairs(batches, examples, unit, orig, target, others, cluster)
+    return Pairs(batches, examples, unit, orig, target, others, _clusters(units, examples, unit))
+
+
+def _row_numbers(units: Units, batches: Sequence[Sequence[int]]) -> Int[Tensor, "n 2"]:
+    """The unit of each row, and which of its prompts the row is of, in the order of batches."""
+    rows = []
+    for batch in batches:
+        for i in batch:
+            for member, example in enumerate(units[i]):
+                queries = max(len(example.queries), 1)  # its last token, where none is marked
+                rows += [(i, member)] * queries
+    return torch.tensor(rows)
+
+
+def _labels(examples: Sequence[Example]) -> Int[Tensor, "n k"]:
+    """Labels of each row's keys as answers; 0 where a row has fewer keys than others."""
+    width = max(len(example.keys) for example in examples)
+    labels = torch.zeros(len(examples), width, dtype=torch.long)
+    for row, example in enumerate(examples):
+        labels[row, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
+    return labels
+
+
+def _clusters(
+    units: Units, examples: Sequence[Example], unit: Int[Tensor, " n"]
+) -> Int[Tensor, " n"]:
+    """Number rows alike that are resampled together."""
+    if not all(ASKED in example.roles for example in examples):
+        return clusters_of(units, unit)
+    # a task has a few dozen words and any number of prompts: resampling prompts would trust the
+    # words too much
+    words = [example.piece(example.roles[ASKED]) for example in examples]
+    return torch.tensor([words.index(word) for word in words])
 
 
 def capture_rows(
@@ -116,36 +136,41 @@ def capture_rows(
     run: Any = None,
     more: Any = (None, None),
 ) -> SwapRows:
-    """Attention rows of held-out units, with their pairs (`draw_pairs` of the same units).
+    """Capture attention rows of held-out units, with their pairs (`draw_pairs` of the same units).
 
     ``run`` runs the stage (by default nothing is kept); of ``more``, what reads the model's answers
     too (`patched_runner`), and what gives the rows of other texts (`truth_runner`).
     """
-    capture, (patched, exchanged) = (
-        unit_runner(scope, units, heads, space=fit.space, chat=fit.chat),
-        more,
-    )
+    capture = unit_runner(scope, units, heads, space=fit.space, chat=fit.chat)
+    patched, exchanged = more
 
     def captured(indices: list[int]) -> dict[str, Any]:
-        rows, answers = patched(indices) if patched else (capture(indices).captured, None)
-        return {
-            "rows": dict(vars(rows.rows())),
-            "answers": answers,
-            **(exchanged(indices, rows) if exchanged else {}),
-        }
+        if patched:
+            rows, answers = patched(indices)
+        else:
+            rows = capture(indices).captured
+            answers = None
+        part = {"rows": dict(vars(rows.rows())), "answers": answers}
+        if exchanged:
+            part |= exchanged(indices, rows)
+        return part
 
-    parts = (run or partial(Work().run, last=True))(Stage("rows", pairs.batches, captured))
-    rows = AttentionRows.cat([AttentionRows(**part["rows"]) for part in parts])
-    answers = torch.cat([part["answers"] for part in parts], dim=1) if patched else None
-    truth = {
-        (name, reading): torch.cat([part["truth"][f"{reading}/{name}"] for part in parts])
-        for reading, _, name in (which.partition("/") for which in parts[0].get("truth", ()))
-    }
-    frame = (
-        AttentionRows.cat([AttentionRows(**part["frame"]) for part in parts])
-        if "frame" in parts[0]
-        else None
-    )
+    run = run or partial(Work().run, last=True)
+    parts = run(Stage("rows", pairs.batches, captured))
+    answers = None
+    if patched:
+        answers = torch.cat([part["answers"] for part in parts], dim=1)
+    truth = {}
+    for which in parts[0].get("truth", ()):
+        reading, _, name = which.partition("/")
+        truth[name, reading] = torch.cat([part["truth"][which] for part in parts])
+    frame = _joined(parts, "frame") if "frame" in parts[0] else None
+    rows = _joined(parts, "rows")
     return SwapRows(
         rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others, answers, truth, frame
     )
+
+
+def _joined(parts: Sequence[Mapping[str, Any]], name: str) -> AttentionRows:
+    """The attention rows of all batches."""
+    return AttentionRows.cat([AttentionRows(**part[name]) for part in parts])

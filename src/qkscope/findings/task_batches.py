@@ -1,7 +1,7 @@
-"""A task's prompts through a model: what an analysis was made from, a fixed list of batches in
-which a prompt and its copy stay together, and the rows of a contrast that each batch gives.
+"""A task's prompts through a model, in batches, and the rows of a contrast that each batch gives.
 
-Contrasts that label the same prompts, put together: a prompt runs once and serves every contrast
+The list of batches is fixed; a prompt and its copy stay together. Contrasts that label the same
+prompts run together: a prompt runs once and serves every contrast
 that labels it. A contrast still sees its own units alone, with its own numbers: what is added up,
 and what its nulls flip or deal, is what a pass over its own prompts would give (to rounding, as
 batches are others).
@@ -32,15 +32,23 @@ from qkscope.texts.task import ASKED, Contrast, Task, Unit
 
 def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
     """What an analysis was made from, for manifests and for refusing to mix."""
-    notes = [
-        *task.notes,
-        *([FIRST_TOKEN] if task.starts_with_key and not scope.encoder.adds_first else []),
-    ]
-    return {
-        "model": scope.name, "revision": scope.revision, "weights": scope.weights_hash,
-        "dtype": str(scope.model.dtype), "tokenizer": scope.tokenizer_hash, "task": task.name, "task_seed": task.seed,
-        "asked": dict(task.asked), "space": space, **({"notes": notes} if notes else {}),
-    }  # fmt: skip
+    notes = list(task.notes)
+    if task.starts_with_key and not scope.encoder.adds_first:
+        notes.append(FIRST_TOKEN)
+    about: dict[str, Any] = {
+        "model": scope.name,
+        "revision": scope.revision,
+        "weights": scope.weights_hash,
+        "dtype": str(scope.model.dtype),
+        "tokenizer": scope.tokenizer_hash,
+        "task": task.name,
+        "task_seed": task.seed,
+        "asked": dict(task.asked),
+        "space": space,
+    }
+    if notes:
+        about["notes"] = notes
+    return about
 
 
 def made_with(scope: Scope, **asked: Any) -> dict[str, Any]:
@@ -55,17 +63,18 @@ def with_notes(answer: str, about: Mapping[str, Any]) -> str:
 
 
 def check_same_model(about: Mapping[str, Any], scope: Scope, what: str) -> None:
-    """Refuse to use with a model what says that it was made with another one, or with another
-    tokenizer.
-    """
-    for part, here in (("weights", scope.weights_hash), ("tokenizer", scope.tokenizer_hash)):
-        there = about.get(part, here)
-        if there != here:
-            same = part == "weights" and weights_part(str(there)) == weights_part(str(here))
-            part = "settings (config.json, with the same weights)" if same else part
-            raise BadInput(
-                f"{what} was made with other {part} than {scope.name} has here: load the same model."
-            )
+    """Refuse what was made with another model, or with another tokenizer."""
+    weights = about.get("weights", scope.weights_hash)
+    if weights != scope.weights_hash:
+        copy = weights_part(str(weights)) == weights_part(str(scope.weights_hash))
+        part = "settings (config.json, with the same weights)" if copy else "weights"
+    elif about.get("tokenizer", scope.tokenizer_hash) != scope.tokenizer_hash:
+        part = "tokenizer"
+    else:
+        return
+    raise BadInput(
+        f"{what} was made with other {part} than {scope.name} has here: load the same model."
+    )
 
 
 class UnitBatch(NamedTuple):
@@ -103,9 +112,9 @@ def unit_runner(
     chat: bool = False,
     **how: Any,
 ) -> Callable[[list[int]], UnitBatch]:
-    """What captures the units of one batch, by number; ``how`` as in `Scope.capture_inputs`.
+    """Make the function that captures the units of one batch, by number.
 
-    The heads whose columns are ``asked`` must see every named key.
+    ``how`` is as in `Scope.capture_inputs`. The heads whose columns are ``asked`` must see every named key.
     """
     looking = list(range(len(heads)) if asked is None else asked)
 
@@ -114,9 +123,8 @@ def unit_runner(
         encoded = scope.encode([units[i][m] for i, m in members], chat=chat)
         captured = scope.capture_inputs(encoded, heads=list(heads), **how)
         check_visible(encoded, [heads[i] for i in looking], captured.bias[:, looking])
-        unit, member = torch.tensor(members, device=captured.example.device)[
-            captured.example
-        ].unbind(1)
+        of_example = torch.tensor(members, device=captured.example.device)
+        unit, member = of_example[captured.example].unbind(1)
         return UnitBatch(captured, unit, member)
 
     return run
@@ -125,28 +133,19 @@ def unit_runner(
 def null_units(
     units: Sequence[Unit], contrast: Contrast
 ) -> Callable[[UnitBatch], Int[Tensor, " b"]]:
-    """The number of the random unit of every row: equal for rows that are not independent of one
-    another.
+    """Make the function that numbers the random unit of every row.
 
-    A unit is what the contrast says (see `Contrast.unit`); copies of a prompt are one unit too.
-    Across a prompt and its copy, each has the word that it asks for itself; elsewhere what is drawn
-    together stays together. Where all prompts have the same word it cannot be what tells them
-    apart, and the prompt is the unit.
+    Rows that are not independent of one another have one number. A unit is what the contrast says
+    (see `Contrast.unit`); copies of a prompt are one unit too. Across a prompt and its copy, each
+    has the word that it asks for itself; elsewhere what is drawn together stays together. Where all
+    prompts have the same word it cannot be what tells them apart, and the prompt is the unit.
     """
     words = [[_words(unit, contrast, member) for member in range(len(unit))] for unit in units]
-    varied = len({own for row in words for own in row}) > 1
-    texts = [tuple(repr(e.text if e.ids is None else e.ids) for e in unit) for unit in units]
-
-    def hashed(unit: tuple[str, ...]) -> int:  # the same in every process
-        digest = hashlib.blake2b(
-            repr(unit).encode("utf-8", "backslashreplace"), digest_size=8
-        ).digest()
-        return int.from_bytes(digest, "big", signed=True)
-
-    numbers = [
-        [hashed(own if varied and own else text) for own in row]
-        for row, text in zip(words, texts, strict=True)
-    ]
+    varied = len({of_member for of_unit in words for of_member in of_unit}) > 1
+    numbers = []
+    for unit, of_unit in zip(units, words, strict=True):
+        texts = tuple(repr(e.text if e.ids is None else e.ids) for e in unit)
+        numbers.append([_hashed(each if varied and each else texts) for each in of_unit])
 
     def number(batch: UnitBatch) -> Int[Tensor, " b"]:
         rows = zip(batch.unit.tolist(), batch.member.tolist(), strict=True)
@@ -155,16 +154,26 @@ def null_units(
     return number
 
 
+def _hashed(texts: tuple[str, ...]) -> int:
+    """A number for some texts, the same in every process."""
+    text = repr(texts).encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
+
+
 def _words(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...]:
     """The words that tell the rows of one prompt apart; empty if the prompt itself does."""
-    examples = [unit[member]] if contrast.across else unit
     if contrast.unit == "prompt":
         return ()
-    if contrast.unit == "key":
-        spans = [(e, key.span) for e in examples for key in e.keys if key.label(contrast.name) > 0]
-    else:
-        spans = [(e, e.roles[contrast.unit]) for e in examples if contrast.unit in e.roles]
-    return tuple(sorted(str(example.piece(span)) for example, span in spans))
+    words = []
+    for example in [unit[member]] if contrast.across else unit:
+        if contrast.unit == "key":
+            spans = [key.span for key in example.keys if key.label(contrast.name) > 0]
+        elif contrast.unit in example.roles:
+            spans = [example.roles[contrast.unit]]
+        else:
+            spans = []
+        words += [str(example.piece(span)) for span in spans]
+    return tuple(sorted(words))
 
 
 class ContrastRows(NamedTuple):
@@ -207,8 +216,9 @@ def cluster_of(unit: Unit, number: int) -> object:
 
 
 def words_of(units: Sequence[Unit]) -> list[str]:
-    """The word that each unit asks for, or its cluster if none is marked: equal for prompts that
-    ask alike.
+    """The word that each unit asks for, or its cluster if none is marked.
+
+    They are equal for prompts that ask alike.
     """
     if all(ASKED in unit[0].roles for unit in units):
         return [unit[0].piece(unit[0].roles[ASKED]) for unit in units]
@@ -218,53 +228,73 @@ def words_of(units: Sequence[Unit]) -> list[str]:
 def clusters_of(units: Sequence[Unit], unit: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
     """A number for each row by its unit's cluster: copies of one prompt are resampled together."""
     numbers: dict[object, int] = {}
-    return torch.tensor(
-        [numbers.setdefault(cluster_of(own, i), len(numbers)) for i, own in enumerate(units)]
-    )[unit]
+    clusters = []
+    for i, examples in enumerate(units):
+        clusters.append(numbers.setdefault(cluster_of(examples, i), len(numbers)))
+    return torch.tensor(clusters)[unit]
 
 
-Joint = dict[tuple[str, int], tuple[Example, dict[str, tuple[int, int]]]]
-"""Prompts that run together, each once, with the labels of all contrasts; by contrast, each one's
-unit and place there.
-"""
+# ---------------------------------------------------------------------- contrasts that run together
+
+
+class JointPrompt(NamedTuple):
+    """A prompt with the labels of several contrasts, and its unit and place there in each."""
+
+    prompt: Example
+    owners: dict[str, tuple[int, int]]
+
+
+Joint = dict[tuple[str, int], JointPrompt]
+"""Prompts that run together, each once, by their text and how many copies come before."""
 
 
 def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:
-    """The units of some contrasts, those that begin with the same prompt together; a prompt stands
-    there once.
+    """Put the units of some contrasts together that begin with the same prompt.
 
-    Copies within a contrast stay as many as they are: the n-th copy meets the n-th of other
-    contrasts.
+    A prompt stands there once. Copies within a contrast stay as many as they are: the n-th copy
+    meets the n-th of other contrasts.
     """
     joints = dict[tuple[str, int], Joint]()
     for name, drawn in units.items():
         often = Counter[str]()
         for number, unit in enumerate(drawn):
-            texts = [
-                repr((e.text, e.ids, e.queries, [key.span for key in e.keys])) for e in unit
-            ]  # but for labels
+            texts = [_text_and_marks(example) for example in unit]
             joint = joints.setdefault((texts[0], often[texts[0]]), {})
             often[texts[0]] += 1
             for member, (text, example) in enumerate(zip(texts, unit, strict=True)):
                 copy = text, texts[:member].count(text)
-                prompt, owners = joint.get(copy, (example, {}))
-                both = zip(prompt.keys, example.keys, strict=True)
-                keys = tuple(Key(a.span, {**a.labels, name: b.label(name)}) for a, b in both)
-                joint[copy] = replace(prompt, keys=keys), {**owners, name: (number, member)}
+                known = joint.get(copy, JointPrompt(example, {}))
+                prompt = _with_labels(known.prompt, example, name)
+                joint[copy] = JointPrompt(prompt, {**known.owners, name: (number, member)})
     return list(joints.values())
 
 
+def _text_and_marks(example: Example) -> str:
+    """What tells prompts apart: all but their labels."""
+    spans = [key.span for key in example.keys]
+    return repr((example.text, example.ids, example.queries, spans))
+
+
+def _with_labels(prompt: Example, example: Example, contrast: str) -> Example:
+    """Give the keys of a prompt the labels that an example of a contrast has."""
+    keys = []
+    for key, labelled in zip(prompt.keys, example.keys, strict=True):
+        labels = {**key.labels, contrast: labelled.label(contrast)}
+        keys.append(Key(key.span, labels))
+    return replace(prompt, keys=tuple(keys))
+
+
 def rows_of(batch: UnitBatch, joints: Sequence[Joint], contrast: str) -> UnitBatch | None:
-    """The rows of a contrast's own prompts, numbered by its own units; None where the batch holds
-    none.
-    """
-    rows = list(zip(batch.unit.tolist(), batch.member.tolist(), strict=True))
-    owners = {
-        row: list(joints[i].values())[place][1].get(contrast) for row, (i, place) in enumerate(rows)
-    }
-    where = {row: owner for row, owner in owners.items() if owner is not None}
-    if not where:
+    """The rows of a contrast's own prompts, numbered by its own units; None if there are none."""
+    rows = []
+    numbers = []
+    for row, (i, place) in enumerate(zip(batch.unit.tolist(), batch.member.tolist(), strict=True)):
+        owner = list(joints[i].values())[place].owners.get(contrast)
+        if owner is not None:
+            rows.append(row)
+            numbers.append(owner)
+    if not rows:
         return None
-    index = torch.tensor(list(where), device=batch.unit.device)
-    own = torch.tensor(list(where.values()), device=batch.unit.device)
-    return UnitBatch(batch.captured.of_rows(index), own[:, 0], own[:, 1])
+    index = torch.tensor(rows, device=batch.unit.device)
+    unit, member = torch.tensor(numbers, device=batch.unit.device).unbind(1)
+    return UnitBatch(batch.captured.of_rows(index), unit, member)

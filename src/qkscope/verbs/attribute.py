@@ -7,10 +7,11 @@ residual.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import Example, Head, Result, Scope, Subspace
@@ -19,7 +20,7 @@ from qkscope.findings.fitted_features import features_of
 from qkscope.findings.prompt_trace import Question
 from qkscope.findings.task_batches import made_with
 from qkscope.results.work import verb
-from qkscope.sums.feature_split import Split, attribute_logits, part_name, split_rows
+from qkscope.sums.feature_split import Attribution, Split, attribute_logits, part_name, split_rows
 
 
 @verb("explain")
@@ -33,8 +34,9 @@ def attribute(
     chat: bool | None = None,
     out: str | Path | None = None,
 ) -> Result:
-    """Split the logits of every token of a prompt, as the last token (or the marked query) sees
-    them.
+    """Split the logits of every token of a prompt among features.
+
+    They are the logits that the last token, or the marked query, gives.
 
     Parameters
     ----------
@@ -65,65 +67,94 @@ def attribute(
     """
     head = scope.check(head)
     chosen, space = features_of(features, head, scope)
-    fitted_chat = isinstance(features, Fit) and features.chat
-    asked = Question.first_of(
-        scope, scope.encode([prompt], chat=fitted_chat if chat is None else chat)
+    if chat is None:
+        chat = isinstance(features, Fit) and features.chat
+    question = Question.first_of(scope, scope.encode([prompt], chat=chat))
+    captured = scope.capture_inputs(
+        question.inputs, places=question.places, heads=[head], space=space
     )
-    captured = scope.capture_inputs(asked.inputs, places=asked.places, heads=[head], space=space)
-    query = asked.query
-    ordered = sorted(
-        chosen.items(), key=lambda item: item[1].rank
-    )  # what features share goes to the smaller
-    bases = {part_name(name): subspace.basis("query") for name, subspace in ordered}
+    query = question.query
+    # what features share goes to the smaller
+    ordered = dict(sorted(chosen.items(), key=lambda item: item[1].rank))
+    bases = {part_name(name): subspace.basis("query") for name, subspace in ordered.items()}
+    ranks = {part_name(name): subspace.rank for name, subspace in ordered.items()}
     q = captured.q[0, 0]
     k = captured.k[0, captured.kv_of_head[0], : query + 1]
     scale = float(captured.scale[0])
     parts = attribute_logits(q, k, scale, bases, split)
     reverse = attribute_logits(q, k, scale, dict(reversed(bases.items())))
-    attention = captured.attention()[0, 0, : query + 1].tolist()
-    logits = parts.logits.tolist()
-    shown: dict[str, Any] = {
-        "position": range(query + 1),
-        "token": asked.tokens[: query + 1],
-        "attention": attention,
-    }
-    shown |= {"logit": logits, **{name: part.tolist() for name, part in parts.parts.items()}}
-    rows = [dict(zip(shown, row, strict=True)) for row in zip(*shown.values(), strict=True)]
+    attention = captured.attention()[0, 0, : query + 1]
+    rows = _token_rows(question.tokens[: query + 1], attention, parts)
     best = max(rows, key=lambda row: row["attention"])
-    terms = ", ".join(f"{name} {best[name]:.2f}" for name in parts.parts)
     bias = float(captured.bias[0, 0, best["position"]])
-    ranks = {part_name(name): subspace.rank for name, subspace in ordered}
-    shares = {name: _share(part, parts.logits) for name, part in parts.parts.items()}
-    backward = {name: _share(part, parts.logits) for name, part in reverse.parts.items()}
-    answer = (
-        f"{head} gives {best['attention']:.2f} of its attention to {best['token']!r} (token {best['position']}): "
-        f"logit {best['logit']:.2f} = {terms}{f', and {bias:+.2f} for the distance' if bias else ''}."
-    )
+    overlap = [
+        {"one": one, "other": other, "cosine": cosine}
+        for (one, other), cosine in parts.overlap.items()
+    ]
     tables = {
         "tokens": rows,
-        "summary": [
+        "summary": _summary(parts, reverse, ranks),
+        "overlap": overlap,
+        "split": split_rows(head, query, range(query + 1), parts.logits, parts.parts, "query"),
+    }
+    about = {**question.told(prompt), "head": str(head), "split": split, "space": space}
+    answer = _answer(head, best, list(parts.parts), bias)
+    return Result("explain", tables, answer=answer, **made_with(scope, **about))
+
+
+def _token_rows(
+    tokens: Sequence[str], attention: Float[Tensor, " t"], parts: Attribution
+) -> list[dict[str, Any]]:
+    """Attention, logit and its parts, token by token."""
+    values = {name: part.tolist() for name, part in parts.parts.items()}
+    weights = attention.tolist()
+    logits = parts.logits.tolist()
+    rows = []
+    for position, token in enumerate(tokens):
+        row = {
+            "position": position,
+            "token": token,
+            "attention": weights[position],
+            "logit": logits[position],
+        }
+        for name, column in values.items():
+            row[name] = column[position]
+        rows.append(row)
+    return rows
+
+
+def _summary(
+    parts: Attribution, reverse: Attribution, ranks: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """The share of each part, also with features taken in the reverse order."""
+    rows = []
+    for name, part in parts.parts.items():
+        rows.append(
             {
                 "feature": name,
                 "rank": ranks.get(name),
-                "variance_share": share,
-                "reverse_order": backward[name],
+                "variance_share": _share(part, parts.logits),
+                "reverse_order": _share(reverse.parts[name], parts.logits),
             }
-            for name, share in shares.items()
-        ],
-        "overlap": [
-            {"one": a, "other": b, "cosine": cosine} for (a, b), cosine in parts.overlap.items()
-        ],
-        "split": split_rows(head, query, range(query + 1), parts.logits, parts.parts, "query"),
-    }
-    told = {**asked.told(prompt), "head": str(head), "split": split, "space": space}
-    return Result("explain", tables, answer=answer, **made_with(scope, **told))
+        )
+    return rows
+
+
+def _answer(head: Head, best: Mapping[str, Any], parts: Sequence[str], bias: float) -> str:
+    """The token that gets most attention, and what its logit is made of."""
+    terms = ", ".join(f"{name} {best[name]:.2f}" for name in parts)
+    distance = f", and {bias:+.2f} for the distance" if bias else ""
+    return (
+        f"{head} gives {best['attention']:.2f} of its attention to {best['token']!r} (token {best['position']}): "
+        f"logit {best['logit']:.2f} = {terms}{distance}."
+    )
 
 
 def _share(part: Tensor, logits: Tensor) -> float:
-    """Share of the logits' variance over tokens that a part carries: covariance over variance;
-    shares sum to 1.
+    """Share of the logits' variance over tokens that a part carries.
 
-    A constant added to all logits changes no attention, so only what varies over tokens counts.
+    It is their covariance over the variance, so that shares sum to 1. A constant added to all
+    logits changes no attention, so only what varies over tokens counts.
     """
     varies = logits - logits.mean()
     total = float((varies * varies).sum())

@@ -1,5 +1,4 @@
-"""How few singular vectors carry a head's relative attention, over prompts and over training,
-beside its nulls.
+"""How few singular vectors carry a head's relative attention, over prompts and over training.
 
 Per edge (a head that looks from one role to another): sparsity ``(mean |c|)² / mean c²`` of the
 terms, the same under independently rotated singular vectors (``rotated``: spectrum and rank stay)
@@ -39,7 +38,7 @@ from qkscope.findings.published import (
     parse_edges,
     rows_from,
 )
-from qkscope.findings.singular_rows import relative_rows, singular_basis
+from qkscope.findings.singular_rows import RelativeRows, relative_rows, singular_basis
 from qkscope.findings.task_batches import batches_of, made_from, made_with, units_hash
 from qkscope.model.files import folder_hash, local_hash, weights_part
 from qkscope.model.inputs import answer_tokens
@@ -118,90 +117,140 @@ def sparsity(
     >>> qk.sparsity(scope, task, "L1H3:END>IO", 4, controls=1, draws=2, progress=False).table()[0]["n"]
     4
     """
-    named = CIRCUITS.get((scope.name, task.name)) if heads is None else parse_edges(heads, task)
-    edges = named or find_circuit(scope, task, batch_size=batch_size)
+    if heads is None:
+        edges = CIRCUITS.get((scope.name, task.name)) or []
+    else:
+        edges = parse_edges(heads, task)
+    if not edges:
+        edges = find_circuit(scope, task, batch_size=batch_size)
     for edge in edges:
         scope.check(edge.head)
     edges = [*edges, *outside(scope, edges, controls, seed)]
-    arrays = _measured(scope, task, edges, n, draws, batch_size, seed, progress)
-    rows = []
-    for e, edge in enumerate(edges):
-        own = {name: arrays[name][e] for name in arrays if name not in _OF_VECTORS}
-        gap, low, high = group_difference(arrays, [e], seed=seed)
-        rows.append({
-            "model": scope.name, "head": str(edge.head), "step": None, "role": edge.duty.role, "from": edge.duty.query,
-            "to": edge.duty.key, "circuit": edge.circuit, **{name: float(own[name].nanmean()) for name in own},
-            "difference": gap, "low": low, "high": high, "positive": float((own["relative"] > 0).double().mean()),
-            "n": int(own["sparsity"].isfinite().sum()),
-        })  # fmt: skip
-    asked = {
+    arrays = Measurement(scope, task, edges, n, draws, seed).over_prompts(batch_size, progress)
+    rows = [_row(scope.name, edge, e, arrays, seed) for e, edge in enumerate(edges)]
+    about = {
         **made_from(scope, task, "query_frame"),
         "n": n,
         "draws": draws,
         "edges": list(map(str, edges)),
     }
-    made: Any = {
-        "answer": _answer(rows),
-        "arrays": arrays,
-        "seed": seed,
-        **made_with(scope, **asked),
-    }
-    return Sparsity(f"sparsity/{task.name}", {"sparsity": rows}, edges=tuple(edges), **made)
-
-
-def _measured(
-    scope: Scope,
-    task: Task,
-    edges: Sequence[Edge],
-    n: int,
-    draws: int,
-    batch_size: int,
-    seed: int,
-    progress: Any,
-) -> dict[str, Tensor]:
-    """Every prompt's values ([edges, prompts]), and terms (first prompt and mean) with the
-    spectrum.
-    """
-    units: list[Unit] = [unit[:1] for unit in task.test(n)]
-    places = [(edge.head, edge.duty.query, edge.duty.key) for edge in edges]
-    heads, queries, keys = (list(dict.fromkeys(column)) for column in zip(*places, strict=True))
-    basis = singular_basis(scope, heads)
-    out = dict[str, Tensor]()
-    terms = torch.full((len(edges), len(units), basis.S.shape[-1]), torch.nan, dtype=torch.float64)
-    turned = torch.full_like(terms[:, 0], torch.nan)
-
-    def run(indices: list[int]) -> None:
-        inputs, columns = locate(
-            scope, [units[i][0] for i in indices], [*queries, *keys], task.chat
-        )
-        places = rows_from(inputs, columns[:, : len(queries)])
-        captured = scope.capture_inputs(inputs, places=places, heads=heads, space="query_frame")
-        for q, query in enumerate(queries):
-            own = [e for e, edge in enumerate(edges) if edge.duty.query == query]
-            slots = columns[:, [len(queries) + keys.index(edges[e].duty.key) for e in own]]
-            rows = list(range(q, len(places.row), len(queries)))
-            found = relative_rows(
-                captured, slots, basis, rows, [heads.index(edges[e].head) for e in own]
-            )
-            where = torch.tensor(own)[:, None], torch.tensor(indices)
-            terms[where] = found.terms.transpose(0, 1)
-            for name, value in found.values(draws, seed, indices).items():
-                out.setdefault(name, torch.full_like(terms[..., 0], torch.nan))[where] = value.T
-            if 0 in indices:
-                at = indices.index(0)
-                turned[own] = rotated_terms(found.query[at], found.s, found.key[at], 1, seed)[0]
-
-    list(stream(batches_of(units, batch_size), run, progress))
-    for edge, seen in zip(edges, terms.isfinite().all(-1).any(1).tolist(), strict=True):
-        if edge.circuit and not seen:
-            unseen = f"in no prompt does {edge.duty.query} see {edge.duty.key} and one token more"
-            raise BadInput(
-                f"{edge} cannot be measured: {unseen}; heads look back, so name the later place first."
-            )
-    sigma = basis.S[basis.index([edge.head for edge in edges])].double()
-    return out | dict(
-        zip(_OF_VECTORS, (terms[:, 0], turned, terms.nanmean(1).nan_to_num(0), sigma), strict=True)
+    return Sparsity(
+        f"sparsity/{task.name}",
+        {"sparsity": rows},
+        edges=tuple(edges),
+        answer=_answer(rows),
+        arrays=arrays,
+        seed=seed,
+        **made_with(scope, **about),
     )
+
+
+def _row(
+    model: str, edge: Edge, number: int, arrays: Mapping[str, Tensor], seed: int
+) -> dict[str, Any]:
+    """Means over prompts of one edge, with the interval of the difference."""
+    values = {name: array[number] for name, array in arrays.items() if name not in _OF_VECTORS}
+    gap, low, high = group_difference(arrays, [number], seed=seed)
+    return {
+        "model": model,
+        "head": str(edge.head),
+        "step": None,
+        "role": edge.duty.role,
+        "from": edge.duty.query,
+        "to": edge.duty.key,
+        "circuit": edge.circuit,
+        **{name: float(value.nanmean()) for name, value in values.items()},
+        "difference": gap,
+        "low": low,
+        "high": high,
+        "positive": float((values["relative"] > 0).double().mean()),
+        "n": int(values["sparsity"].isfinite().sum()),
+    }
+
+
+class Measurement:
+    """Relative attention of some edges over their singular bases, prompt by prompt.
+
+    Attributes
+    ----------
+    values : of every edge and prompt, by name; NaN where the key is not seen.
+    terms : of every edge, prompt and singular vector.
+    turned : the first prompt's terms under rotated singular vectors.
+    """
+
+    def __init__(
+        self, scope: Scope, task: Task, edges: Sequence[Edge], n: int, draws: int, seed: int
+    ) -> None:
+        self.scope = scope
+        self.task = task
+        self.edges = edges
+        self.draws = draws
+        self.seed = seed
+        self.units: list[Unit] = [unit[:1] for unit in task.test(n)]
+        self.heads = list(dict.fromkeys(edge.head for edge in edges))
+        self.queries = list(dict.fromkeys(edge.duty.query for edge in edges))
+        self.keys = list(dict.fromkeys(edge.duty.key for edge in edges))
+        self.basis = singular_basis(scope, self.heads)
+        self.values: dict[str, Tensor] = {}
+        shape = len(edges), len(self.units), self.basis.S.shape[-1]
+        self.terms = torch.full(shape, torch.nan, dtype=torch.float64)
+        self.turned = torch.full_like(self.terms[:, 0], torch.nan)
+
+    def over_prompts(self, batch_size: int, progress: bool | None) -> dict[str, Tensor]:
+        """Measure every prompt; refuse an edge of the circuit that no prompt shows."""
+        for _ in stream(batches_of(self.units, batch_size), self.run, progress):
+            pass  # kept in `values`, `terms` and `turned`
+        seen = self.terms.isfinite().all(-1).any(1).tolist()
+        for edge, is_seen in zip(self.edges, seen, strict=True):
+            if edge.circuit and not is_seen:
+                unseen = (
+                    f"in no prompt does {edge.duty.query} see {edge.duty.key} and one token more"
+                )
+                raise BadInput(
+                    f"{edge} cannot be measured: {unseen}; heads look back, so name the later place first."
+                )
+        index = self.basis.index([edge.head for edge in self.edges])
+        of_vectors = (
+            self.terms[:, 0],
+            self.turned,
+            self.terms.nanmean(1).nan_to_num(0),
+            self.basis.S[index].double(),
+        )
+        return self.values | dict(zip(_OF_VECTORS, of_vectors, strict=True))
+
+    def run(self, indices: list[int]) -> None:
+        """Measure one batch of prompts."""
+        examples = [self.units[i][0] for i in indices]
+        roles = [*self.queries, *self.keys]
+        inputs, columns = locate(self.scope, examples, roles, self.task.chat)
+        places = rows_from(inputs, columns[:, : len(self.queries)])
+        captured = self.scope.capture_inputs(
+            inputs, places=places, heads=self.heads, space="query_frame"
+        )
+        for q, query in enumerate(self.queries):
+            numbers = [e for e, edge in enumerate(self.edges) if edge.duty.query == query]
+            slots = columns[:, [self._column(self.edges[e]) for e in numbers]]
+            rows = list(range(q, len(places.row), len(self.queries)))
+            heads = [self.heads.index(self.edges[e].head) for e in numbers]
+            split = relative_rows(captured, slots, self.basis, rows, heads)
+            self._keep(split, numbers, indices)
+
+    def _column(self, edge: Edge) -> int:
+        """The column of `locate` in which an edge's key stands."""
+        return len(self.queries) + self.keys.index(edge.duty.key)
+
+    def _keep(self, split: RelativeRows, edges: Sequence[int], prompts: list[int]) -> None:
+        """Keep the terms and values of some edges on some prompts."""
+        where = torch.tensor(edges)[:, None], torch.tensor(prompts)
+        self.terms[where] = split.terms.transpose(0, 1)
+        for name, value in split.values(self.draws, self.seed, prompts).items():
+            if name not in self.values:
+                self.values[name] = torch.full_like(self.terms[..., 0], torch.nan)
+            self.values[name][where] = value.T
+        if 0 in prompts:
+            at = prompts.index(0)
+            turned = rotated_terms(split.query[at], split.s, split.key[at], 1, self.seed)
+            self.turned[edges] = turned[0]
 
 
 def group_difference(
@@ -210,10 +259,10 @@ def group_difference(
     baseline: Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """Mean of ``sparsity − rotated`` over some edges, with its interval by prompt; less that of a
-    ``baseline``.
+    """Mean of ``sparsity − rotated`` over some edges, with its interval by prompt.
 
-    Prompts are the same ones at every checkpoint, so the interval of the change is a paired one.
+    That of a ``baseline`` is taken off. Prompts are the same ones at every checkpoint, so the
+    interval of the change is a paired one.
     """
     index = list(chosen)
     gap = (arrays["sparsity"] - arrays["rotated"])[index].nanmean(0)
@@ -227,9 +276,7 @@ def group_difference(
 
 
 def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The finding in a sentence: the circuit against the rotated basis and against the heads
-    outside.
-    """
+    """The circuit against the rotated basis and against the heads outside, in a sentence."""
     inside = [row for row in rows if row["circuit"] is True]
     control = [row for row in rows if row["circuit"] is False]
 
@@ -250,8 +297,7 @@ def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Float[Tensor, " n"]:
-    """Whether the model itself prefers the right key's word to every wrong one's as the next token;
-    0 or 1.
+    """Whether the model itself says the right key's word sooner than every wrong one's; 0 or 1.
 
     Of tasks that are answered by copying a key; the words compared are the tokens at the keys.
     """
@@ -264,12 +310,12 @@ def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Flo
         assert logits is not None
         tokens, signs = answer_tokens(scope.encoder, encoded, task.chat)
         scores = logits.cpu().gather(1, tokens)
-        best, rival = (
-            scores.masked_fill(sign * signs <= 0, -torch.inf).amax(1) for sign in (1, -1)
-        )
+        best = scores.masked_fill(signs <= 0, -torch.inf).amax(1)
+        rival = scores.masked_fill(signs >= 0, -torch.inf).amax(1)
         right[indices] = (best > rival).double()
 
-    list(stream(batches_of(units, batch_size), run, False))
+    for _ in stream(batches_of(units, batch_size), run, False):
+        pass  # kept in `right`
     return right
 
 
@@ -277,8 +323,9 @@ def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Flo
 
 
 class Checkpoint(NamedTuple):
-    """One checkpoint: its name in the run, and what `Scope.load` takes. ``weights`` is known for
-    local files.
+    """One checkpoint: its name in the run, and what `Scope.load` takes.
+
+    ``weights`` is known for local files.
     """
 
     label: str
@@ -288,16 +335,15 @@ class Checkpoint(NamedTuple):
 
     @property
     def step(self) -> int | str | None:
-        """The number in its name (``step1000`` is 1000), or the name; None of a model that is no
-        checkpoint.
-        """
+        """The number in its name (``step1000`` is 1000), or the name; None of a whole model."""
         numbers = re.findall(r"\d+", self.label)
         return int(numbers[-1]) if numbers else self.label or None
 
 
 def checkpoints(model: str, revisions: str | Sequence[str] | None = None) -> list[Checkpoint]:
-    """The checkpoints asked for, by step where all have one; those that cannot exist are refused by
-    name.
+    """List the checkpoints asked for, by step where all have one.
+
+    Those that cannot exist are refused by name.
 
     Parameters
     ----------
@@ -307,66 +353,77 @@ def checkpoints(model: str, revisions: str | Sequence[str] | None = None) -> lis
     """
     if revisions is None:
         return [Checkpoint("", model, weights=local_hash(model))]
+    names = _revision_names(model, revisions)
+    check_revisions(model, names)
+    points = [_checkpoint(model, name) for name in names]
+    weights = {point.label: point.weights for point in points if point.weights is not None}
+    refuse_copies(model, weights)
+    if not all(isinstance(point.step, int) for point in points):
+        return points
+    return sorted(points, key=lambda point: int(point.step or 0))
+
+
+def _revision_names(model: str, revisions: str | Sequence[str]) -> list[str]:
+    """The names in a list or between commas, each once; ``all`` is all that are known."""
     listed = revisions.split(",") if isinstance(revisions, str) else revisions
-    names = [name for name in (str(part).strip() for part in listed) if name]
+    stripped = [str(name).strip() for name in listed]
+    names = [name for name in stripped if name]
     if not names or len(set(names)) < len(names):
         raise BadInput("name each revision once, like step1000,step2000, or leave them out.")
-    if names == ["all"]:
-        there = revisions_of(model)
-        if there is None:
-            raise BadInput(
-                f"the revisions of {model} are not known here: name them, like step1000,step2000."
-            )
-        names = there or names
-    check_revisions(model, names)
+    if names != ["all"]:
+        return names
+    known = revisions_of(model)
+    if known is None:
+        raise BadInput(
+            f"the revisions of {model} are not known here: name them, like step1000,step2000."
+        )
+    return known or names
+
+
+def _checkpoint(model: str, name: str) -> Checkpoint:
+    """One revision of a model; of a folder, the subfolder of that name."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        points = [
-            Checkpoint(name, str(folder / name), weights=folder_hash(folder / name))
-            for name in names
-        ]
-    else:
-        points = [Checkpoint(name, model, name) for name in names]
-    refuse_copies(
-        model, {point.label: point.weights for point in points if point.weights is not None}
-    )
-    numbered = all(isinstance(point.step, int) for point in points)
-    return sorted(points, key=lambda point: int(point.step or 0)) if numbered else points
+    if not folder.is_dir():
+        return Checkpoint(name, model, name)
+    return Checkpoint(name, str(folder / name), weights=folder_hash(folder / name))
 
 
 def refuse_copies(model: str, weights: Mapping[str, str]) -> None:
-    """Refuse a checkpoint whose weights another one has already; hubs have served such copies for
-    whole sweeps.
+    """Refuse a checkpoint whose weights another one has already.
+
+    Hubs have served such copies for whole sweeps.
     """
     seen: dict[str, str] = {}
     for label, digest in weights.items():
-        first = seen.setdefault(
-            weights_part(digest), label
-        )  # with another config they are a copy all the same
+        # with another config they are a copy all the same
+        first = seen.setdefault(weights_part(digest), label)
         if first != label:
             same = f"revisions {first!r} and {label!r} of {model} hold the same weights (hash {digest[:12]})"
             raise BadInput(f"{same}: one of them is not the checkpoint it is called; leave it out.")
 
 
 def _over_heads(
-    edges: Sequence[Edge], circuit: bool, arrays: Mapping[str, Tensor], first: Any
+    edges: Sequence[Edge],
+    circuit: bool,
+    arrays: Mapping[str, Tensor],
+    first: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Means over the edges of the circuit, or over the controls, and the change since the first
-    checkpoint.
-    """
+    """Means over the edges of the circuit, or over the controls, and the change since the first."""
     chosen = [i for i, edge in enumerate(edges) if edge.circuit is circuit]
-    accuracy = float(arrays["right"].mean()) if "right" in arrays else None
-    means = {name: float(arrays[name][chosen].nanmean()) for name in _MEANS}
-    gap = group_difference(arrays, chosen)
-    change = group_difference(arrays, chosen, first)
-    ends = dict(
-        zip(
-            ("difference", "low", "high", "change", "change_low", "change_high"),
-            gap + change,
-            strict=True,
-        )
-    )
-    return {"circuit": circuit, "accuracy": accuracy, **means, **ends, "heads": len(chosen)}
+    difference, low, high = group_difference(arrays, chosen)
+    change, change_low, change_high = group_difference(arrays, chosen, first)
+    return {
+        "circuit": circuit,
+        "accuracy": float(arrays["right"].mean()) if "right" in arrays else None,
+        **{name: float(arrays[name][chosen].nanmean()) for name in _MEANS},
+        "difference": difference,
+        "low": low,
+        "high": high,
+        "change": change,
+        "change_low": change_low,
+        "change_high": change_high,
+        "heads": len(chosen),
+    }
 
 
 @verb("sparsity")
@@ -385,10 +442,10 @@ def sweep(
     device: str | None = None,
     dtype: str | None = None,
 ) -> Sparsity:
-    """Measure how few singular vectors carry the attention of a circuit's heads, at one checkpoint
-    or over training.
+    """Measure how few singular vectors carry the attention of a circuit's heads, over training too.
 
-    A sweep that was stopped goes on with the checkpoints that are missing.
+    It is measured at one checkpoint or at several. A sweep that was stopped goes on with the
+    checkpoints that are missing.
 
     Parameters
     ----------
@@ -410,70 +467,98 @@ def sweep(
     if edges is not None:
         parse_edges(edges, task)  # refused before a model is loaded
     plan = {
-        "model": model, "task": task.name, "asked": dict(task.asked), "task_seed": task.seed, "heads": heads, "n": n,
-        "controls": controls, "draws": draws, "seed": seed, "examples": units_hash(task.test(n)), "dtype": dtype,
-    }  # fmt: skip
+        "model": model,
+        "task": task.name,
+        "asked": dict(task.asked),
+        "task_seed": task.seed,
+        "heads": heads,
+        "n": n,
+        "controls": controls,
+        "draws": draws,
+        "seed": seed,
+        "examples": units_hash(task.test(n)),
+        "dtype": dtype,
+    }
+    last = points[-1].label
     work = current_work().open(
-        {**plan, "last": points[-1].label, "weights": [point.weights for point in points]}
+        {
+            **plan,
+            "last": last,
+            "weights": [point.weights for point in points],
+        }
     )
-    pieces: dict[str, Any] = {}
 
-    def measure(point: Checkpoint) -> dict[str, Any]:
+    def measure(point: Checkpoint, edges: Any, controls: int) -> dict[str, Any]:
         scope = Scope.load(point.model, revision=point.revision, device=device, dtype=dtype)
-        more = 0 if pieces else controls
-        found = sparsity(
-            scope, task, edges, n, controls=more, draws=draws, batch_size=batch_size, seed=seed
+        result = sparsity(
+            scope, task, edges, n, controls=controls, draws=draws, batch_size=batch_size, seed=seed
         )
-        right = (
-            {"right": answers_right(scope, task, n, batch_size)} if task.name in _COPYING else {}
-        )
-        rows = [{**row, "model": model, "step": point.step} for row in found.table()]
-        chosen = [asdict(edge) for edge in found.edges]
+        arrays = dict(result.arrays)
+        if task.name in _COPYING:
+            arrays["right"] = answers_right(scope, task, n, batch_size)
         return {
             "weights": scope.weights_hash,
-            "edges": chosen,
-            "rows": rows,
-            "arrays": {**found.arrays, **right},
+            "edges": [asdict(edge) for edge in result.edges],
+            "rows": [{**row, "model": model, "step": point.step} for row in result.table()],
+            "arrays": arrays,
         }
 
+    pieces: dict[str, Any] = {}
     for point in reversed(points):  # heads are looked for in the last one, and measured in all
+        make = partial(measure, point, edges, 0 if pieces else controls)
         with doing(f"{model} {point.label} ({len(pieces) + 1} of {len(points)})"):
-            piece = pieces[point.label] = work.once(
-                f"checkpoint {point.label}", partial(measure, point)
-            )
-        refuse_copies(model, {label: own["weights"] for label, own in pieces.items()})
-        edges = [
-            Edge(Head(**edge["head"]), Duty(**edge["duty"]), edge["circuit"])
-            for edge in piece["edges"]
-        ]
-    arrays = {point.label: pieces[point.label]["arrays"] for point in points}
-    last = points[-1].label
+            piece = work.once(f"checkpoint {point.label}", make)
+        pieces[point.label] = piece
+        refuse_copies(model, {label: each["weights"] for label, each in pieces.items()})
+        edges = [_edge(fields) for fields in piece["edges"]]
     tables = {"sparsity": [row for point in points for row in pieces[point.label]["rows"]]}
     answer = _answer(pieces[last]["rows"])
     if len(points) > 1:
-        tables["training"] = [
-            {
-                "step": point.step,
-                **_over_heads(edges, circuit, arrays[point.label], arrays[points[0].label]),
-            }
-            for point in points
-            for circuit in dict.fromkeys(edge.circuit for edge in edges)
-        ]
-        before, *_, after = (row for row in tables["training"] if row["circuit"])
-        answer = (
-            f"From checkpoint {points[0].label} to {last}, sparsity minus that of rotated singular vectors goes from "
-            f"{before['difference']:.3f} to {after['difference']:.3f} over the circuit (change {after['change']:.3f}, "
-            f"95% interval {after['change_low']:.3f} to {after['change_high']:.3f}). At {last}: "
-            f"{answer[0].lower()}{answer[1:]}"
-        )
+        tables["training"] = _training(points, edges, pieces)
+        answer = f"{_trend(points, tables['training'])} At {last}: {answer[0].lower()}{answer[1:]}"
+    arrays = {}
+    for point in points:
+        prefix = "" if point.label == last else f"{point.label}/"
+        for name, array in pieces[point.label]["arrays"].items():
+            arrays[prefix + name] = array
     weights = {point.label: pieces[point.label]["weights"] for point in points}
-    kept = {f"{p}/{k}" if p != last else k: v for p, of in arrays.items() for k, v in of.items()}
-    origin = provenance(**plan, edges=[asdict(edge) for edge in edges], weights=weights)
-    made: Any = {
-        "answer": answer,
-        "arrays": kept,
-        "model": model,
-        "seed": seed,
-        "provenance": origin,
-    }
-    return Sparsity(f"sparsity/{task.name}", tables, edges=tuple(edges), **made)
+    return Sparsity(
+        f"sparsity/{task.name}",
+        tables,
+        edges=tuple(edges),
+        answer=answer,
+        arrays=arrays,
+        model=model,
+        seed=seed,
+        provenance=provenance(**plan, edges=[asdict(edge) for edge in edges], weights=weights),
+    )
+
+
+def _edge(fields: Mapping[str, Any]) -> Edge:
+    """The edge that `asdict` took apart."""
+    return Edge(Head(**fields["head"]), Duty(**fields["duty"]), fields["circuit"])
+
+
+def _training(
+    points: Sequence[Checkpoint], edges: Sequence[Edge], pieces: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """A row for each checkpoint, of the circuit and of the controls."""
+    first = pieces[points[0].label]["arrays"]
+    rows = []
+    for point in points:
+        arrays = pieces[point.label]["arrays"]
+        for circuit in dict.fromkeys(edge.circuit for edge in edges):
+            rows.append({"step": point.step, **_over_heads(edges, circuit, arrays, first)})
+    return rows
+
+
+def _trend(points: Sequence[Checkpoint], rows: Sequence[Mapping[str, Any]]) -> str:
+    """How the circuit changes from the first checkpoint to the last."""
+    circuit = [row for row in rows if row["circuit"]]
+    before = circuit[0]
+    after = circuit[-1]
+    return (
+        f"From checkpoint {points[0].label} to {points[-1].label}, sparsity minus that of rotated singular vectors goes"
+        f" from {before['difference']:.3f} to {after['difference']:.3f} over the circuit (change {after['change']:.3f},"
+        f" 95% interval {after['change_low']:.3f} to {after['change_high']:.3f})."
+    )

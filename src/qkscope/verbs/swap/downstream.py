@@ -1,5 +1,4 @@
-"""What a swap does to the model's answer: the edited keys are written into the heads, and the model
-runs on.
+"""What a swap does to the model's answer: edited keys are written, and the model runs on.
 
 Candidates for the answer are those that an example names (`Example.answers`: " is" and " are"), or
 else the key tokens themselves (the box labels, the list's items); a result says which. For each
@@ -12,15 +11,17 @@ runs than one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head, Scope
+from qkscope import BadInput, Example, Head, Scope
 from qkscope.findings.swap_rows import Pairs, check_swappable
 from qkscope.model.capture_types import Capture
+from qkscope.model.encode import Encoding
 from qkscope.model.inputs import answer_tokens, check_visible
 from qkscope.model.patch import Edit
 from qkscope.rerun.rerun_layers import Batch
@@ -40,8 +41,9 @@ it is the target: first of the unedited run, then with each projector."""
 def patched_runner(
     scope: Scope, units: Units, what: Features, pairs: Pairs, projectors: Mapping[str, Projector]
 ) -> Callable[[list[int]], tuple[Capture, Answers]]:
-    """Make the function that runs units unchanged and with each swap, and returns queries, keys and
-    answers.
+    """Make the function that runs units unchanged and with each swap.
+
+    It returns queries, keys and answers.
     """
     check_swappable(what.fit.space, downstream=True)
     for example in pairs.examples:
@@ -49,99 +51,148 @@ def patched_runner(
             raise BadInput(
                 f"a patched run answers one query per example, but there are more in {example.show(80)}."
             )
+    first_layer = min(head.layer for head in what.heads)
 
     def run(indices: list[int]) -> tuple[Capture, Answers]:
-        encoded = scope.encode(
-            [example for i in indices for example in units[i]], chat=what.fit.chat
-        )
-        batch = Batch(scope, encoded, what.heads, min(head.layer for head in what.heads))
-        before = batch.before
-        check_visible(encoded, what.heads, before.bias)
-        own = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices])
-        orig = pairs.orig[own].to(scope.device)
-        target = pairs.target[own].to(scope.device)
-        tokens, signs = answer_tokens(scope.encoder, encoded, what.fit.chat)
-        named = torch.tensor([pairs.examples[at].answers is not None for at in own.tolist()])
-        right = torch.where(named, 0, orig.cpu())[:, None]
-        wrong = torch.where(named, (signs > 0).sum(1), target.cpu())[:, None]
-
-        def answers(logits: Float[Tensor, "b v"] | None) -> Float[Tensor, "b 4"]:
-            assert logits is not None  # they were asked for
-            scores = logits.cpu().gather(1, tokens).masked_fill(signs == 0, -torch.inf)
-            best = scores.argmax(1, keepdim=True)
-            columns = [
-                scores.gather(1, right),
-                scores.gather(1, wrong),
-                signs.gather(1, best) > 0,
-                best == wrong,
-            ]
-            return torch.cat(columns, dim=1)
-
-        def edit(head: Head, projector: Projector) -> Edit:
-            """The edit of one head; of several draws, the prompt at place i of all takes the i-th,
-            by turns.
-            """
-            column = before.heads.index(head)
-            rows = torch.arange(len(own), device=orig.device)
-            each = [
-                f[own % len(f), column] if f.ndim == 4 else f[column].expand(len(own), -1, -1)
-                for f in projector
-            ]
-            keys = before.k[:, before.kv_of_head[column]]
-            at = before.key_positions
-            pair = swapped_keys(keys[rows, orig, None], keys[rows, target, None], Projector(*each))
-            return Edit.keys(
-                head, torch.stack([at[rows, orig], at[rows, target]], dim=1), torch.cat(pair, dim=1)
-            )
-
-        edits = [
-            [edit(head, projector) for head in what.heads] for projector in projectors.values()
-        ]
-        runs = [before, *batch.run(edits, scope.heads()[-1:])]
-        return before, torch.stack([answers(captured.logits) for captured in runs])
+        examples = [example for i in indices for example in units[i]]
+        encoded = scope.encode(examples, chat=what.fit.chat)
+        batch = Batch(scope, encoded, what.heads, first_layer)
+        check_visible(encoded, what.heads, batch.before.bias)
+        rows = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices])
+        edits = []
+        for projector in projectors.values():
+            edits.append([_edit(batch.before, head, projector, pairs, rows) for head in what.heads])
+        candidates = Candidates.of(scope, encoded, what.fit.chat, pairs, rows)
+        runs = [batch.before, *batch.run(edits, scope.heads()[-1:])]
+        return batch.before, torch.stack([candidates.answers(each.logits) for each in runs])
 
     return run
 
 
+def _edit(
+    before: Capture, head: Head, projector: Projector, pairs: Pairs, rows: Int[Tensor, " b"]
+) -> Edit:
+    """The swap of two keys of each prompt, at one head.
+
+    Of several draws, the prompt at place i of all takes the i-th, by turns.
+    """
+    column = before.heads.index(head)
+    factors = []
+    for factor in projector:
+        if factor.ndim == 4:
+            factors.append(factor[rows % len(factor), column])
+        else:
+            factors.append(factor[column].expand(len(rows), -1, -1))
+    keys = before.k[:, before.kv_of_head[column]]
+    places = before.key_positions
+    orig = pairs.orig[rows].to(keys.device)
+    target = pairs.target[rows].to(keys.device)
+    n = torch.arange(len(rows), device=keys.device)
+    swapped = swapped_keys(keys[n, orig, None], keys[n, target, None], Projector(*factors))
+    at = torch.stack([places[n, orig], places[n, target]], dim=1)
+    return Edit.keys(head, at, torch.cat(swapped, dim=1))
+
+
+class Candidates(NamedTuple):
+    """The tokens that a batch's answers are read among, and which two of them are compared."""
+
+    tokens: Int[Tensor, "b c"]
+    signs: Int[Tensor, "b c"]  # 1 right, -1 wrong, 0 none
+    right: Int[Tensor, "b 1"]  # columns of the two
+    wrong: Int[Tensor, "b 1"]
+
+    @classmethod
+    def of(
+        cls, scope: Scope, encoded: Encoding, chat: bool, pairs: Pairs, rows: Int[Tensor, " b"]
+    ) -> Candidates:
+        """Those of some rows: named answers, or else the keys themselves."""
+        tokens, signs = answer_tokens(scope.encoder, encoded, chat)
+        examples = [pairs.examples[row] for row in rows.tolist()]
+        named = torch.tensor([example.answers is not None for example in examples])
+        right = torch.where(named, 0, pairs.orig[rows])
+        wrong = torch.where(named, (signs > 0).sum(1), pairs.target[rows])
+        return cls(tokens, signs, right[:, None], wrong[:, None])
+
+    def answers(self, logits: Float[Tensor, "b v"] | None) -> Float[Tensor, "b 4"]:
+        """What `Answers` holds of one run."""
+        assert logits is not None  # they were asked for
+        scores = logits.cpu().gather(1, self.tokens).masked_fill(self.signs == 0, -torch.inf)
+        best = scores.argmax(1, keepdim=True)
+        right = scores.gather(1, self.right)
+        wrong = scores.gather(1, self.wrong)
+        is_right = self.signs.gather(1, best) > 0
+        return torch.cat([right, wrong, is_right, best == self.wrong], dim=1)
+
+
 def answer_rows(
     values: Answers, kinds: Iterable[str], what: Features, pairs: Pairs, draws: int
-) -> tuple[Rows, str, str]:
-    """The table ``downstream``, a row for each kind of swap; its first row in words; what answers
-    were read among.
-    """
-    clean, *edited = values
-    gap = clean[:, 0] - clean[:, 1]
-    heads = ",".join(map(str, what.heads))
+) -> Rows:
+    """The table ``downstream``: a row for each kind of swap."""
+    before, *after = values
     table = Rows()
-    for kind, own in zip(kinds, edited, strict=True):
-        after = own[:, 0] - own[:, 1]
-        low, high = clustered_bootstrap(gap - after, pairs.cluster)
-        table.append({
-            "heads": heads, "condition": Condition(what.joint, kind).name, "feature": what.joint, "kind": kind,
-            "accuracy_before": float(clean[:, 2].mean()), "accuracy_after": float(own[:, 2].mean()),
-            "target_before": float(clean[:, 3].mean()), "target_after": float(own[:, 3].mean()),
-            "logit_difference_before": float(gap.mean()), "logit_difference_after": float(after.mean()),
-            "fell": float((gap - after).mean()), "low": float(low), "high": float(high), "n": len(own),
-            "draws": min(draws, len(own)) if kind == "random" else 1,
-        })  # fmt: skip
-    row = table[0]
-    texts = dict.fromkeys(
-        t for e in pairs.examples if e.answers for t in (*e.answers.right, *e.answers.wrong)
-    )
-    keys = dict.fromkeys(
-        e.piece(key.span) for e in pairs.examples if not e.answers for key in e.keys
-    )
-    read = " and ".join(
-        f"{which} ({', '.join(map(repr, list(every)[:_NAMED]))}{', …' if len(every) > _NAMED else ''})"
-        for which, every in (
-            ("the answers that are named", texts),
-            ("the key tokens themselves", keys),
+    for kind, swapped in zip(kinds, after, strict=True):
+        table.append(
+            {
+                "heads": ",".join(map(str, what.heads)),
+                "condition": Condition(what.joint, kind).name,
+                "feature": what.joint,
+                "kind": kind,
+                **_change(before, swapped, pairs),
+                "n": len(swapped),
+                "draws": min(draws, len(swapped)) if kind == "random" else 1,
+            }
         )
-        if every
-    )
-    said = (
-        f"Swapping {what.joint} in {heads} takes the model's answer, read among {read}, from "
+    return table
+
+
+def _change(
+    before: Float[Tensor, "n 4"], after: Float[Tensor, "n 4"], pairs: Pairs
+) -> dict[str, float]:
+    """How often the answer is right and the target, and how far right is ahead of the target."""
+    lead_before = before[:, 0] - before[:, 1]
+    lead_after = after[:, 0] - after[:, 1]
+    fell = lead_before - lead_after
+    low, high = clustered_bootstrap(fell, pairs.cluster)
+    return {
+        "accuracy_before": float(before[:, 2].mean()),
+        "accuracy_after": float(after[:, 2].mean()),
+        "target_before": float(before[:, 3].mean()),
+        "target_after": float(after[:, 3].mean()),
+        "logit_difference_before": float(lead_before.mean()),
+        "logit_difference_after": float(lead_after.mean()),
+        "fell": float(fell.mean()),
+        "low": float(low),
+        "high": float(high),
+    }
+
+
+def answers_read(examples: Sequence[Example]) -> str:
+    """Say what answers are read among: those that are named, or the keys' tokens."""
+    named = dict[str, None]()
+    keys = dict[str, None]()
+    for example in examples:
+        if example.answers:
+            named |= dict.fromkeys((*example.answers.right, *example.answers.wrong))
+        else:
+            keys |= dict.fromkeys(str(example.piece(key.span)) for key in example.keys)
+    parts = []
+    if named:
+        parts.append(f"the answers that are named ({_listed(list(named))})")
+    if keys:
+        parts.append(f"the key tokens themselves ({_listed(list(keys))})")
+    return " and ".join(parts)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """The first few texts, and whether there are more."""
+    listed = ", ".join(map(repr, texts[:_NAMED]))
+    return f"{listed}, …" if len(texts) > _NAMED else listed
+
+
+def answer_sentence(row: Mapping[str, Any], read: str) -> str:
+    """The first row of ``downstream`` in words."""
+    return (
+        f"Swapping {row['feature']} in {row['heads']} takes the model's answer, read among {read}, from "
         f"{row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}, and to the target in "
         f"{row['target_after']:.0%} (before: {row['target_before']:.0%})."
     )
-    return table, said, read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,9 +23,15 @@ from qkscope.sums.swap_algebra import Condition, Method
 
 #: A subspace of one's own: as a fit gives them, or a basis (d_head, r) whose span is swapped.
 Basis: TypeAlias = Subspace | Tensor
+#: Subspaces of one's own by name, each for all heads or by head.
+GivenSubspaces: TypeAlias = Mapping[str, Basis | Mapping[str | Head, Basis]]
 
 
-Own = Mapping[str, Basis | Mapping[str | Head, Basis]]
+class Comparisons(NamedTuple):
+    """Pairs of conditions that are compared on the same rows, and the projectors of all of them."""
+
+    pairs: list[tuple[Condition, Condition]]
+    projectors: dict[Condition, Projector]
 
 
 class Features(NamedTuple):
@@ -43,35 +50,33 @@ class Features(NamedTuple):
         fit: Fit,
         heads: Any,
         features: Sequence[str] | None = None,
-        subspaces: Own | None = None,
+        subspaces: GivenSubspaces | None = None,
     ) -> Features:
-        """Make the features that `swap` is asked for; refuse those that were not fitted, before the
-        model runs.
+        """Make the features that `swap` is asked for; refuse those that were not fitted.
+
+        The model has not run by then.
         """
-        own = dict(subspaces or {})
-        names = default_features(fit.contrasts) if features is None else list(features)
-        every = [*names, *own]
-        if not every:
+        given = dict(subspaces or {})
+        fitted = default_features(fit.contrasts) if features is None else list(features)
+        names = [*fitted, *given]
+        if not names:
             raise BadInput(
                 "there is nothing to swap: give a fit, as decompose gives, or subspaces of your own."
             )
-        if len(set(every)) < len(every):
+        if len(set(names)) < len(names):
             raise BadInput(
-                f"features are different contrasts of {', '.join(fit.contrasts)}, but got {every}."
+                f"features are different contrasts of {', '.join(fit.contrasts)}, but got {names}."
             )
         if heads is None:
-            named = [head for each in own.values() if isinstance(each, Mapping) for head in each]
-            heads = list(fit.heads) or list(dict.fromkeys(named))
+            heads = list(fit.heads) or _heads_of(given)
         chosen = parse_heads(heads)
-        known = {(name, head): fit[name, head] for name in names for head in chosen}
-        for name, given in own.items():
-            known |= {
-                (name, head): _subspace(name, given, scope.check(head), scope.d_head)
-                for head in chosen
-            }
+        known = {(name, head): fit[name, head] for name in fitted for head in chosen}
+        for name, each in given.items():
+            for head in chosen:
+                known[name, head] = _subspace(name, each, scope.check(head), scope.d_head)
         check_swappable(fit.space)
         check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
-        return cls(chosen, known, fit, every, methods.joint_name(every))
+        return cls(chosen, known, fit, names, methods.joint_name(names))
 
     @property
     def has_covariances(self) -> bool:
@@ -82,64 +87,75 @@ class Features(NamedTuple):
         self, draws: int, seed: int
     ) -> tuple[dict[Condition, Projector], list[float | None]]:
         """Projectors of every condition, and the condition number of the features at each head."""
-        bases = {
-            name: [self.subspaces[name, head].basis("key").double() for head in self.heads]
-            for name in self.names
-        }
-        groups = (
-            {name: [name] for name in self.names} | {self.joint: self.names}
-            if self.has_covariances
-            else {}
-        )
-        known = {name: self.fit.covariances(self.heads, group) for name, group in groups.items()}
-        return methods.conditions(bases, known, self._random(draws, seed))
+        bases = {}
+        for name in self.names:
+            subspaces = [self.subspaces[name, head] for head in self.heads]
+            bases[name] = [subspace.basis("key").double() for subspace in subspaces]
+        covariances = {}
+        if self.has_covariances:
+            for name in self.names:
+                covariances[name] = self.fit.covariances(self.heads, [name])
+            covariances[self.joint] = self.fit.covariances(self.heads, self.names)
+        return methods.conditions(bases, covariances, self._random(draws, seed))
 
     def methods(self, draws: int, seed: int) -> dict[str | Condition, Method]:
         """The features and the baselines by the number of dimensions."""
-        by_size: dict[str | Condition, Method] = {
-            Condition(name): methods.leading(
-                [self.subspaces[name, head].V.double() for head in self.heads]
-            )
-            for name in self.names
-        }
+        by_size: dict[str | Condition, Method] = {}
+        for name in self.names:
+            directions = [self.subspaces[name, head].V.double() for head in self.heads]
+            by_size[Condition(name)] = methods.leading(directions)
         if self.has_covariances:
-            known = self.fit.covariances(self.heads, self.names)
-            by_size |= {kind: make(*known) for kind, make in methods.BASELINES.items()}
-        return {**by_size, "random": self._random(draws, seed)}
+            covariances = self.fit.covariances(self.heads, self.names)
+            for kind, make in methods.BASELINES.items():
+                by_size[kind] = make(*covariances)
+        by_size["random"] = self._random(draws, seed)
+        return by_size
 
     def comparisons(
         self,
         projectors: Mapping[Condition, Projector],
         by_size: Mapping[Any, Method],
         sizes: Sequence[int],
-    ) -> tuple[list[tuple[Condition, Condition]], dict[Condition, Projector]]:
-        """Pairs of conditions compared on the same rows: all features with each alone and with
-        directions chosen otherwise, and each feature with the keys' principal components, also at
-        every size.
+    ) -> Comparisons:
+        """Which conditions are compared on the same rows.
+
+        All features with each alone and with directions chosen otherwise, and each feature with the
+        keys' principal components, also at every size.
         """
         alone = [Condition(name) for name in self.names]
-        every = dict(projectors)
-        joint = [
-            what
-            for what in (Condition(self.joint), Condition(self.joint, "summed"))
-            if what in projectors
-        ]
-        pairs = [(what, other) for what in joint for other in alone if len(alone) > 1]
-        others = [
-            (what, Condition(what.feature, kind))
-            for what in [*joint, *alone]
-            for kind in methods.SHOWN
-        ]
-        pairs += [(what, other) for what, other in others if other in projectors and other != what]
-        for k in sizes if "key_pca" in by_size else ():
-            for name in self.names:
-                pair = Condition(f"{name}, {k}"), Condition(f"key_pca, {k}")
-                every |= {pair[0]: by_size[Condition(name)](k), pair[1]: by_size["key_pca"](k)}
-                pairs.append(pair)
-        return list(dict.fromkeys(pairs)), every
+        together = (Condition(self.joint), Condition(self.joint, "summed"))
+        joint = [condition for condition in together if condition in projectors]
+        pairs = []
+        if len(alone) > 1:
+            pairs += list(product(joint, alone))
+        for condition in [*joint, *alone]:
+            for kind in methods.SHOWN:
+                other = Condition(condition.feature, kind)
+                if other in projectors and other != condition:
+                    pairs.append((condition, other))
+        compared = dict(projectors)
+        if "key_pca" in by_size:
+            for k, name in product(sizes, self.names):
+                feature = Condition(f"{name}, {k}")
+                key_pca = Condition(f"key_pca, {k}")
+                compared[feature] = by_size[Condition(name)](k)
+                compared[key_pca] = by_size["key_pca"](k)
+                pairs.append((feature, key_pca))
+        return Comparisons(list(dict.fromkeys(pairs)), compared)
 
     def _random(self, draws: int, seed: int) -> Method:
-        return methods.random(self.heads, next(iter(self.subspaces.values())).d_head, draws, seed)
+        """Random subspaces of each size, as many as there are draws."""
+        d_head = next(iter(self.subspaces.values())).d_head
+        return methods.random(self.heads, d_head, draws, seed)
+
+
+def _heads_of(given: GivenSubspaces) -> list[str | Head]:
+    """The heads that subspaces are given by, each once."""
+    heads = dict[str | Head, None]()
+    for each in given.values():
+        if isinstance(each, Mapping):
+            heads |= dict.fromkeys(each)
+    return list(heads)
 
 
 def _subspace(
@@ -153,20 +169,25 @@ def _subspace(
                 f"subspace {name!r} is not given at {head}: there is {', '.join(map(str, by_head))}."
             )
         given = by_head[head]
-    if isinstance(given, Tensor):
-        basis = given.detach().cpu().double()
-        rank = given.shape[-1]
-        if (
-            basis.ndim != 2
-            or not bool(basis.isfinite().all())
-            or int(torch.linalg.matrix_rank(basis)) < rank
-        ):
-            raise BadInput(
-                f"subspace {name!r} should be a basis of shape ({d_head}, r) with independent columns."
-            )
-        basis = torch.linalg.qr(basis)[0]
-        given = Subspace(basis, basis.new_ones(rank), basis, rank, head, name)
-    if given.d_head != d_head or given.head not in (None, head):
-        own = f"has {given.d_head} dimensions at {given.head or head}"
-        raise BadInput(f"subspace {name!r} {own}, but is swapped at {head}, which has {d_head}.")
-    return given
+    subspace = _of_basis(name, given, head, d_head) if isinstance(given, Tensor) else given
+    if subspace.d_head != d_head or subspace.head not in (None, head):
+        size = f"has {subspace.d_head} dimensions at {subspace.head or head}"
+        raise BadInput(f"subspace {name!r} {size}, but is swapped at {head}, which has {d_head}.")
+    return subspace
+
+
+def _of_basis(name: str, given: Tensor, head: Head, d_head: int) -> Subspace:
+    """The span of independent columns as a subspace with an orthonormal basis."""
+    columns = given.detach().cpu().double()
+    rank = given.shape[-1]
+    independent = (
+        columns.ndim == 2
+        and bool(columns.isfinite().all())
+        and int(torch.linalg.matrix_rank(columns)) == rank
+    )
+    if not independent:
+        raise BadInput(
+            f"subspace {name!r} should be a basis of shape ({d_head}, r) with independent columns."
+        )
+    basis = torch.linalg.qr(columns)[0]
+    return Subspace(basis, basis.new_ones(rank), basis, rank, head, name)

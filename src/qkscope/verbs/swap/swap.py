@@ -1,5 +1,4 @@
-"""The causal test on a model: swap features between the right key and another, and see where the
-attention goes.
+"""The causal test: swap features between the right key and another; see where attention goes.
 
 One capture of the held-out prompts serves every condition, and one draw of the keys that change
 places (`qkscope.findings.swap_rows`).
@@ -7,7 +6,7 @@ places (`qkscope.findings.swap_rows`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,10 @@ from qkscope.results.folder import sha256
 from qkscope.results.result import Result
 from qkscope.results.work import current_work, verb
 from qkscope.sums import swap_methods as methods
+from qkscope.sums.bases import Projector
 from qkscope.sums.swap_algebra import Condition
 from qkscope.texts.task import UnitsToTest
-from qkscope.verbs.swap.downstream import answer_rows, patched_runner
+from qkscope.verbs.swap.downstream import answer_rows, answer_sentence, answers_read, patched_runner
 from qkscope.verbs.swap.features import Basis, Features
 from qkscope.verbs.swap.truth import (
     exchanging_task,
@@ -66,8 +66,7 @@ def swap(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Swaps:
-    """Test features causally: swap them between the right key and another on held-out prompts,
-    beside baselines.
+    """Test features causally: swap them between two keys of held-out prompts, beside baselines.
 
     Each feature is swapped alone, all together, obliquely, and as many dimensions that were chosen
     otherwise.
@@ -115,25 +114,20 @@ def swap(
     """
     fitted = Fit("swap", {}, space=space, chat=chat) if fit is None else fit
     chosen = Features.of(scope, fitted, heads, features, subspaces)
-    sizes = [k for k in SIZES if k <= scope.d_head] if curve and not sizes else sizes
-    if any(k > scope.d_head for k in sizes):
-        raise BadInput(
-            f"a curve of {max(sizes)} dimensions does not fit into a head of {scope.d_head}."
-        )
-    pairs, (projectors, numbers) = (
-        draw_pairs(units, batch_size, seed),
-        chosen.conditions(draws, seed),
-    )
+    sizes = _checked_sizes(sizes, curve, scope.d_head)
+    pairs = draw_pairs(units, batch_size, seed)
+    projectors, numbers = chosen.conditions(draws, seed)
     asked: Any = {
         "heads": [str(head) for head in chosen.heads],
         "space": fitted.space,
         "chat": fitted.chat,
     }
-    patched = exchanged = None
+    exchanged = None
     if truth:
         task = exchanging_task(fit)
         exchanged = truth_runner(scope, chosen, pairs, task)
         asked |= {"truth": chosen.names, "seed": seed}
+    patched = None
     if downstream:
         if fit is None or subspaces:
             raise BadInput(
@@ -141,15 +135,8 @@ def swap(
             )
         written = {kind: projectors[Condition(chosen.joint, kind)] for kind in methods.SHOWN}
         patched = patched_runner(scope, units, chosen, pairs, written)
-        factors = [
-            factor.detach().cpu().double().flatten() for each in written.values() for factor in each
-        ]
         # a fit of the same name may have been made anew
-        asked |= {
-            "draws": draws,
-            "seed": seed,
-            "projectors": sha256(torch.cat(factors).numpy().tobytes()),
-        }
+        asked |= {"draws": draws, "seed": seed, "projectors": _hash(written.values())}
     work = current_work().begin(scope, list(units), verb="swap", batch_size=batch_size, **asked)
     run = partial(work.run, progress=progress, last=True)
     rows = capture_rows(scope, units, fitted, chosen.heads, pairs, run, (patched, exchanged))
@@ -157,52 +144,80 @@ def swap(
         projectors |= more_conditions(scope, chosen, task, projectors, len(units), seed)
     if rows.others is not None:
         projectors[Condition(chosen.joint, "sham")] = projectors[Condition(chosen.joint)]
-    number = dict(zip(map(str, chosen.heads), numbers, strict=True))
-    table = [
-        {**row, "condition_number": number[row["head"]] if row["kind"] == "oblique" else None}
-        for row in rows.table(projectors, seed=seed)
-        if row["kind"] != "oblique" or number[row["head"]] is not None
-    ]
+    table = _with_condition_numbers(rows.table(projectors, seed=seed), chosen.heads, numbers)
     by_size = chosen.methods(draws, seed) if sizes else {}
-    compared = rows.paired(*chosen.comparisons(projectors, by_size, sizes), seed=seed)
-    tables: dict[str, list[dict[str, Any]]] = {"swap": table, "paired": compared}
+    comparisons = chosen.comparisons(projectors, by_size, sizes)
+    paired = rows.paired(comparisons.pairs, comparisons.projectors, seed=seed)
+    tables: dict[str, list[dict[str, Any]]] = {"swap": table, "paired": paired}
     if sizes:
-        tables["curve"] = rows.curve(
-            by_size, sizes, {name: "random" for name in by_size if name != "random"}, seed
-        )
-    at = {
-        row["kind"]: row
-        for row in table
-        if row["head"] == asked["heads"][0] and row["feature"] == chosen.joint
-    }
-    row = at["feature"]
-    random = at["random"]
+        controls = {name: "random" for name in by_size if name != "random"}
+        tables["curve"] = rows.curve(by_size, sizes, controls, seed)
+    answer = _answer(table, chosen, truth, alone=len(pairs.cluster.unique()) < 2)
+    about = {**fitted.provenance.get("asked", {}), "test_units": len(units), "draws": draws}
+    if rows.answers is not None:
+        read = answers_read(pairs.examples)
+        tables["downstream"] = answer_rows(rows.answers, written, chosen, pairs, draws)
+        answer += f" {answer_sentence(tables['downstream'][0], read)}"
+        about["read"] = read
+    answer = with_notes(answer, about)
+    return Swaps("swap", tables, answer=answer, seed=seed, **made_with(scope, **about))
+
+
+def _checked_sizes(sizes: Sequence[int], curve: bool, d_head: int) -> Sequence[int]:
+    """The sizes of the curve: the usual ones if it is asked for and none are named."""
+    if curve and not sizes:
+        return [k for k in SIZES if k <= d_head]
+    if any(k > d_head for k in sizes):
+        raise BadInput(f"a curve of {max(sizes)} dimensions does not fit into a head of {d_head}.")
+    return sizes
+
+
+def _hash(projectors: Iterable[Projector]) -> str:
+    """Fingerprint of the factors of some projectors."""
+    factors = []
+    for projector in projectors:
+        for factor in projector:
+            factors.append(factor.detach().cpu().double().flatten())
+    return sha256(torch.cat(factors).numpy().tobytes())
+
+
+def _with_condition_numbers(
+    rows: Iterable[Mapping[str, Any]], heads: Sequence[Head], numbers: Sequence[float | None]
+) -> list[dict[str, Any]]:
+    """Say how well oblique features can be told apart; leave out heads at which they cannot."""
+    number_of = dict(zip(map(str, heads), numbers, strict=True))
+    table = []
+    for row in rows:
+        number = number_of[row["head"]] if row["kind"] == "oblique" else None
+        if row["kind"] != "oblique" or number is not None:
+            table.append({**row, "condition_number": number})
+    return table
+
+
+def _answer(
+    table: Sequence[Mapping[str, Any]], chosen: Features, truth: bool, *, alone: bool
+) -> str:
+    """Say what the swap of all features does at the first head, beside random subspaces.
+
+    ``alone``: all prompts are one cluster.
+    """
+    first = str(chosen.heads[0])
+    by_kind = {}
+    for row in table:
+        if (row["head"], row["feature"]) == (first, chosen.joint):
+            by_kind[row["kind"]] = row
+    row = by_kind["feature"]
+    random = by_kind["random"]
     size = "1 dimension" if row["rank"] == 1 else f"{row['rank']} dimensions"
-    alone = len(pairs.cluster.unique()) < 2
-    nearest = (
-        f" {truth_sentence(table, row['head'], [*chosen.names, chosen.joint])}" if truth else ""
-    )
     answer = (
         f"Swapping {chosen.joint} at {row['head']} ({size}) takes its attention on the right key from "
         f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
         f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
-        + nearest
-        + (
-            ""
-            if chosen.has_covariances
-            else " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out."
-        )
-        + (
-            " All prompts are copies or ask for one word, so there are no intervals."
-            if alone
-            else ""
-        )
     )
-    about = {**fitted.provenance.get("asked", {}), "test_units": len(units), "draws": draws}
-    if rows.answers is not None:
-        tables["downstream"], said, about["read"] = answer_rows(
-            rows.answers, written, chosen, pairs, draws
-        )
-        answer += f" {said}"
-    answer = with_notes(answer, about)
-    return Swaps("swap", tables, answer=answer, seed=seed, **made_with(scope, **about))
+    if truth:
+        answer += f" {truth_sentence(table, row['head'], [*chosen.names, chosen.joint])}"
+    if not chosen.has_covariances:
+        answer += " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out."
+    if alone:
+        answer += " All prompts are copies or ask for one word, so there are no intervals."
+    return answer

@@ -1,5 +1,4 @@
-"""The truth of a swap: the feature is exchanged in the text, and the row that the head then has is
-what an edit should give.
+"""The truth of a swap: the row that the head has when the feature is exchanged in the text.
 
 That attention moves shows only that a subspace holds what keys differ by, which their principal
 components do as well. Whether it holds one feature *apart from the others* is another question: a
@@ -15,22 +14,23 @@ cannot be exchanged, or has other token positions then, are untested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope import BadInput, Scope, tasks
+from qkscope import BadInput, Example, Scope, tasks
+from qkscope.attention import AttentionRows
 from qkscope.findings.fit import Fit
 from qkscope.findings.singular_rows import singular_basis
 from qkscope.findings.swap_rows import Pairs, capture_rows, draw_pairs
 from qkscope.model.capture_types import Capture
 from qkscope.model.encode import Encoding
-from qkscope.results.result import Rows
 from qkscope.sums import swap_methods as methods
 from qkscope.sums.bases import Projector
 from qkscope.sums.swap_algebra import Condition
@@ -38,21 +38,25 @@ from qkscope.texts.task import ANSWER, Task
 from qkscope.verbs.swap.features import Features
 
 _NAMES = {
-    "feature": "ΔC", "oblique": "oblique ΔC", "summed": "summed ΔC", "trained": "a trained subspace",
-    "omega_svd": "Ω", "key_pca": "key PCA", "cov_qk": "Cov_q Cov_k", "random": "random subspaces",
+    "feature": "ΔC",
+    "oblique": "oblique ΔC",
+    "summed": "summed ΔC",
+    "trained": "a trained subspace",
+    "omega_svd": "Ω",
+    "key_pca": "key PCA",
+    "cov_qk": "Cov_q Cov_k",
+    "random": "random subspaces",
     "nothing": "nothing done",
-}  # fmt: skip
+}
 
 
 def exchanging_task(fit: Fit | None) -> Task:
     """The task of a fit, if it can exchange features in its text."""
     job: Mapping[str, Any] = {} if fit is None else fit.provenance.get("asked", {})
     name = job.get("task", "a swap without a fit")
-    task = (
-        tasks.BUILT_IN[name](seed=job["task_seed"], **job["asked"])
-        if name in tasks.BUILT_IN
-        else None
-    )
+    task = None
+    if name in tasks.BUILT_IN:
+        task = tasks.BUILT_IN[name](seed=job["task_seed"], **job["asked"])
     if task is None or task.exchange is None:
         raise BadInput(
             f"{name} cannot exchange a feature in its text: fit binding, filter or ioi to ask for the truth."
@@ -60,55 +64,90 @@ def exchanging_task(fit: Fit | None) -> Task:
     return task
 
 
+class Exchange(NamedTuple):
+    """Two keys of every row that exchange features in the text, and which readings that gives."""
+
+    keys: tuple[Tensor, Tensor]
+    reading: str  # the other text's keys, met by the prompt's own query
+    text_reading: str | None  # the other text as it is
+
+
 def truth_runner(
     scope: Scope, what: Features, pairs: Pairs, task: Task, tested: bool = True
 ) -> Callable[[list[int], Capture], dict[str, Any]]:
-    """Make the function that runs the other texts of a batch of units beside its capture:
-    `SwapRows.truth`, ``frame``.
+    """Make the function that runs the other texts of a batch of units beside its capture.
 
-    Without ``tested``, only what a subspace is trained on.
+    It gives `SwapRows.truth` and ``frame``; without ``tested``, only what a subspace is trained on.
     """
     sets = {name: [name] for name in what.names} | {what.joint: what.names}
-    exchanges: Any = {("distance", "text_distance"): (pairs.orig, pairs.target)}
-    exchanges |= {("other_distance",): pairs.others} if tested and pairs.others is not None else {}
-    where: Any = {"heads": what.heads, "space": what.fit.space}
+    exchanges = [Exchange((pairs.orig, pairs.target), "distance", "text_distance")]
+    if tested and pairs.others is not None:
+        exchanges.append(Exchange(pairs.others, "other_distance", None))
+    takes_frame = tested and what.fit.space != "query_frame" and not _refused(scope, what)
     exchange = task.exchange
     width = max(len(example.keys) for example in pairs.examples)
     assert exchange is not None  # as `exchanging_task` gave it
 
     def run(indices: list[int], before: Capture) -> dict[str, Any]:
-        own = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices]).tolist()
-        examples = [pairs.examples[row] for row in own]
-        chat = what.fit.chat
-        found = dict[str, Any](truth={})
-        usual = scope.encode(examples, chat=chat)
-        for readings, pair in exchanges.items():
+        rows = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices]).tolist()
+        examples = [pairs.examples[row] for row in rows]
+        encoded = scope.encode(examples, chat=what.fit.chat)
+        truth = {}
+        for which in exchanges:
             for name, features in sets.items():
-                texts = [
-                    exchange(pairs.examples[row], features, *(int(slots[row]) for slots in pair))
-                    for row in own
-                ]
-                encoded = scope.encode(
-                    [text or e for text, e in zip(texts, examples, strict=True)], chat=chat
-                )
-                live = scope.capture_inputs(encoded, places=encoded.everywhere(), **where).rows()
-                at = encoded.places.keys[:, None].expand(-1, len(what.heads), -1)
-                known = encoded.places.key_mask
-                there = torch.tensor([text is not None for text in texts]).to(known.device)
-                same = there & _same_places(usual, encoded)
-                for reading, rows in zip(readings, (replace(live, q=before.q), live), strict=False):
-                    true = rows.attention().gather(-1, at).masked_fill(~known[:, None], 0.0)
-                    true = pad(true, (0, width - true.shape[-1])).where(
-                        same[:, None, None], torch.nan
-                    )
-                    found["truth"][f"{reading}/{name}"] = true.cpu()
-        if tested and what.fit.space != "query_frame" and not _refused(scope, what):
-            found["frame"] = dict(
-                vars(scope.capture_inputs(usual, heads=what.heads, space="query_frame").rows())
-            )
-        return found
+                texts = []
+                for row, example in zip(rows, examples, strict=True):
+                    slots = [int(keys[row]) for keys in which.keys]
+                    texts.append(exchange(example, features, *slots))
+                other = OtherTexts.run(scope, what, encoded, examples, texts)
+                met = replace(other.rows, q=before.q)
+                truth[f"{which.reading}/{name}"] = other.attention(met, width)
+                if which.text_reading is not None:
+                    truth[f"{which.text_reading}/{name}"] = other.attention(other.rows, width)
+        parts: dict[str, Any] = {"truth": truth}
+        if takes_frame:
+            frame = scope.capture_inputs(encoded, heads=what.heads, space="query_frame")
+            parts["frame"] = dict(vars(frame.rows()))
+        return parts
 
     return run
+
+
+class OtherTexts(NamedTuple):
+    """A batch with a feature exchanged in its texts, captured with every token as a key."""
+
+    rows: AttentionRows
+    keys: Int[Tensor, "b k"]
+    key_mask: Bool[Tensor, "b k"]
+    tested: Bool[Tensor, " b"]  # texts that can be exchanged, with the keys at the same places
+
+    @classmethod
+    def run(
+        cls,
+        scope: Scope,
+        what: Features,
+        usual: Encoding,
+        examples: Sequence[Example],
+        texts: Sequence[Example | None],
+    ) -> OtherTexts:
+        """Run the texts; in place of those that cannot be exchanged, the examples themselves."""
+        listed = [text or example for text, example in zip(texts, examples, strict=True)]
+        encoded = scope.encode(listed, chat=what.fit.chat)
+        captured = scope.capture_inputs(
+            encoded, places=encoded.everywhere(), heads=what.heads, space=what.fit.space
+        )
+        places = encoded.places
+        exchanged = torch.tensor([text is not None for text in texts]).to(places.key_mask.device)
+        tested = exchanged & _same_places(usual, encoded)
+        return cls(captured.rows(), places.keys, places.key_mask, tested)
+
+    def attention(self, rows: AttentionRows, width: int) -> Float[Tensor, "b h k"]:
+        """Attention of these rows on the named keys, in ``width`` columns; NaN where untested."""
+        attention = rows.attention()
+        columns = self.keys[:, None].expand(-1, attention.shape[1], -1)
+        on_keys = attention.gather(-1, columns).masked_fill(~self.key_mask[:, None], 0.0)
+        padded = pad(on_keys, (0, width - on_keys.shape[-1]))
+        return padded.where(self.tested[:, None, None], torch.nan).cpu()
 
 
 def _refused(scope: Scope, what: Features) -> bool:
@@ -116,22 +155,18 @@ def _refused(scope: Scope, what: Features) -> bool:
     return any("query_frame" in scope.facts.layers[head.layer].refusals for head in what.heads)
 
 
-def _same_places(one: Encoding, other: Encoding) -> Tensor:
-    """Whether two texts have as many tokens, and their keys stand at the same places, in whichever
-    order.
-    """
-    sides = []
-    for encoded in (one, other):
-        mask = encoded.inputs["attention_mask"]
-        places = encoded.places
-        away = (
-            (places.query[:, None] - places.keys)
-            .masked_fill(~places.key_mask, -1)
-            .sort(dim=1)
-            .values
-        )
-        sides.append(torch.cat([away, mask.sum(1)[places.row, None]], dim=1))
-    return (sides[0] == sides[1]).all(1)
+def _same_places(one: Encoding, other: Encoding) -> Bool[Tensor, " b"]:
+    """Whether two texts have as many tokens, and their keys at the same places, in any order."""
+    return (_places(one) == _places(other)).all(1)
+
+
+def _places(encoded: Encoding) -> Int[Tensor, "b k+1"]:
+    """How far each row's keys are from its query, sorted, and how many tokens its text has."""
+    places = encoded.places
+    away = places.query[:, None] - places.keys
+    away = away.masked_fill(~places.key_mask, -1).sort(dim=1).values
+    tokens = encoded.inputs["attention_mask"].sum(1)[places.row, None]
+    return torch.cat([away, tokens], dim=1)
 
 
 def more_conditions(
@@ -142,39 +177,54 @@ def more_conditions(
     n: int,
     seed: int,
 ) -> dict[Condition, Projector]:
-    """What is held against the truth beside the usual conditions; subspaces are trained on words of
-    the fit, with twice as many prompts as are tested.
+    """What is held against the truth beside the usual conditions.
+
+    Subspaces are trained on words of the fit, with twice as many prompts as are tested.
     """
     units = task.draw("fit", ANSWER, 2 * n)
     pairs = draw_pairs(units, seed=seed)
     exchanged = truth_runner(scope, what, pairs, task, tested=False)
     rows = capture_rows(scope, units, what.fit, what.heads, pairs, more=(None, exchanged))
     singular = None
-    with suppress(BadInput):  # weights of which no components can be made
-        singular = None if _refused(scope, what) else singular_basis(scope, what.heads)
+    if not _refused(scope, what):
+        with suppress(BadInput):  # weights of which no components can be made
+            singular = singular_basis(scope, what.heads)
     return methods.beside_truth(projectors, rows, singular, seed)
 
 
-def truth_sentence(table: Rows, head: str, names: Sequence[str]) -> str:
+def truth_sentence(table: Iterable[Mapping[str, Any]], head: str, names: Sequence[str]) -> str:
     """Which conditions are nearest to the truth at one head, beside key PCA."""
-    said = []
+    rows = [row for row in table if row["head"] == head]
+    sentences = []
     for name in dict.fromkeys(names):
-        rows = {row["kind"]: row for row in table if (row["head"], row["feature"]) == (head, name)}
-        if not rows["feature"]["tested"]:
-            said.append(f"{name} cannot be exchanged in these texts, and is untested.")
-            continue
-        far = {kind: row["distance"] for kind, row in rows.items() if row["tested"]}
-        best = min((kind for kind in _NAMES if kind in far), key=far.__getitem__)
-        ours = rows["feature"]
-        beside = ""
-        if "key_pca" in far:
-            low = ours["nearer_low"]
-            high = ours["nearer_high"]
-            verdict = "nearer" if low > 0 else "farther" if high < 0 else "a tie"
-            beside = f", key PCA's {far['key_pca']:.2f} ({verdict}: {ours['nearer']:.2f} [{low:.2f}, {high:.2f}])"
-        said.append(
-            f"With {name} exchanged in the text, the row that ΔC gives {head} is {far['feature']:.2f} from the true one"
-            f"{beside}; nearest is {_NAMES[best]}, {far[best]:.2f}; nothing done {far['nothing']:.2f}, the whole key "
-            f"{far['whole']:.2f} ({ours['tested']} prompts)."
-        )
-    return " ".join(said)
+        by_kind = {row["kind"]: row for row in rows if row["feature"] == name}
+        sentences.append(_nearest(name, head, by_kind))
+    return " ".join(sentences)
+
+
+def _nearest(name: str, head: str, by_kind: Mapping[str, Mapping[str, Any]]) -> str:
+    """Which condition is nearest to the truth of one feature."""
+    ours = by_kind["feature"]
+    if not ours["tested"]:
+        return f"{name} cannot be exchanged in these texts, and is untested."
+    distance = {kind: row["distance"] for kind, row in by_kind.items() if row["tested"]}
+    best = min((kind for kind in _NAMES if kind in distance), key=distance.__getitem__)
+    beside = ""
+    if "key_pca" in distance:
+        low = ours["nearer_low"]
+        high = ours["nearer_high"]
+        verdict = _verdict(low, high)
+        beside = f", key PCA's {distance['key_pca']:.2f} ({verdict}: {ours['nearer']:.2f} [{low:.2f}, {high:.2f}])"
+    return (
+        f"With {name} exchanged in the text, the row that ΔC gives {head} is"
+        f" {distance['feature']:.2f} from the true one{beside}; nearest is {_NAMES[best]},"
+        f" {distance[best]:.2f}; nothing done {distance['nothing']:.2f}, the whole key"
+        f" {distance['whole']:.2f} ({ours['tested']} prompts)."
+    )
+
+
+def _verdict(low: float, high: float) -> str:
+    """Whether an interval of differences lies on one side of 0."""
+    if low > 0:
+        return "nearer"
+    return "farther" if high < 0 else "a tie"
