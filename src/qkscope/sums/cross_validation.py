@@ -112,5 +112,6 @@ def plant(
     noise = signs * (deltas - mean)[:, None] * correction
     weight = _weights(folds)[:, 0, None, None, None]
     planted = folds[:, None].repeat(1, PLANTS, 1, 1, 1)
-    planted[..., :-1, 0, :-1] += (feature + noise - deltas[:, None]) * weight
+    change = feature + noise - deltas[:, None]
+    planted[..., :-1, 0, :-1] += change * weight
     return planted

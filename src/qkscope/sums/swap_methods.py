@@ -52,8 +52,7 @@ _LEAST = 1e-6  # attention under a logarithm
 
 
 def leading(bases: Bases | Projector) -> Method:
-    """The first k columns of what stands in order: an orthonormal basis of each head, or a
-    projector.
+    """The first k columns of an orthonormal basis of each head, or of a projector.
 
     >>> leading(torch.eye(4)[None])(2).matrix().diagonal(dim1=-2, dim2=-1)
     tensor([[1., 1., 0., 0.]])
