@@ -10,8 +10,8 @@ Files in reading order:
 - ``bases``: SVDs that are multiplied out, of many matrices at once too, and what several bases are
   to each other. ``cross_validation``: directions that predict units left out. ``controls``: what a
   rank is worth. ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank.
-- ``swap_algebra``, ``swap_methods``: the causal test, what can be swapped, and how well any subspace
-  could do.
+- ``swap_algebra``, ``swap_methods``: the causal test, what can be swapped, and how well any
+  subspace could do.
 - ``singular``: a head's singular vectors, and relative attention as a sum of their terms: how few
   carry it.
 - ``feature_split``: a logit split among subspaces, the one table of every split, and which singular

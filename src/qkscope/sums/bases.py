@@ -142,8 +142,8 @@ def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Te
 def checked_svd(matrix: Float[Tensor, "*n a b"]) -> Factors:
     """Thin SVD with ``matrix = U diag(S) Vᵀ``, in float64, verified.
 
-    ``U, S, V`` are ``*n a m``, ``*n m``, ``*n b m``. Each matrix is rebuilt from its factors and the
-    bases are tested for orthonormality; those that fail are done again with LAPACK's slower QR
+    ``U, S, V`` are ``*n a m``, ``*n m``, ``*n b m``. Each matrix is rebuilt from its factors and
+    the bases are tested for orthonormality; those that fail are done again with LAPACK's slower QR
     driver, and if that fails too, the error says so. Signs are fixed so that the largest entry of
     each column of U is positive.
     """

@@ -19,8 +19,8 @@ W_K v_j / σ_j`` (`qkscope.sums.singular`). Each is the image to compare a side 
 
 so ``n_jᵀ ΔC m_j`` is what vector j carries of the feature. A split over any basis concentrates
 somewhere, and the best r of d directions always fit a little: two controls go through the same
-choice. ``rotated`` turns the singular vectors at random within the head's own input space
-(``u' = U R``; images ``M R``, duals ``M⁺ᵀ R``); ``random`` takes random orthonormal axes of the head space. A
+choice. ``rotated`` turns the singular vectors at random within the head's own input space (``u' = U
+R``; images ``M R``, duals ``M⁺ᵀ R``); ``random`` takes random orthonormal axes of the head space. A
 third tells a block from its vectors: ``block`` turns only the leading singular vectors among
 themselves, as many as carry the feature in the order of their singular values. If a feature sits on
 single vectors it is less sparse there; if only their span matters, it is not. All three keep every
@@ -208,7 +208,7 @@ def carried(delta: Float[Tensor, "d d"], read: Tensor, write: Tensor) -> Float[T
 
 
 def overlap(basis: Float[Tensor, "d r"], images: Float[Tensor, "*n d k"]) -> Float[Tensor, "*n"]:
-    """Share of a subspace in the span of some images: mean squared cosine of the principal angles."""
+    """Share of a subspace in the span of some images: mean squared cosine of principal angles."""
     span, _ = torch.linalg.qr(images)
     squared_cosines = (span.mT @ basis).square().sum((-2, -1))
     return squared_cosines / basis.shape[-1]

@@ -1,4 +1,4 @@
-"""Relative logits in numbers: key weights, measures of attention rows, sums by word, random writers.
+"""Relative logits: key weights, measures of attention rows, sums by word, random writers.
 
 Weights w sum to 0 over the keys, + on the right ones and − on the others::
 
@@ -279,7 +279,7 @@ def strongest_pairs(pairs: Float[Tensor, "c c"]) -> list[tuple[int, int]]:
 
 
 def first_by(scores: Float[Tensor, " c"], size: int, signed: bool = False) -> list[int]:
-    """The writers with the largest scores, by size or by signed value; not the biases, which are last.
+    """The writers with the largest scores, by size or signed; not the biases, which are last.
 
     >>> first_by(torch.tensor([1.0, -3.0, 2.0, 9.0]), 2), first_by(torch.tensor([1.0, -3.0, 2.0, 9.0]), 2, signed=True)
     ([1, 2], [2, 0])
@@ -315,7 +315,7 @@ def draw_alike(
 
 
 def _alike(writer: Writer, free: Sequence[int], writers: Sequence[Writer], least: int) -> list[int]:
-    """Free writers that may stand in for one: of its kind, if any is, and from the nearest layers."""
+    """Free writers that may stand in for one: of its kind, if any is, and of near layers."""
     same_kind = [c for c in free if writers[c].kind == writer.kind] or free
     count = least if writer.kind == "head" else _NEAREST
     distances = [abs(writers[c].layer - writer.layer) for c in same_kind]

@@ -60,7 +60,7 @@ class HeadBasis(NamedTuple):
 
     @property
     def write(self) -> Float[Tensor, "d_head m"]:
-        """``n_j``: the directions of keys, dual to ``read`` (``W_K v_j / σ_j`` where σ_j is not 0)."""
+        """``n_j``: directions of keys, dual to ``read`` (``W_K v_j / σ_j`` where σ_j is not 0)."""
         return dual(self.read)
 
 
@@ -214,7 +214,7 @@ def dual(read: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h d m"]:
 def singular_coordinates(
     read: Float[Tensor, "*h d m"], q: Float[Tensor, "*b d"], difference: Float[Tensor, "*b d"]
 ) -> tuple[Float[Tensor, "*b m"], Float[Tensor, "*b m"]]:
-    """``α = M⁺ q`` and ``γ = Mᵀ Δk``, whose products are the terms; q without QK-norm's own bias."""
+    """``α = M⁺ q`` and ``γ = Mᵀ Δk``, whose products are the terms; q is without QK-norm's bias."""
     query_row = q.double()[..., None, :]
     key_row = difference.double()[..., None, :]
     alpha = (query_row @ dual(read)).squeeze(-2)
@@ -223,7 +223,7 @@ def singular_coordinates(
 
 
 def components(read: Float[Tensor, "d m"], chosen: Sequence[int] | Tensor) -> Projector:
-    """Oblique projector on keys that keeps chosen components of every logit: ``P = Σ_j n_j m_jᵀ``."""
+    """Oblique projector on keys that keeps chosen components of a logit: ``P = Σ_j n_j m_jᵀ``."""
     index = torch.as_tensor(chosen)
     return Projector(dual(read)[:, index], read.double()[:, index])
 

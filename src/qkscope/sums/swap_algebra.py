@@ -60,7 +60,7 @@ class Condition(NamedTuple):
 
     @property
     def name(self) -> str:
-        """One name for both, by which not all rows can be told apart: a feature may be called anything."""
+        """One name for both; not unique, as a feature may be called anything."""
         if self.kind == "feature":
             return self.feature
         parts = (self.feature, self.kind) if self.kind in _VERSIONS else (self.kind, self.feature)
@@ -71,7 +71,7 @@ Pair = tuple[Condition, Condition]  # to be compared
 
 
 def swapped_keys(k_orig: Tensor, k_target: Tensor, projector: Projector) -> tuple[Tensor, Tensor]:
-    """The two keys (``*n d``) after the exchange (Eq. 9, 10): what a patched forward pass writes."""
+    """The two keys (``*n d``) after the exchange (Eq. 9, 10), as a patched run writes them."""
     difference = k_target - k_orig
     inside = difference @ projector.right.to(difference)
     moved = inside @ projector.left.to(difference).mT
@@ -102,7 +102,8 @@ class SwapEffect(NamedTuple):
     def shift(self) -> Float[Tensor, "n h"]:
         """How far ``p = a_target / (a_orig + a_target)`` moved, averaged over draws.
 
-        1 is from none to all. A row that gives neither key any attention has nothing to move, and counts as 0.
+        1 is from none to all. A row that gives neither key any attention has nothing to move, and
+        counts as 0.
         """
         before = self.orig_before + self.target_before
         after = self.orig_after + self.target_after
@@ -120,9 +121,9 @@ class SwapEffect(NamedTuple):
     def carried(self) -> Float[Tensor, "n h"]:
         """Part of the logit between the two keys that lies in the subspace, linearised by row.
 
-        With the means m of ``moved`` and g of ``gap``, a row gives ``m/g + (moved − gap · m/g) / g``:
-        the mean is ``m/g``, and an interval of it knows that the denominator was measured too. It
-        adds up to 1 over subspaces that make up the head; NaN where the head does not clearly
+        With the means m of ``moved`` and g of ``gap``, a row gives
+        ``m/g + (moved − gap · m/g) / g``: the mean is ``m/g``, and an interval of it knows that the
+        denominator was measured too. It adds up to 1 over subspaces that make up the head; NaN where the head does not clearly
         prefer ``orig``.
         """
         gap = self.gap.double()
@@ -199,7 +200,7 @@ class SwapRows:
         return self.rows
 
     def table(self, conditions: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:
-        """One row per head and condition: its effect, and its distance to the truth if there is one.
+        """One row per head and condition: its effect, and its distance to the truth if known.
 
         Gains are over random subspaces of the same size.
         """

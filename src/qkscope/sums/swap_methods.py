@@ -200,7 +200,7 @@ SHOWN = ("feature", "random", *BASELINES)
 
 
 def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | None]]:
-    """For each feature the projectors onto it along the others, and a condition number of each head.
+    """For each feature the projectors onto it along the others, and each head's condition number.
 
     Where the features of a head depend on each other there are none: the projector is zero, and the
     number None.
