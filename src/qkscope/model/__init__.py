@@ -32,5 +32,6 @@ Whether a model can be trusted to be looked into:
 From a name to a model: ``load`` finds it and loads it and runs no code of its own; ``files`` are
 what makes it and its fingerprint, and those in packages; ``gguf`` turns a GGUF file into a checked
 folder. ``dictionary`` codes a residual stream in a dictionary's features, and
-``dictionary_files`` reads the dictionary, here or on the hub. A bridge of TransformerLens or a model of nnsight is unwrapped in ``load``.
+``dictionary_files`` reads the dictionary, here or on the hub.
+A bridge of TransformerLens or a model of nnsight is unwrapped in ``load``.
 """

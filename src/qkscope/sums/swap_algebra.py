@@ -123,8 +123,8 @@ class SwapEffect(NamedTuple):
 
         With the means m of ``moved`` and g of ``gap``, a row gives
         ``m/g + (moved − gap · m/g) / g``: the mean is ``m/g``, and an interval of it knows that the
-        denominator was measured too. It adds up to 1 over subspaces that make up the head; NaN where the head does not clearly
-        prefer ``orig``.
+        denominator was measured too. It adds up to 1 over subspaces that make up the head; NaN where
+        the head does not clearly prefer ``orig``.
         """
         gap = self.gap.double()
         moved = self.moved.double().mean(dim=0)
