@@ -16,7 +16,8 @@ from qkscope.checking import Count, checked_class
 from qkscope.errors import BadInput
 from qkscope.text import describe
 
-#: Start and stop of a piece: character offsets into `Example.text`, or token offsets into `Example.ids`.
+#: Start and stop of a piece: character offsets into `Example.text`, or token offsets into
+#: `Example.ids`.
 Span = tuple[int, int]
 #: A key's label in a contrast; 0 takes no part.
 Sign = Literal[-1, 0, 1]

@@ -1,7 +1,7 @@
-"""Addresses: an attention head (``L18H6``), and upstream components of the residual stream (``M9``).
+"""Addresses: an attention head (``L18H6``), and upstream components of the stream (``M9``).
 
-A `Writer` is anything that adds to the residual stream: the embedding, a head, an MLP, one neuron of
-an MLP (``M9.N120``), or all biases together.
+A `Writer` is anything that adds to the residual stream: the embedding, a head, an MLP, one neuron
+of an MLP (``M9.N120``), or all biases together.
 """
 
 from __future__ import annotations

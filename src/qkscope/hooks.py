@@ -102,7 +102,7 @@ class Hook:
         if not point:
             return
         side = self.kind[0]
-        # without rotation the last keys are at hook_k, which calls itself ``k.hook_out`` in a bridge
+        # without rotation the last keys are at hook_k, which is called ``k.hook_out`` in a bridge
         unrotated = [f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed"]
         fitting = {self.name, *(f"{self._layer_name}.{name}" for name in unrotated)}
         if point not in fitting:

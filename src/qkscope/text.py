@@ -1,4 +1,4 @@
-"""Small helpers that all rooms share: items in groups, and values and texts as messages show them."""
+"""Small helpers that all rooms share: items in groups, values and texts in messages."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Layout:
 
 
 class Site(NamedTuple):
-    """Where a dictionary stands: the layer named, what it splits, and how many layers on it enters."""
+    """Where a dictionary stands: a layer, what it splits, and how many layers on it enters."""
 
     layer: int
     splits: str

@@ -5,15 +5,17 @@ sums, subspaces with their controls, swaps in closed form, splits of a logit, an
 Files in reading order:
 
 - ``nulls``: ΔC from sums, the same sums under H0, p-values. ``intervals``: how sure a mean is, and
-  whether neighbouring units are alike. ``moments``: what streams and merges, and the sums of a contrast.
+  whether neighbouring units are alike. ``moments``: what streams and merges, and the sums of a
+  contrast.
 - ``bases``: SVDs that are multiplied out, of many matrices at once too, and what several bases are
-  to each other. ``cross_validation``: directions that
-  predict units left out. ``controls``: what a rank is worth. ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank.
-- ``swap_algebra``, ``swap_methods``: the causal test, what can be swapped, and how well any subspace could do.
+  to each other. ``cross_validation``: directions that predict units left out. ``controls``: what a
+  rank is worth. ``subspace``: ``ΔC = U S Vᵀ``, cut at a rank.
+- ``swap_algebra``, ``swap_methods``: the causal test, what can be swapped, and how well any
+  subspace could do.
 - ``singular``: a head's singular vectors, and relative attention as a sum of their terms: how few
   carry it.
 - ``feature_split``: a logit split among subspaces, the one table of every split, and which singular
-  vectors carry a feature. ``relative_logits``: a relative logit's keys, what is measured of rows, sums by
-  word, writers at random. ``feature_terms``: one split among pairs of a dictionary's
+  vectors carry a feature. ``relative_logits``: a relative logit's keys, what is measured of rows,
+  sums by word, writers at random. ``feature_terms``: one split among pairs of a dictionary's
   features.
 """

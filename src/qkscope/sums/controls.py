@@ -319,7 +319,7 @@ def _p_interaction(tests: _Tests, floor: float) -> list[float]:
 
 
 def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -> list[bool | None]:
-    """Whether each head's test is significant among all; None where no data could have made it so."""
+    """Whether each head's test is significant among all; None where no data could be."""
     calls: list[bool | None] = [q <= LEVEL for q in false_discovery(p_values)]
     for i, test in enumerate(tests):
         # what is only rounding needs no test to be nothing
@@ -345,7 +345,7 @@ def _too_few(moments: Moments, units: int, units_are_the_floor: bool) -> str:
 def _cv_ranks(
     moments: Moments, contrast: str, deltas: _Deltas, center: Center, gains: Mapping[str, Gain]
 ) -> list[CvRank]:
-    """Cross-validated rank of each head; a 0 is tested by features planted with a gain of 1 logit."""
+    """Cross-validated rank of each head; a 0 is tested by planted features of 1 logit."""
     # the differences of a prompt and its copy cancel, but not within a fold: there the mean query
     # must go
     predicting: Center = "query" if deltas.one_null else center

@@ -41,7 +41,7 @@ def cross_validated_rank(folds: _Folds, center: Center, sizes: Float[Tensor, " h
     ----------
     folds : sums of each fold of units.
     center : of the ΔC in question.
-    sizes : of the averages that ΔC is a difference of; what is below their rounding is no direction.
+    sizes : of the averages that ΔC is a difference of; below their rounding there is no direction.
     """
     whole = folds.sum(dim=0)
     gains = []
@@ -112,5 +112,6 @@ def plant(
     noise = signs * (deltas - mean)[:, None] * correction
     weight = _weights(folds)[:, 0, None, None, None]
     planted = folds[:, None].repeat(1, PLANTS, 1, 1, 1)
-    planted[..., :-1, 0, :-1] += (feature + noise - deltas[:, None]) * weight
+    change = feature + noise - deltas[:, None]
+    planted[..., :-1, 0, :-1] += change * weight
     return planted

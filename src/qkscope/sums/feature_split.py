@@ -1,9 +1,11 @@
-"""Splitting a logit: among features (Lee et al., Eq. 13-15), and a feature's among the singular
-vectors of its head.
+"""Splits of a logit among features, and of a feature among the singular vectors of its head.
 
 Logits are linear in the query, so parts of the query that add up to it give parts of the logit that
-add up to it: ``q_1 = P_1 q``, ``q_2 = P_2 (q − q_1)``, …, ``q_⊥`` the rest; ``ℓ^(j) = scale · K
-q_j``. Where subspaces overlap, what they share goes to the one taken first, so the order-free
+add up to it (Lee et al., Eq. 13-15)::
+
+    q_1 = P_1 q,   q_2 = P_2 (q − q_1),   …,   q_⊥ the rest;     ℓ^(j) = scale · K q_j
+
+Where subspaces overlap, what they share goes to the one taken first, so the order-free
 splits stand beside: the average over all orders, and the oblique one, which reads each feature only
 along directions that no other feature reaches.
 
@@ -11,9 +13,9 @@ The bridge between the two methods (`alignment`) asks which singular vectors of 
 feature found by contrast. ``ΔC = U S Vᵀ`` (cut at its rank) lives in head space, where singular
 vector j shows as a direction of queries, ``m_j = W_Q u_j``, and a dual direction of keys, ``n_j =
 W_K v_j / σ_j`` (`qkscope.sums.singular`). Each is the image to compare a side with: U with
-``m_j``, V with ``n_j``. What the contrast adds to the logits splits exactly:
+``m_j``, V with ``n_j``. What the contrast adds to the logits splits exactly::
 
-    ``E[qᵀk⁺] − E[qᵀk⁻] = tr ΔC = Σ_j n_jᵀ ΔC m_j``,
+    E[qᵀk⁺] − E[qᵀk⁻] = tr ΔC = Σ_j n_jᵀ ΔC m_j
 
 so ``n_jᵀ ΔC m_j`` is what vector j carries of the feature. A split over any basis concentrates
 somewhere, and the best r of d directions always fit a little: two controls go through the same
@@ -53,18 +55,21 @@ Bases = Mapping[str, Float[Tensor, "d r"]]  # of each feature, by name
 CARRIED = 0.9  # the share of tr ΔC that "carries the feature"
 
 
+# words that tables of parts have for something else
+_RESERVED = (RESIDUAL, "position", "token", "attention", "logit")
+_CONTROLS = {"rotated": "rotated", "random": "random", "key_pca": "key PCA"}
+_SHOWN_VECTORS = 6
+
+
 def part_name(feature: str) -> str:
-    """What the part of a feature is called: its name, quoted where tables of parts have that word
-    for something else.
+    """Name of the part of a feature: quoted where tables of parts have that word for another thing.
 
     >>> part_name("lexical"), part_name("residual")
     ('lexical', "'residual'")
     """
-    return (
-        f"'{feature}'"
-        if feature in (RESIDUAL, "position", "token", "attention", "logit")
-        else feature
-    )
+    if feature in _RESERVED:
+        return f"'{feature}'"
+    return feature
 
 
 class Attribution(NamedTuple):
@@ -78,30 +83,42 @@ class Attribution(NamedTuple):
 def split_query(
     q: Float[Tensor, "*n d"], bases: Bases, split: Split = "sequential"
 ) -> dict[str, Tensor]:
-    """Parts of the query (``*n d``), one per feature in the order given, and the residual; they sum
-    to ``q``.
-    """
+    """Parts of the query (``*n d``), one per feature and the residual; they sum to ``q``."""
     if split == "oblique":
-        projectors = oblique_projectors(list(bases.values()))[0] if bases else []
-        parts = {
-            name: (q @ p.right.to(q)) @ p.left.to(q).mT
-            for name, p in zip(bases, projectors, strict=True)
-        }
+        parts = _split_obliquely(q, bases)
+    elif split == "average":
+        splits = [_split_in_order(q, bases, order) for order in permutations(bases)]
+        parts = {}
+        for name in bases:
+            parts[name] = torch.stack([split_off[name] for split_off in splits]).mean(dim=0)
     else:
-        orders = []
-        for order in permutations(bases) if split == "average" else [tuple(bases)]:
-            split_off = {}
-            left = q
-            for name in order:
-                basis = bases[name].to(q)
-                split_off[name] = (left @ basis) @ basis.mT
-                left = left - split_off[name]
-            orders.append(split_off)
-        parts = {
-            name: torch.stack([split_off[name] for split_off in orders]).mean(dim=0)
-            for name in bases
-        }
+        parts = _split_in_order(q, bases, tuple(bases))
     return {**parts, RESIDUAL: q - sum(parts.values())}
+
+
+def _split_in_order(
+    q: Float[Tensor, "*n d"], bases: Bases, order: Sequence[str]
+) -> dict[str, Tensor]:
+    """Parts of the query, each feature's taken from what those before it left."""
+    parts = {}
+    left = q
+    for name in order:
+        basis = bases[name].to(q)
+        parts[name] = (left @ basis) @ basis.mT
+        left = left - parts[name]
+    return parts
+
+
+def _split_obliquely(q: Float[Tensor, "*n d"], bases: Bases) -> dict[str, Tensor]:
+    """Parts of the query, each feature's read along directions that no other feature reaches."""
+    if not bases:
+        return {}
+    projectors, _ = oblique_projectors(list(bases.values()))
+    parts = {}
+    for name, projector in zip(bases, projectors, strict=True):
+        coordinates = q @ projector.right.to(q)
+        parts[name] = coordinates @ projector.left.to(q).mT
+    return parts
 
 
 def attribute_logits(
@@ -117,14 +134,21 @@ def attribute_logits(
     >>> list(attribute_logits(q, k, 0.5, {"order": torch.eye(4)[:, :1], "lexical": torch.eye(4)[:, 1:3]}).parts)
     ['order', 'lexical', 'residual']
     """
-    parts = {
-        name: scale * (k @ part[..., None])[..., 0]
-        for name, part in split_query(q, bases, split).items()
-    }
-    overlap = {
-        (a, b): float(principal_cosines(bases[a], bases[b])[0]) for a, b in combinations(bases, 2)
-    }
-    return Attribution(scale * (k @ q[..., None])[..., 0], parts, overlap)
+    parts = {}
+    for name, part in split_query(q, bases, split).items():
+        parts[name] = _logits(part, k, scale)
+    overlap = {}
+    for a, b in combinations(bases, 2):
+        cosines = principal_cosines(bases[a], bases[b])
+        overlap[a, b] = float(cosines[0])
+    return Attribution(_logits(q, k, scale), parts, overlap)
+
+
+def _logits(
+    q: Float[Tensor, "*n d"], k: Float[Tensor, "*n k d"], scale: float
+) -> Float[Tensor, "*n k"]:
+    """``scale · K q``."""
+    return scale * (k @ q[..., None])[..., 0]
 
 
 def split_rows(
@@ -155,17 +179,27 @@ def split_rows(
     """
     whole = total.tolist()
     columns = {name: part.tolist() for name, part in parts.items()}
-    return [
-        {"head": str(head), "query": query, "key": key, "part": name, "side": side, "value": values[i],
-         "share": values[i] / whole[i] if whole[i] else float("nan")}
-        for i, key in enumerate(keys)
-        for name, values in columns.items()
-    ]  # fmt: skip
+    rows = []
+    for i, key in enumerate(keys):
+        for name, values in columns.items():
+            rows.append(
+                {
+                    "head": str(head),
+                    "query": query,
+                    "key": key,
+                    "part": name,
+                    "side": side,
+                    "value": values[i],
+                    "share": values[i] / whole[i] if whole[i] else float("nan"),
+                }
+            )
+    return rows
 
 
 def carried(delta: Float[Tensor, "d d"], read: Tensor, write: Tensor) -> Float[Tensor, "*n m"]:
-    """``n_jᵀ ΔC m_j``: what each direction (``*n d m``) adds to the contrast's logit difference;
-    summed, ``tr ΔC``.
+    """``n_jᵀ ΔC m_j``: what each direction (``*n d m``) adds to the contrast's logit difference.
+
+    Summed over all directions, it is ``tr ΔC``.
 
     >>> carried(torch.diag(torch.tensor([3.0, 1.0])), torch.eye(2), torch.eye(2))
     tensor([3., 1.])
@@ -174,22 +208,21 @@ def carried(delta: Float[Tensor, "d d"], read: Tensor, write: Tensor) -> Float[T
 
 
 def overlap(basis: Float[Tensor, "d r"], images: Float[Tensor, "*n d k"]) -> Float[Tensor, "*n"]:
-    """Share of a subspace that lies in the span of some images: mean squared cosine of the
-    principal angles, over r.
-    """
-    return (torch.linalg.qr(images)[0].mT @ basis).square().sum((-2, -1)) / basis.shape[-1]
+    """Share of a subspace in the span of some images: mean squared cosine of principal angles."""
+    span, _ = torch.linalg.qr(images)
+    squared_cosines = (span.mT @ basis).square().sum((-2, -1))
+    return squared_cosines / basis.shape[-1]
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How a feature sits on the singular vectors of its head, beside the same numbers of bases that
-    mean nothing.
+    """How a feature sits on the singular vectors of its head, beside bases that mean nothing.
 
     Parameters
     ----------
     head, contrast, rank, space : of the feature.
-    carried : what each singular vector adds to what the feature adds to the logits, ``total = tr
-        ΔC``.
+    carried : what each singular vector adds to what the feature adds to the logits; they sum to
+        ``total = tr ΔC``.
     sigma : the singular values.
     query, key : |cos| of each vector's image with the feature, in query and in key space.
     numbers : of the vectors and of the controls, as in `row`.
@@ -215,50 +248,96 @@ class Alignment:
     def table(self) -> list[dict[str, Any]]:
         """One row per singular vector, those that carry most first."""
         shares = self.carried / self.total if self.total else self.carried
-        return [
-            {"vector": j, "sigma": float(self.sigma[j]), "carried": float(self.carried[j]), "share": float(shares[j]),
-             "query": float(self.query[j]), "key": float(self.key[j])}
-            for j in self.carried.argsort(descending=True).tolist()
-        ]  # fmt: skip
+        table = []
+        for j in self.carried.argsort(descending=True).tolist():
+            table.append(
+                {
+                    "vector": j,
+                    "sigma": float(self.sigma[j]),
+                    "carried": float(self.carried[j]),
+                    "share": float(shares[j]),
+                    "query": float(self.query[j]),
+                    "key": float(self.key[j]),
+                }
+            )
+        return table
 
     def row(self) -> dict[str, Any]:
         """The numbers of this head and contrast with their controls."""
-        return {"head": str(self.head), "contrast": self.contrast, "rank": self.rank, "space": self.space,
-                "total": self.total, **self.numbers}  # fmt: skip
+        return {
+            "head": str(self.head),
+            "contrast": self.contrast,
+            "rank": self.rank,
+            "space": self.space,
+            "total": self.total,
+            **self.numbers,
+        }
+
+    def _controls(self, measure: str, form: str) -> str:
+        """A measure of every control that was run, for people."""
+        shown = []
+        for kind, name in _CONTROLS.items():
+            value = self.numbers.get(f"{measure}_{kind}")
+            if value is not None:
+                shown.append(f"{name} {value:{form}}")
+        return ", ".join(shown)
 
     def __repr__(self) -> str:
         """For people: how many vectors, how close, against what; and the first few vectors."""
         n = self.numbers
-        controls = {"rotated": "rotated", "random": "random", "key_pca": "key PCA"}
-
-        def against(name: str, form: str) -> str:
-            there = {
-                said: n[f"{name}_{kind}"]
-                for kind, said in controls.items()
-                if f"{name}_{kind}" in n
-            }
-            return ", ".join(f"{said} {value:{form}}" for said, value in there.items())
-
         lines = [
             f"{self.contrast or 'the feature'} at {self.head}, rank {self.rank}: {n['vectors']:.0f} of "
-            f"{len(self.sigma)} singular vectors carry {CARRIED:.0%} of it ({against('vectors', '.1f')}).",
-            f"The best {self.rank} span {n['query']:.0%} of it in query space ({against('query', '.0%')}) and "
-            f"{n['key']:.0%} in key space ({against('key', '.0%')}).",
+            f"{len(self.sigma)} singular vectors carry {CARRIED:.0%} of it ({self._controls('vectors', '.1f')}).",
+            f"The best {self.rank} span {n['query']:.0%} of it in query space ({self._controls('query', '.0%')}) and "
+            f"{n['key']:.0%} in key space ({self._controls('key', '.0%')}).",
             f"In the order of σ the leading {n['block']:.0f} carry it, with sparsity {n['sparsity']:.2f}; turned among "
             f"themselves with {n['sparsity_block']:.2f} (p = {n['p_block']:.2f} that turned ones are as sparse).",
-            *([self.caveat] if self.caveat else []),
-            " vector    sigma    share  |cos| query  |cos| key",
         ]
+        if self.caveat:
+            lines.append(self.caveat)
+        lines.append(" vector    sigma    share  |cos| query  |cos| key")
         form = "{vector:7d} {sigma:8.3f} {share:8.1%} {query:12.2f} {key:10.2f}"
-        return "\n".join([*lines, *(form.format(**row) for row in self.table()[:6])])
+        lines += [form.format(**row) for row in self.table()[:_SHOWN_VECTORS]]
+        return "\n".join(lines)
+
+
+class _Feature(NamedTuple):
+    """ΔC cut at its rank, and its bases in query and key space, in float64."""
+
+    delta: Float[Tensor, "d d"]
+    query: Float[Tensor, "d r"]
+    key: Float[Tensor, "d r"]
+
+    @classmethod
+    def of(cls, subspace: Subspace) -> _Feature:
+        """The feature of a subspace."""
+        u = subspace.basis("query").double().cpu()
+        v = subspace.basis("key").double().cpu()
+        s = subspace.S[: subspace.rank].double().cpu()
+        return cls(u @ torch.diag(s) @ v.mT, u, v)
+
+
+class _Images(NamedTuple):
+    """Directions of queries, and their duals of keys: of one basis, or of many."""
+
+    read: Float[Tensor, "*n d m"]
+    write: Float[Tensor, "*n d m"]
+
+
+class _Measures(NamedTuple):
+    """What is compared between bases: of one basis, or of many."""
+
+    vectors: Float[Tensor, "*n"]
+    sparsity: Float[Tensor, "*n"]
+    query: Float[Tensor, "*n"]
+    key: Float[Tensor, "*n"]
 
 
 @checked_call
 def alignment(
     basis: SingularBasis, subspace: Subspace, *, draws: Count = 100, seed: int = 0
 ) -> Alignment:
-    """Which singular vectors carry a feature, how close they come to it, and what meaningless bases
-    would show.
+    """Which singular vectors carry a feature, how close they come, and what controls would show.
 
     Parameters
     ----------
@@ -279,65 +358,125 @@ def alignment(
     True
     """
     assert subspace.head is not None, "this subspace does not say which head it belongs to"
-    weights = subspace.about.get("weights")
-    here = basis.about.get("weights")
-    if weights is not None and here is not None and weights != here:
+    _check_same_weights(subspace, basis)
+    vectors = basis[subspace.head]
+    images = _Images(vectors.read, vectors.write)
+    sigma = vectors.S.double()
+    feature = _Feature.of(subspace)
+    shares = carried(feature.delta, *images)
+    leading = sigma.argsort(descending=True)
+    block = _leading_block(shares, leading)
+    controls = _control_bases(images, block, draws, seed)
+    numbers = _numbers(feature, images, controls, len(block), subspace.cov_k)
+    first = leading[: subspace.rank]
+    numbers["query_leading"] = float(overlap(feature.query, images.read[:, first]))
+    numbers["key_leading"] = float(overlap(feature.key, images.write[:, first]))
+    space = str(subspace.about.get("space", "post_rope"))
+    caveat = ""
+    if vectors.rotary and space == "post_rope":
+        caveat = (
+            "Positions turn this fit's queries and keys (post_rope), not singular vectors:"
+            " fit in query_frame for all."
+        )
+    return Alignment(
+        subspace.head,
+        subspace.contrast,
+        subspace.rank,
+        space,
+        shares,
+        sigma,
+        query=_cosines(images.read, feature.query),
+        key=_cosines(images.write, feature.key),
+        numbers=numbers,
+        caveat=caveat,
+    )
+
+
+def _check_same_weights(subspace: Subspace, basis: SingularBasis) -> None:
+    """Refuse a feature and singular vectors of different weights, where both say which."""
+    fitted = subspace.about.get("weights")
+    factored = basis.about.get("weights")
+    if fitted is not None and factored is not None and fitted != factored:
         raise BadInput(
             "the feature and the singular basis come from different weights: load the same model for both."
         )
-    vectors = basis[subspace.head]
-    r = subspace.rank
-    m = vectors.read
-    n = vectors.write
-    sigma = vectors.S.double()
-    u = subspace.basis("query").double().cpu()
-    v = subspace.basis("key").double().cpu()
-    delta = u @ torch.diag(subspace.S[:r].double().cpu()) @ v.mT
-    shares = carried(delta, m, n)
-    leading = sigma.argsort(descending=True)
-    # the block: as many leading vectors as carry the feature, turned among themselves
+
+
+def _cosines(images: Float[Tensor, "d m"], basis: Float[Tensor, "d r"]) -> Float[Tensor, " m"]:
+    """|cos| of each image with a subspace."""
+    unit = normalize(images, dim=0)
+    return (unit.mT @ basis).norm(dim=-1)
+
+
+def _leading_block(shares: Float[Tensor, " m"], leading: Tensor) -> Tensor:
+    """As many leading vectors as carry the feature; all of them where they never do."""
     reached = shares[leading].cumsum(0) >= CARRIED * shares.sum()
-    block = leading[: int(reached.long().argmax()) + 1 if bool(reached.any()) else len(sigma)]
-    within = torch.eye(len(sigma), dtype=torch.float64).repeat(draws, 1, 1)
-    within[:, block[:, None], block] = random_rotations(
-        len(block), draws, derived_seed(seed, "block")
+    if not bool(reached.any()):
+        return leading
+    size = int(reached.long().argmax()) + 1
+    return leading[:size]
+
+
+def _control_bases(images: _Images, block: Tensor, draws: int, seed: int) -> dict[str, _Images]:
+    """Bases that mean nothing, by name, each drawn many times.
+
+    ``rotated``: the singular vectors turned at random; ``random``: axes of the head space;
+    ``block``: only the block's vectors turned, among themselves.
+    """
+    d, m = images.read.shape
+    rotations = random_rotations(m, draws, seed)
+    axes = random_rotations(d, draws, derived_seed(seed, "axes"))
+    within = torch.eye(m, dtype=torch.float64).repeat(draws, 1, 1)
+    turned = random_rotations(len(block), draws, derived_seed(seed, "block"))
+    within[:, block[:, None], block] = turned
+    return {
+        "rotated": _Images(images.read @ rotations, images.write @ rotations),
+        "random": _Images(axes, axes),
+        "block": _Images(images.read @ within, images.write @ within),
+    }
+
+
+def _numbers(
+    feature: _Feature,
+    images: _Images,
+    controls: Mapping[str, _Images],
+    block_size: int,
+    cov_k: Float[Tensor, "d d"] | None,
+) -> dict[str, float]:
+    """The measures of the singular vectors and of the controls, and how often these do as well."""
+    observed = _means(_measure(feature, images))
+    numbers = dict(observed)
+    for name, bases in controls.items():
+        measures = _measure(feature, bases)
+        for measure, mean in _means(measures).items():
+            numbers[f"{measure}_{name}"] = mean
+        if name == "block":
+            numbers["block"] = float(block_size)
+            # how often the block's vectors, turned among themselves, are as sparse: sparser is less
+            numbers["p_block"] = p_value(-measures.sparsity, -observed["sparsity"])
+        else:
+            numbers[f"p_query_{name}"] = p_value(measures.query, observed["query"])
+            numbers[f"p_key_{name}"] = p_value(measures.key, observed["key"])
+    if cov_k is not None:
+        _, _, axes = checked_svd(cov_k.double().cpu())
+        for measure, mean in _means(_measure(feature, _Images(axes, axes))).items():
+            numbers[f"{measure}_key_pca"] = mean
+    return numbers
+
+
+def _measure(feature: _Feature, images: _Images) -> _Measures:
+    """How few directions carry a feature, and how close the best of them come to it."""
+    parts = carried(feature.delta, *images)
+    rank = feature.query.shape[-1]
+    best = parts.argsort(-1, descending=True)[..., None, :rank]
+    return _Measures(
+        vectors=reconstruction_count(parts, CARRIED),
+        sparsity=sparsity(parts),
+        query=overlap(feature.query, torch.take_along_dim(images.read, best, -1)),
+        key=overlap(feature.key, torch.take_along_dim(images.write, best, -1)),
     )
-    rotations = random_rotations(m.shape[1], draws, seed)
-    axes = random_rotations(m.shape[0], draws, derived_seed(seed, "axes"))
-    bases = {"": (m, n), "_rotated": (m @ rotations, n @ rotations), "_random": (axes, axes)}
-    bases["_block"] = m @ within, n @ within
-    if subspace.cov_k is not None:
-        components = checked_svd(subspace.cov_k.double().cpu())[2]
-        bases["_key_pca"] = components, components
-    numbers: dict[str, float] = {}
-    for name, (read, write) in bases.items():
-        parts = carried(delta, read, write)
-        best = parts.argsort(-1, descending=True)[..., :r]
-        query = overlap(u, torch.take_along_dim(read, best[..., None, :], -1))
-        key = overlap(v, torch.take_along_dim(write, best[..., None, :], -1))
-        count = reconstruction_count(parts, CARRIED)
-        sparse = sparsity(parts)
-        measures = {"vectors": count, "sparsity": sparse, "query": query, "key": key}
-        numbers |= {
-            f"{measure}{name}": float(values.nanmean()) for measure, values in measures.items()
-        }
-        if (
-            name == "_block"
-        ):  # how often the block's vectors, turned among themselves, are as sparse
-            numbers |= {
-                "block": float(len(block)),
-                "p_block": p_value(-sparse, -numbers["sparsity"]),
-            }
-        elif name in ("_rotated", "_random"):  # how often a meaningless basis does as well
-            numbers[f"p_query{name}"] = p_value(query, numbers["query"])
-            numbers[f"p_key{name}"] = p_value(key, numbers["key"])
-    numbers["query_leading"] = float(overlap(u, m[:, leading[:r]]))
-    numbers["key_leading"] = float(overlap(v, n[:, leading[:r]]))
-    space = str(subspace.about.get("space", "post_rope"))
-    caveat = "Positions turn this fit's queries and keys (post_rope), not singular vectors: fit in query_frame for all."
-    query = (normalize(m, dim=0).mT @ u).norm(dim=-1)
-    key = (normalize(n, dim=0).mT @ v).norm(dim=-1)
-    said = caveat if vectors.rotary and space == "post_rope" else ""
-    return Alignment(
-        subspace.head, subspace.contrast, r, space, shares, sigma, query, key, numbers, said
-    )
+
+
+def _means(measures: _Measures) -> dict[str, float]:
+    """Mean of each measure over draws, those without a value left out."""
+    return {name: float(values.nanmean()) for name, values in measures._asdict().items()}

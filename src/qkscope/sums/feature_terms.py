@@ -27,7 +27,8 @@ OTHERS = "other writers"  # what is not the MLP's
 BIAS = "bias"  # what is constant
 #: How many of the largest pairs are taken together.
 SIZES = (1, 10)
-#: The logit; what pairs of features give; all pairs, signs left out; shares of that by number of pairs.
+#: The logit; what pairs of features give; all pairs, signs left out; shares of that by number of
+#: pairs.
 NUMBERS = ("logit", "pairs", "gross", *(f"held_{count}" for count in SIZES))
 
 
@@ -86,7 +87,7 @@ class FeatureTerms(NamedTuple):
         return self.values[: len(self.query), : len(self.key)]
 
     def marginals(self) -> dict[str, dict[int | str, float]]:
-        """By side, what each feature (by number) and each other part gives; both sum to the logit."""
+        """By side, what each feature (by number) and other part gives; both sum to the logit."""
         query_parts = [*self.query.tolist(), *self.rest]
         key_parts = [*self.key.tolist(), *self.rest]
         return {

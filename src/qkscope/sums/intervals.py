@@ -1,10 +1,12 @@
-"""How sure a mean is: intervals that resample whole units, and whether neighbouring units are alike.
+"""How sure a mean is: intervals that resample whole units, and whether neighbours are alike.
 
 A unit is a prompt, or all prompts that share a word or are copies: what one draw of the data
 brings. The bootstrap draws as many units as there are, with replacement, and takes the mean of
 their rows::
 
-    x̄* = Σ_u n_u s_u / Σ_u n_u w_u,     s_u the sum of unit u's rows, w_u how many, n_u how often drawn
+    x̄* = Σ_u n_u s_u / Σ_u n_u w_u
+
+with ``s_u`` the sum of unit u's rows, ``w_u`` how many they are, ``n_u`` how often u is drawn.
 
 Units that follow each other in one text may not be independent; then such an interval is too
 narrow. `lag_one` says how alike neighbours are.

@@ -188,7 +188,7 @@ class Moments:
         label: Int[Tensor, "b k"],
         prompts: Tensor | None,
     ) -> Float[Tensor, "b g 2 d+1"]:
-        """Label-weighted sums of each row's keys; what is not finite is refused, if it takes part."""
+        """Label-weighted sums of each row's keys; those that take part must be finite."""
         sums = key_sums(label, keys)
         checksum = sums.sum() + q.sum(dtype=torch.float64)
         if bool(torch.isfinite(checksum)):
@@ -222,7 +222,7 @@ class Moments:
         sums: Float[Tensor, "b g 2 a"],
         unit: Int[Tensor, " b"],
     ) -> None:
-        """Add one batch of a contrast to the row scales, the unit counts, the folds and the nulls."""
+        """Add one batch of a contrast to row scales, unit counts, folds and null replicates."""
         state = {name: by_contrast[contrast] for name, by_contrast in self.state.items()}
         scale = row_scale(sums)
         scale_of_head = scale[:, self._kv_of_head, :, 0]
@@ -402,7 +402,7 @@ class Moments:
     def _first_damaged(
         cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
     ) -> str | None:
-        """Name of what a file's manifest promises and its tensors do not hold; None if all is well."""
+        """Name of what a manifest promises and the tensors do not hold; None if all is well."""
         try:
             # on tensors without memory, as a manifest may promise anything
             promised = cls(**manifest, device="meta").tensors()

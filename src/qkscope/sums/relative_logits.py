@@ -1,8 +1,10 @@
-"""Relative logits in numbers: weights of keys, what is measured of attention rows, sums by word,
-and writers at random.
+"""Relative logits: key weights, measures of attention rows, sums by word, random writers.
 
-Weights w sum to 0 over the keys, + on the right ones and − on the others: ``ℓ = Σ_t w_t scale
-q·k_t``. A `Tally` adds up what prompts give, by the word they ask for: any number of them takes the
+Weights w sum to 0 over the keys, + on the right ones and − on the others::
+
+    ℓ = Σ_t w_t scale q·k_t
+
+A `Tally` adds up what prompts give, by the word they ask for: any number of them takes the
 same room, and intervals resample words.
 """
 
@@ -20,7 +22,8 @@ from qkscope.attention import AttentionRows, soft
 from qkscope.heads import Head, Writer
 from qkscope.sums.intervals import clustered_bootstrap
 
-#: Attention on the right keys and on the first token, softmax and accuracy among the named keys, relative logit.
+#: Attention on the right keys and on the first token, softmax and accuracy among the named keys,
+#: relative logit.
 METRICS = ("attention", "first", "among", "accuracy", "logit")
 
 Side = Literal["query", "key"]
@@ -36,64 +39,87 @@ def relative_weights(signs: Marks) -> Float[Tensor, "n k"]:
     >>> relative_weights(torch.tensor([[1, -1, -1, 0]]))
     tensor([[ 1.0000, -0.5000, -0.5000,  0.0000]])
     """
-    right, other = ((signs * sign > 0).float() for sign in (1, -1))
-    return right / right.sum(1, keepdim=True).clamp_min(1) - other / other.sum(
-        1, keepdim=True
-    ).clamp_min(1)
+    return _mean_weights(signs > 0) - _mean_weights(signs < 0)
+
+
+def _mean_weights(chosen: Bool[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """Weights that give the mean over the chosen keys of each row."""
+    weights = chosen.float()
+    count = weights.sum(1, keepdim=True).clamp_min(1)
+    return weights / count
 
 
 def metrics(
-    rows: AttentionRows, named: Marks, signs: Marks, q: Any = None, k: Any = None, P: Any = None
+    rows: AttentionRows,
+    named: Marks,
+    signs: Marks,
+    q: Float[Tensor, "x n d"] | None = None,
+    k: Float[Tensor, "x n k d"] | None = None,
+    P: Float[Tensor, "d d"] | None = None,
 ) -> Float[Tensor, "x n m"]:
-    """`METRICS` of one head's rows over all tokens, x times over with other queries and other named
-    keys.
+    """`METRICS` of one head's rows over all tokens, x times over with other queries and named keys.
 
     Parameters
     ----------
     rows : the head's queries with every token of the prompt as a key.
     named, signs : columns of the named keys, and +1 for right, −1 for other, 0 for none.
-    q, k : what stands instead, Float [x, n, d] and [x, n, k, d]; the first token's key stays, named
-        or not.
-    P : a projector (d, d) put between query and key, to look inside a feature; for the relative
-        logit alone.
+    q, k : what stands instead; the first token's key stays, named or not.
+    P : a projector put between query and key, to look inside a feature; for the relative logit
+        alone.
     """
-    first = (
-        rows.present().int().argmax(1)[:, None]
-    )  # padding stands before it, or behind the prompt
+    # padding stands before the first token, or behind the prompt
+    first = rows.present().int().argmax(1)[:, None]
     keys = rows.k[:, 0].gather(1, named[..., None].expand(-1, -1, rows.d_head))
     q = rows.q[None, :, 0] if q is None else q
-    k = keys[None] if k is None else torch.where((named == first)[..., None], keys, k)
+    is_first = (named == first)[..., None]
+    k = keys[None] if k is None else torch.where(is_first, keys, k)
     scale = float(torch.as_tensor(rows.scale).flatten()[0])
-    products = torch.einsum("xnd,ntd->nxt", q, rows.k[:, 0]) * scale
+    all_products = torch.einsum("xnd,ntd->nxt", q, rows.k[:, 0]) * scale
     at_named = torch.einsum("xnd,xnkd->nxk", q, k) * scale
+    takes_part = signs[:, None] != 0
     columns = named[:, None].expand_as(at_named)
-    shown = signs[:, None] != 0
-    right = (signs > 0)[:, None]
-    beyond = columns.masked_fill(
-        ~shown, products.shape[-1]
-    )  # padded slots, which may point at a named key's column
-    products = pad(products, (0, 1)).scatter(-1, beyond, at_named)[..., :-1]
+    products = _replaced(all_products, columns, at_named, takes_part)
     attention = rows.attention(products)
-    own = rows.logits(products).gather(-1, columns).masked_fill(~shown, -torch.inf)
+    logits = rows.logits(products).gather(-1, columns).masked_fill(~takes_part, -torch.inf)
     if P is not None:
         at_named = torch.einsum("xnd,xnkd->nxk", q @ P.to(q), k) * scale
-    measured = [
-        (attention.gather(-1, columns) * right).sum(-1),
-        attention.gather(-1, first[:, None].expand(-1, attention.shape[1], 1))[..., 0],
-        (soft(own) * right).sum(-1),
-        right.expand_as(own).gather(-1, own.argmax(-1, keepdim=True))[..., 0].to(q),
-        (at_named * relative_weights(signs)[:, None].to(q)).sum(-1),
-    ]
-    return torch.stack(measured, dim=-1).transpose(0, 1)
+    is_right = (signs > 0)[:, None]
+    first_column = first[:, None].expand(-1, attention.shape[1], 1)
+    largest = logits.argmax(-1, keepdim=True)
+    weights = relative_weights(signs)[:, None].to(q)
+    measures = {
+        "attention": (attention.gather(-1, columns) * is_right).sum(-1),
+        "first": attention.gather(-1, first_column)[..., 0],
+        "among": (soft(logits) * is_right).sum(-1),
+        "accuracy": is_right.expand_as(logits).gather(-1, largest)[..., 0].to(q),
+        "logit": (at_named * weights).sum(-1),
+    }
+    by_name = [measures[name] for name in METRICS]
+    return torch.stack(by_name, dim=-1).transpose(0, 1)
 
 
+def _replaced(
+    products: Float[Tensor, "n x t"],
+    columns: Int[Tensor, "n x k"],
+    values: Float[Tensor, "n x k"],
+    takes_part: Bool[Tensor, "n 1 k"],
+) -> Float[Tensor, "n x t"]:
+    """Products with other values in the columns of the named keys that take part."""
+    # padded slots may point at a named key's column: they write to one beyond, which is cut off
+    beyond = products.shape[-1]
+    targets = columns.masked_fill(~takes_part, beyond)
+    return pad(products, (0, 1)).scatter(-1, targets, values)[..., :-1]
+
+
+# ---------------------------------------------------------------------- sums by word, and tables
 # ---------------------------------------------------------------------- sums by word, and their
 # tables
 
 
 class Measurement(NamedTuple):
-    """What every prompt of a batch gives: values by name, how far parts miss their sum, which
-    prompts count.
+    """What every prompt of a batch gives.
+
+    Values by name, how far parts miss their sum, and which prompts count.
     """
 
     values: Mapping[Any, Float[Tensor, "n *v"]]
@@ -103,8 +129,7 @@ class Measurement(NamedTuple):
 
 
 class Tally:
-    """Sums of named vectors by word, how many prompts each word has, and how far parts were from
-    summing, at most.
+    """Sums of named vectors by word, how many prompts each word has, and the largest sum error.
 
     Its tensors are as large after the last prompt as after the first.
 
@@ -119,28 +144,28 @@ class Tally:
         self.sums: dict[Any, Tensor] = {}
 
     @classmethod
-    def of_prompt(cls, given: Measurement) -> Tally:
+    def of_prompt(cls, measurement: Measurement) -> Tally:
         """Tally of a single prompt, without intervals."""
         tally = cls([""])
-        tally.add([""], given)
+        tally.add([""], measurement)
         return tally
 
-    def add(self, words: Sequence[str], given: Measurement) -> None:
+    def add(self, words: Sequence[str], measurement: Measurement) -> None:
         """Add prompts: all of them, or those that count."""
-        used = torch.ones(len(words), dtype=torch.bool) if given.used is None else given.used.cpu()
+        used = torch.ones(len(words), dtype=torch.bool)
+        if measurement.used is not None:
+            used = measurement.used.cpu()
         places = torch.tensor([self._place[word] for word in words])[used]
-        for name, value in {**given.values, "count": torch.ones(len(words))}.items():
+        values = {**measurement.values, "count": torch.ones(len(words))}
+        for name, value in values.items():
             if name not in self.sums:
-                self.sums[name] = torch.zeros(
-                    len(self.words), *value.shape[1:], dtype=torch.float64
-                )
+                shape = (len(self.words), *value.shape[1:])
+                self.sums[name] = torch.zeros(shape, dtype=torch.float64)
             self.sums[name].index_add_(0, places, value.cpu().double()[used])
-        missed = (
-            torch.zeros(1) if given.error is None or not used.any() else given.error.cpu()[used]
-        )
-        self.sums.setdefault("error", torch.zeros(1, dtype=torch.float64)).clamp_(
-            min=float(missed.max())
-        )
+        error = self.sums.setdefault("error", torch.zeros(1, dtype=torch.float64))
+        if measurement.error is not None and used.any():
+            missed = measurement.error.cpu()[used]
+            error.clamp_(min=float(missed.max()))
 
     @property
     def error(self) -> float:
@@ -160,51 +185,68 @@ class Tally:
         self, name: Any, columns: Any = slice(None)
     ) -> tuple[Float[Tensor, "*v"], Float[Tensor, "*v"]]:
         """95% interval of the mean, resampling words; NaN if there is one word only."""
-        there = self.sums["count"].nonzero()[:, 0]
-        sizes = self.sums["count"][there]
-        means = self.sums[name][there]
-        means = means[:, columns] if means.ndim > 1 else means
-        means = means / sizes.view(-1, *[1] * (means.ndim - 1))
-        rows = torch.repeat_interleave(torch.arange(len(there)), sizes.long())
+        with_prompts = self.sums["count"].nonzero()[:, 0]
+        sizes = self.sums["count"][with_prompts]
+        sums = self.sums[name][with_prompts]
+        if sums.ndim > 1:
+            sums = sums[:, columns]
+        behind = [1] * (sums.ndim - 1)
+        means = sums / sizes.view(-1, *behind)
+        # a word's mean stands once for each of its prompts
+        rows = torch.repeat_interleave(torch.arange(len(sizes)), sizes.long())
         return clustered_bootstrap(means[rows], rows)
 
     def ends(self, name: str, columns: Any = slice(None)) -> list[list[float | None]]:
         """The ends of intervals as tables have them: None where there are none."""
         ends: list[list[float | None]] = [end.tolist() for end in self.interval(name, columns)]
-        return ends if len(self.words) > 1 else [[None] * len(end) for end in ends]
+        if len(self.words) > 1:
+            return ends
+        return [[None] * len(end) for end in ends]
 
     def writer_rows(
         self, head: Head, names: Sequence[str], count: int | None = None
     ) -> list[dict[str, Any]]:
         """The table of writers: both sides, the largest first (the first ``count``)."""
-        made = []
+        table = []
         total = float(self.mean("total"))
         for side in SIDES:
             values = self.mean(side)
             order = values.abs().argsort(descending=True).tolist()[:count]
-            made += [
-                {"head": str(head), "side": side, "writer": names[i], "value": float(values[i]),
-                 "share": float(values[i]) / total if total else None, "low": low, "high": high}
-                for i, low, high in zip(order, *self.ends(side, order), strict=True)
-            ]  # fmt: skip
-        return made
+            lows, highs = self.ends(side, order)
+            for i, low, high in zip(order, lows, highs, strict=True):
+                value = float(values[i])
+                table.append(
+                    {
+                        "head": str(head),
+                        "side": side,
+                        "writer": names[i],
+                        "value": value,
+                        "share": value / total if total else None,
+                        "low": low,
+                        "high": high,
+                    }
+                )
+        return table
 
     def pair_rows(
         self, head: Head, names: Sequence[str], pairs: Sequence[tuple[int, int]]
     ) -> list[dict[str, Any]]:
         """The table of pairs."""
-        columns = self.mean("pairs").tolist(), *self.ends("pairs")
-        return [
-            {
-                "head": str(head),
-                "query_writer": names[a],
-                "key_writer": names[b],
-                "value": v,
-                "low": low,
-                "high": high,
-            }
-            for (a, b), v, low, high in zip(pairs, *columns, strict=True)
-        ]
+        values = self.mean("pairs").tolist()
+        lows, highs = self.ends("pairs")
+        table = []
+        for (query, key), value, low, high in zip(pairs, values, lows, highs, strict=True):
+            table.append(
+                {
+                    "head": str(head),
+                    "query_writer": names[query],
+                    "key_writer": names[key],
+                    "value": value,
+                    "low": low,
+                    "high": high,
+                }
+            )
+        return table
 
     def check_row(self, head: Head, **more: Any) -> dict[str, Any]:
         """The row of this head in the table ``check``.
@@ -215,34 +257,43 @@ class Tally:
         total = float(self.mean("total"))
         gross = max(float(self.mean(side).abs().sum()) for side in SIDES)
         cancels = gross / abs(total) if total else float("inf")
-        return {"head": str(head), "sum_error": self.error, "logit": total, "cancels": cancels, **more,
-                "n": self.rows}  # fmt: skip
+        return {
+            "head": str(head),
+            "sum_error": self.error,
+            "logit": total,
+            "cancels": cancels,
+            **more,
+            "n": self.rows,
+        }
 
 
 def strongest_pairs(pairs: Float[Tensor, "c c"]) -> list[tuple[int, int]]:
     """The largest pairs by size, biases left out."""
-    flat = pairs[:-1, :-1].abs().flatten().argsort(descending=True)[:PAIRS].tolist()
-    return [divmod(i, len(pairs) - 1) for i in flat]
+    writers = len(pairs) - 1
+    sizes = pairs[:-1, :-1].abs().flatten()
+    largest = sizes.argsort(descending=True)[:PAIRS]
+    return [divmod(place, writers) for place in largest.tolist()]
 
 
 # ---------------------------------------------------------------------- some of the writers
 
 
 def first_by(scores: Float[Tensor, " c"], size: int, signed: bool = False) -> list[int]:
-    """The writers with the largest scores, by size or by signed value; biases, the last writer, are
-    none.
+    """The writers with the largest scores, by size or signed; not the biases, which are last.
 
     >>> first_by(torch.tensor([1.0, -3.0, 2.0, 9.0]), 2), first_by(torch.tensor([1.0, -3.0, 2.0, 9.0]), 2, signed=True)
     ([1, 2], [2, 0])
     """
-    return (scores[:-1] if signed else scores[:-1].abs()).argsort(descending=True)[:size].tolist()
+    of_writers = scores[:-1]
+    if not signed:
+        of_writers = of_writers.abs()
+    return of_writers.argsort(descending=True)[:size].tolist()
 
 
 def draw_alike(
     chosen: Sequence[int], writers: Sequence[Writer], seed: int, least: int = 1
 ) -> list[int]:
-    """Other writers at random, one for each chosen: of its kind and layer, or of the nearest where
-    there are too few.
+    """Other writers at random, one for each chosen, of its kind and layer or of the nearest.
 
     A layer has many heads and one MLP, so that for an MLP those of the nearest layers stand in, and
     for a head where there are fewer than ``least`` others.
@@ -253,26 +304,35 @@ def draw_alike(
     """
     generator = torch.Generator().manual_seed(seed)
     drawn: list[int] = []
-    for own in (writers[c] for c in chosen):
+    for index in chosen:
         free = [c for c in range(len(writers)) if c not in chosen and c not in drawn]
-        same = [c for c in free if writers[c].kind == own.kind] or free
-        if not same:
+        if not free:
             break
-        far = sorted(abs(writers[c].layer - own.layer) for c in same)[
-            : _NEAREST if own.head is None else least
-        ][-1]
-        alike = [c for c in same if abs(writers[c].layer - own.layer) <= far]
-        drawn.append(alike[int(torch.randint(len(alike), (1,), generator=generator))])
+        alike = _alike(writers[index], free, writers, least)
+        place = torch.randint(len(alike), (1,), generator=generator)
+        drawn.append(alike[int(place)])
     return drawn
 
 
+def _alike(writer: Writer, free: Sequence[int], writers: Sequence[Writer], least: int) -> list[int]:
+    """Free writers that may stand in for one: of its kind, if any is, and of near layers."""
+    same_kind = [c for c in free if writers[c].kind == writer.kind] or free
+    count = least if writer.kind == "head" else _NEAREST
+    distances = [abs(writers[c].layer - writer.layer) for c in same_kind]
+    farthest = sorted(distances)[:count][-1]
+    return [c for c, distance in zip(same_kind, distances, strict=True) if distance <= farthest]
+
+
 def different(draws: Iterable[Mapping[str, list[int]]]) -> list[Mapping[str, list[int]]]:
-    """The different sets of writers (by side) among some draws: of few writers alike, many draws
-    are one set.
+    """The different sets of writers (by side) among some draws.
+
+    Of few writers alike, many draws are one set.
 
     >>> different([{"key": [1, 2]}, {"key": [2, 1]}, {"key": [1, 3]}])
     [{'key': [2, 1]}, {'key': [1, 3]}]
     """
-    return list(
-        {tuple((side, *sorted(own)) for side, own in one.items()): one for one in draws}.values()
-    )
+    sets = {}
+    for draw in draws:
+        members = tuple((side, *sorted(writers)) for side, writers in draw.items())
+        sets[members] = draw
+    return list(sets.values())

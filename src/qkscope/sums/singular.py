@@ -1,13 +1,12 @@
-"""A head's singular basis, how it looks from inside the head, and relative attention as a sum of
-its terms.
+"""A head's singular basis, seen from inside the head, and relative attention as a sum of its terms.
 
 ``Ω = W_Qᵀ W_K = Σ σ_j u_j v_jᵀ`` lives in the residual stream; queries and keys live in the head,
 where only images of the singular vectors are seen: ``m_j = W_Q u_j`` and ``p_j = W_K v_j``. They
-are no orthogonal bases, but each other's duals: ``m_iᵀ p_j = u_iᵀ Ω v_j = σ_i δ_ij``. So with ``M =
-[m_1 m_2 …]``,
+are no orthogonal bases, but each other's duals: ``m_iᵀ p_j = u_iᵀ Ω v_j = σ_i δ_ij``. So with
+``M = [m_1 m_2 …]``::
 
-    ``q = Σ_j α_j m_j``, ``α = M⁺ q`` (which is ``u_jᵀ x̂``, times QK-norm's scalar),   ``qᵀ k = Σ_j
-    α_j (m_jᵀ k)``:
+    q = Σ_j α_j m_j,   α = M⁺ q   (which is u_jᵀ x̂, times QK-norm's scalar),
+    qᵀ k = Σ_j α_j (m_jᵀ k)
 
 queries of component j point along ``m_j``, keys of it along ``n_j = p_j / σ_j``, the columns of
 ``M⁺ᵀ``. The split holds for any k, also one turned by RoPE into the query's frame, and needs no
@@ -48,8 +47,9 @@ _PROBES = 8
 
 
 class HeadBasis(NamedTuple):
-    """Singular vectors of one head: ``Ω = U diag(S) Vᵀ``, biases in the last row of U and V; ``read
-    = W_Q U``.
+    """Singular vectors of one head: ``Ω = U diag(S) Vᵀ``, and ``read = W_Q U``.
+
+    Biases are in the last row of U and V.
     """
 
     U: Float[Tensor, "d m"]
@@ -60,7 +60,7 @@ class HeadBasis(NamedTuple):
 
     @property
     def write(self) -> Float[Tensor, "d_head m"]:
-        """``n_j``: the directions of keys, dual to ``read`` (``W_K v_j / σ_j`` where σ_j is not 0)."""
+        """``n_j``: directions of keys, dual to ``read`` (``W_K v_j / σ_j`` where σ_j is not 0)."""
         return dual(self.read)
 
 
@@ -103,10 +103,10 @@ class SingularBasis:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        named = ", ".join(map(str, self.heads[:4])) + (
-            f", … {len(self.heads)} heads" if len(self.heads) > 4 else ""
-        )
-        return f"SingularBasis({named}: {self.S.shape[-1]} vectors each)"
+        names = ", ".join(map(str, self.heads[:4]))
+        if len(self.heads) > 4:
+            names += f", … {len(self.heads)} heads"
+        return f"SingularBasis({names}: {self.S.shape[-1]} vectors each)"
 
     def index(self, heads: Sequence[Head]) -> list[int]:
         """Where some heads stand in this basis.
@@ -128,16 +128,23 @@ class SingularBasis:
 
     def table(self) -> list[dict[str, Any]]:
         """One row per head: its spectrum in four numbers, and how well the factors multiply out."""
-        energy = self.S.double().square() / self.S.double().square().sum(-1, keepdim=True)
-        effective = torch.exp(-(energy * energy.clamp_min(1e-300).log()).sum(-1))
-        return [
-            {
-                "head": str(head), "top": float(self.S[i, 0]), "median": float(self.S[i].median()),
-                "last": float(self.S[i, -1]), "effective_rank": float(effective[i]), "rotary": self.rotary[i],
-                "error": float(self.error[i]),
-            }
-            for i, head in enumerate(self.heads)
-        ]  # fmt: skip
+        energy = self.S.double().square()
+        share = energy / energy.sum(-1, keepdim=True)
+        entropy = -(share * share.clamp_min(1e-300).log()).sum(-1)
+        table = []
+        for i, head in enumerate(self.heads):
+            table.append(
+                {
+                    "head": str(head),
+                    "top": float(self.S[i, 0]),
+                    "median": float(self.S[i].median()),
+                    "last": float(self.S[i, -1]),
+                    "effective_rank": float(torch.exp(entropy[i])),
+                    "rotary": self.rotary[i],
+                    "error": float(self.error[i]),
+                }
+            )
+        return table
 
 
 def basis_of_weights(
@@ -147,8 +154,7 @@ def basis_of_weights(
     kv_of_head: Any = None,
     about: Any = None,
 ) -> SingularBasis:
-    """Thin SVD of each head, multiplied out on random probes before it is believed; as many at once
-    as fit.
+    """Thin SVD of each head, multiplied out on random probes before it is believed.
 
     Parameters
     ----------
@@ -160,29 +166,44 @@ def basis_of_weights(
     about : the model, and the hash of its weights.
     """
     w_q, w_k, scale, c_q = weights
-    kv = torch.arange(len(heads), device=w_q.device) if kv_of_head is None else kv_of_head
-    draw = torch.randn(
-        w_k.shape[-1], _PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    if kv_of_head is None:
+        kv_of_head = torch.arange(len(heads), device=w_q.device)
+    generator = torch.Generator().manual_seed(0)
+    probes = torch.randn(w_k.shape[-1], _PROBES, generator=generator, dtype=torch.float64)
     parts = []
-    for some in torch.arange(len(heads), device=w_q.device).split(heads_at_once(w_q)):
-        used, own = kv[some].unique(return_inverse=True)
-        u, s, v = thin_svd(w_q[some], w_k[used], own)
-        q = w_q[some].to(u)
-        probes = draw.to(u)
-        true = q.mT @ (w_k[used].to(u) @ probes)[own]
-        error = (u @ (s[..., None] * (v.mT @ probes)) - true).flatten(1).norm(dim=-1)
-        error = error / true.flatten(1).norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
-        parts.append([x.cpu() for x in (u.float(), s, v.float(), q @ u, error)])
-    U, S, V, read, error = (torch.cat(part) for part in zip(*parts, strict=True))
+    for batch in torch.arange(len(heads), device=w_q.device).split(heads_at_once(w_q)):
+        used, kv = kv_of_head[batch].unique(return_inverse=True)
+        u, s, v = thin_svd(w_q[batch], w_k[used], kv)
+        q = w_q[batch].to(u)
+        error = _probe_error((u, s, v), q, w_k[used].to(u), kv, probes.to(u))
+        results = [u.float(), s, v.float(), q @ u, error]
+        parts.append([x.cpu() for x in results])
+    U, S, V, read, error = map(torch.cat, zip(*parts, strict=True))
     if bool((error > 1e-6).any()):
-        worst = f"{heads[int(error.argmax())]} do not multiply out to its weights (error {float(error.max()):.1e})"
+        worst = heads[int(error.argmax())]
+        problem = f"{worst} do not multiply out to its weights (error {float(error.max()):.1e})"
         raise BadInput(
-            f"the singular vectors of {worst}: look for numbers that are not finite among them."
+            f"the singular vectors of {problem}: look for numbers that are not finite among them."
         )
     return SingularBasis(
         tuple(heads), U, S, V, read, scale.cpu(), c_q.cpu(), error, tuple(rotary), about or {}
     )
+
+
+def _probe_error(
+    factors: tuple[Tensor, Tensor, Tensor],
+    q: Float[Tensor, "h d_head d"],
+    k: Float[Tensor, "g d_head d"],
+    kv: Int[Tensor, " h"],
+    probes: Float[Tensor, "d p"],
+) -> Float[Tensor, " h"]:
+    """Relative error of ``U diag(S) Vᵀ x`` as ``W_Qᵀ W_K x``, over some random x."""
+    u, s, v = factors
+    true = q.mT @ (k @ probes)[kv]
+    rebuilt = u @ (s[..., None] * (v.mT @ probes))
+    error = (rebuilt - true).flatten(1).norm(dim=-1)
+    size = true.flatten(1).norm(dim=-1)
+    return error / size.clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def dual(read: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h d m"]:
@@ -193,16 +214,16 @@ def dual(read: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h d m"]:
 def singular_coordinates(
     read: Float[Tensor, "*h d m"], q: Float[Tensor, "*b d"], difference: Float[Tensor, "*b d"]
 ) -> tuple[Float[Tensor, "*b m"], Float[Tensor, "*b m"]]:
-    """``α = M⁺ q`` and ``γ = Mᵀ Δk``, whose products are the terms; q without QK-norm's own bias."""
-    alpha = (q.double()[..., None, :] @ dual(read)).squeeze(-2)
-    gamma = (difference.double()[..., None, :] @ read.double()).squeeze(-2)
+    """``α = M⁺ q`` and ``γ = Mᵀ Δk``, whose products are the terms; q is without QK-norm's bias."""
+    query_row = q.double()[..., None, :]
+    key_row = difference.double()[..., None, :]
+    alpha = (query_row @ dual(read)).squeeze(-2)
+    gamma = (key_row @ read.double()).squeeze(-2)
     return alpha, gamma
 
 
 def components(read: Float[Tensor, "d m"], chosen: Sequence[int] | Tensor) -> Projector:
-    """The oblique projector on keys that keeps some components of every logit: ``P = Σ_{j chosen}
-    n_j m_jᵀ``.
-    """
+    """Oblique projector on keys that keeps chosen components of a logit: ``P = Σ_j n_j m_jᵀ``."""
     index = torch.as_tensor(chosen)
     return Projector(dual(read)[:, index], read.double()[:, index])
 
@@ -228,18 +249,20 @@ def key_difference(
     >>> key_difference(torch.tensor([[5.0], [1.0], [3.0]]), torch.tensor(0))
     tensor([3.])
     """
-    seen = (
-        torch.ones(keys.shape[:-1], dtype=torch.bool, device=keys.device) if mask is None else mask
-    )
+    if mask is None:
+        mask = torch.ones(keys.shape[:-1], dtype=torch.bool, device=keys.device)
     index = attended[..., None].to(torch.int64)
-    others = seen.scatter(-1, index, False)
+    others = mask.scatter(-1, index, False)
     if not bool(others.any(-1).all()):
         raise BadInput(
             "relative attention needs another key beside the attended one: give a longer prompt."
         )
     weight = (others / others.sum(-1, keepdim=True)).to(keys)
-    mean = (weight[..., None] * keys.masked_fill(~others[..., None], 0.0)).sum(-2)
-    return keys.gather(-2, index[..., None].expand(*index.shape, keys.shape[-1])).squeeze(-2) - mean
+    other_keys = keys.masked_fill(~others[..., None], 0.0)
+    mean = (weight[..., None] * other_keys).sum(-2)
+    columns = index[..., None].expand(*index.shape, keys.shape[-1])
+    attended_key = keys.gather(-2, columns).squeeze(-2)
+    return attended_key - mean
 
 
 def sparsity(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
@@ -267,7 +290,8 @@ def reconstruction_count(
     reached = terms.sort(dim=-1, descending=True).values.cumsum(-1)
     # the sum in another order may miss the total by rounding: without slack an exact fit would need
     # all terms
-    slack = 8 * torch.finfo(terms.dtype).eps * terms.abs().sum(-1, keepdim=True)
+    rounding = 8 * torch.finfo(terms.dtype).eps
+    slack = rounding * terms.abs().sum(-1, keepdim=True)
     count = (reached < tolerance * total - slack).sum(-1) + 1
     return torch.where(total.squeeze(-1) > 0, count.to(terms), torch.nan)
 
@@ -278,28 +302,32 @@ def cancellation(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
 
 
 def rank_correlation(a: Float[Tensor, "*b m"], b: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
-    """Spearman's: whether the largest terms sit at the largest singular values; NaN where a term
-    is.
-    """
-    ranks = [x.argsort(-1).argsort(-1).double() for x in (a, b)]
-    one, other = (r - r.mean(-1, keepdim=True) for r in ranks)
-    return torch.where(
-        a.isnan().any(-1),
-        torch.nan,
-        (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1)),
-    )
+    """Spearman's correlation of terms and singular values; NaN where a term is."""
+    first = _centred_ranks(a)
+    second = _centred_ranks(b)
+    sizes = first.norm(dim=-1) * second.norm(dim=-1)
+    correlation = (first * second).sum(-1) / sizes
+    return torch.where(a.isnan().any(-1), torch.nan, correlation)
+
+
+def _centred_ranks(values: Float[Tensor, "*b m"]) -> Float[Tensor, "*b m"]:
+    """Ranks of the values less their mean."""
+    ranks = values.argsort(-1).argsort(-1).double()
+    return ranks - ranks.mean(-1, keepdim=True)
 
 
 def largest_place(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
-    """Where the largest |term| stands: 0 at the largest singular value, 1 at the smallest; NaN
-    where a term is.
+    """Where the largest |term| stands: 0 at the largest singular value, 1 at the smallest.
+
+    NaN where a term is.
 
     Examples
     --------
     >>> largest_place(torch.tensor([1.0, -4.0, 2.0]))
     tensor(0.5000)
     """
-    place = terms.abs().argmax(-1).to(terms) / max(terms.shape[-1] - 1, 1)
+    last = max(terms.shape[-1] - 1, 1)
+    place = terms.abs().argmax(-1).to(terms) / last
     return torch.where(terms.isnan().any(-1), torch.nan, place)
 
 
@@ -312,10 +340,8 @@ def null_count(
     noise = noise - noise.mean(-1, keepdim=True)
     mean = terms.mean(-1, keepdim=True)
     spread = (terms - mean).norm(dim=-1, keepdim=True)
-    random = (
-        mean
-        + noise / noise.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(terms.dtype).tiny) * spread
-    )
+    size = noise.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(terms.dtype).tiny)
+    random = mean + noise / size * spread
     return reconstruction_count(random, tolerance).mean(0)
 
 
@@ -326,26 +352,25 @@ def rotated_terms(
     draws: int = 20,
     seed: int = 0,
 ) -> Float[Tensor, "draws *b m"]:
-    """Terms over ``U R_1`` and ``V R_2``, independent random rotations: spectrum and rank stay, the
-    directions do not.
+    """Terms over ``U R_1`` and ``V R_2``, independent random rotations.
 
-    They rotate within the head's own subspaces, the strictest form: only which direction meets
-    which is lost.
+    Spectrum and rank stay, the directions do not. They rotate within the head's own subspaces, the
+    strictest form: only which direction meets which is lost.
     """
-    rotations = random_rotations(s.shape[-1], 2 * draws, seed).to(query).chunk(2)
-    q, k = (
-        torch.einsum("...m,rmn->r...n", x, r)
-        for x, r in zip((query, difference), rotations, strict=True)
-    )
+    rotations = random_rotations(s.shape[-1], 2 * draws, seed).to(query)
+    of_query, of_key = rotations.chunk(2)
+    q = torch.einsum("...m,rmn->r...n", query, of_query)
+    k = torch.einsum("...m,rmn->r...n", difference, of_key)
     return q * s * k
 
 
 def random_rotations(d: int, draws: int, seed: int) -> Float[Tensor, "draws d d"]:
     """Haar-random orthogonal matrices."""
-    q, r = torch.linalg.qr(
-        torch.randn(draws, d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    )
-    return q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(draws, d, d, generator=generator, dtype=torch.float64)
+    q, r = torch.linalg.qr(gaussian)
+    signs = r.diagonal(dim1=-2, dim2=-1).sign()
+    return q * signs[..., None, :]
 
 
 def turned_terms(
@@ -355,8 +380,7 @@ def turned_terms(
     prompts: Sequence[int],
     seed: int = 0,
 ) -> Float[Tensor, "draws b h m"]:
-    """Terms ``s · (R_1 α) · (R_2 β)`` up to their size, independent rotations: what the spectrum
-    alone would show.
+    """Terms ``s · (R_1 α) · (R_2 β)`` up to their size: what the spectrum alone would show.
 
     A random rotation sends a vector to a uniform direction, and what is asked of terms does not see
     its length: no matrix has to be drawn. Rotations shared by all prompts would leave their luck in
@@ -367,8 +391,10 @@ def turned_terms(
     query : the coordinates; only their shape counts, and NaN stays NaN.
     prompts : numbers of the prompts, which address their draws.
     """
-    one, other = _normal(query, draws, prompts, seed)
-    return torch.where(query.isnan().any(-1, keepdim=True), torch.nan, one * s.to(one) * other)
+    first, second = _gaussian_pairs(query, draws, prompts, seed)
+    terms = first * s.to(first) * second
+    is_unknown = query.isnan().any(-1, keepdim=True)
+    return torch.where(is_unknown, torch.nan, terms)
 
 
 def shared_sparsity(
@@ -378,29 +404,28 @@ def shared_sparsity(
     prompts: Sequence[int],
     seed: int = 0,
 ) -> Float[Tensor, "b h"]:
-    """Mean sparsity of the products of coordinates after one rotation of both vectors: every logit
-    stays.
+    """Mean sparsity of the products of coordinates after one rotation of both vectors.
 
-    A pair of vectors goes to a uniform pair at the same angle.
+    Every logit stays: a pair of vectors goes to a uniform pair at the same angle.
     """
-    one, other = (normalize(x, dim=-1) for x in _normal(q, draws, prompts, seed))
-    across = normalize(other - (other * one).sum(-1, keepdim=True) * one, dim=-1)
+    first, second = normalize(_gaussian_pairs(q, draws, prompts, seed), dim=-1)
+    along = (second * first).sum(-1, keepdim=True) * first
+    across = normalize(second - along, dim=-1)
     cosine = cosine_similarity(q, difference, dim=-1)[..., None]
-    turned = cosine * one + (1 - cosine.square()).clamp_min(0).sqrt() * across
-    return sparsity(one * turned).mean(0)
+    sine = (1 - cosine.square()).clamp_min(0).sqrt()
+    turned = cosine * first + sine * across
+    return sparsity(first * turned).mean(0)
 
 
-def _normal(
+def _gaussian_pairs(
     like: Float[Tensor, "b h m"], draws: int, prompts: Sequence[int], seed: int
 ) -> Float[Tensor, "2 r b h m"]:
     """Gaussian vectors, addressed by seed and prompt: batches do not change them."""
     drawn = []
     for prompt in prompts:
-        address = (
-            int.from_bytes(hashlib.sha256(f"{seed}/{prompt}".encode()).digest()[:8], "big") >> 1
-        )
+        digest = hashlib.sha256(f"{seed}/{prompt}".encode()).digest()
+        address = int.from_bytes(digest[:8], "big") >> 1
         generator = torch.Generator().manual_seed(address)
-        drawn.append(
-            torch.randn(2, draws, *like.shape[1:], generator=generator, dtype=torch.float64)
-        )
+        shape = (2, draws, *like.shape[1:])
+        drawn.append(torch.randn(shape, generator=generator, dtype=torch.float64))
     return torch.stack(drawn, dim=2)

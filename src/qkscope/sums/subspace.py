@@ -65,17 +65,12 @@ class Subspace:
 
     def __post_init__(self) -> None:
         where = f" for {self.head}" if self.head else ""
+        self._check_orthonormal("U", self.U, where)
+        self._check_orthonormal("V", self.V, where)
         s = self.S
-        for name, x in (("U", self.U), ("V", self.V)):
-            off = float((x.mT @ x - torch.eye(x.shape[1]).to(x)).abs().max())
-            if not off <= _ORTHONORMAL:
-                told = f"the columns of {name} are not orthonormal{where} (off by {off:.2g})"
-                raise BadInput(
-                    f"{told}: make them so with torch.linalg.qr, or fit with Subspace.from_delta."
-                )
-        if not bool(((s >= 0) & s.isfinite()).all()) or bool(
-            (s.diff() > _ORTHONORMAL * s[:1]).any()
-        ):
+        is_finite = bool(((s >= 0) & s.isfinite()).all())
+        is_rising = bool((s.diff() > _ORTHONORMAL * s[:1]).any())
+        if not is_finite or is_rising:
             raise BadInput(
                 f"singular values{where} are finite, at least 0 and in falling order: give S so."
             )
@@ -84,13 +79,27 @@ class Subspace:
                 f"rank {self.rank} is not between 1 and the {len(s)} dimensions of the head{where}."
             )
 
+    @staticmethod
+    def _check_orthonormal(name: str, columns: Float[Tensor, "d m"], where: str) -> None:
+        """Refuse columns that are not orthonormal."""
+        eye = torch.eye(columns.shape[1]).to(columns)
+        off = float((columns.mT @ columns - eye).abs().max())
+        if not off <= _ORTHONORMAL:
+            problem = f"the columns of {name} are not orthonormal{where} (off by {off:.2g})"
+            raise BadInput(
+                f"{problem}: make them so with torch.linalg.qr, or fit with Subspace.from_delta."
+            )
+
     def __repr__(self) -> str:
         verdict = "" if self.controls is None else f", {self.controls.verdict}"
-        return f"Subspace({self._named}, rank {self.rank} of {self.d_head}{verdict})"
+        return f"Subspace({self._title}, rank {self.rank} of {self.d_head}{verdict})"
 
     @property
-    def _named(self) -> str:
-        return " at ".join(filter(None, (self.contrast, str(self.head or "")))) or "a feature"
+    def _title(self) -> str:
+        """Contrast and head, as far as they are known."""
+        head = str(self.head or "")
+        known = [name for name in (self.contrast, head) if name]
+        return " at ".join(known) or "a feature"
 
     @classmethod
     def from_delta(
@@ -111,8 +120,10 @@ class Subspace:
         kept : ``contrast``, ``controls``, ``about`` and ``cov_k``, as of a `Subspace`.
         """
         u, s, v = checked_svd(delta)
-        head = None if head is None else Head.parse(head)
-        return cls(u, s, v, rank_of(s, rank, kept.get("controls")), head, **kept)
+        number = rank_of(s, rank, kept.get("controls"))
+        if head is not None:
+            head = Head.parse(head)
+        return cls(u, s, v, number, head, **kept)
 
     @property
     def d_head(self) -> int:
@@ -126,7 +137,8 @@ class Subspace:
         ----------
         side : in ``"query"`` or in ``"key"`` space.
         """
-        return (self.U if side == "query" else self.V)[:, : self.rank]
+        vectors = self.U if side == "query" else self.V
+        return vectors[:, : self.rank]
 
     def coordinates(self, x: Float[Tensor, "*n d"], side: Side = "key") -> Float[Tensor, "*n r"]:
         """Coordinates of vectors in the feature's basis.
@@ -146,7 +158,8 @@ class Subspace:
         x : queries or keys of the head.
         side : which of the two they are.
         """
-        return self.coordinates(x, side) @ self.basis(side).to(x).mT
+        basis = self.basis(side).to(x)
+        return self.coordinates(x, side) @ basis.mT
 
     def cut(self, rank: int) -> Subspace:
         """Cut the same singular vectors at another rank.
@@ -164,8 +177,9 @@ class Subspace:
         side: Side = "key",
         group_size: Count | None = None,
     ) -> Hook:
-        """The subspace as an edit of the running model: for TransformerLens, nnsight,
-        `Scope.patched`, or plain torch.
+        """The subspace as an edit of the running model.
+
+        It serves TransformerLens, nnsight, `Scope.patched`, and plain torch.
 
         Parameters
         ----------
@@ -198,31 +212,35 @@ class Subspace:
 
     def summary(self) -> str:
         """A table a person can read: the rank, the spectrum, and what the controls say of it."""
-        share = self.S.square() / self.S.square().sum()
+        lines = self._summary_head()
+        energy = self.S.square()
+        share = energy / energy.sum()
         shown = min(max(self.rank + 2, 5), self.S.shape[0])
-        null = None if self.controls is None else self.controls.null_high
-        lines = [f"{self._named}: rank {self.rank} of {self.d_head}"]
-        if self.controls is not None:
-            lines = [
-                f"{lines[0]} - {self.controls.verdict}",
-                *(f"  {line}" for line in self.controls.lines()),
-            ]
-        lines.append(
-            "   #  singular value  energy share  cumulative"
-            + ("  null, 95%" if null is not None else "")
-        )
         for i in range(shown):
-            row = f"  {i + 1:2d}  {self.S[i]:14.5g}  {share[i]:12.4f}  {share[: i + 1].sum():10.4f}"
-            beside = "" if null is None else f"  {null[i]:9.5g}" if i < len(null) else "          -"
-            lines.append(row + beside + ("  |" if i < self.rank else ""))
+            cumulative = share[: i + 1].sum()
+            line = f"  {i + 1:2d}  {self.S[i]:14.5g}  {share[i]:12.4f}  {cumulative:10.4f}"
+            if self.controls is not None:
+                null = self.controls.null_high
+                line += f"  {null[i]:9.5g}" if i < len(null) else "          -"
+            if i < self.rank:
+                line += "  |"
+            lines.append(line)
         return "\n".join(lines)
+
+    def _summary_head(self) -> list[str]:
+        """Lines above the spectrum: the rank, the controls, and the columns' names."""
+        title = f"{self._title}: rank {self.rank} of {self.d_head}"
+        columns = "   #  singular value  energy share  cumulative"
+        if self.controls is None:
+            return [title, columns]
+        controls = [f"  {line}" for line in self.controls.lines()]
+        return [f"{title} - {self.controls.verdict}", *controls, f"{columns}  null, 95%"]
 
 
 def rank_of(
     s: Float[Tensor, " m"], rule: Rank, controls: Controls | None = None, size: float = 0.0
 ) -> int:
-    """Where singular values are cut: at a share of their energy, at what the controls detected, or
-    where told.
+    """Rank of singular values: by a share of their energy, what the controls detected, or a number.
 
     ``size`` is that of the numbers that ΔC is a difference of: what is below their rounding is no
     direction.

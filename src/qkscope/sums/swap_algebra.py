@@ -1,9 +1,12 @@
-"""The causal test: exchange two keys' coordinates in a subspace, see where attention goes (Lee et
-al., Eq. 8-10).
+"""The causal test: exchange two keys' coordinates in a subspace, see where attention goes.
 
-``k̃_a = k_a + P (k_b − k_a)``, ``k̃_b = k_b + P (k_a − k_b)``. Only two logits of the row move, by
-opposite amounts ``δ = scale · qᵀ P (k_b − k_a)``, so the edited attention has a closed form: no
-second forward pass, and a thousand random subspaces cost a matrix product.
+Lee et al., Eq. 8-10: with a projector P onto the subspace, the keys a and b become::
+
+    k̃_a = k_a + P (k_b − k_a),   k̃_b = k_b + P (k_a − k_b)
+
+Only two logits of the row move, by opposite amounts ``δ = scale · qᵀ P (k_b − k_a)``, so the edited
+attention has a closed form: no second forward pass, and a thousand random subspaces cost a matrix
+product.
 
 Where attention goes is not all: directions whose parts of the logit cancel each other blur a sharp
 choice when one of them is swapped alone, and move attention without carrying anything. Logits add
@@ -37,20 +40,16 @@ from qkscope.sums.intervals import clustered_bootstrap
 Method = Callable[[int | Sequence[int]], Projector]
 Slots = Int[Tensor, " n"]  # a key of each row
 Pairs = Mapping[Any, Any] | None  # for a condition, what it is compared with
-_VERSIONS = (
-    "oblique",
-    "oracle",
-    "summed",
-    "trained",
-)  # kinds that are another way to swap the feature itself
+# kinds that are another way to swap the feature itself
+_VERSIONS = ("oblique", "oracle", "summed", "trained")
 _MEASURES = ("shift", "gain", "carried", "carried_gain", "left")
+_OVER_BASELINE = ("gain", "carried_gain")
 _ENDS = ("", "_low", "_high")
 _ATTENTION = ("orig_before", "target_before", "orig_after", "target_after")
 
 
 class Condition(NamedTuple):
-    """What is swapped: a feature, or by its ``kind`` another version of it or a baseline of its
-    size.
+    """What is swapped: a feature, or by its ``kind`` another version or a baseline of its size.
 
     >>> [Condition("order").name, Condition("order", "oblique").name, Condition("order", "random").name]
     ['order', 'order_oblique', 'random_order']
@@ -61,9 +60,7 @@ class Condition(NamedTuple):
 
     @property
     def name(self) -> str:
-        """One name for both; a feature may be called anything, so that only both columns tell all
-        rows apart.
-        """
+        """One name for both; not unique, as a feature may be called anything."""
         if self.kind == "feature":
             return self.feature
         parts = (self.feature, self.kind) if self.kind in _VERSIONS else (self.kind, self.feature)
@@ -74,18 +71,20 @@ Pair = tuple[Condition, Condition]  # to be compared
 
 
 def swapped_keys(k_orig: Tensor, k_target: Tensor, projector: Projector) -> tuple[Tensor, Tensor]:
-    """The two keys (``*n d``) after the exchange (Eq. 9, 10): what a patched forward pass writes."""
+    """The two keys (``*n d``) after the exchange (Eq. 9, 10), as a patched run writes them."""
     difference = k_target - k_orig
-    moved = (difference @ projector.right.to(difference)) @ projector.left.to(difference).mT
+    inside = difference @ projector.right.to(difference)
+    moved = inside @ projector.left.to(difference).mT
     return k_orig + moved, k_target - moved
 
 
 class SwapEffect(NamedTuple):
-    """Attention on the original and the target key, before and after; ``draws`` > 1 for random
-    subspaces.
+    """Attention on the original and the target key, before and after a swap.
 
-    ``flipped``: of all tokens of the row, the original key had the most attention, and the target
-    has it afterwards; ``flipped_named``: the same of the named keys alone.
+    ``draws`` is above 1 for random subspaces. ``flipped``: of all tokens of the row, the original
+    key had the most attention, and the target has it afterwards; ``flipped_named``: the same of the
+    named keys alone. ``gap`` is the logit of the original key less that of the target; ``moved``
+    is how much of it the swap moves.
     """
 
     orig_before: Float[Tensor, "n h"]
@@ -101,15 +100,17 @@ class SwapEffect(NamedTuple):
 
     @property
     def shift(self) -> Float[Tensor, "n h"]:
-        """How far ``p = a_target / (a_orig + a_target)`` moved, averaged over draws; 1 is from none
-        to all.
+        """How far ``p = a_target / (a_orig + a_target)`` moved, averaged over draws.
 
-        A row that gives neither key any attention has nothing to move, and counts as 0.
+        1 is from none to all. A row that gives neither key any attention has nothing to move, and
+        counts as 0.
         """
         before = self.orig_before + self.target_before
         after = self.orig_after + self.target_after
         moved = self.target_after / after - self.target_before / before
-        return torch.where((before > 0) & (after > 0), moved, torch.zeros_like(moved)).mean(dim=0)
+        attended = (before > 0) & (after > 0)
+        shift = torch.where(attended, moved, torch.zeros_like(moved))
+        return shift.mean(dim=0)
 
     @property
     def left(self) -> Float[Tensor, "n h"]:
@@ -118,36 +119,35 @@ class SwapEffect(NamedTuple):
 
     @property
     def carried(self) -> Float[Tensor, "n h"]:
-        """Part of the logit between the two keys that lies in the subspace: the ratio of the means,
-        row by row.
+        """Part of the logit between the two keys that lies in the subspace, linearised by row.
 
-        It is linearised, so that an interval of its mean knows that the denominator was measured
-        too. It adds up to 1 over subspaces that make up the head; NaN where the head does not
-        clearly prefer ``orig``.
+        With the means m of ``moved`` and g of ``gap``, a row gives
+        ``m/g + (moved − gap · m/g) / g``: the mean is ``m/g``, and an interval of it knows that the
+        denominator was measured too. It adds up to 1 over subspaces that make up the head; NaN where
+        the head does not clearly prefer ``orig``.
         """
         gap = self.gap.double()
         moved = self.moved.double().mean(dim=0)
         mean = gap.mean(dim=0)
-        error = (
-            gap.std(dim=0) / len(gap) ** 0.5 if len(gap) > 1 else torch.full_like(mean, torch.inf)
-        )
+        error = torch.full_like(mean, torch.inf)
+        if len(gap) > 1:
+            error = gap.std(dim=0) / len(gap) ** 0.5
         mean = torch.where(mean > 3 * error, mean, torch.nan)
         share = moved.mean(dim=0) / mean
         return share + (moved - share * gap) / mean
 
     @property
     def vacuous(self) -> Bool[Tensor, " h"]:
-        """Whether the subspace fills the head: then any subspace of its rank swaps everything, and
-        nothing is shown.
-        """
+        """Whether the subspace fills the head, so that any other of its rank swaps as much."""
         return self.rank >= self.d_head
 
 
 def total_variation(
     one: Float[Tensor, "*n k"], other: Float[Tensor, "*n k"]
 ) -> Float[Tensor, "*n"]:
-    """Distance of two attention rows, 0 to 1; what the named keys leave to other tokens counts as
-    one key.
+    """Distance of two attention rows, 0 to 1.
+
+    What the named keys leave to other tokens counts as one key.
 
     >>> total_variation(torch.tensor([0.5, 0.2]), torch.tensor([0.1, 0.2]))
     tensor(0.4000)
@@ -188,105 +188,142 @@ class SwapRows:
     frame: AttentionRows | None = None
 
     def swap(self, projector: Projector, kind: str = "feature") -> SwapEffect:
-        """Swap the two keys of every row, or the ``others`` and look at the two all the same (a
-        sham).
-        """
-        read = self.orig, self.target
-        pair = (self.others if kind == "sham" else None) or read
-        return swap_attention(self._rows(kind), *pair, projector, read=read)
+        """Swap the two keys of every row; in a sham, swap the ``others`` and look at the two."""
+        watched = (self.orig, self.target)
+        pair = self.others if kind == "sham" and self.others is not None else watched
+        return swap_attention(self._rows(kind), *pair, projector, read=watched)
 
     def _rows(self, kind: str) -> AttentionRows:
-        return self.frame if kind == "omega_svd" and self.frame is not None else self.rows
+        """The rows in which a kind of condition is swapped."""
+        if kind == "omega_svd" and self.frame is not None:
+            return self.frame
+        return self.rows
 
     def table(self, conditions: Mapping[Condition, Projector], *, seed: int = 0) -> Rows:
-        """One row per head and condition, with what each gains over random subspaces of its size,
-        and its distance to the truth where there is one.
+        """One row per head and condition: its effect, and its distance to the truth if known.
+
+        Gains are over random subspaces of the same size.
         """
-        effects = {what: self.swap(p, what.kind) for what, p in conditions.items()}
-        random = {
-            what: Condition(what.feature, "random")
-            for what in conditions
-            if what.kind not in ("random", "sham")
-        }
-        against = {what: other for what, other in random.items() if other in conditions}
+        effects = {}
+        against = {}
+        for condition, projector in conditions.items():
+            effects[condition] = self.swap(projector, condition.kind)
+            random = Condition(condition.feature, "random")
+            if condition.kind not in ("random", "sham") and random in conditions:
+                against[condition] = random
         table = swap_table(effects, self.heads, self.cluster, against=against, seed=seed)
-        far = self._distances(conditions, seed) if self.truth else {}
-        empty = dict.fromkeys(name for columns in far.values() for name in columns) | (
-            {"tested": 0} if far else {}
-        )
-        return [
-            {**row, **empty, **far.get((row["head"], row["feature"], row["kind"]), {})}
-            for row in table
-        ]
+        if not self.truth:
+            return table
+        distances = self._distances(conditions, seed)
+        columns = [name for row in distances.values() for name in row]
+        empty: dict[str, Any] = dict.fromkeys(columns)
+        if distances:
+            empty["tested"] = 0
+        rows = []
+        for row in table:
+            place = (row["head"], row["feature"], row["kind"])
+            rows.append({**row, **empty, **distances.get(place, {})})
+        return rows
 
     def distance(
-        self, projector: Projector, true: Tensor, pair: tuple[Slots, Slots], kind: str = ""
-    ) -> Tensor:
-        """How far each row (n h) is from the true one after two keys changed places in a subspace;
-        mean of draws.
+        self,
+        projector: Projector,
+        true: Float[Tensor, "n h k"],
+        pair: tuple[Slots, Slots],
+        kind: str = "",
+    ) -> Float[Tensor, "n h"]:
+        """Distance of each row to the true one after two keys changed places in a subspace.
+
+        Over several draws, it is their mean.
         """
         rows = self._rows(kind)
         before = rows.products()
-        drawn = [
-            total_variation(rows.attention(before + x), true)
-            for x in key_changes(rows, *pair, projector)
-        ]
+        drawn = []
+        for change in key_changes(rows, *pair, projector):
+            edited = rows.attention(before + change)
+            drawn.append(total_variation(edited, true))
         return torch.stack(drawn).double().mean(0)
 
     def _distances(
         self, conditions: Mapping[Condition, Projector], seed: int
-    ) -> dict[tuple[str, str, str], Any]:
-        """By head, feature and kind: distances to the truth, and how much nearer than key PCA, with
-        their intervals.
+    ) -> dict[tuple[str, str, str], dict[str, Any]]:
+        """Distances to the truth by head, feature and kind, and how much nearer than key PCA.
+
+        Both stand there with their intervals.
         """
-        columns: dict[tuple[str, str, str], Any] = {}
+        table: dict[tuple[str, str, str], dict[str, Any]] = {}
         for (feature, reading), true in self.truth.items():
-            every = [what for what in conditions if what.feature == feature and what.kind != "sham"]
-            pair = (self.others if reading == "other_distance" else None) or (
-                self.orig,
-                self.target,
-            )
             tested = true.isfinite().flatten(1).all(1)
-            pca = Condition(feature, "key_pca")
             if not bool(tested.any()):
                 continue
-            far = torch.stack(
-                [self.distance(conditions[what], true, pair, what.kind) for what in every], dim=1
-            )[tested]
-            beside = far[:, [every.index(pca)]] if pca in every else far.new_tensor(torch.nan)
-            both = torch.stack([far, beside - far], dim=1)
-            ends = both.mean(0), *clustered_bootstrap(both, self.cluster[tested], seed=seed)
-            names = [
-                f"{name}{end}"
-                for name in (reading, reading.replace("distance", "nearer"))
-                for end in _ENDS
-            ]
-            numbers = torch.stack(ends, dim=1).flatten(0, 1)
-            for i, what in enumerate(every):
-                for column, head in enumerate(self.heads):
-                    told = dict(zip(names, numbers[:, i, column].tolist(), strict=True))
-                    tally = {"tested": int(tested.sum())} if reading == "distance" else {}
-                    columns[str(head), *what] = columns.get((str(head), *what), {}) | told | tally
-        return columns
+            compared = {}
+            for condition, projector in conditions.items():
+                if condition.feature == feature and condition.kind != "sham":
+                    compared[condition] = projector
+            numbers = self._distances_to(true, reading, compared, tested, seed)
+            for condition, by_head in zip(compared, numbers, strict=True):
+                for head, values in zip(self.heads, by_head, strict=True):
+                    row = table.setdefault((str(head), *condition), {})
+                    row |= values
+                    if reading == "distance":
+                        row["tested"] = int(tested.sum())
+        return table
+
+    def _distances_to(
+        self,
+        true: Float[Tensor, "n h k"],
+        reading: str,
+        compared: Mapping[Condition, Projector],
+        tested: Bool[Tensor, " n"],
+        seed: int,
+    ) -> list[list[dict[str, float]]]:
+        """Columns of one truth, of every condition and head: distance and gain, with intervals."""
+        pair = (self.orig, self.target)
+        if reading == "other_distance" and self.others is not None:
+            pair = self.others
+        distances = []
+        for condition, projector in compared.items():
+            distances.append(self.distance(projector, true, pair, condition.kind))
+        distance = torch.stack(distances, dim=1)[tested]
+        pca = [i for i, condition in enumerate(compared) if condition.kind == "key_pca"]
+        beside = distance[:, pca] if pca else distance.new_tensor(torch.nan)
+        both = torch.stack([distance, beside - distance], dim=1)
+        low, high = clustered_bootstrap(both, self.cluster[tested], seed=seed)
+        # by measure and end, condition, head
+        numbers = torch.stack([both.mean(0), low, high], dim=1).flatten(0, 1)
+        measures = (reading, reading.replace("distance", "nearer"))
+        names = [f"{measure}{end}" for measure in measures for end in _ENDS]
+        table = []
+        for by_head in numbers.permute(1, 2, 0).tolist():
+            table.append([dict(zip(names, values, strict=True)) for values in by_head])
+        return table
 
     def paired(
         self, pairs: Sequence[Pair], effects: Mapping[Condition, Projector], *, seed: int = 0
     ) -> Rows:
-        """How much more one condition shifts than another on the same rows, with the interval of
-        the difference.
-        """
-        shifts = {
-            what: self.swap(effects[what]).shift.double()
-            for what in dict.fromkeys(c for p in pairs for c in p)
-        }
-        values = torch.stack([shifts[one] - shifts[other] for one, other in pairs], dim=-1)
-        mean, (low, high) = values.mean(0), clustered_bootstrap(values, self.cluster, seed=seed)
-        return [
-            {"head": str(head), "one": one.name, "other": other.name, "difference": float(mean[column, i]),
-             "low": float(low[column, i]), "high": float(high[column, i]), "n": len(values)}
-            for column, head in enumerate(self.heads)
-            for i, (one, other) in enumerate(pairs)
-        ]  # fmt: skip
+        """How much more one condition shifts than another on the same rows, with the interval."""
+        shifts = {}
+        for condition in dict.fromkeys(condition for pair in pairs for condition in pair):
+            shifts[condition] = self.swap(effects[condition]).shift.double()
+        differences = [shifts[first] - shifts[second] for first, second in pairs]
+        values = torch.stack(differences, dim=-1)
+        mean = values.mean(0)
+        low, high = clustered_bootstrap(values, self.cluster, seed=seed)
+        table = []
+        for column, head in enumerate(self.heads):
+            for i, (first, second) in enumerate(pairs):
+                table.append(
+                    {
+                        "head": str(head),
+                        "one": first.name,
+                        "other": second.name,
+                        "difference": float(mean[column, i]),
+                        "low": float(low[column, i]),
+                        "high": float(high[column, i]),
+                        "n": len(values),
+                    }
+                )
+        return table
 
     def curve(
         self,
@@ -299,24 +336,37 @@ class SwapRows:
 
         ``against`` names for a method the one that its gains are over; there are no gains without.
         """
-        pairs = {_condition(one): _condition(other) for one, other in (against or {}).items()}
+        pairs = {}
+        for method, baseline in (against or {}).items():
+            pairs[_condition(method)] = _condition(baseline)
+        gains = [f"{name}{end}" for name in ("gain", "carried", "carried_gain") for end in _ENDS]
         table = []
         for k in sizes:
             effects = {_condition(name): self.swap(method(k)) for name, method in methods.items()}
             for row in swap_table(effects, self.heads, self.cluster, against=pairs, seed=seed):
-                gains = {
-                    f"{name}{end}": row[f"{name}{end}"] for name in _MEASURES[1:4] for end in _ENDS
-                }
-                table.append({
-                    "head": row["head"], "method": row["condition"], "feature": row["feature"], "kind": row["kind"],
-                    "k": k, **{name: row[name] for name in (*_ATTENTION, "shift")},
-                    "low": row["shift_low"], "high": row["shift_high"], **gains, "n": row["n"],
-                })  # fmt: skip
+                table.append(
+                    {
+                        "head": row["head"],
+                        "method": row["condition"],
+                        "feature": row["feature"],
+                        "kind": row["kind"],
+                        "k": k,
+                        **{name: row[name] for name in _ATTENTION},
+                        "shift": row["shift"],
+                        "low": row["shift_low"],
+                        "high": row["shift_high"],
+                        **{name: row[name] for name in gains},
+                        "n": row["n"],
+                    }
+                )
         return table
 
 
 def _condition(name: str | Condition) -> Condition:
-    return Condition("", name) if isinstance(name, str) else name
+    """A condition itself, or a method by its name."""
+    if isinstance(name, str):
+        return Condition("", name)
+    return name
 
 
 def swap_attention(
@@ -335,73 +385,92 @@ def swap_attention(
         at once.
     read : the slots whose attention is reported, where they are not the swapped ones (a sham swap).
     """
+    watched, wanted = read or (orig, target)
     before = rows.products()
-    slots, (watched, wanted) = (
-        torch.arange(before.shape[-1], device=before.device),
-        read or (orig, target),
-    )
-
-    def pick(values: Tensor, slot: Tensor) -> Tensor:
-        return (values * (slots == slot[:, None])[:, None]).sum(dim=-1)
-
     attention = rows.attention(before)
-    first = rows.largest(before)
-    first_named = attention.argmax(-1)
-    drawn = []
+    had_most = rows.largest(before) == watched[:, None]
+    had_most_named = attention.argmax(-1) == watched[:, None]
+    orig_after = []
+    target_after = []
+    flipped = []
+    flipped_named = []
+    moved = []
     for change in key_changes(rows, orig, target, projector):
         after = rows.attention(before + change)
-        flipped = (first == watched[:, None]) & (rows.largest(before + change) == wanted[:, None])
-        flipped_named = (first_named == watched[:, None]) & (after.argmax(-1) == wanted[:, None])
-        moved = (pick(change, wanted) - pick(change, watched)) / 2
-        drawn.append((pick(after, watched), pick(after, wanted), flipped, flipped_named, moved))
-    after_orig, after_target, flipped, flipped_named, moved = map(
-        torch.stack, zip(*drawn, strict=True)
-    )
-    attended = (pick(attention, watched), pick(attention, wanted))
-    gap = pick(before, watched) - pick(before, wanted)
-    rank = projector.rank[0] if projector.left.ndim == 4 else projector.rank
+        has_most = rows.largest(before + change) == wanted[:, None]
+        has_most_named = after.argmax(-1) == wanted[:, None]
+        orig_after.append(_at_slot(after, watched))
+        target_after.append(_at_slot(after, wanted))
+        flipped.append(had_most & has_most)
+        flipped_named.append(had_most_named & has_most_named)
+        moved.append((_at_slot(change, wanted) - _at_slot(change, watched)) / 2)
     return SwapEffect(
-        *attended, after_orig, after_target, flipped, flipped_named, rank, rows.d_head, gap, moved
+        orig_before=_at_slot(attention, watched),
+        target_before=_at_slot(attention, wanted),
+        orig_after=torch.stack(orig_after),
+        target_after=torch.stack(target_after),
+        flipped=torch.stack(flipped),
+        flipped_named=torch.stack(flipped_named),
+        rank=projector.rank[0] if projector.left.ndim == 4 else projector.rank,
+        d_head=rows.d_head,
+        gap=_at_slot(before, watched) - _at_slot(before, wanted),
+        moved=torch.stack(moved),
     )
+
+
+def _at_slot(values: Float[Tensor, "n h k"], slot: Slots) -> Float[Tensor, "n h"]:
+    """The value of one key of each row."""
+    return (values * _is_slot(values.shape[-1], slot)).sum(dim=-1)
+
+
+def _is_slot(keys: int, slot: Slots) -> Bool[Tensor, "n 1 k"]:
+    """Which of a row's keys is the one in its slot."""
+    slots = torch.arange(keys, device=slot.device)
+    return (slots == slot[:, None])[:, None]
 
 
 def key_changes(
     rows: AttentionRows, orig: Slots, target: Slots, projector: Projector
 ) -> Iterator[Tensor]:
-    """What a swap of two keys adds to the products (n h k), draw by draw: that keeps memory at one
-    copy of the rows.
+    """What a swap of two keys adds to the products (n h k), draw by draw.
+
+    Memory then holds one copy of the rows.
     """
-    left, right = (f.to(rows.q) if f.ndim == 4 else f[None].to(rows.q) for f in projector)
+    left = projector.left.to(rows.q)
+    right = projector.right.to(rows.q)
+    if left.ndim == 3:
+        left = left[None]
+        right = right[None]
     difference = rows.keys_of_heads(target) - rows.keys_of_heads(orig)
     scale = torch.as_tensor(rows.scale, dtype=rows.q.dtype, device=rows.q.device)
     inside = torch.einsum("nhd,shdr->snhr", difference, right)
-    moves = scale * torch.einsum(
-        "nhd,shdr,snhr->snh", rows.q, left, inside
-    )  # to the original, and from the target
-    slots = torch.arange(rows.k.shape[2], device=rows.q.device)
-    first = (slots == orig[:, None])[:, None]
-    second = (slots == target[:, None])[:, None]
-    return (move[..., None] * first - move[..., None] * second for move in moves)
+    # to the logit of the original key, and from that of the target
+    moves = scale * torch.einsum("nhd,shdr,snhr->snh", rows.q, left, inside)
+    keys = rows.k.shape[2]
+    at_orig = _is_slot(keys, orig)
+    at_target = _is_slot(keys, target)
+    for move in moves:
+        yield move[..., None] * at_orig - move[..., None] * at_target
 
 
 def draw_targets(orig: Slots, allowed: Bool[Tensor, "n k"], *address: int | Slots) -> Slots:
-    """One key per row other than ``orig``, uniform over the allowed ones; drawn once, for all
-    conditions alike.
+    """One key per row other than ``orig``, uniform over the allowed ones.
 
-    ``address`` names the draw and in it the rows: a row draws the same key whichever rows stand
-    beside it.
+    It is drawn once, for all conditions alike. ``address`` names the draw and in it the rows: a row
+    draws the same key whichever rows stand beside it.
     """
     slots = torch.arange(allowed.shape[1], device=allowed.device)
     free = allowed & (slots != orig[:, None])
-    if not bool(free.any(dim=1).all()):
-        row = int((~free.any(dim=1)).nonzero()[0])
+    stuck = (~free.any(dim=1)).nonzero()
+    if len(stuck):
         raise BadInput(
-            f"row {row} has no other key to swap with: give each example at least two keys."
+            f"row {int(stuck[0])} has no other key to swap with: give each example at least two keys."
         )
-    rows = (
-        part[:, None].to(slots.device) if isinstance(part, Tensor) else part for part in address
-    )
-    return draw_bits(*rows, slots).masked_fill(~free, torch.iinfo(torch.int64).min).argmax(dim=1)
+    parts = []
+    for part in address:
+        parts.append(part[:, None].to(slots.device) if isinstance(part, Tensor) else part)
+    lowest = torch.iinfo(torch.int64).min
+    return draw_bits(*parts, slots).masked_fill(~free, lowest).argmax(dim=1)
 
 
 def swap_table(
@@ -412,48 +481,76 @@ def swap_table(
     against: Pairs = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """One row per head and `Condition` (or name), with intervals clustered by prompt (or by what
-    ``prompts`` numbers).
+    """One row per head and `Condition` (or name), with intervals clustered by prompt.
 
     ``against`` names, for a condition, the baseline its shift is compared with on the same examples
     and resamples: ``gain`` is the difference and ``gain_low``, ``gain_high`` its paired interval
     (None where there is no baseline). ``carried`` and ``carried_gain`` are the same for the logit;
-    ``left`` is the attention that leaves the original key.
+    ``left`` is the attention that leaves the original key. ``prompts`` numbers what is resampled.
     """
     pairs = dict(against or {})
-    conditions = {name: _condition(name) for name in effects}
-    taken = Counter(what.name for what in conditions.values())
-    base = [list(effects).index(pairs.get(name, name)) for name in effects]
+    names = list(effects)
+    base = [names.index(pairs.get(name, name)) for name in names]
+    shown = _shown_names(names)
+    # rows by conditions by heads
+    shifts = torch.stack([effect.shift.double() for effect in effects.values()], dim=1)
+    carries = torch.stack([effect.carried.double() for effect in effects.values()], dim=1)
+    leaves = torch.stack([effect.left.double() for effect in effects.values()], dim=1)
     table = []
-    sides = ("shift", "carried", "left")
-    every = [
-        torch.stack([getattr(effect, side).double() for effect in effects.values()], dim=1)
-        for side in sides
-    ]
     for column, head in enumerate(heads):
-        shift, carried, left = (values[..., column] for values in every)
-        values = torch.stack(
-            [shift, shift - shift[:, base], carried, carried - carried[:, base], left], dim=1
-        )
-        ends = values.mean(0), *clustered_bootstrap(values, prompts, seed=seed)
+        shift = shifts[..., column]
+        carried = carries[..., column]
+        measures = [shift, shift - shift[:, base], carried, carried - carried[:, base]]
+        values = torch.stack([*measures, leaves[..., column]], dim=1)
+        low, high = clustered_bootstrap(values, prompts, seed=seed)
+        # measures by ends by conditions
+        ends = torch.stack([values.mean(0), low, high], dim=1)
         for i, (name, effect) in enumerate(effects.items()):
-            told = {
-                f"{measure}{end}": float(x[m, i])
-                if name in pairs or not measure.endswith("gain")
-                else None
-                for m, measure in enumerate(_MEASURES)
-                for end, x in zip(_ENDS, ends, strict=True)
-            }
-            what = conditions[name]
-            ours = (
-                what.kind == "feature" and taken[what.name] > 1
-            )  # a feature that is called as a row of ours
-            table.append({
-                "head": str(head), "condition": f"'{what.name}'" if ours else what.name, "feature": what.feature,
-                "kind": what.kind, "rank": int(effect.rank[column]),
-                **{name: float(getattr(effect, name)[..., column].mean()) for name in _ATTENTION}, **told,
-                "flip": float(effect.flipped[..., column].double().mean()),
-                "flip_named": float(effect.flipped_named[..., column].double().mean()), "n": len(prompts),
-                "draws": effect.orig_after.shape[0], "vacuous": bool(effect.vacuous[column]),
-            })  # fmt: skip
+            condition = _condition(name)
+            table.append(
+                {
+                    "head": str(head),
+                    "condition": shown[name],
+                    "feature": condition.feature,
+                    "kind": condition.kind,
+                    "rank": int(effect.rank[column]),
+                    **_mean_attention(effect, column),
+                    **_measured(ends[..., i], has_baseline=name in pairs),
+                    "flip": float(effect.flipped[..., column].double().mean()),
+                    "flip_named": float(effect.flipped_named[..., column].double().mean()),
+                    "n": len(prompts),
+                    "draws": effect.orig_after.shape[0],
+                    "vacuous": bool(effect.vacuous[column]),
+                }
+            )
     return table
+
+
+def _shown_names(names: Sequence[Any]) -> dict[Any, str]:
+    """Names of conditions in a table: a feature that is called like another condition is quoted."""
+    conditions = [_condition(name) for name in names]
+    times = Counter(condition.name for condition in conditions)
+    shown = {}
+    for name, condition in zip(names, conditions, strict=True):
+        is_ambiguous = condition.kind == "feature" and times[condition.name] > 1
+        shown[name] = f"'{condition.name}'" if is_ambiguous else condition.name
+    return shown
+
+
+def _mean_attention(effect: SwapEffect, column: int) -> dict[str, float]:
+    """Mean attention of one head on the two keys, before and after."""
+    means = {}
+    for name in _ATTENTION:
+        attention = getattr(effect, name)
+        means[name] = float(attention[..., column].mean())
+    return means
+
+
+def _measured(ends: Float[Tensor, "m 3"], has_baseline: bool) -> dict[str, float | None]:
+    """The measures of one head and condition with their intervals; no gains without a baseline."""
+    columns: dict[str, float | None] = {}
+    for measure, values in zip(_MEASURES, ends.tolist(), strict=True):
+        is_known = has_baseline or measure not in _OVER_BASELINE
+        for end, value in zip(_ENDS, values, strict=True):
+            columns[f"{measure}{end}"] = value if is_known else None
+    return columns

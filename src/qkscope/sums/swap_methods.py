@@ -1,5 +1,4 @@
-"""The methods: every way there is to choose k directions of a head, as a projector for all heads at
-once.
+"""Methods of choosing the k directions of a head to swap, as a projector for all heads at once.
 
 A method is a function of the size, ``k -> Projector``: one number for all heads, or one for each.
 Most have an order, and k of them are the first k:
@@ -46,34 +45,37 @@ from qkscope.sums.singular import SingularBasis, components
 from qkscope.sums.swap_algebra import Condition, Method, SwapRows, key_changes
 
 Bases = Sequence[Float[Tensor, "d r"]] | Float[Tensor, "h d r"]  # of each head
-# of training a subspace; what its attention is at the least
+# of training a subspace by gradient descent
 _STEPS = 150
 _RATE = 0.02
-_LEAST = 1e-6
+_LEAST = 1e-6  # attention under a logarithm
 
 
 def leading(bases: Bases | Projector) -> Method:
-    """The first k columns of what stands in order: an orthonormal basis of each head, or a
-    projector.
+    """The first k columns of an orthonormal basis of each head, or of a projector.
 
     >>> leading(torch.eye(4)[None])(2).matrix().diagonal(dim1=-2, dim2=-1)
     tensor([[1., 1., 0., 0.]])
     """
-    return (bases if isinstance(bases, Projector) else _orthogonal(bases)).cut
+    projector = bases if isinstance(bases, Projector) else _orthogonal(bases)
+    return projector.cut
 
 
 def _orthogonal(bases: Bases) -> Projector:
+    """Projector onto an orthonormal basis of each head."""
     return Projector.stack([Projector.orthogonal(basis) for basis in bases])
 
 
 def key_pca(cov_k: Float[Tensor, "h d d"]) -> Method:
     """Principal components of the keys, largest first."""
-    return leading(checked_svd(cov_k)[2])
+    _, _, axes = checked_svd(cov_k)
+    return leading(axes)
 
 
 def cov_qk(cov_q: Float[Tensor, "h d d"], cov_k: Float[Tensor, "h d d"]) -> Method:
     """Key-side directions of ``Cov_q Cov_k``: where both queries and keys vary."""
-    return leading(checked_svd(cov_q @ cov_k)[2])
+    _, _, directions = checked_svd(cov_q @ cov_k)
+    return leading(directions)
 
 
 def random(heads: Sequence[Head], d_head: int, draws: int, seed: int) -> Method:
@@ -82,29 +84,31 @@ def random(heads: Sequence[Head], d_head: int, draws: int, seed: int) -> Method:
 
     def of_size(k: int | Sequence[int]) -> Projector:
         ranks = [k] * len(heads) if isinstance(k, int) else k
-        each = [
-            random_bases(d_head, rank, draws, stream)
-            for rank, stream in zip(ranks, seeds, strict=True)
-        ]
-        return Projector.orthogonal(
-            torch.stack([pad(b, (0, max(ranks) - b.shape[-1])) for b in each], dim=1)
-        )
+        bases = []
+        for rank, stream in zip(ranks, seeds, strict=True):
+            basis = random_bases(d_head, rank, draws, stream)
+            missing = max(ranks) - rank
+            bases.append(pad(basis, (0, missing)))
+        return Projector.orthogonal(torch.stack(bases, dim=1))
 
     return of_size
 
 
 def omega_svd(basis: SingularBasis, heads: Sequence[Head]) -> Method:
     """Components of the logit, those with the largest singular values first."""
-    each = [components(basis[head].read, basis[head].S.argsort(descending=True)) for head in heads]
-    return leading(Projector.stack(each))
+    projectors = []
+    for head in heads:
+        vectors = basis[head]
+        by_size = vectors.S.argsort(descending=True)
+        projectors.append(components(vectors.read, by_size))
+    return leading(Projector.stack(projectors))
 
 
 def trained(rows: SwapRows, feature: str, ranks: Sequence[int], seed: int = 0) -> Projector:
-    """A subspace of each head, of its rank, whose swap gives the true rows of these prompts: by
-    Adam, on cross-entropy.
+    """A subspace of each head, of its rank, whose swap gives the true rows of these prompts.
 
-    The distance itself has no slope where a row is far off; held-out words were nearer with
-    cross-entropy.
+    It is found by Adam, on cross-entropy. The distance itself has no slope where a row is far off;
+    held-out words were nearer with cross-entropy.
 
     Parameters
     ----------
@@ -114,27 +118,40 @@ def trained(rows: SwapRows, feature: str, ranks: Sequence[int], seed: int = 0) -
     seed : of the subspaces to start from.
     """
     truth = rows.truth[feature, "distance"]
-    d = rows.rows.d_head
-    seeds = [derived_seed(seed, "trained", head.layer, head.index) for head in rows.heads]
-    columns = torch.stack([random_bases(d, max(ranks), 1, stream)[0] for stream in seeds]).to(
-        rows.rows.q
-    )
-    kept = (torch.arange(max(ranks)) < torch.tensor(ranks)[:, None])[:, None].to(columns)
-    optimizer = torch.optim.Adam([columns.requires_grad_()], _RATE)
-    before = rows.rows.products()
     tested = truth.isfinite().flatten(1).all(1)
-    true = torch.cat([truth, 1 - truth.sum(-1, keepdim=True)], dim=-1).clamp_min(0.0)[tested]
+    true = _with_rest(truth).clamp_min(0.0)[tested]
+    attention_rows = rows.rows
+    before = attention_rows.products()
+    starts = []
+    for head in rows.heads:
+        stream = derived_seed(seed, "trained", head.layer, head.index)
+        starts.append(random_bases(attention_rows.d_head, max(ranks), 1, stream)[0])
+    columns = torch.stack(starts).to(attention_rows.q).requires_grad_()
+    kept = torch.arange(max(ranks)) < torch.tensor(ranks)[:, None]
+    kept = kept[:, None].to(columns)
+
+    def basis() -> Float[Tensor, "h d r"]:
+        """An orthonormal basis of each head, zero beyond its rank."""
+        q, _ = torch.linalg.qr(columns)
+        return q * kept
+
+    optimizer = torch.optim.Adam([columns], _RATE)
     for _ in range(_STEPS):
-        basis = torch.linalg.qr(columns)[0] * kept
-        (change,) = key_changes(rows.rows, rows.orig, rows.target, Projector.orthogonal(basis))
-        after = rows.rows.attention(before + change)[tested]
-        edited = torch.cat([after, 1 - after.sum(-1, keepdim=True)], dim=-1)
+        projector = Projector.orthogonal(basis())
+        (change,) = key_changes(attention_rows, rows.orig, rows.target, projector)
+        edited = _with_rest(attention_rows.attention(before + change)[tested])
+        cross_entropy = (-true * edited.clamp_min(_LEAST).log()).sum(-1)
+        loss = cross_entropy.mean(0).sum()  # heads do not meet
         optimizer.zero_grad()
-        (-true * edited.clamp_min(_LEAST).log()).sum(-1).mean(
-            0
-        ).sum().backward()  # heads do not meet
+        loss.backward()
         optimizer.step()
-    return Projector.orthogonal((torch.linalg.qr(columns)[0] * kept).detach().double())
+    return Projector.orthogonal(basis().detach().double())
+
+
+def _with_rest(attention: Float[Tensor, "n h k"]) -> Float[Tensor, "n h k+1"]:
+    """Attention rows with what is left for all other tokens as one more key."""
+    rest = 1 - attention.sum(-1, keepdim=True)
+    return torch.cat([attention, rest], dim=-1)
 
 
 def beside_truth(
@@ -143,8 +160,10 @@ def beside_truth(
     singular: SingularBasis | None,
     seed: int = 0,
 ) -> dict[Condition, Projector]:
-    """What else is held against the truth: of each feature's size a trained subspace and the
-    components of Ω, and without one the whole key and nothing at all.
+    """What else is held against the truth of each feature.
+
+    Of its size: a trained subspace, and the components of Ω. Of none: the whole key, and nothing at
+    all.
 
     Parameters
     ----------
@@ -155,34 +174,33 @@ def beside_truth(
     """
     eye = torch.eye(rows.rows.d_head, dtype=torch.float64).repeat(len(rows.heads), 1, 1)
     swaps = {}
-    for what, projector in conditions.items():
-        truth = rows.truth.get((what.feature, "distance"))
-        if what.kind == "feature" and truth is not None:
-            ranks = projector.rank.tolist()
-            if bool(truth.isfinite().any()):
-                swaps[Condition(what.feature, "trained")] = trained(rows, what.feature, ranks, seed)
-            if singular is not None:
-                swaps[Condition(what.feature, "omega_svd")] = omega_svd(singular, rows.heads)(ranks)
-            swaps[Condition(what.feature, "whole")] = Projector.orthogonal(eye)
-            swaps[Condition(what.feature, "nothing")] = Projector.orthogonal(0 * eye[..., :1])
+    for condition, projector in conditions.items():
+        feature = condition.feature
+        truth = rows.truth.get((feature, "distance"))
+        if condition.kind != "feature" or truth is None:
+            continue
+        ranks = projector.rank.tolist()
+        if bool(truth.isfinite().any()):
+            swaps[Condition(feature, "trained")] = trained(rows, feature, ranks, seed)
+        if singular is not None:
+            swaps[Condition(feature, "omega_svd")] = omega_svd(singular, rows.heads)(ranks)
+        swaps[Condition(feature, "whole")] = Projector.orthogonal(eye)
+        swaps[Condition(feature, "nothing")] = Projector.orthogonal(0 * eye[..., :1])
     return swaps
 
 
-#: What stands beside every swap of a fit, at the same size: made of the covariances of its queries and keys.
+#: What stands beside every swap of a fit, at the same size: made of the covariances of its queries
+#: and keys.
 BASELINES: dict[str, Callable[[Tensor, Tensor], Method]] = {
     "key_pca": lambda _, cov_k: key_pca(cov_k),
     "cov_qk": cov_qk,
 }
-SHOWN = (
-    "feature",
-    "random",
-    *BASELINES,
-)  # kinds that are compared in every table, downstream too, and printed
+#: Kinds that are compared in every table, downstream too, and printed.
+SHOWN = ("feature", "random", *BASELINES)
 
 
 def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | None]]:
-    """For each feature the projectors onto it along the others, and the condition number of the set
-    at each head.
+    """For each feature the projectors onto it along the others, and each head's condition number.
 
     Where the features of a head depend on each other there are none: the projector is zero, and the
     number None.
@@ -197,7 +215,8 @@ def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | No
             number = None
         sets.append(projectors)
         numbers.append(number)
-    return [Projector.stack(list(each)) for each in zip(*sets, strict=True)], numbers
+    by_feature = [Projector.stack(projectors) for projectors in zip(*sets, strict=True)]
+    return by_feature, numbers
 
 
 def joint_name(features: Sequence[str]) -> str:
@@ -213,8 +232,10 @@ def joint_name(features: Sequence[str]) -> str:
 def conditions(
     features: Mapping[str, Bases], covariances: Mapping[str, tuple[Tensor, Tensor]], random: Method
 ) -> tuple[dict[Condition, Projector], list[float | None]]:
-    """Every feature, all together (also ``summed``), each obliquely, baselines of the same sizes;
-    and at each head the condition number of the set.
+    """Every feature, all together, each obliquely, and baselines of the same sizes.
+
+    All together are swapped as a joint basis and ``summed``. Beside the conditions stands the
+    condition number of the set of features at each head.
 
     Parameters
     ----------
@@ -223,28 +244,26 @@ def conditions(
         (`joint_name`); features without have no key PCA and no ``Cov_q Cov_k`` beside them.
     random : random subspaces.
     """
-    name = joint_name(list(features))
+    together = joint_name(list(features))
     separate = list(features.values())
-    every = {**features, name: [joint_basis(bases) for bases in zip(*separate, strict=True)]}
-    swaps = {Condition(feature): _orthogonal(list(bases)) for feature, bases in every.items()}
-    numbers: list[float | None] = [None] * len(every[name])
+    by_head = list(zip(*separate, strict=True))
+    swapped = {**features, together: [joint_basis(bases) for bases in by_head]}
+    swaps = {}
+    for feature, bases in swapped.items():
+        swaps[Condition(feature)] = _orthogonal(list(bases))
+    numbers: list[float | None] = [None] * len(by_head)
     if len(features) > 1:
-        joined = [
-            torch.cat([basis.double() for basis in bases], dim=-1)
-            for bases in zip(*separate, strict=True)
-        ]
-        swaps[Condition(name, "summed")] = _orthogonal(
-            joined
-        )  # the sum: no projector, unless they are orthogonal
+        # the sum of their projectors: no projector itself, unless the features are orthogonal
+        side_by_side = [torch.cat([b.double() for b in bases], dim=-1) for bases in by_head]
+        swaps[Condition(together, "summed")] = _orthogonal(side_by_side)
         projectors, numbers = oblique(separate)
-        swaps |= {
-            Condition(feature, "oblique"): p
-            for feature, p in zip(features, projectors, strict=True)
-        }
-    for feature, bases in every.items():
+        for feature, projector in zip(features, projectors, strict=True):
+            swaps[Condition(feature, "oblique")] = projector
+    for feature, bases in swapped.items():
         sizes = [basis.shape[1] for basis in bases]
         swaps[Condition(feature, "random")] = random(sizes)
         if feature in covariances:
-            for kind, make in BASELINES.items():
-                swaps[Condition(feature, kind)] = make(*covariances[feature])(sizes)
+            for kind, baseline in BASELINES.items():
+                method = baseline(*covariances[feature])
+                swaps[Condition(feature, kind)] = method(sizes)
     return swaps, numbers

@@ -54,7 +54,7 @@ def null_code(
 def _other_places(
     shape: tuple[int, ...], there: Bool[Tensor, "n p"] | None, generator: torch.Generator
 ) -> Tensor:
-    """For each place another one of its prompt, Int [n, p]; places that are not there keep theirs."""
+    """For each place another one of its prompt, Int [n, p]; absent places keep theirs."""
     prompts, places = shape
     order = torch.arange(places).repeat(prompts, 1)
     for row in range(prompts):
@@ -65,7 +65,7 @@ def _other_places(
 
 
 def _nearest(unit: Float[Tensor, "f d"], x: Float[Tensor, "n p d"], coded: Coded) -> Coded:
-    """The nearest directions, as many as were active at each place, with strengths that fit best."""
+    """The nearest directions, as many as were active at each place, with the best strengths."""
     slots = coded.ids.shape[-1]
     ids = (x @ unit.mT).topk(slots).indices
     used = torch.arange(slots, device=ids.device) < coded.active[..., None]
