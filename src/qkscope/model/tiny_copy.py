@@ -1,9 +1,9 @@
 """A small copy of any config, and loud weights for its model, to check what is slow at full size.
 
 Sizes shrink by the names of their fields (``[sizes]`` in tiny_copy.toml), so no family has a config
-of its own here. So do lengths (``[lengths]``): a window, a chunk, the length a rotation was extended
-from. Whatever begins beyond one of them begins in the small copy at a few tokens. Of the layers one
-of each kind is kept, as the config lists them.
+of its own here. So do lengths (``[lengths]``): a window, a chunk, the length a rotation was
+extended from. Whatever begins beyond one of them begins in the small copy at a few tokens. Of the
+layers one of each kind is kept, as the config lists them.
 
 The weights are *loud* enough to catch mistakes: matrices are drawn from N(0, 0.2²), so that
 attention is far from uniform, and everything else (norm gains, biases, sinks) is moved from its
