@@ -443,10 +443,9 @@ def _blocks(model: PreTrainedModel, attentions: dict[int, nn.Module]) -> dict[in
 def _tree_of(kind: str, run: _BlockRun) -> Node:
     """What a block's output is made of, or a refusal."""
     tree = run.with_silent(run.explain(run.left))
-    is_whole = tree is not None and _enters(tree)
-    if tree is not None and run.attention is not None:
-        is_whole = is_whole and Heads() in walk(tree)
-    if tree is None or not is_whole:
+    parts = [] if tree is None else list(walk(tree))
+    has_heads = run.attention is None or Heads() in parts
+    if tree is None or Entered() not in parts or not has_heads:
         added = "what it adds to the residual stream is not a sum of its heads and its other parts"
         raise BadInput(f"{kind} cannot be traced: {added}, so its writers cannot be told apart.")
     return tree

@@ -109,13 +109,13 @@ def _places(prompts: Sequence[Prompt], mask: Int[Tensor, "n t"]) -> Places:
     """Columns of the queries and keys of padded prompts, one row for each query."""
     device = mask.device
     rows = []
-    queries = []
+    queries: list[int] = []
     keys = []
     for i, (_, tokens) in enumerate(prompts):
-        for place in tokens.queries:
-            rows.append(i)
-            queries.append(place)
-            keys.append(torch.tensor(tokens.keys, dtype=torch.long))
+        n_queries = len(tokens.queries)
+        rows += [i] * n_queries
+        queries += tokens.queries
+        keys += [torch.tensor(tokens.keys, dtype=torch.long)] * n_queries
     row = torch.tensor(rows).to(device)
     query = torch.tensor(queries).to(device)
     key = pad_sequence(keys, batch_first=True, padding_value=-1).to(device)

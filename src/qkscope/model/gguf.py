@@ -1,8 +1,7 @@
-"""A GGUF file as a model folder in the user's cache, by the file's hash: dequantised once, checked
-before it is kept.
+"""A GGUF file as a model folder in the user's cache: dequantised once, checked before it is kept.
 
-Only the file itself is read, never its neighbours. Every number of it must end up in the model and
-every weight of the model must come from it.
+The folder is named by the file's hash. Only the file itself is read, never its neighbours. Every
+number of it must end up in the model and every weight of the model must come from it.
 
 The tokenizer must follow the file's own rules (``tokenizer.ggml.*``); what they leave unsaid is as
 in llama.cpp, where these files come from. transformers reads the vocabulary but not whether a text
@@ -15,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import gguf
 import torch
@@ -28,16 +27,26 @@ from qkscope.model.files import cache_dir, check_report, making, read_json, writ
 from qkscope.model.spaces import swapped
 from qkscope.results.progress import doing
 
-_LAYOUT = 3  # of the folders in the cache
+_LAYOUT = 3  # version of what the folders in the cache hold
+
+#: What files call the special tokens, by transformers' names.
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_UNSAID = {"llama": {"bos": 1, "eos": 2, "unk": 0}}
-_BPE_WITH_FIRST = {  # kinds of byte-level vocabulary with a first token, unless the file says otherwise
-    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
+
+#: Ids of special tokens that files of a kind of vocabulary may leave unsaid.
+_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unk": 0}}
+
+#: Kinds of byte-level vocabulary with a first token, unless the file says otherwise.
+_BPE_WITH_FIRST = {
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+    "tekken", "chameleon",
 }  # fmt: skip
 
 
 def dequantised(file: Path, digest: str) -> Path:
-    """The folder with a GGUF file's weights as safetensors, made on first use."""
+    """The folder with a GGUF file's weights as safetensors, made on first use.
+
+    ``digest`` is the file's hash.
+    """
     folder = cache_dir("gguf", f"{digest}-{_LAYOUT}")
     if folder.is_dir():
         return folder
@@ -46,13 +55,14 @@ def dequantised(file: Path, digest: str) -> Path:
         reader = gguf.GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
         rules = TokenRules.of(fields)
-        Path(alone, "model.gguf").symlink_to(
-            file.resolve()
-        )  # what lies beside the file is none of its business
+        # in a folder of its own, as transformers would read what lies beside the file
+        Path(alone, "model.gguf").symlink_to(file.resolve())
+        read_before = (gguf, "GGUFReader", lambda *_: reader)  # reading it takes seconds
         silent = (modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors)
-        with swapped((gguf, "GGUFReader", lambda *_: reader), silent):  # reading it takes seconds
-            whole = options | {"dtype": torch.float32, "output_loading_info": True}
-            model, report = AutoModelForCausalLM.from_pretrained(alone, **whole)
+        with swapped(read_before, silent):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                alone, dtype=torch.float32, output_loading_info=True, **options
+            )
             tokenizer = AutoTokenizer.from_pretrained(alone, **options) if rules else None
     _check_whole(file, reader, fields, model, report)
     # the weights are plain floats now, but transformers refuses to save a model marked as quantised
@@ -68,49 +78,57 @@ def dequantised(file: Path, digest: str) -> Path:
 def _check_whole(
     file: Path, reader: Any, fields: Mapping[str, Any], model: Any, report: Mapping[str, Any]
 ) -> None:
-    """Every number of the file is in the model, each at its place, and what it says of RoPE was
-    heard.
-    """
+    """Refuse a model unless each number of the file is in it, and RoPE is as the file says."""
     weights = model.state_dict()
-    with torch.device("meta"):
-        wanted = {
-            name: blank.shape for name, blank in type(model)(model.config).state_dict().items()
-        }
-    # transformers compares shapes where it reads safetensors, but not where it reads GGUF
-    other = [
-        (name, weights[name].shape, shape)
-        for name, shape in wanted.items()
-        if weights[name].shape != shape
-    ]
-    check_report(str(file), {**report, "mismatched_keys": other})
+    _check_shapes(file, weights, model, report)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    stretch = tensors.pop(
-        "rope_freqs.weight", None
-    )  # by how much each of RoPE's wavelengths is longer
+    # by how much each of RoPE's wavelengths is longer
+    stretch = tensors.pop("rope_freqs.weight", None)
+    if not _rope_was_read(fields, model.config, stretch):
+        _refuse(file, "stretches RoPE in a way that transformers leaves out when it reads GGUF")
+    n_file = sum(int(tensor.n_elements) for tensor in tensors.values())
+    by_memory = {tensor.data_ptr(): tensor.numel() for tensor in weights.values()}
+    n_model = sum(by_memory.values())
+    if n_file != n_model:
+        in_model = f"the model that transformers makes of it has {n_model:,}"
+        _refuse(file, f"holds {n_file:,} numbers, but {in_model}")
+
+
+def _check_shapes(
+    file: Path, weights: Mapping[str, Tensor], model: Any, report: Mapping[str, Any]
+) -> None:
+    """Refuse weights that are missing, left over, or of another shape than the config says.
+
+    transformers compares shapes where it reads safetensors, but not where it reads GGUF.
+    """
+    with torch.device("meta"):
+        blank = type(model)(model.config).state_dict()
+    mismatched = []
+    for name, tensor in blank.items():
+        if weights[name].shape != tensor.shape:
+            mismatched.append((name, weights[name].shape, tensor.shape))
+    check_report(str(file), {**report, "mismatched_keys": mismatched})
+
+
+def _rope_was_read(fields: Mapping[str, Any], config: Any, stretch: Any | None) -> bool:
+    """Whether the config has the scaling of RoPE that the file's fields and its factors ask for."""
     scaling = fields.get(f"{fields['general.architecture']}.rope.scaling.type", "none")
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    heard = scaling == "none" or rope.get("rope_type", "default") != "default"
-    if stretch is not None:
-        heard = heard and _stretched_as_llama3(model.config, torch.tensor(stretch.data))
-    theirs = sum(int(tensor.n_elements) for tensor in tensors.values())
-    ours = sum({tensor.data_ptr(): tensor.numel() for tensor in weights.values()}.values())
-    if not heard or theirs != ours:
-        counted = (
-            f"holds {theirs:,} numbers, but the model that transformers makes of it has {ours:,}"
-        )
-        lost = (
-            counted
-            if heard
-            else "stretches RoPE in a way that transformers leaves out when it reads GGUF"
-        )
-        raise BadInput(
-            f"{file} {lost}, so it would compute something else: give the model as a folder or a hub id."
-        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if scaling != "none" and rope.get("rope_type", "default") == "default":
+        return False
+    return stretch is None or _stretched_as_llama3(config, torch.tensor(stretch.data))
+
+
+def _refuse(file: Path, lost: str) -> NoReturn:
+    """Refuse a file of which the model would lose something."""
+    raise BadInput(
+        f"{file} {lost}, so it would compute something else: "
+        "give the model as a folder or a hub id."
+    )
 
 
 def _stretched_as_llama3(config: Any, factors: Tensor) -> bool:
-    """Whether a file's factors for RoPE's wavelengths are those of Llama 3; the config then says so
-    too.
+    """Make the config's RoPE Llama 3's; whether a file's factors for its wavelengths are those.
 
     Such a file holds the factors alone. Llama 3's rule makes them of the largest one and three
     numbers that all of its releases share; what the rule makes is compared with what the file
@@ -120,56 +138,75 @@ def _stretched_as_llama3(config: Any, factors: Tensor) -> bool:
     if plain.get("rope_type", "default") != "default":
         return False
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    given = plain["rope_theta"] ** (-torch.arange(0, width, 2) / width) / factors
-    config.rope_parameters = {
-        **plain, "rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-    ruled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
-    return ruled.shape == given.shape and bool(torch.allclose(ruled, given, rtol=1e-3, atol=0))
+    exponents = -torch.arange(0, width, 2) / width
+    of_file = plain["rope_theta"] ** exponents / factors
+    config.rope_parameters = plain | {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    of_rule, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
+    if of_rule.shape != of_file.shape:
+        return False
+    return bool(torch.allclose(of_rule, of_file, rtol=1e-3, atol=0))
 
 
 class TokenRules(NamedTuple):
-    """A file's rules for tokens: the ids of its special ones, their spelling, and what is added to
-    a text.
+    """A file's rules for tokens: its special ones, and what is added to a text.
+
+    Attributes
+    ----------
+    ids : mapping of str to int
+        Ids of the special tokens that it has.
+    tokens : sequence of str
+        How each id is spelled.
+    first, last : list of int
+        What is put before and behind a text.
+    whole : bool
+        Whether a word of the vocabulary is one token even where its merges do not lead there.
     """
 
     ids: Mapping[str, int]
     tokens: Sequence[str]
     first: list[int]
     last: list[int]
-    whole: bool  # a word of the vocabulary is one token, whether its merges lead there or not
+    whole: bool
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> TokenRules | None:
         """The rules in a file's metadata; None where it has no vocabulary."""
-        said = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
-        tokens = said.get("tokens")
-        kind = said.get("model")
-        before = said.get("pre")
+        values = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
+        tokens = values.get("tokens")
         if not tokens:
             return None
-        unsaid = _UNSAID.get(str(kind), {})
-        named = {
-            name: said.get(f"{word}_token_id", unsaid.get(name)) for name, word in _SPECIAL.items()
-        }
-        ids = {
-            name: id for name, id in named.items() if isinstance(id, int) and 0 <= id < len(tokens)
-        }
-        late = kind == "gpt2" and before in _BPE_WITH_FIRST
-        first = said.get("add_bos_token", kind in ("llama", "gemma4") or late)
-        last = said.get("add_eos_token", kind == "t5")
-        start = [ids["bos"]] if first and "bos" in ids else []
-        end = [ids["eos"]] if last and "eos" in ids else []
-        return cls(ids, tokens, start, end, whole=late and before != "chameleon")
+        kind = values.get("model")
+        defaults = _DEFAULT_IDS.get(str(kind), {})
+        ids = {}
+        for name, word in _SPECIAL.items():
+            id = values.get(f"{word}_token_id", defaults.get(name))
+            if isinstance(id, int) and 0 <= id < len(tokens):
+                ids[name] = id
+        variant = values.get("pre")
+        bpe_with_first = kind == "gpt2" and variant in _BPE_WITH_FIRST
+        adds_first = values.get("add_bos_token", kind in ("llama", "gemma4") or bpe_with_first)
+        adds_last = values.get("add_eos_token", kind == "t5")
+        return cls(
+            ids,
+            tokens,
+            first=[ids["bos"]] if adds_first and "bos" in ids else [],
+            last=[ids["eos"]] if adds_last and "eos" in ids else [],
+            whole=bpe_with_first and variant != "chameleon",
+        )
 
     def save(self, tokenizer: Any, folder: Path) -> None:
-        """Make the tokenizer that transformers read from the file follow its rules, and keep it if
-        it does.
+        """Make a tokenizer that transformers read from the file follow its rules, and keep it.
 
-        It is loaded as it is written: a family's class would build it a second time from its parts;
-        and where no list of added tokens is given, even an empty one, the whole file is searched
-        for them, though they are loaded with it. Both parse 33 MB for Gemma.
+        One that does not follow them is refused. It is loaded as it is written: a family's class
+        would build it a second time from its parts; and where no list of added tokens is given,
+        even an empty one, the whole file is searched for them, though they are loaded with it. Both
+        parse 33 MB for Gemma.
         """
         for name, id in self.ids.items():
             if getattr(tokenizer, f"{name}_token_id") != id:
@@ -179,19 +216,21 @@ class TokenRules(NamedTuple):
         if self.whole:
             tokenizer.backend_tokenizer.model.ignore_merges = True
         tokenizer.save_pretrained(folder)
-        config = folder / "tokenizer_config.json"
-        write_json(
-            config,
-            read_json(config)
-            | {"tokenizer_class": "TokenizersBackend", "added_tokens_decoder": {}},
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        path = folder / "tokenizer_config.json"
+        as_written = {"tokenizer_class": "TokenizersBackend", "added_tokens_decoder": {}}
+        write_json(path, read_json(path) | as_written)
+        self._check(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+
+    def _check(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer that has other special tokens, or adds other ones to a text."""
         ids = {name: getattr(tokenizer, f"{name}_token_id") for name in self.ids}
         bare = tokenizer("a", add_special_tokens=False)["input_ids"]
         text = tokenizer("a", add_special_tokens=True)["input_ids"]
         wanted = self.first + bare + self.last
         if ids != self.ids or text != wanted:
-            broken = f"special tokens are {ids} instead of {self.ids}, and a text {text} instead of {wanted}"
+            special = f"special tokens are {ids} instead of {self.ids}"
+            broken = f"{special}, and a text {text} instead of {wanted}"
             raise BadInput(
-                f"the file's tokenizer cannot be made as it says ({broken}), so give a folder instead."
+                f"the file's tokenizer cannot be made as it says ({broken}), "
+                "so give a folder instead."
             )

@@ -1,5 +1,6 @@
-"""From a name to a model in memory: its files are checked, no code of theirs runs, and errors are
-one sentence.
+"""From a name to a model in memory: its files are checked, and no code of theirs runs.
+
+What fails is refused in one sentence.
 
 A name is a hub id, a folder, a ``.gguf`` file, ``smollm2-135m`` and others inside packages
 (`files.EMBEDDED`), or ``nano:NAME@STEP`` (shipped; without the step, the last one). A revision is a
@@ -27,6 +28,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, dynamic_module_utils
 from transformers.generation import utils as generation_utils
 from transformers.utils import cached_file
@@ -41,27 +43,48 @@ log = logging.getLogger(__name__)
 
 _NANO = "nano:"
 _SHIPPED = Path(__file__).parents[1] / "data" / "nano"
-_LOADING = (
-    threading.RLock()
-)  # the doors are transformers' own, so one thread at a time shuts and opens them
-_CAUSES = {  # what the errors of a loader are called or say, and what that means
-    r"RevisionNotFoundError|valid git identifier|GatedRepoError|RepositoryNotFoundError|valid model identifier": "the "
-    "hub has no model {name} with revision {revision!r} for you: check both names, or, for a gated model, accept its "
-    "licence and log in with `hf auth login`.",
-    r"weights_only|UnpicklingError": "{name} is a pickle that holds more than tensors, which would run when read: "
-    "take its safetensors, or have it saved so.",
-    r"trust_remote_code|custom code": "{name} brings its own code, which qkscope never runs: use a model transformers "
-    "knows.",
-    r"LocalEntryNotFoundError|OfflineModeIsEnabled|ProxyError|[Cc]onnect": "{name} is not in the local cache and the "
-    "hub cannot be reached: connect once to download it, give a local folder, or use smollm2-135m.",
-}
+
+#: The doors below are transformers' own, so one thread at a time shuts and opens them.
+_LOADING = threading.RLock()
+
+
+class _Cause(NamedTuple):
+    """A pattern of what a loader's errors are called or say, and the sentence for it."""
+
+    pattern: str
+    sentence: str
+
+
+_CAUSES = (
+    _Cause(
+        r"RevisionNotFoundError|valid git identifier|GatedRepoError|RepositoryNotFoundError"
+        r"|valid model identifier",
+        "the hub has no model {name} with revision {revision!r} for you: check both names, or, "
+        "for a gated model, accept its licence and log in with `hf auth login`.",
+    ),
+    _Cause(
+        r"weights_only|UnpicklingError",
+        "{name} is a pickle that holds more than tensors, which would run when read: "
+        "take its safetensors, or have it saved so.",
+    ),
+    _Cause(
+        r"trust_remote_code|custom code",
+        "{name} brings its own code, which qkscope never runs: use a model transformers knows.",
+    ),
+    _Cause(
+        r"LocalEntryNotFoundError|OfflineModeIsEnabled|ProxyError|[Cc]onnect",
+        "{name} is not in the local cache and the hub cannot be reached: connect once to download "
+        "it, give a local folder, or use smollm2-135m.",
+    ),
+)
 
 # ---------------------------------------------------------------- what a name stands for
 
 
 class Place(NamedTuple):
-    """Where a model is: its name and revision in results, and its folder or GGUF file; None for one
-    on the hub.
+    """Where a model is: its name and revision in results, and its folder or GGUF file.
+
+    The path of a model on the hub is None.
     """
 
     name: str
@@ -81,20 +104,21 @@ def locate(name: str | Path, revision: str | None = None) -> Place:
         check_revisions(model, [revision])
     if model.lower() in EMBEDDED:
         return Place(model, revision, packaged_file(model.lower()))
-    gguf = model.lower().endswith(".gguf")
-    if path.is_dir() or (
-        gguf and path.is_file()
-    ):  # a folder of no model is refused when it is opened
+    is_gguf = model.lower().endswith(".gguf")
+    if path.is_dir() or (is_gguf and path.is_file()):
+        # a folder of no model is refused when it is opened
         return Place(model, revision, path / revision if revision else path)
-    if gguf or path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+    looks_local = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if is_gguf or path.exists() or looks_local:
         what = "is no model folder and no .gguf file" if path.exists() else "does not exist"
         raise BadInput(f"{name} {what}: give a folder with config.json, a .gguf file or a hub id.")
     return Place(model, revision, None)
 
 
 def nano_steps(name: str) -> list[int]:
-    """The training steps at which a nano model can be had, in order; ``nano:`` before the name is
-    welcome.
+    """The training steps at which a nano model can be had, in order.
+
+    ``nano:`` before the name is welcome.
     """
     folder = _SHIPPED / name.removeprefix(_NANO)
     if not folder.is_dir():
@@ -104,31 +128,54 @@ def nano_steps(name: str) -> list[int]:
 
 
 def revisions_of(model: str) -> list[str] | None:
-    """The checkpoints that there are, none of what is one model; None where only the hub knows."""
+    """The checkpoints that there are; none of what is one model, None where only the hub knows."""
     path = Path(model).expanduser()
     if model.startswith(_NANO):
-        return list(map(str, nano_steps(model)))
+        return [str(step) for step in nano_steps(model)]
     if path.is_dir() and not (path / "config.json").exists():
         return sorted(inner.name for inner in path.iterdir() if (inner / "config.json").is_file())
-    return (
-        []
-        if path.exists() or model.lower() in EMBEDDED or model.lower().endswith(".gguf")
-        else None
-    )
+    if path.exists() or model.lower() in EMBEDDED or model.lower().endswith(".gguf"):
+        return []
+    return None
 
 
 def check_revisions(model: str, names: Sequence[str]) -> None:
     """Refuse revisions that a model does not have."""
-    there = revisions_of(model)
-    if there == []:
+    known = revisions_of(model)
+    if known is None:
+        return
+    if not known:
         raise BadInput(
-            f"{model} is one model, not a folder of checkpoints: leave out the revision {names[0]!r}."
+            f"{model} is one model, not a folder of checkpoints: "
+            f"leave out the revision {names[0]!r}."
         )
-    if there and (missing := [name for name in names if name not in there]):
-        raise BadInput(f"{model} has no revision {missing[0]!r}: there is {', '.join(there[:20])}.")
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise BadInput(f"{model} has no revision {missing[0]!r}: there is {', '.join(known[:20])}.")
 
 
 # ---------------------------------------------------------------- loading
+
+
+class LoadedModel(NamedTuple):
+    """A model in memory, and where it came from.
+
+    Attributes
+    ----------
+    model : PreTrainedModel
+    tokenizer : optional
+        None where it has none that can be loaded.
+    name, revision : str, str or None
+        As in results.
+    digest : str or None
+        Hash of its files; None where not all of them were found.
+    """
+
+    model: Any
+    tokenizer: Any | None
+    name: str
+    revision: str | None
+    digest: str | None
 
 
 def load(
@@ -138,60 +185,76 @@ def load(
     device_map: Any,
     revision: str | None,
     attn: str | None,
-) -> tuple[Any, Any | None, str, str | None, str | None]:
-    """A model, its tokenizer, name and revision, and the hash of its files, or None where not all
-    of them were found.
-
-    The arguments are those of `Scope.load`.
-    """
+) -> LoadedModel:
+    """Load a model and its tokenizer; the arguments are those of `Scope.load`."""
     if device_map is not None and device is not None:
         raise BadInput("device and device_map exclude each other: give one of them.")
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind = (
-        getattr(torch, dtype, None)
-        if isinstance(dtype, str) and dtype != "auto"
-        else dtype or "auto"
-    )
+    options = {"dtype": _dtype(dtype)}
+    if attn is not None:
+        options["attn_implementation"] = attn
+    if device_map is not None:
+        options["device_map"] = device_map
+    place = locate(name, revision)
+    on_hub = place.path is None
+    with _guarded(str(name), place.revision, offline=on_hub and not _hub_answers()):
+        if device_map is None:
+            check_device(target)
+        files = _files_of(place)
+        # messages call a model by where it is
+        model = _model(str(place.path or name), files.source, files.commit, options)
+        tokenizer = _tokenizer(files.source, files.commit)
+        digest = files.digest
+        if files.snapshot is not None:
+            # its files may not all be there: then what is in memory is hashed instead
+            with suppress(BadInput):
+                digest = folder_hash(files.snapshot)
+        model.eval().requires_grad_(False)
+        if device_map is None:
+            model.to(target)
+    return LoadedModel(model, tokenizer, place.name, files.commit or place.revision, digest)
+
+
+def _dtype(dtype: Any) -> Any:
+    """What `Scope.load` was given as a dtype, as transformers takes it."""
+    kind = dtype or "auto"
+    if isinstance(dtype, str) and dtype != "auto":
+        kind = getattr(torch, dtype, None)
     if kind not in ("auto", torch.float32, torch.bfloat16, torch.float16):
         raise BadInput(
             f"{dtype!r} is no dtype for a model: write float32, bfloat16, float16 or auto."
         )
-    options = {"dtype": kind, "attn_implementation": attn, "device_map": device_map}
-    options, (model_name, revision, path) = (
-        {k: v for k, v in options.items() if v is not None},
-        locate(name, revision),
-    )
-    with _guarded(str(name), revision, offline=path is None and not _hub_answers()):
-        if device_map is None:
-            check_device(target)
-        source = model_name
-        commit = None
-        digest = None
-        if path is None:
-            config = Path(cached_file(model_name, "config.json", revision=revision))
-            # the rest comes from the same commit, whatever happens to the branch meanwhile
-            commit = revision = (
-                config.parent.name if config.parent.parent.name == "snapshots" else revision
-            )
-        elif path.is_dir():
-            digest = folder_hash(path)
-            source = str(path)
-        else:
-            from qkscope.model.gguf import dequantised  # takes a while to import
+    return kind
 
-            digest = file_hash(path)  # it holds the config too
-            source = str(dequantised(path, digest))
-        model = _model(str(path or name), source, commit, options)
-        tokenizer = _tokenizer(source, commit)
-        if path is None:
-            with suppress(
-                BadInput
-            ):  # its files are not all there: what is in memory is hashed instead
-                digest = folder_hash(config.parent)
-        model.eval().requires_grad_(False)
-        if device_map is None:
-            model.to(target)
-    return model, tokenizer, model_name, revision, digest
+
+class _Files(NamedTuple):
+    """What transformers loads: a folder or a hub id, and for the hub a commit.
+
+    `digest` is the hash of local files. `snapshot` is the folder in the cache that files of the hub
+    are downloaded to.
+    """
+
+    source: str
+    commit: str | None = None
+    digest: str | None = None
+    snapshot: Path | None = None
+
+
+def _files_of(place: Place) -> _Files:
+    """The files at a place; a GGUF file is turned into a folder first."""
+    if place.path is None:
+        config = Path(cached_file(place.name, "config.json", revision=place.revision))
+        snapshot = config.parent
+        # the rest comes from the same commit, whatever happens to the branch meanwhile
+        is_commit = snapshot.parent.name == "snapshots"
+        commit = snapshot.name if is_commit else place.revision
+        return _Files(place.name, commit=commit, snapshot=snapshot)
+    if place.path.is_dir():
+        return _Files(str(place.path), digest=folder_hash(place.path))
+    from qkscope.model.gguf import dequantised  # takes a while to import
+
+    digest = file_hash(place.path)  # of the config, too, which the file holds
+    return _Files(str(dequantised(place.path, digest)), digest=digest)
 
 
 def _model(name: str, source: str, revision: str | None, options: dict[str, Any]) -> Any:
@@ -201,30 +264,42 @@ def _model(name: str, source: str, revision: str | None, options: dict[str, Any]
     one of transformers' models. An Auto class, a function or whatever else goes by the name in
     `architectures` is none.
     """
-    asked: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(source, **asked)
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(source, **where)
     if config._attn_implementation not in (None, *SERVED):  # it may name code on the hub
         config._attn_implementation = None
-    named = config.architectures or []
-    kinds = [getattr(transformers, str(kind), None) for kind in named]
-    classes = [
-        kind for kind in kinds if isinstance(kind, type) and issubclass(kind, PreTrainedModel)
-    ]
-    if named and not classes:
-        unknown = f"{name} says that it is a {named[0]!s:.80}, which is no model of transformers"
-        raise BadInput(
-            f"{unknown}, and code that comes with a model is never run: use a model transformers knows."
-        )
-    # weights of another shape are let through here, and refused by name with what else does not fit
-    asked |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, report = (*classes, transformers.AutoModelForCausalLM)[0].from_pretrained(
-        source, **asked, **options
+    model_class = _class_of(name, config) or transformers.AutoModelForCausalLM
+    model, report = model_class.from_pretrained(
+        source,
+        config=config,
+        output_loading_info=True,
+        # weights of another shape are refused below, by name and with what else does not fit
+        ignore_mismatched_sizes=True,
+        **where,
+        **options,
     )
     check_report(name, report)
     return model
 
 
+def _class_of(name: str, config: Any) -> Any | None:
+    """The class of transformers' models that a config names; None where it names nothing."""
+    names = config.architectures or []
+    for class_name in names:
+        kind = getattr(transformers, str(class_name), None)
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+            return kind
+    if names:
+        unknown = f"{name} says that it is a {names[0]!s:.80}, which is no model of transformers"
+        raise BadInput(
+            f"{unknown}, and code that comes with a model is never run: "
+            "use a model transformers knows."
+        )
+    return None
+
+
 def _tokenizer(source: str, revision: str | None) -> Any | None:
+    """The tokenizer at a source; None where there is none that transformers makes."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=False
@@ -236,15 +311,14 @@ def _tokenizer(source: str, revision: str | None) -> Any | None:
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    """Stand in for the function that would import a model's code."""
     raise ValueError("custom code is never run")
 
 
+#: Where transformers would run a model's code, or ask whether to, and what stands there meanwhile.
 _DOORS = (
-    (
-        dynamic_module_utils,
-        "TIME_OUT_REMOTE_CODE",
-        0,
-    ),  # no time to answer: transformers refuses instead of asking
+    # no time to answer: transformers refuses instead of asking
+    (dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0),
     (dynamic_module_utils, "get_class_in_module", _refuse),
     (generation_utils, "get_class_in_module", _refuse),
 )
@@ -252,23 +326,21 @@ _DOORS = (
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings and no bars of transformers, for the duration of a ``with`` block."""
+    """Hide the warnings and bars of transformers for the duration of a ``with`` block."""
     level = bars.get_verbosity()
-    shown = bars.is_progress_bar_enabled()
+    had_bars = bars.is_progress_bar_enabled()
     try:
         bars.set_verbosity_error()
         bars.disable_progress_bar()
         yield
     finally:
         bars.set_verbosity(level)
-        if shown:
+        if had_bars:
             bars.enable_progress_bar()
 
 
 def _hub_answers() -> bool:
-    """Whether the hub can be reached: asked once, as its client tries for 23 s before it gives up
-    on one file.
-    """
+    """Whether the hub can be reached, in 2 s: its own client tries for 23 s for each file."""
     with suppress(Exception):  # no name, no route, no proxy, or told to stay offline
         get_session().head(constants.ENDPOINT, timeout=2)
         return True
@@ -277,8 +349,9 @@ def _hub_answers() -> bool:
 
 @contextmanager
 def _guarded(name: str, revision: str | None, offline: bool) -> Iterator[None]:
-    """Within it transformers runs no code of a model, does not ask whether to, is silent, and fails
-    in one sentence.
+    """Keep transformers in a ``with`` block from running a model's code, or asking whether to.
+
+    It is silent meanwhile, and fails in one sentence.
     """
     doors = (*_DOORS, (constants, "HF_HUB_OFFLINE", offline or constants.HF_HUB_OFFLINE))
     try:
@@ -287,20 +360,26 @@ def _guarded(name: str, revision: str | None, offline: bool) -> Iterator[None]:
     except BadInput:
         raise
     except Exception as error:
-        chain: list[BaseException] = [error]
-        while (
-            len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None
-        ):
-            chain.append(cause)
-        text = " ".join(f"{type(link).__name__} {link}" for link in chain)
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        damaged = f"{name} could not be loaded ({why}): it may be damaged or half downloaded, so download it again."
-        known = (
-            say.format(name=name, revision=revision)
-            for cause, say in _CAUSES.items()
-            if re.search(cause, text)
-        )
-        raise BadInput(next(known, damaged)) from error
+        raise BadInput(_sentence_for(error, name, revision)) from error
+
+
+def _sentence_for(error: Exception, name: str, revision: str | None) -> str:
+    """Say what a loader's error means, by what it and its causes are called and say."""
+    chain: list[BaseException] = [error]
+    while len(chain) < 8:
+        cause = chain[-1].__cause__ or chain[-1].__context__
+        if cause is None:
+            break
+        chain.append(cause)
+    text = " ".join(f"{type(link).__name__} {link}" for link in chain)
+    for pattern, sentence in _CAUSES:
+        if re.search(pattern, text):
+            return sentence.format(name=name, revision=revision)
+    why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return (
+        f"{name} could not be loaded ({why}): "
+        "it may be damaged or half downloaded, so download it again."
+    )
 
 
 # ---------------------------------------------------------------- models that other tools hold
@@ -315,13 +394,8 @@ def unwrapped(model: Any, tokenizer: Any | None = None) -> tuple[Any, Any | None
     imported: an object is known by its class's package.
     """
     packages = {kind.__module__.split(".")[0] for kind in type(model).__mro__}
-    kind = type(model).__name__
     if "transformer_lens" in packages:
-        if getattr(model, "_weights_processed", False):
-            why = "were processed (layer norms folded, matrices centred), so they are not the model's: boot it again"
-            how = "use it without enable_compatibility_mode(), or with no_processing=True"
-            raise BadInput(f"the weights of this {kind} {why}, and {how}.")
-        inside = getattr(model, "original_model", None)
+        inside = _inside_bridge(model)
     elif "nnsight" in packages:
         if not getattr(model, "dispatched", True):
             model.dispatch()  # as its first trace would: until then its weights are not loaded
@@ -329,24 +403,42 @@ def unwrapped(model: Any, tokenizer: Any | None = None) -> tuple[Any, Any | None
     else:
         return model, tokenizer
     if not isinstance(inside, PreTrainedModel):
-        how = "load one with transformers, or wrap one (TransformerBridge.boot_transformers, nnsight.TransformersModel)"
-        raise BadInput(
-            f"this {kind} wraps no model of transformers, so it cannot be looked into: {how}."
+        how = (
+            "load one with transformers, or wrap one "
+            "(TransformerBridge.boot_transformers, nnsight.TransformersModel)"
         )
-    tensors = {  # in a bridge, a part that was replaced stands inside its replacement
-        name.replace("_original_component.", ""): tensor
-        for named in (inside.named_parameters, inside.named_buffers)
-        for name, tensor in named(remove_duplicate=False)
-    }
+        raise BadInput(
+            f"this {type(model).__name__} wraps no model of transformers, "
+            f"so it cannot be looked into: {how}."
+        )
+    if tokenizer is None:
+        tokenizer = getattr(model, "tokenizer", None)
+    return _plain_copy(inside).eval(), tokenizer
+
+
+def _inside_bridge(bridge: Any) -> Any:
+    """The model that a TransformerBridge holds; one with processed weights is refused."""
+    if getattr(bridge, "_weights_processed", False):
+        kind = type(bridge).__name__
+        processed = "were processed (layer norms folded, matrices centred)"
+        why = f"{processed}, so they are not the model's: boot it again"
+        how = "use it without enable_compatibility_mode(), or with no_processing=True"
+        raise BadInput(f"the weights of this {kind} {why}, and {how}.")
+    return getattr(bridge, "original_model", None)
+
+
+def _plain_copy(inside: PreTrainedModel) -> PreTrainedModel:
+    """A fresh instance of a model's class that shares its tensors, without the parts replaced."""
+    tensors: dict[str, Tensor] = {}
+    for named_tensors in (inside.named_parameters, inside.named_buffers):
+        for name, tensor in named_tensors(remove_duplicate=False):
+            # in a bridge, a part that was replaced stands inside its replacement
+            tensors[name.replace("_original_component.", "")] = tensor
     with torch.device("meta"):
         plain = type(inside)(copy.deepcopy(inside.config))
     for path, module in plain.named_modules():
         for slots in (module._parameters, module._buffers):
-            slots.update(
-                {
-                    name: tensors[f"{path}.{name}".lstrip(".")]
-                    for name in slots
-                    if slots[name] is not None
-                }
-            )
-    return plain.eval(), getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+            for name, slot in slots.items():
+                if slot is not None:
+                    slots[name] = tensors[f"{path}.{name}".lstrip(".")]
+    return plain

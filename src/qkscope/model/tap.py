@@ -300,7 +300,7 @@ class Anatomy(NamedTuple):
             parts=parts,
             children=_children(parts),
             configs=configs,
-            files=frozenset(modelling_file(kind) for kind in classes),
+            files=frozenset(modelling_file(kind) for kind in classes),  # type: ignore[arg-type]
             by_length=tuple(part for part in parts if spaces.depends_on_length(part)),
             own=tuple(own_attention(model)),
         )
