@@ -28,15 +28,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.findings.head_rows import HeadRows, Pass, Tables, answer_signs
-from qkscope.findings.task_batches import batches_of, words_of
+from qkscope.findings.head_rows import HeadRows, Pass, Tables
 from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.run import Side
-from qkscope.model.inputs import answer_tokens
-from qkscope.model.patch import Edit
-from qkscope.rerun.rerun_layers import held_at, noted, summed_outputs
-from qkscope.results.result import Rows
-from qkscope.results.work import stream
 from qkscope.seeds import derived_seed, draw_bits
 from qkscope.sums.relative_logits import (
     METRICS,
@@ -45,7 +39,6 @@ from qkscope.sums.relative_logits import (
     Tally,
     draw_alike,
     first_by,
-    metrics,
     strongest_pairs,
 )
 from qkscope.texts.task import Unit
@@ -306,93 +299,3 @@ class EdgeTest:
             "edges": edges,
             "check": [tally.check_row(self.head, **whole)],
         }
-
-
-# ---------------------------------------------------------------------- whole heads
-
-
-def whole_heads(
-    how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit], units: Sequence[Unit]
-) -> Rows:
-    """Take out the first one, two and three head writers, and as many others of their layers."""
-    reader = how.reader
-    scope = how.reader.scope
-    words = words_of(units)
-    writers = parse_writers(reader.writers(head.layer))
-    only = [writer for writer in writers if writer.head]
-    order = first_by(
-        chosen.scores["share", "query"].abs() + chosen.scores["share", "key"].abs(), len(writers)
-    )
-    first = [only.index(writers[i]) for i in order if writers[i].head][:_MOST]
-    if not first:
-        return []
-    encoded = scope.encode([unit[0] for unit in choosing[:_MEANS]], chat=how.chat)
-    shown = encoded.inputs["attention_mask"].bool().clone()
-    shown[torch.arange(len(shown)), shown.int().argmax(1)] = False
-    sums = summed_outputs(scope, encoded.inputs, shown)
-    cases: list[Any] = [
-        (size, mlps, kind) for size in range(1, len(first) + 1) for mlps, kind in _KINDS
-    ]
-
-    def edits(indices: list[int], size: int, kind: str) -> list[Edit]:
-        out = [first[:size]] * len(indices)
-        if kind == "random":  # each prompt has heads of its own
-            out = [
-                draw_alike(first[:size], only, derived_seed(how.seed, "whole", size, i))
-                for i in indices
-            ]
-        taken = {
-            other: [c in own for own in out]
-            for c, writer in enumerate(only)
-            if (other := writer.head)
-        }
-        return [
-            Edit.outputs(
-                other,
-                torch.tensor(rows),
-                (sums[other.layer][other.index] / shown.sum().cpu()).float(),
-            )
-            for other, rows in taken.items()
-            if any(rows)
-        ]
-
-    def run(indices: list[int]) -> tuple[list[str], Measurement]:
-        encoded = scope.encode([units[i][0] for i in indices], chat=how.chat)
-        named = encoded.places.keys.masked_fill(~encoded.places.key_mask, 0)
-        tokens, signs = answer_tokens(scope.encoder, encoded, how.chat)
-
-        def measure(**changes: Any) -> Float[Tensor, "n m"]:
-            """`METRICS`, and the probability of the right answer: the one named, or the right keys'
-            own tokens.
-            """
-            captured = scope.capture_inputs(
-                encoded, places=encoded.everywhere(), heads=[head], logits=True, **changes
-            )
-            assert captured.logits is not None
-            measured = metrics(captured.rows().of_head(0), named, answer_signs(encoded))[0]
-            chances = captured.logits.softmax(-1).cpu().gather(1, tokens) * (signs > 0)
-            return torch.cat([measured.cpu(), chances.sum(1, keepdim=True)], dim=1)
-
-        with noted(part for block in reader.blocks for part in block.parts) as outputs:
-            values: dict[Any, Tensor] = {None: measure()}
-        for size, mlps, kind in cases:
-            with held_at(outputs if mlps == "held" else {}):
-                values[size, mlps, kind] = measure(edits=edits(indices, size, kind))
-        return [words[indices[int(e)]] for e in encoded.example], Measurement(values)
-
-    tally = Tally(sorted(words[:_PROMPTS]))
-    for batch in stream(batches_of(units[:_PROMPTS], _BATCH), run, how.progress):
-        tally.add(*batch)
-    before = float(tally.mean(None)[-1])
-    rows = []
-    for case in (None, *cases):
-        size, mlps, kind = case or (0, "live", "chosen")
-        values, (low, high) = tally.mean(case).tolist(), tally.interval(case)
-        named = ", ".join(str(only[c]) for c in first[:size]) or "none"
-        rows.append({
-            "head": str(head), "removed": f"{size} others of their layers" if kind == "random" else named,
-            "size": size, "mlps": mlps, "kind": kind, **dict(zip(METRICS, values, strict=False)),
-            "low": float(low[_ACCURACY]), "high": float(high[_ACCURACY]), "answer_before": before,
-            "answer": values[-1], "n": tally.rows, "draws": tally.rows if kind == "random" else 1,
-        })  # fmt: skip
-    return rows

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from qkscope import BadInput, Scope
 from qkscope.findings.head_rows import HeadRows, Pass, Tables
-from qkscope.findings.prompt_trace import PromptTrace
 from qkscope.findings.task_batches import batches_of
 from qkscope.findings.verdicts import verdict
 from qkscope.heads import Head, Writer
@@ -412,22 +411,6 @@ class FeatureTest:
             below = bool(means[:, _AT["held_10"]].max() < own[_AT["held_10"]]) if place else None
             copies.append({**row, "below": below, "draws": len(means)})
         return copies
-
-
-def prompt_features(
-    one: PromptTrace, dictionary: Dictionary, draws: int, seed: int
-) -> tuple[str, Tables]:
-    """The answer and tables of one head on one prompt: its largest pairs are shown."""
-    used = one.weights[0].nonzero()[:, 0]
-    rows = HeadRows(
-        one.run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used], one.projector
-    )
-    test = FeatureTest(
-        one.head, dictionary, largest(FeatureSplit(rows, dictionary).terms()), draws, seed
-    )
-    tables = test.tables(Tally.of_prompt(test.measure(rows, [0])))
-    tables["check"][0] |= {"query": one.asked.query, "key": one.key}
-    return says_pairs(one.where(), tables), {**tables, "tokens": one.token_rows()}
 
 
 # ---------------------------------------------------------------------- in words
