@@ -10,6 +10,7 @@ import torch
 import qkscope as qk
 from planted_model import READER, planted
 from qkscope.errors import BadInput
+from qkscope.findings.graph import Graph
 from qkscope.findings.prompt_trace import PromptRun, reader_of
 from qkscope.heads import Head
 from qkscope.rerun.nodes import Nodes
@@ -147,7 +148,7 @@ def test_the_graph_of_an_answer_sums_and_leads_to_words(found, nano):
     assert check["sum_error"] < 2e-5
     probe = PromptRun(nano, PROMPT)
     logits = probe.run.logits[0].detach()
-    graph = qk.analyses.trace.graph.Graph(found.tables["nodes"], found.tables["graph"], [], 0.0)
+    graph = Graph(found.tables["nodes"], found.tables["graph"], [], 0.0)
     assert check_sums(graph, 1e-4) > 10
     best, rival = (nano.tokenizer.convert_tokens_to_ids(word) for word in ("Z", "O"))
     assert graph.nodes[0]["value"] == pytest.approx(float(logits[best] - logits[rival]), rel=1e-5)

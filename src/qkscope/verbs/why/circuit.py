@@ -69,7 +69,7 @@ class Kept(NamedTuple):
 #: How many nodes are kept or removed, and the number that an answer names.
 KEPT = (1, 2, 5, 10, 20, 50, 100, 500, 2000)
 CIRCUIT = 20
-ORDERS = {
+ORDERS: dict[str, Scoring] = {
     "circuit": Scoring(WAY, False),
     "attribution patching": Scoring((1.0,), False),
     "direct effect": Scoring((1.0,), True),
