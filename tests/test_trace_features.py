@@ -238,7 +238,6 @@ def test_what_a_model_cannot_be_split_by_is_refused(nano):
             "splits what M1 wrote, and L1H0 reads what enters layer 1",
         ),
         (random_dictionary(width, 1), {"head": "all"}, "at heads that are named"),
-        (random_dictionary(width, 1), {"what": ["a text"]}, "for a task or a prompt"),
         (
             random_dictionary(width, 1),
             {"what": qk.tasks.induction(), "key": 3},

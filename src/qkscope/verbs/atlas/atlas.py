@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope import BadInput, Head, Result, Scope
@@ -41,13 +41,15 @@ from qkscope.seeds import derived_seed
 from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.documents import Document, package_texts, python_texts, text_hash
 from qkscope.texts.holdout import Passage, split
-from qkscope.verbs.atlas import head_names as guesses
+from qkscope.verbs.atlas.head_names import BEGUN, FEW, JOBS, NO_RULE, SINK, Sights, score_rows
 
 Texts: TypeAlias = Sequence[str] | Annotated[Sequence[Document], "a list of documents"] | None
 # tokens of a passage, and alternatives of each word
 LENGTH = 64
 WORDS = 4
 _EACH = 2  # looks of a head in a passage
+_TOKENS = 5  # tokens that a head looks at most
+_KINDS = 8  # kinds of heads in the answer
 
 
 @checked_class
@@ -96,17 +98,10 @@ def atlas(
     'induction'
     """
     chosen = tuple(scope.parse(heads))
-    work = current_work()
-    given = [
-        t if isinstance(t, Document) else Document(f"text {i}", str(t))
-        for i, t in enumerate(texts or (), 1)
-    ]
-    documents = other = tuple(document for document in given if document.text.strip())
-    if texts is None:
-        documents = python_texts(docstrings=True)
-        other = package_texts()
+    documents, others = _documents(texts)
     fit = passages_of(scope, documents, n, length, seed)
-    tested = passages_of(scope, other, test, length, seed, "test")
+    tested = passages_of(scope, others, test, length, seed, "test")
+    work = current_work()
     work.begin(
         scope,
         [fit, tested],
@@ -115,8 +110,8 @@ def atlas(
         seed=seed,
         words=WORDS,
     )
-    seen = guesses.Sights.of(scope, chosen, fit)
-    unseen = guesses.Sights.of(scope, chosen, tested)
+    seen = Sights.of(scope, chosen, fit)
+    unseen = Sights.of(scope, chosen, tested)
     looks: dict[str, list[dict[str, Any]]] = {str(head): [] for head in chosen}
     for i in range(len(fit)):
         with doing(f"changing the words of passage {i + 1} of {len(fit)}", progress):
@@ -124,18 +119,9 @@ def atlas(
             for row in work.once(f"passage {i}", changed):
                 looks[row["head"]].append(row | {"passage": i})
     rows = [head_row(scope, head, h, looks[str(head)], seen) for h, head in enumerate(chosen)]
-    jobs = [
-        {"head": head, "job": job, "share": count / len(own), "looks": count}
-        for head, own in looks.items()
-        for job, count in Counter(look["job"] for look in own).most_common()
-    ]
-    scores = guesses.score_rows(rows, jobs, seen, unseen)
-    strongest = (
-        sorted(own, key=lambda row: -row["attention"])[: guesses.JOBS] for own in looks.values()
-    )
-    examples = [
-        {name: row[name] for name in row if name != "group"} for own in strongest for row in own
-    ]
+    jobs = _job_rows(looks)
+    scores = score_rows(rows, jobs, seen, unseen)
+    examples = _examples(looks)
     _promote(scope, seen.ids, rows, examples)
     return Atlas(
         experiment="atlas",
@@ -146,7 +132,38 @@ def atlas(
     )
 
 
+def _job_rows(looks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The table ``jobs``: how often each head does what, the commonest job first."""
+    rows = []
+    for head, of_head in looks.items():
+        for job, count in Counter(look["job"] for look in of_head).most_common():
+            share = count / len(of_head)
+            rows.append({"head": head, "job": job, "share": share, "looks": count})
+    return rows
+
+
+def _examples(looks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The table ``examples``: each head's strongest looks."""
+    rows = []
+    for of_head in looks.values():
+        for look in sorted(of_head, key=lambda row: -row["attention"])[:JOBS]:
+            rows.append({name: value for name, value in look.items() if name != "group"})
+    return rows
+
+
 # ---------------------------------------------------------------------- text
+
+
+def _documents(texts: Texts) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+    """Documents that names are made on, and those that they are scored on; blank ones are left out."""
+    if texts is None:
+        return python_texts(docstrings=True), package_texts()
+    documents = list[Document]()
+    for i, text in enumerate(texts, 1):
+        document = text if isinstance(text, Document) else Document(f"text {i}", str(text))
+        if document.text.strip():
+            documents.append(document)
+    return tuple(documents), tuple(documents)
 
 
 def passages_of(
@@ -163,13 +180,11 @@ def passages_of(
     encode = lambda text: scope.tokenizer(text, verbose=False)["input_ids"]  # noqa: E731
     if scope.encoder.unknown is not None:
         _check_words(documents, encode, scope.encoder.unknown)
-    whole = [
-        x
-        for x in split(documents, encode, length=length, seed=seed)[side]
-        if len(x.ids) > guesses.BEGUN
-    ]
-    order = torch.Generator().manual_seed(derived_seed(seed, "passages", side))
-    return [whole[i] for i in torch.randperm(len(whole), generator=order).tolist()[:count]]
+    passages = split(documents, encode, length=length, seed=seed)[side]
+    long = [passage for passage in passages if len(passage.ids) > BEGUN]
+    generator = torch.Generator().manual_seed(derived_seed(seed, "passages", side))
+    order = torch.randperm(len(long), generator=generator).tolist()
+    return [long[i] for i in order[:count]]
 
 
 def _check_words(
@@ -188,61 +203,78 @@ def _check_words(
 
 
 def look_rows(
-    scope: Scope, heads: Sequence[Head], sights: guesses.Sights, i: int, seed: int
+    scope: Scope, heads: Sequence[Head], sights: Sights, i: int, seed: int
 ) -> list[dict[str, Any]]:
     """Looks of each head in one of some passages, with what decides them."""
     passage = sights.passages[i]
-    draws = torch.Generator().manual_seed(seed)
-    looks = []
-    for h, head in enumerate(heads):
-        places = sights.looks[i, h].nonzero()[:, 0].tolist()
-        for at in torch.randperm(len(places), generator=draws).tolist()[:_EACH]:
-            looks.append(Look(head, places[at], int(sights.keys[i, h, places[at]])))
+    looks = _drawn_looks(heads, sights, i, seed)
     if not looks:
         return []
     again = Again.of(scope, torch.tensor(passage.ids, device=scope.device))
-    texts = token_texts(scope, passage.ids)
+    tokens = token_texts(scope, passage.ids)
     decode = partial(
         scope.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    prompts = {
-        query: str(decode(passage.ids[: query + 1])) for query in {look.query for look in looks}
-    }  # to type
-    return [
-        {"head": str(r.look.head), "job": job_of(r), "query": r.look.query, "key": r.look.key, "attention": r.before,
-         "group": passage.group, "document": passage.document, "tokens": texts, "text": prompts[r.look.query],
-         "causes": [row["position"] for row in r.causes]}
-        for r in Because(again, looks, seed, WORDS).reasons(follow=False, near=False)
-    ]  # fmt: skip
+    prompts = dict[int, str]()  # up to each query: what to type to ask again
+    for look in looks:
+        prompts[look.query] = str(decode(passage.ids[: look.query + 1]))
+    rows = []
+    for reason in Because(again, looks, seed, WORDS).reasons(follow=False, near=False):
+        look = reason.look
+        rows.append({
+            "head": str(look.head), "job": job_of(reason), "query": look.query, "key": look.key,
+            "attention": reason.before, "group": passage.group, "document": passage.document, "tokens": tokens,
+            "text": prompts[look.query], "causes": [row["position"] for row in reason.causes],
+        })  # fmt: skip
+    return rows
+
+
+def _drawn_looks(heads: Sequence[Head], sights: Sights, i: int, seed: int) -> list[Look]:
+    """At most `_EACH` looks of every head in one passage."""
+    draws = torch.Generator().manual_seed(seed)
+    looks = list[Look]()
+    for h, head in enumerate(heads):
+        queries = sights.looks[i, h].nonzero()[:, 0].tolist()
+        order = torch.randperm(len(queries), generator=draws).tolist()
+        for query in [queries[place] for place in order[:_EACH]]:
+            looks.append(Look(head, query, int(sights.keys[i, h, query])))
+    return looks
 
 
 def head_row(
-    scope: Scope, head: Head, h: int, looks: Sequence[Mapping[str, Any]], sights: guesses.Sights
+    scope: Scope, head: Head, h: int, looks: Sequence[Mapping[str, Any]], sights: Sights
 ) -> dict[str, Any]:
     """A row of the table ``atlas``: a head's kind and name by its looks, its offset, its tokens."""
-    (passage, query, key), lexicon = sights.of_head(h), lexicon_of(scope)
-    leaves = len(query) / max(
-        sum(len(passage.ids) - guesses.BEGUN for passage in sights.passages), 1
-    )
-    jobs = Counter(row["job"] for row in looks).most_common()
-    told = ", ".join(f"{job} {count / len(looks):.0%}" for job, count in jobs[: guesses.JOBS])
-    rests = len(looks) < guesses.FEW
-    kind = guesses.SINK if rests else jobs[0][0]
-    low = high = torch.full((1,), torch.nan)
-    if not rests:
-        own = torch.tensor([[float(row["job"] == kind), row["group"]] for row in looks])
-        low, high = clustered_bootstrap(own[:, :1].double(), own[:, 1].long())
-    offsets = Counter((key - query).tolist())
-    attracts = Counter(sights.ids[passage, key].tolist())
-    group = scope.facts.layers[head.layer].n_heads // scope.facts.layers[head.layer].n_kv_heads
+    lexicon = lexicon_of(scope)
+    layer = scope.facts.layers[head.layer]
+    passage, query, key = sights.of_head(h)
+    queries = sum(len(passage.ids) - BEGUN for passage in sights.passages)
+    offsets = Counter((key - query).tolist()).most_common(1)
+    attracts = Counter(sights.ids[passage, key].tolist()).most_common(_TOKENS)
+    kind = SINK
+    name = "rests on the first token"
+    share = None
+    low = high = float("nan")
+    if len(looks) >= FEW:
+        jobs = Counter(row["job"] for row in looks).most_common()
+        kind, count = jobs[0]
+        share = count / len(looks)
+        name = ", ".join(f"{job} {count / len(looks):.0%}" for job, count in jobs[:JOBS])
+        low, high = _interval(looks, kind)
     return {
-        "head": str(head), "layer": head.layer, "index": head.index, "kind": kind,
-        "name": "rests on the first token" if rests else told, "share": None if rests else jobs[0][1] / len(looks),
-        "low": float(low[0]), "high": float(high[0]), "looks": len(looks), "leaves": leaves,
-        "offset": offsets.most_common(1)[0][0] if offsets else None,
-        "tokens": " ".join(repr(lexicon.text(i)) for i, _ in attracts.most_common(5)),
-        "promotes": "", "key_head": f"L{head.layer}K{head.kv(group)}",
+        "head": str(head), "layer": head.layer, "index": head.index, "kind": kind, "name": name, "share": share,
+        "low": low, "high": high, "looks": len(looks), "leaves": len(query) / max(queries, 1),
+        "offset": offsets[0][0] if offsets else None,
+        "tokens": " ".join(repr(lexicon.text(i)) for i, _ in attracts),
+        "promotes": "", "key_head": f"L{head.layer}K{head.kv(layer.n_heads // layer.n_kv_heads)}",
     }  # fmt: skip
+
+
+def _interval(looks: Sequence[Mapping[str, Any]], kind: str) -> tuple[float, float]:
+    """Bootstrap interval of a job's share of looks, by document."""
+    does = torch.tensor([[float(row["job"] == kind)] for row in looks]).double()
+    low, high = clustered_bootstrap(does, torch.tensor([row["group"] for row in looks]))
+    return float(low[0]), float(high[0])
 
 
 def _promote(
@@ -251,38 +283,51 @@ def _promote(
     rows: Sequence[dict[str, Any]],
     examples: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Add the tokens that each head promotes: those whose logits its strongest look raises most, by
-    direct effect.
-    """
+    """Add the tokens that each head promotes: those whose logits its strongest look raises most."""
     by_head = {row["head"]: row for row in rows}
-    reader = reader_of(scope)
     lexicon = lexicon_of(scope)
     strongest = {row["head"]: row for row in reversed(examples)}.values()
-    weights = cache(reader.output_weights)
-    for some in torch.arange(len(ids)).split(max(room_of(scope) // ids.shape[1], 1)):
-        looks = [row for row in strongest if some[0] <= row["passage"] <= some[-1]]
+    for passages in torch.arange(len(ids)).split(max(room_of(scope) // ids.shape[1], 1)):
+        first = int(passages[0])
+        looks = [row for row in strongest if first <= row["passage"] <= passages[-1]]
         if not looks:
             continue
-        heads = [Head.parse(row["head"]) for row in looks]
-        at = torch.tensor(
-            [[row["passage"] - int(some[0]), row["query"], row["key"]] for row in looks]
-        )
-        passage, query, nothing = *at[:, :2].to(scope.device).T, at[:, :0].to(scope.device)
-        places = Places(passage, query, nothing, nothing.bool())
-        written = []
-        run = reader.record(prompt_of(scope, ids[some]), places, deep=True, logits=True)
-        for head, (i, q, key) in zip(heads, at.tolist(), strict=True):
-            call = run.calls[head.layer]
-            attention = call.rows(head.index, torch.tensor([i]), torch.tensor([q])).attention()[
-                0, 0, key
-            ]
-            v = call.v[i, run.index(head, "v"), key].float() * attention
-            written.append((weights(head.layer)[0][head.index].to(v) @ v).to(run.row.device))
-        raised = direct_effect(run, [head.layer for head in heads], torch.stack(written))
-        if raised is not None:
-            best = (raised - raised.mean(1, keepdim=True)).topk(guesses.JOBS).indices.tolist()
-            for head, tokens in zip(heads, best, strict=True):
-                by_head[str(head)]["promotes"] = " ".join(repr(lexicon.text(i)) for i in tokens)
+        raised = _raised(scope, ids[passages], looks, first)
+        if raised is None:
+            continue
+        best = (raised - raised.mean(1, keepdim=True)).topk(JOBS).indices.tolist()
+        for look, tokens in zip(looks, best, strict=True):
+            by_head[look["head"]]["promotes"] = " ".join(repr(lexicon.text(i)) for i in tokens)
+
+
+def _raised(
+    scope: Scope, ids: Int[Tensor, "p t"], looks: Sequence[Mapping[str, Any]], first: int
+) -> Float[Tensor, "l v"] | None:
+    """Direct effect on the logits of what each look read at its key; None where there is none.
+
+    Parameters
+    ----------
+    ids : passages.
+    looks : in them, a row of the table ``examples`` each.
+    first : the number of the first passage.
+    """
+    reader = reader_of(scope)
+    weights = cache(reader.output_weights)
+    places = [[row["passage"] - first, row["query"], row["key"]] for row in looks]
+    at = torch.tensor(places)
+    on_device = at.to(scope.device)
+    no_keys = on_device[:, :0]
+    queries = Places(on_device[:, 0], on_device[:, 1], no_keys, no_keys.bool())
+    run = reader.record(prompt_of(scope, ids), queries, deep=True, logits=True)
+    heads = [Head.parse(row["head"]) for row in looks]
+    written = []
+    for head, (i, query, key) in zip(heads, places, strict=True):
+        call = run.calls[head.layer]
+        rows = call.rows(head.index, torch.tensor([i]), torch.tensor([query]))
+        v = call.v[i, run.index(head, "v"), key].float() * rows.attention()[0, 0, key]
+        W_O = weights(head.layer)[0][head.index].to(v)
+        written.append((W_O @ v).to(run.row.device))
+    return direct_effect(run, [head.layer for head in heads], torch.stack(written))
 
 
 # ---------------------------------------------------------------------- in words
@@ -291,16 +336,17 @@ def _promote(
 def _answer(
     rows: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, Any]], fit: int, tested: int
 ) -> str:
-    if len(rows) <= guesses.JOBS:
+    """What decides where heads look, and how many names predict better than an offset."""
+    if len(rows) <= JOBS:
         return " ".join(f"{row['head']}: {row['name']} ({row['looks']} looks)." for row in rows)
-    kinds = Counter(
-        "position" if row["kind"].startswith("position") else row["kind"] for row in rows
-    )
-    told = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common(8))
-    other = [row for row in scores if not row["kind"].startswith(guesses.NO_RULE)]
-    ahead = sum(row["low"] > 0 for row in other)
+    kinds = Counter[str]()
+    for row in rows:
+        kinds["position" if row["kind"].startswith("position") else row["kind"]] += 1
+    told = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common(_KINDS))
+    no_offset = [row for row in scores if not row["kind"].startswith(NO_RULE)]
+    ahead = sum(row["low"] > 0 for row in no_offset)
     return (
         f"{len(rows)} heads by what decides where they look, on {fit} passages: {told}. On {tested} passages of other"
-        f" documents, of {len(other)} heads whose name is no offset, {ahead} are predicted better by it than by their"
-        " best offset (95% interval by document)."
+        f" documents, of {len(no_offset)} heads whose name is no offset, {ahead} are predicted better by it than by"
+        " their best offset (95% interval by document)."
     )

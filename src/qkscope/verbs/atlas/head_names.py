@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -27,33 +26,23 @@ from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.holdout import Passage
 
 SINK = "sink"
-NO_RULE = (
-    PREVIOUS,
-    "self",
-    SINK,
-    "position",
-    "no ",
-    "few ",
-)  # kinds that say an offset, or nothing
-BASELINES = (
-    "offset",
-    "previous",
-    "itself",
-    "tokens",
-)  # ways to say which token a head looks at, besides its name
+#: What the names of kinds begin with that say an offset, or nothing.
+NO_RULE = (PREVIOUS, "self", SINK, "position", "no ", "few ")
+#: Ways to say which token a head looks at, besides its name.
+BASELINES = ("offset", "previous", "itself", "tokens")
 BEGUN = 16  # the first query token: those before it see little
 FEW = 4  # looks under which a head rests on the first token
 JOBS = 3  # of a name
-_ATTENDED = 0.3
+_ATTENDED = 0.3  # attention from which on a head looks at a token
+_STEPS = 50  # of expectation maximisation
 
 
 @dataclass(frozen=True)
 class Sights:
-    """Passages as heads see them: to which token each looks most from every token, the first token
-    left out.
+    """Passages as heads see them: to which token each looks most from every token.
 
-    The last token of a short passage is repeated, and nothing looks from there: what follows a
-    token is not seen.
+    The first token is left out. The last token of a short passage is repeated, and nothing looks
+    from there: what follows a token is not seen.
     """
 
     passages: Sequence[Passage]
@@ -65,29 +54,31 @@ class Sights:
     def of(cls, scope: Scope, heads: Sequence[Head], passages: Sequence[Passage]) -> Sights:
         """Run passages, as many together as there is room for."""
         layers = {head.layer for head in heads}
-        length = max(len(passage.ids) for passage in passages)
-        ids = torch.tensor([[*x.ids, *x.ids[-1:] * (length - len(x.ids))] for x in passages])
-        seen = torch.zeros(2, len(ids), len(heads), length, device=scope.device)
+        lengths = torch.tensor([len(passage.ids) for passage in passages])
+        length = int(lengths.max())
+        padded = [[*x.ids, *x.ids[-1:] * (length - len(x.ids))] for x in passages]
+        ids = torch.tensor(padded)
+        most = torch.zeros(2, len(ids), len(heads), length, device=scope.device)
         for some in torch.arange(len(ids)).split(max(room_of(scope) // length, 1)):
 
             def visit(call: Call, some: Tensor = some) -> None:
-                own = [h for h, head in enumerate(heads) if head.layer == call.layer]
-                weights = call.attention([heads[h].index for h in own])
+                of_layer = [h for h, head in enumerate(heads) if head.layer == call.layer]
+                weights = call.attention([heads[h].index for h in of_layer])
                 weights[..., 0] = 0
-                most = weights.max(-1)
-                seen[:, some[:, None], torch.tensor(own)] = torch.stack(
-                    [most.indices.float(), most.values]
-                ).to(seen)
+                largest = weights.max(-1)
+                both = torch.stack([largest.indices.float(), largest.values])
+                most[:, some[:, None], torch.tensor(of_layer)] = both.to(most)
 
             scope.watch(prompt_of(scope, ids[some]), visit, only=layers)
-        at = torch.arange(length)
-        if bool(((seen[0].cpu() > at) & (seen[1].cpu() > 0)).any()):
+        keys, attention = most.cpu()
+        places = torch.arange(length)
+        if bool(((keys > places) & (attention > 0)).any()):
             raise BadInput(
                 f"{scope.name} looks at tokens that follow as well, and the rules of an atlas are of "
                 "heads that look back: take a decoder."
             )
-        ends = torch.tensor([len(passage.ids) for passage in passages])[:, None, None]
-        return cls(passages, ids, seen[0].long().cpu(), seen[1].cpu() * (at < ends))
+        inside = places < lengths[:, None, None]
+        return cls(passages, ids, keys.long(), attention * inside)
 
     @cached_property
     def looks(self) -> Bool[Tensor, "p h t"]:
@@ -104,37 +95,47 @@ class Sights:
         which = slice(start, None, step)
         return Sights(
             self.passages[which],
-            *(x[which].contiguous() for x in (self.ids, self.keys, self.attention)),
+            self.ids[which].contiguous(),
+            self.keys[which].contiguous(),
+            self.attention[which].contiguous(),
         )
 
 
 def score_rows(
     rows: Sequence[Mapping[str, Any]], jobs: Sequence[Mapping[str, Any]], fit: Sights, test: Sights
 ) -> list[dict[str, Any]]:
-    """How often each head's name, and each baseline, says to which token it looks, on looks of
-    unseen documents.
-    """
-    made = []
+    """The table ``scores``: how often names and baselines say where heads look, on unseen text."""
+    scores = []
     documents = torch.tensor([passage.group for passage in test.passages])
-    by_head = groupby(jobs, lambda job: job["head"])
-    names = {head: {job["job"]: job["share"] for job in islice(own, JOBS)} for head, own in by_head}
+    names = _names(jobs)
     for h, row in enumerate(rows):
         guess = Guesses(h, names.get(row["head"], {}), fit)
         hits = guess.hits(test)
-        groups = documents[test.of_head(h)[0]]
         if len(hits) < FEW:
             continue
-        gain, without, with_name = (hits[:, 0] - hits[:, 1]).double(), *guess.losses(fit, test)
-        low, high = clustered_bootstrap(
-            torch.stack([gain, (with_name - without).double()], dim=1), groups
-        )
-        made.append({
-            "head": row["head"], "kind": row["kind"], "looks": len(hits), "name": float(hits[:, 0].mean()),
-            **{name: float(hits[:, 1 + i].mean()) for i, name in enumerate(BASELINES)}, "gain": float(gain.mean()),
+        passage, _, _ = test.of_head(h)
+        gain = (hits[:, 0] - hits[:, 1]).double()
+        without, with_name = guess.losses(fit, test)
+        differences = torch.stack([gain, (with_name - without).double()], dim=1)
+        low, high = clustered_bootstrap(differences, documents[passage])
+        right = hits.mean(0).tolist()
+        scores.append({
+            "head": row["head"], "kind": row["kind"], "looks": len(hits),
+            **dict(zip(("name", *BASELINES), right, strict=True)), "gain": float(gain.mean()),
             "low": float(low[0]), "high": float(high[0]), "log_loss": float(without.mean()),
             "with_name": float(with_name.mean()), "loss_low": float(low[1]), "loss_high": float(high[1]),
         })  # fmt: skip
-    return made
+    return scores
+
+
+def _names(jobs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """By head its first jobs with their shares, which are its name."""
+    names = dict[str, dict[str, float]]()
+    for job in jobs:
+        name = names.setdefault(job["head"], {})
+        if len(name) < JOBS:
+            name[job["job"]] = job["share"]
+    return names
 
 
 class Guesses:
@@ -175,9 +176,8 @@ class Guesses:
             & (at >= 1)
             & (at <= query[:, None])
         )
-        earlier, later = (
-            (same & side).any(1).sum() for side in (at < key[:, None], at > key[:, None])
-        )
+        earlier = (same & (at < key[:, None])).any(1).sum()
+        later = (same & (at > key[:, None])).any(1).sum()
         self.late = 1 if earlier > later else -1  # of equal tokens: the last, or the first
         smooth = self.offsets + 0.5 / (1 + at)
         self.profile = smooth / smooth.sum()
@@ -225,11 +225,11 @@ class Guesses:
 
     def hits(self, sights: Sights) -> Float[Tensor, "l m"]:
         """Whether the name, and each baseline, is right at every look."""
-        (_, q, keys), best = sights.of_head(self.h), self.chances(sights).argmax(2)
-        offset = q - int(self.offsets.argmax())
-        guesses = torch.stack(
-            [best[:, -1], torch.where(offset > 0, offset, q), q - 1, q, best[:, 4]], dim=1
-        )
+        _, query, keys = sights.of_head(self.h)
+        best = self.chances(sights).argmax(2)
+        offset = query - int(self.offsets.argmax())
+        offset = torch.where(offset > 0, offset, query)
+        guesses = torch.stack([best[:, -1], offset, query - 1, query, best[:, 4]], dim=1)
         return (guesses == keys[:, None]).float()
 
     def losses(self, fit: Sights, test: Sights) -> tuple[Float[Tensor, " l"], Float[Tensor, " l"]]:
@@ -239,27 +239,37 @@ class Guesses:
         The mixture's weights are fitted on passages that the parts were not: on each half by tables
         of the other.
         """
-        halves = [fit.every(2, i) for i in (0, 1)]
-        own = torch.cat(
-            [Guesses(self.h, self.jobs, a)._of_key(b) for a, b in (halves, halves[::-1])]
-        )
+        one = fit.every(2, 0)
+        other = fit.every(2, 1)
+        on_other = Guesses(self.h, self.jobs, one)._of_key(other)
+        on_one = Guesses(self.h, self.jobs, other)._of_key(one)
+        held_out = torch.cat([on_other, on_one])
         tested = self._of_key(test)
-        losses = []
-        for size in (own.shape[1] - 1, own.shape[1]):
-            weights = torch.full((size,), 1 / size)
-            parts = own[:, :size].contiguous()
-            for _ in range(
-                50
-            ):  # expectation maximisation, one look shared among all ways to begin with
-                weights = (weights * (parts.T @ (parts @ weights).reciprocal()) + 1 / size) / (
-                    len(own) + 1
-                )
-            losses.append(-(tested[:, :size] @ weights).log())
-        return losses[0], losses[1]
+        without_name = _mixture_loss(held_out[:, :-1], tested[:, :-1])
+        return without_name, _mixture_loss(held_out, tested)
 
     def _of_key(self, sights: Sights) -> Float[Tensor, "l m"]:
-        keys = sights.of_head(self.h)[2]
-        return self.chances(sights).gather(2, keys[:, None, None].expand(-1, 6, 1))[..., 0]
+        """The probability of the token looked at, by each predictor."""
+        _, _, keys = sights.of_head(self.h)
+        chances = self.chances(sights)
+        at_key = keys[:, None, None].expand(-1, chances.shape[1], 1)
+        return chances.gather(2, at_key)[..., 0]
+
+
+def _mixture_loss(
+    fitted: Float[Tensor, "l m"], tested: Float[Tensor, "k m"]
+) -> Float[Tensor, " k"]:
+    """Log-loss at tested looks of a mixture whose weights are fitted on others.
+
+    Expectation maximisation, with one more look shared among all ways to begin with.
+    """
+    looks, size = fitted.shape
+    parts = fitted.contiguous()
+    weights = torch.full((size,), 1 / size)
+    for _ in range(_STEPS):
+        responsible = weights * (parts.T @ (parts @ weights).reciprocal())
+        weights = (responsible + 1 / size) / (looks + 1)
+    return -(tested @ weights).log()
 
 
 def _sums_to_one(chances: Float[Tensor, "l t"]) -> Float[Tensor, "l t"]:

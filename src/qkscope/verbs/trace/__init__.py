@@ -1,7 +1,12 @@
 """Who wrote what a head matched on: in come a task or a prompt and some heads; out goes a `Trace`.
 
-- ``trace``: the verb, which takes a task or a prompt; tables and answers of each
-- ``edges``: a task: writers chosen in several orders, edges cut and kept, whole heads taken out
+One verb and four programs: of one prompt or of a task, by writers or by a dictionary's features.
+
+- ``trace``: the verb, which checks what is asked and hands it to one of the four
+- ``prompt_writers``, ``prompt_features``: one prompt, any query and any key
+- ``task_writers``: a task; of all heads only the first writers; ``task_features``
+- ``edges``: writers chosen in several orders, their edges cut and kept
+- ``whole_heads``: heads taken out of the running model
 - ``features``: a dictionary's features instead of writers, ablated and restored, beside copies
   without meaning, which ``null_dictionaries`` makes
 """

@@ -1,5 +1,4 @@
-"""Causal tests of writers: chosen on some words in several ways, cut and kept in one head on
-others, heads taken out.
+"""Edges of one head: its writers chosen on some words in several ways, cut and kept on others.
 
 An edge is one writer's part in one side of one head. To *cut* edges their parts are replaced (by a
 mean, or by those of another prompt) and all else stays; to *keep* edges all the others are
@@ -10,15 +9,11 @@ replaced. Orders of writers, for each side:
   prompt; of queries, between prompts)
 - ``patching``: attribution patching, the gradient of the relative logit through live norms times
   what differs from the mean
-
-A head that is taken out of the running model puts out its mean over all tokens but the first, at
-every token, for all readers. MLPs are live, or held at what they put out before, their answers to
-the head left standing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -28,15 +23,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.findings.head_rows import HeadRows, Pass, Tables, answer_signs
-from qkscope.findings.task_batches import batches_of, words_of
+from qkscope.findings.head_rows import HeadRows, Pass, Tables
 from qkscope.heads import Head, Writer, parse_writers
 from qkscope.linear.run import Side
-from qkscope.model.inputs import answer_tokens
-from qkscope.model.patch import Edit
-from qkscope.rerun.rerun_layers import held_at, noted, summed_outputs
-from qkscope.results.result import Rows
-from qkscope.results.work import stream
 from qkscope.seeds import derived_seed, draw_bits
 from qkscope.sums.relative_logits import (
     METRICS,
@@ -45,7 +34,6 @@ from qkscope.sums.relative_logits import (
     Tally,
     draw_alike,
     first_by,
-    metrics,
     strongest_pairs,
 )
 from qkscope.texts.task import Unit
@@ -54,16 +42,9 @@ ORDERS = ("share", "signed", "variance", "patching")
 RANDOM = "random"
 SIZES = (1, 2, 3, 5, 10)
 DRAWS = 20
-OVERSHOOT = (
-    1.1  # above this share of the relative logit, what is kept does more than all writers did
-)
+#: Above this share of the relative logit, what is kept does more than all writers did.
+OVERSHOOT = 1.1
 _BANK = 64  # prompts whose parts may be put into others
-# prompts tested, prompts that means are taken over, heads taken out at once
-_PROMPTS = 48
-_MEANS = 32
-_MOST = 3
-_BATCH = 16
-_KINDS = (("live", "chosen"), ("held", "chosen"), ("live", "random"))
 _ACCURACY = METRICS.index("accuracy")
 
 
@@ -86,85 +67,101 @@ class Choice(NamedTuple):
 
 
 def choose_writers(how: Pass, units: Sequence[Unit]) -> dict[Head, Choice]:
-    """One pass over the prompts for choosing."""
+    """Score every head's writers in one pass over the prompts for choosing."""
     generator = torch.Generator().manual_seed(derived_seed(how.seed, "banked"))
     banked = set(torch.randperm(len(units), generator=generator)[:_BANK].tolist())
-    frames = {
-        head: {side: how.reader.frame(head, side) for side in SIDES} for head in how.reader.heads
-    }
-    scores = {head: partial(_scores, how.seed, banked, own) for head, own in frames.items()}
+    scores = dict[Head, Callable[[HeadRows, list[int]], Measurement]]()
+    for head in how.reader.heads:
+        frames = {side: how.reader.frame(head, side) for side in SIDES}
+        scores[head] = partial(_scores, how.seed, banked, frames)
     tallies, kept = how.add_up("choosing", units, scores, [""] * len(units))
-    return {head: _choice(tallies[head], own) for head, own in zip(scores, kept, strict=True)}
+    return {head: _choice(tallies[head], bank) for head, bank in zip(scores, kept, strict=True)}
 
 
 def _scores(
-    seed: int, banked: set[int], frames: Any, rows: HeadRows, numbers: list[int]
+    seed: int, banked: set[int], frames: Mapping[Side, Tensor], rows: HeadRows, numbers: list[int]
 ) -> Measurement:
-    """Sums of each writer's scores over the places of the prompts for choosing (float64), and parts
-    for the bank.
+    """Sums of each writer's scores over the places of the prompts for choosing (float64).
+
+    Where a prompt is to be banked, also what writers left there.
     """
     sums = {"pairs": rows.pairs}
     for side in SIDES:
-        stream = rows.streams[side].double()
-        shown = _shown(rows, side).double()
-        framed = (
-            stream @ frames[side].to(stream).T
-        )  # tokens are turned differently: one frame for all
-        counts = shown.sum(1, keepdim=True).clamp_min(1)
-        apart = framed - torch.einsum("np,ncpd->ncd", shown / counts, framed)[:, :, None]
-        x = rows.run.hidden([rows.head.layer], rows.slots[side])[0].clone().requires_grad_()
-        with torch.enable_grad():  # of the relative logit, the other side held, norms live
-            other = rows.run.live(rows.head, side, x[None])
-            logit = rows.logit(other[..., 0, :]) if side == "query" else rows.logit(k=other)
-            gradient = torch.autograd.grad(logit.sum(), x)[0].double()
-        own = {
-            "count": shown.sum(1),
-            "value": rows.marginals[side],
-            "framed": torch.einsum("np,ncpd->ncd", shown, framed),
-            "square": torch.einsum("np,ncp->nc", shown, framed.square().sum(-1)),
-            "within": torch.einsum("np,ncp->nc", shown / counts, apart.square().sum(-1)),
-            "stream": torch.einsum("np,ncpd->ncd", shown, stream),
-            "along": torch.einsum("npd,ncpd->nc", gradient, stream),
-            "gradient": gradient.sum(1),
-        }
-        sums |= {f"{side} {name}": value for name, value in own.items()}
+        for name, value in _side_sums(rows, side, frames[side]).items():
+            sums[f"{side} {name}"] = value
     if not banked & set(numbers):
         return Measurement(sums)
-    # what writers left at each prompt's query, and at one of its named keys, drawn
-    generator = torch.Generator().manual_seed(derived_seed(seed, "bank", numbers[0]))
-    slots = torch.multinomial(_shown(rows, "key").float().cpu(), 1, generator=generator)[:, 0].to(
-        rows.signs.device
-    )
-    keys = rows.streams["key"][torch.arange(len(slots), device=slots.device), :, slots]
-    return Measurement(
-        sums, kept={"query": rows.streams["query"][:, :, 0].cpu(), "key": keys.cpu()}
-    )
+    return Measurement(sums, kept=_banked(rows, derived_seed(seed, "bank", numbers[0])))
+
+
+def _side_sums(rows: HeadRows, side: Side, frame: Tensor) -> dict[str, Float[Tensor, "n *v"]]:
+    """Sums over the places of one side, from which means, variances and patching scores are made."""
+    stream = rows.streams[side].double()
+    shown = _shown(rows, side).double()
+    share = shown / shown.sum(1, keepdim=True).clamp_min(1)
+    framed = stream @ frame.to(stream).T  # tokens are turned differently: one frame for all
+    apart = framed - torch.einsum("np,ncpd->ncd", share, framed)[:, :, None]
+    gradient = _gradient(rows, side)
+    return {
+        "count": shown.sum(1),
+        "value": rows.marginals[side],
+        "framed": torch.einsum("np,ncpd->ncd", shown, framed),
+        "square": torch.einsum("np,ncp->nc", shown, framed.square().sum(-1)),
+        "within": torch.einsum("np,ncp->nc", share, apart.square().sum(-1)),
+        "stream": torch.einsum("np,ncpd->ncd", shown, stream),
+        "along": torch.einsum("npd,ncpd->nc", gradient, stream),
+        "gradient": gradient.sum(1),
+    }
+
+
+def _gradient(rows: HeadRows, side: Side) -> Float[Tensor, "n p d_model"]:
+    """Gradient of the relative logit on the stream of one side, norms live, the other side held."""
+    x = rows.run.hidden([rows.head.layer], rows.slots[side])[0].clone().requires_grad_()
+    with torch.enable_grad():
+        vectors = rows.run.live(rows.head, side, x[None])
+        if side == "query":
+            logit = rows.logit(q=vectors[..., 0, :])
+        else:
+            logit = rows.logit(k=vectors)
+        return torch.autograd.grad(logit.sum(), x)[0].double()
+
+
+def _banked(rows: HeadRows, address: int) -> dict[Side, Float[Tensor, "n c d_model"]]:
+    """What writers left at each prompt's query, and at one of its named keys, drawn."""
+    generator = torch.Generator().manual_seed(address)
+    named = _shown(rows, "key").float().cpu()
+    slots = torch.multinomial(named, 1, generator=generator)[:, 0].to(rows.signs.device)
+    prompts = torch.arange(len(slots), device=slots.device)
+    keys = rows.streams["key"][prompts, :, slots]
+    return {"query": rows.streams["query"][:, :, 0].cpu(), "key": keys.cpu()}
 
 
 def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choice:
     """Turn the sums of one head into mean parts and orders of writers."""
     mean = dict[Side, Tensor]()
+    banked = dict[Side, Tensor]()
     scores = dict[tuple[str, Side], Tensor]()
     for side in SIDES:
-        of = {
-            name.removeprefix(f"{side} "): tally.mean(name)
-            for name in tally.sums
-            if name.startswith(side)
-        }
-        stream = of["stream"] / of["count"]
-        count = of["count"]
+        count = tally.mean(f"{side} count")
+        stream = tally.mean(f"{side} stream") / count
+        framed = tally.mean(f"{side} framed") / count
+        variance = tally.mean(f"{side} within")
+        if side == "query":  # one a prompt: it varies between prompts alone
+            variance = tally.mean(f"{side} square") / count - framed.square().sum(-1)
+        along = tally.mean(f"{side} along")
+        patching = along - stream @ tally.mean(f"{side} gradient")
         mean[side] = stream.float()
-        between = of["square"] / count - (of["framed"] / count).square().sum(-1)
-        scores["share", side] = scores["signed", side] = of["value"]
-        scores["variance", side] = pad(between if side == "query" else of["within"], (0, 1))
-        scores["patching", side] = pad(of["along"] - stream @ of["gradient"], (0, 1))
-    banked = {side: torch.cat([piece[side] for piece in bank if piece])[:_BANK] for side in SIDES}
+        scores["share", side] = scores["signed", side] = tally.mean(f"{side} value")
+        scores["variance", side] = pad(variance, (0, 1))
+        scores["patching", side] = pad(patching, (0, 1))
+        banked[side] = torch.cat([piece[side] for piece in bank if piece])[:_BANK]
     return Choice(mean, banked, scores, tally.mean("pairs").float())
 
 
 def _shown(rows: HeadRows, side: Side) -> Int[Tensor, "n p"]:
-    """1 at every place of a side that counts: of keys, those named; the first token only where no
-    other is.
+    """1 at every place of a side that counts: of keys, those named, the first token last of all.
+
+    The first token counts only where no other key is named.
     """
     if side == "query":
         return torch.ones_like(rows.signs[:, :1])
@@ -177,12 +174,29 @@ def _shown(rows: HeadRows, side: Side) -> Int[Tensor, "n p"]:
 # ---------------------------------------------------------------------- cut and kept
 
 
-#: Which edges are replaced, how they were chosen, and what with: the first columns of the table ``edges``.
-Edge = dict[str, Any]
+class Edge(NamedTuple):
+    """Which edges are replaced, how they were chosen, and what with.
+
+    Attributes
+    ----------
+    side, kind : query, key or both; cut or keep.
+    by : the order of writers, or `RANDOM`.
+    replaced, norms : by the mean or by another prompt's parts; norms held or live.
+    k : how many writers of each side.
+    """
+
+    side: str
+    kind: str
+    by: str
+    replaced: str
+    norms: str
+    k: int
 
 
 def all_edges(writers: int) -> list[Edge]:
-    """Every condition: each order at the mean and at another prompt's parts, live norms, and random
+    """Every condition for so many writers.
+
+    Each order at the mean and at another prompt's parts, the share with live norms too, and random
     writers.
     """
     ways = [
@@ -190,16 +204,18 @@ def all_edges(writers: int) -> list[Edge]:
         ("share", "mean", "live"),
         (RANDOM, "mean", "held"),
     ]
-    cells = product(
-        ways, ("key", "query", "both"), ("cut", "keep"), [k for k in SIZES if k < writers - 1]
-    )
-    names = ("side", "kind", "by", "replaced", "norms", "k")
-    return [dict(zip(names, (side, kind, *way, k), strict=True)) for way, side, kind, k in cells]
+    sizes = [k for k in SIZES if k < writers - 1]
+    edges = list[Edge]()
+    for (by, replaced, norms), side, kind in product(
+        ways, ("key", "query", "both"), ("cut", "keep")
+    ):
+        edges += [Edge(side, kind, by, replaced, norms, k) for k in sizes]
+    return edges
 
 
 def edge_masks(
     edges: Sequence[tuple[Edge, int]],
-    scores: Mapping[Any, Tensor],
+    scores: Mapping[tuple[str, Side], Tensor],
     writers: Sequence[Writer],
     seed: int = 0,
 ) -> Bool[Tensor, "2 x c"]:
@@ -213,17 +229,30 @@ def edge_masks(
     seed : of the random writers.
     """
     masks = torch.zeros(2, len(edges), len(writers) + 1, dtype=torch.bool)
-    for (row, (edge, draw)), (at, side) in product(enumerate(edges), enumerate(SIDES)):
-        if edge["side"] in (side, "both"):
-            by = "share" if edge["by"] == RANDOM else edge["by"]
-            k = edge["k"]
-            chosen = first_by(scores[by, side], k, signed=by == "signed")
-            if edge["by"] == RANDOM:
-                chosen = draw_alike(chosen, writers, derived_seed(seed, "edges", side, k, draw))
-            masks[at, row, chosen] = True
-            if edge["kind"] == "keep":
-                masks[at, row, :-1] = ~masks[at, row, :-1]
+    for row, (edge, draw) in enumerate(edges):
+        for number, side in enumerate(SIDES):
+            if edge.side not in (side, "both"):
+                continue
+            mask = masks[number, row]
+            mask[_chosen(edge, side, scores, writers, seed, draw)] = True
+            if edge.kind == "keep":  # all others are replaced, but for the biases
+                mask[:-1] = ~mask[:-1]
     return masks
+
+
+def _chosen(
+    edge: Edge,
+    side: Side,
+    scores: Mapping[tuple[str, Side], Tensor],
+    writers: Sequence[Writer],
+    seed: int,
+    draw: int,
+) -> list[int]:
+    """The writers that a condition names on one side, by number."""
+    if edge.by != RANDOM:
+        return first_by(scores[edge.by, side], edge.k, signed=edge.by == "signed")
+    alike = first_by(scores["share", side], edge.k)
+    return draw_alike(alike, writers, derived_seed(seed, "edges", side, edge.k, draw))
 
 
 class EdgeTest:
@@ -239,160 +268,78 @@ class EdgeTest:
         self.pairs = strongest_pairs(chosen.pairs)
         self.draws = draws
         self.cells = all_edges(len(writers))
-        drawn = [
-            (i, draw)
-            for i, edge in enumerate(self.cells)
-            for draw in range(draws if edge["by"] == RANDOM else 1)
-        ]
-        self.cell_of = torch.tensor([i for i, _ in drawn])
-        self.edges = [(self.cells[i], draw) for i, draw in drawn]
-        self.masks = edge_masks(
-            self.edges, chosen.scores, parse_writers(writers[:-1]), derived_seed(seed, str(head))
-        )
+        self.edges = list[tuple[Edge, int]]()
+        cells = list[int]()
+        for number, edge in enumerate(self.cells):
+            for draw in range(draws if edge.by == RANDOM else 1):
+                self.edges.append((edge, draw))
+                cells.append(number)
+        self.cell_of = torch.tensor(cells)
+        address = derived_seed(seed, str(head))
+        self.masks = edge_masks(self.edges, chosen.scores, parse_writers(writers[:-1]), address)
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
         """Writers, pairs and every condition; ``numbers`` address other prompts."""
         given = rows.given(self.pairs)
         whole = rows.measure()[0].cpu()
         measured = whole.new_empty(len(self.edges), *whole.shape)
-        ways = [(edge["replaced"], edge["norms"]) for edge, _ in self.edges]
+        ways = [(edge.replaced, edge.norms) for edge, _ in self.edges]
         for replaced, norms in dict.fromkeys(ways):
-            index = torch.tensor([i for i, way in enumerate(ways) if way == (replaced, norms)])
+            same_way = torch.tensor([way == (replaced, norms) for way in ways])
             instead = self.instead(rows, numbers if replaced == "resample" else None)
-            every = rows.replaced(instead, self.masks[:, index], norms)
-            measured[index] = torch.cat([rows.measure(q, k).cpu() for q, k in every])
-        cells = whole.new_zeros(len(self.cells), *whole.shape).index_add(0, self.cell_of, measured)
+            vectors = rows.replaced(instead, self.masks[:, same_way], norms)
+            measured[same_way] = torch.cat([rows.measure(q, k).cpu() for q, k in vectors])
+        cells = whole.new_zeros(len(self.cells), *whole.shape)
+        cells.index_add_(0, self.cell_of, measured)
         cells /= torch.bincount(self.cell_of)[:, None, None]
-        return given._replace(
-            values={**given.values, "whole": whole, "edges": cells.transpose(0, 1)}
-        )
+        values = {**given.values, "whole": whole, "edges": cells.transpose(0, 1)}
+        return given._replace(values=values)
 
     def instead(
         self, rows: HeadRows, numbers: list[int] | None = None
     ) -> dict[Side, Float[Tensor, "*n c p d_model"]]:
-        """What parts of the stream are replaced by, by side: their means, or those of prompts of
-        the bank, drawn.
+        """What parts of the stream are replaced by, by side.
+
+        Their means; with the numbers of prompts, the parts of prompts of the bank, drawn.
         """
         device = rows.signs.device
-        bank = self.chosen.bank
         if numbers is None:
             return {side: self.chosen.mean[side].to(device)[None, :, None] for side in SIDES}
+        bank = self.chosen.bank
         address = torch.tensor(numbers)[:, None]
         slots = torch.arange(1 + rows.signs.shape[1])
-        donors = draw_bits(derived_seed(self.seed, "resample"), address, slots) % len(bank["query"])
-        return {
-            side: bank[side][donors[:, rows.run.at(side)]].transpose(1, 2).to(device)
-            for side in SIDES
-        }
+        bits = draw_bits(derived_seed(self.seed, "resample"), address, slots)
+        donors = bits % len(bank["query"])
+        parts = dict[Side, Tensor]()
+        for side in SIDES:
+            given = bank[side][donors[:, rows.run.at(side)]]
+            parts[side] = given.transpose(1, 2).to(device)
+        return parts
 
     def tables(self, tally: Tally) -> Tables:
         """Rows of ``writers``, ``pairs``, ``edges`` and ``check``."""
-        values = tally.mean("edges").tolist()
-        total = float(tally.mean("total"))
-        edges = []
-        lows, highs = (end[:, _ACCURACY].tolist() for end in tally.interval("edges"))
-        for edge, (*measured, logit), low, high in zip(
-            self.cells, values, lows, highs, strict=True
-        ):
-            edges.append({
-                "head": str(self.head), **edge, **dict(zip(METRICS, measured, strict=False)),
-                "logit_kept": logit / total, "overshoots": logit / total > OVERSHOOT, "low": low, "high": high,
-                "n": tally.rows, "draws": self.draws if edge["by"] == RANDOM else 1,
-            })  # fmt: skip
-        whole = dict(zip(METRICS[:-1], tally.mean("whole").tolist(), strict=False))
+        whole = tally.mean("whole").tolist()
         return {
             "writers": tally.writer_rows(self.head, self.writers),
             "pairs": tally.pair_rows(self.head, self.writers, self.pairs),
-            "edges": edges,
-            "check": [tally.check_row(self.head, **whole)],
+            "edges": self._edge_rows(tally),
+            "check": [tally.check_row(self.head, **dict(zip(METRICS[:-1], whole, strict=False)))],
         }
 
-
-# ---------------------------------------------------------------------- whole heads
-
-
-def whole_heads(
-    how: Pass, head: Head, chosen: Choice, choosing: Sequence[Unit], units: Sequence[Unit]
-) -> Rows:
-    """Take out the first one, two and three head writers, and as many others of their layers."""
-    reader = how.reader
-    scope = how.reader.scope
-    words = words_of(units)
-    writers = parse_writers(reader.writers(head.layer))
-    only = [writer for writer in writers if writer.head]
-    order = first_by(
-        chosen.scores["share", "query"].abs() + chosen.scores["share", "key"].abs(), len(writers)
-    )
-    first = [only.index(writers[i]) for i in order if writers[i].head][:_MOST]
-    if not first:
-        return []
-    encoded = scope.encode([unit[0] for unit in choosing[:_MEANS]], chat=how.chat)
-    shown = encoded.inputs["attention_mask"].bool().clone()
-    shown[torch.arange(len(shown)), shown.int().argmax(1)] = False
-    sums = summed_outputs(scope, encoded.inputs, shown)
-    cases: list[Any] = [
-        (size, mlps, kind) for size in range(1, len(first) + 1) for mlps, kind in _KINDS
-    ]
-
-    def edits(indices: list[int], size: int, kind: str) -> list[Edit]:
-        out = [first[:size]] * len(indices)
-        if kind == "random":  # each prompt has heads of its own
-            out = [
-                draw_alike(first[:size], only, derived_seed(how.seed, "whole", size, i))
-                for i in indices
-            ]
-        taken = {
-            other: [c in own for own in out]
-            for c, writer in enumerate(only)
-            if (other := writer.head)
-        }
-        return [
-            Edit.outputs(
-                other,
-                torch.tensor(rows),
-                (sums[other.layer][other.index] / shown.sum().cpu()).float(),
-            )
-            for other, rows in taken.items()
-            if any(rows)
-        ]
-
-    def run(indices: list[int]) -> tuple[list[str], Measurement]:
-        encoded = scope.encode([units[i][0] for i in indices], chat=how.chat)
-        named = encoded.places.keys.masked_fill(~encoded.places.key_mask, 0)
-        tokens, signs = answer_tokens(scope.encoder, encoded, how.chat)
-
-        def measure(**changes: Any) -> Float[Tensor, "n m"]:
-            """`METRICS`, and the probability of the right answer: the one named, or the right keys'
-            own tokens.
-            """
-            captured = scope.capture_inputs(
-                encoded, places=encoded.everywhere(), heads=[head], logits=True, **changes
-            )
-            assert captured.logits is not None
-            measured = metrics(captured.rows().of_head(0), named, answer_signs(encoded))[0]
-            chances = captured.logits.softmax(-1).cpu().gather(1, tokens) * (signs > 0)
-            return torch.cat([measured.cpu(), chances.sum(1, keepdim=True)], dim=1)
-
-        with noted(part for block in reader.blocks for part in block.parts) as outputs:
-            values: dict[Any, Tensor] = {None: measure()}
-        for size, mlps, kind in cases:
-            with held_at(outputs if mlps == "held" else {}):
-                values[size, mlps, kind] = measure(edits=edits(indices, size, kind))
-        return [words[indices[int(e)]] for e in encoded.example], Measurement(values)
-
-    tally = Tally(sorted(words[:_PROMPTS]))
-    for batch in stream(batches_of(units[:_PROMPTS], _BATCH), run, how.progress):
-        tally.add(*batch)
-    before = float(tally.mean(None)[-1])
-    rows = []
-    for case in (None, *cases):
-        size, mlps, kind = case or (0, "live", "chosen")
-        values, (low, high) = tally.mean(case).tolist(), tally.interval(case)
-        named = ", ".join(str(only[c]) for c in first[:size]) or "none"
-        rows.append({
-            "head": str(head), "removed": f"{size} others of their layers" if kind == "random" else named,
-            "size": size, "mlps": mlps, "kind": kind, **dict(zip(METRICS, values, strict=False)),
-            "low": float(low[_ACCURACY]), "high": float(high[_ACCURACY]), "answer_before": before,
-            "answer": values[-1], "n": tally.rows, "draws": tally.rows if kind == "random" else 1,
-        })  # fmt: skip
-    return rows
+    def _edge_rows(self, tally: Tally) -> list[dict[str, Any]]:
+        """The table ``edges``; intervals are of the accuracy."""
+        total = float(tally.mean("total"))
+        values = tally.mean("edges").tolist()
+        lowest, highest = tally.interval("edges")
+        low = lowest[:, _ACCURACY].tolist()
+        high = highest[:, _ACCURACY].tolist()
+        rows = []
+        for number, edge in enumerate(self.cells):
+            *measured, logit = values[number]
+            kept = logit / total
+            rows.append({
+                "head": str(self.head), **edge._asdict(), **dict(zip(METRICS, measured, strict=False)),
+                "logit_kept": kept, "overshoots": kept > OVERSHOOT, "low": low[number], "high": high[number],
+                "n": tally.rows, "draws": self.draws if edge.by == RANDOM else 1,
+            })  # fmt: skip
+        return rows

@@ -1,5 +1,4 @@
-"""A dictionary's features instead of writers: which pairs of them a relative logit lies in, beside
-meaningless copies.
+"""A dictionary's features instead of writers: pairs that a logit lies in, beside meaningless copies.
 
 Features, the dictionary's error, what layers after it added and the biases are parts of the stream
 like any other, and go through the head's norms, weights and rotation as writers do. A transcoder
@@ -15,17 +14,17 @@ the first pairs of every copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope import BadInput, Scope
 from qkscope.findings.head_rows import HeadRows, Pass, Tables
-from qkscope.findings.prompt_trace import PromptTrace
 from qkscope.findings.task_batches import batches_of
 from qkscope.findings.verdicts import verdict
 from qkscope.heads import Head, Writer
@@ -59,19 +58,17 @@ def check_dictionary(scope: Scope, heads: Sequence[Head], dictionary: Dictionary
     """Refuse a dictionary of another width than the model, or one that stands behind what a head
     reads.
     """
-    width = scope.model.get_input_embeddings().weight.shape[-1]
-    width = getattr(scope.model.config.get_text_config(), "hidden_size", width)
-    if (own := dictionary.decoder.shape[1]) != width:
-        wide = f"has width {own}, and the residual stream of {scope.name} has {width}"
+    embedded = scope.model.get_input_embeddings().weight.shape[-1]
+    width = getattr(scope.model.config.get_text_config(), "hidden_size", embedded)
+    if dictionary.decoder.shape[1] != width:
+        wide = f"has width {dictionary.decoder.shape[1]}, and the residual stream of {scope.name} has {width}"
         raise BadInput(f"{dictionary.name} {wide}: take a dictionary of this model.")
     inside = dictionary.splits != "stream"
     for head in heads:
         if dictionary.layer + inside > head.layer:
-            stands = (
-                f"splits what M{dictionary.layer} wrote"
-                if inside
-                else f"stands before layer {dictionary.layer}"
-            )
+            stands = f"stands before layer {dictionary.layer}"
+            if inside:
+                stands = f"splits what M{dictionary.layer} wrote"
             late = f"{stands}, and {head} reads what enters layer {head.layer}"
             raise BadInput(
                 f"{dictionary.name} {late}: take a dictionary of that layer or an earlier one."
@@ -91,13 +88,18 @@ class FeatureSplit:
         self.rows = rows
         self.dictionary = dictionary
         self.stream = rows.run.hidden([rows.head.layer], slice(None))[0]
-        self.target = self.x = (
-            rows.run.entered[dictionary.layer] if dictionary.splits == "stream" else self._written()
-        )
+        # what the features describe, and what their encoder is given
+        if dictionary.splits == "stream":
+            self.target = rows.run.entered[dictionary.layer]
+        else:
+            self.target = self._written()
+        self.x = self.target
         if dictionary.splits == "transcoder":
-            self.x = rows.run.module_inputs[rows.run.reader.blocks[dictionary.layer].parts[0]]
+            mlp = rows.run.reader.blocks[dictionary.layer].parts[0]
+            self.x = rows.run.module_inputs[mlp]
         self.coded = dictionary.code(self.x)
-        self.there = torch.cat([torch.ones_like(rows.weights[:, :1]), rows.weights], dim=1) != 0
+        at_query = torch.ones_like(rows.weights[:, :1])
+        self.there = torch.cat([at_query, rows.weights], dim=1) != 0
         self.rest = rest_of(dictionary, rows.head)
 
     def _written(self) -> Float[Tensor, "n p d"]:
@@ -108,9 +110,8 @@ class FeatureSplit:
                 f"layer {self.dictionary.layer} has no one MLP to split: take another dictionary."
             )
         place = self.rows.writers.index(writer)
-        return torch.cat(
-            [self.rows.streams[side][:, place] for side in SIDES], dim=1
-        )  # the query stands before keys
+        # the query stands before the keys
+        return torch.cat([self.rows.streams[side][:, place] for side in SIDES], dim=1)
 
     def null(self, kind: str, seed: int) -> Coded:
         """Codes of a copy without meaning."""
@@ -119,103 +120,149 @@ class FeatureSplit:
     def terms(self, coded: Coded | None = None) -> list[FeatureTerms]:
         """Terms of every prompt's relative logit, by these codes or by the dictionary's own."""
         coded = self.coded if coded is None else coded
-        slots = self.x.shape[1]
         rows = self.rows
-        step = max(_AT_ONCE // (len(self.x) * coded.ids.shape[-1] * self.x.shape[-1]), 1)
+        prompts, slots, width = self.x.shape
+        step = max(_AT_ONCE // (prompts * coded.ids.shape[-1] * width), 1)
         q = rows.projected(self._read(coded, "query", [0])[:, :, 0])
-        chunks = [list(range(start, min(start + step, slots))) for start in range(1, slots, step)]
-        k = torch.cat([self._read(coded, "key", chunk) for chunk in chunks], dim=2)
-        return [
-            FeatureTerms.of(ids, own, keys, w.to(own).double() * rows.scale, *self.rest)
-            for ids, own, keys, w in zip(coded.ids, q, k, rows.weights, strict=True)
+        keys = [
+            self._read(coded, "key", list(range(start, min(start + step, slots))))
+            for start in range(1, slots, step)
         ]
+        k = torch.cat(keys, dim=2)
+        terms = list[FeatureTerms]()
+        for i, ids in enumerate(coded.ids):
+            weights = rows.weights[i].to(q).double() * rows.scale
+            terms.append(FeatureTerms.of(ids, q[i], k[i], weights, *self.rest))
+        return terms
 
     def _read(self, coded: Coded, side: Side, places: list[int]) -> Float[Tensor, "n c p d"]:
-        rows = self.rows
+        """Queries or keys split among features and the rest, as the dot product sees them."""
         coded = coded.at(places)
         target = self.target[:, places]
         features = coded.parts().transpose(1, 2)
         others = self.stream[:, places] - target
         rest = {
-            ERROR: target - features.sum(1) - coded.bias - coded.skip, SKIP: coded.skip, AFTER: others, OTHERS: others,
+            ERROR: target - features.sum(1) - coded.bias - coded.skip,
+            SKIP: coded.skip,
+            AFTER: others,
+            OTHERS: others,
             BIAS: coded.bias.expand_as(target),
-        }  # fmt: skip
-        pieces = [
-            Parts(["feature"], features),
-            *(Parts([name], rest[name][:, None]) for name in self.rest),
-        ]
-        return rows.run.read(rows.head, side, pieces, places)
+        }
+        pieces = [Parts(["feature"], features)]
+        pieces += [Parts([name], rest[name][:, None]) for name in self.rest]
+        return self.rows.run.read(self.rows.head, side, pieces, places)
 
     # ------------------------------------------------------------------ cut
 
     def edges(self, coded: Coded, terms: Sequence[FeatureTerms]) -> Float[Tensor, "n x"]:
-        """Attention on the right keys with the features of the first pairs ablated or restored, by
-        `EDGES`.
+        """Attention on the right keys with the features of the first pairs cut, by `EDGES`."""
+        rows = self.rows
+        first = [term.first(PAIRS[-1]) for term in terms]
+        pairs = torch.tensor(first, device=rows.signs.device)  # [n, pairs, side]
+        compared = (rows.signs < 0).to(self.x)
+        usual = compared / (rows.signs < 0).sum(1, keepdim=True).clamp_min(1)
+        away = {
+            side: self._away(coded, side, pairs[..., number], usual)
+            for number, side in enumerate(SIDES)
+        }
+        vectors = rows.without(away, _times())
+        measured = torch.cat([rows.measure(q, k) for q, k in vectors])
+        return measured[..., _ATTENTION].mT
+
+    def _away(
+        self, coded: Coded, side: Side, chosen: Int[Tensor, "n pairs"], usual: Float[Tensor, "n k"]
+    ) -> Float[Tensor, "n c p d_model"]:
+        """What taking parts to their mean takes out of the stream: of the first pairs, and of all.
+
+        Parameters
+        ----------
+        chosen : the feature of each pair on this side; below 0 where there is none.
+        usual : weights of the keys whose mean stands instead.
         """
         rows = self.rows
+        slots = rows.slots[side]
+        in_an_earlier_pair = (chosen[:, :, None] == chosen[:, None]).tril(-1).any(-1)
+        counted = ~(in_an_earlier_pair | (chosen < 0))
+        amounts = coded.at(slots).amounts(chosen)
+        mean_amounts = torch.einsum(
+            "nk,nkc->nc", usual, coded.at(rows.slots["key"]).amounts(chosen)
+        )
+        apart = (amounts - mean_amounts[:, None]) * counted[:, None]
+        features = apart[..., None] * coded.directions(chosen)[:, None]
         sizes = torch.tensor(PAIRS) - 1
-        pairs = torch.tensor(
-            [own.first(PAIRS[-1]) for own in terms], device=rows.signs.device
-        )  # [n, pairs, side]
-        others = (rows.signs < 0).to(self.x) / (rows.signs < 0).sum(1, keepdim=True).clamp_min(1)
-        mean = torch.einsum("nk,nkd->nd", others, self.stream[:, 1:])
-        away = dict[Side, Tensor]()
-        for number, side in enumerate(SIDES):
-            chosen = pairs[..., number]
-            slots = rows.slots[side]
-            again = (chosen[:, :, None] == chosen[:, None]).tril(-1).any(-1) | (
-                chosen < 0
-            )  # in an earlier pair, none
-            usual = torch.einsum("nk,nkc->nc", others, coded.at(rows.slots["key"]).amounts(chosen))
-            apart = (coded.at(slots).amounts(chosen) - usual[:, None]) * ~again[:, None]
-            parts = (apart[..., None] * coded.directions(chosen)[:, None]).cumsum(2)[:, :, sizes]
-            parts = torch.cat([parts, (self.stream[:, slots] - mean[:, None])[:, :, None]], dim=2)
-            changed = rows.signs > 0 if side == "key" else torch.ones_like(rows.signs[:, :1])
-            away[side] = (parts * changed[..., None, None]).transpose(1, 2)
-        ablated = torch.eye(len(PAIRS), len(PAIRS) + 1)
-        restored = (
-            -ablated + torch.eye(len(PAIRS) + 1)[-1]
-        )  # all is taken out, and they are put back
-        ways = torch.cat([ablated, restored])
-        none = torch.zeros_like(ways)
-        often = torch.stack([torch.cat([none, ways, ways]), torch.cat([ways, none, ways])])
-        return torch.cat([rows.measure(q, k) for q, k in rows.without(away, often)])[
-            ..., _ATTENTION
-        ].mT
+        of_pairs = features.cumsum(2)[:, :, sizes]
+        mean = torch.einsum("nk,nkd->nd", usual, self.stream[:, 1:])
+        of_all = (self.stream[:, slots] - mean[:, None])[:, :, None]
+        changed = rows.signs > 0 if side == "key" else torch.ones_like(rows.signs[:, :1])
+        parts = torch.cat([of_pairs, of_all], dim=2)
+        return (parts * changed[..., None, None]).transpose(1, 2)
+
+
+def _times() -> Float[Tensor, "2 x c"]:
+    """How often each of `EDGES` takes out the first pairs' features, and all, of query and key.
+
+    To restore, all is taken out and the features are put back.
+    """
+    ablated = torch.eye(len(PAIRS), len(PAIRS) + 1)
+    restored = -ablated + torch.eye(len(PAIRS) + 1)[-1]
+    ways = torch.cat([ablated, restored])
+    none = torch.zeros_like(ways)
+    query = torch.cat([none, ways, ways])
+    key = torch.cat([ways, none, ways])
+    return torch.stack([query, key])
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Pairs (of the query's feature and the key's) and features of each side that are shown."""
+
+    pairs: list[tuple[int, int]]
+    query: list[int]
+    key: list[int]
 
 
 def rest_of(dictionary: Dictionary, head: Head) -> tuple[str, ...]:
     """Parts of what a head reads that are no features."""
-    if dictionary.splits != "stream":
-        return (ERROR, *([SKIP] if dictionary.skip is not None else []), OTHERS, BIAS)
-    return (ERROR, AFTER, BIAS) if dictionary.layer < head.layer else (ERROR, BIAS)
+    if dictionary.splits == "stream":
+        return (ERROR, AFTER, BIAS) if dictionary.layer < head.layer else (ERROR, BIAS)
+    return (ERROR, OTHERS, BIAS) if dictionary.skip is None else (ERROR, SKIP, OTHERS, BIAS)
 
 
-def choose_features(
-    how: Pass, units: Sequence[Unit], dictionary: Dictionary
-) -> dict[Head, list[Any]]:
-    """By head, the pairs and the features of each side that are largest on average over some
-    prompts.
-    """
+def choose_features(how: Pass, units: Sequence[Unit], dictionary: Dictionary) -> dict[Head, Chosen]:
+    """By head, the pairs and the features that are largest on average over some prompts."""
 
-    def choose() -> list[Any]:
+    def choose() -> list[list[Any]]:
         terms: dict[Head, list[FeatureTerms]] = {head: [] for head in how.reader.heads}
         for indices in batches_of(units, how.batch_size):
-            for rows in how.rows(units, indices)[1]:
+            _, batch = how.rows(units, indices)
+            for rows in batch:
                 terms[rows.head] += FeatureSplit(rows, dictionary).terms()
-        return [largest(own) for own in terms.values()]
+        chosen = [largest(of_head) for of_head in terms.values()]
+        return [[each.pairs, each.query, each.key] for each in chosen]
 
-    return dict(zip(how.reader.heads, how.job.once("features chosen", choose), strict=True))
+    kept = how.job.once("features chosen", choose)
+    chosen = dict[Head, Chosen]()
+    for head, (pairs, query, key) in zip(how.reader.heads, kept, strict=True):
+        chosen[head] = Chosen([(g, f) for g, f in pairs], query, key)
+    return chosen
 
 
-def largest(terms: Sequence[FeatureTerms]) -> list[Any]:
+def largest(terms: Sequence[FeatureTerms]) -> Chosen:
     """The pairs, and the features of the query and of the key, that give most on average."""
-    sums = [Counter[Any](), *(Counter[Any]() for _ in SIDES)]
-    for own in terms:
-        sums[0].update({(g, f): value for g, f, value in own.largest(own.pairs.numel())})
-        for counter, values in zip(sums[1:], own.marginals().values(), strict=True):
-            counter.update({part: value for part, value in values.items() if isinstance(part, int)})
-    return [sorted(counter, key=lambda name: -abs(counter[name]))[:SHOWN] for counter in sums]
+    pairs = Counter[Any]()
+    features: dict[Side, Counter[Any]] = {side: Counter() for side in SIDES}
+    for term in terms:
+        pairs.update({(g, f): value for g, f, value in term.largest(term.pairs.numel())})
+        marginals = term.marginals()
+        for side in SIDES:
+            values = marginals[side].items()
+            features[side].update({part: value for part, value in values if isinstance(part, int)})
+    return Chosen(_strongest(pairs), _strongest(features["query"]), _strongest(features["key"]))
+
+
+def _strongest(sums: Counter[Any]) -> list[Any]:
+    """Those that give most, whatever their sign."""
+    return sorted(sums, key=lambda name: -abs(sums[name]))[:SHOWN]
 
 
 class FeatureTest:
@@ -225,198 +272,212 @@ class FeatureTest:
     Parameters
     ----------
     head, dictionary : whose logit, and what splits it.
-    chosen : pairs to be shown, then features of the query and of the key, by number.
+    chosen : pairs and features to be shown.
     draws : of each null.
     seed : of them.
     """
 
     def __init__(
-        self, head: Head, dictionary: Dictionary, chosen: Sequence[list[Any]], draws: int, seed: int
+        self, head: Head, dictionary: Dictionary, chosen: Chosen, draws: int, seed: int
     ) -> None:
         self.head = head
         self.dictionary = dictionary
         self.draws = draws
         self.seed = seed
-        self.pairs = [(g, f) for g, f in chosen[0]]
-        self.rest = rest_of(dictionary, head)
-        sides = zip(SIDES, chosen[1:], strict=True)
-        self.parts: dict[str, list[Any]] = {side: [*numbers, *self.rest] for side, numbers in sides}
+        self.pairs = chosen.pairs
+        rest = rest_of(dictionary, head)
+        self.parts: dict[Side, list[int | str]] = {
+            "query": [*chosen.query, *rest],
+            "key": [*chosen.key, *rest],
+        }
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
-        """Parts of the logit, `NUMBERS` and `EDGES` of the dictionary and of its copies, and what
-        codes are like.
-        """
+        """Parts of the logit, `NUMBERS` and `EDGES` of the dictionary and its copies, and the codes."""
         split = FeatureSplit(rows, self.dictionary)
-        coded = split.coded
-        there = split.there
         terms = split.terms()
-        every = [terms]
-        edges = [split.edges(coded, terms)]
+        by_copy = [terms]
+        edges = [split.edges(split.coded, terms)]
+        for copy in self._copies_of(split, numbers):
+            by_copy.append(split.terms(copy))
+            edges.append(split.edges(copy, by_copy[-1]))
+        compared = [torch.stack([term.numbers() for term in copy]) for copy in by_copy]
+        values = {
+            "values": torch.stack([self.given(term) for term in terms]),
+            "numbers": torch.stack(compared, dim=1),
+            "edges": torch.stack(edges, dim=1),
+            "about": _about(rows, split),
+        }
+        sums = torch.tensor([float(term.values.sum()) for term in terms])
+        missed = sums - rows.logit().cpu()
+        return Measurement(values, missed.abs() / torch.tensor(list(map(_largest_part, terms))))
+
+    def _copies_of(self, split: FeatureSplit, numbers: list[int]) -> Iterator[Coded]:
+        """Codes of every copy without meaning; numbers of prompts address copies of tokens."""
         for kind in NULLS:
             for draw in range(self.draws):
-                where = (
-                    numbers[:1] if kind == "tokens" else ()
-                )  # the others are dictionaries, the same for all prompts
-                copy = split.null(kind, derived_seed(self.seed, "dictionary", kind, draw, *where))
-                every.append(split.terms(copy))
-                edges.append(split.edges(copy, every[-1]))
-        compared = torch.stack(
-            [torch.stack([own.numbers() for own in some]) for some in every], dim=1
-        )
-        active = coded.active.double()
-        weight = there.double()
-        keys = (active * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp_min(1)
-        described = split.target - coded.bias
-        missing = described - coded.parts().sum(-2) - coded.skip
-        squares = [
-            (part.double().square().sum(-1) * weight).sum(1) for part in (missing, described)
-        ]
-        looks = [rows.measure()[0, :, METRICS.index(name)].double() for name in _LOOKS]
-        parts = [
-            max(abs(value) for side in own.marginals().values() for value in side.values())
-            for own in terms
-        ]
-        missed = torch.tensor([float(own.values.sum()) for own in terms]) - rows.logit().cpu()
-        values = {
-            "values": torch.stack([self.given(own) for own in terms]),
-            "numbers": compared,
-            "edges": torch.stack(edges, dim=1),
-            "about": torch.stack([active[:, 0], keys, *squares, *looks], dim=1),
-        }
-        return Measurement(values, missed.abs() / torch.tensor(parts))
+                # the others are dictionaries, the same for all prompts
+                where = numbers[:1] if kind == "tokens" else ()
+                yield split.null(kind, derived_seed(self.seed, "dictionary", kind, draw, *where))
 
     def given(self, terms: FeatureTerms) -> Float[Tensor, " v"]:
         """What pairs give in one prompt; of each side features, the rest, and all other features."""
-        at = [{int(f): i for i, f in enumerate(ids)} for ids in (terms.query, terms.key)]
-        given = [
-            float(terms.pairs[at[0][g], at[1][f]]) if g in at[0] and f in at[1] else 0.0
-            for g, f in self.pairs
-        ]
-        for side, own in terms.marginals().items():
-            given += [own.pop(part, 0.0) for part in self.parts[side]]
-            given.append(sum(own.values()))
+        row_of = {int(feature): i for i, feature in enumerate(terms.query)}
+        column_of = {int(feature): i for i, feature in enumerate(terms.key)}
+        given = list[float]()
+        for g, f in self.pairs:
+            both = g in row_of and f in column_of
+            given.append(float(terms.pairs[row_of[g], column_of[f]]) if both else 0.0)
+        marginals = terms.marginals()
+        for side in SIDES:
+            values = marginals[side]
+            given += [values.pop(part, 0.0) for part in self.parts[side]]
+            given.append(sum(values.values()))
         return torch.tensor(given, dtype=torch.float64)
 
     def tables(self, tally: Tally) -> Tables:
         """Pairs, parts, copies, edges, and the check."""
         numbers = tally.mean("numbers")
-        head = str(self.head)
-        columns = [column.tolist() for column in (tally.mean("values"), *tally.interval("values"))]
-        logit = float(numbers[0, 0])
-        rows = [
-            {"value": v, "share": v / logit, "low": a, "high": b}
-            for v, a, b in zip(*columns, strict=True)
-        ]
-        name = (
-            "f{}" if self.dictionary.splits == "stream" else f"M{self.dictionary.layer}.f{{}}"
-        ).format
-        pairs = [
-            {"head": head, "query_feature": name(g), "key_feature": name(f), **rows.pop(0)}
-            for g, f in self.pairs
-        ]
-        parts = [
-            {
-                "head": head,
-                "side": side,
-                "part": name(part) if isinstance(part, int) else part,
-                **rows.pop(0),
-            }
-            for side in SIDES
-            for part in (*self.parts[side], OTHER_FEATURES)
-        ]
-        about = dict(zip(_ABOUT, tally.mean("about").tolist(), strict=True))
-        check = {
-            "head": head, "sum_error": tally.error, "logit": logit,
-            "cancels": float(numbers[0, _AT["gross"]]) / abs(logit), **{name: about[name] for name in _LOOKS},
-            "active_query": about["active_query"], "active_key": about["active_key"],
-            "lost": about["lost"] / about["whole"], "n": tally.rows,
-        }  # fmt: skip
-        copies = self._copies(numbers, tally.interval("numbers", [0]))
-        pairs.sort(key=lambda row: -abs(row["value"]))
-        edges = self._edges(check["attention"], tally)
+        check = self._check(tally, numbers[0])
+        pairs, parts = self._parts(tally, check["logit"])
         return {
-            "feature_pairs": pairs,
+            "feature_pairs": sorted(pairs, key=lambda row: -abs(row["value"])),
             "features": parts,
-            "copies": copies,
-            "feature_edges": edges,
+            "copies": self._copies(numbers, tally.interval("numbers", [0])),
+            "feature_edges": self._edges(check["attention"], tally),
             "check": [check],
         }
 
+    def _check(self, tally: Tally, numbers: Float[Tensor, " m"]) -> dict[str, Any]:
+        """The logit, how far its parts miss it, and what the codes are like."""
+        about = dict(zip(_ABOUT, tally.mean("about").tolist(), strict=True))
+        logit = float(numbers[0])
+        return {
+            "head": str(self.head), "sum_error": tally.error, "logit": logit,
+            "cancels": float(numbers[_AT["gross"]]) / abs(logit), **{name: about[name] for name in _LOOKS},
+            "active_query": about["active_query"], "active_key": about["active_key"],
+            "lost": about["lost"] / about["whole"], "n": tally.rows,
+        }  # fmt: skip
+
+    def _parts(
+        self, tally: Tally, logit: float
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The tables ``feature_pairs`` and ``features``, in the order of `given`."""
+        head = str(self.head)
+        lows, highs = tally.interval("values")
+        columns = [ends.tolist() for ends in (tally.mean("values"), lows, highs)]
+        numbers = (
+            {"value": value, "share": value / logit, "low": low, "high": high}
+            for value, low, high in zip(*columns, strict=True)
+        )
+        pairs = [
+            {"head": head, "query_feature": self._name(g), "key_feature": self._name(f), **next(numbers)}
+            for g, f in self.pairs
+        ]  # fmt: skip
+        parts = [
+            {"head": head, "side": side, "part": self._name(part), **next(numbers)}
+            for side in SIDES
+            for part in (*self.parts[side], OTHER_FEATURES)
+        ]
+        return pairs, parts
+
+    def _name(self, part: int | str) -> str:
+        """What a part is called: a feature by its number, and by its MLP where it splits one."""
+        if isinstance(part, str):
+            return part
+        return (
+            f"f{part}"
+            if self.dictionary.splits == "stream"
+            else f"M{self.dictionary.layer}.f{part}"
+        )
+
     def _edges(self, before: float, tally: Tally) -> list[dict[str, Any]]:
-        """What ablating and restoring the features of the first pairs leaves; of copies the lowest
-        and highest draw.
-        """
+        """What cutting the features of the first pairs leaves; of copies the lowest and highest."""
         means = tally.mean("edges")
-        interval = tally.interval("edges", [0])
+        lows, highs = tally.interval("edges", [0])
         rows = []
         for place, (side, edge, size) in enumerate(EDGES):
-            sign, start = (
-                (1, 0.0) if edge == "ablated" else (-1, before)
-            )  # what is left, or still missing
-            after, *others = means[:, place].split([1, *[self.draws] * len(NULLS)])
-            said = verdict(before, start + sign * float(after), start + sign * torch.cat(others))
-            ends = [
-                [end[0, place] for end in interval],
-                *((own.min(), own.max()) for own in others),
-            ]
-            for kind, own, (low, high) in zip(
-                ("dictionary", *NULLS), (after, *others), ends, strict=True
-            ):
-                rows.append({"head": str(self.head), "side": side, "edge": edge, "k": size, "kind": kind,
-                             "before": before, "after": float(own.mean()), "low": float(low), "high": float(high),
-                             "verdict": said if kind == "dictionary" else None})  # fmt: skip
+            after, *copies = means[:, place].split([1, *[self.draws] * len(NULLS)])
+            judged = _judge(edge, before, after, torch.cat(copies))
+            about = {"head": str(self.head), "side": side, "edge": edge, "k": size}
+            rows.append({
+                **about, "kind": "dictionary", "before": before, "after": float(after.mean()),
+                "low": float(lows[0, place]), "high": float(highs[0, place]), "verdict": judged,
+            })  # fmt: skip
+            for kind, values in zip(NULLS, copies, strict=True):
+                rows.append({
+                    **about, "kind": kind, "before": before, "after": float(values.mean()),
+                    "low": float(values.min()), "high": float(values.max()), "verdict": None,
+                })  # fmt: skip
         return rows
 
     def _copies(
         self, numbers: Float[Tensor, "x m"], interval: tuple[Tensor, Tensor]
     ) -> list[dict[str, Any]]:
-        """The dictionary with its interval over words, each null with the lowest and highest of its
-        draws.
+        """The table ``copies``: the dictionary and each null.
+
+        The dictionary has its interval over words, a null the lowest and highest of its draws.
         """
-        own = numbers[0]
-        copies = []
-        for place, kind in enumerate(("dictionary", *NULLS)):
-            mine = (
-                slice(1 + (place - 1) * self.draws, 1 + place * self.draws)
-                if place
-                else slice(0, 1)
-            )
-            means = numbers[mine]
-            ends = (means.amin(0), means.amax(0)) if place else tuple(end[0] for end in interval)
-            row: dict[str, Any] = {"head": str(self.head), "kind": kind}
-            for name, column, per in (
-                ("explained", "pairs", own[0]),
-                ("first", "held_1", 1),
-                ("ten", "held_10", 1),
-            ):
-                at = _AT[column]
-                least, most = sorted(
-                    float(end[at] / per) for end in ends
-                )  # a logit below 0 turns them round
-                row |= {
-                    name: float(means[:, at].mean() / per),
-                    f"{name}_low": least,
-                    f"{name}_high": most,
-                }
-            below = bool(means[:, _AT["held_10"]].max() < own[_AT["held_10"]]) if place else None
-            copies.append({**row, "below": below, "draws": len(means)})
-        return copies
+        ours, *nulls = numbers.split([1, *[self.draws] * len(NULLS)])
+        logit = ours[0, 0]
+        low, high = interval
+        columns = _shares(ours, (low[0], high[0]), logit)
+        rows = [
+            {"head": str(self.head), "kind": "dictionary", **columns, "below": None, "draws": 1}
+        ]
+        held = _AT["held_10"]
+        for kind, draws in zip(NULLS, nulls, strict=True):
+            columns = _shares(draws, (draws.amin(0), draws.amax(0)), logit)
+            below = bool(draws[:, held].max() < ours[0, held])
+            about = {"head": str(self.head), "kind": kind}
+            rows.append({**about, **columns, "below": below, "draws": len(draws)})
+        return rows
 
 
-def prompt_features(
-    one: PromptTrace, dictionary: Dictionary, draws: int, seed: int
-) -> tuple[str, Tables]:
-    """The answer and tables of one head on one prompt: its largest pairs are shown."""
-    used = one.weights[0].nonzero()[:, 0]
-    rows = HeadRows(
-        one.run.slots([0, *(1 + used).tolist()]), one.head, one.signs[:, used], one.projector
-    )
-    test = FeatureTest(
-        one.head, dictionary, largest(FeatureSplit(rows, dictionary).terms()), draws, seed
-    )
-    tables = test.tables(Tally.of_prompt(test.measure(rows, [0])))
-    tables["check"][0] |= {"query": one.asked.query, "key": one.key}
-    return says_pairs(one.where(), tables), {**tables, "tokens": one.token_rows()}
+def _about(rows: HeadRows, split: FeatureSplit) -> Float[Tensor, "n a"]:
+    """`_ABOUT` of every prompt: how many features are active, what is lost, where the head looks."""
+    coded = split.coded
+    weight = split.there.double()
+    active = coded.active.double()
+    at_keys = (active * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp_min(1)
+    described = split.target - coded.bias
+    missing = described - coded.parts().sum(-2) - coded.skip
+    lost = (missing.double().square().sum(-1) * weight).sum(1)
+    whole = (described.double().square().sum(-1) * weight).sum(1)
+    measured = rows.measure()[0]
+    looks = [measured[:, METRICS.index(name)].double() for name in _LOOKS]
+    return torch.stack([active[:, 0], at_keys, lost, whole, *looks], dim=1)
+
+
+def _largest_part(terms: FeatureTerms) -> float:
+    """The size of the largest part of either side."""
+    return max(abs(value) for side in terms.marginals().values() for value in side.values())
+
+
+def _judge(edge: str, before: float, after: Tensor, copies: Float[Tensor, " x"]) -> str:
+    """The verdict on one cut: of what is left, or with features restored of what is still missing."""
+    if edge == "ablated":
+        return verdict(before, float(after), copies)
+    return verdict(before, before - float(after), before - copies)
+
+
+def _shares(
+    draws: Float[Tensor, "x m"], ends: tuple[Tensor, Tensor], logit: Tensor
+) -> dict[str, float]:
+    """How much of the logit pairs explain, and how much of all terms the first and first ten hold."""
+    columns = dict[str, float]()
+    whole: Tensor | int
+    for name, column, whole in (
+        ("explained", "pairs", logit),
+        ("first", "held_1", 1),
+        ("ten", "held_10", 1),
+    ):
+        place = _AT[column]
+        # a logit below 0 turns the ends round
+        low, high = sorted(float(end[place] / whole) for end in ends)
+        columns[name] = float(draws[:, place].mean() / whole)
+        columns[f"{name}_low"] = low
+        columns[f"{name}_high"] = high
+    return columns
 
 
 # ---------------------------------------------------------------------- in words
@@ -424,42 +485,56 @@ def prompt_features(
 
 def says_pairs(where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Describe a head's pairs in words; that copies hold as much comes before any number."""
-    (ours, *copies), (check,) = tables["copies"], tables["check"]
+    ours, *copies = tables["copies"]
+    (check,) = tables["check"]
     level = [_CALLED[row["kind"]] for row in copies if not row["below"]]
-    owners = " or ".join(filter(None, (", ".join(level[:-1]), *level[-1:])))
-    told = f" These pairs say no more than those of {owners}." if level else ""
-    beside = {
-        name: ", ".join(
-            f"{_CALLED[row['kind']]} {_percent(row[low])} to {_percent(row[high])}"
-            for row in copies
-        )
-        for name, low, high in (
-            (name, f"{name}_low", f"{name}_high") for name in ("explained", "ten")
-        )
-    }
+    told = f" These pairs say no more than those of {_or(level)}." if level else ""
     little = ", most of it not" if ours["explained"] < 0.5 else ""
     above = "" if level else ": more than with any copy without meaning"
-    first = "".join(
-        f" The first pair is {pair['query_feature']} of the query with {pair['key_feature']} of the key"
-        f" ({_percent(pair['share'])} of the logit)."
-        for pair in tables["feature_pairs"][:1]
-    )
     return (
         f"{where}{told} {_percent(ours['explained'])} of the logit lies in pairs of features{little}"
-        f" ({beside['explained']}); the dictionary misses {_percent(check['lost'])} of the stream here, and its error"
-        f" takes part in the rest.{first} The ten largest pairs of a prompt hold {_percent(ours['ten'])} of all that is"
-        f" added, signs left out{above} ({beside['ten']}).{_says_edges(tables['feature_edges'])}"
+        f" ({_says_copies(copies, 'explained')}); the dictionary misses {_percent(check['lost'])} of the stream here,"
+        f" and its error takes part in the rest.{_says_first(tables['feature_pairs'])} The ten largest pairs of a"
+        f" prompt hold {_percent(ours['ten'])} of all that is added, signs left out{above}"
+        f" ({_says_copies(copies, 'ten')}).{_says_edges(tables['feature_edges'])}"
+    )
+
+
+def _or(names: Sequence[str]) -> str:
+    """Names as a list whose last two are joined by *or*."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _says_copies(copies: Sequence[Mapping[str, Any]], name: str) -> str:
+    """The lowest and highest draw of each kind of copy."""
+    ends = [
+        f"{_CALLED[row['kind']]} {_percent(row[f'{name}_low'])} to {_percent(row[f'{name}_high'])}"
+        for row in copies
+    ]
+    return ", ".join(ends)
+
+
+def _says_first(pairs: Sequence[Mapping[str, Any]]) -> str:
+    """The first pair and its share, if there is one."""
+    if not pairs:
+        return ""
+    pair = pairs[0]
+    return (
+        f" The first pair is {pair['query_feature']} of the query with {pair['key_feature']} of the key"
+        f" ({_percent(pair['share'])} of the logit)."
     )
 
 
 def _says_edges(edges: Sequence[Mapping[str, Any]]) -> str:
-    """What is left without the features of the first five pairs, and what they bring back alone,
-    beside the copies.
-    """
-    own = [row for row in edges if row["side"] == "key" and row["k"] == 5]
-    cut, back = (row for row in own if row["kind"] == "dictionary")
-    low = min(row["low"] for row in own if row["edge"] == "ablated" and row is not cut)
-    high = max(row["high"] for row in own if row["edge"] == "restored" and row is not back)
+    """What is left without the first five pairs' features, and what they restore, beside copies."""
+    first_five = [row for row in edges if row["side"] == "key" and row["k"] == 5]
+    ours = {row["edge"]: row for row in first_five if row["kind"] == "dictionary"}
+    copies = [row for row in first_five if row["kind"] != "dictionary"]
+    low = min(row["low"] for row in copies if row["edge"] == "ablated")
+    high = max(row["high"] for row in copies if row["edge"] == "restored")
+    cut = ours["ablated"]
+    back = ours["restored"]
     return (
         f" With the features of the first five pairs set to their mean in its key {cut['after']:.0%} of"
         f" {cut['before']:.0%} attention is left (with copies {low:.0%} or more): {cut['verdict']}. Put back alone into"
@@ -473,4 +548,5 @@ def _percent(share: float) -> str:
     >>> _percent(0.256), _percent(-0.0314), _percent(0.0012)
     ('25.6%', '-3.14%', '0.12%')
     """
-    return f"{100 * share:.{1 if abs(share) >= 0.1 else 2}f}%"
+    digits = 1 if abs(share) >= 0.1 else 2
+    return f"{100 * share:.{digits}f}%"

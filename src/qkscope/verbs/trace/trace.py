@@ -7,51 +7,30 @@ head alone, on words that nothing was chosen on, beside rivals of the same size.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from qkscope import BadInput, Dictionary, Example, Scope, Subspace
 from qkscope.checking import Count, Natural, Seed
 from qkscope.findings.fitted_features import features_of
-from qkscope.findings.graph import sources_of, trace_graph
-from qkscope.findings.head_rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
-from qkscope.findings.prompt_trace import PromptRun, PromptTrace, Question
+from qkscope.findings.head_rows import Pass
+from qkscope.findings.prompt_trace import PromptRun, PromptTrace
 from qkscope.findings.task_batches import made_from, units_hash, with_notes
-from qkscope.findings.verdicts import (
-    controls_of,
-    says_cancels,
-    says_right,
-    that_sum,
-    written_by,
-)
-from qkscope.heads import BIAS, Head, parse_heads, parse_writers
-from qkscope.linear.attribution import check_neurons
+from qkscope.findings.verdicts import that_sum
+from qkscope.heads import Head, parse_heads
 from qkscope.linear.reader import Reader
 from qkscope.results.result import Result, provenance
 from qkscope.results.work import current_work, verb
-from qkscope.sums.relative_logits import SIDES, Measurement, Tally, first_by, strongest_pairs
 from qkscope.texts.task import Task, Units
-from qkscope.verbs.trace.edges import DRAWS, Choice, EdgeTest, choose_writers, whole_heads
-from qkscope.verbs.trace.features import (
-    FeatureTest,
-    check_dictionary,
-    choose_features,
-    prompt_features,
-    says_pairs,
-)
-
-# prompts on which sources are looked for, and writers of each side that are followed
-_SOURCES = 48
-_FOLLOWED = 4
-_BATCH = 16
-_SHOWN = 5  # writers of each side in the table of all heads
+from qkscope.verbs.trace.edges import DRAWS
+from qkscope.verbs.trace.features import check_dictionary
+from qkscope.verbs.trace.prompt_features import prompt_features
+from qkscope.verbs.trace.prompt_writers import prompt_writers
+from qkscope.verbs.trace.task_features import task_features
+from qkscope.verbs.trace.task_writers import first_writers, task_writers
 
 
 class Trace(Result):
@@ -138,109 +117,102 @@ def trace(
     >>> found.table()[0]["writer"], found.tables["check"][0]["sum_error"] < 1e-4
     ('L0H2', True)
     """
-    named = head != "all"
-    alone = isinstance(what, str | Example)
-    for h in parse_heads(head) if named else ():
-        if h.layer == 0:
-            raise BadInput(
-                f"{h} is in the first layer, where only the embedding writes: trace a later head."
-            )
-    if (feature is not None or dictionary is not None) and not named:
-        raise BadInput(
-            "a feature or a dictionary is for a task or a prompt, at heads that are named: name them."
-        )
-    if neurons and (dictionary is not None or not alone):
-        raise BadInput(
-            "neurons are named of one prompt, and not beside a dictionary: give a prompt alone."
-        )
-    for name, value in {"query": query, "key": key, "versus": versus, "chat": chat}.items():
-        if value is not None and not alone:
-            raise BadInput(
-                f"{name} is for one prompt, not for a task: leave it out, or give a prompt."
-            )
-    heads = [h for h in scope.parse(head) if h.layer > 0]
+    of_prompt_alone = {"query": query, "key": key, "versus": versus, "chat": chat}
+    _check_options(what, head, feature, dictionary, neurons, of_prompt_alone)
+    heads = [each for each in scope.parse(head) if each.layer > 0]
     if not heads:
         raise BadInput(
             f"{scope.name} has one layer, where only the embedding writes: there is nothing to trace."
         )
-    asked: dict[str, Any] = {"heads": [str(h) for h in heads], "draws": draws}
+    asked: dict[str, Any] = {"heads": [str(each) for each in heads], "draws": draws}
     if dictionary is not None:
         check_dictionary(scope, heads, dictionary)
         dictionary = dictionary.to(scope.device)
         asked |= {"dictionary": repr(dictionary), "dictionary_hash": dictionary.fingerprint}
-    projectors = {} if feature is None else {h: _projector(scope, h, feature) for h in heads}
-    about: dict[str, Any] = {
-        "model": scope.name,
-        "weights": scope.weights_hash,
-        "tokenizer": scope.tokenizer_hash,
-    }
-    if isinstance(what, str | Example):
-        if isinstance(query, str):
-            query = scope.place(what, query, chat=bool(chat))
-        if isinstance(key, str):
-            key = scope.place(what, key, chat=bool(chat))
-        if isinstance(versus, str):
-            versus = scope.place(what, versus, chat=bool(chat))
-        layers = [] if dictionary is None else [dictionary.layer, *(h.layer for h in heads)]
-        last = max(h.layer for h in heads)
-        probe = PromptRun(
-            scope,
-            what,
-            query,
-            bool(chat),
-            last=last,
-            logits=False,
-            layers=layers,
-            neurons=bool(neurons),
-        )
-        each: Any = partial(_prompt_writers, depth=depth, draws=draws, seed=seed, neurons=neurons)
-        if dictionary is not None:
-            each = partial(prompt_features, dictionary=dictionary, draws=draws, seed=seed)
-        every = [each(probe.head(h, key, versus, projectors.get(h))) for h in heads]
-        answer = " ".join(sentence for sentence, _ in every)
-        tables = join_tables(rows for _, rows in every)
-        name = "prompt"
-        about = about | probe.asked.told(what)
-    else:
-        how = Pass(
-            Reader(scope, heads),
-            what.chat,
-            batch_size,
-            seed,
-            projectors,
-            (),
-            current_work(),
-            progress,
-        )
-        choosing: Units = what.choose(n) if named else ()
-        units = what.test(n)
+    projectors = dict[Head, Tensor]()
+    if feature is not None:
+        projectors = {each: _projector(scope, each, feature) for each in heads}
+
+    if isinstance(what, Task):
         name = what.name
         about = made_from(scope, what)
         asked |= {
-            "batch_size": how.batch_size,
-            "feature": {str(h): float(p.sum()) for h, p in projectors.items()},
+            "batch_size": batch_size,
+            "feature": {str(each): float(P.sum()) for each, P in projectors.items()},
         }
-        how.job.begin(
-            scope, [list(choosing), list(units)], verb="trace", seed=seed, chat=how.chat, **asked
+        choosing: Units = () if head == "all" else what.choose(n)
+        units = what.test(n)
+        work = current_work()
+        work.begin(
+            scope, [list(choosing), list(units)], verb="trace", seed=seed, chat=what.chat, **asked
         )
         asked |= {"n": len(units), "whole": whole, "examples": units_hash([*choosing, *units])}
-        if not named:
-            answer, tables = _first_writers(how, units)
+        reader = Reader(scope, heads)
+        how = Pass(reader, what.chat, batch_size, seed, projectors, (), work, progress)
+        if head == "all":
+            answer, tables = first_writers(how, units)
         elif dictionary is None:
-            answer, tables = _task_writers(how, choosing, units, draws, depth, whole)
+            answer, tables = task_writers(how, choosing, units, draws, depth, whole)
         else:
-            answer, tables = _task_features(how, choosing, units, dictionary, draws)
-    origin = provenance(**about, **asked, trace_seed=seed)
-    answer = with_notes(answer, about)
+            answer, tables = task_features(how, choosing, units, dictionary, draws)
+    else:
+        name = "prompt"
+        run = _run_prompt(scope, what, query, heads, bool(chat), dictionary, bool(neurons))
+        about = _about_prompt(run)
+        traces = _traces(run, heads, key, versus, bool(chat), projectors)
+        if dictionary is None:
+            answer, tables = prompt_writers(traces, depth, draws, seed, neurons)
+        else:
+            answer, tables = prompt_features(traces, dictionary, draws, seed)
+
     result = Trace(
-        f"trace/{name}", tables, answer=answer, model=scope.name, seed=seed, provenance=origin
+        f"trace/{name}",
+        tables,
+        answer=with_notes(answer, about),
+        model=scope.name,
+        seed=seed,
+        provenance=provenance(**about, **asked, trace_seed=seed),
     )
     return that_sum(result, scope.model.dtype)
 
 
+# ---------------------------------------------------------------------- what is asked
+
+
+def _check_options(
+    what: Task | str | Example,
+    head: str | Head | Sequence[str | Head],
+    feature: Subspace | None,
+    dictionary: Dictionary | None,
+    neurons: bool | str | Sequence[str],
+    of_prompt_alone: Mapping[str, object],
+) -> None:
+    """Refuse options that do not go together, before the model is needed."""
+    is_prompt = isinstance(what, str | Example)
+    for each in () if head == "all" else parse_heads(head):
+        if each.layer == 0:
+            raise BadInput(
+                f"{each} is in the first layer, where only the embedding writes: trace a later head."
+            )
+    if head == "all" and (feature is not None or dictionary is not None):
+        raise BadInput(
+            "a feature or a dictionary is for a task or a prompt, at heads that are named: name them."
+        )
+    if neurons and (dictionary is not None or not is_prompt):
+        raise BadInput(
+            "neurons are named of one prompt, and not beside a dictionary: give a prompt alone."
+        )
+    for name, value in of_prompt_alone.items():
+        if value is not None and not is_prompt:
+            raise BadInput(
+                f"{name} is for one prompt, not for a task: leave it out, or give a prompt."
+            )
+
+
 def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
-    """``U Uᵀ`` of a feature of this head, this model, and of vectors as the dot product sees them."""
-    space = features_of({feature.contrast or "to look inside": feature}, head, scope)[1]
+    """``U Uᵀ`` of a feature of this head and model, fitted on vectors as the dot product sees them."""
+    subspaces = {feature.contrast or "to look inside": feature}
+    _, space = features_of(subspaces, head, scope)
     if space != "post_rope":
         raise BadInput(
             f"the feature was fitted in {space}: trace looks inside features fitted in post_rope."
@@ -252,211 +224,49 @@ def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
 # ---------------------------------------------------------------------- one prompt
 
 
-def _prompt_writers(
-    one: PromptTrace, depth: int, draws: int, seed: int, neurons: Any
-) -> tuple[str, Tables]:
-    """The answer and tables of one head on one prompt."""
-    pairs = strongest_pairs(one.pairs[0])
-    tally = Tally.of_prompt(one.given(pairs))
-    cuts = one.cut_rows(draws, seed)
-    graph = trace_graph(one, depth)
-    tables = {
-        "writers": tally.writer_rows(one.head, one.writers),
-        "pairs": tally.pair_rows(one.head, one.writers, pairs),
-        "cuts": cuts,
-        **graph.tables,
-        "tokens": one.token_rows(),
-        "check": [tally.check_row(
-            one.head, query=one.asked.query, key=one.key, attention=float(one.attention[one.key]),
-            first=float(one.attention[0]),
-        )],
-    }  # fmt: skip
-    said = one.where()
-    if not one.total:
-        said += " The tokens that it is compared with have the same logit, so there is no relative logit to split."
-    elif one.attends:
-        named = {(side, one.writers[i]) for side in SIDES for i in one.strongest(side, 2)}
-        giving = [row for row in tables["writers"] if (row["side"], row["writer"]) in named]
-        key = written_by(giving, "key")
-        query = written_by(giving, "query")
-        said += (
-            f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
-        )
-        few = {row["k"]: row for row in cuts if row["side"] == "key" and row["k"] <= 2}
-        if few:  # two writers are named, or one where no second gives much
-            cut = few[max(few)]
-            said += (
-                f" With {cut['writers']} cut from the key, the attention there is {cut['after']:.0%}"
-                f" ({controls_of(cut)}: {cut['control']:.0%}): {cut['verdict']}."
-            )
-    if neurons:
-        wanted = [] if isinstance(neurons, bool) else parse_writers(neurons)
-        without = ", ".join(map(str, check_neurons(one.run, one.head, wanted)))
-        tables["neurons"] = one.neuron_rows(wanted)
-        rows = {row["side"]: row for row in reversed(tables["neurons"])}
-        first = {
-            side: f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})"
-            for side, row in rows.items()
-        }
-        said += f" The first neuron of its key is {first['key']}, of its query {first['query']}."
-        said += f" {without}: no neurons to name." if without else ""
-    return said, tables
+def _run_prompt(
+    scope: Scope,
+    prompt: str | Example,
+    query: int | str | None,
+    heads: Sequence[Head],
+    chat: bool,
+    dictionary: Dictionary | None,
+    neurons: bool,
+) -> PromptRun:
+    """Run a prompt up to the last head asked about, with all that its split needs kept."""
+    place = scope.place(prompt, query, chat=chat) if isinstance(query, str) else query
+    layers = list[int]()
+    if dictionary is not None:
+        layers = [dictionary.layer, *(head.layer for head in heads)]
+    last = max(head.layer for head in heads)
+    return PromptRun(
+        scope, prompt, place, chat, last=last, logits=False, layers=layers, neurons=neurons
+    )
 
 
-# ---------------------------------------------------------------------- all heads
+def _traces(
+    run: PromptRun,
+    heads: Sequence[Head],
+    key: int | str | None,
+    versus: int | str | None,
+    chat: bool,
+    projectors: Mapping[Head, Tensor],
+) -> Iterator[PromptTrace]:
+    """Each head on the prompt that has run, made when it is asked for: a split takes room."""
+    if isinstance(key, str):
+        key = run.scope.place(run.prompt, key, chat=chat)
+    if isinstance(versus, str):
+        versus = run.scope.place(run.prompt, versus, chat=chat)
+    for head in heads:
+        yield run.head(head, key, versus, projectors.get(head))
 
 
-def _first_writers(how: Pass, units: Units) -> tuple[str, Tables]:
-    """First writers of every head over a task's prompts; no edge is cut."""
-
-    def measure(rows: HeadRows, _numbers: list[int]) -> Measurement:
-        given = rows.given()
-        attention = rows.rows.attention()[:, 0].gather(1, rows.run.columns[:, 1:])
-        looked = (attention * (rows.signs > 0)).sum(1)
-        return given._replace(values={**given.values, "attention": looked})
-
-    measures = dict.fromkeys(how.reader.heads, measure)
-    tallies, _ = how.add_up("writers", units, measures, last=True, by_some=True)
-    tables: Tables = {"heads": [], "writers": [], "check": []}
-    for head, tally in tallies.items():
-        rows = tally.writer_rows(head, how.reader.writers(head.layer), _SHOWN + 1)
-        row: dict[str, Any] = {"head": str(head)}
-        for side in ("key", "query"):
-            first = [other for other in rows if other["side"] == side and other["writer"] != BIAS]
-            tables["writers"] += first[:_SHOWN]
-            row |= {f"{side}_writer": first[0]["writer"], f"{side}_share": first[0]["share"]}
-        row |= {
-            "logit": float(tally.mean("total")),
-            "attention": float(tally.mean("attention")),
-            "n": tally.rows,
-        }
-        tables["heads"].append(row)
-        tables["check"].append(tally.check_row(head))
-    common = Counter(row["key_writer"] for row in tables["heads"])
-    frequent = ", ".join(f"{name} of {count}" for name, count in common.most_common(3))
-    answer = f"First key writers of {common.total()} heads, the most frequent: {frequent}."
-    return answer, tables
-
-
-# ---------------------------------------------------------------------- a task
-
-
-def _task_writers(
-    how: Pass, choosing: Units, units: Units, draws: int, depth: int, whole: bool
-) -> tuple[str, Tables]:
-    """Writers chosen on some words, edges and whole heads taken out on others, and what the first
-    writers read.
-    """
-    reader = how.reader
-    chosen = choose_writers(how, choosing)
-    tests = {
-        h: EdgeTest(h, reader.writers(h.layer), chosen[h], how.seed, draws) for h in reader.heads
+def _about_prompt(run: PromptRun) -> dict[str, Any]:
+    """What a result on one prompt was made from."""
+    scope = run.scope
+    return {
+        "model": scope.name,
+        "weights": scope.weights_hash,
+        "tokenizer": scope.tokenizer_hash,
+        **run.asked.told(run.prompt),
     }
-    tallies, _ = how.add_up(
-        "testing", units, {h: test.measure for h, test in tests.items()}, last=True
-    )
-    every = [test.tables(tallies[head]) for head, test in tests.items()]
-    answer = " ".join((_answer if len(tests) == 1 else _in_short)(own) for own in every)
-    for head in reader.heads if whole else ():
-        run = partial(whole_heads, how, head, chosen[head], choosing, units)
-        every.append({"whole": how.job.once(f"whole {head}", run)})
-    every.append(how.job.once(f"sources {depth}", partial(_sources, how, units, chosen, depth)))
-    return answer, join_tables(every)
-
-
-def _task_features(
-    how: Pass, choosing: Units, units: Units, dictionary: Dictionary, draws: int
-) -> tuple[str, Tables]:
-    """Pairs of features, chosen on some words and tested on others."""
-    how = replace(how, layers=[dictionary.layer])
-    chosen = choose_features(how, choosing, dictionary)
-    tests = {
-        head: FeatureTest(head, dictionary, own, draws, how.seed) for head, own in chosen.items()
-    }
-    tallies, _ = how.add_up(
-        "features", units, {h: test.measure for h, test in tests.items()}, last=True
-    )
-    every = [test.tables(tallies[head]) for head, test in tests.items()]
-    return " ".join(says_pairs(says_right(own["check"][0]), own) for own in every), join_tables(
-        every
-    )
-
-
-def _sources(how: Pass, units: Units, chosen: Mapping[Head, Choice], depth: int) -> Tables:
-    """Which tokens the first writers read, on some prompts; and one prompt's graph."""
-    reader = how.reader
-    every = []
-    firsts = [unit[:1] for unit in units[:_SOURCES]]
-    deep = replace(how, projectors={}, layers=range(max(reader.layers)))
-    prompt = reader.scope.encode(firsts[0], chat=how.chat)
-    asked = Question.first_of(reader.scope, prompt)
-    right, others = (
-        prompt.places.keys[0][answer_signs(prompt)[0] == sign].tolist() for sign in (1, -1)
-    )
-    run = reader.record(asked.inputs, asked.places, deep=True)
-    for i, head in enumerate(reader.heads):
-        names = reader.writers(head.layer)
-        scores = chosen[head].scores
-        writers = {
-            side: [names[i] for i in first_by(scores["share", side], _FOLLOWED)] for side in SIDES
-        }
-        batches = (
-            deep.rows(firsts, some)[1][i] for some in torch.arange(len(firsts)).split(_BATCH)
-        )
-        graph = trace_graph(
-            PromptTrace(run, asked, head, right[0], others, how.projectors.get(head)), depth
-        )
-        every.append({"sources": sources_of(batches, writers), **graph.tables})
-    return join_tables(every)
-
-
-def _answer(tables: Tables) -> str:
-    """The answer for one head."""
-    (check,) = tables["check"]
-    cut = _edge(tables, "key", "cut", "share", 2)
-    beside = _edge(tables, "key", "cut", "random", 2)
-    keeps = [
-        _edge(tables, "both", "keep", "share", 5, replaced) for replaced in ("mean", "resample")
-    ]
-    text = says_right(check)
-    if check["attention"] < ATTENDED:
-        only = f"only {check['attention']:.1%} of its attention"
-        text = f"{check['head']} gives its right key {only}: there is little to trace."
-    key = written_by(tables["writers"], "key")
-    query = written_by(tables["writers"], "query")
-    text += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
-    if cut and beside:
-        text += (
-            f" With those two parts cut from its keys, in this head alone and with norms held, it is right in"
-            f" {cut['accuracy']:.0%} (95% interval {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their"
-            f" layers cut: {beside['accuracy']:.0%})."
-        )
-    if all(keeps):
-        told = "{accuracy:.0%} right, {logit_kept:.0%} of the logit"
-        mean, other = (
-            told.format(**row) + ", which overshoots" * row["overshoots"] for row in keeps if row
-        )
-        text += f" Five writers a side kept there, others at their mean: {mean}; at another prompt's parts: {other}."
-    return text
-
-
-def _in_short(tables: Tables) -> str:
-    """The short answer for one head among several: its key's writers, and what is left without
-    them.
-    """
-    (check,) = tables["check"]
-    cut = _edge(tables, "key", "cut", "share", 2)
-    left = (
-        ""
-        if cut is None
-        else f"; cut there, norms held, {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
-    )
-    return f"{check['head']}: key written by {written_by(tables['writers'], 'key')}{left}."
-
-
-def _edge(
-    tables: Tables, side: str, kind: str, by: str, k: int, replaced: str = "mean"
-) -> dict[str, Any] | None:
-    """A row of edges, norms held."""
-    wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": replaced, "norms": "held"}
-    return next((row for row in tables["edges"] if wanted.items() <= row.items()), None)

@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -34,7 +34,7 @@ from qkscope.findings.next_token import Output, quoted, whole
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace
 from qkscope.heads import EMBEDDING, Head, Writer
 from qkscope.linear.attribution import direct_effects
-from qkscope.rerun.alternatives import Alternatives
+from qkscope.rerun.alternatives import Alternatives, Word
 from qkscope.rerun.nodes import WAY, Nodes, Values
 from qkscope.rerun.rerun_tokens import prompt_of
 from qkscope.seeds import derived_seed
@@ -43,19 +43,42 @@ from qkscope.text import grouped
 
 Row = dict[str, Any]
 Rows = list[Row]
-Node = tuple[str, str]
-"""A writer, and the label of a token."""
+
+
+class Node(NamedTuple):
+    """A writer, and the label of a token."""
+
+    writer: str
+    label: str
+
+
+class Scoring(NamedTuple):
+    """A way to rank nodes: where gradients are taken, and whether other nodes are held."""
+
+    way: Sequence[float]
+    direct: bool
+
+
+class Kept(NamedTuple):
+    """Nodes that are kept or removed: by which order, which of the two, and how many."""
+
+    by: str
+    done: str
+    k: int
+
+
+#: How many nodes are kept or removed, and the number that an answer names.
 KEPT = (1, 2, 5, 10, 20, 50, 100, 500, 2000)
 CIRCUIT = 20
-"""How many nodes are kept, and the number that an answer names."""
-ORDERS: dict[str, tuple[Sequence[float], bool]] = {
-    "circuit": (WAY, False), "attribution patching": ((1.0,), False), "direct effect": ((1.0,), True),
-}  # fmt: skip
-"""Ways to rank nodes: where gradients are taken, and whether other nodes are held."""
+ORDERS: dict[str, Scoring] = {
+    "circuit": Scoring(WAY, False),
+    "attribution patching": Scoring((1.0,), False),
+    "direct effect": Scoring((1.0,), True),
+}
 LOGIT = "answer"  # what the root of a graph is called
 _DRAWS = 10  # of random nodes
 _OTHERS = 8  # prompts with other words
-# of the graph
+# levels of the graph, writers shown of each token, and the smallest share of the lead shown
 _DEPTH = 8
 _WIDTH = 4
 _SMALLEST = 0.02
@@ -87,18 +110,17 @@ class NodeOrder:
         self.labels = nodes.free_labels
         place = nodes.places(self.labels)
         self.scores = dict[str, Float[Tensor, "w l"]]()
-        here = torch.nn.functional.one_hot(place, len(self.labels) + 1)[..., :-1].float()
-        for by, (way, direct) in ORDERS.items():
-            scores = torch.stack(
-                [nodes.scores(values, way, direct) for values in instead.values()]
-            ).mean(0)
-            self.scores[by] = torch.einsum("bwt,btl->wl", scores, here).cpu() / len(place)
+        at_label = torch.nn.functional.one_hot(place, len(self.labels) + 1)[..., :-1].float()
+        for by, scoring in ORDERS.items():
+            scores = [
+                nodes.scores(values, scoring.way, scoring.direct) for values in instead.values()
+            ]
+            mean = torch.stack(scores).mean(0)
+            self.scores[by] = torch.einsum("bwt,btl->wl", mean, at_label).cpu() / len(place)
         self.count = len(self.writers) * len(self.labels)
 
     def order(self, by: str, draw: int = 0) -> Int[Tensor, " n"]:
-        """Nodes from the first to the last: those that give most to the lead first, those against
-        it last.
-        """
+        """Nodes in order: those that give most to the lead first, those against it last."""
         if by in self.scores:
             return self.scores[by].flatten().argsort(descending=True)
         draws = torch.Generator().manual_seed(derived_seed(self.seed, "nodes", draw))
@@ -106,12 +128,12 @@ class NodeOrder:
 
     def first(self, by: str, k: int) -> dict[Node, float]:
         """The first k nodes and their scores."""
-        size = len(self.labels)
         scores = self.scores[by].flatten().tolist()
-        return {
-            (self.writers[i // size], self.labels[i % size]): scores[i]
-            for i in self.order(by)[:k].tolist()
-        }
+        nodes = dict[Node, float]()
+        for i in self.order(by)[:k].tolist():
+            writer, label = divmod(i, len(self.labels))
+            nodes[Node(self.writers[writer], self.labels[label])] = scores[i]
+        return nodes
 
     def _mask(self, tested: Nodes, chosen: Int[Tensor, " n"]) -> Bool[Tensor, "b w t"]:
         """Mask of some nodes' places in every prompt."""
@@ -122,52 +144,57 @@ class NodeOrder:
 
     def shares(
         self, tested: Nodes, instead: Values, sizes: Sequence[int] = KEPT
-    ) -> dict[tuple[str, str, int], Tensor]:
-        """By rule, whether nodes are kept or removed, and their number: each prompt's lead over the
-        mean lead (d b).
+    ) -> dict[Kept, Tensor]:
+        """Each prompt's lead over the mean lead, with nodes kept or removed (d b).
 
         Parameters
         ----------
         tested, instead : nodes of prompts, and what replaces them.
         sizes : numbers of nodes; `CIRCUIT` random ones are run too, each draw a row.
         """
-        sizes = [k for k in sizes if k < self.count]
-        own = self.order("circuit")
-        asked = {
-            (by, "kept", k): [self._mask(tested, self.order(by)[:k])]
-            for by in ORDERS
-            for k in sizes
-        }
-        asked |= {("circuit", "kept", k): [self._mask(tested, own[:k])] for k in (0, self.count)}
-        asked |= {("circuit", "removed", k): [~self._mask(tested, own[:k])] for k in sizes}
-        if (k := CIRCUIT) < self.count:
-            asked["random", "kept", k] = [
-                self._mask(tested, self.order("random", i)[:k]) for i in range(_DRAWS)
-            ]
-        leads = iter(
-            tested.kept([mask for masks in asked.values() for mask in masks], instead)
-            .cpu()
-            .double()
-        )
+        masks = self._masks(tested, [k for k in sizes if k < self.count])
+        runs = [mask for draws in masks.values() for mask in draws]
+        leads = iter(tested.kept(runs, instead).cpu().double())
         whole_lead = tested.lead.double().mean().cpu()
-        return {
-            key: torch.stack([next(leads) for _ in masks]) / whole_lead
-            for key, masks in asked.items()
-        }
+        shares = dict[Kept, Tensor]()
+        for kept, draws in masks.items():
+            shares[kept] = torch.stack([next(leads) for _ in draws]) / whole_lead
+        return shares
+
+    def _masks(
+        self, tested: Nodes, sizes: Sequence[int]
+    ) -> dict[Kept, list[Bool[Tensor, "b w t"]]]:
+        """Masks of the nodes that stay: the first of each order, all, none, all but the first."""
+        circuit = self.order("circuit")
+        masks = dict[Kept, list[Bool[Tensor, "b w t"]]]()
+        for by in ORDERS:
+            for k in sizes:
+                masks[Kept(by, "kept", k)] = [self._mask(tested, self.order(by)[:k])]
+        for k in (0, self.count):
+            masks[Kept("circuit", "kept", k)] = [self._mask(tested, circuit[:k])]
+        for k in sizes:
+            masks[Kept("circuit", "removed", k)] = [~self._mask(tested, circuit[:k])]
+        if self.count > CIRCUIT:
+            random = [self.order("random", draw)[:CIRCUIT] for draw in range(_DRAWS)]
+            masks[Kept("random", "kept", CIRCUIT)] = [self._mask(tested, nodes) for nodes in random]
+        return masks
 
     def rows(self, tested: Nodes, instead: Mapping[str, Values]) -> Rows:
-        """The table ``kept``: ``by, replaced, done, k, share, low, high``; intervals are over
-        prompts.
+        """The table ``kept``: ``by, replaced, done, k, share, low, high``.
+
+        Intervals are over prompts; of one prompt there are none.
         """
         rows = []
         for replaced, values in instead.items():
-            for (by, done, k), shares in self.shares(tested, values).items():
+            for kept, shares in self.shares(tested, values).items():
                 prompts = shares.shape[1]
-                ends = clustered_bootstrap(shares.mean(0)[:, None], torch.arange(prompts))
-                low, high = (float(end) if prompts > 1 else None for end in ends)
+                low = high = None
+                if prompts > 1:
+                    ends = clustered_bootstrap(shares.mean(0)[:, None], torch.arange(prompts))
+                    low, high = map(float, ends)
                 rows.append({
-                    "by": by, "replaced": replaced, "done": done, "k": k, "share": float(shares.mean()), "low": low,
-                    "high": high, "nodes": self.count, "prompts": prompts,
+                    "by": kept.by, "replaced": replaced, "done": kept.done, "k": kept.k, "share": float(shares.mean()),
+                    "low": low, "high": high, "nodes": self.count, "prompts": prompts,
                 })  # fmt: skip
         return rows
 
@@ -177,24 +204,30 @@ def kept_words(rows: Rows) -> str:
     count = rows[0]["nodes"]
     size = CIRCUIT if count > CIRCUIT else max(row["k"] for row in rows if row["k"] < count)
     told = dict[tuple[str, str, str], str]()
-    for row in (row for row in rows if row["k"] == size):
-        ends = f" [{row['low']:.0%}, {row['high']:.0%}]" if row["prompts"] > 1 else ""
-        told[row["by"], row["done"], row["replaced"]] = f"{row['share']:.0%}{ends}"
+    for row in rows:
+        if row["k"] == size:
+            told[row["by"], row["done"], row["replaced"]] = _share_words(row)
     random = told.get(("random", "kept", "mean"))
+    beside = f", {size} random {random}" if random else ""
     return (
         f"{size} of {count:,} nodes keep {told['circuit', 'kept', 'mean']} of it (control: {size} by attribution"
-        f" patching {told['attribution patching', 'kept', 'mean']}{f', {size} random {random}' if random else ''});"
+        f" patching {told['attribution patching', 'kept', 'mean']}{beside});"
         f" without them {told['circuit', 'removed', 'mean']} is left. With others at another prompt's values instead"
         f" of their mean, these {size} keep {told['circuit', 'kept', 'other']}"
     )
+
+
+def _share_words(row: Row) -> str:
+    """A share, with its interval where there are several prompts."""
+    share = f"{row['share']:.0%}"
+    return f"{share} [{row['low']:.0%}, {row['high']:.0%}]" if row["prompts"] > 1 else share
 
 
 # ---------------------------------------------------------------------- one prompt
 
 
 class Circuit:
-    """One prompt's circuit: its graph from the answer down, and its nodes kept in the running
-    model.
+    """One prompt's circuit: the graph from its answer down, and nodes kept in the running model.
 
     Parameters
     ----------
@@ -226,7 +259,8 @@ class Circuit:
         scope = self.probe.scope
         assert run.logits is not None
         along = torch.zeros_like(run.logits).detach()
-        along[:, self.output.best], along[:, self.output.rival] = 1, -1
+        along[:, self.output.best] = 1
+        along[:, self.output.rival] = -1
         answer = direct_effects(run, along)
         if answer is None:
             bent = "its logits are no linear function of what leaves the last block"
@@ -246,56 +280,59 @@ class Circuit:
         keep.
         """
         ids = self.probe.asked.inputs["input_ids"][:, : self.query + 1]
-        pair = torch.tensor([[self.output.best, self.output.rival]])
-        nodes, others = (
-            Nodes(self.probe.reader, prompt_of(self.probe.scope, some), torch.full((len(some),), self.query),
-                  pair.expand(len(some), -1), [[str(i) for i in range(self.query + 1)]] * len(some))
-            for some in (ids, self._other_prompts(ids[0]).to(ids))
-        )  # fmt: skip
+        nodes = self._nodes(ids)
+        others = self._nodes(self._other_prompts(ids[0]).to(ids))
         instead = {
-            "mean": [z.mean(0, keepdim=True) for z in others.values], "other": [z[:1] for z in others.values],
-        }  # fmt: skip
+            "mean": [outputs.mean(0, keepdim=True) for outputs in others.values],
+            "other": [outputs[:1] for outputs in others.values],
+        }
         ranking = NodeOrder(nodes, instead, self.seed)
         reasons = self._reasons()
         scores = ranking.first("circuit", ranking.count)
-        ranks = {node: i for i, node in enumerate(scores, 1)}
+        ranks = {node: rank for rank, node in enumerate(scores, 1)}
         for row in self.graph.nodes:
-            at = row["writer"], str(row["position"])
-            row |= {
-                "rank": ranks.get(at),
-                "score": scores.get(at),
-                "reason": reasons.get(row["id"], ""),
-            }
+            node = Node(row["writer"], str(row["position"]))
+            row["rank"] = ranks.get(node)
+            row["score"] = scores.get(node)
+            row["reason"] = reasons.get(row["id"], "")
         return {"paths": self._paths(), **self.graph.tables, "kept": ranking.rows(nodes, instead)}
 
+    def _nodes(self, ids: Int[Tensor, "b t"]) -> Nodes:
+        """Nodes of prompts of this length, every token called after its place."""
+        count = len(ids)
+        queries = torch.full((count,), self.query)
+        pairs = torch.tensor([[self.output.best, self.output.rival]]).expand(count, -1)
+        labels = [str(i) for i in range(self.query + 1)]
+        prompts = prompt_of(self.probe.scope, ids)
+        return Nodes(self.probe.reader, prompts, queries, pairs, [labels] * count)
+
     @cached_property
-    def _words(self) -> list[list[Any]]:
+    def _words(self) -> list[list[Word]]:
         """Words to replace for the other prompts, equal words as one group."""
         self._others.prepare(self._others.words)
-        inside = [
-            w
-            for w in self._others.words
-            if w.start > 0 and w.stop <= self.query + 1 and w.core.isalnum()
-        ]
-        groups = grouped(
-            (word for word in inside if self._others.of(word, _OTHERS)), lambda word: word.core
-        )
-        ids = self._others.ids
-        named = {self.output.best, self.output.rival}
-        own = [words for words in groups.values() if named & {*ids[words[0].start : words[0].stop]}]
+        replaceable = [word for word in self._others.words if self._is_replaceable(word)]
+        groups = list(grouped(replaceable, lambda word: word.core).values())
         if not groups:
             raise BadInput(
                 "the prompt has no word that another could take the place of: give a longer one."
             )
-        return own or [*groups.values()]
+        ids = self._others.ids
+        pair = {self.output.best, self.output.rival}
+        of_pair = [words for words in groups if pair & {*ids[words[0].start : words[0].stop]}]
+        return of_pair or groups
+
+    def _is_replaceable(self, word: Word) -> bool:
+        """Whether a word stands between the first token and the query, and others fit there."""
+        inside = word.start > 0 and word.stop <= self.query + 1
+        return inside and word.core.isalnum() and bool(self._others.of(word, _OTHERS))
 
     def _other_prompts(self, ids: Int[Tensor, " t"]) -> Int[Tensor, "n t"]:
         """Make prompts with other words: equal words get the same replacement."""
         prompts = ids.cpu().repeat(_OTHERS, 1)
         for i, words in enumerate(self._words):
-            every = self._others.of(words[0], _OTHERS)
+            alternatives = self._others.of(words[0], _OTHERS)
             for n, prompt in enumerate(prompts):
-                chosen = every[(n + i) % len(every)]
+                chosen = alternatives[(n + i) % len(alternatives)]
                 for word in words:
                     new = self._others.lexicon.variant(chosen, word.text) or chosen
                     if len(new) == len(word):
@@ -305,14 +342,11 @@ class Circuit:
     # ------------------------------------------------------------------ in words
 
     def _reasons(self) -> dict[int, str]:
-        """By node, why the first heads looked where they did, in words; of the first, who carried
-        them too.
+        """By node, why the first heads looked where they did, in words.
+
+        Of the first head also who carried the words there.
         """
-        rows = [
-            row
-            for row in self.graph.nodes[1:]
-            if row["value"] is not None and (row["attention"] or 0) >= _LOOKS
-        ]
+        rows = [row for row in self.graph.nodes[1:] if _looks(row)]
         rows = sorted(rows, key=lambda row: -abs(row["value"]))[:_REASONS]
         if not rows:
             return {}
@@ -321,123 +355,150 @@ class Circuit:
         told = dict[int, str]()
         for row, reason in zip(rows, because.reasons(), strict=True):
             one = PromptTrace(self.probe.run, self.probe.asked, reason.look.head, reason.look.key)
-            carriers = (
-                Carriers(self.probe.run, because, reason, self.seed).rows() if not told else []
-            )
+            carriers = Rows()
+            if not told:
+                carriers = Carriers(self.probe.run, because, reason, self.seed).rows()
             clause = reason_clause(one.asked, reason, carriers) + carried_clause(carriers)
             told[row["id"]] = clause.lstrip(",: ")
         return told
 
     def _paths(self) -> Rows:
-        """The strongest nodes that write the answer, each followed along its strongest edges to a
-        word.
-        """
+        """The strongest nodes that write the answer, each followed along its strongest edges."""
         nodes = self.graph.nodes
+        values = [
+            edge
+            for edge in sorted(self.graph.edges, key=lambda edge: -abs(edge["value"]))
+            if edge["kind"] == "value" and edge["of"] is None and edge["source"] is not None
+        ]
+        into = grouped(values, lambda edge: edge["target"])
         paths = []
-        ranked = sorted(self.graph.edges, key=lambda edge: -abs(edge["value"]))
-        values = [edge for edge in ranked if edge["kind"] == "value" and edge["of"] is None]
-        into = grouped(
-            (edge for edge in values if edge["source"] is not None), lambda edge: edge["target"]
-        )
         for edge in into.get(0, [])[:_PATHS]:
-            way = list[str]()
-            at = [edge]
-            while at:
-                node = nodes[at[0]["source"]]
-                word = quoted(whole(self.tokens, node["position"]))
-                way.append(word if node["writer"] == EMBEDDING else f"{node['writer']} {word}")
-                at = into.get(node["id"], [])
             first = nodes[edge["source"]]
             paths.append({
                 "node": first["writer"], "position": first["position"], "value": edge["value"], "share": edge["share"],
-                "way": " ← ".join(way), "reason": first["reason"],
+                "way": " ← ".join(self._way(first, into)), "reason": first["reason"],
             })  # fmt: skip
         lead = nodes[0]["value"]
         left = lead - sum(row["value"] for row in paths)
         rest = {"node": "rest", "position": None, "value": left, "share": left / lead}
         return [*paths, {**rest, "way": "all other nodes, for and against", "reason": ""}]
 
+    def _way(self, node: Row, into: Mapping[int, Rows]) -> list[str]:
+        """A node, the strongest node that it read, and so on down to a word."""
+        way = list[str]()
+        while True:
+            word = quoted(whole(self.tokens, node["position"]))
+            way.append(word if node["writer"] == EMBEDDING else f"{node['writer']} {word}")
+            strongest = into.get(node["id"])
+            if not strongest:
+                return way
+            node = self.graph.nodes[strongest[0]["source"]]
+
     def answer(self, tables: Mapping[str, Rows]) -> str:
         """The lead, and what the first nodes keep of it."""
         best = self.output.told(self.output.best)
         rival = self.output.told(self.output.rival)
-        named = [quoted(words[0].text) for words in self._words]
-        words = ", ".join(named[:_NAMED]) + f" and {len(named) - _NAMED} more" * (
-            len(named) > _NAMED
-        )
+        replaced = [quoted(group[0].text) for group in self._words]
+        words = ", ".join(replaced[:_NAMED])
+        if len(replaced) > _NAMED:
+            words += f" and {len(replaced) - _NAMED} more"
         return (
             f"{best} over {rival} ({self.output.difference:.1f} logits): {kept_words(tables['kept'])}. Means are"
             f" over {_OTHERS} prompts with other words for {words}."
         )
 
 
+def _looks(row: Row) -> bool:
+    """Whether a node is a head with a value of its own and attention whose reason is told."""
+    return row["value"] is not None and (row["attention"] or 0) >= _LOOKS
+
+
 # ---------------------------------------------------------------------- for other tools
 
 
 def write_graph(path: Path, result: Result) -> None:
-    """Write a circuit as circuit-tracer 0.5 and Neuronpedia read it: heads and MLPs as features,
-    named by labels.
+    """Write a circuit as circuit-tracer 0.5 and Neuronpedia read it.
 
-    A link's weight is in logits of the lead; of a query or key edge it is its share of the
-    attention logit times what the head gives. No influence is given: their page hides nodes by it,
-    and ours are pruned already.
+    Heads and MLPs are features, named by labels. A link's weight is in logits of the lead; of a
+    query or key edge it is its share of the attention logit times what the head gives. No influence
+    is given: their page hides nodes by it, and ours are pruned already.
 
     Parameters
     ----------
     path : of the file.
     result : of `why` with a circuit.
     """
-    nodes = result.tables["nodes"]
+    rows = result.tables["nodes"]
     tokens = [row["token"] for row in result.tables["prompt"]]
-    top = 1 + max((row["layer"] or 0 for row in nodes), default=0)
-    made = list[Row]()
+    answer = result.answer.partition(":")[0]
+    top = 1 + max((row["layer"] or 0 for row in rows), default=0)
+    nodes = [_exported_node(row, tokens, answer, top) for row in rows]
     links = list[Row]()
-    for row in nodes:
-        kind = "cross layer transcoder"
-        layer = str(row["layer"])
-        number = row["id"]
-        label = f"{row['writer']} at {quoted(row['token'])}"
-        if row["writer"] == LOGIT:
-            kind = "logit"
-            layer = str(top)
-            label = f"{result.answer.partition(':')[0]} (p=1)"
-        elif row["writer"] == EMBEDDING:
-            kind = "embedding"
-            layer = "E"
-        else:
-            writer = Writer.parse(row["writer"])
-            number = writer.index[0] if writer.head else _MLP + sum(writer.index)
-        label += "" if row["towards"] is None else f" looks at {quoted(tokens[row['towards']])}"
-        name = f"{layer}_{number}_{row['position']}"
-        made.append({
-            "node_id": name, "feature": row["id"], "layer": layer, "ctx_idx": row["position"], "feature_type": kind,
-            "token_prob": 0.0, "is_target_logit": kind == "logit", "run_idx": 0, "reverse_ctx_idx": 0,
-            "jsNodeId": f"{name}-0", "clerp": f"{label}, {row['reason']}" if row["reason"] else label,
-            "influence": None, "activation": row["value"],
-        })  # fmt: skip
     for edge in result.tables["graph"]:
-        head = nodes[edge["target"]]
-        if edge["source"] is not None and edge["of"] in (None, head["id"]):
-            weight = (
-                edge["value"]
-                if edge["of"] is None
-                else (edge["share"] or 0.0) * (head["value"] or 0.0)
-            )
-            ends = {
-                "source": made[edge["source"]]["node_id"],
-                "target": made[edge["target"]]["node_id"],
-            }
-            links.append({**ends, "weight": weight, "kind": edge["kind"]})
+        link = _exported_link(edge, rows, nodes)
+        if link is not None:
+            links.append(link)
     metadata = {
-        "slug": path.stem, "scan": result.model, "transcoder_list": [], "prompt_tokens": tokens,
-        "prompt": "".join(tokens), "node_threshold": None, "schema_version": 1,
-    }  # fmt: skip
+        "slug": path.stem,
+        "scan": result.model,
+        "transcoder_list": [],
+        "prompt_tokens": tokens,
+        "prompt": "".join(tokens),
+        "node_threshold": None,
+        "schema_version": 1,
+    }
     clicked = {
         "pinnedIds": [],
         "supernodes": [],
         "linkType": "both",
-        "clickedId": made[0]["node_id"],
+        "clickedId": nodes[0]["node_id"],
         "sg_pos": "",
     }
-    graph = {"metadata": metadata, "qParams": clicked, "nodes": made, "links": links}
+    graph = {"metadata": metadata, "qParams": clicked, "nodes": nodes, "links": links}
     path.write_text(json.dumps(graph, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _exported_node(row: Mapping[str, Any], tokens: Sequence[str], answer: str, top: int) -> Row:
+    """A node in circuit-tracer's words; the answer stands in a layer above all others."""
+    kind = "cross layer transcoder"
+    layer = str(row["layer"])
+    number = row["id"]
+    label = f"{row['writer']} at {quoted(row['token'])}"
+    if row["writer"] == LOGIT:
+        kind = "logit"
+        layer = str(top)
+        label = f"{answer} (p=1)"
+    elif row["writer"] == EMBEDDING:
+        kind = "embedding"
+        layer = "E"
+    else:
+        writer = Writer.parse(row["writer"])
+        number = writer.index[0] if writer.head else _MLP + sum(writer.index)
+    if row["towards"] is not None:
+        label += f" looks at {quoted(tokens[row['towards']])}"
+    if row["reason"]:
+        label += f", {row['reason']}"
+    name = f"{layer}_{number}_{row['position']}"
+    return {
+        "node_id": name, "feature": row["id"], "layer": layer, "ctx_idx": row["position"], "feature_type": kind,
+        "token_prob": 0.0, "is_target_logit": kind == "logit", "run_idx": 0, "reverse_ctx_idx": 0,
+        "jsNodeId": f"{name}-0", "clerp": label, "influence": None, "activation": row["value"],
+    }  # fmt: skip
+
+
+def _exported_link(
+    edge: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], nodes: Rows
+) -> Row | None:
+    """An edge in circuit-tracer's words; none for the rest, and for what is below another's look."""
+    head = rows[edge["target"]]
+    if edge["source"] is None or edge["of"] not in (None, head["id"]):
+        return None
+    weight = edge["value"]
+    if edge["of"] is not None:
+        weight = (edge["share"] or 0.0) * (head["value"] or 0.0)
+    return {
+        "source": nodes[edge["source"]]["node_id"],
+        "target": nodes[edge["target"]]["node_id"],
+        "weight": weight,
+        "kind": edge["kind"],
+    }

@@ -29,21 +29,25 @@ def part_rows(
     """The table ``parts`` of one head, query and key."""
     rows = []
     for side, values in one.marginals.items():
-        rows += _rows(one, "writers", dict(zip(one.writers, values[0].tolist(), strict=True)), side)
+        by_writer = dict(zip(one.writers, values[0].tolist(), strict=True))
+        rows += _rows(one, "writers", by_writer, side)
     terms = singular_terms(one)
     if terms is not None:
-        rows += _rows(
-            one, "singular", {f"vector {i}": value for i, value in enumerate(terms)}, "both"
-        )
-    if features:  # subspaces by name, smallest rank first
-        ordered = sorted(features.items(), key=lambda item: item[1].rank)
-        bases = {part_name(name): feature.basis("query") for name, feature in ordered}
-        queries = split_query(
-            one.rows.q[0, 0], bases, split
-        )  # what no feature explains is the rest
-        parts = {name: float(queries[name] @ _weighted_keys(one)) * one.scale for name in bases}
-        rows += _rows(one, "features", parts, "query", shown=len(features))
+        by_vector = {f"vector {i}": value for i, value in enumerate(terms)}
+        rows += _rows(one, "singular", by_vector, "both")
+    if features:
+        by_feature = _feature_terms(one, features, split)
+        rows += _rows(one, "features", by_feature, "query", shown=len(features))
     return rows
+
+
+def _feature_terms(one: PromptTrace, features: Mapping[str, Any], split: Split) -> dict[str, float]:
+    """What each subspace of the query gives, smallest rank first; no feature explains the rest."""
+    smallest_first = sorted(features.items(), key=lambda item: item[1].rank)
+    bases = {part_name(name): feature.basis("query") for name, feature in smallest_first}
+    queries = split_query(one.rows.q[0, 0], bases, split)
+    keys = _weighted_keys(one)
+    return {name: float(queries[name] @ keys) * one.scale for name in bases}
 
 
 def _weighted_keys(one: PromptTrace) -> Float[Tensor, " d"]:
@@ -52,8 +56,9 @@ def _weighted_keys(one: PromptTrace) -> Float[Tensor, " d"]:
 
 
 def singular_terms(one: PromptTrace) -> list[float] | None:
-    """Terms of the relative logit along the head's singular vectors; None where its weights cannot
-    be read.
+    """Terms of the relative logit along the head's singular vectors.
+
+    None where the head's weights cannot be read.
     """
     scope = one.run.reader.scope
     run = one.run

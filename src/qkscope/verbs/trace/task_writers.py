@@ -1,0 +1,192 @@
+"""A task: writers chosen on some words, their edges cut and kept on others, what they read.
+
+Of named heads; of all heads only the first writers of each are given, and nothing is cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from qkscope.findings.graph import sources_of, trace_graph
+from qkscope.findings.head_rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
+from qkscope.findings.prompt_trace import PromptTrace, Question
+from qkscope.findings.verdicts import says_cancels, says_right, written_by
+from qkscope.heads import BIAS, Head
+from qkscope.linear.run import Side
+from qkscope.sums.relative_logits import SIDES, Measurement, first_by
+from qkscope.texts.task import Unit, Units
+from qkscope.verbs.trace.edges import Choice, EdgeTest, choose_writers
+from qkscope.verbs.trace.whole_heads import whole_heads
+
+Row = Mapping[str, Any]
+# prompts on which sources are looked for, and writers of each side that are followed
+_SOURCES = 48
+_FOLLOWED = 4
+_BATCH = 16
+_SHOWN = 5  # writers of each side in the table of all heads
+
+
+def task_writers(
+    how: Pass, choosing: Units, units: Units, draws: int, depth: int, whole: bool
+) -> tuple[str, Tables]:
+    """Test chosen writers by their edges and as whole heads, and follow what they read.
+
+    Parameters
+    ----------
+    how : the heads, and how prompts go through the model.
+    choosing, units : prompts on which writers are chosen, and on which they are tested.
+    draws : random writers beside those chosen.
+    depth : levels of the graph of the first prompt.
+    whole : whether whole heads are taken out of the running model.
+    """
+    chosen = choose_writers(how, choosing)
+    tests = {
+        head: EdgeTest(head, how.reader.writers(head.layer), chosen[head], how.seed, draws)
+        for head in how.reader.heads
+    }
+    measures = {head: test.measure for head, test in tests.items()}
+    tallies, _ = how.add_up("testing", units, measures, last=True)
+    parts = [test.tables(tallies[head]) for head, test in tests.items()]
+    say = _answer if len(parts) == 1 else _in_short
+    answer = " ".join(say(tables) for tables in parts)
+    if whole:
+        for head in how.reader.heads:
+            run = partial(whole_heads, how, head, chosen[head], choosing, units)
+            parts.append({"whole": how.job.once(f"whole {head}", run)})
+    read = partial(_sources, how, units, chosen, depth)
+    parts.append(how.job.once(f"sources {depth}", read))
+    return answer, join_tables(parts)
+
+
+def first_writers(how: Pass, units: Units) -> tuple[str, Tables]:
+    """Name the first writers of every head over a task's prompts; no edge is cut."""
+    measures = dict.fromkeys(how.reader.heads, _measure_writers)
+    tallies, _ = how.add_up("writers", units, measures, last=True, by_some=True)
+    tables: Tables = {"heads": [], "writers": [], "check": []}
+    for head, tally in tallies.items():
+        rows = tally.writer_rows(head, how.reader.writers(head.layer), _SHOWN + 1)
+        row: dict[str, Any] = {"head": str(head)}
+        for side in ("key", "query"):
+            first = [other for other in rows if other["side"] == side and other["writer"] != BIAS]
+            tables["writers"] += first[:_SHOWN]
+            row[f"{side}_writer"] = first[0]["writer"]
+            row[f"{side}_share"] = first[0]["share"]
+        row["logit"] = float(tally.mean("total"))
+        row["attention"] = float(tally.mean("attention"))
+        row["n"] = tally.rows
+        tables["heads"].append(row)
+        tables["check"].append(tally.check_row(head))
+    common = Counter(row["key_writer"] for row in tables["heads"])
+    frequent = ", ".join(f"{name} of {count}" for name, count in common.most_common(3))
+    return f"First key writers of {common.total()} heads, the most frequent: {frequent}.", tables
+
+
+def _measure_writers(rows: HeadRows, _numbers: list[int]) -> Measurement:
+    """What writers give on each prompt, and the attention on the right keys."""
+    given = rows.given()
+    attention = rows.rows.attention()[:, 0].gather(1, rows.run.columns[:, 1:])
+    on_right = (attention * (rows.signs > 0)).sum(1)
+    return given._replace(values={**given.values, "attention": on_right})
+
+
+# ---------------------------------------------------------------------- what the writers read
+
+
+def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], depth: int) -> Tables:
+    """Which tokens the first writers read, on some prompts; and the first prompt's graph."""
+    reader = how.reader
+    prompts = [unit[:1] for unit in units[:_SOURCES]]
+    deep = replace(how, projectors={}, layers=range(max(reader.layers)))
+    traces = _first_prompt(how, prompts[0])
+    parts = list[Tables]()
+    for i, head in enumerate(reader.heads):
+        names = reader.writers(head.layer)
+        scores = chosen[head].scores
+        followed = dict[Side, list[str]]()
+        for side in SIDES:
+            followed[side] = [names[c] for c in first_by(scores["share", side], _FOLLOWED)]
+        batches = (
+            deep.rows(prompts, numbers)[1][i]
+            for numbers in torch.arange(len(prompts)).split(_BATCH)
+        )
+        graph = trace_graph(traces[i], depth)
+        parts.append({"sources": sources_of(batches, followed), **graph.tables})
+    return join_tables(parts)
+
+
+def _first_prompt(how: Pass, unit: Unit) -> list[PromptTrace]:
+    """All heads on one prompt of a task, from its first query to its first right key."""
+    encoded = how.reader.scope.encode(unit, chat=how.chat)
+    asked = Question.first_of(how.reader.scope, encoded)
+    run = how.reader.record(asked.inputs, asked.places, deep=True)
+    keys = encoded.places.keys[0]
+    signs = answer_signs(encoded)[0]
+    right = keys[signs == 1].tolist()
+    others = keys[signs == -1].tolist()
+    return [
+        PromptTrace(run, asked, head, right[0], others, how.projectors.get(head))
+        for head in how.reader.heads
+    ]
+
+
+# ---------------------------------------------------------------------- in words
+
+
+def _answer(tables: Tables) -> str:
+    """The answer for one head."""
+    (check,) = tables["check"]
+    text = says_right(check)
+    if check["attention"] < ATTENDED:
+        only = f"only {check['attention']:.1%} of its attention"
+        text = f"{check['head']} gives its right key {only}: there is little to trace."
+    key = written_by(tables["writers"], "key")
+    query = written_by(tables["writers"], "query")
+    text += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
+    cut = _edge(tables, "key", "cut", "share", 2)
+    random = _edge(tables, "key", "cut", "random", 2)
+    if cut and random:
+        text += (
+            f" With those two parts cut from its keys, in this head alone and with norms held, it is right in"
+            f" {cut['accuracy']:.0%} (95% interval {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their"
+            f" layers cut: {random['accuracy']:.0%})."
+        )
+    at_mean = _edge(tables, "both", "keep", "share", 5, "mean")
+    at_others = _edge(tables, "both", "keep", "share", 5, "resample")
+    if at_mean and at_others:
+        text += (
+            f" Five writers a side kept there, others at their mean: {_says_kept(at_mean)};"
+            f" at another prompt's parts: {_says_kept(at_others)}."
+        )
+    return text
+
+
+def _says_kept(row: Row) -> str:
+    """How often the head is right with few writers kept, and how much of the logit they hold."""
+    text = f"{row['accuracy']:.0%} right, {row['logit_kept']:.0%} of the logit"
+    return f"{text}, which overshoots" if row["overshoots"] else text
+
+
+def _in_short(tables: Tables) -> str:
+    """The answer for one head among several: its key's writers, and what is left without them."""
+    (check,) = tables["check"]
+    text = f"{check['head']}: key written by {written_by(tables['writers'], 'key')}"
+    cut = _edge(tables, "key", "cut", "share", 2)
+    if cut is not None:
+        text += (
+            f"; cut there, norms held, {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
+        )
+    return f"{text}."
+
+
+def _edge(
+    tables: Tables, side: str, kind: str, by: str, k: int, replaced: str = "mean"
+) -> Row | None:
+    """A row of the table ``edges``, norms held."""
+    wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": replaced, "norms": "held"}
+    return next((row for row in tables["edges"] if wanted.items() <= row.items()), None)
