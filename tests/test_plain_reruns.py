@@ -65,7 +65,8 @@ def cases() -> Iterator[tuple[str, int, str]]:
 
 @pytest.mark.parametrize(("family", "seed", "query"), cases())
 def test_changed_prompts_attend_as_plain_transformers_does(nano, family, seed, query):
-    model = tiny_model(family, seed)
+    # kernels round apart, and doge's choice of keys may hang on that
+    model = tiny_model(family, seed, attn_implementation="eager")
     scope = qk.Scope.from_model(model, nano.tokenizer, check=False)
     prompt = torch.tensor(ids(LENGTH, seed))
     at = QUERIES[query]
