@@ -33,7 +33,7 @@ class Words:
 
     Examples
     --------
-    >>> Words((1, 2), (8, 9)).applied(torch.tensor([5, 6, 7]))
+    >>> Words((1, 2), (8, 9)).of_ids(torch.tensor([5, 6, 7]))
     tensor([5, 8, 9])
     """
 
@@ -45,11 +45,30 @@ class Words:
             counts = f"{len(self.tokens)} tokens for {len(self.places)} places"
             raise BadInput(f"{counts}: a token is replaced by one token.")
 
-    def applied(self, ids: Int[Tensor, " t"]) -> Int[Tensor, " t"]:
-        """The prompt with these tokens in it."""
+    def of_ids(self, ids: Int[Tensor, " t"]) -> Int[Tensor, " t"]:
+        """Put the tokens into a copy of the prompt."""
         changed = ids.clone()
         changed[list(self.places)] = torch.tensor(self.tokens).to(ids)
         return changed
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """One more token stands right before a place of the prompt.
+
+    Examples
+    --------
+    >>> Inserted(1, 9).of_ids(torch.tensor([5, 6, 7]))
+    tensor([5, 9, 6, 7])
+    """
+
+    place: int
+    token: int
+
+    def of_ids(self, ids: Int[Tensor, " t"]) -> Int[Tensor, " t1"]:
+        """Put the token into a copy of the prompt, which is one longer."""
+        token = torch.tensor([self.token]).to(ids)
+        return torch.cat([ids[: self.place], token, ids[self.place :]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,4 +118,4 @@ class Output:
     value: Float[Tensor, "t e"] | None = None
 
 
-Change = Words | Row | Hidden | Output
+Change = Words | Inserted | Row | Hidden | Output

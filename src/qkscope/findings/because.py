@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -132,20 +132,7 @@ class Because:
         furthest = max(look.query for look in looks)
         self._queries = torch.tensor([x.query for x in looks])
         self._keys = torch.tensor([x.key for x in looks])
-        self.before = torch.zeros(len(looks), len(self.ids), device=again.ids.device)
-        self._of_layer = dict[int, tuple[list[int], Tensor, Tensor]]()
-        for layer in {look.head.layer for look in looks}:
-            own = [n for n, look in enumerate(looks) if look.head.layer == layer]
-            call = again.calls[layer]
-            index = torch.tensor([looks[n].head.index for n in own])
-            heads = index.to(call.q.device)
-            queries = self._queries[own].to(call.q.device)
-            self._of_layer[layer] = own, heads, queries
-            self.before[own] = (
-                call.rows(heads, torch.zeros_like(queries), queries)
-                .attention()[:, 0]
-                .to(self.before)
-            )
+        self.before = again.attention([(look.head, look.query) for look in looks])
         self.attention = self._at_keys(self.before[None])[0]
         usable = self.others.lexicon.usable
         self.seen = [
@@ -241,25 +228,8 @@ class Because:
         again = self._longer if more else self.again
         stops = torch.tensor(ends or [int(self._queries.max()) + 1 + more] * len(ids))
         runs = self.running(ids, stops)
-        widths = runs.sum(1)
-        made = pad(self.before, (0, more)).repeat(len(ids), 1, 1)
-        reads = {layer: queries + more for layer, (*_, queries) in self._of_layer.items()}
-        order = widths.argsort(descending=True, stable=True)
-        while len(order):
-            width = int(widths[order[0]])
-            count = again.at_once(width, int(stops.max()) - 1)
-            some = order[:count]
-            order = order[count:]
-            at = (
-                runs[some]
-                .int()
-                .argsort(dim=1, descending=True, stable=True)[:, :width]
-                .sort(dim=1)
-                .values
-            )
-            keep = partial(self._keep, made, some[:, None].to(made.device))
-            again.run(ids[some].gather(1, at), at, (reads, keep), self.last)
-        return made
+        reads = [(look.head, look.query + more) for look in self.looks]
+        return again.run(ids, runs, reads).attention
 
     def running(self, ids: Int[Tensor, "b t"], stops: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
         """Tokens of changed prompts that run: from the first change to the last reader; of many,
@@ -277,12 +247,6 @@ class Because:
         before = pad(ends.flip(0), (NEAR, 0)).unfold(-1, NEAR, 1)
         near = behind[:, 1:].any(-1) | before[1:].any(-1).flip(0)
         return runs & (near | (runs.sum(1, keepdim=True) <= _WHOLE))
-
-    def _keep(self, made: Tensor, some: Tensor, layer: int, runs: Tensor, weights: Tensor) -> None:
-        """Put the rows of looks from tokens that run, in some prompts, into a table of all."""
-        own, heads, _ = self._of_layer[layer]
-        rows = weights[:, heads, torch.arange(len(own), device=heads.device)].to(made)
-        made[some, own] = rows.where(runs[..., None].to(made.device), made[some, own])
 
     # ------------------------------------------------------------------ causes
 

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from qkscope import BadInput, Example, Result, Scope, Subspace
+from qkscope.changes import Row
 from qkscope.checking import Count, Natural, Seed, checked_class
 from qkscope.findings.because import Because, Look, Reason
 from qkscope.findings.carriers import Carriers
@@ -377,17 +378,18 @@ def _returns(
     if not causes:
         return []
     word = words[causes[0]["position"]]
-    rows = [None, (one.head, one.rows.logits()[0, 0])]
+    restoring = [[], [Row(one.head, one.asked.query, one.rows.logits()[0, 0])]]
     others = torch.stack(
         [because.put((word, ids)) for ids in because.others.of(word, because.count)[:_RUNS]]
     )
-    at = (
-        because.running(others, torch.full((len(others),), one.asked.query + 1))
-        .any(0)
-        .nonzero()[:, 0]
-    )
-    twice = others[:, at].repeat_interleave(2, dim=0)
-    logits = because.again.run(twice, at.expand_as(twice), rows=rows * len(others))
+    runs = because.running(others, torch.full((len(others),), one.asked.query + 1))
+    logits = because.again.run(
+        others.repeat_interleave(2, dim=0),
+        runs.any(0).expand(2 * len(others), -1),
+        rows=restoring * len(others),
+        logits=True,
+    ).logits
+    assert logits is not None
     changed, restored = logits.float().softmax(-1)[:, output.best].view(-1, 2).mean(0).tolist()
     return [{
         "head": str(one.head), "position": word.start, "text": word.text, "token": output.name(output.best)[0],
