@@ -52,27 +52,24 @@ def test_a_prompt_run_from_its_first_change_is_the_prompt_run_whole(family, leng
         torch.tensor([5, 7, 0])[:, None] + torch.arange(5),
     )
     changed[0, 5], changed[1, 8], changed[2, :2] = 20, 21, torch.tensor([22, 23])
-    reads = dict.fromkeys(range(scope.n_layers), ids - 3)
+    runs = torch.zeros(changed.shape, dtype=torch.bool).scatter(1, at, True)
+    reads = [(head, query) for head in scope.heads() for query in range(length)]
     monkeypatch.setattr(
         "qkscope.model.prefix._ROOM", {"cpu": 300}
     )  # attention rows of two tokens at a time
-    seen, logits = {True: {}, False: {}}, {}
+    reruns = {}
     for alone in (True, False):
         if not alone:
             monkeypatch.setattr(Again, "runs_alone", lambda *_: False)
         assert again.runs_alone() == (alone and scope.facts.takes_positions)
-
-        def see(layer, runs, rows, of=seen[alone]):
-            return of.update({layer: (rows, runs[:, None, :, None])})
-
-        logits[alone] = again.run(changed.gather(1, at), at, (reads, see))
-    assert seen[True].keys() == seen[False].keys() == set(range(scope.n_layers))
-    for layer, (weights, runs) in seen[True].items():
-        assert torch.allclose(weights * runs, seen[False][layer][0] * runs, atol=2e-5)
-    assert torch.allclose(logits[True], logits[False], atol=1e-4)
+        reruns[alone] = again.run(changed, runs, reads, logits=True)
+    ran = runs.repeat(1, len(scope.heads()))[..., None]
+    alone, whole = reruns[True], reruns[False]
+    assert torch.allclose(alone.attention * ran, whole.attention * ran, atol=2e-5)
+    assert torch.allclose(alone.logits, whole.logits, atol=1e-4)
     with torch.no_grad():
         plain = scope.model(input_ids=changed, use_cache=False).logits[torch.arange(3), at[:, -1]]
-    assert torch.allclose(logits[True], plain.float(), atol=1e-3)
+    assert torch.allclose(alone.logits, plain.float(), atol=1e-3)
 
 
 def test_alternatives_have_as_many_tokens_also_of_the_first_word_and_of_scripts_without_blanks(

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.attention import AttentionRows
 from qkscope.changes import Inserted, Words, word_replaced
 from qkscope.findings.finding import Look, Reason, Row
 from qkscope.findings.registry import SCREENED, cause_of
@@ -49,15 +48,6 @@ class Effect:
     changes: tuple[Words, ...]
     left: Float[Tensor, "m n"]
     rows: Float[Tensor, "m n t"]
-
-
-@dataclass(frozen=True)
-class LayerLooks:
-    """The looks of one layer: their numbers, their heads, and their queries, on its device."""
-
-    numbers: list[int]
-    heads: Int[Tensor, " k"]
-    queries: Int[Tensor, " k"]
 
 
 class Because:
@@ -98,24 +88,10 @@ class Because:
         self.last = max(look.head.layer for look in looks)
         self._queries = torch.tensor([look.query for look in looks])
         self._keys = torch.tensor([look.key for look in looks])
-        self._layers = {layer: self._looks_of(layer) for layer in {x.head.layer for x in looks}}
-        self.before = torch.zeros(len(looks), len(self.ids), device=again.ids.device)
-        for layer, own in self._layers.items():
-            rows = self._rows_before(layer, own).attention()[:, 0]
-            self.before[own.numbers] = rows.to(self.before)
+        self.before = again.attention([(look.head, look.query) for look in looks])
         self.attention = self._at_keys(self.before[None])[0]
         self.seen = self._words_in_sight()
         self.words = self._affordable(self.seen)
-
-    def _looks_of(self, layer: int) -> LayerLooks:
-        numbers = [n for n, look in enumerate(self.looks) if look.head.layer == layer]
-        device = self.again.calls[layer].q.device
-        heads = torch.tensor([self.looks[n].head.index for n in numbers]).to(device)
-        return LayerLooks(numbers, heads, self._queries[numbers].to(device))
-
-    def _rows_before(self, layer: int, looks: LayerLooks) -> AttentionRows:
-        prompt = torch.zeros_like(looks.queries)
-        return self.again.calls[layer].rows(looks.heads, prompt, looks.queries)
 
     # ------------------------------------------------------------------ which words are tried
 
@@ -218,19 +194,9 @@ class Because:
         more = ids.shape[1] - len(self.ids)
         again = self._longer if more else self.again
         stops = torch.tensor(ends or [self._furthest + 1 + more] * len(ids))
-        last = int(stops.max()) - 1
         runs = self.running(ids, stops)
-        widths = runs.sum(1)
-        rows = pad(self.before, (0, more)).repeat(len(ids), 1, 1)
-        reads = {layer: own.queries + more for layer, own in self._layers.items()}
-        order = widths.argsort(descending=True, stable=True)
-        while len(order):
-            width = int(widths[order[0]])
-            batch, order = order.tensor_split([again.at_once(width, last)])
-            at = _first_places(runs[batch], width)
-            keep = partial(self._keep, rows, batch[:, None].to(rows.device))
-            again.run(ids[batch].gather(1, at), at, (reads, keep), self.last)
-        return rows
+        reads = [(look.head, look.query + more) for look in self.looks]
+        return again.run(ids, runs, reads).attention
 
     def running(self, ids: Int[Tensor, "b t"], stops: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
         """Tokens of changed prompts that run: from the first change to the last reader.
@@ -247,14 +213,6 @@ class Because:
         is_before_end = _within(ends.flip(0), NEAR).flip(0)
         is_short = runs.sum(1, keepdim=True) <= WHOLE
         return runs & (is_behind_change | is_before_end | is_short)
-
-    def _keep(self, rows: Tensor, batch: Tensor, layer: int, runs: Tensor, weights: Tensor) -> None:
-        """Put the rows of looks from tokens that run, in some prompts, into a table of all."""
-        looks = self._layers[layer]
-        number = torch.arange(len(looks.numbers), device=looks.heads.device)
-        new = weights[:, looks.heads, number].to(rows)
-        old = rows[batch, looks.numbers]
-        rows[batch, looks.numbers] = new.where(runs[..., None].to(rows.device), old)
 
     # ------------------------------------------------------------------ causes
 
@@ -353,12 +311,6 @@ def _joined(first: Effect, second: Effect) -> Effect:
         torch.cat([first.left, second.left]),
         torch.cat([first.rows, second.rows]),
     )
-
-
-def _first_places(runs: Bool[Tensor, "b t"], width: int) -> Int[Tensor, "b w"]:
-    """The places of tokens that run, in order, filled up with the first that do not."""
-    order = runs.int().argsort(dim=1, descending=True, stable=True)
-    return order[:, :width].sort(dim=1).values
 
 
 def _within(marks: Int[Tensor, "*b t"], distance: int) -> Bool[Tensor, "*b t"]:

@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope import BadInput, Scope
@@ -207,7 +207,7 @@ class Alternatives:
         before = sorted({word.start - 1 for word in new} - {-1, *self._ranked})
         if before:
             at = torch.tensor(before)[:, None]
-            logits = self.again.run(self.again.ids.cpu()[at], at)[:, : self.lexicon.size]
+            logits = self._next_tokens(self.again.ids.cpu()[at], at)
             ranked = logits.topk(min(_RANKED, self.lexicon.size)).indices.cpu()
             self._ranked |= dict(zip(before, ranked, strict=True))
         self._likely |= {word: [] for word in new}
@@ -233,15 +233,23 @@ class Alternatives:
     def _continued(self, begun: Sequence[tuple[Word, Ids]]) -> list[tuple[Word, Ids]]:
         """Words with as many pieces, each with the likeliest next one of its shape."""
         at = [[*range(word.start, word.start + len(ids))] for word, ids in begun]
-        size = self.lexicon.size
-        logits = self.again.run(torch.tensor([ids for _, ids in begun]), torch.tensor(at))
+        tokens = torch.tensor([ids for _, ids in begun])
+        logits = self._next_tokens(tokens, torch.tensor(at))
         allowed = torch.stack(
             [self.lexicon.like(self.ids[word.start + len(ids)]) for word, ids in begun]
         )
-        best = (
-            logits[:, :size].masked_fill(~allowed.to(logits.device), -torch.inf).argmax(-1).tolist()
-        )
+        best = logits.masked_fill(~allowed.to(logits.device), -torch.inf).argmax(-1).tolist()
         return [(word, (*ids, piece)) for (word, ids), piece in zip(begun, best, strict=True)]
+
+    def _next_tokens(
+        self, tokens: Int[Tensor, "b s"], at: Int[Tensor, "b s"]
+    ) -> Float[Tensor, "b v"]:
+        """Next-token logits of the lexicon's tokens, after tokens that stand at some places."""
+        ids = self.again.ids.cpu().repeat(len(at), 1).scatter(1, at, tokens)
+        runs = torch.zeros(ids.shape, dtype=torch.bool).scatter(1, at, True)
+        logits = self.again.run(ids, runs, logits=True).logits
+        assert logits is not None
+        return logits[:, : self.lexicon.size]
 
     def _drawn(self, word: Word, count: int) -> list[Ids]:
         """Pieces of the same shapes, drawn at random."""

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope import Scope
-from qkscope.changes import Change, Hidden, Output, Row, Words
+from qkscope.changes import Change, Hidden, Inserted, Output, Row, Words
 from qkscope.model.block_tree import read_blocks
 from qkscope.model.capture_types import Places
 from qkscope.model.prefix import prompt_of
@@ -55,8 +55,8 @@ def run_plainly(scope: Scope, ids: Int[Tensor, " t"], changes: Sequence[Change] 
     tensor(0.)
     """
     for change in changes:
-        if isinstance(change, Words):
-            ids = change.applied(ids)
+        if isinstance(change, Words | Inserted):
+            ids = change.of_ids(ids)
     attention = dict[int, Tensor]()
 
     def visit(call: Call) -> None:

@@ -13,35 +13,139 @@ whole prompts run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkscope import Head, Scope
 from qkscope.attention import AttentionRows, soft
+from qkscope.changes import Change, Hidden, Inserted, Row, Words
 from qkscope.linear.reader import Reader
 from qkscope.linear.recording import last_alone
 from qkscope.linear.run import Run
 from qkscope.model.capture_types import Places
 from qkscope.model.prefix import ChangedPrompts, TokensAlone, WholePrompts, prompt_of, runs_alone
 from qkscope.model.tap import Call, Stop
+from qkscope.rerun.reference import run_plainly
 
 _AT_ONCE = 128  # prompts that run together to their logits
 # tokens that run together: on a CPU more are no faster, and less alike
 _TOKENS = {"cpu": 2**8}
 _MORE_TOKENS = 2**12
 
-Shown = tuple[Mapping[int, Int[Tensor, " u"]], Callable[[int, Tensor, Tensor], None]]
-"""By layer, tokens that are shown; told a layer, whether each runs [b, u], and all heads' attention
-[b, h, u, t].
-"""
-Changed = tuple[int, int, Float[Tensor, " t"]]
-"""A row of the batch, a head's number, and the logits that it gets instead."""
-Row = tuple[Head, Float[Tensor, " t"]]
-"""A head and the logits that its row of attention gets instead, at the last token that runs."""
+Read = tuple[Head, int]
+"""A head and a query: a row of attention that is read."""
+
+
+@dataclass(frozen=True)
+class Reruns:
+    """What changed prompts show.
+
+    Attributes
+    ----------
+    attention : by prompt, the rows that were asked for; where a row's query did not run, the row of
+        the unchanged prompt.
+    logits : of the next token, where they were asked for.
+    """
+
+    attention: Float[Tensor, "b n t"]
+    logits: Float[Tensor, "b v"] | None
+
+
+@dataclass(frozen=True)
+class _LayerReads:
+    """The rows of one layer that are read: their numbers among all, their heads and queries."""
+
+    numbers: list[int]
+    heads: list[int]
+    queries: Int[Tensor, " u"]
+
+
+class _Place(NamedTuple):
+    """A row of attention in a batch."""
+
+    prompt: int
+    head: int
+    query: int
+
+
+def rerun(
+    base: Again,
+    changes: Sequence[Sequence[Change]],
+    reads: Sequence[Read] = (),
+    *,
+    end: int | None = None,
+    logits: bool = False,
+) -> Reruns:
+    """Run a prompt once more for each tuple of changes, which hold together.
+
+    Parameters
+    ----------
+    base : the unchanged prompt.
+    changes : what is different in each run.
+    reads : rows of attention that are read.
+    end : the last token that runs, and whose next token is read; the prompt's last, if not given.
+    logits : whether next-token logits are wanted.
+
+    Examples
+    --------
+    >>> scope = Scope.load("nano:mixed")
+    >>> base = Again.of(scope, scope.encode(["hat: O jam: Z jam:"]).inputs["input_ids"][0])
+    >>> rerun(base, [[Hidden(Head(1, 0), 6, 8)], [Words((4,), (9,))]], [(Head(1, 0), 8)]).attention.shape
+    torch.Size([2, 1, 9])
+    """
+    last = len(base.ids) - 1 if end is None else end
+    if any(not _is_short(change) for own in changes for change in own):
+        return _rerun_plainly(base, changes, reads, last, logits)
+    ids = torch.stack([with_words(base.ids, own) for own in changes]).cpu()
+    rows = [[x for x in own if isinstance(x, Row | Hidden)] for own in changes]
+    runs = base.behind(ids, torch.full((len(ids),), last))
+    for number, own in enumerate(rows):
+        for change in own:
+            assert change.query is not None
+            runs[number, change.query :] |= torch.arange(change.query, len(base.ids)) <= last
+    return base.run(ids, runs, reads, rows=rows, logits=logits)
+
+
+def with_words(ids: Int[Tensor, " t"], changes: Sequence[Change]) -> Int[Tensor, " t"]:
+    """A prompt with the words of some changes in it."""
+    for change in changes:
+        if isinstance(change, Words | Inserted):
+            ids = change.applied(ids)
+    return ids
+
+
+def _is_short(change: Change) -> bool:
+    """Whether a change touches nothing but what stands behind it."""
+    if isinstance(change, Hidden):
+        return change.query is not None
+    return isinstance(change, Words | Row)
+
+
+def _rerun_plainly(
+    base: Again,
+    changes: Sequence[Sequence[Change]],
+    reads: Sequence[Read],
+    end: int,
+    logits: bool,
+) -> Reruns:
+    """Run whole prompts, one at a time: for changes that no short way knows."""
+    plain = [run_plainly(base.scope, base.ids, own) for own in changes]
+    rows = [
+        [run.attention[head.layer][head.index, query] for head, query in reads] for run in plain
+    ]
+    width = plain[0].logits.shape[0]
+    attention = (
+        torch.stack([row for own in rows for row in own]) if reads else torch.zeros(0, width)
+    )
+    return Reruns(
+        attention.view(len(changes), len(reads), width),
+        torch.stack([run.logits[end] for run in plain]) if logits else None,
+    )
 
 
 class Again:
@@ -85,126 +189,101 @@ class Again:
         """A head's row of attention at a token."""
         return self.calls[head.layer].rows(head.index, torch.tensor([0]), torch.tensor([query]))
 
-    def hidden(self, query: int, edges: Sequence[tuple[Head, int]]) -> Float[Tensor, "n v"]:
+    def hidden(self, query: int, edges: Sequence[Read]) -> Float[Tensor, "n v"]:
         """Next-token logits where each of these heads, one at a time, may not look at a key from
         this token.
         """
-        rows = [(head, self.row(query, head).logits()[0, 0].clone()) for head, _ in edges]
-        for (_, logits), (_, key) in zip(rows, edges, strict=True):
-            logits[key] = -torch.inf
-        at = torch.full((len(rows), 1), query).to(self.ids)
-        return self.run(self.ids[at], at, rows=rows).cpu()
+        changes = [[Hidden(head, key, query)] for head, key in edges]
+        logits = rerun(self, changes, end=query, logits=True).logits
+        assert logits is not None
+        return logits.cpu()
 
-    # ------------------------------------------------------------------ other tokens
+    # ------------------------------------------------------------------ which tokens run
 
     def runs_alone(self, end: int | None = None) -> bool:
         """Whether tokens up to a place may run without those before them; by default, to the last."""
         last = len(self.ids) - 1
         return runs_alone(self.scope, self.ids, self.calls, last if end is None else end)
 
-    def at_once(self, tokens: int, end: int | None = None) -> int:
+    def behind(self, ids: Int[Tensor, "b t"], ends: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
+        """Tokens of changed prompts from the first change to the last that is read, which runs anyway."""
+        differs = ids != self.ids.cpu()
+        places = torch.arange(ids.shape[1])
+        runs = (differs.cumsum(1) > 0) & (places <= ends[:, None])
+        return runs | (places == ends[:, None])
+
+    def _at_once(self, tokens: int, end: int) -> int:
         """How many prompts run together with so many tokens each, the last of them at a place."""
         alone = self.runs_alone(end)
         return max(room_of(self.scope) // (tokens if alone else len(self.ids)), 1)
 
-    @torch.no_grad()
+    def _prompts(
+        self, ids: Int[Tensor, "b t"], at: Int[Tensor, "b s"], ends: Int[Tensor, " b"]
+    ) -> ChangedPrompts:
+        """Changed prompts as they run: tokens at some places alone, or whole prompts."""
+        ids = ids.to(self.ids)
+        at = at.to(self.ids)
+        ends = ends.to(self.ids)
+        last_places = sorted(set(at[:, -1].tolist()), reverse=True)
+        if all(self.runs_alone(place) for place in last_places):
+            alone = TokensAlone.of(self.scope, self.calls, ids.gather(1, at), at)
+            return replace(alone, ends=(at == ends[:, None]).int().argmax(1))
+        every = torch.arange(len(self.ids), device=at.device).expand_as(ids)
+        return WholePrompts(prompt_of(self.scope, ids), every, ends)
+
+    # ------------------------------------------------------------------ runs
+
     def run(
         self,
-        tokens: Int[Tensor, "b s"],
-        at: Int[Tensor, "b s"],
-        shown: Shown | None = None,
-        last: int | None = None,
-        rows: Sequence[Row | None] = (),
-    ) -> Float[Tensor, "b v"]:
-        """Run as many tokens of each prompt, among keys and values of the unchanged one; the next
-        token's logits.
+        ids: Int[Tensor, "b t"],
+        runs: Bool[Tensor, "b t"],
+        reads: Sequence[Read] = (),
+        *,
+        rows: Sequence[Sequence[Row | Hidden]] = (),
+        logits: bool = False,
+    ) -> Reruns:
+        """Run some tokens of changed prompts, among keys and values of the unchanged one.
 
         Parameters
         ----------
-        tokens : what stands there instead; the same tokens may be among them.
-        at : their places in each prompt, in order.
-        shown : tokens whose attention is shown.
-        last : layer after which the model stops, without logits.
-        rows : of each prompt, a row of attention that is another at its last token.
+        ids : of the changed prompts.
+        runs : tokens that run; the last of each prompt is the one whose next token is read. Where
+            none may run alone, whole prompts do.
+        reads : rows of attention that are read.
+        rows : of each prompt, changes of attention at tokens that run.
+        logits : whether next-token logits are wanted.
         """
-        step = min(self.at_once(tokens.shape[1], int(at.max())), _AT_ONCE)
-        if len(tokens) > step and last is None:
-            parts = (slice(start, start + step) for start in range(0, len(tokens), step))
-            return torch.cat([self.run(tokens[part], at[part], rows=rows[part]) for part in parts])
-        prompts = self._prompts(tokens.to(self.ids), at.to(self.ids))
+        attention = self.attention(reads).repeat(len(ids), 1, 1)
+        next_tokens: dict[int, Tensor] = {}
+        widths = runs.sum(1)
+        ends = runs.shape[1] - 1 - runs.flip(1).int().argmax(1)
+        order = widths.argsort(descending=True, stable=True)
+        while len(order):
+            width = int(widths[order[0]])
+            count = self._at_once(width, int(ends.max()))
+            batch = order[: min(count, _AT_ONCE) if logits else count]
+            order = order[len(batch) :]
+            at = first_places(runs[batch], width)
+            prompts = self._prompts(ids[batch], at, ends[batch])
+            changed = [rows[number] for number in batch.tolist()] if rows else [()] * len(batch)
+            step = _Batch(self, prompts, reads, changed)
+            found, after = step.run(attention[batch.to(attention.device)], logits)
+            attention[batch.to(attention.device)] = found
+            if after is not None:
+                next_tokens |= dict(zip(batch.tolist(), after, strict=True))
+        every = [next_tokens[number] for number in range(len(next_tokens))]
+        return Reruns(attention, torch.stack(every) if every else None)
 
-        def visit(call: Call) -> None:
-            changed = [
-                (i, row[0].index, row[1])
-                for i, row in enumerate(rows)
-                if row and row[0].layer == call.layer
-            ]
-            if shown is not None and call.layer in shown[0]:
-                self._show(call, prompts, shown, changed)
-            if last is not None and call.layer >= last:
-                raise Stop
-            prompts.attend(call)
-            if changed:
-                self._change(call, prompts, changed)
-
-        each = torch.arange(len(at), device=self.ids.device)
-        nothing = prompts.at[:, :0]
-        read = Places(each, prompts.ends, nothing, nothing.bool())
-        logits = self.scope.watch(
-            prompts.inputs,
-            visit,
-            logits_at=read if last is None else None,
-            only=None if last is None else range(last + 1),
-        )
-        return nothing if logits is None else logits
-
-    def _prompts(self, tokens: Int[Tensor, "b s"], at: Int[Tensor, "b s"]) -> ChangedPrompts:
-        """Changed prompts as they run: these tokens alone, or whole prompts with them inside."""
-        ends = at[:, -1]
-        if all(self.runs_alone(end) for end in sorted(set(ends.tolist()), reverse=True)):
-            return TokensAlone.of(self.scope, self.calls, tokens, at)
-        whole = self.ids.repeat(len(tokens), 1).scatter(1, at, tokens)
-        every = torch.arange(len(self.ids), device=at.device).expand_as(whole)
-        return WholePrompts(prompt_of(self.scope, whole), every, ends)
-
-    def _weights(
-        self,
-        call: Call,
-        prompts: ChangedPrompts,
-        which: Int[Tensor, "b u"],
-        changed: Sequence[Changed],
-    ) -> tuple[Call, Float[Tensor, "b h u k"]]:
-        """A part of a call, and every head's attention there, with other logits at the last token."""
-        part = prompts.part(call, which)
-        logits = prompts.by_prompt(part.logits([*range(part.q.shape[1])]), which)
-        columns = prompts.columns.to(logits.device)
-        is_end = (which == prompts.ends[:, None].to(which)).to(logits.device)
-        for i, head, others in changed:
-            hidden = logits[i, head] == -torch.inf  # stays hidden
-            new = others.to(logits)[columns].masked_fill(hidden, -torch.inf)
-            logits[i, head] = torch.where(is_end[i, :, None], new, logits[i, head])
-        sinks = None if part.sinks is None else part.sinks.float()[:, None].expand(logits.shape[:3])
-        return part, soft(logits, sinks)
-
-    def _show(
-        self, call: Call, prompts: ChangedPrompts, shown: Shown, changed: Sequence[Changed]
-    ) -> None:
-        """Show the attention of some tokens, keys in the order of the prompt."""
-        tokens, show = shown
-        same = prompts.at[:, None] == tokens[call.layer][:, None].to(prompts.at)
-        _, weights = self._weights(call, prompts, same.int().argmax(-1), changed)
-        rows = weights.new_zeros(*weights.shape[:3], len(self.ids))
-        rows.index_add_(-1, prompts.columns.to(rows.device), weights)
-        show(call.layer, same.any(-1), rows)
-
-    def _change(self, call: Call, prompts: ChangedPrompts, changed: Sequence[Changed]) -> None:
-        """Put in what heads put out at the last token with other rows of attention."""
-        part, weights = self._weights(call, prompts, prompts.ends[:, None], changed)
-        group = part.q.shape[1] // part.v.shape[1]
-        for i, head, _ in changed:
-            value = weights[i, head, 0] @ prompts.values(part, i)[head // group].float()
-            place = (i, prompts.ends[i])
-            call.outputs[head] = partial(_put, place, value, call.outputs.get(head))
+    def attention(self, reads: Sequence[Read]) -> Float[Tensor, "n t"]:
+        """Rows of attention of the unchanged prompt."""
+        rows = torch.zeros(len(reads), len(self.ids), device=self.ids.device)
+        for layer, own in layer_reads(reads).items():
+            call = self.calls[layer]
+            heads = torch.tensor(own.heads, device=call.q.device)
+            queries = own.queries.to(call.q.device)
+            found = call.rows(heads, torch.zeros_like(queries), queries).attention()[:, 0]
+            rows[own.numbers] = found.to(rows)
+        return rows
 
     def record(
         self,
@@ -220,9 +299,8 @@ class Again:
         Tokens of the run are counted among those that ran, ``at``; keys of all others stand behind
         them, as attention does not depend on their order.
         """
-        ids = ids.to(self.ids)
         at = at.to(self.ids)[None]
-        prompts = self._prompts(ids[at], at)
+        prompts = self._prompts(ids[None], at, at[:, -1])
         slots = torch.searchsorted(prompts.at.contiguous(), torch.tensor([look]).to(at))
         shown = torch.ones_like(slots, dtype=torch.bool)
         places = Places(at[:, 0] * 0, slots[:, 0], slots.flip(1), shown)
@@ -234,8 +312,152 @@ class Again:
         return run
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Changed prompts that run together.
+
+    Attributes
+    ----------
+    base : the unchanged prompt.
+    prompts : as they run.
+    reads : rows of attention that are read.
+    changed : by prompt, changes of attention.
+    """
+
+    base: Again
+    prompts: ChangedPrompts
+    reads: Sequence[Read]
+    changed: Sequence[Sequence[Row | Hidden]]
+
+    @torch.no_grad()
+    def run(
+        self, attention: Float[Tensor, "b n t"], logits: bool
+    ) -> tuple[Float[Tensor, "b n t"], Float[Tensor, "b v"] | None]:
+        """Run up to the last layer that is read, or to the logits; fill in attention where it ran."""
+        layers = layer_reads(self.reads)
+        last = None if logits else max(layers)
+
+        def visit(call: Call) -> None:
+            if call.layer in layers:
+                self._read(call, layers[call.layer], attention)
+            if call.layer == last:
+                raise Stop
+            self.prompts.attend(call)
+            self._change(call)
+
+        row = torch.arange(len(attention), device=self.prompts.at.device)
+        nothing = self.prompts.at[:, :0]
+        read = Places(row, self.prompts.ends, nothing, nothing.bool())
+        scores = self.base.scope.watch(
+            self.prompts.inputs,
+            visit,
+            logits_at=None if last is not None else read,
+            only=None if last is None else range(last + 1),
+        )
+        return attention, scores
+
+    def _changed_rows(self, layer: int) -> dict[_Place, list[Row | Hidden]]:
+        """Changes of attention in a layer, by the row that they concern."""
+        rows = dict[_Place, list[Row | Hidden]]()
+        for prompt, changes in enumerate(self.changed):
+            for change in changes:
+                if change.head.layer == layer:
+                    assert change.query is not None
+                    place = _Place(prompt, change.head.index, change.query)
+                    rows.setdefault(place, []).append(change)
+        return rows
+
+    def _read(self, call: Call, reads: _LayerReads, attention: Tensor) -> None:
+        """Put the rows of a layer that are read into a table, where their queries run."""
+        prompts = self.prompts
+        is_query = prompts.at[:, None] == reads.queries[:, None].to(prompts.at)
+        which = is_query.int().argmax(-1)
+        heads = sorted(set(reads.heads))
+        logits = prompts.by_prompt(prompts.part(call, which).logits(heads), which)
+        number = torch.arange(len(reads.numbers), device=logits.device)
+        head = torch.tensor([heads.index(index) for index in reads.heads], device=logits.device)
+        logits = logits[:, head, number]
+        columns = prompts.columns.to(logits.device)
+        for place, changes in self._changed_rows(call.layer).items():
+            for read, (index, query) in enumerate(
+                zip(reads.heads, reads.queries.tolist(), strict=True)
+            ):
+                if (index, query) == (place.head, place.query):
+                    row = logits[place.prompt, read]
+                    logits[place.prompt, read] = _with_changes(row, columns, changes)
+        sinks = None if call.sinks is None else call.sinks.float()[reads.heads]
+        weights = soft(logits, None if sinks is None else sinks.expand(logits.shape[:2]))
+        rows = weights.new_zeros(*weights.shape[:2], attention.shape[-1])
+        rows.index_add_(-1, columns, weights)
+        ran = is_query.any(-1)[..., None].to(attention.device)
+        attention[:, reads.numbers] = rows.to(attention).where(ran, attention[:, reads.numbers])
+
+    def _change(self, call: Call) -> None:
+        """Put in what heads put out where their rows of attention are changed."""
+        rows = self._changed_rows(call.layer)
+        while rows:  # one query of each prompt at a time
+            queries = {place.prompt: place.query for place in rows}
+            now = {
+                place: own for place, own in rows.items() if place.query == queries[place.prompt]
+            }
+            rows = {place: own for place, own in rows.items() if place not in now}
+            self._change_once(call, queries, now)
+
+    def _change_once(
+        self, call: Call, queries: Mapping[int, int], rows: Mapping[_Place, list[Row | Hidden]]
+    ) -> None:
+        """Put in what heads put out at one query of each prompt."""
+        prompts = self.prompts
+        at = prompts.at.cpu()
+        steps = [(at[i] == queries.get(i, -1)).int().argmax() for i in range(len(at))]
+        which = torch.stack(steps)[:, None]
+        part = prompts.part(call, which)
+        heads = sorted({place.head for place in rows})
+        logits = prompts.by_prompt(part.logits(heads), which)[:, :, 0]
+        columns = prompts.columns.to(logits.device)
+        group = part.q.shape[1] // part.v.shape[1]
+        for place, changes in rows.items():
+            row = _with_changes(logits[place.prompt, heads.index(place.head)], columns, changes)
+            weights = soft(row, None if call.sinks is None else call.sinks.float()[place.head])
+            value = weights @ prompts.values(part, place.prompt)[place.head // group].float()
+            before = call.outputs.get(place.head)
+            where = (place.prompt, int(which[place.prompt]))
+            call.outputs[place.head] = partial(_put, where, value, before)
+
+
+def _with_changes(
+    logits: Float[Tensor, " k"], columns: Int[Tensor, " k"], changes: Sequence[Row | Hidden]
+) -> Float[Tensor, " k"]:
+    """A row of logits with changes in it; keys that are hidden stay hidden."""
+    for change in changes:
+        if isinstance(change, Hidden):
+            logits = logits.masked_fill(columns == change.key, -torch.inf)
+        else:
+            new = change.logits.to(logits)[columns]
+            logits = new.masked_fill(logits == -torch.inf, -torch.inf)
+    return logits
+
+
+def layer_reads(reads: Sequence[Read]) -> dict[int, _LayerReads]:
+    """Rows that are read, by layer."""
+    layers = dict[int, _LayerReads]()
+    for layer in sorted({head.layer for head, _ in reads}):
+        numbers = [number for number, (head, _) in enumerate(reads) if head.layer == layer]
+        heads = [reads[number][0].index for number in numbers]
+        layers[layer] = _LayerReads(
+            numbers, heads, torch.tensor([reads[number][1] for number in numbers])
+        )
+    return layers
+
+
+def first_places(runs: Bool[Tensor, "b t"], width: int) -> Int[Tensor, "b s"]:
+    """Places of the tokens that run, in order; others fill up where a prompt has fewer than these."""
+    chosen = runs.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+    return chosen.sort(dim=1).values
+
+
 def _put(
-    place: tuple[int, Tensor], value: Tensor, before: Callable[[Tensor], Tensor] | None, out: Tensor
+    place: tuple[int, int], value: Tensor, before: Callable[[Tensor], Tensor] | None, out: Tensor
 ) -> Tensor:
     """Replace one vector in a head's output, and apply the other changes of it."""
     out[place] = value.to(out)

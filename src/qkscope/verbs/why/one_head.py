@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from qkscope.changes import Row
 from qkscope.findings.because import Because
 from qkscope.findings.carriers import Carriers
 from qkscope.findings.finding import Look, Reason
@@ -98,12 +99,16 @@ def share_of_answer(look: PromptTrace, output: Output, because: Because, reason:
     changes = because.alternatives(word)[:_RUNS]
     prompts = torch.stack([because.with_change(change) for change in changes])
     stops = torch.full((len(prompts),), look.asked.query + 1)
-    at = because.running(prompts, stops).any(0).nonzero()[:, 0]
-    twice = prompts[:, at].repeat_interleave(2, dim=0)
-    row_before = (look.head, look.rows.logits()[0, 0])
-    rows = [None, row_before] * len(prompts)
-    logits = because.again.run(twice, at.expand_as(twice), rows=rows)
-    chances = logits.float().softmax(-1)[:, output.best]
+    runs = because.running(prompts, stops).any(0)
+    row_before = Row(look.head, look.asked.query, look.rows.logits()[0, 0])
+    reruns = because.again.run(
+        prompts.repeat_interleave(2, dim=0),
+        runs.expand(2 * len(prompts), -1),
+        rows=[[], [row_before]] * len(prompts),
+        logits=True,
+    )
+    assert reruns.logits is not None
+    chances = reruns.logits.float().softmax(-1)[:, output.best]
     changed, restored = chances.view(-1, 2).mean(0).tolist()
     return [
         {
