@@ -152,7 +152,7 @@ def test_the_reference_and_padded_batches_attend_as_plain_transformers_does(fami
     prompts = [torch.tensor(ids(LENGTH, 0)), torch.tensor(ids(LENGTH, 1))[: LENGTH - 5]]
     words, query = Words((3, 20), (50, 60)), 24
     looks = [Look(head, query, 0) for head in scope.heads() if head.index == 1]
-    changed = [words.of_ids(prompt) for prompt in prompts]
+    changed = [words.applied(prompt) for prompt in prompts]
     plain = [plain_rows(scope.model, prompt[None], looks, 0)[0] for prompt in changed]
     for prompt, rows in zip(prompts, plain, strict=True):
         run = run_plainly(scope, prompt, [words])

@@ -34,7 +34,7 @@ class Words:
 
     Examples
     --------
-    >>> Words((1, 2), (8, 9)).of_ids(torch.tensor([5, 6, 7]))
+    >>> Words((1, 2), (8, 9)).applied(torch.tensor([5, 6, 7]))
     tensor([5, 8, 9])
     """
 
@@ -46,7 +46,7 @@ class Words:
             counts = f"{len(self.tokens)} tokens for {len(self.places)} places"
             raise BadInput(f"{counts}: a token is replaced by one token.")
 
-    def of_ids(self, ids: Int[Tensor, " t"]) -> Int[Tensor, " t"]:
+    def applied(self, ids: Int[Tensor, " t"]) -> Int[Tensor, " t"]:
         """Put the tokens into a copy of the prompt."""
         changed = ids.clone()
         changed[list(self.places)] = torch.tensor(self.tokens).to(ids)

@@ -93,7 +93,9 @@ class Command:
 
 def read_prompt(text: str) -> str:
     r"""A prompt in which ``\n`` breaks a line; an empty one is refused."""
-    return Example(text=text.replace("\\n", "\n")).text
+    prompt = text.replace("\\n", "\n")
+    Example(text=prompt)  # refuses an empty one
+    return prompt
 
 
 def read_heads(text: str) -> str | list[Head]:

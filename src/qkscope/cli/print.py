@@ -92,8 +92,8 @@ def _view_lines(result: Result, tables: Mapping[str, Any]) -> list[str]:
     if view is None:
         return []
     more = "--all prints everything."
-    if len(view.rows) < view.count:
-        more = f"{len(view.rows)} of {view.count} rows; {more}"
+    if len(view.rows) < view.total:
+        more = f"{len(view.rows)} of {view.total} rows; {more}"
     notes = [note for note in (view.note, more) if note]
     return laid(*views.drawn(view.rows, view.columns, _console().width), *notes)
 

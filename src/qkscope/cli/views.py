@@ -48,7 +48,7 @@ class View(NamedTuple):
     rows: Rows
     columns: dict[str, str]
     """By heading, where its cells come from."""
-    count: int
+    total: int
     """Rows of the whole table."""
     note: str
 

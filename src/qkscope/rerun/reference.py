@@ -56,7 +56,7 @@ def run_plainly(scope: Scope, ids: Int[Tensor, " t"], changes: Sequence[Change] 
     """
     for change in changes:
         if isinstance(change, Words | Inserted):
-            ids = change.of_ids(ids)
+            ids = change.applied(ids)
     attention = dict[int, Tensor]()
 
     def visit(call: Call) -> None:

@@ -417,9 +417,9 @@ def verb(kind: str, *, beside: str = "") -> Callable[[Callable[P, R]], Callable[
             given = signature.bind(*args, **kwargs).arguments
             out = given.get("out")
             other = given.get(beside)
-            shared = other is not None and out is not None and other.kept_in == Path(out)
+            shares_folder = out is not None and other is not None and other.kept_in == Path(out)
             if out is not None:
-                disk.check_folder(out, None if shared else kind)
+                disk.check_folder(out, None if shares_folder else kind)
             work = Work(out, given.get("part"))
             try:
                 with _working(work):
@@ -430,7 +430,7 @@ def verb(kind: str, *, beside: str = "") -> Callable[[Callable[P, R]], Callable[
             except PartDone as done:
                 return typing.cast(R, Result(kind, {}, answer=str(done)))
             if out is not None and not (work.together and work.part[0]):
-                if shared:
+                if other is not None and shares_folder:
                     _draw_page(Path(out), [result, other])
                 else:
                     result = _write_with_page(result, Path(out), work)

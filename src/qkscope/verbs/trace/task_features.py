@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from qkscope.findings.head_rows import Pass, Tables, join_tables
 from qkscope.findings.verdicts import says_right
-from qkscope.sums.dictionaries import Dictionary
+from qkscope import Dictionary
 from qkscope.texts.task import Units
 from qkscope.verbs.trace.features import FeatureTest, choose_features, says_pairs
 
