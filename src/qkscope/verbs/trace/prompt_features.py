@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from qkscope import Dictionary
 from qkscope.findings.head_rows import HeadRows, Tables, join_tables
 from qkscope.findings.prompt_trace import PromptTrace
-from qkscope import Dictionary
 from qkscope.sums.relative_logits import Tally
 from qkscope.verbs.trace.features import FeatureSplit, FeatureTest, largest, says_pairs
 

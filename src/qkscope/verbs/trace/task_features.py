@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from qkscope import Dictionary
 from qkscope.findings.head_rows import Pass, Tables, join_tables
 from qkscope.findings.verdicts import says_right
-from qkscope import Dictionary
 from qkscope.texts.task import Units
 from qkscope.verbs.trace.features import FeatureTest, choose_features, says_pairs
 
