@@ -22,7 +22,7 @@ from qkscope import cli
 from qkscope.cli import views
 from qkscope.cli.declarations import COMMANDS
 from qkscope.cli.options import PRINTED, TASKS
-from qkscope.cli.print import MOST_LINES, end_lines
+from qkscope.cli.printing import MOST_LINES, end_lines
 from qkscope.results.result import Result
 
 BINDING = ["binding", "--model", "nano:mixed", "--form", "sentence", "--size", "4"]

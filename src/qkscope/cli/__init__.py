@@ -6,7 +6,7 @@ declared command runs.
 
 In reading order: `options` (what a command is declared as), `declarations` (every command),
 `arguments` (from what was typed to a function's arguments), `views` (which rows and columns of a
-table are printed), `print` (the answer, one small table, the end), `next_command` (what to type
+table are printed), `printing` (the answer, one small table, the end), `next_command` (what to type
 next), `begin` (commands that have no verb in Python). Other distributions bring commands of their
 own by entry points (`Verbs`); they build on the names in ``__all__``.
 """
@@ -34,7 +34,7 @@ from qkscope import __version__
 from qkscope.cli.declarations import COMMANDS
 from qkscope.cli.next_command import command, next_command
 from qkscope.cli.options import AS_JSON, EVERYTHING, Command, Option, Values
-from qkscope.cli.print import end_lines, print_end, print_json, print_result
+from qkscope.cli.printing import end_lines, print_end, print_json, print_result
 from qkscope.errors import BadInput, Terminated
 from qkscope.results.progress import doing, plain_text
 from qkscope.results.result import Result

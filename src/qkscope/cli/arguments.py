@@ -17,7 +17,7 @@ from typing import Any
 
 import qkscope as qk
 from qkscope.cli.options import DEFAULT_MODEL, OF_TASK, PYTHON, TASKS, Values
-from qkscope.cli.print import say
+from qkscope.cli.printing import say
 from qkscope.errors import BadInput
 from qkscope.results.progress import doing
 

@@ -16,7 +16,7 @@ import qkscope as qk
 from qkscope import BadInput, Head, Result, Scope
 from qkscope.checking import Count
 from qkscope.cli.next_command import PROMPT, command
-from qkscope.cli.print import print_end, print_json, say
+from qkscope.cli.printing import print_end, print_json, say
 from qkscope.findings.task_batches import made_with
 from qkscope.model.files import fetch as fetch_model
 from qkscope.results.claims import Claim
