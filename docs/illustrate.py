@@ -1,7 +1,7 @@
 """Run what a page says, and put what came of it into the page: ``python docs/illustrate.py start.md
 because.md``.
 
-Python blocks run one after the other in one namespace, as ``tests/test_docs.py`` runs them. What
+Python blocks run one after the other in one namespace, as ``tests/docs/test_docs.py`` runs them. What
 stands between ``<!-- printed -->`` and ``<!-- /printed -->`` becomes what the block before printed;
 a text block that begins with ``$ qkscope`` becomes what the command prints; ``<!-- picture FILE of
 NAME at SELECTOR -->`` draws a part of the page of a result (or of a run folder) into docs/figures

@@ -13,7 +13,7 @@ import qkscope as qk
 from qkscope.cli import app
 from qkscope.texts.task import Task
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def test_a_reason_is_a_job(reason, job):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planted_head_is_named_and_its_name_predicts(kind):
-    """Documents to score on are others; all 20 of five seeds by ``python tests/planted_model.py``."""
+    """Documents to score on are others; all 20 of five seeds by ``python tests/helpers/planted_model.py``."""
     name, made = named(kind, seed=1)
     score = made.tables["scores"][0]
     assert made.table()[0]["kind"] == name

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-FILE = Path(__file__).parents[1] / ".ci" / "golden"
+FILE = Path(__file__).parents[2] / ".ci" / "golden"
 RECORD = {
     "answer": [{"answer": "L1H0 at ':' looks at 'Z', because of the word there."}],
     "claims": [{"claim": "it moves", "ours": 0.5, "low": None, "holds": True}],

@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SKILL = (ROOT / "skills" / "qkscope" / "SKILL.md").read_text()
 PROMPTS = [
     f"After {a} and {b} went to the park, {b} gave a bell to"

@@ -10,7 +10,7 @@ import yaml
 
 import qkscope
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAPERS = tomllib.loads((ROOT / "papers" / "pyproject.toml").read_text())["project"]
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())

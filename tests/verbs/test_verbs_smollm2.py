@@ -11,7 +11,7 @@ from qkscope.verbs.decompose import decompose
 from qkscope.verbs.find_heads import find_heads
 from qkscope.verbs.swap.swap import swap
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "my_contrast.jsonl"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_contrast.jsonl"
 
 
 def test_filter_heads_are_found(smollm2):

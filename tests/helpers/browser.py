@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCREENSHOTS = Path(__file__).parent.parent / "runs" / "screenshots"
+SCREENSHOTS = Path(__file__).parents[2] / "runs" / "screenshots"
 ARGUMENTS = ["--no-sandbox"]  # containers run as root
 SCREENS = [("light", 1280, False), ("dark", 1280, True), ("phone", 390, False)]
 
