@@ -5,6 +5,10 @@ has no blanks, a token). What takes its place has as many tokens, so that nothin
 shape (leading blank, letters, digits, capital), and does not stand in the prompt. Half of the
 alternatives are those that the model finds likely there, half are drawn at random: causes found by
 one kind alone overlap with those found by the other by half.
+
+Words of a word's *kind* come from the model itself, in any language: *near* ones are the nearest
+rows of its input embedding, *likely* ones follow what precedes. Another form of the word itself
+(case, plural, tense) is none of them.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +35,9 @@ _LEAST = 8  # tokens of a shape, under which others are taken as well
 _RANKED = 4096  # next tokens that are ranked
 _CHARACTERS = 256  # tried in the place of one
 _LIKELY = 4  # of a word's alternatives
+_ROWS = 8192  # of the embedding, compared at once
+_STEM = 4  # letters that two forms of a word share at least
+_ENDING = 3  # letters that they may differ in at the end
 
 Ids = tuple[int, ...]
 
@@ -112,6 +120,7 @@ class Lexicon:
         self.by_text = {
             text: i for i, text in reversed(list(enumerate(self.texts))) if self.usable[i]
         }
+        self._centre: Tensor | None = None
         self.by_core = grouped(range(self.size), lambda i: self.texts[i].strip().lower())
 
     def text(self, token: int) -> str:
@@ -124,6 +133,18 @@ class Lexicon:
         same = free & (self.shapes == self.shapes[token])
         return same if int(same.sum()) >= _LEAST else free
 
+    def closeness(self, scope: Scope, token: int) -> Float[Tensor, " v"]:
+        """Cosine of every row of the centred input embedding with one of them."""
+        weight = scope.model.get_input_embeddings().weight.detach()[: self.size]
+        if self._centre is None:
+            self._centre = weight.float().mean(0)
+        own = weight[token].float() - self._centre
+        parts = [
+            torch.cosine_similarity(rows.float() - self._centre, own[None])
+            for rows in weight.split(_ROWS)
+        ]
+        return torch.cat(parts).cpu()
+
     def variant(self, ids: Sequence[int], like: str) -> tuple[int, ...] | None:
         """The same word with the leading blank and capital of another one; None where the
         vocabulary has none.
@@ -135,6 +156,53 @@ class Lexicon:
         initial = text[:1].upper() if core[:1].isupper() else text[:1].lower()
         first = self.by_text.get(like.removesuffix(like.lstrip()) + initial + text[1:])
         return None if first is None else (first, *ids[1:])
+
+
+def is_form(core: str, other: str) -> bool:
+    """Whether two words look like forms of one (plural, tense): equal but for a short ending.
+
+    >>> is_form("city", "cities"), is_form("dog", "dogs"), is_form("near", "behind")
+    (False, True, False)
+    """
+    if core + "s" == other or other + "s" == core:
+        return True
+    letters = zip(core, other, strict=False)
+    shared = len([*takewhile(lambda pair: pair[0] == pair[1], letters)])
+    rest = max(len(core), len(other)) - shared
+    return shared >= _STEM and rest <= _ENDING
+
+
+@torch.no_grad()
+def near_tokens(
+    scope: Scope, token: int, count: int = 20, barred: Bool[Tensor, " v"] | None = None
+) -> list[int]:
+    """Tokens of a token's kind for a model, the nearest first.
+
+    Nearest by the cosine of centred rows of the input embedding, among tokens of the same shape
+    that are no other form of the same word.
+
+    Parameters
+    ----------
+    scope : the model.
+    token : whose kind is meant.
+    count : the most tokens.
+    barred : tokens that are left out.
+
+    Examples
+    --------
+    >>> scope = Scope.load("smollm2-135m")
+    >>> lexicon = lexicon_of(scope)
+    >>> [lexicon.text(i) for i in near_tokens(scope, lexicon.by_text[" Italy"], 3)]
+    [' Germany', ' France', ' Spain']
+    """
+    lexicon = lexicon_of(scope)
+    free = lexicon.like(token, barred)
+    free[token] = False
+    closeness = lexicon.closeness(scope, token).masked_fill(~free, -torch.inf)
+    ranked = closeness.argsort(descending=True)[: 4 * count].tolist()
+    core = lexicon.texts[token].strip().lower()
+    others = [(i, lexicon.texts[i].strip().lower()) for i in ranked if free[i]]
+    return [i for i, other in others if other != core and not is_form(core, other)][:count]
 
 
 def shape_of(text: str) -> tuple[bool, ...]:
@@ -175,7 +243,7 @@ class Alternatives:
             True
         )
         self._kept: dict[tuple[Word, int], list[Ids]] = {}
-        self._likely: dict[Word, list[Ids]] = {}
+        self._likely: dict[tuple[Word, int], list[Ids]] = {}
         self._ranked: dict[int, Int[Tensor, " k"]] = {}
 
     def of(self, word: Word, count: int = 8) -> list[Ids]:
@@ -183,52 +251,65 @@ class Alternatives:
         has no more.
         """
         if (word, count) not in self._kept:
-            self.prepare([word])
-            likely = self._likely[word][: count // 2]
-            drawn = (
-                self._drawn(word, count)
-                if not self._is_cut(word)
-                else self._characters(word, count)
-            )
-            drawn = [ids for ids in drawn if ids not in likely][: count - len(likely)]
+            likely = self.likely(word, _LIKELY)[: count // 2]
+            drawn = [ids for ids in self.random(word, count) if ids not in likely][
+                : count - len(likely)
+            ]
             mixed = [ids for pair in zip(likely, drawn, strict=False) for ids in pair]
             self._kept[word, count] = (mixed + likely[len(drawn) :] + drawn[len(likely) :])[:count]
         return self._kept[word, count]
+
+    def near(self, word: Word, count: int) -> list[Ids]:
+        """Words of a word's kind: the nearest in the input embedding; none for a word of pieces."""
+        if len(word) > 1 or self._is_cut(word):
+            return []
+        tokens = near_tokens(self.again.scope, self.ids[word.start], count, self.barred)
+        return [(token,) for token in tokens]
+
+    def likely(self, word: Word, count: int) -> list[Ids]:
+        """What the model finds likely in a word's place, after what precedes, the likeliest first."""
+        self.prepare([word], count)
+        return self._likely[word, count]
+
+    def random(self, word: Word, count: int) -> list[Ids]:
+        """Words of the same shape, drawn at random."""
+        if self._is_cut(word):
+            return self._characters(word, count)
+        return self._drawn(word, count)
 
     def _is_cut(self, word: Word) -> bool:
         """Whether a word has a character that the tokenizer cuts into pieces."""
         return any(self.lexicon.texts[i] == PIECE for i in self.ids[word.start : word.stop])
 
-    def prepare(self, words: Sequence[Word]) -> None:
+    def prepare(self, words: Sequence[Word], count: int = _LIKELY) -> None:
         """Find the likely ones of some words together: first pieces of a word's shape, continued by
         the likeliest.
         """
-        new = [word for word in words if word not in self._likely]
+        new = [word for word in words if (word, count) not in self._likely]
         before = sorted({word.start - 1 for word in new} - {-1, *self._ranked})
         if before:
             at = torch.tensor(before)[:, None]
             logits = self._next_tokens(self.again.ids.cpu()[at], at)
             ranked = logits.topk(min(_RANKED, self.lexicon.size)).indices.cpu()
             self._ranked |= dict(zip(before, ranked, strict=True))
-        self._likely |= {word: [] for word in new}
+        self._likely |= {(word, count): [] for word in new}
         begun: list[tuple[Word, Ids]] = [
-            (word, (first,)) for word in new for first in self._first(word)
+            (word, (first,)) for word in new for first in self._first(word, count)
         ]
         while begun:
             for word, ids in begun:
                 if len(ids) == len(word):
-                    self._likely[word].append(ids)
+                    self._likely[word, count].append(ids)
             begun = [(word, ids) for word, ids in begun if len(ids) < len(word)]
             begun = self._continued(begun) if begun else []
 
-    def _first(self, word: Word) -> list[int]:
+    def _first(self, word: Word, count: int) -> list[int]:
         """The likeliest first pieces of a word's shape."""
         if word.start == 0 or self._is_cut(word):  # nothing comes before it
             return []
         ranked = self._ranked[word.start - 1]
-        return ranked[self.lexicon.like(self.ids[word.start], self.barred)[ranked]][
-            :_LIKELY
-        ].tolist()
+        fits = self.lexicon.like(self.ids[word.start], self.barred)
+        return ranked[fits[ranked]][:count].tolist()
 
     def _continued(self, begun: Sequence[tuple[Word, Ids]]) -> list[tuple[Word, Ids]]:
         """Words with as many pieces, each with the likeliest next one of its shape."""
