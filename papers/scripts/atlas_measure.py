@@ -31,6 +31,7 @@ from sklearn.metrics import roc_auc_score
 
 import qkscope as qk
 from qkscope.findings.head_jobs import DUPLICATE, INDUCTION, PREVIOUS
+from qkscope.heads import Head
 from qkscope.rerun.rerun_tokens import prompt_of
 from qkscope.results.result import Result
 from qkscope.sums.intervals import clustered_bootstrap
@@ -233,8 +234,7 @@ def ablated(scope: qk.Scope, heads: list[str], jobs: list[dict[str, Any]]) -> No
     before = accuracy([])
     previous = max((row for row in jobs if row["job"] == PREVIOUS), key=lambda row: row["share"])
     others = {
-        head: [str(h) for h in scope.heads() if h.layer == qk.Head.parse(head).layer]
-        for head in heads
+        head: [str(h) for h in scope.heads() if h.layer == Head.parse(head).layer] for head in heads
     }
     free = {head: [name for name in names if name not in heads] for head, names in others.items()}
     sets = sorted(accuracy([draws.choice(free[head]) for head in heads]) for _ in range(20))

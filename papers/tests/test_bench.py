@@ -65,7 +65,7 @@ def test_the_bridge_from_a_feature_to_singular_vectors(scope):
     fit = qk.decompose(
         scope, task, "L1H0,L2H0", n=64, contrasts=["lexical"], space="query_frame", batch_size=16
     )
-    basis = qk.singular_basis(scope, "L1H0,L2H0")
+    basis = qk.sums.singular_basis(scope, "L1H0,L2H0")
     tables, arrays = bridge(scope, fit, basis, task.test(32), sizes=(1, 8), draws=3, batch_size=16)
     row = tables["alignment"][0]
     assert row["vectors"] < row["vectors_rotated"] / 1.5  # few singular vectors, many rotated ones

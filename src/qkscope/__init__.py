@@ -2,42 +2,40 @@
 
 Public names are imported on first use, so that ``import qkscope`` and ``qkscope --help`` stay
 instant. Which there are, and where they live, stands in ``__init__.pyi``, which type checkers and
-editors read too.
+editors read too. The mathematics has a shelf of its own, ``qkscope.sums``.
 
-The nouns that all share: `errors`, `text` (items in groups, values in messages), `checking` (calls
-checked against their annotations), `seeds` (random numbers by address), `heads`, `examples`,
-`attention` (rows and their softmax), `hooks` (a subspace as an edit), `changes` (what can be changed
-in a run).
+The nouns that all share: `errors`, `public` (names imported on first use), `text` (items in groups,
+values in messages), `checking` (calls checked against their annotations), `seeds` (random numbers
+by address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` (a subspace as an
+edit), `changes` (what can be changed in a run).
 
 The rooms, in the order in which they may import each other: `results`, `texts`, `model`, `linear`,
 `rerun`, `sums`, `findings`, `verbs`, `show` and `cli`. The papers, their toys, nano training and the
 bench are a second distribution, `qkscope_papers`.
 """
 
-from __future__ import annotations
-
-import re
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+from qkscope.public import importer, listed
 
 __version__ = "0.2.0"
 
-_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_HOME = {name: home for home, name in re.findall(r"^from (\S+) import (\w+)", _STUB, re.MULTILINE)}
+_HOME = listed(__file__)
 __all__ = [*_HOME, "__version__"]
 
+_MOVED = {
+    "Head": "qkscope.heads.Head",
+    "Moments": "qkscope.sums.Moments",
+    "Subspace": "qkscope.sums.Subspace",
+    "alignment": "qkscope.sums.alignment",
+    "attribute": "qkscope.sums.attribute",
+    "load": "qkscope.sums.load_fit",
+    "singular_basis": "qkscope.sums.singular_basis",
+    "thin_svd": "qkscope.sums.thin_svd",
+    "view": "qkscope.show.server.view",
+    "write_gallery": "qkscope.show.gallery.write_gallery",
+}
+"""Names of 0.2 that are public elsewhere now."""
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'qkscope' has no attribute {name!r}")
-    home = _HOME[name]
-    if name == "tasks":  # a module, and no name of one
-        value = import_module(f"{home}.{name}")
-    else:
-        value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = importer(__name__, _HOME, _MOVED)
 
 
 def __dir__() -> list[str]:

@@ -1,22 +1,13 @@
 # For type checkers and editors: what `__init__.py` imports on first use.
+from qkscope import sums as sums
 from qkscope.errors import BadInput as BadInput
 from qkscope.examples import Example as Example
-from qkscope.findings.fit import load as load
-from qkscope.findings.singular_rows import singular_basis as singular_basis
-from qkscope.heads import Head as Head
 from qkscope.model.dictionary import Dictionary as Dictionary
 from qkscope.model.scope import Scope as Scope
 from qkscope.results.result import Result as Result
-from qkscope.show.gallery import write_gallery as write_gallery
 from qkscope.show.page import write_report as write_report
-from qkscope.show.server import view as view
-from qkscope.sums.bases import thin_svd as thin_svd
-from qkscope.sums.feature_split import alignment as alignment
-from qkscope.sums.moments import Moments as Moments
-from qkscope.sums.subspace import Subspace as Subspace
 from qkscope.texts import tasks as tasks
 from qkscope.verbs.atlas.atlas import atlas as atlas
-from qkscope.verbs.attribute import attribute as attribute
 from qkscope.verbs.decompose import decompose as decompose
 from qkscope.verbs.find_heads import find_heads as find_heads
 from qkscope.verbs.sparsity import sparsity as sparsity

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
+from qkscope.heads import Head
 
 Does = Literal["swap", "remove"]
 

@@ -19,15 +19,17 @@ class Swapped(NamedTuple):
     after: tuple[float, float]
 
 
-def own_feature(scope: qk.Scope, head: str, rank: int = 12) -> qk.Subspace:
+def own_feature(scope: qk.Scope, head: str, rank: int = 12) -> qk.sums.Subspace:
     """Directions that nobody chose, large enough to move attention."""
     delta = torch.randn(
         scope.d_head, scope.d_head, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    return qk.Subspace.from_delta(delta, rank, head=head, about={"group_size": scope.group_size})
+    return qk.sums.Subspace.from_delta(
+        delta, rank, head=head, about={"group_size": scope.group_size}
+    )
 
 
-def swapped_prompt(scope: qk.Scope, feature: qk.Subspace) -> Swapped:
+def swapped_prompt(scope: qk.Scope, feature: qk.sums.Subspace) -> Swapped:
     unit = qk.tasks.binding(4, form="sentence").test(1)[0][:1]
     example, pairs = unit[0], draw_pairs([unit])
     encoded = scope.encode([example])

@@ -16,7 +16,7 @@ import pytest
 import qkscope
 import qkscope as qk
 import qkscope_papers
-from qkscope import tasks
+from qkscope import sums, tasks
 
 MODULES = [
     module.name
@@ -43,8 +43,9 @@ def documented() -> Iterator[tuple[str, Any, str]]:
     things = {
         name: getattr(qk, name)
         for name in qk.__all__
-        if name not in ("BadInput", "tasks", "__version__")
+        if name not in ("BadInput", "sums", "tasks", "__version__")
     }
+    things |= {f"sums.{name}": getattr(sums, name) for name in sums.__all__}
     things |= {
         f"tasks.{name}": thing for name, thing in vars(tasks).items() if name in tasks.__all__
     }
@@ -67,7 +68,7 @@ def gaps() -> list[str]:
             if not re.search(rf"^\s*(\w+, )*\**{n}(, \w+)*\s*:", text, re.MULTILINE)
         ]
         found += [f"{name}: {n}" for n in missing]
-        if "." not in name.removeprefix("tasks.") and ">>>" not in text:
+        if "." not in name.removeprefix("tasks.").removeprefix("sums.") and ">>>" not in text:
             found.append(f"{name}: no example")
     return found
 
@@ -75,3 +76,4 @@ def gaps() -> list[str]:
 def test_every_public_parameter_is_documented_and_every_public_name_has_an_example():
     assert gaps() == []
     assert set(dir(qk)) == set(qk.__all__)
+    assert set(dir(sums)) == set(sums.__all__)

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qkscope import BadInput, Scope, Subspace, tasks
+from qkscope import BadInput, Scope, tasks
 from qkscope.sums.bases import Projector
+from qkscope.sums.subspace import Subspace
 from qkscope.sums.swap_algebra import swapped_keys
 from swapped_prompt import difference, own_feature, swapped_prompt
 

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
 from qkscope.checking import Count, Share, checked_call
+from qkscope.heads import Head
 
 
 @checked_call

@@ -11,7 +11,7 @@ import qkscope
 
 SOURCE = Path(qkscope.__file__).parent
 NOUNS = [
-    "errors", "text", "checking", "seeds", "heads", "examples", "attention", "hooks", "changes"
+    "errors", "public", "text", "checking", "seeds", "heads", "examples", "attention", "hooks", "changes"
 ]  # fmt: skip
 ROOMS = [
     *NOUNS,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qkscope import BadInput, tasks
-from qkscope.findings.fit import load
+from qkscope.findings.fit import load_fit
 from qkscope.model.scope import Scope
 from qkscope.results.folder import add_to_run, check_folder, write_file
 from qkscope.results.result import Result, provenance
@@ -81,7 +81,7 @@ def test_weights_are_not_replaced_and_a_link_to_a_folder_stays_one(
         fitted(scope, tmp_path / "to fits")
         Result("demo", {}, seed=seed).write(tmp_path / "to runs")
         assert Result.read(tmp_path / "runs").seed == seed
-    assert load(tmp_path / "fits", scope).heads
+    assert load_fit(tmp_path / "fits", scope).heads
     assert all((tmp_path / f"to {name}").is_symlink() for name in ("fits", "runs"))
     (tmp_path / "to nothing").symlink_to(tmp_path / "nothing")
     with pytest.raises(BadInput, match="is a link to a folder that is not there"):

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from qkscope import BadInput, attribute, decompose, swap, tasks
-from qkscope.findings.fit import load
+from qkscope import BadInput, decompose, swap, tasks
+from qkscope.findings.fit import load_fit
 from qkscope.model.scope import Scope
 from qkscope.results.folder import read_tensors
 from qkscope.results.result import Result, made_result, provenance
+from qkscope.verbs.attribute import attribute
 from tiny_llama import write_tiny_llama
 
 
@@ -66,7 +67,7 @@ def test_what_was_made_with_other_weights_or_another_tokenizer_is_refused(models
     units = task.test(4)
     assert swap(one, units, fit).table()
     for use in (
-        lambda: load(tmp_path / "fit", other),
+        lambda: load_fit(tmp_path / "fit", other),
         lambda: swap(other, units, fit),
         lambda: swap(other, units, fit, downstream=True),
         lambda: attribute(other, "hat: O", "L1H3", {"order": fit["order", "L1H3"]}),

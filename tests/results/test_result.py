@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
+from qkscope.heads import Head
 from qkscope.results.claims import Claim, rule_holds
 from qkscope.results.result import Result
 

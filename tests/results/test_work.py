@@ -102,7 +102,7 @@ def test_a_verb_goes_on_where_it_died_and_writes_its_folder(
     assert {path: path.stat().st_mtime_ns for path in before} == before, (
         "finished pieces are not made again"
     )
-    assert numbers(again) == numbers(whole(verb)) == numbers(qk.load(out))
+    assert numbers(again) == numbers(whole(verb)) == numbers(qk.sums.load_fit(out))
     assert again.arrays.keys() == whole(verb).arrays.keys()
     assert (out / "report.html").is_file()
     assert again.seconds > 0
@@ -138,7 +138,7 @@ def test_kills_at_random_moments_change_no_number(nano, fit, whole, tmp_path):
         else:  # one that was quicker than we does not count, and the first run took longer than others do
             seconds /= 2
         run(nano, fit, out=out)
-        assert numbers(qk.load(out)) == numbers(whole("decompose"))
+        assert numbers(qk.sums.load_fit(out)) == numbers(whole("decompose"))
         assert {path.name for path in out.iterdir()} == {
             path.name for path in (tmp_path / "whole").iterdir()
         }
@@ -201,7 +201,7 @@ def test_parts_of_one_folder_are_the_whole_in_any_order(verb, nano, fit, whole, 
         run(nano, fit, out=tmp_path / "run", part=(i, 3)) for i in (2, 3, 1)
     )  # counted from 1 here
     assert all(not part.tables and "pieces are there" in part.answer for part in parts)
-    assert numbers(last) == numbers(whole(verb)) == numbers(qk.load(tmp_path / "run"))
+    assert numbers(last) == numbers(whole(verb)) == numbers(qk.sums.load_fit(tmp_path / "run"))
     late = run(nano, fit, out=tmp_path / "run", part=(1, 3))
     assert not late.tables or numbers(late) == numbers(
         last

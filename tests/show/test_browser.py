@@ -22,7 +22,7 @@ def results(browser, nano):
     ranking = qk.find_heads(scope, task, 8)
     fit = qk.decompose(scope, task, "L2H0", 16, contrasts=["order", "lexical"], replicates=19)
     swaps = qk.swap(scope, task.test(16), fit, sizes=[1, 4, 12])
-    parts = qk.attribute(scope, PROMPT, "L2H0", fit)
+    parts = qk.sums.attribute(scope, PROMPT, "L2H0", fit)
     both = {row["condition"]: row["target_after"] for row in swaps.table()}
     claim = Claim("swapping both moves the attention to the target; random subspaces do not", "the majority",
                   both["both"], both["random_both"], "ours > 2 * control")  # fmt: skip

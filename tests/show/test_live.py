@@ -27,7 +27,7 @@ from qkscope import BadInput
 from qkscope.results.result import Result, plain_value
 from qkscope.show import session as session_module
 from qkscope.show.blocks import blocks_of
-from qkscope.show.server import Server
+from qkscope.show.server import Server, view
 from qkscope.show.session import Session, read_features
 
 PROMPT = "hat : O jam : Z cat : B jam :"
@@ -291,10 +291,10 @@ def test_a_chosen_port_stays_and_what_cannot_be_asked_about_is_refused(nano, sco
         assert ask(server, "api/model", host="evil.example")[0] == 403
         assert "There is nothing at this address" in ask(server, "nothing")[2]
     with pytest.raises(BadInput, match="decompose or atlas wrote"):
-        qk.view(live=True, fit=tmp_path, browser=False)
+        view(live=True, fit=tmp_path, browser=False)
     Result("heads", {"heads": []}).write(tmp_path / "run")
     with pytest.raises(BadInput, match="was written by heads"):
-        qk.view(live=True, fit=tmp_path / "run", browser=False)
+        view(live=True, fit=tmp_path / "run", browser=False)
     with pytest.raises(BadInput, match="has no tokenizer"):
         Session(qk.Scope.from_model(scope.model, name="bare", check=False))
 

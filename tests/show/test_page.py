@@ -37,7 +37,7 @@ def results(nano):
         "heads": qk.find_heads(scope, task, 4),
         "decompose": fit,
         "swap": qk.swap(scope, task.test(12), fit, sizes=[1, 2]),
-        "attribute": qk.attribute(scope, PROMPT, "L2H0", fit),
+        "attribute": qk.sums.attribute(scope, PROMPT, "L2H0", fit),
         "sparsity": qk.sparsity(scope, task, n=4),
         "atlas": qk.atlas(scope, texts, 8, test=8, length=32, progress=False),
         "why": qk.why(scope, PROMPT, "L2H3", draws=4),

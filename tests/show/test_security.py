@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qkscope as qk
-from qkscope import BadInput, Moments, tasks
+from qkscope import BadInput, tasks
 from qkscope.findings.fit import load, read_job, sums_file, task_of
 from qkscope.model.scope import Scope
 from qkscope.results.folder import read_tensors, write_tensors
 from qkscope.results.result import Result, plain_value
 from qkscope.show.page import script_json
+from qkscope.sums.moments import Moments
 from qkscope.texts.word_pools import OBJECTS
 from qkscope.verbs.decompose import decompose
 

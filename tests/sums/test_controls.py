@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planted import PlantedHead, randn
-from qkscope import BadInput, Head
+from qkscope import BadInput
+from qkscope.heads import Head
 from qkscope.seeds import draw_bits, draw_signs
 from qkscope.sums.controls import FEWEST, Gain, rank_above, run_controls
 from qkscope.sums.intervals import clustered_bootstrap

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from planted import PlantedHead, randn
-from qkscope import Head, tasks
+from qkscope import tasks
 from qkscope.findings.task_batches import UnitBatch, null_units
+from qkscope.heads import Head
 from qkscope.sums.controls import rank_above, run_controls
 from qkscope.sums.cross_validation import cross_validated_rank, plant
 from qkscope.sums.moments import Moments

@@ -260,7 +260,7 @@ def test_a_file_in_order_is_noticed_and_group_is_the_way_out(nano, tmp_path, ord
     if said:
         assert "p = 0.001" in fit.answer
         assert 'the same "group"' in fit.answer
-    assert qk.load(tmp_path / "fit", nano).answer == fit.answer
+    assert qk.sums.load_fit(tmp_path / "fit", nano).answer == fit.answer
     again = qk.decompose(
         nano, task, "L1H0,L1H1", 96, replicates=19, out=tmp_path / "fit", progress=False
     )

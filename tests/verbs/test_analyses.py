@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkscope import BadInput, Head, tasks
+from qkscope import BadInput, tasks
 from qkscope.examples import Example, Key
 from qkscope.findings.fit import load, read_job
 from qkscope.findings.task_batches import batches_of, unit_runner
+from qkscope.heads import Head
 from qkscope.model.scope import Scope
 from qkscope.results.result import Result
 from qkscope.sums.intervals import wilson

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import qkscope as qk
-from qkscope import BadInput, Head, tasks
+from qkscope import BadInput, tasks
+from qkscope.heads import Head
 from qkscope.model.scope import Scope
 from qkscope.verbs.decompose import decompose
 
@@ -79,14 +80,14 @@ CALLS = {
     'qk.atlas(scope, [f"zork{i} " * 40 for i in range(20)])': "most words of these 20 texts have none",
     'qk.decompose(scope, task, "L1H3", 8, rank=0)': "rank is 'energy', 'null' or a number from 1 to 16, but got 0",
     'qk.decompose(scope, task, "L1H3", 8, contrasts=["box", "box"])': "no contrast, or one that is named twice",
-    "qk.Subspace(2 * torch.eye(4), torch.ones(4), torch.eye(4), 2)": "the columns of U are not orthonormal",
+    "qk.sums.Subspace(2 * torch.eye(4), torch.ones(4), torch.eye(4), 2)": "the columns of U are not orthonormal",
     'fit["order", "L0H0"]': "nothing was fitted for 'order' at L0H0",
     # swaps and splits
     "qk.swap(scope, units)": "there is nothing to swap: give a fit",
     "qk.swap(scope, units, fit, sizes=[99])": "a curve of 99 dimensions does not fit into a head of 16.",
     # weights
-    "qk.alignment(basis, lex)": "L1H3 is not in this singular basis",
-    'qk.thin_svd(torch.full((2, 3), float("nan")), torch.ones(2, 3))': "a matrix with NaN or infinite entries",
+    "qk.sums.alignment(basis, lex)": "L1H3 is not in this singular basis",
+    'qk.sums.thin_svd(torch.full((2, 3), float("nan")), torch.ones(2, 3))': "a matrix with NaN or infinite entries",
     # who wrote it, and why
     'qk.trace(scope, task, "L1H3", feature=pre)': "the feature was fitted in pre_rope",
 }
@@ -157,7 +158,7 @@ def names(model) -> dict[str, object]:
     )
     return {
         "qk": qk, "torch": torch, "tasks": tasks, "scope": scope, "task": task, "fit": fit, "units": task.test(4),
-        "basis": qk.singular_basis(scope, ["L0H1"]), "lex": fit["lexical", "L1H3"],
+        "basis": qk.sums.singular_basis(scope, ["L0H1"]), "lex": fit["lexical", "L1H3"],
         "pre": pre, "inside": inside,
     }  # fmt: skip
 

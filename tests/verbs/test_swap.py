@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planted import PlantedHead, orthonormal, randn
-from qkscope import BadInput, Head, tasks
+from qkscope import BadInput, tasks
 from qkscope.attention import AttentionRows
 from qkscope.examples import Example
+from qkscope.heads import Head
 from qkscope.model.patch import Edit
 from qkscope.seeds import derived_seed, draw_bits
 from qkscope.sums.bases import Projector

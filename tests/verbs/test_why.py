@@ -47,7 +47,7 @@ def sums(rows):
 
 def test_parts_of_each_way_sum_to_the_logit(nano):
     one = PromptRun(nano, PROMPT).head("L2H3")
-    feature = qk.Subspace.from_delta(torch.eye(nano.d_head), rank=2)
+    feature = qk.sums.Subspace.from_delta(torch.eye(nano.d_head), rank=2)
     rows = part_rows(one, {"mine": feature})
     found = sums(rows)
     assert set(found) == {
@@ -59,7 +59,7 @@ def test_parts_of_each_way_sum_to_the_logit(nano):
     assert all(value == pytest.approx(one.total, abs=1e-4) for value in found.values())
     assert all(row["share"] == pytest.approx(row["value"] / one.total, abs=1e-6) for row in rows)
     assert [row["part"] for row in rows if row["by"] == "features"] == ["mine", "rest"]
-    by_token = qk.attribute(nano, PROMPT, "L2H3", {"mine": feature}).tables["split"]
+    by_token = qk.sums.attribute(nano, PROMPT, "L2H3", {"mine": feature}).tables["split"]
     mine = sum(
         float(one.weights[0, row["key"]]) * row["value"]
         for row in by_token

@@ -222,9 +222,9 @@ def _check_fit(folder: Path, heads: list[Any], values: Values, contrast: str = "
 
 def _load(folder: Path, values: Values) -> Any:
     """Read a fit of the model that is asked about."""
-    from qkscope.findings.fit import load
+    from qkscope.findings.fit import load_fit
 
-    return load(folder, values["scope"])
+    return load_fit(folder, values["scope"])
 
 
 def held_out_units(values: Values) -> Any:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import qkscope as qk
-from qkscope import BadInput, Head, Result, Scope
+from qkscope import BadInput, Result, Scope
 from qkscope.checking import Count
 from qkscope.cli.next_command import PROMPT, command
 from qkscope.cli.printing import print_end, print_json, say
 from qkscope.findings.task_batches import made_with
+from qkscope.heads import Head
 from qkscope.model.files import fetch as fetch_model
 from qkscope.results.claims import Claim
 from qkscope.results.progress import doing
@@ -52,7 +53,9 @@ def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
     out : folder for the site.
     title : what to call it.
     """
-    return Result.read(qk.write_gallery(out, *folders, title=title).parent)
+    from qkscope.show.gallery import write_gallery
+
+    return Result.read(write_gallery(out, *folders, title=title).parent)
 
 
 @verb("svd")
@@ -71,7 +74,7 @@ def svd(
     heads : heads like L18H6,L18H7; all by default.
     out : folder for the singular vectors (``arrays.safetensors``), the table and its page.
     """
-    basis = qk.singular_basis(scope, heads)
+    basis = qk.sums.singular_basis(scope, heads)
     rows = basis.table()
     arrays = {name: getattr(basis, name) for name in ("U", "S", "V", "read", "scale", "c_Q")}
     ranks = sorted(row["effective_rank"] for row in rows)
@@ -158,7 +161,7 @@ def demo(*, out: str | Path = "runs/demo", n: Count = 96) -> Result:
         fit = qk.decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     with doing("swapping them on held-out prompts"):
         swaps = qk.swap(scope, task.test(n), fit, heads, curve=True)
-    parts = qk.attribute(scope, PROMPT, heads[0], fit)
+    parts = qk.sums.attribute(scope, PROMPT, heads[0], fit)
     why = qk.why(scope, PROMPT, heads[0], features=fit)
     tables = {"heads": best, **fit.tables, **swaps.tables, **parts.tables, **why.tables}
     tables["said"] = [{"line": f"Why: {why.answer}"}, *why.tables["said"][:3]]

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from qkscope import Head
 from qkscope.changes import Inserted, Words
+from qkscope.heads import Head
 
 Verdict = Literal["shown", "not shown", "untested"]
 Row = dict[str, Any]

@@ -1,7 +1,7 @@
 """What `decompose` gives: the sums of each contrast, its subspaces with their controls, a folder.
 
 A folder holds what was asked (in its manifest), the sums, and a copy of the task's file. Subspaces
-are not stored, but made again from the sums by `load`: they are cheap, and then they cannot
+are not stored, but made again from the sums by `load_fit`: they are cheap, and then they cannot
 disagree.
 """
 
@@ -18,9 +18,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import BadInput, Head, Scope, tasks
+from qkscope import BadInput, Scope, tasks
 from qkscope.checking import checked_call, checked_class
 from qkscope.findings.task_batches import check_same_model, made_from, units_hash, with_notes
+from qkscope.heads import Head
 from qkscope.model.spaces import Space
 from qkscope.results.folder import MANIFEST, WORK, check_unchanged, file_name, read_run
 from qkscope.results.result import Result, provenance, write_result
@@ -138,7 +139,7 @@ class Fit(Result):
         return cov_q.matrix()[index].cpu(), cov_k.matrix()[index].cpu()
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
-        """Write the folder that `decompose` would have written, for `load` and the later verbs.
+        """Write the folder that `decompose` would have written, for `load_fit` and the later verbs.
 
         Parameters
         ----------
@@ -147,7 +148,7 @@ class Fit(Result):
         """
         if not self.sums:
             raise BadInput(
-                "this fit holds no sums of a whole job: write what decompose or load gave."
+                "this fit holds no sums of a whole job: write what decompose or load_fit gave."
             )
         job = self.provenance["asked"]
         contents = dict[str, str | bytes](files or {})
@@ -163,7 +164,7 @@ class Fit(Result):
 
 
 @checked_call
-def load(folder: str | Path, scope: Scope | None = None) -> Any:
+def load_fit(folder: str | Path, scope: Scope | None = None) -> Any:
     """Read back a run's folder: the fit of one that `decompose` wrote, and of any the tables.
 
     Parameters
@@ -176,12 +177,13 @@ def load(folder: str | Path, scope: Scope | None = None) -> Any:
     Examples
     --------
     >>> import tempfile
-    >>> from qkscope import Scope, decompose, load, tasks
+    >>> from qkscope import Scope, decompose, tasks
+    >>> from qkscope.findings.fit import load_fit
     >>> scope, out = Scope.load("nano:mixed"), tempfile.mkdtemp()
     >>> fit = decompose(scope, tasks.binding(5), "L1H0", 32, replicates=19, out=out, progress=False)
-    >>> load(out, scope).table() == fit.table()
+    >>> load_fit(out, scope).table() == fit.table()
     True
-    >>> sorted(load(out).tables)
+    >>> sorted(load_fit(out).tables)
     ['ranks', 'spectrum']
     """
     folder = Path(folder)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qkscope import BadInput, Head, Scope, Subspace
+from qkscope import BadInput, Scope
 from qkscope.findings.fit import Fit
 from qkscope.findings.task_batches import check_same_model
+from qkscope.heads import Head
 from qkscope.model.spaces import Space
+from qkscope.sums.subspace import Subspace
 
 
 def default_features(contrasts: Sequence[str]) -> list[str]:

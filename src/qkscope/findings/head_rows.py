@@ -18,9 +18,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
 from qkscope.attention import AttentionRows
 from qkscope.findings.task_batches import batches_of, words_of
+from qkscope.heads import Head
 from qkscope.linear.attribution import values_of
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import KINDS, Direction, Parts, Run, named

@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import BadInput, Head, Scope
+from qkscope import BadInput, Scope
 from qkscope.findings.prompt_trace import PromptTrace, Question
+from qkscope.heads import Head
 from qkscope.linear.attribution import direct_effect
 from qkscope.linear.run import Run
 from qkscope.model.encode import PIECE, token_texts

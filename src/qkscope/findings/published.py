@@ -18,9 +18,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head, Scope
+from qkscope import BadInput, Scope
 from qkscope.examples import Example, Span
 from qkscope.findings.task_batches import batches_of
+from qkscope.heads import Head
 from qkscope.model.capture_types import Places
 from qkscope.results.work import stream
 from qkscope.texts.task import ANSWER, Task, Unit

@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import Head, Scope
+from qkscope import Scope
 from qkscope.checking import checked_call
+from qkscope.heads import Head
 from qkscope.linear.head_weights import head_weights
 from qkscope.model.capture_types import Capture
 from qkscope.seeds import derived_seed
@@ -45,7 +46,7 @@ def singular_basis(
     Examples
     --------
     >>> import qkscope as qk
-    >>> qk.singular_basis(qk.Scope.load("nano:mixed"), ["L0H0", "L1H3"])
+    >>> qk.sums.singular_basis(qk.Scope.load("nano:mixed"), ["L0H0", "L1H3"])
     SingularBasis(L0H0, L1H3: 24 vectors each)
     """
     wanted = scope.parse(heads)

@@ -19,8 +19,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head, Scope
+from qkscope import BadInput, Scope
 from qkscope.examples import Example, Key
+from qkscope.heads import Head
 from qkscope.model.capture_types import Capture
 from qkscope.model.files import weights_part
 from qkscope.model.inputs import FIRST_TOKEN, check_visible

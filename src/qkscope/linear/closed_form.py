@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import Head
+from qkscope.heads import Head
 from qkscope.linear.head_weights import Form
 from qkscope.linear.layer import Kind, tolerance
 from qkscope.model.spaces import Rotary

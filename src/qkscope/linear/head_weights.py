@@ -22,7 +22,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkscope import BadInput, Head, Scope
+from qkscope import BadInput, Scope
+from qkscope.heads import Head
 from qkscope.linear.layer import AffineLayer, BlockArguments, Kind
 from qkscope.model.batching import layout_of
 from qkscope.model.block_tree import Norm, is_norm, take_apart

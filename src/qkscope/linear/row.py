@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
+from qkscope.heads import Head
 from qkscope.linear.run import KINDS, Parts, Run, Side, named
 
 _SLOTS = 128  # tokens whose writers are held at once: a long prompt takes no more room

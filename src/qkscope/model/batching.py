@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
+from qkscope.heads import Head
 from qkscope.model.capture_types import Capture, Facts, Places
 from qkscope.model.spaces import Rotary, Space
 from qkscope.model.tap import Call, Stop

@@ -23,7 +23,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from qkscope import BadInput, Example, Head
+from qkscope import BadInput, Example
+from qkscope.heads import Head
 from qkscope.model.spaces import rotary_settings
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
 from qkscope.checking import checked_class
+from qkscope.heads import Head
 from qkscope.hooks import Hook
 from qkscope.model.capture_types import Shape
 from qkscope.model.tap import Call

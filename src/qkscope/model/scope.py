@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qkscope import BadInput, Example, Head
+from qkscope import BadInput, Example
 from qkscope.checking import Count, checked_class
+from qkscope.heads import Head
 from qkscope.hooks import Hook
 from qkscope.model.batching import Picker
 from qkscope.model.capture_types import Capture, Places
@@ -137,6 +138,9 @@ class Scope(Runner):
         if check:
             check_once(scope)
         return scope
+
+    from_pretrained = load
+    """The same by the name that other libraries give it."""
 
     @classmethod
     def from_model(

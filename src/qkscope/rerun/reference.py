@@ -48,7 +48,7 @@ def run_plainly(scope: Scope, ids: Int[Tensor, " t"], changes: Sequence[Change] 
 
     Examples
     --------
-    >>> from qkscope import Head
+    >>> from qkscope.heads import Head
     >>> scope = Scope.load("nano:mixed")
     >>> ids = scope.encode(["hat: O jam: Z jam:"]).inputs["input_ids"][0]
     >>> run_plainly(scope, ids, [Hidden(Head(1, 0), key=6)]).attention[1][0, -1, 6]

@@ -24,7 +24,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from qkscope import Head, Scope
+from qkscope import Scope
+from qkscope.heads import Head
 from qkscope.model.batching import Picker
 from qkscope.model.capture_types import Capture, Places
 from qkscope.model.encode import Encoding

@@ -21,9 +21,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope import Head, Scope
+from qkscope import Scope
 from qkscope.attention import AttentionRows, soft
 from qkscope.changes import Change, Hidden, Inserted, Row, Words
+from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.linear.recording import last_alone
 from qkscope.linear.run import Run

@@ -34,9 +34,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkscope import BadInput, Result, Scope, Subspace
+from qkscope import BadInput, Result, Scope
 from qkscope.checking import checked_class
-from qkscope.findings.fit import Fit, load
+from qkscope.findings.fit import Fit, load_fit
 from qkscope.findings.fitted_features import default_features
 from qkscope.findings.next_token import TOKENS, Output
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace, Question, reader_of
@@ -50,6 +50,7 @@ from qkscope.results.folder import RESULTS
 from qkscope.show import counted
 from qkscope.show.blocks import blocks_of
 from qkscope.show.page import report_html
+from qkscope.sums.subspace import Subspace
 from qkscope.text import grouped
 from qkscope.verbs.why.why import answer_probe, circuit_of
 
@@ -86,7 +87,7 @@ def read_features(folder: str | Path, scope: Scope) -> Result:
     """The fit that `decompose` wrote into a folder, or the names of heads that `atlas` did."""
     result = features_result(folder)
     if result.experiment.startswith("decompose"):
-        return cast(Fit, load(folder, scope))
+        return cast(Fit, load_fit(folder, scope))
     check_same_model(result.provenance, scope, str(folder))
     return result
 

@@ -18,4 +18,19 @@ Files in reading order:
   vectors carry a feature. ``relative_logits``: a relative logit's keys, what is measured of rows,
   sums by word, writers at random. ``feature_terms``: one split among pairs of a dictionary's
   features.
+
+It is also the shelf on which users find the mathematics, ``qkscope.sums.NAME``: the names that
+``__init__.pyi`` lists, imported on first use. Those that need a model (`singular_basis`,
+`attribute`, `load_fit`) live in rooms below, and no file of this room imports them.
 """
+
+from qkscope.public import importer, listed
+
+_HOME = listed(__file__)
+__all__ = [*_HOME]
+
+__getattr__ = importer(__name__, _HOME)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

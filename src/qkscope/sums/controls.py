@@ -35,10 +35,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import BadInput, Head, Moments
+from qkscope import BadInput
 from qkscope.checking import checked_call
+from qkscope.heads import Head
 from qkscope.sums.bases import ROUNDING, checked_svd, energy_rank
 from qkscope.sums.cross_validation import PLANTS, POWER, CvRank, cross_validated_rank, plant
+from qkscope.sums.moments import Moments
 from qkscope.sums.nulls import Center, Statistic, false_discovery, head_p_values, p_value
 
 Verdict = Literal[

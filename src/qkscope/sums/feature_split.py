@@ -40,13 +40,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from qkscope import BadInput, Head, Subspace
+from qkscope import BadInput
 from qkscope.checking import Count, checked_call
+from qkscope.heads import Head
 from qkscope.results.result import Rows
 from qkscope.seeds import derived_seed
 from qkscope.sums.bases import checked_svd, oblique_projectors, principal_cosines
 from qkscope.sums.nulls import p_value
 from qkscope.sums.singular import SingularBasis, random_rotations, reconstruction_count, sparsity
+from qkscope.sums.subspace import Subspace
 
 RESIDUAL = "residual"
 Split = Literal["sequential", "average", "oblique"]
@@ -352,8 +354,8 @@ def alignment(
     --------
     >>> import qkscope as qk
     >>> scope = qk.Scope.load("nano:mixed")
-    >>> feature = qk.Subspace.from_delta(torch.eye(24), rank=3, head="L1H3", about={"space": "query_frame"})
-    >>> found = qk.alignment(qk.singular_basis(scope, "L1H3"), feature, draws=10)
+    >>> feature = qk.sums.Subspace.from_delta(torch.eye(24), rank=3, head="L1H3", about={"space": "query_frame"})
+    >>> found = qk.sums.alignment(qk.sums.singular_basis(scope, "L1H3"), feature, draws=10)
     >>> round(float(found.carried.sum()), 3) == round(found.total, 3)
     True
     """

@@ -38,8 +38,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
 from qkscope.checking import checked_class
+from qkscope.heads import Head
 from qkscope.sums.bases import Projector, heads_at_once, thin_svd
 
 _NULL = 1e-7  # relative size under which a direction of W_Q is not there
@@ -84,7 +85,7 @@ class SingularBasis:
     Examples
     --------
     >>> import qkscope as qk
-    >>> basis = qk.singular_basis(qk.Scope.load("nano:mixed"), "L1H3")
+    >>> basis = qk.sums.singular_basis(qk.Scope.load("nano:mixed"), "L1H3")
     >>> basis
     SingularBasis(L1H3: 24 vectors each)
     >>> basis["L1H3"].read.shape

@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
 from qkscope.checking import Count, checked_class
+from qkscope.heads import Head
 from qkscope.hooks import Does, Hook
 from qkscope.sums.bases import checked_svd, energy_rank
 from qkscope.sums.controls import Controls

@@ -29,8 +29,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
 from qkscope.attention import AttentionRows
+from qkscope.heads import Head
 from qkscope.results.result import Rows
 from qkscope.seeds import draw_bits
 from qkscope.sums.bases import Projector

@@ -32,7 +32,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope import BadInput, Head
+from qkscope import BadInput
+from qkscope.heads import Head
 from qkscope.seeds import derived_seed
 from qkscope.sums.bases import (
     Projector,

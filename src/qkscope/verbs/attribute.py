@@ -14,13 +14,15 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import Example, Head, Result, Scope, Subspace
+from qkscope import Example, Result, Scope
 from qkscope.findings.fit import Fit
 from qkscope.findings.fitted_features import features_of
 from qkscope.findings.prompt_trace import Question
 from qkscope.findings.task_batches import made_with
+from qkscope.heads import Head
 from qkscope.results.work import verb
 from qkscope.sums.feature_split import Attribution, Split, attribute_logits, part_name, split_rows
+from qkscope.sums.subspace import Subspace
 
 
 @verb("explain")
@@ -60,8 +62,8 @@ def attribute(
     --------
     >>> import torch, qkscope as qk
     >>> scope = qk.Scope.load("nano:mixed")
-    >>> feature = qk.Subspace.from_delta(torch.eye(scope.d_head), rank=2)
-    >>> found = qk.attribute(scope, "hat: O jam:", "L1H3", {"first two": feature})
+    >>> feature = qk.sums.Subspace.from_delta(torch.eye(scope.d_head), rank=2)
+    >>> found = qk.sums.attribute(scope, "hat: O jam:", "L1H3", {"first two": feature})
     >>> [row["part"] for row in found.tables["split"][:2]]
     ['first two', 'residual']
     """

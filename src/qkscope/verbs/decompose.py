@@ -91,7 +91,7 @@ def decompose(
     batch_size : prompts that run together.
     replicates : of each null; they are pooled over heads, so that 199 do for any number of them.
     seed : of the nulls.
-    out : folder for the sums and the results, which `load` reads; a run that died there is taken up
+    out : folder for the sums and the results, which `load_fit` reads; a run that died there is taken up
         where it stopped, and a folder of another job is refused.
     part : ``(i, n)``: make every n-th piece of the work into ``out``, which n processes share; the
         last of them adds all up, and the others return a fit without subspaces. Under torchrun each

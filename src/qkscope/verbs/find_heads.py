@@ -17,9 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import Head, Result, Scope
+from qkscope import Result, Scope
 from qkscope.checking import Count, Share, checked_class
 from qkscope.findings.task_batches import batches_of, clusters_of, made_from, made_with, with_notes
+from qkscope.heads import Head
 from qkscope.model.encode import Encoding
 from qkscope.model.inputs import check_visible
 from qkscope.results.work import Stage, current_work, verb

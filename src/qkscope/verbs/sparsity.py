@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import BadInput, Head, Scope
+from qkscope import BadInput, Scope
 from qkscope.checking import Count, Natural, Seed, checked_class
 from qkscope.findings.published import (
     CIRCUITS,
@@ -40,6 +40,7 @@ from qkscope.findings.published import (
 )
 from qkscope.findings.singular_rows import RelativeRows, relative_rows, singular_basis
 from qkscope.findings.task_batches import batches_of, made_from, made_with, units_hash
+from qkscope.heads import Head
 from qkscope.model.files import folder_hash, local_hash, weights_part
 from qkscope.model.inputs import answer_tokens
 from qkscope.model.load import check_revisions, revisions_of

@@ -1,7 +1,7 @@
 """The bridge: are the subspaces that contrasts find spanned by singular vectors of the weights? No
 paper asks this.
 
-Heads are found on the binding task, features fitted in the query's frame; `qkscope.alignment` says
+Heads are found on the binding task, features fitted in the query's frame; `qkscope.sums.alignment` says
 which singular vectors carry them. How much of their swaps the singular vectors alone reproduce is
 seen on held-out prompts, for each number k of dimensions: the first k directions of the contrast;
 the k singular vectors that carry most of it (`singular`, chosen on the prompts the contrast was

@@ -23,13 +23,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head, Result, Scope
+from qkscope import BadInput, Result, Scope
 from qkscope.checking import Count, Seed, checked_class
 from qkscope.findings.because import Because
 from qkscope.findings.finding import Look
 from qkscope.findings.head_jobs import job_of
 from qkscope.findings.prompt_trace import reader_of
 from qkscope.findings.task_batches import made_with
+from qkscope.heads import Head
 from qkscope.linear.attribution import direct_effect
 from qkscope.model.capture_types import Places
 from qkscope.model.encode import token_texts

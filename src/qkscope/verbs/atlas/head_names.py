@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Head, Scope
+from qkscope import BadInput, Scope
 from qkscope.findings.head_jobs import DUPLICATE, INDUCTION, PREVIOUS, PUNCTUATION
+from qkscope.heads import Head
 from qkscope.model.tap import Call
 from qkscope.rerun.rerun_tokens import prompt_of, room_of
 from qkscope.sums.intervals import clustered_bootstrap

@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Example, Head, Scope
+from qkscope import BadInput, Example, Scope
 from qkscope.findings.swap_rows import Pairs, check_swappable
+from qkscope.heads import Head
 from qkscope.model.capture_types import Capture
 from qkscope.model.encode import Encoding
 from qkscope.model.inputs import answer_tokens, check_visible

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qkscope import BadInput, Dictionary, Example, Scope, Subspace
+from qkscope import BadInput, Dictionary, Example, Scope
 from qkscope.checking import Count, Natural, Seed
 from qkscope.findings.fitted_features import features_of
 from qkscope.findings.head_rows import Pass
@@ -24,6 +24,7 @@ from qkscope.heads import Head, parse_heads
 from qkscope.linear.reader import Reader
 from qkscope.results.result import Result, provenance
 from qkscope.results.work import current_work, verb
+from qkscope.sums.subspace import Subspace
 from qkscope.texts.task import Task, Units
 from qkscope.verbs.trace.edges import DRAWS
 from qkscope.verbs.trace.features import check_dictionary

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from qkscope import BadInput, Example, Head, Scope
+from qkscope import BadInput, Example, Scope
 from qkscope.findings.because import Because
 from qkscope.findings.carriers import Carriers
 from qkscope.findings.finding import Look
 from qkscope.findings.next_token import Output, first_token, rival_token, whole
 from qkscope.findings.prompt_trace import PromptRun, reader_of
 from qkscope.findings.published import locate
+from qkscope.heads import Head
 from qkscope.rerun.nodes import Nodes
 from qkscope.results.work import Stage, current_work
 from qkscope.sums.intervals import wilson

@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkscope import BadInput, singular_basis
+from qkscope import BadInput
 from qkscope.findings.prompt_trace import PromptTrace
+from qkscope.findings.singular_rows import singular_basis
 from qkscope.sums.feature_split import Split, SplitSide, part_name, split_query, split_rows
 from qkscope.sums.singular import singular_coordinates
 

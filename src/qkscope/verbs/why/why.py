@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from qkscope import BadInput, Example, Result, Scope, Subspace
+from qkscope import BadInput, Example, Result, Scope
 from qkscope.checking import Count, Natural, Seed, checked_class
 from qkscope.findings.fit import Fit
 from qkscope.findings.fitted_features import features_of
@@ -27,6 +27,7 @@ from qkscope.heads import Head, parse_heads
 from qkscope.results.progress import doing
 from qkscope.results.work import PartDone, current_work, verb
 from qkscope.sums.feature_split import Split
+from qkscope.sums.subspace import Subspace
 from qkscope.texts.jsonl import read_prompts
 from qkscope.verbs.why import sentences
 from qkscope.verbs.why.circuit import LOGIT, Circuit, write_graph
@@ -376,6 +377,6 @@ def _subspaces(features: Fit | Mapping[str, Subspace], look: PromptTrace) -> dic
     subspaces, space = features_of(features, look.head, look.run.reader.scope)
     if space != "post_rope":
         raise BadInput(
-            f"the features were fitted in {space}, and why splits in post_rope: use qk.attribute."
+            f"the features were fitted in {space}, and why splits in post_rope: use qk.sums.attribute."
         )
     return subspaces
