@@ -18,6 +18,7 @@ need stands here. Files in reading order:
 - ``registry``: the rule of each kind of finding, its threshold and its precedence
 - ``because``: the words that decide a look, found by putting others in their place
 - ``relations``: what relates these words: proposed, tested, judged
+- ``rules``: what a head does, as a program: weighted parts that give its attention from text alone
 - ``head_jobs``: what a head does in one look, in the field's words; the atlases that ship
 - ``carriers``: a word changed, and what few writers wrote put back
 - ``messages``: findings in words
