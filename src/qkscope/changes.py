@@ -1,7 +1,7 @@
 """What can be changed in a prompt's run: values that an executor, or a ``with`` block, applies.
 
-A statement about a head is a prediction about such changes. `Words` act on the ids, `Row` and
-`Hidden` on the attention logits of one head, `Output` on what a writer adds to the residual stream.
+A statement about a head is a prediction about such changes. `Words` act on the ids, `Row`, `Pattern`
+and `Hidden` on the attention of one head, `Output` on what a writer adds to the residual stream.
 
 Three means stand in a writer's place, and they are not the same number. *Over other tokens*: at each
 token the mean over the prompt's other tokens, the first left out (`Output` without a value,
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -93,6 +94,29 @@ class Row:
     logits: Float[Tensor, " t"]
 
 
+@runtime_checkable
+class SaysAttention(Protocol):
+    """Anything that gives a pattern of attention from the tokens alone, such as a head's rule."""
+
+    def attention(self, ids: Int[Tensor, " t"]) -> Float[Tensor, "t t"]:
+        """The pattern, from each token (row) to each token (column); rows sum to 1."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """A head attends as a rule says, from every token of the prompt.
+
+    Parameters
+    ----------
+    head : whose pattern.
+    rule : that gives it.
+    """
+
+    head: Head
+    rule: SaysAttention
+
+
 @dataclass(frozen=True)
 class Hidden:
     """A head may not look at a key (attention knockout).
@@ -124,7 +148,7 @@ class Output:
     value: Float[Tensor, "t e"] | None = None
 
 
-Change = Words | Inserted | Row | Hidden | Output
+Change = Words | Inserted | Row | Pattern | Hidden | Output
 
 
 def together(*changes: Words) -> Words:

@@ -19,7 +19,8 @@ Its files, in reading order. The way of a batch through a model:
 - ``prefix``: a few tokens of a changed prompt run alone, among keys and values of the unchanged one;
   and whether that is the changed prompt
 - ``runner``: runs under the tap, watched, patched, continued, and changed for a ``with`` block
-- ``what_if``: how a change acts on a run: writers ablated, keys hidden, tokens replaced
+- ``what_if``: how a change acts on a run: writers ablated, keys hidden, tokens replaced,
+  heads that follow a rule
 - ``greedy``: what a greedy continuation asks of transformers
 
 Whether a model can be trusted to be looked into:

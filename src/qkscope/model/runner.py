@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkscope import BadInput, Example
+from qkscope.changes import Pattern, SaysAttention
 from qkscope.checking import Count, checked_class
 from qkscope.heads import Head, Writer
 from qkscope.hooks import Hook
@@ -100,6 +101,27 @@ class Runner(Shape):
         self._changes.places.clear()  # of other blocks, in other prompts
         return self._block([Knockout(self.check(head), key, query)])
 
+    def replace_head(self, head: str | Head, rule: SaysAttention) -> AbstractContextManager[None]:
+        """Put a rule in a head's place: it attends as the rule says, from every token.
+
+        What it reads and writes there stays its own. A key hidden from it is hidden from the rule.
+
+        Parameters
+        ----------
+        head : that follows the rule.
+        rule : a `Rule`, as an atlas gives it, or anything whose ``attention(ids)`` gives a pattern.
+
+        Examples
+        --------
+        >>> from qkscope import Scope
+        >>> from qkscope.findings.rules import Offset, Rule
+        >>> scope = Scope.load("nano:mixed")
+        >>> with scope.replace_head("L1H0", Rule([(1.0, Offset(1))])):
+        ...     float(scope.attention("hat: O jam: Z jam:", "L1H0")[-1, -2])
+        1.0
+        """
+        return self._block([Pattern(self.check(head), rule)])
+
     def replace(self, place: int | str, text: str | int) -> AbstractContextManager[None]:
         """Put another token in the place of one, in every prompt that is encoded inside the block.
 
@@ -120,7 +142,7 @@ class Runner(Shape):
 
     @property
     def is_changed(self) -> bool:
-        """Whether writers are ablated or keys hidden now, in this thread."""
+        """Whether writers are ablated, keys hidden or heads replaced now, in this thread."""
         return any(not isinstance(change, Replacement) for change in self._changes.open)
 
     @contextmanager

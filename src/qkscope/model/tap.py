@@ -117,6 +117,12 @@ class Call:
             return logits
         return self.softcap * torch.tanh(logits / self.softcap)
 
+    def products(self, head: int) -> Float[Tensor, "b s t"]:
+        """What one head's queries and keys give, capped, before the mask."""
+        k = self._read_by([head], self.k)[:, 0]
+        q = self.q[:, head].float()
+        return self.cap(self.scale * q @ k.transpose(-1, -2))
+
     def own_mask(self, head: int) -> Float[Tensor, "b s t"]:
         """One head's additive mask, to be written into; the head's output is computed again."""
         if not self.redrawn:

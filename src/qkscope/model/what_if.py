@@ -3,7 +3,8 @@
 An ablated writer puts out, at token t, its mean over the prompt's other tokens, the first left out:
 ``z̃_t = Σ_{s ≠ t, s > 0} z_s / n``; every later layer follows. A hidden key is one that a head may
 not look at (attention knockout): its logit is −∞. A replaced token is another one in the text, so
-that positions do not move.
+that positions do not move. A head that follows a rule has the rule's pattern in place of its own:
+``ℓ = log a`` for every key, whatever its queries and keys are.
 
 Changes belong to the thread that opened their block. Equal changes are one: a mean of means is
 another number.
@@ -21,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from qkscope.changes import Pattern
 from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.model.tap import Call, cleared
@@ -30,6 +32,8 @@ Place = int | str
 FindColumn = Callable[[Int[Tensor, " t"], Bool[Tensor, " t"], Place], int]
 """The column of a token in a padded row, from the row's ids, its mask and the token's place."""
 
+_NOTHING = 1e-12  # attention on a key that a rule gives none: the head still sees it
+_ABOVE_SINK = 40.0  # in logits: so far above an attention sink a row has all of its attention
 _ALIKE = 0.75  # of two prompts' tokens: one is the other with some words replaced
 
 
@@ -54,8 +58,8 @@ class Replacement(NamedTuple):
     text: str | int
 
 
-Change = Ablation | Knockout | Replacement
-C = TypeVar("C", Ablation, Knockout, Replacement)
+Change = Ablation | Knockout | Replacement | Pattern
+C = TypeVar("C", Ablation, Knockout, Replacement, Pattern)
 
 
 class Changes(threading.local):
@@ -107,7 +111,7 @@ class AppliedChanges:
         """Note the ids and the mask that a forward is given, and hook the MLPs it ablates."""
         ablations = self.changes.of(Ablation)
         knockouts = self.changes.of(Knockout)
-        if not ablations and not knockouts:
+        if not ablations and not knockouts and not self.changes.of(Pattern):
             return
         self.ids = _given_ids(args, kwargs)
         mask = kwargs.get("attention_mask")
@@ -133,7 +137,10 @@ class AppliedChanges:
         self.hooks.clear()
 
     def visit(self, call: Call) -> None:
-        """Ablate heads of a layer, and hide keys from them."""
+        """Let heads of a layer follow rules, ablate them, and hide keys from them."""
+        for pattern in self.changes.of(Pattern):
+            if pattern.head.layer == call.layer:
+                self._follow(call, pattern)
         for ablation in self.changes.of(Ablation):
             if isinstance(ablation.writer, Head) and ablation.writer.layer == call.layer:
                 call.outputs[ablation.writer.index] = self._mean_of_others
@@ -159,6 +166,30 @@ class AppliedChanges:
         total = (flat * weight).sum(1, keepdim=True)
         mean = (total - flat * weight) / others.clamp_min(1)
         return torch.where(others > 0, mean, flat).reshape(z.shape)
+
+    def _follow(self, call: Call, pattern: Pattern) -> None:
+        """Write into a head's mask what its logits lack of a rule's, sequence by sequence."""
+        assert self.ids is not None
+        assert self.mask is not None
+        head = pattern.head
+        products = call.products(head.index)
+        mask = call.own_mask(head.index)
+        above = 0.0
+        if call.sinks is not None:
+            above = float(call.sinks[head.index]) + _ABOVE_SINK
+        for row in range(len(mask)):
+            columns = self.mask[row].nonzero()[:, 0]
+            says = pattern.rule.attention(self.ids[row, columns].to(mask.device))
+            if says.shape != (len(columns), len(columns)) or bool(says.triu(1).any()):
+                raise BadInput(
+                    f"the rule for {head} is to give each token attention on itself and what "
+                    f"stands before it, a pattern of {len(columns)} by {len(columns)}."
+                )
+            columns = columns.to(mask.device)
+            logits = says.to(mask).clamp_min(_NOTHING).log() + above
+            lacking = logits - products[row][columns][:, columns]
+            later = torch.ones_like(lacking).triu(1).bool()
+            mask[row, columns[:, None], columns] = lacking.masked_fill(later, -torch.inf)
 
     def _hide(self, call: Call, knockout: Knockout) -> None:
         """Write −∞ into a head's mask, sequence by sequence."""

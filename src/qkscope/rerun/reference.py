@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope import Scope
-from qkscope.changes import Change, Hidden, Inserted, Output, Row, Words
+from qkscope.changes import Change, Hidden, Inserted, Output, Pattern, Row, Words
 from qkscope.model.block_tree import read_blocks
 from qkscope.model.capture_types import Places
 from qkscope.model.prefix import prompt_of
@@ -77,6 +77,8 @@ def run_plainly(scope: Scope, ids: Int[Tensor, " t"], changes: Sequence[Change] 
         for change in changes:
             if isinstance(change, Output):
                 blocks.enter_context(_output_set(scope, change))
+            if isinstance(change, Pattern):
+                blocks.enter_context(scope.replace_head(change.head, change.rule))
         logits = scope.watch(prompt_of(scope, ids[None]), visit, logits_at=read)
     assert logits is not None
     return PlainRun(attention, logits)
