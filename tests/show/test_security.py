@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import qkscope as qk
 from qkscope import BadInput, tasks
-from qkscope.findings.fit import load, read_job, sums_file, task_of
+from qkscope.findings.fit import load_fit, read_job, sums_file, task_of
 from qkscope.model.scope import Scope
 from qkscope.results.folder import read_tensors, write_tensors
 from qkscope.results.result import Result, plain_value
@@ -56,11 +56,11 @@ def test_sums_that_claim_another_shape_or_belong_elsewhere_are_refused(
     with monkeypatch.context() as patched:
         patched.setattr("qkscope.findings.fit.units_hash", lambda units: "0")
         with pytest.raises(BadInput, match="was fitted on other prompts of order"):
-            load(fit, scope)
+            load_fit(fit, scope)
     decompose(scope, tasks.binding(4), ["L0H1"], 16, out=fit.parent / "other", **JOB)
     shutil.copyfile(fit.parent / "other" / sums_file("order"), fit / sums_file("order"))
     with pytest.raises(BadInput, match="is not what a run wrote there"):
-        load(fit, scope)
+        load_fit(fit, scope)
 
 
 def test_names_in_a_run_folder_do_not_lead_out_of_it(scope, tmp_path):
@@ -82,15 +82,15 @@ def test_names_in_a_run_folder_do_not_lead_out_of_it(scope, tmp_path):
 
 
 def test_a_fit_without_its_sums_is_not_fitted_again_in_silence(scope, fit, monkeypatch):
-    before = load(fit, scope).table()
+    before = load_fit(fit, scope).table()
     with monkeypatch.context() as patched:
         patched.setattr(Scope, "capture_inputs", None)  # nor does a whole one run the model
-        assert load(fit, scope).table() == before
+        assert load_fit(fit, scope).table() == before
     (fit / sums_file("order")).unlink()
     with pytest.raises(
         BadInput, match=r"order\.safetensors is missing, .* run decompose again to make it"
     ):
-        load(fit, scope)
+        load_fit(fit, scope)
     assert not (fit / sums_file("order")).exists()
 
 

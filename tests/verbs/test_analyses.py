@@ -12,7 +12,7 @@ import torch
 
 from qkscope import BadInput, tasks
 from qkscope.examples import Example, Key
-from qkscope.findings.fit import load, read_job
+from qkscope.findings.fit import load_fit, read_job
 from qkscope.findings.task_batches import batches_of, unit_runner
 from qkscope.heads import Head
 from qkscope.model.scope import Scope
@@ -235,7 +235,7 @@ def test_what_decompose_writes_load_reads(scope, task, tmp_path):
     alone = decompose(scope, task, "L0H1,L1H2", 16, **job)
     assert alone.write(tmp_path / "written") == tmp_path / "written"
     for fit, folder in ((kept, "out"), (alone, "written")):
-        read = load(tmp_path / folder, scope)
+        read = load_fit(tmp_path / folder, scope)
         assert list(read) == list(fit)
         assert (read.tables, read.answer, read.seconds, read.seed) == (
             fit.tables,
@@ -254,7 +254,7 @@ def test_what_decompose_writes_load_reads(scope, task, tmp_path):
                 torch.equal(x, read.sums[name].tensors()[part])
                 for part, x in sums.tensors().items()
             )
-        assert load(tmp_path / folder).to_json() == fit.to_json()
+        assert load_fit(tmp_path / folder).to_json() == fit.to_json()
     assert read_job(tmp_path / "out") == read_job(tmp_path / "written")
     again = decompose(scope, task, "L0H1,L1H2", 16, **job, out=tmp_path / "written")
     assert again.tables == kept.tables
@@ -262,7 +262,7 @@ def test_what_decompose_writes_load_reads(scope, task, tmp_path):
         dataclasses.replace(kept, sums={}).write(tmp_path / "empty")
     Result("toy", {}).write(tmp_path / "toy")
     with pytest.raises(BadInput, match="is not a folder that decompose wrote"):
-        load(tmp_path / "toy", scope)
+        load_fit(tmp_path / "toy", scope)
 
 
 def test_scores_are_those_of_the_models_own_attention_with_wilsons_interval(scope, model):
