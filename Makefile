@@ -11,7 +11,7 @@ PIP    := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --no-build-i
 FETCH  := $(BIN)/qkscope fetch
 CODE   := src tests docs papers conftest.py
 
-.PHONY: setup gemma demo gallery test test-papers coverage browser lint bench calibrate docs clean
+.PHONY: setup gemma demo test test-papers coverage browser lint bench calibrate docs clean
 
 setup: $(STAMP)
 
@@ -37,48 +37,6 @@ gemma: setup
 
 demo: setup
 	@$(BIN)/qkscope demo
-
-# One offline site to look at: six prompts with their reasons, a small atlas, tasks, and figures of the papers. Each run is
-# made once, so that a stopped one goes on; Gemma's are left out without it.
-SHOWN   := runs/gallery
-PROMPTS := names-heads names boxes code capital potter position
-GEMMA   := $(addprefix $(SHOWN)/,$(addsuffix /results.json,gemma-heads gemma-why))
-RUNS    := $(addprefix $(SHOWN)/,$(addsuffix /results.json,$(PROMPTS) atlas demo trace nano-heads nano-fit nano-sparsity lee2026/fig4 franco2026/fig2))
-BOXES   := hat: O\njam: Z\ncat: B\njam:
-NAMES   := When Mary and John went to the store, John gave a drink to
-AREA    := def area(width, height):\n    return width *
-ROME    := The capital of France is Paris. The capital of Italy is
-TRAIN   := Harry Potter went to school. On the train, Harry
-TEA     := Anna likes tea and Tom likes coffee. So Anna drinks
-PLACE    = $(@D)
-OR_ELSE := false
-
-gallery: $(RUNS) $(GEMMA)
-	@$(BIN)/qkscope gallery $(addprefix $(SHOWN)/,$(PROMPTS) atlas demo) $(SHOWN) --out runs/site
-
-$(SHOWN)/demo/results.json:          VERB = demo
-$(SHOWN)/names-heads/results.json:   VERB = why '$(NAMES)' --versus ' John'
-$(SHOWN)/names/results.json:         VERB = why '$(NAMES)' --versus ' John' --head L23H0
-$(SHOWN)/boxes/results.json:         VERB = why '$(BOXES)' --head L18H6
-$(SHOWN)/code/results.json:          VERB = why '$(AREA)' --head L23H3
-$(SHOWN)/capital/results.json:       VERB = why '$(ROME)' --head L20H5
-$(SHOWN)/potter/results.json:        VERB = why '$(TRAIN)' --head L24H4
-$(SHOWN)/position/results.json:      VERB = why '$(TEA)' --head L11H1
-$(SHOWN)/atlas/results.json:         VERB = atlas --heads L11H1,L16H0,L17H4,L18H6,L20H0,L23H0 -n 4 --test 4
-$(SHOWN)/trace/results.json:         VERB = trace binding --heads L18H6 -n 16 --no-whole
-$(SHOWN)/gemma-heads/results.json:   VERB = heads ioi -n 32 --model gemma3-270m
-$(SHOWN)/gemma-why/results.json:     VERB = why '$(NAMES)' --head L12H1 --model gemma3-270m
-$(SHOWN)/nano-heads/results.json:    VERB = heads binding --form sentence -n 64 --model nano:mixed
-$(SHOWN)/nano-fit/results.json:      VERB = decompose binding --form sentence --heads L1H0,L1H1 -n 64 --model nano:mixed
-$(SHOWN)/nano-sparsity/results.json: VERB = sparsity ioi --revisions all -n 32 --model nano:mixed
-$(SHOWN)/lee2026/fig4/results.json:    VERB = reproduce lee2026 fig4 --preset smoke
-$(SHOWN)/franco2026/fig2/results.json: VERB = reproduce franco2026 fig2 --preset smoke
-$(SHOWN)/lee2026/% $(SHOWN)/franco2026/%: PLACE = $(SHOWN)
-$(GEMMA): OR_ELSE := echo "So it is left out; 'make gemma' installs the model."
-
-$(RUNS) $(GEMMA): | setup
-	@printf '%s\n' "qkscope $(VERB)"
-	@$(BIN)/qkscope $(VERB) --out $(PLACE) >/dev/null || $(OR_ELSE)
 
 test: setup
 	@$(BIN)/python -m pytest tests

@@ -31,7 +31,6 @@ _MOVED = {
     "singular_basis": "qkscope.sums.singular_basis",
     "thin_svd": "qkscope.sums.thin_svd",
     "view": "qkscope.show.server.view",
-    "write_gallery": "qkscope.show.gallery.write_gallery",
 }
 """Names of 0.2 that are public elsewhere now."""
 

@@ -172,6 +172,28 @@ def test_a_label_is_text_in_the_legend_and_a_chart_that_fails_is_alone(browser, 
     page.close()
 
 
+def test_a_link_leads_to_a_head_a_claim_or_a_prompt(browser, results, tmp_path):
+    """To a head's cell on a map, to a row of a folded table, to a claim, and to the prompt."""
+    claims = [Claim("L1H1 is right", "", 0.1, 0.2, "ours > control")]
+    rows = {"swap": [{"head": "L1H1", "score": 0.5}]}
+    named = write_report(tmp_path / "named.html", Result("lee2026/fig9", rows, claims)).as_uri()
+    told = write_report(tmp_path / "told.html", results[1], results[4]).as_uri()
+    watched = Watched(browser, f"{named}#claim-1")
+    page = watched.page
+    expect(page.locator("#claim-1:target")).to_contain_text("fails")
+    expect(page.locator("#claim-1")).to_be_in_viewport()
+    page.goto(f"{named}#L1H1")
+    expect(page.locator("tr#L1H1")).to_be_visible()
+    page.goto(f"{told}#L2H0")
+    expect(page.locator(".map .chosen")).to_have_attribute("visibility", "visible")
+    cell = page.locator('.map .cell[data-at="2,0"]').get_attribute("x")
+    expect(page.locator(".map .chosen")).to_have_attribute("x", cell)
+    page.goto(f"{told}#prompt-1")
+    expect(page.locator("#prompt-1")).to_be_in_viewport()
+    assert watched.errors == []
+    page.close()
+
+
 @pytest.fixture(scope="module")
 def why(nano):
     return qk.why(nano, PROMPT, "L2H3", draws=4)

@@ -1,4 +1,4 @@
-"""Commands that have no verb in Python: the main job, a site of runs, a first model, schemas.
+"""Commands that have no verb in Python: the main job, a first model, schemas.
 
 The main job (`demo`) finds the heads that answer "which box?", decomposes them into features, tests
 these causally and asks why of one prompt, with claims. Words for finding, fitting and testing are
@@ -39,23 +39,6 @@ _FIELDS = {
     "claims": ["array"],
 }
 """JSON types of what a result has besides its tables."""
-
-
-def gallery(folders: list[Path], *, out: str | Path, title: str = "") -> Result:
-    """Make one offline site of many runs: an index of answers, heads and claims, and every run's
-    page.
-
-    A run that is not finished is left out, and said so.
-
-    Parameters
-    ----------
-    folders : runs, or folders with runs in them.
-    out : folder for the site.
-    title : what to call it.
-    """
-    from qkscope.show.gallery import write_gallery
-
-    return Result.read(write_gallery(out, *folders, title=title).parent)
 
 
 @verb("svd")

@@ -545,21 +545,6 @@ _SVD = Command(
     panel="More",
 )
 
-_GALLERY = Command(
-    "gallery",
-    "qkscope.cli.begin:gallery",
-    "Make one offline site of many runs: an index of answers, heads and claims, and every "
-    "run's page.\n\n"
-    "A run that is not finished is left out, and said so.",
-    options=(
-        argument("folders", list[Path], "Runs, or folders with runs in them."),
-        Option("title", str, "What to call it.", default=""),
-        Option("out", Path, "Folder for the site.", default=NEEDED),
-        *PRINTED,
-    ),
-    panel="More",
-)
-
 _SCHEMA = Command(
     "schema",
     "qkscope.cli.begin:schema",
@@ -587,7 +572,6 @@ _IN_ORDER = (
     _DEMO,
     _FETCH,
     _SVD,
-    _GALLERY,
     _SCHEMA,
 )
 COMMANDS = {command.name: command for command in _IN_ORDER}

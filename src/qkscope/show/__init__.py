@@ -1,4 +1,4 @@
-"""Results as people see them: one offline page, a site of many, and the live page.
+"""Results as people see them: one offline page, and the live page.
 
 In come results, or run folders read back; out go pages that need no network, and PNG and PDF files.
 A page is made of tables and arrays alone, so that it is the same whenever it is made.
@@ -7,9 +7,8 @@ Reading order: `Block` (one thing to look at), `drawing` (tables are known by th
 ``names.toml`` (what their values are called), `blocks` (what a table is drawn as, and what is said
 beside it), `reasons` (the same of words, carriers and the atlas), `page` (blocks, claims, tables
 and what made them as one page), ``static/`` (a script per kind of block, on `base.js` and
-`colours.js`; of the live page `ask.js`, `state.js` and `live.js`; `page.css`; templates), `gallery`
-(many runs as one site), `session` (the same blocks of a prompt that somebody types), and `server`,
-which serves them.
+`colours.js`; of the live page `ask.js`, `state.js` and `live.js`; `page.css`; templates), `session` (the same
+blocks of a prompt that somebody types), and `server`, which serves them.
 """
 
 from __future__ import annotations

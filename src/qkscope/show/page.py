@@ -305,7 +305,7 @@ def page_of(folder: str | Path) -> Path:
         )
         raise BadInput(f"{folder} holds {len(inside)} runs: name one of {some}.")
     result = Result.read(folder)
-    page = folder / ("index.html" if result.experiment == "gallery" else PAGE)
+    page = folder / PAGE
     if drawn_here(page):
         return page
     if page.exists():

@@ -58,7 +58,7 @@
     fill(block, data);
     return block;
   };
-  for (const sentence of document.querySelectorAll(".answer, .lead, .card h3 a"))
+  for (const sentence of document.querySelectorAll(".answer, .lead"))
     sentence.replaceChildren(...qk.unbroken(sentence.textContent));
   for (const stored of document.querySelectorAll("script.data"))
     fill(stored.parentElement, JSON.parse(stored.textContent));
