@@ -5,6 +5,7 @@ nothing of it is run.
 import json
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -175,8 +176,10 @@ def test_a_hostile_chat_template_ends_in_a_sentence(monkeypatch, template, said)
     monkeypatch.setattr("qkscope.model.encode._SECONDS", 1)
     scope = qk.Scope.load("nano:mixed", check=False)
     scope.tokenizer.chat_template = template
+    threads = threading.active_count()
     with pytest.raises(BadInput, match=said):
         scope.encode(["hat jam"], chat=True)
+    assert threading.active_count() == threads  # none goes on, and slows down all that follows
 
 
 def test_double_precision_and_two_watchers_are_refused_in_words(nano):

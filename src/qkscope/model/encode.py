@@ -8,6 +8,7 @@ is tokenised alone.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -312,6 +313,8 @@ class Encoder:
             try:
                 render = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
                 outcome.append(render(messages, tokenize=False, add_generation_prompt=True))
+            except SystemExit:  # it was ended
+                return
             except Exception as error:  # whatever it raises is its own fault
                 outcome.append(error)
 
@@ -321,6 +324,8 @@ class Encoder:
         with swapped(products, limited):
             thread.start()
             thread.join(_SECONDS)
+            if thread.is_alive():
+                _end(thread)
         if not outcome:
             why = f"takes more than {_SECONDS} s"
         elif isinstance(outcome[0], Exception):
@@ -488,6 +493,18 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
     if str(first).startswith("▁") and not text.startswith(" "):
         return f" {text}"
     return text
+
+
+def _end(thread: threading.Thread) -> None:
+    """Raise SystemExit in a thread.
+
+    A template's endless loop would go on for the life of the process, and every small operation
+    on tensors would wait for it: the loop gives the interpreter's lock back every 5 ms only.
+    """
+    assert thread.ident is not None
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    raise_in(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    thread.join(1)
 
 
 def _limited_product(_environment: Any, _context: Any, operator: str, left: Any, right: Any) -> Any:
