@@ -87,8 +87,10 @@ def test_no_attention_of_all_tokens_runs_again_to_ask_what_an_mlp_read(monkeypat
         "qkscope.findings.graph._AT_ONCE", 4
     )  # of a long prompt the tokens asked about, in parts
     again = trace_graph(PromptTrace(run, asked, head, 3), depth=3, smallest=0)
+    # a rest is a difference of large parts, so it is rounded as the largest of them is
+    largest = max(abs(edge["value"]) for edge in found.edges)
     assert [edge["value"] for edge in again.edges] == pytest.approx(
-        [edge["value"] for edge in found.edges], abs=1e-6
+        [edge["value"] for edge in found.edges], abs=1e-6 * largest
     )
 
 
