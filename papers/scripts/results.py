@@ -228,58 +228,71 @@ def _source(claim: dict[str, Any]) -> str:
 
 
 def _claims_page(paper: str, known: dict[str, Any]) -> list[str]:
-    """What fails and why, then every figure with its claims, then the rules that were changed."""
-    own = {
-        name: entry
-        for figure in figures_of(paper)
-        for name, entry in known.items()
-        if name.partition("@")[0] == f"{paper}/{figure}"
-    }
-    rows = [(name.split("/")[1], claim) for name, entry in own.items() for claim in entry["claims"]]
-    lines = ["## What the paper says and we did not find", "",
-             "| figure | the paper | ours | control | why not |", "| --- | --- | ---: | ---: | --- |"]  # fmt: skip
-    for figure, c in rows:
-        if _sort(c) == "fails" and _source(c) != "ours":
-            said = f"{text_cell(c['paper'])} - {text_cell(c['claim'])}"
-            why = ": ".join(filter(None, (c["reason"], c["why"])))
-            lines.append(
-                f"| {figure} | {said} | {_measured(c)} | {number_cell(c['control'])} | {text_cell(why)} |"
-            )
+    """Every figure with its claims, a line each; then the rules that were changed, once."""
+    lines = list[str]()
+    changed = dict[str, set[str]]()
     for figure, experiment in figures_of(paper).items():
-        lines += ["", f"## {figure}: {text_cell(experiment.title)}", ""]
         entries = {
             name: entry
-            for name, entry in own.items()
+            for name, entry in known.items()
             if name.partition("@")[0] == f"{paper}/{figure}"
         }
+        lines += [f"## {figure}: {text_cell(experiment.title)}", ""]
         if not entries:
-            lines += [f"Not run yet: `qkscope reproduce {paper} {figure}`."]
+            lines += [f"Not run yet: `qkscope reproduce {paper} {figure}`.", ""]
         for name, entry in entries.items():
             lines += _figure_lines(name, entry)
-    changed = [(figure, claim) for figure, claim in rows if claim.get("changed")]
+            for claim in entry["claims"]:
+                if claim.get("changed"):
+                    changed.setdefault(claim["changed"], set()).add(figure)
     if changed:
-        lines += ["", "## Rules that were changed", "", "| figure | claim | rule | before, and why it changed |",
-                  "| --- | --- | --- | --- |"]  # fmt: skip
+        lines += ["## Rules that were changed after a run", ""]
         lines += [
-            f"| {figure} | {text_cell(c['claim'])} | `{c['rule']}` | {text_cell(c['changed'])} |"
-            for figure, c in changed
+            f"- {', '.join(sorted(figures))}: {text_cell(text)}"
+            for text, figures in changed.items()
         ]
     return lines
 
 
 def _figure_lines(name: str, entry: dict[str, Any]) -> list[str]:
+    """One run of a figure: its command, its claims, its picture."""
+    other = name.partition("@")[2]
     where = f"{entry['model']}, " if entry["model"] else ""
-    lines = [
-        *([f"### On {name.partition('@')[2]}", ""] if "@" in name else []),
-        text_cell(entry["answer"]), "",
-        f"`{entry['command']}` ({where}{entry['hardware']}, {entry['date']}, {entry['seconds']:.3g} s)", "",
-        "| claim | source | ours | control | rule | verdict |", "| --- | --- | ---: | ---: | --- | --- |",
-        *(f"| {text_cell(c['claim'])} | {text_cell(c['paper'] or 'ours')} | {_measured(c)} | "
-          f"{number_cell(c['control'])} | `{c['rule']}` | {_verdict(c)} |" for c in entry["claims"]), "",
-    ]  # fmt: skip
-    for made in {tuple(c["made"].values()) for c in entry["claims"] if "made" in c}:
-        lines += ["† `{}` ({}, {}, preset {})".format(*made), ""]
+    lines = [f"### On {other}", ""] if other else []
+    made = f"({where}{entry['hardware']}, {entry['date']}, {entry['seconds']:.3g} s)"
+    lines += [f"`{entry['command']}` {made}", ""]
+    if entry["claims"]:
+        lines += [
+            "| claim | where | ours | control | rule | verdict |",
+            "| --- | --- | ---: | ---: | --- | --- |",
+            *(_claim_line(claim) for claim in entry["claims"]),
+            "",
+        ]
+    for other_run in {tuple(c["made"].values()) for c in entry["claims"] if "made" in c}:
+        lines += ["† `{}` ({}, {}, preset {})".format(*other_run), ""]
     return [*lines, f"![{name}](figures/{name}.png)", ""] if entry["picture"] else lines
+
+
+def _claim_line(claim: dict[str, Any]) -> str:
+    """A row: the claim, where the paper makes it, the numbers, the rule and its verdict."""
+    cells = [
+        text_cell(claim["claim"]),
+        text_cell(_place(claim["paper"])),
+        _measured(claim),
+        number_cell(claim["control"]),
+        f"`{claim['rule']}`",
+        _verdict(claim),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _place(paper: str) -> str:
+    """Where the paper makes a claim, without its words.
+
+    >>> _place("§4, Fig. 4: moves all the attention"), _place("")
+    ('§4, Fig. 4', 'ours')
+    """
+    return paper.partition(": ")[0] if paper else "ours"
 
 
 def _verdict(claim: dict[str, Any]) -> str:
@@ -293,7 +306,10 @@ def _verdict(claim: dict[str, Any]) -> str:
         )
     if sort in ("lenient", "no such head"):
         return f"*{word}*, {text_cell(claim['lenient'] if sort != 'lenient' else 'lenient: ' + claim['lenient'])}"
-    return f"**fails**: {claim['reason']}" if sort == "fails" else word
+    if sort != "fails":
+        return word
+    cause = ": ".join(filter(None, (claim["reason"], claim["why"])))
+    return f"**fails**, {text_cell(cause)}"
 
 
 def _word(claim: dict[str, Any]) -> str:

@@ -75,16 +75,14 @@ def side_by_side(measure: Callable[[C], T], heads: Sequence[C]) -> list[T]:
 
 
 def toy_figures(
-    paper: str, prepare: Callable[[Sequence[Figure], Settings], None], deviation: str = ""
+    paper: str, prepare: Callable[[Sequence[Figure], Settings], None]
 ) -> Callable[..., Callable[[Callable[..., Result] | Experiment], Experiment]]:
     """Decorator of a paper's figures of toys: those asked for together have theirs trained together
     (``prepare``).
     """
 
     def toy_figure(name: str, title: str, cells: Any, **asked: Any) -> Callable[..., Experiment]:
-        register = figure(
-            paper, name, title, prepare=prepare, cells=cells, deviation=deviation, **asked
-        )
+        register = figure(paper, name, title, prepare=prepare, cells=cells, **asked)
         return lambda run: register(run if isinstance(run, Experiment) else one_thread()(run))
 
     return toy_figure

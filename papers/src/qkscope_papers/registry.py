@@ -55,9 +55,6 @@ class Settings:
     figure: str = ""
     model: str = EMBEDDED  # of figures that look into a language model
     prompts: str = ""  # of figures that have more than one kind; their first one by default
-    deviation: str = (
-        ""  # in what a figure is not what the paper describes; not so of other kinds than the first
-    )
 
     def result(
         self,
@@ -70,16 +67,12 @@ class Settings:
     ) -> Result:
         """What a run found, under the figure's name; ``about`` is for its provenance.
 
-        No claim stands twice. Where it fails at the preset smoke, what would decide it was not run;
-        where the figure is not what the paper describes, the paper is not refuted by it.
+        No claim stands twice. Where it fails at the preset smoke, what would decide it was not run.
         """
         said = [claim.claim for claim in claims]
         assert len(set(said)) == len(said), f"{self.paper}/{self.figure} makes a claim twice"
         name = f"{self.paper}/{self.figure}"
-        claims = [
-            _described(marked(name, claim), "" if self.prompts else self.deviation)
-            for claim in claims
-        ]
+        claims = [marked(name, claim) for claim in claims]
         if self.preset == "smoke":
             claims = [replace(claim, reason="not run here", why=_TOO_SMALL) for claim in claims]
         made = provenance(**{**(about or {}), "figure": self.figure, "preset": self.preset})
@@ -94,13 +87,6 @@ class Settings:
             answer=answer,
             provenance=made,
         )
-
-
-def _described(claim: Claim, deviation: str) -> Claim:
-    """A claim of a figure that is not what the paper describes cannot refute the paper."""
-    if not deviation or claim.source == "ours" or claim.reason != "refuted":
-        return claim
-    return replace(claim, reason="not run as described", why=f"{claim.why} {deviation}".strip())
 
 
 @cache
@@ -159,7 +145,6 @@ class Figure:
     )  # makes what figures share, in one go
     model: str  # what it looks into where no model is named
     prompts: tuple[str, ...] = ()  # kinds of prompts it can be asked for, the default first
-    deviation: str = ""
 
     def run(self, settings: Settings) -> Result:
         """Its numbers."""
@@ -186,14 +171,13 @@ def figure(
     prepare: Callable[[Sequence[Figure], Settings], None] | None = None,
     model: str = EMBEDDED,
     prompts: tuple[str, ...] = (),
-    deviation: str = "",
     **asked: Any,
 ) -> Callable[[Callable[..., Result] | Experiment], Experiment]:
     """Decorator: this function runs the figure, with ``asked`` beside the settings."""
 
     def register(run: Callable[..., Result] | Experiment) -> Experiment:
         experiment = run if isinstance(run, Experiment) else Experiment(run)
-        _FIGURES[paper][name] = Figure(title, experiment, asked, prepare, model, prompts, deviation)
+        _FIGURES[paper][name] = Figure(title, experiment, asked, prepare, model, prompts)
         return experiment
 
     return register
@@ -279,8 +263,8 @@ def reproduce(
     model : what figures of language models look into: a hub id, a folder, ``nano:NAME``; by default
         the embedded model, or a nano where training is shown.
     prompts : of figures that have more than one kind: ``ioi`` (many prompts), ``single`` (the
-        paper's one prompt) or ``text`` (natural text); of the first paper's grids ``scaled`` or
-        ``as-written`` (the text's own scales).
+        paper's one prompt) or ``text`` (natural text); of the first paper's grids ``as-released``
+        (the scales of the authors' code) or ``as-written`` (those of the paper's text).
     again : run what is finished too.
     show : told each figure's result as soon as there is one, before it is written.
 
@@ -333,9 +317,7 @@ def reproduce(
         for name, found in missing.items():
             start = time.perf_counter()
             with doing(f"{paper}/{name}: {found.title}"):
-                own = replace(
-                    settings, figure=name, model=model or found.model, deviation=found.deviation
-                )
+                own = replace(settings, figure=name, model=model or found.model)
                 result = found.run(own)
             made_by = {**result.provenance, "figure": asked[name]}
             result = replace(result, seconds=time.perf_counter() - start, provenance=made_by)

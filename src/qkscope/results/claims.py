@@ -6,7 +6,7 @@ not tell, and the claim is a tie.
 
 Every claim has a source. ``stated``: the paper says it, and ``paper`` begins with the place where
 it does. ``implied``: the paper needs it, but does not say it (``paper`` begins with that word).
-``ours``: we ask it (``paper`` is empty). A claim that fails has a reason: ``refuted``, unless
+``ours``: we ask it (``paper`` is empty). A claim that fails has a reason: ``counter-finding``, unless
 something better is argued beside it in one sentence (``why``). A claim without an interval is open,
 unless it is ``exact``; one that holds says little if its rule is ``lenient``.
 """
@@ -24,7 +24,7 @@ from qkscope.errors import BadInput
 
 Number = float | None
 _STEPS = 64  # of an interval, at whose ends a rule is evaluated
-REASONS = ("refuted", "not run as described", "small model", "other setting", "not run here")
+REASONS = ("counter-finding", "not run as described", "small model", "other setting", "not run here")
 _VERDICTS = {True: "holds", None: "tie", False: "fails"}
 
 
@@ -62,7 +62,7 @@ class Claim:
     rule: str
     low: float | None = None
     high: float | None = None
-    reason: str = "refuted"
+    reason: str = "counter-finding"
     why: str = ""
     changed: str = ""
     exact: bool = False

@@ -112,7 +112,7 @@ def _training_claims(found: Sweep) -> list[Claim]:
     reason = found.unlike(PYTHIA)
     last = found.last
     inside = found.inside
-    other = "refuted" if reason[0] == "refuted" else "other setting"
+    other = "counter-finding" if reason[0] == "counter-finding" else "other setting"
     counts = found.mean(last["count"], inside)
     close = found.mean(last["count_tol"] - last["count_tol_null"], inside)
     claims = [

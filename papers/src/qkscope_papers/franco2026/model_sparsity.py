@@ -111,7 +111,7 @@ def _claims(
         claims += [
             Claim("Sparsity falls over training (change of its mean over the circuit; control: at heads outside)",
                   "Sec. 5, Fig. 7(b): attention sparsity emerges in Pythia", plain.mean,
-                  found.mean(last["sparsity"] - first["sparsity"], found.outside).mean, "ours < 0", plain.low,
+                  found.mean(last["sparsity"] - first["sparsity"], found.outside).mean, "ours < control", plain.low,
                   plain.high, *reason,
                   "It was sparsity less that of rotated vectors, which is ours, resampled by prompt."),
             Claim("Under rotated vectors at least half of the fall is gone (change of the rotated sparsity; control: "
@@ -122,7 +122,7 @@ def _claims(
     end = found.mean(_gap(last), inside)
     rotated = found.mean(last["rotated"], inside).mean
     against = (
-        "refuted" if reason[0] == "other setting" else reason[0]
+        "counter-finding" if reason[0] == "other setting" else reason[0]
     )  # the paper claims it of any architecture
     claims.append(
         Claim("At the end terms are sparser than over rotated singular vectors (sparsity − rotated; control: at heads "

@@ -130,7 +130,7 @@ class Sweep:
         """Why a statement of the paper may fail here: its reason, and the sentence that argues it."""
         model = str(self.result.model)
         if self.prompts != TEXT and model == paper:
-            return "refuted", ""
+            return "counter-finding", ""
         if model.startswith("nano:"):
             return (
                 "small model",

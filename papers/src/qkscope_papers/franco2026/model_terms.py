@@ -124,8 +124,8 @@ def _four_claims(found: Sweep, chosen: list[int]) -> list[Claim]:
             f"In each case sparsity falls from start to end (change at the head where it falls least, "
             f"{found.edges[least].head}; control: over rotated vectors)", "Sec. 5, Fig. 8: in each case decomposition "
             "becomes significantly sparse", falls[least].mean,
-            found.mean(found.last["rotated"] - found.first["rotated"], [least]).mean, "ours < 0", falls[least].low,
-            falls[least].high, *reason,
+            found.mean(found.last["rotated"] - found.first["rotated"], [least]).mean, "ours < control",
+            falls[least].low, falls[least].high, *reason,
             "It was the mean over heads of sparsity − rotated, which Fig. 7b asks."))  # fmt: skip
     return claims
 
@@ -148,7 +148,7 @@ def _all_claims(found: Sweep) -> list[Claim]:
         claims.append(Claim(
             "Relative attention gets sparser in training at most heads (share of the circuit's edges whose fall is "
             "told from 0, corrected for their number; control: heads outside)", "G.2, Fig. 25: relative attention "
-            "sparsifies as a result of training", inside, outside, "ours > 0.5", *wilson(
+            "sparsifies as a result of training", inside, outside, "ours > control", *wilson(
                 round(inside * len(found.inside)), len(found.inside)), *reason,
             "It was the mean over heads of sparsity − rotated, which Fig. 7b asks."))  # fmt: skip
     return claims

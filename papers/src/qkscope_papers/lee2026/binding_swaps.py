@@ -223,6 +223,12 @@ def _claims(
     return claims
 
 
+_FAINT = (
+    "At these heads order has rank 1 to 2, where the paper has 2 or 3, and they are half as wide."
+)
+_WAS_LENIENT = "was ours > 0, which a hundredth of the attention passed."
+
+
 def _swap_claims(
     tables: dict[str, list[Row]], head: str, estimator: Estimator, said: str
 ) -> list[Claim]:
@@ -246,7 +252,8 @@ def _swap_claims(
         Claim(f"swapping both moves the majority of the attention (shift, {whose} estimators; control: random)",
               paper["both"], moved.mean, random["shift"], "ours > 0.5", **moved.ends, **was),
         *(Claim(f"{name} alone moves some attention (shift over random, {whose} estimator)", paper["alone"],
-                at[name]["gain"], None, "ours > 0", **_gain(at[name]).ends)
+                at[name]["gain"], None, "ours > 0.05", **_gain(at[name]).ends,
+                reason="small model", why=_FAINT, changed=_WAS_LENIENT)
           for name in ("order", "lexical")),
         Claim(f"both move more than either alone (difference of shifts, {whose} estimators)", paper["larger"],
               alone.mean, None, "ours > 0", **alone.ends),

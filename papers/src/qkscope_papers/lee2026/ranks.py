@@ -212,7 +212,7 @@ def _claims(rows: list[Row], lr: float) -> list[Claim]:
               found.mean, "ours < 0.5 * control", **lost.ends),
     ]  # fmt: skip
     rate: dict[str, Any] = {
-        "reason": "refuted" if lr == WORK["paper"].lr else "not run as described"
+        "reason": "counter-finding" if lr == WORK["paper"].lr else "not run as described"
     }
     for variant, d_head in distinct(rows, "variant", "d_head"):
         cells = pick(rows, variant=variant, d_head=d_head)
