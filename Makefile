@@ -38,21 +38,20 @@ gemma: setup
 demo: setup
 	@$(BIN)/qkscope demo
 
-test: setup
+test: browser
 	@$(BIN)/python -m pytest tests
 
 test-papers: setup
 	@$(BIN)/python -m pytest papers/tests
 
 # Which lines no test runs; slower than the tests alone. Processes that tests kill say nothing of theirs.
-coverage: setup
+coverage: browser
 	@$(BIN)/python -m pytest --cov=qkscope --cov=qkscope_papers --cov-report=term:skip-covered tests papers/tests
 
-# A browser for the tests of the pages; without one they skip, and say so.
-browser:
-	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
-	  { test "$$(id -u)" = 0 || { echo "Installing Chromium needs root: run 'sudo make browser'." >&2; exit 2; }; \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
+# A browser for the tests of the pages: on Debian as root it is installed; elsewhere a Chrome that is there is taken, or a
+# line says which tests are left out without one.
+browser: setup
+	@$(BIN)/python tests/helpers/browser.py
 
 lint: setup
 	@$(BIN)/ruff check $(CODE)

@@ -1,30 +1,47 @@
 """A real Chromium for tests: the system's own, driven by playwright; without one, tests skip with
 the reason.
+
+As a script (``make browser``) it installs one on Debian as root, or says in a line which tests are
+left out without one.
 """
 
 import os
 import shutil
+import subprocess
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+PACKAGES = ("--no-install-recommends", "chromium", "fonts-dejavu-core")
+QUIETLY = {"DEBIAN_FRONTEND": "noninteractive"}
+LEFT_OUT = (
+    "No Chrome or Chromium is here, so the tests that open pages in one (in tests/show) are left out: "
+    "to have them, install Chrome, or run "
+    "'sudo apt-get install chromium', or name one in QKSCOPE_CHROMIUM.\n"
+)
 SCREENSHOTS = Path(__file__).parents[2] / "runs" / "screenshots"
 ARGUMENTS = ["--no-sandbox"]  # containers run as root
 SCREENS = [("light", 1280, False), ("dark", 1280, True), ("phone", 390, False)]
 
 
+def find_browser() -> str | None:
+    """Path of a Chromium or Chrome on this machine: QKSCOPE_CHROMIUM, one on the path, a Mac's."""
+    named = os.environ.get("QKSCOPE_CHROMIUM")
+    places = [named] if named else [*map(shutil.which, NAMES), MAC]
+    return next((place for place in places if place and Path(place).is_file()), None)
+
+
 def chromium_path() -> str:
     """The browser, or a skip that says what to do."""
     pytest.importorskip("playwright", reason="playwright is not installed: pip install -e '.[dev]'")
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    found = os.environ.get("QKSCOPE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip(
-            "there is no Chromium here: run 'make browser' (on Debian, as root) to test pages in one"
-        )
-    return found
+    path = find_browser()
+    if path is None:
+        pytest.skip("there is no Chrome or Chromium here: `make browser` says how to have one")
+    return path
 
 
 @contextmanager
@@ -104,3 +121,17 @@ class Watched:
         assert self.errors == []
         self.page.set_viewport_size(before)
         self.page.emulate_media(color_scheme="light")
+
+
+def bring_browser() -> str:
+    """Install Chromium where that can be done; returns a sentence, or nothing where there is one."""
+    if find_browser() is None and shutil.which("apt-get") and os.geteuid() == 0:
+        print("Installing Chromium for the tests of the pages ...", flush=True)
+        quiet = {"stdout": subprocess.DEVNULL, "env": {**os.environ, **QUIETLY}, "check": False}
+        subprocess.run(["apt-get", "update", "-qq"], **quiet)
+        subprocess.run(["apt-get", "install", "-qq", "--yes", *PACKAGES], **quiet)
+    return "" if find_browser() else LEFT_OUT
+
+
+if __name__ == "__main__":
+    print(bring_browser(), end="")
