@@ -117,6 +117,10 @@ class TrainingTask(ABC):
         return losses.detach()
 
 
+Schedule = Literal["constant", "cosine", "quarter cosine"]
+"""Of the learning rate: it falls to 0 by half a period of a cosine, or by a quarter."""
+
+
 @checked_class
 @dataclass(frozen=True)
 class Recipe:
@@ -131,7 +135,7 @@ class Recipe:
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     diverged_above: float = 10.0  # times the loss before training
 
     def table(self) -> Float[Tensor, "steps 3"]:
@@ -142,6 +146,8 @@ class Recipe:
         factor = torch.ones_like(step)
         if self.schedule == "cosine":
             factor = (1 + torch.cos(math.pi * (step - 1) / self.steps)) / 2
+        if self.schedule == "quarter cosine":
+            factor = torch.cos(math.pi * (step - 1) / (2 * self.steps))
         first, second = (1 - beta**step for beta in self.betas)
         return torch.stack([factor, factor / first, second.sqrt()], dim=1).float()
 

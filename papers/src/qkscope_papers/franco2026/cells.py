@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from qkscope_papers.fleet import toy_figures
 from qkscope_papers.franco2026.toy.stack import ToyCell
 from qkscope_papers.franco2026.toy.superposition import READINGS, Superposition, linear_pairs
 from qkscope_papers.franco2026.toy.trained import ToyRun, train_toys
 from qkscope_papers.registry import Figure, Settings
+from qkscope_papers.trainer import Schedule
 
 
 @dataclass(frozen=True)
@@ -111,24 +113,33 @@ DEFAULT_RUN = toys_of(lambda preset: {"default": Superposition()})
 """The run that figures 5, 6, 7a and 24 share: trained until it is stable."""
 
 
+DRAFTED = "as drafted"
+_DRAFT: dict[str, Any] = {"head_std": 0.135, "feature_std": 0.10}
+
+
 def watched(settings: Settings) -> dict[str, list[ToyCell]]:
-    """Figure 3: as many steps as the paper takes, both readings of its loss, closely spaced
-    checkpoints.
+    """Figure 3: as many steps as the paper takes, closely spaced checkpoints.
+
+    Both readings of the loss, each from our start by half a cosine, and from the start of a
+    co-author's draft by a quarter of one (`DRAFTED`).
     """
+    configurations = dict[str, list[ToyCell]]()
+    for reading in READINGS:
+        ours = Superposition(reading=reading)
+        drafted = Superposition(reading=reading, **_DRAFT)
+        name = f"reading {reading}"
+        configurations[name] = _watched_cells(settings, ours, "cosine")
+        configurations[f"{name}, {DRAFTED}"] = _watched_cells(settings, drafted, "quarter cosine")
+    return configurations
+
+
+def _watched_cells(settings: Settings, task: Superposition, schedule: Schedule) -> list[ToyCell]:
+    """One toy for every seed."""
     work = WORK[settings.preset]
-    return {
-        f"reading {reading}": [
-            ToyCell(
-                Superposition(reading=reading),
-                settings.seed + k,
-                work.watched,
-                work.lr,
-                every=work.dense,
-            )
-            for k in range(work.watched_seeds)
-        ]
-        for reading in READINGS
-    }
+    seeds = range(settings.seed, settings.seed + work.watched_seeds)
+    return [
+        ToyCell(task, seed, work.watched, work.lr, schedule, every=work.dense) for seed in seeds
+    ]
 
 
 def train(cells: Cells, settings: Settings) -> dict[str, list[ToyRun]]:

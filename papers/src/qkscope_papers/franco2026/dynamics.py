@@ -7,13 +7,15 @@ end), and the one from which u_k stays where it ends, each against the order of 
 An untrained head gives the value at step 0, a random direction the best that chance finds. The
 paper's loss is lost in our copy, and its two readings differ here: both are trained, as long as the
 paper trains. Every claim is decided on reading C, that of all other figures; reading B stands
-beside it as the control.
+beside it as the control. The same is asked once more of toys that start and slow down as a
+co-author's draft has them, as claims of ours: nothing says that the paper's figure was made so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,15 @@ from torch import Tensor
 from qkscope.results.claims import Claim
 from qkscope.results.result import Result
 from qkscope_papers.figures import INK, new_figure, shades
-from qkscope_papers.franco2026.cells import OVER_P, WORK, Cells, toy_figure, train, watched
+from qkscope_papers.franco2026.cells import (
+    DRAFTED,
+    OVER_P,
+    WORK,
+    Cells,
+    toy_figure,
+    train,
+    watched,
+)
 from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import alignment_rows
 from qkscope_papers.franco2026.toy.superposition import Pair, by_logit
@@ -68,7 +78,7 @@ def run(settings: Settings, cells: Cells) -> Result:
     return settings.result(
         _answer(onsets),
         tables,
-        _order_claims(onsets),
+        _order_claims(onsets) + _drafted_claims(onsets),
         across_training(first),
         about=_about(settings),
     )
@@ -199,6 +209,18 @@ def order_agreement(onsets: Sequence[Row], name: str) -> float:
 def _aligned(onsets: list[Row]) -> Estimate:
     """Share of pairs that end aligned, over seeds."""
     return over_seeds(onsets, lambda own: mean(float(r["final"] >= STAYS) for r in own))
+
+
+def _drafted_claims(onsets: list[Row]) -> list[Claim]:
+    """The claims of figure 3 on toys as a co-author's draft has them: claims of ours."""
+    readings = {READING: f"{READING}, {DRAFTED}", OTHER: f"{OTHER}, {DRAFTED}"}
+    drafted = []
+    for ours, name in readings.items():
+        drafted += [row | {"config": ours} for row in pick(onsets, config=name)]
+    return [
+        replace(claim, claim=f"{DRAFTED}: {claim.claim}", paper="", changed="")
+        for claim in _order_claims(drafted)
+    ]
 
 
 def _order_claims(onsets: list[Row]) -> list[Claim]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -29,7 +29,7 @@ from qkscope_papers.franco2026.toy.superposition import (
     band_frequencies,
     rotated_logits,
 )
-from qkscope_papers.trainer import Recipe, Stack, TrainingTask
+from qkscope_papers.trainer import Recipe, Schedule, Stack, TrainingTask
 
 TOKENS = 1024  # keys of a batch, in contexts of one query each
 _MODELS_AT_ONCE = 8  # on a CPU: 0.1 MB for each table of tokens
@@ -43,7 +43,7 @@ class ToyCell:
     seed: int = 0
     steps: int = 20_000
     lr: float = 1e-3
-    schedule: Literal["constant", "cosine"] = "cosine"
+    schedule: Schedule = "cosine"
     every: int = 200  # steps between the checkpoints that are kept
 
     @property

@@ -62,6 +62,7 @@ class Superposition:
     dictionary : W as rows, frozen: the head alone is trained, and nothing is reconstructed.
     head_std : size of the head's entries before training; the paper does not say. 0.18 is that of
         ``nn.Linear``.
+    feature_std : size of W's entries before training; Xavier's of the matrix if None.
     """
 
     n: Count = 20
@@ -77,6 +78,7 @@ class Superposition:
     positional: tuple[Positional, ...] = ()
     dictionary: tuple[tuple[float, ...], ...] | None = None
     head_std: float = 0.18
+    feature_std: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
@@ -161,7 +163,9 @@ class Toy:
     def untrained(cls, task: Superposition, seed: int) -> Toy:
         """Gaussian features at Xavier's scale, no bias, and a head of Gaussian entries."""
         generator = torch.Generator().manual_seed(derived_seed(seed, 21))
-        W = torch.randn(task.d, task.n, generator=generator) * math.sqrt(2 / (task.n + task.d))
+        xavier = math.sqrt(2 / (task.n + task.d))
+        feature_std = xavier if task.feature_std is None else task.feature_std
+        W = torch.randn(task.d, task.n, generator=generator) * feature_std
         if task.dictionary is not None:
             W = torch.tensor(task.dictionary)
         # drawn at full width and cut, so that heads of several widths start from the same rows
