@@ -24,7 +24,13 @@ from qkscope.errors import BadInput
 
 Number = float | None
 _STEPS = 64  # of an interval, at whose ends a rule is evaluated
-REASONS = ("counter-finding", "not run as described", "small model", "other setting", "not run here")
+REASONS = (
+    "counter-finding",
+    "not run as described",
+    "small model",
+    "other setting",
+    "not run here",
+)
 _VERDICTS = {True: "holds", None: "tie", False: "fails"}
 
 
