@@ -10,7 +10,7 @@ import pytest
 import qkscope as qk
 from gguf_writer import sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.findings.prompt_trace import Question
+from qkscope.findings.prompt_trace import AskedPrompt
 from qkscope.model import files
 from qkscope.model.files import EMBEDDED, Package, cache_dir, is_installed, packaged_file
 from test_gguf_files import TEXTS, check_rules
@@ -80,7 +80,7 @@ def test_it_gives_the_drink_to_mary_has_the_tokens_of_its_file_and_l5h1_binds(ge
     probabilities = next(iter(gemma.capture([PROMPT], "L0H0", logits=True))).logits[0].softmax(-1)
     assert gemma.tokenizer.decode([int(probabilities.argmax())]) == " Mary"
     assert abs(float(probabilities.max()) - 0.853) < 0.01
-    assert Question.of(gemma, PROMPT, None, chat=False).tokens.count("<bos>") == 1
+    assert AskedPrompt.of(gemma, PROMPT, None, chat=False).tokens.count("<bos>") == 1
     assert (
         gemma.encode([gemma.tokenizer.bos_token + PROMPT]).inputs["input_ids"].tolist()
         == ids.tolist()

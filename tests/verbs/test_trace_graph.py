@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import qkscope as qk
 from qkscope.findings.graph import trace_graph
-from qkscope.findings.prompt_trace import PromptTrace, Question
+from qkscope.findings.prompt_trace import AskedPrompt, PromptTrace
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.model.capture_types import Places
@@ -29,7 +29,7 @@ def prompt_of(scope: qk.Scope, length: int = 9) -> Encoding:
 
 
 def followed(scope, encoded, head, key, others=None, **options):
-    asked = Question.first_of(scope, encoded)
+    asked = AskedPrompt.first_of(scope, encoded)
     run = Reader(scope, [head]).record(asked.inputs, asked.places, deep=True)
     return trace_graph(PromptTrace(run, asked, head, key, others), **options)
 
@@ -78,7 +78,7 @@ def test_the_root_is_the_models_own_logit(family):
 
 def test_no_attention_of_all_tokens_runs_again_to_ask_what_an_mlp_read(monkeypatch):
     scope, head = qk.Scope.from_model(tiny_model("llama"), check=False), Head(1, 2)
-    asked = Question.first_of(scope, prompt_of(scope))
+    asked = AskedPrompt.first_of(scope, prompt_of(scope))
     run = Reader(scope, [head]).record(asked.inputs, asked.places, deep=True)
     monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention")
     found = trace_graph(PromptTrace(run, asked, head, 3), depth=3, smallest=0)

@@ -14,7 +14,7 @@ from qkscope.cli import app
 from qkscope.errors import BadInput
 from qkscope.examples import Example
 from qkscope.findings.next_token import Output, rival_token
-from qkscope.findings.prompt_trace import PromptRun, Question
+from qkscope.findings.prompt_trace import AskedPrompt, PromptRun
 from qkscope.heads import Head
 from qkscope.linear.attribution import direct_effect
 from qkscope.model.encode import token_texts
@@ -133,7 +133,7 @@ def test_every_family_is_answered_with_a_head_and_without_where_every_head_is_tr
     }
 
     found = qk.why(tiny, IDS)
-    asked = Question.of(tiny, IDS, None, False)
+    asked = AskedPrompt.of(tiny, IDS, None, False)
     with torch.no_grad():
         true = tiny.model(**asked.inputs).logits[0, asked.query]
     assert repr(str(int(true.argmax()))) in found.answer

@@ -38,7 +38,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.findings.head_rows import HeadRows
-from qkscope.findings.prompt_trace import PromptTrace, Question
+from qkscope.findings.prompt_trace import AskedPrompt, PromptTrace
 from qkscope.heads import BIAS, EMBEDDING, Head, Writer
 from qkscope.linear.layer import PartLayer
 from qkscope.linear.run import Answer, Direction, Run, Side
@@ -169,7 +169,7 @@ class Walk:
     """
 
     def __init__(
-        self, run: Run, asked: Question, head: str, width: int, smallest: float, deeper: int = 0
+        self, run: Run, asked: AskedPrompt, head: str, width: int, smallest: float, deeper: int = 0
     ) -> None:
         self.run = run
         self.asked = asked

@@ -13,7 +13,7 @@ from typing import Any
 from qkscope.findings.because import Because
 from qkscope.findings.finding import Finding, Reason
 from qkscope.findings.next_token import quoted, whole
-from qkscope.findings.prompt_trace import Question
+from qkscope.findings.prompt_trace import AskedPrompt
 from qkscope.findings.registry import LEFT, breaks_on_average, nearly_equal
 from qkscope.text import grouped
 
@@ -69,7 +69,7 @@ def _first_shown(reason: Reason, kind: str) -> Finding | None:
 # ---------------------------------------------------------------------- clauses of the answer
 
 
-def reason_clause(question: Question, reason: Reason, carriers: Rows = ()) -> str:
+def reason_clause(question: AskedPrompt, reason: Reason, carriers: Rows = ()) -> str:
     """Give the reason for a look, as a clause."""
     chosen = headline(reason, carriers)
     if chosen is None:
@@ -77,7 +77,7 @@ def reason_clause(question: Question, reason: Reason, carriers: Rows = ()) -> st
     return CLAUSES[chosen.finding.kind](question, reason, chosen)
 
 
-def _same_word(question: Question, reason: Reason, chosen: Headline) -> str:
+def _same_word(question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
     finding = chosen.finding
     a, b = finding.positions
     where = _where(question, reason, finding)
@@ -86,7 +86,7 @@ def _same_word(question: Question, reason: Reason, chosen: Headline) -> str:
     return f",{part} because {quoted(finding.text)} appears {where} (tokens {a} and {b}){also}"
 
 
-def _where(question: Question, reason: Reason, finding: Finding) -> str:
+def _where(question: AskedPrompt, reason: Reason, finding: Finding) -> str:
     """Where the earlier of two equal words stands to the key, and whether there are more of it."""
     start = finding.positions[0]
     end = reason.end_of(start)
@@ -101,7 +101,7 @@ def _where(question: Question, reason: Reason, finding: Finding) -> str:
     return "twice" if len(copies) <= 2 else "again"
 
 
-def _position(question: Question, reason: Reason, chosen: Headline) -> str:
+def _position(question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
     finding = chosen.finding
     back = question.query - reason.look.key
     tokens = "token" if back == 1 else "tokens"
@@ -113,11 +113,11 @@ def _position(question: Question, reason: Reason, chosen: Headline) -> str:
     )
 
 
-def _self(_question: Question, _reason: Reason, _chosen: Headline) -> str:
+def _self(_question: AskedPrompt, _reason: Reason, _chosen: Headline) -> str:
     return ", which is itself"
 
 
-def _own_word_clause(_question: Question, reason: Reason, chosen: Headline) -> str:
+def _own_word_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
     return f", because of {_own_words(reason, chosen)}"
 
 
@@ -131,17 +131,17 @@ def _own_word(finding: Finding, reason: Reason) -> str:
     return f"the word {at}, {quoted(finding.text)} (replacing it leaves {left})"
 
 
-def _few_words(_question: Question, reason: Reason, chosen: Headline) -> str:
+def _few_words(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
     words = ", ".join(word_name(row) for row in reason.causes)
     which = "any one" if len(chosen.finding.positions) > 1 else "it"
     return f", because of {words}: replacing {which} leaves less than half"
 
 
-def _no_few_words(_question: Question, reason: Reason, _chosen: Headline) -> str:
+def _no_few_words(_question: AskedPrompt, reason: Reason, _chosen: Headline) -> str:
     return f": it depends on {len(reason.causes)} words, too many to name one reason"
 
 
-def _no_single_word(_question: Question, reason: Reason, _chosen: Headline) -> str:
+def _no_single_word(_question: AskedPrompt, reason: Reason, _chosen: Headline) -> str:
     likely = [row for row in reason.words if breaks_on_average(row, reason.before)][:2]
     if not likely:
         return (
@@ -155,7 +155,7 @@ def _no_single_word(_question: Question, reason: Reason, _chosen: Headline) -> s
     )
 
 
-CLAUSES: dict[str, Callable[[Question, Reason, Headline], str]] = {
+CLAUSES: dict[str, Callable[[AskedPrompt, Reason, Headline], str]] = {
     "self": _self,
     "position": _position,
     "same word": _same_word,
@@ -238,7 +238,7 @@ def _carried_word(row: Row) -> str:
     return f"{word_name(row)} {row['changed']:.0%} → {row['restored']:.0%} (control {control:.0%})"
 
 
-def words_line(question: Question, because: Because, reason: Reason) -> str:
+def words_line(question: AskedPrompt, because: Because, reason: Reason) -> str:
     """The words whose replacement takes half of the attention away."""
     breaking = [row for row in reason.words if breaks_on_average(row, reason.before)]
     untested = [quoted(word.text) for word in because.words if not because.alternatives(word)]
@@ -275,7 +275,7 @@ def word_name(row: Row) -> str:
     return f"{quoted(row['text'])} (token {row['position']})"
 
 
-def token_name(question: Question, place: int) -> str:
+def token_name(question: AskedPrompt, place: int) -> str:
     """A token with its place; a later piece of a character reads as the whole of it."""
     return f"{quoted(whole(question.tokens, place))} (token {place})"
 

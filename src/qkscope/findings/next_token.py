@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput, Scope
-from qkscope.findings.prompt_trace import PromptTrace, Question
+from qkscope.findings.prompt_trace import AskedPrompt, PromptTrace
 from qkscope.heads import Head
 from qkscope.linear.attribution import direct_effect
 from qkscope.linear.run import Run
@@ -108,7 +108,7 @@ class Output:
         other token where no such word has 0.1%, though others have; ``why_rival`` says which.
     """
 
-    def __init__(self, run: Run, asked: Question, versus: str | None = None) -> None:
+    def __init__(self, run: Run, asked: AskedPrompt, versus: str | None = None) -> None:
         assert run.logits is not None
         self.run = run
         self.asked = asked

@@ -39,7 +39,7 @@ _SECOND = 0.05  # of the first writer's part: one that gives less is not named b
 
 
 @dataclass(frozen=True)
-class Question:
+class AskedPrompt:
     """A prompt as the model sees it, and the query token."""
 
     encoded: Encoding
@@ -65,7 +65,7 @@ class Question:
         return {"prompt": shown, "query": self.query, "tokens": self.tokens}
 
     @classmethod
-    def of(cls, scope: Scope, prompt: Prompt, query: int | None, chat: bool) -> Question:
+    def of(cls, scope: Scope, prompt: Prompt, query: int | None, chat: bool) -> AskedPrompt:
         """Tokenise a prompt; without a query its last token asks, or the one marked."""
         if isinstance(prompt, Example) and len(prompt.queries) > 1:
             raise BadInput(
@@ -85,7 +85,7 @@ class Question:
         return replace(asked, query=place)
 
     @classmethod
-    def first_of(cls, scope: Scope, encoded: Encoding) -> Question:
+    def first_of(cls, scope: Scope, encoded: Encoding) -> AskedPrompt:
         """The first query of a prompt that is tokenised already."""
         ids = encoded.inputs["input_ids"][0].tolist()
         return cls(encoded, token_texts(scope, ids), int(encoded.places.query[0]))
@@ -123,7 +123,7 @@ class PromptTrace(HeadRows):
     def __init__(
         self,
         run: Run,
-        asked: Question,
+        asked: AskedPrompt,
         head: Head,
         key: int | None = None,
         versus: int | Sequence[int] | None = None,
@@ -353,7 +353,7 @@ class PromptRun:
     ) -> None:
         self.scope = scope
         self.prompt = prompt
-        self.asked = Question.of(scope, prompt, query, chat)
+        self.asked = AskedPrompt.of(scope, prompt, query, chat)
         self.reader = reader_of(scope)
         options = {"deep": True, "last": last, "logits": True, **options}
         self.run = self.reader.record(self.asked.inputs, self.asked.places, **options)

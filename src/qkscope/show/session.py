@@ -39,7 +39,7 @@ from qkscope.checking import checked_class
 from qkscope.findings.fit import Fit, load_fit
 from qkscope.findings.fitted_features import default_features
 from qkscope.findings.next_token import TOKENS, Output
-from qkscope.findings.prompt_trace import PromptRun, PromptTrace, Question, reader_of
+from qkscope.findings.prompt_trace import AskedPrompt, PromptRun, PromptTrace, reader_of
 from qkscope.findings.swap_rows import check_swappable
 from qkscope.findings.task_batches import check_same_model, made_with
 from qkscope.findings.verdicts import verdict
@@ -309,7 +309,7 @@ class Session:
         """Run a prompt with one query token."""
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
-        asked = Question.of(self.scope, prompt, query, chat=False)
+        asked = AskedPrompt.of(self.scope, prompt, query, chat=False)
         limit = (
             getattr(self.scope.model.config.get_text_config(), "max_position_embeddings", None)
             or _LONGEST

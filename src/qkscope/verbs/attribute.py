@@ -17,7 +17,7 @@ from torch import Tensor
 from qkscope import Example, Result, Scope
 from qkscope.findings.fit import Fit
 from qkscope.findings.fitted_features import features_of
-from qkscope.findings.prompt_trace import Question
+from qkscope.findings.prompt_trace import AskedPrompt
 from qkscope.findings.task_batches import made_with
 from qkscope.heads import Head
 from qkscope.results.work import verb
@@ -71,7 +71,7 @@ def attribute(
     chosen, space = features_of(features, head, scope)
     if chat is None:
         chat = isinstance(features, Fit) and features.chat
-    question = Question.first_of(scope, scope.encode([prompt], chat=chat))
+    question = AskedPrompt.first_of(scope, scope.encode([prompt], chat=chat))
     captured = scope.capture_inputs(
         question.inputs, places=question.places, heads=[head], space=space
     )

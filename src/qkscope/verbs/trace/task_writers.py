@@ -15,7 +15,7 @@ import torch
 
 from qkscope.findings.graph import sources_of, trace_graph
 from qkscope.findings.head_rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
-from qkscope.findings.prompt_trace import PromptTrace, Question
+from qkscope.findings.prompt_trace import AskedPrompt, PromptTrace
 from qkscope.findings.verdicts import says_cancels, says_right, written_by
 from qkscope.heads import BIAS, Head
 from qkscope.linear.run import Side
@@ -123,7 +123,7 @@ def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], de
 def _first_prompt(how: Pass, unit: Unit) -> list[PromptTrace]:
     """All heads on one prompt of a task, from its first query to its first right key."""
     encoded = how.reader.scope.encode(unit, chat=how.chat)
-    asked = Question.first_of(how.reader.scope, encoded)
+    asked = AskedPrompt.first_of(how.reader.scope, encoded)
     run = how.reader.record(asked.inputs, asked.places, deep=True)
     keys = encoded.places.keys[0]
     signs = answer_signs(encoded)[0]
