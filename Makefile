@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 HASHED := $(BIN)/pip install --quiet --no-deps --require-hashes --requirement
 PIP    := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --no-build-isolation
 FETCH  := $(BIN)/qkscope fetch
-CODE   := src tests docs papers conftest.py
+CODE   := src tests docs papers bench conftest.py
 
 .PHONY: setup gemma demo test test-papers coverage browser lint bench calibrate docs clean
 
@@ -42,11 +42,11 @@ test: browser
 	@$(BIN)/python -m pytest tests
 
 test-papers: setup
-	@$(BIN)/python -m pytest papers/tests
+	@$(BIN)/python -m pytest papers/tests bench/tests
 
 # Which lines no test runs; slower than the tests alone. Processes that tests kill say nothing of theirs.
 coverage: browser
-	@$(BIN)/python -m pytest --cov=qkscope --cov=qkscope_papers --cov-report=term:skip-covered tests papers/tests
+	@$(BIN)/python -m pytest --cov=qkscope --cov=qkscope_papers --cov=qkscope_bench --cov-report=term:skip-covered tests papers/tests bench/tests
 
 # A browser for the tests of the pages: on Debian as root it is installed; elsewhere a Chrome that is there is taken, or a
 # line says which tests are left out without one.
@@ -61,9 +61,9 @@ lint: setup
 bench: setup
 	@$(BIN)/qkscope bench
 
-# The slow check behind the figures in papers/docs/calibration.md: false positives on pure noise, 2,000 seeds.
+# The slow check behind the figures in bench/docs/calibration.md: false positives on pure noise, 2,000 seeds.
 calibrate: setup
-	@$(BIN)/python papers/scripts/calibration.py
+	@$(BIN)/python bench/calibration.py
 
 docs: setup
 	@$(HASHED) requirements-docs.txt

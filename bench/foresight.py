@@ -33,7 +33,6 @@ import torch
 from scipy.optimize import minimize
 from scipy.stats import rankdata
 from torch import Tensor
-from wordnet import FEWEST, WordNet
 
 import qkscope as qk
 from qkscope.findings.because import Because
@@ -42,6 +41,7 @@ from qkscope.heads import Head
 from qkscope.rerun.alternatives import Lexicon, lexicon_of
 from qkscope.rerun.rerun_tokens import Again
 from qkscope_papers.models import random_weights
+from wordnet import FEWEST, WordNet
 
 DATA = json.loads((Path(__file__).parent / "edits.json").read_text("utf-8"))
 ATTENDED = 0.3

@@ -1,7 +1,7 @@
 """Sphinx: MyST pages in the furo theme, with formulas as MathML, which browsers draw by themselves.
 
-The source folder is the repository, so that pages in docs/ and reports in papers/docs/ link to each
-other as files do.
+The source folder is the repository, so that pages in docs/ and reports in papers/docs/ and bench/docs/
+link to each other as files do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 root_doc = "docs/index"
-include_patterns = ["docs/**", "papers/docs/**"]
+include_patterns = ["docs/**", "papers/docs/**", "bench/docs/**"]
 exclude_patterns = ["docs/_build"]
 html_theme = "furo"
 html_title = "qkscope"

@@ -1,9 +1,9 @@
-"""Write the tables of docs/models.md, commands.md and papers/docs/benchmarks.md from what the
+"""Write the tables of docs/models.md, commands.md and bench/docs/benchmarks.md from what the
 commands print.
 
 ``qkscope models --json | python docs/generate.py models`` and
 ``qkscope bench --json | python docs/generate.py bench --hardware "two CPU cores"``. The bench rows
-also go into papers/docs/benchmarks.json, one entry per hardware; the page keeps its text and takes
+also go into bench/docs/benchmarks.json, one entry per hardware; the page keeps its text and takes
 new tables.
 
 ``python docs/generate.py commands`` writes the reference of the command line. ``cat *.json | python
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-REPORTS = DOCS.parent / "papers" / "docs"
+REPORTS = DOCS.parent / "bench" / "docs"
 
 
 def models(rows: list[dict]) -> None:

@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pages import DOCS
-
 from qkscope.sums.intervals import wilson
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure, palette, styled
+from qkscope_papers.reports import DOCS
 
 FIGURE = DOCS / "figures" / "circuit.png"
 TOKENS = (

@@ -22,11 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pages import LEDGER, REPORTS, ROOT, number_cell, put, text_cell
-
 from qkscope.results.claims import REASONS, Claim
 from qkscope_papers.lee2026.language import EMBEDDED, SECOND
 from qkscope_papers.registry import PAPERS, PRESETS, figure_of, figures_of, marked
+from qkscope_papers.reports import BENCH_REPORTS, LEDGER, REPORTS, ROOT, number_cell, put, text_cell
 from qkscope_papers.tables import over_runs
 
 SOURCES = ("stated", "implied", "ours")
@@ -73,8 +72,9 @@ def results(folders: list[Path], hardware: str) -> None:
         picture = path.parent / "figures" / f"{figure}.png"
         drawn = picture.exists() and not other
         if drawn:
-            (REPORTS / "figures" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(picture, REPORTS / "figures" / f"{name}.png")
+            place = _page(paper).parent / "figures" / f"{name}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(picture, place)
         kept = ("model", "seconds", "answer", "claims")
         known[name] = {key: found[key] for key in kept} | made_by | {"picture": drawn}
     for name, runs in more.items():
@@ -137,11 +137,15 @@ def results_pages(known: dict[str, Any]) -> list[tuple[Path, str, str]]:
     return [
         (ROOT / "README.md", "results", f"{counts.partition(chr(10))[0]} {_again(known)}"),
         (REPORTS / "results.md", "results", f"{counts}\n\n{failed}"),
-        *(
-            (REPORTS / f"results-{paper}.md", "claims", "\n".join(lines).strip())
-            for paper, lines in pages.items()
-        ),
+        *((_page(paper), "claims", "\n".join(lines).strip()) for paper, lines in pages.items()),
     ]
+
+
+def _page(paper: str) -> Path:
+    """Where a paper's claims stand; compiled programs measure the instrument."""
+    if paper == "known":
+        return BENCH_REPORTS / "known.md"
+    return REPORTS / f"results-{paper}.md"
 
 
 def _own(known: dict[str, Any]) -> dict[str, dict[str, Any]]:

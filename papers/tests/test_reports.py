@@ -14,15 +14,22 @@ from qkscope_papers import registry
 from qkscope_papers.registry import marked
 
 ROOT = Path(__file__).parents[2]
-LEDGER, SCRIPTS = ROOT / "papers" / "results.json", ROOT / "papers" / "scripts"
+LEDGER = ROOT / "papers" / "results.json"
+SCRIPTS = {
+    path.stem: path.parent
+    for folder in (ROOT / "papers" / "scripts", ROOT / "bench")
+    for path in sorted(folder.glob("*.py"))
+}
+NEEDS = {"peers": "transformer_lens", "compile_programs": "tracr"}
 
 
 def script(name: str) -> ModuleType:
-    sys.path.insert(0, str(SCRIPTS))
+    folder = str(SCRIPTS[name])
+    sys.path.insert(0, folder)
     try:
         return importlib.import_module(name)
     finally:
-        sys.path.remove(str(SCRIPTS))
+        sys.path.remove(folder)
 
 
 def between(page: Path, name: str) -> str:
@@ -86,12 +93,12 @@ def test_rows_of_a_smaller_preset_fill_gaps_and_tables_are_those_that_were_measu
     known = json.loads(made.STORE.read_text())
     for name, table in made.TABLES.items():
         assert between(made.PAGE, name) == table(known), (
-            "run: python papers/scripts/three_models.py --only page"
+            "run: python bench/three_models.py --only page"
         )
     assert between(ROOT / "README.md", "findings") == made.findings(known, made.IN_README)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in SCRIPTS.glob("*.py")))
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_loads(name):
-    pytest.importorskip({"peers": "transformer_lens", "known": "tracr"}.get(name, "torch"))
+    pytest.importorskip(NEEDS.get(name, "torch"))
     assert script(name).__doc__

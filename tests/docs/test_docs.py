@@ -8,13 +8,16 @@ from pathlib import Path
 import qkscope
 
 DOCS = Path(__file__).parents[2] / "docs"
-REPORTS = DOCS.parent / "papers" / "docs"
+REPORTS = [DOCS.parent / room / "docs" for room in ("papers", "bench")]
 
 
 def test_pages_and_pictures_are_there():
     shown = {
         page.parent / picture
-        for page in [*DOCS.rglob("*.md"), *REPORTS.glob("*.md")]
+        for page in [
+            *DOCS.rglob("*.md"),
+            *(page for reports in REPORTS for page in reports.glob("*.md")),
+        ]
         for picture in re.findall(r"!\[[^\]]*\]\(([^)]*figures/[^)]+)\)", page.read_text())
     }
     assert [picture for picture in shown if not picture.is_file()] == []
@@ -25,7 +28,11 @@ def test_pages_and_pictures_are_there():
     listed = set(re.findall(r"^[./\w-]+$", (DOCS / "index.md").read_text(), flags=re.MULTILINE))
     pages = {page.relative_to(DOCS) for page in DOCS.rglob("*.md") if "_build" not in page.parts}
     assert len(pages) <= 14, "what is no page of the docs is a report of the papers"
-    reports = {Path("../papers/docs", page.name) for page in REPORTS.glob("*.md")}
+    reports = {
+        Path("..", page.relative_to(DOCS.parent))
+        for folder in REPORTS
+        for page in folder.glob("*.md")
+    }
     assert listed == {str(page.with_suffix("")) for page in pages | reports} - {"index"}
 
 
@@ -44,6 +51,7 @@ def test_what_the_docs_name_is_there():
     sources = (
         DOCS.parent / "src" / "qkscope",
         DOCS.parent / "papers" / "src" / "qkscope_papers",
+        DOCS.parent / "bench" / "qkscope_bench",
         DOCS.parent,
     )
     named = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|js|toml))`(?: \(`(\w+)`)?", text)

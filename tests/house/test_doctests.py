@@ -15,12 +15,13 @@ import pytest
 
 import qkscope
 import qkscope as qk
+import qkscope_bench
 import qkscope_papers
 from qkscope import sums, tasks
 
 MODULES = [
     module.name
-    for package in (qkscope, qkscope_papers)
+    for package in (qkscope, qkscope_papers, qkscope_bench)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not module.name.endswith("__main__")
 ]

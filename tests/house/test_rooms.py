@@ -28,6 +28,7 @@ ROOMS = [
 ]
 """In the order of the design: a room imports itself and those above it."""
 PAPERS = SOURCE.parents[1] / "papers" / "src" / "qkscope_papers"
+BENCH = SOURCE.parents[1] / "bench" / "qkscope_bench"
 ALONE = {
     "results": {"results", *NOUNS},
     "sums": {"sums", "results", *NOUNS} - {"examples"},
@@ -47,8 +48,8 @@ def files() -> dict[Path, str]:
 
 
 def every_file() -> list[Path]:
-    """Those of both distributions."""
-    return [*SOURCE.rglob("*.py"), *PAPERS.rglob("*.py")]
+    """Those of both distributions, and the bench."""
+    return [*SOURCE.rglob("*.py"), *PAPERS.rglob("*.py"), *BENCH.rglob("*.py")]
 
 
 def _home(name: str) -> str:
@@ -116,7 +117,9 @@ def test_these_rooms_know_the_nouns_and_what_they_stand_on_alone():
 def test_nothing_of_the_instrument_knows_the_papers():
     """Their verbs come by entry points, in one place."""
     for path in SOURCE.rglob("*.py"):
-        assert not any(name.startswith("qkscope_papers") for name in modules(path)), path
+        assert not any(
+            name.startswith(("qkscope_papers", "qkscope_bench")) for name in modules(path)
+        ), path
     loaders = [
         path.relative_to(SOURCE)
         for path in SOURCE.rglob("*.py")
@@ -127,7 +130,7 @@ def test_nothing_of_the_instrument_knows_the_papers():
 
 def test_the_papers_stand_on_the_instrument_and_on_no_command_but_their_own():
     rooms = {room: set() for room in ("cli", "")}
-    for path in PAPERS.rglob("*.py"):
+    for path in [*PAPERS.rglob("*.py"), *BENCH.rglob("*.py")]:
         rooms["cli" if path.name == "cli.py" else ""] |= imported(path)
         assert not any(name.startswith("qkscope.show.server") for name in modules(path)), path
     assert "cli" in rooms["cli"]

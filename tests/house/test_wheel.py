@@ -35,7 +35,12 @@ def test_one_version_everywhere_and_the_workflow_runs_what_we_run_on_every_pytho
 
 def test_every_file_of_data_that_is_shipped_stands_with_its_licence():
     """In a NOTICE, whose lines at the margin name files; what is no data is under LICENSE."""
-    for place, package in ((ROOT, "qkscope"), (ROOT / "papers", "qkscope_papers")):
+    packages = (
+        (ROOT, "qkscope"),
+        (ROOT / "papers", "qkscope_papers"),
+        (ROOT / "papers", "qkscope_bench"),
+    )
+    for place, package in packages:
         named = re.findall(
             r"^[\w./*-]+(?:, [\w./*-]+)*$", (place / "NOTICE").read_text(), flags=re.MULTILINE
         )

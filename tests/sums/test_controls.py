@@ -105,7 +105,7 @@ def test_a_difference_that_every_query_sees_alike_is_mean_only(varies):
 @pytest.mark.parametrize("labels", [PAIR, torch.tensor([[1, -1, -1, -1, 0]])])
 def test_noise_is_not_above_its_null(labels):
     """False positives at the 5% level over 100 noise heads; the 2,000-seed figure is in
-    papers/docs/calibration.md.
+    bench/docs/calibration.md.
 
     With a true rate of 5%, more than 15 of 100 happen less than once in ten thousand.
     """

@@ -63,7 +63,7 @@ def calibration():
 
 @pytest.mark.parametrize("case", ["shared scale .7, large means", "8 × 8 copies", "six words"])
 def test_noise_whose_rows_are_not_independent_is_not_called_an_interaction(case):
-    """papers/docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once
+    """bench/docs/calibration.md has a thousand heads a row. Of 100 at 5%, more than 14 happen once
     in ten thousand.
     """
     assert (

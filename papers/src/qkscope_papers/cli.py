@@ -70,7 +70,7 @@ def bench(
     """Measure every ratio we claim, each against the plain way of doing the same work, in the same
     run.
     """
-    from qkscope_papers.bench.harness import bench as run_bench
+    from qkscope_bench.harness import bench as run_bench
 
     rows = run_bench(only)
     print_rows(

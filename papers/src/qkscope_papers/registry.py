@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,12 @@ from qkscope_papers.tables import Row
 log = logging.getLogger(__name__)
 
 PRESETS = ("smoke", "default", "paper")
-PAPERS = ("lee2026", "franco2026", "known")
+PAPERS = {
+    "lee2026": "qkscope_papers.lee2026",
+    "franco2026": "qkscope_papers.franco2026",
+    "known": "qkscope_bench.known",
+}
+"""Whose figures there are, and the package in which each has its files."""
 _TOO_SMALL = "The preset smoke shows that the figure runs; it is too small to decide."
 EMBEDDED = "smollm2-135m"
 NANO = "nano:mixed"
@@ -200,14 +206,17 @@ def figures_of(paper: str) -> dict[str, Entry]:
     if paper not in PAPERS:
         raise BadInput(f"there is no paper {paper!r} here: there is {', '.join(PAPERS)}.")
     found = {}
-    for path in Path(__file__).with_name(paper).glob("*.py"):
+    home = find_spec(PAPERS[paper])
+    assert home is not None
+    assert home.submodule_search_locations is not None
+    for path in Path(home.submodule_search_locations[0]).glob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
                 if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("figure"):
                     *_, name, title = (
                         part.value for part in call.args if isinstance(part, ast.Constant)
                     )
-                    found[str(name)] = Entry(f"qkscope_papers.{paper}.{path.stem}", str(title))
+                    found[str(name)] = Entry(f"{PAPERS[paper]}.{path.stem}", str(title))
     return {name: found[name] for name in sorted(found, key=_place)}
 
 

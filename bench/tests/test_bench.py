@@ -9,8 +9,8 @@ import torch
 import qkscope as qk
 from qkscope.findings.task_batches import batches_of
 from qkscope.heads import Head
-from qkscope_papers.bench import models
-from qkscope_papers.bench.shapes import asking, naming
+from qkscope_bench import models
+from qkscope_bench.shapes import asking, naming
 from qkscope_papers.franco2026.bridge import bridge
 
 

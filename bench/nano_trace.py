@@ -1,7 +1,7 @@
 """Who writes for the induction head of ``nano:mixed`` over its sixteen steps:
 papers/docs/figures/nano/trace-steps.png.
 
-``python papers/scripts/nano_trace.py`` takes less than a minute on a CPU. The head is the best one
+``python bench/nano_trace.py`` takes less than a minute on a CPU. The head is the best one
 on induction at the last step; a writer's part is its value in the relative logit of the right key,
 mean over 64 test prompts. The numbers are printed as JSON.
 """
@@ -14,10 +14,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from pages import REPORTS
 
 import qkscope as qk
 from qkscope.model.load import nano_steps
+from qkscope_papers.reports import REPORTS
 
 FIGURE = REPORTS / "figures" / "nano" / "trace-steps.png"
 PROMPTS = 64

@@ -27,7 +27,7 @@ def bench(only: Sequence[str] | None = None) -> list[Row]:
     for each.
     """
     for module in ("maths", "toys", "models", "shapes", "jobs"):  # they register their rows
-        import_module(f"qkscope_papers.bench.{module}")
+        import_module(f"qkscope_bench.{module}")
     unknown = [name for name in only or () if name not in _ROWS]
     if unknown:
         raise BadInput(f"there is no bench row {unknown[0]!r}: there is {', '.join(_ROWS)}.")

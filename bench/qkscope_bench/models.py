@@ -38,7 +38,7 @@ from qkscope.texts.task import ANSWER, Unit
 from qkscope.verbs.atlas.head_names import Sights
 from qkscope.verbs.decompose import decompose
 from qkscope.verbs.swap.features import Features
-from qkscope_papers.bench.harness import Row, Seconds, compare, hardware, row
+from qkscope_bench.harness import Row, Seconds, compare, hardware, row
 
 _HEADS = "L18H6,L18H7,L17H5"
 _CONDITIONS = ("order", "lexical", "both", "random_order", "random_lexical", "random_both")

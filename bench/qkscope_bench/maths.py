@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qkscope.sums.bases import heads_at_once, thin_svd
-from qkscope_papers.bench.harness import Row, compare, row
+from qkscope_bench.harness import Row, compare, row
 from qkscope_papers.fleet import one_thread
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from qkscope_papers.bench.harness import Row, Seconds, compare, row
+from qkscope_bench.harness import Row, Seconds, compare, row
 from qkscope_papers.fleet import one_thread
 from qkscope_papers.franco2026.toy.stack import TOKENS, SuperpositionStack, ToyCell
 from qkscope_papers.franco2026.toy.superposition import Superposition, Toy

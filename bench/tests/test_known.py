@@ -5,8 +5,8 @@ import torch
 
 import qkscope as qk
 from qkscope.heads import Head
-from qkscope_papers.known.compiled import FIRST, load_program, programs
-from qkscope_papers.known.programs import looks_of, patched, score, word_rows, writer_rows
+from qkscope_bench.known.compiled import FIRST, load_program, programs
+from qkscope_bench.known.programs import looks_of, patched, score, word_rows, writer_rows
 
 
 def test_every_program_attends_as_tracr_said_and_a_selector_true_everywhere_splits_nothing():

@@ -1,5 +1,6 @@
-"""Where pages and reports lie, and how scripts write into them: between ``<!-- NAME -->`` and
-``<!-- /NAME -->``.
+"""Where the reports of a clone lie, and how scripts write into them.
+
+A script writes what stands on a page between ``<!-- NAME -->`` and ``<!-- /NAME -->``.
 """
 
 from __future__ import annotations
@@ -7,9 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 REPORTS = ROOT / "papers" / "docs"
+BENCH_REPORTS = ROOT / "bench" / "docs"
 LEDGER = ROOT / "papers" / "results.json"
 
 

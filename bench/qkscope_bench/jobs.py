@@ -16,7 +16,7 @@ from typing import Any
 
 from qkscope.model.scope import Scope
 from qkscope.results.folder import read_tensors
-from qkscope_papers.bench.harness import Row, Seconds, not_here, row
+from qkscope_bench.harness import Row, Seconds, not_here, row
 
 _PROMPTS = 1536
 _HEADS = "L18H6,L17H5"

@@ -1,8 +1,8 @@
 """How often each reason is found, on tasks and text where it should be, and on random weights where
 it should not.
 
-    python papers/scripts/because_measure.py looks.jsonl --texts FOLDER [--model MODEL] [--device
-    cuda] [--only text] python papers/scripts/because_measure.py looks.jsonl --say
+    python bench/because_measure.py looks.jsonl --texts FOLDER [--model MODEL] [--device
+    cuda] [--only text] python bench/because_measure.py looks.jsonl --say
 
 The first command appends a line for every look as it is measured; the second prints the rates of a
 file, or of several joined, with 95% intervals. Looks on text: attention above .4 on a token that is

@@ -3,7 +3,7 @@ reads is known.
 
 No norms, no biases, places added to the embedding, and every token sees every other. What a model
 puts out are not logits over tokens but its residual stream, whose dimensions have names.
-`papers/scripts/known.py` compiles them.
+`bench/compile_programs.py` compiles them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 
 from qkscope.model.scope import Scope
 
-_FOLDER = Path(str(files("qkscope_papers"))) / "known"
+_FOLDER = Path(str(files("qkscope_bench"))) / "known"
 FIRST = "BOS"
 PAD = "compiler_pad"
 LONGEST = 5  # tokens behind the first

@@ -27,8 +27,8 @@ from qkscope.results.claims import Claim
 from qkscope.results.result import Result
 from qkscope.seeds import derived_seed
 from qkscope.verbs.trace.trace import trace
+from qkscope_bench.known.compiled import FIRST, LONGEST, PAD, load_program, programs
 from qkscope_papers.figures import colours_of, new_figure
-from qkscope_papers.known.compiled import FIRST, LONGEST, PAD, load_program, programs
 from qkscope_papers.registry import Settings, figure
 from qkscope_papers.tables import Files, Row, column, distinct, files_of, mean, pick, share_of
 

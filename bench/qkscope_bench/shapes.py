@@ -20,8 +20,8 @@ from qkscope.model.scope import Scope
 from qkscope.texts.task import ANSWER
 from qkscope.verbs.atlas.atlas import atlas
 from qkscope.verbs.why.why import why
-from qkscope_papers.bench.harness import Row, compare, not_here, row
-from qkscope_papers.bench.models import against_body, sums_of, trace_seconds
+from qkscope_bench.harness import Row, compare, not_here, row
+from qkscope_bench.models import against_body, sums_of, trace_seconds
 
 _SHAPES: dict[str, Any] = {
     "8b": {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,

@@ -1,9 +1,9 @@
 """What the names of an atlas are worth: predictions on unseen documents, labels, ablations, random
 weights.
 
-    python papers/scripts/atlas_measure.py RUN [--model MODEL] [--texts DIR] [-n 40] [--on
-    python,packages,DIR] python papers/scripts/atlas_measure.py RUN --ship FILE --hardware "two CPU
-    cores" python papers/scripts/atlas_measure.py RUN --random 0 -n 16
+    python bench/atlas_measure.py RUN [--model MODEL] [--texts DIR] [-n 40] [--on
+    python,packages,DIR] python bench/atlas_measure.py RUN --ship FILE --hardware "two CPU
+    cores" python bench/atlas_measure.py RUN --random 0 -n 16
 
 RUN is a folder that ``qkscope atlas`` wrote; where it is none, the atlas is made there, and the
 script says what it took (``--warm``: after a small one). Then it prints how well names predict on
@@ -25,10 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import because_measure
 import torch
 from sklearn.metrics import roc_auc_score
 
+import because_measure
 import qkscope as qk
 from qkscope.findings.head_jobs import DUPLICATE, INDUCTION, PREVIOUS
 from qkscope.heads import Head
@@ -101,8 +101,7 @@ def ship(names: Result, asked: argparse.Namespace) -> None:
         row["jobs"] = {job["job"]: round(job["share"], 3) for job in own}
     made = {name: names.provenance[name] for name in ("command", "asked", "versions")}
     command = (
-        made["command"]
-        or f"python papers/scripts/atlas_measure.py RUN --model {asked.model} -n {asked.n}"
+        made["command"] or f"python bench/atlas_measure.py RUN --model {asked.model} -n {asked.n}"
     )
     made |= {
         "command": command,

@@ -1,8 +1,8 @@
 """The three models that need no hub, asked the same: the tables and the picture of
-papers/docs/three-models.md.
+bench/docs/three-models.md.
 
-``python papers/scripts/three_models.py --device cuda --n 512 --texts 256`` runs every part on all
-models, keeps the rows in papers/docs/three-models.json and writes the page. ``--only swaps --model
+``python bench/three_models.py --device cuda --n 512 --texts 256`` runs every part on all
+models, keeps the rows in bench/docs/three-models.json and writes the page. ``--only swaps --model
 gemma3-270m`` runs a part again, ``--only page`` writes the page from the rows that are kept;
 ``--store FILE`` keeps rows elsewhere.
 """
@@ -19,10 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import because_measure
 import torch
-from pages import REPORTS, ROOT, put
 
+import because_measure
 import qkscope as qk
 from qkscope.findings.singular_rows import relative_rows, singular_basis
 from qkscope.heads import Writer
@@ -33,10 +32,11 @@ from qkscope.texts.holdout import split
 from qkscope.verbs.sparsity import answers_right
 from qkscope_papers.figures import figure_files, new_figure
 from qkscope_papers.lee2026.language import THRESHOLD, HeadChoice, choose_heads
+from qkscope_papers.reports import BENCH_REPORTS, ROOT, put
 from qkscope_papers.tables import Row, column, over_key_heads, pick
 
-PAGE = REPORTS / "three-models.md"
-STORE = REPORTS / "three-models.json"
+PAGE = BENCH_REPORTS / "three-models.md"
+STORE = BENCH_REPORTS / "three-models.json"
 MODELS = {
     "smollm2-135m": "SmolLM2-135M",
     "gemma3-270m": "Gemma 3 270M",
@@ -467,7 +467,7 @@ def draw(kept: dict[str, Any]) -> None:
     panels[0].set_ylabel("sparsity over its own (1: all terms equal)")
     for path, picture in figure_files({"sparsity": figure}).items():
         if path.endswith("png"):
-            (REPORTS / "figures" / "three-models" / "sparsity.png").write_bytes(picture)
+            (BENCH_REPORTS / "figures" / "three-models" / "sparsity.png").write_bytes(picture)
 
 
 def because_table(kept: dict[str, Any]) -> str:

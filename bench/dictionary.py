@@ -1,7 +1,7 @@
 """A small dictionary of the embedded model, trained in minutes, written as SAELens does, read back,
 and asked.
 
-``python papers/scripts/dictionary.py OUT`` trains 2,048 features (32 active) of what enters layer
+``python bench/dictionary.py OUT`` trains 2,048 features (32 active) of what enters layer
 18 of SmolLM2-135M on Python's own help texts, writes them to OUT, and splits L18H6 by them on
 binding and on induction. The page: dictionaries.md.
 """

@@ -1,8 +1,8 @@
 """The same work in qkscope, TransformerLens and nnsight, in one process: do they agree, and what
 does each cost?
 
-``python papers/scripts/peers.py --hardware "two CPU cores"`` in an environment made as
-``.ci/peers`` makes it writes the table of papers/docs/benchmarks.md. The work: from prompts of one
+``python bench/peers.py --hardware "two CPU cores"`` in an environment made as
+``.ci/peers`` makes it writes the table of bench/docs/benchmarks.md. The work: from prompts of one
 length, the last token's query and every token's key, rotated, of all heads of SmolLM2-135M. All run
 the same weights with the same attention; turns alternate, and the least of each counts.
 """
@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pages import REPORTS, put
 
 import qkscope as qk
+from qkscope_papers.reports import BENCH_REPORTS, put
 
 PROMPTS = 32
 BATCH = 16
@@ -133,7 +133,7 @@ def main() -> None:
     lines.append(
         f"\n{sum(map(len, ids))} prompts of {ids[0].shape[1]} tokens, {asked.hardware}, {datetime.date.today()}."
     )
-    put(REPORTS / "benchmarks.md", "peers", "\n".join(lines))
+    put(BENCH_REPORTS / "benchmarks.md", "peers", "\n".join(lines))
     print("\n".join(lines))
 
 

@@ -1,7 +1,7 @@
 """Compile Tracr's library programs and keep their weights with the truth about every head; needs
 `tracr-pypi` and jax.
 
-    python papers/scripts/known.py papers/src/qkscope_papers/known      # tracr-pypi 1.0.0, jax,
+    python bench/compile_programs.py bench/qkscope_bench/known      # tracr-pypi 1.0.0, jax,
     dm-haiku, chex
 
 Who writes what a head reads is read off the compiled weights: a dimension of the residual stream is
