@@ -7,8 +7,9 @@ declared command runs.
 In reading order: `options` (what a command is declared as), `declarations` (every command),
 `arguments` (from what was typed to a function's arguments), `views` (which rows and columns of a
 table are printed), `printing` (the answer, one small table, the end), `next_command` (what to type
-next), `begin` (commands that have no verb in Python). Other distributions bring commands of their
-own by entry points (`Verbs`); they build on the names in ``__all__``.
+next), `begin` (commands that have no verb in Python), `tools` and `mcp_server` (verbs for agents).
+Other distributions bring commands of their own by entry points (`Verbs`); they build on the names
+in ``__all__``.
 """
 
 from __future__ import annotations

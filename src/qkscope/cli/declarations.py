@@ -545,6 +545,19 @@ _SVD = Command(
     panel="More",
 )
 
+_MCP = Command(
+    "mcp",
+    "qkscope.cli.mcp_server:serve",
+    "Answer agents over stdin and stdout by the Model Context Protocol: the verbs as tools, with "
+    "one model kept loaded. Nothing is written and no file is read.",
+    options=(
+        *OF_MODEL,
+        Option("seconds", int, "After which a call is stopped.", default=120),
+    ),
+    made={"scope": arguments.load_scope},
+    panel="More",
+)
+
 _SCHEMA = Command(
     "schema",
     "qkscope.cli.begin:schema",
@@ -572,6 +585,7 @@ _IN_ORDER = (
     _DEMO,
     _FETCH,
     _SVD,
+    _MCP,
     _SCHEMA,
 )
 COMMANDS = {command.name: command for command in _IN_ORDER}

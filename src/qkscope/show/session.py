@@ -267,6 +267,19 @@ class Session:
         }
         return {**_shown(result), **told}
 
+    def what_if(
+        self,
+        prompt: str,
+        query: int | None,
+        head: str,
+        key: int | None,
+        changes: Changes,
+        versus: str | None = None,
+    ) -> Result:
+        """What some changes do to a head's attention and to the next token, beside other changes."""
+        trace = self._trace(prompt, query, head, key)
+        return WhatIf(self, prompt, trace, changes, versus).result()[0]
+
     def patterns(self, prompt: str, heads: Sequence[str]) -> dict[str, Any]:
         """The whole attention pattern of some heads [t, t], a byte each."""
         probe = self.ask(prompt, None)
@@ -320,7 +333,7 @@ class Session:
             )
         return self._kept_probe(prompt, asked.query)
 
-    def _trace(self, prompt: str, query: int, head: str, key: int | None) -> PromptTrace:
+    def _trace(self, prompt: str, query: int | None, head: str, key: int | None) -> PromptTrace:
         at = self.scope.check(head)
         probe = self.ask(prompt, query)
         return PromptTrace(probe.run, probe.asked, at, key)
