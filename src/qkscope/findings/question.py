@@ -39,8 +39,8 @@ class Question:
     Examples
     --------
     >>> question = Question.of(Scope.load("nano:mixed"), "hat: O jam: Z jam:", "L2H3", key="Z")
-    >>> question.head, question.place(question.key)
-    (Head(layer=2, index=3), 6)
+    >>> str(question.head), question.place(question.key)
+    ('L2H3', 6)
     """
 
     scope: Scope
