@@ -1,4 +1,4 @@
-"""Write the tables of docs/models.md, commands.md and bench/docs/benchmarks.md from what the
+"""Write the tables of docs/families.md, commands.md and bench/docs/benchmarks.md from what the
 commands print.
 
 ``qkscope models --json | python docs/generate.py models`` and
@@ -46,7 +46,7 @@ def models(rows: list[dict]) -> None:
             row["reason"],
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    _put(DOCS / "models.md", "families", "\n".join(lines))
+    _put(DOCS / "families.md", "families", "\n".join(lines))
 
 
 def bench(rows: list[dict], hardware: str) -> None:

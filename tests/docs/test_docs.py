@@ -8,6 +8,7 @@ from pathlib import Path
 import qkscope
 
 DOCS = Path(__file__).parents[2] / "docs"
+MADE = {"commands.md", "families.md"}  # by docs/generate.py
 REPORTS = [DOCS.parent / room / "docs" for room in ("papers", "bench")]
 
 
@@ -27,7 +28,8 @@ def test_pages_and_pictures_are_there():
     assert sum(screens.values()) < 1.5e6
     listed = set(re.findall(r"^[./\w-]+$", (DOCS / "index.md").read_text(), flags=re.MULTILINE))
     pages = {page.relative_to(DOCS) for page in DOCS.rglob("*.md") if "_build" not in page.parts}
-    assert len(pages) <= 14, "what is no page of the docs is a report of the papers"
+    by_hand = [page for page in pages if str(page) not in MADE]
+    assert len(by_hand) <= 13, "an index and twelve pages; reports stand with the papers"
     reports = {
         Path("..", page.relative_to(DOCS.parent))
         for folder in REPORTS

@@ -63,7 +63,7 @@ def cases() -> Iterator[tuple[str, int, str]]:
                 yield family, (number + place) % 3 if seed is None else seed, query
 
 
-@pytest.mark.parametrize(("family", "seed", "query"), cases())
+@pytest.mark.parametrize(("family", "seed", "query"), list(cases()))
 def test_changed_prompts_attend_as_plain_transformers_does(nano, family, seed, query):
     # kernels round apart, and doge's choice of keys may hang on that
     model = tiny_model(family, seed, attn_implementation="eager")

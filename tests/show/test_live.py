@@ -188,7 +188,7 @@ HERE = {"prompt": PROMPT, "query": 10, "head": "L1H3", "key": 2}
     [
         ("look", {"prompt": "hat " * 3000}, "the prompt has 3000 tokens"),
         ("look", {"prompt": "a", "path": "/etc/passwd"}, "unexpected keyword argument 'path'"),
-        ("look", {"prompt": PROMPT, "versus": " "}, "is no text of this model's tokens"),
+        ("look", {"prompt": PROMPT, "versus": " "}, "the rival ' ' is blank"),
         (
             "change",
             {**HERE, "changes": ["replace 4 cat cat"]},
@@ -563,21 +563,21 @@ def test_where_it_looks_comes_first_and_whoever_leaves_ends_the_work(
     connection.
     """
     page, ended, end = watched.page, threading.Event(), time.monotonic() + 60
-    answer_probe = session_module.answer_probe
+    answer_question = session_module.answer_question
 
-    def at_gate(probe, asked=None, *given, **options):
+    def at_gate(question, *given, **options):
         with suppress(
             ConnectionError
         ):  # until the reader has left, which the work itself is to see again
-            while str(asked) == head and not ended.wait(0.02) and time.monotonic() < end:
+            while str(question.head) == head and not ended.wait(0.02) and time.monotonic() < end:
                 live.session.tell({})
         try:
-            return answer_probe(probe, asked, *given, **options)
+            return answer_question(question, *given, **options)
         except ConnectionError:
             ended.set()
             raise
 
-    monkeypatch.setattr(session_module, "answer_probe", at_gate)
+    monkeypatch.setattr(session_module, "answer_question", at_gate)
     pick(watched, head, wait=False)
     watched.until(f"document.title.startsWith('{head} → ')")
     assert page.locator("#answer").inner_text().startswith(f"{head} at ':' gives")

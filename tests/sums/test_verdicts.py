@@ -54,7 +54,7 @@ def test_pooled_tails_reach_further_and_the_nulls_of_a_large_batch_come_in_piece
 
 
 def calibration():
-    path = Path(__file__).parents[2] / "papers" / "scripts" / "calibration.py"
+    path = Path(__file__).parents[2] / "bench" / "calibration.py"
     spec = importlib.util.spec_from_file_location("calibration", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

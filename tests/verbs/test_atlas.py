@@ -7,6 +7,7 @@ from planted_model import KINDS, named
 from qkscope.findings.finding import Finding, Look, Reason
 from qkscope.findings.head_jobs import job_of
 from qkscope.heads import Head
+from qkscope_papers.families import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,12 @@ def test_induction_heads_of_a_model_trained_on_copies_are_named(nano, names):
         assert sum(job["looks"] for job in own) == row["looks"]
     score = next(row for row in names.tables["scores"] if row["head"] == "L1H1")
     assert score["name"] >= max(score["offset"], score["previous"])
+
+
+def test_texts_whose_tokens_the_model_does_not_have_are_refused(nano, texts):
+    scope = qk.Scope.from_model(tiny_model("llama"), nano.tokenizer, check=False)
+    with pytest.raises(qk.BadInput, match=r"but this model's ids are 0 to 99"):
+        qk.atlas(scope, texts, 6, test=6, length=32, progress=False)
 
 
 def reason_of(kind, query, key, start=0, end=0, text="w"):

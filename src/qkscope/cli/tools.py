@@ -150,8 +150,7 @@ def what_if(
     if not 1 <= len(changes) <= _CHANGES:
         raise BadInput(f"what_if takes 1 to {_CHANGES} changes, but got {len(changes)}.")
     _example(session, prompt)
-    at = _place(session, prompt, query)
-    return session.what_if(prompt, at, head, _place(session, prompt, key), changes, versus)
+    return session.what_if(prompt, query, head, key, changes, versus)
 
 
 @tool
@@ -184,11 +183,6 @@ def _example(session: Session, prompt: str) -> Example:
     if tokens > TOKENS:
         raise BadInput(f"the prompt has {tokens} tokens: at most {TOKENS} are taken here.")
     return example
-
-
-def _place(session: Session, prompt: str, token: Place) -> int | None:
-    """The place of a token that was named by its text."""
-    return session.scope.place(prompt, token) if isinstance(token, str) else token
 
 
 # ---------------------------------------------------------------------- what can be asked

@@ -14,6 +14,7 @@ need stands here. Files in reading order:
 - ``prompt_trace``: one head on one prompt, any query and any key, split and cut
 - ``graph``: a logit followed down to the words
 - ``next_token``: the next token, its rival, and every head tried
+- ``question``: what is asked: a prompt or a pair, head, query, key, answer and rival; parsed once
 - ``finding``: a statement about a look, with the changes that test it; what decides a look
 - ``registry``: the rule of each kind of finding, its threshold and its precedence
 - ``because``: the words that decide a look, found by putting others in their place

@@ -40,6 +40,7 @@ from qkscope.findings.fit import Fit, load_fit
 from qkscope.findings.fitted_features import default_features
 from qkscope.findings.next_token import TOKENS, Output
 from qkscope.findings.prompt_trace import AskedPrompt, PromptRun, PromptTrace, reader_of
+from qkscope.findings.question import Question, Token
 from qkscope.findings.swap_rows import check_swappable
 from qkscope.findings.task_batches import check_same_model, made_with
 from qkscope.findings.verdicts import verdict
@@ -52,7 +53,7 @@ from qkscope.show.blocks import blocks_of
 from qkscope.show.page import report_html
 from qkscope.sums.subspace import Subspace
 from qkscope.text import grouped
-from qkscope.verbs.why.why import answer_probe, circuit_of
+from qkscope.verbs.why.why import answer_circuit, answer_question
 
 EXAMPLES = (
     "When Mary and John went to the store, John gave a drink to",
@@ -197,9 +198,10 @@ class Session:
         """Tokens, the next one and its rival, the attention of every head (a byte each), and which
         heads decide.
         """
-        probe = self.ask(prompt, query)
+        question = Question(self.scope, prompt, query=query, rival=versus)
+        probe = self.ask(question)
         asked = probe.asked
-        output = Output(probe.run, probe.asked, versus)
+        output = question.output(probe)
         seen = {
             "tokens": asked.tokens,
             "query": asked.query,
@@ -215,7 +217,7 @@ class Session:
 
         self.tell({"early": {**seen, **following(output.token)}})
         self.doing = lambda runs: f"{min(runs, len(self.heads))} of {len(self.heads)} heads tried"
-        result = answer_probe(probe, versus=versus).to_json()
+        result = answer_question(question, probe).to_json()
         last = len(asked.tokens) - 1
         says = self.scope.generate(prompt, _GOES_ON) if asked.query == last < _SMALL else ""
         return {**seen, **following(lambda i: output.name(i)[0]), "result": result, "says": says}
@@ -241,7 +243,8 @@ class Session:
 
     def circuit(self, prompt: str, query: int, versus: str | None = None) -> Reply:
         """The circuit from a prompt's answer back to its words."""
-        return _shown(circuit_of(self.ask(prompt, query), versus))
+        question = Question(self.scope, prompt, query=query, rival=versus)
+        return _shown(answer_circuit(question, self.ask(question)))
 
     def change(
         self,
@@ -270,9 +273,9 @@ class Session:
     def what_if(
         self,
         prompt: str,
-        query: int | None,
+        query: Token | None,
         head: str,
-        key: int | None,
+        key: Token | None,
         changes: Changes,
         versus: str | None = None,
     ) -> Result:
@@ -282,7 +285,7 @@ class Session:
 
     def patterns(self, prompt: str, heads: Sequence[str]) -> dict[str, Any]:
         """The whole attention pattern of some heads [t, t], a byte each."""
-        probe = self.ask(prompt, None)
+        probe = self.ask(Question(self.scope, prompt))
         if len(probe.asked.tokens) > _SQUARE:
             raise BadInput(
                 f"a whole pattern is drawn of at most {_SQUARE} tokens: ask about a shorter prompt."
@@ -318,11 +321,13 @@ class Session:
     # ------------------------------------------------------------------ runs and answers, the last
     # few kept
 
-    def ask(self, prompt: str, query: int | None) -> PromptRun:
-        """Run a prompt with one query token."""
+    def ask(self, question: Question) -> PromptRun:
+        """Run the prompt of a question, which was typed; a run of the last few is kept."""
+        prompt = question.prompt
+        assert isinstance(prompt, str)
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
-        asked = AskedPrompt.of(self.scope, prompt, query, chat=False)
+        asked = AskedPrompt.of(self.scope, prompt, question.place(question.query), chat=False)
         limit = (
             getattr(self.scope.model.config.get_text_config(), "max_position_embeddings", None)
             or _LONGEST
@@ -333,20 +338,21 @@ class Session:
             )
         return self._kept_probe(prompt, asked.query)
 
-    def _trace(self, prompt: str, query: int | None, head: str, key: int | None) -> PromptTrace:
-        at = self.scope.check(head)
-        probe = self.ask(prompt, query)
-        return PromptTrace(probe.run, probe.asked, at, key)
+    def _trace(self, prompt: str, query: Token | None, head: str, key: Token | None) -> PromptTrace:
+        question = Question.of(self.scope, prompt, self.scope.check(head), query=query, key=key)
+        return question.look(self.ask(question))
 
     def _answer(self, prompt: str, query: int, head: str, key: int, versus: str | None) -> Result:
         """Why one head looks at one token; where it looks is told at once."""
-        trace = self._trace(prompt, query, head, key)
+        question = Question.of(
+            self.scope, prompt, self.scope.check(head), query=query, key=key, rival=versus
+        )
+        probe = self.ask(question)
+        trace = question.look(probe)
         features = self.features.get(str(trace.head), {})
         self.tell({"early": {**_where(trace), "answer": trace.where()}})
         self.doing = lambda runs: f"changing words, {counted(runs, 'run')} of the model"
-        return answer_probe(
-            self.ask(prompt, query), trace.head, key, features or None, versus=versus
-        )
+        return answer_question(question, probe, features or None)
 
 
 def _where(trace: PromptTrace) -> dict[str, Any]:

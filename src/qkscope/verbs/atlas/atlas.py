@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkscope import BadInput, Result, Scope
+from qkscope import BadInput, Example, Result, Scope
 from qkscope.checking import Count, Seed, checked_class
 from qkscope.findings.because import Because
 from qkscope.findings.finding import Look
@@ -185,7 +185,10 @@ def passages_of(
     long = [passage for passage in passages if len(passage.ids) > BEGUN]
     generator = torch.Generator().manual_seed(derived_seed(seed, "passages", side))
     order = torch.randperm(len(long), generator=generator).tolist()
-    return [long[i] for i in order[:count]]
+    chosen = [long[i] for i in order[:count]]
+    for passage in chosen:  # refused here if its ids are not the model's
+        scope.encode([Example(ids=passage.ids)])
+    return chosen
 
 
 def _check_words(

@@ -18,6 +18,7 @@ from qkscope.checking import Count, Natural, Seed
 from qkscope.findings.fitted_features import features_of
 from qkscope.findings.head_rows import Pass
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace
+from qkscope.findings.question import Question
 from qkscope.findings.task_batches import made_from, units_hash, with_notes
 from qkscope.findings.verdicts import that_sum
 from qkscope.heads import Head, parse_heads
@@ -158,9 +159,10 @@ def trace(
             answer, tables = task_features(how, choosing, units, dictionary, draws)
     else:
         name = "prompt"
-        run = _run_prompt(scope, what, query, heads, bool(chat), dictionary, bool(neurons))
+        question = Question(scope, what, None, heads[0], query, key, chat=bool(chat))
+        run = _run_prompt(question, heads, dictionary, bool(neurons))
         about = _about_prompt(run)
-        traces = _traces(run, heads, key, versus, bool(chat), projectors)
+        traces = _traces(question, run, heads, versus, projectors)
         if dictionary is None:
             answer, tables = prompt_writers(traces, depth, draws, seed, neurons)
         else:
@@ -226,40 +228,28 @@ def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
 
 
 def _run_prompt(
-    scope: Scope,
-    prompt: str | Example,
-    query: int | str | None,
-    heads: Sequence[Head],
-    chat: bool,
-    dictionary: Dictionary | None,
-    neurons: bool,
+    question: Question, heads: Sequence[Head], dictionary: Dictionary | None, neurons: bool
 ) -> PromptRun:
     """Run a prompt up to the last head asked about, with all that its split needs kept."""
-    place = scope.place(prompt, query, chat=chat) if isinstance(query, str) else query
     layers = list[int]()
     if dictionary is not None:
         layers = [dictionary.layer, *(head.layer for head in heads)]
     last = max(head.layer for head in heads)
-    return PromptRun(
-        scope, prompt, place, chat, last=last, logits=False, layers=layers, neurons=neurons
-    )
+    return question.run(last=last, logits=False, layers=layers, neurons=neurons)
 
 
 def _traces(
+    question: Question,
     run: PromptRun,
     heads: Sequence[Head],
-    key: int | str | None,
     versus: int | str | None,
-    chat: bool,
     projectors: Mapping[Head, Tensor],
 ) -> Iterator[PromptTrace]:
     """Each head on the prompt that has run, made when it is asked for: a split takes room."""
-    if isinstance(key, str):
-        key = run.scope.place(run.prompt, key, chat=chat)
-    if isinstance(versus, str):
-        versus = run.scope.place(run.prompt, versus, chat=chat)
+    against = question.place(versus)
     for head in heads:
-        yield run.head(head, key, versus, projectors.get(head))
+        projector = projectors.get(head)
+        yield question.about(head).look(run, versus=against, projector=projector)
 
 
 def _about_prompt(run: PromptRun) -> dict[str, Any]:

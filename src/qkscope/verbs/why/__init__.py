@@ -4,7 +4,8 @@ In come a model and a prompt that somebody just typed; out goes a `Why`: because
 head looks there, who carried them, what cutting the strongest writers does, and what the head
 changes. Files in reading order:
 
-- ``why``: the verb; ``one_head``: one head at one query; ``sentences``: the answer in words
+- ``why``: the verb; ``answer``: what it gives back
+- ``one_head``: one head at one query; ``sentences``: the answer in words
 - ``splits``: the relative logit split by writers, by singular vectors and by features
 - ``many_prompts``: how often each reason over many prompts, and which heads decide most often
 - ``circuit``: from the answer back: the graph, and its nodes kept in the running model

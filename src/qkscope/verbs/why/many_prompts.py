@@ -26,6 +26,7 @@ from qkscope.findings.finding import Look
 from qkscope.findings.next_token import Output, first_token, rival_token, whole
 from qkscope.findings.prompt_trace import PromptRun, reader_of
 from qkscope.findings.published import locate
+from qkscope.findings.question import Question
 from qkscope.heads import Head
 from qkscope.rerun.nodes import Nodes
 from qkscope.results.work import Stage, current_work
@@ -104,9 +105,12 @@ class Prompts:
     def _tables(self, i: int) -> dict[str, list[Row]]:
         """The rows that one prompt gives."""
         example, right = self.prompts[i]
+        question = Question(
+            self.scope, example, query=self.query, rival=self.versus, chat=self.chat
+        )
         try:
-            probe = self._run(example)
-            output = Output(probe.run, probe.asked, self.versus)
+            probe = self._run(question)
+            output = question.output(probe)
             right_tokens = self._first_tokens(right)
         except BadInput as error:
             raise BadInput(f"{example.where or f'prompt {i + 1}'}: {error}") from None
@@ -124,15 +128,12 @@ class Prompts:
             row["right"] = is_right
         return {"prompts": rows, "carriers": carried, "answers": [answer]}
 
-    def _run(self, example: Example) -> PromptRun:
+    def _run(self, question: Question) -> PromptRun:
         """Run one prompt; with its writers, where carriers are wanted."""
-        query = self.query
-        if isinstance(query, str):
-            query = self.scope.place(example, query, chat=self.chat)
         last = 0
         if self.carriers:
             last = max((head.layer for head in self.heads or ()), default=0)
-        probe = PromptRun(self.scope, example, query, self.chat, last)
+        probe = question.run(last=last)
         if probe.asked.query < 2:
             raise BadInput(
                 "besides the first token a head sees itself alone: give a longer prompt."

@@ -9,18 +9,17 @@ the circuit that leads from the answer back to the words.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from qkscope import BadInput, Example, Result, Scope
-from qkscope.checking import Count, Natural, Seed, checked_class
+from qkscope import BadInput, Example, Scope
+from qkscope.checking import Count, Natural, Seed
 from qkscope.findings.fit import Fit
 from qkscope.findings.fitted_features import features_of
 from qkscope.findings.next_token import Output
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace
+from qkscope.findings.question import Question
 from qkscope.findings.task_batches import made_with
 from qkscope.findings.verdicts import no_sum
 from qkscope.heads import Head, parse_heads
@@ -30,6 +29,7 @@ from qkscope.sums.feature_split import Split
 from qkscope.sums.subspace import Subspace
 from qkscope.texts.jsonl import read_prompts
 from qkscope.verbs.why import sentences
+from qkscope.verbs.why.answer import Why
 from qkscope.verbs.why.circuit import LOGIT, Circuit, write_graph
 from qkscope.verbs.why.many_prompts import (
     Prompt,
@@ -46,77 +46,6 @@ Tables = dict[str, list[dict[str, Any]]]
 _SUMS = 2e-5  # of the largest term: how far the edges of a circuit may miss a node, in float32
 _GOES_ON = 5  # tokens of the continuation
 _LONG = 2048  # tokens of a prompt that has one
-
-
-@checked_class
-@dataclass(frozen=True)
-class Why(Result):
-    """The answer: in words (`str`), in tables, and as a page."""
-
-    @property
-    def main(self) -> str:  # type: ignore[override]
-        """The table that answers: of one head, of all heads, or of many prompts."""
-        named = ("attention", "heads", "reasons", "decides", "paths", "roles")
-        return next((name for name in named if name in self.tables), "")
-
-    def __str__(self) -> str:
-        lines = [f"  {row['line']}" for row in self.tables.get("said", ())]
-        return "\n".join([self.answer, *lines])
-
-    def diff(self, other: Result) -> Result:
-        """What differs between this answer and another: heads, or attention, words and writers,
-        largest change first.
-
-        Parameters
-        ----------
-        other : an answer to the same question of another prompt, head or model.
-        """
-        rows = [row for table in _COMPARED for row in _changes(self, other, table)]
-        rows.sort(key=lambda row: -abs(row["change"]))
-        both = f"{self.answer}\n{other.answer}"
-        return Result("why/diff", {"diff": rows}, answer=both, model=self.model)
-
-    def to_networkx(self) -> Any:
-        """The graph of writers and what they read, as a `networkx.MultiDiGraph` from writers to
-        their readers.
-        """
-        graph = import_module("networkx").MultiDiGraph()
-        for row in self.tables.get("nodes", ()):
-            graph.add_node(row["id"], **row)
-        for row in self.tables.get("graph", ()):
-            if row["source"] is not None:
-                graph.add_edge(row["source"], row["target"], **row)
-        return graph
-
-
-_COMPARED = {
-    "heads": ("head", "difference"),
-    "writers": ("side", "writer", "share"),
-    "because": ("text", "after"),
-    "attention": ("token", "attention"),
-}
-"""Tables that two answers are compared by: columns that name a row, and the number of it."""
-
-
-def _changes(before: Result, after: Result, table: str) -> Iterator[dict[str, Any]]:
-    """What differs in one table between two answers, a row each."""
-    *names, number = _COMPARED[table]
-
-    def numbers(answer: Result) -> dict[tuple[Any, ...], float]:
-        rows = answer.tables.get(table, ())
-        return {tuple(row[name] for name in names): row[number] or 0.0 for row in rows}
-
-    ours = numbers(before)
-    theirs = numbers(after)
-    for key in ours.keys() | theirs.keys():
-        yield {
-            "table": table,
-            "what": " ".join(map(str, key)),
-            "column": number,
-            "this": ours.get(key),
-            "other": theirs.get(key),
-            "change": theirs.get(key, 0.0) - ours.get(key, 0.0),
-        }
 
 
 @verb("why")
@@ -221,28 +150,16 @@ def why(
     if isinstance(features, Fit):  # asked as it was fitted
         chat = chat or features.chat
         first = first or features.heads[0]
-    probe = _run(scope, prompt, query, chat, first)
+    question = Question(scope, prompt, None, first, query, key, None, versus, chat)
     if circuit:
-        return _exported(circuit_of(probe, versus, depth, seed), export)
-    if isinstance(key, str):
-        key = scope.place(prompt, key, chat=chat)
+        return _exported(answer_circuit(question, depth=depth, seed=seed), export)
     levels = 1 if depth is None else depth
-    return answer_probe(probe, first, key, features, levels, draws, seed, split, versus)
+    return answer_question(question, None, features, levels, draws, seed, split)
 
 
 def _checked(scope: Scope, heads: Sequence[Head] | None) -> list[Head] | None:
     """Heads that the model has; none where all are meant."""
     return None if heads is None else [scope.check(head) for head in heads]
-
-
-def _run(
-    scope: Scope, prompt: str | Example, query: int | str | None, chat: bool, head: Head | None
-) -> PromptRun:
-    """Run the prompt that is asked about, with the writers before its head."""
-    if isinstance(query, str):
-        query = scope.place(prompt, query, chat=chat)
-    layer = None if head is None else scope.check(head).layer
-    return PromptRun(scope, prompt, query, chat, layer)
 
 
 def _named_heads(
@@ -311,63 +228,67 @@ def _circuit_of_many(
 # ---------------------------------------------------------------------- one prompt
 
 
-def answer_probe(
-    probe: PromptRun,
-    head: str | Head | None = None,
-    key: int | None = None,
+def answer_question(
+    question: Question,
+    run: PromptRun | None = None,
     features: Fit | Mapping[str, Subspace] | None = None,
     depth: int = 1,
     draws: int = 20,
     seed: Seed = 0,
     split: Split = "sequential",
-    versus: str | None = None,
 ) -> Why:
-    """Answer `why` from a prompt that has run: the live page asks many questions of one run."""
-    output = Output(probe.run, probe.asked, versus)
-    if head is None:
-        if key is not None:
-            raise BadInput("a key is asked about with a head: name one, or leave the key out.")
-        answer, tables = _all_heads(probe, output)
+    """Answer a question about one head, or try every head where none is named.
+
+    Parameters
+    ----------
+    question : what is asked.
+    run : of its prompt, if it has run: the live page asks many questions of one run.
+    features, depth, draws, seed, split : as in `why`.
+    """
+    run = run or question.run()
+    if question.head is None:
+        answer, tables = _all_heads(run, question.output(run))
     else:
-        look = probe.head(head, key)
+        look = question.look(run)
+        output = question.output(run)
         subspaces = {} if features is None else _subspaces(features, look)
         parts = part_rows(look, subspaces, split)
         answer, tables = one_head(look, output, parts, depth, draws, seed)
-    about = _about(probe)
-    return Why("why", tables, seed=seed, answer=answer, **about)
+    return Why("why", tables, seed=seed, answer=answer, **_about(run))
 
 
-def circuit_of(
-    probe: PromptRun, versus: str | None = None, depth: int | None = None, seed: Seed = 0
+def answer_circuit(
+    question: Question, run: PromptRun | None = None, depth: int | None = None, seed: Seed = 0
 ) -> Why:
-    """The circuit of a prompt that has run, from its answer back."""
-    output = Output(probe.run, probe.asked, versus)
+    """Follow the answer to a question back to the words; parameters as in `answer_question`."""
+    run = run or question.run()
+    output = question.output(run)
     with doing("following the answer back"):
-        circuit = Circuit(probe, output, depth, seed)
+        circuit = Circuit(run, output, depth, seed)
         error = circuit.graph.error
-        wrong = no_sum("the answer", error, probe.scope.model.dtype, _SUMS)
+        wrong = no_sum("the answer", error, run.scope.model.dtype, _SUMS)
         tables = circuit.tables() if wrong is None else {}
     check = [{"head": LOGIT, "sum_error": error, "logit": output.difference}]
     answer = circuit.answer(tables) if wrong is None else wrong
     tables = {**tables, "check": check}
-    return Why("why/circuit", tables, seed=seed, answer=answer, **_about(probe))
+    return Why("why/circuit", tables, seed=seed, answer=answer, **_about(run))
 
 
-def _about(probe: PromptRun) -> dict[str, Any]:
+def _about(run: PromptRun) -> dict[str, Any]:
     """What an answer was made with."""
-    asked = probe.asked.told(probe.prompt)
-    return made_with(probe.scope, tokenizer=probe.scope.tokenizer_hash, **asked)
+    asked = run.asked.told(run.prompt)
+    return made_with(run.scope, tokenizer=run.scope.tokenizer_hash, **asked)
 
 
-def _all_heads(probe: PromptRun, output: Output) -> tuple[str, Tables]:
+def _all_heads(run: PromptRun, output: Output) -> tuple[str, Tables]:
     """Try every head: hide its main token and see what that does to the answer."""
     with doing("hiding each head's main token"):
         rows = output.head_rows()
-    length = len(probe.asked.tokens)
-    is_last = probe.asked.query == length - 1
+    length = len(run.asked.tokens)
+    is_last = run.asked.query == length - 1
     continuation = ""
-    if is_last and length <= _LONG and isinstance(probe.prompt, str):
-        continuation = str(probe.scope.generate(probe.prompt, _GOES_ON))
+    if is_last and length <= _LONG and isinstance(run.prompt, str):
+        continuation = str(run.scope.generate(run.prompt, _GOES_ON))
     answer = sentences.heads_answer(output, rows, continuation)
     return answer, {"said": [], "heads": rows}
 
