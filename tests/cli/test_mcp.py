@@ -2,6 +2,7 @@
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import pytest
@@ -20,6 +21,12 @@ def scope():
     return Scope.load("nano:mixed")
 
 
+def run(ask):
+    """Run a coroutine in a thread of its own: the browser of other tests keeps a loop in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(anyio.run, ask).result()
+
+
 def asked(server, *calls):
     """What a client is told by each call."""
 
@@ -27,7 +34,7 @@ def asked(server, *calls):
         async with Client(server) as client:
             return [await client.call_tool(name, given) for name, given in calls]
 
-    return anyio.run(ask)
+    return run(ask)
 
 
 def test_a_client_over_stdio_is_answered_and_leaves_nothing(tmp_path):
@@ -46,7 +53,7 @@ def test_a_client_over_stdio_is_answered_and_leaves_nothing(tmp_path):
             again = await client.call_tool("why", {"prompt": PROMPT})
         return [tool.name for tool in listed.tools], why, wrong, again
 
-    names, why, wrong, again = anyio.run(ask)
+    names, why, wrong, again = run(ask)
     assert names == tools.names()
     assert why.structured_content["tables"]["because"][0]["text"] == ":"
     assert why.content[0].text.startswith("L2H3 at ")
