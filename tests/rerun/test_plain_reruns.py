@@ -20,8 +20,9 @@ from qkscope.changes import Hidden, Output, Row, Words
 from qkscope.findings.because import Because, Look
 from qkscope.heads import Head, Writer
 from qkscope.model.tap import Call, cleared
+from qkscope.rerun.executor import rerun
 from qkscope.rerun.reference import run_plainly
-from qkscope.rerun.rerun_tokens import Again, rerun
+from qkscope.rerun.rerun_tokens import Again
 from qkscope_papers.families import tiny_model
 
 LENGTH = 34
@@ -119,6 +120,8 @@ def test_changes_run_together_show_what_the_reference_shows(family):
         keys = [strongest_look(again, head.layer, query).key for head in heads]
         places = (query - 4, query - 3, query - 2)
         rows = torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(0))
+        value = torch.randn(again.calls[0].v.shape[-1], generator=torch.Generator().manual_seed(1))
+        words = Words(places, (13, 14, 15))
         changes = [
             [Hidden(heads[0], keys[0], query)],
             [Hidden(heads[1], keys[1], query), Hidden(heads[1], keys[1] - 1, query)],
@@ -126,6 +129,9 @@ def test_changes_run_together_show_what_the_reference_shows(family):
             [Words(places, (10, 11, 12)), Hidden(heads[0], keys[0], query - 1)],
             [Row(heads[0], query, rows[0]), Row(heads[1], query - 1, rows[1])],
             [Hidden(heads[1], keys[1])],
+            [Output(Writer.parse("L1H2"))],
+            [Output(Writer.parse("M0")), Hidden(heads[1], keys[1])],
+            [Output(Writer.parse("L0H1"), value), Output(Writer.parse("L0H0")), words],
         ]
         reads = [(head, at) for head in scope.heads() for at in (query - 1, query)]
         found = rerun(again, changes, reads, end=query, logits=True)
@@ -137,6 +143,9 @@ def test_changes_run_together_show_what_the_reference_shows(family):
         short = rerun(again, changes[:5], reads, end=query, logits=True)
         assert (short.attention - found.attention[:5]).abs().max() <= CLOSE
         assert off(short.logits, found.logits[:5]) <= CLOSE
+        late = rerun(again, changes[5:7], reads, end=query, logits=True)
+        assert (late.attention - found.attention[5:7]).abs().max() <= CLOSE
+        assert off(late.logits, found.logits[5:7]) <= CLOSE
         hidden = again.hidden(query, list(zip(heads, keys, strict=True)))
         assert off(hidden[0], found.logits[0]) <= CLOSE
 
@@ -144,6 +153,29 @@ def test_changes_run_together_show_what_the_reference_shows(family):
 def off(found: Tensor, plain: Tensor) -> float:
     """The largest difference of logits, as a share of the largest."""
     return float((found - plain).abs().max() / plain.abs().max())
+
+
+def test_changes_of_a_late_layer_run_the_layers_before_it_once(nano, monkeypatch):
+    again = Again.of(nano, nano.encode(["hat: O jam: Z cat: B jam:"]).inputs["input_ids"][0])
+    changes = [[Output(Writer.parse(f"L2H{index}"))] for index in range(4)]
+    reads = [(Head(2, 3), 11)]
+    rerun(again, changes, reads, logits=True)  # the way is tried once
+    tokens = [0, 0, 0]
+
+    def count(layer, args):
+        tokens[layer] += args[0].shape[0] * args[0].shape[1]
+
+    layers = nano.model.model.layers
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda _m, args, n=n: count(n, args))
+        for n, layer in enumerate(layers)
+    ]
+    with cleared(hooks):
+        found = rerun(again, changes, reads, logits=True)
+    assert tokens == [12, 12, 60]
+    plain = [run_plainly(nano, again.ids, own) for own in changes]
+    theirs = torch.stack([run.logits[11] for run in plain])
+    torch.testing.assert_close(found.logits, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

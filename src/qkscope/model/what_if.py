@@ -156,16 +156,8 @@ class AppliedChanges:
         return self._mean_of_others(output)
 
     def _mean_of_others(self, z: Float[Tensor, "b t e"]) -> Float[Tensor, "b t e"]:
-        """The mean over the other tokens of a prompt, the first left out; z where there are none."""
         assert self.mask is not None
-        mask = self.mask.to(z.device)
-        flat = z.reshape(*mask.shape, -1)
-        counted = mask & (mask.cumsum(1) > 1)  # the first token left out
-        weight = counted[..., None].to(flat)
-        others = weight.sum(1, keepdim=True) - weight
-        total = (flat * weight).sum(1, keepdim=True)
-        mean = (total - flat * weight) / others.clamp_min(1)
-        return torch.where(others > 0, mean, flat).reshape(z.shape)
+        return mean_of_others(z, self.mask)
 
     def _follow(self, call: Call, pattern: Pattern) -> None:
         """Write into a head's mask what its logits lack of a rule's, sequence by sequence."""
@@ -230,6 +222,18 @@ class AppliedChanges:
                 raise
         self.known[row, place] = tokens, at
         return at + first
+
+
+def mean_of_others(z: Float[Tensor, "b t e"], mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t e"]:
+    """The mean over the other tokens of a prompt, the first left out; z where there are none."""
+    mask = mask.to(z.device)
+    flat = z.reshape(*mask.shape, -1)
+    counted = mask & (mask.cumsum(1) > 1)  # the first token left out
+    weight = counted[..., None].to(flat)
+    others = weight.sum(1, keepdim=True) - weight
+    total = (flat * weight).sum(1, keepdim=True)
+    mean = (total - flat * weight) / others.clamp_min(1)
+    return torch.where(others > 0, mean, flat).reshape(z.shape)
 
 
 def _given_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Int[Tensor, "b t"]:

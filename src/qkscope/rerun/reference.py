@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qkscope import Scope
 from qkscope.changes import Change, Hidden, Inserted, Output, Pattern, Row, Words
+from qkscope.heads import Writer
 from qkscope.model.block_tree import read_blocks
 from qkscope.model.capture_types import Places
 from qkscope.model.prefix import prompt_of
@@ -61,11 +62,8 @@ def run_plainly(scope: Scope, ids: Int[Tensor, " t"], changes: Sequence[Change] 
 
     def visit(call: Call) -> None:
         for change in changes:
-            if isinstance(change, Hidden) and change.head.layer == call.layer:
-                queries = slice(None) if change.query is None else change.query
-                call.own_mask(change.head.index)[0, queries, change.key] = -torch.inf
-            if isinstance(change, Row) and change.head.layer == call.layer:
-                _put_row(call, change)
+            if isinstance(change, Row | Hidden) and change.head.layer == call.layer:
+                change_mask(call, change)
             if isinstance(change, Output) and change.value is not None:
                 _put_head_output(call, change)
         attention[call.layer] = call.attention([*range(call.q.shape[1])])[0]
@@ -84,12 +82,16 @@ def run_plainly(scope: Scope, ids: Int[Tensor, " t"], changes: Sequence[Change] 
     return PlainRun(attention, logits)
 
 
-def _put_row(call: Call, change: Row) -> None:
-    """Add to a head's mask what its logits at a query lack of the new ones."""
+def change_mask(call: Call, change: Row | Hidden, prompt: int = 0) -> None:
+    """Hide a key of one prompt in a head's mask, or add what its row lacks of the new one."""
     head = change.head.index
-    logits = call.logits([head])[0, 0, change.query]
+    if isinstance(change, Hidden):
+        queries = slice(None) if change.query is None else change.query
+        call.own_mask(head)[prompt, queries, change.key] = -torch.inf
+        return
+    logits = call.logits([head])[prompt, 0, change.query]
     lacking = (change.logits.to(logits) - logits).masked_fill(logits == -torch.inf, 0)
-    call.own_mask(head)[0, change.query] += lacking
+    call.own_mask(head)[prompt, change.query] += lacking
 
 
 def _put_head_output(call: Call, change: Output) -> None:
@@ -108,8 +110,7 @@ def _output_set(scope: Scope, change: Output) -> AbstractContextManager[None]:
         return scope.ablate(str(change.writer))
     if change.writer.head is not None:  # put in where it is called
         return nullcontext()
-    block = read_blocks(scope.model, scope.facts.layer_of)[change.writer.layer]
-    part = block.parts[change.writer.index[0] if change.writer.index else 0]
+    part = module_of(scope, change.writer)
 
     def put(_module: nn.Module, _args: Any, out: Any) -> Any:
         if isinstance(out, tuple):
@@ -117,3 +118,9 @@ def _output_set(scope: Scope, change: Output) -> AbstractContextManager[None]:
         return value.to(out).view_as(out)
 
     return cleared([part.register_forward_hook(put)])
+
+
+def module_of(scope: Scope, writer: Writer) -> nn.Module:
+    """The module that writes besides the heads of its layer."""
+    block = read_blocks(scope.model, scope.facts.layer_of)[writer.layer]
+    return block.parts[writer.index[0] if writer.index else 0]

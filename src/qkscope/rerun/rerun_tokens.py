@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qkscope import Scope
 from qkscope.attention import AttentionRows, soft
-from qkscope.changes import Change, Hidden, Inserted, Row, Words
+from qkscope.changes import Hidden, Row, Words
 from qkscope.heads import Head
 from qkscope.linear.reader import Reader
 from qkscope.linear.recording import last_alone
@@ -31,39 +31,12 @@ from qkscope.linear.run import Run
 from qkscope.model.capture_types import Places
 from qkscope.model.prefix import ChangedPrompts, TokensAlone, WholePrompts, prompt_of, runs_alone
 from qkscope.model.tap import Call, Stop
-from qkscope.rerun.reference import run_plainly
+from qkscope.rerun.reads import LayerReads, Read, Reruns, layer_reads, with_words
 
 _AT_ONCE = 128  # prompts that run together to their logits
 # tokens that run together: on a CPU more are no faster, and less alike
 _TOKENS = {"cpu": 2**8}
 _MORE_TOKENS = 2**12
-
-Read = tuple[Head, int]
-"""A head and a query: a row of attention that is read."""
-
-
-@dataclass(frozen=True)
-class Reruns:
-    """What changed prompts show.
-
-    Attributes
-    ----------
-    attention : by prompt, the rows that were asked for; where a row's query did not run, the row of
-        the unchanged prompt.
-    logits : of the next token, where they were asked for.
-    """
-
-    attention: Float[Tensor, "b n t"]
-    logits: Float[Tensor, "b v"] | None
-
-
-@dataclass(frozen=True)
-class _LayerReads:
-    """The rows of one layer that are read: their numbers among all, their heads and queries."""
-
-    numbers: list[int]
-    heads: list[int]
-    queries: Int[Tensor, " u"]
 
 
 class _Place(NamedTuple):
@@ -74,79 +47,22 @@ class _Place(NamedTuple):
     query: int
 
 
-def rerun(
+def rerun_tokens(
     base: Again,
-    changes: Sequence[Sequence[Change]],
-    reads: Sequence[Read] = (),
-    *,
-    end: int | None = None,
-    logits: bool = False,
-) -> Reruns:
-    """Run a prompt once more for each tuple of changes, which hold together.
-
-    Parameters
-    ----------
-    base : the unchanged prompt.
-    changes : what is different in each run.
-    reads : rows of attention that are read.
-    end : the last token that runs, and whose next token is read; the prompt's last, if not given.
-    logits : whether next-token logits are wanted.
-
-    Examples
-    --------
-    >>> scope = Scope.load("nano:mixed")
-    >>> base = Again.of(scope, scope.encode(["hat: O jam: Z jam:"]).inputs["input_ids"][0])
-    >>> rerun(base, [[Hidden(Head(1, 0), 6, 8)], [Words((4,), (9,))]], [(Head(1, 0), 8)]).attention.shape
-    torch.Size([2, 1, 9])
-    """
-    last = len(base.ids) - 1 if end is None else end
-    if any(not _is_short(change) for own in changes for change in own):
-        return _rerun_plainly(base, changes, reads, last, logits)
-    ids = torch.stack([with_words(base.ids, own) for own in changes]).cpu()
-    rows = [[x for x in own if isinstance(x, Row | Hidden)] for own in changes]
-    runs = base.behind(ids, torch.full((len(ids),), last))
-    for number, own in enumerate(rows):
-        for change in own:
-            assert change.query is not None
-            runs[number, change.query :] |= torch.arange(change.query, len(base.ids)) <= last
-    return base.run(ids, runs, reads, rows=rows, logits=logits)
-
-
-def with_words(ids: Int[Tensor, " t"], changes: Sequence[Change]) -> Int[Tensor, " t"]:
-    """A prompt with the words of some changes in it."""
-    for change in changes:
-        if isinstance(change, Words | Inserted):
-            ids = change.applied(ids)
-    return ids
-
-
-def _is_short(change: Change) -> bool:
-    """Whether a change touches nothing but what stands behind it."""
-    if isinstance(change, Hidden):
-        return change.query is not None
-    return isinstance(change, Words | Row)
-
-
-def _rerun_plainly(
-    base: Again,
-    changes: Sequence[Sequence[Change]],
+    changes: Sequence[Sequence[Words | Row | Hidden]],
     reads: Sequence[Read],
     end: int,
     logits: bool,
 ) -> Reruns:
-    """Run whole prompts, one at a time: for changes that no short way knows."""
-    plain = [run_plainly(base.scope, base.ids, own) for own in changes]
-    rows = [
-        [run.attention[head.layer][head.index, query] for head, query in reads] for run in plain
-    ]
-    width = plain[0].logits.shape[0]
-    attention = (
-        torch.stack([row for own in rows for row in own]) if reads else torch.zeros(0, width)
-    )
-    return Reruns(
-        attention.view(len(changes), len(reads), width),
-        torch.stack([run.logits[end] for run in plain]) if logits else None,
-    )
+    """Run what stands behind each tuple of changes, up to a token that is read."""
+    ids = torch.stack([with_words(base.ids, own) for own in changes]).cpu()
+    rows = [[x for x in own if isinstance(x, Row | Hidden)] for own in changes]
+    runs = base.behind(ids, torch.full((len(ids),), end))
+    for number, own in enumerate(rows):
+        for change in own:
+            assert change.query is not None
+            runs[number, change.query :] |= torch.arange(change.query, len(base.ids)) <= end
+    return base.run(ids, runs, reads, rows=rows, logits=logits)
 
 
 class Again:
@@ -195,7 +111,7 @@ class Again:
         this token.
         """
         changes = [[Hidden(head, key, query)] for head, key in edges]
-        logits = rerun(self, changes, end=query, logits=True).logits
+        logits = rerun_tokens(self, changes, [], query, logits=True).logits
         assert logits is not None
         return logits.cpu()
 
@@ -368,7 +284,7 @@ class _Batch:
                     rows.setdefault(place, []).append(change)
         return rows
 
-    def _read(self, call: Call, reads: _LayerReads, attention: Tensor) -> None:
+    def _read(self, call: Call, reads: LayerReads, attention: Tensor) -> None:
         """Put the rows of a layer that are read into a table, where their queries run."""
         prompts = self.prompts
         is_query = prompts.at[:, None] == reads.queries[:, None].to(prompts.at)
@@ -437,18 +353,6 @@ def _with_changes(
             new = change.logits.to(logits)[columns]
             logits = new.masked_fill(logits == -torch.inf, -torch.inf)
     return logits
-
-
-def layer_reads(reads: Sequence[Read]) -> dict[int, _LayerReads]:
-    """Rows that are read, by layer."""
-    layers = dict[int, _LayerReads]()
-    for layer in sorted({head.layer for head, _ in reads}):
-        numbers = [number for number, (head, _) in enumerate(reads) if head.layer == layer]
-        heads = [reads[number][0].index for number in numbers]
-        layers[layer] = _LayerReads(
-            numbers, heads, torch.tensor([reads[number][1] for number in numbers])
-        )
-    return layers
 
 
 def first_places(runs: Bool[Tensor, "b t"], width: int) -> Int[Tensor, "b s"]:
