@@ -176,10 +176,11 @@ def test_a_hostile_chat_template_ends_in_a_sentence(monkeypatch, template, said)
     monkeypatch.setattr("qkscope.model.encode._SECONDS", 1)
     scope = qk.Scope.load("nano:mixed", check=False)
     scope.tokenizer.chat_template = template
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(BadInput, match=said):
         scope.encode(["hat jam"], chat=True)
-    assert threading.active_count() == threads  # none goes on, and slows down all that follows
+    begun = set(threading.enumerate()) - before
+    assert not begun  # none goes on, and slows down all that follows
 
 
 def test_double_precision_and_two_watchers_are_refused_in_words(nano):
