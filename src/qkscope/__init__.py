@@ -14,11 +14,11 @@ The rooms, in the order in which they may import each other: `results`, `texts`,
 bench are a second distribution, `qkscope_papers`.
 """
 
-from qkscope.public import importer, listed
+from qkscope.public import importer, public_names
 
 __version__ = "0.2.0"
 
-_HOME = listed(__file__)
+_HOME = public_names(__file__)
 __all__ = [*_HOME, "__version__"]
 
 _MOVED = {

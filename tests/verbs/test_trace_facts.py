@@ -15,7 +15,7 @@ from qkscope.heads import Head, Writer
 from qkscope.linear.reader import Reader
 from qkscope.sums.relative_logits import METRICS, SIDES
 from qkscope.sums.subspace import Subspace
-from qkscope.verbs.trace.edges import Edge, EdgeTest, choose_writers, edge_masks
+from qkscope.verbs.trace.edges import CutEdge, EdgeTest, choose_writers, edge_masks
 
 N, HEAD = 12, Head(1, 0)
 PROMPT = "hat : O jam : Z jam :"
@@ -142,7 +142,7 @@ def test_all_cut_is_none_kept_and_a_part_replaced_by_itself_changes_nothing(meas
     test, rows, values = measured
     writers = len(test.writers) - 1
     edges = [
-        Edge("both", kind, "share", "mean", "held", k)
+        CutEdge("both", kind, "share", "mean", "held", k)
         for k in (writers, 0)
         for kind in ("cut", "keep")
     ]

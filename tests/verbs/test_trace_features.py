@@ -20,7 +20,7 @@ from qkscope.linear.reader import Reader
 from qkscope.linear.run import Parts
 from qkscope.model.scope import Scope
 from qkscope.show.blocks import blocks_of
-from qkscope.verbs.trace.features import EDGES, FeatureSplit
+from qkscope.verbs.trace.feature_pairs import PAIR_CUTS, FeatureSplit
 from qkscope.verbs.trace.null_dictionaries import NULLS
 from qkscope_papers.families import tiny_model, two_prompts
 
@@ -72,7 +72,7 @@ def test_a_long_prompt_in_pieces_gives_the_same(nano, monkeypatch):
     scope = nano
     own = random_dictionary(scope.model.config.hidden_size, 1)
     whole = qk.trace(scope, PROMPT, "L1H0", dictionary=own, draws=2)
-    monkeypatch.setattr("qkscope.verbs.trace.features._AT_ONCE", 1)  # key by key
+    monkeypatch.setattr("qkscope.verbs.trace.feature_pairs._AT_ONCE", 1)  # key by key
     pieces = qk.trace(scope, PROMPT, "L1H0", dictionary=own, draws=2)
     for one, other in zip(
         whole.tables["feature_pairs"], pieces.tables["feature_pairs"], strict=True
@@ -154,7 +154,7 @@ def test_an_ablated_feature_changes_the_stream_by_what_it_wrote_there():
     )[0, 0, 0]
     k = rows.vectors("key").clone()
     k[0, right] -= lost
-    ablated = EDGES.index(("key", "ablated", 1))
+    ablated = PAIR_CUTS.index(("key", "ablated", 1))
     whole = float(split.edges(split.coded, [terms])[0, ablated])
     assert whole == pytest.approx(float(rows.measure(k=k[None])[0, 0, 0]), abs=1e-6)
 

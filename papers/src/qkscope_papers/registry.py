@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from qkscope.checking import checked_call
 from qkscope.errors import BadInput, check_device
 from qkscope.results.claims import Claim
-from qkscope.results.folder import MANIFEST, check_folder, kept_if_stopped, read_json
+from qkscope.results.folder import MANIFEST, check_folder, kept_if_stopped, read_run_file
 from qkscope.results.progress import doing
 from qkscope.results.result import Result, provenance
 from qkscope_papers.tables import Row
@@ -349,7 +349,7 @@ def _finished(folder: Path, asked: Mapping[str, Any]) -> Result | None:
     versions as here.
     """
     try:
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_run_file(folder / MANIFEST)
         same = (
             manifest.get("figure") == asked and manifest.get("versions") == provenance()["versions"]
         )

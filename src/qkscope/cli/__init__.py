@@ -34,7 +34,7 @@ from typer.main import get_command
 from qkscope import __version__
 from qkscope.cli.declarations import COMMANDS
 from qkscope.cli.next_command import command, next_command
-from qkscope.cli.options import AS_JSON, EVERYTHING, Command, Option, Values
+from qkscope.cli.options import AS_JSON, EVERYTHING, Command, Option, TypedValues
 from qkscope.cli.printing import end_lines, print_end, print_json, print_result
 from qkscope.errors import BadInput, Terminated
 from qkscope.results.progress import doing, plain_text
@@ -163,7 +163,7 @@ def _reader(read: Callable[[str], Any]) -> Callable[[str | None], Any]:
     return callback
 
 
-def _run(declared: Command, values: Values) -> None:
+def _run(declared: Command, values: TypedValues) -> None:
     """Run a command with what was typed, and print its result, where it has one."""
     everything = values.pop(EVERYTHING.name, False)
     as_json = values.pop(AS_JSON.name, False)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import qkscope as qk
-from qkscope.cli.options import DEFAULT_MODEL, OF_TASK, PYTHON, TASKS, Values
+from qkscope.cli.options import DEFAULT_MODEL, OF_TASK, PYTHON, TASKS, TypedValues
 from qkscope.cli.printing import say
 from qkscope.errors import BadInput
 from qkscope.results.progress import doing
@@ -24,12 +24,12 @@ from qkscope.results.progress import doing
 # ---------------------------------------------------------------------- the model
 
 
-def model_name(values: Values) -> str:
+def model_name(values: TypedValues) -> str:
     """The name of the model."""
     return _model_typed(values) or DEFAULT_MODEL
 
 
-def _model_typed(values: Values) -> str | None:
+def _model_typed(values: TypedValues) -> str | None:
     """The model that was named; an empty name is no model, and not the default one either."""
     name = values["model"]
     if name is not None and not name.strip():
@@ -37,7 +37,7 @@ def _model_typed(values: Values) -> str | None:
     return name
 
 
-def load_scope(values: Values) -> Any:
+def load_scope(values: TypedValues) -> Any:
     """The model, loaded when it is first used; by default the one that a fit was made with.
 
     It is kept in the values, for what is made after it.
@@ -67,19 +67,19 @@ def load_scope(values: Values) -> Any:
 # ---------------------------------------------------------------------- what is asked of it
 
 
-def chat_of_prompt(values: Values) -> bool | None:
+def chat_of_prompt(values: TypedValues) -> bool | None:
     """Whether a prompt goes into the chat template; a task decides for its own prompts."""
     if "task" in values or not values["chat"]:
         return None
     return True
 
 
-def heads_typed(values: Values) -> Any:
+def heads_typed(values: TypedValues) -> Any:
     """The heads of ``--heads``, for a function that calls them ``head``."""
     return values["heads"]
 
 
-def print_lines(values: Values) -> Callable[[str], None]:
+def print_lines(values: TypedValues) -> Callable[[str], None]:
     """The function that prints lines for people."""
     return say
 
@@ -87,7 +87,7 @@ def print_lines(values: Values) -> Callable[[str], None]:
 # ---------------------------------------------------------------------- tasks and texts
 
 
-def make_task(values: Values) -> Any:
+def make_task(values: TypedValues) -> Any:
     """The task of this name with its options; refused where it does not take one of them."""
     name = values["task"]
     makers = dict[str, Callable[..., Any]](qk.tasks.BUILT_IN)
@@ -113,7 +113,7 @@ def make_task(values: Values) -> Any:
 _TASK_HELP = {option.name: option.help for option in OF_TASK}
 
 
-def task_or_prompt(values: Values) -> Any:
+def task_or_prompt(values: TypedValues) -> Any:
     """A task, or one prompt."""
     sources = values["sources"] or []
     prompt = values["prompt"]
@@ -134,7 +134,7 @@ def task_or_prompt(values: Values) -> Any:
     return make_task(values)
 
 
-def read_texts(values: Values) -> Any:
+def read_texts(values: TypedValues) -> Any:
     """The documents of files and folders; None: Python's own texts."""
     from qkscope.texts.documents import read_documents
 
@@ -163,7 +163,7 @@ def _is_text(source: str) -> bool:
 # ---------------------------------------------------------------------- fits and features
 
 
-def load_fit(values: Values) -> Any:
+def fit_typed(values: TypedValues) -> Any:
     """The fit of ``--fit``; None where none was named."""
     folder = values["fit"]
     if folder is None:
@@ -173,7 +173,7 @@ def load_fit(values: Values) -> Any:
     return _load(folder, values)
 
 
-def load_feature(values: Values) -> Any:
+def load_feature(values: TypedValues) -> Any:
     """The subspace of ``--feature DIR:CONTRAST``, of the one head that is asked about."""
     text = values["feature"]
     if not text:
@@ -187,12 +187,12 @@ def load_feature(values: Values) -> Any:
     return _load(Path(folder), values)[contrast, heads[0]]
 
 
-def _feature_folder(values: Values) -> str:
+def _feature_folder(values: TypedValues) -> str:
     """The folder of ``--feature``; empty where there is none."""
     return (values.get("feature") or "").rpartition(":")[0]
 
 
-def _heads_asked(values: Values) -> list[Any]:
+def _heads_asked(values: TypedValues) -> list[Any]:
     """The heads that were typed, one or several; none where all are asked about."""
     heads = values.get("heads") or values.get("head")
     if isinstance(heads, list):
@@ -200,7 +200,7 @@ def _heads_asked(values: Values) -> list[Any]:
     return [] if heads in (None, "all") else [heads]
 
 
-def _check_fit(folder: Path, heads: list[Any], values: Values, contrast: str = "") -> None:
+def _check_fit(folder: Path, heads: list[Any], values: TypedValues, contrast: str = "") -> None:
     """Refuse heads and contrasts that a fit does not have, before a model is loaded."""
     from qkscope.findings.fit import read_job
     from qkscope.findings.swap_rows import check_swappable
@@ -220,14 +220,14 @@ def _check_fit(folder: Path, heads: list[Any], values: Values, contrast: str = "
     check_swappable(job["space"], values.get("downstream", False))
 
 
-def _load(folder: Path, values: Values) -> Any:
+def _load(folder: Path, values: TypedValues) -> Any:
     """Read a fit of the model that is asked about."""
     from qkscope.findings.fit import load_fit
 
     return load_fit(folder, values["scope"])
 
 
-def held_out_units(values: Values) -> Any:
+def held_out_units(values: TypedValues) -> Any:
     """The prompts on which a fit is tested.
 
     They have words that nothing was fitted on. Without ``--out`` the result goes into the fit's own
@@ -243,7 +243,7 @@ def held_out_units(values: Values) -> Any:
     return task_of(read_job(folder), folder).test(values["n"])
 
 
-def load_dictionary(values: Values) -> Any:
+def load_dictionary(values: TypedValues) -> Any:
     """The dictionary of ``--dictionary`` at the layer of ``--dictionary-layer``."""
     from qkscope.model.dictionary import Dictionary
 

@@ -19,7 +19,7 @@ from qkscope.cli.next_command import PROMPT, command
 from qkscope.cli.printing import print_end, print_json, say
 from qkscope.findings.task_batches import made_with
 from qkscope.heads import Head
-from qkscope.model.files import fetch as fetch_model
+from qkscope.model.files import fetch_model
 from qkscope.results.claims import Claim
 from qkscope.results.progress import doing
 from qkscope.results.work import verb

@@ -134,7 +134,7 @@ _WHY = Command(
     ),
     made={
         "scope": arguments.load_scope,
-        "features": arguments.load_fit,
+        "features": arguments.fit_typed,
         "chat": arguments.chat_of_prompt,
     },
 )
@@ -380,7 +380,7 @@ _SWAP = Command(
     made={
         "scope": arguments.load_scope,
         "units": arguments.held_out_units,
-        "fit": arguments.load_fit,
+        "fit": arguments.fit_typed,
         "chat": arguments.chat_of_prompt,
     },
     python=("subspaces", "sizes", "progress"),

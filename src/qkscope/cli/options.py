@@ -26,7 +26,7 @@ TASKS = "binding, filter, ioi, induction, greater_than, pronoun, or a .jsonl fil
 NEEDED: Any = inspect.Parameter.empty
 """The default of an option that has to be typed."""
 
-Values = dict[str, Any]
+TypedValues = dict[str, Any]
 """What was typed, by the name of its option."""
 
 
@@ -83,7 +83,7 @@ class Command:
     function: str
     help: str
     options: tuple[Option, ...]
-    made: Mapping[str, Callable[[Values], Any]] = field(default_factory=dict)
+    made: Mapping[str, Callable[[TypedValues], Any]] = field(default_factory=dict)
     python: tuple[str, ...] = ()
     panel: str = "Commands"
 

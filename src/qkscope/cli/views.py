@@ -16,7 +16,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.box import Box
 from rich.cells import cell_len
@@ -25,6 +25,9 @@ from rich.text import Text
 
 from qkscope.results.progress import plain_text
 from qkscope.text import grouped
+
+if TYPE_CHECKING:
+    from qkscope.results.result import Record, Records
 
 MOST_COLUMNS = 6
 MOST_ROWS = 10
@@ -38,14 +41,11 @@ _NO_RIVALS = (
     "sham",
 )  # kinds of a swap that a short table leaves out
 
-Row = Mapping[str, Any]
-Rows = Sequence[Row]
-
 
 class View(NamedTuple):
     """What is printed of a result: rows of one table, its columns, and a note on them."""
 
-    rows: Rows
+    rows: Records
     columns: dict[str, str]
     """By heading, where its cells come from."""
     total: int
@@ -65,7 +65,7 @@ VIEWS["demo"] = {"swap": VIEWS["swap"]["swap"]}
 # ---------------------------------------------------------------------- what is printed
 
 
-def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> View | None:
+def shown(verb: str, tables: Mapping[str, Records], main: str = "") -> View | None:
     """Choose the one table that a verb prints, its rows and columns; None where lines say it all.
 
     Parameters
@@ -85,12 +85,12 @@ def shown(verb: str, tables: Mapping[str, Rows], main: str = "") -> View | None:
     return _view(rows, {"columns": ", ".join(f"{name}?" for name in rows[0])})
 
 
-def _first_rows(tables: Mapping[str, Rows]) -> Rows:
+def _first_rows(tables: Mapping[str, Records]) -> Records:
     """The first table that has rows."""
     return next((rows for rows in tables.values() if rows), [])
 
 
-def _view(rows: Rows, view: Mapping[str, Any]) -> View:
+def _view(rows: Records, view: Mapping[str, Any]) -> View:
     """Apply a view to the rows of its table."""
     pick, *about = view.get("pick", ["every"])
     picked = list(PICKS[pick](rows, *about))[:MOST_ROWS]
@@ -108,7 +108,7 @@ def _view(rows: Rows, view: Mapping[str, Any]) -> View:
     return View(picked, columns, len(rows), "; ".join(notes))
 
 
-def _differing(headings: Mapping[str, str], rows: Rows) -> dict[str, str]:
+def _differing(headings: Mapping[str, str], rows: Records) -> dict[str, str]:
     """The columns without those marked ``?`` whose cells are the same in all of several rows."""
     kept = dict[str, str]()
     for heading, source in headings.items():
@@ -124,7 +124,7 @@ def _differing(headings: Mapping[str, str], rows: Rows) -> dict[str, str]:
 
 
 def drawn(
-    rows: Rows, columns: Mapping[str, str], width: int, *, whole: bool = False
+    rows: Records, columns: Mapping[str, str], width: int, *, whole: bool = False
 ) -> Iterator[Table]:
     """Draw the columns that fit side by side.
 
@@ -158,7 +158,7 @@ class _Column(NamedTuple):
         return max(cell_len(self.heading), longest) + _BETWEEN
 
 
-def _column(heading: str, source: str, rows: Rows, digits: int | None) -> _Column:
+def _column(heading: str, source: str, rows: Records, digits: int | None) -> _Column:
     """The cells of a column, and whether there are numbers among them."""
     cells = [_cell(source, row, digits) for row in rows]
     numeric = any(_is_number(row.get(source.rstrip("±"))) for row in rows)
@@ -223,7 +223,7 @@ def _number(value: float, digits: int | None) -> str:
     return f"{value:.1f}" if size < 100 else f"{value:.0f}"
 
 
-def _cell(source: str, row: Row, digits: int | None = None) -> str:
+def _cell(source: str, row: Record, digits: int | None = None) -> str:
     """The cell of a row, with its interval or in quotes where the source says so."""
     name = source.removesuffix("±").removesuffix("!r")
     if source.endswith("±"):
@@ -250,27 +250,27 @@ def _is_number(value: Any) -> bool:
 # ---------------------------------------------------------------------- which rows
 
 
-def _every(rows: Rows) -> Rows:
+def _every(rows: Records) -> Records:
     """All rows."""
     return rows
 
 
-def _by(rows: Rows, column: str, largest: bool = True) -> Rows:
+def _by(rows: Records, column: str, largest: bool = True) -> Records:
     """Rows sorted by a column."""
     return sorted(rows, key=lambda row: row[column] or 0.0, reverse=largest)
 
 
-def _where(rows: Rows, column: str, value: Any) -> Rows:
+def _where(rows: Records, column: str, value: Any) -> Records:
     """Rows with this value in a column, or all rows if there are none."""
     return [row for row in rows if row[column] == value] or rows
 
 
-def _last(rows: Rows, column: str) -> Rows:
+def _last(rows: Records, column: str) -> Records:
     """Rows with the value that the last row has in a column."""
     return _where(rows, column, rows[-1][column])
 
 
-def _swapped(rows: Rows) -> Rows:
+def _swapped(rows: Records) -> Records:
     """The features of every head beside random subspaces and rivals, or as much as there is room for.
 
     With more rows: the features alone beside the controls of the joint one; the joint feature with
@@ -288,7 +288,7 @@ def _swapped(rows: Rows) -> Rows:
     return [row for row in of_joint if row["kind"] in ("feature", "random")]
 
 
-def _spread(rows: Rows) -> Rows:
+def _spread(rows: Records) -> Records:
     """The circuit's rows from the first to the last step, evenly."""
     circuit = [row for row in rows if row["circuit"]] or list(rows)
     step = (len(circuit) - 1) / (MOST_ROWS - 1)
@@ -296,24 +296,24 @@ def _spread(rows: Rows) -> Rows:
     return [circuit[place] for place in sorted(places)]
 
 
-def _for_and_against(rows: Rows) -> Rows:
+def _for_and_against(rows: Records) -> Records:
     """The first three heads for the next token, then the first two against it."""
     helping = [row for row in rows if row["direction"] == "for"]
     opposing = [row for row in rows if row["direction"] == "against"]
     return [*helping[:3], *opposing[:2]] or rows[:3]
 
 
-def _first_writers(rows: Rows) -> Rows:
+def _first_writers(rows: Records) -> Records:
     """The first writers of each head and side, as many of each as there is room for; keys first."""
     groups = grouped(rows, lambda row: (row["head"], row["side"]))
     most = max(MOST_ROWS // max(len(groups), 1), 1)
-    chosen = list[Row]()
+    chosen = list[Record]()
     for group in sorted(groups, key=lambda group: group[1]):
         chosen += groups[group][:most]
     return chosen
 
 
-PICKS: dict[str, Callable[..., Rows]] = {
+PICKS: dict[str, Callable[..., Records]] = {
     "every": _every,
     "by": _by,
     "where": _where,

@@ -23,9 +23,9 @@ from qkscope.changes import Words
 from qkscope.findings.because import Because
 from qkscope.findings.finding import Reason, Row
 from qkscope.findings.registry import breaks_on_average, is_carried
-from qkscope.heads import parse_writers
+from qkscope.heads import Side, parse_writers
 from qkscope.linear.row import attention_with, restore
-from qkscope.linear.run import Run, Side
+from qkscope.linear.run import Run
 from qkscope.rerun.alternatives import Word
 from qkscope.seeds import derived_seed
 from qkscope.sums.relative_logits import draw_alike
@@ -36,7 +36,7 @@ _SETS = 32  # rows made at once
 _DRAWS = 20
 _SECOND = 0.1  # of what was lost: a second writer brings back so much more than the first alone
 _LOST = 0.1  # attention that a change must take away, for anything to be put back
-SIDES: tuple[Side, Side] = ("key", "query")
+_KEY_FIRST: tuple[Side, Side] = ("key", "query")
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Carriers:
         lost = self.reason.before - sum(changed) / max(len(changed), 1)
         if half < 1 or lost < _LOST:
             return None
-        whole = {side: [self._whole(run, side) for run in runs] for side in SIDES}
-        side = max(SIDES, key=lambda side: sum(whole[side]))
+        whole = {side: [self._whole(run, side) for run in runs] for side in _KEY_FIRST}
+        side = max(_KEY_FIRST, key=lambda side: sum(whole[side]))
         writers = self._choose(runs[:half], side, fmean(changed[:half]))
         tested = self._test(runs[half:], side, writers, fmean(whole[side][half:]))
         before = self.reason.before

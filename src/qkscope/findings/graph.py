@@ -39,9 +39,9 @@ from torch import Tensor
 
 from qkscope.findings.head_rows import HeadRows
 from qkscope.findings.prompt_trace import AskedPrompt, PromptTrace
-from qkscope.heads import BIAS, EMBEDDING, Head, Writer
+from qkscope.heads import BIAS, EMBEDDING, Head, Side, Writer
 from qkscope.linear.layer import PartLayer
-from qkscope.linear.run import Answer, Direction, Run, Side
+from qkscope.linear.run import Answer, Direction, Run
 from qkscope.model.encode import token_texts
 
 Row = dict[str, Any]

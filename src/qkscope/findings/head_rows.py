@@ -20,21 +20,19 @@ from torch import Tensor
 
 from qkscope import BadInput
 from qkscope.attention import AttentionRows
-from qkscope.findings.task_batches import batches_of, words_of
-from qkscope.heads import Head
+from qkscope.findings.task_batches import asked_words, batches_of
+from qkscope.heads import Head, Side
 from qkscope.linear.attribution import values_of
 from qkscope.linear.reader import Reader
 from qkscope.linear.run import KINDS, Direction, Parts, Run, named
 from qkscope.model.encode import Encoding
 from qkscope.model.inputs import check_visible
 from qkscope.results.work import Stage, Work
-from qkscope.sums.relative_logits import SIDES, Measurement, Side, Tally, metrics, relative_weights
+from qkscope.sums.relative_logits import SIDES, Measurement, Tally, metrics, relative_weights
 from qkscope.texts.task import ANSWER, Units
 
 #: A key with less attention than this is said to be unattended before anything is traced to it.
 ATTENDED = 0.05
-#: Rows of a result, by the table they stand in.
-Tables = dict[str, list[dict[str, Any]]]
 # tokens of all prompts whose writers are held at once, and of each prompt at least
 _PLACES = 128
 _EACH = 10
@@ -351,7 +349,7 @@ class Pass:
         last : whether nothing is shared out between processes after it.
         by_some : whether a named key may be out of sight of some of the heads.
         """
-        asked_for = words_of(units) if words is None else words
+        asked_for = asked_words(units) if words is None else words
         tallies = {head: Tally(sorted(asked_for)) for head in measures}
         sums = dict[str, Tensor]()  # those of all tallies, under the head and the name
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from qkscope import BadInput, Example, Scope
 from qkscope.findings.head_rows import ATTENDED, HeadRows
-from qkscope.findings.verdicts import FEW, verdict
-from qkscope.heads import Head, Writer, parse_writers
+from qkscope.findings.verdicts import FEWEST_SETS, verdict
+from qkscope.heads import Head, Side, Writer, parse_writers
 from qkscope.linear.attribution import first_neurons
 from qkscope.linear.reader import Reader
 from qkscope.linear.row import Norms, attention_with, mean_parts, vectors_with
-from qkscope.linear.run import Run, Side
+from qkscope.linear.run import Run
 from qkscope.model.capture_types import Places
 from qkscope.model.encode import Encoding, token_texts
 from qkscope.seeds import derived_seed
@@ -249,7 +249,7 @@ class PromptTrace(HeadRows):
             drawn = dict[Side, list[int]]()
             for side, strongest in chosen.items():
                 address = derived_seed(seed, "cut", side, size, draw)
-                drawn[side] = draw_alike(strongest, writers, address, FEW)
+                drawn[side] = draw_alike(strongest, writers, address, FEWEST_SETS)
             sets.append(drawn)
         return different(sets)
 

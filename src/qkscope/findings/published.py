@@ -142,7 +142,7 @@ def span_of(example: Example, role: str) -> Span | None:
     return next(key.span for key in example.keys if key.label(ANSWER) > 0)
 
 
-def locate(
+def columns_of_roles(
     scope: Scope, examples: Sequence[Example], roles: Sequence[str], chat: bool = False
 ) -> tuple[dict[str, Tensor], Int[Tensor, "n roles"]]:
     """Encode a left-padded batch, and find the column of each role's (last) token in it.
@@ -187,7 +187,7 @@ def find_circuit(
 
     def run(indices: list[int]) -> Float[Tensor, "n duties h"]:
         examples = [units[i][0] for i in indices]
-        inputs, columns = locate(scope, examples, [*queries, *keys], task.chat)
+        inputs, columns = columns_of_roles(scope, examples, [*queries, *keys], task.chat)
         of_queries = columns[:, : len(queries)]
         of_keys = columns[:, len(queries) :]
         captured = scope.capture_inputs(inputs, places=rows_from(inputs, of_queries))

@@ -216,7 +216,7 @@ def cluster_of(unit: Unit, number: int) -> object:
     return ("unit", number) if unit[0].cluster == "" else unit[0].cluster
 
 
-def words_of(units: Sequence[Unit]) -> list[str]:
+def asked_words(units: Sequence[Unit]) -> list[str]:
     """The word that each unit asks for, or its cluster if none is marked.
 
     They are equal for prompts that ask alike.

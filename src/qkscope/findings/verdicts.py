@@ -19,7 +19,7 @@ from qkscope.results.result import Result
 R = TypeVar("R", bound=Result)
 
 #: Different control sets under which nothing is tested.
-FEW = 5
+FEWEST_SETS = 5
 #: Shares of one side cancel, and the answer says so, where without signs they sum to more than this.
 CANCELS = 3.0
 #: What a change must take away of the attention, for `supported`.
@@ -75,7 +75,7 @@ def verdict(
 
     ``supported`` or ``not here``; ``unattended`` where there was no attention before. Supported is
     what takes away more than a quarter of it, and more than any of the random changes; with fewer
-    than `FEW` different ones of these it is ``untested``, and ``vacuous`` where nothing could come
+    than `FEWEST_SETS` different ones of these it is ``untested``, and ``vacuous`` where nothing could come
     out otherwise.
 
     Parameters
@@ -93,7 +93,7 @@ def verdict(
         return "unattended"
     if vacuous:
         return "vacuous"
-    if len(random) < FEW:
+    if len(random) < FEWEST_SETS:
         return "untested"
     taken = before - after > _TAKEN * before
     more_than_random = after < float(random.min())

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from qkscope.errors import BadInput
-from qkscope.heads import BIAS, Head, Writer
+from qkscope.heads import BIAS, Head, Side, Writer
 from qkscope.linear.layer import stream_of
-from qkscope.linear.run import Answer, Direction, Parts, Run, Side
+from qkscope.linear.run import Answer, Direction, Parts, Run
 from qkscope.model.block_tree import BlockTree, Frozen
 from qkscope.model.inputs import short_inputs
 from qkscope.model.tap import cleared

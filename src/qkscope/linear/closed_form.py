@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkscope.heads import Head
 from qkscope.linear.head_weights import Form
-from qkscope.linear.layer import Kind, tolerance
+from qkscope.linear.layer import Projection, tolerance
 from qkscope.model.spaces import Rotary
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class ClosedForm:
     wrong : layers whose true vectors are not those of the form.
     """
 
-    def __init__(self, run: Run, heads: Sequence[Head], kind: Kind, slots: Any) -> None:
+    def __init__(self, run: Run, heads: Sequence[Head], kind: Projection, slots: Any) -> None:
         reader = run.reader
         wanted = [(head.layer, run.index(head, kind)) for head in heads]
         # heads of one group share keys and values; matrices are stacked layer by layer
@@ -105,7 +105,7 @@ class ClosedForm:
             if not agrees:
                 self.wrong.add(layer)
 
-    def _rotary_of(self, run: Run, layer: int, kind: Kind, slots: Any) -> Rotary | None:
+    def _rotary_of(self, run: Run, layer: int, kind: Projection, slots: Any) -> Rotary | None:
         """The rotation of queries or keys at the slots; values are not rotated."""
         rotary = run.calls[layer].rotary
         if kind == "v" or self._offset is None or rotary is None:

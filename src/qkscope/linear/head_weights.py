@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from qkscope import BadInput, Scope
 from qkscope.heads import Head
-from qkscope.linear.layer import AffineLayer, BlockArguments, Kind
+from qkscope.linear.layer import AffineLayer, BlockArguments, Projection
 from qkscope.model.batching import layout_of
 from qkscope.model.block_tree import Norm, is_norm, take_apart
 from qkscope.model.inputs import short_inputs
@@ -136,7 +136,7 @@ def _read(scope: Scope, wanted: list[Head]) -> HeadWeights:
 class _Rows:
     """W and c of heads of one kind, by their slots in the result."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Projection) -> None:
         self.kind = kind
         self.W: dict[int, Float[Tensor, "d_head d_model+1"]] = {}
         self.c: dict[int, Float[Tensor, " d_head"]] = {}
@@ -223,7 +223,7 @@ class Form(NamedTuple):
     """
 
     layer: AffineLayer
-    offsets: dict[Kind, Float[Tensor, "h d_head"]]
+    offsets: dict[Projection, Float[Tensor, "h d_head"]]
     norms: list[Norm]
     before: Norm | None
     qk_normed: bool
@@ -234,7 +234,7 @@ class Form(NamedTuple):
         return any(norm.centres for norm in self.norms)
 
     def matrices(
-        self, kind: Kind, heads: Sequence[int]
+        self, kind: Projection, heads: Sequence[int]
     ) -> tuple[Float[Tensor, "n d e"], Float[Tensor, "n d"]]:
         """W and a of some heads."""
         W = torch.cat([self.layer.jacobian(kind, head)[0] for head in heads])
@@ -262,7 +262,7 @@ def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
         layer.unit(unbiased=qk_norms)
         linear = layer.pushed(probes, frozen=True)
     offsets = {kind: (biased[kind] - layer.constants[kind])[0, 0] for kind in biased}
-    vectors: dict[Kind, str] = {"q": "queries", "k": "keys"}
+    vectors: dict[Projection, str] = {"q": "queries", "k": "keys"}
     for kind, noun in vectors.items():
         reason = _misfit(live[kind], rotated[kind], linear[kind], offsets[kind], stream.dtype)
         if reason:

@@ -34,8 +34,8 @@ from qkscope.model.tap import Call, Stop, cleared, tap
 if TYPE_CHECKING:
     from qkscope.linear.run import Run
 
-Kind = Literal["q", "k", "v"]
-ALL_KINDS: tuple[Kind, ...] = ("q", "k", "v")
+Projection = Literal["q", "k", "v"]
+PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v")
 
 _AGREEMENT = 1e-4  # largest difference of recomputed vectors from the true ones, of the largest
 _MAX_NUMBERS = 2**26  # numbers that gradients of several directions may take at once
@@ -117,7 +117,7 @@ class AffineLayer:
             self.norms = Frozen()
             self._trace()
 
-    def reads(self, kind: Kind) -> bool:
+    def reads(self, kind: Projection) -> bool:
         """Whether these vectors depend on the stream: some layers use another layer's keys."""
         return self._vectors[kind].requires_grad
 
@@ -130,7 +130,7 @@ class AffineLayer:
 
     @cached_property
     @torch.no_grad()
-    def constants(self) -> dict[Kind, Float[Tensor, "n p h d"]]:
+    def constants(self) -> dict[Projection, Float[Tensor, "n p h d"]]:
         """Constants c: every head's vectors for a stream of zeros."""
         zeros = torch.zeros_like(self.x)
         vectors = self._push(zeros, self.row, self.columns, frozen=True)
@@ -138,19 +138,19 @@ class AffineLayer:
 
     def pushed(
         self, x: Float[Tensor, "x n p d_model"], frozen: bool = False
-    ) -> dict[Kind, Float[Tensor, "x n p h d"]]:
+    ) -> dict[Projection, Float[Tensor, "x n p h d"]]:
         """Vectors for other streams at these tokens, with norms live or frozen."""
         together = len(x) if self.alone else 1
         chunks = [self._push_some(streams, frozen) for streams in x.to(self.x).split(together)]
-        vectors: dict[Kind, Tensor] = {}
-        for kind in ALL_KINDS:
+        vectors: dict[Projection, Tensor] = {}
+        for kind in PROJECTIONS:
             joined = torch.cat([chunk[kind] for chunk in chunks])
             vectors[kind] = joined.unflatten(0, (len(x), -1))
         return vectors
 
     def _push_some(
         self, x: Float[Tensor, "x n p d_model"], frozen: bool
-    ) -> dict[Kind, Float[Tensor, "xn p h d"]]:
+    ) -> dict[Projection, Float[Tensor, "xn p h d"]]:
         """Vectors for a few streams in one pass; for one, where whole prompts are run."""
         row = self.row.repeat(len(x))
         columns = self.columns.repeat(len(x), 1)
@@ -169,8 +169,8 @@ class AffineLayer:
         return stream
 
     def _at_tokens(
-        self, vectors: dict[Kind, Float[Tensor, "m t h d"]], columns: Int[Tensor, "m p"]
-    ) -> dict[Kind, Float[Tensor, "m p h d"]]:
+        self, vectors: dict[Projection, Float[Tensor, "m t h d"]], columns: Int[Tensor, "m p"]
+    ) -> dict[Projection, Float[Tensor, "m p h d"]]:
         """Select the tokens in question."""
         if self.alone:
             return vectors
@@ -215,7 +215,7 @@ class AffineLayer:
         row: Int[Tensor, " m"],
         columns: Int[Tensor, "m p"],
         frozen: bool,
-    ) -> dict[Kind, Float[Tensor, "m t h d"]]:
+    ) -> dict[Projection, Float[Tensor, "m t h d"]]:
         """Vectors of a stream, of these tokens or of whole prompts, in float32 for any dtype."""
 
         def for_stream(value: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class AffineLayer:
             return value.float() if value.is_floating_point() else value
 
         call = self._attention_call(tree_map_only(Tensor, for_stream, self.arguments), frozen)
-        return {kind: getattr(call, kind).float().transpose(1, 2) for kind in ALL_KINDS}
+        return {kind: getattr(call, kind).float().transpose(1, 2) for kind in PROJECTIONS}
 
     def _attention_call(self, arguments: BlockArguments, frozen: bool) -> Call:
         """Run the block up to its attention."""
@@ -265,7 +265,7 @@ class AffineLayer:
     # ------------------------------------------------------------------ backward: the linear part
 
     def pull(
-        self, kind: Kind, heads: Sequence[int], along: Float[Tensor, "b n p d"]
+        self, kind: Projection, heads: Sequence[int], along: Float[Tensor, "b n p d"]
     ) -> tuple[Float[Tensor, "b n p d_model"], Float[Tensor, "b n p"]]:
         """Pull directions on heads' vectors back to the stream: ``Jᵀ y`` and ``c·y``.
 
@@ -288,7 +288,7 @@ class AffineLayer:
         return torch.cat(pulled), (along * constants).sum(-1)
 
     def _pull_some(
-        self, kind: Kind, heads: Int[Tensor, " b"], along: Float[Tensor, "b n p d"]
+        self, kind: Projection, heads: Int[Tensor, " b"], along: Float[Tensor, "b n p d"]
     ) -> Float[Tensor, "b n p d_model"]:
         vectors = self._vectors[kind]
         each = torch.arange(len(along), device=self.x.device)
@@ -318,7 +318,7 @@ class AffineLayer:
         )
         return gradients[0]
 
-    def jacobian(self, kind: Kind, head: int) -> Float[Tensor, "n p d d_model"]:
+    def jacobian(self, kind: Projection, head: int) -> Float[Tensor, "n p d d_model"]:
         """The Jacobian J of one head's vectors, ``∂(vector)/∂(stream)``, at each token."""
         width = self._vectors[kind].shape[-1]
         unit_vectors = torch.eye(width, device=self.x.device)[:, None, None]

@@ -16,13 +16,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope import BadInput, Scope
-from qkscope.heads import BIAS, EMBEDDING, Head, Writer
+from qkscope.heads import BIAS, EMBEDDING, Head, Side, Writer
 from qkscope.linear.attribution import last_modules
 from qkscope.linear.closed_form import Matrices
 from qkscope.linear.head_weights import BlockCall, Form, form_of, recorded
-from qkscope.linear.layer import Kind
+from qkscope.linear.layer import Projection
 from qkscope.linear.recording import Recording
-from qkscope.linear.run import KINDS, Run, Side
+from qkscope.linear.run import KINDS, Run
 from qkscope.model.batching import index_on
 from qkscope.model.block_tree import Heads, Norm, Part, read_blocks, take_apart, walk
 from qkscope.model.capture_types import Places
@@ -174,7 +174,7 @@ class Reader:
             self._cache["form", layer] = None
 
     @_cached
-    def matrices(self, kind: Kind, heads: tuple[tuple[int, int], ...]) -> Matrices:
+    def matrices(self, kind: Projection, heads: tuple[tuple[int, int], ...]) -> Matrices:
         """W, a and c of heads by layer and number, layer by layer, and each layer's eps."""
         W = []
         a = []

@@ -19,8 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput
-from qkscope.heads import Head
-from qkscope.linear.run import KINDS, Parts, Run, Side, named
+from qkscope.heads import Head, Side
+from qkscope.linear.run import KINDS, Parts, Run, named
 
 _SLOTS = 128  # tokens whose writers are held at once: a long prompt takes no more room
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkscope.attention import soft
-from qkscope.heads import BIAS, EMBEDDING, Head
+from qkscope.heads import BIAS, EMBEDDING, Head, Side
 from qkscope.linear.closed_form import ClosedForm, batch_key
-from qkscope.linear.layer import AffineLayer, BlockArguments, Kind
+from qkscope.linear.layer import AffineLayer, BlockArguments, Projection
 from qkscope.model.batching import Picker, index_on
 from qkscope.model.block_tree import Entered, Heads, Node, Norm, Normed, Part, Sum, full_output
 from qkscope.model.capture_types import Capture, Places
@@ -33,8 +33,7 @@ from qkscope.text import grouped
 if TYPE_CHECKING:
     from qkscope.linear.reader import Reader
 
-Side = Literal["query", "key"]
-KINDS: dict[Side, Kind] = {"query": "q", "key": "k"}
+KINDS: dict[Side, Projection] = {"query": "q", "key": "k"}
 
 _PER_PLACE = ("entered", "heads", "part_outputs", "module_inputs", "neurons")
 _MAX_TOKENS = 4096  # tokens, over all layers, whose graphs are kept
@@ -187,14 +186,14 @@ class Run:
             )
         return self._layers[key]
 
-    def index(self, head: Head, kind: Kind) -> int:
+    def index(self, head: Head, kind: Projection) -> int:
         """Number of a head's vectors in its layer: several heads may read the same keys."""
         call = self.calls[head.layer]
         group = call.q.shape[1] // getattr(call, kind).shape[1]
         return head.index // group
 
     def vectors(
-        self, heads: Sequence[tuple[int, int]], kind: Kind, slots: Any
+        self, heads: Sequence[tuple[int, int]], kind: Projection, slots: Any
     ) -> Float[Tensor, "n h p d"]:
         """Vectors as the attention was given them.
 
@@ -212,7 +211,7 @@ class Run:
         return self._vectors[key]
 
     def _pick_vectors(
-        self, heads: Sequence[tuple[int, int]], kind: Kind, slots: Any
+        self, heads: Sequence[tuple[int, int]], kind: Projection, slots: Any
     ) -> Float[Tensor, "n h p d"]:
         layers = list(dict.fromkeys(layer for layer, _ in heads))
         of_layers = [getattr(self.calls[layer], kind).transpose(1, 2) for layer in layers]
@@ -225,7 +224,7 @@ class Run:
         """A head's own queries or keys at the places of that side, as the dot product saw them."""
         return self._vector(head, KINDS[side], self.at(side))
 
-    def _vector(self, head: Head, kind: Kind, slots: Any) -> Float[Tensor, "n p d"]:
+    def _vector(self, head: Head, kind: Projection, slots: Any) -> Float[Tensor, "n p d"]:
         place = (head.layer, self.index(head, kind))
         return self.vectors([place], kind, slots)[:, 0]
 
@@ -233,7 +232,7 @@ class Run:
         """The stream that entered some layers, at some slots."""
         return self.pick_all([self.block_arguments[layer].stream for layer in layers], slots)
 
-    def closed(self, heads: Sequence[Head], kind: Kind, slots: Any) -> ClosedForm | None:
+    def closed(self, heads: Sequence[Head], kind: Projection, slots: Any) -> ClosedForm | None:
         """Heads of layers that share a `batch_key`, in closed form; None if it is not exact.
 
         A layer for which it does not give the true vectors has no closed form from then on.
@@ -243,7 +242,7 @@ class Run:
         return None if form.wrong else form
 
     def pull(
-        self, heads: Sequence[Head], kind: Kind, slots: Any, along: Float[Tensor, "n h p d"]
+        self, heads: Sequence[Head], kind: Projection, slots: Any, along: Float[Tensor, "n h p d"]
     ) -> tuple[Float[Tensor, "n h p d_model"], Float[Tensor, "n h p"]]:
         """Pull directions on heads' vectors back to what enters their layers.
 
@@ -271,7 +270,7 @@ class Run:
         return torch.cat(directions, dim=1)[:, back], torch.cat(constants, dim=1)[:, back]
 
     def _pull_alike(
-        self, heads: Sequence[Head], kind: Kind, slots: Any, along: Float[Tensor, "n h p d"]
+        self, heads: Sequence[Head], kind: Projection, slots: Any, along: Float[Tensor, "n h p d"]
     ) -> tuple[Float[Tensor, "n h p d_model"], Float[Tensor, "n h p"]]:
         """The same for heads of one layer, or of layers that share a `batch_key`."""
         layer = heads[0].layer
@@ -407,7 +406,7 @@ class Run:
     # ------------------------------------------------------------------ directions, pulled down
 
     def enter(
-        self, head: Head, kind: Kind, slots: Int[Tensor, " p"], along: Float[Tensor, "n p d"]
+        self, head: Head, kind: Projection, slots: Int[Tensor, " p"], along: Float[Tensor, "n p d"]
     ) -> Direction:
         """A direction on a head's queries, keys or values as one on what enters its layer."""
         vectors, constants = self.pull([head], kind, slots.tolist(), along[:, None])

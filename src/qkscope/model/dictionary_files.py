@@ -43,7 +43,7 @@ class Layout:
         return {self.called.get(name, name): value for name, value in named.items()}
 
 
-class Site(NamedTuple):
+class HookSite(NamedTuple):
     """Where a dictionary stands: a layer, what it splits, and how many layers on it enters."""
 
     layer: int
@@ -93,7 +93,7 @@ def read_dictionary(
     k = k or _active_features(settings)
     hooks = _hooks(settings)
     sites = _sites(hooks)
-    site = Site(layer or 0, "stream", layers_on=0)
+    site = HookSite(layer or 0, "stream", layers_on=0)
     if layer is None and sites:
         site = sites[0]
     transcodes = "transcoder" in settings["architecture"] or site.splits == "transcoder"
@@ -243,14 +243,14 @@ def _hooks(settings: Mapping[str, Any]) -> list[str]:
     return [name for name in names if name]
 
 
-def _sites(hooks: Iterable[str]) -> list[Site]:
+def _sites(hooks: Iterable[str]) -> list[HookSite]:
     """Sites that these hooks name, as far as they are known."""
     sites = []
     for hook in hooks:
         match = _PLACE.fullmatch(hook)
         if match is not None and match[2] in _SITES:
             splits, layers_on = _SITES[match[2]]
-            sites.append(Site(int(match[1]), splits, layers_on))
+            sites.append(HookSite(int(match[1]), splits, layers_on))
     return sites
 
 
@@ -304,7 +304,7 @@ def _check_tensors(files: Files, kind: str) -> None:
         )
 
 
-def _check_site(files: Files, hooks: list[str], sites: list[Site]) -> None:
+def _check_site(files: Files, hooks: list[str], sites: list[HookSite]) -> None:
     """Refuse what does not say where it stands, or stands where nothing is split."""
     if not hooks:
         files.refuse(
@@ -318,7 +318,7 @@ def _check_site(files: Files, hooks: list[str], sites: list[Site]) -> None:
         )
 
 
-def _check_transcoder(files: Files, hooks: list[str], site: Site) -> None:
+def _check_transcoder(files: Files, hooks: list[str], site: HookSite) -> None:
     """Refuse a transcoder that does not read and write at the MLP of one layer."""
     written = files.settings.get("hook_name_out")
     out = _PLACE.fullmatch(written or "")

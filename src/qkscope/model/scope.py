@@ -22,7 +22,7 @@ from qkscope.heads import Head
 from qkscope.hooks import Hook
 from qkscope.model.batching import Picker
 from qkscope.model.capture_types import Capture, Places
-from qkscope.model.encode import Encoder, Encoding, Prompt, choose_side, padded
+from qkscope.model.encode import Encoder, Encoding, TokenisedPrompt, choose_side, padded
 from qkscope.model.files import Fingerprint, tokenizer_hash
 from qkscope.model.inputs import PaddingSide, input_device
 from qkscope.model.load import load, unwrapped
@@ -226,7 +226,7 @@ class Scope(Runner):
         """
         return self._pad(self.encoder.prompts(examples, chat), padding_side)
 
-    def _pad(self, prompts: Sequence[Prompt], wanted: PaddingSide | None) -> Encoding:
+    def _pad(self, prompts: Sequence[TokenisedPrompt], wanted: PaddingSide | None) -> Encoding:
         """One padded batch, with the tokens in place that a block has replaced."""
         if not prompts:
             raise BadInput("a batch holds one prompt at least, but got none.")

@@ -27,9 +27,9 @@ from qkscope.errors import BadInput
 from qkscope.heads import Head
 from qkscope.model.tap import Call, cleared
 
-Place = int | str
+TokenName = int | str
 """A token of a prompt: its place, from the end where negative, or its text, as in ``"to#2"``."""
-FindColumn = Callable[[Int[Tensor, " t"], Bool[Tensor, " t"], Place], int]
+FindColumn = Callable[[Int[Tensor, " t"], Bool[Tensor, " t"], TokenName], int]
 """The column of a token in a padded row, from the row's ids, its mask and the token's place."""
 
 _NOTHING = 1e-12  # attention on a key that a rule gives none: the head still sees it
@@ -47,18 +47,18 @@ class Knockout(NamedTuple):
     """A key that a head may not look at, from one query or (None) from any."""
 
     head: Head
-    key: Place
-    query: Place | None
+    key: TokenName
+    query: TokenName | None
 
 
 class Replacement(NamedTuple):
     """A token put in the place of another one: a text of one token, or its id."""
 
-    place: Place
+    place: TokenName
     text: str | int
 
 
-Change = Ablation | Knockout | Replacement | Pattern
+BlockChange = Ablation | Knockout | Replacement | Pattern
 C = TypeVar("C", Ablation, Knockout, Replacement, Pattern)
 
 
@@ -66,9 +66,9 @@ class Changes(threading.local):
     """The changes in force in this thread, outermost block first."""
 
     def __init__(self) -> None:
-        self.open: list[Change] = []
+        self.open: list[BlockChange] = []
         # where tokens named by text stood, by name and the prompt's length: its ids, the place
-        self.places: dict[tuple[Place, int], tuple[list[int], int]] = {}
+        self.places: dict[tuple[TokenName, int], tuple[list[int], int]] = {}
 
     def of(self, kind: type[C]) -> list[C]:
         """The changes of one kind, of equal ones the last."""
@@ -76,7 +76,7 @@ class Changes(threading.local):
         return list(dict.fromkeys(reversed(chosen)))[::-1]
 
     @contextmanager
-    def block(self, added: Sequence[Change]) -> Iterator[None]:
+    def block(self, added: Sequence[BlockChange]) -> Iterator[None]:
         """Put changes in force for the duration of a ``with`` block."""
         opened = self.open  # this thread's, even if another one closes the block
         opened.extend(added)
@@ -103,7 +103,7 @@ class AppliedChanges:
     column: FindColumn
     ids: Int[Tensor, "b t"] | None = None
     mask: Bool[Tensor, "b t"] | None = None
-    known: dict[tuple[int, Place], tuple[list[int], int]] = field(default_factory=dict)
+    known: dict[tuple[int, TokenName], tuple[list[int], int]] = field(default_factory=dict)
     hooks: list[Any] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
 
@@ -199,7 +199,7 @@ class AppliedChanges:
                 )
             mask[row, at, column] = -torch.inf
 
-    def _column(self, row: int, place: Place) -> int:
+    def _column(self, row: int, place: TokenName) -> int:
         """The column of a token; in a text that grows, the one that it was at first."""
         assert self.ids is not None
         assert self.mask is not None

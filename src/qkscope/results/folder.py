@@ -85,7 +85,7 @@ def _check_writable(folder: Path) -> None:
 def read_run(folder: Path) -> dict[str, Any]:
     """Read the manifest of a run folder; an empty one where there is no run."""
     try:
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_run_file(folder / MANIFEST)
     except BadInput:
         return {}
     return manifest if "files" in manifest else {}
@@ -289,7 +289,7 @@ def kept_if_stopped(folder: Path, kept: Callable[[], bool]) -> Iterator[None]:
 # ---------------------------------------------------------------- reading
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_run_file(path: Path) -> dict[str, Any]:
     """Read a JSON file of a run folder; refused if it is damaged or of a newer qkscope."""
     stored: Any = None
     with suppress(OSError, ValueError, RecursionError):  # cut off, or nested without end

@@ -27,8 +27,14 @@ from qkscope.results import folder as disk
 from qkscope.results.claims import Claim, count_claims
 from qkscope.text import abbreviate
 
-#: A table.
+Record = Mapping[str, Any]
+"""A row of a table, to be read."""
+Records = Sequence[Record]
+"""A table, to be read."""
 Rows = list[dict[str, Any]]
+"""A table, as it is made."""
+Tables = dict[str, Rows]
+"""Tables by name."""
 _STORED = ("experiment", "preset", "model", "seed", "seconds", "answer", "claims", "tables")
 _ARRAYS = "arrays.safetensors"
 _NO_PROVENANCE = ("schema", "experiment", "files")  # entries of a manifest that describe its folder
@@ -156,8 +162,8 @@ class Result:
                 f"{folder} holds no results.json, so no finished run: "
                 "run the command that writes it again."
             )
-        stored = disk.read_json(folder / disk.RESULTS)
-        manifest = disk.read_json(folder / disk.MANIFEST)
+        stored = disk.read_run_file(folder / disk.RESULTS)
+        manifest = disk.read_run_file(folder / disk.MANIFEST)
         for name in _NO_PROVENANCE:
             manifest.pop(name, None)
         try:
@@ -283,7 +289,7 @@ def _stored_provenance(path: Path) -> dict[str, Any]:
         raise BadInput(
             f"{path} holds no manifest.json: name a folder or a .safetensors file that qkscope wrote."
         )
-    return disk.read_json(path / disk.MANIFEST)
+    return disk.read_run_file(path / disk.MANIFEST)
 
 
 def _facts(stored: Mapping[str, Any]) -> dict[str, Any]:

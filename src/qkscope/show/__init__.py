@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-Row = Mapping[str, Any]
-Tables = Mapping[str, Sequence[Row]]
-NAMES: dict[str, dict[str, Any]] = tomllib.loads(
+from qkscope.results.result import Records, Tables
+
+PAGE_NAMES: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("names.toml").read_text("utf-8")
 )
 """What a page calls values of tables, and the scripts that draw kinds of blocks."""
@@ -38,7 +38,7 @@ class Block:
     kind: str
     title: str
     words: str
-    rows: Sequence[Row]
+    rows: Records
     options: Mapping[str, Any] = field(default_factory=dict)
     table: str = ""  # whose rows these are
     leads: bool = False  # told before the pictures
@@ -49,7 +49,7 @@ class Block:
 
 
 Draw = Callable[[Block, Tables], Iterator[Block]]
-TABLES: list[tuple[set[str], Callable[[str, Sequence[Row], Tables], Iterator[Block]]]] = []
+TABLE_DRAWINGS: list[tuple[set[str], Callable[[str, Records, Tables], Iterator[Block]]]] = []
 """What a table is drawn as: the columns it is known by, and what makes its blocks."""
 
 
@@ -66,11 +66,11 @@ def drawing(
         title, _, words = cleandoc(draw.__doc__ or "").partition("\n")
         block = Block(kind, title.removesuffix("."), " ".join(words.split()), [], leads=leads)
 
-        def blocks(name: str, rows: Sequence[Row], tables: Tables) -> Iterator[Block]:
+        def blocks(name: str, rows: Records, tables: Tables) -> Iterator[Block]:
             which = f" ({name.replace('_', ' ')})" if usual and name != usual else ""
             return draw(replace(block, title=block.title + which, rows=rows, table=name), tables)
 
-        TABLES.append(({*columns}, blocks))
+        TABLE_DRAWINGS.append(({*columns}, blocks))
         return draw
 
     return register

@@ -10,16 +10,16 @@ chart. Scripts only draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from qkscope.heads import Head
-from qkscope.results.result import Result, plain_value
-from qkscope.show import NAMES, TABLES, Block, Row, Tables, counted, drawing, number
+from qkscope.results.result import Record, Records, Result, Tables, plain_value
+from qkscope.show import PAGE_NAMES, TABLE_DRAWINGS, Block, counted, drawing, number
 from qkscope.show import reasons as reasons
 
-SCRIPTS: dict[str, list[str]] = NAMES["scripts"]
+SCRIPTS: dict[str, list[str]] = PAGE_NAMES["scripts"]
 """What draws a kind of block, where that is not the script of its name alone."""
 
 _TOKEN = ("position", "token", "attention", "logit")
@@ -35,7 +35,7 @@ def blocks_of(result: Result) -> list[Block]:
             block, options={**block.options, "model": result.model}
         )  # for the commands that a chart names
         for name, rows in tables.items()
-        for columns, draw in TABLES
+        for columns, draw in TABLE_DRAWINGS
         if rows and columns <= set(rows[0])
         for block in draw(name, rows, tables)
     ]
@@ -45,7 +45,7 @@ def blocks_of(result: Result) -> list[Block]:
 def _map(block: Block, tables: Tables) -> Iterator[Block]:
     """Every head.
 
-    How often each head attends to the right key, in colour. Row accuracy: most of all tokens;
+    How often each head attends to the right key, in colour. Record accuracy: most of all tokens;
     accuracy: most of the named keys. Point at a head, or use the arrow keys, for its scores with
     95% intervals and what chance gives.
     """
@@ -81,16 +81,16 @@ def _swaps(block: Block, tables: Tables) -> Iterator[Block]:
     )
 
 
-def _condition(row: Row) -> dict[str, Any]:
+def _condition(row: Record) -> dict[str, Any]:
     """What a condition is called, whether it is a control, and the name whose colour it has."""
     feature = row.get("feature", row["condition"])
     kind = row.get("kind", "feature")
     other = "{}" if kind == "feature" else f"{{}}, {kind.replace('_', ' ')}"
-    name = NAMES["controls"].get(kind, other).format(feature.replace("_", " "))
+    name = PAGE_NAMES["controls"].get(kind, other).format(feature.replace("_", " "))
     return {
         "name": name,
-        "control": kind in NAMES["controls"],
-        "of": kind if kind in NAMES["controls"] else feature,
+        "control": kind in PAGE_NAMES["controls"],
+        "of": kind if kind in PAGE_NAMES["controls"] else feature,
     }
 
 
@@ -104,7 +104,7 @@ def _curve(block: Block, tables: Tables) -> Iterator[Block]:
     yield block
 
 
-def _parts_of(rows: Sequence[Row]) -> list[str]:
+def _parts_of(rows: Records) -> list[str]:
     return [
         c
         for c in rows[0]
@@ -153,7 +153,7 @@ def _spectra(block: Block, tables: Tables) -> Iterator[Block]:
         yield replace(block, words=block.words + more, rows=shown, options={"panels": panels})
 
 
-def _panel(facts: Row) -> dict[str, Any]:
+def _panel(facts: Record) -> dict[str, Any]:
     """A contrast at a head, and what is said of its directions."""
     new = f", {facts['rank_cv']} for new words" if "rank_cv" in facts else ""
     centred = ", centred" if facts.get("center", "none") != "none" else ""
@@ -161,7 +161,7 @@ def _panel(facts: Row) -> dict[str, Any]:
         f"{facts['contrast']} at {facts['head']}",
         f"{counted(facts['rank'], 'direction')} kept",
         f"{facts['detected']} above chance{new}",
-        f"{NAMES['verdicts'].get(facts['verdict'], facts['verdict'])}{centred}",
+        f"{PAGE_NAMES['verdicts'].get(facts['verdict'], facts['verdict'])}{centred}",
     ]
     return {"head": facts["head"], "contrast": facts["contrast"], "lines": lines}
 
@@ -225,7 +225,7 @@ def _kept(block: Block, tables: Tables) -> Iterator[Block]:
         for row in block.rows
         if (row["replaced"], row["done"]) == ("mean", "kept") and row["k"]
     ]
-    yield replace(block, rows=rows, options=NAMES["nodes"])
+    yield replace(block, rows=rows, options=PAGE_NAMES["nodes"])
 
 
 _EDGES = (
@@ -275,7 +275,7 @@ def _edges(block: Block, tables: Tables, which: tuple[str, str], axis: str) -> I
     rows = [{**row, "by": "resample"} if row["replaced"] != "mean" else row
             for row in rows if row["replaced"] == "mean" or row["by"] == "share"]  # fmt: skip
     if rows:
-        yield replace(block, words=words, rows=rows, options={**NAMES["edges"], "axis": axis})
+        yield replace(block, words=words, rows=rows, options={**PAGE_NAMES["edges"], "axis": axis})
 
 
 @drawing("parts", "head", "side", "part", "value", "share", "low", "high")
@@ -312,7 +312,7 @@ def _features(block: Block, tables: Tables) -> Iterator[Block]:
         ]
         rows += [{**row, "by": "dictionary"} for row in block.rows if row["head"] == head]
         title = f"What matched at {head}, in features"
-        yield replace(block, title=title, rows=rows, options={"ways": NAMES["dictionary"]})
+        yield replace(block, title=title, rows=rows, options={"ways": PAGE_NAMES["dictionary"]})
 
 
 @drawing("curve", "head", "side", "edge", "k", "kind", "after", "low", "high")
@@ -325,7 +325,7 @@ def _feature_edges(block: Block, tables: Tables) -> Iterator[Block]:
     do. Lines: 95% intervals by word; for copies, the lowest and the highest draw.
     """
     rows = [row for row in block.rows if (row["side"], row["edge"]) == ("key", "ablated")]
-    yield replace(block, rows=rows, options=NAMES["feature_edges"])
+    yield replace(block, rows=rows, options=PAGE_NAMES["feature_edges"])
 
 
 @drawing("said", "line", leads=True)
@@ -345,7 +345,9 @@ def _parts(block: Block, tables: Tables) -> Iterator[Block]:
     there = {f"{row['by']} {row['side']}" for row in block.rows}
     yield replace(
         block,
-        options={"ways": {way: words for way, words in NAMES["splits"].items() if way in there}},
+        options={
+            "ways": {way: words for way, words in PAGE_NAMES["splits"].items() if way in there}
+        },
     )
 
 
@@ -376,7 +378,7 @@ def _cuts(block: Block, tables: Tables) -> Iterator[Block]:
     )
 
 
-def _beside(row: Row) -> dict[str, str]:
+def _beside(row: Record) -> dict[str, str]:
     """The words for what random changes left."""
     low = number(row["control_low"], ".0%")
     high = number(row["control_high"], ".0%")

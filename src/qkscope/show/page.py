@@ -32,8 +32,8 @@ from qkscope.errors import BadInput
 from qkscope.model.files import cache_dir
 from qkscope.results.claims import count_claims
 from qkscope.results.folder import PAGE, RESULTS, add_to_run, read_run, write_file, writing
-from qkscope.results.result import Result, plain_value
-from qkscope.show import Block, Row, number
+from qkscope.results.result import Records, Result, plain_value
+from qkscope.show import Block, number
 from qkscope.show.blocks import SCRIPTS, blocks_of
 
 log = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ def _about(results: Sequence[Result]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- what a link can name
 
 
-def heads_in(rows: Sequence[Row]) -> list[str]:
+def heads_in(rows: Records) -> list[str]:
     """The heads that rows are of, and those that their lines name.
 
     >>> heads_in([{"head": "L2H0"}, {"line": "L1H1 looks at Mary, for what L0H3 wrote."}, {"head": None}])

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qkscope.show import NAMES, Block, Tables, drawing, number
+from qkscope.results.result import Tables
+from qkscope.show import PAGE_NAMES, Block, drawing, number
 from qkscope.text import grouped
 
 
@@ -47,7 +48,7 @@ def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
     options = {
         "families": {
             family: [text, counts[family]]
-            for family, text in NAMES["families"].items()
+            for family, text in PAGE_NAMES["families"].items()
             if counts[family]
         },
         "of": {row["head"]: family_of(row["kind"]) for row in block.rows},

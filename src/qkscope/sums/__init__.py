@@ -24,9 +24,9 @@ It is also the shelf on which users find the mathematics, ``qkscope.sums.NAME``:
 `attribute`, `load_fit`) live in rooms below, and no file of this room imports them.
 """
 
-from qkscope.public import importer, listed
+from qkscope.public import importer, public_names
 
-_HOME = listed(__file__)
+_HOME = public_names(__file__)
 __all__ = [*_HOME]
 
 __getattr__ = importer(__name__, _HOME)

@@ -37,13 +37,13 @@ from torch import Tensor
 
 from qkscope import BadInput
 from qkscope.checking import checked_call
-from qkscope.heads import Head
+from qkscope.heads import Center, Head
 from qkscope.sums.bases import ROUNDING, checked_svd, energy_rank
 from qkscope.sums.cross_validation import PLANTS, POWER, CvRank, cross_validated_rank, plant
 from qkscope.sums.moments import Moments
-from qkscope.sums.nulls import Center, Statistic, false_discovery, head_p_values, p_value
+from qkscope.sums.nulls import Statistic, false_discovery, head_p_values, p_value
 
-Verdict = Literal[
+ContrastVerdict = Literal[
     "interaction", "not specific", "no reference", "mean only", "not above null", "untested"
 ]
 FEW_UNITS = 10
@@ -143,7 +143,7 @@ class Controls:
     mean_dominance: float
     p_difference: float
     p_interaction: float
-    verdict: Verdict
+    verdict: ContrastVerdict
     center: Center
     spectrum: tuple[float, ...]
     null_median: tuple[float, ...]
@@ -377,7 +377,7 @@ def _reference(gains: Mapping[str, Gain], head: Head) -> Float[Tensor, " n"]:
     return torch.tensor(logits)
 
 
-def _beside_reference(gain: float, reference: Float[Tensor, " n"]) -> Verdict:
+def _beside_reference(gain: float, reference: Float[Tensor, " n"]) -> ContrastVerdict:
     """What an interaction is called beside the heads at chance."""
     if len(reference) < FEWEST:
         return "no reference"
@@ -386,7 +386,9 @@ def _beside_reference(gain: float, reference: Float[Tensor, " n"]) -> Verdict:
     return "not specific"
 
 
-def _verdict(differs: bool | None, depends: bool | None, centred: bool, beside: Verdict) -> Verdict:
+def _verdict(
+    differs: bool | None, depends: bool | None, centred: bool, beside: ContrastVerdict
+) -> ContrastVerdict:
     """What the tests say, None being a test that could not have shown anything.
 
     ``beside`` is what an interaction is called beside its reference.

@@ -21,8 +21,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qkscope.heads import Center
 from qkscope.sums.bases import ROUNDING, checked_svd, energy_rank
-from qkscope.sums.nulls import Center, centred_delta
+from qkscope.sums.nulls import centred_delta
 
 CvRank = int | Literal["untested"]
 PLANTS = 20  # planted features

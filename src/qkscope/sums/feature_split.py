@@ -53,7 +53,7 @@ from qkscope.sums.subspace import Subspace
 RESIDUAL = "residual"
 Split = Literal["sequential", "average", "oblique"]
 SplitSide = Literal["query", "key", "both"]
-Bases = Mapping[str, Float[Tensor, "d r"]]  # of each feature, by name
+FeatureBases = Mapping[str, Float[Tensor, "d r"]]  # of each feature, by name
 CARRIED = 0.9  # the share of tr ΔC that "carries the feature"
 
 
@@ -83,7 +83,7 @@ class Attribution(NamedTuple):
 
 
 def split_query(
-    q: Float[Tensor, "*n d"], bases: Bases, split: Split = "sequential"
+    q: Float[Tensor, "*n d"], bases: FeatureBases, split: Split = "sequential"
 ) -> dict[str, Tensor]:
     """Parts of the query (``*n d``), one per feature and the residual; they sum to ``q``."""
     if split == "oblique":
@@ -99,7 +99,7 @@ def split_query(
 
 
 def _split_in_order(
-    q: Float[Tensor, "*n d"], bases: Bases, order: Sequence[str]
+    q: Float[Tensor, "*n d"], bases: FeatureBases, order: Sequence[str]
 ) -> dict[str, Tensor]:
     """Parts of the query, each feature's taken from what those before it left."""
     parts = {}
@@ -111,7 +111,7 @@ def _split_in_order(
     return parts
 
 
-def _split_obliquely(q: Float[Tensor, "*n d"], bases: Bases) -> dict[str, Tensor]:
+def _split_obliquely(q: Float[Tensor, "*n d"], bases: FeatureBases) -> dict[str, Tensor]:
     """Parts of the query, each feature's read along directions that no other feature reaches."""
     if not bases:
         return {}
@@ -127,7 +127,7 @@ def attribute_logits(
     q: Float[Tensor, "*n d"],
     k: Float[Tensor, "*n k d"],
     scale: float,
-    bases: Bases,
+    bases: FeatureBases,
     split: Split = "sequential",
 ) -> Attribution:
     """Logits ``scale · K q`` (before soft-cap and mask) and their split among query-side bases.

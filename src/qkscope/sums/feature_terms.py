@@ -24,12 +24,11 @@ ERROR = "error"  # what the dictionary misses
 SKIP = "skip"  # what a transcoder passes on as it is
 AFTER = "after"  # what was added after the dictionary
 OTHERS = "other writers"  # what is not the MLP's
-BIAS = "bias"  # what is constant
 #: How many of the largest pairs are taken together.
-SIZES = (1, 10)
+PAIR_COUNTS = (1, 10)
 #: The logit; what pairs of features give; all pairs, signs left out; shares of that by number of
 #: pairs.
-NUMBERS = ("logit", "pairs", "gross", *(f"held_{count}" for count in SIZES))
+NUMBERS = ("logit", "pairs", "gross", *(f"held_{count}" for count in PAIR_COUNTS))
 
 
 class FeatureTerms(NamedTuple):
@@ -122,7 +121,7 @@ class FeatureTerms(NamedTuple):
         """`NUMBERS`: what is compared with dictionaries without meaning."""
         sizes = self.pairs.flatten().abs().sort(descending=True).values
         gross = self.values.abs().sum()
-        largest = torch.stack([sizes[:count].sum() for count in SIZES])
+        largest = torch.stack([sizes[:count].sum() for count in PAIR_COUNTS])
         held = largest / gross.clamp_min(1e-300)
         totals = torch.stack([self.values.sum(), self.pairs.sum(), gross])
         return torch.cat([totals, held]).cpu()

@@ -32,10 +32,10 @@ from torch.nn.functional import pad
 
 from qkscope.checking import Count, Natural, checked_class
 from qkscope.errors import BadInput
-from qkscope.heads import Head, parse_heads
+from qkscope.heads import Center, Head, parse_heads
 from qkscope.results.folder import read_tensors, tensor_bytes
 from qkscope.seeds import draw_bits, draw_signs
-from qkscope.sums.nulls import Center, centred_delta, interaction_deltas, key_sums, row_scale
+from qkscope.sums.nulls import centred_delta, interaction_deltas, key_sums, row_scale
 
 Device = torch.device | str
 FOLDS = 8  # of units, for cross-validation

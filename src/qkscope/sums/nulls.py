@@ -28,14 +28,13 @@ and six words are six words.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-Center = Literal["none", "query"]  # what is taken out of ΔC: nothing, or what the mean query sees
 Sums = Float[Tensor, "*n a 2 a"]  # Σ w [q; 1] [k; 1]ᵀ over + and over −; a = d + 1
 _TINY = 1e-300  # keeps a division by a spread of 0 finite, in float64
 

@@ -11,7 +11,7 @@ same room, and intervals resample words.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkscope.attention import AttentionRows, soft
-from qkscope.heads import Head, Writer
+from qkscope.heads import Head, Side, Writer
 from qkscope.sums.intervals import clustered_bootstrap
 
 #: Attention on the right keys and on the first token, softmax and accuracy among the named keys,
 #: relative logit.
 METRICS = ("attention", "first", "among", "accuracy", "logit")
 
-Side = Literal["query", "key"]
 SIDES: tuple[Side, Side] = ("query", "key")
 Marks = Int[Tensor, "n k"]  # a number for each named key
 PAIRS = 20

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from qkscope import BadInput
 from qkscope.checking import Count, checked_class
-from qkscope.heads import Head
+from qkscope.heads import Head, Side
 from qkscope.hooks import Does, Hook
 from qkscope.sums.bases import checked_svd, energy_rank
 from qkscope.sums.controls import Controls
 
-Side = Literal["query", "key"]
 Rank = int | Literal["energy", "null"]
 _ORTHONORMAL = 1e-3  # rounding in single precision stays far below
 

@@ -40,7 +40,7 @@ from qkscope.sums.intervals import clustered_bootstrap
 #: A way to choose k directions of every head; see `qkscope.sums.swap_methods`.
 Method = Callable[[int | Sequence[int]], Projector]
 Slots = Int[Tensor, " n"]  # a key of each row
-Pairs = Mapping[Any, Any] | None  # for a condition, what it is compared with
+Beside = Mapping[Any, Any] | None  # for a condition, what it is compared with
 # kinds that are another way to swap the feature itself
 _VERSIONS = ("oblique", "oracle", "summed", "trained")
 _MEASURES = ("shift", "gain", "carried", "carried_gain", "left")
@@ -68,7 +68,7 @@ class Condition(NamedTuple):
         return "_".join(part for part in parts if part)
 
 
-Pair = tuple[Condition, Condition]  # to be compared
+Comparison = tuple[Condition, Condition]  # to be compared
 
 
 def swapped_keys(k_orig: Tensor, k_target: Tensor, projector: Projector) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ class SwapRows:
         return table
 
     def paired(
-        self, pairs: Sequence[Pair], effects: Mapping[Condition, Projector], *, seed: int = 0
+        self, pairs: Sequence[Comparison], effects: Mapping[Condition, Projector], *, seed: int = 0
     ) -> Rows:
         """How much more one condition shifts than another on the same rows, with the interval."""
         shifts = {}
@@ -330,7 +330,7 @@ class SwapRows:
         self,
         methods: Mapping[Any, Method],
         sizes: Sequence[int],
-        against: Pairs = None,
+        against: Beside = None,
         seed: int = 0,
     ) -> Rows:
         """One row per size, head and method.
@@ -479,7 +479,7 @@ def swap_table(
     heads: Sequence[Head],
     prompts: Tensor,
     *,
-    against: Pairs = None,
+    against: Beside = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
     """One row per head and `Condition` (or name), with intervals clustered by prompt.

@@ -45,14 +45,14 @@ from qkscope.sums.bases import (
 from qkscope.sums.singular import SingularBasis, components
 from qkscope.sums.swap_algebra import Condition, Method, SwapRows, key_changes
 
-Bases = Sequence[Float[Tensor, "d r"]] | Float[Tensor, "h d r"]  # of each head
+HeadBases = Sequence[Float[Tensor, "d r"]] | Float[Tensor, "h d r"]  # of each head
 # of training a subspace by gradient descent
 _STEPS = 150
 _RATE = 0.02
 _LEAST = 1e-6  # attention under a logarithm
 
 
-def leading(bases: Bases | Projector) -> Method:
+def leading(bases: HeadBases | Projector) -> Method:
     """The first k columns of an orthonormal basis of each head, or of a projector.
 
     >>> leading(torch.eye(4)[None])(2).matrix().diagonal(dim1=-2, dim2=-1)
@@ -62,7 +62,7 @@ def leading(bases: Bases | Projector) -> Method:
     return projector.cut
 
 
-def _orthogonal(bases: Bases) -> Projector:
+def _orthogonal(bases: HeadBases) -> Projector:
     """Projector onto an orthonormal basis of each head."""
     return Projector.stack([Projector.orthogonal(basis) for basis in bases])
 
@@ -197,10 +197,10 @@ BASELINES: dict[str, Callable[[Tensor, Tensor], Method]] = {
     "cov_qk": cov_qk,
 }
 #: Kinds that are compared in every table, downstream too, and printed.
-SHOWN = ("feature", "random", *BASELINES)
+SHOWN_METHODS = ("feature", "random", *BASELINES)
 
 
-def oblique(features: Sequence[Bases]) -> tuple[list[Projector], list[float | None]]:
+def oblique(features: Sequence[HeadBases]) -> tuple[list[Projector], list[float | None]]:
     """For each feature the projectors onto it along the others, and each head's condition number.
 
     Where the features of a head depend on each other there are none: the projector is zero, and the
@@ -231,7 +231,9 @@ def joint_name(features: Sequence[str]) -> str:
 
 
 def conditions(
-    features: Mapping[str, Bases], covariances: Mapping[str, tuple[Tensor, Tensor]], random: Method
+    features: Mapping[str, HeadBases],
+    covariances: Mapping[str, tuple[Tensor, Tensor]],
+    random: Method,
 ) -> tuple[dict[Condition, Projector], list[float | None]]:
     """Every feature, all together, each obliquely, and baselines of the same sizes.
 

@@ -25,7 +25,9 @@ from qkscope.errors import BadInput
 
 log = logging.getLogger(__name__)
 
-FEW = 12  # files under which they are cut into sections: `holdout.split` needs as many documents
+FEW_FILES = (
+    12  # files under which they are cut into sections: `holdout.split` needs as many documents
+)
 _SECTIONS = 32  # of all the files, then
 _LEAST_SECTION = 1000  # characters
 _SUFFIXES = (".txt", ".md", ".rst", ".text")  # files of a folder that are taken for text
@@ -184,7 +186,7 @@ def read_documents(paths: Sequence[str | Path]) -> tuple[Document, ...]:
             text = read_text(file, "a text file or a folder of them").strip("\n")
             if text:
                 documents.append(Document(str(file), text))
-    if len(documents) < FEW:
+    if len(documents) < FEW_FILES:
         documents = _cut(documents)
     return tuple(documents)
 

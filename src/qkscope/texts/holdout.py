@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 SHARES = {"choose": 0.25, "fit": 0.5, "test": 0.25}  # each side's share of the tokens
 RUN = 8  # tokens in a row that may not stand on two sides
-LENGTH = 256  # tokens of a passage
+PASSAGE_LENGTH = 256  # tokens of a passage
 _MUCH = 0.1  # of the smaller document's runs: documents that share as much are one group
 _LINKS = 64  # documents that a run links each of its holders to: a heading may stand in thousands
 _EACH = 3  # groups that a side needs: intervals are by group
@@ -63,7 +63,7 @@ def split(
     documents: Sequence[Document],
     encode: Callable[[str], Sequence[int]],
     sides: Mapping[str, float] = SHARES,
-    length: Count = LENGTH,
+    length: Count = PASSAGE_LENGTH,
     seed: Seed = 0,
 ) -> dict[str, tuple[Passage, ...]]:
     """Passages by side, with no eight tokens in a row on two of them.
@@ -111,18 +111,18 @@ def split(
     side_of = _draw_sides(sizes, sides, seed)
     passages: dict[str, list[Passage]] = {side: [] for side in sides}
     for document, whole, group in zip(documents, encoded, groups, strict=True):
-        for piece in passages_of(whole, around, length):
+        for piece in cut_evenly(whole, around, length):
             passages[side_of[group]].append(Passage(document.name, group, piece))
     return _apart(passages, sides)
 
 
-def passages_of(ids: list[int], around: list[int], length: int) -> list[tuple[int, ...]]:
+def cut_evenly(ids: list[int], around: list[int], length: int) -> list[tuple[int, ...]]:
     """Cut a tokenised text into as few parts of about the same length as can be.
 
     ``around`` is what the tokenizer makes of no text at all: what it puts in front of any text
     comes in front of every part and counts towards its length; what it puts behind is left out.
 
-    >>> passages_of([1, 5, 6, 7, 8, 9], [1], 4)
+    >>> cut_evenly([1, 5, 6, 7, 8, 9], [1], 4)
     [(1, 5, 6, 7), (1, 8, 9)]
     """
     start, tokens = _inner(ids, around)

@@ -35,10 +35,11 @@ from typing_extensions import TypedDict  # pydantic reads Python's own from 3.12
 from qkscope.checking import Seed, checked_call
 from qkscope.errors import BadInput
 from qkscope.examples import Answers, Example, Key, Sign, Span, find_span
+from qkscope.heads import Center
 from qkscope.results.folder import sha256
 from qkscope.text import describe, grouped
 from qkscope.texts.documents import read_text
-from qkscope.texts.task import ANSWER, USES, Center, Contrast, Task, Unit, Use, connected
+from qkscope.texts.task import ANSWER, USES, Contrast, Task, Unit, Use, connected
 
 log = logging.getLogger(__name__)
 

@@ -77,7 +77,7 @@ _CHAT = "Which box is the {} in?\nAnswer: Box"  # appendix E; in a chat the mode
 # as in the paper; not in LISTS, whose words the nano models know
 _FIND = {"find": ("", "", ", ", " Find the {}.")}
 
-Pairs = Sequence[tuple[str, str]]
+WordPairs = Sequence[tuple[str, str]]
 
 
 @checked_call
@@ -221,7 +221,7 @@ class _Wording:
 
     def prompt(
         self,
-        pairs: Pairs,
+        pairs: WordPairs,
         asked: int,
         contrast: str,
         rng: random.Random,

@@ -45,7 +45,17 @@ from typing import Literal, NamedTuple
 from qkscope.checking import Seed, checked_call
 from qkscope.examples import Answers, Draft, Example
 from qkscope.texts.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, rewritten
-from qkscope.texts.word_pools import EVENTS, FORMS, MEN, NAMES, PEOPLE, PLACES, THINGS, WOMEN, pools
+from qkscope.texts.word_pools import (
+    EVENTS,
+    FIRST_NAMES,
+    FORMS,
+    MEN,
+    PEOPLE,
+    PLACES,
+    THINGS,
+    WOMEN,
+    pools,
+)
 
 Order = Literal["both", "ABBA", "BABA", "single"]
 TEMPLATES = FORMS["ioi"]["templates"]
@@ -73,7 +83,7 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
     ['END', 'IO', 'S1', 'S1+1', 'S2']
     """
     kept = set(_SINGLE.values()) if form == "single" else set()
-    people = pools([word for word in NAMES if word not in kept], seed, "names", 3)
+    people = pools([word for word in FIRST_NAMES if word not in kept], seed, "names", 3)
     goods = pools([word for word in THINGS if word not in kept], seed, "things", 1)
     spots = pools([word for word in PLACES if word not in kept], seed, "places", 1)
 

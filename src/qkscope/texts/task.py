@@ -19,12 +19,12 @@ from typing import Any, Literal
 from qkscope.checking import Count, checked_class
 from qkscope.errors import BadInput
 from qkscope.examples import Example, Sign, Span
+from qkscope.heads import Center
 
 #: The label of right keys (+1) and of the other candidates (−1): head scores and swaps go by it.
 ANSWER = "answer"
 Use = Literal["choose", "fit", "test"]
 USES: tuple[Use, ...] = ("choose", "fit", "test")
-Center = Literal["none", "query"]
 #: Role of the word that a prompt asks for: prompts that share it are not independent.
 ASKED = "asked"
 Unit = tuple[Example, ...]

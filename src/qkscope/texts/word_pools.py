@@ -31,7 +31,7 @@ THINGS = _words("things")
 PLACES = _words("places")
 EVENTS = _words("events")
 PEOPLE = _words("people")
-NAMES = tuple(name for pair in zip(MEN, WOMEN, strict=True) for name in pair)
+FIRST_NAMES = tuple(name for pair in zip(MEN, WOMEN, strict=True) for name in pair)
 
 
 def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, list[str]]:

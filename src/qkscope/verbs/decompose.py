@@ -33,7 +33,7 @@ from qkscope.findings.fit import (
     sums_file,
 )
 from qkscope.findings.task_batches import ContrastRows, UnitBatch
-from qkscope.heads import Head, parse_heads
+from qkscope.heads import Center, Head, parse_heads
 from qkscope.model.capture_types import Capture
 from qkscope.model.spaces import Space
 from qkscope.results.folder import RESULTS, read_run
@@ -41,7 +41,7 @@ from qkscope.results.work import Stage, Work, current_work, verb
 from qkscope.sums.controls import Gain
 from qkscope.sums.intervals import lag_one, wilson
 from qkscope.sums.moments import Moments
-from qkscope.sums.nulls import Center, key_sums, mean_difference
+from qkscope.sums.nulls import key_sums, mean_difference
 from qkscope.sums.subspace import Rank
 from qkscope.texts.task import ANSWER, Task, Unit
 

@@ -32,8 +32,8 @@ from qkscope.findings.published import (
     CIRCUITS,
     Duty,
     Edge,
+    columns_of_roles,
     find_circuit,
-    locate,
     outside,
     parse_edges,
     rows_from,
@@ -127,7 +127,7 @@ def sparsity(
     for edge in edges:
         scope.check(edge.head)
     edges = [*edges, *outside(scope, edges, controls, seed)]
-    arrays = Measurement(scope, task, edges, n, draws, seed).over_prompts(batch_size, progress)
+    arrays = EdgeMeasurement(scope, task, edges, n, draws, seed).over_prompts(batch_size, progress)
     rows = [_row(scope.name, edge, e, arrays, seed) for e, edge in enumerate(edges)]
     about = {
         **made_from(scope, task, "query_frame"),
@@ -169,7 +169,7 @@ def _row(
     }
 
 
-class Measurement:
+class EdgeMeasurement:
     """Relative attention of some edges over their singular bases, prompt by prompt.
 
     Attributes
@@ -223,7 +223,7 @@ class Measurement:
         """Measure one batch of prompts."""
         examples = [self.units[i][0] for i in indices]
         roles = [*self.queries, *self.keys]
-        inputs, columns = locate(self.scope, examples, roles, self.task.chat)
+        inputs, columns = columns_of_roles(self.scope, examples, roles, self.task.chat)
         places = rows_from(inputs, columns[:, : len(self.queries)])
         captured = self.scope.capture_inputs(
             inputs, places=places, heads=self.heads, space="query_frame"
@@ -237,7 +237,7 @@ class Measurement:
             self._keep(split, numbers, indices)
 
     def _column(self, edge: Edge) -> int:
-        """The column of `locate` in which an edge's key stands."""
+        """The column of `columns_of_roles` in which an edge's key stands."""
         return len(self.queries) + self.keys.index(edge.duty.key)
 
     def _keep(self, split: RelativeRows, edges: Sequence[int], prompts: list[int]) -> None:

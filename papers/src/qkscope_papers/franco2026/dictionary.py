@@ -16,11 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkscope.heads import BIAS
 from qkscope.model.dictionary import Coded, Dictionary
 from qkscope.results.claims import Claim
 from qkscope.results.result import Result
 from qkscope.seeds import derived_seed
-from qkscope.sums.feature_terms import BIAS, ERROR, NUMBERS, FeatureTerms
+from qkscope.sums.feature_terms import ERROR, NUMBERS, FeatureTerms
 from qkscope.sums.relative_logits import relative_weights
 from qkscope.verbs.trace.null_dictionaries import NULLS, null_code
 from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train

@@ -15,7 +15,7 @@ from typing import Any
 
 from qkscope.results.claims import Claim, rule_verdict
 from qkscope.results.result import Result
-from qkscope.verbs.swap.swap import SIZES, swap
+from qkscope.verbs.swap.swap import CURVE_SIZES, swap
 from qkscope_papers.lee2026.language import (
     ESTIMATORS,
     SECOND,
@@ -98,7 +98,7 @@ def _tables(session: FigureSession, second: bool) -> dict[str, list[Row]]:
     found = session.found("binding", second)
     work = session.work
     units = session.binding_task(second=second).test(work.test)
-    sizes = [k for k in SIZES if k <= session.scope.d_head]
+    sizes = [k for k in CURVE_SIZES if k <= session.scope.d_head]
     options: Any = {"batch_size": work.batch_size, "seed": session.seed}
     tables: dict[str, list[Row]] = {}
     for estimator in ("ours", "paper"):

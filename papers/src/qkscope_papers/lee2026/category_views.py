@@ -18,11 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.findings.fit import Fit
-from qkscope.heads import Head
+from qkscope.heads import Head, Side
 from qkscope.results.claims import Claim
 from qkscope.results.result import Result
 from qkscope.sums.bases import joint_basis
-from qkscope.sums.subspace import Side
 from qkscope.sums.swap_methods import key_pca
 from qkscope.texts.list_tasks import POOLED
 from qkscope.texts.task import Task

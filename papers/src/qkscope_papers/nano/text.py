@@ -28,7 +28,16 @@ from torch import Tensor
 
 from qkscope.texts.list_tasks import FILLER, LINES, LISTS
 from qkscope.texts.sentence_tasks import TEMPLATES
-from qkscope.texts.word_pools import BOXES, CATEGORIES, FIVE, NAMES, OBJECTS, PLACES, THINGS, pools
+from qkscope.texts.word_pools import (
+    BOXES,
+    CATEGORIES,
+    FIRST_NAMES,
+    FIVE,
+    OBJECTS,
+    PLACES,
+    THINGS,
+    pools,
+)
 
 CONTEXT = 256
 BOS, PAD, UNKNOWN = SPECIAL = ("<s>", "<pad>", "<unk>")
@@ -46,7 +55,7 @@ def vocabulary() -> tuple[str, ...]:
     texts += [
         *OBJECTS,
         *BOXES,
-        *NAMES,
+        *FIRST_NAMES,
         *THINGS,
         *PLACES,
         *FIVE,
@@ -176,9 +185,9 @@ class Texts:
         self.device = device
         self._slotted: dict[tuple[str, ...], SlotTexts] = {}
         self._known: dict[tuple[str, ...], Tensor] = {}
-        held = set(pools(NAMES, 0, "names", least=3)["test"])
-        self._names = sorted(NAMES, key=lambda name: name in held)  # those of the tests last
-        self._free = len(NAMES) - len(held)
+        held = set(pools(FIRST_NAMES, 0, "names", least=3)["test"])
+        self._names = sorted(FIRST_NAMES, key=lambda name: name in held)  # those of the tests last
+        self._free = len(FIRST_NAMES) - len(held)
 
     def binding(self, n: int, form: str, entities: int, draw: torch.Generator) -> TextRows:
         """Contexts of words and boxes, each with several questions."""
@@ -228,8 +237,8 @@ class Texts:
     def _pairs(self, n: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
         """Two different names each, never both from the pool of the tests."""
         free = self._free
-        first = _below(len(NAMES), n, draw)
-        choices = torch.where(first < free, len(NAMES) - 1, free)
+        first = _below(len(FIRST_NAMES), n, draw)
+        choices = torch.where(first < free, len(FIRST_NAMES) - 1, free)
         second = (torch.rand(n, generator=draw, device=draw.device) * choices).long()
         second = torch.where((first < free) & (second >= first), second + 1, second)
         pair = torch.stack([first, second])

@@ -34,14 +34,14 @@ from qkscope.texts.task import Units
 from qkscope.verbs.swap.features import Features
 
 _NAMED = 4  # candidates in a sentence
-Answers = Float[Tensor, "r n 4"]
+AnswerLogits = Float[Tensor, "r n 4"]
 """Logits of the right and of the target answer, whether the likeliest is a right one, and whether
 it is the target: first of the unedited run, then with each projector."""
 
 
 def patched_runner(
     scope: Scope, units: Units, what: Features, pairs: Pairs, projectors: Mapping[str, Projector]
-) -> Callable[[list[int]], tuple[Capture, Answers]]:
+) -> Callable[[list[int]], tuple[Capture, AnswerLogits]]:
     """Make the function that runs units unchanged and with each swap.
 
     It returns queries, keys and answers.
@@ -54,7 +54,7 @@ def patched_runner(
             )
     first_layer = min(head.layer for head in what.heads)
 
-    def run(indices: list[int]) -> tuple[Capture, Answers]:
+    def run(indices: list[int]) -> tuple[Capture, AnswerLogits]:
         examples = [example for i in indices for example in units[i]]
         encoded = scope.encode(examples, chat=what.fit.chat)
         batch = Batch(scope, encoded, what.heads, first_layer)
@@ -115,7 +115,7 @@ class Candidates(NamedTuple):
         return cls(tokens, signs, right[:, None], wrong[:, None])
 
     def answers(self, logits: Float[Tensor, "b v"] | None) -> Float[Tensor, "b 4"]:
-        """What `Answers` holds of one run."""
+        """What `AnswerLogits` has of one run."""
         assert logits is not None  # they were asked for
         scores = logits.cpu().gather(1, self.tokens).masked_fill(self.signs == 0, -torch.inf)
         best = scores.argmax(1, keepdim=True)
@@ -126,7 +126,7 @@ class Candidates(NamedTuple):
 
 
 def answer_rows(
-    values: Answers, kinds: Iterable[str], what: Features, pairs: Pairs, draws: int
+    values: AnswerLogits, kinds: Iterable[str], what: Features, pairs: Pairs, draws: int
 ) -> Rows:
     """The table ``downstream``: a row for each kind of swap."""
     before, *after = values

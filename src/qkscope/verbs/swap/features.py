@@ -129,7 +129,7 @@ class Features(NamedTuple):
         if len(alone) > 1:
             pairs += list(product(joint, alone))
         for condition in [*joint, *alone]:
-            for kind in methods.SHOWN:
+            for kind in methods.SHOWN_METHODS:
                 other = Condition(condition.feature, kind)
                 if other in projectors and other != condition:
                     pairs.append((condition, other))

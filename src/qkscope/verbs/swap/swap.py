@@ -37,7 +37,7 @@ from qkscope.verbs.swap.truth import (
     truth_sentence,
 )
 
-SIZES = (1, 2, 4, 8, 12)
+CURVE_SIZES = (1, 2, 4, 8, 12)
 
 
 class Swaps(Result):
@@ -133,7 +133,9 @@ def swap(
             raise BadInput(
                 "the answer is read with the features of a fit swapped: give one, and no subspaces."
             )
-        written = {kind: projectors[Condition(chosen.joint, kind)] for kind in methods.SHOWN}
+        written = {
+            kind: projectors[Condition(chosen.joint, kind)] for kind in methods.SHOWN_METHODS
+        }
         patched = patched_runner(scope, units, chosen, pairs, written)
         # a fit of the same name may have been made anew
         asked |= {"draws": draws, "seed": seed, "projectors": _hash(written.values())}
@@ -166,7 +168,7 @@ def swap(
 def _checked_sizes(sizes: Sequence[int], curve: bool, d_head: int) -> Sequence[int]:
     """The sizes of the curve: the usual ones if it is asked for and none are named."""
     if curve and not sizes:
-        return [k for k in SIZES if k <= d_head]
+        return [k for k in CURVE_SIZES if k <= d_head]
     if any(k > d_head for k in sizes):
         raise BadInput(f"a curve of {max(sizes)} dimensions does not fit into a head of {d_head}.")
     return sizes

@@ -64,7 +64,7 @@ def exchanging_task(fit: Fit | None) -> Task:
     return task
 
 
-class Exchange(NamedTuple):
+class TextExchange(NamedTuple):
     """Two keys of every row that exchange features in the text, and which readings that gives."""
 
     keys: tuple[Tensor, Tensor]
@@ -80,9 +80,9 @@ def truth_runner(
     It gives `SwapRows.truth` and ``frame``; without ``tested``, only what a subspace is trained on.
     """
     sets = {name: [name] for name in what.names} | {what.joint: what.names}
-    exchanges = [Exchange((pairs.orig, pairs.target), "distance", "text_distance")]
+    exchanges = [TextExchange((pairs.orig, pairs.target), "distance", "text_distance")]
     if tested and pairs.others is not None:
-        exchanges.append(Exchange(pairs.others, "other_distance", None))
+        exchanges.append(TextExchange(pairs.others, "other_distance", None))
     takes_frame = tested and what.fit.space != "query_frame" and not _refused(scope, what)
     exchange = task.exchange
     width = max(len(example.keys) for example in pairs.examples)

@@ -7,6 +7,6 @@ One verb and four programs: of one prompt or of a task, by writers or by a dicti
 - ``task_writers``: a task; of all heads only the first writers; ``task_features``
 - ``edges``: writers chosen in several orders, their edges cut and kept
 - ``whole_heads``: heads taken out of the running model
-- ``features``: a dictionary's features instead of writers, ablated and restored, beside copies
+- ``feature_pairs``: a dictionary's features instead of writers, ablated and restored, beside copies
   without meaning, which ``null_dictionaries`` makes
 """

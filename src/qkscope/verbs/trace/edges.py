@@ -23,9 +23,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkscope.findings.head_rows import HeadRows, Pass, Tables
-from qkscope.heads import Head, Writer, parse_writers
-from qkscope.linear.run import Side
+from qkscope.findings.head_rows import HeadRows, Pass
+from qkscope.heads import Head, Side, Writer, parse_writers
+from qkscope.results.result import Tables
 from qkscope.seeds import derived_seed, draw_bits
 from qkscope.sums.relative_logits import (
     METRICS,
@@ -38,9 +38,9 @@ from qkscope.sums.relative_logits import (
 )
 from qkscope.texts.task import Unit
 
-ORDERS = ("share", "signed", "variance", "patching")
+EDGE_ORDERS = ("share", "signed", "variance", "patching")
 RANDOM = "random"
-SIZES = (1, 2, 3, 5, 10)
+EDGE_COUNTS = (1, 2, 3, 5, 10)
 DRAWS = 20
 #: Above this share of the relative logit, what is kept does more than all writers did.
 OVERSHOOT = 1.1
@@ -174,7 +174,7 @@ def _shown(rows: HeadRows, side: Side) -> Int[Tensor, "n p"]:
 # ---------------------------------------------------------------------- cut and kept
 
 
-class Edge(NamedTuple):
+class CutEdge(NamedTuple):
     """Which edges are replaced, how they were chosen, and what with.
 
     Attributes
@@ -193,28 +193,28 @@ class Edge(NamedTuple):
     k: int
 
 
-def all_edges(writers: int) -> list[Edge]:
+def all_edges(writers: int) -> list[CutEdge]:
     """Every condition for so many writers.
 
     Each order at the mean and at another prompt's parts, the share with live norms too, and random
     writers.
     """
     ways = [
-        *product(ORDERS, ("mean", "resample"), ("held",)),
+        *product(EDGE_ORDERS, ("mean", "resample"), ("held",)),
         ("share", "mean", "live"),
         (RANDOM, "mean", "held"),
     ]
-    sizes = [k for k in SIZES if k < writers - 1]
-    edges = list[Edge]()
+    sizes = [k for k in EDGE_COUNTS if k < writers - 1]
+    edges = list[CutEdge]()
     for (by, replaced, norms), side, kind in product(
         ways, ("key", "query", "both"), ("cut", "keep")
     ):
-        edges += [Edge(side, kind, by, replaced, norms, k) for k in sizes]
+        edges += [CutEdge(side, kind, by, replaced, norms, k) for k in sizes]
     return edges
 
 
 def edge_masks(
-    edges: Sequence[tuple[Edge, int]],
+    edges: Sequence[tuple[CutEdge, int]],
     scores: Mapping[tuple[str, Side], Tensor],
     writers: Sequence[Writer],
     seed: int = 0,
@@ -241,7 +241,7 @@ def edge_masks(
 
 
 def _chosen(
-    edge: Edge,
+    edge: CutEdge,
     side: Side,
     scores: Mapping[tuple[str, Side], Tensor],
     writers: Sequence[Writer],
@@ -268,7 +268,7 @@ class EdgeTest:
         self.pairs = strongest_pairs(chosen.pairs)
         self.draws = draws
         self.cells = all_edges(len(writers))
-        self.edges = list[tuple[Edge, int]]()
+        self.edges = list[tuple[CutEdge, int]]()
         cells = list[int]()
         for number, edge in enumerate(self.cells):
             for draw in range(draws if edge.by == RANDOM else 1):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qkscope import Dictionary
-from qkscope.findings.head_rows import HeadRows, Tables, join_tables
+from qkscope.findings.head_rows import HeadRows, join_tables
 from qkscope.findings.prompt_trace import PromptTrace
+from qkscope.results.result import Tables
 from qkscope.sums.relative_logits import Tally
-from qkscope.verbs.trace.features import FeatureSplit, FeatureTest, largest, says_pairs
+from qkscope.verbs.trace.feature_pairs import FeatureSplit, FeatureTest, largest, says_pairs
 
 
 def prompt_features(

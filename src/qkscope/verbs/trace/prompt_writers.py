@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from qkscope.findings.graph import trace_graph
-from qkscope.findings.head_rows import Tables, join_tables
+from qkscope.findings.head_rows import join_tables
 from qkscope.findings.prompt_trace import PromptTrace
 from qkscope.findings.verdicts import controls_of, says_cancels, written_by
 from qkscope.heads import parse_writers
 from qkscope.linear.attribution import check_neurons
+from qkscope.results.result import Records, Tables
 from qkscope.sums.relative_logits import SIDES, Tally, strongest_pairs
 
-Row = Mapping[str, Any]
 _NAMED = 2  # writers of a side in the answer
 
 
@@ -93,7 +92,7 @@ def _answer(one: PromptTrace, tables: Tables) -> str:
     return f"{one.where()} {written}{_says_cut(tables['cuts'])}"
 
 
-def _says_cut(cuts: Sequence[Row]) -> str:
+def _says_cut(cuts: Records) -> str:
     """What is left with the named key writers cut: two, or one where no second gives much."""
     few = [row for row in cuts if row["side"] == "key" and row["k"] <= _NAMED]
     if not few:
@@ -105,7 +104,7 @@ def _says_cut(cuts: Sequence[Row]) -> str:
     )
 
 
-def _says_neurons(rows: Sequence[Row]) -> str:
+def _says_neurons(rows: Records) -> str:
     """The first neuron of each side, with its share and the token where most of it stands."""
     first = {row["side"]: row for row in reversed(rows)}
     told = {

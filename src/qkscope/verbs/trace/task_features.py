@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qkscope import Dictionary
-from qkscope.findings.head_rows import Pass, Tables, join_tables
+from qkscope.findings.head_rows import Pass, join_tables
 from qkscope.findings.verdicts import says_right
+from qkscope.results.result import Tables
 from qkscope.texts.task import Units
-from qkscope.verbs.trace.features import FeatureTest, choose_features, says_pairs
+from qkscope.verbs.trace.feature_pairs import FeatureTest, choose_features, says_pairs
 
 
 def task_features(

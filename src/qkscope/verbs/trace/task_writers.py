@@ -14,17 +14,16 @@ from typing import Any
 import torch
 
 from qkscope.findings.graph import sources_of, trace_graph
-from qkscope.findings.head_rows import ATTENDED, HeadRows, Pass, Tables, answer_signs, join_tables
+from qkscope.findings.head_rows import ATTENDED, HeadRows, Pass, answer_signs, join_tables
 from qkscope.findings.prompt_trace import AskedPrompt, PromptTrace
 from qkscope.findings.verdicts import says_cancels, says_right, written_by
-from qkscope.heads import BIAS, Head
-from qkscope.linear.run import Side
+from qkscope.heads import BIAS, Head, Side
+from qkscope.results.result import Record, Tables
 from qkscope.sums.relative_logits import SIDES, Measurement, first_by
 from qkscope.texts.task import Unit, Units
 from qkscope.verbs.trace.edges import Choice, EdgeTest, choose_writers
 from qkscope.verbs.trace.whole_heads import whole_heads
 
-Row = Mapping[str, Any]
 # prompts on which sources are looked for, and writers of each side that are followed
 _SOURCES = 48
 _FOLLOWED = 4
@@ -166,7 +165,7 @@ def _answer(tables: Tables) -> str:
     return text
 
 
-def _says_kept(row: Row) -> str:
+def _says_kept(row: Record) -> str:
     """How often the head is right with few writers kept, and how much of the logit they hold."""
     text = f"{row['accuracy']:.0%} right, {row['logit_kept']:.0%} of the logit"
     return f"{text}, which overshoots" if row["overshoots"] else text
@@ -186,7 +185,7 @@ def _in_short(tables: Tables) -> str:
 
 def _edge(
     tables: Tables, side: str, kind: str, by: str, k: int, replaced: str = "mean"
-) -> Row | None:
+) -> Record | None:
     """A row of the table ``edges``, norms held."""
     wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": replaced, "norms": "held"}
     return next((row for row in tables["edges"] if wanted.items() <= row.items()), None)

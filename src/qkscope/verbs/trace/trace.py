@@ -28,7 +28,7 @@ from qkscope.results.work import current_work, verb
 from qkscope.sums.subspace import Subspace
 from qkscope.texts.task import Task, Units
 from qkscope.verbs.trace.edges import DRAWS
-from qkscope.verbs.trace.features import check_dictionary
+from qkscope.verbs.trace.feature_pairs import check_dictionary
 from qkscope.verbs.trace.prompt_features import prompt_features
 from qkscope.verbs.trace.prompt_writers import prompt_writers
 from qkscope.verbs.trace.task_features import task_features

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope.findings.head_rows import Pass, answer_signs
-from qkscope.findings.task_batches import batches_of, words_of
+from qkscope.findings.task_batches import asked_words, batches_of
 from qkscope.heads import Head, parse_writers
 from qkscope.model.inputs import answer_tokens
 from qkscope.model.patch import Edit
@@ -152,7 +152,7 @@ class WholeHeads:
 
     def rows(self) -> Rows:
         """The table ``whole``: nothing taken out, then every case."""
-        words = words_of(self.units)
+        words = asked_words(self.units)
         tally = Tally(sorted(words[:_PROMPTS]))
         batches = batches_of(self.units[:_PROMPTS], _BATCH)
         for prompts, measured in stream(batches, self.measure, self.how.progress):

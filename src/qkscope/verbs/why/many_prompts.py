@@ -25,7 +25,7 @@ from qkscope.findings.carriers import Carriers
 from qkscope.findings.finding import Look
 from qkscope.findings.next_token import Output, first_token, rival_token, whole
 from qkscope.findings.prompt_trace import PromptRun, reader_of
-from qkscope.findings.published import locate
+from qkscope.findings.published import columns_of_roles
 from qkscope.findings.question import Question
 from qkscope.heads import Head
 from qkscope.rerun.nodes import Nodes
@@ -332,7 +332,7 @@ def nodes_of(
     chat : whether prompts go into the chat template.
     """
     roles = sorted(set.intersection(*(set(example.roles) for example in examples)))
-    inputs, columns = locate(scope, examples, roles or ["query"], chat)
+    inputs, columns = columns_of_roles(scope, examples, roles or ["query"], chat)
     labels = []
     for mask, places in zip(inputs["attention_mask"].tolist(), columns.tolist(), strict=True):
         first = (mask.index(1) if roles else places[0], "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from qkscope.changes import Row
@@ -16,10 +14,9 @@ from qkscope.findings.prompt_trace import PromptTrace
 from qkscope.findings.registry import breaks_on_average, relation_row
 from qkscope.findings.verdicts import no_sum
 from qkscope.results.progress import doing
+from qkscope.results.result import Rows, Tables
 from qkscope.verbs.why import sentences
 
-Rows = list[dict[str, Any]]
-Tables = dict[str, Rows]
 _RUNS = 4  # alternatives of the word whose share of the answer is measured
 
 

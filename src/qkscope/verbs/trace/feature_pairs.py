@@ -24,23 +24,24 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope import BadInput, Scope
-from qkscope.findings.head_rows import HeadRows, Pass, Tables
+from qkscope.findings.head_rows import HeadRows, Pass
 from qkscope.findings.task_batches import batches_of
 from qkscope.findings.verdicts import verdict
-from qkscope.heads import Head, Writer
+from qkscope.heads import BIAS, Head, Side, Writer
 from qkscope.linear.run import Parts
 from qkscope.model.dictionary import Coded, Dictionary
+from qkscope.results.result import Tables
 from qkscope.seeds import derived_seed
-from qkscope.sums.feature_terms import AFTER, BIAS, ERROR, NUMBERS, OTHERS, SKIP, FeatureTerms
-from qkscope.sums.relative_logits import METRICS, SIDES, Measurement, Side, Tally
+from qkscope.sums.feature_terms import AFTER, ERROR, NUMBERS, OTHERS, SKIP, FeatureTerms
+from qkscope.sums.relative_logits import METRICS, SIDES, Measurement, Tally
 from qkscope.texts.task import Unit
 from qkscope.verbs.trace.null_dictionaries import NULLS, null_code
 
-SHOWN = 20
+SHOWN_PAIRS = 20
 OTHER_FEATURES = "other features"
 #: Pairs whose features are ablated or restored together, and what is done to which side.
-PAIRS = (1, 2, 5, 10)
-EDGES = tuple(product(("key", "query", "both"), ("ablated", "restored"), PAIRS))
+CUT_PAIRS = (1, 2, 5, 10)
+PAIR_CUTS = tuple(product(("key", "query", "both"), ("ablated", "restored"), CUT_PAIRS))
 _AT_ONCE = 2**26  # numbers of a stream that are held at once
 _AT = {name: place for place, name in enumerate(NUMBERS)}
 _LOOKS = ("attention", "first", "accuracy")
@@ -155,9 +156,9 @@ class FeatureSplit:
     # ------------------------------------------------------------------ cut
 
     def edges(self, coded: Coded, terms: Sequence[FeatureTerms]) -> Float[Tensor, "n x"]:
-        """Attention on the right keys with the features of the first pairs cut, by `EDGES`."""
+        """Attention on the right keys with the features of the first pairs cut, by `PAIR_CUTS`."""
         rows = self.rows
-        first = [term.first(PAIRS[-1]) for term in terms]
+        first = [term.first(CUT_PAIRS[-1]) for term in terms]
         pairs = torch.tensor(first, device=rows.signs.device)  # [n, pairs, side]
         compared = (rows.signs < 0).to(self.x)
         usual = compared / (rows.signs < 0).sum(1, keepdim=True).clamp_min(1)
@@ -189,7 +190,7 @@ class FeatureSplit:
         )
         apart = (amounts - mean_amounts[:, None]) * counted[:, None]
         features = apart[..., None] * coded.directions(chosen)[:, None]
-        sizes = torch.tensor(PAIRS) - 1
+        sizes = torch.tensor(CUT_PAIRS) - 1
         of_pairs = features.cumsum(2)[:, :, sizes]
         mean = torch.einsum("nk,nkd->nd", usual, self.stream[:, 1:])
         of_all = (self.stream[:, slots] - mean[:, None])[:, :, None]
@@ -199,12 +200,12 @@ class FeatureSplit:
 
 
 def _times() -> Float[Tensor, "2 x c"]:
-    """How often each of `EDGES` takes out the first pairs' features, and all, of query and key.
+    """How often each of `PAIR_CUTS` takes out the first pairs' features, and all, of query and key.
 
     To restore, all is taken out and the features are put back.
     """
-    ablated = torch.eye(len(PAIRS), len(PAIRS) + 1)
-    restored = -ablated + torch.eye(len(PAIRS) + 1)[-1]
+    ablated = torch.eye(len(CUT_PAIRS), len(CUT_PAIRS) + 1)
+    restored = -ablated + torch.eye(len(CUT_PAIRS) + 1)[-1]
     ways = torch.cat([ablated, restored])
     none = torch.zeros_like(ways)
     query = torch.cat([none, ways, ways])
@@ -262,7 +263,7 @@ def largest(terms: Sequence[FeatureTerms]) -> Chosen:
 
 def _strongest(sums: Counter[Any]) -> list[Any]:
     """Those that give most, whatever their sign."""
-    return sorted(sums, key=lambda name: -abs(sums[name]))[:SHOWN]
+    return sorted(sums, key=lambda name: -abs(sums[name]))[:SHOWN_PAIRS]
 
 
 class FeatureTest:
@@ -292,7 +293,7 @@ class FeatureTest:
         }
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
-        """Parts of the logit, `NUMBERS` and `EDGES` of the dictionary and its copies, and the codes."""
+        """Parts of the logit, `NUMBERS` and `PAIR_CUTS` of the dictionary and its copies, and the codes."""
         split = FeatureSplit(rows, self.dictionary)
         terms = split.terms()
         by_copy = [terms]
@@ -395,7 +396,7 @@ class FeatureTest:
         means = tally.mean("edges")
         lows, highs = tally.interval("edges", [0])
         rows = []
-        for place, (side, edge, size) in enumerate(EDGES):
+        for place, (side, edge, size) in enumerate(PAIR_CUTS):
             after, *copies = means[:, place].split([1, *[self.draws] * len(NULLS)])
             judged = _judge(edge, before, after, torch.cat(copies))
             about = {"head": str(self.head), "side": side, "edge": edge, "k": size}
