@@ -7,8 +7,8 @@ also go into bench/docs/benchmarks.json, one entry per hardware; the page keeps 
 new tables.
 
 ``python docs/generate.py commands`` writes the reference of the command line. ``cat *.json | python
-docs/generate.py schemas`` adds the tables and columns of what commands printed with ``--json`` to
-those that ``qkscope schema`` knows.
+docs/generate.py tables`` prints the columns of what commands printed with ``--json`` that
+qkscope/results/tables.toml does not define.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from qkscope.results.tables import every_table, unknown_columns
 
 DOCS = Path(__file__).parent
 REPORTS = DOCS.parent / "bench" / "docs"
@@ -75,35 +77,12 @@ def bench(rows: list[dict], hardware: str) -> None:
     _put(REPORTS / "benchmarks.md", "bench", "\n".join(lines).rstrip())
 
 
-def schemas(results: list[dict]) -> None:
-    """Tables of every verb, with their columns and the JSON types that were seen in them."""
-    store = DOCS.parent / "src" / "qkscope" / "cli" / "schemas.json"
-    known = json.loads(store.read_text()) if store.exists() else {}
+def tables(results: list[dict]) -> None:
+    """Print what results have and no definition does: add it to qkscope/results/tables.toml."""
     for result in results:
-        tables = known.setdefault(result["experiment"].partition("/")[0], {})
-        for name, rows in result["tables"].items():
-            columns = tables.setdefault(name, {})
-            for column, value in (item for row in rows for item in row.items()):
-                columns[column] = sorted({*columns.get(column, ()), _json_type(value)})
-    lines = [  # a line for each table
-        f'"{verb}": {{\n'
-        + ",\n".join(f'  "{name}": {json.dumps(columns)}' for name, columns in tables.items())
-        + "\n }"
-        for verb, tables in known.items()
-    ]
-    store.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
-
-
-def _json_type(value: Any) -> str:
-    known = {
-        bool: "boolean",
-        int: "number",
-        float: "number",
-        str: "string",
-        list: "array",
-        dict: "object",
-    }
-    return known.get(type(value), "null")
+        verb = result["experiment"].partition("/")[0]
+        for unknown in unknown_columns(verb, result["tables"]):
+            print(f"{verb}.{unknown}")
 
 
 def commands() -> None:
@@ -139,6 +118,9 @@ def _command_lines(above: str, verbs: dict[str, Any]) -> list[str]:
         )
         lines += [f"## {above.removeprefix('qkscope').strip()} {name}".replace("  ", " "), "",
                   f"`{usage}`", "", _text((verb.help or "").strip().replace("\n", " ")), ""]  # fmt: skip
+        if above == "qkscope" and name in every_table():
+            tables = ", ".join(f"`{table}`" for table in every_table()[name])
+            lines += [f"Tables: {tables} (`qkscope schema {name}`).", ""]
         rows = [(f"`{_usage(p)}`", p) for p in arguments] + [
             (f"`{'`, `'.join(p.opts)}`", p) for p in options
         ]
@@ -189,11 +171,11 @@ def _documents(text: str) -> Iterator[Any]:
 def main() -> None:
     """Read rows from standard input."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["models", "bench", "commands", "schemas"])
+    parser.add_argument("what", choices=["models", "bench", "commands", "tables"])
     parser.add_argument("--hardware", default="two CPU cores")
     given = parser.parse_args()
-    if given.what == "schemas":
-        schemas(list(_documents(sys.stdin.read())))
+    if given.what == "tables":
+        tables(list(_documents(sys.stdin.read())))
     elif given.what == "commands":
         commands()
     else:

@@ -18,6 +18,7 @@ from qkscope import BadInput
 from qkscope.cli import app
 from qkscope.results.claims import Claim
 from qkscope.results.result import Result
+from qkscope.results.tables import every_table, unknown_columns
 from qkscope.show.blocks import blocks_of
 from qkscope.show.page import page_of, report_html, script_json
 
@@ -51,6 +52,20 @@ KINDS = {
     "why": ["said", "tokens", "tests", "tests", "parts", "tests", "output", "graph"],
     "trace": ["tests", "graph", "tokens"],
 }  # fmt: skip
+
+
+def test_every_table_has_the_columns_and_types_of_its_definition(results):
+    assert {
+        verb: unknown_columns(verb, result.tables)
+        for verb, result in results.items()
+        if verb in every_table()
+    } == dict.fromkeys([*results.keys() & every_table().keys()], [])
+
+
+def test_the_page_says_what_a_column_means(results):
+    reaches = every_table()["heads"]["heads"].columns["row_accuracy"]
+    assert reaches.words == "most of all tokens"
+    assert f'title="{reaches.words}">row accuracy</th>' in report_html([results["heads"]])
 
 
 def evil_result(**kwargs):

@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from qkscope.cli import All, Json, command, print_end, print_json, print_result
-from qkscope.cli.views import VIEWS, read_views
+from qkscope.cli.views import MORE_TABLES
 from qkscope.errors import BadInput
 from qkscope.results.result import Result
+from qkscope.results.tables import read_tables
 
 logging.getLogger("qkscope_papers").setLevel(
     logging.INFO
@@ -292,4 +293,4 @@ def toy_superposition(
     print_end(out, then=command("reproduce", "franco2026", "fig2", preset="smoke"), as_json=as_json)
 
 
-VIEWS.update(read_views(Path(__file__).with_name("views.toml")))
+MORE_TABLES.update(read_tables(Path(__file__).with_name("views.toml")))

@@ -7,8 +7,7 @@ disjoint.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from qkscope.heads import Head
 from qkscope.model.files import fetch_model
 from qkscope.results.claims import Claim
 from qkscope.results.progress import doing
+from qkscope.results.tables import NUMBER, Column, TableDefinition, tables_of
 from qkscope.results.work import verb
 
 _HEADS = 3  # that are decomposed
@@ -92,24 +92,28 @@ def schema(verb: str) -> None:
     ----------
     verb : one of why, trace, heads, decompose, swap, atlas, sparsity, svd or demo.
     """
-    known = json.loads(Path(__file__).with_name("schemas.json").read_text())
-    if verb not in known:
-        raise BadInput(f"there is no schema of {verb!r}: take one of {', '.join(known)}.")
-    tables = dict[str, Any]()
-    for table, columns in known[verb].items():
-        tables[table] = {"type": "array", "items": _object_schema(columns)}
-    result = _object_schema(_FIELDS)
+    tables = {name: _table_schema(table) for name, table in tables_of(verb).items()}
+    fields = (Column(name, tuple(types)) for name, types in _FIELDS.items())
+    result = _object_schema(fields)
     result["properties"]["tables"] = {"type": "object", "properties": tables}
     about = {"$schema": _DRAFT, "title": f"qkscope {verb} --json", "required": [*_FIELDS, "tables"]}
     print_json({**about, **result})
 
 
-def _object_schema(columns: Mapping[str, list[str]]) -> dict[str, Any]:
-    """The schema of an object by the JSON types of its entries; a number may be null, for NaN."""
+def _table_schema(table: TableDefinition) -> dict[str, Any]:
+    return {"type": "array", "items": _object_schema(table.columns.values())}
+
+
+def _object_schema(columns: Iterable[Column]) -> dict[str, Any]:
+    """The schema of an object by the columns that it has; a number may be null, for NaN."""
     properties = dict[str, Any]()
-    for name, types in columns.items():
-        nullable = "number" in types and "null" not in types
-        properties[name] = {"type": [*types, "null"] if nullable else types}
+    for column in columns:
+        types = [*column.types]
+        if NUMBER in types and "null" not in types:
+            types.append("null")
+        properties[column.name] = {"type": types}
+        if column.words:
+            properties[column.name]["description"] = column.words
     return {"type": "object", "properties": properties}
 
 

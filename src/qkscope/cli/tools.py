@@ -9,10 +9,8 @@ model: all ask the one model that the server was started with. What it returns i
 from __future__ import annotations
 
 import inspect
-import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from threading import Event
 from typing import Annotated, Any, Literal
 
@@ -26,6 +24,7 @@ from qkscope.findings.head_jobs import known_jobs
 from qkscope.findings.prompt_trace import AskedPrompt
 from qkscope.findings.task_batches import made_with
 from qkscope.heads import parse_heads
+from qkscope.results.tables import tables_of
 from qkscope.show.session import Session
 from qkscope.texts.tasks import BUILT_IN
 
@@ -235,13 +234,13 @@ def _help(name: str, option: str) -> str:
 
 def output_schema(name: str) -> dict[str, Any]:
     """The JSON schema of a reply: the answer, its lines, and the tables that it has unasked."""
-    known = json.loads(Path(__file__).with_name("schemas.json").read_text())
-    columns = known[_SCHEMAS.get(name, name)]
+    known = tables_of(_SCHEMAS.get(name, name))
     tables = dict[str, Any]()
     for table in TABLES[name]:
         # types stand in words: a client refuses a reply whose types a schema had forgotten
         rows = {
-            column: {"description": ", ".join(types)} for column, types in columns[table].items()
+            column.name: {"description": ", ".join(column.types)}
+            for column in known[table].columns.values()
         }
         items = {"type": "object", "properties": rows}
         tables[table] = {"type": "array", "items": items}

@@ -1,7 +1,7 @@
 """Tables for people: which rows and columns of a result are printed, and how they fit into a line.
 
-A view (``views.toml``) names the table that answers a verb's question, its columns, and what their
-headings mean. A verb may have several: the first whose table has rows is printed. Without any, a
+The definition of a table (`qkscope.results.tables`) names the columns that are printed, and what
+their headings mean. Of a verb's tables the first that has rows is printed. Where none is to be, a
 result's claims are printed, or the first six columns in which the rows of its main table differ.
 Texts are cut in narrow lines, numbers never.
 
@@ -13,9 +13,8 @@ quotes a text.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.box import Box
@@ -24,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qkscope.results.progress import plain_text
+from qkscope.results.tables import TableDefinition, every_table, headings_of
 from qkscope.text import grouped
 
 if TYPE_CHECKING:
@@ -53,13 +53,26 @@ class View(NamedTuple):
     note: str
 
 
-def read_views(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the views of a file, by verb and by table in the order in which they are tried."""
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+_CLAIMS = TableDefinition(
+    "claims",
+    {},
+    "claim, source, ours±, control, verdict, reason",
+    "source: the paper states or implies it, or it is ours; tie: the 95% interval leaves it open.",
+)
+MORE_TABLES: dict[str, dict[str, TableDefinition]] = {}
+"""Tables of verbs that come from elsewhere."""
 
 
-VIEWS = read_views(Path(__file__).with_name("views.toml"))
-VIEWS["demo"] = {"swap": VIEWS["swap"]["swap"]}
+@cache
+def _printed_tables() -> dict[str, list[TableDefinition]]:
+    """By verb, or by one job of it, the tables that are tried for printing."""
+    printed: dict[str, list[TableDefinition]] = {"made": []}
+    for verb, tables in (every_table() | MORE_TABLES).items():
+        for definition in tables.values():
+            if definition.shown:
+                printed.setdefault(definition.of or verb, []).append(definition)
+    printed["demo"] = [every_table()["swap"]["swap"]]
+    return printed
 
 
 # ---------------------------------------------------------------------- what is printed
@@ -75,14 +88,15 @@ def shown(verb: str, tables: Mapping[str, Records], main: str = "") -> View | No
     main : the table to take where the verb has no view; the first one by default.
     """
     group = verb.partition("/")[0]
-    known = VIEWS.get(verb, VIEWS.get(group, VIEWS["default"]))
-    for table, view in known.items():
-        if tables.get(table):
-            return _view(tables[table], view)
+    printed = _printed_tables()
+    known = printed.get(verb, printed.get(group, [_CLAIMS]))
+    for definition in known:
+        if tables.get(definition.name):
+            return _view(tables[definition.name], definition)
     rows = tables.get(main) or _first_rows(tables)
     if not rows or not known or tables.get("said"):
         return None
-    return _view(rows, {"columns": ", ".join(f"{name}?" for name in rows[0])})
+    return _view(rows, TableDefinition(main, {}, ", ".join(f"{name}?" for name in rows[0])))
 
 
 def _first_rows(tables: Mapping[str, Records]) -> Records:
@@ -90,19 +104,16 @@ def _first_rows(tables: Mapping[str, Records]) -> Records:
     return next((rows for rows in tables.values() if rows), [])
 
 
-def _view(rows: Records, view: Mapping[str, Any]) -> View:
-    """Apply a view to the rows of its table."""
-    pick, *about = view.get("pick", ["every"])
+def _view(rows: Records, definition: TableDefinition) -> View:
+    """Take what is printed of the rows of a table."""
+    pick, *about = definition.pick
     picked = list(PICKS[pick](rows, *about))[:MOST_ROWS]
-    headings = dict[str, str]()  # with their marks, and the source of their cells
-    for name in view["columns"].split(", "):
-        heading, _, source = name.partition("=")
-        headings[heading.rstrip("±")] = source or heading.rstrip("?")
+    headings = headings_of(definition.shown)
     kept = _differing(headings, picked) or headings
     columns = dict(list(kept.items())[:MOST_COLUMNS])
     hidden = {heading.rstrip("?") for heading in headings} - set(columns)
     notes = []
-    for part in view.get("note", "").split("; "):
+    for part in definition.note.split("; "):
         if part.partition(":")[0] not in hidden:
             notes.append(part)
     return View(picked, columns, len(rows), "; ".join(notes))

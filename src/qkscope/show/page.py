@@ -33,6 +33,7 @@ from qkscope.model.files import cache_dir
 from qkscope.results.claims import count_claims
 from qkscope.results.folder import PAGE, RESULTS, add_to_run, read_run, write_file, writing
 from qkscope.results.result import Records, Result, plain_value
+from qkscope.results.tables import every_table
 from qkscope.show import Block, number
 from qkscope.show.blocks import SCRIPTS, blocks_of
 
@@ -192,6 +193,7 @@ def render(template: str, scripts: Sequence[str], styles: Sequence[str], **given
 def _section(result: Result) -> dict[str, Any]:
     """A result's blocks, each with its data as JSON, and its tables."""
     tables = {}
+    defined = every_table().get(result.experiment.partition("/")[0], {})
     for name, rows in plain_value(result.tables).items():
         columns = {
             column: isinstance(value, int | float)
@@ -204,6 +206,7 @@ def _section(result: Result) -> dict[str, Any]:
                 "rows": rows[:_ROWS],
                 "total": len(rows),
                 "columns": ordered,
+                "words": defined[name].words if name in defined else {},
                 "places": {},
             }
     shown = [(block, {"data": script_json(block.to_json())}) for block in blocks_of(result)]
