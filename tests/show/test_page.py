@@ -55,11 +55,10 @@ KINDS = {
 
 
 def test_every_table_has_the_columns_and_types_of_its_definition(results):
-    assert {
-        verb: unknown_columns(verb, result.tables)
-        for verb, result in results.items()
-        if verb in every_table()
-    } == dict.fromkeys([*results.keys() & every_table().keys()], [])
+    defined = [verb for verb in results if verb in every_table()]
+    assert len(defined) == 7
+    for verb in defined:
+        assert unknown_columns(verb, results[verb].tables) == [], verb
 
 
 def test_the_page_says_what_a_column_means(results):
