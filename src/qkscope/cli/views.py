@@ -318,7 +318,7 @@ def _first_writers(rows: Records) -> Records:
     """The first writers of each head and side, as many of each as there is room for; keys first."""
     groups = grouped(rows, lambda row: (row["head"], row["side"]))
     most = max(MOST_ROWS // max(len(groups), 1), 1)
-    chosen = list[Record]()
+    chosen: list[Record] = []
     for group in sorted(groups, key=lambda group: group[1]):
         chosen += groups[group][:most]
     return chosen
