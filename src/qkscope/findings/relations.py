@@ -6,8 +6,7 @@
   that one stands.
 - *position*: no word matters, and a word put in after the key moves the attention to the token at
   the same distance.
-- *key word*, *query word*: a cause at the key's or the query's own word.
-- *self*; *no single word*; *no few words* (more than four causes and none of the above).
+- *self*; *no single word*; *no few words* (more than four causes and no reason is shown).
 
 All looks share the changed prompts: what is needed for any of them runs in one batch.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_high
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,13 +23,14 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from qkscope.changes import Inserted, Words, together, word_replaced
-from qkscope.findings.finding import Finding, Look, Reason
+from qkscope.findings.finding import Finding, Look, Reason, Row
 from qkscope.findings.registry import FEW, LEFT, SCREENED, judge
 from qkscope.rerun.alternatives import Word
 from qkscope.seeds import derived_seed
 
 if TYPE_CHECKING:
-    from qkscope.findings.because import Because, Effect
+    from qkscope.findings.because import Because
+    from qkscope.findings.levels import Effect
 
 WORDS = 8
 """Alternatives of a word."""
@@ -115,16 +114,7 @@ class Relations:
         findings += same
         if follow and same and same[0].is_shown:
             findings.append(self._follows(n, same[0]))
-        causes = self._causes(reason)
-        if look.query != look.key:
-            findings += self._own_words(n, look, causes)
-        if not any(finding.is_shown for finding in findings):
-            findings.append(_of_few(causes))
         return findings
-
-    def _causes(self, reason: Reason) -> list[Word]:
-        starts = {row["position"] for row in reason.causes}
-        return [word for word in self.effects if word.start in starts]
 
     # ------------------------------------------------------------------ the same word
 
@@ -309,29 +299,14 @@ class Relations:
                 ends += [query + 2] * len(single)
         return changes, ends
 
-    # ------------------------------------------------------------------ one word, few, none
 
-    def _own_words(self, n: int, look: Look, causes: Sequence[Word]) -> list[Finding]:
-        """Causes that are the key's own word, and the query's."""
-        findings = list[Finding]()
-        for kind, place in (("key word", look.key), ("query word", look.query)):
-            for word in causes:
-                if place in word:
-                    finding = Finding(kind, word.text, (word.start,), self.effects[word].changes)
-                    others = [left for other, left in self.left[n].items() if other != word]
-                    control = median_high(others) if others else None
-                    finding = replace(finding, measured=self.left[n][word], control=control)
-                    findings.append(judge(finding))
-        return findings
-
-
-def _of_few(causes: Sequence[Word]) -> Finding:
-    """What is said where no relation is shown: how many words are causes."""
+def few_or_none(causes: Sequence[Row]) -> Finding:
+    """What is said where no reason is shown: how many words are causes."""
     kind = "no single word"
     if causes:
         kind = "few words" if len(causes) <= FEW else "no few words"
-    text = ", ".join(word.text.strip() for word in causes)
-    return judge(Finding(kind, text, tuple(word.start for word in causes)))
+    text = ", ".join(row["text"].strip() for row in causes)
+    return judge(Finding(kind, text, tuple(row["position"] for row in causes)))
 
 
 def equal_pairs(left: Mapping[Word, float], threshold: float) -> list[Pair]:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,6 +40,8 @@ _STEM = 4  # letters that two forms of a word share at least
 _ENDING = 3  # letters that they may differ in at the end
 
 Ids = tuple[int, ...]
+Source = Literal["near", "likely", "fit", "random"]
+"""Where a word that takes another's place comes from."""
 
 
 @dataclass(frozen=True, order=True)
@@ -276,6 +278,29 @@ class Alternatives:
         if self._is_cut(word):
             return self._characters(word, count)
         return self._drawn(word, count)
+
+    def by_source(self, word: Word, count: int) -> dict[Source, list[Ids]]:
+        """Up to ``count`` words from each source; a random one that another source has is left out."""
+        found: dict[Source, list[Ids]] = {
+            "near": self.near(word, count),
+            "likely": self.likely(word, count),
+        }
+        of_a_kind = {*found["near"], *found["likely"]}
+        drawn = [ids for ids in self.random(word, 2 * count) if ids not in of_a_kind]
+        found["random"] = drawn[:count]
+        return found
+
+    def first_chances(self, words: Sequence[Word]) -> dict[Word, Float[Tensor, " v"]]:
+        """Log-probabilities of every first token in the places of some words, after what precedes;
+        zeros in the place of the first word.
+        """
+        before = sorted({word.start - 1 for word in words} - {-1})
+        chances = {-1: torch.zeros(self.lexicon.size)}
+        if before:
+            at = torch.tensor(before)[:, None]
+            logits = self._next_tokens(self.again.ids.cpu()[at], at)
+            chances |= dict(zip(before, logits.float().log_softmax(-1).cpu(), strict=True))
+        return {word: chances[word.start - 1] for word in words}
 
     def _is_cut(self, word: Word) -> bool:
         """Whether a word has a character that the tokenizer cuts into pieces."""
