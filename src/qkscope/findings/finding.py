@@ -86,9 +86,9 @@ class Reason:
     before : attention of the look.
     tried, seen : words that were changed, of so many in sight.
     words : rows of the table ``because``, strongest first.
+    findings : statements about the words, the most general first.
     replaced : rows of the table ``words``: every word that was put in the place of another, by its
         source.
-    findings : statements about the words, the most general first.
     """
 
     look: Look
@@ -96,8 +96,8 @@ class Reason:
     tried: int
     seen: int
     words: list[Row] = field(default_factory=list)
-    replaced: list[Row] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    replaced: list[Row] = field(default_factory=list)
 
     @property
     def causes(self) -> list[Row]:

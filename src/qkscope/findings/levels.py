@@ -170,6 +170,7 @@ class Levels:
                 stops.append(ends[word])
         first = min(word.start for word in ends)
         reruns = self.because.likely_rows(prompts, stops, first)
+        assert reruns.likelihood is not None
         at = 1
         for word, by_source in drawn.items():
             words = _each_once(by_source)
@@ -246,7 +247,9 @@ class Levels:
         own = self.replacements[word]
         finding = Finding("this word", word.text, (word.start,))
         of_sources = own.by_source(look.query)
-        enough = [of_sources[source] for source in _SOURCES if is_enough(_count(of_sources[source]))]
+        enough = [
+            of_sources[source] for source in _SOURCES if is_enough(_count(of_sources[source]))
+        ]
         if not enough:
             return finding
         most = max(enough, key=lambda chosen: _kept(own, n, chosen))
@@ -292,7 +295,7 @@ def chosen_source(own: Replacements, n: int, query: int) -> Source | None:
         second = of_sources[source] & own.is_tested
         if _count(first) >= _CHOSEN_ON and is_enough(_count(second)):
             shares[source] = _kept(own, n, first)
-    return max(shares, key=lambda source: shares[source]) if shares else None
+    return max(shares, key=shares.__getitem__) if shares else None
 
 
 def _compared(

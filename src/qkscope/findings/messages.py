@@ -152,7 +152,7 @@ def _a_word_like(reason: Reason, finding: Finding) -> str:
 def _place_of(reason: Reason, finding: Finding) -> str:
     """The place of a word, and whether it is the key or the query."""
     start = finding.positions[0]
-    end = start + len(finding.changes[0].places) if finding.changes else start + 1
+    end = reason.end_of(start)
     role = ""
     if start <= reason.look.key < end:
         role = ", the key"
