@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planted_kinds import KEY, planted_kind
+from planted_kinds import KEY, QUERY, planted_kind
 from qkscope.findings.because import Because
 from qkscope.findings.levels import OF_A_SOURCE, Levels, chosen_source
 from qkscope.findings.registry import FEWEST_WORDS, KEPT
@@ -27,6 +27,16 @@ def test_a_planted_head_is_given_its_level(what, kind, seed):
     assert [finding.kind for finding in reason.findings if finding.is_reason] == (
         ["kind"] if what == "kind" else []
     )
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("what", ["same word", "same kind"])
+def test_a_planted_relation_is_told_from_the_other(what, seed):
+    reason = because_of(planted_kind(what, seed)).reasons()[0]
+    assert reason.kind == what
+    first = reason.shown[0]
+    assert first.positions == (KEY, QUERY)
+    assert first.measured > 0.5 > max(first.alone, first.control)
 
 
 @pytest.fixture(scope="module")

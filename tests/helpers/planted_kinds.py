@@ -72,13 +72,13 @@ def _words(draws: random.Random) -> list[str]:
 
 
 def _prompt(what: str, classes: torch.Tensor, draws: random.Random) -> torch.Tensor:
-    """Different words; where the head compares, key and query are equal, or of one class that no
-    other word of the prompt is of.
+    """Different words of one class, and the key of another; where the head compares, key and query
+    are equal, or of one class.
     """
     tokens = list(range(1, len(classes)))
     draws.shuffle(tokens)
     of_key = int(classes[tokens[KEY]])
-    others = [token for token in tokens if int(classes[token]) != of_key]
+    others = [token for token in tokens if int(classes[token]) == (of_key + 1) % CLASSES]
     alike = [token for token in tokens if int(classes[token]) == of_key]
     ids = others[:LENGTH]
     ids[KEY] = alike[0]

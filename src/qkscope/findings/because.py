@@ -249,11 +249,12 @@ class Because:
             reason.findings += relations.findings(n, reason, follow)
         asked = [n for n, reason in enumerate(reasons) if _is_asked(reason, levels)]
         found = Levels(self, effects, asked)
+        alike = relations.same_kinds(found)
         by_random = effects if levels == "none" else self._effects_of_random_words(effects, found)
         for n, reason in enumerate(reasons):
             reason.words += self._word_rows(n, effects, found, by_random)
             reason.replaced += found.rows(n)
-            reason.findings += found.findings(n)
+            reason.findings += alike.get(n, []) + found.findings(n)
             if not any(finding.is_reason for finding in reason.findings):
                 reason.findings.append(few_or_none(reason.causes))
             reason.findings = in_order(reason.findings)

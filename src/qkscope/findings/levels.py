@@ -194,6 +194,14 @@ class Levels:
 
     # ------------------------------------------------------------------ what they show
 
+    def random_left(self, n: int) -> dict[Word, float]:
+        """What random words leave of a look on average, of the words that were compared."""
+        return {
+            word: float(self.random_words(word).left[:, n].mean())
+            for word in self.asked.get(n, ())
+            if bool(self.replacements[word].of("random").any())
+        }
+
     def random_words(self, word: Word) -> Effect:
         """What the random words in the place of one do, and what the likely ones leave."""
         own = self.replacements[word]
@@ -289,13 +297,17 @@ def chosen_source(own: Replacements, n: int, query: int) -> Source | None:
     None where no source has enough words in both halves.
     """
     of_sources = own.by_source(query)
-    shares = dict[Source, float]()
+    chosen: Source | None = None
+    most = -1.0
     for source in _SOURCES:
         first = of_sources[source] & ~own.is_tested
         second = of_sources[source] & own.is_tested
         if _count(first) >= _CHOSEN_ON and is_enough(_count(second)):
-            shares[source] = _kept(own, n, first)
-    return max(shares, key=shares.__getitem__) if shares else None
+            share = _kept(own, n, first)
+            if share > most:
+                chosen = source
+                most = share
+    return chosen
 
 
 def _compared(

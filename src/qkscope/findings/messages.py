@@ -99,8 +99,19 @@ def _same_word(question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
     a, b = finding.positions
     where = _where(question, reason, finding)
     part = "" if finding.is_shown else " in part"
-    also = f", in part because {_a_word_like(reason, chosen.in_part)}" if chosen.in_part else ""
+    also = f", and because {_a_word_like(reason, chosen.in_part)}" if chosen.in_part else ""
     return f",{part} because {quoted(finding.text)} appears {where} (tokens {a} and {b}){also}"
+
+
+def _same_kind(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
+    finding = chosen.finding
+    a, b = finding.positions
+    words = " and ".join(map(quoted, finding.examples))
+    kept = share(finding.measured, reason)
+    return (
+        f", because {words} (tokens {a} and {b}) are of one kind: other pairs of one kind leave"
+        f" {kept}, of two kinds {share(finding.control, reason)}"
+    )
 
 
 def _where(question: AskedPrompt, reason: Reason, finding: Finding) -> str:
@@ -219,6 +230,7 @@ CLAUSES: dict[str, Callable[[AskedPrompt, Reason, Headline], str]] = {
     "self": _self,
     "position": _position,
     "same word": _same_word,
+    "same kind": _same_kind,
     "follows": _no_single_word,  # shown only behind the same word
     "kind": _kind_clause,
     "any word": _any_word_clause,
@@ -253,6 +265,9 @@ def relation_lines(reason: Reason) -> Iterator[str]:
     for finding in pairs[:_PAIRS]:
         yield _pair_line(finding, reason)
     for finding in reason.findings:
+        if finding.kind == "same kind" and finding.is_shown:
+            yield _alike_line(finding, reason)
+    for finding in reason.findings:
         if finding.kind == "follows" and finding.measured is not None:
             yield _follows_line(finding, reason)
 
@@ -272,6 +287,15 @@ def _pair_line(finding: Finding, reason: Reason) -> str:
     return (
         f"{pair}, replacing either leaves up to {alone} on average, both by the same word {both},"
         f" by different words {different}: {finding.verdict}{few}."
+    )
+
+
+def _alike_line(finding: Finding, reason: Reason) -> str:
+    words = " and ".join(map(quoted, finding.examples))
+    return (
+        f"Same kind: {words}, replacing either leaves up to {share(finding.alone, reason)} on"
+        f" average, both by two words of one kind {share(finding.measured, reason)}, of two kinds"
+        f" {share(finding.control, reason)}: {finding.verdict}."
     )
 
 

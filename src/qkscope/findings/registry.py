@@ -67,7 +67,9 @@ class Rule:
 
 
 def equality_keeps(finding: Finding) -> bool:
-    """Two words that stay equal keep the look; one of them changed, or two made different, do not."""
+    """Two words that stay equal, or of one kind, keep the look; one of them changed, or two made
+    different, do not.
+    """
     alone, both, _ = numbers_of(finding)
     return alone < LEFT < both and gains(finding)
 
@@ -133,6 +135,7 @@ RULES: dict[str, Rule] = {
     "self": Rule(always),
     "position": Rule(distance_keeps, is_counted=True),
     "same word": Rule(equality_keeps, control="different", is_counted=True),
+    "same kind": Rule(equality_keeps, control="different", is_counted=True),
     "follows": Rule(attention_follows, is_counted=True),
     "any word": Rule(any_word_keeps, is_counted=True),
     "kind": Rule(kind_keeps, is_counted=True),
@@ -144,7 +147,7 @@ RULES: dict[str, Rule] = {
 """Rules by kind, the most general first."""
 LEVELS = ("any word", "kind", "this word")
 """Levels of a cause, in the order in which they are tried."""
-MEASURED_KINDS = {"position", "same word", "follows", *LEVELS}
+MEASURED_KINDS = {"position", "same word", "same kind", "follows", *LEVELS}
 """Kinds that are untested as long as nothing was measured."""
 
 

@@ -247,6 +247,7 @@ class Alternatives:
         self._kept: dict[tuple[Word, int], list[Ids]] = {}
         self._likely: dict[tuple[Word, int], list[Ids]] = {}
         self._ranked: dict[int, Int[Tensor, " k"]] = {}
+        self._nearest: dict[Ids, Ids | None] = {}
 
     def of(self, word: Word, count: int = 8) -> list[Ids]:
         """Up to ``count`` other words for one, likely and random ones in turn; fewer if its shape
@@ -267,6 +268,15 @@ class Alternatives:
             return []
         tokens = near_tokens(self.again.scope, self.ids[word.start], count, self.barred)
         return [(token,) for token in tokens]
+
+    def nearest(self, ids: Ids) -> Ids | None:
+        """The word nearest to another one in the input embedding; None for a word of pieces."""
+        if len(ids) > 1:
+            return None
+        if ids not in self._nearest:
+            tokens = near_tokens(self.again.scope, ids[0], 1, self.barred)
+            self._nearest[ids] = (tokens[0],) if tokens else None
+        return self._nearest[ids]
 
     def likely(self, word: Word, count: int) -> list[Ids]:
         """What the model finds likely in a word's place, after what precedes, the likeliest first."""
