@@ -7,7 +7,7 @@ import torch
 
 from planted_kinds import KEY, QUERY, planted_kind
 from qkscope.findings.because import Because
-from qkscope.findings.levels import OF_A_SOURCE, Levels, chosen_source
+from qkscope.findings.levels import OF_A_SOURCE, RANDOM, Levels, chosen_source
 from qkscope.findings.registry import FEWEST_WORDS, KEPT
 from qkscope.rerun.rerun_tokens import Again
 
@@ -55,7 +55,7 @@ def test_words_of_a_source_are_in_one_half_and_run_once(compared):
     for source in ("near", "likely"):
         chosen = own.of(source)
         assert int(chosen.sum()) == OF_A_SOURCE
-        assert int((chosen & own.is_tested).sum()) == int((chosen & ~own.is_tested).sum())
+        assert int((chosen & own.is_tested).sum()) == 2 * int((chosen & ~own.is_tested).sum())
     assert not bool((own.of("random") & (own.of("near") | own.of("likely"))).any())
     fit = own.fit(levels.because.looks[0].query)
     assert not bool((fit & own.of("random")).any())
@@ -83,7 +83,7 @@ def test_a_kind_is_tested_on_words_that_did_not_choose_it(compared):
     assert (only_chosen.kind, only_chosen.is_shown, only_chosen.measured) == ("kind", False, 0.0)
     only_tested, _ = with_left(compared, (own.is_tested & ~random).float())
     assert (only_tested.is_shown, only_tested.measured) == (True, 1.0)
-    assert only_tested.examples == (), "examples are of the other half"
+    assert only_tested.examples == (), "examples are of those that chose"
     tested = {change.tokens for change in only_tested.changes}
     others = {ids for ids, is_tested in zip(own.ids, own.is_tested, strict=True) if not is_tested}
     assert len(tested) >= FEWEST_WORDS
@@ -99,11 +99,11 @@ def test_the_levels_follow_their_order(compared):
     none, _ = with_left(compared, torch.zeros(len(own.ids)))
     assert (none.kind, none.measured, none.control) == ("this word", 0.0, 0.0)
     half = torch.zeros(len(own.ids))
-    half[random.nonzero()[: OF_A_SOURCE // 2, 0]] = KEPT
+    half[random.nonzero()[: RANDOM // 2, 0]] = KEPT
     level, _ = with_left(compared, half)
     assert level.kind == "any word", "half of the random words keep half of the look"
     some = torch.zeros(len(own.ids))
-    some[random.nonzero()[: OF_A_SOURCE // 3, 0]] = 1.0
+    some[random.nonzero()[: RANDOM // 3, 0]] = 1.0
     level, _ = with_left(compared, some)
     assert not level.is_shown, "neither a kind nor this word alone"
 

@@ -3,8 +3,8 @@
 Words from three sources take a word's place beside random ones: *near* ones are the nearest rows
 of the input embedding, *likely* ones follow what precedes, *fit* ones are those of both that make
 the tokens up to the query likeliest, where the tokens behind the word lose at most 2 nats. A word
-*keeps* a look that has half of its attention left. Near and likely words are split into two halves:
-the source is chosen on one, and its words in the other are compared with the random ones by the
+*keeps* a look that has half of its attention left. Every third of the near and likely words is set
+aside: the source is chosen on these, and its other words are compared with the random ones by the
 rules of `qkscope.findings.registry`.
 
 All looks of a prompt share its changed prompts; the likelihood comes with the runs.
@@ -29,8 +29,10 @@ from qkscope.sums.intervals import wilson
 if TYPE_CHECKING:
     from qkscope.findings.because import Because
 
-OF_A_SOURCE = 20
-"""Words that take a word's place, from each source."""
+OF_A_SOURCE = 30
+"""Words that take a word's place, near or likely ones: ten to choose a source on, twenty to test."""
+RANDOM = 20
+"""Random words that take a word's place."""
 SUSPECTS = 3
 """Words of a look that get all sources, beside the key's and the query's own."""
 LOST = 2.0
@@ -68,7 +70,7 @@ class Replacements:
     word : whose place they take.
     ids : what stands there instead.
     sources : near, likely or random: where each comes from.
-    is_tested : which of the near and likely words a kind is tested on; it is chosen on the others.
+    is_tested : which of the near and likely words a kind is tested on; it is chosen on the rest.
     left : attention left, as a share.
     rows : the attention rows then.
     chance : log-probability of each word, after what precedes.
@@ -96,15 +98,16 @@ class Replacements:
         return torch.tensor([source in own for own in self.sources], dtype=torch.bool)
 
     def fit(self, query: int) -> Bool[Tensor, " m"]:
-        """The words that make the tokens up to a query likeliest, as many in each half."""
+        """The words that make the tokens up to a query likeliest: a third of them to choose on."""
         end = max(query, self.word.start)
         lost = self.usual[end] - self.behind[:, end]
         likelihood = self.chance + self.behind[:, end]
         fits = ~self.of("random") & (lost <= LOST)
         chosen = torch.zeros_like(fits)
-        for half in (self.is_tested, ~self.is_tested):
-            own = (fits & half).nonzero()[:, 0]
-            best = likelihood[own].argsort(descending=True, stable=True)[: OF_A_SOURCE // 2]
+        third = OF_A_SOURCE // 3
+        for part, most in ((self.is_tested, OF_A_SOURCE - third), (~self.is_tested, third)):
+            own = (fits & part).nonzero()[:, 0]
+            best = likelihood[own].argsort(descending=True, stable=True)[:most]
             chosen[own[best]] = True
         return chosen
 
@@ -161,7 +164,7 @@ class Levels:
         others = self.because.others
         others.prepare(list(ends), OF_A_SOURCE)
         chances = others.first_chances(list(ends))
-        drawn = {word: others.by_source(word, OF_A_SOURCE) for word in ends}
+        drawn = {word: others.by_source(word, OF_A_SOURCE, RANDOM) for word in ends}
         prompts = [self.because.ids]
         stops = [max(ends.values())]
         for word, by_source in drawn.items():
@@ -183,7 +186,7 @@ class Levels:
                     word,
                     words,
                     tuple(_sources_of(ids, by_source) for ids in words),
-                    _halves(words, by_source),
+                    _tested(words, by_source),
                     self.because.left(reruns.attention[here]),
                     reruns.attention[here],
                     chances[word][firsts],
@@ -239,7 +242,7 @@ class Levels:
         return _compared(finding, own, n, own.of("random"), None)
 
     def _kind(self, n: int, look: Look, word: Word) -> Finding:
-        """The source that keeps the look most often in one half, tested on the other."""
+        """The source that keeps the look most often among words set aside, tested on the others."""
         own = self.replacements[word]
         finding = Finding("kind", word.text, (word.start,))
         source = chosen_source(own, n, look.query)
@@ -251,7 +254,7 @@ class Levels:
         return replace(finding, examples=examples)
 
     def _this_word(self, n: int, look: Look, word: Word) -> Finding:
-        """The source whose words, of both halves, keep the look most often."""
+        """The source whose words, of both parts, keep the look most often."""
         own = self.replacements[word]
         finding = Finding("this word", word.text, (word.start,))
         of_sources = own.by_source(look.query)
@@ -292,9 +295,9 @@ class Levels:
 
 
 def chosen_source(own: Replacements, n: int, query: int) -> Source | None:
-    """The source whose words keep a look most often in the half that sources are chosen on.
+    """The source whose words keep a look most often, of those that sources are chosen on.
 
-    None where no source has enough words in both halves.
+    None where no source has enough words in both parts.
     """
     of_sources = own.by_source(query)
     chosen: Source | None = None
@@ -353,18 +356,20 @@ def _sources_of(ids: Ids, by_source: Mapping[Source, Sequence[Ids]]) -> tuple[So
     return tuple(source for source, own in by_source.items() if ids in own)
 
 
-def _halves(words: Sequence[Ids], by_source: Mapping[Source, Sequence[Ids]]) -> Bool[Tensor, " m"]:
-    """Split words so that each source has as many in both halves: every other near word, then
-    likely words to whichever half has fewer of these.
+def _tested(words: Sequence[Ids], by_source: Mapping[Source, Sequence[Ids]]) -> Bool[Tensor, " m"]:
+    """Set every third word aside, so that each source has as large a part: every third near word,
+    then likely words until a third of these is.
     """
-    near = by_source["near"]
+    is_tested = {ids: i % 3 > 0 for i, ids in enumerate(by_source["near"])}
     likely = by_source["likely"]
-    is_tested = {ids: i % 2 == 1 for i, ids in enumerate(near)}
-    balance = sum(1 if is_tested[ids] else -1 for ids in likely if ids in is_tested)
+    known = [is_tested[ids] for ids in likely if ids in is_tested]
+    tested = sum(known)
+    aside = len(known) - tested
     for ids in likely:
         if ids not in is_tested:
-            is_tested[ids] = balance < 0
-            balance += 1 if is_tested[ids] else -1
+            is_tested[ids] = 2 * aside >= tested
+            tested += is_tested[ids]
+            aside += not is_tested[ids]
     return torch.tensor([is_tested.get(ids, False) for ids in words], dtype=torch.bool)
 
 

@@ -289,15 +289,15 @@ class Alternatives:
             return self._characters(word, count)
         return self._drawn(word, count)
 
-    def by_source(self, word: Word, count: int) -> dict[Source, list[Ids]]:
-        """Up to ``count`` words from each source; a random one that another source has is left out."""
+    def by_source(self, word: Word, count: int, random: int) -> dict[Source, list[Ids]]:
+        """Up to ``count`` near and likely words each, and ``random`` ones that are none of these."""
         found: dict[Source, list[Ids]] = {
             "near": self.near(word, count),
             "likely": self.likely(word, count),
         }
         of_a_kind = {*found["near"], *found["likely"]}
         drawn = [ids for ids in self.random(word, 2 * count) if ids not in of_a_kind]
-        found["random"] = drawn[:count]
+        found["random"] = drawn[:random]
         return found
 
     def first_chances(self, words: Sequence[Word]) -> dict[Word, Float[Tensor, " v"]]:
