@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planted_kinds import KEY, QUERY, planted_kind
+from planted_kinds import FLAGS, KEY, QUERY, planted_kind
 from qkscope.findings.because import Because
 from qkscope.findings.levels import OF_A_SOURCE, RANDOM, Levels, chosen_source
 from qkscope.findings.registry import FEWEST_WORDS, KEPT
@@ -37,6 +37,14 @@ def test_a_planted_relation_is_told_from_the_other(what, seed):
     first = reason.shown[0]
     assert first.positions == (KEY, QUERY)
     assert first.measured > 0.5 > max(first.alone, first.control)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("what", ["either", "both"])
+def test_words_that_decide_together_are_found(what, seed):
+    reason = because_of(planted_kind(what, seed)).reasons()[0]
+    assert reason.kind == what
+    assert {*FLAGS} <= {*reason.shown[0].positions}
 
 
 @pytest.fixture(scope="module")

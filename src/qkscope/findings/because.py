@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from qkscope.changes import Inserted, Words, word_replaced
 from qkscope.findings.finding import Look, Reason, Row
+from qkscope.findings.joint import Joint
 from qkscope.findings.levels import Effect, Levels
 from qkscope.findings.registry import SCREENED, cause_of, in_order
 from qkscope.findings.relations import WHOLE, WORDS, Relations, few_or_none, interval
@@ -255,6 +256,8 @@ class Because:
             reason.words += self._word_rows(n, effects, found, by_random)
             reason.replaced += found.rows(n)
             reason.findings += alike.get(n, []) + found.findings(n)
+            if n in found.asked and not any(finding.is_reason for finding in reason.findings):
+                reason.findings += Joint(self, n, reason).findings()
             if not any(finding.is_reason for finding in reason.findings):
                 reason.findings.append(few_or_none(reason.causes))
             reason.findings = in_order(reason.findings)

@@ -183,6 +183,33 @@ def _counts(finding: Finding, words: str) -> str:
     return f"{kept} {words} {verb} it, {random} random ones"
 
 
+def _either_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
+    finding = chosen.finding
+    return (
+        f", because of {_named(finding, 'or')}: either is enough (random words in place of one leave"
+        f" at least {share(finding.alone, reason)}, of all {share(finding.measured, reason)}; of as"
+        f" many others {share(finding.control, reason)})"
+    )
+
+
+def _both_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
+    finding = chosen.finding
+    return (
+        f", because of {_named(finding, 'and')} together: with all other words replaced"
+        f" {share(finding.measured, reason)} stays, with one of these as well at most"
+        f" {share(finding.control, reason)}"
+    )
+
+
+def _named(finding: Finding, joined: str) -> str:
+    """The words of a set with their places."""
+    words = [
+        f"{quoted(text)} (token {start})"
+        for text, start in zip(finding.examples, finding.positions, strict=True)
+    ]
+    return f" {joined} ".join(words)
+
+
 def _any_word_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
     place = _place_of(reason, chosen.finding)
     counts = _counts(chosen.finding, "random words")
@@ -233,6 +260,8 @@ CLAUSES: dict[str, Callable[[AskedPrompt, Reason, Headline], str]] = {
     "same kind": _same_kind,
     "follows": _no_single_word,  # shown only behind the same word
     "kind": _kind_clause,
+    "either": _either_clause,
+    "both": _both_clause,
     "any word": _any_word_clause,
     "this word": _this_word_clause,
     "few words": _few_words,

@@ -108,6 +108,20 @@ def others_break(finding: Finding) -> bool:
     return max(finding.measured, finding.control) < SELDOM
 
 
+def either_is_enough(finding: Finding) -> bool:
+    """Each of some words alone can go, all of them cannot, and as many others can."""
+    alone, all_gone, control = numbers_of(finding)
+    assert finding.high is not None
+    return alone >= LEFT > finding.high and control - all_gone >= GAIN
+
+
+def both_are_enough(finding: Finding) -> bool:
+    """Words that are all needed keep the look by themselves, all others gone."""
+    alone, kept, without = numbers_of(finding)
+    assert finding.low is not None
+    return finding.low >= LEFT > alone and kept - without >= GAIN
+
+
 def always(_finding: Finding) -> bool:
     """What is proposed only where it is so."""
     return True
@@ -140,6 +154,8 @@ RULES: dict[str, Rule] = {
     "follows": Rule(attention_follows, is_counted=True),
     "any word": Rule(any_word_keeps, is_counted=True),
     "kind": Rule(kind_keeps, is_counted=True),
+    "either": Rule(either_is_enough, is_counted=True),
+    "both": Rule(both_are_enough, is_counted=True),
     "this word": Rule(others_break, is_counted=True),
     "few words": Rule(always),
     "no few words": Rule(always),
@@ -148,7 +164,7 @@ RULES: dict[str, Rule] = {
 """Rules by kind, the most general first."""
 LEVELS = ("any word", "kind", "this word")
 """Levels of a cause, in the order in which they are tried."""
-MEASURED_KINDS = {"position", "same word", "same kind", "follows", *LEVELS}
+MEASURED_KINDS = {"position", "same word", "same kind", "follows", "either", "both", *LEVELS}
 """Kinds that are untested as long as nothing was measured."""
 
 

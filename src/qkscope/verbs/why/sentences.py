@@ -92,7 +92,9 @@ def lines_of(
     )
     lines = [f"By features: {features} of a logit of {one.total:.1f}." if features else ""]
     if reason:
-        lines += [*relation_lines(reason), *level_lines(reason, reasons=True)]
+        groups = [[*relation_lines(reason)], [*level_lines(reason, reasons=True)]]
+        for group in reversed(groups) if reason.kind == "kind" else groups:
+            lines += group
         lines += carrier_lines(tables["carriers"])
     lines.append(does_line(tables["output"]))
     if because and reason:
