@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--looks", type=int, default=64)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--passages", type=int, default=25, help="on random weights, 20 looks each")
+    parser.add_argument("--layers", type=int, help="of the random weights of sentences")
     parser.add_argument("--only", default="binding,induction,ioi,text,peaks,random")
     parser.add_argument("--say", action="store_true")
     asked = parser.parse_args()
@@ -91,7 +92,8 @@ def main() -> None:
                 start = time.time()
                 if where in ("sentences", "random-sentences"):
                     weights = None if where == "sentences" else seed
-                    records = sentences(load(asked.model, weights), asked.texts, asked.looks, seed)
+                    weighted = load(asked.model, weights, asked.layers)
+                    records = sentences(weighted, asked.texts, asked.looks, seed)
                 elif where == "random":
                     records = at_random(scope, asked.texts, asked.passages, seed)
                 elif where in ("text", "peaks"):

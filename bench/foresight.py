@@ -31,6 +31,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -514,12 +515,15 @@ def _auc_of(rows: Sequence[Row], name: str) -> float:
 # ---------------------------------------------------------------------- the command
 
 
-def load(model: str, seed: int | None) -> qk.Scope:
-    """A model, or random weights of its shape with peaked attention."""
+def load(model: str, seed: int | None, layers: int | None = None) -> qk.Scope:
+    """A model, or random weights of its shape with peaked attention; with fewer layers, if asked."""
     scope = qk.Scope.load(model)
     if seed is None:
         return scope
-    wild = random_weights(scope.model.config, scope.tokenizer, scope.device, seed)
+    config = deepcopy(scope.model.config)
+    if layers is not None:
+        config.num_hidden_layers = layers
+    wild = random_weights(config, scope.tokenizer, scope.device, seed)
     with torch.no_grad():
         for name, weight in wild.model.named_parameters():
             if weight.ndim > 1 and "embed" not in name:

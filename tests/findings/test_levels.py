@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+import qkscope as qk
 from planted_kinds import FLAGS, KEY, QUERY, planted_kind
 from qkscope.findings.because import Because
 from qkscope.findings.levels import OF_A_SOURCE, RANDOM, Levels, chosen_source
-from qkscope.findings.registry import FEWEST_WORDS, KEPT
+from qkscope.findings.registry import FEWEST_WORDS, KEPT, KIND_GAIN
 from qkscope.rerun.rerun_tokens import Again
 
 
@@ -138,3 +139,22 @@ def test_the_likelihood_of_a_change_is_that_of_the_plain_model(compared):
     assert float(own.chance[3]) == pytest.approx(
         float(logits[word.start - 1, own.ids[3][0]]), abs=1e-4
     )
+
+
+def test_the_headline_names_a_kind_and_no_word_that_its_kind_could_replace(smollm2):
+    answer = qk.why(smollm2, "The keys to the cabinet near the old door", "L26H0")
+    kinds = {row["text"]: row for row in answer.tables["relation"] if row["kind"] == "kind"}
+    near = kinds[" near"]
+    assert near["verdict"] == "shown"
+    assert near["together"] - near["control"] >= KIND_GAIN
+    left = {row["word"]: row["left"] for row in answer.tables["words"] if row["position"] == 5}
+    assert min(left[" with"], left[" under"]) > KEPT > max(left[" are"], left[" is"])
+    assert {row["source"] for row in answer.tables["words"]} == {"near", "likely", "fit", "random"}
+    assert "because a word like '" in answer.answer
+    assert "stands at token 5 (' near'): " in answer.answer
+    for row in kinds.values():
+        if row["verdict"] == "shown":
+            assert f"because of {row['text']!r}" not in answer.answer
+            assert f"because {row['text']!r}" not in answer.answer
+    causes = {row["text"] for row in answer.tables["because"] if row["cause"] == "yes"}
+    assert " near" in causes, "random words in its place break the look"

@@ -28,8 +28,8 @@ PLANTED = ("this word", "kind", "same word", "same kind", "either", "both", "not
 KEY, QUERY = 4, LENGTH - 1
 FLAGS = (6, 8)
 """Where the two words stand that a flag is set for."""
-FLAG = 0.4
-SINK = 7.0
+FLAG = 0.3
+SINK = 7.5
 """Logit of the first token."""
 
 
