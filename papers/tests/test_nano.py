@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 import qkscope as qk
 from qkscope.errors import BadInput
-from qkscope.model.load import locate, nano_steps
+from qkscope.model.load import nano_steps, place_of_model
 from qkscope.results.folder import read_tensors
 from qkscope.texts.word_pools import NAMES, pools
 from qkscope_papers.nano.score import CLAIMED, Exam, claimed_task
@@ -37,7 +37,7 @@ def test_checkpoints_are_small_and_load_by_name_and_the_indirect_object_is_learn
     steps = nano_steps("mixed")
     assert steps == sorted(steps)
     assert (steps[0], len(steps) >= 12) == (0, True)
-    folders = [locate(f"nano:mixed@{step}").path for step in steps]
+    folders = [place_of_model(f"nano:mixed@{step}").path for step in steps]
     assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) <= 20_000_000
     assert len({scope.weights_hash for scope in checkpoints}) == len(steps)
     assert [scope.revision for scope in checkpoints] == [str(step) for step in steps]
