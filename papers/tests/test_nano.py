@@ -8,7 +8,7 @@ import qkscope as qk
 from qkscope.errors import BadInput
 from qkscope.model.load import nano_steps, place_of_model
 from qkscope.results.folder import read_tensors
-from qkscope.texts.word_pools import NAMES, pools
+from qkscope.texts.word_pools import FIRST_NAMES, pools
 from qkscope_papers.nano.score import CLAIMED, Exam, claimed_task
 from qkscope_papers.nano.text import Texts, nano_tokenizer, vocabulary
 from qkscope_papers.nano.train import STATE, NanoRecipe, NanoTrainer
@@ -67,13 +67,14 @@ def test_the_last_checkpoint_does_what_it_claims_and_the_first_knows_nothing(che
 
 
 def test_no_story_has_a_pair_of_test_names():
-    held = set(pools(NAMES, 0, "names", least=3)["test"])
+    held = set(pools(FIRST_NAMES, 0, "names", least=3)["test"])
     stories = Texts(nano_tokenizer(), CPU).ioi(4000, torch.Generator().manual_seed(0)).ids
     pairs = [
-        [word for i in ids.tolist() if (word := vocabulary()[i]) in NAMES][:2] for ids in stories
+        [word for i in ids.tolist() if (word := vocabulary()[i]) in FIRST_NAMES][:2]
+        for ids in stories
     ]
     assert not [pair for pair in pairs if set(pair) <= held]
-    assert {name for pair in pairs for name in pair} == set(NAMES)  # but each name is
+    assert {name for pair in pairs for name in pair} == set(FIRST_NAMES)  # but each name is
     tested = {
         frozenset(e.piece(key.span) for key in e.keys) for (e, *_) in claimed_task("ioi").test(200)
     }
