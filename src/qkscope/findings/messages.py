@@ -52,8 +52,8 @@ def headline(reason: Reason, carriers: Rows) -> Headline | None:
     """Choose what to give as the reason: the most general finding that is shown.
 
     Two equal words that nearly pass are given where no reason is shown, or beside a kind of word if
-    they were carried there. Of several words the clearest is given: the one whose words and
-    controls differ most.
+    they were carried there. Of several words the clearest is given, the one whose words and controls
+    differ most; the query's own, which says least, comes last.
     """
     pairs = (finding for finding in reason.findings if finding.kind == "same word")
     pair = next((finding for finding in pairs if nearly_equal(finding)), None)
@@ -62,7 +62,7 @@ def headline(reason: Reason, carriers: Rows) -> Headline | None:
     first = reason.shown[0]
     alike = [finding for finding in reason.shown if finding.kind == first.kind]
     if first.kind in LEVELS:
-        alike.sort(key=_clearness)
+        alike.sort(key=lambda finding: (_is_query(reason, finding), _clearness(finding)))
     chosen = Headline(alike[0], alike[1:])
     if pair is None:
         return chosen
@@ -72,6 +72,12 @@ def headline(reason: Reason, carriers: Rows) -> Headline | None:
     if first.kind == "kind" and pair.text.strip().lower() in carried:
         return Headline(pair, in_part=alike[0])
     return chosen
+
+
+def _is_query(reason: Reason, finding: Finding) -> bool:
+    """Whether a finding is about the query's own word."""
+    start = finding.positions[0]
+    return start <= reason.look.query < reason.end_of(start)
 
 
 def _clearness(finding: Finding) -> float:
@@ -218,11 +224,11 @@ def _any_word_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -
 
 def _this_word_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
     findings = [chosen.finding, *chosen.others][:_KINDS]
-    places = " and of ".join(_place_of(reason, finding) for finding in findings)
+    places = " and at ".join(_place_of(reason, finding) for finding in findings)
     counts = _counts(chosen.finding, "words like it")
     return (
-        f", because of {places} itself: {counts} (weak evidence: random weights show as much in"
-        f" {THIS_WORD_AT_RANDOM:.0%} of looks)"
+        f": it takes the very word at {places}: {counts} (no reason yet: random weights show as much"
+        f" in {THIS_WORD_AT_RANDOM:.0%} of looks)"
     )
 
 
