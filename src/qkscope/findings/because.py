@@ -190,24 +190,22 @@ class Because:
         return again.run(ids, runs, reads).attention
 
     def likely_rows(
-        self, prompts: Sequence[Int[Tensor, " t"]], ends: Sequence[int], first: int
-    ) -> Reruns:
-        """The attention rows of every look in changed prompts, and how likely their tokens are.
+        self, prompts: Sequence[Int[Tensor, " t"]], ends: Sequence[int]
+    ) -> tuple[Reruns, Bool[Tensor, "b t"]]:
+        """The attention rows of every look in changed prompts, how likely their tokens are, and
+        which of them ran.
 
         Parameters
         ----------
-        prompts : as long as the prompt; the prompt itself may be among them.
+        prompts : the prompt itself, and changed ones, as long; of the former the tokens run that
+            run in any of the latter.
         ends : tokens of each prompt that are read.
-        first : the token from which on the prompt itself runs.
         """
         ids = torch.stack(list(prompts))
-        stops = torch.tensor(ends)
-        is_same = (ids == self.ids).all(1, keepdim=True)
-        places = torch.arange(ids.shape[1])
-        runs = self.running(ids, stops)
-        runs |= is_same & (places >= first) & (places < stops[:, None])
+        runs = self.running(ids, torch.tensor(ends))
+        runs[0] |= runs[1:].any(0)
         reads = [(look.head, look.query) for look in self.looks]
-        return self.again.run(ids, runs, reads, likelihood=True)
+        return self.again.run(ids, runs, reads, likelihood=True), runs
 
     def running(self, ids: Int[Tensor, "b t"], stops: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
         """Tokens of changed prompts that run: from the first change to the last reader.

@@ -23,6 +23,7 @@ from torch import Tensor
 from qkscope.changes import Words, word_replaced
 from qkscope.findings.finding import Finding, Look, Row
 from qkscope.findings.registry import FEWEST_WORDS, KEPT, LEVELS, SCREENED, is_enough, judge
+from qkscope.findings.relations import WHOLE
 from qkscope.rerun.alternatives import Ids, Source, Word
 from qkscope.sums.intervals import wilson
 
@@ -34,7 +35,9 @@ OF_A_SOURCE = 30
 RANDOM = 20
 """Random words that take a word's place."""
 SUSPECTS = 3
-"""Words of a look that get all sources, beside the key's and the query's own."""
+"""Words of a look that get all sources, beside the key's and the query's own; one of a prompt in
+which not all tokens run again.
+"""
 LOST = 2.0
 """Nats that the tokens behind a word may lose with a word that fits."""
 _SOURCES: tuple[Source, ...] = ("fit", "near", "likely")  # the first of those that keep as often
@@ -74,8 +77,8 @@ class Replacements:
     left : attention left, as a share.
     rows : the attention rows then.
     chance : log-probability of each word, after what precedes.
-    behind : by place, the log-probability of the tokens from the word up to it.
-    usual : the same in the unchanged prompt.
+    behind : by place, the log-probability of the tokens behind the word up to it; of those that ran.
+    usual : the same of the unchanged prompt's.
     """
 
     word: Word
@@ -86,7 +89,7 @@ class Replacements:
     rows: Float[Tensor, "m n t"]
     chance: Float[Tensor, " m"]
     behind: Float[Tensor, "m t"]
-    usual: Float[Tensor, " t"]
+    usual: Float[Tensor, "m t"]
 
     @property
     def changes(self) -> tuple[Words, ...]:
@@ -100,7 +103,7 @@ class Replacements:
     def fit(self, query: int) -> Bool[Tensor, " m"]:
         """The words that make the tokens up to a query likeliest: a third of them to choose on."""
         end = max(query, self.word.start)
-        lost = self.usual[end] - self.behind[:, end]
+        lost = self.usual[:, end] - self.behind[:, end]
         likelihood = self.chance + self.behind[:, end]
         fits = ~self.of("random") & (lost <= LOST)
         chosen = torch.zeros_like(fits)
@@ -146,7 +149,8 @@ class Levels:
         look = self.because.looks[n]
         own = [word for word in self.because.seen if look.key in word or look.query in word]
         others = [word for word in self._suspects(n) if word not in own]
-        return sorted(own + others[:SUSPECTS])
+        is_long = look.query >= WHOLE
+        return sorted(own + others[: 1 if is_long else SUSPECTS])
 
     def _suspects(self, n: int) -> list[Word]:
         """Words that a look sees and that a few alternatives take much away from, strongest first."""
@@ -171,9 +175,10 @@ class Levels:
             for ids in _each_once(by_source):
                 prompts.append(self.because.with_change(word_replaced(word.start, ids)))
                 stops.append(ends[word])
-        first = min(word.start for word in ends)
-        reruns = self.because.likely_rows(prompts, stops, first)
+        reruns, runs = self.because.likely_rows(prompts, stops)
         assert reruns.likelihood is not None
+        likelihood = reruns.likelihood.cpu() * runs
+        usual = reruns.likelihood[:1].cpu() * runs  # of the same tokens, in the unchanged prompt
         at = 1
         for word, by_source in drawn.items():
             words = _each_once(by_source)
@@ -190,8 +195,8 @@ class Levels:
                     self.because.left(reruns.attention[here]),
                     reruns.attention[here],
                     chances[word][firsts],
-                    _up_to(reruns.likelihood[here], word.start),
-                    _up_to(reruns.likelihood[:1], word.start)[0],
+                    _up_to(likelihood[here], word.start),
+                    _up_to(usual[here], word.start),
                 ),
             )
 
@@ -379,4 +384,4 @@ def _up_to(likelihood: Float[Tensor, "m t"], start: int) -> Float[Tensor, "m t"]
     from_start[:, :start] = 0
     summed = from_start.cumsum(1).roll(1, 1)
     summed[:, 0] = 0
-    return summed.cpu()
+    return summed
