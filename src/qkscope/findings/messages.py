@@ -363,8 +363,9 @@ def level_lines(reason: Reason, reasons: bool) -> Iterator[str]:
     is shown, or the rest.
     """
     levels = [finding for finding in reason.findings if finding.kind in LEVELS]
-    for finding in sorted(levels, key=_clearness):
-        if finding.measured is not None and finding.is_reason == reasons:
+    tested = [finding for finding in levels if finding.measured is not None]
+    for finding in sorted(tested, key=lambda one: (_is_query(reason, one), _clearness(one))):
+        if finding.is_reason == reasons:
             yield _level_line(reason, finding)
 
 
