@@ -18,8 +18,8 @@ from qkscope.heads import Head
 Verdict = Literal["shown", "not shown", "untested"]
 Row = dict[str, Any]
 """A row of a table."""
-NO_REASONS = ("this word", "few words", "no few words", "any word", "no single word")
-"""Kinds that random weights show as well, or that say what was not found: no reasons. In the order
+NO_REASONS = ("both", "this word", "few words", "no few words", "any word", "no single word")
+"""Kinds that random weights show as often, or that say what was not found: no reasons. In the order
 in which they are said where no reason is shown.
 """
 

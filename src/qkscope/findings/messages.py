@@ -15,6 +15,7 @@ from qkscope.findings.finding import Finding, Reason
 from qkscope.findings.next_token import quoted, whole
 from qkscope.findings.prompt_trace import AskedPrompt
 from qkscope.findings.registry import (
+    BOTH_AT_RANDOM,
     KEPT,
     LEFT,
     LEVELS,
@@ -201,9 +202,10 @@ def _either_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> 
 def _both_clause(_question: AskedPrompt, reason: Reason, chosen: Headline) -> str:
     finding = chosen.finding
     return (
-        f", because of {_named(finding, 'and')} together: with all other words replaced"
+        f": it takes {_named(finding, 'and')} together: with all other words replaced"
         f" {share(finding.measured, reason)} stays, with one of these as well at most"
-        f" {share(finding.control, reason)}"
+        f" {share(finding.control, reason)} (no reason yet: random weights show as much in"
+        f" {BOTH_AT_RANDOM:.0%} of looks)"
     )
 
 

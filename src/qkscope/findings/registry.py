@@ -46,6 +46,8 @@ FEWEST_WORDS = 10
 """Words on either side of a comparison of shares."""
 SELDOM = 0.25
 """Share of words of every source under which this word alone keeps the look."""
+BOTH_AT_RANDOM = 0.06
+"""Share of looks on random weights of which *both* is said (3 of 48; in text 1 of 48)."""
 THIS_WORD_AT_RANDOM = 0.93
 """Share of looks on random weights of which *this word* is said (78 of 84, docs/because.md)."""
 
