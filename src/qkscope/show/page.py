@@ -326,13 +326,24 @@ def heads_in(rows: Records) -> list[str]:
 
 
 def _name_places(sections: Sequence[_Section]) -> None:
-    """Let links name a head (``#L18H6``), a claim (``#claim-3``) and a prompt (``#prompt-1``).
-
-    A head's place is the block that names fewest heads; one that no block names has a row of a
-    table. Charts of all heads have too many to write out: their scripts find the one that a link
-    names.
-    """
+    """Let links name a head (``#L18H6``), a claim (``#claim-3``) and a prompt (``#prompt-1``)."""
     blocks = [shown for section in sections for shown in section.blocks]
+    prompts = [shown for shown in blocks if shown.block.kind in _PROMPTS]
+    for i, shown in enumerate(prompts, 1):
+        shown.id = f"prompt-{i}"
+    claims = [claim for section in sections for claim in section.claims]
+    for i, claim in enumerate(claims, 1):
+        claim["id"] = f"claim-{i}"
+    named = _place_heads(blocks)
+    tables = [table for section in sections for table in section.tables.values()]
+    _name_rows(tables, named)
+
+
+def _place_heads(blocks: Sequence[_Shown]) -> set[str]:
+    """Give each head its place: the block that names fewest heads; returns all that have one.
+
+    Charts of all heads have too many to write out: their scripts find the one that a link names.
+    """
     place: dict[str, _Shown] = {}
     for shown in sorted(blocks, key=lambda shown: len(shown.mentioned)):
         for head in shown.mentioned:
@@ -340,14 +351,7 @@ def _name_places(sections: Sequence[_Section]) -> None:
     for shown in blocks:
         if shown.block.kind not in _SOUGHT:
             shown.heads = [head for head in shown.mentioned if place[head] is shown]
-    prompts = [shown for shown in blocks if shown.block.kind in _PROMPTS]
-    for i, shown in enumerate(prompts, 1):
-        shown.id = f"prompt-{i}"
-    claims = [claim for section in sections for claim in section.claims]
-    for i, claim in enumerate(claims, 1):
-        claim["id"] = f"claim-{i}"
-    tables = [table for section in sections for table in section.tables.values()]
-    _name_rows(tables, set(place))
+    return set(place)
 
 
 def _name_rows(tables: Sequence[_PageTable], named: set[str]) -> None:
