@@ -92,8 +92,8 @@ def _word_row(row: Record) -> dict[str, Any]:
     shown = dict(row)
     text = row["text"].strip() or row["text"]
     shown["writers"] = f"{text!r} (token {row['position']})"
-    shown["done"] = f"replaced by {row['words']} others"
     shown["band"] = "90% interval"
+    shown["done"] = f"replaced by {row['words']} others"
     shown["control_low"] = row["low"]
     shown["control_high"] = min(row["high"], 1.0)
     shown["beside"] = f"attention goes to {row['goes_to']!r}"
@@ -133,8 +133,8 @@ def _carrier_row(row: Record) -> dict[str, Any]:
     others = row["others"]
     shown["done"] = f"restored in the {row['side']}, {word} replaced"
     shown["after"] = row["restored"]
-    shown["band"] = "replaced, to control"
     shown["control_low"] = min(changed, others)
+    shown["band"] = "replaced, to control"
     shown["control_high"] = max(changed, others)
     shown["beside"] = f"replaced {number(changed, '.0%')}, control {number(others, '.0%')}"
     return shown
