@@ -1,5 +1,4 @@
-"""Who carried the reason: a word is changed, and what few writers wrote in the unchanged run is put
-back.
+"""Who carried the reason: a word is changed, and the parts of few writers are put back unchanged.
 
 A word whose change breaks a head's attention acts through its key or its query. What at most two
 writers left there in the unchanged prompt is put back into this head alone, its norms running: do
@@ -91,11 +90,15 @@ class Carriers:
         if len(self.names) < 2:  # the first layer reads the embedding alone
             return []
         words = {word.start: word for word in self.because.words}
-        rows = (self._row(words[place]) for place in self._places())
-        return [row for row in rows if row is not None]
+        rows = list[Row]()
+        for place in self._places():
+            row = self._row(words[place])
+            if row is not None:
+                rows.append(row)
+        return rows
 
     def _places(self) -> Sequence[int]:
-        """The two words that are the same, or the strongest up to the key and the strongest behind."""
+        """The two words that are the same, or the strongest up to the key and that behind it."""
         same = self.reason.first("same word")
         if same is not None:
             return same.positions
@@ -110,16 +113,21 @@ class Carriers:
         runs = [self._changed(change) for change in changes]
         changed = [self._attention(run) for run in runs]
         half = len(runs) // 2
-        lost = self.reason.before - sum(changed) / max(len(changed), 1)
-        if half < 1 or lost < _LOST:
+        if half < 1:
+            return None
+        before = self.reason.before
+        lost = before - sum(changed) / len(changed)
+        if lost < _LOST:
             return None
         whole = {side: [self._whole(run, side) for run in runs] for side in _KEY_FIRST}
         side = max(_KEY_FIRST, key=lambda side: sum(whole[side]))
         writers = self._choose(runs[:half], side, fmean(changed[:half]))
-        tested = self._test(runs[half:], side, writers, fmean(whole[side][half:]))
-        before = self.reason.before
+        whole_side = fmean(whole[side][half:])
+        tested = self._test(runs[half:], side, writers, whole_side)
         share = tested.share(tested.restored, before)
-        controls = [tested.share(control, before) for control in (tested.others, tested.other_run)]
+        of_others = tested.share(tested.others, before)
+        of_other_run = tested.share(tested.other_run, before)
+        shown = is_carried(share, of_others, of_other_run)
         return {
             "head": str(self.head),
             "side": side,
@@ -133,7 +141,7 @@ class Carriers:
             "other_run": tested.other_run,
             "whole_side": tested.whole_side,
             "share": share,
-            "verdict": "shown" if is_carried(share, *controls) else "not shown",
+            "verdict": "shown" if shown else "not shown",
         }
 
     def _choose(self, runs: Sequence[Run], side: Side, left: float) -> list[str]:
@@ -157,15 +165,26 @@ class Carriers:
     ) -> Restored:
         """Put back what some writers, and their controls, wrote in the unchanged run."""
         random_sets = self._random_sets(writers)
-        restored = [float(self._put_back(run, self.run, side, [writers])[0]) for run in runs]
-        others = [float(self._put_back(run, self.run, side, random_sets).mean()) for run in runs]
         next_runs = [*runs[1:], runs[0]]
-        other_run = [
-            float(self._put_back(run, other, side, [writers])[0])
-            for run, other in zip(runs, next_runs, strict=True)
-        ]
-        changed = [self._attention(run) for run in runs]
-        return Restored(fmean(changed), fmean(restored), fmean(others), fmean(other_run), whole)
+        changed = list[float]()
+        restored = list[float]()
+        others = list[float]()
+        other_run = list[float]()
+        for run, next_run in zip(runs, next_runs, strict=True):
+            changed.append(self._attention(run))
+            (with_writers,) = self._put_back(run, self.run, side, [writers])
+            restored.append(float(with_writers))
+            with_others = self._put_back(run, self.run, side, random_sets)
+            others.append(float(with_others.mean()))
+            (from_next_run,) = self._put_back(run, next_run, side, [writers])
+            other_run.append(float(from_next_run))
+        return Restored(
+            changed=fmean(changed),
+            restored=fmean(restored),
+            others=fmean(others),
+            other_run=fmean(other_run),
+            whole_side=whole,
+        )
 
     def _random_sets(self, writers: Sequence[str]) -> list[list[str]]:
         """As many other writers of the same kinds and layers, drawn again and again."""
@@ -178,11 +197,13 @@ class Carriers:
 
     def _changed(self, change: Words) -> Run:
         prompt = self.because.with_change(change)
-        runs = self.because.running(prompt[None], torch.tensor([self.query + 1]))[0]
+        length = torch.tensor([self.query + 1])
+        (runs,) = self.because.running(prompt[None], length)
         runs[self.key] = True
         at = runs.nonzero()[:, 0]
         look = (self.query, self.key)
-        return self.because.again.record(self.run.reader, prompt, look, self.head.layer, at)
+        again = self.because.again
+        return again.record(self.run.reader, prompt, look, self.head.layer, at)
 
     def _look(self, run: Run) -> tuple[int, int]:
         """Query and key, as a run counts its tokens."""
@@ -194,9 +215,8 @@ class Carriers:
     def _attention(self, run: Run) -> float:
         query, key = self._look(run)
         prompt = run.row[:1]
-        rows = run.calls[self.head.layer].rows(
-            self.head.index, prompt, torch.full_like(prompt, query)
-        )
+        queries = torch.full_like(prompt, query)
+        rows = run.calls[self.head.layer].rows(self.head.index, prompt, queries)
         return float(rows.attention()[0, 0, key])
 
     def _put_back(
@@ -206,20 +226,23 @@ class Carriers:
         query, key = self._look(run)
         other_query, other_key = self._look(source)
         at = other_key if side == "key" else other_query
-        parts = [
-            restore(run, source, self.head, query, key, sets[i : i + _SETS], side=side, at=at)
-            for i in range(0, len(sets), _SETS)
-        ]
-        return torch.cat([rows[:, key] for rows in parts])
+        on_key = []
+        for start in range(0, len(sets), _SETS):
+            some = sets[start : start + _SETS]
+            rows = restore(run, source, self.head, query, key, some, side=side, at=at)
+            on_key.append(rows[:, key])
+        return torch.cat(on_key)
 
     def _whole(self, run: Run, side: Side) -> float:
         """Attention on the key with the whole key, or query, of the unchanged run restored."""
         call = self.run.calls[self.head.layer]
         query, key = self._look(run)
+        put: dict[str, Any]
         if side == "query":
-            vector = call.q[0, self.head.index, self.query].float()[None]
-            put: dict[str, Any] = {"q": vector}
+            vector = call.q[0, self.head.index, self.query]
+            put = {"q": vector.float()[None]}
         else:
-            vector = call.k[0, self.run.index(self.head, "k"), self.key].float()[None]
-            put = {"keys": {key: vector}}
+            kv = self.run.index(self.head, "k")
+            vector = call.k[0, kv, self.key]
+            put = {"keys": {key: vector.float()[None]}}
         return float(attention_with(run, self.head, query, **put)[0, key])

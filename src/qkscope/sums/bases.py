@@ -30,6 +30,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -131,8 +132,10 @@ def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Te
     q = q.mT
     not_orthonormal = (q.mT @ q - eye).abs().amax(dim=(1, 2))
     size = w.abs().amax(dim=(1, 2))
-    missed = ((q @ r).mT - w).abs().amax(dim=(1, 2)) / size
-    rounding = 64 * torch.finfo(torch.float64).eps * max(w.shape[1:])
+    rebuilt = (q @ r).mT
+    missed = (rebuilt - w).abs().amax(dim=(1, 2)) / size
+    eps = torch.finfo(torch.float64).eps
+    rounding = 64 * eps * max(w.shape[1:])
     is_good = (not_orthonormal <= rounding) & (missed <= rounding)
     for i in (~is_good).nonzero()[:, 0].tolist():
         q[i], r[i] = torch.linalg.qr(w[i].mT)
@@ -185,7 +188,8 @@ def energy_rank(
     counts as 0.
     """
     rounding = ROUNDING * torch.as_tensor(size).to(s)
-    held = s.where(s > rounding, 0.0).double().square().cumsum(dim=-1)
+    above_rounding = s.where(s > rounding, 0.0).double()
+    held = above_rounding.square().cumsum(dim=-1)
     total = held[..., -1:]
     too_few = (held < energy * total) & (total > 0)
     rank = too_few.sum(dim=-1) + (total[..., 0] > 0)
@@ -200,7 +204,8 @@ def _failures(matrix: Tensor, u: Tensor, s: Tensor, v: Tensor) -> list[tuple[int
     tolerance = 64 * limits.eps * max(matrix.shape[-2:])
     eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
     size = s[..., :1, None].clamp_min(limits.tiny)
-    residual = ((u * s[..., None, :]) @ v.mT - matrix) / size
+    rebuilt = (u * s[..., None, :]) @ v.mT
+    residual = (rebuilt - matrix) / size
     deviations = (residual, u.mT @ u - eye, v.mT @ v - eye)
     largest = [deviation.abs().amax(dim=(-2, -1)) for deviation in deviations]
     # NaN is a failure too
@@ -213,8 +218,13 @@ def _robust_svd(matrix: Float[Tensor, "a b"]) -> Factors:
     from scipy.linalg import svd
 
     u, s, vh = svd(matrix.cpu().numpy(), full_matrices=False, lapack_driver="gesvd")
-    factors = [torch.from_numpy(x.copy()).to(matrix.device) for x in (u, s, vh.T)]
-    return factors[0], factors[1], factors[2]
+    device = matrix.device
+    return _on_device(u, device), _on_device(s, device), _on_device(vh.T, device)
+
+
+def _on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy of a numpy array as a tensor on a device."""
+    return torch.from_numpy(array.copy()).to(device)
 
 
 @checked_call

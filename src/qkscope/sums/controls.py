@@ -106,7 +106,8 @@ def rank_above(
         rest = turned[:, j:, j:]
         # The largest singular value, from the eigenvalues of the square: four times as fast as an
         # SVD.
-        largest = torch.linalg.eigvalsh(rest.mT @ rest)[..., -1].clamp_min(0).sqrt()
+        squares = torch.linalg.eigvalsh(rest.mT @ rest)
+        largest = squares[..., -1].clamp_min(0).sqrt()
         medians.append(float(largest.median()))
         highs.append(float(largest.quantile(0.95)))
         beyond_rounding = float(s[j]) > ROUNDING * largest_of_all
@@ -163,18 +164,20 @@ class Controls:
 
     def lines(self) -> list[str]:
         """The controls in words, one per line."""
-        few = ", which are few" if self.units < FEW_UNITS else ""
-        lines = [
+        difference = (
             f"99% rank {self.rank_99}; {self.rank_null} detected against the {self.null} null"
-            f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
-            f"query-centred: 99% rank {self.rank_99_centred}; {self.interaction_rank} detected against the"
-            f" interaction null (p {self.p_interaction:.3g})",
-            f"predict units left out: {self.rank_cv}; {self.units} units{few}; means {self.mean_dominance:.3f} of it",
-        ]
+            f" (p {self.p_difference:.3g}, {self.replicates} replicates)"
+        )
+        interaction = (
+            f"query-centred: 99% rank {self.rank_99_centred}; {self.interaction_rank} detected"
+            f" against the interaction null (p {self.p_interaction:.3g})"
+        )
+        few = ", which are few" if self.units < FEW_UNITS else ""
+        predicts = f"predict units left out: {self.rank_cv}; {self.units} units{few}"
+        lines = [difference, interaction, f"{predicts}; means {self.mean_dominance:.3f} of it"]
         if self.reference:
-            lines.append(
-                f"gives {self.gain:.2g} logits, more than {self.percentile:.0%} of {self.reference} heads at chance"
-            )
+            heads = f"{self.percentile:.0%} of {self.reference} heads at chance"
+            lines.append(f"gives {self.gain:.2g} logits, more than {heads}")
         if self.reason:
             lines.append(self.reason)
         return lines
@@ -248,7 +251,8 @@ def run_controls(
     units, _ = moments.unit_count(contrast)
     tests = _run_tests(moments, contrast, deltas, units)
     coarsest = 0.5 ** max(units - 1, 0)
-    floor = max(coarsest, 1 / (moments.replicates * len(moments.heads) + 1))
+    compared = moments.replicates * len(moments.heads)
+    floor = max(coarsest, 1 / (compared + 1))
     p_interaction = _p_interaction(tests, floor)
     p_difference = p_interaction
     if not deltas.one_null:
@@ -256,23 +260,31 @@ def run_controls(
     differs = _calls(tests.difference, p_difference, floor)
     depends = _calls(tests.interaction, p_interaction, floor)
     reason = _too_few(moments, units, units_are_the_floor=coarsest >= floor)
-    cv_ranks = _cv_ranks(moments, contrast, deltas, center, gains or {})
+    gains = gains or {}
+    cv_ranks = _cv_ranks(moments, contrast, deltas, center, gains)
+    null = "interaction" if deltas.one_null else "sign flip"
     controls = {}
     for i, head in enumerate(moments.heads):
-        gain = (gains or {}).get(str(head), _NO_GAIN).logit
-        reference = _reference(gains or {}, head)
+        gain = gains.get(str(head), _NO_GAIN).logit
+        reference = _reference(gains, head)
         beside = _beside_reference(gain, reference)
         verdict = _verdict(differs[i], depends[i], center != "none", beside)
         spectrum = torch.linalg.svdvals(deltas.whole[i])
         centred_spectrum = torch.linalg.svdvals(deltas.centred[i])
         size = float(deltas.sizes[i])
-        shown = tests.difference[i] if center == "none" else tests.interaction[i]
-        shown_spectrum = spectrum if center == "none" else centred_spectrum
+        difference = tests.difference[i]
+        interaction = tests.interaction[i]
+        shown = interaction
+        shown_spectrum = centred_spectrum
+        if center == "none":
+            shown = difference
+            shown_spectrum = spectrum
+        weaker = (reference < gain).double()
         controls[head] = Controls(
             rank_99=int(energy_rank(spectrum, size=size)),
-            rank_null=_detected(tests.difference[i], differs[i]),
+            rank_null=_detected(difference, differs[i]),
             rank_99_centred=int(energy_rank(centred_spectrum, size=size)),
-            interaction_rank=_detected(tests.interaction[i], depends[i]),
+            interaction_rank=_detected(interaction, depends[i]),
             rank_cv=cv_ranks[i],
             mean_dominance=_mean_dominance(spectrum, centred_spectrum),
             p_difference=p_difference[i],
@@ -284,10 +296,10 @@ def run_controls(
             null_high=shown.null_high,
             units=units,
             replicates=moments.replicates,
-            null="interaction" if deltas.one_null else "sign flip",
+            null=null,
             reason=reason if verdict == "untested" else "",
             gain=gain,
-            percentile=float((reference < gain).double().mean()),
+            percentile=float(weaker.mean()),
             reference=len(reference),
         )
     return controls

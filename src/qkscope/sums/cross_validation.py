@@ -50,7 +50,8 @@ def cross_validated_rank(folds: _Folds, center: Center, sizes: Float[Tensor, " h
         rest = whole - fold
         if _has_both_signs(fold) and _has_both_signs(rest):
             share = _weights(fold).sum(dim=1) / _weights(whole).sum(dim=1)
-            gains.append(_gains(fold, rest, center, sizes) * share[:, None])
+            gain = _gains(fold, rest, center, sizes)
+            gains.append(gain * share[:, None])
     if len(gains) < _FEWEST_FOLDS:
         return ["untested"] * len(sizes)
     # heads by number of components, from 0 on
@@ -107,7 +108,9 @@ def plant(
     drawn = torch.randn(PLANTS, len(mean), rank, generator=generator, dtype=mean.dtype)
     basis, _ = torch.linalg.qr(drawn)
     feature = basis @ basis.mT * size / rank
-    signs = torch.randint(2, (len(folds), PLANTS, 1, 1), generator=generator) * 2 - 1
+    # 0 or 1, for each fold and feature
+    coins = torch.randint(2, (len(folds), PLANTS, 1, 1), generator=generator)
+    signs = coins * 2 - 1
     # a fold is a part of the mean, so it differs less from it than from the truth
     correction = (len(folds) / (len(folds) - 1)) ** 0.5
     noise = signs * (deltas - mean)[:, None] * correction

@@ -78,7 +78,8 @@ def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
     share = hits / n
     shrink = 1 + z * z / n
     middle = (share + z * z / (2 * n)) / shrink
-    variance = (share * (1 - share) + z * z / (4 * n)) / n
+    spread = share * (1 - share)
+    variance = (spread + z * z / (4 * n)) / n
     half = z * variance**0.5 / shrink
     low = max(middle - half, 0.0)
     high = min(middle + half, 1.0)
@@ -110,13 +111,16 @@ def lag_one(
     count = len(numbers)
     gram = torch.zeros(count, count, dtype=torch.float64)
     for head in range(q.shape[1]):
-        gram += _unit_gram(q[:, head], keys[:, head], place, count)
+        of_head = _unit_gram(q[:, head], keys[:, head], place, count)
+        gram += of_head
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.arange(count)]
     for _ in range(_RANDOM_ORDERS):
         orders.append(torch.randperm(count, generator=generator))
     order = torch.stack(orders)
-    neighbours = gram[order[:, :-1], order[:, 1:]].sum(1)
+    unit_before = order[:, :-1]
+    unit_after = order[:, 1:]
+    neighbours = gram[unit_before, unit_after].sum(1)
     observed = neighbours[0]
     reached = float((neighbours >= observed).sum())
     return float(observed / gram.trace()), reached / len(orders)
@@ -128,6 +132,7 @@ def _unit_gram(
     """Products of the units' centred ``Σ q kᵀ`` at one head, scaled to trace 1."""
     products = (q @ q.T).double() * (keys @ keys.T).double()
     gram = _sum_by(place, _sum_by(place, products, count), count, dim=1)
-    centred = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
+    row_means = gram.mean(1, keepdim=True)
+    centred = gram - gram.mean(0) - row_means + gram.mean()
     tiny = torch.finfo(torch.float64).tiny
     return centred / centred.trace().clamp_min(tiny)

@@ -56,7 +56,8 @@ class Covariance:
     """
 
     def __init__(self, columns: int, d_head: int, device: torch.device | str = "cpu") -> None:
-        self.sums = torch.zeros(columns, d_head + 1, d_head + 1, dtype=torch.float64, device=device)
+        a = d_head + 1
+        self.sums = torch.zeros(columns, a, a, dtype=torch.float64, device=device)
 
     def update(self, x: Float[Tensor, "n c d"]) -> None:
         """Add n vectors per column."""
@@ -69,7 +70,8 @@ class Covariance:
         if bool((count < 2).any()):
             raise BadInput("a covariance needs at least two vectors: fit on more prompts.")
         mean = self.sums[:, :-1, -1:] / count
-        return self.sums[:, :-1, :-1] / count - mean @ mean.mT
+        mean_products = self.sums[:, :-1, :-1] / count
+        return mean_products - mean @ mean.mT
 
     def merge(self, *others: Covariance) -> Covariance:
         """The covariance of all their vectors."""
@@ -99,7 +101,8 @@ class Moments:
     Examples
     --------
     >>> moments = Moments(["L0H0", "L0H1"], ["order"], d_head=4, group_size=2)
-    >>> q, k = torch.randn(8, 2, 4), torch.randn(8, 1, 3, 4)  # 8 prompts; 2 heads; 1 key head, 3 keys each
+    >>> q = torch.randn(8, 2, 4)  # 8 prompts; 2 heads
+    >>> k = torch.randn(8, 1, 3, 4)  # 1 key head, 3 keys each
     >>> moments.update(q, k, {"order": torch.tensor([[1, -1, 0]]).expand(8, 3)})
     >>> moments.delta("order").shape
     torch.Size([2, 4, 4])
@@ -129,11 +132,10 @@ class Moments:
         readers = [(head.layer, head.kv(group_size)) for head in self.heads]
         self.key_heads = list(dict.fromkeys(readers))
         self._kv_of_head = [self.key_heads.index(reader) for reader in readers]
-        shapes = self._shapes()
         new = functools.partial(torch.zeros, dtype=torch.float64, device=device)
-        self.state = {
-            name: {contrast: new(shape) for contrast in contrasts} for name, shape in shapes.items()
-        }
+        self.state: dict[str, dict[str, Tensor]] = {}
+        for name, shape in self._shapes().items():
+            self.state[name] = {contrast: new(shape) for contrast in contrasts}
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the sums of one contrast, by name.
@@ -177,7 +179,8 @@ class Moments:
         keys = k.to(torch.float64)
         for contrast, label in labels.items():
             sums = self._key_sums(q, keys, label.to(keys.device), prompts)
-            _add_outer(self.state["sums"][contrast], queries, sums.flatten(2), self._kv_of_head)
+            state = self.state["sums"][contrast]
+            _add_outer(state, queries, sums.flatten(2), self._kv_of_head)
             if prompts is not None and self.replicates:
                 self._add_nulls(contrast, queries, sums, prompts.to(keys.device))
 
@@ -208,12 +211,15 @@ class Moments:
         if not bad:
             return
         row, column, *slot = bad[0]
-        head = self.heads[column if side == "query" else self._kv_of_head.index(column)]
-        example = f"{row if prompts is None else int(prompts[row])}"
+        if side == "key":
+            column = self._kv_of_head.index(column)
+        if prompts is not None:
+            row = int(prompts[row])
+        vector = f"the {side} of {self.heads[column]} at example {row}"
         if slot:
-            example += f", key {slot[0]}"
+            vector += f", key {slot[0]}"
         advice = "check the model's dtype (float16 can overflow; try bfloat16 or float32)"
-        raise BadInput(f"the {side} of {head} at example {example} is NaN or infinite: {advice}.")
+        raise BadInput(f"{vector} is NaN or infinite: {advice}.")
 
     def _add_nulls(
         self,
@@ -248,11 +254,14 @@ class Moments:
         """Add one batch to the replicates: the same sums, each unit's with a random sign."""
         replicate = torch.arange(self.replicates, device=unit.device)[:, None]
         width = scaled.shape[-1] - 1
-        row_bytes = scaled[0, ..., :width].numel() * self.replicates * scaled.element_size()
+        numbers = scaled[0, ..., :width].numel() * self.replicates
+        row_bytes = numbers * scaled.element_size()
         rows_at_once = max(_AT_ONCE // max(row_bytes, 1), 1)
         for rows in torch.arange(len(unit), device=unit.device).split(rows_at_once):
-            signs = draw_signs(self.seed, 0, replicate, unit[rows]).T.to(scaled.dtype)
-            flipped = scaled[rows, :, None] * signs[:, None, :, None, None]
+            signs = draw_signs(self.seed, 0, replicate, unit[rows]).T
+            # rows by key heads by replicates by ± by a + 1
+            sign = signs.to(scaled.dtype)[:, None, :, None, None]
+            flipped = scaled[rows, :, None] * sign
             # head by head: the replicates of all heads at once would not fit in memory
             for i, kv in enumerate(self._kv_of_head):
                 one_head = slice(i, i + 1)
@@ -342,7 +351,8 @@ class Moments:
         # (exact while they are few)
         empty = max(_BUCKETS - filled, 1)
         count = round(-_BUCKETS * math.log(empty / _BUCKETS))
-        equally_large = float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300))
+        squares = rows.square().sum().clamp_min(1e-300)
+        equally_large = float(rows.sum() ** 2 / squares)
         return count, equally_large * count / max(filled, 1)
 
     def _filled(self, contrast: str) -> Float[Tensor, "h a 2 a"]:
@@ -390,9 +400,8 @@ class Moments:
         tensors, manifest = read_tensors(path, cls.kind)
         damaged = cls._first_damaged(tensors, manifest)
         if damaged is not None:
-            raise BadInput(
-                f"{path} is damaged: {damaged} is missing or of another shape or type: make it again."
-            )
+            problem = f"{damaged} is missing or of another shape or type"
+            raise BadInput(f"{path} is damaged: {problem}: make it again.")
         moments = cls(**manifest, device=device)
         for name, value in moments.tensors().items():
             value.copy_(tensors[name])
@@ -437,4 +446,5 @@ def _add_outer(
         by_group = flat.view(groups, -1, keys.shape[2])
         by_group.baddbmm_(stacked.permute(1, 2, 0), keys.transpose(0, 1))
     else:
-        flat += queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
+        keys_of_heads = keys.transpose(0, 1)[kv_of_head]
+        flat += queries.permute(1, 2, 0) @ keys_of_heads

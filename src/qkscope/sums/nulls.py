@@ -63,7 +63,8 @@ def centred_delta(
     # halfway between the mean queries of the two conditions: d × 1
     mean_queries = (reference / count)[..., :-1, :, -1:]
     mean_query = mean_queries.mean(dim=-2)
-    centred = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
+    mean_keys = delta[..., -1:, :]
+    centred = delta[..., :-1, :] - mean_query * mean_keys
     return centred[..., :-1]
 
 
@@ -156,7 +157,8 @@ def _interaction_part(
     if not means_differ:
         mean_key = mean_key.mean(dim=0)
     # Σ (q − q̄) [s; w; a]ᵀ
-    centred = sums[..., :-1, :, :] - mean_query[:, None, None] * sums[..., -1:, :, :]
+    row_sums = sums[..., -1:, :, :]
+    centred = sums[..., :-1, :, :] - mean_query[:, None, None] * row_sums
     keys, _, scales = centred.split([d, 1, 1], dim=-1)
     return _difference((keys - scales * mean_key) / count)
 
@@ -193,7 +195,8 @@ def _largest_z(statistics: Sequence[Statistic]) -> tuple[float, Float[Tensor, " 
         return 0.0, torch.zeros(0)
     observed = torch.tensor([value for value, _ in statistics], dtype=torch.float64)
     null = torch.tensor([replicates for _, replicates in statistics], dtype=torch.float64)
-    spread = null.std(dim=1, correction=0).maximum(1e-12 * observed.abs() + _TINY)
+    rounding = 1e-12 * observed.abs() + _TINY
+    spread = null.std(dim=1, correction=0).maximum(rounding)
     z = (observed - null.mean(dim=1)) / spread
     # mean and spread of the other replicates, for each replicate
     others = max(null.shape[1] - 1, 1)

@@ -119,7 +119,8 @@ class SingularBasis:
         for head in heads:
             if head not in self.heads:
                 raise BadInput(
-                    f"{head} is not in this singular basis: make it with singular_basis(scope, ['{head}'])."
+                    f"{head} is not in this singular basis:"
+                    f" make it with singular_basis(scope, ['{head}'])."
                 )
         return [self.heads.index(head) for head in heads]
 
@@ -134,17 +135,17 @@ class SingularBasis:
         entropy = -(share * share.clamp_min(1e-300).log()).sum(-1)
         table = []
         for i, head in enumerate(self.heads):
-            table.append(
-                {
-                    "head": str(head),
-                    "top": float(self.S[i, 0]),
-                    "median": float(self.S[i].median()),
-                    "last": float(self.S[i, -1]),
-                    "effective_rank": float(torch.exp(entropy[i])),
-                    "rotary": self.rotary[i],
-                    "error": float(self.error[i]),
-                }
-            )
+            spectrum = self.S[i]
+            row = {
+                "head": str(head),
+                "top": float(spectrum[0]),
+                "median": float(spectrum.median()),
+                "last": float(spectrum[-1]),
+                "effective_rank": float(torch.exp(entropy[i])),
+                "rotary": self.rotary[i],
+                "error": float(self.error[i]),
+            }
+            table.append(row)
         return table
 
 
@@ -176,7 +177,8 @@ def basis_of_weights(
         used, kv = kv_of_head[batch].unique(return_inverse=True)
         u, s, v = thin_svd(w_q[batch], w_k[used], kv)
         q = w_q[batch].to(u)
-        error = _probe_error((u, s, v), q, w_k[used].to(u), kv, probes.to(u))
+        keys = w_k[used].to(u)
+        error = _probe_error((u, s, v), q, keys, kv, probes.to(u))
         results = [u.float(), s, v.float(), q @ u, error]
         parts.append([x.cpu() for x in results])
     U, S, V, read, error = map(torch.cat, zip(*parts, strict=True))
@@ -187,7 +189,16 @@ def basis_of_weights(
             f"the singular vectors of {problem}: look for numbers that are not finite among them."
         )
     return SingularBasis(
-        tuple(heads), U, S, V, read, scale.cpu(), c_q.cpu(), error, tuple(rotary), about or {}
+        heads=tuple(heads),
+        U=U,
+        S=S,
+        V=V,
+        read=read,
+        scale=scale.cpu(),
+        c_Q=c_q.cpu(),
+        error=error,
+        rotary=tuple(rotary),
+        about=about or {},
     )
 
 
@@ -226,7 +237,9 @@ def singular_coordinates(
 def components(read: Float[Tensor, "d m"], chosen: Sequence[int] | Tensor) -> Projector:
     """Oblique projector on keys that keeps chosen components of a logit: ``P = Σ_j n_j m_jᵀ``."""
     index = torch.as_tensor(chosen)
-    return Projector(dual(read)[:, index], read.double()[:, index])
+    duals = dual(read)[:, index]
+    images = read.double()[:, index]
+    return Projector(duals, images)
 
 
 # ---------------------------------------------------------------------- relative attention
@@ -261,7 +274,8 @@ def key_difference(
     weight = (others / others.sum(-1, keepdim=True)).to(keys)
     other_keys = keys.masked_fill(~others[..., None], 0.0)
     mean = (weight[..., None] * other_keys).sum(-2)
-    columns = index[..., None].expand(*index.shape, keys.shape[-1])
+    width = keys.shape[-1]
+    columns = index[..., None].expand(*index.shape, width)
     attended_key = keys.gather(-2, columns).squeeze(-2)
     return attended_key - mean
 
@@ -274,7 +288,9 @@ def sparsity(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
     >>> sparsity(torch.tensor([[1.0, -1.0, 1.0, 1.0], [0.0, 0.0, 3.0, 0.0]]))
     tensor([1.0000, 0.2500])
     """
-    return terms.abs().mean(-1).square() / terms.square().mean(-1)
+    mean_size = terms.abs().mean(-1)
+    mean_square = terms.square().mean(-1)
+    return mean_size.square() / mean_square
 
 
 def reconstruction_count(
@@ -293,8 +309,10 @@ def reconstruction_count(
     # all terms
     rounding = 8 * torch.finfo(terms.dtype).eps
     slack = rounding * terms.abs().sum(-1, keepdim=True)
-    count = (reached < tolerance * total - slack).sum(-1) + 1
-    return torch.where(total.squeeze(-1) > 0, count.to(terms), torch.nan)
+    aim = tolerance * total - slack
+    count = (reached < aim).sum(-1) + 1
+    is_positive = total.squeeze(-1) > 0
+    return torch.where(is_positive, count.to(terms), torch.nan)
 
 
 def cancellation(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
@@ -337,11 +355,13 @@ def null_count(
 ) -> Tensor:
     """Mean reconstruction count of random terms with the same sum and the same norm."""
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn((draws, *terms.shape), generator=generator, dtype=torch.float64).to(terms)
+    shape = (draws, *terms.shape)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(terms)
     noise = noise - noise.mean(-1, keepdim=True)
     mean = terms.mean(-1, keepdim=True)
     spread = (terms - mean).norm(dim=-1, keepdim=True)
-    size = noise.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(terms.dtype).tiny)
+    tiny = torch.finfo(terms.dtype).tiny
+    size = noise.norm(dim=-1, keepdim=True).clamp_min(tiny)
     random = mean + noise / size * spread
     return reconstruction_count(random, tolerance).mean(0)
 

@@ -81,7 +81,9 @@ class Features(NamedTuple):
     @property
     def has_covariances(self) -> bool:
         """Whether the fit says how queries and keys vary at all these heads."""
-        return bool(self.fit.sums) and set(self.heads) <= set(self.fit.heads)
+        if not self.fit.sums:
+            return False
+        return set(self.heads) <= set(self.fit.heads)
 
     def conditions(
         self, draws: int, seed: int
@@ -165,9 +167,8 @@ def _subspace(
     if isinstance(given, Mapping):
         by_head = {Head.parse(at): each for at, each in given.items()}
         if head not in by_head:
-            raise BadInput(
-                f"subspace {name!r} is not given at {head}: there is {', '.join(map(str, by_head))}."
-            )
+            given_at = ", ".join(map(str, by_head))
+            raise BadInput(f"subspace {name!r} is not given at {head}: there is {given_at}.")
         given = by_head[head]
     subspace = _of_basis(name, given, head, d_head) if isinstance(given, Tensor) else given
     if subspace.d_head != d_head or subspace.head not in (None, head):
@@ -176,16 +177,18 @@ def _subspace(
     return subspace
 
 
+def _are_independent(columns: Tensor) -> bool:
+    """Whether these are the columns of a finite matrix, none a combination of the others."""
+    if columns.ndim != 2 or not bool(columns.isfinite().all()):
+        return False
+    return int(torch.linalg.matrix_rank(columns)) == columns.shape[-1]
+
+
 def _of_basis(name: str, given: Tensor, head: Head, d_head: int) -> Subspace:
     """The span of independent columns as a subspace with an orthonormal basis."""
     columns = given.detach().cpu().double()
     rank = given.shape[-1]
-    independent = (
-        columns.ndim == 2
-        and bool(columns.isfinite().all())
-        and int(torch.linalg.matrix_rank(columns)) == rank
-    )
-    if not independent:
+    if not _are_independent(columns):
         raise BadInput(
             f"subspace {name!r} should be a basis of shape ({d_head}, r) with independent columns."
         )

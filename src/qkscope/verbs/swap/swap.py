@@ -133,9 +133,9 @@ def swap(
             raise BadInput(
                 "the answer is read with the features of a fit swapped: give one, and no subspaces."
             )
-        written = {
-            kind: projectors[Condition(chosen.joint, kind)] for kind in methods.SHOWN_METHODS
-        }
+        written = {}
+        for kind in methods.SHOWN_METHODS:
+            written[kind] = projectors[Condition(chosen.joint, kind)]
         patched = patched_runner(scope, units, chosen, pairs, written)
         # a fit of the same name may have been made anew
         asked |= {"draws": draws, "seed": seed, "projectors": _hash(written.values())}
@@ -211,13 +211,14 @@ def _answer(
     row = by_kind["feature"]
     random = by_kind["random"]
     size = "1 dimension" if row["rank"] == 1 else f"{row['rank']} dimensions"
-    answer = (
-        f"Swapping {chosen.joint} at {row['head']} ({size}) takes its attention on the right key from "
-        f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
-        f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
-    )
+    swapping = f"Swapping {chosen.joint} at {row['head']} ({size})"
+    on_right = f"on the right key from {row['orig_before']:.2f} to {row['orig_after']:.2f}"
+    on_target = f"on the target from {row['target_before']:.2f} to {row['target_after']:.2f}"
+    control = f"random subspaces of the same size leave {random['orig_after']:.2f}"
+    answer = f"{swapping} takes its attention {on_right} and {on_target}; {control}."
     if truth:
-        answer += f" {truth_sentence(table, row['head'], [*chosen.names, chosen.joint])}"
+        features = [*chosen.names, chosen.joint]
+        answer += f" {truth_sentence(table, row['head'], features)}"
     if not chosen.has_covariances:
         answer += " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out."
     if alone:

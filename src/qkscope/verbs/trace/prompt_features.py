@@ -1,4 +1,4 @@
-"""One prompt: the pairs of a dictionary's features that a head's logit lies in, the largest shown."""
+"""One prompt: the largest pairs of a dictionary's features among which a head's logit is split."""
 
 from __future__ import annotations
 

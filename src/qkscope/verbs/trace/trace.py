@@ -71,8 +71,7 @@ def trace(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Trace:
-    """Say which writers made a head's query and keys (QK attribution), and test it by cutting and
-    keeping edges.
+    """Say which writers made a head's query and keys (QK attribution); cut and keep edges to test it.
 
     Parameters
     ----------
@@ -138,17 +137,15 @@ def trace(
     if isinstance(what, Task):
         name = what.name
         about = made_from(scope, what)
-        asked |= {
-            "batch_size": batch_size,
-            "feature": {str(each): float(P.sum()) for each, P in projectors.items()},
-        }
+        sums = {str(each): float(P.sum()) for each, P in projectors.items()}
+        asked |= {"batch_size": batch_size, "feature": sums}
         choosing: Units = () if head == "all" else what.choose(n)
         units = what.test(n)
         work = current_work()
-        work.begin(
-            scope, [list(choosing), list(units)], verb="trace", seed=seed, chat=what.chat, **asked
-        )
-        asked |= {"n": len(units), "whole": whole, "examples": units_hash([*choosing, *units])}
+        prompts = [list(choosing), list(units)]
+        work.begin(scope, prompts, verb="trace", seed=seed, chat=what.chat, **asked)
+        examples = units_hash([*choosing, *units])
+        asked |= {"n": len(units), "whole": whole, "examples": examples}
         reader = Reader(scope, heads)
         how = Pass(reader, what.chat, batch_size, seed, projectors, (), work, progress)
         if head == "all":
@@ -195,11 +192,13 @@ def _check_options(
     for each in () if head == "all" else parse_heads(head):
         if each.layer == 0:
             raise BadInput(
-                f"{each} is in the first layer, where only the embedding writes: trace a later head."
+                f"{each} is in the first layer, where only the embedding writes:"
+                " trace a later head."
             )
     if head == "all" and (feature is not None or dictionary is not None):
         raise BadInput(
-            "a feature or a dictionary is for a task or a prompt, at heads that are named: name them."
+            "a feature or a dictionary is for a task or a prompt, at heads that are named:"
+            " name them."
         )
     if neurons and (dictionary is not None or not is_prompt):
         raise BadInput(
@@ -213,7 +212,7 @@ def _check_options(
 
 
 def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
-    """``U Uᵀ`` of a feature of this head and model, fitted on vectors as the dot product sees them."""
+    """``U Uᵀ`` of a feature of this head, which was fitted on vectors as the dot product sees them."""
     subspaces = {feature.contrast or "to look inside": feature}
     _, space = features_of(subspaces, head, scope)
     if space != "post_rope":
