@@ -222,7 +222,7 @@ class Carriers:
     def _put_back(
         self, run: Run, source: Run, side: Side, sets: Sequence[Sequence[str]]
     ) -> Float[Tensor, " x"]:
-        """Attention on the key with some writers' parts of another run in this head's key or query."""
+        """Attention on the key with sets of writers' parts, of another run, in its key or query."""
         query, key = self._look(run)
         other_query, other_key = self._look(source)
         at = other_key if side == "key" else other_query

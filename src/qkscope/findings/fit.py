@@ -38,7 +38,9 @@ _KINDS = {
     "interaction": (f"{_SHARE} that adds more to the logit than at heads at chance on the task"),
     "not specific": f"{_SHARE}, but it adds no more to the logit than at heads at chance",
     "no reference": f"{_SHARE}, but fewer than {FEWEST} heads are at chance, to hold it against",
-    "mean only": "the keys differ, but no dependence on the query is shown (a weak one can be missed)",
+    "mean only": (
+        "the keys differ, but no dependence on the query is shown (a weak one can be missed)"
+    ),
     "not above null": "nothing is above chance",
 }
 #: What a fit was asked for, as its manifest says it.
@@ -136,7 +138,8 @@ class Fit(Result):
         """
         if contrasts is None or not set(contrasts) <= set(self.sums):
             contrasts = list(self.sums)
-        first, *others = [self.sums[name] for name in contrasts]
+        chosen = [self.sums[name] for name in contrasts]
+        first, *others = chosen
         of_queries = first.cov_q.merge(*(sums.cov_q for sums in others))
         of_keys = first.cov_k.merge(*(sums.cov_k for sums in others))
         index = [self.heads.index(head) for head in heads]

@@ -98,7 +98,7 @@ class HeadRows:
 
     @cached_property
     def directions(self) -> dict[Side, Direction]:
-        """Directions of the relative logit on the stream, at the query and at the keys that count."""
+        """Directions of the relative logit on the stream, at the query and the keys that count."""
         used = self.weights.any(0).nonzero()[:, 0]
         right_first = self.signs[0, used].argsort(descending=True, stable=True)
         used = used[right_first]
@@ -224,7 +224,7 @@ class HeadRows:
         often: Tensor,
         norms: str = "held",
     ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
-        """Queries and keys with some parts taken out of the stream, as often as each condition says.
+        """Queries and keys with parts taken out of the stream, as often as each condition says.
 
         With norms held the parts go through the head's weights first, and are taken out of its
         query and keys; with norms live they are taken out of the stream, which the head then reads.

@@ -95,9 +95,8 @@ class AskedPrompt:
 def checked_place(place: int, length: int, what: str) -> int:
     """A token's place counted from the start; a negative one is counted from the end."""
     if not -length <= place < length:
-        raise BadInput(
-            f"{what} {place} is out of range: the prompt has {length} tokens, 0 to {length - 1}."
-        )
+        tokens = f"{length} tokens, 0 to {length - 1}"
+        raise BadInput(f"{what} {place} is out of range: the prompt has {tokens}.")
     return place % length
 
 
@@ -205,7 +204,7 @@ class PromptTrace(HeadRows):
     def cut(
         self, sets: Sequence[Mapping[Side, Sequence[int]]], norms: Norms = "frozen"
     ) -> Float[Tensor, "x t"]:
-        """Attention rows with the parts of each set of writers, by side, replaced by their means."""
+        """Attention rows with the parts of each set of writers replaced by their means, by side."""
         tokens: dict[Side, int] = {"query": self.asked.query, "key": self.key}
         vectors = dict[Side, Tensor]()
         for side, token in tokens.items():
@@ -231,7 +230,7 @@ class PromptTrace(HeadRows):
         return [i for i in first if float(values[i]) > least]
 
     def cut_rows(self, draws: int, seed: int, live: bool = False) -> list[dict[str, Any]]:
-        """Cut the strongest writers, beside random ones of their kind and layers: the table ``cuts``.
+        """The table ``cuts``: the strongest writers cut, beside random ones of kind and layers alike.
 
         A row for each side and number. With ``live``, rows of one or two writers of a side also say
         what is left where norms are live.
@@ -336,13 +335,9 @@ class PromptTrace(HeadRows):
         attention = self.attention.tolist()
         rows = []
         for position in self.seen:
-            row = {
-                "head": str(self.head),
-                "position": position,
-                "token": self.asked.tokens[position],
-                "attention": attention[position],
-                "logit": logits[position],
-            }
+            token = self.asked.tokens[position]
+            row = {"head": str(self.head), "position": position, "token": token}
+            row |= {"attention": attention[position], "logit": logits[position]}
             rows.append(row)
         return rows
 

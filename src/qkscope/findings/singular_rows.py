@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope import Scope
@@ -142,11 +142,13 @@ def relative_rows(
     scale = captured.scale[columns].double().cpu()[:, None]
     slot = attended.expand(-1, len(columns)).cpu().long()
     seen = captured.bias[rows][:, columns].isfinite().cpu()
-    is_seen = seen.gather(-1, slot[..., None])[..., 0]
+    is_seen = _at_slot(seen, slot)
     valid = is_seen & (seen.sum(-1) > 1)
-    compared = torch.where(valid[..., None], seen, torch.ones_like(seen))
+    # what cannot be compared is compared with anything, and unknown
+    is_valid = valid[..., None]
+    compared = torch.where(is_valid, seen, torch.ones_like(seen))
     difference = measure.key_difference(k, slot, compared)
-    difference = difference.masked_fill(~valid[..., None], torch.nan)
+    difference = difference.masked_fill(~is_valid, torch.nan)
     constant = basis.c_Q[index].double()
     s = basis.S[index].double()
     alpha, gamma = singular_coordinates(basis.read[index], q - constant, difference)
@@ -155,8 +157,7 @@ def relative_rows(
     unscaled = gamma / s.clamp_min(limits.tiny)
     key_coordinates = torch.where(s > floor, unscaled, 0.0)
     pattern = captured.attention()[rows][:, columns].cpu()
-    at_slot = pattern.gather(-1, slot[..., None])[..., 0]
-    attention = at_slot.double()
+    attention = _at_slot(pattern, slot).double()
     # r, and the part of it that no token decides, of each row and head
     relative = (q * difference).sum(-1)
     constant_part = (constant * difference).sum(-1)
@@ -171,3 +172,8 @@ def relative_rows(
         q=q,
         difference=scale * difference,
     )
+
+
+def _at_slot(values: Float[Tensor, "b h t"], slot: Int[Tensor, "b h"]) -> Float[Tensor, "b h"]:
+    """What each row has of the key asked about."""
+    return values.gather(-1, slot[..., None])[..., 0]

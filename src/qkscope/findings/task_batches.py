@@ -196,7 +196,7 @@ def _words(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...]:
 
 
 class ContrastRows(NamedTuple):
-    """The rows of one contrast: queries, keys, the keys' labels (1, −1 or 0), number of the unit."""
+    """The rows of one contrast: queries, keys, labels of keys (1, −1 or 0), number of the unit."""
 
     q: Float[Tensor, "b h d"]
     k: Float[Tensor, "b g k d"]

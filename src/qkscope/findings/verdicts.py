@@ -20,7 +20,7 @@ R = TypeVar("R", bound=Result)
 
 #: Different control sets under which nothing is tested.
 FEWEST_SETS = 5
-#: Shares of one side cancel, and the answer says so, where they sum to more than this without signs.
+#: Shares of a side cancel, and the answer says so, where they sum to more than this without signs.
 CANCELS = 3.0
 #: What a change must take away of the attention, for `supported`.
 _TAKEN = 0.25
@@ -104,18 +104,18 @@ def verdict(
     return "supported" if taken and more_than_random else "not here"
 
 
-# ---------------------------------------------------------------------- sentences of several answers
+# ---------------------------------------------------------------- sentences of several answers
 
 
 def says_right(check: Mapping[str, Any]) -> str:
-    """How much of its attention a head gives to a task's right keys, and how often it prefers them."""
+    """How much attention a head gives to a task's right keys, and how often it prefers them."""
     attends = f"{check['head']} gives {check['attention']:.0%} of its attention to the right key"
     prompts = f"{check['accuracy']:.0%} of {check['n']} prompts"
     return f"{attends} and prefers it to the other named keys in {prompts}."
 
 
 def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence, with a blank before it, for each side of one head whose writers' shares cancel."""
+    """Say, with a blank before it, for each side of a head that its writers' shares cancel."""
     sentences = ""
     for side in ("key", "query"):
         of_side = [row for row in rows if row["side"] == side]

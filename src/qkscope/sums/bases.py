@@ -70,7 +70,8 @@ def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> Factors:
             columns = turn.view_as(matrix) @ columns
         sizes = columns[..., :n].norm(dim=-1)
         tiny = torch.finfo(torch.float64).tiny
-        units = columns[..., :n] / sizes[..., None].clamp_min(tiny)
+        lengths = sizes[..., None].clamp_min(tiny)
+        units = columns[..., :n] / lengths
         cosines = (units @ units.mT).tril(-1)
         if bool(cosines.abs().max() <= _DONE):
             break
@@ -104,7 +105,9 @@ def _round_entries(columns: Float[Tensor, "b n n"]) -> Float[Tensor, "b e"]:
     squares = products.diagonal(dim1=-2, dim2=-1)
     met = products.diagonal(half, dim1=-2, dim2=-1)
     first, second = squares.chunk(2, dim=-1)
-    angle = torch.atan(2 * met / (first - second)).nan_to_num_() / 2
+    # 0 / 0: two columns that are 0 are not turned
+    twice_angle = torch.atan(2 * met / (first - second)).nan_to_num_()
+    angle = twice_angle / 2
     cos = angle.cos()
     sin = angle.sin()
     return torch.cat([cos, sin, -sin, cos], dim=1)
@@ -130,10 +133,11 @@ def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Te
         q = inverse @ q
         r = lower.mT @ r
     q = q.mT
-    not_orthonormal = (q.mT @ q - eye).abs().amax(dim=(1, 2))
+    off_identity = q.mT @ q - eye
+    off_w = (q @ r).mT - w
+    not_orthonormal = off_identity.abs().amax(dim=(1, 2))
     size = w.abs().amax(dim=(1, 2))
-    rebuilt = (q @ r).mT
-    missed = (rebuilt - w).abs().amax(dim=(1, 2)) / size
+    missed = off_w.abs().amax(dim=(1, 2)) / size
     eps = torch.finfo(torch.float64).eps
     rounding = 64 * eps * max(w.shape[1:])
     is_good = (not_orthonormal <= rounding) & (missed <= rounding)
@@ -153,7 +157,8 @@ def checked_svd(matrix: Float[Tensor, "*n a b"]) -> Factors:
     matrix = matrix.to(torch.float64)
     if not bool(torch.isfinite(matrix).all()):
         raise BadInput(
-            "a matrix with NaN or infinite entries has no singular vectors: check the sums behind it."
+            "a matrix with NaN or infinite entries has no singular vectors:"
+            " check the sums behind it."
         )
     u, s, v = _fast_svd(matrix)
     for index in _failures(matrix, u, s, v):
@@ -206,7 +211,9 @@ def _failures(matrix: Tensor, u: Tensor, s: Tensor, v: Tensor) -> list[tuple[int
     size = s[..., :1, None].clamp_min(limits.tiny)
     rebuilt = (u * s[..., None, :]) @ v.mT
     residual = (rebuilt - matrix) / size
-    deviations = (residual, u.mT @ u - eye, v.mT @ v - eye)
+    u_deviation = u.mT @ u - eye
+    v_deviation = v.mT @ v - eye
+    deviations = (residual, u_deviation, v_deviation)
     largest = [deviation.abs().amax(dim=(-2, -1)) for deviation in deviations]
     # NaN is a failure too
     is_good = torch.stack(largest).amax(dim=0) <= tolerance

@@ -201,7 +201,8 @@ class _Deltas(NamedTuple):
         centred = moments.delta(contrast, "query")
         sizes = moments.sizes(contrast)
         apart = (centred - whole).abs().amax(dim=(1, 2))
-        return cls(whole, centred, sizes, bool((apart <= ROUNDING * sizes).all()))
+        are_equal = apart <= ROUNDING * sizes
+        return cls(whole, centred, sizes, one_null=bool(are_equal.all()))
 
 
 class _Tests(NamedTuple):
@@ -340,7 +341,8 @@ def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -
         if calls[i] or not test.statistics:
             continue
         # as far above its null as can be
-        best = [*p_values[:i], floor, *p_values[i + 1 :]]
+        best = list(p_values)
+        best[i] = floor
         if false_discovery(best)[i] > LEVEL:
             calls[i] = None
     return calls

@@ -49,7 +49,8 @@ def cross_validated_rank(folds: _Folds, center: Center, sizes: Float[Tensor, " h
     for fold in folds:
         rest = whole - fold
         if _has_both_signs(fold) and _has_both_signs(rest):
-            share = _weights(fold).sum(dim=1) / _weights(whole).sum(dim=1)
+            in_fold = _weights(fold).sum(dim=1)
+            share = in_fold / _weights(whole).sum(dim=1)
             gain = _gains(fold, rest, center, sizes)
             gains.append(gain * share[:, None])
     if len(gains) < _FEWEST_FOLDS:
@@ -79,11 +80,14 @@ def _gains(
 ) -> Float[Tensor, "h m"]:
     """How much of the fold's ‖ΔC‖² the first 1, 2, … components of the rest take out."""
     # the mean query and key of the other folds, with the weights of the fold that was left out
-    conditional = rest / rest[:, -1:, :, -1:]
-    reference = conditional * _weights(fold)[:, None, :, None]
+    rest_weights = rest[:, -1:, :, -1:]
+    conditional = rest / rest_weights
+    fold_weights = _weights(fold)[:, None, :, None]
     u, s, v = checked_svd(centred_delta(rest, center))
-    s = s.where(s > ROUNDING * sizes[:, None], 0.0)
-    turned = u.mT @ centred_delta(fold, center, reference=reference) @ v
+    rounding = ROUNDING * sizes[:, None]
+    s = s.where(s > rounding, 0.0)
+    delta = centred_delta(fold, center, reference=conditional * fold_weights)
+    turned = u.mT @ delta @ v
     held = turned.diagonal(dim1=-2, dim2=-1)
     gain = (2 * held - s) * s
     return gain.cumsum(dim=1)
@@ -104,7 +108,8 @@ def plant(
     deltas = centred_delta(folds, center)
     mean = centred_delta(folds.sum(dim=0), center)
     generator = torch.Generator().manual_seed(0)
-    rank = max(int(energy_rank(torch.linalg.svdvals(mean))), 1)
+    spectrum = torch.linalg.svdvals(mean)
+    rank = max(int(energy_rank(spectrum)), 1)
     drawn = torch.randn(PLANTS, len(mean), rank, generator=generator, dtype=mean.dtype)
     basis, _ = torch.linalg.qr(drawn)
     feature = basis @ basis.mT * size / rank

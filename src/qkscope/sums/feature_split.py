@@ -216,8 +216,9 @@ def carried(delta: Float[Tensor, "d d"], read: Tensor, write: Tensor) -> Float[T
 def overlap(basis: Float[Tensor, "d r"], images: Float[Tensor, "*n d k"]) -> Float[Tensor, "*n"]:
     """Share of a subspace in the span of some images: mean squared cosine of principal angles."""
     span, _ = torch.linalg.qr(images)
-    squared_cosines = (span.mT @ basis).square().sum((-2, -1))
-    return squared_cosines / basis.shape[-1]
+    cosines = span.mT @ basis
+    squares = cosines.square().sum((-2, -1))
+    return squares / basis.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -292,27 +293,28 @@ class Alignment:
     def _carriers_line(self) -> str:
         """How many vectors carry the feature, beside the controls."""
         feature = self.contrast or "the feature"
-        some = f"{self.numbers['vectors']:.0f} of {len(self.sigma)} singular vectors"
-        controls = self._controls("vectors", ".1f")
         place = f"{feature} at {self.head}, rank {self.rank}"
+        count = f"{self.numbers['vectors']:.0f}"
+        some = f"{count} of {len(self.sigma)} singular vectors"
+        controls = self._controls("vectors", ".1f")
         return f"{place}: {some} carry {CARRIED:.0%} of it ({controls})."
 
     def _span_line(self) -> str:
         """How much of the feature the best vectors span on either side, beside the controls."""
-        spans = []
-        for side in ("query", "key"):
-            controls = self._controls(side, ".0%")
-            spans.append((f"{self.numbers[side]:.0%}", f"in {side} space ({controls})"))
-        (query, in_query), (key, in_key) = spans
-        return f"The best {self.rank} span {query} of it {in_query} and {key} {in_key}."
+        query_controls = self._controls("query", ".0%")
+        key_controls = self._controls("key", ".0%")
+        query = f"{self.numbers['query']:.0%} of it in query space ({query_controls})"
+        key = f"{self.numbers['key']:.0%} in key space ({key_controls})"
+        return f"The best {self.rank} span {query} and {key}."
 
     def _block_line(self) -> str:
         """How sparse the leading vectors are, beside the same ones turned among themselves."""
         n = self.numbers
-        leading = f"the leading {n['block']:.0f} carry it, with sparsity {n['sparsity']:.2f}"
+        leading = f"In the order of σ the leading {n['block']:.0f} carry it"
+        sparse = f"with sparsity {n['sparsity']:.2f}"
         turned = f"turned among themselves with {n['sparsity_block']:.2f}"
         p = f"p = {n['p_block']:.2f} that turned ones are as sparse"
-        return f"In the order of σ {leading}; {turned} ({p})."
+        return f"{leading}, {sparse}; {turned} ({p})."
 
     def __repr__(self) -> str:
         """For people: how many vectors, how close, against what; and the first few vectors."""
@@ -491,7 +493,8 @@ def _numbers(
             numbers[f"p_key_{name}"] = p_value(measures.key, observed["key"])
     if cov_k is not None:
         _, _, axes = checked_svd(cov_k.double().cpu())
-        for measure, mean in _means(_measure(feature, _Images(axes, axes))).items():
+        of_axes = _measure(feature, _Images(axes, axes))
+        for measure, mean in _means(of_axes).items():
             numbers[f"{measure}_key_pca"] = mean
     return numbers
 

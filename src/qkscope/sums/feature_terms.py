@@ -84,7 +84,9 @@ class FeatureTerms(NamedTuple):
     @property
     def pairs(self) -> Float[Tensor, "a b"]:
         """Terms of a feature of the query with a feature of the key."""
-        return self.values[: len(self.query), : len(self.key)]
+        queries = len(self.query)
+        keys = len(self.key)
+        return self.values[:queries, :keys]
 
     def marginals(self) -> dict[str, dict[int | str, float]]:
         """By side, what each feature (by number) and other part gives; both sum to the logit."""

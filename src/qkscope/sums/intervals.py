@@ -111,8 +111,8 @@ def lag_one(
     count = len(numbers)
     gram = torch.zeros(count, count, dtype=torch.float64)
     for head in range(q.shape[1]):
-        of_head = _unit_gram(q[:, head], keys[:, head], place, count)
-        gram += of_head
+        head_queries = q[:, head]
+        gram += _unit_gram(head_queries, keys[:, head], place, count)
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.arange(count)]
     for _ in range(_RANDOM_ORDERS):
@@ -130,8 +130,11 @@ def _unit_gram(
     q: Float[Tensor, "b d"], keys: Float[Tensor, "b d"], place: Int[Tensor, " b"], count: int
 ) -> Float[Tensor, "u u"]:
     """Products of the units' centred ``Σ q kᵀ`` at one head, scaled to trace 1."""
-    products = (q @ q.T).double() * (keys @ keys.T).double()
-    gram = _sum_by(place, _sum_by(place, products, count), count, dim=1)
+    # ⟨q_i k_iᵀ, q_j k_jᵀ⟩ = (q_i · q_j)(k_i · k_j)
+    query_products = (q @ q.T).double()
+    key_products = (keys @ keys.T).double()
+    by_row = _sum_by(place, query_products * key_products, count)
+    gram = _sum_by(place, by_row, count, dim=1)
     row_means = gram.mean(1, keepdim=True)
     centred = gram - gram.mean(0) - row_means + gram.mean()
     tiny = torch.finfo(torch.float64).tiny

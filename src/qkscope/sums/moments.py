@@ -69,8 +69,9 @@ class Covariance:
         count = self.sums[:, -1:, -1:]
         if bool((count < 2).any()):
             raise BadInput("a covariance needs at least two vectors: fit on more prompts.")
-        mean = self.sums[:, :-1, -1:] / count
-        mean_products = self.sums[:, :-1, :-1] / count
+        averages = self.sums / count
+        mean = averages[:, :-1, -1:]
+        mean_products = averages[:, :-1, :-1]
         return mean_products - mean @ mean.mT
 
     def merge(self, *others: Covariance) -> Covariance:
@@ -207,7 +208,8 @@ class Moments:
         self, side: str, vectors: Float[Tensor, "b c *k d"], prompts: Tensor | None
     ) -> None:
         """Refuse vectors that are NaN or infinite, naming the first."""
-        bad = (~torch.isfinite(vectors)).any(dim=-1).nonzero().tolist()
+        is_finite = torch.isfinite(vectors).all(dim=-1)
+        bad = (~is_finite).nonzero().tolist()
         if not bad:
             return
         row, column, *slot = bad[0]
@@ -275,7 +277,8 @@ class Moments:
         ----------
         contrast : its name.
         """
-        return self.state["sums"][contrast][:, -1, :, -1]
+        sums = self.state["sums"][contrast]
+        return sums[:, -1, :, -1]
 
     def delta(self, contrast: str, center: Center = "none") -> Float[Tensor, "h d d"]:
         """ΔC of every head, rows in query space and columns in key space.
@@ -297,8 +300,9 @@ class Moments:
         """
         sums = self._filled(contrast)
         count = sums[:, -1:, :, -1:]
-        averages = (sums / count)[:, :-1, :, :-1]
-        norms = torch.linalg.matrix_norm(averages.transpose(1, 2), ord=2)
+        averages = sums / count
+        products = averages[:, :-1, :, :-1].transpose(1, 2)
+        norms = torch.linalg.matrix_norm(products, ord=2)
         return norms.amax(dim=1)
 
     def flipped_nulls(self, contrast: str, head: Head | str) -> Float[Tensor, "r d d"]:
@@ -360,7 +364,8 @@ class Moments:
         missing = (self.count(contrast) <= 0).nonzero().tolist()
         if missing:
             head, sign = missing[0]
-            pairs = f"{('positive', 'negative')[sign]} pairs for {self.heads[head]}"
+            kind = "negative" if sign else "positive"
+            pairs = f"{kind} pairs for {self.heads[head]}"
             raise BadInput(f"contrast {contrast!r} has no {pairs}: it needs both + and − keys.")
         return self.state["sums"][contrast]
 
@@ -419,7 +424,9 @@ class Moments:
             return "its manifest"
         for name, expected in promised.items():
             value = tensors.get(name)
-            if value is None or value.shape != expected.shape or value.dtype != expected.dtype:
+            if value is None:
+                return name
+            if (value.shape, value.dtype) != (expected.shape, expected.dtype):
                 return name
         return None
 
@@ -444,7 +451,8 @@ def _add_outer(
         # the queries of a group stand side by side and meet their shared keys in one product
         stacked = queries.unflatten(1, (groups, group_size)).flatten(2)
         by_group = flat.view(groups, -1, keys.shape[2])
-        by_group.baddbmm_(stacked.permute(1, 2, 0), keys.transpose(0, 1))
+        left = stacked.permute(1, 2, 0)
+        by_group.baddbmm_(left, keys.transpose(0, 1))
     else:
         keys_of_heads = keys.transpose(0, 1)[kv_of_head]
         flat += queries.permute(1, 2, 0) @ keys_of_heads

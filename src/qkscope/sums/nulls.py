@@ -102,7 +102,8 @@ def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
     makes of a difference of means is told from an interaction.
     """
     size = mean_difference(sums).norm(dim=-1)
-    return size[..., None, None] * sums[..., -1:]
+    weights = sums[..., -1:]
+    return size[..., None, None] * weights
 
 
 def interaction_deltas(
@@ -157,8 +158,9 @@ def _interaction_part(
     if not means_differ:
         mean_key = mean_key.mean(dim=0)
     # Σ (q − q̄) [s; w; a]ᵀ
-    row_sums = sums[..., -1:, :, :]
-    centred = sums[..., :-1, :, :] - mean_query[:, None, None] * row_sums
+    of_queries = sums[..., :-1, :, :]
+    of_rows = sums[..., -1:, :, :]
+    centred = of_queries - mean_query[:, None, None] * of_rows
     keys, _, scales = centred.split([d, 1, 1], dim=-1)
     return _difference((keys - scales * mean_key) / count)
 

@@ -68,13 +68,18 @@ def metrics(
     """
     # padding stands before the first token, or behind the prompt
     first = rows.present().int().argmax(1)[:, None]
+    all_keys = rows.k[:, 0]
     keys_at = named[..., None].expand(-1, -1, rows.d_head)
-    keys = rows.k[:, 0].gather(1, keys_at)
-    q = rows.q[None, :, 0] if q is None else q
-    is_first = (named == first)[..., None]
-    k = keys[None] if k is None else torch.where(is_first, keys, k)
+    keys = all_keys.gather(1, keys_at)
+    if q is None:
+        q = rows.q[None, :, 0]
+    if k is None:
+        k = keys[None]
+    else:
+        is_first = (named == first)[..., None]
+        k = torch.where(is_first, keys, k)
     scale = float(torch.as_tensor(rows.scale).flatten()[0])
-    all_products = torch.einsum("xnd,ntd->nxt", q, rows.k[:, 0]) * scale
+    all_products = torch.einsum("xnd,ntd->nxt", q, all_keys) * scale
     at_named = torch.einsum("xnd,xnkd->nxk", q, k) * scale
     takes_part = signs[:, None] != 0
     columns = named[:, None].expand_as(at_named)
@@ -83,9 +88,11 @@ def metrics(
     named_logits = rows.logits(products).gather(-1, columns)
     logits = named_logits.masked_fill(~takes_part, -torch.inf)
     if P is not None:
-        at_named = torch.einsum("xnd,xnkd->nxk", q @ P.to(q), k) * scale
+        projected = q @ P.to(q)
+        at_named = torch.einsum("xnd,xnkd->nxk", projected, k) * scale
     is_right = (signs > 0)[:, None]
-    first_column = first[:, None].expand(-1, attention.shape[1], 1)
+    times = attention.shape[1]
+    first_column = first[:, None].expand(-1, times, 1)
     largest = logits.argmax(-1, keepdim=True)
     weights = relative_weights(signs)[:, None].to(q)
     on_named = attention.gather(-1, columns)
@@ -160,7 +167,8 @@ class Tally:
         used = torch.ones(len(words), dtype=torch.bool)
         if measurement.used is not None:
             used = measurement.used.cpu()
-        places = torch.tensor([self._place[word] for word in words])[used]
+        place_of_prompt = [self._place[word] for word in words]
+        places = torch.tensor(place_of_prompt)[used]
         values = {**measurement.values, "count": torch.ones(len(words))}
         for name, value in values.items():
             if name not in self.sums:

@@ -126,13 +126,16 @@ class SingularBasis:
 
     def __getitem__(self, head: str | Head) -> HeadBasis:
         (i,) = self.index([Head.parse(head)])
-        return HeadBasis(self.U[i], self.S[i], self.V[i], self.read[i], self.rotary[i])
+        return HeadBasis(
+            U=self.U[i], S=self.S[i], V=self.V[i], read=self.read[i], rotary=self.rotary[i]
+        )
 
     def table(self) -> list[dict[str, Any]]:
         """One row per head: its spectrum in four numbers, and how well the factors multiply out."""
         energy = self.S.double().square()
         share = energy / energy.sum(-1, keepdim=True)
-        entropy = -(share * share.clamp_min(1e-300).log()).sum(-1)
+        logarithm = share.clamp_min(1e-300).log()
+        entropy = -(share * logarithm).sum(-1)
         table = []
         for i, head in enumerate(self.heads):
             spectrum = self.S[i]
@@ -173,7 +176,8 @@ def basis_of_weights(
     generator = torch.Generator().manual_seed(0)
     probes = torch.randn(w_k.shape[-1], _PROBES, generator=generator, dtype=torch.float64)
     parts = []
-    for batch in torch.arange(len(heads), device=w_q.device).split(heads_at_once(w_q)):
+    numbers = torch.arange(len(heads), device=w_q.device)
+    for batch in numbers.split(heads_at_once(w_q)):
         used, kv = kv_of_head[batch].unique(return_inverse=True)
         u, s, v = thin_svd(w_q[batch], w_k[used], kv)
         q = w_q[batch].to(u)
@@ -184,7 +188,8 @@ def basis_of_weights(
     U, S, V, read, error = map(torch.cat, zip(*parts, strict=True))
     if bool((error > 1e-6).any()):
         worst = heads[int(error.argmax())]
-        problem = f"{worst} do not multiply out to its weights (error {float(error.max()):.1e})"
+        largest = float(error.max())
+        problem = f"{worst} do not multiply out to its weights (error {largest:.1e})"
         raise BadInput(
             f"the singular vectors of {problem}: look for numbers that are not finite among them."
         )
@@ -215,7 +220,8 @@ def _probe_error(
     rebuilt = u @ (s[..., None] * (v.mT @ probes))
     error = (rebuilt - true).flatten(1).norm(dim=-1)
     size = true.flatten(1).norm(dim=-1)
-    return error / size.clamp_min(torch.finfo(torch.float64).tiny)
+    tiny = torch.finfo(torch.float64).tiny
+    return error / size.clamp_min(tiny)
 
 
 def dual(read: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h d m"]:
@@ -263,8 +269,9 @@ def key_difference(
     >>> key_difference(torch.tensor([[5.0], [1.0], [3.0]]), torch.tensor(0))
     tensor([3.])
     """
+    *shape, width = keys.shape
     if mask is None:
-        mask = torch.ones(keys.shape[:-1], dtype=torch.bool, device=keys.device)
+        mask = torch.ones(shape, dtype=torch.bool, device=keys.device)
     index = attended[..., None].to(torch.int64)
     others = mask.scatter(-1, index, False)
     if not bool(others.any(-1).all()):
@@ -274,7 +281,6 @@ def key_difference(
     weight = (others / others.sum(-1, keepdim=True)).to(keys)
     other_keys = keys.masked_fill(~others[..., None], 0.0)
     mean = (weight[..., None] * other_keys).sum(-2)
-    width = keys.shape[-1]
     columns = index[..., None].expand(*index.shape, width)
     attended_key = keys.gather(-2, columns).squeeze(-2)
     return attended_key - mean
@@ -378,7 +384,8 @@ def rotated_terms(
     Spectrum and rank stay, the directions do not. They rotate within the head's own subspaces, the
     strictest form: only which direction meets which is lost.
     """
-    rotations = random_rotations(s.shape[-1], 2 * draws, seed).to(query)
+    rank = s.shape[-1]
+    rotations = random_rotations(rank, 2 * draws, seed).to(query)
     of_query, of_key = rotations.chunk(2)
     q = torch.einsum("...m,rmn->r...n", query, of_query)
     k = torch.einsum("...m,rmn->r...n", difference, of_key)
@@ -429,7 +436,8 @@ def shared_sparsity(
 
     Every logit stays: a pair of vectors goes to a uniform pair at the same angle.
     """
-    first, second = normalize(_gaussian_pairs(q, draws, prompts, seed), dim=-1)
+    pairs = _gaussian_pairs(q, draws, prompts, seed)
+    first, second = normalize(pairs, dim=-1)
     along = (second * first).sum(-1, keepdim=True) * first
     across = normalize(second - along, dim=-1)
     cosine = cosine_similarity(q, difference, dim=-1)[..., None]
@@ -444,7 +452,8 @@ def _gaussian_pairs(
     """Gaussian vectors, addressed by seed and prompt: batches do not change them."""
     drawn = []
     for prompt in prompts:
-        digest = hashlib.sha256(f"{seed}/{prompt}".encode()).digest()
+        name = f"{seed}/{prompt}"
+        digest = hashlib.sha256(name.encode()).digest()
         address = int.from_bytes(digest[:8], "big") >> 1
         generator = torch.Generator().manual_seed(address)
         shape = (2, draws, *like.shape[1:])

@@ -93,8 +93,10 @@ class Subspace:
             )
 
     def __repr__(self) -> str:
-        verdict = "" if self.controls is None else f", {self.controls.verdict}"
-        return f"Subspace({self._title}, rank {self.rank} of {self.d_head}{verdict})"
+        rank = f"rank {self.rank} of {self.d_head}"
+        if self.controls is not None:
+            rank += f", {self.controls.verdict}"
+        return f"Subspace({self._title}, {rank})"
 
     @property
     def _title(self) -> str:
@@ -218,7 +220,8 @@ class Subspace:
         lines = self._summary_head()
         energy = self.S.square()
         share = energy / energy.sum()
-        shown = min(max(self.rank + 2, 5), self.S.shape[0])
+        wanted = max(self.rank + 2, 5)
+        shown = min(wanted, len(self.S))
         for i in range(shown):
             cumulative = share[: i + 1].sum()
             line = f"  {i + 1:2d}  {self.S[i]:14.5g}"

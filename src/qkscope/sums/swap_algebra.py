@@ -256,7 +256,7 @@ class SwapRows:
 
         Both stand there with their intervals.
         """
-        table: dict[tuple[str, str, str], dict[str, Any]] = {}
+        table = dict[tuple[str, str, str], dict[str, Any]]()
         for (feature, reading), true in self.truth.items():
             tested = true.isfinite().flatten(1).all(1)
             if not bool(tested.any()):
@@ -317,9 +317,9 @@ class SwapRows:
         values = torch.stack(differences, dim=-1)
         low, high = clustered_bootstrap(values, self.cluster, seed=seed)
         # heads by pairs by mean and ends
-        numbers = torch.stack([values.mean(0), low, high], dim=-1).tolist()
+        numbers = torch.stack([values.mean(0), low, high], dim=-1)
         table = []
-        for of_head, head in zip(numbers, self.heads, strict=True):
+        for of_head, head in zip(numbers.tolist(), self.heads, strict=True):
             for (first, second), (mean, least, most) in zip(pairs, of_head, strict=True):
                 row = {
                     "head": str(head),
@@ -481,8 +481,9 @@ def draw_targets(orig: Slots, allowed: Bool[Tensor, "n k"], *address: int | Slot
     free = allowed & (slots != orig[:, None])
     stuck = (~free.any(dim=1)).nonzero()
     if len(stuck):
+        row = int(stuck[0])
         raise BadInput(
-            f"row {int(stuck[0])} has no other key to swap with: give each example at least two keys."
+            f"row {row} has no other key to swap with: give each example at least two keys."
         )
     parts = []
     for part in address:

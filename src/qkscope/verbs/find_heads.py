@@ -96,8 +96,9 @@ def find_heads(
             unit_of_example += [i] * len(units[i])
         encoded = scope.encode(examples, chat=task.chat)
         captured = scope.capture_inputs(encoded, places=encoded.everywhere())
-        keys = encoded.places.keys[:, None].expand(-1, len(heads), -1)
-        bias_at_keys = captured.bias.gather(-1, keys)
+        keys = encoded.places.keys[:, None]
+        keys_of_heads = keys.expand(-1, len(heads), -1)
+        bias_at_keys = captured.bias.gather(-1, keys_of_heads)
         check_visible(encoded, heads, bias_at_keys, by_some=True)
         scores = _scores(encoded, captured.attention())
         unit = torch.tensor(unit_of_example, device=encoded.example.device)
@@ -114,7 +115,8 @@ def find_heads(
         scores[name] = torch.cat([batch[name] for batch in batches])
     rows = _rows(heads, scores, clusters_of(units, scores["unit"]))
     for row in rows:
-        row["reaches"] = row[by] >= threshold and row["accuracy"] > row["chance"]
+        beats_chance = row["accuracy"] > row["chance"]
+        row["reaches"] = row[by] >= threshold and beats_chance
     rows.sort(key=lambda row: -row[by])
     about = made_from(scope, task)
     answer = with_notes(_answer(rows, threshold, by), about)
@@ -163,7 +165,10 @@ def _share(hits: Bool[Tensor, " n"]) -> float:
 def _answer(rows: Sequence[Mapping[str, Any]], threshold: float, by: Score) -> str:
     """The best head in a sentence, and which head attends to the right key most of all tokens."""
     best = rows[0]
-    lead = "" if best[by] >= threshold else f"No head reaches {threshold:.0%}: "
+    reaches = best[by] >= threshold
+    lead = ""
+    if not reaches:
+        lead = f"No head reaches {threshold:.0%}: "
     score = _apart_from(best[by], threshold)
     if by != "accuracy":
         lead += f"{best['head']} is first by {by} ({score}): "
@@ -208,11 +213,9 @@ def _scores(encoded: Encoding, attention: Float[Tensor, "b h t"]) -> dict[str, T
     on_right = (on_candidates * right[:, None]).sum(-1)
     is_right = right.gather(1, on_candidates.argmax(-1)) > 0
     tiny = torch.finfo(mass.dtype).tiny
-    return {
-        # a head that gives the candidates nothing prefers none of them: argmax would name the first
-        "hit": is_right & (mass > 0),
-        "row_hit": right_token.gather(1, attention.argmax(-1)) > 0,
-        "ratio": on_right / mass.clamp_min(tiny),
-        "mass": mass,
-        "chance": right.sum(-1) / candidates.sum(-1),
-    }
+    # a head that gives the candidates nothing prefers none of them: argmax would name the first
+    hit = is_right & (mass > 0)
+    row_hit = right_token.gather(1, attention.argmax(-1)) > 0
+    ratio = on_right / mass.clamp_min(tiny)
+    chance = right.sum(-1) / candidates.sum(-1)
+    return {"hit": hit, "row_hit": row_hit, "ratio": ratio, "mass": mass, "chance": chance}

@@ -115,7 +115,8 @@ def sparsity(
     --------
     >>> import qkscope as qk
     >>> scope, task = qk.Scope.load("nano:mixed"), qk.tasks.ioi()
-    >>> qk.sparsity(scope, task, "L1H3:END>IO", 4, controls=1, draws=2, progress=False).table()[0]["n"]
+    >>> quick = {"controls": 1, "draws": 2, "progress": False}
+    >>> qk.sparsity(scope, task, "L1H3:END>IO", 4, **quick).table()[0]["n"]
     4
     """
     if heads is None:

@@ -61,7 +61,8 @@ class Features(NamedTuple):
         names = [*fitted, *given]
         if not names:
             raise BadInput(
-                "there is nothing to swap: give a fit, as decompose gives, or subspaces of your own."
+                "there is nothing to swap:"
+                " give a fit, as decompose gives, or subspaces of your own."
             )
         if len(set(names)) < len(names):
             raise BadInput(

@@ -226,8 +226,9 @@ def _nearest(name: str, head: str, by_kind: Mapping[str, Mapping[str, Any]]) -> 
         low = ours["nearer_low"]
         high = ours["nearer_high"]
         verdict = _verdict(low, high)
-        nearer = f"{ours['nearer']:.2f} [{low:.2f}, {high:.2f}]"
-        beside = f", key PCA's {distance['key_pca']:.2f} ({verdict}: {nearer})"
+        interval = f"[{low:.2f}, {high:.2f}]"
+        nearer = f"{verdict}: {ours['nearer']:.2f} {interval}"
+        beside = f", key PCA's {distance['key_pca']:.2f} ({nearer})"
     given = f"the row that ΔC gives {head} is {distance['feature']:.2f} from the true one"
     nearest = f"nearest is {_NAMES[best]}, {distance[best]:.2f}"
     extremes = f"nothing done {distance['nothing']:.2f}, the whole key {distance['whole']:.2f}"

@@ -99,7 +99,7 @@ def _scores(
 
 
 def _side_sums(rows: HeadRows, side: Side, frame: Tensor) -> dict[str, Float[Tensor, "n *v"]]:
-    """Sums over the places of one side, from which means, variances and patching scores are made."""
+    """Sums over the places of one side, which give means, variances and patching scores."""
     stream = rows.streams[side].double()
     shown = _shown(rows, side).double()
     share = shown / shown.sum(1, keepdim=True).clamp_min(1)
@@ -182,7 +182,8 @@ def _shown(rows: HeadRows, side: Side) -> Int[Tensor, "n p"]:
         return torch.ones_like(rows.signs[:, :1])
     named = rows.signs != 0
     first = rows.rows.present().int().argmax(1)
-    is_later = rows.run.columns[:, 1:] != first[:, None]
+    keys = rows.run.columns[:, 1:]
+    is_later = keys != first[:, None]
     later = named & is_later
     return torch.where(later.any(1, keepdim=True), later, named).long()
 
@@ -242,7 +243,8 @@ def edge_masks(
     writers : all but the last, the biases.
     seed : of the random writers.
     """
-    masks = torch.zeros(2, len(edges), len(writers) + 1, dtype=torch.bool)
+    parts = len(writers) + 1
+    masks = torch.zeros(2, len(edges), parts, dtype=torch.bool)
     for row, (edge, draw) in enumerate(edges):
         for number, side in enumerate(SIDES):
             if edge.side not in (side, "both"):

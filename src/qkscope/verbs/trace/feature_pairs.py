@@ -1,4 +1,4 @@
-"""A dictionary's features instead of writers: pairs that a logit lies in, beside meaningless copies.
+"""A dictionary's features instead of writers: the pairs of a logit, beside meaningless copies.
 
 Features, the dictionary's error, what layers after it added and the biases are parts of the stream
 like any other, and go through the head's norms, weights and rotation as writers do. A transcoder
@@ -136,7 +136,8 @@ class FeatureSplit:
         terms = list[FeatureTerms]()
         for i, ids in enumerate(coded.ids):
             weights = rows.weights[i].to(q).double() * rows.scale
-            terms.append(FeatureTerms.of(ids, q[i], k[i], weights, *self.rest))
+            of_prompt = FeatureTerms.of(ids, q[i], k[i], weights, *self.rest)
+            terms.append(of_prompt)
         return terms
 
     def _read(self, coded: Coded, side: Side, places: list[int]) -> Float[Tensor, "n c p d"]:
@@ -154,7 +155,9 @@ class FeatureSplit:
             BIAS: coded.bias.expand_as(target),
         }
         pieces = [Parts(["feature"], features)]
-        pieces += [Parts([name], rest[name][:, None]) for name in self.rest]
+        for name in self.rest:
+            vectors = rest[name]
+            pieces.append(Parts([name], vectors[:, None]))
         return self.rows.run.read(self.rows.head, side, pieces, places)
 
     # ------------------------------------------------------------------ cut
@@ -212,8 +215,11 @@ def _times() -> Float[Tensor, "2 x c"]:
 
     To restore, all is taken out and the features are put back.
     """
-    ablated = torch.eye(len(CUT_PAIRS), len(CUT_PAIRS) + 1)
-    restored = -ablated + torch.eye(len(CUT_PAIRS) + 1)[-1]
+    # one column for each number of pairs, and the last for all
+    columns = len(CUT_PAIRS) + 1
+    ablated = torch.eye(len(CUT_PAIRS), columns)
+    take_out_all = torch.eye(columns)[-1]
+    restored = -ablated + take_out_all
     ways = torch.cat([ablated, restored])
     none = torch.zeros_like(ways)
     query = torch.cat([none, ways, ways])
@@ -308,7 +314,7 @@ class FeatureTest:
         }
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
-        """Parts of the logit; `NUMBERS` and `PAIR_CUTS` of the dictionary and its copies; the codes."""
+        """Parts of the logit; `NUMBERS` and `PAIR_CUTS` of the dictionary and of its copies."""
         split = FeatureSplit(rows, self.dictionary)
         terms = split.terms()
         compared = [_numbers(terms)]
@@ -339,7 +345,7 @@ class FeatureTest:
                 yield split.null(kind, seed)
 
     def given(self, terms: FeatureTerms) -> Float[Tensor, " v"]:
-        """What pairs give in one prompt; of each side features, the rest, and all other features."""
+        """What pairs give in one prompt; by side features, the rest, and all other features."""
         row_of = {int(feature): i for i, feature in enumerate(terms.query)}
         column_of = {int(feature): i for i, feature in enumerate(terms.key)}
         given = list[float]()
@@ -425,7 +431,7 @@ class FeatureTest:
         lows, highs = tally.interval("edges", [0])
         rows = []
         for place, (side, edge, size) in enumerate(PAIR_CUTS):
-            after, *copies = means[:, place].split([1, *[self.draws] * len(NULLS)])
+            after, *copies = self._by_copy(means[:, place])
             about = {"head": str(self.head), "side": side, "edge": edge, "k": size}
             ours = {
                 "kind": "dictionary",
@@ -448,6 +454,11 @@ class FeatureTest:
                 rows.append({**about, **of_copy})
         return rows
 
+    def _by_copy(self, values: Float[Tensor, "x *m"]) -> Sequence[Tensor]:
+        """Values of the dictionary, and of the draws of each kind of copy."""
+        draws = [self.draws] * len(NULLS)
+        return values.split([1, *draws])
+
     def _copies(
         self, numbers: Float[Tensor, "x m"], interval: tuple[Tensor, Tensor]
     ) -> list[dict[str, Any]]:
@@ -455,7 +466,7 @@ class FeatureTest:
 
         The dictionary has its interval over words, a null the lowest and highest of its draws.
         """
-        ours, *nulls = numbers.split([1, *[self.draws] * len(NULLS)])
+        ours, *nulls = self._by_copy(numbers)
         logit = ours[0, 0]
         low, high = interval
         columns = _shares(ours, (low[0], high[0]), logit)
@@ -477,7 +488,7 @@ def _numbers(terms: Sequence[FeatureTerms]) -> Float[Tensor, "n m"]:
 
 
 def _about(rows: HeadRows, split: FeatureSplit) -> Float[Tensor, "n a"]:
-    """`_ABOUT` of every prompt: how many features are active, what is lost, where the head looks."""
+    """`_ABOUT` of every prompt: how many features are active, what is lost, what is attended to."""
     coded = split.coded
     weight = split.there.double()
     active = coded.active.double()
@@ -487,8 +498,10 @@ def _about(rows: HeadRows, split: FeatureSplit) -> Float[Tensor, "n a"]:
     described = split.target - coded.bias
     missing = described - coded.parts().sum(-2) - coded.skip
     # squared lengths, n p, summed over the places that count
-    lost = (missing.double().square().sum(-1) * weight).sum(1)
-    whole = (described.double().square().sum(-1) * weight).sum(1)
+    missing_square = missing.double().square().sum(-1)
+    described_square = described.double().square().sum(-1)
+    lost = (missing_square * weight).sum(1)
+    whole = (described_square * weight).sum(1)
     measured = rows.measure()[0]
     looks = [measured[:, METRICS.index(name)].double() for name in _LOOKS]
     return torch.stack([active[:, 0], at_keys, lost, whole, *looks], dim=1)
@@ -501,7 +514,7 @@ def _largest_part(terms: FeatureTerms) -> float:
 
 
 def _judge(edge: str, before: float, after: Tensor, copies: Float[Tensor, " x"]) -> str:
-    """The verdict on one cut: of what is left, or with features restored of what is still missing."""
+    """The verdict on a cut: of what is left, or with features restored of what is still missing."""
     if edge == "ablated":
         return verdict(before, float(after), copies)
     return verdict(before, before - float(after), before - copies)
@@ -510,7 +523,7 @@ def _judge(edge: str, before: float, after: Tensor, copies: Float[Tensor, " x"])
 def _shares(
     draws: Float[Tensor, "x m"], ends: tuple[Tensor, Tensor], logit: Tensor
 ) -> dict[str, float]:
-    """How much of the logit pairs explain, and how much of all terms the first and first ten hold."""
+    """How much of the logit pairs explain, and what the first and the first ten hold of all."""
     columns = dict[str, float]()
     wholes: dict[str, Tensor | int] = {"explained": logit, "first": 1, "ten": 1}
     for name, whole in wholes.items():
@@ -574,7 +587,8 @@ def _says_first(pairs: Sequence[Mapping[str, Any]]) -> str:
 
 def _says_edges(edges: Sequence[Mapping[str, Any]]) -> str:
     """What is left without the first five pairs' features, and what they restore, beside copies."""
-    first_five = [row for row in edges if row["side"] == "key" and row["k"] == 5]
+    of_key = [row for row in edges if row["side"] == "key"]
+    first_five = [row for row in of_key if row["k"] == 5]
     ours = {row["edge"]: row for row in first_five if row["kind"] == "dictionary"}
     copies = [row for row in first_five if row["kind"] != "dictionary"]
     low = min(row["low"] for row in copies if row["edge"] == "ablated")

@@ -71,7 +71,7 @@ def _tables(one: PromptTrace, depth: int, draws: int, seed: int) -> Tables:
 
 
 def _answer(one: PromptTrace, tables: Tables) -> str:
-    """How much attention the key gets, who wrote it and the query, and what cutting these leaves."""
+    """How much attention the key gets, who wrote it and the query, and what their cuts leave."""
     if not one.total:
         return (
             f"{one.where()} The tokens that it is compared with have the same logit,"

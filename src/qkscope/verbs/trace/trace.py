@@ -71,7 +71,7 @@ def trace(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Trace:
-    """Say which writers made a head's query and keys (QK attribution); cut and keep edges to test it.
+    """Say which writers made a head's query and keys (QK attribution); cut and keep their edges.
 
     Parameters
     ----------
@@ -123,7 +123,8 @@ def trace(
     heads = [each for each in scope.parse(head) if each.layer > 0]
     if not heads:
         raise BadInput(
-            f"{scope.name} has one layer, where only the embedding writes: there is nothing to trace."
+            f"{scope.name} has one layer, where only the embedding writes:"
+            " there is nothing to trace."
         )
     asked: dict[str, Any] = {"heads": [str(each) for each in heads], "draws": draws}
     if dictionary is not None:
@@ -212,7 +213,7 @@ def _check_options(
 
 
 def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
-    """``U Uᵀ`` of a feature of this head, which was fitted on vectors as the dot product sees them."""
+    """``U Uᵀ`` of a feature of this head, fitted on vectors that the dot product sees."""
     subspaces = {feature.contrast or "to look inside": feature}
     _, space = features_of(subspaces, head, scope)
     if space != "post_rope":
