@@ -58,13 +58,13 @@ class Restored:
     whole_side: float
 
     def share(self, attention: float, before: float) -> float:
-        """The share of what the change took away that an attention brings back."""
+        """Share of the lost attention that is brought back."""
         lost = before - self.changed
         return (attention - self.changed) / lost if lost > 0 else 0.0
 
 
 class Carriers:
-    """One look of an unchanged run, and words that decide it.
+    """Carriers of the words that decide one look.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class Carriers:
         return rows
 
     def _places(self) -> Sequence[int]:
-        """The two words that are the same, or the strongest up to the key and that behind it."""
+        """Places of the two equal words, or of the strongest word up to the key and behind it."""
         same = self.reason.first("same word")
         if same is not None:
             return same.positions
@@ -109,6 +109,7 @@ class Carriers:
         return [*up_to_key[:1], *behind_key[:1]]
 
     def _row(self, word: Word) -> Row | None:
+        """The row of one word; None where its alternatives leave the look as it is."""
         changes = self.because.alternatives(word)[:RUNS]
         runs = [self._changed(change) for change in changes]
         changed = [self._attention(run) for run in runs]
@@ -145,9 +146,7 @@ class Carriers:
         }
 
     def _choose(self, runs: Sequence[Run], side: Side, left: float) -> list[str]:
-        """The writer that brings back most by itself, and the one that adds most to it, if that is
-        much.
-        """
+        """The writer that brings back most by itself, and a second one if it adds much to it."""
         chosen = list[str]()
         reached = -torch.inf
         for _ in range(2):
@@ -187,7 +186,7 @@ class Carriers:
         )
 
     def _random_sets(self, writers: Sequence[str]) -> list[list[str]]:
-        """As many other writers of the same kinds and layers, drawn again and again."""
+        """Random sets of as many other writers of the same kinds and layers."""
         numbers = [self.names.index(name) for name in writers]
         seeds = [derived_seed(self.seed, "carry", draw) for draw in range(_DRAWS)]
         draws = [draw_alike(numbers, self.writers, seed) for seed in seeds]
@@ -196,6 +195,7 @@ class Carriers:
     # ------------------------------------------------------------------ one changed run
 
     def _changed(self, change: Words) -> Run:
+        """The run of the prompt with a change, recorded where it differs."""
         prompt = self.because.with_change(change)
         length = torch.tensor([self.query + 1])
         (runs,) = self.because.running(prompt[None], length)
@@ -206,13 +206,14 @@ class Carriers:
         return again.record(self.run.reader, prompt, look, self.head.layer, at)
 
     def _look(self, run: Run) -> tuple[int, int]:
-        """Query and key, as a run counts its tokens."""
+        """Query and key of the look, by a run's own count of tokens."""
         if run is self.run:
             return self.query, self.key
         query, key = run.columns[0, :2].tolist()
         return query, key
 
     def _attention(self, run: Run) -> float:
+        """The look's attention in a changed run."""
         query, key = self._look(run)
         prompt = run.row[:1]
         queries = torch.full_like(prompt, query)

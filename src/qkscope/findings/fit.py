@@ -1,4 +1,4 @@
-"""What `decompose` gives: the sums of each contrast, its subspaces with their controls, a folder.
+"""Fits, as `decompose` gives them: sums of each contrast, subspaces with controls, a folder.
 
 A folder holds what was asked (in its manifest), the sums, and a copy of the task's file. Subspaces
 are not stored, but made again from the sums by `load_fit`: they are cheap, and then they cannot
@@ -63,7 +63,7 @@ _JOB = (
 
 
 class ContrastSums(Moments):
-    """What the pass of one contrast adds up: its moments, and the baselines' covariances."""
+    """Sums of one contrast's pass: its moments, and the baselines' covariances."""
 
     kind = "sums"
 
@@ -327,7 +327,7 @@ def _spectrum_rows(subspace: Subspace, controls: Controls) -> list[dict[str, Any
 
 
 def _answer(rows: list[dict[str, Any]]) -> str:
-    """How many contrasts got which verdict, where, and what could not be tested."""
+    """Say how many contrasts got which verdict, where, and what could not be tested."""
     parts = []
     for verdict, words in _KINDS.items():
         having = [row for row in rows if row["verdict"] == verdict]
@@ -354,7 +354,7 @@ def _answer(rows: list[dict[str, Any]]) -> str:
 
 
 def _places(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The heads of each contrast, the first few by name."""
+    """List the heads of each contrast, the first few by name."""
     parts = []
     for name in dict.fromkeys(row["contrast"] for row in rows):
         heads = [row["head"] for row in rows if row["contrast"] == name]

@@ -1,4 +1,4 @@
-"""A logit followed down to the words: who wrote it, what these writers read, and who wrote there.
+"""Graph of a logit down to the words: who wrote it, what these writers read, who wrote there.
 
 One walk, whatever it starts from: the relative attention logit of a head (`trace_graph`), which is
 the sum of its query writers and the sum of its key writers, or the lead of an answer over its rival
@@ -79,7 +79,7 @@ class Graph(NamedTuple):
 
     @property
     def tables(self) -> dict[str, list[Row]]:
-        """The tables of a result."""
+        """Tables of a result, by name."""
         return {"nodes": self.nodes, "graph": self.edges, "prompt": self.prompt}
 
 
@@ -128,7 +128,7 @@ class _Request:
     level: int = 0
 
     def directions(self) -> tuple[Int[Tensor, " p"], Float[Tensor, "1 p e"]]:
-        """Each slot once, with the sum of the directions there."""
+        """Slots, each once, with the sum of the directions there."""
         slots, place = torch.cat(self.slots).unique(return_inverse=True)
         along = torch.cat(self.along, dim=1)
         sums = along.new_zeros(1, len(slots), along.shape[-1])
@@ -183,7 +183,7 @@ class Walk:
         self._nodes: dict[tuple[str | None, str, int], Row] = {}
 
     def node(self, side: str | None, writer: str, position: int, value: float | None = None) -> Row:
-        """The row of a node, made where it is met first."""
+        """Row of a node, made where the node is met first."""
         key = (side, writer, position)
         if key not in self._nodes:
             self._nodes[key] = self._new_node(side, writer, position, value)
@@ -192,7 +192,7 @@ class Walk:
     def _new_node(
         self, side: str | None, writer: str, position: int, value: float | None = None
     ) -> Row:
-        """The row of a node that was not met before."""
+        """Row of a node that was not met before."""
         layer = None
         if writer not in (EMBEDDING, self.head):
             layer = Writer.parse(writer).block
@@ -264,7 +264,7 @@ class Walk:
         return self.run.on_output(answer, head)
 
     def read(self, head: Head, position: int, request: _Request, least: float) -> _HeadRead:
-        """What a head read at its main tokens: those that gave at least so much to its value."""
+        """Read of a head at its main tokens: those that gave at least so much to its value."""
         slots, along = request.directions()
         given = self._given_by_token(head, position, request)
         values = given.tolist()
@@ -312,7 +312,7 @@ class Walk:
         return torch.cat(weights).T
 
     def _given_by_token(self, head: Head, position: int, request: _Request) -> Float[Tensor, " t"]:
-        """What a head brought from each token, as the node's own position sees it.
+        """Value that a head brought from each token, as the node's own position sees it.
 
         What other slots read stands at the node's token at the same distance; the first token is
         the first to all, and what has no such token counts nowhere.
@@ -526,7 +526,7 @@ def _counters() -> dict[Any, Counter[Any]]:
 
 @dataclass
 class _Sources:
-    """What the writers of one head read, summed over prompts.
+    """Sources of one head's writers: what they read, summed over prompts.
 
     Attributes
     ----------
@@ -569,7 +569,7 @@ class _Sources:
             self.tokens[side, offset][token] += 1
 
     def shares(self, side: Side, head: Head) -> dict[int | str, float]:
-        """By offset what came from there, the largest first; the rest as one."""
+        """Shares of the logit by offset, the largest first; the rest as one."""
         given = self.given[side, head]
         by_size = sorted(given, key=lambda at: -abs(given[at]))
         shares: dict[int | str, float] = {at: given[at] for at in by_size[:_SOURCES]}
@@ -581,7 +581,7 @@ class _Sources:
 def sources_of(
     batches: Iterable[HeadRows], writers: Mapping[Side, Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Which tokens a head's writers read, over many prompts.
+    """Table of the tokens that a head's writers read, over many prompts.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ _CONDITIONS = {"held": 128, "live": 8}
 
 @dataclass(eq=False)
 class HeadRows:
-    """One head on one batch.
+    """Attention rows of one head on one batch, with its writers.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class HeadRows:
 
     @cached_property
     def marginals(self) -> dict[Side, Float[Tensor, "n c"]]:
-        """By side, what each writer gives to the relative logit; both sum to it."""
+        """Parts of the relative logit by side and writer; those of a side sum to it."""
         if len(self.signs) > 1 and self.projector is None:
             # writers of a batch stand side by side; those of one prompt would take too much room
             return split_together([self])[self.head]
@@ -121,7 +121,7 @@ class HeadRows:
 
     @cached_property
     def pairs(self) -> Float[Tensor, "n c c"]:
-        """What each pair of a query writer and a key writer gives."""
+        """Parts of the relative logit by pair of a query writer and a key writer."""
         queries = self.read("query")[:, :, 0]
         q = self.projected(queries) * self.scale
         weighted_keys: Tensor | float = 0.0
@@ -133,7 +133,7 @@ class HeadRows:
         return q @ weighted_keys.mT  # type: ignore[union-attr]
 
     def given(self, pairs: Sequence[tuple[int, int]] = ()) -> Measurement:
-        """The logit and what writers, and some pairs, give to it.
+        """Measure the logit, and what writers and some pairs give to it.
 
         The error says how far the writers of a side miss the logit, beside the largest part.
         """
@@ -154,7 +154,7 @@ class HeadRows:
         return Measurement(values, missed / largest.clamp_min(1e-30))
 
     def _pieces(self, slots: list[int]) -> Iterable[tuple[list[int], list[Parts]]]:
-        """What writers left at some slots, a few at a time: a long prompt takes no more room."""
+        """Parts of the stream that writers left, a few slots at a time to save memory."""
         step = max(_PLACES // len(self.signs), _EACH)
         for start in range(0, len(slots), step):
             piece = slots[start : start + step]
@@ -171,7 +171,7 @@ class HeadRows:
 
     @cached_property
     def streams(self) -> dict[Side, Float[Tensor, "n c p d_model"]]:
-        """By side, what each writer but the biases left at its places, in the residual stream."""
+        """Parts of the stream by side: what each writer but the biases left at its places."""
         streams = dict[Side, Tensor]()
         for side, slots in self.slots.items():
             pieces = [named(parts) for _, parts in self._pieces(slots)]
@@ -292,7 +292,7 @@ def join_tables(parts: Iterable[Tables]) -> Tables:
 
 @dataclass(frozen=True)
 class Pass:
-    """How prompts go through a model, batch by batch, and where what is done is kept.
+    """One pass of prompts through a model, batch by batch, and the work that it is kept in.
 
     Parameters
     ----------
@@ -331,8 +331,9 @@ class Pass:
         heads = self.reader.heads
         signs = answer_signs(encoded)
         run = self.reader.record(encoded.inputs, encoded.places, layers=self.layers)
-        keys = run.columns[:, None, 1:].expand(-1, len(heads), -1)
-        seen = run.captured.bias.gather(-1, keys)
+        keys = run.columns[:, None, 1:]
+        keys_of_heads = keys.expand(-1, len(heads), -1)
+        seen = run.captured.bias.gather(-1, keys_of_heads)
         check_visible(encoded, heads, seen, by_some)
         rows = [HeadRows(run, head, signs, self.projectors.get(head)) for head in heads]
         return [unit_of[int(example)] for example in encoded.example], rows

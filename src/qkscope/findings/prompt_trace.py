@@ -48,7 +48,7 @@ class AskedPrompt:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What the model is given."""
+        """Inputs of the model."""
         return self.encoded.inputs
 
     @property
@@ -59,7 +59,7 @@ class AskedPrompt:
         return Places.everywhere(row, query, self.inputs["attention_mask"])
 
     def told(self, prompt: Prompt) -> dict[str, Any]:
-        """What a result says of the prompt."""
+        """Facts about the prompt that a result keeps."""
         shown = prompt if isinstance(prompt, str) else prompt.show(2000)
         return {"prompt": shown, "query": self.query, "tokens": self.tokens}
 
@@ -101,7 +101,7 @@ def checked_place(place: int, length: int, what: str) -> int:
 
 
 class PromptTrace(HeadRows):
-    """One head on one prompt.
+    """Trace of one head on one prompt: its key, what it is compared with, and its writers.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ class PromptTrace(HeadRows):
         raise BadInput(f"token {place} {why}: name another token.")
 
     def most_attended(self, tokens: Sequence[int], row: Float[Tensor, " t"] | None = None) -> int:
-        """Of some tokens, the one with most attention in the head's row, or in another."""
+        """Token with most attention among some, in the head's row or in another."""
         values = (self.attention if row is None else row).tolist()
         return max(tokens, key=values.__getitem__)
 
@@ -185,7 +185,7 @@ class PromptTrace(HeadRows):
         return f"{text!r} (token {i})"
 
     def where(self) -> str:
-        """How much of its attention the head gives to the key, in words."""
+        """Say how much of its attention the head gives to the key."""
         asking = self.asked.tokens[self.asked.query]
         key = f"{self.asked.tokens[self.key]!r} (token {self.key})"
         share = f"{float(self.attention[self.key]):.0%} of its attention"
@@ -230,7 +230,7 @@ class PromptTrace(HeadRows):
         return [i for i in first if float(values[i]) > least]
 
     def cut_rows(self, draws: int, seed: int, live: bool = False) -> list[dict[str, Any]]:
-        """The table ``cuts``: the strongest writers cut, beside random ones of kind and layers alike.
+        """Rows of the table ``cuts``: the strongest writers cut, beside random ones alike.
 
         A row for each side and number. With ``live``, rows of one or two writers of a side also say
         what is left where norms are live.
@@ -302,7 +302,7 @@ class PromptTrace(HeadRows):
 
     @cached_property
     def tally(self) -> Tally:
-        """Sums of what the writers give, without pairs."""
+        """Tally of what the writers give, without pairs."""
         return Tally.of_prompt(self.given())
 
     def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
@@ -396,5 +396,5 @@ class PromptRun:
         versus: int | None = None,
         projector: Tensor | None = None,
     ) -> PromptTrace:
-        """One head, asked about one token; see `PromptTrace`."""
+        """Trace one head, asked about one token; see `PromptTrace`."""
         return PromptTrace(self.run, self.asked, self.scope.check(head), key, versus, projector)

@@ -1,5 +1,4 @@
-"""Which heads look from where to where: published circuits (``published.toml``), and how to find
-such heads elsewhere.
+"""Published circuits (``published.toml``): edges of heads, and how to find such heads elsewhere.
 
 An edge is a head with the roles it connects: ``L9H9 (name mover): END → IO``. A circuit is a list
 of edges. Where none is known for a model, `find_circuit` takes the heads that attend most from one
@@ -186,7 +185,7 @@ def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"] | int) -> P
 def find_circuit(
     scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_size: int = 32
 ) -> list[Edge]:
-    """For each duty of the task the heads that do it most, on prompts for choosing.
+    """Find the heads that do each duty of the task most, on prompts for choosing.
 
     A head's score is its mean attention from the query role to the key role, less that to the other
     named roles, so that a head which looks at every name is not taken for one that looks at this

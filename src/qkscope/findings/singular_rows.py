@@ -80,7 +80,7 @@ class RelativeRows(NamedTuple):
     def values(
         self, draws: int, seed: int, prompts: Sequence[int]
     ) -> dict[str, Float[Tensor, "b h"]]:
-        """How few terms carry each row, beside what rotated bases and random terms would show.
+        """Measures of how few terms carry each row, beside those of rotated bases and random terms.
 
         ``rotated`` turns the two sides' singular vectors independently, ``rotated_shared`` the head
         space as a whole; ``prompts`` are the numbers that address their draws.
@@ -175,5 +175,5 @@ def relative_rows(
 
 
 def _at_slot(values: Float[Tensor, "b h t"], slot: Int[Tensor, "b h"]) -> Float[Tensor, "b h"]:
-    """What each row has of the key asked about."""
+    """Values at the key asked about, of each row."""
     return values.gather(-1, slot[..., None])[..., 0]

@@ -1,4 +1,4 @@
-"""Which keys change places in a swap, and the attention rows that are edited.
+"""Pairs of keys that change places in a swap, and the attention rows that are edited.
 
 One capture of the held-out prompts serves every condition: the edited rows have a closed form
 (`qkscope.sums.swap_algebra`). Which keys change places is drawn once for every condition and every

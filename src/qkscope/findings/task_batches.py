@@ -32,7 +32,7 @@ from qkscope.texts.task import ASKED, Contrast, Task, Unit
 
 
 def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
-    """What an analysis was made from, for manifests and for refusing to mix."""
+    """Facts that an analysis was made from, for manifests and for refusing to mix."""
     notes = list(task.notes)
     if task.starts_with_key and not scope.encoder.adds_first:
         notes.append(FIRST_TOKEN)
@@ -150,7 +150,8 @@ def null_units(
     """
     words = []
     for unit in units:
-        words.append([_words(unit, contrast, member) for member in range(len(unit))])
+        members = range(len(unit))
+        words.append([_words(unit, contrast, member) for member in members])
     varied = len({of_member for of_unit in words for of_member in of_unit}) > 1
     numbers = []
     for unit, of_unit in zip(units, words, strict=True):
@@ -174,7 +175,7 @@ def _raw_text(example: Example) -> str:
 
 
 def _hashed(texts: tuple[str, ...]) -> int:
-    """A number for some texts, the same in every process."""
+    """Hash of some texts, the same in every process."""
     text = repr(texts).encode("utf-8", "backslashreplace")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
 
@@ -297,7 +298,7 @@ def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:
 
 
 def _text_and_marks(example: Example) -> str:
-    """What tells prompts apart: all but their labels."""
+    """Key that tells prompts apart: all but their labels."""
     spans = [key.span for key in example.keys]
     return repr((example.text, example.ids, example.queries, spans))
 

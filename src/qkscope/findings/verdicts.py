@@ -1,4 +1,4 @@
-"""What an answer may say of parts and of cuts.
+"""Verdicts on parts and on cuts: what an answer may say of them.
 
 Nothing of parts that do not sum to their logit; and of a cut only beside enough controls.
 """
@@ -108,7 +108,7 @@ def verdict(
 
 
 def says_right(check: Mapping[str, Any]) -> str:
-    """How much attention a head gives to a task's right keys, and how often it prefers them."""
+    """Say how much a head attends to a task's right keys, and how often it prefers them."""
     attends = f"{check['head']} gives {check['attention']:.0%} of its attention to the right key"
     prompts = f"{check['accuracy']:.0%} of {check['n']} prompts"
     return f"{attends} and prefers it to the other named keys in {prompts}."
@@ -129,15 +129,18 @@ def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def written_by(rows: Iterable[Mapping[str, Any]], side: str) -> str:
-    """The first two writers of one side of one head, biases left out, with their shares."""
+    """Name the first two writers of one side of a head, biases left out, with their shares."""
     of_side = [row for row in rows if row["side"] == side]
     writers = [row for row in of_side if row["writer"] != BIAS]
-    first = [f"{row['writer']} ({row['share']:.0%})" for row in writers[:2]]
+    first = []
+    for row in writers[:2]:
+        share = f"{row['share']:.0%}"
+        first.append(f"{row['writer']} ({share})")
     return " and ".join(first)
 
 
 def controls_of(row: Mapping[str, Any]) -> str:
-    """How many different sets of random writers stand beside a cut or a swap, and of which kind."""
+    """Say how many different sets of random writers stand beside a cut, and of which kind."""
     kinds = "writers"
     if "L" not in row["writers"]:
         kinds = "MLPs"

@@ -1,4 +1,4 @@
-"""Bases: SVDs that are checked, and what several bases are to each other.
+"""Bases: verified SVDs and QRs, projectors, and the angles between several bases.
 
 The fast driver of the SVD has been silently wrong on real heads, so every result is multiplied out.
 A head's ``Ω = W_Qᵀ W_K`` is d_model × d_model but of rank ≤ d_head, so it is never formed: with
@@ -83,7 +83,7 @@ def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> Factors:
 
 
 def _round_places(n: int) -> Int[Tensor, " e"]:
-    """Where the cosines and sines of a tournament's round stand in a flat n × n matrix.
+    """Places of a tournament round's cosines and sines in a flat n × n matrix.
 
     Column i meets i + n/2, then all but the first move on by one place.
     """
@@ -265,7 +265,7 @@ def thin_svd(
 
 
 def heads_at_once(w_q: Float[Tensor, "h d_head d_model"]) -> int:
-    """How many heads `thin_svd` is best given together.
+    """Number of heads that `thin_svd` is best given together.
 
     A GPU takes as long for a few as for all, so what fits it.
     """
@@ -296,7 +296,7 @@ class Projector(NamedTuple):
         return is_there.sum(dim=-1)
 
     def matrix(self) -> Float[Tensor, "*n d d"]:
-        """``P`` itself, for small d."""
+        """The projector ``P`` as a d × d matrix, for small d."""
         return self.left @ self.right.mT
 
     def cut(self, k: int | Sequence[int]) -> Projector:
@@ -321,7 +321,7 @@ class Projector(NamedTuple):
 
     @classmethod
     def stack(cls, projectors: Sequence[Projector]) -> Projector:
-        """One per head, padded with zero columns to a common rank."""
+        """Stack one projector per head, padded with zero columns to a common rank."""
         width = max(projector.left.shape[-1] for projector in projectors)
         lefts = []
         rights = []

@@ -1,4 +1,4 @@
-"""What a rank is worth: the same number under the null, and how much of it is only the mean.
+"""Controls of a rank: the same number under the null, and how much of it is only the mean.
 
 A contrast of averages has a rank whatever the head does, so each ΔC is tested component by
 component. The j-th singular value is compared with the largest one of null replicates from which
@@ -54,7 +54,7 @@ _UNITS_A_DIRECTION = 4
 
 
 class Gain(NamedTuple):
-    """What a head's query-centred ΔC gives to the + key's logit.
+    """Gain: what a head's query-centred ΔC adds to the + key's logit.
 
     ``scale`` is the head's factor of q·k; ``at_chance`` whether it is at chance on the task.
     """
@@ -126,7 +126,7 @@ def rank_above(
 
 @dataclass(frozen=True)
 class Controls:
-    """What stands beside a rank; ``p_*`` are of the whole matrix.
+    """Controls beside the rank of one ΔC; ``p_*`` are of the whole matrix.
 
     ``spectrum``, ``null_median`` and ``null_high`` are all of the matrix that ``center`` gives, and
     so are the detected directions: ``rank_null`` where it is ``none``, else ``interaction_rank``
@@ -163,7 +163,7 @@ class Controls:
         return self.rank_null if self.center == "none" else self.interaction_rank
 
     def lines(self) -> list[str]:
-        """The controls in words, one per line."""
+        """Lines that say the controls in words."""
         difference = (
             f"99% rank {self.rank_99}; {self.rank_null} detected against the {self.null} null"
             f" (p {self.p_difference:.3g}, {self.replicates} replicates)"
@@ -184,7 +184,7 @@ class Controls:
 
 
 class _Deltas(NamedTuple):
-    """ΔC of all heads, as it is and query-centred, and the sizes of what it is a difference of.
+    """ΔC of all heads, raw and query-centred, and the sizes of the averages it is a difference of.
 
     ``one_null``: the two are equal, so that one null serves both tests.
     """
@@ -196,7 +196,7 @@ class _Deltas(NamedTuple):
 
     @classmethod
     def of(cls, moments: Moments, contrast: str) -> _Deltas:
-        """The matrices of one contrast."""
+        """Compute the matrices of one contrast."""
         whole = moments.delta(contrast, "none")
         centred = moments.delta(contrast, "query")
         sizes = moments.sizes(contrast)
@@ -349,7 +349,7 @@ def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -
 
 
 def _too_few(moments: Moments, units: int, units_are_the_floor: bool) -> str:
-    """Say what there is too little of for a test."""
+    """Name what there is too little of for a test: units or replicates."""
     few = f"{moments.replicates} replicates"
     if units_are_the_floor:
         few = f"{units} independent units (different words, or prompts)"
@@ -392,7 +392,7 @@ def _reference(gains: Mapping[str, Gain], head: Head) -> Float[Tensor, " n"]:
 
 
 def _beside_reference(gain: float, reference: Float[Tensor, " n"]) -> ContrastVerdict:
-    """What an interaction is called beside the heads at chance."""
+    """Verdict on an interaction beside the heads at chance."""
     if len(reference) < FEWEST:
         return "no reference"
     if p_value(reference, gain) <= LEVEL:
@@ -403,7 +403,7 @@ def _beside_reference(gain: float, reference: Float[Tensor, " n"]) -> ContrastVe
 def _verdict(
     differs: bool | None, depends: bool | None, centred: bool, beside: ContrastVerdict
 ) -> ContrastVerdict:
-    """What the tests say, None being a test that could not have shown anything.
+    """Verdict of the two tests; None is a test that could not have shown anything.
 
     ``beside`` is what an interaction is called beside its reference.
     """
@@ -426,7 +426,7 @@ def _detected(test: RankTest, significant: bool | None) -> int:
 
 
 def _mean_dominance(spectrum: Float[Tensor, " m"], centred: Float[Tensor, " m"]) -> float:
-    """Share of ‖ΔC‖² that goes with the part every query sees alike."""
+    """Share of ‖ΔC‖² in the part that every query sees alike."""
     energy = float(spectrum.square().sum())
     left = float(centred.square().sum())
     if not energy:

@@ -1,4 +1,4 @@
-"""How many directions of ΔC predict units that took no part in finding them.
+"""Cross-validated rank: how many directions of ΔC predict units that took no part in finding them.
 
 The sums are kept in folds of units (of words, where words are the unit). Each fold f is left out in
 turn: the others give singular vectors ``U, S, V``, and the fold says how well the first r of them
@@ -64,7 +64,7 @@ def cross_validated_rank(folds: _Folds, center: Center, sizes: Float[Tensor, " h
 
 
 def _weights(sums: Float[Tensor, "*n a 2 a"]) -> Float[Tensor, "*n 2"]:
-    """Pair weight of + and of −."""
+    """Total weight of the + pairs and of the − pairs."""
     return sums[..., -1, :, -1]
 
 
@@ -78,7 +78,7 @@ def _gains(
     center: Center,
     sizes: Float[Tensor, " h"],
 ) -> Float[Tensor, "h m"]:
-    """How much of the fold's ‖ΔC‖² the first 1, 2, … components of the rest take out."""
+    """Share of the fold's ‖ΔC‖² that the first 1, 2, … components of the rest explain."""
     # the mean query and key of the other folds, with the weights of the fold that was left out
     rest_weights = rest[:, -1:, :, -1:]
     conditional = rest / rest_weights

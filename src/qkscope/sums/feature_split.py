@@ -282,7 +282,7 @@ class Alignment:
         }
 
     def _controls(self, measure: str, form: str) -> str:
-        """A measure of every control that was run, for people."""
+        """One measure of every control that was run, in words."""
         shown = []
         for kind, name in _CONTROLS.items():
             value = self.numbers.get(f"{measure}_{kind}")
@@ -317,7 +317,7 @@ class Alignment:
         return f"{leading}, {sparse}; {turned} ({p})."
 
     def __repr__(self) -> str:
-        """For people: how many vectors, how close, against what; and the first few vectors."""
+        """Describe in words how many vectors carry the feature, and list the first few."""
         lines = [self._carriers_line(), self._span_line(), self._block_line()]
         if self.caveat:
             lines.append(self.caveat)
@@ -355,7 +355,7 @@ class _Images(NamedTuple):
 
 
 class _Measures(NamedTuple):
-    """What is compared between bases: of one basis, or of many."""
+    """Measures that are compared between bases: of one basis, or of many."""
 
     vectors: Float[Tensor, "*n"]
     sparsity: Float[Tensor, "*n"]
@@ -443,7 +443,7 @@ def _cosines(images: Float[Tensor, "d m"], basis: Float[Tensor, "d r"]) -> Float
 
 
 def _leading_block(shares: Float[Tensor, " m"], leading: Tensor) -> Tensor:
-    """As many leading vectors as carry the feature; all of them where they never do."""
+    """The fewest leading vectors that carry the feature; all of them where they never do."""
     reached = shares[leading].cumsum(0) >= CARRIED * shares.sum()
     if not bool(reached.any()):
         return leading
@@ -477,7 +477,7 @@ def _numbers(
     block_size: int,
     cov_k: Float[Tensor, "d d"] | None,
 ) -> dict[str, float]:
-    """The measures of the singular vectors and of the controls, and how often these do as well."""
+    """Measures of the singular vectors and of the controls, and how often controls do as well."""
     observed = _means(_measure(feature, images))
     numbers = dict(observed)
     for name, bases in controls.items():

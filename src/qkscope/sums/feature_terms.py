@@ -32,7 +32,7 @@ NUMBERS = ("logit", "pairs", "gross", *(f"held_{count}" for count in PAIR_COUNTS
 
 
 class FeatureTerms(NamedTuple):
-    """One relative logit: every part of the query with every part of the weighted keys.
+    """Terms of one relative logit: every part of the query with every part of the weighted keys.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ class FeatureTerms(NamedTuple):
         return pairs + [[-1, -1]] * missing
 
     def numbers(self) -> Float[Tensor, " m"]:
-        """`NUMBERS`: what is compared with dictionaries without meaning."""
+        """Values of `NUMBERS`, which are compared with meaningless dictionaries."""
         sizes = self.pairs.flatten().abs().sort(descending=True).values
         gross = self.values.abs().sum()
         largest = torch.stack([sizes[:count].sum() for count in PAIR_COUNTS])

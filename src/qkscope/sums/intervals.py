@@ -1,4 +1,4 @@
-"""How sure a mean is: intervals that resample whole units, and whether neighbours are alike.
+"""Intervals of means that resample whole units, and a test of whether neighbours are alike.
 
 A unit is a prompt, or all prompts that share a word or are copies: what one draw of the data
 brings. The bootstrap draws as many units as there are, with replacement, and takes the mean of
@@ -63,7 +63,7 @@ def clustered_bootstrap(
 def _sum_by(
     group: Int[Tensor, " n"], values: Float[Tensor, "*shape"], groups: int, dim: int = 0
 ) -> Tensor:
-    """Sum values along one axis by the group that each belongs to."""
+    """Sums of values along one axis, by the group that each belongs to."""
     shape = list(values.shape)
     shape[dim] = groups
     return values.new_zeros(shape).index_add(dim, group, values)

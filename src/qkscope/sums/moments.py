@@ -1,4 +1,4 @@
-"""Sums that stream: batches, pieces and machines add up to the same numbers, to rounding.
+"""Streaming sums: batches, pieces and machines add up to the same numbers, to rounding.
 
 An accumulator is tensors that grow by addition, and a manifest that says what they are sums of; a
 file holds both.
@@ -75,7 +75,7 @@ class Covariance:
         return mean_products - mean @ mean.mT
 
     def merge(self, *others: Covariance) -> Covariance:
-        """The covariance of all their vectors."""
+        """Merge with others: the covariance of all their vectors."""
         merged = deepcopy(self)
         merged.sums += sum(other.sums for other in others)
         return merged
@@ -292,7 +292,7 @@ class Moments:
         return centred_delta(self._filled(contrast), center)
 
     def sizes(self, contrast: str) -> Float[Tensor, " h"]:
-        """Size of the two averages that ΔC is the difference of: what it is rounded by.
+        """Size of the two averages that ΔC is the difference of, which sets its rounding.
 
         Parameters
         ----------
@@ -325,7 +325,7 @@ class Moments:
     def interaction_nulls(
         self, contrast: str, head: Head | str
     ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
-        """What the scale of rows makes of a difference of means at one head, and the replicates.
+        """Part of ΔC that the rows' scale makes of a difference of means, and its replicates.
 
         The replicates hold that part too.
 
@@ -343,7 +343,7 @@ class Moments:
         )
 
     def unit_count(self, contrast: str) -> tuple[int, float]:
-        """How many random units went in, and how many equally large ones they are worth.
+        """Number of random units added, and of equally large ones that they are worth.
 
         Parameters
         ----------
@@ -416,7 +416,7 @@ class Moments:
     def _first_damaged(
         cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
     ) -> str | None:
-        """Name of what a manifest promises and the tensors do not hold; None if all is well."""
+        """Name of the first tensor that is promised and missing; None if all is well."""
         try:
             # on tensors without memory, as a manifest may promise anything
             promised = cls(**manifest, device="meta").tensors()

@@ -1,4 +1,4 @@
-"""What chance would have given: null replicates of ΔC, and p-values.
+"""Null replicates of ΔC, and p-values.
 
 Each row of data is a query and the label-weighted sums of its keys, ``s± = Σ_j w_j [k_j; 1]`` over
 the keys labelled ±. A null changes only those sums, so replicates stream beside the data and
@@ -69,7 +69,7 @@ def centred_delta(
 
 
 def _difference(signed: Float[Tensor, "*n 2 x"]) -> Float[Tensor, "*n x"]:
-    """What belongs to + less what belongs to −."""
+    """Difference of what belongs to + and what belongs to −."""
     plus, minus = signed.unbind(dim=-2)
     return plus - minus
 
@@ -146,7 +146,7 @@ def _scaled_difference(
 def _interaction_part(
     sums: Float[Tensor, "*n a 2 a+1"], observed: Float[Tensor, "a 2 a+1"], means_differ: bool
 ) -> Float[Tensor, "*n d d"]:
-    """What rows with these signs add to ΔC beyond the means ``q̄`` and ``m±`` of the observed sums.
+    """Part of ΔC that rows with these signs add beyond the observed means ``q̄`` and ``m±``.
 
     Where the means do not differ, both conditions have the mean of the two.
     """

@@ -129,7 +129,7 @@ def _replaced(
 
 
 class Measurement(NamedTuple):
-    """What every prompt of a batch gives.
+    """Values of every prompt of a batch.
 
     Values by name, how far parts miss their sum, and which prompts count.
     """
@@ -183,16 +183,16 @@ class Tally:
 
     @property
     def error(self) -> float:
-        """How far parts were from summing, at most."""
+        """Largest error of a sum of parts."""
         return float(self.sums["error"])
 
     @property
     def rows(self) -> int:
-        """How many prompts there were."""
+        """Number of prompts."""
         return int(self.sums["count"].sum())
 
     def mean(self, name: Any) -> Float[Tensor, "*v"]:
-        """The mean over all prompts."""
+        """Mean over all prompts."""
         return self.sums[name].sum(0) / self.rows
 
     def interval(
@@ -211,7 +211,7 @@ class Tally:
         return clustered_bootstrap(means[rows], rows)
 
     def ends(self, name: str, columns: Any = slice(None)) -> list[list[float | None]]:
-        """The ends of intervals as tables have them: None where there are none."""
+        """Ends of intervals for a table: None where there is no interval."""
         low, high = self.interval(name, columns)
         if len(self.words) > 1:
             return [low.tolist(), high.tolist()]
@@ -307,7 +307,7 @@ def first_by(scores: Float[Tensor, " c"], size: int, signed: bool = False) -> li
 def draw_alike(
     chosen: Sequence[int], writers: Sequence[Writer], seed: int, least: int = 1
 ) -> list[int]:
-    """Other writers at random, one for each chosen, of its kind and layer or of the nearest.
+    """Draw other writers, one for each chosen, of its kind and layer or of the nearest.
 
     A layer has many heads and one MLP, so that for an MLP those of the nearest layers stand in, and
     for a head where there are fewer than ``least`` others.
@@ -330,7 +330,7 @@ def draw_alike(
 
 
 def _alike(writer: Writer, free: Sequence[int], writers: Sequence[Writer], least: int) -> list[int]:
-    """Free writers that may stand in for one: of its kind, if any is, and of near layers."""
+    """Free writers that may stand in for another: of its kind, if any is, and of near layers."""
     same_kind = [c for c in free if writers[c].kind == writer.kind] or free
     count = least if writer.kind == "head" else _NEAREST
     distances = [abs(writers[c].layer - writer.layer) for c in same_kind]

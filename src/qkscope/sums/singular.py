@@ -110,7 +110,7 @@ class SingularBasis:
         return f"SingularBasis({names}: {self.S.shape[-1]} vectors each)"
 
     def index(self, heads: Sequence[Head]) -> list[int]:
-        """Where some heads stand in this basis.
+        """Places of some heads in this basis.
 
         Parameters
         ----------

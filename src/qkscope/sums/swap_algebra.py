@@ -50,7 +50,7 @@ _ATTENTION = ("orig_before", "target_before", "orig_after", "target_after")
 
 
 class Condition(NamedTuple):
-    """What is swapped: a feature, or by its ``kind`` another version or a baseline of its size.
+    """Condition of a swap: a feature, or by its ``kind`` another version or a baseline of its size.
 
     >>> [Condition("order", kind).name for kind in ("feature", "oblique", "random")]
     ['order', 'order_oblique', 'random_order']
@@ -61,7 +61,7 @@ class Condition(NamedTuple):
 
     @property
     def name(self) -> str:
-        """One name for both; not unique, as a feature may be called anything."""
+        """Name of feature and kind together; not unique, as a feature may be called anything."""
         if self.kind == "feature":
             return self.feature
         parts = [self.kind, self.feature]
@@ -358,7 +358,7 @@ class SwapRows:
 
 
 def _condition(name: str | Condition) -> Condition:
-    """A condition itself, or a method by its name."""
+    """Parse a condition: itself, or a method by its name."""
     if isinstance(name, str):
         return Condition("", name)
     return name
@@ -441,7 +441,7 @@ def _at_slot(values: Float[Tensor, "n h k"], slot: Slots) -> Float[Tensor, "n h"
 
 
 def _is_slot(keys: int, slot: Slots) -> Bool[Tensor, "n 1 k"]:
-    """Which of a row's keys is the one in its slot."""
+    """Mask of the key in each row's slot."""
     slots = torch.arange(keys, device=slot.device)
     return (slots == slot[:, None])[:, None]
 
@@ -449,7 +449,7 @@ def _is_slot(keys: int, slot: Slots) -> Bool[Tensor, "n 1 k"]:
 def key_changes(
     rows: AttentionRows, orig: Slots, target: Slots, projector: Projector
 ) -> Iterator[Tensor]:
-    """What a swap of two keys adds to the products (n h k), draw by draw.
+    """Changes that a swap of two keys makes to the products (n h k), draw by draw.
 
     Memory then holds one copy of the rows.
     """
@@ -549,12 +549,12 @@ def swap_table(
 
 
 def _side_by_side(measures: Iterable[Tensor]) -> Float[Tensor, "n c h"]:
-    """One measure of every condition, in float64."""
+    """Stack one measure of every condition, in float64."""
     return torch.stack([measure.double() for measure in measures], dim=1)
 
 
 def _share(is_so: Bool[Tensor, "*n"]) -> float:
-    """Share of what is so."""
+    """Share of the draws and rows where it is so."""
     return float(is_so.double().mean())
 
 

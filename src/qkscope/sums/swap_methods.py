@@ -162,7 +162,7 @@ def beside_truth(
     singular: SingularBasis | None,
     seed: int = 0,
 ) -> dict[Condition, Projector]:
-    """What else is held against the truth of each feature.
+    """Other swaps that are held against the truth of each feature.
 
     Of its size: a trained subspace, and the components of Ω. Of none: the whole key, and nothing at
     all.
@@ -224,7 +224,7 @@ def oblique(features: Sequence[HeadBases]) -> tuple[list[Projector], list[float 
 
 
 def _side_by_side(bases: Sequence[Float[Tensor, "d r"]]) -> Float[Tensor, "d s"]:
-    """The directions of several bases, in float64."""
+    """Join the directions of several bases, in float64."""
     return torch.cat([basis.double() for basis in bases], dim=-1)
 
 

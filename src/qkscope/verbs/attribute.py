@@ -145,7 +145,7 @@ def _summary(
 
 
 def _answer(head: Head, best: Mapping[str, Any], parts: Sequence[str], bias: float) -> str:
-    """The token that gets most attention, and what its logit is made of."""
+    """Say which token gets most attention, and what its logit is made of."""
     terms = ", ".join(f"{name} {best[name]:.2f}" for name in parts)
     if bias:
         terms += f", and {bias:+.2f} for the distance"

@@ -183,7 +183,7 @@ def _is_finished(out: str | Path | None, contrasts: Sequence[str]) -> bool:
 
 
 class ContrastPass:
-    """One pass over the prompts of some contrasts, and what it adds up.
+    """One pass over the prompts of some contrasts, and the sums that it fills.
 
     Attributes
     ----------
@@ -298,7 +298,7 @@ class ContrastPass:
         return {name: values[first].cpu() for name, values in terms.items()}
 
     def gains(self, contrast: str) -> dict[str, Gain]:
-        """What each head's query-centred ΔC adds to the + key's logit; whether it is at chance."""
+        """Gain of each head's query-centred ΔC in the + key's logit, and if it is at chance."""
         delta = self.reference.delta(contrast, "query")
         trace = delta.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
         logits = trace.abs().tolist()
@@ -307,7 +307,8 @@ class ContrastPass:
         chances = (chance / rows).tolist()
         scales = (scale / rows).tolist()
         units = enumerate(self.units[contrast])
-        trials = len({prompts.cluster_of(unit, i) for i, unit in units})  # copies are one trial
+        clusters = {prompts.cluster_of(unit, i) for i, unit in units}
+        trials = len(clusters)  # copies are one trial
         gains = {}
         for i, head in enumerate(self.reference.heads):
             low, high = wilson(accuracies[i] * trials, trials)
@@ -317,7 +318,7 @@ class ContrastPass:
 
 
 def _scores(captured: Capture) -> Float[Tensor, "4 h"]:
-    """Summed over rows: heads right among the named keys, chance, scale, and 1.
+    """Sums over rows, by head: right among the named keys, chance, scale, and 1.
 
     Right is NaN where a named key is out of sight, and where vectors do not give the model's
     attention.
@@ -326,10 +327,11 @@ def _scores(captured: Capture) -> Float[Tensor, "4 h"]:
     named = labels != 0
     right = labels > 0
     logits = replace(captured, space="post_rope").rows().logits()
-    named_logits = logits.masked_fill(~named[:, None], -torch.inf)
+    is_named = named[:, None]
+    named_logits = logits.masked_fill(~is_named, -torch.inf)
     likeliest = named_logits.argmax(dim=-1)
     hits = right.gather(1, likeliest).double()
-    unseen = (captured.bias == -torch.inf) & named[:, None]
+    unseen = (captured.bias == -torch.inf) & is_named
     is_unknown = unseen.any(dim=-1) | (captured.space == "pre_rope")
     hits[is_unknown] = torch.nan
     chance_of_row = right.sum(dim=1) / named.sum(dim=1)

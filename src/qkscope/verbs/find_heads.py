@@ -34,7 +34,7 @@ Score = Literal["accuracy", "row_accuracy", "ratio", "mass"]
 
 @checked_class
 class Ranking(Result):
-    """Heads, best first."""
+    """Ranking of heads, best first."""
 
     def above(self, threshold: Share = THRESHOLD, by: Score = "accuracy") -> list[Head]:
         """Heads whose score is at least the threshold, best first; there may be none."""
@@ -163,7 +163,7 @@ def _share(hits: Bool[Tensor, " n"]) -> float:
 
 
 def _answer(rows: Sequence[Mapping[str, Any]], threshold: float, by: Score) -> str:
-    """The best head in a sentence, and which head attends to the right key most of all tokens."""
+    """Say which head is best, and which attends to the right key most of all tokens."""
     best = rows[0]
     reaches = best[by] >= threshold
     lead = ""

@@ -68,11 +68,10 @@ _MEANS = (
 @checked_class
 @dataclass(frozen=True)
 class Sparsity(Result):
-    """One row per edge, and every prompt's values in ``arrays`` (``[edges, prompts]``; NaN where
-    there is none).
+    """Sparsity of every edge, a row each, with every prompt's values in ``arrays``.
 
-    Of several checkpoints, those of the last stand under their names, those before it under
-    ``CHECKPOINT/NAME``.
+    Arrays are ``[edges, prompts]``, NaN where there is no value. Of several checkpoints, those of
+    the last stand under their names, those before it under ``CHECKPOINT/NAME``.
     """
 
     edges: tuple[Edge, ...] = field(default=())
@@ -199,7 +198,8 @@ class EdgeMeasurement:
         self.keys = list(dict.fromkeys(edge.duty.key for edge in edges))
         self.basis = singular_basis(scope, self.heads)
         self.values: dict[str, Tensor] = {}
-        shape = len(edges), len(self.units), self.basis.S.shape[-1]
+        components = self.basis.S.shape[-1]
+        shape = (len(edges), len(self.units), components)
         self.terms = torch.full(shape, torch.nan, dtype=torch.float64)
         self.turned = torch.full_like(self.terms[:, 0], torch.nan)
 
@@ -242,8 +242,9 @@ class EdgeMeasurement:
                     numbers.append(number)
                     slots.append(self._column(edge))
                     heads.append(self.heads.index(edge.head))
-            rows = range(q, len(places.row), len(self.queries))
-            split = relative_rows(captured, columns[:, slots], self.basis, list(rows), heads)
+            rows = list(range(q, len(places.row), len(self.queries)))
+            attended = columns[:, slots]
+            split = relative_rows(captured, attended, self.basis, rows, heads)
             self._keep(split, numbers, indices)
 
     def _column(self, edge: Edge) -> int:
@@ -252,7 +253,8 @@ class EdgeMeasurement:
 
     def _keep(self, split: RelativeRows, edges: Sequence[int], prompts: list[int]) -> None:
         """Keep the terms and values of some edges on some prompts."""
-        where = torch.tensor(edges)[:, None], torch.tensor(prompts)
+        row = torch.tensor(edges)[:, None]
+        where = (row, torch.tensor(prompts))
         self.terms[where] = split.terms.transpose(0, 1)
         for name, value in split.values(self.draws, self.seed, prompts).items():
             if name not in self.values:
@@ -262,8 +264,9 @@ class EdgeMeasurement:
         if 0 in prompts:
             at = prompts.index(0)
             query = split.query[at]
-            turned = rotated_terms(query, split.s, split.key[at], 1, self.seed)
-            self.turned[edges] = turned[0]
+            key = split.key[at]
+            (turned,) = rotated_terms(query, split.s, key, 1, self.seed)
+            self.turned[edges] = turned
 
 
 def group_difference(
@@ -278,29 +281,33 @@ def group_difference(
     interval of the change is a paired one.
     """
     index = list(chosen)
-    gap = (arrays["sparsity"] - arrays["rotated"])[index].nanmean(0)
+    of_edges = arrays["sparsity"] - arrays["rotated"]
+    gap = of_edges[index].nanmean(0)
     if baseline is not None:
         baseline_gap = baseline["sparsity"] - baseline["rotated"]
         gap = gap - baseline_gap[index].nanmean(0)
     known = gap[gap.isfinite()]
     if not len(known):
         return float("nan"), float("nan"), float("nan")
-    low, high = clustered_bootstrap(known, torch.arange(len(known)), seed=seed)
+    prompts = torch.arange(len(known))
+    low, high = clustered_bootstrap(known, prompts, seed=seed)
     return float(known.mean()), float(low), float(high)
 
 
 def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The circuit against the rotated basis and against the heads outside, in a sentence."""
+    """Compare the circuit with the rotated basis and with heads outside, in a sentence."""
     inside = [row for row in rows if row["circuit"] is True]
     control = [row for row in rows if row["circuit"] is False]
 
     def mean(of: Sequence[Mapping[str, Any]], name: str) -> float:
-        return float(torch.tensor([row[name] for row in of]).nanmean())
+        values = [row[name] for row in of]
+        return float(torch.tensor(values).nanmean())
 
     edges = len(inside)
     heads = len({row["head"] for row in inside})
     below = sum(row["high"] < 0 for row in inside)
-    measured = f"{mean(inside, 'sparsity'):.2f} over {edges} edges of the circuit ({heads} heads)"
+    circuit = f"{edges} edges of the circuit ({heads} heads)"
+    measured = f"{mean(inside, 'sparsity'):.2f} over {circuit}"
     rotated = f"{mean(inside, 'rotated'):.2f} under rotated singular vectors"
     compared = f"{below} of {edges} edges are below theirs, by their 95% intervals"
     needed = f"{mean(inside, 'count_tol'):.1f} vectors reach 99% of the relative logit"
@@ -321,11 +328,12 @@ def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Flo
     right = torch.zeros(len(units), dtype=torch.float64)
 
     def run(indices: list[int]) -> None:
-        encoded = scope.encode([units[i][0] for i in indices], chat=task.chat)
-        logits = scope.capture_inputs(encoded, heads=[Head(0, 0)], rest=False, logits=True).logits
-        assert logits is not None
+        prompts = [units[i][0] for i in indices]
+        encoded = scope.encode(prompts, chat=task.chat)
+        captured = scope.capture_inputs(encoded, heads=[Head(0, 0)], rest=False, logits=True)
+        assert captured.logits is not None
         tokens, signs = answer_tokens(scope.encoder, encoded, task.chat)
-        scores = logits.cpu().gather(1, tokens)
+        scores = captured.logits.cpu().gather(1, tokens)
         best = scores.masked_fill(signs <= 0, -torch.inf).amax(1)
         rival = scores.masked_fill(signs >= 0, -torch.inf).amax(1)
         right[indices] = (best > rival).double()
@@ -351,7 +359,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def step(self) -> int | str | None:
-        """The number in its name (``step1000`` is 1000), or the name; None of a whole model."""
+        """Step in the checkpoint's name (``step1000`` is 1000), or the name, if there is one."""
         numbers = re.findall(r"\d+", self.label)
         return int(numbers[-1]) if numbers else self.label or None
 
@@ -527,11 +535,12 @@ def sweep(
     pieces: dict[str, Any] = {}
     for point in reversed(points):  # heads are looked for in the last one, and measured in all
         make = partial(measure, point, edges, 0 if pieces else controls)
-        number = len(pieces) + 1
-        with doing(f"{model} {point.label} ({number} of {len(points)})"):
+        count = f"{len(pieces) + 1} of {len(points)}"
+        with doing(f"{model} {point.label} ({count})"):
             piece = work.once(f"checkpoint {point.label}", make)
         pieces[point.label] = piece
-        refuse_copies(model, {label: each["weights"] for label, each in pieces.items()})
+        hashes = {label: each["weights"] for label, each in pieces.items()}
+        refuse_copies(model, hashes)
         edges = [_edge(fields) for fields in piece["edges"]]
     rows: list[Any] = []
     for point in points:
@@ -541,7 +550,8 @@ def sweep(
     if len(points) > 1:
         tables["training"] = _training(points, edges, pieces)
         trend = _trend(points, tables["training"])
-        answer = f"{trend} At {last}: {answer[0].lower()}{answer[1:]}"
+        clause = answer[0].lower() + answer[1:]
+        answer = f"{trend} At {last}: {clause}"
     arrays = {}
     for point in points:
         prefix = "" if point.label == last else f"{point.label}/"
@@ -562,7 +572,7 @@ def sweep(
 
 
 def _edge(fields: Mapping[str, Any]) -> Edge:
-    """The edge that `asdict` took apart."""
+    """Make an edge of the fields that `asdict` gave."""
     head = Head(**fields["head"])
     duty = Duty(**fields["duty"])
     return Edge(head, duty, fields["circuit"])
@@ -586,8 +596,12 @@ def _trend(points: Sequence[Checkpoint], rows: Sequence[Mapping[str, Any]]) -> s
     circuit = [row for row in rows if row["circuit"]]
     before = circuit[0]
     after = circuit[-1]
-    when = f"From checkpoint {points[0].label} to {points[-1].label}"
-    goes = f"goes from {before['difference']:.3f} to {after['difference']:.3f} over the circuit"
-    interval = f"95% interval {after['change_low']:.3f} to {after['change_high']:.3f}"
-    change = f"change {after['change']:.3f}, {interval}"
-    return f"{when}, sparsity minus that of rotated singular vectors {goes} ({change})."
+    first = points[0].label
+    last = points[-1].label
+    differences = f"{before['difference']:.3f} to {after['difference']:.3f}"
+    interval = f"{after['change_low']:.3f} to {after['change_high']:.3f}"
+    change = f"change {after['change']:.3f}, 95% interval {interval}"
+    return (
+        f"From checkpoint {first} to {last}, sparsity minus that of rotated singular vectors"
+        f" goes from {differences} over the circuit ({change})."
+    )

@@ -1,4 +1,4 @@
-"""What a swap does to the model's answer: edited keys are written, and the model runs on.
+"""Effect of a swap on the model's answer: edited keys are written, and the model runs on.
 
 Candidates for the answer are those that an example names (`Example.answers`: " is" and " are"), or
 else the key tokens themselves (the box labels, the list's items); a result says which. For each
@@ -98,7 +98,9 @@ def _edit(
     orig_keys = keys[n, orig, None]
     target_keys = keys[n, target, None]
     swapped = swapped_keys(orig_keys, target_keys, Projector(*factors))
-    at = torch.stack([places[n, orig], places[n, target]], dim=1)
+    orig_at = places[n, orig]
+    target_at = places[n, target]
+    at = torch.stack([orig_at, target_at], dim=1)
     return Edit.keys(head, at, torch.cat(swapped, dim=1))
 
 
@@ -114,7 +116,7 @@ class Candidates(NamedTuple):
     def of(
         cls, scope: Scope, encoded: Encoding, chat: bool, pairs: Pairs, rows: Int[Tensor, " b"]
     ) -> Candidates:
-        """Those of some rows: named answers, or else the keys themselves."""
+        """Candidates of some rows: named answers, or else the keys themselves."""
         tokens, signs = answer_tokens(scope.encoder, encoded, chat)
         examples = [pairs.examples[row] for row in rows.tolist()]
         named = torch.tensor([example.answers is not None for example in examples])
@@ -125,10 +127,11 @@ class Candidates(NamedTuple):
         return cls(tokens, signs, right[:, None], wrong[:, None])
 
     def answers(self, logits: Float[Tensor, "b v"] | None) -> Float[Tensor, "b 4"]:
-        """What `AnswerLogits` has of one run."""
+        """`AnswerLogits` of one run."""
         assert logits is not None  # they were asked for
         is_empty = self.signs == 0
-        scores = logits.cpu().gather(1, self.tokens).masked_fill(is_empty, -torch.inf)
+        of_tokens = logits.cpu().gather(1, self.tokens)
+        scores = of_tokens.masked_fill(is_empty, -torch.inf)
         best = scores.argmax(1, keepdim=True)
         right = scores.gather(1, self.right)
         wrong = scores.gather(1, self.wrong)
@@ -206,7 +209,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def answer_sentence(row: Mapping[str, Any], read: str) -> str:
-    """The first row of ``downstream`` in words."""
+    """Say the first row of ``downstream`` in words."""
     swapping = f"Swapping {row['feature']} in {row['heads']}"
     right = f"from {row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}"
     target = f"{row['target_after']:.0%} (before: {row['target_before']:.0%})"

@@ -65,16 +65,16 @@ class Features(NamedTuple):
                 " give a fit, as decompose gives, or subspaces of your own."
             )
         if len(set(names)) < len(names):
-            raise BadInput(
-                f"features are different contrasts of {', '.join(fit.contrasts)}, but got {names}."
-            )
+            contrasts = ", ".join(fit.contrasts)
+            raise BadInput(f"features are different contrasts of {contrasts}, but got {names}.")
         if heads is None:
             heads = list(fit.heads) or _heads_of(given)
         chosen = parse_heads(heads)
         known = {(name, head): fit[name, head] for name in fitted for head in chosen}
         for name, each in given.items():
             for head in chosen:
-                known[name, head] = _subspace(name, each, scope.check(head), scope.d_head)
+                at = scope.check(head)
+                known[name, head] = _subspace(name, each, at, scope.d_head)
         check_swappable(fit.space)
         check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
         return cls(chosen, known, fit, names, methods.joint_name(names))
@@ -174,7 +174,8 @@ def _subspace(
     subspace = _of_basis(name, given, head, d_head) if isinstance(given, Tensor) else given
     if subspace.d_head != d_head or subspace.head not in (None, head):
         size = f"has {subspace.d_head} dimensions at {subspace.head or head}"
-        raise BadInput(f"subspace {name!r} {size}, but is swapped at {head}, which has {d_head}.")
+        place = f"{head}, which has {d_head}"
+        raise BadInput(f"subspace {name!r} {size}, but is swapped at {place}.")
     return subspace
 
 

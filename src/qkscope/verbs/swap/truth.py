@@ -185,7 +185,7 @@ def more_conditions(
     n: int,
     seed: int,
 ) -> dict[Condition, Projector]:
-    """What is held against the truth beside the usual conditions.
+    """Conditions that are held against the truth beside the usual ones.
 
     Subspaces are trained on words of the fit, with twice as many prompts as are tested.
     """
@@ -201,7 +201,7 @@ def more_conditions(
 
 
 def truth_sentence(table: Iterable[Mapping[str, Any]], head: str, names: Sequence[str]) -> str:
-    """Which conditions are nearest to the truth at one head, beside key PCA."""
+    """Say which conditions are nearest to the truth at one head, beside key PCA."""
     rows = [row for row in table if row["head"] == head]
     sentences = []
     for name in dict.fromkeys(names):
@@ -211,7 +211,7 @@ def truth_sentence(table: Iterable[Mapping[str, Any]], head: str, names: Sequenc
 
 
 def _nearest(name: str, head: str, by_kind: Mapping[str, Mapping[str, Any]]) -> str:
-    """Which condition is nearest to the truth of one feature."""
+    """Say which condition is nearest to the truth of one feature."""
     ours = by_kind["feature"]
     if not ours["tested"]:
         return f"{name} cannot be exchanged in these texts, and is untested."

@@ -174,7 +174,7 @@ def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choic
 
 
 def _shown(rows: HeadRows, side: Side) -> Int[Tensor, "n p"]:
-    """1 at every place of a side that counts: of keys, those named, the first token last of all.
+    """Mask of the places of a side that count: of keys, those named, the first token last of all.
 
     The first token counts only where no other key is named.
     """
@@ -211,7 +211,7 @@ class CutEdge(NamedTuple):
 
 
 def all_edges(writers: int) -> list[CutEdge]:
-    """Every condition for so many writers.
+    """Conditions that a head with so many writers is tested in.
 
     Each order at the mean and at another prompt's parts, the share with live norms too, and random
     writers.
@@ -264,7 +264,7 @@ def _chosen(
     seed: int,
     draw: int,
 ) -> list[int]:
-    """The writers that a condition names on one side, by number."""
+    """Numbers of the writers that a condition names on one side."""
     if edge.by != RANDOM:
         return first_by(scores[edge.by, side], edge.k, signed=edge.by == "signed")
     alike = first_by(scores["share", side], edge.k)
@@ -316,7 +316,7 @@ class EdgeTest:
     def instead(
         self, rows: HeadRows, numbers: list[int] | None = None
     ) -> dict[Side, Float[Tensor, "*n c p d_model"]]:
-        """What parts of the stream are replaced by, by side.
+        """Replacements of the writers' parts of the stream, by side.
 
         Their means; with the numbers of prompts, the parts of prompts of the bank, drawn.
         """

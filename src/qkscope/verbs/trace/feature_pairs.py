@@ -89,7 +89,7 @@ class FeatureSplit:
     def __init__(self, rows: HeadRows, dictionary: Dictionary) -> None:
         self.rows = rows
         self.dictionary = dictionary
-        self.stream = rows.run.hidden([rows.head.layer], slice(None))[0]
+        (self.stream,) = rows.run.hidden([rows.head.layer], slice(None))
         # what the features describe, and what their encoder is given
         if dictionary.splits == "stream":
             self.target = rows.run.entered[dictionary.layer]
@@ -105,7 +105,7 @@ class FeatureSplit:
         self.rest = rest_of(dictionary, rows.head)
 
     def _written(self) -> Float[Tensor, "n p d"]:
-        """What the MLP of the dictionary's layer left in the stream that the head reads."""
+        """Output of the dictionary's MLP, as it stands in the stream that the head reads."""
         writer = str(Writer(self.dictionary.layer, "mlp"))
         if writer not in self.rows.writers:
             raise BadInput(
@@ -127,7 +127,8 @@ class FeatureSplit:
         prompts, slots, width = self.x.shape
         at_one_slot = prompts * coded.ids.shape[-1] * width
         step = max(_AT_ONCE // at_one_slot, 1)
-        q = rows.projected(self._read(coded, "query", [0])[:, :, 0])
+        queries = self._read(coded, "query", [0])
+        q = rows.projected(queries[:, :, 0])
         keys = list[Tensor]()
         for start in range(1, slots, step):
             places = range(start, min(start + step, slots))
@@ -180,7 +181,7 @@ class FeatureSplit:
     def _away(
         self, coded: Coded, side: Side, chosen: Int[Tensor, "n pairs"], usual: Float[Tensor, "n k"]
     ) -> Float[Tensor, "n c p d_model"]:
-        """What taking parts to their mean takes out of the stream: of the first pairs, and of all.
+        """Difference of the stream's parts from their mean: of the first pairs, and of all.
 
         Parameters
         ----------
@@ -284,7 +285,7 @@ def largest(terms: Sequence[FeatureTerms]) -> Chosen:
 
 
 def _strongest(sums: Mapping[Any, float]) -> list[Any]:
-    """Those that give most, whatever their sign."""
+    """Names with the largest sums, whatever their sign."""
     return sorted(sums, key=lambda name: -abs(sums[name]))[:SHOWN_PAIRS]
 
 
@@ -314,7 +315,7 @@ class FeatureTest:
         }
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
-        """Parts of the logit; `NUMBERS` and `PAIR_CUTS` of the dictionary and of its copies."""
+        """Measure parts of the logit, and `NUMBERS` and `PAIR_CUTS` of dictionary and copies."""
         split = FeatureSplit(rows, self.dictionary)
         terms = split.terms()
         compared = [_numbers(terms)]
@@ -345,7 +346,7 @@ class FeatureTest:
                 yield split.null(kind, seed)
 
     def given(self, terms: FeatureTerms) -> Float[Tensor, " v"]:
-        """What pairs give in one prompt; by side features, the rest, and all other features."""
+        """Values of pairs in one prompt; by side, of features, the rest, and all others."""
         row_of = {int(feature): i for i, feature in enumerate(terms.query)}
         column_of = {int(feature): i for i, feature in enumerate(terms.key)}
         given = list[float]()
@@ -377,7 +378,7 @@ class FeatureTest:
         }
 
     def _check(self, tally: Tally, numbers: Float[Tensor, " m"]) -> dict[str, Any]:
-        """The logit, how far its parts miss it, and what the codes are like."""
+        """Row of the table ``check``: the logit, its parts' error, and facts about the codes."""
         about = dict(zip(_ABOUT, tally.mean("about").tolist(), strict=True))
         logit = float(numbers[0])
         gross = float(numbers[_AT["gross"]])
@@ -426,7 +427,7 @@ class FeatureTest:
         return f"M{self.dictionary.layer}.f{part}"
 
     def _edges(self, before: float, tally: Tally) -> list[dict[str, Any]]:
-        """What cutting the features of the first pairs leaves; of copies the lowest and highest."""
+        """Rows of the first pairs' features cut or restored; of copies the lowest and highest."""
         means = tally.mean("edges")
         lows, highs = tally.interval("edges", [0])
         rows = []
@@ -567,7 +568,7 @@ def _or(names: Sequence[str]) -> str:
 
 
 def _says_copies(copies: Sequence[Mapping[str, Any]], name: str) -> str:
-    """The lowest and highest draw of each kind of copy."""
+    """Say the lowest and highest draw of each kind of copy."""
     ends = []
     for row in copies:
         low = _percent(row[f"{name}_low"])
@@ -577,7 +578,7 @@ def _says_copies(copies: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 def _says_first(pairs: Sequence[Mapping[str, Any]]) -> str:
-    """The first pair and its share, if there is one."""
+    """Say the first pair and its share, if there is one."""
     if not pairs:
         return ""
     pair = pairs[0]
@@ -586,13 +587,15 @@ def _says_first(pairs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _says_edges(edges: Sequence[Mapping[str, Any]]) -> str:
-    """What is left without the first five pairs' features, and what they restore, beside copies."""
+    """Say what the first five pairs' features leave when cut, and restore, beside copies."""
     of_key = [row for row in edges if row["side"] == "key"]
     first_five = [row for row in of_key if row["k"] == 5]
     ours = {row["edge"]: row for row in first_five if row["kind"] == "dictionary"}
     copies = [row for row in first_five if row["kind"] != "dictionary"]
-    low = min(row["low"] for row in copies if row["edge"] == "ablated")
-    high = max(row["high"] for row in copies if row["edge"] == "restored")
+    ablated = [row["low"] for row in copies if row["edge"] == "ablated"]
+    restored = [row["high"] for row in copies if row["edge"] == "restored"]
+    low = min(ablated)
+    high = max(restored)
     cut = ours["ablated"]
     back = ours["restored"]
     left = f"{cut['after']:.0%} of {cut['before']:.0%} attention is left"

@@ -57,7 +57,7 @@ def null_code(
 def _other_places(
     shape: tuple[int, ...], there: Bool[Tensor, "n p"] | None, generator: torch.Generator
 ) -> Tensor:
-    """For each place another one of its prompt, Int [n, p]; absent places keep theirs."""
+    """Another place of the prompt for each place, Int [n, p]; absent places keep theirs."""
     prompts, places = shape
     order = torch.arange(places).repeat(prompts, 1)
     for row in range(prompts):

@@ -71,7 +71,7 @@ def _tables(one: PromptTrace, depth: int, draws: int, seed: int) -> Tables:
 
 
 def _answer(one: PromptTrace, tables: Tables) -> str:
-    """How much attention the key gets, who wrote it and the query, and what their cuts leave."""
+    """Say how much attention the key gets, who wrote it and the query, and what cuts leave."""
     if not one.total:
         return (
             f"{one.where()} The tokens that it is compared with have the same logit,"
@@ -93,7 +93,7 @@ def _answer(one: PromptTrace, tables: Tables) -> str:
 
 
 def _says_cut(cuts: Records) -> str:
-    """What is left with the named key writers cut: two, or one where no second gives much."""
+    """Say what is left with the named key writers cut: two, or one where no second gives much."""
     of_key = [row for row in cuts if row["side"] == "key"]
     few = [row for row in of_key if row["k"] <= _NAMED]
     if not few:
@@ -105,9 +105,10 @@ def _says_cut(cuts: Records) -> str:
 
 
 def _says_neurons(rows: Records) -> str:
-    """The first neuron of each side, with its share and the token where most of it stands."""
+    """Say the first neuron of each side, with its share and the token where most of it stands."""
     told = {}
     for row in reversed(rows):  # the first of a side comes last, and stays
-        share = row["share"] or 0
-        told[row["side"]] = f"{row['writer']} ({share:.0%}, at {row['token']!r})"
+        side = row["side"]
+        share = f"{row['share'] or 0:.0%}"
+        told[side] = f"{row['writer']} ({share}, at {row['token']!r})"
     return f" The first neuron of its key is {told['key']}, of its query {told['query']}."

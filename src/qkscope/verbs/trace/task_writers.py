@@ -84,13 +84,14 @@ def first_writers(how: Pass, units: Units) -> tuple[str, Tables]:
         tables["heads"].append(row)
         tables["check"].append(tally.check_row(head))
     common = Counter(row["key_writer"] for row in tables["heads"])
-    frequent = ", ".join(f"{name} of {count}" for name, count in common.most_common(3))
-    answer = f"First key writers of {common.total()} heads, the most frequent: {frequent}."
+    frequent = [f"{name} of {count}" for name, count in common.most_common(3)]
+    listed = ", ".join(frequent)
+    answer = f"First key writers of {common.total()} heads, the most frequent: {listed}."
     return answer, tables
 
 
 def _measure_writers(rows: HeadRows, _numbers: list[int]) -> Measurement:
-    """What writers give on each prompt, and the attention on the right keys."""
+    """Measure what writers give on each prompt, and the attention on the right keys."""
     given = rows.given()
     columns = rows.run.columns[:, 1:]
     attention = rows.rows.attention()[:, 0].gather(1, columns)
@@ -102,7 +103,7 @@ def _measure_writers(rows: HeadRows, _numbers: list[int]) -> Measurement:
 
 
 def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], depth: int) -> Tables:
-    """Which tokens the first writers read, on some prompts; and the first prompt's graph."""
+    """Tables of the tokens that first writers read, and of the first prompt's graph."""
     reader = how.reader
     prompts = [unit[:1] for unit in units[:_SOURCES]]
     deep = replace(how, projectors={}, layers=range(max(reader.layers)))
@@ -129,7 +130,7 @@ def _rows_of_head(how: Pass, prompts: Units, number: int) -> Iterator[HeadRows]:
 
 
 def _first_prompt(how: Pass, unit: Unit) -> list[PromptTrace]:
-    """All heads on one prompt of a task, from its first query to its first right key."""
+    """Traces of all heads on one prompt of a task, from its first query to its first right key."""
     encoded = how.reader.scope.encode(unit, chat=how.chat)
     asked = AskedPrompt.first_of(how.reader.scope, encoded)
     run = how.reader.record(asked.inputs, asked.places, deep=True)
@@ -148,7 +149,7 @@ def _first_prompt(how: Pass, unit: Unit) -> list[PromptTrace]:
 
 
 def _answer(tables: Tables) -> str:
-    """The answer for one head."""
+    """Answer for one head."""
     (check,) = tables["check"]
     text = says_right(check)
     if check["attention"] < ATTENDED:
@@ -178,7 +179,7 @@ def _answer(tables: Tables) -> str:
 
 
 def _says_kept(row: Record) -> str:
-    """How often the head is right with few writers kept, and how much of the logit they hold."""
+    """Say how often the head is right with few writers kept, and what share they hold."""
     text = f"{row['accuracy']:.0%} right, {row['logit_kept']:.0%} of the logit"
     if row["overshoots"]:
         text += ", which overshoots"
@@ -186,7 +187,7 @@ def _says_kept(row: Record) -> str:
 
 
 def _in_short(tables: Tables) -> str:
-    """The answer for one head among several: its key's writers, and what is left without them."""
+    """Short answer for one head of several: its key's writers, and what is left without them."""
     (check,) = tables["check"]
     key = written_by(tables["writers"], "key")
     text = f"{check['head']}: key written by {key}"
@@ -200,7 +201,7 @@ def _in_short(tables: Tables) -> str:
 def _edge(
     tables: Tables, side: str, kind: str, by: str, k: int, replaced: str = "mean"
 ) -> Record | None:
-    """A row of the table ``edges``, norms held."""
+    """Row of the table ``edges``, norms held."""
     wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": replaced, "norms": "held"}
     for row in tables["edges"]:
         if wanted.items() <= row.items():

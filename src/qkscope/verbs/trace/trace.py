@@ -36,16 +36,15 @@ from qkscope.verbs.trace.task_writers import first_writers, task_writers
 
 
 class Trace(Result):
-    """Writers of queries and keys with the edges cut and kept, neurons, or pairs of a dictionary's
-    features.
-    """
+    """Trace of queries and keys: writers with edges cut and kept, neurons, or pairs of features."""
 
     @property
     def main(self) -> str:  # type: ignore[override]
-        """The table that answers."""
-        return next(
-            (name for name in ("feature_pairs", "neurons") if name in self.tables), "writers"
-        )
+        """Name of the table that answers."""
+        for name in ("feature_pairs", "neurons"):
+            if name in self.tables:
+                return name
+        return "writers"
 
 
 @verb("trace")
@@ -245,7 +244,7 @@ def _traces(
     versus: int | str | None,
     projectors: Mapping[Head, Tensor],
 ) -> Iterator[PromptTrace]:
-    """Each head on the prompt that has run, made when it is asked for: a split takes room."""
+    """Traces of the heads on the prompt that has run, each made when it is asked for."""
     against = question.place(versus)
     for head in heads:
         projector = projectors.get(head)
@@ -253,7 +252,7 @@ def _traces(
 
 
 def _about_prompt(run: PromptRun) -> dict[str, Any]:
-    """What a result on one prompt was made from."""
+    """Facts that a result on one prompt was made from."""
     scope = run.scope
     return {
         "model": scope.name,

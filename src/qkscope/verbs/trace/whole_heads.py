@@ -39,7 +39,7 @@ _ACCURACY = METRICS.index("accuracy")
 
 
 class Case(NamedTuple):
-    """How many heads are taken out, what MLPs do, and whether the heads are chosen or random."""
+    """Case: how many heads are taken out, what MLPs do, and whether heads are chosen or random."""
 
     size: int
     mlps: str
@@ -91,7 +91,7 @@ class WholeHeads:
 
     @cached_property
     def means(self) -> dict[Head, Float[Tensor, " d"]]:
-        """By head, its mean output over all tokens but the first of the prompts for choosing."""
+        """Mean output of each head over all tokens but the first of the prompts for choosing."""
         examples = [unit[0] for unit in self.choosing[:_MEANS]]
         encoded = self.scope.encode(examples, chat=self.how.chat)
         shown = encoded.inputs["attention_mask"].bool().clone()
