@@ -36,6 +36,11 @@ class Estimate(NamedTuple):
         """The interval, as a claim takes it."""
         return {"low": self.low, "high": self.high}
 
+    @property
+    def measured(self) -> dict[str, Any]:
+        """The mean and its interval, as a claim takes them for ours."""
+        return {"ours": self.mean, **self.ends}
+
     def among(self, count: int) -> Estimate:
         """The interval of one of several, widened for its having been chosen among them."""
         wider = statistics.NormalDist().inv_cdf(
@@ -75,6 +80,11 @@ def over_key_heads(values: Mapping[str, float], group_size: int) -> Estimate:
         head = Head.parse(name)
         groups.setdefault((head.layer, head.kv(group_size)), []).append(value)
     return over_runs(mean(own) for own in groups.values())
+
+
+def mean_of(rows: Iterable[Mapping[str, Any]], name: str) -> float:
+    """The mean of a column; NaN of nothing."""
+    return mean(column(rows, name))
 
 
 def share_of(flags: Iterable[bool]) -> Estimate:

@@ -40,6 +40,7 @@ from qkscope_papers.tables import (
     files_of,
     heat_map,
     mean,
+    mean_of,
     over_runs,
     over_seeds,
     pick,
@@ -69,17 +70,26 @@ def run(settings: Settings, cells: Cells, decides: bool) -> Result:
                 kl, error = divergence_and_error(
                     trained.at(check), 4096, derived_seed(settings.seed, 31)
                 )
-                spectra.append({"config": config, "seed": trained.cell.seed, "control": control, "kl": kl,
-                                "reconstruction": error, "next_over_last": float(s[count] / s[count - 1]),
-                                "singular_values": [float(x) for x in s]})  # fmt: skip
+                spectra.append(
+                    {
+                        "config": config,
+                        "seed": trained.cell.seed,
+                        "control": control,
+                        "kl": kl,
+                        "reconstruction": error,
+                        "next_over_last": float(s[count] / s[count - 1]),
+                        "singular_values": [float(x) for x in s],
+                    }
+                )
     after = pick(rows, control=False)
     before = pick(rows, control=True)
     one = pick(after, config=ONE_PAIR)
     many = pick(after, config=MANY_PAIRS)
     answer = (
-        f"One pair: matched |cos| at least {min(r['matched'] for r in one):.3f} in {len(one) // 2} seeds (before "
-        f"training {mean(r['matched'] for r in pick(before, config=ONE_PAIR)):.2f}). Twenty pairs: mean "
-        f"{mean(r['matched'] for r in many):.3f}, least {min(r['matched'] for r in many):.3f}; a random "
+        f"One pair: matched |cos| at least {min(column(one, 'matched')):.3f} in "
+        f"{len(one) // 2} seeds (before training "
+        f"{mean_of(pick(before, config=ONE_PAIR), 'matched'):.2f}). Twenty pairs: mean "
+        f"{mean_of(many, 'matched'):.3f}, least {min(column(many, 'matched')):.3f}; a random "
         f"direction finds {many[0]['best_random']:.2f} at best."
     )
     claims = _claims(after, before, spectra) if decides else []
@@ -94,23 +104,40 @@ def _claims(after: list[Row], before: list[Row], spectra: list[Row]) -> list[Cla
     trained = pick(spectra, config=ONE_PAIR, control=False)
     untrained = pick(spectra, config=ONE_PAIR, control=True)
     least_of = "least matched |cos|; control: what random directions find at best"
-    worst = over_seeds(one, lambda own: min(r["matched"] for r in own))
-    second = over_runs(r["next_over_last"] for r in trained)
+    worst = over_seeds(one, lambda own: min(column(own, "matched")))
+    second = over_runs(column(trained, "next_over_last"))
     off = over_runs(_value_errors(many))
-    return [
-        Claim(f"one pair: both features align with their singular vectors ({least_of}, mean over seeds)",
-              "Sec. 4, Fig. 2(a): aligned", worst.mean, one[0]["best_random"], "ours >= 0.95 and ours > control",
-              **worst.ends),
-        Claim("one pair: a single large singular value (second over first, mean over seeds; control: untrained)",
-              "Sec. 4, Fig. 2(a): only a single large singular value", second.mean,
-              mean(r["next_over_last"] for r in untrained), "ours < 0.05", **second.ends),
-        Claim(f"20 pairs: all features align with singular vectors ({least_of})",
-              "Sec. 4, Fig. 2(b), Fig. 11: all features align", min(r["matched"] for r in many),
-              many[0]["best_random"], "ours >= 0.95 and ours > control"),
-        Claim("20 pairs: singular values are the target logits (σ‖f_q‖‖f_k‖, mean relative difference; control: "
-              "untrained)", "Sec. 4, Fig. 2(b): reflect the values of the target logits", off.mean,
-              mean(_value_errors(pick(before, config=MANY_PAIRS))), "ours < 0.25", **off.ends),
-    ]  # fmt: skip
+    one_aligned = Claim(
+        f"one pair: both features align with their singular vectors ({least_of}, mean over seeds)",
+        paper="Sec. 4, Fig. 2(a): aligned",
+        **worst.measured,
+        control=one[0]["best_random"],
+        rule="ours >= 0.95 and ours > control",
+    )
+    one_value = Claim(
+        "one pair: a single large singular value (second over first, mean over seeds; "
+        "control: untrained)",
+        paper="Sec. 4, Fig. 2(a): only a single large singular value",
+        **second.measured,
+        control=mean_of(untrained, "next_over_last"),
+        rule="ours < 0.05",
+    )
+    many_aligned = Claim(
+        f"20 pairs: all features align with singular vectors ({least_of})",
+        paper="Sec. 4, Fig. 2(b), Fig. 11: all features align",
+        ours=min(column(many, "matched")),
+        control=many[0]["best_random"],
+        rule="ours >= 0.95 and ours > control",
+    )
+    many_values = Claim(
+        "20 pairs: singular values are the target logits (σ‖f_q‖‖f_k‖, mean relative "
+        "difference; control: untrained)",
+        paper="Sec. 4, Fig. 2(b): reflect the values of the target logits",
+        **off.measured,
+        control=mean(_value_errors(pick(before, config=MANY_PAIRS))),
+        rule="ours < 0.25",
+    )
+    return [one_aligned, one_value, many_aligned, many_values]
 
 
 def _value_errors(rows: list[Row]) -> list[float]:
@@ -188,7 +215,7 @@ def _spectrum(axis: Axes, result: Result, config: str) -> None:
     axis.plot(
         range(len(untrained)), untrained, "o", color=REST, ms=3, label="singular value, untrained"
     )
-    low = min(r["matched"] for r in rows)
+    low = min(column(rows, "matched"))
     axis.set(xlabel="k", ylim=(-0.05 * max(targets), None))
     axis.set_title(
         f"{config}: least matched |cos| {low:.3f}\n(best of random {rows[0]['best_random']:.2f})",

@@ -39,7 +39,7 @@ from qkscope.texts.task import Unit
 from qkscope.verbs.decompose import decompose
 from qkscope.verbs.find_heads import find_heads
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Row, over_key_heads, pick
+from qkscope_papers.tables import Row, column, over_key_heads, pick
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def bridge(
     """
     if fit.space != "query_frame" and any(basis[head].rotary for head in fit.heads):
         raise BadInput(
-            f"the bridge needs queries and keys in the query's frame, but this fit is in {fit.space}: fit with "
-            "space='query_frame'."
+            "the bridge needs queries and keys in the query's frame, but this fit is in "
+            f"{fit.space}: fit with space='query_frame'."
         )
     rows = capture_rows(scope, units, fit, fit.heads, draw_pairs(units, batch_size, seed))
     found = [
@@ -223,54 +223,106 @@ def _with_swaps(one: Alignment, curve: Sequence[Row]) -> Row:
     curve).
     """
     own = pick(curve, head=str(one.head), contrast=one.contrast)
-    k = min((row["k"] for row in own if row["k"] >= one.rank), default=max(row["k"] for row in own))
+    k = min((row["k"] for row in own if row["k"] >= one.rank), default=max(column(own, "k")))
     at = {row["method"]: row for row in own if row["k"] == k}
     whole = at["contrast"]["shift"]
     return {
-        **one.row(), "k": k, **{f"shift_{method}": row["shift"] for method, row in at.items()},
-        "gain_singular": at["singular"]["gain"], "gain_singular_low": at["singular"]["gain_low"],
+        **one.row(),
+        "k": k,
+        **{f"shift_{method}": row["shift"] for method, row in at.items()},
+        "gain_singular": at["singular"]["gain"],
+        "gain_singular_low": at["singular"]["gain_low"],
         "gain_singular_high": at["singular"]["gain_high"],
         "reproduced": at["singular"]["shift"] / whole if whole > 0 else None,
         "reproduced_rotated": at["rotated"]["shift"] / whole if whole > 0 else None,
-    }  # fmt: skip
+    }
 
 
 def _answer(table: Sequence[Row]) -> str:
     """The answer at the head and contrast whose own swap moves most, whatever it is."""
     row = max(table, key=lambda row: row["shift_contrast"])
     return (
-        f"{row['contrast']} at {row['head']} (rank {row['rank']}): {row['vectors']:.0f} singular vectors carry 90% of "
-        f"it where rotated ones need {row['vectors_rotated']:.0f} and principal axes of the keys "
-        f"{row['vectors_key_pca']:.0f}; the best {row['rank']} span {row['key']:.0%} of its keys (key PCA "
-        f"{row['key_key_pca']:.0%}, random axes {row['key_random']:.0%}), and swapping {row['k']} of them shifts "
-        f"attention by {row['shift_singular']:.2f} where the contrast's own {row['k']} directions shift "
-        f"{row['shift_contrast']:.2f}, rotated vectors {row['shift_rotated']:.2f}, key PCA "
-        f"{row['shift_key_pca']:.2f} and random {row['shift_random']:.2f}."
+        f"{row['contrast']} at {row['head']} (rank {row['rank']}): {row['vectors']:.0f} "
+        "singular vectors carry 90% of it where rotated ones need "
+        f"{row['vectors_rotated']:.0f} and principal axes of the keys "
+        f"{row['vectors_key_pca']:.0f}; the best {row['rank']} span {row['key']:.0%} of its "
+        f"keys (key PCA {row['key_key_pca']:.0%}, random axes {row['key_random']:.0%}), and "
+        f"swapping {row['k']} of them shifts attention by {row['shift_singular']:.2f} where "
+        f"the contrast's own {row['k']} directions shift {row['shift_contrast']:.2f}, "
+        f"rotated vectors {row['shift_rotated']:.2f}, key PCA {row['shift_key_pca']:.2f} and "
+        f"random {row['shift_random']:.2f}."
     )
 
 
 def _claims(rows: list[Row], group_size: int) -> list[Claim]:
     """Of the lexical feature, means over key heads with their intervals; no paper asks this."""
-    known = "The keys' own axes know the prompts: singular vectors are no special coordinates of this feature."
+    known = (
+        "The keys' own axes know the prompts: singular vectors are no special coordinates "
+        "of this feature."
+    )
     part = "They span most of the feature, not the whole of it."
     asked = [
-        ("Singular vectors that carry 90% of the lexical feature (control: rotated vectors)", "vectors",
-         "vectors_rotated", "ours < 0.5 * control", ""),
-        ("... fewer than principal axes of the keys, which know the prompts and no weights", "vectors",
-         "vectors_key_pca", "ours < control", known),
-        ("Share of its key subspace in the span of as many singular vectors as its rank (control: random axes, chosen "
-         "alike)", "key", "key_random", "ours > 1.5 * control", ""),
-        ("... more than in that of as many principal axes of the keys, chosen alike", "key", "key_key_pca",
-         "ours > control", known),
-        ("Share of its query subspace (control: random axes, chosen alike)", "query", "query_random",
-         "ours > 1.5 * control", ""),
-        ("Shift of attention when these vectors are swapped (control: rotated vectors, chosen alike)",
-         "shift_singular", "shift_rotated", "ours > 1.5 * control", ""),
-        ("... more than by as many principal components of the keys", "shift_singular", "shift_key_pca",
-         "ours > control", known),
-        ("... and nine tenths of what the contrast's own directions do", "shift_singular", "shift_contrast",
-         "ours > 0.9 * control", part),
-    ]  # fmt: skip
+        (
+            "Singular vectors that carry 90% of the lexical feature (control: rotated vectors)",
+            "vectors",
+            "vectors_rotated",
+            "ours < 0.5 * control",
+            "",
+        ),
+        (
+            "... fewer than principal axes of the keys, which know the prompts and no weights",
+            "vectors",
+            "vectors_key_pca",
+            "ours < control",
+            known,
+        ),
+        (
+            "Share of its key subspace in the span of as many singular vectors as its rank "
+            "(control: random axes, chosen alike)",
+            "key",
+            "key_random",
+            "ours > 1.5 * control",
+            "",
+        ),
+        (
+            "... more than in that of as many principal axes of the keys, chosen alike",
+            "key",
+            "key_key_pca",
+            "ours > control",
+            known,
+        ),
+        (
+            "Share of its query subspace (control: random axes, chosen alike)",
+            "query",
+            "query_random",
+            "ours > 1.5 * control",
+            "",
+        ),
+        (
+            (
+                "Shift of attention when these vectors are swapped (control: rotated vectors, "
+                "chosen alike)"
+            ),
+            "shift_singular",
+            "shift_rotated",
+            "ours > 1.5 * control",
+            "",
+        ),
+        (
+            "... more than by as many principal components of the keys",
+            "shift_singular",
+            "shift_key_pca",
+            "ours > control",
+            known,
+        ),
+        (
+            "... and nine tenths of what the contrast's own directions do",
+            "shift_singular",
+            "shift_contrast",
+            "ours > 0.9 * control",
+            part,
+        ),
+    ]
     claims = []
     for what, ours, control, rule, why in asked:
         # heads are paired: the interval is of the difference, moved to where ours stands
@@ -278,6 +330,15 @@ def _claims(rows: list[Row], group_size: int) -> list[Claim]:
         mean, gap = (over_key_heads(values, group_size) for values in gaps)
         other = mean.mean - gap.mean
         claims.append(
-            Claim(what, "", mean.mean, other, rule, other + gap.low, other + gap.high, why=why)
+            Claim(
+                what,
+                paper="",
+                ours=mean.mean,
+                control=other,
+                rule=rule,
+                low=other + gap.low,
+                high=other + gap.high,
+                why=why,
+            )
         )
     return claims

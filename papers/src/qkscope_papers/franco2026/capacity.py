@@ -27,7 +27,18 @@ from qkscope_papers.franco2026.toy.alignment import cosines
 from qkscope_papers.franco2026.toy.measure import before_and_after
 from qkscope_papers.franco2026.toy.superposition import Superposition, Toy, by_logit, linear_pairs
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Estimate, Files, Row, files_of, heat_map, mean, over_runs, pick
+from qkscope_papers.tables import (
+    Estimate,
+    Files,
+    Row,
+    column,
+    files_of,
+    heat_map,
+    mean,
+    mean_of,
+    over_runs,
+    pick,
+)
 
 
 def _by_pairs(preset: str) -> dict[str, Superposition]:
@@ -82,9 +93,9 @@ def run(settings: Settings, cells: Cells) -> Result:
     surplus = [row for row in pick(rows, control=False) if row["surplus"]]
     fitting = pick(rows, control=False, surplus=False)
     answer = (
-        f"{sum(r['on_last'] for r in surplus)} of {len(surplus)} surplus features lie on the last singular vector "
-        f"(mean |cos| {mean(r['matched'] for r in surplus):.2f}); their norms are {_span(surplus)}, those of the "
-        f"others {_span(fitting)}."
+        f"{sum(column(surplus, 'on_last'))} of {len(surplus)} surplus features lie on the "
+        f"last singular vector (mean |cos| {mean_of(surplus, 'matched'):.2f}); their norms "
+        f"are {_span(surplus)}, those of the others {_span(fitting)}."
     )
     tables = {"alignment": rows, "capacity": summary}
     about = {"work": vars(WORK[settings.preset])}
@@ -96,15 +107,18 @@ def _summary(config: str, rows: list[Row], d_head: int, control: bool = False) -
     surplus = pick(own, surplus=True)
     fitting = pick(own, surplus=False)
     return {
-        "config": config, "d_head": d_head, "pairs": len(own) // 2, "surplus": len(surplus) // 2,
+        "config": config,
+        "d_head": d_head,
+        "pairs": len(own) // 2,
+        "surplus": len(surplus) // 2,
         "fitting_on_own": mean(float(r["on_own"]) for r in fitting),
-        "fitting_matched": mean(r["matched"] for r in fitting),
+        "fitting_matched": mean_of(fitting, "matched"),
         "surplus_on_last": mean(float(r["on_last"]) for r in surplus),
-        "surplus_cosine": mean(r["matched"] for r in surplus),
-        "fitting_norm": mean(r["feature_norm"] for r in fitting),
-        "surplus_norm": mean(r["feature_norm"] for r in surplus),
-        "last_singular_value": min(r["singular_value"] for r in own),
-    }  # fmt: skip
+        "surplus_cosine": mean_of(surplus, "matched"),
+        "fitting_norm": mean_of(fitting, "feature_norm"),
+        "surplus_norm": mean_of(surplus, "feature_norm"),
+        "last_singular_value": min(column(own, "singular_value")),
+    }
 
 
 def _confusion(toy: Toy, ranked: Sequence[int]) -> float:
@@ -141,36 +155,77 @@ def _claims(rows: list[Row], summary: list[Row]) -> list[Claim]:
     confused = over("surplus_confusion")
     sparse = over("fitting_sparsity")
     less = over_runs(row["surplus_sparsity"] - row["fitting_sparsity"] for row in crowded)
-    return [
-        Claim("surplus pairs map to the last singular vector (share of their features, mean over toys; control: "
-              "untrained)", "App. E, Fig. 23: all of the features having the lowest target logits",
-              last.mean, mean(row["surplus_on_last"] for row in before), "ours >= 0.9", **last.ends),
-        Claim("... in heads of width 10 too", "App. E, Fig. 23(b): persists when model capacities are higher",
-              wide.mean, last.mean, "ours >= 0.9", **wide.ends),
-        Claim("pairs within capacity keep a vector of their own (share of features that lie on theirs, mean over toys; "
-              "control: untrained)", "App. E, Fig. 23: high-logit features one-to-one", kept.mean,
-              mean(row["fitting_on_own"] for row in before), "ours >= 0.9", **kept.ends,
-              changed="It was the mean matched |cos| >= 0.95, which one toy more or less decides; the share is on the "
-              "scale of the claim above."),
-        Claim("surplus features are still represented (norm, mean over toys; control: features within capacity)",
-              "implied by Sec. 4: some features move into superposition within the head's representation space",
-              norms.mean, over("fitting_norm").mean, "ours > 0.5 * control", **norms.ends,
-              why="They lie on the vector by their angle, which has no length: what is left of them is a fraction of "
-              "the others' norm, so they are given up rather than superposed."),
-        Claim("features of different surplus pairs are confused (a foreign key's logit over its own key's, mean over "
-              "toys; control: pairs within capacity)", "App. E, Fig. 23: can mistakenly associate features from "
-              "different pairs", confused.mean, over("fitting_confusion").mean, "ours > 0.5 and ours > 2 * control",
-              **confused.ends),
-        Claim("a pair within capacity is decomposed sparsely still (sparsity, mean over toys; control: untrained)",
-              "App. E, after Fig. 23: sparse decomposition will still arise", sparse.mean,
-              mean(row["untrained_sparsity"] for row in crowded), "ours < 0.75 * control", **sparse.ends),
-        Claim("... a surplus pair less so (sparsity, difference to pairs within capacity; control: theirs)",
-              "App. E, after Fig. 23: although less robustly", less.mean, sparse.mean, "ours > 0", **less.ends),
-    ]  # fmt: skip
+    on_last = Claim(
+        "surplus pairs map to the last singular vector (share of their features, mean over "
+        "toys; control: untrained)",
+        paper="App. E, Fig. 23: all of the features having the lowest target logits",
+        **last.measured,
+        control=mean_of(before, "surplus_on_last"),
+        rule="ours >= 0.9",
+    )
+    on_last_wide = Claim(
+        "... in heads of width 10 too",
+        paper="App. E, Fig. 23(b): persists when model capacities are higher",
+        **wide.measured,
+        control=last.mean,
+        rule="ours >= 0.9",
+    )
+    on_own = Claim(
+        "pairs within capacity keep a vector of their own (share of features that lie on "
+        "theirs, mean over toys; control: untrained)",
+        paper="App. E, Fig. 23: high-logit features one-to-one",
+        **kept.measured,
+        control=mean_of(before, "fitting_on_own"),
+        rule="ours >= 0.9",
+        changed=(
+            "It was the mean matched |cos| >= 0.95, which one toy more or less decides; the "
+            "share is on the scale of the claim above."
+        ),
+    )
+    represented = Claim(
+        "surplus features are still represented (norm, mean over toys; control: features "
+        "within capacity)",
+        paper=(
+            "implied by Sec. 4: some features move into superposition within the head's "
+            "representation space"
+        ),
+        **norms.measured,
+        control=over("fitting_norm").mean,
+        rule="ours > 0.5 * control",
+        why=(
+            "They lie on the vector by their angle, which has no length: what is left of them "
+            "is a fraction of the others' norm, so they are given up rather than superposed."
+        ),
+    )
+    confusable = Claim(
+        "features of different surplus pairs are confused (a foreign key's logit over its "
+        "own key's, mean over toys; control: pairs within capacity)",
+        paper="App. E, Fig. 23: can mistakenly associate features from different pairs",
+        **confused.measured,
+        control=over("fitting_confusion").mean,
+        rule="ours > 0.5 and ours > 2 * control",
+    )
+    decomposed = Claim(
+        "a pair within capacity is decomposed sparsely still (sparsity, mean over toys; "
+        "control: untrained)",
+        paper="App. E, after Fig. 23: sparse decomposition will still arise",
+        **sparse.measured,
+        control=mean_of(crowded, "untrained_sparsity"),
+        rule="ours < 0.75 * control",
+    )
+    less_sparse = Claim(
+        "... a surplus pair less so (sparsity, difference to pairs within capacity; "
+        "control: theirs)",
+        paper="App. E, after Fig. 23: although less robustly",
+        **less.measured,
+        control=sparse.mean,
+        rule="ours > 0",
+    )
+    return [on_last, on_last_wide, on_own, represented, confusable, decomposed, less_sparse]
 
 
 def _span(rows: list[Row]) -> str:
-    values = sorted(row["feature_norm"] for row in rows)
+    values = sorted(column(rows, "feature_norm"))
     return f"{values[0]:.2f} to {values[-1]:.2f}" if values else "none"
 
 

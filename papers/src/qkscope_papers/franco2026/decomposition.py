@@ -33,7 +33,17 @@ from qkscope_papers.franco2026.token_pairs import coordinates, draw_token_pairs
 from qkscope_papers.franco2026.toy.superposition import by_logit
 from qkscope_papers.franco2026.toy.trained import ToyRun
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Files, Row, files_of, mean, over_runs, over_seeds, pick
+from qkscope_papers.tables import (
+    Files,
+    Row,
+    column,
+    files_of,
+    mean,
+    mean_of,
+    over_runs,
+    over_seeds,
+    pick,
+)
 
 _SHOWN = 40  # contexts of a heat map
 
@@ -60,21 +70,28 @@ def run(settings: Settings, cells: Cells, none: bool) -> Result:
             if trained is toys[0]:
                 arrays[f"terms/{name}"] = at.terms[:_SHOWN].float()
                 arrays[f"rotated/{name}"] = turned[0, :_SHOWN].float()
-            rows.append({
-                "when": name, "seed": trained.cell.seed, "step": trained.steps[check],
-                "present": "none" if none else "one", "sparsity": float(sparsity(at.terms).nanmean()),
-                "rotated": float(sparsity(turned).nanmean()), "first_share": float(_first_share(at.terms)),
-                "rotated_share": float(_first_share(turned)), "size": float(at.terms.abs().sum(-1).mean()),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "when": name,
+                    "seed": trained.cell.seed,
+                    "step": trained.steps[check],
+                    "present": "none" if none else "one",
+                    "sparsity": float(sparsity(at.terms).nanmean()),
+                    "rotated": float(sparsity(turned).nanmean()),
+                    "first_share": float(_first_share(at.terms)),
+                    "rotated_share": float(_first_share(turned)),
+                    "size": float(at.terms.abs().sum(-1).mean()),
+                }
+            )
     late = pick(rows, when="late")
     early = pick(rows, when="early")
-    share = mean(r["first_share"] for r in late)
-    control = mean(r["first_share"] for r in early)
+    share = mean_of(late, "first_share")
+    control = mean_of(early, "first_share")
     what = "no feature of interest" if none else "the pair 0-4 alone"
     answer = (
-        f"With {what} in the tokens the largest term holds {share:.2f} of Σ|c| after training, {control:.2f} "
-        "before; "
-        f"sparsity {mean(r['sparsity'] for r in late):.3f} (rotated basis {mean(r['rotated'] for r in late):.3f})."
+        f"With {what} in the tokens the largest term holds {share:.2f} of Σ|c| after "
+        f"training, {control:.2f} before; sparsity {mean_of(late, 'sparsity'):.3f} (rotated "
+        f"basis {mean_of(late, 'rotated'):.3f})."
     )
     claims = _none_claims(late, early) if none else _one_claims(late, early)
     return settings.result(answer, {"terms": rows}, claims, arrays, about={"work": vars(work)})
@@ -86,35 +103,61 @@ def _first_share(terms: Float[Tensor, "*c m"]) -> Tensor:
 
 
 def _one_claims(late: list[Row], early: list[Row]) -> list[Claim]:
-    share = over_runs(r["first_share"] for r in late)
+    share = over_runs(column(late, "first_share"))
     gap = over_runs(r["sparsity"] - r["rotated"] for r in late)
-    return [
-        Claim("with one pair present a single term carries relative attention (share of the largest |c|, mean over "
-              "seeds; control: early)", "Sec. 5, Fig. 5: only one significant contribution, at first none",
-              share.mean, mean(r["first_share"] for r in early), "ours >= 0.9 and ours > control", share.low,
-              share.high),
-        Claim("... which a rotated basis does not show (sparsity − rotated, mean over seeds; control: early)", "",
-              gap.mean, mean(r["sparsity"] - r["rotated"] for r in early), BEYOND, gap.low, gap.high,
-              changed=f"It compared the worst seed with the best of the rotated ones. {WAS_LESS}"),
-    ]  # fmt: skip
+    single = Claim(
+        "with one pair present a single term carries relative attention (share of the "
+        "largest |c|, mean over seeds; control: early)",
+        paper="Sec. 5, Fig. 5: only one significant contribution, at first none",
+        **share.measured,
+        control=mean_of(early, "first_share"),
+        rule="ours >= 0.9 and ours > control",
+    )
+    unrotated = Claim(
+        "... which a rotated basis does not show (sparsity − rotated, mean over seeds; "
+        "control: early)",
+        paper="",
+        **gap.measured,
+        control=mean(r["sparsity"] - r["rotated"] for r in early),
+        rule=BEYOND,
+        changed=f"It compared the worst seed with the best of the rotated ones. {WAS_LESS}",
+    )
+    return [single, unrotated]
 
 
 def _none_claims(late: list[Row], early: list[Row]) -> list[Claim]:
-    size = over_runs(r["size"] for r in late)
-    share = over_runs(r["first_share"] for r in late)
+    size = over_runs(column(late, "size"))
+    share = over_runs(column(late, "first_share"))
     gap = over_runs(r["sparsity"] - r["rotated"] for r in late)
-    return [
-        Claim("without features of interest no single term stands out (share of the largest |c|, mean over seeds; "
-              "control: early)", "App. F, Fig. 24: sparsity is absent", share.mean,
-              mean(r["first_share"] for r in early), "ours <= control", share.low, share.high,
-              why="The largest term holds half of the sum before training, too."),
-        Claim("... the terms are no sparser than in a rotated basis (sparsity − rotated, mean over seeds; control: "
-              "early)", "", gap.mean, mean(r["sparsity"] - r["rotated"] for r in early), "ours >= 0", gap.low, gap.high,
-              changed="It was sparsity >= 0.8 * rotated, without an interval; Fig. 7a held the reverse against the "
-              "paper, which sees no sparsity here."),
-        Claim("... and the terms are small (mean Σ|c| late; control: early)", "", size.mean,
-              mean(r["size"] for r in early), "ours < control", **size.ends),
-    ]  # fmt: skip
+    no_single = Claim(
+        "without features of interest no single term stands out (share of the largest |c|, "
+        "mean over seeds; control: early)",
+        paper="App. F, Fig. 24: sparsity is absent",
+        **share.measured,
+        control=mean_of(early, "first_share"),
+        rule="ours <= control",
+        why="The largest term holds half of the sum before training, too.",
+    )
+    no_sparser = Claim(
+        "... the terms are no sparser than in a rotated basis (sparsity − rotated, mean "
+        "over seeds; control: early)",
+        paper="",
+        **gap.measured,
+        control=mean(r["sparsity"] - r["rotated"] for r in early),
+        rule="ours >= 0",
+        changed=(
+            "It was sparsity >= 0.8 * rotated, without an interval; Fig. 7a held the reverse "
+            "against the paper, which sees no sparsity here."
+        ),
+    )
+    small = Claim(
+        "... and the terms are small (mean Σ|c| late; control: early)",
+        paper="",
+        **size.measured,
+        control=mean_of(early, "size"),
+        rule="ours < control",
+    )
+    return [no_single, no_sparser, small]
 
 
 # ---------------------------------------------------------------------- figure 6
@@ -163,27 +206,43 @@ def strengths(toys: list[ToyRun], settings: Settings) -> Result:
                 arrays["strength"] = strength.float()
             for i, (q, k, logit) in enumerate(ranked):
                 off = torch.cat([cross[i, :i], cross[i, i + 1 :]])
-                rows.append({"seed": trained.cell.seed, "step": trained.steps[check], "pair": f"{q}-{k}",
-                             "target_logit": logit, "correlation": float(cross[i, i]),
-                             "other_correlation": float(off.abs().max()) if len(off) else float("nan"),
-                             "slope": float(_slope(strength[:, i], at.terms[:, i])), "control": control})  # fmt: skip
+                rows.append(
+                    {
+                        "seed": trained.cell.seed,
+                        "step": trained.steps[check],
+                        "pair": f"{q}-{k}",
+                        "target_logit": logit,
+                        "correlation": float(cross[i, i]),
+                        "other_correlation": float(off.abs().max()) if len(off) else float("nan"),
+                        "slope": float(_slope(strength[:, i], at.terms[:, i])),
+                        "control": control,
+                    }
+                )
     late = pick(rows, control=False)
     early = [row for row in rows if row["control"]]
-    lowest = over_seeds(late, lambda own: min(r["correlation"] for r in own))
+    lowest = over_seeds(late, lambda own: min(column(own, "correlation")))
     usual = over_seeds(late, lambda own: mean(abs(r["correlation"]) for r in own))
-    claims = [
-        Claim("a term's contribution correlates with its pair's strength (least over pairs, mean over seeds; control: "
-              "with the strengths of other pairs, largest)", "Sec. 5, Fig. 6: correlates with feature strength",
-              lowest.mean, max(r["other_correlation"] for r in late), "ours >= 0.9 and ours > 2 * control",
-              **lowest.ends),
-        Claim("... which an untrained head does not show (mean |correlation|; control: untrained)", "",
-              usual.mean, mean(abs(r["correlation"]) for r in early), "ours > 2 * control", **usual.ends),
-    ]  # fmt: skip
+    correlates = Claim(
+        "a term's contribution correlates with its pair's strength (least over pairs, mean "
+        "over seeds; control: with the strengths of other pairs, largest)",
+        paper="Sec. 5, Fig. 6: correlates with feature strength",
+        **lowest.measured,
+        control=max(column(late, "other_correlation")),
+        rule="ours >= 0.9 and ours > 2 * control",
+    )
+    learned = Claim(
+        "... which an untrained head does not show (mean |correlation|; control: untrained)",
+        paper="",
+        **usual.measured,
+        control=mean(abs(r["correlation"]) for r in early),
+        rule="ours > 2 * control",
+    )
+    claims = [correlates, learned]
     answer = (
         "The least correlation of a term with the strength of its own pair is "
-        f"{min(r['correlation'] for r in late):.3f}, the largest with another pair's "
-        f"{max(r['other_correlation'] for r in late):.2f}; before training |correlation| with its own pair is "
-        f"{mean(abs(r['correlation']) for r in early):.2f} on average."
+        f"{min(column(late, 'correlation')):.3f}, the largest with another pair's "
+        f"{max(column(late, 'other_correlation')):.2f}; before training |correlation| with "
+        f"its own pair is {mean(abs(r['correlation']) for r in early):.2f} on average."
     )
     return settings.result(answer, {"strength": rows}, claims, arrays, about={"work": vars(work)})
 
@@ -198,9 +257,11 @@ def _slope(x: Tensor, y: Tensor) -> Tensor:
 @run.drawing
 def draw(result: Result) -> Files:
     """Early, late, and late in a rotated basis."""
-    panels = (("terms/early", "before training", "early", "sparsity"),
-              ("terms/late", "after training", "late", "sparsity"),
-              ("rotated/late", "after, U and V rotated", "late", "rotated"))  # fmt: skip
+    panels = (
+        ("terms/early", "before training", "early", "sparsity"),
+        ("terms/late", "after training", "late", "sparsity"),
+        ("rotated/late", "after, U and V rotated", "late", "rotated"),
+    )
     figure = new_figure(10.5, 4.4)
     axes = figure.subplots(1, 3, sharey=True)
     rows = {
@@ -208,14 +269,14 @@ def draw(result: Result) -> Files:
         for row in result.tables["terms"]
         if row["seed"] == result.tables["terms"][0]["seed"]
     }
-    for axis, (key, title, when, column) in zip(axes, panels, strict=True):
+    for axis, (key, title, when, measure) in zip(axes, panels, strict=True):
         terms = result.arrays[key]
         shares = terms / terms.abs().sum(-1, keepdim=True)
         image = axis.imshow(
             shares.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest"
         )
         axis.set(xlabel="singular vector k", xticks=range(0, terms.shape[1], 3))
-        axis.set_title(f"{title}: sparsity {rows[when][column]:.3f}")
+        axis.set_title(f"{title}: sparsity {rows[when][measure]:.3f}")
     axes[0].set_ylabel("token pair")
     figure.colorbar(image, ax=list(axes), shrink=0.7, pad=0.01).set_label("c_k / Σ|c|")
     return files_of(result, figure)

@@ -28,16 +28,19 @@ from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure
 from qkscope_papers.franco2026.token_pairs import draw_token_pairs
 from qkscope_papers.franco2026.toy.superposition import Toy
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Row, mean, over_runs, pick
+from qkscope_papers.tables import Row, column, mean, mean_of, over_runs, pick
 
 _CONTEXTS = 32  # of each pair, for each copy
 _LEAST = "Was the least of the seeds, without an interval, with the same verdict."
 _GIVEN_UP = 0.05  # of the longest feature's length
 _KINDS = ("true", *NULLS)
 _CALLED = {
-    "true": "the toy's own", "rotated": "rotated", "random": "random rows", "features": "codes of other features",
+    "true": "the toy's own",
+    "rotated": "rotated",
+    "random": "random rows",
+    "features": "codes of other features",
     "tokens": "codes of other tokens",
-}  # fmt: skip
+}
 
 
 class PairSplit(NamedTuple):
@@ -160,9 +163,11 @@ def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: in
     firsts = [divmod(int(own.size.argmax()), len(own.size)) for own in found]
     right = [first == pair for own, pair in zip(found, wanted, strict=True) for first in own.first]
     return {
-        "pairs_first": sum(map(tuple.__eq__, firsts, wanted)), "contexts_first": mean(map(float, right)),
-        "explained": float(at["pairs"].sum() / at["logit"].sum()), "first_held": float(at["held_1"].mean()),
-    }  # fmt: skip
+        "pairs_first": sum(map(tuple.__eq__, firsts, wanted)),
+        "contexts_first": mean(map(float, right)),
+        "explained": float(at["pairs"].sum() / at["logit"].sum()),
+        "first_held": float(at["held_1"].mean()),
+    }
 
 
 # ---------------------------------------------------------------------- what is claimed
@@ -171,14 +176,13 @@ def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: in
 def _answer(rows: list[Row]) -> str:
     late = pick(rows, when="late")
     of = {kind: pick(late, kind=kind) for kind in _KINDS}
-    copies = ", ".join(
-        f"{_CALLED[kind]} {mean(r['first_held'] for r in of[kind]):.0%}" for kind in NULLS
-    )
+    copies = ", ".join(f"{_CALLED[kind]} {mean_of(of[kind], 'first_held'):.0%}" for kind in NULLS)
     seeds = len(of["true"])
     return (
-        f"With the toy's own dictionary the true pairs are the largest in {sum(r['among'] == 4 for r in of['true'])} "
-        f"of {seeds} seeds. Where one of them is present, the first pair holds "
-        f"{mean(r['first_held'] for r in of['true']):.0%} of all that is added (copies: {copies})."
+        "With the toy's own dictionary the true pairs are the largest in "
+        f"{sum(r['among'] == 4 for r in of['true'])} of {seeds} seeds. Where one of them "
+        f"is present, the first pair holds {mean_of(of['true'], 'first_held'):.0%} of all "
+        f"that is added (copies: {copies})."
     )
 
 
@@ -190,26 +194,55 @@ def _claims(rows: list[Row]) -> list[Claim]:
     def highest(column: str, seed: int) -> float:
         return max(row[column] for row in copies if row["seed"] == seed)
 
-    among = over_runs(r["among"] for r in late)
-    firsts = over_runs(r["pairs_first"] for r in late)
-    singly = over_runs(r["contexts_first"] for r in late)
+    among = over_runs(column(late, "among"))
+    firsts = over_runs(column(late, "pairs_first"))
+    singly = over_runs(column(late, "contexts_first"))
     ahead = over_runs(r["first_held"] - highest("first_held", r["seed"]) for r in late)
-    return [
-        Claim("with the true dictionary the four true pairs are the four largest (how many of them, mean over seeds; "
-              "control: untrained, most)", "", among.mean, max(r["among"] for r in early),
-              "ours >= 4 and ours > control", **among.ends, changed=_LEAST),
-        Claim("where one true pair is present, it is the largest on average (how many of the four, mean over seeds; "
-              "control: rotated and random dictionaries, most)", "", firsts.mean,
-              max(r["pairs_first"] for r in copies if r["kind"] in ("rotated", "random")),
-              "ours >= 4 and ours > control", **firsts.ends,
-              changed=f"{_LEAST} The control counted the codes of other features and tokens too. They keep the true "
-              "directions, to which alone the head answers: a draw of them can have every true pair first."),
-        Claim("... and the first one in single contexts (share, mean over seeds; control: all copies, most)", "",
-              singly.mean, max(r["contexts_first"] for r in copies), "ours > 2 * control", **singly.ends,
-              changed=_LEAST, why="Codes of other features keep the true directions, of which the head answers to "
-              "eight: a draw can have a true pair first. What it holds tells them apart."),
-        Claim("the first pair holds more of all that is added than in any copy (share − the highest copy's, mean over "
-              "seeds; control: untrained, share alone, most)", "", ahead.mean, max(r["first_held"] for r in early),
-              "ours > 0", **ahead.ends, changed=f"{_LEAST} Was with features that training gave up: their bias made "
-              "them active in every token, and copies had as many active ones."),
-    ]  # fmt: skip
+    largest = Claim(
+        "with the true dictionary the four true pairs are the four largest (how many of "
+        "them, mean over seeds; control: untrained, most)",
+        paper="",
+        **among.measured,
+        control=max(column(early, "among")),
+        rule="ours >= 4 and ours > control",
+        changed=_LEAST,
+    )
+    largest_alone = Claim(
+        "where one true pair is present, it is the largest on average (how many of the "
+        "four, mean over seeds; control: rotated and random dictionaries, most)",
+        paper="",
+        **firsts.measured,
+        control=max(r["pairs_first"] for r in copies if r["kind"] in ("rotated", "random")),
+        rule="ours >= 4 and ours > control",
+        changed=(
+            f"{_LEAST} The control counted the codes of other features and tokens too. They keep "
+            "the true directions, to which alone the head answers: a draw of them can have "
+            "every true pair first."
+        ),
+    )
+    first_in_contexts = Claim(
+        "... and the first one in single contexts (share, mean over seeds; control: all "
+        "copies, most)",
+        paper="",
+        **singly.measured,
+        control=max(column(copies, "contexts_first")),
+        rule="ours > 2 * control",
+        why=(
+            "Codes of other features keep the true directions, of which the head answers to "
+            "eight: a draw can have a true pair first. What it holds tells them apart."
+        ),
+        changed=_LEAST,
+    )
+    holds_more = Claim(
+        "the first pair holds more of all that is added than in any copy (share − the "
+        "highest copy's, mean over seeds; control: untrained, share alone, most)",
+        paper="",
+        **ahead.measured,
+        control=max(column(early, "first_held")),
+        rule="ours > 0",
+        changed=(
+            f"{_LEAST} Was with features that training gave up: their bias made them active in "
+            "every token, and copies had as many active ones."
+        ),
+    )
+    return [largest, largest_alone, first_in_contexts, holds_more]

@@ -48,6 +48,7 @@ from qkscope_papers.tables import (
     distinct,
     files_of,
     mean,
+    mean_of,
     over_seeds,
     pick,
     share_of,
@@ -134,13 +135,22 @@ def onset_rows(config: str, trained: ToyRun) -> list[Row]:
     turned = (features * features[-1]).sum(1).abs()
     overlap = (features * features[:, :, :1]).sum(1).abs()  # with the first pair's
     return [
-        {"config": config, "seed": trained.cell.seed, "pair": f"{pair[0]}-{pair[1]}", "target_logit": pair[2],
-         "learned": _learned(trained, pair), "onset": _stays(both[:, i], trained.steps),
-         "settled": _stays(placed[:, i], trained.steps), "final": float(both[-1, i]),
-         "feature_settled": _stays(turned[:, i], trained.steps), "kept_feature": float(turned[0, i]),
-         "kept_vector": float(placed[0, i]), "overlap_change": float(overlap[-1, i] - overlap[0, i])}
+        {
+            "config": config,
+            "seed": trained.cell.seed,
+            "pair": f"{pair[0]}-{pair[1]}",
+            "target_logit": pair[2],
+            "learned": _learned(trained, pair),
+            "onset": _stays(both[:, i], trained.steps),
+            "settled": _stays(placed[:, i], trained.steps),
+            "final": float(both[-1, i]),
+            "feature_settled": _stays(turned[:, i], trained.steps),
+            "kept_feature": float(turned[0, i]),
+            "kept_vector": float(placed[0, i]),
+            "overlap_change": float(overlap[-1, i] - overlap[0, i]),
+        }
         for i, pair in enumerate(pairs)
-    ]  # fmt: skip
+    ]
 
 
 def _stays(cosine: Float[Tensor, " checks"], steps: Sequence[int]) -> float:
@@ -225,42 +235,88 @@ def _drafted_claims(onsets: list[Row]) -> list[Claim]:
 
 def _order_claims(onsets: list[Row]) -> list[Claim]:
     asked: list[tuple[str, str, Callable[[list[Row]], Estimate], str, str]] = [
-        ("pairs settle on their singular vectors in the order of their target logits (share of comparisons that "
-         "checkpoints tell apart, 0.5 by chance", "Sec. 4, Fig. 3: individually over time, in order of their impact on "
-         "attention loss", lambda rows: over_seeds(rows, lambda own: order_agreement(own, "onset")), "ours > 0.5",
-         "Was decided on the reading of the loss that fits it better, B (0.57 [0.42, 0.72], a tie); before that "
-         ">= 0.75 after 40,000 steps."),
-        (f"all pairs are aligned at the end (share with both |cos| ≥ {STAYS}", "Sec. 4, Fig. 3: at the end of 10,000 "
-         "steps features have aligned", _aligned, "ours >= 1",
-         "Was decided on the reading of the loss that fits it better, B (1, held)."),
-        ("pairs are learned in the order of their target logits (half of the target reached; share of comparisons",
-         "", lambda rows: over_seeds(rows, lambda own: order_agreement(own, "learned")), "ours > 0.5", ""),
-    ]  # fmt: skip
+        (
+            "pairs settle on their singular vectors in the order of their target logits (share "
+            "of comparisons that checkpoints tell apart, 0.5 by chance",
+            "Sec. 4, Fig. 3: individually over time, in order of their impact on attention loss",
+            lambda rows: over_seeds(rows, lambda own: order_agreement(own, "onset")),
+            "ours > 0.5",
+            "Was decided on the reading of the loss that fits it better, B (0.57 [0.42, 0.72], "
+            "a tie); before that >= 0.75 after 40,000 steps.",
+        ),
+        (
+            f"all pairs are aligned at the end (share with both |cos| ≥ {STAYS}",
+            "Sec. 4, Fig. 3: at the end of 10,000 steps features have aligned",
+            _aligned,
+            "ours >= 1",
+            "Was decided on the reading of the loss that fits it better, B (1, held).",
+        ),
+        (
+            "pairs are learned in the order of their target logits (half of the target reached; "
+            "share of comparisons",
+            "",
+            lambda rows: over_seeds(rows, lambda own: order_agreement(own, "learned")),
+            "ours > 0.5",
+            "",
+        ),
+    ]
     own = pick(onsets, config=READING)
     other = pick(onsets, config=OTHER)
     first, second, *_ = distinct(own, "pair")
     asked += [
-        ("the first pair's feature changes less than its singular vector (|cos| of start and end: feature − vector",
-         "Sec. 4, Fig. 3: feature changes little over training, while left singular vector moves", lambda rows:
-         over_seeds(pick(rows, pair=first), lambda r: r[0]["kept_feature"] - r[0]["kept_vector"]), "ours > 0", ""),
-        (f"... it changes little (|cos| of start and end ≥ {STAYS}", "Sec. 4, Fig. 3: feature changes little over "
-         "training", lambda rows: over_seeds(pick(rows, pair=first), lambda r: r[0]["kept_feature"]),
-         f"ours >= {STAYS}", ""),
-        ("the second pair's feature shifts after its singular vector (share of seeds in which it settles no earlier",
-         "Sec. 4, Fig. 3: after which the middle heatmap shows feature abruptly shifting", lambda rows: share_of(
-             r["feature_settled"] >= r["settled"] for r in pick(rows, pair=second)), "ours > 0.5",
-         "Was of all later pairs (none of 60, reading C), whose interval had no width."),
-        ("... and towards orthogonality with the first feature (change of |cos| from start to end", "Sec. 4, Fig. 3: "
-         "shifts toward a position orthogonal", lambda rows: over_seeds(
-             pick(rows, pair=second), lambda r: r[0]["overlap_change"]), "ours < 0", ""),
-    ]  # fmt: skip
+        (
+            "the first pair's feature changes less than its singular vector (|cos| of start and "
+            "end: feature − vector",
+            "Sec. 4, Fig. 3: feature changes little over training, while left singular vector "
+            "moves",
+            lambda rows: over_seeds(
+                pick(rows, pair=first), lambda r: r[0]["kept_feature"] - r[0]["kept_vector"]
+            ),
+            "ours > 0",
+            "",
+        ),
+        (
+            f"... it changes little (|cos| of start and end ≥ {STAYS}",
+            "Sec. 4, Fig. 3: feature changes little over training",
+            lambda rows: over_seeds(pick(rows, pair=first), lambda r: r[0]["kept_feature"]),
+            f"ours >= {STAYS}",
+            "",
+        ),
+        (
+            "the second pair's feature shifts after its singular vector (share of seeds in "
+            "which it settles no earlier",
+            "Sec. 4, Fig. 3: after which the middle heatmap shows feature abruptly shifting",
+            lambda rows: share_of(
+                r["feature_settled"] >= r["settled"] for r in pick(rows, pair=second)
+            ),
+            "ours > 0.5",
+            "Was of all later pairs (none of 60, reading C), whose interval had no width.",
+        ),
+        (
+            "... and towards orthogonality with the first feature (change of |cos| from start "
+            "to end",
+            "Sec. 4, Fig. 3: shifts toward a position orthogonal",
+            lambda rows: over_seeds(pick(rows, pair=second), lambda r: r[0]["overlap_change"]),
+            "ours < 0",
+            "",
+        ),
+    ]
     lost = "The loss is lost in our copy: a reading that is neither of ours may do otherwise."
     claims = []
     for what, paper, score, rule, changed in asked:
         found = score(own)
-        claims.append(Claim(f"{what}; mean over seeds, {READING} of the loss; control: {OTHER})", paper, found.mean,
-                            score(other).mean, rule, **found.ends, reason="other setting", why=lost,
-                            changed=changed))  # fmt: skip
+        claims.append(
+            Claim(
+                f"{what}; mean over seeds, {READING} of the loss; control: {OTHER})",
+                paper=paper,
+                **found.measured,
+                control=score(other).mean,
+                rule=rule,
+                reason="other setting",
+                why=lost,
+                changed=changed,
+            )
+        )
     return claims
 
 
@@ -273,11 +329,19 @@ def _speed_claims(onsets: list[Row]) -> list[Claim]:
 
     found = over_seeds(onsets, ordered)
     return [
-        Claim("alignment comes earlier the more often features are present (share of pairs of p in that order, mean "
-              "over seeds; control: chance)", "A.2, Fig. 13: more readily when features are present more often",
-              found.mean, 0.5, "ours > control", found.low, found.high,
-              changed="It was > 0.75 on the mean over seeds; a second claim said the same after a fifth of training."),
-    ]  # fmt: skip
+        Claim(
+            "alignment comes earlier the more often features are present (share of pairs of p "
+            "in that order, mean over seeds; control: chance)",
+            paper="A.2, Fig. 13: more readily when features are present more often",
+            **found.measured,
+            control=0.5,
+            rule="ours > control",
+            changed=(
+                "It was > 0.75 on the mean over seeds; a second claim said the same after a fifth "
+                "of training."
+            ),
+        ),
+    ]
 
 
 def _late(row: Row) -> float:
@@ -290,13 +354,13 @@ def _answer(onsets: list[Row]) -> str:
     for config in (READING, OTHER):
         own = pick(onsets, config=config)
         steps = " ".join(
-            f"{mean(r['onset'] for r in pick(own, pair=pair)):,.0f}"
-            for pair in distinct(own, "pair")
+            f"{mean_of(pick(own, pair=pair), 'onset'):,.0f}" for pair in distinct(own, "pair")
         )
         order = over_seeds(own, lambda rows: order_agreement(rows, "onset")).mean
         aligned = f"{config} of the loss: {_aligned(own).mean:.0%} of pairs align"
         said.append(
-            f"{aligned}, at steps {steps} on average (largest logit first), in that order in {order:.0%}"
+            f"{aligned}, at steps {steps} on average (largest logit first), in that order in "
+            f"{order:.0%}"
         )
     return "; ".join(said) + "."
 
@@ -395,7 +459,7 @@ def _curves(axis: Any, table: list[Row], pairs: list[tuple[str, float]], config:
                 label=label,
             )
     axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random")
-    _spread(axis, max(r["step"] for r in rows), "x")
+    _spread(axis, max(column(rows, "step")), "x")
     axis.set(xlabel="step (thin: other seeds)", ylabel="matched |cos|, query side", ylim=(0, 1.05))
     axis.set_title(f"{config} of the loss", fontsize=9)
     axis.tick_params(axis="x", rotation=45)

@@ -38,7 +38,17 @@ from qkscope_papers.franco2026.token_pairs import (
 from qkscope_papers.franco2026.toy.measure import alignment_rows
 from qkscope_papers.franco2026.toy.superposition import Toy
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Files, Row, column, files_of, mean, over_runs, over_seeds, pick
+from qkscope_papers.tables import (
+    Files,
+    Row,
+    column,
+    files_of,
+    mean,
+    mean_of,
+    over_runs,
+    over_seeds,
+    pick,
+)
 
 TOLERANCE = 0.99
 _RESAMPLES = 400
@@ -58,7 +68,7 @@ def run(settings: Settings, cells: Cells) -> Result:
             for check in checkpoints(len(trained.steps), work.points):
                 toy = trained.at(check)
                 found = sparsity_row(toy, pairs, work, derived_seed(settings.seed, 36, seed))
-                matched = mean(r["matched"] for r in alignment_rows("", seed, 0, toy))
+                matched = mean_of(alignment_rows("", seed, 0, toy), "matched")
                 rows.append(
                     {
                         "seed": seed,
@@ -68,16 +78,16 @@ def run(settings: Settings, cells: Cells) -> Result:
                         **found,
                     }
                 )
-    last = max(row["step"] for row in rows)
+    last = max(column(rows, "step"))
     ends = {present: pick(rows, present=present, step=last) for present in PRESENT}
     answer = (
         "Sparsity after training: "
         + ", ".join(
-            f"{name} {mean(r['sparsity'] for r in ends[name]):.3f} (rotated "
-            f"{mean(r['rotated'] for r in ends[name]):.3f})"
+            f"{name} {mean_of(ends[name], 'sparsity'):.3f} (rotated "
+            f"{mean_of(ends[name], 'rotated'):.3f})"
             for name in PRESENT
         )
-        + f"; before training {mean(r['sparsity'] for r in pick(rows, step=0)):.3f}."
+        + f"; before training {mean_of(pick(rows, step=0), 'sparsity'):.3f}."
     )
     about = {"work": vars(work), "tolerance": TOLERANCE}
     return settings.result(answer, {"sparsity": rows}, _claims(rows, ends), about=about)
@@ -112,15 +122,25 @@ def sparsity_row(toy: Toy, pairs: TokenPairs, work: ToyWork, seed: int) -> Row:
         else (torch.full((1,), torch.nan),) * 2
     )
     return {
-        "sparsity": float(own.mean()), "low": float(low[0]), "high": float(high[0]),
-        "rotated": float(turned.mean()), "rotated_low": float(low[1]), "rotated_high": float(high[1]),
-        "difference": float((own - turned).mean()), "difference_low": float(low[2]), "difference_high": float(high[2]),
-        "shared": float(shared.mean()), "count": float(exact.nanmean()), "count_low": float(count_low[0]),
-        "count_high": float(count_high[0]), "count_tol": float(close.nanmean()),
+        "sparsity": float(own.mean()),
+        "low": float(low[0]),
+        "high": float(high[0]),
+        "rotated": float(turned.mean()),
+        "rotated_low": float(low[1]),
+        "rotated_high": float(high[1]),
+        "difference": float((own - turned).mean()),
+        "difference_low": float(low[2]),
+        "difference_high": float(high[2]),
+        "shared": float(shared.mean()),
+        "count": float(exact.nanmean()),
+        "count_low": float(count_low[0]),
+        "count_high": float(count_high[0]),
+        "count_tol": float(close.nanmean()),
         "null_count": float(singular.null_count(terms, TOLERANCE, seed=seed).nanmean()),
         "cancellation": float(singular.cancellation(terms).nanmean()),
-        "positive": float((terms.sum(-1) > 0).double().mean()), "n": len(own),
-    }  # fmt: skip
+        "positive": float((terms.sum(-1) > 0).double().mean()),
+        "n": len(own),
+    }
 
 
 def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
@@ -128,46 +148,87 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
     start = pick(rows, step=0)
     fewer = over_runs(a["sparsity"] - b["sparsity"] for a, b in zip(one, two, strict=True))
     absent = over_runs(a["sparsity"] - b["sparsity"] for a, b in zip(two, none, strict=True))
-    before = mean(r["sparsity"] for r in pick(start, present="one"))
-    after = over_runs(r["sparsity"] for r in one)
-    seeds = "It compared the worst seed with the best; seeds are paired, and their mean difference has an interval."
-    claims = [
-        Claim("sparser with one pair than with two (difference of sparsity, mean over seeds; control: before training)",
-              "Sec. 5, Fig. 7(a): sparser when fewer features are present", fewer.mean,
-              before - mean(r["sparsity"] for r in pick(start, present="two")), "ours < 0", fewer.low, fewer.high,
-              changed=seeds),
-        Claim("... and with two pairs than with none (control: before training)",
-              "Sec. 5, Fig. 7(a): when absent, much less sparse", absent.mean,
-              mean(r["sparsity"] for r in pick(start, present="two"))
-              - mean(r["sparsity"] for r in pick(start, present="none")), "ours < 0", absent.low, absent.high,
-              changed=seeds),
-        Claim("sparsity emerges (one pair, after training; control: before)", "Sec. 5, Fig. 7(a): how sparsity emerges",
-              after.mean, before, "ours < 0.5 * control", after.low, after.high),
-    ]  # fmt: skip
+    before = mean_of(pick(start, present="one"), "sparsity")
+    after = over_runs(column(one, "sparsity"))
+    seeds = (
+        "It compared the worst seed with the best; seeds are paired, and their mean "
+        "difference has an interval."
+    )
+    one_below_two = Claim(
+        "sparser with one pair than with two (difference of sparsity, mean over seeds; "
+        "control: before training)",
+        paper="Sec. 5, Fig. 7(a): sparser when fewer features are present",
+        **fewer.measured,
+        control=before - mean_of(pick(start, present="two"), "sparsity"),
+        rule="ours < 0",
+        changed=seeds,
+    )
+    two_below_none = Claim(
+        "... and with two pairs than with none (control: before training)",
+        paper="Sec. 5, Fig. 7(a): when absent, much less sparse",
+        **absent.measured,
+        control=mean_of(pick(start, present="two"), "sparsity")
+        - mean_of(pick(start, present="none"), "sparsity"),
+        rule="ours < 0",
+        changed=seeds,
+    )
+    emerges = Claim(
+        "sparsity emerges (one pair, after training; control: before)",
+        paper="Sec. 5, Fig. 7(a): how sparsity emerges",
+        **after.measured,
+        control=before,
+        rule="ours < 0.5 * control",
+    )
+    claims = [one_below_two, two_below_none, emerges]
     follows = over_seeds(pick(rows, present="one"), _follows)
     without = over_seeds(pick(rows, present="none"), _follows)
-    claims.append(Claim(
-        "sparsity comes as singular vectors align (rank correlation of sparsity and matched |cos| over checkpoints, "
-        "mean over seeds; control: no pair present)", "Sec. 5, Fig. 7(a): consistent with the evolution of SVF "
-        "alignment seen in Figure 3", follows.mean, without.mean, "ours < -0.5", **follows.ends))  # fmt: skip
+    claims.append(
+        Claim(
+            "sparsity comes as singular vectors align (rank correlation of sparsity and matched "
+            "|cos| over checkpoints, mean over seeds; control: no pair present)",
+            paper="Sec. 5, Fig. 7(a): consistent with the evolution of SVF alignment seen in Figure 3",
+            **follows.measured,
+            control=without.mean,
+            rule="ours < -0.5",
+        )
+    )
     for name, own in (("one", one), ("two", two)):
-        gap = over_runs(r["difference"] for r in own)
-        claims.append(Claim(
-            f"{name} present: sparser than a rotated basis of the same weights (sparsity − rotated, mean over seeds; "
-            "control: before training)", "", gap.mean, mean(r["difference"] for r in pick(start, present=name)),
-            BEYOND, gap.low, gap.high,
-            changed="Rotated bases are the paper's control in Pythia, not here; with no pair present the paper sees no "
-            f"sparsity, and Fig. 24 asks that. {WAS_LESS}"))  # fmt: skip
+        gap = over_runs(column(own, "difference"))
+        claims.append(
+            Claim(
+                f"{name} present: sparser than a rotated basis of the same weights (sparsity − "
+                "rotated, mean over seeds; control: before training)",
+                paper="",
+                **gap.measured,
+                control=mean_of(pick(start, present=name), "difference"),
+                rule=BEYOND,
+                changed=(
+                    "Rotated bases are the paper's control in Pythia, not here; with no pair present "
+                    f"the paper sees no sparsity, and Fig. 24 asks that. {WAS_LESS}"
+                ),
+            )
+        )
     shared = over_runs(r["sparsity"] - r["shared"] for r in one)
-    count = over_runs(r["count_tol"] for r in one)
+    count = over_runs(column(one, "count_tol"))
     claims += [
-        Claim("one present: sparser than in a rotated head space, where every logit is the same (mean over seeds; "
-              "control: before training)", "", shared.mean,
-              mean(r["sparsity"] - r["shared"] for r in pick(start, present="one")), BEYOND, **shared.ends,
-              changed=WAS_LESS),
-        Claim(f"one pair is reconstructed by one term (mean count at tolerance {TOLERANCE}; control: random terms of "
-              "the same sum and norm)", "", count.mean, mean(r["null_count"] for r in one), "ours < 1.1", **count.ends),
-    ]  # fmt: skip
+        Claim(
+            "one present: sparser than in a rotated head space, where every logit is the same "
+            "(mean over seeds; control: before training)",
+            paper="",
+            **shared.measured,
+            control=mean(r["sparsity"] - r["shared"] for r in pick(start, present="one")),
+            rule=BEYOND,
+            changed=WAS_LESS,
+        ),
+        Claim(
+            f"one pair is reconstructed by one term (mean count at tolerance {TOLERANCE}; "
+            "control: random terms of the same sum and norm)",
+            paper="",
+            **count.measured,
+            control=mean_of(one, "null_count"),
+            rule="ours < 1.1",
+        ),
+    ]
     return claims
 
 

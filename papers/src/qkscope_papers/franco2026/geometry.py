@@ -36,7 +36,16 @@ from qkscope_papers.franco2026.cells import (
 from qkscope_papers.franco2026.toy.alignment import cosines, gram, isotropy_error
 from qkscope_papers.franco2026.toy.superposition import Superposition, Toy
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Files, Row, figure_name, files_of, mean, over_runs, pick
+from qkscope_papers.tables import (
+    Files,
+    Row,
+    column,
+    figure_name,
+    files_of,
+    mean_of,
+    over_runs,
+    pick,
+)
 
 _ANTIPODAL = -0.9
 _VANISHED = 0.05  # of the largest norm
@@ -82,10 +91,10 @@ def run(settings: Settings, cells: Cells, isotropic: bool) -> Result:
     pairs = ", ".join(f"{_range(own, 'antipodal')} at {config[9:]}" for config, own in by_p.items())
     one = pick(after, config=ONE_PAIR)
     answer = (
-        f"Without a head features form antipodal pairs: {pairs} ({len(one)} seeds; the paper: 10, its p is lost). "
-        f"With one pair of interest its features overlap with any other by at most "
-        f"{mean(r['interest_overlap'] for r in one):.3f} (mean over seeds), the others among themselves by "
-        f"{mean(r['other_overlap'] for r in one):.2f}."
+        f"Without a head features form antipodal pairs: {pairs} ({len(one)} seeds; the "
+        "paper: 10, its p is lost). With one pair of interest its features overlap with any "
+        f"other by at most {mean_of(one, 'interest_overlap'):.3f} (mean over seeds), the "
+        f"others among themselves by {mean_of(one, 'other_overlap'):.2f}."
     )
     claims = _isotropy_claims(by_p, after, before) if isotropic else _claims(by_p, after, before)
     return settings.result(
@@ -111,13 +120,20 @@ def geometry_row(config: str, seed: int, step: int, toy: Toy, control: bool) -> 
     g = gram(W)
     values = torch.linalg.eigvalsh(g)
     return {
-        "config": config, "seed": seed, "step": step, "control": control, "antipodal": int(paired.sum()) // 2,
+        "config": config,
+        "seed": seed,
+        "step": step,
+        "control": control,
+        "antipodal": int(paired.sum()) // 2,
         "vanished": int((~there).sum()),
-        "isotropy_error": isotropy_error(g), "eigen_ratio": float(values[0] / values[-1]),
+        "isotropy_error": isotropy_error(g),
+        "eigen_ratio": float(values[0] / values[-1]),
         "interest_overlap": float(largest[wanted].amax()) if wanted else math.nan,
         "other_overlap": float(largest[other].mean()) if other else math.nan,
-        "rest_isotropy_error": _rest_error(W, wanted, other), "n": toy.task.n, "d": toy.task.d,
-    }  # fmt: skip
+        "rest_isotropy_error": _rest_error(W, wanted, other),
+        "n": toy.task.n,
+        "d": toy.task.d,
+    }
 
 
 def _rest_error(W: torch.Tensor, wanted: list[int], other: list[int]) -> float:
@@ -131,55 +147,97 @@ def _rest_error(W: torch.Tensor, wanted: list[int], other: list[int]) -> float:
     return isotropy_error(gram(left.mT @ W[:, other]))
 
 
-_LOST = "Which p the figure has is lost in our copy; at Table 1's two features share the tenth dimension."
+_LOST = (
+    "Which p the figure has is lost in our copy; at Table 1's two features share the "
+    "tenth dimension."
+)
 _BY_P = "It was asked at p = 0.52 alone, which Table 1 gives for the sweeps of A.2."
 
 
 def _isotropy_claims(
     by_p: dict[str, list[Row]], after: list[Row], before: list[Row]
 ) -> list[Claim]:
-    errors = {config: over_runs(r["isotropy_error"] for r in own) for config, own in by_p.items()}
+    errors = {config: over_runs(column(own, "isotropy_error")) for config, own in by_p.items()}
     best = min(errors, key=lambda config: errors[config].mean)
     untrained = pick(before, config=TABLE_1)
-    one = over_runs(r["isotropy_error"] for r in pick(after, config=ONE_PAIR))
-    rest = over_runs(r["rest_isotropy_error"] for r in pick(after, config=ONE_PAIR))
-    start = mean(r["isotropy_error"] for r in untrained)
-    return [
-        Claim("without a head features are isotropic (‖G/c − I‖, mean over seeds, at the p of the sweep where it is "
-              f"least, {best[9:]}; control: untrained)", "C.1, Fig. 19(a): arranged isotropically", errors[best].mean,
-              start, "ours < 0.1 * control", errors[best].low, errors[best].high, changed=_BY_P),
-        Claim("... also at p = 0.52, that of Table 1", "", errors[TABLE_1].mean, start, "ours < 0.1 * control",
-              errors[TABLE_1].low, errors[TABLE_1].high, "other setting", _LOST),
-        Claim("with one pair of interest features are still approximately isotropic (‖G/c − I‖, mean over seeds; "
-              "control: untrained)", "C.1, Fig. 19(b): approximately isotropically", one.mean, start,
-              "ours < 0.5 * control", one.low, one.high),
-        Claim("... the remaining ones in the space left to them (control: untrained)",
-              "implied by C.1: the requirements can still be met over the remaining features", rest.mean,
-              mean(r["rest_isotropy_error"] for r in pick(before, config=ONE_PAIR)), "ours < 0.2 * control", rest.low,
-              rest.high),
-    ]  # fmt: skip
+    one = over_runs(column(pick(after, config=ONE_PAIR), "isotropy_error"))
+    rest = over_runs(column(pick(after, config=ONE_PAIR), "rest_isotropy_error"))
+    start = mean_of(untrained, "isotropy_error")
+    isotropic = Claim(
+        "without a head features are isotropic (‖G/c − I‖, mean over seeds, at the p of the "
+        f"sweep where it is least, {best[9:]}; control: untrained)",
+        paper="C.1, Fig. 19(a): arranged isotropically",
+        **errors[best].measured,
+        control=start,
+        rule="ours < 0.1 * control",
+        changed=_BY_P,
+    )
+    at_table_1 = Claim(
+        "... also at p = 0.52, that of Table 1",
+        paper="",
+        **errors[TABLE_1].measured,
+        control=start,
+        rule="ours < 0.1 * control",
+        reason="other setting",
+        why=_LOST,
+    )
+    with_one_pair = Claim(
+        "with one pair of interest features are still approximately isotropic (‖G/c − I‖, "
+        "mean over seeds; control: untrained)",
+        paper="C.1, Fig. 19(b): approximately isotropically",
+        **one.measured,
+        control=start,
+        rule="ours < 0.5 * control",
+    )
+    remaining = Claim(
+        "... the remaining ones in the space left to them (control: untrained)",
+        paper="implied by C.1: the requirements can still be met over the remaining features",
+        **rest.measured,
+        control=mean_of(pick(before, config=ONE_PAIR), "rest_isotropy_error"),
+        rule="ours < 0.2 * control",
+    )
+    return [isotropic, at_table_1, with_one_pair, remaining]
 
 
 def _claims(by_p: dict[str, list[Row]], after: list[Row], before: list[Row]) -> list[Claim]:
-    pairs = {config: over_runs(r["antipodal"] for r in own) for config, own in by_p.items()}
+    pairs = {config: over_runs(column(own, "antipodal")) for config, own in by_p.items()}
     best = max(pairs, key=lambda config: pairs[config].mean)
-    start = mean(r["antipodal"] for r in before)
-    claims = [
-        Claim("without a head: ten antipodal pairs in every seed (mean over seeds, at the p of the sweep with most, "
-              f"{best[9:]}; control: untrained)", "Sec. 4, Fig. 1(a): 10 pairs, one per dimension", pairs[best].mean,
-              start, "ours >= 10", **pairs[best].ends, changed=_BY_P),
-        Claim("... also at p = 0.52, that of Table 1", "", pairs[TABLE_1].mean, start, "ours >= 10",
-              **pairs[TABLE_1].ends, reason="other setting", why=_LOST),
-    ]  # fmt: skip
+    start = mean_of(before, "antipodal")
+    ten_pairs = Claim(
+        "without a head: ten antipodal pairs in every seed (mean over seeds, at the p of "
+        f"the sweep with most, {best[9:]}; control: untrained)",
+        paper="Sec. 4, Fig. 1(a): 10 pairs, one per dimension",
+        **pairs[best].measured,
+        control=start,
+        rule="ours >= 10",
+        changed=_BY_P,
+    )
+    at_table_1 = Claim(
+        "... also at p = 0.52, that of Table 1",
+        paper="",
+        **pairs[TABLE_1].measured,
+        control=start,
+        rule="ours >= 10",
+        reason="other setting",
+        why=_LOST,
+    )
+    claims = [ten_pairs, at_table_1]
     for config, place in ((ONE_PAIR, "Fig. 1(b)"), (MANY_PAIRS, "Fig. 1(c)")):
-        found = over_runs(r["interest_overlap"] for r in pick(after, config=config))
-        claims.append(Claim(
-            f"{config}: features of interest are orthogonal to all others (largest |cos| with one that has not "
-            "vanished, mean over seeds; control: before training)", f"Sec. 4, {place}: orthogonal to all other "
-            "features", found.mean, mean(r["interest_overlap"] for r in pick(before, config=config)), "ours <= 0.1",
-            found.low, found.high,
-            changed="It was the worst seed (the paper shows one run), and counted features of norm 0.002, which point "
-            "nowhere."))  # fmt: skip
+        found = over_runs(column(pick(after, config=config), "interest_overlap"))
+        claims.append(
+            Claim(
+                f"{config}: features of interest are orthogonal to all others (largest |cos| with "
+                "one that has not vanished, mean over seeds; control: before training)",
+                paper=f"Sec. 4, {place}: orthogonal to all other features",
+                **found.measured,
+                control=mean_of(pick(before, config=config), "interest_overlap"),
+                rule="ours <= 0.1",
+                changed=(
+                    "It was the worst seed (the paper shows one run), and counted features of norm "
+                    "0.002, which point nowhere."
+                ),
+            )
+        )
     return claims
 
 

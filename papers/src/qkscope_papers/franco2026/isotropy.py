@@ -38,15 +38,25 @@ def run(settings: Settings) -> Result:
     features = settings.model.endswith(".safetensors")
     last = rows[-1]
     claims = [
-        Claim("‖E‖ of a dictionary of autoencoder features, c = tr G / d (control: random rows of the same number and "
-              "width)", "C.2, Fig. 20: 10 to 55 over GPT-2's layers", last["e_trace"] if features else None,
-              last["random"] if features else None, "10 <= ours <= 55", reason="not run here",
-              why="No autoencoder of GPT-2 can be had offline: --model sae.safetensors takes one; c is not said.",
-              changed="Token embeddings stood in for features, and passed at > 2 * control."),
-    ]  # fmt: skip
+        Claim(
+            "‖E‖ of a dictionary of autoencoder features, c = tr G / d (control: random rows of "
+            "the same number and width)",
+            paper="C.2, Fig. 20: 10 to 55 over GPT-2's layers",
+            ours=last["e_trace"] if features else None,
+            control=last["random"] if features else None,
+            rule="10 <= ours <= 55",
+            reason="not run here",
+            why=(
+                "No autoencoder of GPT-2 can be had offline: --model sae.safetensors takes one; c "
+                "is not said."
+            ),
+            changed="Token embeddings stood in for features, and passed at > 2 * control.",
+        ),
+    ]
     answer = (
-        f"{last['dictionary']}: ‖E‖ is {last['e_trace']:.1f} at c = tr G / d (random rows {last['random']:.2f}, at most"
-        f" {last['d'] - 1}) and {last['e_one']:.0f} at c = 1; without the mean row {last['e_centred']:.1f}."
+        f"{last['dictionary']}: ‖E‖ is {last['e_trace']:.1f} at c = tr G / d (random rows "
+        f"{last['random']:.2f}, at most {last['d'] - 1}) and {last['e_one']:.0f} at c = 1; "
+        f"without the mean row {last['e_centred']:.1f}."
     )
     return settings.result(
         answer, {"isotropy": rows}, claims, {}, settings.model, {"model": settings.model}
@@ -59,9 +69,13 @@ def isotropy(matrix: Float[Tensor, "n d"], seed: int = 0) -> Row:
     (n, d), draws = unit.shape, torch.Generator().manual_seed(seed)
     noise = torch.randn(n, d, generator=draws, dtype=torch.float64)
     return {
-        "n": n, "d": d, "e_trace": _norm(unit, n / d), "e_one": _norm(unit, 1.0), "random": _norm(noise, n / d),
+        "n": n,
+        "d": d,
+        "e_trace": _norm(unit, n / d),
+        "e_one": _norm(unit, 1.0),
+        "random": _norm(noise, n / d),
         "e_centred": _norm(unit - unit.mean(0), n / d),
-    }  # fmt: skip
+    }
 
 
 def _norm(rows: Float[Tensor, "n d"], c: float) -> float:

@@ -48,10 +48,11 @@ def run(settings: Settings, training: bool) -> Result:
     null = _mean(inside, "count_null")
     few = sum(1 <= row["count"] <= 4 for row in inside)
     answer = (
-        f"{count:.1f} singular vectors reach the relative logit on average over {len(inside)} edges of the "
-        f"circuit ({_mean(inside, 'count_tol'):.1f} reach 99% of it); random terms of the same sum and norm need "
-        f"{null:.1f} ({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} edges the count is "
-        "between 1 and 4."
+        f"{count:.1f} singular vectors reach the relative logit on average over "
+        f"{len(inside)} edges of the circuit ({_mean(inside, 'count_tol'):.1f} reach 99% of "
+        f"it); random terms of the same sum and norm need {null:.1f} "
+        f"({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} edges "
+        "the count is between 1 and 4."
     )
     tables = {
         "counts": counts,
@@ -73,12 +74,25 @@ def _distribution(found: Sweep, i: int) -> list[Row]:
         values = values[values.isfinite()]
         if len(values):
             marks = values.quantile(values.new_tensor([0.0, 0.25, 0.5, 0.75, 1.0])).tolist()
-            out.append({
-                "head": str(edge.head), "role": edge.duty.role, "from": edge.duty.query, "to": edge.duty.key,
-                "circuit": edge.circuit, "what": name,
-                **dict(zip(("least", "quarter", "median", "three_quarters", "most"), marks, strict=True)),
-                "mean": float(values.mean()), "n": len(values),
-            })  # fmt: skip
+            out.append(
+                {
+                    "head": str(edge.head),
+                    "role": edge.duty.role,
+                    "from": edge.duty.query,
+                    "to": edge.duty.key,
+                    "circuit": edge.circuit,
+                    "what": name,
+                    **dict(
+                        zip(
+                            ("least", "quarter", "median", "three_quarters", "most"),
+                            marks,
+                            strict=True,
+                        )
+                    ),
+                    "mean": float(values.mean()),
+                    "n": len(values),
+                }
+            )
     return out
 
 
@@ -96,16 +110,29 @@ def _head_claims(found: Sweep) -> list[Claim]:
     outside = [found.mean(excess, [i], 1 - 0.05 / len(found.outside)).high for i in found.outside]
     few = sum(high < 0 for high in inside)
     counts = found.mean(found.last["count"], found.inside)
-    return [
-        Claim("In most cases the number of singular vectors is small (share of the circuit's edges at which fewer are "
-              "needed than random terms of the same sum and norm need, told apart and corrected for their number; "
-              "control: heads outside)", "Sec. 5, Fig. 9(a): in most cases small", few / len(inside),
-              sum(high < 0 for high in outside) / max(len(outside), 1), "ours > 0.5", *wilson(few, len(inside)),
-              *found.unlike(GPT2), "It was a mean of 1 to 4, which the paper says of Pythia."),
-        Claim("... between 1 and 4 on average (mean over the circuit; control: random terms)", "", counts.mean,
-              found.mean(found.last["count_null"], found.inside).mean, "1 <= ours <= 4", counts.low, counts.high,
-              *found.unlike(GPT2)),
-    ]  # fmt: skip
+    few = Claim(
+        "In most cases the number of singular vectors is small (share of the circuit's "
+        "edges at which fewer are needed than random terms of the same sum and norm need, "
+        "told apart and corrected for their number; control: heads outside)",
+        "Sec. 5, Fig. 9(a): in most cases small",
+        few / len(inside),
+        sum(high < 0 for high in outside) / max(len(outside), 1),
+        "ours > 0.5",
+        *wilson(few, len(inside)),
+        *found.unlike(GPT2),
+        "It was a mean of 1 to 4, which the paper says of Pythia.",
+    )
+    up_to_four = Claim(
+        "... between 1 and 4 on average (mean over the circuit; control: random terms)",
+        "",
+        counts.mean,
+        found.mean(found.last["count_null"], found.inside).mean,
+        "1 <= ours <= 4",
+        counts.low,
+        counts.high,
+        *found.unlike(GPT2),
+    )
+    return [few, up_to_four]
 
 
 def _training_claims(found: Sweep) -> list[Claim]:
@@ -115,25 +142,50 @@ def _training_claims(found: Sweep) -> list[Claim]:
     other = "counter-finding" if reason[0] == "counter-finding" else "other setting"
     counts = found.mean(last["count"], inside)
     close = found.mean(last["count_tol"] - last["count_tol_null"], inside)
-    claims = [
-        Claim("Singular vectors that reach the relative logit, at the end (mean over the circuit; control: random "
-              "terms of the same sum and norm)", "Sec. 5, Fig. 9(b): typically only 1-4 singular vectors", counts.mean,
-              found.mean(last["count_null"], inside).mean, "1 <= ours <= 4", counts.low, counts.high,
-              other,
-              f"{reason[1]} Size alone does not explain it: models of Pythia's size need more, too (Fig. 9a)."),
-        Claim("... to 99%, fewer than random terms need (difference; control: theirs)", "", close.mean,
-              found.mean(last["count_tol_null"], inside).mean, "ours < 0", close.low, close.high, *reason),
-    ]  # fmt: skip
+    at_end = Claim(
+        "Singular vectors that reach the relative logit, at the end (mean over the circuit; "
+        "control: random terms of the same sum and norm)",
+        paper="Sec. 5, Fig. 9(b): typically only 1-4 singular vectors",
+        **counts.measured,
+        control=found.mean(last["count_null"], inside).mean,
+        rule="1 <= ours <= 4",
+        reason=other,
+        why=(
+            f"{reason[1]} Size alone does not explain it: models of Pythia's size need more, too "
+            "(Fig. 9a)."
+        ),
+    )
+    to_tolerance = Claim(
+        "... to 99%, fewer than random terms need (difference; control: theirs)",
+        "",
+        close.mean,
+        found.mean(last["count_tol_null"], inside).mean,
+        "ours < 0",
+        close.low,
+        close.high,
+        *reason,
+    )
+    claims = [at_end, to_tolerance]
     if found.trained:
         # the same prompts at both ends: those on which the head attends at both
         change = found.mean(last["count"] - found.first["count"], inside)
-        claims.append(Claim(
-            "The number falls over training (change, of prompts with r > 0 at both ends; control: at heads outside)",
-            "Sec. 5, Fig. 9(b): declines during training", change.mean,
-            found.mean(last["count"] - found.first["count"], found.outside).mean, "ours < 0", change.low, change.high,
-            other, f"{reason[1]} At our start, before any training, fewer are enough, as there is next to no relative "
-            "logit to reach; the paper does not say at which step its curve starts.",
-            "It was the count less that of random terms, which the paper does not speak of."))  # fmt: skip
+        claims.append(
+            Claim(
+                "The number falls over training (change, of prompts with r > 0 at both ends; "
+                "control: at heads outside)",
+                paper="Sec. 5, Fig. 9(b): declines during training",
+                **change.measured,
+                control=found.mean(last["count"] - found.first["count"], found.outside).mean,
+                rule="ours < 0",
+                reason=other,
+                why=(
+                    f"{reason[1]} At our start, before any training, fewer are enough, as there is next "
+                    "to no relative logit to reach; the paper does not say at which step its curve "
+                    "starts."
+                ),
+                changed="It was the count less that of random terms, which the paper does not speak of.",
+            )
+        )
     return claims
 
 
@@ -196,8 +248,11 @@ def _boxes(axis: Axes, rows: Sequence[Row], heads: Sequence[tuple[str, str, bool
 def _training(axis: Axes, rows: Sequence[Row]) -> None:
     inside = [row for row in rows if row["circuit"]]
     x = steps_axis(axis, [row["step"] for row in inside])
-    lines = (("count", "reach r", TARGET, "-"), ("count_tol", "reach 99% of r", TARGET, "--"),
-             ("count_tol_null", "random terms at 99%", INK, ":"))  # fmt: skip
+    lines = (
+        ("count", "reach r", TARGET, "-"),
+        ("count_tol", "reach 99% of r", TARGET, "--"),
+        ("count_tol_null", "random terms at 99%", INK, ":"),
+    )
     for name, label, colour, style in lines:
         axis.plot(
             x, smoothed([row[name] for row in inside]), style, color=colour, lw=1.5, label=label

@@ -46,8 +46,11 @@ def run(settings: Settings) -> Result:
     """Sparsity at every checkpoint, with its nulls."""
     found = swept(settings)
     periods = _periods(found)
-    units = [{"when": when, **row} for when, (before, after) in periods.items()
-             for row in head_changes(after, found.edges, before)]  # fmt: skip
+    units = [
+        {"when": when, **row}
+        for when, (before, after) in periods.items()
+        for row in head_changes(after, found.edges, before)
+    ]
     tables = {
         **{
             name: found.result.tables[name]
@@ -76,8 +79,15 @@ def head_changes(
     own: dict[tuple[Head, bool], list[int]] = {}
     for i, edge in enumerate(edges):
         own.setdefault((edge.head, edge.circuit), []).append(i)
-    return [{"head": str(head), "circuit": circuit, "edges": len(index), "value": float(gap[index].nanmean())}
-            for (head, circuit), index in own.items()]  # fmt: skip
+    return [
+        {
+            "head": str(head),
+            "circuit": circuit,
+            "edges": len(index),
+            "value": float(gap[index].nanmean()),
+        }
+        for (head, circuit), index in own.items()
+    ]
 
 
 def _periods(found: Sweep) -> dict[str, tuple[Values | None, Values]]:
@@ -109,34 +119,64 @@ def _claims(
         plain = found.mean(last["sparsity"] - first["sparsity"], inside)
         turned = found.mean(last["rotated"] - first["rotated"], inside)
         claims += [
-            Claim("Sparsity falls over training (change of its mean over the circuit; control: at heads outside)",
-                  "Sec. 5, Fig. 7(b): attention sparsity emerges in Pythia", plain.mean,
-                  found.mean(last["sparsity"] - first["sparsity"], found.outside).mean, "ours < control", plain.low,
-                  plain.high, *reason,
-                  "It was sparsity less that of rotated vectors, which is ours, resampled by prompt."),
-            Claim("Under rotated vectors at least half of the fall is gone (change of the rotated sparsity; control: "
-                  "of the sparsity itself)", "Sec. 5, Fig. 7(b): the decline disappears when the SVD basis is rotated",
-                  turned.mean, plain.mean, "ours > 0.5 * control and control < 0", turned.low, turned.high, reason[0],
-                  f"{reason[1]} Its spectrum sharpens in training, which makes rotated terms unequal too."),
-        ]  # fmt: skip
+            Claim(
+                "Sparsity falls over training (change of its mean over the circuit; control: at "
+                "heads outside)",
+                "Sec. 5, Fig. 7(b): attention sparsity emerges in Pythia",
+                plain.mean,
+                found.mean(last["sparsity"] - first["sparsity"], found.outside).mean,
+                "ours < control",
+                plain.low,
+                plain.high,
+                *reason,
+                "It was sparsity less that of rotated vectors, which is ours, resampled by prompt.",
+            ),
+            Claim(
+                "Under rotated vectors at least half of the fall is gone (change of the rotated "
+                "sparsity; control: of the sparsity itself)",
+                paper="Sec. 5, Fig. 7(b): the decline disappears when the SVD basis is rotated",
+                **turned.measured,
+                control=plain.mean,
+                rule="ours > 0.5 * control and control < 0",
+                reason=reason[0],
+                why=(
+                    f"{reason[1]} Its spectrum sharpens in training, which makes rotated terms unequal "
+                    "too."
+                ),
+            ),
+        ]
     end = found.mean(_gap(last), inside)
     rotated = found.mean(last["rotated"], inside).mean
     against = (
         "counter-finding" if reason[0] == "other setting" else reason[0]
     )  # the paper claims it of any architecture
     claims.append(
-        Claim("At the end terms are sparser than over rotated singular vectors (sparsity − rotated; control: at heads "
-              "outside the circuit)", "implied by Sec. 5: sparsity is not attributable to a few large singular values",
-              end.mean, found.mean(_gap(last), found.outside).mean, "ours < 0", end.low, end.high,
-              against, f"{reason[1]} A few singular values are so large that rotated terms are unequal, too "
-              f"({rotated:.2f}; all equal, 1)."))  # fmt: skip
+        Claim(
+            "At the end terms are sparser than over rotated singular vectors (sparsity − "
+            "rotated; control: at heads outside the circuit)",
+            paper="implied by Sec. 5: sparsity is not attributable to a few large singular values",
+            **end.measured,
+            control=found.mean(_gap(last), found.outside).mean,
+            rule="ours < 0",
+            reason=against,
+            why=(
+                f"{reason[1]} A few singular values are so large that rotated terms are unequal, too "
+                f"({rotated:.2f}; all equal, 1)."
+            ),
+        )
+    )
     for when, (before, after) in periods.items():
         if before is not None:
             fall = found.mean(_gap(after) - _gap(before), inside)
-            claims.append(Claim(
-                f"Sparsity − rotated falls {when} (control: at heads outside the circuit)", "", fall.mean,
-                found.mean(_gap(after) - _gap(before), found.outside).mean, "ours < 0", fall.low,
-                fall.high))  # fmt: skip
+            claims.append(
+                Claim(
+                    f"Sparsity − rotated falls {when} (control: at heads outside the circuit)",
+                    paper="",
+                    **fall.measured,
+                    control=found.mean(_gap(after) - _gap(before), found.outside).mean,
+                    rule="ours < 0",
+                )
+            )
         claims.append(_by_heads(when, units, found))
     return claims
 
@@ -149,12 +189,18 @@ def _by_heads(when: str, units: list[Row], found: Sweep) -> Claim:
     own = column(pick(units, when=when, circuit=True), "value")
     other = column(pick(units, when=when, circuit=False), "value")
     return Claim(
-        f"More so than at other heads, {when}: share of relabellings of the heads ({len(own)} inside, {len(other)} "
-        "outside) with as low a mean of sparsity − rotated inside (one-sided p; control: the level)", "",
-        relabelled(own, other), 0.05, "ours < control",
+        f"More so than at other heads, {when}: share of relabellings of the heads "
+        f"({len(own)} inside, {len(other)} outside) with as low a mean of sparsity − rotated "
+        "inside (one-sided p; control: the level)",
+        paper="",
+        ours=relabelled(own, other),
+        control=0.05,
+        rule="ours < control",
         reason=found.unlike(PYTHIA)[0],
-        why="So few heads leave a difference of this size open." if len(own) + len(other) < 20 else "",
-    )  # fmt: skip
+        why="So few heads leave a difference of this size open."
+        if len(own) + len(other) < 20
+        else "",
+    )
 
 
 def relabelled(inside: Sequence[float], outside: Sequence[float], seed: int = 0) -> float:
@@ -237,11 +283,12 @@ def _over_training(result: Result, rows: Sequence[Row]) -> Figure:
     left, middle, right = figure.subplots(1, 3)
     x = steps_axis(left, [row["step"] for row in inside])
     lines: list[tuple[Sequence[Row], str, str, str, str]] = [
-        (inside, "sparsity", "circuit", TARGET, "-"), (inside, "rotated", "rotated U and V", REST, "-"),
+        (inside, "sparsity", "circuit", TARGET, "-"),
+        (inside, "rotated", "rotated U and V", REST, "-"),
         (inside, "rotated_shared", "rotated head space", REST, ":"),
         (outside, "sparsity", "heads outside", ORIGINAL, "-"),
         (outside, "rotated", "their rotated", ORIGINAL, ":"),
-    ]  # fmt: skip
+    ]
     for own, name, label, colour, style in lines:
         if own:
             left.plot(x, smoothed(column(own, name)), style, color=colour, lw=1.6, label=label)
@@ -322,6 +369,6 @@ def _by_head(result: Result) -> Figure:
     slanted(axis, [f"{row['head']} {row['from']}→{row['to']}" for row in rows], 55, 7.5)
     axis.set_ylabel("sparsity of the terms")
     axis.legend(frameon=False, loc="upper right", fontsize=8, ncols=2)
-    axis.set_ylim(0, 1.25 * max(row["rotated_shared"] for row in rows))
+    axis.set_ylim(0, 1.25 * max(column(rows, "rotated_shared")))
     axis.set_title(f"{model_name(result)}: circuit (orange) and heads outside it (blue)")
     return figure

@@ -26,7 +26,7 @@ from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure
 from qkscope_papers.franco2026.model_sweep import PYTHIA, Sweep, swept
 from qkscope_papers.franco2026.prompts import KINDS
 from qkscope_papers.registry import NANO, Settings, figure
-from qkscope_papers.tables import Files, Row, files_of, model_name
+from qkscope_papers.tables import Files, Row, column, files_of, model_name
 
 FOUR = ("previous token", "induction", "S-inhibition", "name mover")
 _FOLLOWS = ("sigma_correlation", "sigma_rotated", "largest", "largest_rotated")
@@ -62,14 +62,15 @@ def run(settings: Settings, roles: Sequence[str] | None = None) -> Result:
         for when, values in (("start", found.first), ("end", found.last))
         for name in ("terms_first", "terms_mean", "terms_rotated", "sigma")
     }
-    end = sum(row["sparsity_end"] for row in rows) / len(rows)
-    start = sum(row["sparsity_start"] for row in rows) / len(rows)
-    rotated = sum(row["rotated_end"] for row in rows) / len(rows)
+    end = sum(column(rows, "sparsity_end")) / len(rows)
+    start = sum(column(rows, "sparsity_start")) / len(rows)
+    rotated = sum(column(rows, "rotated_end")) / len(rows)
     answer = (
-        f"Mean sparsity of the terms of {len(rows)} edges goes from {start:.2f} to {end:.2f} over training "
-        f"(rotated vectors at the end: {rotated:.2f})."
+        f"Mean sparsity of the terms of {len(rows)} edges goes from {start:.2f} to {end:.2f} "
+        f"over training (rotated vectors at the end: {rotated:.2f})."
         if found.trained
-        else f"Mean sparsity of the terms of {len(rows)} edges is {end:.2f} (rotated vectors: {rotated:.2f})."
+        else f"Mean sparsity of the terms of {len(rows)} edges is {end:.2f} (rotated vectors: "
+        f"{rotated:.2f})."
     )
     claims = _all_claims(found) if roles is None else _four_claims(found, chosen)
     return settings.result(answer, {"heads": rows}, claims, arrays, settings.model, found.about())
@@ -82,15 +83,25 @@ def _row(found: Sweep, i: int) -> Row:
     terms = end["terms_first"]
     largest = int(terms.abs().argmax())
     return {
-        "head": str(edge.head), "role": edge.duty.role, "from": edge.duty.query, "to": edge.duty.key,
-        "relative": float(terms.sum()), "sparsity_first": float(sparsity(terms)),
-        "sparsity_start": _mean(start["sparsity"]), "sparsity_end": _mean(end["sparsity"]),
-        "rotated_start": _mean(start["rotated"]), "rotated_end": _mean(end["rotated"]),
-        "largest_vector": largest, "largest_share": float(terms[largest] / terms.sum()),
-        "vectors": len(terms), **{name: _mean(end[name]) for name in _FOLLOWS},
-        "count": _mean(end["count"]), "count_tol": _mean(end["count_tol"]), "count_null": _mean(end["count_null"]),
+        "head": str(edge.head),
+        "role": edge.duty.role,
+        "from": edge.duty.query,
+        "to": edge.duty.key,
+        "relative": float(terms.sum()),
+        "sparsity_first": float(sparsity(terms)),
+        "sparsity_start": _mean(start["sparsity"]),
+        "sparsity_end": _mean(end["sparsity"]),
+        "rotated_start": _mean(start["rotated"]),
+        "rotated_end": _mean(end["rotated"]),
+        "largest_vector": largest,
+        "largest_share": float(terms[largest] / terms.sum()),
+        "vectors": len(terms),
+        **{name: _mean(end[name]) for name in _FOLLOWS},
+        "count": _mean(end["count"]),
+        "count_tol": _mean(end["count_tol"]),
+        "count_null": _mean(end["count_null"]),
         "count_tol_null": _mean(end["count_tol_null"]),
-    }  # fmt: skip
+    }
 
 
 def _mean(values: Tensor) -> float:
@@ -108,25 +119,44 @@ def _four_claims(found: Sweep, chosen: list[int]) -> list[Claim]:
     place = found.mean(test, [down])
     untold = ("not run here", "One prompt leaves none to measure on once the head is chosen.")
     claims = [
-        Claim(f"The largest term can be one with a small singular value (its place, 0 largest to 1 smallest, at the "
-              f"head furthest down, {found.edges[down].head}; control: rotated vectors)", "Sec. 5, Fig. 8 (middle): "
-              "the largest terms can be those with the smallest singular values", place.mean,
-              found.mean(found.last["largest_rotated"], [down]).mean, "ours > 0.5 and ours > control", place.low,
-              place.high, *(reason if place.mean == place.mean else untold),
-              "It was the share of heads whose largest term is beyond the first quarter, and held at .5 where chance "
-              "gives .75."),
-    ]  # fmt: skip
+        Claim(
+            "The largest term can be one with a small singular value (its place, 0 largest to 1 "
+            f"smallest, at the head furthest down, {found.edges[down].head}; control: rotated "
+            "vectors)",
+            (
+                "Sec. 5, Fig. 8 (middle): the largest terms can be those with the smallest singular "
+                "values"
+            ),
+            place.mean,
+            found.mean(found.last["largest_rotated"], [down]).mean,
+            "ours > 0.5 and ours > control",
+            place.low,
+            place.high,
+            *(reason if place.mean == place.mean else untold),
+            (
+                "It was the share of heads whose largest term is beyond the first quarter, and held "
+                "at .5 where chance gives .75."
+            ),
+        ),
+    ]
     if found.trained:
         change = found.last["sparsity"] - found.first["sparsity"]
         falls = {i: found.mean(change, [i], 1 - 0.05 / len(chosen)) for i in chosen}
         least = max(falls, key=lambda i: falls[i].mean)
-        claims.append(Claim(
-            f"In each case sparsity falls from start to end (change at the head where it falls least, "
-            f"{found.edges[least].head}; control: over rotated vectors)", "Sec. 5, Fig. 8: in each case decomposition "
-            "becomes significantly sparse", falls[least].mean,
-            found.mean(found.last["rotated"] - found.first["rotated"], [least]).mean, "ours < control",
-            falls[least].low, falls[least].high, *reason,
-            "It was the mean over heads of sparsity − rotated, which Fig. 7b asks."))  # fmt: skip
+        claims.append(
+            Claim(
+                "In each case sparsity falls from start to end (change at the head where it falls "
+                f"least, {found.edges[least].head}; control: over rotated vectors)",
+                "Sec. 5, Fig. 8: in each case decomposition becomes significantly sparse",
+                falls[least].mean,
+                found.mean(found.last["rotated"] - found.first["rotated"], [least]).mean,
+                "ours < control",
+                falls[least].low,
+                falls[least].high,
+                *reason,
+                "It was the mean over heads of sparsity − rotated, which Fig. 7b asks.",
+            )
+        )
     return claims
 
 
@@ -136,21 +166,37 @@ def _all_claims(found: Sweep) -> list[Claim]:
     last = found.last
     follows = found.mean(last["sigma_correlation"] - last["sigma_rotated"], found.inside)
     claims = [
-        Claim("Terms follow the singular values less than the spectrum alone would make them (rank correlation of "
-              "|term| and σ, less that over rotated vectors; control: the latter)", "implied by Sec. 5: low-rank "
-              "properties are not the cause of sparsity", follows.mean,
-              found.mean(last["sigma_rotated"], found.inside).mean, "ours < 0", follows.low, follows.high, *reason,
-              "It was a correlation below .5, where 2 sd of chance are .42."),
-    ]  # fmt: skip
+        Claim(
+            "Terms follow the singular values less than the spectrum alone would make them "
+            "(rank correlation of |term| and σ, less that over rotated vectors; control: the "
+            "latter)",
+            "implied by Sec. 5: low-rank properties are not the cause of sparsity",
+            follows.mean,
+            found.mean(last["sigma_rotated"], found.inside).mean,
+            "ours < 0",
+            follows.low,
+            follows.high,
+            *reason,
+            "It was a correlation below .5, where 2 sd of chance are .42.",
+        ),
+    ]
     if found.trained:
         inside = _falling(found, found.inside)
         outside = _falling(found, found.outside)
-        claims.append(Claim(
-            "Relative attention gets sparser in training at most heads (share of the circuit's edges whose fall is "
-            "told from 0, corrected for their number; control: heads outside)", "G.2, Fig. 25: relative attention "
-            "sparsifies as a result of training", inside, outside, "ours > control", *wilson(
-                round(inside * len(found.inside)), len(found.inside)), *reason,
-            "It was the mean over heads of sparsity − rotated, which Fig. 7b asks."))  # fmt: skip
+        claims.append(
+            Claim(
+                "Relative attention gets sparser in training at most heads (share of the circuit's "
+                "edges whose fall is told from 0, corrected for their number; control: heads "
+                "outside)",
+                "G.2, Fig. 25: relative attention sparsifies as a result of training",
+                inside,
+                outside,
+                "ours > control",
+                *wilson(round(inside * len(found.inside)), len(found.inside)),
+                *reason,
+                "It was the mean over heads of sparsity − rotated, which Fig. 7b asks.",
+            )
+        )
     return claims
 
 

@@ -33,7 +33,7 @@ from qkscope_papers.tables import (
     column,
     distinct,
     files_of,
-    mean,
+    mean_of,
     pick,
     share_of,
 )
@@ -46,10 +46,13 @@ _READINGS = {"default": Superposition(), "reading B": Superposition(reading="B")
 
 
 _OVER = {
-    "p": OVER_P, "λ": toys_over("weight", _WEIGHTS, 3, "λ"), "n": toys_over("n", (10, 15, 20, 25, 30), 2),
-    "d_head": toys_over("d_head", (10, 8, 6, 4)), "context": toys_over("context", _CONTEXTS, 2),
+    "p": OVER_P,
+    "λ": toys_over("weight", _WEIGHTS, 3, "λ"),
+    "n": toys_over("n", (10, 15, 20, 25, 30), 2),
+    "d_head": toys_over("d_head", (10, 8, 6, 4)),
+    "context": toys_over("context", _CONTEXTS, 2),
     "seeds": toys_of(lambda _: _READINGS),
-}  # fmt: skip
+}
 
 
 def _everything(settings: Settings) -> dict[str, list[ToyCell]]:
@@ -85,12 +88,12 @@ def run(settings: Settings, cells: Cells, over: str) -> Result:
     rows = before_and_after(toys)
     summary = summarise(rows)
     after = pick(rows, control=False)
-    good = sum(row["seeds_aligned"] for row in summary)
-    total = sum(row["seeds"] for row in summary)
+    good = sum(column(summary, "seeds_aligned"))
+    total = sum(column(summary, "seeds"))
     answer = (
         f"Over {over}: all four pairs reach |cos| {ALIGNED} in {good} of {total} models; mean "
-        f"matched |cos| {mean(r['matched'] for r in after):.3f} (untrained "
-        f"{mean(r['matched'] for r in pick(rows, control=True)):.2f}, best of random "
+        f"matched |cos| {mean_of(after, 'matched'):.3f} (untrained "
+        f"{mean_of(pick(rows, control=True), 'matched'):.2f}, best of random "
         f"{after[0]['best_random']:.2f})."
     )
     tables = {"alignment": rows, "summary": summary}
@@ -114,18 +117,26 @@ def summarise(rows: list[Row]) -> list[Row]:
         after = pick(rows, config=config, control=False)
         before = pick(rows, config=config, control=True)
         seeds = sorted({row["seed"] for row in after})
-        lows = [min(r["matched"] for r in pick(after, seed=seed)) for seed in seeds]
-        table.append({
-            "config": config, "seeds": len(seeds), "seeds_aligned": sum(low >= ALIGNED for low in lows),
-            "matched": mean(r["matched"] for r in after), "least": min(lows), "best": mean(r["best"] for r in after),
-            "untrained": mean(r["matched"] for r in before), "untrained_best": mean(r["best"] for r in before),
-            "best_random": after[0]["best_random"], "steps": max(r["step"] for r in after),
-        })  # fmt: skip
+        lows = [min(column(pick(after, seed=seed), "matched")) for seed in seeds]
+        table.append(
+            {
+                "config": config,
+                "seeds": len(seeds),
+                "seeds_aligned": sum(low >= ALIGNED for low in lows),
+                "matched": mean_of(after, "matched"),
+                "least": min(lows),
+                "best": mean_of(after, "best"),
+                "untrained": mean_of(before, "matched"),
+                "untrained_best": mean_of(before, "best"),
+                "best_random": after[0]["best_random"],
+                "steps": max(column(after, "step")),
+            }
+        )
     return table
 
 
 def _claims(over: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
-    untrained = mean(r["matched"] for r in pick(rows, control=True))
+    untrained = mean_of(pick(rows, control=True), "matched")
     if over == "seeds":
         claims = []
         for config, named, said in (
@@ -152,11 +163,16 @@ def _claims(over: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
         few = _share(rare)
         shares = [_share([row]).mean for row in common]
         return [
-            Claim(f"... and no longer where pairs are too rare, p ≤ 0.038 (share of models with all |cos| ≥ {ALIGNED}; "
-                  "control: the least share at larger p)", "A.2, Fig. 12: 0.038 or less, not often enough", few.mean,
-                  min(shares), "ours < 0.5", **few.ends,
-                  changed="It was p = 0.02 alone, without an interval."),
-        ]  # fmt: skip
+            Claim(
+                "... and no longer where pairs are too rare, p ≤ 0.038 (share of models with all "
+                f"|cos| ≥ {ALIGNED}; control: the least share at larger p)",
+                paper="A.2, Fig. 12: 0.038 or less, not often enough",
+                **few.measured,
+                control=min(shares),
+                rule="ours < 0.5",
+                changed="It was p = 0.02 alone, without an interval.",
+            ),
+        ]
     return []  # so few models cannot pass by their interval: the claim is made of all of them together
 
 
@@ -169,8 +185,14 @@ def _all_align(
     changed: str = "",
 ) -> Claim:
     found = _share(summary)
-    return Claim(f"{what} (share of models with all |cos| ≥ {ALIGNED}; control: the untrained mean |cos|)", said,
-                 found.mean, untrained, f"ours >= {share:g}", **found.ends, changed=changed)  # fmt: skip
+    return Claim(
+        f"{what} (share of models with all |cos| ≥ {ALIGNED}; control: the untrained mean |cos|)",
+        paper=said,
+        **found.measured,
+        control=untrained,
+        rule=f"ours >= {share:g}",
+        changed=changed,
+    )
 
 
 def _share(summary: list[Row]) -> Estimate:
@@ -181,9 +203,12 @@ def _share(summary: list[Row]) -> Estimate:
 # ---------------------------------------------------------------------- the drawing
 
 _LABELS = {
-    "p": "probability p of a feature", "λ": "weight λ of the head's loss", "n": "features n",
-    "d_head": "width of the head d_head", "context": "keys in the context",
-}  # fmt: skip
+    "p": "probability p of a feature",
+    "λ": "weight λ of the head's loss",
+    "n": "features n",
+    "d_head": "width of the head d_head",
+    "context": "keys in the context",
+}
 
 
 @run.drawing

@@ -34,13 +34,24 @@ def alignment_rows(
     ]
     norms = toy.W.norm(dim=0)
     return [
-        {"config": config, "seed": seed, "step": step, "pair": f"{pair[0]}-{pair[1]}", "side": side,
-         "matched": float(found[i, matched[i]]), "best": float(found[i].amax()), "best_random": chance,
-         "singular_value": float(basis.s[matched[i]]), "target_logit": pair[2], "feature_norm": float(norms[feature]),
-         "control": control, "best_index": int(found[i].argmax())}
+        {
+            "config": config,
+            "seed": seed,
+            "step": step,
+            "pair": f"{pair[0]}-{pair[1]}",
+            "side": side,
+            "matched": float(found[i, matched[i]]),
+            "best": float(found[i].amax()),
+            "best_random": chance,
+            "singular_value": float(basis.s[matched[i]]),
+            "target_logit": pair[2],
+            "feature_norm": float(norms[feature]),
+            "control": control,
+            "best_index": int(found[i].argmax()),
+        }
         for i, pair in enumerate(pairs)
         for side, feature, found in (("query", pair[0], query), ("key", pair[1], key))
-    ]  # fmt: skip
+    ]
 
 
 def before_and_after(toys: Mapping[str, Sequence[ToyRun]], *, joint: bool = False) -> list[Row]:

@@ -52,8 +52,9 @@ class ToyCell:
         t = self.task
         kind = ("frozen " if t.dictionary else "") + ("RoPE " if t.rope else "")
         return (
-            f"{kind}n {t.n} d {t.d} d_head {t.d_head} context {t.context} p {t.p:.3g} λ {t.weight:.3g} "
-            f"{t.reading} {len(t.pairs) + len(t.positional)} pairs seed {self.seed}"
+            f"{kind}n {t.n} d {t.d} d_head {t.d_head} context {t.context} p {t.p:.3g} λ "
+            f"{t.weight:.3g} {t.reading} {len(t.pairs) + len(t.positional)} pairs seed "
+            f"{self.seed}"
         )
 
     def untrained(self) -> Toy:
@@ -68,8 +69,18 @@ class ToyCell:
         """Cells with the same key can share a stack."""
         t = self.task
         width = t.d_head if t.rope else 0
-        return (t.n, t.d, t.context, t.rope, width, t.dictionary is not None, self.steps, self.every, self.schedule,
-                self.seed)  # fmt: skip
+        return (
+            t.n,
+            t.d,
+            t.context,
+            t.rope,
+            width,
+            t.dictionary is not None,
+            self.steps,
+            self.every,
+            self.schedule,
+            self.seed,
+        )
 
 
 class TokenBatch(NamedTuple):
@@ -159,8 +170,11 @@ class SuperpositionStack(TrainingTask):
 
     def about(self) -> dict[str, Any]:
         """Cells and sizes."""
-        return {"cells": [{"task": cell.task.to_json(), "seed": cell.seed} for cell in self.cells],
-                "tokens": self.tokens, "validation": self.validation}  # fmt: skip
+        return {
+            "cells": [{"task": cell.task.to_json(), "seed": cell.seed} for cell in self.cells],
+            "tokens": self.tokens,
+            "validation": self.validation,
+        }
 
     def select(self, keep: Int[Tensor, " k"]) -> SuperpositionStack:
         """Some of the toys, on the same tokens."""

@@ -136,9 +136,14 @@ class Superposition:
     def to_json(self) -> dict[str, Any]:
         """As JSON would have it."""
         values = asdict(self)
-        return {**values, "pairs": [list(pair) for pair in self.pairs],
-                "positional": [list(pair) for pair in self.positional],
-                "dictionary": None if self.dictionary is None else [list(row) for row in self.dictionary]}  # fmt: skip
+        return {
+            **values,
+            "pairs": [list(pair) for pair in self.pairs],
+            "positional": [list(pair) for pair in self.positional],
+            "dictionary": None
+            if self.dictionary is None
+            else [list(row) for row in self.dictionary],
+        }
 
 
 class Basis(NamedTuple):
