@@ -85,8 +85,13 @@ def word_pairs(noise: Noise, n: int, count: int, prompts: int = 256) -> Data:
     in_q = noise(count, AT_ONCE, D_HEAD)
     in_k = noise(count, AT_ONCE, D_HEAD)
     shared = noise(prompts, AT_ONCE, D_HEAD)
-    pairs = [(in_q[w] + 1 + shared + noise(prompts, AT_ONCE, D_HEAD), in_k[w] + noise(prompts, AT_ONCE, D_HEAD))
-             for w in (first, other)]  # fmt: skip
+    pairs = [
+        (
+            in_q[w] + 1 + shared + noise(prompts, AT_ONCE, D_HEAD),
+            in_k[w] + noise(prompts, AT_ONCE, D_HEAD),
+        )
+        for w in (first, other)
+    ]
     (q1, k1), (q2, k2) = pairs
     k = torch.cat([torch.stack([k1, k2], dim=2), torch.stack([k2, k1], dim=2)])
     return torch.cat([q1, q2]), k, torch.cat([first, other]), [1, -1]

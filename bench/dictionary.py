@@ -90,7 +90,8 @@ def main() -> None:
     fit = x[:-HELD_OUT].flatten(0, 1)
     held_out = x[-HELD_OUT:].flatten(0, 1)
     print(
-        f"{len(fit):,} tokens to fit, {len(held_out):,} held out ({time.perf_counter() - start:.0f} s)"
+        f"{len(fit):,} tokens to fit, {len(held_out):,} held out "
+        f"({time.perf_counter() - start:.0f} s)"
     )
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "cfg.json").exists():
@@ -116,8 +117,10 @@ def main() -> None:
         found = qk.trace(scope, task, "L18H6", 64, dictionary=dictionary, progress=False)
         print(f"\n{task.name}: {found.answer}")
         for row in found.tables["copies"]:
-            ends = [f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
-                    for name in ("explained", "first", "ten")]  # fmt: skip
+            ends = [
+                f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
+                for name in ("explained", "first", "ten")
+            ]
             print(f"| {row['kind']} | {' | '.join(ends)} |")
         print(found.tables["check"][0], f"({time.perf_counter() - start:.0f} s)", flush=True)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 
-import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -22,8 +21,13 @@ from qkscope_papers.reports import REPORTS
 FIGURE = REPORTS / "figures" / "nano" / "trace-steps.png"
 PROMPTS = 64
 COLOURS = {
-    "L0H0": "#0072B2", "L0H1": "#E69F00", "L0H2": "#009E73", "L0H3": "#CC3311", "M0": "#7B3FA0", "embedding": "#888888",
-}  # fmt: skip
+    "L0H0": "#0072B2",
+    "L0H1": "#E69F00",
+    "L0H2": "#009E73",
+    "L0H3": "#CC3311",
+    "M0": "#7B3FA0",
+    "embedding": "#888888",
+}
 
 
 def measure() -> dict:
@@ -46,10 +50,14 @@ def measure() -> dict:
             if (row["side"], row["kind"], row["by"], row["k"]) == ("key", "cut", "share", 2)
         )
         check = found.tables["check"][0]
-        rows.append({
-            "step": step, **{name: check[name] for name in ("attention", "accuracy", "logit", "cancels")},
-            "cut": cut["accuracy"], **values,
-        })  # fmt: skip
+        rows.append(
+            {
+                "step": step,
+                **{name: check[name] for name in ("attention", "accuracy", "logit", "cancels")},
+                "cut": cut["accuracy"],
+                **values,
+            }
+        )
     return {"head": head, "rows": rows}
 
 

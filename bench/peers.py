@@ -131,7 +131,8 @@ def main() -> None:
         )
         lines.append(f"| {name} | {version} | {off:.1e} | {min(seconds[name]) / plain:.2f} |")
     lines.append(
-        f"\n{sum(map(len, ids))} prompts of {ids[0].shape[1]} tokens, {asked.hardware}, {datetime.date.today()}."
+        f"\n{sum(map(len, ids))} prompts of {ids[0].shape[1]} tokens, {asked.hardware}, "
+        f"{datetime.date.today()}."
     )
     put(BENCH_REPORTS / "benchmarks.md", "peers", "\n".join(lines))
     print("\n".join(lines))

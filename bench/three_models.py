@@ -74,10 +74,17 @@ def heads(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
         ranked = found.ranking.tables["heads"]
         right = answers_right(scope, qk.tasks.BUILT_IN[task](), given.n)
         among = max(ranked, key=lambda row: row["accuracy"])
-        rows.append({
-            "task": task, **found.row(found.heads[0]), "among_head": among["head"], "among": among["accuracy"],
-            "reached": found.reached, "all": len(scope.heads()), "answers": float(right.mean()),
-        })  # fmt: skip
+        rows.append(
+            {
+                "task": task,
+                **found.row(found.heads[0]),
+                "among_head": among["head"],
+                "among": among["accuracy"],
+                "reached": found.reached,
+                "all": len(scope.heads()),
+                "answers": float(right.mean()),
+            }
+        )
     return rows
 
 
@@ -177,9 +184,12 @@ def one_head(head: str, values: dict[str, torch.Tensor]) -> Row | None:
         "attention",
     )
     return {
-        "head": head, **{name: float(own[name].nanmean()) for name in names}, "low": float(low), "high": float(high),
+        "head": head,
+        **{name: float(own[name].nanmean()) for name in names},
+        "low": float(low),
+        "high": float(high),
         "rows": len(gap),
-    }  # fmt: skip
+    }
 
 
 def because(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
@@ -230,23 +240,41 @@ def atlas(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[qk.Scope, argparse.Namespace], Any]] = {
-    "heads": heads, "swaps": swaps, "traces": traces, "sparsity": sparsity, "because": because, "sharing": sharing,
+    "heads": heads,
+    "swaps": swaps,
+    "traces": traces,
+    "sparsity": sparsity,
+    "because": because,
+    "sharing": sharing,
     "atlas": atlas,
-}  # fmt: skip
+}
 
 
 # ---------------------------------------------------------------- the page
 
 SWAPPED = {
-    "order": "order", "lexical": "lexical", "both": "both", "random_both": "random directions",
-    "key_pca_both": "key PCA", "cov_qk_both": "Cov_q Cov_k", "sham_both": "both, of two boxes not asked for",
-}  # fmt: skip
+    "order": "order",
+    "lexical": "lexical",
+    "both": "both",
+    "random_both": "random directions",
+    "key_pca_both": "key PCA",
+    "cov_qk_both": "Cov_q Cov_k",
+    "sham_both": "both, of two boxes not asked for",
+}
 CUTS = {
-    "two key edges cut": ("key", "cut", 2, "share"), "two random ones": ("key", "cut", 2, "random"),
-    "two query edges cut": ("query", "cut", 2, "share"), "five a side kept": ("both", "keep", 5, "share"),
+    "two key edges cut": ("key", "cut", 2, "share"),
+    "two random ones": ("key", "cut", 2, "random"),
+    "two query edges cut": ("query", "cut", 2, "share"),
+    "five a side kept": ("both", "keep", 5, "share"),
     "five random ones": ("both", "keep", 5, "random"),
-    "five a side kept, the others at another prompt's parts": ("both", "keep", 5, "share", "resample"),
-}  # fmt: skip
+    "five a side kept, the others at another prompt's parts": (
+        "both",
+        "keep",
+        5,
+        "share",
+        "resample",
+    ),
+}
 
 
 def per_cent(value: float) -> str:
@@ -263,13 +291,21 @@ def table(names: list[str], rows: list[list[str]]) -> str:
 def heads_table(kept: dict[str, Any]) -> str:
     """Tasks down, models across."""
     rows = [
-        [task, name, per_cent(row["answers"]), row["head"],
-         f"{per_cent(row['row_accuracy'])} [{per_cent(row['row_low'])}, {per_cent(row['row_high'])}]",
-         f"{row['among_head']} {per_cent(row['among'])} ({per_cent(row['chance'])})",
-         f"{row['reached']} of {row['all']}"]
+        [
+            task,
+            name,
+            per_cent(row["answers"]),
+            row["head"],
+            (
+                f"{per_cent(row['row_accuracy'])} [{per_cent(row['row_low'])}, "
+                f"{per_cent(row['row_high'])}]"
+            ),
+            f"{row['among_head']} {per_cent(row['among'])} ({per_cent(row['chance'])})",
+            f"{row['reached']} of {row['all']}",
+        ]
         for i, task in enumerate(TASKS)
         for name, row in ((name, kept[model]["heads"][i]) for model, name in MODELS.items())
-    ]  # fmt: skip
+    ]
     names = ["task", "model", "answers right", "best head", "right key first of all tokens"]
     return table(
         [*names, "best among the named keys (chance)", f"heads over {per_cent(THRESHOLD)}"], rows
@@ -279,12 +315,17 @@ def heads_table(kept: dict[str, Any]) -> str:
 def ranks_table(kept: dict[str, Any]) -> str:
     """Ranks at the head and at the control."""
     rows = [
-        [name, row["head"] + (" (control)" if row["control"] else ""), row["contrast"],
-         *(str(row[number]) for number in ("rank_99", "rank_99_centred", "detected", "rank_cv")),
-         *(f"{row.get(number, NOT_RUN):.2f}" for number in ("mean_dominance", "percentile")), row["verdict"]]
+        [
+            name,
+            row["head"] + (" (control)" if row["control"] else ""),
+            row["contrast"],
+            *(str(row[number]) for number in ("rank_99", "rank_99_centred", "detected", "rank_cv")),
+            *(f"{row.get(number, NOT_RUN):.2f}" for number in ("mean_dominance", "percentile")),
+            row["verdict"],
+        ]
         for model, name in MODELS.items()
         for row in kept[model]["swaps"]["ranks"]
-    ]  # fmt: skip
+    ]
     names = [
         "model",
         "head",
@@ -336,12 +377,20 @@ def edge(
 def trace_table(kept: dict[str, Any]) -> str:
     """First writers, cuts and keeps."""
     rows = [
-        [name, own["check"][0]["head"],
-         *(", ".join(f"{row['writer']} {row['share']:.2f}" for row in own[side]) for side in ("key", "query")),
-         f"{own['check'][0]['accuracy']:.2f}",
-         *(f"{edge(kept, model, *asked)['accuracy']:.2f}" for asked in CUTS.values())]
-        for model, name, own in ((model, name, kept[model]["traces"]) for model, name in MODELS.items())
-    ]  # fmt: skip
+        [
+            name,
+            own["check"][0]["head"],
+            *(
+                ", ".join(f"{row['writer']} {row['share']:.2f}" for row in own[side])
+                for side in ("key", "query")
+            ),
+            f"{own['check'][0]['accuracy']:.2f}",
+            *(f"{edge(kept, model, *asked)['accuracy']:.2f}" for asked in CUTS.values()),
+        ]
+        for model, name, own in (
+            (model, name, kept[model]["traces"]) for model, name in MODELS.items()
+        )
+    ]
     names = [
         "model",
         "head",
@@ -355,11 +404,19 @@ def trace_table(kept: dict[str, Any]) -> str:
 def sparsity_table(kept: dict[str, Any]) -> str:
     """Heads summed up."""
     rows = [
-        [name, str(len(own)), *(f"{median(column(own, what)):.2f}" for what in ("sparsity", "rotated")),
-         str(sum(row["high"] < 0 for row in own)), str(sum(row["low"] > 0 for row in own)),
-         *(f"{median(column(own, what)):.1f}" for what in ("count", "count_null", "count_tol", "count_tol_null"))]
+        [
+            name,
+            str(len(own)),
+            *(f"{median(column(own, what)):.2f}" for what in ("sparsity", "rotated")),
+            str(sum(row["high"] < 0 for row in own)),
+            str(sum(row["low"] > 0 for row in own)),
+            *(
+                f"{median(column(own, what)):.1f}"
+                for what in ("count", "count_null", "count_tol", "count_tol_null")
+            ),
+        ]
         for name, own in ((name, kept[model]["sparsity"]) for model, name in MODELS.items())
-    ]  # fmt: skip
+    ]
     names = [
         "model",
         "heads that attend",
@@ -400,8 +457,10 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
     lexical = swap_of(kept, model, "lexical")
     order = swap_of(kept, model, "order")
     pca = swap_of(kept, model, "key_pca_both")
-    ranks, controls = ({row["contrast"]: row for row in pick(kept[model]["swaps"]["ranks"], control=flag)}
-                       for flag in (False, True))  # fmt: skip
+    ranks, controls = (
+        {row["contrast"]: row for row in pick(kept[model]["swaps"]["ranks"], control=flag)}
+        for flag in (False, True)
+    )
     four = {row["method"]: row for row in kept[model]["swaps"]["curve"] if row["k"] == 4}
     cut = edge(kept, model, "key", "cut", 2, "share")["accuracy"]
     five = edge(kept, model, "both", "keep", 5, "share", "mean")["accuracy"]
@@ -416,35 +475,76 @@ def judged(kept: dict[str, Any], model: str) -> list[tuple[str, str, bool]]:
     needed = median(column(rows, "count_tol"))
     random = median(column(rows, "count_tol_null"))
     return [
-        ("A head looks at the right box first of all tokens, in half of the prompts or more",
-         f"{bind['head']} {per_cent(bind['row_accuracy'])}", bind["row_low"] >= 0.5),
-        ("It stands in the layer of the best induction head", tasks["induction"]["head"],
-         tasks["induction"]["head"].split("H")[0] == bind["head"].split("H")[0]),
-        ("Swapping order and lexical moves attention more than random directions (gain)",
-         f"{both['gain']:.2f} [{both['gain_low']:.2f}, {both['gain_high']:.2f}]", both["gain_low"] > 0),
-        ("And more than key PCA of the same size (shift)", f"{both['shift']:.2f} against {pca['shift']:.2f}",
-         both["shift_low"] > pca["shift"]),
-        ("Four lexical dimensions move more than four of key PCA (shift)",
-         f"{four['lexical']['shift']:.2f} against {four['key_pca']['shift']:.2f}",
-         four["lexical"]["low"] > four["key_pca"]["shift"]),
-        ("Lexical moves more than order (shift)", f"{lexical['shift']:.2f} against {order['shift']:.2f}",
-         lexical["shift_low"] > order["shift"]),
-        ("More dimensions of lexical than of order predict words left out",
-         f"{predict[0]} against {predict[1]}", "untested" not in predict and predict[0] > predict[1]),
-        ("The 99% rank of lexical is smaller than at a head at chance",
-         f"{ranks['lexical']['rank_99']} against {controls['lexical']['rank_99']}",
-         ranks["lexical"]["rank_99"] < controls["lexical"]["rank_99"]),
-        ("Two key edges cut in this head alone, norms held, bring accuracy to chance (within .1)",
-         f"{whole:.2f} to {cut:.2f}, chance {chance:.2f}", cut <= chance + 0.1),
-        ("Five writers a side kept there keep half of the accuracy above chance, the others at their mean and at "
-         "another prompt's parts", f"{whole:.2f} to {five:.2f} and {other:.2f}",
-         all(left - chance >= 0.5 * (whole - chance) for left in (five, other))),
-        ("The first writer of its keys is an attention head", f"{writer['writer']} {writer['share']:.2f}",
-         Writer.parse(writer["writer"]).head is not None),
-        ("On natural text the terms of most heads are sparser than over rotated vectors", per_cent(below), below > 0.5),
-        ("99% of a relative logit takes fewer vectors than random terms do (median head)",
-         f"{needed:.1f} against {random:.1f}", needed < random),
-    ]  # fmt: skip
+        (
+            "A head looks at the right box first of all tokens, in half of the prompts or more",
+            f"{bind['head']} {per_cent(bind['row_accuracy'])}",
+            bind["row_low"] >= 0.5,
+        ),
+        (
+            "It stands in the layer of the best induction head",
+            tasks["induction"]["head"],
+            tasks["induction"]["head"].split("H")[0] == bind["head"].split("H")[0],
+        ),
+        (
+            "Swapping order and lexical moves attention more than random directions (gain)",
+            f"{both['gain']:.2f} [{both['gain_low']:.2f}, {both['gain_high']:.2f}]",
+            both["gain_low"] > 0,
+        ),
+        (
+            "And more than key PCA of the same size (shift)",
+            f"{both['shift']:.2f} against {pca['shift']:.2f}",
+            both["shift_low"] > pca["shift"],
+        ),
+        (
+            "Four lexical dimensions move more than four of key PCA (shift)",
+            f"{four['lexical']['shift']:.2f} against {four['key_pca']['shift']:.2f}",
+            four["lexical"]["low"] > four["key_pca"]["shift"],
+        ),
+        (
+            "Lexical moves more than order (shift)",
+            f"{lexical['shift']:.2f} against {order['shift']:.2f}",
+            lexical["shift_low"] > order["shift"],
+        ),
+        (
+            "More dimensions of lexical than of order predict words left out",
+            f"{predict[0]} against {predict[1]}",
+            "untested" not in predict and predict[0] > predict[1],
+        ),
+        (
+            "The 99% rank of lexical is smaller than at a head at chance",
+            f"{ranks['lexical']['rank_99']} against {controls['lexical']['rank_99']}",
+            ranks["lexical"]["rank_99"] < controls["lexical"]["rank_99"],
+        ),
+        (
+            (
+                "Two key edges cut in this head alone, norms held, bring accuracy to chance (within "
+                ".1)"
+            ),
+            f"{whole:.2f} to {cut:.2f}, chance {chance:.2f}",
+            cut <= chance + 0.1,
+        ),
+        (
+            "Five writers a side kept there keep half of the accuracy above chance, the others "
+            "at their mean and at another prompt's parts",
+            f"{whole:.2f} to {five:.2f} and {other:.2f}",
+            all(left - chance >= 0.5 * (whole - chance) for left in (five, other)),
+        ),
+        (
+            "The first writer of its keys is an attention head",
+            f"{writer['writer']} {writer['share']:.2f}",
+            Writer.parse(writer["writer"]).head is not None,
+        ),
+        (
+            "On natural text the terms of most heads are sparser than over rotated vectors",
+            per_cent(below),
+            below > 0.5,
+        ),
+        (
+            "99% of a relative logit takes fewer vectors than random terms do (median head)",
+            f"{needed:.1f} against {random:.1f}",
+            needed < random,
+        ),
+    ]
 
 
 def draw(kept: dict[str, Any]) -> None:
@@ -481,12 +581,22 @@ def because_table(kept: dict[str, Any]) -> str:
         )
 
     rows = [
-        [task, name, row["head"], str(row["looks"]), rate(row["kinds"].get("same word", 0), row["looks"]),
-         rate(row["few"], row["looks"]),
-         ", ".join(f"{kind} {count}" for kind, count in sorted(row["kinds"].items()) if kind != "same word")]
+        [
+            task,
+            name,
+            row["head"],
+            str(row["looks"]),
+            rate(row["kinds"].get("same word", 0), row["looks"]),
+            rate(row["few"], row["looks"]),
+            ", ".join(
+                f"{kind} {count}"
+                for kind, count in sorted(row["kinds"].items())
+                if kind != "same word"
+            ),
+        ]
         for i, task in enumerate(REASONED)
         for name, row in ((name, kept[model]["because"][i]) for model, name in MODELS.items())
-    ]  # fmt: skip
+    ]
     names = [
         "task",
         "model",
@@ -526,10 +636,16 @@ def atlas_table(kept: dict[str, Any]) -> str:
 
 
 TABLES = {
-    "findings": findings, "heads": heads_table, "ranks": ranks_table, "swaps": swaps_table,
-    "traces": trace_table, "sparsity": sparsity_table, "because": because_table,
-    "sharing": sharing_table, "atlas": atlas_table,
-}  # fmt: skip
+    "findings": findings,
+    "heads": heads_table,
+    "ranks": ranks_table,
+    "swaps": swaps_table,
+    "traces": trace_table,
+    "sparsity": sparsity_table,
+    "because": because_table,
+    "sharing": sharing_table,
+    "atlas": atlas_table,
+}
 
 
 def write(kept: dict[str, Any]) -> None:

@@ -74,5 +74,6 @@ def thin_svd_8b() -> Row:
         lambda: torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double()), ours, warm=False
     )
     return seconds.faster(
-        f"ours: all 1,024 heads, d_model 4096, d_head 128; plain: the singular values of ONE head; {device.type}"
+        "ours: all 1,024 heads, d_model 4096, d_head 128; plain: the singular values of ONE "
+        f"head; {device.type}"
     )

@@ -24,15 +24,43 @@ from qkscope_bench.harness import Row, compare, not_here, row
 from qkscope_bench.models import against_body, sums_of, trace_seconds
 
 _SHAPES: dict[str, Any] = {
-    "8b": {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-           "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192},
-    "135m": {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-             "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
-    "1.5b": {"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-             "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32_768},
-    "tiny": {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32_768},
-}  # fmt: skip
+    "8b": {
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "135m": {
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+    },
+    "1.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+    },
+    "tiny": {
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+    },
+}
 # attention that a look has, and tokens of a prompt that is asked about once
 _PEAK = 0.5
 _LONG = 10_000

@@ -162,5 +162,6 @@ def superposition_trainer() -> Row:
     )
     assert error < 1e-3, "both sides must train the same toy"
     return seconds.faster(
-        f"CPU seconds per model-step: 20 superposition toys at once, against one nn.Module; same weights to {error:.0e}"
+        "CPU seconds per model-step: 20 superposition toys at once, against one nn.Module; "
+        f"same weights to {error:.0e}"
     )

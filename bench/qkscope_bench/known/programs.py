@@ -121,32 +121,71 @@ def run(settings: Settings) -> Result:
                 for key, value in own.items():
                     parts[how][key] = max(parts[how].get(key, 0.0), abs(value) / largest)
         rows += [row for how, own in parts.items() for row in writer_rows(name, head, how, own)]
-    heads = [{"program": name, "head": head, "how": how, **score(pick(rows, program=name, head=head, how=how))}
-             for name, head in SELECTORS for how in parts]  # fmt: skip
+    heads = [
+        {
+            "program": name,
+            "head": head,
+            "how": how,
+            **score(pick(rows, program=name, head=head, how=how)),
+        }
+        for name, head in SELECTORS
+        for how in parts
+    ]
     by = {
         how: {kind: mean(column(pick(heads, how=how), kind)) for kind in ("precision", "recall")}
         for how in parts
     }
     agreed = share_of(row["cause"] == row["program_says"] for row in words)
-    sure = sum(row["program_says"] for row in words)
+    sure = sum(column(words, "program_says"))
     ours, around, along = (by[how] for how in parts)
     return settings.result(
-        f"Of the true writers of nine heads trace finds {ours['recall']:.0%}, and {ours['precision']:.0%} of what it "
-        f"finds is true (attribution patching {around['recall']:.0%} and {around['precision']:.0%}, path patching "
-        f"{along['recall']:.0%} and {along['precision']:.0%}); {flat} of {looked} looks have no relative logit. What "
-        f"changing each token says agrees with the program in {agreed.mean:.1%} of {len(words)} ({sure} decide).",
+        f"Of the true writers of nine heads trace finds {ours['recall']:.0%}, and "
+        f"{ours['precision']:.0%} of what it finds is true (attribution patching "
+        f"{around['recall']:.0%} and {around['precision']:.0%}, path patching "
+        f"{along['recall']:.0%} and {along['precision']:.0%}); {flat} of {looked} looks have "
+        "no relative logit. What changing each token says agrees with the program in "
+        f"{agreed.mean:.1%} of {len(words)} ({sure} decide).",
         {"heads": heads, "writers": rows, "words": words},
         [
-            Claim("trace finds every true writer of the nine heads (recall)", "", ours["recall"], None, "ours >= 1"),
-            Claim("what trace finds is true (precision)", "", ours["precision"], None, "ours >= 0.95"),
-            Claim("attribution patching names more that is no writer (precision; control: attribution patching)", "",
-                  ours["precision"], around["precision"], "ours > control"),
-            Claim("path patching finds no more (recall; control: path patching)", "", ours["recall"], along["recall"],
-                  "ours >= control"),
-            Claim("changing a token says what the program's selector says (share of tokens)", "", agreed.mean,
-                  None, "ours >= 0.99", **agreed.ends, changed="Was taken for exact, and held."),
+            Claim(
+                "trace finds every true writer of the nine heads (recall)",
+                paper="",
+                ours=ours["recall"],
+                control=None,
+                rule="ours >= 1",
+            ),
+            Claim(
+                "what trace finds is true (precision)",
+                paper="",
+                ours=ours["precision"],
+                control=None,
+                rule="ours >= 0.95",
+            ),
+            Claim(
+                "attribution patching names more that is no writer (precision; control: attribution "
+                "patching)",
+                paper="",
+                ours=ours["precision"],
+                control=around["precision"],
+                rule="ours > control",
+            ),
+            Claim(
+                "path patching finds no more (recall; control: path patching)",
+                paper="",
+                ours=ours["recall"],
+                control=along["recall"],
+                rule="ours >= control",
+            ),
+            Claim(
+                "changing a token says what the program's selector says (share of tokens)",
+                paper="",
+                **agreed.measured,
+                control=None,
+                rule="ours >= 0.99",
+                changed="Was taken for exact, and held.",
+            ),
         ],
-    )  # fmt: skip
+    )
 
 
 def writer_rows(name: str, head: str, how: str, parts: dict[tuple[str, str], float]) -> list[Row]:
@@ -164,18 +203,38 @@ def writer_rows(name: str, head: str, how: str, parts: dict[tuple[str, str], flo
             if is_true
             else "acts through other writers"
         )
-        rows.append({"program": name, "head": head, "how": how, "side": side, "writer": writer, "part": value,
-                     "true": is_true, "found": is_found, "why": why})  # fmt: skip
+        rows.append(
+            {
+                "program": name,
+                "head": head,
+                "how": how,
+                "side": side,
+                "writer": writer,
+                "part": value,
+                "true": is_true,
+                "found": is_found,
+                "why": why,
+            }
+        )
     return rows
 
 
 def score(rows: Sequence[Row]) -> Row:
     """Precision and recall of what was found."""
-    right, found, true = (sum(map(test, rows)) for test in (
-        lambda row: row["true"] and row["found"], lambda row: row["found"], lambda row: row["true"]
-    ))  # fmt: skip
-    return {"true": true, "found": found, "precision": right / found if found else math.nan,
-            "recall": right / true if true else math.nan}  # fmt: skip
+    right, found, true = (
+        sum(map(test, rows))
+        for test in (
+            lambda row: row["true"] and row["found"],
+            lambda row: row["found"],
+            lambda row: row["true"],
+        )
+    )
+    return {
+        "true": true,
+        "found": found,
+        "precision": right / found if found else math.nan,
+        "recall": right / true if true else math.nan,
+    }
 
 
 def patched(scope: Scope, head: Head, look: Look) -> dict[str, dict[tuple[str, str], float]]:
@@ -198,8 +257,10 @@ def patched(scope: Scope, head: Head, look: Look) -> dict[str, dict[tuple[str, s
             points[f"L{i}"] = layer.self_attn(x, None)[0]
             points[f"M{i}"] = layer.mlp(x + points[f"L{i}"])
             x = x + points[f"L{i}"] + points[f"M{i}"]
-        q, k = (project(x)[0].unflatten(-1, (-1, attention.head_dim))[:, head.index]
-                for project in (attention.q_proj, attention.k_proj))  # fmt: skip
+        q, k = (
+            project(x)[0].unflatten(-1, (-1, attention.head_dim))[:, head.index]
+            for project in (attention.q_proj, attention.k_proj)
+        )
         logits = k @ q[look.query] * attention.head_dim**-0.5
         others = [i for i in range(1, len(logits)) if i != look.key]
         relative = logits[look.key] - (logits[others].mean() if others else 0)
@@ -239,8 +300,19 @@ def word_rows(scope: Scope, name: str, head: str, look: Look) -> list[Row]:
         changed = [[*ids[:place], word, *ids[place + 1 :]] for word in words if word != ids[place]]
         left = mean(map(attended, changed)) / attended(ids)
         said = mean(map(share, changed)) / share(ids)
-        rows.append({"program": name, "head": head, "prompt": " ".join(ids), "query": look.query, "key": look.key,
-                     "position": place, "left": left, "cause": left < _LEFT, "program_says": said < _LEFT})  # fmt: skip
+        rows.append(
+            {
+                "program": name,
+                "head": head,
+                "prompt": " ".join(ids),
+                "query": look.query,
+                "key": look.key,
+                "position": place,
+                "left": left,
+                "cause": left < _LEFT,
+                "program_says": said < _LEFT,
+            }
+        )
     return rows
 
 

@@ -40,9 +40,11 @@ from qkscope.model.tiny_copy import loud_model, small_config
 
 _TABLE = tomllib.loads(files("qkscope_papers").joinpath("families.toml").read_text("utf-8"))
 _HEADS: dict[str, Any] = {
-    "masked": transformers.AutoModelForMaskedLM, "image": transformers.AutoModelForImageClassification,
-    "image_text": transformers.AutoModelForImageTextToText, "sequence": transformers.AutoModelForSeq2SeqLM,
-}  # fmt: skip
+    "masked": transformers.AutoModelForMaskedLM,
+    "image": transformers.AutoModelForImageClassification,
+    "image_text": transformers.AutoModelForImageTextToText,
+    "sequence": transformers.AutoModelForSeq2SeqLM,
+}
 
 
 def _rows() -> dict[str, dict[str, Any]]:
@@ -66,7 +68,8 @@ def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     if family not in FAMILIES:
         close = " or ".join(get_close_matches(family, FAMILIES)) or "llama"
         raise BadInput(
-            f"no tiny model for the family {family!r}: try {close}; `qkscope models --all` names all."
+            f"no tiny model for the family {family!r}: try {close}; `qkscope models --all` names "
+            "all."
         )
     row = FAMILIES[family]
     parts = [_TABLE["parts"][name] for name in row.get("is", ())]

@@ -62,10 +62,19 @@ TARGET = palette()["hues"]["orange"][0]
 REST = palette()["hues"]["pale"][0]
 INK = palette()["hues"]["ink"][0]
 _STYLE: Any = {
-    "font.size": 9, "axes.titlesize": 9.5, "axes.labelsize": 9, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.edgecolor": "#666b75", "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
-    "font.family": "sans-serif", "figure.facecolor": "white",
-}  # fmt: skip
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666b75",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "font.family": "sans-serif",
+    "figure.facecolor": "white",
+}
 
 
 def new_figure(width: float, height: float, **options: Any) -> Figure:

@@ -211,7 +211,8 @@ def _reported(scope: Scope, family: str, ids: Tensor) -> dict[int, Tensor]:
         found = [found[i] for i in layers]
     if len(found) != len(layers):
         raise ValueError(
-            f"{len(found)} attentions are reported of {len(layers)} layers, so they cannot be compared"
+            f"{len(found)} attentions are reported of {len(layers)} layers, so they cannot be "
+            "compared"
         )
     return dict(zip(layers, found, strict=True))
 
@@ -223,7 +224,10 @@ def _refused(failure: Exception) -> Verdict:
 def _why(failure: Exception) -> str:
     if isinstance(failure, BadInput):
         return str(failure)
-    return f"its tiny model failed with {type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
+    return (
+        f"its tiny model failed with {type(failure).__name__}: "
+        f"{next(iter(str(failure).splitlines()), '')}"
+    )
 
 
 def _limits(scope: Scope) -> Iterator[str]:

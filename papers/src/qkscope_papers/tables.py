@@ -141,6 +141,11 @@ def column(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
     return [row[name] for row in rows]
 
 
+def differences(rows: Iterable[Mapping[str, Any]], first: str, second: str) -> list[Any]:
+    """One column less another, row by row."""
+    return [row[first] - row[second] for row in rows]
+
+
 def heat_map(axis: Any, matrix: Any, **look: Any) -> Any:
     """A matrix of values from 0 to 1, cell by cell."""
     usual = {"cmap": "magma_r", "vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}

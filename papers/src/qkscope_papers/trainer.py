@@ -223,7 +223,8 @@ class Trainer:
             m == 0 or len(rates) != m or not all(0 < rate < math.inf for rate in rates)
         ):  # so nan is refused too
             raise BadInput(
-                f"training {m} models needs {m} positive, finite learning rates, but got {rates[:5]}."
+                f"training {m} models needs {m} positive, finite learning rates, but got "
+                f"{rates[:5]}."
             )
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.checkpoint_seconds = checkpoint_seconds
@@ -342,9 +343,10 @@ class Trainer:
         self.status[gone], self.stopped_at[gone] = verdict[leaving], self.step
         for model in gone[self.status[gone] == DIVERGED].tolist():
             log.warning(
-                f"{self.names[model]} diverged at step {self.step} (validation loss {float(self.last[model]):.3g}, "
-                f"{float(self.initial[model]):.3g} before training): it is left out, the others go on; lower its "
-                f"learning rate of {float(self.lr[model]):.3g}."
+                f"{self.names[model]} diverged at step {self.step} (validation loss "
+                f"{float(self.last[model]):.3g}, {float(self.initial[model]):.3g} before training): "
+                "it is left out, the others go on; lower its learning rate of "
+                f"{float(self.lr[model]):.3g}."
             )
         keep = (self.status[self.models] == RUNNING).nonzero()[:, 0]
         if 0 < len(keep) <= self.compact_below * len(self.models):
@@ -412,19 +414,34 @@ class Trainer:
 
     def _about(self) -> dict[str, Any]:
         rates = [round(rate, 12) for rate in self.lr.tolist()]
-        return {"task": self.task.about(), "recipe": self.recipe.about(), "seed": self.seed,
-                "learning rates": rates, "device": self.task.device.type}  # fmt: skip
+        return {
+            "task": self.task.about(),
+            "recipe": self.recipe.about(),
+            "seed": self.seed,
+            "learning rates": rates,
+            "device": self.task.device.type,
+        }
 
     def save(self) -> None:
         """Write everything the run needs to go on as if it had not stopped."""
         assert self.checkpoint is not None
         tensors = {
-            "final": self.final.flat, "models": self.models, "params": self.params.flat, "first": self.first,
-            "second": self.second, "status": self.status, "stopped_at": self.stopped_at, "best": self.best,
-            "stale": self.stale, "initial": self.initial, "last": self.last, "generator": self.generator.get_state(),
-            "curve_steps": torch.tensor(self.curve_steps), "curves": torch.stack(self.curves),
+            "final": self.final.flat,
+            "models": self.models,
+            "params": self.params.flat,
+            "first": self.first,
+            "second": self.second,
+            "status": self.status,
+            "stopped_at": self.stopped_at,
+            "best": self.best,
+            "stale": self.stale,
+            "initial": self.initial,
+            "last": self.last,
+            "generator": self.generator.get_state(),
+            "curve_steps": torch.tensor(self.curve_steps),
+            "curves": torch.stack(self.curves),
             **({"history": torch.stack(self.history)} if self.keep_history else {}),
-        }  # fmt: skip
+        }
         manifest = {"about": self._about(), "step": self.step}
         write_tensors(self.checkpoint, "training", tensors, manifest)
         self._saved = time.monotonic()

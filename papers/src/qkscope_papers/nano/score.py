@@ -78,6 +78,10 @@ class Exam:
         low, high = wilson(count, n)
         chance = float((self.right.sum(dim=1) / self.candidates.sum(dim=1)).mean())
         return {
-            "accuracy": count / n, "low": low, "high": high, "choice": float(choice.float().mean()), "chance": chance,
+            "accuracy": count / n,
+            "low": low,
+            "high": high,
+            "choice": float(choice.float().mean()),
+            "chance": chance,
             "n": n,
-        }  # fmt: skip
+        }

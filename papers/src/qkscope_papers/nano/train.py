@@ -91,9 +91,13 @@ class NanoRecipe:
     last: float = 0.25
     shares_first: Shares = (("repeats", 8), ("binding/list", 8), ("filter", 2), ("ioi", 2))
     shares_then: Shares = (
-        ("repeats", 3), ("binding/list", 3), ("binding/sentence", 4), ("binding/question", 4), ("filter", 3),
+        ("repeats", 3),
+        ("binding/list", 3),
+        ("binding/sentence", 4),
+        ("binding/question", 4),
+        ("filter", 3),
         ("ioi", 3),
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -163,7 +167,13 @@ def train_nano(
             f"{len(CLAIMED) - len(missed)} of {len(CLAIMED)} tasks in 95% of prompts or more"
             + (f" (not {', '.join(missed)})." if missed else "."),
             claims=[
-                Claim(says.format(name), "", row["accuracy"], row["chance"], "ours >= 0.95")
+                Claim(
+                    says.format(name),
+                    paper="",
+                    ours=row["accuracy"],
+                    control=row["chance"],
+                    rule="ours >= 0.95",
+                )
                 for name, row in final.items()
             ],
             tables={"accuracy": curve, "parts": [{"all_forms_from": trainer.all_forms_from}]},
@@ -300,7 +310,8 @@ class NanoTrainer:
         """Score the rounded weights, keep them as a checkpoint, and decide which texts come next."""
         if loss is not None and not math.isfinite(loss):
             raise BadInput(
-                f"the loss is {loss} at step {self.step}: lower the learning rate of {self.recipe.lr:g}."
+                f"the loss is {loss} at step {self.step}: lower the learning rate of "
+                f"{self.recipe.lr:g}."
             )
         rounded = copy.deepcopy(self.model).half().float()
         scores = {name: exam.score(rounded) for name, exam in self.exams.items()}
@@ -353,11 +364,20 @@ def _new_model(recipe: NanoRecipe, seed: int) -> Any:
 
     ids = word_ids()
     config = LlamaConfig(
-        vocab_size=len(vocabulary()), hidden_size=recipe.width, intermediate_size=recipe.mlp, dtype="float32",
-        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, num_key_value_heads=recipe.kv_heads,
-        max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=recipe.init,
-        bos_token_id=ids[BOS], eos_token_id=None, pad_token_id=ids[PAD],
-    )  # fmt: skip
+        vocab_size=len(vocabulary()),
+        hidden_size=recipe.width,
+        intermediate_size=recipe.mlp,
+        dtype="float32",
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=recipe.init,
+        bos_token_id=ids[BOS],
+        eos_token_id=None,
+        pad_token_id=ids[PAD],
+    )
     model = LlamaForCausalLM(config)
     draw = torch.Generator().manual_seed(derived_seed(seed, 1))
     with torch.no_grad():
