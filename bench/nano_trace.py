@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 
+import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -8,9 +8,11 @@ terms with the same sum and norm would need: a small count by itself says little
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
+from torch import Tensor
 
 from qkscope.results.claims import Claim
 from qkscope.results.result import Result
@@ -20,7 +22,9 @@ from qkscope_papers.franco2026.model_sparsity import smoothed, steps_axis
 from qkscope_papers.franco2026.model_sweep import GPT2, PYTHIA, Sweep, swept
 from qkscope_papers.franco2026.prompts import KINDS
 from qkscope_papers.registry import NANO, Settings, figure
-from qkscope_papers.tables import Files, Row, files_of, model_name, slanted
+from qkscope_papers.tables import Files, Row, column, files_of, model_name, pick, slanted
+
+_MARKS = ("least", "quarter", "median", "three_quarters", "most")
 
 
 @figure(
@@ -41,26 +45,21 @@ from qkscope_papers.tables import Files, Row, files_of, model_name, slanted
 def run(settings: Settings, training: bool) -> Result:
     """Distributions at the last checkpoint, means at all."""
     found = swept(settings)
-    counts = [row for i in range(len(found.edges)) for row in _distribution(found, i)]
+    counts: list[Row] = []
+    for i in range(len(found.edges)):
+        counts += _distribution(found, i)
     rows = found.rows(found.found[-1])
-    inside = [row for row in rows if row["circuit"]]
-    count = _mean(inside, "count")
-    null = _mean(inside, "count_null")
+    inside = pick(rows, circuit=True)
     few = sum(1 <= row["count"] <= 4 for row in inside)
     answer = (
-        f"{count:.1f} singular vectors reach the relative logit on average over "
+        f"{_mean(inside, 'count'):.1f} singular vectors reach the relative logit on average over "
         f"{len(inside)} edges of the circuit ({_mean(inside, 'count_tol'):.1f} reach 99% of "
-        f"it); random terms of the same sum and norm need {null:.1f} "
+        f"it); random terms of the same sum and norm need {_mean(inside, 'count_null'):.1f} "
         f"({_mean(inside, 'count_tol_null'):.1f} for 99%). At {few} of {len(inside)} edges "
         "the count is between 1 and 4."
     )
-    tables = {
-        "counts": counts,
-        "sparsity": rows,
-        "training": [dict(row) for row in found.result.tables.get("training", ())]
-        if training
-        else [],
-    }
+    trained = found.result.tables.get("training", ()) if training else ()
+    tables = {"counts": counts, "sparsity": rows, "training": [dict(row) for row in trained]}
     claims = _training_claims(found) if training else _head_claims(found)
     return settings.result(answer, tables, claims, model=settings.model, about=found.about())
 
@@ -68,78 +67,83 @@ def run(settings: Settings, training: bool) -> Result:
 def _distribution(found: Sweep, i: int) -> list[Row]:
     """Quartiles and ends of one head's counts, of the data and of the null."""
     edge = found.edges[i]
-    out = []
+    rows = []
     for name in ("count", "count_tol", "count_null", "count_tol_null"):
         values = found.last[name][i]
         values = values[values.isfinite()]
-        if len(values):
-            marks = values.quantile(values.new_tensor([0.0, 0.25, 0.5, 0.75, 1.0])).tolist()
-            out.append(
-                {
-                    "head": str(edge.head),
-                    "role": edge.duty.role,
-                    "from": edge.duty.query,
-                    "to": edge.duty.key,
-                    "circuit": edge.circuit,
-                    "what": name,
-                    **dict(
-                        zip(
-                            ("least", "quarter", "median", "three_quarters", "most"),
-                            marks,
-                            strict=True,
-                        )
-                    ),
-                    "mean": float(values.mean()),
-                    "n": len(values),
-                }
-            )
-    return out
+        if not len(values):
+            continue
+        marks = values.quantile(values.new_tensor([0.0, 0.25, 0.5, 0.75, 1.0])).tolist()
+        row = {
+            "head": str(edge.head),
+            "role": edge.duty.role,
+            "from": edge.duty.query,
+            "to": edge.duty.key,
+            "circuit": edge.circuit,
+            "what": name,
+        }
+        row |= zip(_MARKS, marks, strict=True)
+        rows.append(row | {"mean": float(values.mean()), "n": len(values)})
+    return rows
 
 
 def _mean(rows: list[Row], name: str) -> float:
-    values = [row[name] for row in rows if row[name] == row[name]]
-    return sum(values) / len(values) if values else float("nan")
+    """Of the values that are known."""
+    values = [value for value in column(rows, name) if not math.isnan(value)]
+    return sum(values) / len(values) if values else math.nan
+
+
+def _share_below(found: Sweep, values: Tensor, chosen: list[int]) -> tuple[int, int]:
+    """At how many edges the mean is told from 0 from below, corrected for their number; of how
+    many.
+    """
+    level = 1 - 0.05 / max(len(chosen), 1)
+    highs = [found.mean(values, [i], level).high for i in chosen]
+    return sum(high < 0 for high in highs), len(highs)
 
 
 def _head_claims(found: Sweep) -> list[Claim]:
     """Figure 9a: the paper gives no number for "small"; the yardstick is what random terms would
     need.
     """
+    reason, why = found.unlike(GPT2)
     excess = found.last["count"] - found.last["count_null"]
-    inside = [found.mean(excess, [i], 1 - 0.05 / len(found.inside)).high for i in found.inside]
-    outside = [found.mean(excess, [i], 1 - 0.05 / len(found.outside)).high for i in found.outside]
-    few = sum(high < 0 for high in inside)
+    below, edges = _share_below(found, excess, found.inside)
+    below_outside, edges_outside = _share_below(found, excess, found.outside)
+    low, high = wilson(below, edges)
     counts = found.mean(found.last["count"], found.inside)
     few = Claim(
         "In most cases the number of singular vectors is small (share of the circuit's "
         "edges at which fewer are needed than random terms of the same sum and norm need, "
         "told apart and corrected for their number; control: heads outside)",
-        "Sec. 5, Fig. 9(a): in most cases small",
-        few / len(inside),
-        sum(high < 0 for high in outside) / max(len(outside), 1),
-        "ours > 0.5",
-        *wilson(few, len(inside)),
-        *found.unlike(GPT2),
-        "It was a mean of 1 to 4, which the paper says of Pythia.",
+        paper="Sec. 5, Fig. 9(a): in most cases small",
+        ours=below / edges,
+        control=below_outside / max(edges_outside, 1),
+        rule="ours > 0.5",
+        low=low,
+        high=high,
+        reason=reason,
+        why=why,
+        changed="It was a mean of 1 to 4, which the paper says of Pythia.",
     )
     up_to_four = Claim(
         "... between 1 and 4 on average (mean over the circuit; control: random terms)",
-        "",
-        counts.mean,
-        found.mean(found.last["count_null"], found.inside).mean,
-        "1 <= ours <= 4",
-        counts.low,
-        counts.high,
-        *found.unlike(GPT2),
+        paper="",
+        **counts.measured,
+        control=found.mean(found.last["count_null"], found.inside).mean,
+        rule="1 <= ours <= 4",
+        reason=reason,
+        why=why,
     )
     return [few, up_to_four]
 
 
 def _training_claims(found: Sweep) -> list[Claim]:
-    reason = found.unlike(PYTHIA)
+    """Figure 9b."""
+    reason, why = found.unlike(PYTHIA)
     last = found.last
     inside = found.inside
-    other = "counter-finding" if reason[0] == "counter-finding" else "other setting"
+    other = "counter-finding" if reason == "counter-finding" else "other setting"
     counts = found.mean(last["count"], inside)
     close = found.mean(last["count_tol"] - last["count_tol_null"], inside)
     at_end = Claim(
@@ -151,42 +155,40 @@ def _training_claims(found: Sweep) -> list[Claim]:
         rule="1 <= ours <= 4",
         reason=other,
         why=(
-            f"{reason[1]} Size alone does not explain it: models of Pythia's size need more, too "
+            f"{why} Size alone does not explain it: models of Pythia's size need more, too "
             "(Fig. 9a)."
         ),
     )
     to_tolerance = Claim(
         "... to 99%, fewer than random terms need (difference; control: theirs)",
-        "",
-        close.mean,
-        found.mean(last["count_tol_null"], inside).mean,
-        "ours < 0",
-        close.low,
-        close.high,
-        *reason,
+        paper="",
+        **close.measured,
+        control=found.mean(last["count_tol_null"], inside).mean,
+        rule="ours < 0",
+        reason=reason,
+        why=why,
     )
-    claims = [at_end, to_tolerance]
-    if found.trained:
-        # the same prompts at both ends: those on which the head attends at both
-        change = found.mean(last["count"] - found.first["count"], inside)
-        claims.append(
-            Claim(
-                "The number falls over training (change, of prompts with r > 0 at both ends; "
-                "control: at heads outside)",
-                paper="Sec. 5, Fig. 9(b): declines during training",
-                **change.measured,
-                control=found.mean(last["count"] - found.first["count"], found.outside).mean,
-                rule="ours < 0",
-                reason=other,
-                why=(
-                    f"{reason[1]} At our start, before any training, fewer are enough, as there is next "
-                    "to no relative logit to reach; the paper does not say at which step its curve "
-                    "starts."
-                ),
-                changed="It was the count less that of random terms, which the paper does not speak of.",
-            )
-        )
-    return claims
+    if not found.trained:
+        return [at_end, to_tolerance]
+    # the same prompts at both ends: those on which the head attends at both
+    change = last["count"] - found.first["count"]
+    fall = found.mean(change, inside)
+    falls = Claim(
+        "The number falls over training (change, of prompts with r > 0 at both ends; "
+        "control: at heads outside)",
+        paper="Sec. 5, Fig. 9(b): declines during training",
+        **fall.measured,
+        control=found.mean(change, found.outside).mean,
+        rule="ours < 0",
+        reason=other,
+        why=(
+            f"{why} At our start, before any training, fewer are enough, as there is next "
+            "to no relative logit to reach; the paper does not say at which step its curve "
+            "starts."
+        ),
+        changed="It was the count less that of random terms, which the paper does not speak of.",
+    )
+    return [at_end, to_tolerance, falls]
 
 
 # ---------------------------------------------------------------------- the drawing

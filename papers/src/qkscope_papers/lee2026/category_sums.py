@@ -96,11 +96,13 @@ def definition_rows(sums: CategorySums) -> list[Row]:
     for definition in DEFINITIONS:
         _, values, right = torch.linalg.svd(getattr(sums, definition))
         cosine = torch.cosine_similarity(right[0], sums.mean_key, dim=0).abs()
-        rows.append({
-            "definition": definition,
-            "rank_99": int(energy_rank(values)),
-            "cosine": float(cosine),
-        })  # fmt: skip
+        rows.append(
+            {
+                "definition": definition,
+                "rank_99": int(energy_rank(values)),
+                "cosine": float(cosine),
+            }
+        )
     return rows
 
 
@@ -120,13 +122,13 @@ def _claims(rows: list[Row], group_size: int) -> list[Claim]:
     text = _over_heads(rows, "text", max, group_size)
     return [
         Claim(
-            "by the released script's sums the first key direction of every category is the mean key "
-            "(least |cos| of five categories, mean over key heads; control: the largest by the text's)",
-            "",
-            released.mean,
-            text.mean,
-            "ours > 0.95 and control < 0.7",
-            **released.ends,
+            "by the released script's sums the first key direction of every category is the "
+            "mean key (least |cos| of five categories, mean over key heads; control: the "
+            "largest by the text's)",
+            paper="",
+            **released.measured,
+            control=text.mean,
+            rule="ours > 0.95 and control < 0.7",
         )
     ]
 

@@ -43,11 +43,20 @@ class HeadWork:
 WORK = {
     # Enough training to see the point, not to finish: corners of the grids, a high learning rate,
     # 800 steps.
-    "smoke": HeadWork(3e-3, Recipe(steps=800, validate_every=400), 8192, 99, 2048, 2048,
-                      ranks={8: (2, 5), 16: (4, 10)}),
+    "smoke": HeadWork(
+        3e-3,
+        Recipe(steps=800, validate_every=400),
+        8192,
+        99,
+        2048,
+        2048,
+        ranks={8: (2, 5), 16: (4, 10)},
+    ),
     "default": HeadWork(1e-3, Recipe(), 40_960, 199, 10_240, 10_240, 3),
-    "paper": HeadWork(1e-4, Recipe(), 40_960, 199, 20_480, 51_200, 5, {8: GRIDS[8], 16: tuple(range(4, 13))}),
-}  # fmt: skip
+    "paper": HeadWork(
+        1e-4, Recipe(), 40_960, 199, 20_480, 51_200, 5, {8: GRIDS[8], 16: tuple(range(4, 13))}
+    ),
+}
 Cells = Callable[[Settings], list[HeadCell]]
 """The heads that a figure needs, which depend on preset and seed."""
 

@@ -49,10 +49,11 @@ def run(settings: Settings, cells: Cells) -> Result:
     arrays = {f"G/{t.cell.slug}": t.head.interactions().float() for t in heads}
     variant = rows[0]["variant"]
     answer = (
-        f"Off-diagonal energy of G ({variant}): at most {_extreme(below, 'off_diagonal', max):.3f} where "
-        f"r1 + r2 < d_head, at least {_extreme(above, 'off_diagonal', min):.3f} where r1 + r2 > d_head; asymmetry "
-        f"{_median(below, 'asymmetry'):.2f} below and {_median(above, 'asymmetry'):.2f} above (untrained "
-        f"{_median(rows, 'untrained_asymmetry'):.2f})."
+        f"Off-diagonal energy of G ({variant}): at most "
+        f"{_extreme(below, 'off_diagonal', max):.3f} where r1 + r2 < d_head, at least "
+        f"{_extreme(above, 'off_diagonal', min):.3f} where r1 + r2 > d_head; asymmetry "
+        f"{_median(below, 'asymmetry'):.2f} below and {_median(above, 'asymmetry'):.2f} "
+        f"above (untrained {_median(rows, 'untrained_asymmetry'):.2f})."
     )
     about = {"lr": work.lr, "rotations": _ROTATIONS}
     return settings.result(
@@ -73,12 +74,23 @@ def interaction_row(trained: HeadRun, seed: int) -> Row:
         off_diagonal(rotate(g, task, derived_seed(seed, 17, draw))) for draw in range(_ROTATIONS)
     ]
     return {
-        "variant": task.variant, "d_head": cell.d_head, "seed": cell.seed, "r1": task.ranks[0], "r2": task.ranks[1],
-        "where": "below" if total < cell.d_head else "boundary" if total == cell.d_head else "above",
-        "off_diagonal": off_diagonal(g), "rotated": statistics.mean(rotated),
+        "variant": task.variant,
+        "d_head": cell.d_head,
+        "seed": cell.seed,
+        "r1": task.ranks[0],
+        "r2": task.ranks[1],
+        "where": "below"
+        if total < cell.d_head
+        else "boundary"
+        if total == cell.d_head
+        else "above",
+        "off_diagonal": off_diagonal(g),
+        "rotated": statistics.mean(rotated),
         "untrained": off_diagonal(untrained),
-        "asymmetry": asymmetry(g), "off_asymmetry": off_asymmetry(g), "untrained_asymmetry": asymmetry(untrained),
-    }  # fmt: skip
+        "asymmetry": asymmetry(g),
+        "off_asymmetry": off_asymmetry(g),
+        "untrained_asymmetry": asymmetry(untrained),
+    }
 
 
 def rotate(g: Float[Tensor, "R R"], task: Retrieval, seed: int) -> Float[Tensor, "R R"]:
@@ -107,26 +119,50 @@ def _claims(variant: str, below: list[Row], above: list[Row]) -> list[Claim]:
     )  # of Fig. 13 F.1 says another thing
     off = typical(above, "off_diagonal")
     split = typical(below, "off_diagonal")
-    claims = [
-        Claim("off-diagonal energy tells superposition from room enough (median above d_head; control: median below)",
-              f"{said}: off-diagonal interactions in G", off.mean, split.mean, "ours > 2 * control", **off.ends),
-        Claim("a strong diagonal shows feature splits (median off-diagonal energy below d_head; control: latents "
-              "rotated at random)", f"{said}: feature splits, as indicated by the strong diagonals", split.mean,
-              _median(below, "rotated"), "ours < 0.5 * control", **split.ends,
-              why="Where there is room G is close to a multiple of the identity, which is diagonal in every basis: "
-              "rotating the latents leaves the diagonal about as strong."),
-    ]  # fmt: skip
+    tells = Claim(
+        "off-diagonal energy tells superposition from room enough (median above d_head; "
+        "control: median below)",
+        paper=f"{said}: off-diagonal interactions in G",
+        **off.measured,
+        control=split.mean,
+        rule="ours > 2 * control",
+    )
+    splits = Claim(
+        "a strong diagonal shows feature splits (median off-diagonal energy below d_head; "
+        "control: latents rotated at random)",
+        paper=f"{said}: feature splits, as indicated by the strong diagonals",
+        **split.measured,
+        control=_median(below, "rotated"),
+        rule="ours < 0.5 * control",
+        why=(
+            "Where there is room G is close to a multiple of the identity, which is diagonal in "
+            "every basis: rotating the latents leaves the diagonal about as strong."
+        ),
+    )
+    claims = [tells, splits]
     if variant == "continuous":
         found = typical([*below, *above], "asymmetry")
-        claims.append(Claim("interactions are symmetric (median asymmetry; control: untrained)",
-                            "§F.1: symmetry in interactions, in the continuous case", found.mean,
-                            _median(below + above, "untrained_asymmetry"), "ours < 0.2 * control",
-                            **found.ends))  # fmt: skip
+        claims.append(
+            Claim(
+                "interactions are symmetric (median asymmetry; control: untrained)",
+                paper="§F.1: symmetry in interactions, in the continuous case",
+                **found.measured,
+                control=_median(below + above, "untrained_asymmetry"),
+                rule="ours < 0.2 * control",
+            )
+        )
     else:
         found = typical(above, "off_asymmetry")
-        claims.append(Claim("interactions are not symmetric (median asymmetry of the off-diagonal part above d_head; "
-                            "control: random entries)", "§F.1, Fig. 13: we no longer see symmetry", found.mean, 1.0,
-                            "ours > 0.5 * control", **found.ends))  # fmt: skip
+        claims.append(
+            Claim(
+                "interactions are not symmetric (median asymmetry of the off-diagonal part above "
+                "d_head; control: random entries)",
+                paper="§F.1, Fig. 13: we no longer see symmetry",
+                **found.measured,
+                control=1.0,
+                rule="ours > 0.5 * control",
+            )
+        )
     return claims
 
 
@@ -145,13 +181,15 @@ _SMOKE = {8: ((2, 2), (2, 5), (5, 5)), 16: ((4, 4), (4, 10), (10, 10))}
 
 
 _ENERGY = (
-    ("off_diagonal", "trained", ORIGINAL), ("rotated", "trained, latents rotated", TARGET),
+    ("off_diagonal", "trained", ORIGINAL),
+    ("rotated", "trained, latents rotated", TARGET),
     ("untrained", "untrained", REST),
-)  # fmt: skip
+)
 _ASYMMETRY = (
-    ("asymmetry", "G", ORIGINAL), ("off_asymmetry", "its off-diagonal part / √2", TARGET),
+    ("asymmetry", "G", ORIGINAL),
+    ("off_asymmetry", "its off-diagonal part / √2", TARGET),
     ("untrained_asymmetry", "untrained", REST),
-)  # fmt: skip
+)
 
 
 @run.drawing

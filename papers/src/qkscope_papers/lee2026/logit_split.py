@@ -27,7 +27,7 @@ from qkscope_papers.lee2026.binding_views import FEATURES, binding_points
 from qkscope_papers.lee2026.language import ESTIMATORS, session_of
 from qkscope_papers.lee2026.points import Points, share_of
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Files, Row, files_of, model_name, pick
+from qkscope_papers.tables import Files, Row, column, files_of, model_name, pick
 
 _DRAWS = 20
 
@@ -59,12 +59,14 @@ def run(settings: Settings) -> Result:
         {row["split"]: row for row in pick(shares, estimator=name)} for name in ESTIMATORS
     )
     answer = (
-        f"{parts.answer} Over {len(points.units)} held-out prompts, of the variance of the boxes' logits order "
-        f"carries {by['order first']['order']:.0%}, lexical {by['order first']['lexical']:.0%}, and "
-        f"{by['order first'][RESIDUAL]:.0%} is unexplained (lexical first: order "
-        f"{by['lexical first']['order']:.0%}, lexical {by['lexical first']['lexical']:.0%}; random subspaces of "
-        f"these ranks leave {by['random'][RESIDUAL]:.0%}); as the paper estimates them, order "
-        f"{theirs['order first']['order']:.0%} and lexical {theirs['order first']['lexical']:.0%}."
+        f"{parts.answer} Over {len(points.units)} held-out prompts, of the variance of the "
+        f"boxes' logits order carries {by['order first']['order']:.0%}, lexical "
+        f"{by['order first']['lexical']:.0%}, and {by['order first'][RESIDUAL]:.0%} is "
+        f"unexplained (lexical first: order {by['lexical first']['order']:.0%}, lexical "
+        f"{by['lexical first']['lexical']:.0%}; random subspaces of these ranks leave "
+        f"{by['random'][RESIDUAL]:.0%}); as the paper estimates them, order "
+        f"{theirs['order first']['order']:.0%} and lexical "
+        f"{theirs['order first']['lexical']:.0%}."
     )
     tables = {
         "tokens": tokens,
@@ -128,7 +130,7 @@ def _shares(
         }
         drawn.append(means(split(own)))
     rows.append(
-        {"split": "random", **{name: sum(row[name] for row in drawn) / _DRAWS for name in drawn[0]}}
+        {"split": "random", **{name: sum(column(drawn, name)) / _DRAWS for name in drawn[0]}}
     )
     return [
         {**row, "n": len(q), **{f"{name}_rank": basis.shape[1] for name, basis in bases.items()}}
@@ -155,28 +157,74 @@ def _share(part: Float[Tensor, "n k"], logits: Float[Tensor, "n k"]) -> Float[Te
 def _claims(theirs: dict[str, Row], ours: dict[str, Row], error: float) -> list[Claim]:
     first = theirs["order first"]
     per_rank = [first[name] / first[f"{name}_rank"] for name in ("lexical", "order")]
-    small: dict[str, Any] = {"reason": "small model", "why": "It is one head of a small model; the paper shows one of "
-                             "an 8B model."}  # fmt: skip
-    return [
-        Claim("the parts sum to the logit (largest error over tokens)", "§5.3, Eq. 13-15: by construction", error,
-              None, "ours < 1e-3"),
-        Claim("the head relies on lexical more than on order (difference of shares, the paper's estimators)",
-              "§5.3, Fig. 10: relies on lexical-IDs more than order-IDs", first["more"], None, "ours > 0",
-              first["more_low"], first["more_high"], **small),
-        Claim("some of the logits is left unexplained (share, the paper's estimators)",
-              "§5.3, Fig. 10: residual logits that are left unexplained", first["left"], None, "ours > 0.01",
-              first["left_low"], first["left_high"], **small),
-        Claim("what overlaps counts towards the first feature (order's share when it is first, less when it is last; "
-              "the paper's estimators)", "§5.3: sensitive to the order, as the overlapping space will count towards "
-              "the first feature", first["taken"], None, "ours > 0", first["taken_low"], first["taken_high"], **small,
-              changed="was 'the order of projecting hardly matters', the opposite of what the paper says."),
-        Claim("per dimension, too, lexical carries more than order (share per dimension; control: order's)", "",
-              per_rank[0], per_rank[1], "ours > control", per_rank[1] + first["denser_low"],
-              per_rank[1] + first["denser_high"]),
-        Claim("the two features explain more than random subspaces of their ranks (share left unexplained, our "
-              "estimators; control: random)", "", ours["order first"]["left"], ours["random"][RESIDUAL],
-              "ours < 0.5 * control", ours["order first"]["left_low"], ours["order first"]["left_high"]),
-    ]  # fmt: skip
+    small: dict[str, Any] = {
+        "reason": "small model",
+        "why": "It is one head of a small model; the paper shows one of an 8B model.",
+    }
+    sums = Claim(
+        "the parts sum to the logit (largest error over tokens)",
+        paper="§5.3, Eq. 13-15: by construction",
+        ours=error,
+        control=None,
+        rule="ours < 1e-3",
+    )
+    lexical_more = Claim(
+        "the head relies on lexical more than on order (difference of shares, the paper's "
+        "estimators)",
+        paper="§5.3, Fig. 10: relies on lexical-IDs more than order-IDs",
+        ours=first["more"],
+        control=None,
+        rule="ours > 0",
+        low=first["more_low"],
+        high=first["more_high"],
+        **small,
+    )
+    unexplained = Claim(
+        "some of the logits is left unexplained (share, the paper's estimators)",
+        paper="§5.3, Fig. 10: residual logits that are left unexplained",
+        ours=first["left"],
+        control=None,
+        rule="ours > 0.01",
+        low=first["left_low"],
+        high=first["left_high"],
+        **small,
+    )
+    overlap = Claim(
+        "what overlaps counts towards the first feature (order's share when it is first, "
+        "less when it is last; the paper's estimators)",
+        paper=(
+            "§5.3: sensitive to the order, as the overlapping space will count towards the "
+            "first feature"
+        ),
+        ours=first["taken"],
+        control=None,
+        rule="ours > 0",
+        low=first["taken_low"],
+        high=first["taken_high"],
+        changed="was 'the order of projecting hardly matters', the opposite of what the paper says.",
+        **small,
+    )
+    per_dimension = Claim(
+        "per dimension, too, lexical carries more than order (share per dimension; control: "
+        "order's)",
+        paper="",
+        ours=per_rank[0],
+        control=per_rank[1],
+        rule="ours > control",
+        low=per_rank[1] + first["denser_low"],
+        high=per_rank[1] + first["denser_high"],
+    )
+    beyond_random = Claim(
+        "the two features explain more than random subspaces of their ranks (share left "
+        "unexplained, our estimators; control: random)",
+        paper="",
+        ours=ours["order first"]["left"],
+        control=ours["random"][RESIDUAL],
+        rule="ours < 0.5 * control",
+        low=ours["order first"]["left_low"],
+        high=ours["order first"]["left_high"],
+    )
+    return [sums, lexical_more, unexplained, overlap, per_dimension, beyond_random]
 
 
 # ---------------------------------------------------------------------- the drawing

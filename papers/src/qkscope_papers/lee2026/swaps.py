@@ -73,10 +73,11 @@ def run(settings: Settings, cells: Cells) -> Result:
     both = first["both"]
     random = first["random_both"]
     answer = (
-        f"Swapping both latents moves attention on the right key from {both['orig_before']:.3f} to "
-        f"{both['orig_after']:.3f} (target {both['target_before']:.3f} to {both['target_after']:.3f}) at "
-        f"({both['r1']},{both['r2']}), d_head {both['d_head']}; random subspaces of the same size leave "
-        f"{random['orig_after']:.3f}."
+        "Swapping both latents moves attention on the right key from "
+        f"{both['orig_before']:.3f} to {both['orig_after']:.3f} (target "
+        f"{both['target_before']:.3f} to {both['target_after']:.3f}) at "
+        f"({both['r1']},{both['r2']}), d_head {both['d_head']}; random subspaces of the same "
+        f"size leave {random['orig_after']:.3f}."
     )
     about = {
         "lr": work.lr,
@@ -226,14 +227,24 @@ def _row(condition: Condition, effects: list[SwapEffect]) -> Row:
     shift_low, shift_high = _interval(shift)
     effect = effects[0]
     return {
-        "condition": condition.name, "feature": condition.feature, "kind": condition.kind, "rank": int(effect.rank[0]),
+        "condition": condition.name,
+        "feature": condition.feature,
+        "kind": condition.kind,
+        "rank": int(effect.rank[0]),
         **{field: float(value.double().mean()) for field, value in joined.items()},
-        "low": low, "high": high,
-        "shift": float(shift.double().mean()), "shift_low": shift_low, "shift_high": shift_high,
-        "exchanged": float(((gap - gap_after) * gap).double().mean() / (2 * gap.double().square().mean())),
-        "flip": float(flipped.mean()), "n": len(shift), "draws": effect.orig_after.shape[0],
+        "low": low,
+        "high": high,
+        "shift": float(shift.double().mean()),
+        "shift_low": shift_low,
+        "shift_high": shift_high,
+        "exchanged": float(
+            ((gap - gap_after) * gap).double().mean() / (2 * gap.double().square().mean())
+        ),
+        "flip": float(flipped.mean()),
+        "n": len(shift),
+        "draws": effect.orig_after.shape[0],
         "vacuous": bool(effect.vacuous[0]),
-    }  # fmt: skip
+    }
 
 
 def _interval(values: Float[Tensor, " n"]) -> tuple[float, float]:
@@ -243,8 +254,8 @@ def _interval(values: Float[Tensor, " n"]) -> tuple[float, float]:
 
 
 _CLOSEST = (
-    "The rule asks it of the closest cell, at three quarters of d_head, where a random subspace of that size "
-    "exchanges most of the logit gap."
+    "The rule asks it of the closest cell, at three quarters of d_head, where a random "
+    "subspace of that size exchanges most of the logit gap."
 )
 
 
@@ -289,39 +300,85 @@ def _claims(rows: list[Row]) -> list[Claim]:
     summed = summed.among(len(every))
     learned = most(lambda head: head["untrained_both"]["exchanged"])
     works = of(learned, lambda head: head["both"]["exchanged"]).among(len(every))
-    claims = [
-        Claim("swapping both latents moves all the attention (largest rest on the original key; control: the oracle)",
-              "§4, Fig. 4: moves all the attention", rest.mean, of(left, after("both_oracle")).mean,
-              "ours <= max(0.01, control + 0.005)", **rest.ends),
-        Claim("random subspaces of the same size move less (difference of shifts, closest cell with r1 + r2 at most "
-              "three quarters of d_head; control: random's shift)", "§4, Fig. 4, 14, 15: a much smaller shift",
-              less.mean, of(close, lambda head: head["random_both"]["shift"]).mean, "ours > control", **less.ends,
-              why=_CLOSEST,
-              changed="was the closest cell of all: near d_head every subspace swaps everything, which F.1 excepts."),
-        Claim("adding the projectors, as the authors' scripts do, moves less than one joint basis (difference of "
-              "shifts, cell where they differ most)", "", summed.mean, None, "ours > 0", **summed.ends),
-        Claim("the contrast moves more than the keys' principal components of the same size (difference of shifts, "
-              "closest cell)", "", pca.mean, None, "ours > 0.01", **pca.ends,
-              changed="was ours > 0, which a difference of 5e-7 passed."),
-        Claim("swapping V of z1 alone does what swapping the true z1 does (difference in target attention, worst cell);"
-              " control: the oblique projector", "implied by §4, Eqs. 8-10: replace the coordinates in these subspaces",
-              moved.mean, of(leak, lambda head: _leak(head, "z1_oblique")).mean, "ours <= 0.01", **moved.ends,
-              why="The subspaces of z1 and z2 overlap, so the orthogonal projector of one takes part of the other "
-              "along; the oblique one does not."),
-        Claim("that a joint swap works shows that the head learned the latents (share of the logit gap exchanged); "
-              "control: untrained", "", works.mean, of(learned, lambda head: head["untrained_both"]["exchanged"]).mean,
-              "control < 0.5 * ours", **works.ends, changed=WAS_IMPLIED,
-              why="A swap shows where the latents lie: in r1 + r2 directions of an untrained head's keys, too. Only "
-              "the attention that it would move is not there yet."),
-    ]  # fmt: skip
+    all_moved = Claim(
+        "swapping both latents moves all the attention (largest rest on the original key; "
+        "control: the oracle)",
+        paper="§4, Fig. 4: moves all the attention",
+        **rest.measured,
+        control=of(left, after("both_oracle")).mean,
+        rule="ours <= max(0.01, control + 0.005)",
+    )
+    random_less = Claim(
+        "random subspaces of the same size move less (difference of shifts, closest cell "
+        "with r1 + r2 at most three quarters of d_head; control: random's shift)",
+        paper="§4, Fig. 4, 14, 15: a much smaller shift",
+        **less.measured,
+        control=of(close, lambda head: head["random_both"]["shift"]).mean,
+        rule="ours > control",
+        why=_CLOSEST,
+        changed=(
+            "was the closest cell of all: near d_head every subspace swaps everything, which "
+            "F.1 excepts."
+        ),
+    )
+    added_less = Claim(
+        "adding the projectors, as the authors' scripts do, moves less than one joint basis "
+        "(difference of shifts, cell where they differ most)",
+        paper="",
+        **summed.measured,
+        control=None,
+        rule="ours > 0",
+    )
+    beyond_pca = Claim(
+        "the contrast moves more than the keys' principal components of the same size "
+        "(difference of shifts, closest cell)",
+        paper="",
+        **pca.measured,
+        control=None,
+        rule="ours > 0.01",
+        changed="was ours > 0, which a difference of 5e-7 passed.",
+    )
+    true_swap = Claim(
+        "swapping V of z1 alone does what swapping the true z1 does (difference in target "
+        "attention, worst cell); control: the oblique projector",
+        paper="implied by §4, Eqs. 8-10: replace the coordinates in these subspaces",
+        **moved.measured,
+        control=of(leak, lambda head: _leak(head, "z1_oblique")).mean,
+        rule="ours <= 0.01",
+        why=(
+            "The subspaces of z1 and z2 overlap, so the orthogonal projector of one takes part "
+            "of the other along; the oblique one does not."
+        ),
+    )
+    learned = Claim(
+        "that a joint swap works shows that the head learned the latents (share of the "
+        "logit gap exchanged); control: untrained",
+        paper="",
+        **works.measured,
+        control=of(learned, lambda head: head["untrained_both"]["exchanged"]).mean,
+        rule="control < 0.5 * ours",
+        why=(
+            "A swap shows where the latents lie: in r1 + r2 directions of an untrained head's "
+            "keys, too. Only the attention that it would move is not there yet."
+        ),
+        changed=WAS_IMPLIED,
+    )
+    claims = [all_moved, random_less, added_less, beyond_pca, true_swap, learned]
     if len(cells) > 1:
         by_size = sorted(
             every, key=lambda cell: cell[0]["both"]["rank"] / cell[0]["both"]["d_head"]
         )
         near, far = (of(by_size[i], lambda head: head["random_both"]["shift"]) for i in (-1, 0))
-        claims.append(Claim("the random baseline grows as r1 + r2 nears d_head (shift; control: smallest r1 + r2)",
-                            "§F.1: the performance of the random baseline increases", near.mean, far.mean,
-                            "ours > control", **near.ends))  # fmt: skip
+        claims.append(
+            Claim(
+                "the random baseline grows as r1 + r2 nears d_head (shift; control: smallest r1 + "
+                "r2)",
+                paper="§F.1: the performance of the random baseline increases",
+                **near.measured,
+                control=far.mean,
+                rule="ours > control",
+            )
+        )
     return claims
 
 
@@ -335,15 +392,31 @@ def _leak(cell: dict[str, Row], condition: str) -> float:
 # ---------------------------------------------------------------------- the drawing
 
 _FULL = (
-    ("z1", "z1"), ("z1_oblique", "z1, oblique"), ("z1_oracle", "z1, oracle"),
-    ("z2", "z2"), ("z2_oblique", "z2, oblique"), ("z2_oracle", "z2, oracle"),
-    ("both", "z1 + z2"), ("both_summed", "summed, not joined"), ("both_oracle", "both, oracle"),
-    ("random_z1", "random r1"), ("random_z2", "random r2"), ("random_both", "random r1 + r2"),
-    ("key_pca_both", "key PCA r1 + r2"), ("cov_qk_both", "Cov_q Cov_k r1 + r2"),
+    ("z1", "z1"),
+    ("z1_oblique", "z1, oblique"),
+    ("z1_oracle", "z1, oracle"),
+    ("z2", "z2"),
+    ("z2_oblique", "z2, oblique"),
+    ("z2_oracle", "z2, oracle"),
+    ("both", "z1 + z2"),
+    ("both_summed", "summed, not joined"),
+    ("both_oracle", "both, oracle"),
+    ("random_z1", "random r1"),
+    ("random_z2", "random r2"),
+    ("random_both", "random r1 + r2"),
+    ("key_pca_both", "key PCA r1 + r2"),
+    ("cov_qk_both", "Cov_q Cov_k r1 + r2"),
     ("untrained_both", "untrained, z1 + z2"),
-)  # fmt: skip
-_SHORT = (("z1", "z1"), ("z2", "z2"), ("both", "z1+z2"), ("both_oracle", "oracle"), ("random_both", "random"),
-          ("key_pca_both", "key PCA"), ("cov_qk_both", "Cov·Cov"))  # fmt: skip
+)
+_SHORT = (
+    ("z1", "z1"),
+    ("z2", "z2"),
+    ("both", "z1+z2"),
+    ("both_oracle", "oracle"),
+    ("random_both", "random"),
+    ("key_pca_both", "key PCA"),
+    ("cov_qk_both", "Cov·Cov"),
+)
 
 
 @run.drawing

@@ -45,9 +45,11 @@ from qkscope_papers.tables import (
     Estimate,
     Files,
     Row,
+    column,
     distinct,
     files_of,
     mean,
+    mean_of,
     over_runs,
     pick,
     slanted,
@@ -55,9 +57,16 @@ from qkscope_papers.tables import (
 from qkscope_papers.trainer import Recipe
 
 KINDS = {
-    "feature": "ΔC", "oblique": "ΔC, oblique", "trained": "trained", "key_pca": "key PCA", "cov_qk": "Cov_q Cov_k",
-    "omega_svd": "Ω", "random": "random", "whole": "whole key", "nothing": "nothing done",
-}  # fmt: skip
+    "feature": "ΔC",
+    "oblique": "ΔC, oblique",
+    "trained": "trained",
+    "key_pca": "key PCA",
+    "cov_qk": "Cov_q Cov_k",
+    "omega_svd": "Ω",
+    "random": "random",
+    "whole": "whole key",
+    "nothing": "nothing done",
+}
 # aims of the issue: ΔC's distance as a part of key PCA's
 _THIRD = "1 / 3"
 _DISCRETE = "0.65"
@@ -89,7 +98,7 @@ def _means(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
     by = "variant" if "r1" in rows[0] else "task"
     return {
         (panel, feature): {
-            kind: mean(row["distance"] for row in own)
+            kind: mean_of(own, "distance")
             for kind in KINDS
             if (own := pick(shown, **{by: panel}, feature=feature, kind=kind))
         }
@@ -99,7 +108,10 @@ def _means(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
 
 def _told(rows: Sequence[Row]) -> str:
     return " ".join(
-        f"{panel}, {feature}: {', '.join(f'{KINDS[kind]} {value:.2f}' for kind, value in means.items())}."
+        (
+            f"{panel}, {feature}: "
+            f"{', '.join((f'{KINDS[kind]} {value:.2f}' for kind, value in means.items()))}."
+        )
         for (panel, feature), means in _means(rows).items()
     )
 
@@ -126,7 +138,10 @@ def run(settings: Settings) -> Result:
         for row in each
     ]
     learned = pick(rows, trained=True)
-    answer = f"Distance to the row with the latent exchanged in the input, r1 + r2 < d_head. {_told(learned)}"
+    answer = (
+        "Distance to the row with the latent exchanged in the input, r1 + r2 < d_head. "
+        f"{_told(learned)}"
+    )
     about = {"steps": work.steps, "contexts": work.contexts, "contrast_pairs": work.pairs}
     return settings.result(answer, {"truth": rows}, _toy_claims(rows), about=about)
 
@@ -154,8 +169,13 @@ def _head_rows(head: RetrievalHead, work: TruthWork, seed: int) -> list[Row]:
     fitted = toy_rows(head, work.contexts // 2, derived_seed(seed, "truth, trained"))
     every = projectors_of(head, work.pairs, seed)[0]
     every |= methods.beside_truth(every, fitted, singular, seed)
-    where = {"variant": task.variant, "d_head": head.d_head, "r1": task.ranks[0], "r2": task.ranks[1],
-             "boundary": task.total_rank == head.d_head}  # fmt: skip
+    where = {
+        "variant": task.variant,
+        "d_head": head.d_head,
+        "r1": task.ranks[0],
+        "r2": task.ranks[1],
+        "boundary": task.total_rank == head.d_head,
+    }
     return [{**where, **row} for row in test.table(every, seed=seed)]
 
 
@@ -220,27 +240,55 @@ def _toy_claims(rows: list[Row]) -> list[Claim]:
         part = _ratio(pick(inside, variant=variant), "feature")
         nothing = _ratio(pick(untrained, variant=variant), "feature")
         alone = [row for row in own if row["feature"] != "both"]
-        other = over_runs(row["other_nearer"] for row in pick(alone, kind="feature"))
+        other = over_runs(column(pick(alone, kind="feature"), "other_nearer"))
         claims += [
-            Claim(f"{variant}: one latent swapped by ΔC is at most {bound} as far from the truth as by key PCA (mean "
-                  "of cells with r1 + r2 < d_head; control: untrained)", "", part.mean, nothing.mean,
-                  f"ours <= {bound}", **part.ends),
-            Claim(f"{variant}: it is nearer too where the query asks for another key (difference of distances, mean of "
-                  "cells and latents; control: random's)", "", other.mean,
-                  mean(row["other_nearer"] for row in pick(alone, kind="random")), "ours > 0", **other.ends),
-        ]  # fmt: skip
+            Claim(
+                f"{variant}: one latent swapped by ΔC is at most {bound} as far from the truth as by "
+                "key PCA (mean of cells with r1 + r2 < d_head; control: untrained)",
+                paper="",
+                **part.measured,
+                control=nothing.mean,
+                rule=f"ours <= {bound}",
+            ),
+            Claim(
+                f"{variant}: it is nearer too where the query asks for another key (difference of "
+                "distances, mean of cells and latents; control: random's)",
+                paper="",
+                **other.measured,
+                control=mean_of(pick(alone, kind="random"), "other_nearer"),
+                rule="ours > 0",
+            ),
+        ]
     whole = _ratio(edge, "feature")
     oblique = _ratio(inside, "oblique")
     trained = _ratio(inside, "trained")
     return [
         *claims,
-        Claim("at the boundary r1 + r2 = d_head ΔC is nearer than key PCA (part of its distance; control: random)", "",
-              whole.mean, _ratio(edge, "random").mean, "ours < 1", **whole.ends),
-        Claim("the oblique projector is at most a tenth as far as key PCA (control: the orthogonal one)", "",
-              oblique.mean, _ratio(inside, "feature").mean, "ours <= 0.1", **oblique.ends),
-        Claim("ΔC is no farther than a subspace trained for it (part of key PCA's distance; control: trained)", "",
-              _ratio(inside, "feature").mean, trained.mean, "ours <= control + 0.05", **_ratio(inside, "feature").ends),
-    ]  # fmt: skip
+        Claim(
+            "at the boundary r1 + r2 = d_head ΔC is nearer than key PCA (part of its distance; "
+            "control: random)",
+            paper="",
+            **whole.measured,
+            control=_ratio(edge, "random").mean,
+            rule="ours < 1",
+        ),
+        Claim(
+            "the oblique projector is at most a tenth as far as key PCA (control: the "
+            "orthogonal one)",
+            paper="",
+            **oblique.measured,
+            control=_ratio(inside, "feature").mean,
+            rule="ours <= 0.1",
+        ),
+        Claim(
+            "ΔC is no farther than a subspace trained for it (part of key PCA's distance; "
+            "control: trained)",
+            paper="",
+            **_ratio(inside, "feature").measured,
+            control=trained.mean,
+            rule="ours <= control + 0.05",
+        ),
+    ]
 
 
 # ---------------------------------------------------------------------- language models
@@ -266,7 +314,10 @@ def run_model(settings: Settings) -> Result:
             session.scope, units, fit, heads, features=features, seed=settings.seed, **options
         )
         rows += [{"task": name, **row} for row in found.table()]
-    answer = f"Distance to the row with the feature exchanged in the text, mean of the heads. {_told(rows)}"
+    answer = (
+        "Distance to the row with the feature exchanged in the text, mean of the heads. "
+        f"{_told(rows)}"
+    )
     about = session.about(prompts=work.prompts)
     return settings.result(
         answer, {"truth": rows}, _model_claims(rows), model=session.scope.name, about=about
@@ -307,10 +358,17 @@ def _model_claims(rows: list[Row]) -> list[Claim]:
     for name, feature in distinct([row for row in rows if row["tested"]], "task", "feature"):
         own = pick(rows, task=name, feature=feature)
         near = _nearer(pick(own, kind="feature"))
-        far = mean(row["distance"] for row in pick(own, kind="key_pca"))
-        claims.append(Claim(f"{name}: {feature} by ΔC is nearer to the truth than by key PCA of its size (by more "
-                            "than .01, mean of the heads; control: key PCA's distance)", "", near.mean, far,
-                            "ours > 0.01", **near.ends))  # fmt: skip
+        far = mean_of(pick(own, kind="key_pca"), "distance")
+        claims.append(
+            Claim(
+                f"{name}: {feature} by ΔC is nearer to the truth than by key PCA of its size (by "
+                "more than .01, mean of the heads; control: key PCA's distance)",
+                paper="",
+                **near.measured,
+                control=far,
+                rule="ours > 0.01",
+            )
+        )
     binding = pick(rows, task="binding")
     alike = {
         head: min(
@@ -325,9 +383,16 @@ def _model_claims(rows: list[Row]) -> list[Claim]:
     )  # chosen by what nothing done leaves, which no method decides
     for feature in ("order", "lexical"):
         near = _nearer(pick(binding, head=head, feature=feature, kind="feature"))
-        claims.append(Claim(f"where two features matter most alike ({feature} at the head that both exchanges move "
-                            "most; control: distance with nothing done), ΔC is nearer than key PCA", "", near.mean,
-                            alike[head], "ours > 0.01", **near.ends))  # fmt: skip
+        claims.append(
+            Claim(
+                f"where two features matter most alike ({feature} at the head that both exchanges "
+                "move most; control: distance with nothing done), ΔC is nearer than key PCA",
+                paper="",
+                **near.measured,
+                control=alike[head],
+                rule="ours > 0.01",
+            )
+        )
     return claims
 
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from qkscope.results.result import Result
 from qkscope_papers.figures import INK, ORIGINAL, REST, TARGET, new_figure, styled, with_page
-from qkscope_papers.tables import Files, column, pick
+from qkscope_papers.tables import Files, pick
 
 _TASKS = {
     "indirect objects": ("ioi",),

@@ -88,7 +88,8 @@ class Retrieval:
         object.__setattr__(self, "ranks", tuple(int(r) for r in self.ranks))
         if len(self.ranks) < 2 or min(self.ranks) < 1:
             raise BadInput(
-                f"the task needs two or more latent variables of rank 1 or more, but got {self.ranks}."
+                "the task needs two or more latent variables of rank 1 or more, but got "
+                f"{self.ranks}."
             )
         if max(self.ranks) > 48:
             raise BadInput(
@@ -103,7 +104,10 @@ class Retrieval:
     def warn_if_crowded(self, d_head: int) -> None:
         """Say so where the latents cannot fit: superposition is then what to expect, not an error."""
         if self.total_rank > 2 * d_head or self.total_rank > self.d:
-            said = "latents of %d dimensions in d_head %d and d %d: expect superposition and lost ranks."
+            said = (
+                "latents of %d dimensions in d_head %d and d %d: expect superposition and lost "
+                "ranks."
+            )
             log.warning(said, self.total_rank, d_head, self.d)
 
     def latent_slices(self) -> list[slice]:
