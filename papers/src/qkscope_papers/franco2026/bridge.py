@@ -74,7 +74,7 @@ def run(settings: Settings) -> Result:
     task = tasks.binding(9, form, settings.seed)
     ranking = find_heads(scope, task, work.choose)
     best = ranking.top("row_accuracy")[: work.heads]
-    heads = [row["head"] for row in best]
+    heads = column(best, "head")
     asked: Any = {"contrasts": list(_CONTRASTS), "space": "query_frame", "seed": settings.seed}
     fit = decompose(scope, task, heads, work.fit, **asked)
     basis = singular_basis(scope, heads)
@@ -282,7 +282,10 @@ _ASKED = [
         rule="ours > 1.5 * control",
     ),
     _Asked(
-        "Shift of attention when these vectors are swapped (control: rotated vectors, chosen alike)",
+        (
+            "Shift of attention when these vectors are swapped (control: rotated vectors, "
+            "chosen alike)"
+        ),
         ours="shift_singular",
         control="shift_rotated",
         rule="ours > 1.5 * control",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope.heads import BIAS
@@ -27,13 +27,13 @@ from qkscope.verbs.trace.null_dictionaries import NULLS, null_code
 from qkscope_papers.franco2026.cells import DEFAULT_RUN, WORK, Cells, toy_figure, train
 from qkscope_papers.franco2026.token_pairs import draw_token_pairs
 from qkscope_papers.franco2026.toy.superposition import Toy
+from qkscope_papers.franco2026.toy.trained import ToyRun
 from qkscope_papers.registry import Settings
 from qkscope_papers.tables import Row, column, mean, mean_of, over_runs, pick
 
 _CONTEXTS = 32  # of each pair, for each copy
 _LEAST = "Was the least of the seeds, without an interval, with the same verdict."
 _GIVEN_UP = 0.05  # of the longest feature's length
-_KINDS = ("true", *NULLS)
 _CALLED = {
     "true": "the toy's own",
     "rotated": "rotated",
@@ -60,44 +60,66 @@ def run(settings: Settings, cells: Cells) -> Result:
     """
     (toys,) = train(cells, settings).values()
     work = WORK[settings.preset]
-    rows = list[Row]()
+    rows: list[Row] = []
     for trained in toys:
-        seed = trained.cell.seed
-        task = trained.cell.task
-        drawn = [
-            draw_token_pairs(
-                task, "one", _CONTEXTS, derived_seed(settings.seed, "dictionary", seed, i), i
-            )
-            for i in range(len(task.pairs))
-        ]
-        alone = [torch.cat([own.x_q[:, None], own.x_k], dim=1) for own in drawn]
-        generator = torch.Generator().manual_seed(derived_seed(settings.seed, "dictionary", seed))
-        shape = (work.contexts, 1 + task.context, task.n)
-        usual = task.strengths(torch.rand(shape, generator=generator, dtype=torch.float64))
-        for when, check in (("late", -1), ("early", 0)):
-            toy = trained.at(check)
-            size = split(toy, usual, "true", 0, attended=None).size
-            among = true_among(size, toy)
-            row = {"seed": seed, "step": trained.steps[check], "when": when}
-            rows.append(
-                {**row, "kind": "true", "draw": 0, "among": among, **_alone(toy, alone, "true", 0)}
-            )
-            if when == "early":
-                continue
-            for kind in NULLS:
-                for draw in range(work.rotations):
-                    own = derived_seed(settings.seed, kind, seed, draw)
-                    rows.append(
-                        {
-                            **row,
-                            "kind": kind,
-                            "draw": draw,
-                            "among": None,
-                            **_alone(toy, alone, kind, own),
-                        }
-                    )
+        alone = _single_pairs(trained, settings.seed)
+        usual = _usual(trained, settings)
+        rows.append(_true_row(trained, -1, usual, alone))
+        for kind in NULLS:
+            for draw in range(work.rotations):
+                rows.append(_copy_row(trained, kind, draw, alone, settings.seed))
+        rows.append(_true_row(trained, 0, usual, alone))
     about = {"work": vars(work), "contexts": _CONTEXTS}
     return settings.result(_answer(rows), {"feature_pairs": rows}, _claims(rows), about=about)
+
+
+def _single_pairs(trained: ToyRun, seed: int) -> list[Float[Tensor, "c p n"]]:
+    """For every pair contexts that hold it alone: the query, then its keys."""
+    task = trained.cell.task
+    contexts = []
+    for i in range(len(task.pairs)):
+        own_seed = derived_seed(seed, "dictionary", trained.cell.seed, i)
+        drawn = draw_token_pairs(task, "one", _CONTEXTS, own_seed, only=i)
+        contexts.append(torch.cat([drawn.x_q[:, None], drawn.x_k], dim=1))
+    return contexts
+
+
+def _usual(trained: ToyRun, settings: Settings) -> Float[Tensor, "c p n"]:
+    """Contexts as in training."""
+    task = trained.cell.task
+    seed = derived_seed(settings.seed, "dictionary", trained.cell.seed)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (WORK[settings.preset].contexts, 1 + task.context, task.n)
+    return task.strengths(torch.rand(shape, generator=generator, dtype=torch.float64))
+
+
+def _true_row(trained: ToyRun, check: int, usual: Tensor, alone: list[Tensor]) -> Row:
+    """The toy's own dictionary after training, or before."""
+    toy = trained.at(check)
+    size = split(toy, usual, "true", 0, attended=None).size
+    return {
+        "seed": trained.cell.seed,
+        "step": trained.steps[check],
+        "when": "early" if check == 0 else "late",
+        "kind": "true",
+        "draw": 0,
+        "among": true_among(size, toy),
+        **_alone(toy, alone, "true", 0),
+    }
+
+
+def _copy_row(trained: ToyRun, kind: str, draw: int, alone: list[Tensor], seed: int) -> Row:
+    """A copy of the dictionary without meaning, after training."""
+    own_seed = derived_seed(seed, kind, trained.cell.seed, draw)
+    return {
+        "seed": trained.cell.seed,
+        "step": trained.steps[-1],
+        "when": "late",
+        "kind": kind,
+        "draw": draw,
+        "among": None,
+        **_alone(trained.at(-1), alone, kind, own_seed),
+    }
 
 
 def split(
@@ -113,15 +135,13 @@ def split(
     attended : which key is asked about; the one with the largest logit if not given.
     """
     tokens = toy.tokens(x)
-    q = tokens[:, :1] @ toy.W_Q.mT.to(x)
-    k = tokens[:, 1:] @ toy.W_K.mT.to(x)
+    W_Q = toy.W_Q.mT.to(x)
+    W_K = toy.W_K.mT.to(x)
+    q = tokens[:, :1] @ W_Q
+    k = tokens[:, 1:] @ W_K
     chosen = (q @ k.mT)[:, 0].argmax(-1) if attended is None else torch.full((len(x),), attended)
     signs = torch.full(k.shape[:2], -1).scatter(1, chosen[:, None], 1)
-    rows = toy.W.mT.double()
-    # a feature that training gave up has no direction left, and its bias alone would count it as
-    # active everywhere
-    alive = (rows.norm(dim=1) > _GIVEN_UP * rows.norm(dim=1).max()).nonzero()[:, 0]
-    own = Dictionary(rows[alive], rows[alive].mT, layer=0, encoder_bias=toy.b.double()[alive])
+    alive, own = _own_dictionary(toy)
     coded = own.code(tokens)
     if kind != "true":
         coded = null_code(kind, own, tokens, coded, seed)
@@ -130,13 +150,26 @@ def split(
     numbers = []
     first = []
     for parts, ids, weights in zip(every, coded.ids, relative_weights(signs).to(x), strict=True):
-        asked = parts[:, 0] @ toy.W_Q.mT.to(x)
-        keys = parts[:, 1:] @ toy.W_K.mT.to(x)
+        asked = parts[:, 0] @ W_Q
+        keys = parts[:, 1:] @ W_K
         terms = FeatureTerms.of(ids, asked, keys, weights.double() * toy.task.scale, ERROR, BIAS)
         size[alive[terms.query][:, None], alive[terms.key]] += terms.pairs.abs() / len(x)
         numbers.append(terms.numbers())
         first += [(int(alive[a]), int(alive[b])) for a, b, _ in terms.largest(1)] or [(-1, -1)]
     return PairSplit(size, torch.stack(numbers), first)
+
+
+def _own_dictionary(toy: Toy) -> tuple[Int[Tensor, " alive"], Dictionary]:
+    """The toy's features that are alive, and the dictionary of them.
+
+    A feature that training gave up has no direction left, and its bias alone would count it as
+    active everywhere.
+    """
+    rows = toy.W.mT.double()
+    norms = rows.norm(dim=1)
+    alive = (norms > _GIVEN_UP * norms.max()).nonzero()[:, 0]
+    kept = rows[alive]
+    return alive, Dictionary(kept, kept.mT, layer=0, encoder_bias=toy.b.double()[alive])
 
 
 def _parts(tokens: Float[Tensor, "c p d"], coded: Coded) -> Float[Tensor, "c s+2 p d"]:
@@ -149,9 +182,8 @@ def _parts(tokens: Float[Tensor, "c p d"], coded: Coded) -> Float[Tensor, "c s+2
 def true_among(size: Float[Tensor, "n n"], toy: Toy) -> int:
     """How many of the true pairs are among as many of the largest."""
     pairs = {(query, key) for query, key, _ in toy.task.pairs}
-    return sum(
-        divmod(i, len(size)) in pairs for i in size.flatten().topk(len(pairs)).indices.tolist()
-    )
+    largest = size.flatten().topk(len(pairs)).indices.tolist()
+    return sum(divmod(i, len(size)) in pairs for i in largest)
 
 
 def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: int) -> Row:
@@ -159,12 +191,14 @@ def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: in
     found = [split(toy, x, kind, seed, attended=0) for x in contexts]
     numbers = torch.cat([own.numbers for own in found])
     at = dict(zip(NUMBERS, numbers.unbind(1), strict=True))
-    wanted = [pair[:2] for pair in toy.task.pairs]
-    firsts = [divmod(int(own.size.argmax()), len(own.size)) for own in found]
-    right = [first == pair for own, pair in zip(found, wanted, strict=True) for first in own.first]
+    on_average = 0
+    singly: list[float] = []
+    for own, (query, key, _) in zip(found, toy.task.pairs, strict=True):
+        on_average += divmod(int(own.size.argmax()), len(own.size)) == (query, key)
+        singly += [float(first == (query, key)) for first in own.first]
     return {
-        "pairs_first": sum(map(tuple.__eq__, firsts, wanted)),
-        "contexts_first": mean(map(float, right)),
+        "pairs_first": on_average,
+        "contexts_first": mean(singly),
         "explained": float(at["pairs"].sum() / at["logit"].sum()),
         "first_held": float(at["held_1"].mean()),
     }
@@ -175,14 +209,16 @@ def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: in
 
 def _answer(rows: list[Row]) -> str:
     late = pick(rows, when="late")
-    of = {kind: pick(late, kind=kind) for kind in _KINDS}
-    copies = ", ".join(f"{_CALLED[kind]} {mean_of(of[kind], 'first_held'):.0%}" for kind in NULLS)
-    seeds = len(of["true"])
+    true = pick(late, kind="true")
+    found = sum(row["among"] == 4 for row in true)
+    copies = []
+    for kind in NULLS:
+        held = mean_of(pick(late, kind=kind), "first_held")
+        copies.append(f"{_CALLED[kind]} {held:.0%}")
     return (
-        "With the toy's own dictionary the true pairs are the largest in "
-        f"{sum(r['among'] == 4 for r in of['true'])} of {seeds} seeds. Where one of them "
-        f"is present, the first pair holds {mean_of(of['true'], 'first_held'):.0%} of all "
-        f"that is added (copies: {copies})."
+        f"With the toy's own dictionary the true pairs are the largest in {found} of {len(true)} "
+        "seeds. Where one of them is present, the first pair holds "
+        f"{mean_of(true, 'first_held'):.0%} of all that is added (copies: {', '.join(copies)})."
     )
 
 

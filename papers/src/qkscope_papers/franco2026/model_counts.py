@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from torch import Tensor
@@ -22,7 +23,7 @@ from qkscope_papers.franco2026.model_sparsity import smoothed, steps_axis
 from qkscope_papers.franco2026.model_sweep import GPT2, PYTHIA, Sweep, swept
 from qkscope_papers.franco2026.prompts import KINDS
 from qkscope_papers.registry import NANO, Settings, figure
-from qkscope_papers.tables import Files, Row, column, files_of, model_name, pick, slanted
+from qkscope_papers.tables import Files, Row, column, distinct, files_of, model_name, pick, slanted
 
 _MARKS = ("least", "quarter", "median", "three_quarters", "most")
 
@@ -199,66 +200,58 @@ def draw(result: Result) -> Files:
     """Left the distribution at every head, right the mean over training where there is one."""
     rows = [dict(row) for row in result.tables["counts"]]
     training = [dict(row) for row in result.tables.get("training", ())]
-    heads = list(
-        dict.fromkeys((row["head"], f"{row['from']}→{row['to']}", row["circuit"]) for row in rows)
-    )
-    width = max(0.3 * len(heads) + 1.2, 4.5)
+    edges = distinct(rows, "head", "from", "to", "circuit")
+    width = max(0.3 * len(edges) + 1.2, 4.5)
     figure = new_figure(width + (4.2 if training else 0), 4.2)
     if training:
         left, right = figure.subplots(1, 2, width_ratios=[width, 4.0])
         _training(right, training)
     else:
         left = figure.subplots()
-    _boxes(left, rows, heads)
+    _boxes(left, rows, edges)
     left.set_title(f"{model_name(result)}: vectors that reach the relative logit")
     return files_of(result, figure)
 
 
-def _boxes(axis: Axes, rows: Sequence[Row], heads: Sequence[tuple[str, str, bool]]) -> None:
-    for i, (head, way, circuit) in enumerate(heads):
-        own = {
-            row["what"]: row
-            for row in rows
-            if (row["head"], f"{row['from']}→{row['to']}") == (head, way)
-        }
-        colour = TARGET if circuit else ORIGINAL
+def _boxes(axis: Axes, rows: Sequence[Row], edges: Sequence[tuple[str, str, str, bool]]) -> None:
+    """Ends, quartiles and median of every edge's count, and both means at a tolerance."""
+    dot: Any = {"color": "white", "mec": INK, "ms": 3.6}
+    cross: Any = {"color": INK, "ms": 4.5}
+    labels = []
+    for i, (head, query, key, circuit) in enumerate(edges):
+        own = {row["what"]: row for row in pick(rows, head=head, **{"from": query, "to": key})}
         row = own["count"]
+        colour = TARGET if circuit else ORIGINAL
+        box: Any = {"color": colour, "lw": 7, "solid_capstyle": "butt", "alpha": 0.6}
         axis.plot([i, i], [row["least"], row["most"]], color=colour, lw=0.8)
-        axis.plot(
-            [i, i],
-            [row["quarter"], row["three_quarters"]],
-            color=colour,
-            lw=7,
-            solid_capstyle="butt",
-            alpha=0.6,
-        )
+        axis.plot([i, i], [row["quarter"], row["three_quarters"]], **box)
         axis.plot(i, row["median"], "_", color=INK, ms=9, mew=1.6)
-        axis.plot(i, own["count_tol"]["mean"], "o", color="white", mec=INK, ms=3.6)
-        axis.plot(i, own["count_tol_null"]["mean"], "x", color=INK, ms=4.5)
-    slanted(axis, [f"{head} {way}" for head, way, _ in heads], 60, 7)
+        axis.plot(i, own["count_tol"]["mean"], "o", **dot)
+        axis.plot(i, own["count_tol_null"]["mean"], "x", **cross)
+        labels.append(f"{head} {query}→{key}")
+    slanted(axis, labels, 60, 7)
     axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
     axis.set(ylim=(0, None), ylabel="singular vectors")
     handles = [
-        axis.plot([], [], color=TARGET, lw=6, alpha=0.6, label="circuit")[0],
-        axis.plot([], [], color=ORIGINAL, lw=6, alpha=0.6, label="heads outside")[0],
-        axis.plot([], [], "o", color="white", mec=INK, ms=3.6, label="mean at 99% of r")[0],
-        axis.plot([], [], "x", color=INK, ms=4.5, label="random terms at 99%, mean")[0],
+        *axis.plot([], [], color=TARGET, lw=6, alpha=0.6, label="circuit"),
+        *axis.plot([], [], color=ORIGINAL, lw=6, alpha=0.6, label="heads outside"),
+        *axis.plot([], [], "o", label="mean at 99% of r", **dot),
+        *axis.plot([], [], "x", label="random terms at 99%, mean", **cross),
     ]
     axis.legend(handles=handles, frameon=False, fontsize=7.5, ncols=2, loc="upper right")
 
 
 def _training(axis: Axes, rows: Sequence[Row]) -> None:
-    inside = [row for row in rows if row["circuit"]]
-    x = steps_axis(axis, [row["step"] for row in inside])
+    """The mean count over the circuit at every checkpoint."""
+    inside = pick(rows, circuit=True)
+    x = steps_axis(axis, column(inside, "step"))
     lines = (
         ("count", "reach r", TARGET, "-"),
         ("count_tol", "reach 99% of r", TARGET, "--"),
         ("count_tol_null", "random terms at 99%", INK, ":"),
     )
     for name, label, colour, style in lines:
-        axis.plot(
-            x, smoothed([row[name] for row in inside]), style, color=colour, lw=1.5, label=label
-        )
+        axis.plot(x, smoothed(column(inside, name)), style, color=colour, lw=1.5, label=label)
     axis.set_ylim(0, None)
     axis.axhspan(1, 4, color=REST, alpha=0.25, lw=0)
     axis.set_title("mean over the circuit, prompts with r > 0")
