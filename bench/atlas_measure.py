@@ -1,5 +1,4 @@
-"""What the names of an atlas are worth: predictions on unseen documents, labels, ablations, random
-weights.
+"""What the names of an atlas are worth, on unseen documents, labels and random weights.
 
     python bench/atlas_measure.py RUN [--model MODEL] [--texts DIR] [-n 40] [--on
     python,packages,DIR] python bench/atlas_measure.py RUN --ship FILE --hardware "two CPU

@@ -1,8 +1,8 @@
-"""How often noise is called a feature: false positives at the 5% level over heads that are pure
-noise.
+"""How often noise is called a feature: false positives at the 5% level.
 
-Run ``make calibrate``; it prints the table that bench/docs/calibration.md quotes. Heads come in
-batches of fifty, each head with queries and keys of its own, each batch with null draws of its own.
+Over heads that are pure noise. Run ``make calibrate``; it prints the table that
+bench/docs/calibration.md quotes. Heads come in batches of fifty, each head with queries and keys of
+its own, each batch with null draws of its own.
 """
 
 from __future__ import annotations

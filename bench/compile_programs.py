@@ -1,5 +1,6 @@
-"""Compile Tracr's library programs and keep their weights with the truth about every head; needs
-`tracr-pypi` and jax.
+"""Compile Tracr's library programs and keep their weights with the truth about every head.
+
+Needs `tracr-pypi` and jax.
 
     python bench/compile_programs.py bench/qkscope_bench/known      # tracr-pypi 1.0.0, jax,
     dm-haiku, chex

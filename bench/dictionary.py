@@ -1,9 +1,8 @@
-"""A small dictionary of the embedded model, trained in minutes, written as SAELens does, read back,
-and asked.
+"""A small dictionary of the embedded model: trained in minutes, read back, and asked.
 
-``python bench/dictionary.py OUT`` trains 2,048 features (32 active) of what enters layer
-18 of SmolLM2-135M on Python's own help texts, writes them to OUT, and splits L18H6 by them on
-binding and on induction. The page: dictionaries.md.
+It is written as SAELens writes one. ``python bench/dictionary.py OUT`` trains 2,048 features (32
+active) of what enters layer 18 of SmolLM2-135M on Python's own help texts, writes them to OUT, and
+splits L18H6 by them on binding and on induction. The page: dictionaries.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The three models that need no hub, asked the same: the tables and the picture of
-bench/docs/three-models.md.
+"""The three models that need no hub, asked the same: bench/docs/three-models.md.
 
 ``python bench/three_models.py --device cuda --n 512 --texts 256`` runs every part on all
 models, keeps the rows in bench/docs/three-models.json and writes the page. ``--only swaps --model

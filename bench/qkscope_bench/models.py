@@ -1,5 +1,4 @@
-"""Bench rows on the embedded language model: what looking and pooling cost, and what the closed
-form saves.
+"""Bench rows on the embedded language model: the cost of looking, and what closed forms save.
 
 The plain way of the causal test is the published one: stock eager attention with the LM head, and
 two forward passes (clean and edited) per head and condition.

@@ -1,5 +1,4 @@
-"""Bench rows on the toys: model-steps of many heads trained at once, against the plain loop that
-trains one.
+"""Bench rows on the toys: many heads trained at once, against the plain loop that trains one.
 
 The plain loop is what one would write first, and not badly: an ``nn.Module``, fresh batches drawn
 as tensors, autograd, ``torch.optim.AdamW``. Both sides draw new data in every step and run on one

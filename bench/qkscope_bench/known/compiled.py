@@ -1,9 +1,8 @@
-"""Compiled programs as models: RASP programs that Tracr made into weights, so that what every head
-reads is known.
+"""Compiled programs as models: what every head reads is known.
 
-No norms, no biases, places added to the embedding, and every token sees every other. What a model
-puts out are not logits over tokens but its residual stream, whose dimensions have names.
-`bench/compile_programs.py` compiles them.
+Tracr made them of RASP programs. No norms, no biases, places added to the embedding, and every
+token sees every other. What a model puts out are not logits over tokens but its residual stream,
+whose dimensions have names. `bench/compile_programs.py` compiles them.
 """
 
 from __future__ import annotations

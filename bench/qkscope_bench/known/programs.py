@@ -1,5 +1,4 @@
-"""Heads whose writers are known: what `trace` finds of compiled programs, beside two kinds of
-patching.
+"""Heads whose writers are known: what `trace` finds of them, beside two kinds of patching.
 
 Of the 31 heads that Tracr's library programs compile to, nine read more than the embedding. A
 writer counts as found where its part is a hundredth of the largest one in any look. Attribution

@@ -1,8 +1,8 @@
-"""Tiny models of every family, a family being transformers' ``model_type``, and the error of their
-traces.
+"""Tiny models of every family, and the error of their traces.
 
-A tiny model is built in milliseconds from its family's default config made small (`small`), and set
-besides as families.toml says: where a family allows it, ``d_head · heads ≠ d_model``.
+A family is transformers' ``model_type``. A tiny model is built in milliseconds from its family's
+default config made small (`small`), and set besides as families.toml says: where a family allows
+it, ``d_head · heads ≠ d_model``.
 
 A family is traced (`trace_error`) if parts sum to the logit: for a query, a key and a head, with
 the true vectors q and k and their parts, ``error = max |Σ_c q_c·k − q·k|, |Σ_c q·k_c − q·k|`` over

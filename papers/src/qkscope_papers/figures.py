@@ -1,9 +1,8 @@
-"""Figures of the docs and of papers: one look, one colour for each name, PNG for pages and PDF for
-papers.
+"""Figures of the docs and of papers: one look, one colour for each name.
 
-Charts that a page draws are drawn by its scripts alone (``static/``); a figure is what no page
-shows. Figures are made without pyplot's global state, so drawing never opens a window or leaks a
-figure.
+Pages get PNG, papers PDF. Charts that a page draws are drawn by its scripts alone (``static/``); a
+figure is what no page shows. Figures are made without pyplot's global state, so drawing never opens
+a window or leaks a figure.
 
 Colours come from the table in ``static/colours.js``, which draws the page's charts: hues for white
 paper and for dark, chosen so that colour-blind readers tell them apart, and the names that have one

@@ -1,12 +1,12 @@
-"""Which architectures can be looked into: answered by looking into a tiny random model of each,
-never from a list.
+"""Which architectures can be looked into.
 
-Every type of causal model that transformers has is tried, with the lengths that its config names
-made short, so that 37 tokens are beyond them. A family is refused where `Scope` refuses its tiny
-model. The first error is that of the attention, ``max |softmax([cap(scale · q·k) + mask, rest]) −
-eager attention|`` over all heads and queries, of prompts padded on each side that is offered,
-against plain transformers, which is given one prompt at a time. The second is that of the split of
-its logits among writers (`trace_error`). Then `why` is asked about a head, and about all.
+Answered by looking into a tiny random model of each, never from a list. Every type of causal model
+that transformers has is tried, with the lengths that its config names made short, so that 37 tokens
+are beyond them. A family is refused where `Scope` refuses its tiny model. The first error is that
+of the attention, ``max |softmax([cap(scale · q·k) + mask, rest]) − eager attention|`` over all
+heads and queries, of prompts padded on each side that is offered, against plain transformers, which
+is given one prompt at a time. The second is that of the split of its logits among writers
+(`trace_error`). Then `why` is asked about a head, and about all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What figures share: rows of tables and small sums over them, the files a drawing gives, and how
-it names things.
-"""
+"""Rows of tables and small sums over them, the files a drawing gives, and names of things."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Train many small models at once: one stack of parameters, one optimiser, each model stopping when
-it is done.
+"""Train many small models at once: each stops when it is done.
 
-Parameters of m models stand side by side in one matrix ``θ ∈ R^{m×p}``; a loss function maps it and
-a batch to m losses that do not touch each other, so ``∂ Σ_i L_i / ∂θ_i = ∂ L_i / ∂θ_i`` and a
-single AdamW step, with a learning rate per row, trains them all as if each were alone. A model
-whose validation loss has stopped improving leaves the stack, which makes the steps of the others
-cheaper; one that diverges leaves it too, and is named.
+There is one stack of parameters and one optimiser. Parameters of m models stand side by side in one
+matrix ``θ ∈ R^{m×p}``; a loss function maps it and a batch to m losses that do not touch each
+other, so ``∂ Σ_i L_i / ∂θ_i = ∂ L_i / ∂θ_i`` and a single AdamW step, with a learning rate per row,
+trains them all as if each were alone. A model whose validation loss has stopped improving leaves
+the stack, which makes the steps of the others cheaper; one that diverges leaves it too, and is
+named.
 """
 
 from __future__ import annotations

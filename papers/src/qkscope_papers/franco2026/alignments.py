@@ -1,5 +1,4 @@
-"""Figures 2 and 11: one pair of interest, and twenty: which singular vector points along which
-feature.
+"""Figures 2 and 11: which singular vector points along which feature, for 1 and 20 pairs.
 
 Figure 11 shows all features and all vectors of the same toys: what the paper says of it stands with
 figure 2.

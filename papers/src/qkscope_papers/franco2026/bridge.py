@@ -1,20 +1,20 @@
-"""The bridge: are the subspaces that contrasts find spanned by singular vectors of the weights? No
-paper asks this.
+"""The bridge: are the subspaces that contrasts find spanned by singular vectors?
 
-Heads are found on the binding task, features fitted in the query's frame; `qkscope.sums.alignment` says
-which singular vectors carry them. How much of their swaps the singular vectors alone reproduce is
-seen on held-out prompts, for each number k of dimensions: the first k directions of the contrast;
-the k singular vectors that carry most of it (`singular`, chosen on the prompts the contrast was
-fitted on); the k with the largest singular values (`omega_svd`, from the weights alone); the best k
-of rotated singular vectors, by the same choice (`rotated`); key PCA; and random subspaces. Singular
-vectors are swapped as components of the logit, ``P = Σ n_j m_jᵀ``.
+No paper asks this. Heads are found on the binding task, features fitted in the query's frame;
+`qkscope.sums.alignment` says which singular vectors carry them. How much of their swaps the
+singular vectors alone reproduce is seen on held-out prompts, for each number k of dimensions: the
+first k directions of the contrast; the k singular vectors that carry most of it (`singular`, chosen
+on the prompts the contrast was fitted on); the k with the largest singular values (`omega_svd`,
+from the weights alone); the best k of rotated singular vectors, by the same choice (`rotated`); key
+PCA; and random subspaces. Singular vectors are swapped as components of the logit, ``P = Σ n_j
+m_jᵀ``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -59,6 +59,7 @@ WORK = {
     "default": BridgeWork(128, 256, 192, 4, 20),
     "paper": BridgeWork(256, 1000, 1000, 9, 50),
 }
+BindingForm = Literal["list", "sentence"]
 SIZES = (1, 2, 4, 8, 12, 16)
 _CONTRASTS = ("lexical", "order")
 _VECTORS = 8  # singular vectors of a feature in the table
@@ -70,7 +71,7 @@ def run(settings: Settings) -> Result:
     work = WORK[settings.preset]
     scope = Scope.load(settings.model, device=settings.device)
     # a nano answers lists by looking at the colons, and the other forms by looking at the boxes
-    form = "sentence" if settings.model.startswith("nano:") else "list"
+    form: BindingForm = "sentence" if settings.model.startswith("nano:") else "list"
     task = tasks.binding(9, form, settings.seed)
     ranking = find_heads(scope, task, work.choose)
     best = ranking.top("row_accuracy")[: work.heads]

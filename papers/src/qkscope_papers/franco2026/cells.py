@@ -1,9 +1,8 @@
-"""Trained toys for the figures: which ones, with how much work at each preset, all trained in one
-go.
+"""Which trained toys the figures need, with how much work at each preset.
 
-Configurations have names (``default``, ``p=0.141``, ``m=7``), so that a row of a table says which
-one it is about. Where the paper leaves a choice open, the choice stands here or with the figure
-that makes it.
+All are trained in one go. Configurations have names (``default``, ``p=0.141``, ``m=7``), so that a
+row of a table says which one it is about. Where the paper leaves a choice open, the choice stands
+here or with the figure that makes it.
 """
 
 from __future__ import annotations

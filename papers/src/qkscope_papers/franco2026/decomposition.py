@@ -1,10 +1,9 @@
-"""Figures 5, 6 and 24: relative attention of single token pairs, term by term, early and late in
-training.
+"""Figures 5, 6 and 24: the terms of relative attention, early and late in training.
 
-With the first pair alone in the tokens one term should carry the relative logit late in training
-(figure 5); with no feature of interest none should (figure 24). Figure 6: a term's size against the
-strength ``x_q x_k`` of its pair, as a correlation; control: the same term and the strengths of
-other pairs.
+Tokens hold the first pair alone, no pair, or any number of them. With the first pair alone in the
+tokens one term should carry the relative logit late in training (figure 5); with no feature of
+interest none should (figure 24). Figure 6: a term's size against the strength ``x_q x_k`` of its
+pair, as a correlation; control: the same term and the strengths of other pairs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Is a dictionary the right one? The toy's own features, split as trace splits, beside dictionaries
-without meaning.
+"""Is a dictionary the right one? The toy's own features, beside copies without meaning.
 
-The toy's features are known (columns of W, read back by its autoencoder), and so is which feature
-of the query should meet which of the key. So the split of a relative logit into pairs of features
-has a right answer: with the true dictionary the true pairs come first, and no copy (rotated,
-random, codes of other features or tokens) puts as much into one pair. The paper does not ask this.
-The rules stood before the first run.
+Logits are split as `trace` splits them. The toy's features are known (columns of W, read back by
+its autoencoder), and so is which feature of the query should meet which of the key. So the split of
+a relative logit into pairs of features has a right answer: with the true dictionary the true pairs
+come first, and no copy (rotated, random, codes of other features or tokens) puts as much into one
+pair. The paper does not ask this. The rules stood before the first run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Figure 7a: sparsity of relative attention over training, with one pair of interest present, two,
-and none.
+"""Figure 7a: sparsity over training, with one pair of interest present, two, and none.
 
 At every checkpoint three nulls of the same weights: U and V rotated independently (spectrum and
 rank stay), one rotation of the head's space (every logit stays), and, for the count, random terms
@@ -209,8 +208,8 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
         rule="ours < -0.5",
     )
     claims = [one_below_two, two_below_none, emerges, as_aligned]
-    for name, own in (("one", one), ("two", two)):
-        claims.append(_rotated_claim(name, own, start[name]))
+    claims.append(_rotated_claim("one", one, start["one"]))
+    claims.append(_rotated_claim("two", two, start["two"]))
     shared = over_runs(differences(one, "sparsity", "shared"))
     count = over_runs(column(one, "count_tol"))
     below_shared = Claim(

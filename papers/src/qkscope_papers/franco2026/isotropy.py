@@ -1,11 +1,10 @@
-"""Figure 20: how far a dictionary of features is from isotropic, ``‖E‖`` with ``E = G/c − I``, ``G
-= Dᵀ D``.
+"""Figure 20: how far a dictionary of features is from isotropic.
 
-Rows are scaled to norm 1. The paper does not say c: with ``c = tr G / d`` (= n/d for n rows) ‖E‖
-cannot exceed d − 1; with ``c = 1``, the toy's, it grows with the number of rows. Both are given,
-beside random rows of the same number. A dictionary is an autoencoder's decoder (``--model
-sae.safetensors``; one for each layer, with commas between, gives ‖E‖ by layer) or, as a stand-in, a
-model's token embeddings.
+That is ``‖E‖`` with ``E = G/c − I``, ``G = Dᵀ D``. Rows are scaled to norm 1. The paper does not
+say c: with ``c = tr G / d`` (= n/d for n rows) ‖E‖ cannot exceed d − 1; with ``c = 1``, the toy's,
+it grows with the number of rows. Both are given, beside random rows of the same number. A
+dictionary is an autoencoder's decoder (``--model sae.safetensors``; one for each layer, with commas
+between, gives ‖E‖ by layer) or, as a stand-in, a model's token embeddings.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Figures 9a and 9b: how many singular vectors reconstruct relative attention - per head, and over
-training.
+"""Figures 9a and 9b: how many singular vectors reconstruct relative attention.
 
-The paper shows GPT-2's heads in (a) and the training of Pythia-160M in (b). Counts are of prompts
-on which the head attends (r > 0). Beside each the count at 99% of r, and the count that random
-terms with the same sum and norm would need: a small count by itself says little.
+Per head, and over training. The paper shows GPT-2's heads in (a) and the training of Pythia-160M in
+(b). Counts are of prompts on which the head attends (r > 0). Beside each the count at 99% of r, and
+the count that random terms with the same sum and norm would need: a small count by itself says
+little.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Figure 7b: sparsity of relative attention over the training of a language model, for heads of the
-IOI circuit.
+"""Figure 7b: sparsity of relative attention over the training of a language model.
 
-Beside it the rotated bases of the same checkpoint, heads outside the circuit, and how often the
-model answers right. The paper speaks of the sparsity itself and of the rotated one; the difference
-of both is ours. Intervals are over templates, of these heads alone; whether heads of the circuit
-differ from others is asked with heads as units, by dealing out "in the circuit" among them again.
+At the heads of the IOI circuit. Beside it the rotated bases of the same checkpoint, heads outside
+the circuit, and how often the model answers right. The paper speaks of the sparsity itself and of
+the rotated one; the difference of both is ours. Intervals are over templates, of these heads alone;
+whether heads of the circuit differ from others is asked with heads as units, by dealing out "in the
+circuit" among them again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Figures 8 and 25: the terms of relative attention at the start and at the end of training, one
-prompt.
+"""Figures 8 and 25: the terms of relative attention at one prompt, untrained and trained.
 
 Figure 8 shows four heads, one of each kind, with the end's terms over rotated singular vectors
 below; figure 25 all heads of the circuit. Terms are in the order of the singular values, so that

@@ -1,9 +1,8 @@
-"""Figures 21 and 22: a head that rotates, three pairs that do not care for positions and one that
-does.
+"""Figures 21 and 22: a head that rotates, with pairs that depend on positions or not.
 
-The singular vectors are those of the un-rotated Ω. For each feature: the share of ``‖W_Q f‖`` (or
-``‖W_K f‖``) that lies in each band of two dimensions. A pair with target ``cos(θ_1 Δ)`` should sit
-in band 1, the others in slow bands.
+Three do not, and one does. The singular vectors are those of the un-rotated Ω. For each feature:
+the share of ``‖W_Q f‖`` (or ``‖W_K f‖``) that lies in each band of two dimensions. A pair with
+target ``cos(θ_1 Δ)`` should sit in band 1, the others in slow bands.
 """
 
 from __future__ import annotations
@@ -99,8 +98,9 @@ def band_rows(toy: Toy, seed: int, step: int, control: bool) -> list[Row]:
     """For each feature of interest the share of its norm in each band, on its side of the head."""
     place = {"seed": seed, "step": step}
     rows = []
-    for pair in [*toy.task.pairs, *toy.task.positional]:
-        query, key = pair[:2]
+    for pair in (*toy.task.pairs, *toy.task.positional):
+        query = pair[0]
+        key = pair[1]
         for side, feature, weight in (("query", query, toy.W_Q), ("key", key, toy.W_K)):
             projected = weight.double() @ toy.W.double()[:, feature]
             shares = projected.unflatten(0, (-1, 2)).norm(dim=1) / projected.norm()

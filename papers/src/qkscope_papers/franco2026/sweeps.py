@@ -1,8 +1,7 @@
-"""Figures 12 and 14-18: alignment against p, λ, n, d_head, context and seeds, from one call of the
-trainer each.
+"""Figures 12 and 14-18: alignment against p, λ, n, d_head, context and seeds.
 
-One sweep has 20 to 35 models: too few to tell a share of 95% from all. ``sweeps`` asks it of all of
-them together.
+Each is one call of the trainer. One sweep has 20 to 35 models: too few to tell a share of 95% from
+all. ``sweeps`` asks it of all of them together.
 """
 
 from __future__ import annotations
@@ -163,8 +162,8 @@ def _seed_claims(summary: list[Row], untrained: float) -> list[Claim]:
 
 
 def _rare_claim(summary: list[Row]) -> Claim:
-    common = []
-    rare = []
+    common: list[Row] = []
+    rare: list[Row] = []
     for row in summary:
         p = float(row["config"].removeprefix("p="))
         (common if p > _LEAST_P else rare).append(row)

@@ -1,5 +1,4 @@
-"""Token pairs that hold given pairs of interest and no other, and the terms of their relative
-attention.
+"""Token pairs that hold given pairs of interest and no other, and the terms of their logit.
 
 A context is drawn as in training; then, in the query and in the key that is asked about, every
 feature of interest is taken out, and those of the wanted pairs are put in with a uniform strength.

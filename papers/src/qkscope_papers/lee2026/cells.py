@@ -1,9 +1,8 @@
-"""Trained heads for the figures of the toy: which ones, with how much work at each preset, all
-trained in one go.
+"""Which trained heads the figures of the toy need, with how much work at each preset.
 
-Grids can be asked for in two scales (`SCALES`): ``as-released``, those of the authors' code (maps
-A, B / √r and A_y / √d, noise 0.01), which reproduce the paper's accuracies, and ``as-written``,
-standard Gaussian maps and noise as the paper's text has them.
+All are trained in one go. Grids can be asked for in two scales (`SCALES`): ``as-released``, those
+of the authors' code (maps A, B / √r and A_y / √d, noise 0.01), which reproduce the paper's
+accuracies, and ``as-written``, standard Gaussian maps and noise as the paper's text has them.
 """
 
 from __future__ import annotations

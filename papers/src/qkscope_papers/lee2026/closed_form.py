@@ -1,5 +1,4 @@
-"""Appendix B: what ΔC is in closed form, which assumptions that needs, and that attention is high
-where features align.
+"""Appendix B: ΔC in closed form, what that assumes, and attention where features align.
 
 For a latent z of the query and of two keys ``ΔC = W_Q B M Aᵀ W_Kᵀ`` with ``M = E[z_q (z₊ − z₋)ᵀ]``.
 Held as the paper says, M has one block, of the latent that differs. Three ways to draw the two keys
@@ -21,7 +20,17 @@ from qkscope_papers.lee2026.cells import WORK, example_head, toy_figure, train
 from qkscope_papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead
 from qkscope_papers.lee2026.toy.stack import HeadCell
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Estimate, Row, column, mean, mean_of, over_runs, pick, share_of
+from qkscope_papers.tables import (
+    Estimate,
+    Row,
+    column,
+    differences,
+    mean,
+    mean_of,
+    over_runs,
+    pick,
+    share_of,
+)
 
 SCHEMES = ("held", "anew", "asked")
 _CONTEXTS = 2048
@@ -97,13 +106,14 @@ def head_row(head: RetrievalHead, n: int, seed: int) -> Row:
 def second_moment(task: Retrieval, scheme: str, n: int, seed: int) -> Float[Tensor, "R R"]:
     """``M = E[z_q (z₊ − z₋)ᵀ]`` over n triplets of the first latent, drawn by one of `SCHEMES`."""
     generator = torch.Generator().manual_seed(seed)
-    query, plus, fresh = (task.draw_latents((n,), generator) for _ in range(3))
+    query = task.draw_latents((n,), generator)
+    plus = task.draw_latents((n,), generator)
+    fresh = task.draw_latents((n,), generator)
     first = task.latent_slices()[0]
-    plus = (
-        query.clone()
-        if scheme == "asked"
-        else torch.cat([query[:, first], plus[:, first.stop :]], dim=1)
-    )
+    if scheme == "asked":
+        plus = query.clone()
+    else:
+        plus = torch.cat([query[:, first], plus[:, first.stop :]], dim=1)
     minus = task.draw_other(plus, 0, "strict", generator) if scheme == "held" else fresh
     return query.double().mT @ (plus - minus).double() / n
 
@@ -127,12 +137,10 @@ def _claims(rows: list[Row]) -> list[Claim]:
 
     error = over("error")
     outside = over("outside_held")
-    payload = over("payload")
-    ahead = over_runs(row["aligned"] - row["aligned_random"] for row in after)
-    anew, asked = (
-        share_of(row[f"rank_{scheme}"] == row["r1"] for row in after)
-        for scheme in ("anew", "asked")
-    )
+    encoded = over("payload")
+    ahead = over_runs(differences(after, "aligned", "aligned_random"))
+    anew = share_of(row["rank_anew"] == row["r1"] for row in after)
+    asked = share_of(row["rank_asked"] == row["r1"] for row in after)
     closed = Claim(
         "ΔC is its closed form (relative error, mean over heads; control: with a quarter of "
         "the triplets)",
@@ -151,7 +159,7 @@ def _claims(rows: list[Row]) -> list[Claim]:
     payload = Claim(
         "keys do not encode the payload (‖W_K A_y‖ / ‖W_K A‖ by column; control: untrained)",
         paper="App. B, Eqs. 1-2: assuming W_K A_y ≈ 0",
-        **payload.measured,
+        **encoded.measured,
         control=mean_of(before, "payload"),
         rule="ours < 0.2 * control",
     )
@@ -176,7 +184,7 @@ def _claims(rows: list[Row]) -> list[Claim]:
             "attention scores"
         ),
         **ahead.measured,
-        control=mean(r["aligned"] - r["aligned_random"] for r in before),
+        control=mean(differences(before, "aligned", "aligned_random")),
         rule="ours > 0.1",
     )
     return [closed, cross_blocks, payload, held_fixed, where_aligned]

@@ -1,5 +1,4 @@
-"""Figures 3 and 12: queries and keys projected on the first latent's subspaces: the cube, and the
-sphere.
+"""Figures 3 and 12: queries and keys on the first latent's subspaces, cube and sphere.
 
 ``P_U q`` and ``P_V k`` in the head's own space, then PCA of both together. The numbers behind the
 picture: how many of the 2^r vertices are recovered, how much of the true latent a similarity

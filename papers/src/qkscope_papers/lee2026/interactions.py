@@ -1,5 +1,4 @@
-"""Figures 5 and 13: ``G = Bᵀ W_Qᵀ W_K A``, how each coordinate of the query's latents meets each
-one of the key's.
+"""Figures 5 and 13: how the query's latents meet the key's, ``G = Bᵀ W_Qᵀ W_K A``.
 
 What the pictures suggest, as numbers: the share of ‖G‖² off the diagonal (superposition), the share
 between different latents, and the asymmetry ``‖G − Gᵀ‖/‖G‖``. The paper reads a strong diagonal as

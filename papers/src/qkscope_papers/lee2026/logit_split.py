@@ -1,5 +1,4 @@
-"""Figure 10: the attention logits of one prompt, token by token, as order + lexical + what neither
-explains.
+"""Figure 10: one prompt's attention logits, as order + lexical + what neither explains.
 
 One prompt is an anecdote, so the same split is averaged over held-out prompts, in both orders and
 order-free, beside random subspaces of the same ranks. A share is of the variance of the logits over
@@ -160,7 +159,8 @@ def _random_like(bases: dict[str, Tensor], seed: int, draw: int) -> dict[str, Te
     found = {}
     for i, (name, basis) in enumerate(bases.items()):
         own_seed = derived_seed(seed, "random", draw, i)
-        found[name] = random_bases(*basis.shape, 1, own_seed)[0].to(basis)
+        width, size = basis.shape
+        found[name] = random_bases(width, size, 1, own_seed)[0].to(basis)
     return found
 
 

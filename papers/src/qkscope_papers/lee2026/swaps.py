@@ -1,5 +1,4 @@
-"""Figures 4, 14 and 15: exchange two keys in a recovered subspace and see where attention goes,
-beside every control.
+"""Figures 4, 14 and 15: exchange two keys in a recovered subspace, beside every control.
 
 The **oracle** exchanges the true latent, ``k̃_a = k_a + W_K A_k (z_{k,b} − z_{k,a})``: what a
 subspace swap tries to be. Where subspaces overlap, the orthogonal projector of one latent takes

@@ -1,5 +1,4 @@
-"""Swaps held against the truth: the feature is exchanged in the input, and edited rows are compared
-with that row.
+"""Swaps held against the truth: edited rows beside those of an exchanged input.
 
 Swaps that move attention need to know where keys vary, which their principal components say as well
 (figures 4 and 9). What the contrast promises is to hold one feature *apart from the others*; the

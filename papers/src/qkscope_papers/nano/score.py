@@ -1,5 +1,4 @@
-"""How well a nano model answers: the first question of the tasks' own test prompts, and nothing
-easier.
+"""How well a nano model answers the first question of the tasks' own test prompts.
 
 Right is a prompt after which the likeliest of *all* tokens is a right key's. ``choice`` asks less:
 whether a right key's token is likelier than the other candidates', whose chance level is the share

@@ -1,5 +1,4 @@
-"""Features in superposition and one attention head that looks for pairs of them (franco2026,
-section 3).
+"""Features in superposition and one head that looks for pairs of them (section 3).
 
 n features share d < n dimensions: feature i has strength ``x_i = b_i u_i`` (present with
 probability p, then uniform), a token is ``t = W x``, and it is read back as ``x̂ = ReLU(Wᵀ t +

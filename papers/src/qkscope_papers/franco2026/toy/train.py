@@ -1,5 +1,6 @@
-"""``qkscope toy superposition``: train toys, one for each p, λ and seed, and say how far their
-features align.
+"""``qkscope toy superposition``: train toys and say how far their features align.
+
+One for each p, λ and seed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Trained toys of superposition on disk: ask for cells, get toys; what is there is loaded, what is
-not is trained.
+"""Trained toys of superposition on disk: what is there is loaded, the rest is trained.
 
 A toy's file holds its weights at every checkpoint of its training, the first before the first step:
 dynamics and untrained controls come from the same file. Its name holds a hash of everything that

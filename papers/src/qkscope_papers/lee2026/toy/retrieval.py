@@ -1,5 +1,4 @@
-"""Payload retrieval (Lee et al., section 2): a head must find the key that shares the query's
-latents and read it.
+"""Payload retrieval (section 2): find the key that shares the query's latents, and read it.
 
 Keys and queries write the same K latent variables through different maps, and a key also carries a
 payload::
