@@ -37,35 +37,33 @@ _CONTEXTS = 2048
 
 
 def _heads(settings: Settings) -> list[HeadCell]:
-    return [cell for variant in VARIANTS for cell in example_head(variant)(settings)]
+    """The paper's example head, discrete and continuous."""
+    cells: list[HeadCell] = []
+    for variant in VARIANTS:
+        cells += example_head(variant)(settings)
+    return cells
 
 
 @toy_figure("appB", "ΔC in closed form, its assumptions, and alignment against attention", _heads)
 def run(settings: Settings, cells: object) -> Result:
     """Every head of the paper's example, trained and not."""
     n = WORK[settings.preset].contrast_pairs
-    rows = list[Row]()
+    rows: list[Row] = []
     for trained in train(_heads, settings):
-        for control, head in ((False, trained.head), (True, trained.cell.untrained())):
-            row = {
-                "variant": trained.cell.task.variant,
-                "seed": trained.cell.seed,
-                "control": control,
-            }
-            rows.append(
-                row
-                | head_row(head, n, derived_seed(settings.seed, "closed form", trained.cell.seed))
-            )
+        cell = trained.cell
+        seed = derived_seed(settings.seed, "closed form", cell.seed)
+        for control, head in ((False, trained.head), (True, cell.untrained())):
+            place = {"variant": cell.task.variant, "seed": cell.seed, "control": control}
+            rows.append(place | head_row(head, n, seed))
     after = pick(rows, control=False)
-    outside = [f"{mean(r[f'outside_{scheme}'] for r in after):.1%}" for scheme in SCHEMES]
+    held, anew, asked = (f"{mean_of(after, f'outside_{scheme}'):.1%}" for scheme in SCHEMES)
     answer = (
         f"ΔC is its closed form up to {mean_of(after, 'error'):.1%} of its norm ({n:,} "
-        f"triplets). Of M there lies outside the block of z1: {outside[0]} with z2 held, "
-        f"{outside[1]} with z2 drawn anew, {outside[2]} where + is the asked key."
+        f"triplets). Of M there lies outside the block of z1: {held} with z2 held, "
+        f"{anew} with z2 drawn anew, {asked} where + is the asked key."
     )
-    return settings.result(
-        answer, {"closed_form": rows}, _claims(rows), about={"contrast_pairs": n}
-    )
+    about = {"contrast_pairs": n}
+    return settings.result(answer, {"closed_form": rows}, _claims(rows), about=about)
 
 
 def head_row(head: RetrievalHead, n: int, seed: int) -> Row:
