@@ -113,7 +113,7 @@ def shared(noise: Noise, n: int) -> Data:
 
 
 def skewed(noise: Noise, n: int) -> Data:
-    """Keys far to one side: with one + and eight − keys a row may not as well have the other sign."""
+    """Keys far to one side: with one + and eight − keys, a row and its opposite are not alike."""
     q, k, units, labels = plain(noise, n, (1,) + (-1,) * 8)
     return q, k.exp(), units, labels
 
@@ -132,7 +132,8 @@ def ordered(
     return 1 + q, k, torch.arange(n) // group, [1, -1]
 
 
-#: Noise by name; what it is, and the nulls that are tried on it: a mean difference is no noise to a flipped sign.
+#: Noise by name; what it is, and the nulls that are tried on it (a mean difference is no noise to
+#: a flipped sign).
 NOISE: dict[str, tuple[Callable[[Noise, int], Data], tuple[str, ...]]] = {
     "one + and one − key": (plain, BOTH),
     "one + and eight − keys": (lambda r, n: plain(r, n, (1,) + (-1,) * 8), BOTH),

@@ -34,7 +34,7 @@ RATE = 1e-3
 
 
 def stream(scope: qk.Scope) -> torch.Tensor:
-    """What enters the layer at every token of the passages but their first, passage after passage."""
+    """What enters the layer at every token but the first, passage after passage."""
     ids = [one for text in python_texts() for one in scope.tokenizer(text.text)["input_ids"]]
     starts = (
         torch.randperm(len(ids) // LENGTH, generator=torch.Generator().manual_seed(0))[:PASSAGES]

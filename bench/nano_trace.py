@@ -63,7 +63,7 @@ def measure() -> dict:
 
 
 def draw(found: dict) -> None:
-    """Two panels, one for each side; steps stand evenly, as they are dense where something happens."""
+    """Two panels, one for each side; steps stand evenly: they are dense where something happens."""
     rows = found["rows"]
     places = range(len(found["rows"]))
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")

@@ -69,7 +69,7 @@ def find(scope: qk.Scope, task: str, n: int) -> HeadChoice:
 
 
 def heads(scope: qk.Scope, given: argparse.Namespace) -> list[Row]:
-    """The best head of each task, how many there are, and whether the model itself answers right."""
+    """The best head of each task, how many there are, and whether the model answers right."""
     rows = []
     for task in TASKS:
         found = find(scope, task, given.n)

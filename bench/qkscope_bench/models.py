@@ -145,7 +145,7 @@ def _passage(scope: Scope, length: int) -> Tensor:
 
 @row
 def because() -> Row:
-    """The words that decide one look of an induction head, against every word changed eight times."""
+    """The words that decide a look of an induction head, against changing all eight times."""
     scope = _scope()
     ids = _passage(scope, 48)
     ids = torch.cat([ids, ids[8:16]])  # a copy, so that there is a reason

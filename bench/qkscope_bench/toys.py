@@ -121,7 +121,7 @@ class PlainToy(nn.Module):
 
 
 def plain_toy_loop(cell: ToyCell, seed: int) -> tuple[PlainToy, Callable[[int], None]]:
-    """One toy, and a function that trains it for some steps on the stream of tokens of this seed."""
+    """One toy, and a function that trains it for some steps on the tokens of this seed."""
     task = cell.task
     model = PlainToy(cell.untrained())
     optimiser = torch.optim.AdamW(model.parameters(), lr=cell.lr, weight_decay=0.01)

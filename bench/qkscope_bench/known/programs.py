@@ -303,8 +303,8 @@ def _run_of(scope: Scope, head: Head, tokens: Tokens) -> Any:
 def _gradients(
     scope: Scope, head: Head, look: Look, embedded: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of the relative logit: by what enters the head's layer, and by what each layer's attention and
-    MLP add to the stream, through all that follows.
+    """Of the relative logit: by what enters the head's layer, and by each layer's outputs, through
+    all that follows.
     """
     attention = scope.model.layers[head.layer].self_attn
     with torch.enable_grad():

@@ -112,7 +112,7 @@ def paired_bars(axis: Any, first: Sequence[float], then: Sequence[float], key: s
 
 
 def figure_files(figures: Mapping[str, Figure]) -> dict[str, bytes]:
-    """``figures/NAME.png`` and ``.pdf`` of each; no dates inside, so a rerun gives the same bytes."""
+    """``figures/NAME.png`` and ``.pdf`` of each; no dates inside: a rerun gives the same bytes."""
     files = {}
     for name, figure in figures.items():
         for kind, options in (("png", {"dpi": 130}), ("pdf", {"metadata": {"CreationDate": None}})):

@@ -113,7 +113,8 @@ def check_family(family: str) -> FamilyRow:
             copy.deepcopy(model),
             {"input_ids": torch.tensor([[5, 6]])} if _reads_text(model) else {},
         )
-    except Exception as failure:  # one family that breaks (or that this transformers lacks) must not hide the others
+    # one family that breaks (or that this transformers lacks) must not hide the others
+    except Exception as failure:
         if family not in FAMILIES:
             raise
         if "model" not in locals() or _reads_text(model):

@@ -183,7 +183,7 @@ def scatter_sides(
     colours: Sequence[Any],
     components: slice,
 ) -> None:
-    """Keys and queries of every label, on some of their components; on three, their axes are named."""
+    """Keys and queries of every label, on some of their components; three get named axes."""
     for i, label in enumerate(labels):
         for side, shown, marker, size, alpha in (
             ("key", "keys", "o", 10, 0.4),

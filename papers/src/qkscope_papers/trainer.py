@@ -99,7 +99,7 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """What identifies the task, as JSON would have it: a checkpoint of another one is refused."""
+        """What identifies the task, as JSON would have it: checkpoints of another are refused."""
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
         """Memory that the steps use again and again."""
@@ -337,8 +337,8 @@ class Trainer:
         for model in gone[self.status[gone] == DIVERGED].tolist():
             log.warning(
                 f"{self.names[model]} diverged at step {self.step} (validation loss "
-                f"{float(self.last[model]):.3g}, {float(self.initial[model]):.3g} before training): "
-                "it is left out, the others go on; lower its learning rate of "
+                f"{float(self.last[model]):.3g}, {float(self.initial[model]):.3g} before "
+                "training): it is left out, the others go on; lower its learning rate of "
                 f"{float(self.lr[model]):.3g}."
             )
         keep = (self.status[self.models] == RUNNING).nonzero()[:, 0]

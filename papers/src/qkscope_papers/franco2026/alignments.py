@@ -84,7 +84,7 @@ def run(settings: Settings, cells: Cells, decides: bool) -> Result:
 
 
 def _spectrum_row(config: str, trained: ToyRun, check: int, seed: int) -> Row:
-    """Singular values at the last checkpoint, or, as the control, before training; and both losses."""
+    """Singular values and losses at the last checkpoint, or, as the control, before training."""
     toy = trained.at(check)
     s = toy.basis().s
     count = len(trained.cell.task.pairs)

@@ -92,7 +92,7 @@ def _places(row: Row, task: Superposition) -> Row:
 
 
 def _capacity_row(config: str, trained: ToyRun, rows: list[Row], settings: Settings) -> Row:
-    """One number of pairs: where features lie, how they are confused, how sparse their terms are."""
+    """One number of pairs: where features lie, how confused, how sparse their terms are."""
     toy = trained.toy
     width = trained.cell.task.d_head
     fitting = range(width)

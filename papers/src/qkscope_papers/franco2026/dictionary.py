@@ -43,7 +43,7 @@ _CALLED = {
 
 
 class PairSplit(NamedTuple):
-    """Of many contexts: mean size of every pair of features, `NUMBERS`, and the first pair of each."""
+    """Of many contexts: mean size of every pair of features, `NUMBERS`, and each first pair."""
 
     size: Float[Tensor, "n n"]
     numbers: Float[Tensor, "c m"]
@@ -186,7 +186,7 @@ def true_among(size: Float[Tensor, "n n"], toy: Toy) -> int:
 
 
 def _alone(toy: Toy, contexts: list[Float[Tensor, "c p n"]], kind: str, seed: int) -> Row:
-    """Contexts that hold one true pair each: whether it comes first, and what the first pair holds."""
+    """Contexts with one true pair each: whether it comes first, and what the first pair holds."""
     found = [split(toy, x, kind, seed, attended=0) for x in contexts]
     numbers = torch.cat([own.numbers for own in found])
     at = dict(zip(NUMBERS, numbers.unbind(1), strict=True))

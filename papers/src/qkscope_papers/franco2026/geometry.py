@@ -303,7 +303,8 @@ def _panel(axis: Axes, matrix: Any, title: str, kind: str) -> Any:
     image = axis.imshow(shown.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
     axis.set_title(title, fontsize=8.5)
     what = "dimension" if kind == "gram" else "feature"
-    axis.set(xlabel=what, ylabel=what if axis.get_subplotspec().colspan.start == 0 else "")  # type: ignore[union-attr]
+    first = axis.get_subplotspec().colspan.start == 0  # type: ignore[union-attr]
+    axis.set(xlabel=what, ylabel=what if first else "")
     for side in (axis.xaxis, axis.yaxis):
         side.set_major_locator(MaxNLocator(5, integer=True))
     for spine in axis.spines.values():

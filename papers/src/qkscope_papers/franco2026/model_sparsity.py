@@ -32,7 +32,7 @@ from qkscope_papers.tables import Files, Row, column, files_of, model_name, pick
 
 Values = dict[str, Tensor]
 _END = "at the end"
-# ways to deal labels out that are all tried; of more, so many random ones and the labels as they are
+# ways to deal labels out that are all tried; of more, so many random ones beside the labels
 MOST = 20_000
 
 
@@ -272,7 +272,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _over_training(result: Result, rows: Sequence[Row]) -> Figure:
-    """Three panels over the checkpoints: sparsity, its difference to rotated, the model's answer."""
+    """Three panels over training: sparsity, its difference to rotated, the model's answer."""
     figure = new_figure(11.2, 3.7)
     left, middle, right = figure.subplots(1, 3)
     inside = pick(rows, circuit=True)

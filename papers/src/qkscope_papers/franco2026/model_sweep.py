@@ -126,7 +126,7 @@ class Sweep:
         return Estimate(float(by_prompt[kept].mean()), float(low), float(high))
 
     def unlike(self, paper: str) -> tuple[str, str]:
-        """Why a statement of the paper may fail here: its reason, and the sentence that argues it."""
+        """Why a statement of the paper may fail here: a reason, and the sentence that argues it."""
         model = str(self.result.model)
         if self.prompts != TEXT and model == paper:
             return "counter-finding", ""

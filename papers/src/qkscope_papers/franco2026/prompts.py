@@ -62,7 +62,7 @@ def text_task(encode: Callable[[str], Sequence[int]], seed: int) -> Task:
 
 
 def _repeated(passage: Passage, seed: int) -> Example | None:
-    """The passage up to a token that stood before, drawn among all such; None where there is none."""
+    """The passage up to a token that stood before, drawn among all such; None if there is none."""
     ids = passage.ids
     found = []
     last: dict[int, int] = {}

@@ -98,9 +98,9 @@ def band_rows(toy: Toy, seed: int, step: int, control: bool) -> list[Row]:
     """For each feature of interest the share of its norm in each band, on its side of the head."""
     place = {"seed": seed, "step": step}
     rows = []
-    for pair in (*toy.task.pairs, *toy.task.positional):
-        query = pair[0]
-        key = pair[1]
+    pairs = [(query, key, False) for query, key, _ in toy.task.pairs]
+    pairs += [(pair.query, pair.key, True) for pair in toy.task.positional]
+    for query, key, positional in pairs:
         for side, feature, weight in (("query", query, toy.W_Q), ("key", key, toy.W_K)):
             projected = weight.double() @ toy.W.double()[:, feature]
             shares = projected.unflatten(0, (-1, 2)).norm(dim=1) / projected.norm()
@@ -108,7 +108,7 @@ def band_rows(toy: Toy, seed: int, step: int, control: bool) -> list[Row]:
                 **place,
                 "pair": f"{query}-{key}",
                 "side": side,
-                "positional": isinstance(pair, Positional),
+                "positional": positional,
             }
             row |= {f"band_{j}": float(share) for j, share in enumerate(shares)}
             row["slow"] = float(shares[2:].square().sum().sqrt())

@@ -135,9 +135,7 @@ def summarise(rows: list[Row]) -> list[Row]:
 
 
 def _claims(over: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
-    """So few models cannot pass by their interval: but for three sweeps, the claim is made of all of
-    them together.
-    """
+    """Few models cannot pass by their interval: `_everything` makes the claim of most sweeps."""
     untrained = mean_of(pick(rows, control=True), "matched")
     if over == "seeds":
         return _seed_claims(summary, untrained)

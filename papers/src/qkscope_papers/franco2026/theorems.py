@@ -35,7 +35,7 @@ _TILTS = (0.0, 0.25, 0.5)
 
 
 def dictionary(kind: str, seed: int) -> Float[Tensor, "d n"]:
-    """Unit features: ``random``, ``isotropic`` (a tight frame) or ``flat`` (in fewer dimensions)."""
+    """Unit features: ``random``, ``isotropic`` (a tight frame), ``flat`` (fewer dimensions)."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "isotropic":
         turn = torch.linalg.qr(_normal(_D, _D, generator=generator))[0]
@@ -325,7 +325,7 @@ def _bound_claims(rows: list[Row]) -> list[Claim]:
 
 
 def _adversary(g: Float[Tensor, "d d"]) -> float:
-    """What the feature of Kantorovich's inequality scores: the extreme eigenvectors, by their roots."""
+    """What Kantorovich's feature scores: the extreme eigenvectors, weighted by their roots."""
     values, vectors = torch.linalg.eigh(g)
     lowest = vectors[:, :1] * values[0].sqrt()
     highest = vectors[:, -1:] * values[-1].sqrt()

@@ -1,8 +1,8 @@
 """Categories as the released script sums them: is a rank of 1 built in?
 
-The text defines ``ΔC = E[q kᵀ | +] − E[q kᵀ | −]``, averages over pairs. The released category script
-divides the sums over items by the number of *prompts*: with a asked and b other items in a prompt it
-computes ``a E⁺ − b E⁻``. Where b is larger than a, most of that is the mean,
+The text defines ``ΔC = E[q kᵀ | +] − E[q kᵀ | −]``, averages over pairs. The released category
+script divides the sums over items by the number of *prompts*: with a asked and b other items in a
+prompt it computes ``a E⁺ − b E⁻``. Where b is larger than a, most of that is the mean,
 
     a E⁺ − b E⁻ = a ΔC − (b − a) E⁻,        E⁻ ≈ q̄ k̄ᵀ,
 
@@ -91,7 +91,7 @@ def category_sums(fit: Fit, category: str, head: Head) -> CategorySums:
 
 
 def definition_rows(sums: CategorySums) -> list[Row]:
-    """A row for each definition: the 99% rank, and |cos| of its first key direction with the mean key."""
+    """A row for each definition: 99% rank, |cos| of its first key direction and the mean key."""
     rows = []
     for definition in DEFINITIONS:
         _, values, right = torch.linalg.svd(getattr(sums, definition))

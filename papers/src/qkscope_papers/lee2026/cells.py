@@ -33,7 +33,8 @@ class HeadWork:
     replicates: int  # of the sign-flip null
     contexts: int  # for accuracy and ceilings
     swaps: int
-    seeds: int = 1  # heads of each cell; in grids their pairs and contexts are shared out among them, swaps everywhere
+    # heads of each cell; in grids they share out pairs and contexts among them, swaps everywhere
+    seeds: int = 1
     ranks: dict[int, tuple[int, ...]] = field(
         default_factory=lambda: dict(GRIDS)
     )  # d_head: the grid's ranks

@@ -227,7 +227,9 @@ def _claims(theirs: dict[str, Row], ours: dict[str, Row], error: float) -> list[
         rule="ours > 0",
         low=first["taken_low"],
         high=first["taken_high"],
-        changed="was 'the order of projecting hardly matters', the opposite of what the paper says.",
+        changed=(
+            "was 'the order of projecting hardly matters', the opposite of what the paper says."
+        ),
         **small,
     )
     per_dimension = Claim(

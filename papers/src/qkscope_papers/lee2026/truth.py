@@ -74,7 +74,7 @@ _DISCRETE = "0.65"
 
 @dataclass(frozen=True)
 class TruthWork:
-    """Counts of one preset; heads are trained as METHODS' spike did, at a high rate for few steps."""
+    """Counts of one preset; heads are trained at a high rate for few steps."""
 
     steps: int
     pairs: int  # (query, +, −) triplets behind a ΔC

@@ -276,7 +276,7 @@ def _coin(n: int, draw: torch.Generator) -> Bool[Tensor, " n"]:
 
 
 def _binding_text(form: str, entities: int, questions: int) -> tuple[str, list[str]]:
-    """A context with questions and answers, and its slots: words, boxes, words asked for, answers."""
+    """A context with questions and answers, and its slots: words, boxes, asked words, answers."""
     before, between, after, question = LINES[form]
     context = "".join(f"{before}{{word{i}}}{between}{{box{i}}}{after}" for i in range(entities))
     turns = [question.format(f"{{asked{i}}}") + f" {{answer{i}}}" for i in range(questions)]

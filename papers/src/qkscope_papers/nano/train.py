@@ -308,7 +308,7 @@ class NanoTrainer:
     # ------------------------------------------------------------------ between steps
 
     def _check(self, loss: float | None) -> None:
-        """Score the rounded weights, keep them as a checkpoint, and decide which texts come next."""
+        """Score the rounded weights, keep them as a checkpoint, decide which texts come next."""
         if loss is not None and not math.isfinite(loss):
             raise BadInput(
                 f"the loss is {loss} at step {self.step}: lower the learning rate of "

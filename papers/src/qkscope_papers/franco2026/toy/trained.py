@@ -93,7 +93,7 @@ def train_toys(
 
 
 def stacks(cells: Sequence[ToyCell]) -> list[list[ToyCell]]:
-    """Cells that train side by side: one shape, one length, one seed and so one stream of tokens."""
+    """Cells that train side by side: one shape, length and seed, and so one stream of tokens."""
     ordered = sorted(cells, key=lambda cell: (cell.stack_key(), _slug(cell)))
     return [list(group) for _, group in groupby(ordered, ToyCell.stack_key)]
 

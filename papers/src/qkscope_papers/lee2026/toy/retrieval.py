@@ -101,7 +101,7 @@ class Retrieval:
         return sum(self.ranks)
 
     def warn_if_crowded(self, d_head: int) -> None:
-        """Say so where the latents cannot fit: superposition is then what to expect, not an error."""
+        """Say so where the latents cannot fit: superposition is then expected, and no error."""
         if self.total_rank > 2 * d_head or self.total_rank > self.d:
             said = (
                 "latents of %d dimensions in d_head %d and d %d: expect superposition and lost "
