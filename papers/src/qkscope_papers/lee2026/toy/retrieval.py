@@ -343,7 +343,7 @@ class RetrievalHead:
             raise BadInput(
                 f"{path} holds a head and encoders that do not belong together; make it again."
             )
-        return cls(*(tensors[name] for name in WEIGHTS), found)
+        return cls(tensors["W_Q"], tensors["W_K"], tensors["W_V"], tensors["W_O"], found)
 
 
 def off_diagonal(g: Float[Tensor, "R R"]) -> float:
