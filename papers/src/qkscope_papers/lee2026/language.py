@@ -35,7 +35,7 @@ from qkscope.verbs.decompose import decompose
 from qkscope.verbs.find_heads import Ranking, Score, find_heads
 from qkscope_papers.models import random_weights
 from qkscope_papers.registry import EMBEDDED, Settings
-from qkscope_papers.tables import Row, pick
+from qkscope_papers.tables import Estimate, Row, pick
 
 T = TypeVar("T")
 Kind = Literal["filter", "binding"]
@@ -46,6 +46,7 @@ SECOND = "gemma3-270m" if is_installed("gemma3-270m") else EMBEDDED
 """The second model; the first where there is no other."""
 
 THRESHOLD = 0.30  # the paper's rule for binding heads
+NO_SUCH_HEAD = "no such head"
 RANDOM = "random:"
 _FORMS: dict[Kind, tuple[str, str]] = {
     "filter": ("list", "bullets"),
@@ -82,6 +83,10 @@ WORK = {
     "paper": ModelWork(1000, 400, 154, 3000, 1000, 1000, 1000, 199, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
                   (2, 3, 4, 5, 7, 9, 12, 15, 18, 20), batch_size=128),
 }  # fmt: skip
+LARGE_ON_CPU = ModelWork(
+    32, 12, 3, 64, 96, 48, 0, 99, (4, 8, 16, 24), (2, 4, 6, 9), heads=5, batch_size=8
+)
+"""The default of a model that is none of the small ones, on a CPU: some seconds a prompt."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,18 @@ class HeadChoice:
         half = (row["ratio_high"] - row["ratio_low"]) / (2 * NormalDist().inv_cdf(0.975)) * z
         return {**row, "row_low": low, "row_high": high, "ratio_low": row["ratio"] - half,
                 "ratio_high": row["ratio"] + half}  # fmt: skip
+
+    def share_that_pass(self) -> Estimate:
+        """The share of all heads that pass the paper's rule for binding.
+
+        Its ends count heads whose corrected interval lies above the rule, and not below it.
+        """
+        rows = [self.row(Head.parse(row["head"])) for row in self.ranking.tables["heads"]]
+        passing = {
+            name: sum(row[name] >= THRESHOLD for row in rows) / len(rows)
+            for name in ("row_accuracy", "row_low", "row_high")
+        }
+        return Estimate(*passing.values())
 
 
 def choose_heads(ranking: Ranking, kind: Kind, most: int) -> HeadChoice:
@@ -156,7 +173,8 @@ class FigureSession:
         self.preset = preset
         self.seed = seed
         self.device = device
-        self.work = WORK[preset]
+        large_on_cpu = not self.small and device == "cpu"
+        self.work = LARGE_ON_CPU if large_on_cpu and preset == "default" else WORK[preset]
         self._made: dict[Any, Any] = {}
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
@@ -165,6 +183,13 @@ class FigureSession:
             self._made[key] = make()
         made: T = self._made[key]
         return made
+
+    def no_such_head(self, found: HeadChoice) -> str:
+        """What to say of heads that do not attend to what is asked; empty where the best does."""
+        share = found.row(found.heads[0])["row_accuracy"]
+        if share >= THRESHOLD:
+            return ""
+        return f"{NO_SUCH_HEAD}: the best looks at an asked item first in {share:.0%} of prompts"
 
     @cached_property
     def scope(self) -> Scope:
