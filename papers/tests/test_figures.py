@@ -218,7 +218,7 @@ def test_figures_of_training_run_on_a_nano_by_default(swept):
     assert claims[
         "Sparsity falls over training (change of its mean over the circuit; control: at heads outside)"
     ]
-    assert {claim.reason for claim in claims.values()} == {"not run here"}, "smoke decides nothing"
+    assert {claim.reason for claim in claims.values()} == {"needs default"}, "smoke decides nothing"
     units = swept["fig7b"].tables["heads"]
     for when in ("over training", "at the end"):
         inside, outside = (

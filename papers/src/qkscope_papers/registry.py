@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from qkscope.checking import checked_call
 from qkscope.errors import BadInput, check_device
-from qkscope.results.claims import Claim
+from qkscope.results.claims import NEEDS_DEFAULT, Claim
 from qkscope.results.folder import MANIFEST, check_folder, kept_if_stopped, read_run_file
 from qkscope.results.progress import doing
 from qkscope.results.result import Result, provenance
@@ -73,14 +73,14 @@ class Settings:
     ) -> Result:
         """What a run found, under the figure's name; ``about`` is for its provenance.
 
-        No claim stands twice. Where it fails at the preset smoke, what would decide it was not run.
+        No claim stands twice. Where it fails at the preset smoke, it needs the default.
         """
         said = [claim.claim for claim in claims]
         assert len(set(said)) == len(said), f"{self.paper}/{self.figure} makes a claim twice"
         name = f"{self.paper}/{self.figure}"
         claims = [marked(name, claim) for claim in claims]
         if self.preset == "smoke":
-            claims = [replace(claim, reason="not run here", why=_TOO_SMALL) for claim in claims]
+            claims = [replace(claim, reason=NEEDS_DEFAULT, why=_TOO_SMALL) for claim in claims]
         made = provenance(**{**(about or {}), "figure": self.figure, "preset": self.preset})
         return Result(
             name,

@@ -128,6 +128,7 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
     start = pick(rows, step=0)
     fewer = over_runs(a["sparsity"] - b["sparsity"] for a, b in zip(one, two, strict=True))
     absent = over_runs(a["sparsity"] - b["sparsity"] for a, b in zip(two, none, strict=True))
+    without = mean(r["sparsity"] for r in none)
     before = mean(r["sparsity"] for r in pick(start, present="one"))
     after = over_runs(r["sparsity"] for r in one)
     seeds = "It compared the worst seed with the best; seeds are paired, and their mean difference has an interval."
@@ -136,11 +137,10 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
               "Sec. 5, Fig. 7(a): sparser when fewer features are present", fewer.mean,
               before - mean(r["sparsity"] for r in pick(start, present="two")), "ours < 0", fewer.low, fewer.high,
               changed=seeds),
-        Claim("... and with two pairs than with none (control: before training)",
-              "Sec. 5, Fig. 7(a): when absent, much less sparse", absent.mean,
-              mean(r["sparsity"] for r in pick(start, present="two"))
-              - mean(r["sparsity"] for r in pick(start, present="none")), "ours < 0", absent.low, absent.high,
-              changed=seeds),
+        Claim("... and with two pairs at most half as much as with none (sparsity, mean over seeds; "
+              "control: with none)", "Sec. 5, Fig. 7(a): when absent, much less sparse", without + absent.mean, without,
+              "ours <= 0.5 * control", without + absent.low, without + absent.high,
+              changed="was any difference, where the paper says much."),
         Claim("sparsity emerges (one pair, after training; control: before)", "Sec. 5, Fig. 7(a): how sparsity emerges",
               after.mean, before, "ours < 0.5 * control", after.low, after.high),
     ]  # fmt: skip
