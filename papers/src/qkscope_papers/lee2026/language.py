@@ -15,7 +15,7 @@ basis. What the paper says is judged by its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist, median
 from typing import Any, Literal, TypeVar
@@ -83,10 +83,24 @@ WORK = {
     "paper": ModelWork(1000, 400, 154, 3000, 1000, 1000, 1000, 199, (4, 6, 8, 10, 13, 16, 20, 24, 28, 32),
                   (2, 3, 4, 5, 7, 9, 12, 15, 18, 20), batch_size=128),
 }  # fmt: skip
-LARGE_ON_CPU = ModelWork(
-    32, 12, 3, 64, 96, 48, 0, 99, (4, 8, 16, 24), (2, 4, 6, 9), heads=5, batch_size=8
-)
-"""The default of a model that is none of the small ones, on a CPU: some seconds a prompt."""
+
+
+def few(work: ModelWork, n: int) -> ModelWork:
+    """These counts with n prompts of each kind, for models that take seconds a prompt.
+
+    What the model answers when a swap is written into it is left out: it takes a run for every swap.
+    """
+    return replace(
+        work,
+        choose=n,
+        category=max(n // 5, 2),
+        fine=max(n // 16, 1),
+        binding=n,
+        counts=n,
+        test=n,
+        downstream=0,
+        batch_size=8,
+    )
 
 
 @dataclass(frozen=True)
@@ -168,13 +182,14 @@ def _control(rows: list[Row], heads: list[Head]) -> Head:
 class FigureSession:
     """A model and what was found in it so far."""
 
-    def __init__(self, model: str, preset: str, seed: int, device: str) -> None:
+    def __init__(
+        self, model: str, preset: str, seed: int, device: str, n: int | None = None
+    ) -> None:
         self.model = model
         self.preset = preset
         self.seed = seed
         self.device = device
-        large_on_cpu = not self.small and device == "cpu"
-        self.work = LARGE_ON_CPU if large_on_cpu and preset == "default" else WORK[preset]
+        self.work = WORK[preset] if n is None else few(WORK[preset], n)
         self._made: dict[Any, Any] = {}
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
@@ -313,9 +328,9 @@ class FigureSession:
 
 def session_of(settings: Settings) -> FigureSession:
     """The session of an invocation: figures asked for together find each other's fits."""
-    return _session(settings.model, settings.preset, settings.seed, settings.device)
+    return _session(settings.model, settings.preset, settings.seed, settings.device, settings.n)
 
 
 @lru_cache(maxsize=1)  # one model in memory at a time
-def _session(model: str, preset: str, seed: int, device: str) -> FigureSession:
-    return FigureSession(model, preset, seed, device)
+def _session(model: str, preset: str, seed: int, device: str, n: int | None) -> FigureSession:
+    return FigureSession(model, preset, seed, device, n)
