@@ -333,15 +333,15 @@ def _claim_line(trials: dict[str, dict[str, Any]], runs: dict[Run, str], said: s
     """
     name, claim = next(iter(trials.items()))
     measured = [f"{_on(other)}{_measured(again, runs)}" for other, again in trials.items()]
-    verdicts = []
-    for other, again in trials.items():
-        verdicts.append(f"{_on(other)}{_verdict(again, said)}")
-        said |= {again["why"], again["lenient"]}
+    verdicts = [f"{_on(name)}{_verdict(claim, said)}"]
+    said |= {claim["why"], claim["lenient"]}
+    for other, again in list(trials.items())[1:]:
+        verdicts.append(f"{_on(other)}{_verdict(again, {again['why'], again['lenient']})}")
     cells = [
         f"{text_cell(claim['claim'])} ({text_cell(_place(claim['paper']))})",
         "; ".join(measured),
         f"`{claim['rule']}`",
-        "; ".join(verdicts) + _settled(name, claim),
+        "; ".join(verdicts) + _settled(trials),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -356,16 +356,18 @@ def _on(name: str) -> str:
     return f"{other}: " if other else ""
 
 
-def _settled(name: str, claim: dict[str, Any]) -> str:
+def _settled(trials: dict[str, dict[str, Any]]) -> str:
     """What would settle a claim of the paper's that fails."""
-    if _sort(claim) != "fails" or _source(claim) == "ours":
-        return ""
-    settles = [
-        each["settles"]
-        for each in settlers()
-        if name.partition("@")[0] in each["figures"] and each["claim"] in claim["claim"]
+    failing = [
+        (name.partition("@")[0], claim["claim"])
+        for name, claim in trials.items()
+        if _sort(claim) == "fails" and _source(claim) != "ours"
     ]
-    return f" Settles it: {text_cell(settles[0])}" if settles else ""
+    for figure, text in failing:
+        for each in settlers():
+            if figure in each["figures"] and each["claim"] in text:
+                return f" Settles it: {text_cell(each['settles'])}"
+    return ""
 
 
 @cache
