@@ -307,7 +307,8 @@ def _figure_lines(entries: dict[str, Any], runs: dict[Run, str]) -> list[str]:
     trials = dict[str, dict[str, dict[str, Any]]]()
     for name, entry in entries.items():
         for claim in entry["claims"]:
-            trials.setdefault(claim_key(claim), {})[name] = claim
+            key = f"{claim_key(claim)} {claim['rule']}"  # a trial by an older rule is another row
+            trials.setdefault(key, {})[name] = claim
     if trials:
         lines += ["| claim | ours | rule | verdict |", "| --- | --- | --- | --- |"]
         said = set[str]()

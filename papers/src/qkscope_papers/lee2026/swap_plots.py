@@ -101,9 +101,9 @@ def _set_apart(top: Axes, low: Axes, count: int) -> None:
     for axis in (top, low):
         axis.axvline(edge, color=INK, lw=1.0)
         axis.axvspan(axis.get_xlim()[0], edge, color="#f3f0e6", zorder=-5)
-    look: Any = {"transform": top.get_xaxis_transform(), "fontsize": 8, "va": "top"}
-    top.text(edge - 0.1, 0.99, "the paper's bars", ha="right", **look)
-    top.text(edge + 0.1, 0.99, "ours, and controls", ha="left", **look)
+    look: Any = {"transform": low.get_xaxis_transform(), "fontsize": 8, "va": "top"}
+    low.text(edge - 0.1, 0.99, "the paper's bars", ha="right", **look)
+    low.text(edge + 0.1, 0.99, "ours, and controls", ha="left", **look)
 
 
 def _ticks(axis: Axes, labels: Sequence[str]) -> None:
