@@ -128,7 +128,7 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
     start = pick(rows, step=0)
     fewer = over_runs(a["sparsity"] - b["sparsity"] for a, b in zip(one, two, strict=True))
     absent = over_runs(a["sparsity"] - b["sparsity"] for a, b in zip(two, none, strict=True))
-    without = mean(r["sparsity"] for r in none)
+    empty = mean(r["sparsity"] for r in none)
     before = mean(r["sparsity"] for r in pick(start, present="one"))
     after = over_runs(r["sparsity"] for r in one)
     seeds = "It compared the worst seed with the best; seeds are paired, and their mean difference has an interval."
@@ -138,8 +138,8 @@ def _claims(rows: list[Row], ends: dict[Present, list[Row]]) -> list[Claim]:
               before - mean(r["sparsity"] for r in pick(start, present="two")), "ours < 0", fewer.low, fewer.high,
               changed=seeds),
         Claim("... and with two pairs at most half as much as with none (sparsity, mean over seeds; "
-              "control: with none)", "Sec. 5, Fig. 7(a): when absent, much less sparse", without + absent.mean, without,
-              "ours <= 0.5 * control", without + absent.low, without + absent.high,
+              "control: with none)", "Sec. 5, Fig. 7(a): when absent, much less sparse", empty + absent.mean, empty,
+              "ours <= 0.5 * control", empty + absent.low, empty + absent.high,
               changed="was any difference, where the paper says much."),
         Claim("sparsity emerges (one pair, after training; control: before)", "Sec. 5, Fig. 7(a): how sparsity emerges",
               after.mean, before, "ours < 0.5 * control", after.low, after.high),
