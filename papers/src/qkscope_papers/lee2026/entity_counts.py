@@ -89,13 +89,13 @@ def _counts(rows: list[Row]) -> list[int]:
 
 
 def _change(rows: list[Row], start: int, group_size: int) -> Estimate:
-    """Change of the rank from one count to the most as a share of the last, over key heads."""
+    """Change of the rank from one count to the most, over key heads, as a share of the mean rank."""
     most = _counts(rows)[-1]
     before = {row["head"]: row["rank"] for row in pick(rows, count=start)}
     after = {row["head"]: row["rank"] for row in pick(rows, count=most)}
-    return over_key_heads(
-        {head: (after[head] - before[head]) / max(after[head], 1) for head in after}, group_size
-    )
+    change = over_key_heads({head: after[head] - before[head] for head in after}, group_size)
+    final = mean(after.values())
+    return Estimate(*(value / final for value in change))
 
 
 def _roomy(rows: list[Row], varied: str, contrast: str) -> int | None:
