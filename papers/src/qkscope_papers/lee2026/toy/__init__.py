@@ -2,5 +2,5 @@
 about it known.
 
 In reading order: `retrieval` (the task and a head), `stack` (many heads at once), `trained` (heads
-on disk), `ceilings` (the best any head can do), `train` (the verb).
+on disk), `ceilings` (the best any head can do), `train` (the verb), `retrieval_plots` (what it draws).
 """
