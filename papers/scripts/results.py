@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qkscope.results.claims import REASONS, Claim
+from qkscope.results.claims import NEEDS_DEFAULT, REASONS, Claim
 from qkscope_papers.lee2026.language import EMBEDDED, SECOND
 from qkscope_papers.registry import PAPERS, PRESETS, figure_of, figures_of, marked
 from qkscope_papers.reports import BENCH_REPORTS, LEDGER, REPORTS, ROOT, number_cell, put, text_cell
@@ -222,18 +222,17 @@ def _sort(row: dict[str, Any]) -> str:
 
 def _reasons(known: dict[str, Any]) -> list[str]:
     """Why claims that papers state or imply fail."""
+    shown = [reason for reason in REASONS if reason != NEEDS_DEFAULT]  # of smoke alone
     lines = [
-        f"| {' | '.join(['stated or implied, and failing', *REASONS])} |",
-        "| --- |" + " ---: |" * len(REASONS),
+        f"| {' | '.join(['stated or implied, and failing', *shown])} |",
+        "| --- |" + " ---: |" * len(shown),
     ]
     for whose, own in _own(known).items():
         rows = [
             claim for entry in own.values() for claim in entry["claims"] if _source(claim) != "ours"
         ]
         reasons = [claim["reason"] for claim in rows if _sort(claim) == "fails"]
-        lines.append(
-            f"| {whose} | {' | '.join(str(reasons.count(reason)) for reason in REASONS)} |"
-        )
+        lines.append(f"| {whose} | {' | '.join(str(reasons.count(reason)) for reason in shown)} |")
     return lines
 
 
@@ -357,16 +356,16 @@ def _on(name: str) -> str:
 
 
 def _settled(trials: dict[str, dict[str, Any]]) -> str:
-    """What would settle a claim of the paper's that fails."""
+    """What would settle a claim of the paper's that fails, or has no head to be tried on."""
     failing = [
         (name.partition("@")[0], claim["claim"])
         for name, claim in trials.items()
-        if _sort(claim) == "fails" and _source(claim) != "ours"
+        if _sort(claim) in ("fails", "no such head") and _source(claim) != "ours"
     ]
     for figure, text in failing:
         for each in settlers():
             if figure in each["figures"] and each["claim"] in text:
-                return f" Settles it: {text_cell(each['settles'])}"
+                return f" Settles it: {each['settles']}"
     return ""
 
 
