@@ -8,8 +8,8 @@ import torch
 import qkscope as qk
 from planted_kinds import FLAGS, KEY, QUERY, planted_kind
 from qkscope.findings.because import Because
-from qkscope.findings.levels import OF_A_SOURCE, RANDOM, Levels, chosen_source
-from qkscope.findings.registry import FEWEST_WORDS, KEPT, KIND_GAIN
+from qkscope.findings.levels import OF_A_SOURCE, RANDOM_WORDS, WordLevels, chosen_source
+from qkscope.findings.registry import FEWEST_WORDS, KEEPS, KIND_GAIN
 from qkscope.rerun.rerun_tokens import Again
 
 
@@ -52,7 +52,7 @@ def test_words_that_decide_together_are_found(what, seed):
 def compared():
     """The key's word of a planted head, with words of every source in its place."""
     because = because_of(planted_kind("kind", 0))
-    levels = Levels(because, {}, [0])
+    levels = WordLevels(because, {}, [0])
     word = next(word for word in because.seen if KEY in word)
     return levels, word
 
@@ -108,11 +108,11 @@ def test_the_levels_follow_their_order(compared):
     none, _ = with_left(compared, torch.zeros(len(own.ids)))
     assert (none.kind, none.measured, none.control) == ("this word", 0.0, 0.0)
     half = torch.zeros(len(own.ids))
-    half[random.nonzero()[: RANDOM // 2, 0]] = KEPT
+    half[random.nonzero()[: RANDOM_WORDS // 2, 0]] = KEEPS
     level, _ = with_left(compared, half)
     assert level.kind == "any word", "half of the random words keep half of the look"
     some = torch.zeros(len(own.ids))
-    some[random.nonzero()[: RANDOM // 3, 0]] = 1.0
+    some[random.nonzero()[: RANDOM_WORDS // 3, 0]] = 1.0
     level, _ = with_left(compared, some)
     assert not level.is_shown, "neither a kind nor this word alone"
 
@@ -148,7 +148,7 @@ def test_the_headline_names_a_kind_and_no_word_that_its_kind_could_replace(smoll
     assert near["verdict"] == "shown"
     assert near["together"] - near["control"] >= KIND_GAIN
     left = {row["word"]: row["left"] for row in answer.tables["words"] if row["position"] == 5}
-    assert min(left[" with"], left[" under"]) > KEPT > max(left[" are"], left[" is"])
+    assert min(left[" with"], left[" under"]) > KEEPS > max(left[" are"], left[" is"])
     assert {row["source"] for row in answer.tables["words"]} == {"near", "likely", "fit", "random"}
     assert "because a word like '" in answer.answer
     assert "stands at token 5 (' near'): " in answer.answer

@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 
 from qkscope.changes import Inserted, Words, word_replaced
 from qkscope.findings.finding import Look, Reason, Row
-from qkscope.findings.joint import Joint
-from qkscope.findings.levels import Effect, Levels
+from qkscope.findings.joint import JointCauses
+from qkscope.findings.levels import Effect, WordLevels
 from qkscope.findings.registry import SCREENED, cause_of, in_order
 from qkscope.findings.relations import WHOLE, WORDS, Relations, few_or_none, interval
 from qkscope.rerun.alternatives import Alternatives, Word
@@ -247,7 +247,7 @@ class Because:
         for n, reason in enumerate(reasons):
             reason.findings += relations.findings(n, reason, follow)
         asked = [n for n, reason in enumerate(reasons) if _is_asked(reason, levels)]
-        found = Levels(self, effects, asked)
+        found = WordLevels(self, effects, asked)
         alike = relations.same_kinds(found)
         by_random = effects if levels == "none" else self._effects_of_random_words(effects, found)
         for n, reason in enumerate(reasons):
@@ -255,7 +255,7 @@ class Because:
             reason.replaced += found.rows(n)
             reason.findings += alike.get(n, []) + found.findings(n)
             if n in found.asked and not any(finding.is_reason for finding in reason.findings):
-                reason.findings += Joint(self, n, reason).findings()
+                reason.findings += JointCauses(self, n, reason).findings()
             if not any(finding.is_reason for finding in reason.findings):
                 reason.findings.append(few_or_none(reason.causes))
             reason.findings = in_order(reason.findings)
@@ -282,7 +282,7 @@ class Because:
         return (mean < SCREENED) & (word.start <= self._queries)
 
     def _effects_of_random_words(
-        self, effects: Mapping[Word, Effect], found: Levels
+        self, effects: Mapping[Word, Effect], found: WordLevels
     ) -> dict[Word, Effect]:
         """What random words do alone, of words that did not get all sources for every look."""
         ends = dict[Word, int]()
@@ -333,7 +333,7 @@ class Because:
         self,
         n: int,
         effects: Mapping[Word, Effect],
-        found: Levels,
+        found: WordLevels,
         by_random: Mapping[Word, Effect],
     ) -> list[Row]:
         """Rows of the table ``because`` for one look: words that matter to it, strongest first."""

@@ -29,11 +29,11 @@ MOST_WORDS = 40
 """Words in sight, up to which sets of them are tried."""
 MOST_TOGETHER = 3
 """Words of a set that are still a reason."""
-DRAWS = 8
+_DRAWS = 8
 """Draws of random words that test a set; half as many others find it."""
 
 
-class Joint:
+class JointCauses:
     """Sets of words of one look.
 
     Parameters
@@ -49,7 +49,7 @@ class Joint:
         self.reason = reason
         self.look = reason.look
         self.seen = [word for word in because.seen if word.start <= self.look.query]
-        drawn = {word: because.others.random(word, 2 * DRAWS) for word in self.seen}
+        drawn = {word: because.others.random(word, 2 * _DRAWS) for word in self.seen}
         self.random = {word: own for word, own in drawn.items() if own}
 
     def findings(self) -> list[Finding]:
@@ -76,9 +76,9 @@ class Joint:
         if not 2 <= len(chosen) <= MOST_TOGETHER:
             return []
         others = [word for word in words if word not in chosen][: len(chosen)]
-        alone = [float(self._left([word], DRAWS).mean()) for word in chosen]
-        changes = self._changes(chosen, DRAWS)
-        controls = self._changes(others, DRAWS) if others else ()
+        alone = [float(self._left([word], _DRAWS).mean()) for word in chosen]
+        changes = self._changes(chosen, _DRAWS)
+        controls = self._changes(others, _DRAWS) if others else ()
         mean, low, high = interval(self._left_of(changes))
         finding = replace(
             self._finding("either", chosen),
@@ -106,7 +106,7 @@ class Joint:
 
     def _breaks(self, words: Sequence[Word]) -> bool:
         """Whether random words in these places leave less than half of the look."""
-        return float(self._left(words, DRAWS // 2, DRAWS).mean()) < LEFT
+        return float(self._left(words, _DRAWS // 2, _DRAWS).mean()) < LEFT
 
     # ------------------------------------------------------------------ both
 
@@ -115,14 +115,14 @@ class Joint:
         if not 2 <= len(causes) <= MOST_TOGETHER:
             return []
         others = [word for word in self.random if word not in causes]
-        changes = self._changes(others, DRAWS)
-        without = [float(self._left([*others, word], DRAWS).mean()) for word in causes]
+        changes = self._changes(others, _DRAWS)
+        without = [float(self._left([*others, word], _DRAWS).mean()) for word in causes]
         mean, low, high = interval(self._left_of(changes))
         alone = max(row["after"] for row in self.reason.causes) / self.reason.before
         finding = replace(
             self._finding("both", causes),
             changes=changes,
-            controls=self._changes([*others, causes[0]], DRAWS),
+            controls=self._changes([*others, causes[0]], _DRAWS),
             alone=alone,
             measured=float(mean),
             control=max(without),

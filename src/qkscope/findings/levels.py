@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qkscope.changes import Words, word_replaced
 from qkscope.findings.finding import Finding, Look, Row
-from qkscope.findings.registry import FEWEST_WORDS, KEPT, LEVELS, SCREENED, is_enough, judge
+from qkscope.findings.registry import FEWEST_WORDS, KEEPS, LEVELS, SCREENED, is_enough, judge
 from qkscope.findings.relations import WHOLE
 from qkscope.rerun.alternatives import Ids, Source, Word
 from qkscope.sums.intervals import wilson
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 OF_A_SOURCE = 30
 """Words that take a word's place, near or likely ones: ten to choose a source on, twenty to test."""
-RANDOM = 20
+RANDOM_WORDS = 20
 """Random words that take a word's place."""
 SUSPECTS = 3
 """Words of a look that get all sources, beside the key's and the query's own; one of a prompt in
@@ -122,7 +122,7 @@ class Replacements:
         return found
 
 
-class Levels:
+class WordLevels:
     """Words of every source in the places that may matter to the looks of one prompt.
 
     Parameters
@@ -168,7 +168,7 @@ class Levels:
         others = self.because.others
         others.prepare(list(ends), OF_A_SOURCE)
         chances = others.first_chances(list(ends))
-        drawn = {word: others.by_source(word, OF_A_SOURCE, RANDOM) for word in ends}
+        drawn = {word: others.by_source(word, OF_A_SOURCE, RANDOM_WORDS) for word in ends}
         prompts = [self.because.ids]
         stops = [max(ends.values())]
         for word, by_source in drawn.items():
@@ -275,7 +275,7 @@ class Levels:
         """The words that keep a look best, of some."""
         numbers = chosen.nonzero()[:, 0]
         order = own.left[numbers, n].argsort(descending=True).tolist()
-        best = [int(numbers[i]) for i in order if own.left[numbers[i], n] >= KEPT][:_EXAMPLES]
+        best = [int(numbers[i]) for i in order if own.left[numbers[i], n] >= KEEPS][:_EXAMPLES]
         return tuple(self.text(own.ids[i]) for i in best)
 
     def rows(self, n: int) -> Iterator[Row]:
@@ -349,7 +349,7 @@ def _count(chosen: Bool[Tensor, " m"]) -> int:
 
 def _kept(own: Replacements, n: int, chosen: Bool[Tensor, " m"]) -> float:
     """The share of some words that keep a look."""
-    return float((own.left[chosen, n] >= KEPT).float().mean())
+    return float((own.left[chosen, n] >= KEEPS).float().mean())
 
 
 def _each_once(by_source: Mapping[Source, Sequence[Ids]]) -> tuple[Ids, ...]:

@@ -16,7 +16,7 @@ from qkscope.findings.next_token import quoted, whole
 from qkscope.findings.prompt_trace import AskedPrompt
 from qkscope.findings.registry import (
     BOTH_AT_RANDOM,
-    KEPT,
+    KEEPS,
     LEFT,
     LEVELS,
     THIS_WORD_AT_RANDOM,
@@ -388,8 +388,8 @@ def _examples(reason: Reason, finding: Finding) -> str:
         if row["position"] == finding.positions[0] and row["source"] != "random"
     }
     ranked = sorted(left, key=lambda word: left[word])
-    keepers = [word for word in reversed(ranked) if left[word] >= KEPT][:_EACH]
-    breakers = [word for word in ranked if left[word] < KEPT][:_EACH]
+    keepers = [word for word in reversed(ranked) if left[word] >= KEEPS][:_EACH]
+    breakers = [word for word in ranked if left[word] < KEEPS][:_EACH]
     groups = [_with_shares(keepers, "keeps", left), _with_shares(breakers, "leaves", left)]
     named = "; ".join(group for group in groups if group)
     return f" ({named})" if named else ""

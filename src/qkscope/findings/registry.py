@@ -1,7 +1,7 @@
 """The registry of findings: the rule of each kind, its threshold and its precedence.
 
 Levels of a cause, fixed on 2026-11-19 before any rate was measured. A word put in the place of
-another *keeps* a look that has at least half of its attention left then (`KEPT`). For each word
+another *keeps* a look that has at least half of its attention left then (`KEEPS`). For each word
 that has words of every source (`qkscope.findings.levels`), in this order:
 
 - *any word*: half or more of its random words keep the look.
@@ -36,7 +36,7 @@ RESTORED = 0.5
 CONTROL = 0.1
 """Share of what was lost that controls of carriers bring back at most."""
 
-KEPT = 0.5
+KEEPS = 0.5
 """Share of the attention that a word leaves which keeps a look; share of random words that keep it,
 where any word does.
 """
@@ -93,7 +93,7 @@ def distance_keeps(finding: Finding) -> bool:
 def any_word_keeps(finding: Finding) -> bool:
     """Half or more of the random words keep the look."""
     assert finding.measured is not None
-    return finding.measured >= KEPT
+    return finding.measured >= KEEPS
 
 
 def kind_keeps(finding: Finding) -> bool:

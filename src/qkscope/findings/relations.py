@@ -34,7 +34,7 @@ from qkscope.seeds import derived_seed
 
 if TYPE_CHECKING:
     from qkscope.findings.because import Because
-    from qkscope.findings.levels import Effect, Levels
+    from qkscope.findings.levels import Effect, WordLevels
 
 WORDS = 8
 """Alternatives of a word."""
@@ -230,13 +230,13 @@ class Relations:
 
     # ------------------------------------------------------------------ words of one kind
 
-    def same_kinds(self, found: Levels) -> dict[int, list[Finding]]:
+    def same_kinds(self, found: WordLevels) -> dict[int, list[Finding]]:
         """By look, which of its strongest words need only be of one kind, those shown first.
 
         How strong a word is rests on random words, of looks whose words got all sources.
         """
         left = {n: found.random_left(n) for n in found.asked}
-        pairs = {n: strongest_pairs(left[n]) for n in left}
+        pairs = {n: pairs_of_strongest(left[n]) for n in left}
         self._test_kinds([pairs.get(n, []) for n in range(len(self.left))])
         findings = dict[int, list[Finding]]()
         for n, own in pairs.items():
@@ -399,7 +399,7 @@ def equal_pairs(left: Mapping[Word, float], threshold: float) -> list[Pair]:
     return pairs
 
 
-def strongest_pairs(left: Mapping[Word, float]) -> list[Pair]:
+def pairs_of_strongest(left: Mapping[Word, float]) -> list[Pair]:
     """Every two of the strongest words, of those that break a look alone and are one token each."""
     causes = [word for word in left if left[word] < LEFT and len(word) == 1]
     strongest = sorted(sorted(causes, key=lambda word: left[word])[:_ALIKE])
