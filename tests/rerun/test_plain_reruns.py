@@ -187,12 +187,12 @@ def test_what_changed_prompts_share_runs_once_and_heads_are_hidden_from_their_la
     assert tokens[:2] == [2 * 6 + 6 * 2] * 2  # 4 to 9 once for each word, 10 and 11 for each pair
     rows = [run_plainly(nano, prompt, own).attention[2][3, 11] for own in pairs]
     assert (found.attention[:, 0] - torch.stack(rows)).abs().max() <= CLOSE
-    edges = [(Head(layer, index % 4), index % 11) for layer in range(3) for index in range(44)]
+    edges = [(Head(layer, index % 4), index % 11) for layer in range(3) for index in range(88)]
     again.hidden(11, edges)  # the way is tried once
     with counting(nano) as tokens:
         logits = again.hidden(11, edges)
-    assert tokens == [45, 89, 133]
-    for (head, key), row in list(zip(edges, logits, strict=True))[::7]:
+    assert tokens == [89, 177, 265]
+    for (head, key), row in list(zip(edges, logits, strict=True))[::11]:
         plain = run_plainly(nano, prompt, [Hidden(head, key, 11)]).logits[11]
         assert off(row, plain) <= CLOSE
 
@@ -332,7 +332,9 @@ def test_a_short_way_beyond_a_length_is_compared_for_every_length_of_prompts(mon
 
 def test_keys_that_are_no_tokens_are_refused_in_words():
     scope = qk.Scope.from_model(tiny_model("deepseek_v4"))
-    with pytest.raises(qk.BadInput, match=r"keys that are no tokens \(layer \d has \d+ keys for 34"):
+    with pytest.raises(
+        qk.BadInput, match=r"keys that are no tokens \(layer \d has \d+ keys for 34"
+    ):
         Again.of(scope, torch.tensor(ids(34)))
 
 
