@@ -89,7 +89,8 @@ class Nodes:
         self.pair = pair.to(device)
         self.names = reader.writers(len(reader.blocks))[:-1]
         mask = inputs["attention_mask"].bool()
-        until = torch.arange(mask.shape[1], device=device) <= self.query[:, None]
+        places = torch.arange(mask.shape[1], device=device)
+        until = places <= self.query[:, None]
         is_first = mask.cumsum(1) <= 1
         self.free: Bool[Tensor, "b t"] = mask & ~is_first & until
         seen = [list[Tensor]() for _ in self.sites]
@@ -106,7 +107,8 @@ class Nodes:
     @cached_property
     def sites(self) -> list[Site]:
         """Where all writers write, in their order."""
-        sites = [Site(self.reader.blocks[0].module, True, slice(0, 1))]
+        first_block = self.reader.blocks[0].module
+        sites = [Site(first_block, True, slice(0, 1))]
         first = 1
         for layer, block in enumerate(self.reader.blocks):
             for node in walk(block.tree):
@@ -188,8 +190,9 @@ class Nodes:
         """
         numbers = {label: i for i, label in enumerate(labels)}
         none = len(labels)
-        found = torch.tensor([[numbers.get(label, none) for label in row] for row in self.labels])
-        return found.to(self.free.device).masked_fill(~self.free, none)
+        by_prompt = [[numbers.get(label, none) for label in row] for row in self.labels]
+        found = torch.tensor(by_prompt).to(self.free.device)
+        return found.masked_fill(~self.free, none)
 
     def other_prompts(self, seed: int = 0) -> dict[str, Values]:
         """What each writer put out at tokens of the same label: on average in other prompts, and in
@@ -216,7 +219,8 @@ class Nodes:
         found = dict[str, Values]()
         for name, which in (("mean", apart), ("other", drawn)):
             weights = same * which[:, None, :, None]
-            is_alone = (weights.sum((2, 3)) == 0)[..., None, None]
+            is_alone = weights.sum((2, 3)) == 0
+            is_alone = is_alone[..., None, None]
             weights = torch.where(is_alone, everywhere.expand_as(weights), weights)
             weights = weights / weights.sum((2, 3), keepdim=True).clamp_min(1)
             found[name] = [torch.einsum("btcu,cuwe->btwe", weights.to(z), z) for z in self.values]
@@ -249,8 +253,9 @@ class Nodes:
         found = []
         for which, rows in self._rows(len(sets)):
             own = zip(which.tolist(), rows.tolist(), strict=True)
-            kept = torch.stack([sets[i][row] for i, row in own]).to(rows.device)
-            keep = kept | ~self.free[rows][:, None]
+            kept = [sets[i][row] for i, row in own]
+            is_held = ~self.free[rows][:, None]
+            keep = torch.stack(kept).to(rows.device) | is_held
 
             def visit(site: int, z: Tensor, keep: Tensor = keep, rows: Tensor = rows) -> Tensor:
                 of_site = keep[:, self.sites[site].writers].transpose(1, 2)
@@ -298,9 +303,11 @@ class Nodes:
 
             lead = self._run(rows, visit, grad=True).sum()
             for site, gradient in enumerate(torch.autograd.grad(lead, leaves)):
-                moved = (self.values[site] - instead[site])[rows].to(gradient)
+                away = self.values[site] - instead[site]
+                moved = away[rows].to(gradient)
                 lost = (gradient * moved).sum(-1)
                 found = lost.transpose(1, 2).to(scores) / len(way)
                 writers = self.sites[site].writers
-                scores[:, writers] = scores[:, writers].index_add(0, rows, found)
+                so_far = scores[:, writers]
+                scores[:, writers] = so_far.index_add(0, rows, found)
         return scores * self.free[:, None]

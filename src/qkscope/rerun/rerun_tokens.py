@@ -127,7 +127,8 @@ def rerun_tokens(
 ) -> Reruns:
     """Run what stands behind each tuple of changes, up to a token that is read."""
     rows = [[x for x in own if isinstance(x, Row | Hidden)] for own in changes]
-    if _of_last_token(changes, end) and len(changes) > _BAND and base.runs_alone(end):
+    is_many = len(changes) > _BAND
+    if is_many and _of_last_token(changes, end) and base.runs_alone(end):
         return _rerun_last_token(base, rows, reads, end, logits)
     ids = torch.stack([with_words(base.ids, own) for own in changes]).cpu()
     runs = base.behind(ids, torch.full((len(ids),), end))
@@ -140,8 +141,11 @@ def rerun_tokens(
 
 def _of_last_token(changes: Sequence[Sequence[Words | Row | Hidden]], end: int) -> bool:
     """Whether all changes are of attention at the last token that is read."""
-    every = [change for own in changes for change in own]
-    return all(isinstance(change, Row | Hidden) and change.query == end for change in every)
+    for own in changes:
+        for change in own:
+            if isinstance(change, Words) or change.query != end:
+                return False
+    return True
 
 
 def _rerun_last_token(
@@ -274,15 +278,17 @@ class Again:
 
     def runs_alone(self, end: int | None = None) -> bool:
         """Whether tokens up to a place may run without those before them; by default, to the last."""
-        last = len(self.ids) - 1
-        return runs_alone(self.scope, self.ids, self.calls, last if end is None else end)
+        if end is None:
+            end = len(self.ids) - 1
+        return runs_alone(self.scope, self.ids, self.calls, end)
 
     def behind(self, ids: Int[Tensor, "b t"], ends: Int[Tensor, " b"]) -> Bool[Tensor, "b t"]:
         """Tokens of changed prompts from the first change to the last that is read, which runs anyway."""
         differs = ids != self.ids.cpu()
         places = torch.arange(ids.shape[1])
-        runs = (differs.cumsum(1) > 0) & (places <= ends[:, None])
-        return runs | (places == ends[:, None])
+        is_behind = differs.cumsum(1) > 0
+        last = ends[:, None]
+        return (is_behind & (places <= last)) | (places == last)
 
     def _whole(self, ids: Int[Tensor, "b t"], ends: Int[Tensor, " b"]) -> WholePrompts:
         """Changed prompts as whole prompts."""
@@ -491,7 +497,8 @@ class _Batch:
         self._change_read(call.layer, reads, logits, columns)
         sinks = None
         if call.sinks is not None:
-            sinks = call.sinks.float()[reads.heads].expand(logits.shape[:2])
+            of_heads = call.sinks.float()[reads.heads]
+            sinks = of_heads.expand(logits.shape[:2])
         weights = soft(logits, sinks)
         rows = weights.new_zeros(*weights.shape[:2], attention.shape[-1])
         rows.index_add_(-1, columns, weights)
