@@ -353,3 +353,18 @@ def test_a_prompt_whose_other_tokens_look_ahead_runs_whole():
     again = Again.of(scope, torch.tensor(ids(20)))
     assert not again.runs_alone()
     assert not again.runs_alone(10)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v32", "qwen3_next"])
+def test_log_probabilities_behind_a_change_are_those_of_the_reference(family):
+    scope = qk.Scope.from_model(tiny_model(family), check=False)
+    prompt = torch.tensor(ids(LENGTH))
+    changes = [Words((4,), (7,)), Words((4, 20), (7, 9)), Words((28,), (5,))]
+    changed = torch.stack([change.applied(prompt) for change in changes])
+    runs = torch.stack([torch.arange(LENGTH) >= change.places[0] for change in changes])
+    found = Again.of(scope, prompt).run(changed, runs, likelihood=True).likelihood
+    for number, change in enumerate(changes):
+        chances = run_plainly(scope, prompt, [change]).logits.log_softmax(-1)
+        behind = chances[:-1].gather(1, changed[number, 1:, None])[:, 0]
+        shown = runs[number, :-1]
+        assert (found[number, :-1] - behind)[shown].abs().max() <= 1e-4

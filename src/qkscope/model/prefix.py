@@ -100,11 +100,20 @@ class WholePrompts:
         """The row and column of the inputs in which a token of a prompt runs."""
         return prompt, which
 
-    def read_at(self) -> Places:
-        """Where in the inputs the last token of each prompt is."""
+    @property
+    def slots(self) -> Int[Tensor, "b t"]:
+        """The number of each token among all that run."""
+        return torch.arange(self.at.numel(), device=self.at.device).view(self.at.shape)
+
+    def read_at(self, everywhere: bool = False) -> Places:
+        """Where in the inputs the last token of each prompt is, or every token."""
         row = torch.arange(len(self.at), device=self.at.device)
-        nothing = self.at[:, :0]
-        return Places(row, self.ends, nothing, nothing.bool())
+        query = self.ends
+        if everywhere:
+            row = row.repeat_interleave(self.at.shape[1])
+            query = self.at.flatten()
+        nothing = row[:, None][:, :0]
+        return Places(row, query, nothing, nothing.bool())
 
     def attend(self, call: Call) -> None:
         """Leave the call as it is: the model attends itself."""
@@ -194,9 +203,11 @@ class TokensAlone:
         """The row and column of the inputs in which a token of a prompt runs."""
         return divmod(int(self.slots[prompt, which]), self.inputs["input_ids"].shape[1])
 
-    def read_at(self) -> Places:
-        """Where in the inputs the last token of each prompt is."""
+    def read_at(self, everywhere: bool = False) -> Places:
+        """Where in the inputs the last token of each prompt is, or every slot."""
         slots = self.slots.gather(1, self.ends[:, None])[:, 0]
+        if everywhere:
+            slots = torch.arange(len(self.places), device=slots.device)
         width = self.inputs["input_ids"].shape[1]
         nothing = slots[:, None][:, :0]
         return Places(slots // width, slots % width, nothing, nothing.bool())

@@ -316,6 +316,7 @@ class Again:
         rows: Sequence[Sequence[Row | Hidden]] = (),
         logits: bool = False,
         later: LaterLayers | None = None,
+        likelihood: bool = False,
     ) -> Reruns:
         """Run some tokens of changed prompts, among keys and values of the unchanged one.
 
@@ -328,20 +329,26 @@ class Again:
         rows : of each prompt, changes of attention at tokens that run.
         logits : whether next-token logits are wanted.
         later : the layers that run, where those before them are as they were at the one token.
+        likelihood : whether the log-probabilities of the tokens behind those that run are wanted,
+            in place of logits.
         """
         attention = self.attention(reads).repeat(len(ids), 1, 1)
         changed = rows or [()] * len(ids)
         next_tokens = list[Tensor]()
         order = list[int]()
+        likely = torch.zeros(ids.shape, device=attention.device) if likelihood else None
         for numbers, prompts in self._batches(ids, runs, changed, _AT_ONCE if logits else None):
             step = _Batch(self, prompts, reads, [changed[number] for number in numbers], later)
             at = torch.tensor(numbers, device=attention.device)
-            attention[at], after = step.run(attention[at], logits)
+            attention[at], after = step.run(attention[at], logits, likelihood)
             order += numbers
-            if after is not None:
+            if likely is not None:
+                assert after is not None
+                likely[at] = _behind_each(after, ids[numbers], prompts).to(likely)
+            elif after is not None:
                 next_tokens.append(after)
         if not logits:
-            return Reruns(attention, None)
+            return Reruns(attention, None, likely)
         return Reruns(attention, _put_back(next_tokens, order))
 
     def _batches(
@@ -442,11 +449,15 @@ class _Batch:
 
     @torch.no_grad()
     def run(
-        self, attention: Float[Tensor, "b n t"], logits: bool
+        self, attention: Float[Tensor, "b n t"], logits: bool, everywhere: bool = False
     ) -> tuple[Float[Tensor, "b n t"], Float[Tensor, "b v"] | None]:
-        """Run up to the last layer that is read, or to the logits; fill in attention where it ran."""
+        """Run up to the last layer that is read, or to the logits; fill in attention where it ran.
+
+        Logits are those of the last token of each prompt, or of all tokens that ran ``everywhere``,
+        slot by slot.
+        """
         layers = layer_reads(self.reads)
-        last = None if logits else max(layers)
+        last = None if logits or everywhere else max(layers)
 
         def visit(call: Call) -> None:
             if call.layer in layers:
@@ -456,7 +467,7 @@ class _Batch:
             self.prompts.attend(call)
             self._change(call)
 
-        read = self.prompts.read_at() if logits else None
+        read = None if last is not None else self.prompts.read_at(everywhere)
         only = None if last is None else range(last + 1)
         first = 0 if self.later is None else self.later.first
         watch = self.base.scope.watch
@@ -570,6 +581,22 @@ def _with_changes(
             new = change.logits.to(logits)[columns]
             logits = new.masked_fill(logits == -torch.inf, -torch.inf)
     return logits
+
+
+def _behind_each(
+    logits: Float[Tensor, "n v"], ids: Int[Tensor, "b t"], prompts: ChangedPrompts
+) -> Float[Tensor, "b t"]:
+    """Log-probability of the token behind each place that ran; 0 at others, and at the last."""
+    at = prompts.at
+    ids = ids.to(at)
+    behind = ids.roll(-1, 1).gather(1, at.clamp_min(0)).to(logits.device)
+    slots = prompts.slots.to(logits.device)
+    chances = logits[slots, behind] - logits.logsumexp(1)[slots]
+    places = at.masked_fill(at < 0, ids.shape[1])  # of none: one column more
+    by_place = chances.new_zeros(len(ids), ids.shape[1] + 1)
+    by_place = by_place.scatter(1, places.to(chances.device), chances)
+    by_place[:, -2:] = 0
+    return by_place[:, :-1]
 
 
 def _put(
