@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qkscope import BadInput, Example, Scope
-from qkscope.findings.next_token import Output
+from qkscope.findings.next_token import Asked, Output
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace
 from qkscope.heads import Head
 
@@ -89,8 +89,18 @@ class Question:
         return PromptRun(self.scope, self.prompt, self.place(self.query), self.chat, **options)
 
     def output(self, run: PromptRun) -> Output:
-        """The answer and its rival, in a run of the prompt."""
-        return Output(run.run, run.asked, self.rival)
+        """The answer and its rival, in a run of the prompt.
+
+        Inside a ``with`` block that changes something, both are those of the unchanged prompt.
+        """
+        if not self.scope.has_changes:
+            return Output(run.run, run.asked, self.rival, self.answer)
+        with self.scope.unchanged():
+            plain = PromptRun(self.scope, self.prompt, run.asked.query, self.chat, last=0)
+            before = Output(plain.run, plain.asked, self.rival, self.answer)
+        rival = before.typed["rival"] or Asked(before.rival)
+        answer = before.typed["answer"] or Asked(before.best)
+        return Output(run.run, run.asked, rival, answer, before)
 
     def look(self, run: PromptRun, **options: Any) -> PromptTrace:
         """The head that is asked about, in a run of the prompt; options as in `PromptTrace`."""

@@ -8,6 +8,7 @@ and the LM head runs only when logits are wanted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -179,6 +180,23 @@ class Scope(Runner):
         True
         """
         return check_model(self)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether a ``with`` block of this thread changes the model or the prompt now."""
+        return bool(self._changes.open)
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Leave out the changes of the blocks around, for a ``with`` block of their own.
+
+        Examples
+        --------
+        >>> scope = Scope.load("nano:mixed")
+        >>> with scope.ablate("L0H2"), scope.unchanged():
+        ...     scope.has_changes
+        False
+        """
+        return self._changes.suspended()
 
     @property
     def device(self) -> torch.device:
