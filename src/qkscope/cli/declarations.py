@@ -91,8 +91,15 @@ _WHY = Command(
         Option(
             "versus",
             str,
-            'The rival of the next token, as " John"; by default the likeliest other word of '
-            "the prompt, or the likeliest other token where no such word has 0.1%.",
+            'The rival of the answer, as " John"; by default, where the answer is copied from the '
+            "prompt, the other word of it that plays most alike a part there, and else the "
+            "likeliest next token of the answer's kind. Of several tokens, the first that differs "
+            "from the answer's.",
+        ),
+        Option(
+            "answer",
+            str,
+            'The next token that is asked about, as " Mary"; the likeliest one by default.',
         ),
         Option(
             "circuit",

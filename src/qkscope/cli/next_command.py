@@ -14,9 +14,6 @@ PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 """A prompt to begin with."""
 
 _OF_MODEL = ("model", "device", "dtype")
-# where the main key of a head is, the best first to ask about: not at the query token itself
-_PLACES = ("answer", "rival", "", "itself")
-_MOST_HELPFUL = 10  # heads that help, among which the place of the key decides
 
 Typed = Mapping[str, Any]
 """What was typed, by the name of its option."""
@@ -69,14 +66,14 @@ def _chosen(typed: Typed, *names: str) -> dict[str, Any]:
 
 
 def _after_why(typed: Typed, result: Result) -> str:
-    """Ask about the head that helps most, the head that carried the words, or trace this one."""
+    """Ask about the first head, the head that carried the words, or trace this one."""
     if typed["fit"]:
         return command("view", live=True, fit=typed["fit"])
     if result.experiment == "why/prompts":
         return _after_prompts(typed, result)
-    same = _chosen(typed, "prompt", "query", "chat", "versus", *_OF_MODEL)
+    same = _chosen(typed, "prompt", "query", "chat", "versus", "answer", *_OF_MODEL)
     if "heads" in result.tables:
-        return command("why", **same, head=_helpful_head(result))
+        return command("why", **same, head=result.tables["heads"][0]["head"])
     if result.experiment == "why/circuit":
         return command("why", **same, head=_first_head_of_paths(result))
     carrier = _carrier(result)
@@ -88,16 +85,8 @@ def _after_why(typed: Typed, result: Result) -> str:
     head = typed["head"] or typed["heads"][0]
     if head.layer == 0:  # the embedding alone writes there: nothing to trace
         return command("why", **same)
-    del same["versus"]  # the rival of the answer; in trace, of the key
+    del same["versus"], same["answer"]  # of the next token; in trace, of the key
     return command("trace", **same, heads=head, key=typed["key"])
-
-
-def _helpful_head(result: Result) -> str:
-    """A head for the answer: one that looks at the answer or at its rival, rather than at itself."""
-    rows = result.tables["heads"]
-    helpful = [row for row in rows if row["direction"] == "for"][:_MOST_HELPFUL]
-    best = min(helpful or rows[:1], key=lambda row: _PLACES.index(row["at"]))
-    return str(best["head"])
 
 
 def _first_head_of_paths(result: Result) -> str | None:

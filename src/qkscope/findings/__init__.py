@@ -13,6 +13,8 @@ need stands here. Files in reading order:
 - ``head_rows``: one head on a batch of prompts, split among writers; a pass over all batches
 - ``prompt_trace``: one head on one prompt, any query and any key, split and cut
 - ``graph``: a logit followed down to the words
+- ``rivals``: which token an answer is compared with, where nobody names one
+  (``function_words.toml``)
 - ``next_token``: the next token, its rival, and every head tried
 - ``question``: what is asked: a prompt or a pair, head, query, key, answer and rival; parsed once
 - ``finding``: a statement about a look, with the changes that test it; what decides a look

@@ -9,7 +9,7 @@ v(t)``; later layers may add to it or undo it.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -208,8 +208,8 @@ class Output:
     def asked_rows(self) -> list[dict[str, Any]]:
         """The table ``asked``: the answer, its rival and its lead, in a what-if before it, too."""
         row = {
-            "answer": self.name(self.best)[0],
-            "rival": self.name(self.rival)[0],
+            "answer": self.text_of("answer"),
+            "rival": self.text_of("rival"),
             "lead": self.difference,
             "probability": float(self.chances[self.best]),
             "rival_probability": float(self.chances[self.rival]),
@@ -238,6 +238,9 @@ class Output:
         """
         if i not in self._names:
             text = self.token(i)
+            for typed in self.typed.values():
+                if text == PIECE and typed is not None and typed.token == i and typed.size > 1:
+                    return typed.text, 1
             self._names[i] = self._whole_character(i) if text == PIECE else (text, 1)
         return self._names[i]
 
@@ -250,6 +253,13 @@ class Output:
         pieces = token_texts(self.scope, [i, *more])
         size = next((n for n, piece in enumerate(pieces[1:], 1) if piece), len(pieces))
         return pieces[0], size
+
+    def text_of(self, role: str) -> str:
+        """The text of the answer or of its rival: as typed, where that is several tokens."""
+        typed = self.typed[role]
+        if typed is not None and typed.size > 1:
+            return typed.text
+        return self.name(self.best if role == "answer" else self.rival)[0]
 
     def told(self, i: int, chance: bool = False) -> str:
         """A next token as a sentence names it, with its probability if wanted."""
@@ -290,18 +300,19 @@ class Output:
         logits = self.again.hidden(self.asked.query, hidden).float()
         chances = logits.softmax(-1)
         direct = self.from_key(one)
-        likely = [*self.chances.topk(TOKENS).indices.tolist(), self.rival]
+        likely = [self.best, *self.chances.topk(TOKENS).indices.tolist(), self.rival]
         pushed = [] if direct is None else direct.topk(_PUSHED).indices.tolist()
         rows = []
         for i in dict.fromkeys([*likely, *pushed]):
             rival = i == self.rival
-            lead = float(logits[0, self.best] - logits[0, i])
+            leads = (logits[:, self.best] - logits[:, i]).tolist()
             rows.append({
                 "head": str(one.head), "key": one.key, "token": self.name(i)[0] if i in likely else self.token(i),
                 "id": i, "before": float(self.chances[i]), "without_key": float(chances[0, i]),
                 "without_other": float(chances[1, i]) if one.free else None,
                 "direct": None if direct is None else float(direct[i]), "rival": rival,
-                "difference": lead if rival else None,
+                "difference": leads[0] if rival else None,
+                "difference_other": leads[1] if rival and one.free else None,
             })  # fmt: skip
         return rows
 

@@ -96,7 +96,10 @@ def candidates(
     best_first = sorted(words, key=order.__getitem__, reverse=True)
     prompt_words = [_of_word(token, words[token][0]) for token in best_first[:_LISTED]]
     likely = _likely(scope, logits, answer, text)
-    ordered = [*prompt_words, *likely] if places else [*likely, *prompt_words]
+    if places:
+        ordered = [*prompt_words, *likely]
+    else:
+        ordered = likely or prompt_words
     return _different(scope, ordered) or [Candidate(_second(logits, answer), ANY_TOKEN)]
 
 
@@ -167,7 +170,7 @@ def _places_of(scope: Scope, ids: Sequence[int], answer: str) -> list[int]:
 def _is_other(text: str, answer: str) -> bool:
     """Whether a token says something, and something else than an answer in other letters."""
     core = text.strip().lower()
-    return text == PIECE or bool(core) and core != answer.strip().lower()
+    return text == PIECE or (bool(core) and core != answer.strip().lower())
 
 
 def _is_alike(text: str, answer: str) -> bool:

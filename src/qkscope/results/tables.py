@@ -191,7 +191,7 @@ def headings_of(shown: str) -> dict[str, str]:
 def _meanings(shown: str, note: str) -> dict[str, str]:
     """What columns mean, by the parts of a note that begin with their headings."""
     columns = {
-        heading.rstrip("?"): source.removesuffix("±").removesuffix("!r")
+        heading.rstrip("?"): source.removesuffix("±").removesuffix("!r").rpartition("→")[2]
         for heading, source in headings_of(shown).items()
     }
     meanings = dict[str, str]()

@@ -17,7 +17,6 @@ from qkscope import BadInput, Example, Scope
 from qkscope.checking import Count, Natural, Seed
 from qkscope.findings.fit import Fit
 from qkscope.findings.fitted_features import features_of
-from qkscope.findings.next_token import Output
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace
 from qkscope.findings.question import Question
 from qkscope.findings.task_batches import made_with
@@ -28,7 +27,7 @@ from qkscope.results.work import PartDone, current_work, verb
 from qkscope.sums.feature_split import Split
 from qkscope.sums.subspace import Subspace
 from qkscope.texts.jsonl import read_prompts
-from qkscope.verbs.why import sentences
+from qkscope.verbs.why import next_words
 from qkscope.verbs.why.answer import Why
 from qkscope.verbs.why.circuit import LOGIT, Circuit, write_graph
 from qkscope.verbs.why.many_prompts import (
@@ -60,6 +59,7 @@ def why(
     n: Count | None = None,
     carriers: bool = False,
     versus: str | None = None,
+    answer: str | None = None,
     circuit: bool = False,
     export: str | Path | None = None,
     features: Fit | Mapping[str, Subspace] | None = None,
@@ -91,8 +91,11 @@ def why(
     n : how many of the prompts, from the first on; all by default.
     carriers : whether to look for the writers that carried the words in many prompts, too, which is
         slow.
-    versus : the rival of the next token, as ``" John"``; by default the likeliest other word of the
-        prompt, or the likeliest other token where no such word has 0.1%.
+    versus : the rival of the answer, as ``" John"``; by default, where the answer is copied from the
+        prompt, the other word of it that plays most alike a part there, and else the likeliest next
+        token of the answer's kind. Of several tokens, the first that differs from the answer's.
+    answer : the next token that is asked about, as ``" Mary"``; the likeliest one by default, and
+        inside a ``with`` block that changes something that of the unchanged prompt.
     circuit : whether to go from the answer back to the words: nodes, edges, and what the first
         nodes keep in the running model; with many prompts, nodes are chosen on half of them and
         tested on the others.
@@ -112,7 +115,8 @@ def why(
     Why
         ``tables["attention"]``, ``["because"]``, ``["relation"]``, ``["carriers"]``,
         ``["writers"]``, ``["cuts"]``, ``["output"]``, ``["parts"]``, ``["nodes"]`` and
-        ``["graph"]``, its edges; without a head ``["heads"]``; a circuit ``["paths"]``,
+        ``["graph"]``, its edges; without a head ``["heads"]`` and ``["rivals"]``; always
+        ``["asked"]``; a circuit ``["paths"]``,
         ``["nodes"]``, ``["graph"]`` and ``["kept"]``; of many prompts ``["reasons"]``,
         ``["differs"]``, ``["prompts"]`` and ``["answers"]``, or ``["decides"]``.
 
@@ -150,7 +154,8 @@ def why(
     if isinstance(features, Fit):  # asked as it was fitted
         chat = chat or features.chat
         first = first or features.heads[0]
-    question = Question(scope, prompt, None, first, query, key, None, versus, chat)
+    question = Question(scope, prompt, None, first, query, key, answer, versus, chat)
+    question = question.at_difference()
     if circuit:
         return _exported(answer_circuit(question, depth=depth, seed=seed), export)
     levels = 1 if depth is None else depth
@@ -247,13 +252,14 @@ def answer_question(
     """
     run = run or question.run()
     if question.head is None:
-        answer, tables = _all_heads(run, question.output(run))
+        answer, tables = _all_heads(question, run)
     else:
         look = question.look(run)
         output = question.output(run)
         subspaces = {} if features is None else _subspaces(features, look)
         parts = part_rows(look, subspaces, split)
         answer, tables = one_head(look, output, parts, depth, draws, seed)
+        answer = " ".join([answer, *next_words.notes(output, question.appended)])
     return Why("why", tables, seed=seed, answer=answer, **_about(run))
 
 
@@ -270,7 +276,7 @@ def answer_circuit(
         tables = circuit.tables() if wrong is None else {}
     check = [{"head": LOGIT, "sum_error": error, "logit": output.difference}]
     answer = circuit.answer(tables) if wrong is None else wrong
-    tables = {**tables, "check": check}
+    tables = {**tables, "asked": output.asked_rows(), "check": check}
     return Why("why/circuit", tables, seed=seed, answer=answer, **_about(run))
 
 
@@ -280,17 +286,22 @@ def _about(run: PromptRun) -> dict[str, Any]:
     return made_with(run.scope, tokenizer=run.scope.tokenizer_hash, **asked)
 
 
-def _all_heads(run: PromptRun, output: Output) -> tuple[str, Tables]:
+def _all_heads(question: Question, run: PromptRun) -> tuple[str, Tables]:
     """Try every head: hide its main token and see what that does to the answer."""
+    output = question.output(run)
     with doing("hiding each head's main token"):
-        rows = output.head_rows()
+        tables = {
+            "said": [],
+            "heads": output.head_rows(),
+            "asked": output.asked_rows(),
+            "rivals": output.rival_rows(),
+        }
     length = len(run.asked.tokens)
     is_last = run.asked.query == length - 1
-    continuation = ""
+    says = ""
     if is_last and length <= _LONG and isinstance(run.prompt, str):
-        continuation = str(run.scope.generate(run.prompt, _GOES_ON))
-    answer = sentences.heads_answer(output, rows, continuation)
-    return answer, {"said": [], "heads": rows}
+        says = str(run.scope.generate(run.prompt, _GOES_ON))
+    return next_words.heads_answer(output, tables, question.appended, says), tables
 
 
 def _subspaces(features: Fit | Mapping[str, Subspace], look: PromptTrace) -> dict[str, Subspace]:
