@@ -10,6 +10,7 @@ from qkscope.texts import tasks as tasks
 from qkscope.verbs.atlas.atlas import atlas as atlas
 from qkscope.verbs.decompose import decompose as decompose
 from qkscope.verbs.find_heads import find_heads as find_heads
+from qkscope.verbs.path_patch import path_patch as path_patch
 from qkscope.verbs.sparsity import sparsity as sparsity
 from qkscope.verbs.swap.swap import swap as swap
 from qkscope.verbs.trace.trace import trace as trace

@@ -107,6 +107,13 @@ def _carrier(result: Result) -> tuple[str, str] | None:
     return None
 
 
+def _after_path_patch(typed: Typed, result: Result) -> str:
+    """Ask about the first head that sends; about the receiver, where none does."""
+    senders = [row["sender"] for row in result.tables["paths"] if "H" in row["sender"]]
+    head = senders[0] if senders else typed["receiver"]
+    return command("why", typed["prompt"], head=head, **_chosen(typed, "query", "chat", *_OF_MODEL))
+
+
 def _after_prompts(typed: Typed, result: Result) -> str:
     """Ask about the strongest look; where no head was named, about the heads that decide most."""
     same = _chosen(typed, "chat", *_OF_MODEL)
@@ -165,6 +172,7 @@ def _after_svd(typed: Typed, result: Result) -> str:
 
 NEXT: dict[str, Callable[[Typed, Result], str]] = {
     "why": _after_why,
+    "path_patch": _after_path_patch,
     "heads": _after_heads,
     "decompose": _after_decompose,
     "atlas": _after_atlas,

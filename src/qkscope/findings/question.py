@@ -165,7 +165,14 @@ class Question:
             written = self.prompt + text
             if self.scope.encode([written]).inputs["input_ids"][0].tolist() == together:
                 prompt = written
-        return replace(self, prompt=prompt, query=None, chat=False, appended=text)
+        corrupted = self.corrupted
+        if corrupted is not None:
+            with self.scope.unchanged():
+                other = self.scope.encode([corrupted], chat=self.chat).inputs["input_ids"][0]
+            corrupted = Example(ids=(*other.tolist(), *shared))
+        return replace(
+            self, prompt=prompt, corrupted=corrupted, query=None, chat=False, appended=text
+        )
 
     def output(self, run: PromptRun) -> Output:
         """The answer and its rival, in a run of the prompt.
@@ -185,6 +192,29 @@ class Question:
         """The head that is asked about, in a run of the prompt; options as in `PromptTrace`."""
         assert self.head is not None
         return run.head(self.head, self.place(self.key), **options)
+
+
+def same_places(
+    scope: Scope, prompt: str | Example, corrupted: str | Example, chat: bool = False
+) -> list[tuple[int, int]]:
+    """Spans of tokens in which the prompts of a pair differ, as (start, stop); the two are to have
+    as many tokens.
+    """
+    pair = [scope.encode([each], chat=chat).inputs["input_ids"][0] for each in (prompt, corrupted)]
+    sizes = [len(ids) for ids in pair]
+    if sizes[0] != sizes[1]:
+        raise BadInput(
+            f"the clean prompt has {sizes[0]} tokens and the corrupted one {sizes[1]}: write them"
+            " with as many, so that each token has one in its place."
+        )
+    differs = (pair[0] != pair[1]).tolist()
+    spans = list[tuple[int, int]]()
+    for place, differs_here in enumerate(differs):
+        if differs_here and spans and spans[-1][1] == place:
+            spans[-1] = (spans[-1][0], place + 1)
+        elif differs_here:
+            spans.append((place, place + 1))
+    return spans
 
 
 def _shared(ids: Mapping[str, Sequence[int]]) -> int:

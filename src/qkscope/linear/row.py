@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput
+from qkscope.attention import AttentionRows
 from qkscope.heads import Head, Side
 from qkscope.linear.run import KINDS, Parts, Run, named
 
@@ -98,15 +99,15 @@ def vectors_with(
     )[:, 0, 0]
 
 
-def attention_with(
+def rows_with(
     run: Run,
     head: Head,
     query: int,
     *,
     q: Tensor | None = None,
     keys: Mapping[int, Tensor] | None = None,
-) -> Float[Tensor, "x t"]:
-    """A head's attention row with another query, or other keys at some tokens: a row for each of x.
+) -> AttentionRows:
+    """A head's row with another query, or other keys at some tokens: one for each of x.
 
     Parameters
     ----------
@@ -122,7 +123,21 @@ def attention_with(
     k = rows.k.clone()
     for token, own in (keys or {}).items():
         k[:, 0, token] = own.to(k)
-    return replace(rows, k=k, q=rows.q if q is None else q[:, None].to(k)).attention()[:, 0]
+    return replace(rows, k=k, q=rows.q if q is None else q[:, None].to(k))
+
+
+def attention_with(
+    run: Run,
+    head: Head,
+    query: int,
+    *,
+    q: Tensor | None = None,
+    keys: Mapping[int, Tensor] | None = None,
+) -> Float[Tensor, "x t"]:
+    """A head's attention row with another query, or other keys at some tokens; parameters as in
+    `rows_with`.
+    """
+    return rows_with(run, head, query, q=q, keys=keys).attention()[:, 0]
 
 
 def restore(

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qkscope.findings.next_token import Output, quoted, whole
+from qkscope.findings.pair import ALL
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 _MOVES = 0.1  # logits: a head that changes the answer's lead by less hardly changes it
 _UNDECIDED = 0.1  # a likeliest next token with a smaller probability is no decision
+_SPANS = 3  # differences of a pair in a sentence
 _OTHERS = 2  # rivals that are named because another head would come first with them
 
 
@@ -67,6 +69,34 @@ def before_sentence(output: Output) -> str:
         f"Before the change {best} had {float(before.chances[before.best]):.1%} and {rival}"
         f" {float(before.chances[before.rival]):.1%}, {lead}."
     )
+
+
+def pair_sentence(output: Output, rows: Rows) -> str:
+    """What each difference of a pair does to a head's attention and to the answer's lead."""
+    if not rows:
+        return "The prompts of the pair differ behind the query alone, which sees nothing of it."
+    best = quoted(output.text_of("answer"))
+    rival = quoted(output.text_of("rival"))
+    told = [_span_words(row) for row in rows[:_SPANS]]
+    more = f", and {len(rows) - _SPANS} more in the table" if len(rows) > _SPANS else ""
+    return (
+        f"In the corrupted prompt: with {', with '.join(told)}{more} (the lead of {best} over"
+        f" {rival})."
+    )
+
+
+def _span_words(row: Row) -> str:
+    """One difference, and what it does."""
+    what = (
+        "all of them"
+        if row["text"] == ALL
+        else f"{quoted(row['corrupted'])} for {quoted(row['text'])}"
+    )
+    lead = f"the lead goes from {row['lead_before']:.1f} to {row['lead']:.1f}"
+    if "attention" not in row:
+        return f"{what} {lead}"
+    looks = f"{row['head']}'s attention goes from {row['attention_before']:.0%} to {row['attention']:.0%}"
+    return f"{what} {looks} and {lead}"
 
 
 def heads_answer(output: Output, tables: Mapping[str, Rows], appended: str, says: str) -> str:

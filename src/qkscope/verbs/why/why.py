@@ -17,8 +17,10 @@ from qkscope import BadInput, Example, Scope
 from qkscope.checking import Count, Natural, Seed
 from qkscope.findings.fit import Fit
 from qkscope.findings.fitted_features import features_of
+from qkscope.findings.next_token import Output
+from qkscope.findings.pair import pair_rows
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace
-from qkscope.findings.question import Question
+from qkscope.findings.question import Question, same_places
 from qkscope.findings.task_batches import made_with
 from qkscope.findings.verdicts import no_sum
 from qkscope.heads import Head, parse_heads
@@ -60,6 +62,7 @@ def why(
     carriers: bool = False,
     versus: str | None = None,
     answer: str | None = None,
+    corrupted: str | Example | None = None,
     circuit: bool = False,
     export: str | Path | None = None,
     features: Fit | Mapping[str, Subspace] | None = None,
@@ -96,6 +99,8 @@ def why(
         token of the answer's kind. Of several tokens, the first that differs from the answer's.
     answer : the next token that is asked about, as ``" Mary"``; the likeliest one by default, and
         inside a ``with`` block that changes something that of the unchanged prompt.
+    corrupted : the other prompt of a pair, of as many tokens: what differs is put into the prompt, a
+        span at a time and together.
     circuit : whether to go from the answer back to the words: nodes, edges, and what the first
         nodes keep in the running model; with many prompts, nodes are chosen on half of them and
         tested on the others.
@@ -116,7 +121,7 @@ def why(
         ``tables["attention"]``, ``["because"]``, ``["relation"]``, ``["carriers"]``,
         ``["writers"]``, ``["cuts"]``, ``["output"]``, ``["parts"]``, ``["nodes"]`` and
         ``["graph"]``, its edges; without a head ``["heads"]`` and ``["rivals"]``; always
-        ``["asked"]``; a circuit ``["paths"]``,
+        ``["asked"]``, and with a pair ``["pair"]``; a circuit ``["paths"]``,
         ``["nodes"]``, ``["graph"]`` and ``["kept"]``; of many prompts ``["reasons"]``,
         ``["differs"]``, ``["prompts"]`` and ``["answers"]``, or ``["decides"]``.
 
@@ -136,6 +141,11 @@ def why(
         _check_export(Path(export), circuit)
     prompts = _many_prompts(prompt, chosen)
     if prompts is not None:
+        if corrupted is not None or answer is not None:
+            raise BadInput(
+                "of many prompts each line names its own answer, rival and corrupted prompt: leave"
+                " them out here."
+            )
         if features is not None or key is not None:
             raise BadInput("features and a key are asked about in one prompt, with one head.")
         if export is not None:
@@ -154,7 +164,11 @@ def why(
     if isinstance(features, Fit):  # asked as it was fitted
         chat = chat or features.chat
         first = first or features.heads[0]
-    question = Question(scope, prompt, None, first, query, key, answer, versus, chat)
+    question = Question(scope, prompt, corrupted, first, query, key, answer, versus, chat)
+    if corrupted is not None:
+        same_places(scope, prompt, corrupted, chat)  # refuses prompts of other lengths
+        if circuit:
+            raise BadInput("a circuit is of one prompt: leave the corrupted one out.")
     question = question.at_difference()
     if circuit:
         return _exported(answer_circuit(question, depth=depth, seed=seed), export)
@@ -252,7 +266,9 @@ def answer_question(
     """
     run = run or question.run()
     if question.head is None:
-        answer, tables = _all_heads(question, run)
+        look = None
+        output = question.output(run)
+        answer, tables = _all_heads(question, run, output)
     else:
         look = question.look(run)
         output = question.output(run)
@@ -260,6 +276,9 @@ def answer_question(
         parts = part_rows(look, subspaces, split)
         answer, tables = one_head(look, output, parts, depth, draws, seed)
         answer = " ".join([answer, *next_words.notes(output, question.appended)])
+    if question.corrupted is not None:
+        tables["pair"] = pair_rows(question, output, look)
+        answer = f"{answer} {next_words.pair_sentence(output, tables['pair'])}"
     return Why("why", tables, seed=seed, answer=answer, **_about(run))
 
 
@@ -286,9 +305,8 @@ def _about(run: PromptRun) -> dict[str, Any]:
     return made_with(run.scope, tokenizer=run.scope.tokenizer_hash, **asked)
 
 
-def _all_heads(question: Question, run: PromptRun) -> tuple[str, Tables]:
+def _all_heads(question: Question, run: PromptRun, output: Output) -> tuple[str, Tables]:
     """Try every head: hide its main token and see what that does to the answer."""
-    output = question.output(run)
     with doing("hiding each head's main token"):
         tables = {
             "said": [],
