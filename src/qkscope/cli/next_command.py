@@ -71,7 +71,11 @@ def _after_why(typed: Typed, result: Result) -> str:
         return command("view", live=True, fit=typed["fit"])
     if result.experiment == "why/prompts":
         return _after_prompts(typed, result)
-    same = _chosen(typed, "prompt", "query", "chat", "versus", "answer", *_OF_MODEL)
+    if result.experiment == "why/pairs":
+        first = result.tables["pairs"][0]
+        asked = {"answer": first["answer"], "versus": first["rival"]}
+        return command("why", first["said"], **asked, **_chosen(typed, "chat", *_OF_MODEL))
+    same = _chosen(typed, "prompt", "query", "chat", "versus", "answer", "corrupted", *_OF_MODEL)
     if "heads" in result.tables:
         return command("why", **same, head=result.tables["heads"][0]["head"])
     if result.experiment == "why/circuit":
@@ -85,7 +89,8 @@ def _after_why(typed: Typed, result: Result) -> str:
     head = typed["head"] or typed["heads"][0]
     if head.layer == 0:  # the embedding alone writes there: nothing to trace
         return command("why", **same)
-    del same["versus"], same["answer"]  # of the next token; in trace, of the key
+    for name in ("versus", "answer", "corrupted"):  # of the next token; in trace, of the key
+        del same[name]
     return command("trace", **same, heads=head, key=typed["key"])
 
 

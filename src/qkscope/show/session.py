@@ -198,7 +198,7 @@ class Session:
         """Tokens, the next one and its rival, the attention of every head (a byte each), and which
         heads decide.
         """
-        question = Question(self.scope, prompt, query=query, rival=versus)
+        question = self._about_next(prompt, query=query, rival=versus)
         probe = self.ask(question)
         asked = probe.asked
         output = question.output(probe)
@@ -243,7 +243,7 @@ class Session:
 
     def circuit(self, prompt: str, query: int, versus: str | None = None) -> Reply:
         """The circuit from a prompt's answer back to its words."""
-        question = Question(self.scope, prompt, query=query, rival=versus)
+        question = self._about_next(prompt, query=query, rival=versus)
         return _shown(answer_circuit(question, self.ask(question)))
 
     def change(
@@ -338,14 +338,24 @@ class Session:
             )
         return self._kept_probe(prompt, asked.query)
 
+    def _about_next(self, prompt: str, head: Head | None = None, **asked: Any) -> Question:
+        """A question about the next token; one behind the prompt that was typed is refused."""
+        question = Question.of(self.scope, prompt, head, **asked).at_difference()
+        if question.appended:
+            raise BadInput(
+                f"{asked['rival']!r} and the next token both begin with {question.appended!r}: type"
+                " that at the end of the prompt, and then name the rival."
+            )
+        return question
+
     def _trace(self, prompt: str, query: Token | None, head: str, key: Token | None) -> PromptTrace:
         question = Question.of(self.scope, prompt, self.scope.check(head), query=query, key=key)
         return question.look(self.ask(question))
 
     def _answer(self, prompt: str, query: int, head: str, key: int, versus: str | None) -> Result:
         """Why one head looks at one token; where it looks is told at once."""
-        question = Question.of(
-            self.scope, prompt, self.scope.check(head), query=query, key=key, rival=versus
+        question = self._about_next(
+            prompt, self.scope.check(head), query=query, key=key, rival=versus
         )
         probe = self.ask(question)
         trace = question.look(probe)
@@ -410,7 +420,8 @@ class WhatIf:
         self.prompt = prompt
         self.texts = list(dict.fromkeys(changes))  # equal changes are one
         self.trace = trace
-        self.output = Output(trace.run, trace.asked, versus)
+        question = session._about_next(prompt, query=trace.asked.query, rival=versus)
+        self.output = Output(trace.run, trace.asked, question.rival)
         self.calls: list[Call] = []
         self.words = [self._parse(text) for text in self.texts]
 
@@ -468,7 +479,7 @@ class WhatIf:
             "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
             "control_low": min(left, default=None), "control_high": max(left, default=None), "sets": len(left),
             "verdict": verdict(before, after, torch.tensor(left)) if left and not own else None,
-            "answer": output.name(best)[0], "rival": output.name(rival)[0],
+            "answer": output.text_of("answer"), "rival": output.text_of("rival"),
             "difference": output.difference, "difference_after": apart[0],
             "difference_low": min(apart[1:], default=None), "difference_high": max(apart[1:], default=None),
             "probability": float(old[best]), "probability_after": float(new[best]),

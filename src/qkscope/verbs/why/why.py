@@ -29,9 +29,11 @@ from qkscope.results.work import PartDone, current_work, verb
 from qkscope.sums.feature_split import Split
 from qkscope.sums.subspace import Subspace
 from qkscope.texts.jsonl import read_prompts
+from qkscope.texts.pairs import PromptPair, has_pairs, read_pairs
 from qkscope.verbs.why import next_words
 from qkscope.verbs.why.answer import Why
 from qkscope.verbs.why.circuit import LOGIT, Circuit, write_graph
+from qkscope.verbs.why.many_pairs import mean_leads
 from qkscope.verbs.why.many_prompts import (
     Prompt,
     Prompts,
@@ -84,7 +86,7 @@ def why(
     ----------
     scope : the model.
     prompt : any text; for many prompts a list, or a .jsonl file of lines like ``{"prompt": "…",
-        "answer": " Mary"}``.
+        "answer": " Mary"}``; or of pairs, with ``clean``, ``corrupted``, ``answer`` and ``rival``.
     head : like L18H6; without one, every head is tried, and those that decide the next token are
         named (with a fit, its first head is asked).
     query : the token that the head looks from, by place (from the end if negative) or text (``"
@@ -139,6 +141,13 @@ def why(
         )
     if export is not None:
         _check_export(Path(export), circuit)
+    if isinstance(prompt, str) and prompt.lower().endswith(".jsonl") and has_pairs(prompt):
+        if chosen or circuit or query is not None or versus is not None or answer is not None:
+            raise BadInput(
+                f"{prompt} names pairs, whose mean logit difference is given: leave out heads,"
+                " circuit, query, answer and versus."
+            )
+        return _mean_of_pairs(scope, read_pairs(prompt)[:n], chat, seed)
     prompts = _many_prompts(prompt, chosen)
     if prompts is not None:
         if corrupted is not None or answer is not None:
@@ -232,6 +241,13 @@ def _reasons_of_many(asked: Prompts) -> Why:
     about = made_with(asked.scope, prompts=len(asked.prompts), heads=heads)
     answer = over_answer(tables)
     return Why("why/prompts", tables, seed=asked.seed, answer=answer, **about)
+
+
+def _mean_of_pairs(scope: Scope, pairs: Sequence[PromptPair], chat: bool, seed: int) -> Why:
+    """Mean logit differences over pairs, a rival a line."""
+    answer, tables = mean_leads(scope, pairs, chat, seed)
+    about = made_with(scope, prompts=len(pairs))
+    return Why("why/pairs", tables, seed=seed, answer=answer, **about)
 
 
 def _circuit_of_many(
