@@ -1,5 +1,4 @@
-"""What the names of an atlas are worth: predictions on unseen documents, labels, ablations, random
-weights.
+"""What the names of an atlas are worth, on unseen documents, labels and random weights.
 
     python bench/atlas_measure.py RUN [--model MODEL] [--texts DIR] [-n 40] [--on
     python,packages,DIR] python bench/atlas_measure.py RUN --ship FILE --hardware "two CPU
@@ -154,7 +153,8 @@ def said(scores: list[dict[str, Any]], on: str) -> None:
         lower = sum(row["loss_high"] < 0 for row in some)
         higher = sum(row["loss_low"] > 0 for row in some)
         print(
-            f"  on {on}, {text} ({n}): better than the best offset {better / n:.0%}, worse {worse / n:.0%}; {means};"
+            f"  on {on}, {text} ({n}): better than the best offset {better / n:.0%}, worse "
+            f"{worse / n:.0%}; {means};"
         )
         print(f"    log-loss lower with the name at {lower} heads, higher at {higher}")
 
@@ -209,7 +209,8 @@ def labels(scope: qk.Scope, jobs: list[dict[str, Any]]) -> None:
         share = {row["head"]: row["share"] for row in jobs if row["job"] == job}
         area = roc_auc_score(truth, [share.get(str(head), 0.0) for head in scope.heads()])
         print(
-            f"  labels from repeated random tokens, {job} ({sum(truth)} heads): area under the curve {area:.3f}"
+            f"  labels from repeated random tokens, {job} ({sum(truth)} heads): area under the "
+            f"curve {area:.3f}"
         )
 
 
@@ -240,7 +241,8 @@ def ablated(scope: qk.Scope, heads: list[str], jobs: list[dict[str, Any]]) -> No
     together = accuracy(heads)
     single = {head: f"{accuracy([head]) / before - 1:+.0%}" for head in [*heads, previous["head"]]}
     print(
-        f"  second copy right {before:.2f}; {len(heads)} induction heads ablated {together / before - 1:+.0%};"
+        f"  second copy right {before:.2f}; {len(heads)} induction heads ablated "
+        f"{together / before - 1:+.0%};"
     )
     low, median, high = (f"{sets[i] / before - 1:+.0%}" for i in (0, 10, -1))
     print(f"    20 random sets: median {median}, {low} to {high}; each alone {single}")

@@ -39,7 +39,7 @@ def test_texts_whose_tokens_the_model_does_not_have_are_refused(nano, texts):
 
 def reason_of(kind, query, key, start=0, end=0, text="w"):
     finding = Finding(kind, text, (start, query), verdict="shown")
-    word = {"position": start, "end": end, "cause": "yes", "after": 0.0}
+    word = {"position": start, "end": end, "text": text, "cause": "yes", "after": 0.0}
     return Reason(Look(Head(0, 0), query, key), 0.9, 5, 5, [word], [finding])
 
 
@@ -51,8 +51,10 @@ def reason_of(kind, query, key, start=0, end=0, text="w"):
         (reason_of("position", 9, 8), "previous token"),
         (reason_of("position", 9, 6), "position -3"),
         (reason_of("self", 9, 9), "self"),
-        (reason_of("key word", 9, 4), "key word"),
-        (reason_of("key word", 9, 4, text=","), "punctuation"),
+        (reason_of("kind", 9, 4, 4, 5), "key word"),
+        (reason_of("few words", 9, 4, 4, 5, text=","), "punctuation"),
+        (reason_of("this word", 9, 4, 9, 10), "query word"),
+        (reason_of("few words", 9, 4, 2, 3), "few words"),
     ],
 )
 def test_a_reason_is_a_job(reason, job):

@@ -108,6 +108,10 @@ def reproduce(
             help="ioi, single or text (franco2026 fig7b, 8, 9, 25); as-written (lee2026 fig2, 11).",
         ),
     ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option("-n", help="Prompts of each kind (lee2026, language models); the preset's."),
+    ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Run also what is finished in OUT.")
     ] = False,
@@ -151,7 +155,8 @@ def reproduce(
 
     try:
         for name, chosen in wanted.items():
-            asked: Any = {"model": model, "prompts": prompts, "again": again, "show": show}
+            asked: Any = {"model": model, "prompts": prompts, "n": n}
+            asked |= {"again": again, "show": show}
             done = run_reproduce(
                 name, chosen, preset=preset, out=out, seed=seed, device=device, **asked
             )
@@ -186,7 +191,7 @@ def toy_retrieval(
     everything: All = False,
     as_json: Json = False,
 ) -> None:
-    """Train heads on payload retrieval, many at once; the same command again resumes a stopped run."""
+    """Train heads on payload retrieval, many at once; the same command resumes a stopped run."""
     from qkscope_papers.lee2026.toy.train import train_retrieval
 
     options: Any = {"grids": grids, "variant": variant, "d_head": d_head, "as_written": as_written}

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from qkscope.findings.finding import Look, Reason
+from qkscope.findings.relations import few_or_none
 
 INDUCTION = "induction"
 DUPLICATE = "duplicate token"
@@ -27,12 +28,17 @@ def job_of(reason: Reason) -> str:
         return _copy_job(reason)
     if reason.kind == "position":
         return _position_job(look)
-    shown = {finding.kind: finding.text for finding in reason.shown}
-    if {"key word", "query word"} <= shown.keys():
+    if reason.kind in ("self", "no single word"):
+        return reason.kind
+    at_key = [row for row in reason.causes if row["position"] <= look.key < row["end"]]
+    at_query = [row for row in reason.causes if row["position"] <= look.query < row["end"]]
+    if at_key and at_query:
         return "key and query words"
-    if reason.kind == "key word" and not any(map(str.isalnum, shown["key word"])):
-        return PUNCTUATION
-    return reason.kind
+    if at_key:
+        return "key word" if any(map(str.isalnum, at_key[0]["text"])) else PUNCTUATION
+    if at_query:
+        return "query word"
+    return few_or_none(reason.causes).kind
 
 
 def _copy_job(reason: Reason) -> str:

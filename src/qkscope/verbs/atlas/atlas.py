@@ -223,7 +223,8 @@ def look_rows(
     for look in looks:
         prompts[look.query] = str(decode(passage.ids[: look.query + 1]))
     rows = []
-    for reason in Because(again, looks, seed, WORDS).reasons(follow=False, near=False):
+    because = Because(again, looks, seed, WORDS)
+    for reason in because.reasons(follow=False, near=False, levels="none"):
         look = reason.look
         rows.append({
             "head": str(look.head), "job": job_of(reason), "query": look.query, "key": look.key,
