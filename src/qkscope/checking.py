@@ -207,7 +207,7 @@ def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[s
 def _refuse(function: Callable[..., Any], parameters: list[str], errors: Sequence[Any]) -> None:
     """Raise `BadInput` for the first argument that pydantic found wrong."""
     shown = function.__qualname__.removesuffix(".__init__")
-    shown = shown.rpartition("<locals>.")[2]
+    shown = shown.rpartition("<locals>.")[2].replace("Runner.", "Scope.")
     place = errors[0]["loc"][0]
     # one argument too many or too few: the live page sends what a browser sends
     if "argument" in errors[0]["type"]:
@@ -223,6 +223,11 @@ def _refuse(function: Callable[..., Any], parameters: list[str], errors: Sequenc
     wanted = " or ".join(dict.fromkeys(kinds))
     for pydantic_words, plain_words in _WORDING.items():
         wanted = wanted.replace(pydantic_words, plain_words)
+    given = at_place[0]["input"]
+    if isinstance(given, list | tuple) and any("of Head" in kind for kind in kinds):
+        raise BadInput(
+            f"{shown} takes one head, like 'L18H6', but got {len(given)}: call it for each in turn."
+        )
     value = describe(deepest[0]["input"])
     raise BadInput(f"{name} of {shown} should be {wanted}, but got {value}.")
 

@@ -217,6 +217,11 @@ def test_numbers_are_never_cut_and_all_columns_stand_one_below_the_other_where_a
     assert len(lines([row], columns, 1000, whole=True)) == 3
 
 
+OTHERS = {
+    other.name: other for declared in COMMANDS.values() for other in declared.instead.values()
+}
+
+
 @pytest.mark.parametrize("declared", COMMANDS.values(), ids=COMMANDS)
 def test_a_declaration_has_every_parameter_of_its_function_with_its_default(declared):
     module, _, name = declared.function.partition(":")
@@ -232,12 +237,25 @@ def test_a_declaration_has_every_parameter_of_its_function_with_its_default(decl
         assert re.search(rf"^ +(\w+, )*{name}(, \w+)* : ", function.__doc__, re.MULTILINE), name
 
 
+@pytest.mark.parametrize("declared", OTHERS.values(), ids=OTHERS)
+def test_a_command_that_runs_instead_finds_all_its_arguments_among_what_is_typed(declared):
+    (typed,) = (each for each in COMMANDS.values() if declared in each.instead.values())
+    module, _, name = declared.function.partition(":")
+    parameters = signature(getattr(import_module(module), name)).parameters
+    options = {option.name: option for option in typed.options}
+    assert set(parameters) - {*declared.made} <= set(options)
+    for option in declared.options:
+        assert option in typed.options, option.name
+
+
 def test_every_option_has_a_help_and_is_read():
     """By the function itself, by what makes one of its arguments, or by what prints its result."""
     readers = getsource(import_module("qkscope.cli.arguments"))
     for declared in COMMANDS.values():
-        module, _, name = declared.function.partition(":")
-        parameters = signature(getattr(import_module(module), name)).parameters
+        parameters = set[str]()
+        for other in (declared, *declared.instead.values()):
+            module, _, name = other.function.partition(":")
+            parameters |= set(signature(getattr(import_module(module), name)).parameters)
         for option in declared.options:
             assert option.help
             made_from = f'values["{option.name}"]' in readers

@@ -9,6 +9,7 @@ import torch
 
 import qkscope as qk
 from batches import look
+from qkscope.errors import BadInput
 from qkscope.model.block_tree import read_blocks
 from qkscope.model.patch import Edit
 
@@ -195,3 +196,46 @@ def test_a_second_scope_of_the_same_model_is_unchanged(nano):
     plain = other.attention(PROMPT, "L1H0")
     with nano.ablate("L0H2", "M0"):
         torch.testing.assert_close(other.attention(PROMPT, "L1H0"), plain, atol=0, rtol=0)
+
+
+def test_logits_and_their_difference_are_the_models_own_inside_a_block_too(nano):
+    prompt = "hat: O jam: Z jam:"
+    inputs = nano.encode([prompt]).inputs
+    ids = nano.tokenizer.convert_tokens_to_ids(["Z", "O"])
+
+    def own():
+        with torch.no_grad():
+            return nano.model(**inputs).logits[0, -1].float()
+
+    assert torch.allclose(nano.logits(prompt), own(), atol=1e-5)
+    plain = nano.logit_difference(prompt, "Z", "O")
+    assert plain == pytest.approx(float(own()[ids[0]] - own()[ids[1]]), abs=1e-4)
+    assert nano.logit_difference(prompt, *ids) == plain
+    with nano.hide("L2H3", key="Z", query=-1):
+        hidden = nano.logit_difference(prompt, "Z", "O")
+        assert hidden == pytest.approx(float(own()[ids[0]] - own()[ids[1]]), abs=1e-4)
+    # the verb hides a key from the query alone, as this block does
+    (row,) = (
+        row
+        for row in qk.why(nano, prompt, "L2H3", key="Z", versus="O").tables["output"]
+        if row["rival"]
+    )
+    assert hidden == pytest.approx(row["difference"], abs=1e-4)
+    assert nano.tokens(prompt) == ["<s>", "hat", ":", "O", "jam", ":", "Z", "jam", ":"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda scope: scope.logit_difference("hat: O", "Z jam", "O"), "'Z jam' is 2 tokens"),
+        (lambda scope: scope.logit_difference("hat: O", "Z", 10**6), "no token 1000000"),
+        (
+            lambda scope: scope.attention("hat: O", ["L1H0", "L1H1"]),
+            "Scope.attention takes one head, like 'L18H6', but got 2: call it for each in turn",
+        ),
+        (lambda scope: scope.hide(["L1H0"], key=1), "Scope.hide takes one head"),
+    ],
+)
+def test_what_names_no_token_or_no_head_is_refused_in_words(nano, ask, says):
+    with pytest.raises(BadInput, match=says):
+        ask(nano)

@@ -664,3 +664,20 @@ def test_a_prompt_is_text_a_bad_one_a_sentence_and_every_screen_is_enough(watche
     page.fill("#prompt", "jam: Z\njam:")
     page.click("#look")
     page.wait_for_selector("#error", state="hidden")
+
+
+def test_a_rival_can_be_typed_and_a_what_if_puts_the_new_answer_first(watched, nano):
+    page = watched.page
+    page.locator("#typed").fill("B")
+    page.locator("#typed").press("Enter")
+    watched.until("document.getElementById('difference').textContent.includes('Z − B')")
+    drawn(watched)
+    page.locator("#ablate").click()
+    watched.until("document.getElementById('was').textContent !== ''")
+    head = page.locator("#heads tr.picked button").inner_text()
+    with nano.ablate(head):
+        after = nano.logits(PROMPT).softmax(-1)
+    assert page.locator("#best").inner_text() == nano.tokenizer.decode(after.argmax())
+    assert "(was 'Z' 99.8%)" in page.locator("#was").inner_text()
+    assert "before the change" in page.locator("#tried").inner_text()
+    assert page.locator("#before").is_visible()

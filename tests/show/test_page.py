@@ -232,3 +232,29 @@ def test_view_opens_our_own_page_and_draws_a_strangers_anew(tmp_path, monkeypatc
         assert "document.cookie" not in opened.read_text()
         assert opened.read_text().count("data:image/png;base64,") == 1
         assert (folder / "report.html").read_text() == theirs  # not ours to change
+
+
+class Unread(qk.Scope):
+    """A model whose prompt is long."""
+
+    def __init__(self):
+        pass
+
+    def tokens(self, prompt, *, chat=False):
+        return ["a"] * 257
+
+
+def test_patterns_of_heads_are_drawn_as_a_table_of_what_each_token_attends_to(nano):
+    prompt = "hat: O jam: Z jam:"
+    shown = qk.show_pattern(nano, prompt, "L1H0,L2H3")
+    blocks = [block for block in blocks_of(shown) if block.kind == "pattern"]
+    assert [block.title for block in blocks] == [
+        "Attention pattern of L1H0",
+        "Attention pattern of L2H3",
+    ]
+    pattern = nano.attention(prompt, "L2H3")
+    for row in blocks[1].rows:
+        assert row["attention"] == pytest.approx(float(pattern[row["query"], row["key"]]))
+    assert "qk.charts.pattern" in shown._repr_html_()
+    with pytest.raises(BadInput, match="a whole pattern is drawn of at most 256"):
+        qk.show_pattern(Unread(), "hat: O", "L1H0")

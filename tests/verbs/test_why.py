@@ -13,7 +13,7 @@ from qkscope import cli
 from qkscope.cli import app
 from qkscope.errors import BadInput
 from qkscope.examples import Example
-from qkscope.findings.next_token import Output, rival_token
+from qkscope.findings.next_token import Output, one_token
 from qkscope.findings.prompt_trace import AskedPrompt, PromptRun
 from qkscope.heads import Head
 from qkscope.linear.attribution import direct_effect
@@ -317,12 +317,12 @@ def test_a_file_of_prompts_that_cannot_be_asked_is_refused_in_words(nano, tmp_pa
 def test_a_rival_is_what_is_typed_or_it_is_refused(nano, smollm2):
     for model, text in ((smollm2, " John"), (smollm2, "John"), (smollm2, "…"), (nano, " John")):
         (token,) = model.tokenizer.encode(text, add_special_tokens=False)
-        assert rival_token(model, text) == token
+        assert one_token(model, text) == token
     for text in ("咖啡", "喝", " Zxqvv", "  John", " John ", "\ud800", " "):
         for model in (smollm2, nano):
             with pytest.raises(BadInput):
-                rival_token(model, text)
+                one_token(model, text)
     with pytest.raises(BadInput, match=r"' Zxqvv' is 4 tokens of this model \(' Z', 'x', 'q'"):
-        qk.why(smollm2, "hat: O\njam: Z\njam:", versus=" Zxqvv")
+        one_token(smollm2, " Zxqvv")
     with pytest.raises(BadInput, match="this model has no token for '咖啡'"):
         qk.why(nano, "hat: O jam: Z jam:", versus="咖啡")

@@ -165,6 +165,9 @@ def _reader(read: Callable[[str], Any]) -> Callable[[str | None], Any]:
 
 def _run(declared: Command, values: TypedValues) -> None:
     """Run a command with what was typed, and print its result, where it has one."""
+    typed = [name for name in declared.instead if values.get(name) is not None]
+    if typed:
+        declared = declared.instead[typed[0]]
     everything = values.pop(EVERYTHING.name, False)
     as_json = values.pop(AS_JSON.name, False)
     given = {name: make(values) for name, make in declared.made.items()}

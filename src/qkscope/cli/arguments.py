@@ -132,6 +132,17 @@ def task_or_prompt(values: TypedValues) -> Any:
     return make_task(values)
 
 
+def clean_prompt(values: TypedValues) -> str:
+    """The clean prompt of a pair; a pair is of prompts alone."""
+    if values["prompt"] is None or values["corrupted"] is None:
+        raise BadInput("a path is patched between two prompts: type --prompt and --corrupted.")
+    if values["sources"]:
+        raise BadInput("a path is patched between two prompts: leave the task out.")
+    if values["receiver"] is None:
+        raise BadInput("a path ends in a head: name it with --receiver, like L23H0.")
+    return str(values["prompt"])
+
+
 def read_texts(values: TypedValues) -> Any:
     """The documents of files and folders; None: Python's own texts."""
     from qkscope.texts.documents import read_documents

@@ -91,8 +91,22 @@ _WHY = Command(
         Option(
             "versus",
             str,
-            'The rival of the next token, as " John"; by default the likeliest other word of '
-            "the prompt, or the likeliest other token where no such word has 0.1%.",
+            'The rival of the answer, as " John"; by default, where the answer is copied from the '
+            "prompt, the other word of it that plays most alike a part there, and else the "
+            "likeliest next token of the answer's kind. Of several tokens, the first that differs "
+            "from the answer's.",
+        ),
+        Option(
+            "answer",
+            str,
+            'The next token that is asked about, as " Mary"; the likeliest one by default.',
+        ),
+        Option(
+            "corrupted",
+            str,
+            "The other prompt of a pair, of as many tokens: what differs is put into the prompt, "
+            "a span at a time and together.",
+            read=read_prompt,
         ),
         Option(
             "circuit",
@@ -135,6 +149,39 @@ _WHY = Command(
     made={
         "scope": arguments.load_scope,
         "features": arguments.fit_typed,
+        "chat": arguments.chat_of_prompt,
+    },
+)
+
+_PATHS = (
+    Option(
+        "corrupted",
+        str,
+        "The other prompt of a pair, of as many tokens: with --receiver, paths are patched.",
+        read=read_prompt,
+    ),
+    Option(
+        "receiver",
+        str,
+        "Patch paths into this head, like L23H0, between --prompt and --corrupted.",
+        read=Head.parse,
+    ),
+    Option(
+        "sender",
+        str,
+        "What wrote before it: a head, an MLP (M9) or embedding; all of them by default.",
+    ),
+    Option("side", str, "Of the receiver: query, or key at every token.", default="query"),
+    Option("answer", str, "The next token whose lead is read; the likeliest one by default."),
+)
+_PATH_PATCH = Command(
+    "path_patch",
+    "qkscope.verbs.path_patch:path_patch",
+    "Exchange what a sender wrote into one head's query or keys between two prompts.",
+    options=(*_PATHS, *OF_MODEL),
+    made={
+        "scope": arguments.load_scope,
+        "clean": arguments.clean_prompt,
         "chat": arguments.chat_of_prompt,
     },
 )
@@ -215,6 +262,7 @@ _TRACE = Command(
             "of each kind.",
             default=20,
         ),
+        *_PATHS,
         BATCH_SIZE,
         *OF_MODEL,
         *OF_TASK,
@@ -222,6 +270,7 @@ _TRACE = Command(
         PART,
         *PRINTED,
     ),
+    instead={"receiver": _PATH_PATCH, "corrupted": _PATH_PATCH, "sender": _PATH_PATCH},
     made={
         "scope": arguments.load_scope,
         "what": arguments.task_or_prompt,

@@ -14,9 +14,6 @@ PROMPT = "hat: O\njam: Z\ncat: B\npen: K\njam:"
 """A prompt to begin with."""
 
 _OF_MODEL = ("model", "device", "dtype")
-# where the main key of a head is, the best first to ask about: not at the query token itself
-_PLACES = ("answer", "rival", "", "itself")
-_MOST_HELPFUL = 10  # heads that help, among which the place of the key decides
 
 Typed = Mapping[str, Any]
 """What was typed, by the name of its option."""
@@ -72,14 +69,18 @@ def _chosen(typed: Typed, *names: str) -> dict[str, Any]:
 
 
 def _after_why(typed: Typed, result: Result) -> str:
-    """Ask about the head that helps most, the head that carried the words, or trace this one."""
+    """Ask about the first head, the head that carried the words, or trace this one."""
     if typed["fit"]:
         return command("view", live=True, fit=typed["fit"])
     if result.experiment == "why/prompts":
         return _after_prompts(typed, result)
-    same = _chosen(typed, "prompt", "query", "chat", "versus", *_OF_MODEL)
+    if result.experiment == "why/pairs":
+        first = result.tables["pairs"][0]
+        asked = {"answer": first["answer"], "versus": first["rival"]}
+        return command("why", first["said"], **asked, **_chosen(typed, "chat", *_OF_MODEL))
+    same = _chosen(typed, "prompt", "query", "chat", "versus", "answer", "corrupted", *_OF_MODEL)
     if "heads" in result.tables:
-        return command("why", **same, head=_helpful_head(result))
+        return command("why", **same, head=result.tables["heads"][0]["head"])
     if result.experiment == "why/circuit":
         return command("why", **same, head=_first_head_of_paths(result))
     carrier = _carrier(result)
@@ -91,16 +92,9 @@ def _after_why(typed: Typed, result: Result) -> str:
     head = typed["head"] or typed["heads"][0]
     if head.layer == 0:  # the embedding alone writes there: nothing to trace
         return command("why", **same)
-    del same["versus"]  # the rival of the answer; in trace, of the key
+    for name in ("versus", "answer", "corrupted"):  # of the next token; in trace, of the key
+        del same[name]
     return command("trace", **same, heads=head, key=typed["key"])
-
-
-def _helpful_head(result: Result) -> str:
-    """A head for the answer: one that looks at the answer or its rival, rather than at itself."""
-    rows = result.tables["heads"]
-    helpful = [row for row in rows if row["direction"] == "for"][:_MOST_HELPFUL]
-    best = min(helpful or rows[:1], key=lambda row: _PLACES.index(row["at"]))
-    return str(best["head"])
 
 
 def _first_head_of_paths(result: Result) -> str | None:
@@ -119,6 +113,13 @@ def _carrier(result: Result) -> tuple[str, str] | None:
                 if "H" in name:
                     return name, row["side"]
     return None
+
+
+def _after_path_patch(typed: Typed, result: Result) -> str:
+    """Ask about the first head that sends; about the receiver, where none does."""
+    senders = [row["sender"] for row in result.tables["paths"] if "H" in row["sender"]]
+    head = senders[0] if senders else typed["receiver"]
+    return command("why", typed["prompt"], head=head, **_chosen(typed, "query", "chat", *_OF_MODEL))
 
 
 def _after_prompts(typed: Typed, result: Result) -> str:
@@ -178,6 +179,7 @@ def _after_svd(typed: Typed, result: Result) -> str:
 
 NEXT: dict[str, Callable[[Typed, Result], str]] = {
     "why": _after_why,
+    "path_patch": _after_path_patch,
     "heads": _after_heads,
     "decompose": _after_decompose,
     "atlas": _after_atlas,

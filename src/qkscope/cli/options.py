@@ -79,6 +79,7 @@ class Command:
         are called in this order.
     python : parameters that have no option.
     panel : of the help of ``qkscope``.
+    instead : by the name of an option, the command that runs where that is typed.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Command:
     made: Mapping[str, Callable[[TypedValues], Any]] = field(default_factory=dict)
     python: tuple[str, ...] = ()
     panel: str = "Commands"
+    instead: Mapping[str, Command] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------------- what a text is read as

@@ -7,7 +7,7 @@ Texts are cut in narrow lines, numbers never.
 
 A column is written ``heading=column``, or as one word where both are the same. After a heading
 ``?`` leaves the column out where all rows agree; ``±`` adds the interval; after a column ``!r``
-quotes a text.
+quotes a text; ``one→other`` shows two columns in one cell.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class _Column(NamedTuple):
 def _column(heading: str, source: str, rows: Records, digits: int | None) -> _Column:
     """The cells of a column, and whether there are numbers among them."""
     cells = [_cell(source, row, digits) for row in rows]
-    name = source.rstrip("±")
+    name = source.rstrip("±").rpartition("→")[2]
     numeric = any(_is_number(row.get(name)) for row in rows)
     return _Column(heading, cells, numeric)
 
@@ -248,6 +248,9 @@ def _cell(source: str, row: Record, digits: int | None = None) -> str:
             return f"{value} [{low}, {high}]"
     if source.endswith("!r"):
         return repr(row[name])
+    before, arrow, after = name.partition("→")
+    if arrow:
+        return f"{row[before]:.1f} → {row[after]:.1f}"
     return cell(row.get(name), digits)
 
 

@@ -13,8 +13,11 @@ need stands here. Files in reading order:
 - ``head_rows``: one head on a batch of prompts, split among writers; a pass over all batches
 - ``prompt_trace``: one head on one prompt, any query and any key, split and cut
 - ``graph``: a logit followed down to the words
+- ``rivals``: which token an answer is compared with, where nobody names one
+  (``function_words.toml``)
 - ``next_token``: the next token, its rival, and every head tried
 - ``question``: what is asked: a prompt or a pair, head, query, key, answer and rival; parsed once
+- ``pair``: what differs between a clean and a corrupted prompt, a span at a time
 - ``finding``: a statement about a look, with the changes that test it; what decides a look
 - ``registry``: the rule of each kind of finding, its threshold and its precedence
 - ``because``: the words that decide a look, found by putting others in their place

@@ -406,7 +406,7 @@ def pairs_of_strongest(left: Mapping[Word, float]) -> list[Pair]:
     return [*combinations(strongest, 2)]
 
 
-def interval(values: Float[Tensor, "m *n"]) -> tuple[Tensor, Tensor, Tensor]:
+def interval(values: Float[Tensor, " m *n"]) -> tuple[Tensor, Tensor, Tensor]:
     """The mean of some numbers, and the ends of its 90% interval (Student's t)."""
     mean = values.mean(0)
     if len(values) < 2:

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput
+from qkscope.attention import AttentionRows
 from qkscope.heads import BIAS, Head, Side
 from qkscope.linear.run import KINDS, Parts, Run
 
@@ -113,15 +114,15 @@ def _membership(
     return chosen
 
 
-def attention_with(
+def rows_with(
     run: Run,
     head: Head,
     query: int,
     *,
     q: Tensor | None = None,
     keys: Mapping[int, Tensor] | None = None,
-) -> Float[Tensor, "x t"]:
-    """A head's attention row with another query, or other keys at some tokens: a row for each of x.
+) -> AttentionRows:
+    """A head's row with another query, or other keys at some tokens: one for each of x.
 
     Parameters
     ----------
@@ -145,7 +146,21 @@ def attention_with(
     changed = replace(rows, k=k)
     if q is not None:
         changed = replace(changed, q=q[:, None].to(k))
-    return changed.attention()[:, 0]
+    return changed
+
+
+def attention_with(
+    run: Run,
+    head: Head,
+    query: int,
+    *,
+    q: Tensor | None = None,
+    keys: Mapping[int, Tensor] | None = None,
+) -> Float[Tensor, "x t"]:
+    """A head's attention row with another query, or other keys at some tokens; parameters as in
+    `rows_with`.
+    """
+    return rows_with(run, head, query, q=q, keys=keys).attention()[:, 0]
 
 
 def restore(

@@ -80,7 +80,9 @@ class Runner(Shape):
     ) -> AbstractContextManager[None]:
         """Hide a key from a head (attention knockout): the other keys share the row.
 
-        The attention there is 0, also where no other key is left.
+        The attention there is 0, also where no other key is left. Without a query it is hidden from
+        every token that follows; `why` hides a key from the query alone that it asks about, which
+        is ``hide(head, key, query=-1)`` for the last token.
 
         Parameters
         ----------

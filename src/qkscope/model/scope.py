@@ -8,12 +8,14 @@ and the LM head runs only when logits are wanted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput, Example
@@ -22,7 +24,14 @@ from qkscope.heads import Head
 from qkscope.hooks import Hook
 from qkscope.model.batching import Picker
 from qkscope.model.capture_types import Capture, Places
-from qkscope.model.encode import Encoder, Encoding, TokenisedPrompt, choose_side, padded
+from qkscope.model.encode import (
+    Encoder,
+    Encoding,
+    TokenisedPrompt,
+    choose_side,
+    padded,
+    token_texts,
+)
 from qkscope.model.files import Fingerprint, tokenizer_hash
 from qkscope.model.inputs import PaddingSide, input_device
 from qkscope.model.load import load, unwrapped
@@ -181,6 +190,23 @@ class Scope(Runner):
         return check_model(self)
 
     @property
+    def has_changes(self) -> bool:
+        """Whether a ``with`` block of this thread changes the model or the prompt now."""
+        return bool(self._changes.open)
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Leave out the changes of the blocks around, for a ``with`` block of their own.
+
+        Examples
+        --------
+        >>> scope = Scope.load("nano:mixed")
+        >>> with scope.ablate("L0H2"), scope.unchanged():
+        ...     scope.has_changes
+        False
+        """
+        return self._changes.suspended()
+
+    @property
     def device(self) -> torch.device:
         """Where inputs go."""
         return input_device(self.model)
@@ -237,6 +263,79 @@ class Scope(Runner):
             batch.inputs["input_ids"], batch.inputs["attention_mask"]
         )
         return batch
+
+    def tokens(self, prompt: Example | str, *, chat: bool = False) -> list[str]:
+        """What the tokens of a prompt read as: the rows and columns of `attention`.
+
+        A character that is cut into pieces stands at its first piece, and the others are empty.
+
+        Parameters
+        ----------
+        prompt : as the model is given it.
+        chat : whether it goes into the chat template.
+
+        Examples
+        --------
+        >>> Scope.load("nano:mixed").tokens("hat: O jam:")
+        ['<s>', 'hat', ':', 'O', 'jam', ':']
+        """
+        ids = self.encode([prompt], chat=chat).inputs["input_ids"][0].tolist()
+        return token_texts(self, ids)
+
+    @torch.no_grad()
+    def logits(self, prompt: Example | str, *, chat: bool = False) -> Float[Tensor, " v"]:
+        """Next-token logits after a prompt, with the changes of the blocks around in force.
+
+        Parameters
+        ----------
+        prompt : as the model is given it; of an example with a marked query, after that token.
+        chat : whether it goes into the chat template.
+
+        Examples
+        --------
+        >>> scope = Scope.load("nano:mixed")
+        >>> scope.tokenizer.decode(scope.logits("hat: O jam: Z jam:").argmax())
+        'Z'
+        """
+        encoded = self.encode([prompt], chat=chat)
+        scores = self.watch(encoded.inputs, logits_at=encoded.places)
+        assert scores is not None
+        return scores[0].float().cpu()
+
+    def logit_difference(
+        self, prompt: Example | str, answer: str | int, rival: str | int, *, chat: bool = False
+    ) -> float:
+        """The logit of a next token less that of another one.
+
+        Parameters
+        ----------
+        prompt : as the model is given it.
+        answer, rival : texts of one token each, or ids.
+        chat : whether the prompt goes into the chat template.
+
+        Examples
+        --------
+        >>> scope = Scope.load("nano:mixed")
+        >>> scope.logit_difference("hat: O jam: Z jam:", "Z", "O") > 0
+        True
+        """
+        ids = [self._read_one(text) for text in (answer, rival)]
+        logits = self.logits(prompt, chat=chat)
+        return float(logits[ids[0]] - logits[ids[1]])
+
+    def _read_one(self, text: str | int) -> int:
+        """The id of a text of one token, besides blanks before it."""
+        if isinstance(text, int):
+            self.encoder.check_id(text)
+            return text
+        ids = [i for i in self.encoder.bare_ids(text) if token_texts(self, [i])[0].strip()]
+        if len(ids) != 1 or ids[0] == self.encoder.unknown:
+            pieces = f"{len(ids)} tokens" if len(ids) > 1 else "no token"
+            raise BadInput(
+                f"{text!r} is {pieces} of this model, and a logit is of one: name another text, or"
+                " the token's id."
+            )
+        return ids[0]
 
     def place(
         self, prompt: Example | str, token: int | str | None, *, chat: bool = False

@@ -76,6 +76,16 @@ class Changes(threading.local):
         return list(dict.fromkeys(reversed(chosen)))[::-1]
 
     @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave all changes of this thread out for the duration of a ``with`` block."""
+        opened = self.open
+        self.open = []
+        try:
+            yield
+        finally:
+            self.open = opened
+
+    @contextmanager
     def block(self, added: Sequence[BlockChange]) -> Iterator[None]:
         """Put changes in force for the duration of a ``with`` block."""
         opened = self.open  # this thread's, even if another one closes the block

@@ -193,7 +193,8 @@ def _meanings(shown: str, note: str) -> dict[str, str]:
     """What columns mean, by the parts of a note that begin with their headings."""
     columns = dict[str, str]()
     for heading, source in headings_of(shown).items():
-        columns[heading.rstrip("?")] = source.removesuffix("±").removesuffix("!r")
+        name = source.removesuffix("±").removesuffix("!r").rpartition("→")[2]
+        columns[heading.rstrip("?")] = name
     meanings = dict[str, str]()
     for part in note.removesuffix(".").split("; "):
         headings, _, meaning = part.partition(": ")

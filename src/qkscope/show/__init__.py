@@ -5,10 +5,11 @@ A page is made of tables and arrays alone, so that it is the same whenever it is
 
 Reading order: `Block` (one thing to look at), `drawing` (tables are known by their columns) and
 ``names.toml`` (what their values are called), `blocks` (what a table is drawn as, and what is said
-beside it), `reasons` (the same of words, carriers and the atlas), `page` (blocks, claims, tables
-and what made them as one page), ``static/`` (a script per kind of block, on `base.js` and
-`colours.js`; of the live page `ask.js`, `state.js` and `live.js`; `page.css`; templates), `session`
-(the same blocks of a prompt that somebody types), and `server`, which serves them.
+beside it), `reasons` (the same of words, carriers and the atlas), `patterns` (attention patterns to
+look at), `page` (blocks, claims, tables and what made them as one page), ``static/`` (a script per
+kind of block, on `base.js` and `colours.js`; of the live page `ask.js`, `state.js` and `live.js`;
+`page.css`; templates), `session` (the same blocks of a prompt that somebody types), and `server`,
+which serves them.
 """
 
 from __future__ import annotations

@@ -111,6 +111,18 @@ def _curve(block: Block, tables: Tables) -> Iterator[Block]:
     yield block
 
 
+@drawing("pattern", "head", "query", "key", "token", "attention", usual="pattern")
+def _pattern(block: Block, tables: Tables) -> Iterator[Block]:
+    """Attention patterns.
+
+    From each token (row) to those before it (column); darker is more. Point at a cell for its
+    attention.
+    """
+    for head in dict.fromkeys(row["head"] for row in block.rows):
+        rows = [row for row in block.rows if row["head"] == head]
+        yield replace(block, title=f"Attention pattern of {head}", rows=rows)
+
+
 def _parts_of(rows: Records) -> list[str]:
     """The parts that a table of tokens splits the logit in: its other columns of numbers."""
     parts = []

@@ -213,7 +213,7 @@ class Session:
         """Tokens, the next one and its rival, the attention of every head (a byte each), and which
         heads decide.
         """
-        question = Question(self.scope, prompt, query=query, rival=versus)
+        question = self._about_next(prompt, query=query, rival=versus)
         probe = self.ask(question)
         asked = probe.asked
         output = question.output(probe)
@@ -266,7 +266,7 @@ class Session:
 
     def circuit(self, prompt: str, query: int, versus: str | None = None) -> Reply:
         """The circuit from a prompt's answer back to its words."""
-        question = Question(self.scope, prompt, query=query, rival=versus)
+        question = self._about_next(prompt, query=query, rival=versus)
         return _shown(answer_circuit(question, self.ask(question)))
 
     def change(
@@ -363,14 +363,24 @@ class Session:
             )
         return self._kept_probe(prompt, asked.query)
 
+    def _about_next(self, prompt: str, head: Head | None = None, **asked: Any) -> Question:
+        """A question about the next token; one behind the prompt that was typed is refused."""
+        question = Question.of(self.scope, prompt, head, **asked).at_difference()
+        if question.appended:
+            raise BadInput(
+                f"{asked['rival']!r} and the next token both begin with {question.appended!r}: type"
+                " that at the end of the prompt, and then name the rival."
+            )
+        return question
+
     def _trace(self, prompt: str, query: Token | None, head: str, key: Token | None) -> PromptTrace:
         question = Question.of(self.scope, prompt, self.scope.check(head), query=query, key=key)
         return question.look(self.ask(question))
 
     def _answer(self, prompt: str, query: int, head: str, key: int, versus: str | None) -> Result:
         """Why one head looks at one token; where it looks is told at once."""
-        question = Question.of(
-            self.scope, prompt, self.scope.check(head), query=query, key=key, rival=versus
+        question = self._about_next(
+            prompt, self.scope.check(head), query=query, key=key, rival=versus
         )
         probe = self.ask(question)
         trace = question.look(probe)
@@ -457,7 +467,8 @@ class WhatIf:
         self.prompt = prompt
         self.texts = list(dict.fromkeys(changes))  # equal changes are one
         self.trace = trace
-        self.output = Output(trace.run, trace.asked, versus)
+        question = session._about_next(prompt, query=trace.asked.query, rival=versus)
+        self.output = Output(trace.run, trace.asked, question.rival)
         self.calls: list[Call] = []
         self.words = [self._parse(text) for text in self.texts]
 
@@ -551,8 +562,8 @@ class WhatIf:
         leads = [other.lead(best, rival) for other in others]
         chances = changed.logits.softmax(-1)
         return {
-            "answer": output.name(best)[0],
-            "rival": output.name(rival)[0],
+            "answer": output.text_of("answer"),
+            "rival": output.text_of("rival"),
             "difference": output.difference,
             "difference_after": changed.lead(best, rival),
             "difference_low": min(leads, default=None),

@@ -31,6 +31,7 @@ const qk = (() => {
     const shown = text.replaceAll("\n", "↵").replaceAll("\t", "⇥");
     return text === "" ? "∅" : text.trim() === "" ? shown.replace(/[ \u00a0]/g, "␣") : shown;
   };
+  const quoted = (text) => `'${visible(text)}'`; // a token in running prose
   const piece = (text) => visible(text.trim() === "" ? text : text.trim());
   // a sentence whose lines do not break between a quote and the blank of its token
   const unbroken = (text) =>
@@ -181,7 +182,7 @@ const qk = (() => {
 
   return {
     charts: {}, // kind of block -> (element, rows, options): each script adds its own
-    ...{ make, draw, number, fixed, signed, percent, pretty, visible, piece, unbroken, viridis, isDark, swatch, legend, stroke, table },
+    ...{ make, draw, number, fixed, signed, percent, pretty, visible, quoted, piece, unbroken, viridis, isDark, swatch, legend, stroke, table },
     ...{ tip, pointed, follow, near, redraw, button, choose, byHead, toggle, ticks, rules },
   };
 })();

@@ -1,14 +1,14 @@
 "use strict";
 // Heads that decide the next token, for and against it, and the words that decide where one of them looks.
 (() => {
-  const { make, button, signed, percent, piece } = qk;
+  const { make, button, fixed, signed, percent, piece } = qk;
   const SHOWN = { for: 6, against: 4 }, // heads of each kind, before the others are asked for
     NEARLY = 0.25; // of the attention: two equal words that restore so much more than each alone, though not by the rule
 
   // token(i) as it reads, called(head); picked: a head; onpick(row), onmore(); a saved page names no answer and picks nothing
   qk.heads = (element, { rows, answer, rival, picked, all, token, called, onpick, onmore }) => {
-    const best = answer ? piece(answer.token) : "the next token",
-      over = rival ? piece(rival.token) : "its rival",
+    const best = answer ? qk.quoted(answer.token) : "the next token",
+      over = rival ? qk.quoted(rival.token) : "its rival",
       most = Math.max(0.1, ...rows.map(({ difference }) => Math.abs(difference)));
     const line = (row) => {
       const { head, key, difference, probability } = row,
@@ -24,7 +24,7 @@
         make("td", { class: "at" }, token(key)),
         make("td", { class: "n", title: chances }, percent(probability, digits)),
         make("td", { class: "bar" }, make("i", { style: { width, background } })),
-        make("td", { class: "n" }, signed(difference)),
+        make("td", { class: "n" }, row.lead === undefined ? signed(difference) : `${fixed(row.lead_before, 1)} → ${fixed(row.lead, 1)}`),
       );
     };
     const heading = (text) => make("tr", {}, make("th", { colspan: 5, scope: "rowgroup" }, text));
@@ -40,17 +40,17 @@
     if (mine) body.push(heading(mine.direction === "neither" ? "neither" : `also ${mine.direction}`), line(mine));
     const title = (words, given = {}) => make("th", { scope: "col", ...given }, words),
       chance = `probability of ${best} with that token hidden from the head`,
-      logits = { class: "n", colspan: 2, title: `change of the lead of ${best} over ${over}, in logits` };
+      logits = { class: "n", colspan: 2, title: `lead of ${best} over ${over} in logits, before → with that token hidden` };
     const titles = [
       title("head"),
       title("token"),
-      title("probability", { class: "n", title: chance }),
-      title("difference", logits),
+      title("P hidden", { class: "n", title: chance }),
+      title("lead", logits),
     ];
     const before = answer ? ` (${percent(answer.probability)} before)` : "",
       told =
         `Hide each head's main token from it, one head at a time: the probability of ${best} then${before},` +
-        ` and how its lead over ${over} changes, in logits.`;
+        ` and its lead over ${over} in logits, before → then.`;
     const more = button(all ? "fewer" : `${matter - listed.length} more`, onmore);
     element.replaceChildren(
       make("p", { class: "words" }, told),

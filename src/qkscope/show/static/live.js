@@ -170,8 +170,13 @@
       rival = seen.rival;
     const last = seen.query === seen.tokens.length - 1;
     $("after").textContent = last ? "Next" : `After ${token(seen.query)} (token ${seen.query})`;
-    $("best").textContent = piece(best.token);
-    $("chance").textContent = percent(best.probability, best.probability > 0.98 ? 1 : 0);
+    // after a what-if the new next token stands first, and what it was behind it
+    const after = changed?.result.tables.next ?? [],
+      now = after.reduce((most, row) => (row.after > (most?.after ?? -1) ? row : most), null),
+      share = (value) => percent(value, value > 0.98 ? 1 : 0);
+    $("best").textContent = piece(now?.token ?? best.token);
+    $("chance").textContent = share(now ? now.after : best.probability);
+    $("was").textContent = now ? `(was ${qk.quoted(best.token)} ${share(best.probability)})` : "";
     // a word may be a token with and one without a blank before it: the one like the answer is meant
     const rivals = new Map(),
       alike = (text) => text.startsWith(" ") === best.token.startsWith(" "),
@@ -182,7 +187,9 @@
     rivals.set(rival.token.trim(), rival.token);
     $("versus").replaceChildren(...[...rivals].map(([name, text]) => make("option", { value: text }, visible(name))));
     $("versus").value = rival.token;
-    $("difference").textContent = `${piece(best.token)} − ${piece(rival.token)} ${signed(seen.difference)} in logits`;
+    const [made] = changed?.result.tables.changes ?? [],
+      lead = made ? `${signed(made.difference)} → ${signed(made.difference_after)}` : signed(seen.difference);
+    $("difference").textContent = `${piece(best.token)} − ${piece(rival.token)} ${lead} in logits`;
     $("others").replaceChildren(
       make("span", { class: "of" }, "or"),
       ...others.map((row) => {
@@ -197,7 +204,7 @@
 
   function drawHeads() {
     const rows = seen.result?.tables.heads;
-    $("tried").textContent = rows ? `${rows.length} tried` : "";
+    $("tried").textContent = rows ? `${rows.length} tried${changed ? ", before the change" : ""}` : "";
     if (!rows) return $("heads").replaceChildren(make("p", { class: "soft" }, "trying every head …"));
     const onpick = ({ head, key }) => {
       move({ path: [{ head, query: seen.query, key }] });
@@ -215,8 +222,10 @@
   function draw() {
     const { head, query, key } = step();
     $("reason").classList.remove("waiting");
+    drawNext();
     drawHeads();
     drawTrail();
+    $("before").hidden = !changed;
     $("answer").replaceChildren(...qk.rich(typeof answer.answer === "string" ? answer.answer : answer.result.answer));
     if (answer.result) $("doing").hidden = true;
     view.ask(changed ? changed.row : answer.row, query, key);
@@ -508,6 +517,14 @@
   });
   addEventListener("resize", edited);
   $("versus").addEventListener("change", (event) => versus(event.target.value));
+  // a rival that is typed: with the blank before it that the answer has
+  $("typed").addEventListener("change", ({ target }) => {
+    const text = target.value,
+      blank = seen.next[0].token.startsWith(" ") && !text.startsWith(" ") ? " " : "";
+    if (!text.trim()) return;
+    target.value = "";
+    versus(blank + text);
+  });
   $("save").addEventListener("click", () => quietly(save().catch((error) => refuse(error.message))));
   $("python").addEventListener("click", () => {
     const question = { prompt: state.prompt, ...step(), ...rival() };

@@ -94,4 +94,24 @@
     const again = redraw(element, paint);
     document.addEventListener("qk-theme", () => canvas.isConnected && again());
   };
+
+  // a saved page and a notebook: the rows of a table
+  qk.charts ??= {};
+  qk.charts.pattern = (element, rows) => {
+    const size = Math.max(...rows.map(({ key }) => key)) + 1,
+      bytes = new Uint8Array(size * size),
+      tokens = Array(size).fill("");
+    for (const { query, key, token, attention } of rows) {
+      bytes[query * size + key] = Math.round(255 * attention);
+      tokens[key] = token;
+    }
+    const place = make("div", {}),
+      said = make("p", { class: "soft", "aria-live": "polite" }, "\u00a0");
+    const onlook = (i, j) => {
+      const words = `${piece(tokens[i] ?? "")} → ${piece(tokens[j] ?? "")} ${percent(bytes[i * size + j] / 255)}`;
+      said.textContent = i === null || i === undefined ? "\u00a0" : words;
+    };
+    element.replaceChildren(place, said);
+    qk.pattern(place, { bytes, tokens, onlook });
+  };
 })();

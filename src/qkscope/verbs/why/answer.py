@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -19,7 +19,7 @@ class Why(Result):
     @property
     def main(self) -> str:  # type: ignore[override]
         """The table that answers: of one head, of all heads, or of many prompts."""
-        named = ("attention", "heads", "reasons", "decides", "paths", "roles")
+        named = ("attention", "heads", "reasons", "decides", "mean", "paths", "roles")
         return next((name for name in named if name in self.tables), "")
 
     def __str__(self) -> str:
@@ -36,8 +36,9 @@ class Why(Result):
         """
         rows = [row for table in _COMPARED for row in _changes(self, other, table)]
         rows.sort(key=lambda row: -abs(row["change"]))
-        both = f"{self.answer}\n{other.answer}"
-        return Result("why/diff", {"diff": rows}, answer=both, model=self.model)
+        return Result(
+            "why/diff", {"diff": rows}, answer=_in_words(self, other, rows), model=self.model
+        )
 
     def to_networkx(self) -> Any:
         """The graph of writers and what they read, as a `networkx.MultiDiGraph` from writers to
@@ -59,6 +60,44 @@ _COMPARED = {
     "attention": ("token", "attention"),
 }
 """Tables that two answers are compared by: columns that name a row, and the number of it."""
+
+
+_SAID = 3  # differences in the sentence
+
+
+def _in_words(this: Result, other: Result, rows: Sequence[Mapping[str, Any]]) -> str:
+    """What differs most between two answers."""
+    parts = list[str]()
+    asked = [answer.tables.get("asked", ()) for answer in (this, other)]
+    if all(asked):
+        one, two = (
+            f"{row['answer']!r} {row['probability']:.0%} over {row['rival']!r} by {row['lead']:.1f}"
+            for (row,) in asked
+        )
+        parts.append(f"The answer is {one} in the first and {two} in the other." if one != two
+                     else f"Both answer {one}.")  # fmt: skip
+    largest = [row for row in rows if row["change"]][:_SAID]
+    if not largest:
+        return " ".join([*parts, "No number of theirs differs."])
+    told = [
+        f"{_COLUMNS[row['table']]} {row['what']!r} {_shown(row['this'])} → {_shown(row['other'])}"
+        for row in largest
+    ]
+    return " ".join([*parts, f"What differs most: {', '.join(told)}."])
+
+
+def _shown(value: float | None) -> str:
+    """A number of a sentence; a dash where an answer has none."""
+    return "—" if value is None else f"{value:.2f}"
+
+
+_COLUMNS = {
+    "heads": "the change of the lead without",
+    "writers": "the share of",
+    "because": "attention left with another word for",
+    "attention": "attention on",
+}
+"""What the number of each compared table is."""
 
 
 def _changes(before: Result, after: Result, table: str) -> Iterator[dict[str, Any]]:

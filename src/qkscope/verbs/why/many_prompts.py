@@ -23,7 +23,7 @@ from qkscope import BadInput, Example, Scope
 from qkscope.findings.because import Because
 from qkscope.findings.carriers import Carriers
 from qkscope.findings.finding import Look
-from qkscope.findings.next_token import Output, first_token, rival_token, whole
+from qkscope.findings.next_token import Output, first_token, one_token, whole
 from qkscope.findings.prompt_trace import PromptRun, reader_of
 from qkscope.findings.published import columns_of_roles
 from qkscope.findings.question import Question
@@ -114,12 +114,12 @@ class Prompts:
             right_tokens = self._first_tokens(right)
         except BadInput as error:
             raise BadInput(f"{example.where or f'prompt {i + 1}'}: {error}") from None
-        is_right = output.best in right_tokens if right_tokens else None
+        is_right = output.likeliest in right_tokens if right_tokens else None
         answer: Row = {
             "prompt": i,
             "right": is_right,
             "said": example.text or example.show(),
-            "next": output.name(output.best)[0],
+            "next": output.name(output.likeliest)[0],
         }
         if self.heads is None:
             return {"heads": output.head_rows(), "answers": [answer]}
@@ -362,7 +362,7 @@ def _pair_of(scope: Scope, example: Example, versus: str | None) -> tuple[int, i
         needed = "a circuit of many prompts needs the answer of each, and a rival"
         raise BadInput(f"{needed}: {example.show(80)} marks none.")
     answer = first_token(scope, texts[1])
-    rival = first_token(scope, texts[-1]) if versus is None else rival_token(scope, versus)
+    rival = first_token(scope, texts[-1]) if versus is None else one_token(scope, versus)
     if answer == rival:
         raise BadInput(
             f"{texts[1]!r} and its rival {texts[-1]!r} begin with the same token: name another rival."

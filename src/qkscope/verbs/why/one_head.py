@@ -16,6 +16,7 @@ from qkscope.findings.verdicts import no_sum
 from qkscope.results.progress import doing
 from qkscope.results.result import Rows, Tables
 from qkscope.verbs.why import sentences
+from qkscope.verbs.why.next_words import does_line
 
 _RUNS = 4  # alternatives of the word whose share of the answer is measured
 
@@ -38,7 +39,7 @@ def one_head(
     effects = output.rows(look)
     wrong = no_sum(look.head, look.tally.error, output.scope.model.dtype)
     if wrong is not None:
-        lines = [sentences.where_line(look), sentences.does_line(effects)]
+        lines = [sentences.where_line(look), does_line(effects)]
         tables = {"attention": look.token_rows(), "output": effects, "check": check}
         return wrong, {"said": _lines(lines), **tables}
     because = None
@@ -66,6 +67,7 @@ def one_head(
         "writers": look.tally.writer_rows(look.head, look.writers),
         "cuts": cuts,
         "output": effects,
+        "asked": output.asked_rows(),
         "returns": returns,
         **graph.tables,
         "check": check,

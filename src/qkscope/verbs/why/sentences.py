@@ -24,8 +24,9 @@ from qkscope.findings.messages import (
     word_name,
     words_line,
 )
-from qkscope.findings.next_token import Output, quoted, whole
+from qkscope.findings.next_token import Output, quoted
 from qkscope.findings.prompt_trace import PromptTrace
+from qkscope.verbs.why.next_words import does_line, effect_sentence
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -33,7 +34,6 @@ Tables = Mapping[str, Rows]
 _AWAY = 0.95  # with so much attention on the first token a head rests
 _SHOWN = 4  # words of a line
 _OFTEN = 0.2  # of its looks on natural text: a job that a head is known for
-_MOVES = 0.1  # logits: a head that changes the answer's lead by less hardly changes it
 
 
 def answer_of(one: PromptTrace, reason: Reason | None, output: Output, tables: Tables) -> str:
@@ -57,28 +57,8 @@ def answer_of(one: PromptTrace, reason: Reason | None, output: Output, tables: T
         where += f" (though most, {first:.0%}, rests on the first token)"
     carriers = tables["carriers"]
     why = reason_clause(one.asked, reason, carriers) if reason else ""
-    effect = _direction(output, tables["output"])
+    effect = effect_sentence(output, tables["output"])
     return f"{where}{why}{carried_clause(carriers)}. {effect}".rstrip()
-
-
-def _direction(output: Output, pushed: Rows) -> str:
-    rival = next((row for row in pushed if row["rival"]), None)
-    if rival is None or rival["difference"] is None:
-        return ""
-    before = output.difference
-    after = rival["difference"]
-    does = (
-        "helps"
-        if after < before - _MOVES
-        else "works against"
-        if after > before + _MOVES
-        else "hardly changes"
-    )
-    best = output.told(output.best)
-    other = output.told(output.rival)
-    return (
-        f"It {does} {best}: {before:.1f} logits ahead of {other}, {after:.1f} with this key hidden."
-    )
 
 
 def lines_of(
@@ -131,46 +111,4 @@ def _habit(one: PromptTrace, reason: Reason) -> str:
         f"Habit: on natural text it does the same in {often:.0%} of its looks ({job})."
         if often >= _OFTEN
         else ""
-    )
-
-
-def does_line(pushed: Rows) -> str:
-    """What hiding the key changes of the next token, and the head's direct effect on it and its
-    rival.
-    """
-    if not pushed:
-        return ""
-    best = pushed[0]
-    rival = next((row for row in pushed if row["rival"]), pushed[0])
-    text = f"Effect: P({quoted(best['token'])}) {best['before']:.1%} → {best['without_key']:.1%} with this key hidden"
-    if best["without_other"] is not None:
-        text += f" (control, its second key: {best['without_other']:.1%})"
-    if best["direct"] is not None:
-        named = ", ".join(
-            f"{quoted(row['token'])} {round(row['direct'], 1) + 0.0:+.1f}" for row in (best, rival)
-        )
-        small = max(abs(best["direct"]), abs(rival["direct"])) < _MOVES
-        moves = ", it acts through later layers" * (
-            abs(best["without_key"] - best["before"]) >= 0.01
-        )
-        text += f"; no direct effect{moves}" if small else f"; direct effect in logits: {named}"
-    return text + "."
-
-
-def heads_answer(output: Output, rows: Rows, says: str) -> str:
-    """The next token and its rival, and how many heads decide between them."""
-    after = quoted(whole(output.asked.tokens, output.asked.query))
-    best = output.told(output.best, chance=True)
-    rival = output.told(output.rival, chance=True)
-    lead = f"ahead by {output.difference:.1f} in logits"
-    on = f"; it continues {quoted(says)}" if says else ""
-    told = (
-        f"The next token after {after} is {best} rather than {rival}{output.why_rival}, {lead}{on}."
-    )
-    matter = {way: sum(row["direction"] == way for row in rows) for way in ("for", "against")}
-    tried = f"Hide each head's main token in turn ({len(rows)} tried):"
-    if not any(matter.values()):
-        return f"{told} {tried} no single head changes that by 0.1."
-    return (
-        f"{told} {tried} {matter['for']} for it, {matter['against']} against it (by 0.1 or more)."
     )

@@ -18,8 +18,9 @@ from qkscope.checking import Count, Natural, Seed
 from qkscope.findings.fit import Fit
 from qkscope.findings.fitted_features import features_of
 from qkscope.findings.next_token import Output
+from qkscope.findings.pair import pair_rows
 from qkscope.findings.prompt_trace import PromptRun, PromptTrace
-from qkscope.findings.question import Question
+from qkscope.findings.question import Question, same_places
 from qkscope.findings.task_batches import made_with
 from qkscope.findings.verdicts import no_sum
 from qkscope.heads import Head, parse_heads
@@ -28,9 +29,11 @@ from qkscope.results.work import PartDone, current_work, verb
 from qkscope.sums.feature_split import Split
 from qkscope.sums.subspace import Subspace
 from qkscope.texts.jsonl import read_prompts
-from qkscope.verbs.why import sentences
+from qkscope.texts.pairs import PromptPair, has_pairs, read_pairs
+from qkscope.verbs.why import next_words
 from qkscope.verbs.why.answer import Why
 from qkscope.verbs.why.circuit import LOGIT, Circuit, write_graph
+from qkscope.verbs.why.many_pairs import mean_leads
 from qkscope.verbs.why.many_prompts import (
     Prompt,
     Prompts,
@@ -60,6 +63,8 @@ def why(
     n: Count | None = None,
     carriers: bool = False,
     versus: str | None = None,
+    answer: str | None = None,
+    corrupted: str | Example | None = None,
     circuit: bool = False,
     export: str | Path | None = None,
     features: Fit | Mapping[str, Subspace] | None = None,
@@ -81,7 +86,7 @@ def why(
     ----------
     scope : the model.
     prompt : any text; for many prompts a list, or a .jsonl file of lines like ``{"prompt": "…",
-        "answer": " Mary"}``.
+        "answer": " Mary"}``; or of pairs, with ``clean``, ``corrupted``, ``answer`` and ``rival``.
     head : like L18H6; without one, every head is tried, and those that decide the next token are
         named (with a fit, its first head is asked).
     query : the token that the head looks from, by place (from the end if negative) or text (``"
@@ -91,8 +96,13 @@ def why(
     n : how many of the prompts, from the first on; all by default.
     carriers : whether to look for the writers that carried the words in many prompts, too, which is
         slow.
-    versus : the rival of the next token, as ``" John"``; by default the likeliest other word of the
-        prompt, or the likeliest other token where no such word has 0.1%.
+    versus : the rival of the answer, as ``" John"``; by default, where the answer is copied from the
+        prompt, the other word of it that plays most alike a part there, and else the likeliest next
+        token of the answer's kind. Of several tokens, the first that differs from the answer's.
+    answer : the next token that is asked about, as ``" Mary"``; the likeliest one by default, and
+        inside a ``with`` block that changes something that of the unchanged prompt.
+    corrupted : the other prompt of a pair, of as many tokens: what differs is put into the prompt, a
+        span at a time and together.
     circuit : whether to go from the answer back to the words: nodes, edges, and what the first
         nodes keep in the running model; with many prompts, nodes are chosen on half of them and
         tested on the others.
@@ -112,7 +122,8 @@ def why(
     Why
         ``tables["attention"]``, ``["because"]``, ``["relation"]``, ``["carriers"]``,
         ``["writers"]``, ``["cuts"]``, ``["output"]``, ``["parts"]``, ``["nodes"]`` and
-        ``["graph"]``, its edges; without a head ``["heads"]``; a circuit ``["paths"]``,
+        ``["graph"]``, its edges; without a head ``["heads"]`` and ``["rivals"]``; always
+        ``["asked"]``, and with a pair ``["pair"]``; a circuit ``["paths"]``,
         ``["nodes"]``, ``["graph"]`` and ``["kept"]``; of many prompts ``["reasons"]``,
         ``["differs"]``, ``["prompts"]`` and ``["answers"]``, or ``["decides"]``.
 
@@ -130,8 +141,20 @@ def why(
         )
     if export is not None:
         _check_export(Path(export), circuit)
+    if isinstance(prompt, str) and prompt.lower().endswith(".jsonl") and has_pairs(prompt):
+        if chosen or circuit or query is not None or versus is not None or answer is not None:
+            raise BadInput(
+                f"{prompt} names pairs, whose mean logit difference is given: leave out heads,"
+                " circuit, query, answer and versus."
+            )
+        return _mean_of_pairs(scope, read_pairs(prompt)[:n], chat, seed)
     prompts = _many_prompts(prompt, chosen)
     if prompts is not None:
+        if corrupted is not None or answer is not None:
+            raise BadInput(
+                "of many prompts each line names its own answer, rival and corrupted prompt: leave"
+                " them out here."
+            )
         if features is not None or key is not None:
             raise BadInput("features and a key are asked about in one prompt, with one head.")
         if export is not None:
@@ -150,7 +173,12 @@ def why(
     if isinstance(features, Fit):  # asked as it was fitted
         chat = chat or features.chat
         first = first or features.heads[0]
-    question = Question(scope, prompt, None, first, query, key, None, versus, chat)
+    question = Question(scope, prompt, corrupted, first, query, key, answer, versus, chat)
+    if corrupted is not None:
+        same_places(scope, prompt, corrupted, chat)  # refuses prompts of other lengths
+        if circuit:
+            raise BadInput("a circuit is of one prompt: leave the corrupted one out.")
+    question = question.at_difference()
     if circuit:
         return _exported(answer_circuit(question, depth=depth, seed=seed), export)
     levels = 1 if depth is None else depth
@@ -215,6 +243,13 @@ def _reasons_of_many(asked: Prompts) -> Why:
     return Why("why/prompts", tables, seed=asked.seed, answer=answer, **about)
 
 
+def _mean_of_pairs(scope: Scope, pairs: Sequence[PromptPair], chat: bool, seed: int) -> Why:
+    """Mean logit differences over pairs, a rival a line."""
+    answer, tables = mean_leads(scope, pairs, chat, seed)
+    about = made_with(scope, prompts=len(pairs))
+    return Why("why/pairs", tables, seed=seed, answer=answer, **about)
+
+
 def _circuit_of_many(
     scope: Scope, prompts: Sequence[Prompt], versus: str | None, chat: bool, seed: int
 ) -> Why:
@@ -247,13 +282,19 @@ def answer_question(
     """
     run = run or question.run()
     if question.head is None:
-        answer, tables = _all_heads(run, question.output(run))
+        look = None
+        output = question.output(run)
+        answer, tables = _all_heads(question, run, output)
     else:
         look = question.look(run)
         output = question.output(run)
         subspaces = {} if features is None else _subspaces(features, look)
         parts = part_rows(look, subspaces, split)
         answer, tables = one_head(look, output, parts, depth, draws, seed)
+        answer = " ".join([answer, *next_words.notes(output, question.appended)])
+    if question.corrupted is not None:
+        tables["pair"] = pair_rows(question, output, look)
+        answer = f"{answer} {next_words.pair_sentence(output, tables['pair'])}"
     return Why("why", tables, seed=seed, answer=answer, **_about(run))
 
 
@@ -270,7 +311,7 @@ def answer_circuit(
         tables = circuit.tables() if wrong is None else {}
     check = [{"head": LOGIT, "sum_error": error, "logit": output.difference}]
     answer = circuit.answer(tables) if wrong is None else wrong
-    tables = {**tables, "check": check}
+    tables = {**tables, "asked": output.asked_rows(), "check": check}
     return Why("why/circuit", tables, seed=seed, answer=answer, **_about(run))
 
 
@@ -280,17 +321,21 @@ def _about(run: PromptRun) -> dict[str, Any]:
     return made_with(run.scope, tokenizer=run.scope.tokenizer_hash, **asked)
 
 
-def _all_heads(run: PromptRun, output: Output) -> tuple[str, Tables]:
+def _all_heads(question: Question, run: PromptRun, output: Output) -> tuple[str, Tables]:
     """Try every head: hide its main token and see what that does to the answer."""
     with doing("hiding each head's main token"):
-        rows = output.head_rows()
+        tables = {
+            "said": [],
+            "heads": output.head_rows(),
+            "asked": output.asked_rows(),
+            "rivals": output.rival_rows(),
+        }
     length = len(run.asked.tokens)
     is_last = run.asked.query == length - 1
-    continuation = ""
+    says = ""
     if is_last and length <= _LONG and isinstance(run.prompt, str):
-        continuation = str(run.scope.generate(run.prompt, _GOES_ON))
-    answer = sentences.heads_answer(output, rows, continuation)
-    return answer, {"said": [], "heads": rows}
+        says = str(run.scope.generate(run.prompt, _GOES_ON))
+    return next_words.heads_answer(output, tables, question.appended, says), tables
 
 
 def _subspaces(features: Fit | Mapping[str, Subspace], look: PromptTrace) -> dict[str, Subspace]:
