@@ -37,7 +37,7 @@ NEAR = 64
 _AFFORDABLE = 2**16
 _WORK = 2**42
 
-Asked = Literal["all", "undecided", "none"]
+LevelsOf = Literal["all", "undecided", "none"]
 """Looks whose words get all sources: all, those that no relation decides, or none."""
 
 
@@ -226,7 +226,7 @@ class Because:
     # ------------------------------------------------------------------ causes
 
     def reasons(
-        self, follow: bool = True, near: bool = True, levels: Asked = "all"
+        self, follow: bool = True, near: bool = True, levels: LevelsOf = "all"
     ) -> list[Reason]:
         """What decides each look.
 
@@ -374,7 +374,7 @@ class Because:
         }
 
 
-def _is_asked(reason: Reason, levels: Asked) -> bool:
+def _is_asked(reason: Reason, levels: LevelsOf) -> bool:
     """Whether the words of a look get all sources."""
     if levels == "undecided":
         return not any(finding.is_reason for finding in reason.findings)
