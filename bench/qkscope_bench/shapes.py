@@ -146,9 +146,9 @@ def naming(shape: str, passages: int, length: int) -> Row:
         found.append(made)
 
     seconds = compare(plain, ours, warm=False)
-    looks = sum(row["looks"] for row in found[0].tables["atlas"])
+    queries = sum(row["n"] for row in found[0].tables["heads"])
     return seconds.overhead(
-        f"{len(scope.heads()):,} heads, {passages}×{length} tokens, {looks:,} looks"
+        f"{len(scope.heads()):,} heads, {passages}×{length} tokens, {queries:,} queries"
     )
 
 

@@ -12,8 +12,10 @@ from qkscope.findings.rules import (
     At,
     Decay,
     Distances,
+    Else,
     First,
     Kind,
+    Near,
     Offset,
     OfKind,
     Rest,
@@ -54,6 +56,8 @@ def on(*places):
         (OfKind(Kind(frozenset([4]))), [0]),  # no such word: the first token
         (At(FIVES, Offset(2)), [5]),
         (At(Kind(frozenset([8])), Offset(2), Offset(1)), [6]),
+        (Else(AfterCopy(), Offset(1)), [5]),
+        (Else(OfKind(Kind(frozenset([4]))), Offset(1)), [6]),  # no such word: the other part
     ],
 )
 def test_a_part_gives_the_row_that_its_name_says(part, places):
@@ -78,6 +82,9 @@ def test_the_table_of_distances_is_the_mean_row_and_words_of_a_kind_fade_by_it()
     rest = Rule([(1.0, Rest())], table).attention(torch.arange(length))
     assert float((rest - pattern)[1:].abs().sum(1).max()) < 0.06  # farther distances share an entry
     assert float(rest[30, 0]) == pytest.approx(0.4, abs=0.001)
+    near = Rule([(1.0, Near())], table).attention(torch.arange(length))
+    without_first = pattern[30, 1:] / pattern[30, 1:].sum()
+    assert float((near[30, 1:] - without_first).abs().sum()) < 0.1
     fading = last_row(OfKind(FIVES), table)
     weights = torch.tensor([table.back[6], table.back[3], table.back[0]])
     torch.testing.assert_close(fading[[1, 4, 7]], weights / weights.sum())

@@ -152,10 +152,11 @@ def _after_decompose(typed: Typed, result: Result) -> str:
 
 
 def _after_atlas(typed: Typed, result: Result) -> str:
-    """Ask why of the strongest look of a head that has a reason, induction first."""
+    """Ask why of the strongest look of a head, induction heads first."""
+    kinds = {row["head"]: row["kind"] for row in result.tables["heads"]}
     looks = sorted(
         result.tables["examples"],
-        key=lambda row: (row["job"] != "induction", -row["attention"]),
+        key=lambda row: (kinds[row["head"]] != "induction", -row["attention"]),
     )
     if not looks:
         return command("view", typed["out"])

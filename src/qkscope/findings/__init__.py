@@ -20,7 +20,7 @@ need stands here. Files in reading order:
 - ``because``: the words that decide a look, found by putting others in their place
 - ``relations``: what relates these words: proposed, tested, judged
 - ``rules``: what a head does, as a program: weighted parts that give its attention from text alone
-- ``head_jobs``: what a head does in one look, in the field's words; the atlases that ship
+- ``shipped_atlas``: the rules of a model's heads, and those that ship; a look beside its rule
 - ``carriers``: a word changed, and what few writers wrote put back
 - ``messages``: findings in words
 - ``verdicts``: what an answer may say of parts, cuts and their controls: the one rule

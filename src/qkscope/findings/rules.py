@@ -62,10 +62,14 @@ class Kind:
         more = " …" if len(self.tokens) > len(named) else ""
         return (", ".join(named) or f"{len(self.tokens)} tokens") + more
 
+    @cached_property
+    def _members(self) -> Int[Tensor, " n"]:
+        """Its tokens, in order."""
+        return torch.tensor(sorted(self.tokens), dtype=torch.int64)
+
     def holds(self, ids: Int[Tensor, "*b t"]) -> Bool[Tensor, "*b t"]:
         """Which tokens of a text are of this kind."""
-        members = torch.tensor(sorted(self.tokens), dtype=ids.dtype, device=ids.device)
-        return torch.isin(ids, members)
+        return torch.isin(ids, self._members.to(ids))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; of a kind made of word classes their numbers stand for the tokens."""
@@ -312,6 +316,22 @@ class Decay(Part):
 
 @checked_class
 @dataclass(frozen=True)
+class Near(Part):
+    """Every token but the first, by the rule's table of distances."""
+
+    tag: ClassVar[str] = "by distance"
+    name = "near tokens"
+
+    def rows(self, text: Text) -> Float[Tensor, "t t"]:
+        """The table, scaled to sum to 1."""
+        return shared(text.by_distance)
+
+    def __str__(self) -> str:
+        return "all tokens by their distance"
+
+
+@checked_class
+@dataclass(frozen=True)
 class SameWord(Part):
     """Earlier copies of the query's token.
 
@@ -435,11 +455,51 @@ class At(Part):
         return f"at a word of the kind {self.kind}: {self.then}, else {self.otherwise}"
 
 
+@checked_class
+@dataclass(frozen=True)
+class Else(Part):
+    """What one part names, and where it names nothing another part: *a copy, else near tokens*.
+
+    Parameters
+    ----------
+    then : what the head does where it can.
+    otherwise : what it does where that names no token.
+    """
+
+    tag: ClassVar[str] = "else"
+    then: Part
+    otherwise: Part = field(default_factory=First)
+
+    @property
+    def name(self) -> str:
+        """That of what it does where it can."""
+        return self.then.name
+
+    def rows(self, text: Text) -> Float[Tensor, "*b t t"]:
+        """Row by row the one, or the other where that is empty."""
+        rows = self.then.rows(text)
+        return torch.where(rows.sum(-1, keepdim=True) > 0, rows, self.otherwise.rows(text))
+
+    def __str__(self) -> str:
+        return f"{self.then}, else {self.otherwise}"
+
+
 def _the(which: Which) -> str:
     return "the last" if which == "last" else "every"
 
 
-PARTS: tuple[type[Part], ...] = (First, Offset, Decay, SameWord, AfterCopy, OfKind, At, Rest)
+PARTS: tuple[type[Part], ...] = (
+    First,
+    Offset,
+    Decay,
+    Near,
+    SameWord,
+    AfterCopy,
+    OfKind,
+    At,
+    Else,
+    Rest,
+)
 _BY_TAG = {part.tag: part for part in PARTS}
 
 

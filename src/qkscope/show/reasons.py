@@ -1,6 +1,4 @@
-"""Reasons: the words that decide a look, who carried them, and every head by what decides where it
-looks.
-"""
+"""Reasons: the words that decide a look, who carried them, and every head by its rule."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+from qkscope.heads import Head
 from qkscope.results.result import Tables
 from qkscope.show import PAGE_NAMES, Block, drawing, number
 from qkscope.text import grouped
@@ -22,29 +21,21 @@ def family_of(kind: str) -> str:
     return "position" if kind.startswith("position") else kind
 
 
-@drawing(
-    "atlas",
-    "head",
-    "layer",
-    "index",
-    "kind",
-    "name",
-    "share",
-    "looks",
-    "leaves",
-    "offset",
-    "tokens",
-    leads=True,
-)
+@drawing("atlas", "head", "kind", "rule", "rest", "iou", "mean_row_iou", "cost", leads=True)
 def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
     """Every head.
 
-    Each head is named by what decides where it looks, tested by changing every word of passages:
-    its jobs, with their shares of its looks. Click a head on the map, a kind to see its heads
+    Each head by a rule that gives its attention from the text alone: fitted on some documents, its
+    rows set beside the head's own on others (IoU), and the head's mean row by distance beside both.
+    Rest is the weight of that mean row in the rule; over .5 counts as no rule. Cost is the rise of
+    perplexity with the rule in the head's place. Click a head on the map, a kind to see its heads
     alone, a column to sort, a line to open it.
     """
-    scores = {row["head"]: row for row in tables.get("scores", ())}
     counts = Counter(family_of(row["kind"]) for row in block.rows)
+    rows = []
+    for row in block.rows:
+        head = Head.parse(row["head"])
+        rows.append({**row, "layer": head.layer, "index": head.index})
     options = {
         "families": {
             family: [text, counts[family]]
@@ -52,13 +43,10 @@ def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
             if counts[family]
         },
         "of": {row["head"]: family_of(row["kind"]) for row in block.rows},
-        "scores": {
-            head: {k: row[k] for k in ("name", "offset", "tokens", "looks")}
-            for head, row in scores.items()
-        },
+        "beside": {row["head"]: dict(row) for row in tables.get("baselines", ())},
         "looks": grouped(tables.get("examples", ()), lambda row: row["head"]),
     }
-    yield replace(block, options=options)
+    yield replace(block, rows=rows, options=options)
 
 
 @drawing(

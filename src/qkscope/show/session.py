@@ -85,7 +85,7 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 def read_features(folder: str | Path, scope: Scope) -> Result:
-    """The fit that `decompose` wrote into a folder, or the names of heads that `atlas` did."""
+    """The fit that `decompose` wrote into a folder, or the rules of heads that `atlas` did."""
     result = features_result(folder)
     if result.experiment.startswith("decompose"):
         return cast(Fit, load_fit(folder, scope))
@@ -115,7 +115,7 @@ class Session:
     Parameters
     ----------
     scope : the model.
-    known : a fit, whose features split logits too, or an atlas, which names heads.
+    known : a fit, whose features split logits too, or an atlas, which has their rules.
     folder : that it was read from.
     """
 
@@ -136,8 +136,8 @@ class Session:
             }
         tables = {} if known is None else known.tables
         self.about = {
-            row["head"]: row for row in tables.get("atlas", ())
-        }  # by head its name, with more
+            row["head"]: row for row in tables.get("heads", ()) if "rule" in row
+        }  # by head its rule, with more
         self.texts = grouped(tables.get("examples", ()), lambda row: row["head"])
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int], str] = str
@@ -238,7 +238,7 @@ class Session:
         result = self._kept_answer(prompt, trace.asked.query, head, trace.key, versus)
         about = self.about.get(str(trace.head))
         texts = self.texts.get(str(trace.head), [])
-        on_text = {"texts": texts[:_TEXTS], "about": f"On text: {about['name']}." if about else ""}
+        on_text = {"texts": texts[:_TEXTS], "about": f"On text: {about['rule']}." if about else ""}
         return {**_shown(result), **_where(trace), **on_text}
 
     def circuit(self, prompt: str, query: int, versus: str | None = None) -> Reply:
