@@ -39,7 +39,7 @@ from qkscope.texts.documents import package_texts, python_texts
 from qkscope.texts.holdout import Passage
 from qkscope.verbs.atlas import atlas
 from qkscope.verbs.atlas.costs import NextTokens
-from qkscope.verbs.atlas.patterns import Patterns, log_loss, overlap
+from qkscope.verbs.atlas.patterns import Patterns, log_loss, row_overlap
 from qkscope.verbs.atlas.rule_fit import RuleFit
 from qkscope.verbs.atlas.word_classes import WordClasses
 from qkscope_papers.models import random_weights
@@ -127,7 +127,7 @@ class Scores:
         says = test.rows(rule.attention(test.ids))
         own = test.of_head(h)
         self.rules.append(rule)
-        self.iou.append(_by_group(overlap(says, own), test.groups))
+        self.iou.append(_by_group(row_overlap(says, own), test.groups))
         self.loss.append(_by_group(log_loss(says, own), test.groups))
 
 
@@ -213,7 +213,7 @@ def _easiest(heads: Sequence[Head], fit: Patterns, rules: Sequence[Rule]) -> lis
     ious = []
     for h, rule in enumerate(rules):
         says = fit.rows(rule.attention(fit.ids))
-        ious.append(float(overlap(says, fit.of_head(h)).mean()))
+        ious.append(float(row_overlap(says, fit.of_head(h)).mean()))
     order = torch.tensor(ious).argsort(descending=True).tolist()
     return [str(heads[h]) for h in order]
 
@@ -323,7 +323,7 @@ def ceiling(
     for h in range(len(heads)):
         logits = _trained(fit, h, codes)
         says = test.rows(logits(test.ids).softmax(-1).detach())
-        scores.append(float(overlap(says, test.of_head(h)).mean()))
+        scores.append(float(row_overlap(says, test.of_head(h)).mean()))
     print(f"trained softmax, {len(heads)} heads: IoU {sum(scores) / len(scores):.3f}")
 
 

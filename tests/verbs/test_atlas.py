@@ -12,7 +12,7 @@ from qkscope.findings.shipped_atlas import Atlas, departure, write_shipped
 from qkscope.heads import Head
 from qkscope.texts.holdout import Passage
 from qkscope.verbs.atlas.costs import NextTokens
-from qkscope.verbs.atlas.patterns import Patterns, overlap
+from qkscope.verbs.atlas.patterns import Patterns, row_overlap
 from qkscope.verbs.atlas.rule_fit import RuleFit, mixture_weights
 from qkscope.verbs.atlas.word_classes import WordClasses
 from qkscope_papers.families import tiny_model
@@ -94,7 +94,7 @@ def test_a_head_that_follows_a_rule_gets_this_rule(nano):
     fit = patterns.some(0, 2)
     found = RuleFit(fit, WordClasses.of(nano, fit.ids.flatten())).rule(0)
     test = patterns.some(1, 2)
-    same = overlap(test.rows(found.attention(test.ids)), test.of_head(0))
+    same = row_overlap(test.rows(found.attention(test.ids)), test.of_head(0))
     assert found.name == "induction"
     assert float(same.mean()) > 0.97
 

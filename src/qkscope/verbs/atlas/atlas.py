@@ -33,7 +33,7 @@ from qkscope.sums.intervals import clustered_bootstrap
 from qkscope.texts.documents import Document, package_texts, python_texts, text_hash
 from qkscope.texts.holdout import Passage, split
 from qkscope.verbs.atlas.costs import NextTokens
-from qkscope.verbs.atlas.patterns import Patterns, log_loss, overlap
+from qkscope.verbs.atlas.patterns import Patterns, log_loss, row_overlap
 from qkscope.verbs.atlas.rule_fit import RuleFit
 from qkscope.verbs.atlas.word_classes import WordClasses
 
@@ -222,7 +222,7 @@ def score_head(fit: RuleFit, test: Patterns, h: int, rule: Rule, neighbour: Rule
         "other_rule": neighbour,
     }
     says = {name: test.rows(other.attention(test.ids)) for name, other in rules.items()}
-    ious = {name: overlap(rows, own) for name, rows in says.items()}
+    ious = {name: row_overlap(rows, own) for name, rows in says.items()}
     gain = (ious["iou"] - ious["mean_row"]).double()
     low, high = clustered_bootstrap(gain[:, None], test.groups)
     return {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -20,7 +21,7 @@ from qkscope.model.capture_types import Places
 from qkscope.rerun.rerun_layers import LaterLayers
 from qkscope.rerun.rerun_tokens import prompt_of
 from qkscope.texts.holdout import Passage
-from qkscope.verbs.atlas.patterns import padded
+from qkscope.verbs.atlas.patterns import passage_ids
 
 
 class NextTokens:
@@ -34,7 +35,7 @@ class NextTokens:
 
     def __init__(self, scope: Scope, passages: Sequence[Passage]) -> None:
         self.scope = scope
-        ids = padded(passages)
+        ids = passage_ids(passages)
         self.inputs = prompt_of(scope, ids)
         lengths = torch.tensor([len(passage.ids) for passage in passages])
         followed = torch.arange(ids.shape[1]) < lengths[:, None] - 1
@@ -59,7 +60,7 @@ class NextTokens:
             later = LaterLayers(self.scope, layer)
             with later.noting():
                 whole = self._logits(0)
-            later.check(whole, lambda later=later: self._handed_on(later))
+            later.check(whole, partial(self._handed_on, later))
             before = self._loss(whole)
             for head, rule in of_layer.items():
                 with self.scope.replace_head(head, rule):

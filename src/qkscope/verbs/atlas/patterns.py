@@ -43,7 +43,7 @@ class Patterns:
     @classmethod
     def of(cls, scope: Scope, heads: Sequence[Head], passages: Sequence[Passage]) -> Patterns:
         """Run passages, as many together as there is room for."""
-        ids = padded(passages)
+        ids = passage_ids(passages)
         length = ids.shape[1]
         patterns = torch.zeros(len(ids), len(heads), length, length)
         layers = {head.layer for head in heads}
@@ -102,17 +102,17 @@ class Patterns:
         return total / there.sum(0)[:, None].clamp(min=1)
 
 
-def padded(passages: Sequence[Passage]) -> Int[Tensor, "p t"]:
+def passage_ids(passages: Sequence[Passage]) -> Int[Tensor, "p t"]:
     """The ids of passages, the last token of a short one repeated: what follows is not seen."""
     length = max(len(passage.ids) for passage in passages)
     rows = [[*x.ids, *x.ids[-1:] * (length - len(x.ids))] for x in passages]
     return torch.tensor(rows)
 
 
-def overlap(rows: Float[Tensor, "r t"], others: Float[Tensor, "r t"]) -> Float[Tensor, " r"]:
+def row_overlap(rows: Float[Tensor, "r t"], others: Float[Tensor, "r t"]) -> Float[Tensor, " r"]:
     """IoU of rows that sum to 1.
 
-    >>> overlap(torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]]))
+    >>> row_overlap(torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]]))
     tensor([0.3333])
     """
     common = torch.minimum(rows, others).sum(-1)
