@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from qkscope.errors import BadInput
+from qkscope.findings.distances import STEPS, Distances, step_number
 from qkscope.findings.rules import (
-    STEPS,
     AfterCopy,
     At,
     Decay,
-    Distances,
     Else,
     First,
     Kind,
@@ -21,7 +20,6 @@ from qkscope.findings.rules import (
     Rest,
     Rule,
     SameWord,
-    step_number,
 )
 
 #        0  1  2  3  4  5  6  7

@@ -19,6 +19,7 @@ need stands here. Files in reading order:
 - ``registry``: the rule of each kind of finding, its threshold and its precedence
 - ``because``: the words that decide a look, found by putting others in their place
 - ``relations``: what relates these words: proposed, tested, judged
+- ``distances``: a head's mean row by distance, as a table
 - ``rules``: what a head does, as a program: weighted parts that give its attention from text alone
 - ``shipped_atlas``: the rules of a model's heads, and those that ship; a look beside its rule
 - ``carriers``: a word changed, and what few writers wrote put back

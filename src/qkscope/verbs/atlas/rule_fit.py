@@ -22,12 +22,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkscope.findings.distances import Distances
 from qkscope.findings.rules import (
     MOST,
     AfterCopy,
     At,
     Decay,
-    Distances,
     Else,
     First,
     Near,
