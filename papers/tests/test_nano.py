@@ -6,9 +6,9 @@ from safetensors.torch import load_file
 
 import qkscope as qk
 from qkscope.errors import BadInput
-from qkscope.model.load import locate, nano_steps
+from qkscope.model.load import nano_steps, place_of_model
 from qkscope.results.folder import read_tensors
-from qkscope.texts.word_pools import NAMES, pools
+from qkscope.texts.word_pools import FIRST_NAMES, pools
 from qkscope_papers.nano.score import CLAIMED, Exam, claimed_task
 from qkscope_papers.nano.text import Texts, nano_tokenizer, vocabulary
 from qkscope_papers.nano.train import STATE, NanoRecipe, NanoTrainer
@@ -37,7 +37,7 @@ def test_checkpoints_are_small_and_load_by_name_and_the_indirect_object_is_learn
     steps = nano_steps("mixed")
     assert steps == sorted(steps)
     assert (steps[0], len(steps) >= 12) == (0, True)
-    folders = [locate(f"nano:mixed@{step}").path for step in steps]
+    folders = [place_of_model(f"nano:mixed@{step}").path for step in steps]
     assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) <= 20_000_000
     assert len({scope.weights_hash for scope in checkpoints}) == len(steps)
     assert [scope.revision for scope in checkpoints] == [str(step) for step in steps]
@@ -67,13 +67,14 @@ def test_the_last_checkpoint_does_what_it_claims_and_the_first_knows_nothing(che
 
 
 def test_no_story_has_a_pair_of_test_names():
-    held = set(pools(NAMES, 0, "names", least=3)["test"])
+    held = set(pools(FIRST_NAMES, 0, "names", least=3)["test"])
     stories = Texts(nano_tokenizer(), CPU).ioi(4000, torch.Generator().manual_seed(0)).ids
     pairs = [
-        [word for i in ids.tolist() if (word := vocabulary()[i]) in NAMES][:2] for ids in stories
+        [word for i in ids.tolist() if (word := vocabulary()[i]) in FIRST_NAMES][:2]
+        for ids in stories
     ]
     assert not [pair for pair in pairs if set(pair) <= held]
-    assert {name for pair in pairs for name in pair} == set(NAMES)  # but each name is
+    assert {name for pair in pairs for name in pair} == set(FIRST_NAMES)  # but each name is
     tested = {
         frozenset(e.piece(key.span) for key in e.keys) for (e, *_) in claimed_task("ioi").test(200)
     }
