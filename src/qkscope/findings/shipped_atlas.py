@@ -11,7 +11,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -157,14 +157,42 @@ def _read(path: Path) -> Atlas:
     """Read an atlas that ships."""
     stored = json.loads(path.read_text("utf-8"))
     made = stored["made"]
-    return Atlas(
+    atlas = Atlas(
         "atlas",
-        {"heads": stored["heads"], "rules": stored["rules"]},
+        {"heads": stored["heads"], "rules": _unpacked(stored["rules"])},
         arrays={"classes": read_classes(stored["classes"])},
         model=made["asked"]["model"],
         answer=made["answer"],
         provenance=made,
     )
+    rules = atlas.rules()
+    heads = [{**row, "rule": str(rules[Head.parse(row["head"])])} for row in stored["heads"]]
+    return replace(atlas, tables={**atlas.tables, "heads": heads})
+
+
+def _packed(value: Any) -> Any:
+    """Lists of class numbers as bits of one number, in hexadecimal."""
+    if isinstance(value, Mapping):
+        return {key: _bits(x) if key == "classes" else _packed(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_packed(x) for x in value]
+    return value
+
+
+def _bits(numbers: Sequence[int]) -> str:
+    return f"{sum(1 << number for number in numbers):x}"
+
+
+def _unpacked(value: Any) -> Any:
+    """Class numbers from what `_packed` gives."""
+    if isinstance(value, Mapping):
+        return {key: _numbers(x) if key == "classes" else _unpacked(x) for key, x in value.items()}
+    return [_unpacked(x) for x in value] if isinstance(value, list) else value
+
+
+def _numbers(bits: str) -> list[int]:
+    number = int(bits, 16)
+    return [i for i in range(number.bit_length()) if number >> i & 1]
 
 
 def write_shipped(atlas: Atlas, path: Path, made: Mapping[str, Any]) -> None:
@@ -173,11 +201,13 @@ def write_shipped(atlas: Atlas, path: Path, made: Mapping[str, Any]) -> None:
         {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
         for row in atlas.tables["heads"]
     ]
+    for row in heads:
+        del row["rule"]  # which the rule itself says
     stored = {
         "made": dict(made),
         "classes": write_classes(atlas.arrays["classes"]),
         "heads": heads,
-        "rules": list(atlas.tables["rules"]),
+        "rules": _packed(atlas.tables["rules"]),
     }
     lines = [f'"{name}": {_lines(value)}' for name, value in stored.items()]
     path.write_text("{" + ",\n".join(lines) + "}\n", "utf-8")

@@ -186,7 +186,9 @@ class RuleFit:
 def _nested(
     given: Float[Tensor, " c"], expected: Float[Tensor, " c"], shares: Sequence[float]
 ) -> list[Bool[Tensor, " c"]]:
-    """Sets of the classes with the highest rates that hold such shares of what is expected."""
+    """Sets of the classes with the highest rates that hold such shares of what is expected, or a
+    little more: a kind that no text has would be the first token under another name.
+    """
     whole = expected.sum().clamp(min=1e-9)
     prior = _PRIOR * whole
     rates = (given + prior * given.sum() / whole) / (expected + prior)
@@ -195,8 +197,7 @@ def _nested(
     sets = []
     for share in shares:
         members = torch.zeros(len(given), dtype=torch.bool)
-        members[order[held <= share]] = True
-        members[order[0]] = True
+        members[order[: int((held < share).sum()) + 1]] = True
         sets.append(members)
     return sets
 
