@@ -1,8 +1,8 @@
-"""How often noise is called a feature: false positives at the 5% level over heads that are pure
-noise.
+"""How often noise is called a feature: false positives at the 5% level.
 
-Run ``make calibrate``; it prints the table that bench/docs/calibration.md quotes. Heads come in
-batches of fifty, each head with queries and keys of its own, each batch with null draws of its own.
+Over heads that are pure noise. Run ``make calibrate``; it prints the table that
+bench/docs/calibration.md quotes. Heads come in batches of fifty, each head with queries and keys of
+its own, each batch with null draws of its own.
 """
 
 from __future__ import annotations
@@ -85,8 +85,13 @@ def word_pairs(noise: Noise, n: int, count: int, prompts: int = 256) -> Data:
     in_q = noise(count, AT_ONCE, D_HEAD)
     in_k = noise(count, AT_ONCE, D_HEAD)
     shared = noise(prompts, AT_ONCE, D_HEAD)
-    pairs = [(in_q[w] + 1 + shared + noise(prompts, AT_ONCE, D_HEAD), in_k[w] + noise(prompts, AT_ONCE, D_HEAD))
-             for w in (first, other)]  # fmt: skip
+    pairs = [
+        (
+            in_q[w] + 1 + shared + noise(prompts, AT_ONCE, D_HEAD),
+            in_k[w] + noise(prompts, AT_ONCE, D_HEAD),
+        )
+        for w in (first, other)
+    ]
     (q1, k1), (q2, k2) = pairs
     k = torch.cat([torch.stack([k1, k2], dim=2), torch.stack([k2, k1], dim=2)])
     return torch.cat([q1, q2]), k, torch.cat([first, other]), [1, -1]
@@ -108,7 +113,7 @@ def shared(noise: Noise, n: int) -> Data:
 
 
 def skewed(noise: Noise, n: int) -> Data:
-    """Keys far to one side: with one + and eight − keys a row may not as well have the other sign."""
+    """Keys far to one side: with one + and eight − keys, a row and its opposite are not alike."""
     q, k, units, labels = plain(noise, n, (1,) + (-1,) * 8)
     return q, k.exp(), units, labels
 
@@ -127,7 +132,8 @@ def ordered(
     return 1 + q, k, torch.arange(n) // group, [1, -1]
 
 
-#: Noise by name; what it is, and the nulls that are tried on it: a mean difference is no noise to a flipped sign.
+#: Noise by name; what it is, and the nulls that are tried on it (a mean difference is no noise to
+#: a flipped sign).
 NOISE: dict[str, tuple[Callable[[Noise, int], Data], tuple[str, ...]]] = {
     "one + and one − key": (plain, BOTH),
     "one + and eight − keys": (lambda r, n: plain(r, n, (1,) + (-1,) * 8), BOTH),

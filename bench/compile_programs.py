@@ -1,5 +1,6 @@
-"""Compile Tracr's library programs and keep their weights with the truth about every head; needs
-`tracr-pypi` and jax.
+"""Compile Tracr's library programs and keep their weights with the truth about every head.
+
+Needs `tracr-pypi` and jax.
 
     python bench/compile_programs.py bench/qkscope_bench/known      # tracr-pypi 1.0.0, jax,
     dm-haiku, chex
@@ -81,8 +82,10 @@ def main(folder):
         ids = model.input_encoder.encoding_map
         assert not any(np.array(own["b"]).any() for own in params.values() if "b" in own)
         every = [np.array(params[module]["embeddings"]) for module in ("token_embed", "pos_embed")]
-        layers = [[np.array(params[f"transformer/layer_{layer}/{at}"]["w"]) for at in MATRICES]
-                  for layer in range(config.num_layers)]  # fmt: skip
+        layers = [
+            [np.array(params[f"transformer/layer_{layer}/{at}"]["w"]) for at in MATRICES]
+            for layer in range(config.num_layers)
+        ]
         row = np.concatenate(
             [part.ravel() for part in (*every, *(part.T for own in layers for part in own))]
         )
@@ -92,13 +95,19 @@ def main(folder):
         }
         test = [vocabulary[i % len(vocabulary)] for i in (0, 1, 0, 3, 2)]
         kept[name] = {
-            "vocabulary": [str(token) for token in sorted(ids, key=ids.get)], "hidden_size": len(model.residual_labels),
-            "num_attention_heads": config.num_heads, "num_hidden_layers": config.num_layers,
-            "head_dim": config.key_size, "intermediate_size": config.mlp_hidden_size, "labels": model.residual_labels,
+            "vocabulary": [str(token) for token in sorted(ids, key=ids.get)],
+            "hidden_size": len(model.residual_labels),
+            "num_attention_heads": config.num_heads,
+            "num_hidden_layers": config.num_layers,
+            "head_dim": config.key_size,
+            "intermediate_size": config.mlp_hidden_size,
+            "labels": model.residual_labels,
             "truth": truth(np.concatenate(every), layers, config.num_heads, model.residual_labels),
             "test": list(map(str, test)),
-            "logits": [np.array(own)[0].round(4).tolist() for own in model.apply([BOS, *test]).attn_logits],
-        }  # fmt: skip
+            "logits": [
+                np.array(own)[0].round(4).tolist() for own in model.apply([BOS, *test]).attn_logits
+            ],
+        }
     Path(folder, "programs.json").write_text(json.dumps(kept, separators=(",", ":")) + "\n")
     save_file(tensors, Path(folder, "programs.safetensors"))
 

@@ -1,9 +1,8 @@
-"""A small dictionary of the embedded model, trained in minutes, written as SAELens does, read back,
-and asked.
+"""A small dictionary of the embedded model: trained in minutes, read back, and asked.
 
-``python bench/dictionary.py OUT`` trains 2,048 features (32 active) of what enters layer
-18 of SmolLM2-135M on Python's own help texts, writes them to OUT, and splits L18H6 by them on
-binding and on induction. The page: dictionaries.md.
+It is written as SAELens writes one. ``python bench/dictionary.py OUT`` trains 2,048 features (32
+active) of what enters layer 18 of SmolLM2-135M on Python's own help texts, writes them to OUT, and
+splits L18H6 by them on binding and on induction. The page: dictionaries.md.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ RATE = 1e-3
 
 
 def stream(scope: qk.Scope) -> torch.Tensor:
-    """What enters the layer at every token of the passages but their first, passage after passage."""
+    """What enters the layer at every token but the first, passage after passage."""
     ids = [one for text in python_texts() for one in scope.tokenizer(text.text)["input_ids"]]
     starts = (
         torch.randperm(len(ids) // LENGTH, generator=torch.Generator().manual_seed(0))[:PASSAGES]
@@ -90,7 +89,8 @@ def main() -> None:
     fit = x[:-HELD_OUT].flatten(0, 1)
     held_out = x[-HELD_OUT:].flatten(0, 1)
     print(
-        f"{len(fit):,} tokens to fit, {len(held_out):,} held out ({time.perf_counter() - start:.0f} s)"
+        f"{len(fit):,} tokens to fit, {len(held_out):,} held out "
+        f"({time.perf_counter() - start:.0f} s)"
     )
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "cfg.json").exists():
@@ -116,8 +116,10 @@ def main() -> None:
         found = qk.trace(scope, task, "L18H6", 64, dictionary=dictionary, progress=False)
         print(f"\n{task.name}: {found.answer}")
         for row in found.tables["copies"]:
-            ends = [f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
-                    for name in ("explained", "first", "ten")]  # fmt: skip
+            ends = [
+                f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
+                for name in ("explained", "first", "ten")
+            ]
             print(f"| {row['kind']} | {' | '.join(ends)} |")
         print(found.tables["check"][0], f"({time.perf_counter() - start:.0f} s)", flush=True)
 

@@ -22,8 +22,13 @@ from qkscope_papers.reports import REPORTS
 FIGURE = REPORTS / "figures" / "nano" / "trace-steps.png"
 PROMPTS = 64
 COLOURS = {
-    "L0H0": "#0072B2", "L0H1": "#E69F00", "L0H2": "#009E73", "L0H3": "#CC3311", "M0": "#7B3FA0", "embedding": "#888888",
-}  # fmt: skip
+    "L0H0": "#0072B2",
+    "L0H1": "#E69F00",
+    "L0H2": "#009E73",
+    "L0H3": "#CC3311",
+    "M0": "#7B3FA0",
+    "embedding": "#888888",
+}
 
 
 def measure() -> dict:
@@ -46,15 +51,19 @@ def measure() -> dict:
             if (row["side"], row["kind"], row["by"], row["k"]) == ("key", "cut", "share", 2)
         )
         check = found.tables["check"][0]
-        rows.append({
-            "step": step, **{name: check[name] for name in ("attention", "accuracy", "logit", "cancels")},
-            "cut": cut["accuracy"], **values,
-        })  # fmt: skip
+        rows.append(
+            {
+                "step": step,
+                **{name: check[name] for name in ("attention", "accuracy", "logit", "cancels")},
+                "cut": cut["accuracy"],
+                **values,
+            }
+        )
     return {"head": head, "rows": rows}
 
 
 def draw(found: dict) -> None:
-    """Two panels, one for each side; steps stand evenly, as they are dense where something happens."""
+    """Two panels, one for each side; steps stand evenly: they are dense where something happens."""
     rows = found["rows"]
     places = range(len(found["rows"]))
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")

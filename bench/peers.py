@@ -1,10 +1,9 @@
-"""The same work in qkscope, TransformerLens and nnsight, in one process: do they agree, and what
-does each cost?
+"""The same work in qkscope, TransformerLens and nnsight: do they agree, and at what cost?
 
-``python bench/peers.py --hardware "two CPU cores"`` in an environment made as
-``.ci/peers`` makes it writes the table of bench/docs/benchmarks.md. The work: from prompts of one
-length, the last token's query and every token's key, rotated, of all heads of SmolLM2-135M. All run
-the same weights with the same attention; turns alternate, and the least of each counts.
+All of it in one process. ``python bench/peers.py --hardware "two CPU cores"`` in an environment
+made as ``.ci/peers`` makes it writes the table of bench/docs/benchmarks.md. The work: from prompts
+of one length, the last token's query and every token's key, rotated, of all heads of SmolLM2-135M.
+All run the same weights with the same attention; turns alternate, and the least of each counts.
 """
 
 from __future__ import annotations
@@ -131,7 +130,8 @@ def main() -> None:
         )
         lines.append(f"| {name} | {version} | {off:.1e} | {min(seconds[name]) / plain:.2f} |")
     lines.append(
-        f"\n{sum(map(len, ids))} prompts of {ids[0].shape[1]} tokens, {asked.hardware}, {datetime.date.today()}."
+        f"\n{sum(map(len, ids))} prompts of {ids[0].shape[1]} tokens, {asked.hardware}, "
+        f"{datetime.date.today()}."
     )
     put(BENCH_REPORTS / "benchmarks.md", "peers", "\n".join(lines))
     print("\n".join(lines))

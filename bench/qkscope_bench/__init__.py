@@ -7,6 +7,6 @@ same numbers.
 
 In reading order: `harness` (rows, sides that alternate, ratios), then the rows: `maths` (sums and
 SVDs), `models` (the embedded model: looking, swapping, pooling), `shapes` (models of known shapes
-on a GPU), `toys` (trainers), `jobs` (long ones). `known` has compiled programs: what `trace` finds in
-them, beside what their weights say.
+on a GPU), `toys` (trainers), `gradients` (theirs, by hand), `jobs` (long ones). `known` has
+compiled programs: what `trace` finds in them, beside what their weights say.
 """

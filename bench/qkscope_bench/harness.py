@@ -26,7 +26,14 @@ def bench(only: Sequence[str] | None = None) -> list[Row]:
     """Run all rows, or those named, and return ``{"name", "plain_s", "ours_s", "ratio", "note"}``
     for each.
     """
-    for module in ("maths", "toys", "models", "shapes", "jobs"):  # they register their rows
+    for module in (
+        "maths",
+        "toys",
+        "gradients",
+        "models",
+        "shapes",
+        "jobs",
+    ):  # they register their rows
         import_module(f"qkscope_bench.{module}")
     unknown = [name for name in only or () if name not in _ROWS]
     if unknown:

@@ -38,7 +38,9 @@ def data_parallel() -> Row:
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
         return not_here("needs two cores that a process can be bound to")
     one, two = sorted(os.sched_getaffinity(0))[:2]
-    job = f"qkscope decompose binding --heads {_HEADS} -n {_PROMPTS} --contrasts order --device cpu".split()
+    job = (
+        f"qkscope decompose binding --heads {_HEADS} -n {_PROMPTS} --contrasts order --device cpu"
+    ).split()
     Scope.load(
         "smollm2-135m", device="cpu"
     )  # its weights are unpacked once, on neither side's account

@@ -19,17 +19,16 @@ def thin_svd_576_64() -> Row:
     d_model = 576
     generator = torch.Generator().manual_seed(0)
     shape = (heads, d_head, d_model)
-    w_q, w_k = (
-        torch.randn(shape, generator=generator, dtype=torch.float64) / d_model**0.5
-        for _ in range(2)
-    )
+    w_q = torch.randn(shape, generator=generator, dtype=torch.float64) / d_model**0.5
+    w_k = torch.randn(shape, generator=generator, dtype=torch.float64) / d_model**0.5
     found: dict[str, torch.Tensor] = {}
 
     def plain() -> None:
-        dense = [
-            torch.linalg.svd(a.T @ b, full_matrices=False) for a, b in zip(w_q, w_k, strict=True)
-        ]
-        found["plain"] = torch.stack([s[:d_head] for _, s, _ in dense])
+        values = []
+        for a, b in zip(w_q, w_k, strict=True):
+            _, s, _ = torch.linalg.svd(a.T @ b, full_matrices=False)
+            values.append(s[:d_head])
+        found["plain"] = torch.stack(values)
 
     def ours() -> None:
         found["ours"] = thin_svd(w_q, w_k)[1]
@@ -53,14 +52,13 @@ def thin_svd_8b() -> Row:
     d_head = 128
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
-    w_q = (
-        torch.randn(layers * heads, d_head, d_model, generator=generator, device=device)
-        / d_model**0.5
-    )
-    w_k = (
-        torch.randn(layers * key_heads, d_head, d_model, generator=generator, device=device)
-        / d_model**0.5
-    )
+
+    def drawn(count: int) -> torch.Tensor:
+        shape = (count, d_head, d_model)
+        return torch.randn(shape, generator=generator, device=device) / d_model**0.5
+
+    w_q = drawn(layers * heads)
+    w_k = drawn(layers * key_heads)
     size = heads // key_heads
     step = heads_at_once(w_q)
 
@@ -69,10 +67,12 @@ def thin_svd_8b() -> Row:
             own = torch.arange(start, min(start + step, len(w_q)), device=device) // size
             thin_svd(w_q[start : start + step], w_k[own[0] : own[-1] + 1], own - own[0])
 
+    def plain() -> None:
+        torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double())
+
     thin_svd(w_q[:2], w_k[:2])
-    seconds = compare(
-        lambda: torch.linalg.svdvals(w_q[0].double().T @ w_k[0].double()), ours, warm=False
-    )
+    seconds = compare(plain, ours, warm=False)
     return seconds.faster(
-        f"ours: all 1,024 heads, d_model 4096, d_head 128; plain: the singular values of ONE head; {device.type}"
+        "ours: all 1,024 heads, d_model 4096, d_head 128; plain: the singular values of ONE "
+        f"head; {device.type}"
     )

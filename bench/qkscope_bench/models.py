@@ -1,5 +1,4 @@
-"""Bench rows on the embedded language model: what looking and pooling cost, and what the closed
-form saves.
+"""Bench rows on the embedded language model: the cost of looking, and what closed forms save.
 
 The plain way of the causal test is the published one: stock eager attention with the LM head, and
 two forward passes (clean and edited) per head and condition.
@@ -93,9 +92,8 @@ def capture_overhead() -> Row:
     the bare body.
     """
     scope = _scope()
-    seconds = against_body(
-        scope, _order_prompts(scope, 4 * _BATCH), sums_of(scope, "order"), repeats=7
-    )
+    batches = _order_prompts(scope, 4 * _BATCH)
+    seconds = against_body(scope, batches, sums_of(scope, "order"), repeats=7)
     return seconds.overhead(
         f"all {len(scope.heads())} heads, {4 * _BATCH} prompts; {hardware(scope.device)}"
     )
@@ -106,8 +104,9 @@ def early_stop() -> Row:
     """Capturing layer 21 alone, with the pass ended there, against running all 30 layers."""
     scope = _scope()
     batches = _order_prompts(scope, 2 * _BATCH)
+    heads = [Head(21, 0)]
     seconds = against_body(
-        scope, batches, lambda batch: scope.capture_inputs(batch, heads=[Head(21, 0)]), repeats=7
+        scope, batches, lambda batch: scope.capture_inputs(batch, heads=heads), repeats=7
     )
     return seconds.faster(
         f"head of layer 21 of {scope.n_layers}, against the bare body; {hardware(scope.device)}"
@@ -122,9 +121,9 @@ def because_seconds(
     """
     again = Again.of(scope, ids)
     every = Because(again, looks, count=count, screen=screen)
-    prompts = [
-        every.with_change(change) for word in every.words for change in every.alternatives(word)
-    ]
+    prompts = []
+    for word in every.words:
+        prompts += [every.with_change(change) for change in every.alternatives(word)]
 
     @torch.no_grad()
     def plain() -> None:
@@ -141,14 +140,13 @@ def because_seconds(
 
 def _passage(scope: Scope, length: int) -> Tensor:
     assert scope.tokenizer is not None
-    return torch.tensor(
-        scope.tokenizer(python_texts()[3].text)["input_ids"][:length], device=scope.device
-    )
+    ids = scope.tokenizer(python_texts()[3].text)["input_ids"]
+    return torch.tensor(ids[:length], device=scope.device)
 
 
 @row
 def because() -> Row:
-    """The words that decide one look of an induction head, against every word changed eight times."""
+    """The words that decide a look of an induction head, against changing all eight times."""
     scope = _scope()
     ids = _passage(scope, 48)
     ids = torch.cat([ids, ids[8:16]])  # a copy, so that there is a reason
@@ -274,13 +272,13 @@ def _plain_swap(units: Sequence[Unit], rows: SwapRows, projectors: dict[str, Pro
                 index = torch.arange(len(part))
                 orig = rows.orig[first : first + len(part)]
                 target = rows.target[first : first + len(part)]
-                columns = encoded.places.keys[index, orig], encoded.places.keys[index, target]
+                keys = encoded.places.keys
+                columns = (keys[index, orig], keys[index, target])
                 with torch.no_grad():
                     scope.model(**encoded.inputs, use_cache=False)
                 weights = _edited_forward(scope, encoded.inputs, head, columns, own)
-                after[c, h, first : first + len(part)] = weights[
-                    index, encoded.places.query, columns[0]
-                ]
+                found = weights[index, encoded.places.query, columns[0]]
+                after[c, h, first : first + len(part)] = found
     return after
 
 

@@ -24,15 +24,43 @@ from qkscope_bench.harness import Row, compare, not_here, row
 from qkscope_bench.models import against_body, sums_of, trace_seconds
 
 _SHAPES: dict[str, Any] = {
-    "8b": {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-           "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192},
-    "135m": {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-             "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
-    "1.5b": {"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-             "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32_768},
-    "tiny": {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32_768},
-}  # fmt: skip
+    "8b": {
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "135m": {
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+    },
+    "1.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+    },
+    "tiny": {
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+    },
+}
 # attention that a look has, and tokens of a prompt that is asked about once
 _PEAK = 0.5
 _LONG = 10_000
@@ -45,10 +73,9 @@ def shape_scope(shape: str, words: bool = False) -> Scope:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    config = LlamaConfig(**_SHAPES[shape])
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM._from_config(
-            LlamaConfig(**_SHAPES[shape]), dtype=torch.bfloat16
-        ).eval()
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     tokenizer = Scope.load("nano:mixed", device="cpu").tokenizer if words else None
     return Scope.from_model(model, tokenizer, name=f"llama-{shape}-shape")
 
@@ -58,17 +85,20 @@ def _prompts(scope: Scope, count: int, length: int) -> Encoding:
     one.
     """
     ids = torch.randint(1000, (count, length), generator=torch.Generator().manual_seed(0))
-    keys = tuple(Key((i, i + 1), {ANSWER: 1 if i == 5 else -1}) for i in range(5, length - 1, 9))
-    return scope.encode([Example(ids=tuple(line.tolist()), keys=keys) for line in ids])
+    keys = []
+    for i in range(5, length - 1, 9):
+        keys.append(Key((i, i + 1), {ANSWER: 1 if i == 5 else -1}))
+    return scope.encode([Example(ids=tuple(line), keys=tuple(keys)) for line in ids.tolist()])
 
 
 def _on_a_gpu(function: Callable[[], Row]) -> Callable[[], Row]:
     """Register a row that is measured where there is a GPU."""
-    return row(
-        wraps(function)(
-            lambda: function() if torch.cuda.is_available() else not_here("needs a GPU")
-        )
-    )
+
+    @wraps(function)
+    def measured() -> Row:
+        return function() if torch.cuda.is_available() else not_here("needs a GPU")
+
+    return row(measured)
 
 
 def _looking(shape: str, count: int, length: int) -> Row:
@@ -94,20 +124,23 @@ def asking(shape: str, length: int) -> Row:
     scope = shape_scope(shape, words=True)
     gpu = torch.cuda.is_available()
     prompt = _text(scope, length - 1)
-    answers = list[str]()
+    answers: list[str] = []
     head = _sharpened(scope, prompt)
     batch = scope.encode([prompt])
-    plain = torch.no_grad()(lambda: scope.model(**batch.inputs, logits_to_keep=1, use_cache=False))
+
+    @torch.no_grad()
+    def plain() -> None:
+        scope.model(**batch.inputs, logits_to_keep=1, use_cache=False)
+
+    def ours() -> None:
+        answers.append(str(why(scope, prompt, head)))
+
     one = compare(plain, lambda: _tops(scope, batch, [head]), 3)
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    seconds = compare(
-        plain, lambda: answers.append(str(why(scope, prompt, head))), warm=length < _LONG
-    )
-    told = next(
-        (line.strip() for line in answers[-1].splitlines() if "Words:" in line),
-        "no word was changed",
-    )
+    seconds = compare(plain, ours, warm=length < _LONG)
+    lines = [line.strip() for line in answers[-1].splitlines() if "Words:" in line]
+    told = lines[0] if lines else "no word was changed"
     peak = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB; one GPU" if gpu else ""
     return seconds.overhead(
         f"{length:,} tokens, its row alone {one.ours / one.plain:.2f}{peak}; {told:.90}"
@@ -126,20 +159,25 @@ def _sharpened(scope: Scope, prompt: str) -> Head:
     """
     batch = scope.encode([prompt])
     layer = [head for head in scope.heads() if head.layer == 2 * scope.n_layers // 3]
-    while (top := _tops(scope, batch, layer)).max() < _PEAK:
+    top = _tops(scope, batch, layer)
+    while top.max() < _PEAK:
         for name, weight in scope.model.named_parameters():
             weight.data *= 1.5 if "q_proj" in name or "k_proj" in name else 1
+        top = _tops(scope, batch, layer)
     return layer[int(top.argmax())]
 
 
 def naming(shape: str, passages: int, length: int) -> Row:
     """`atlas` of all heads on random words, against the forward of its passages."""
     scope = shape_scope(shape, words=True)
-    found = list[Any]()
+    found: list[Any] = []
     texts = [_text(scope, length - 1, seed) for seed in range(8 * passages)]
     _sharpened(scope, texts[0])
     batch = scope.encode(texts[: 2 * passages])
-    plain = torch.no_grad()(lambda: scope.model(**batch.inputs, use_cache=False))
+
+    @torch.no_grad()
+    def plain() -> None:
+        scope.model(**batch.inputs, use_cache=False)
 
     def ours() -> None:
         made = atlas(scope, texts, passages, test=passages, length=length, progress=False)
@@ -147,18 +185,14 @@ def naming(shape: str, passages: int, length: int) -> Row:
 
     seconds = compare(plain, ours, warm=False)
     queries = sum(row["n"] for row in found[0].tables["heads"])
-    return seconds.overhead(
-        f"{len(scope.heads()):,} heads, {passages}×{length} tokens, {queries:,} queries"
-    )
+    heads = f"{len(scope.heads()):,} heads"
+    return seconds.overhead(f"{heads}, {passages}×{length} tokens, {queries:,} queries")
 
 
 def _tops(scope: Scope, batch: Encoding, heads: list[Head]) -> Tensor:
     """The largest attention of some heads to a token that is not the first, at the last one."""
-    return (
-        scope.capture_inputs(batch, places=batch.everywhere(), heads=heads)
-        .attention()[0, :, 1:]
-        .amax(1)
-    )
+    captured = scope.capture_inputs(batch, places=batch.everywhere(), heads=heads)
+    return captured.attention()[0, :, 1:].amax(1)
 
 
 @_on_a_gpu

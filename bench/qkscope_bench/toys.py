@@ -1,5 +1,4 @@
-"""Bench rows on the toys: model-steps of many heads trained at once, against the plain loop that
-trains one.
+"""Bench rows on the toys: many heads trained at once, against the plain loop that trains one.
 
 The plain loop is what one would write first, and not badly: an ``nn.Module``, fresh batches drawn
 as tensors, autograd, ``torch.optim.AdamW``. Both sides draw new data in every step and run on one
@@ -34,14 +33,17 @@ class PlainHead(nn.Module):
 
     def __init__(self, task: Retrieval, d_head: int) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(task.d, d_head, bias=False) for _ in range(3))
+        self.query = nn.Linear(task.d, d_head, bias=False)
+        self.key = nn.Linear(task.d, d_head, bias=False)
+        self.value = nn.Linear(task.d, d_head, bias=False)
         self.out = nn.Linear(d_head, task.payloads, bias=False)
         self.scale = 1 / math.sqrt(d_head)
 
     def forward(self, x_q: Tensor, x_k: Tensor) -> Tensor:
         """Logits of the payload."""
         scores = (self.key(x_k) @ self.query(x_q)[..., None])[..., 0] * self.scale
-        return self.out((scores.softmax(dim=-1)[:, None] @ self.value(x_k))[:, 0])
+        mixed = scores.softmax(dim=-1)[:, None] @ self.value(x_k)
+        return self.out(mixed[:, 0])
 
 
 def plain_loop(task: Retrieval, d_head: int, seed: int = 0) -> Callable[[int], None]:
@@ -122,7 +124,7 @@ class PlainToy(nn.Module):
 
 
 def plain_toy_loop(cell: ToyCell, seed: int) -> tuple[PlainToy, Callable[[int], None]]:
-    """One toy, and a function that trains it for some steps on the stream of tokens of this seed."""
+    """One toy, and a function that trains it for some steps on the tokens of this seed."""
     task = cell.task
     model = PlainToy(cell.untrained())
     optimiser = torch.optim.AdamW(model.parameters(), lr=cell.lr, weight_decay=0.01)
@@ -131,9 +133,8 @@ def plain_toy_loop(cell: ToyCell, seed: int) -> tuple[PlainToy, Callable[[int], 
 
     def steps(count: int) -> None:
         for _ in range(count):
-            x = task.strengths(
-                torch.rand(contexts * (1 + task.context), task.n, generator=generator)
-            )
+            tokens = contexts * (1 + task.context)
+            x = task.strengths(torch.rand(tokens, task.n, generator=generator))
             optimiser.zero_grad()
             loss = model(x[:contexts], x[contexts:].view(contexts, task.context, task.n))
             loss.backward()
@@ -148,19 +149,19 @@ def superposition_trainer() -> Row:
     """20 toys (p and λ differ) at once, each as the plain loop trains it; CPU seconds of one
     model-step.
     """
-    cells = [
-        ToyCell(Superposition(p=p, weight=w))
-        for p in (1.0, 0.52, 0.27, 0.14)
-        for w in (1.0, 2.0, 4.0, 8.0, 16.0)
-    ]
+    cells = []
+    for p in (1.0, 0.52, 0.27, 0.14):
+        cells += [ToyCell(Superposition(p=p, weight=w)) for w in (1.0, 2.0, 4.0, 8.0, 16.0)]
     trainer = Trainer(SuperpositionStack(cells), 1e-3, seed=5)
     model, plain = plain_toy_loop(cells[7], seed=5)
     seconds = _model_steps(plain, trainer, len(cells))
-    error = max(
-        float((trainer.params[name][7] - getattr(model, name).detach()).abs().max())
-        for name in ("W", "W_Q")
-    )
+    errors = []
+    for name in ("W", "W_Q"):
+        apart = trainer.params[name][7] - getattr(model, name).detach()
+        errors.append(float(apart.abs().max()))
+    error = max(errors)
     assert error < 1e-3, "both sides must train the same toy"
     return seconds.faster(
-        f"CPU seconds per model-step: 20 superposition toys at once, against one nn.Module; same weights to {error:.0e}"
+        "CPU seconds per model-step: 20 superposition toys at once, against one nn.Module; "
+        f"same weights to {error:.0e}"
     )

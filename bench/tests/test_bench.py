@@ -1,4 +1,4 @@
-"""Bench rows of tracing give ratios, and leave no hook behind; the figure of the bridge; on a nano."""
+"""Bench rows of tracing give ratios and leave no hook behind; the bridge; on a nano."""
 
 import math
 from dataclasses import replace

@@ -10,8 +10,8 @@ by address), `heads`, `examples`, `attention` (rows and their softmax), `hooks` 
 edit), `changes` (what can be changed in a run).
 
 The rooms, in the order in which they may import each other: `results`, `texts`, `model`, `linear`,
-`rerun`, `sums`, `findings`, `verbs`, `show` and `cli`. The papers, their toys, nano training and the
-bench are a second distribution, `qkscope_papers`.
+`rerun`, `sums`, `findings`, `verbs`, `show` and `cli`. The papers, their toys, nano training and
+the bench are a second distribution, `qkscope_papers`.
 """
 
 from qkscope.public import importer, public_names

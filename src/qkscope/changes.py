@@ -1,10 +1,11 @@
 """What can be changed in a prompt's run: values that an executor, or a ``with`` block, applies.
 
-A statement about a head is a prediction about such changes. `Words` act on the ids, `Row`, `Pattern`
-and `Hidden` on the attention of one head, `Output` on what a writer adds to the residual stream.
+A statement about a head is a prediction about such changes. `Words` act on the ids, `Row`,
+`Pattern` and `Hidden` on the attention of one head, `Output` on what a writer adds to the residual
+stream.
 
-Three means stand in a writer's place, and they are not the same number. *Over other tokens*: at each
-token the mean over the prompt's other tokens, the first left out (`Output` without a value,
+Three means stand in a writer's place, and they are not the same number. *Over other tokens*: at
+each token the mean over the prompt's other tokens, the first left out (`Output` without a value,
 `Scope.ablate`). *Over the prompt*: one mean for all tokens (the cuts of a trace). *Over other
 prompts*: at each token the mean over tokens of the same label elsewhere (the nodes of a circuit).
 The last two are numbers of other runs, so that they are given as values.

@@ -145,7 +145,8 @@ class Example:
         start, stop = span
         if not 0 <= start < stop <= len(self):
             raise BadInput(
-                f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: {self.show()}."
+                f"the mark {start}:{stop} lies outside the prompt of length {len(self)}: "
+                f"{self.show()}."
             )
 
     def show(self, limit: Count = 300) -> str:
@@ -215,15 +216,18 @@ def find_span(text: str, word: str) -> Span:
         )
     if len(spans) > 1:
         starts = ", ".join(str(start) for start, _ in spans[:8])
-        times = f"{len(spans)} times in the text {describe(text)} (at {starts})"
-        raise BadInput(f"{word!r} stands {times}: name it by its span (start, stop) instead.")
+        raise BadInput(
+            f"{word!r} stands {len(spans)} times in the text {describe(text)} (at {starts}): "
+            "name it by its span (start, stop) instead."
+        )
     return spans[0]
 
 
 class Draft:
     """Write a text piece by piece and mark as you go, so that no word has to be searched for.
 
-    >>> example = Draft().write("hat: ").key("O", lexical=1).write("; jam: ").key("Z").write("; hat:").example()
+    >>> draft = Draft().write("hat: ").key("O", lexical=1).write("; jam: ").key("Z")
+    >>> example = draft.write("; hat:").example()
     >>> example.text
     'hat: O; jam: Z; hat:'
     >>> [example.piece(key.span) for key in example.keys]

@@ -147,7 +147,8 @@ class Writer:
         match = _PART.fullmatch(text)
         if match is None:
             raise BadInput(
-                f"{text[:40]!r} is not a writer: write a head as L17H8, an MLP as M9, a neuron as M9.N120."
+                f"{text[:40]!r} is not a writer: "
+                "write a head as L17H8, an MLP as M9, a neuron as M9.N120."
             )
         layer, *indices = match.groups()
         index = tuple(int(number) for number in indices if number is not None)

@@ -36,7 +36,8 @@ class Hook:
 
     Examples
     --------
-    >>> hook = Hook("remove", Head(1, 3), "keys", "post_rope", torch.eye(4)[:, :1], (2,), group_size=2)
+    >>> first = torch.eye(4)[:, :1]
+    >>> hook = Hook("remove", Head(1, 3), "keys", "post_rope", first, (2,), group_size=2)
     >>> hook.name
     'blocks.1.attn.hook_rot_k'
     >>> hook(torch.ones(1, 2, 3, 4))[0, 1]
@@ -56,16 +57,19 @@ class Hook:
     def __post_init__(self) -> None:
         if self.space not in ("post_rope", "pre_rope"):
             raise BadInput(
-                f"{self.space} keys differ for every query, so no hook can edit them: fit in post_rope."
+                f"{self.space} keys differ for every query, so no hook can edit them: "
+                "fit in post_rope."
             )
         if self.does == "swap" and len(self.tokens) != 2:
             raise BadInput(
-                f"a swap exchanges two tokens, but got {len(self.tokens)}: give as_hook('swap', a, b)."
+                f"a swap exchanges two tokens, but got {len(self.tokens)}: "
+                "give as_hook('swap', a, b)."
             )
 
     def __repr__(self) -> str:
         rank = self.basis.shape[1]
-        return f"Hook({self.does} at {self.head}, {self.space} {self.kind}, rank {rank})"
+        edited = f"{self.space} {self.kind}"
+        return f"Hook({self.does} at {self.head}, {edited}, rank {rank})"
 
     @property
     def name(self) -> str:
@@ -104,11 +108,13 @@ class Hook:
             return
         side = self.kind[0]
         # without rotation the last keys are at hook_k, which is called ``k.hook_out`` in a bridge
-        unrotated = [f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed"]
-        fitting = {self.name, *(f"{self._layer_name}.{name}" for name in unrotated)}
+        fitting = {self.name}
+        for name in (f"hook_{side}", f"{side}.hook_out", f"hook_{side}_normed"):
+            fitting.add(f"{self._layer_name}.{name}")
         if point not in fitting:
             raise BadInput(
-                f"{self!r} belongs at {self.name}, but was called at {point}: give hook.name to fwd_hooks."
+                f"{self!r} belongs at {self.name}, but was called at {point}: "
+                "give hook.name to fwd_hooks."
             )
 
     def _column(self) -> int:

@@ -46,11 +46,8 @@ def importer(
             return value
         if moved and name in moved:
             home, _, new_name = moved[name].rpartition(".")
-            warnings.warn(
-                f"{package}.{name} goes with the next version: use {moved[name]}.",
-                DeprecationWarning,
-                stacklevel=2,
-            )
+            going = f"{package}.{name} goes with the next version: use {moved[name]}."
+            warnings.warn(going, DeprecationWarning, stacklevel=2)
             return _value(home, new_name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 

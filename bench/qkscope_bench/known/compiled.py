@@ -1,9 +1,8 @@
-"""Compiled programs as models: RASP programs that Tracr made into weights, so that what every head
-reads is known.
+"""Compiled programs as models: what every head reads is known.
 
-No norms, no biases, places added to the embedding, and every token sees every other. What a model
-puts out are not logits over tokens but its residual stream, whose dimensions have names.
-`bench/compile_programs.py` compiles them.
+Tracr made them of RASP programs. No norms, no biases, places added to the embedding, and every
+token sees every other. What a model puts out are not logits over tokens but its residual stream,
+whose dimensions have names. `bench/compile_programs.py` compiles them.
 """
 
 from __future__ import annotations
@@ -50,25 +49,25 @@ class CompiledAttention(nn.Module):
         self.layer_idx = layer
         self.head_dim = config.head_dim
         wide = config.head_dim * config.num_attention_heads
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(config.hidden_size, wide, bias=False) for _ in range(3)
-        )
+        self.q_proj = nn.Linear(config.hidden_size, wide, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, wide, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, wide, bias=False)
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
 
     def forward(
         self, x: Float[Tensor, "b t d"], mask: Tensor | None
     ) -> tuple[Float[Tensor, "b t d"], Tensor | None]:
         """What the heads write, and their attention where the implementation reports it."""
-        split = [
-            part(x).unflatten(-1, (-1, self.head_dim))
-            for part in (self.q_proj, self.k_proj, self.v_proj)
-        ]
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        q, k, v = (part.transpose(1, 2) for part in split)
+        named = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(named, eager_attention_forward)
+        q = self._by_head(self.q_proj(x))
+        k = self._by_head(self.k_proj(x))
+        v = self._by_head(self.v_proj(x))
         out, attention = attend(self, q, k, v, mask, scaling=self.head_dim**-0.5)
         return self.o_proj(out.flatten(2)), attention
+
+    def _by_head(self, x: Float[Tensor, "b t w"]) -> Float[Tensor, "b h t e"]:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class CompiledLayer(nn.Module):
@@ -79,9 +78,9 @@ class CompiledLayer(nn.Module):
         self.self_attn = CompiledAttention(config, layer)
         wide = config.hidden_size
         inside = config.intermediate_size
-        self.mlp = nn.Sequential(
-            nn.Linear(wide, inside, bias=False), nn.ReLU(), nn.Linear(inside, wide, bias=False)
-        )
+        up = nn.Linear(wide, inside, bias=False)
+        down = nn.Linear(inside, wide, bias=False)
+        self.mlp = nn.Sequential(up, nn.ReLU(), down)
 
     def forward(
         self, x: Float[Tensor, "b t d"], mask: Tensor | None

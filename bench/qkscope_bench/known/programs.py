@@ -1,5 +1,4 @@
-"""Heads whose writers are known: what `trace` finds of compiled programs, beside two kinds of
-patching.
+"""Heads whose writers are known: what `trace` finds of them, beside two kinds of patching.
 
 Of the 31 heads that Tracr's library programs compile to, nine read more than the embedding. A
 writer counts as found where its part is a hundredth of the largest one in any look. Attribution
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from qkscope.findings.prompt_trace import PromptRun
 from qkscope.heads import Head
@@ -30,7 +30,18 @@ from qkscope.verbs.trace.trace import trace
 from qkscope_bench.known.compiled import FIRST, LONGEST, PAD, load_program, programs
 from qkscope_papers.figures import colours_of, new_figure
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Files, Row, column, distinct, files_of, mean, pick, share_of
+from qkscope_papers.tables import (
+    Estimate,
+    Files,
+    Row,
+    column,
+    distinct,
+    files_of,
+    mean,
+    mean_of,
+    pick,
+    share_of,
+)
 
 _PROMPTS = {"smoke": 2, "default": 6, "paper": 24}
 # of the largest part; a relative logit; of the attention, what a cause leaves
@@ -38,6 +49,7 @@ _LEAST = 0.01
 _FLAT = 1e-3
 _LEFT = 0.5
 RIVALS = ("attribution patching", "path patching")
+METHODS = ("trace", *RIVALS)
 Tokens = Sequence[str]
 
 
@@ -84,18 +96,29 @@ def looks_of(name: str, head: str, prompts: int, seed: int) -> Iterator[Look]:
     """Random prompts, another of the same length beside each, and every place where the program
     selects a token.
     """
-    words = [word for word in programs()[name]["vocabulary"] if word not in (FIRST, PAD)]
+    selects, _ = SELECTORS[name, head]
+    words = _words_of(name)
     generator = torch.Generator().manual_seed(derived_seed(seed, "known", name, head))
     for _ in range(prompts):
         length = int(torch.randint(2, LONGEST + 1, (), generator=generator))
-        tokens, other = (
-            [words[i] for i in row]
-            for row in torch.randint(len(words), (2, length), generator=generator)
-        )
+        drawn = torch.randint(len(words), (2, length), generator=generator)
+        tokens = [words[i] for i in drawn[0]]
+        other = [words[i] for i in drawn[1]]
         for query in range(length):
-            chosen = [key for key in range(length) if SELECTORS[name, head][0](tokens, key, query)]
+            chosen = [key for key in range(length) if selects(tokens, key, query)]
             if chosen:
                 yield Look([FIRST, *tokens], [FIRST, *other], 1 + query, 1 + chosen[0])
+
+
+def _words_of(name: str) -> list[str]:
+    """The program's vocabulary without its own marks."""
+    return [word for word in programs()[name]["vocabulary"] if word not in (FIRST, PAD)]
+
+
+Parts = dict[tuple[str, str], float]
+
+
+"""What writers give, by side and name."""
 
 
 @figure("known", "writers", "Writers and words of heads that are compiled from programs")
@@ -103,53 +126,113 @@ def run(settings: Settings) -> Result:
     """Writers found beside the true ones, and words found beside the program's."""
     rows: list[Row] = []
     words: list[Row] = []
-    flat = looked = 0
+    flat = 0
+    looked = 0
     for name, head in SELECTORS:
         scope = load_program(name)
-        parts = {how: dict[tuple[str, str], float]() for how in ("trace", *RIVALS)}
+        largest: dict[str, Parts] = {how: {} for how in METHODS}
         for look in looks_of(name, head, _PROMPTS[settings.preset], settings.seed):
-            text = " ".join(look.tokens)
-            looked = looked + 1
-            found = trace(scope, text, head, query=look.query, key=look.key, depth=0, draws=1)
+            looked += 1
+            found = _traced(scope, head, look)
             words += word_rows(scope, name, head, look)
-            if abs(found.tables["check"][0]["logit"]) < _FLAT:
+            if found is None:
                 flat += 1
                 continue
-            split = {(row["side"], row["writer"]): row["value"] for row in found.tables["writers"]}
-            for how, own in {"trace": split, **patched(scope, Head.parse(head), look)}.items():
-                largest = max(_FLAT, *map(abs, own.values()))
-                for key, value in own.items():
-                    parts[how][key] = max(parts[how].get(key, 0.0), abs(value) / largest)
-        rows += [row for how, own in parts.items() for row in writer_rows(name, head, how, own)]
-    heads = [{"program": name, "head": head, "how": how, **score(pick(rows, program=name, head=head, how=how))}
-             for name, head in SELECTORS for how in parts]  # fmt: skip
-    by = {
-        how: {kind: mean(column(pick(heads, how=how), kind)) for kind in ("precision", "recall")}
-        for how in parts
-    }
-    agreed = share_of(row["cause"] == row["program_says"] for row in words)
-    sure = sum(row["program_says"] for row in words)
-    ours, around, along = (by[how] for how in parts)
-    return settings.result(
-        f"Of the true writers of nine heads trace finds {ours['recall']:.0%}, and {ours['precision']:.0%} of what it "
-        f"finds is true (attribution patching {around['recall']:.0%} and {around['precision']:.0%}, path patching "
-        f"{along['recall']:.0%} and {along['precision']:.0%}); {flat} of {looked} looks have no relative logit. What "
-        f"changing each token says agrees with the program in {agreed.mean:.1%} of {len(words)} ({sure} decide).",
-        {"heads": heads, "writers": rows, "words": words},
-        [
-            Claim("trace finds every true writer of the nine heads (recall)", "", ours["recall"], None, "ours >= 1"),
-            Claim("what trace finds is true (precision)", "", ours["precision"], None, "ours >= 0.95"),
-            Claim("attribution patching names more that is no writer (precision; control: attribution patching)", "",
-                  ours["precision"], around["precision"], "ours > control"),
-            Claim("path patching finds no more (recall; control: path patching)", "", ours["recall"], along["recall"],
-                  "ours >= control"),
-            Claim("changing a token says what the program's selector says (share of tokens)", "", agreed.mean,
-                  None, "ours >= 0.99", **agreed.ends, changed="Was taken for exact, and held."),
-        ],
-    )  # fmt: skip
+            for how, parts in {"trace": found, **patched(scope, Head.parse(head), look)}.items():
+                _keep_largest(largest[how], parts)
+        for how, parts in largest.items():
+            rows += writer_rows(name, head, how, parts)
+    heads = []
+    for name, head in SELECTORS:
+        for how in METHODS:
+            place = {"program": name, "head": head, "how": how}
+            heads.append(place | score(pick(rows, **place)))
+    tables = {"heads": heads, "writers": rows, "words": words}
+    return settings.result(_answer(heads, words, flat, looked), tables, _claims(heads, words))
 
 
-def writer_rows(name: str, head: str, how: str, parts: dict[tuple[str, str], float]) -> list[Row]:
+def _traced(scope: Scope, head: str, look: Look) -> Parts | None:
+    """What `trace` says that every writer gives; None where there is no relative logit."""
+    text = " ".join(look.tokens)
+    found = trace(scope, text, head, query=look.query, key=look.key, depth=0, draws=1)
+    if abs(found.tables["check"][0]["logit"]) < _FLAT:
+        return None
+    return {(row["side"], row["writer"]): row["value"] for row in found.tables["writers"]}
+
+
+def _keep_largest(kept: Parts, parts: Parts) -> None:
+    """Each writer's part, relative to the largest of its look, where it exceeds what is kept."""
+    whole = max(_FLAT, *map(abs, parts.values()))
+    for key, value in parts.items():
+        kept[key] = max(kept.get(key, 0.0), abs(value) / whole)
+
+
+def _mean_scores(heads: list[Row], how: str) -> Row:
+    own = pick(heads, how=how)
+    return {"precision": mean_of(own, "precision"), "recall": mean_of(own, "recall")}
+
+
+def _agreement(words: list[Row]) -> Estimate:
+    """How often changing a token says what the program's selector says."""
+    return share_of(row["cause"] == row["program_says"] for row in words)
+
+
+def _answer(heads: list[Row], words: list[Row], flat: int, looked: int) -> str:
+    ours, around, along = (_mean_scores(heads, how) for how in METHODS)
+    sure = sum(column(words, "program_says"))
+    return (
+        f"Of the true writers of nine heads trace finds {ours['recall']:.0%}, and "
+        f"{ours['precision']:.0%} of what it finds is true (attribution patching "
+        f"{around['recall']:.0%} and {around['precision']:.0%}, path patching "
+        f"{along['recall']:.0%} and {along['precision']:.0%}); {flat} of {looked} looks have "
+        "no relative logit. What changing each token says agrees with the program in "
+        f"{_agreement(words).mean:.1%} of {len(words)} ({sure} decide)."
+    )
+
+
+def _claims(heads: list[Row], words: list[Row]) -> list[Claim]:
+    ours, around, along = (_mean_scores(heads, how) for how in METHODS)
+    finds_all = Claim(
+        "trace finds every true writer of the nine heads (recall)",
+        paper="",
+        ours=ours["recall"],
+        control=None,
+        rule="ours >= 1",
+    )
+    finds_true = Claim(
+        "what trace finds is true (precision)",
+        paper="",
+        ours=ours["precision"],
+        control=None,
+        rule="ours >= 0.95",
+    )
+    names_fewer = Claim(
+        "attribution patching names more that is no writer (precision; control: attribution "
+        "patching)",
+        paper="",
+        ours=ours["precision"],
+        control=around["precision"],
+        rule="ours > control",
+    )
+    misses_none = Claim(
+        "path patching finds no more (recall; control: path patching)",
+        paper="",
+        ours=ours["recall"],
+        control=along["recall"],
+        rule="ours >= control",
+    )
+    agrees = Claim(
+        "changing a token says what the program's selector says (share of tokens)",
+        paper="",
+        **_agreement(words).measured,
+        control=None,
+        rule="ours >= 0.99",
+        changed="Was taken for exact, and held.",
+    )
+    return [finds_all, finds_true, names_fewer, misses_none, agrees]
+
+
+def writer_rows(name: str, head: str, how: str, parts: Parts) -> list[Row]:
     """Every writer: its largest part, whether it is true and found, and of a wrong one why."""
     true = {side: set(own) for side, own in programs()[name]["truth"][head].items()}
     true["both"] = true["query"] | true["key"]
@@ -157,65 +240,88 @@ def writer_rows(name: str, head: str, how: str, parts: dict[tuple[str, str], flo
     for (side, writer), value in parts.items():
         is_true = writer in true[side]
         is_found = value >= _LEAST
-        why = (
-            ""
-            if is_true == is_found
-            else "the same in the other prompt"
-            if is_true
-            else "acts through other writers"
+        why = ""
+        if is_true and not is_found:
+            why = "the same in the other prompt"
+        if is_found and not is_true:
+            why = "acts through other writers"
+        rows.append(
+            {
+                "program": name,
+                "head": head,
+                "how": how,
+                "side": side,
+                "writer": writer,
+                "part": value,
+                "true": is_true,
+                "found": is_found,
+                "why": why,
+            }
         )
-        rows.append({"program": name, "head": head, "how": how, "side": side, "writer": writer, "part": value,
-                     "true": is_true, "found": is_found, "why": why})  # fmt: skip
     return rows
 
 
 def score(rows: Sequence[Row]) -> Row:
     """Precision and recall of what was found."""
-    right, found, true = (sum(map(test, rows)) for test in (
-        lambda row: row["true"] and row["found"], lambda row: row["found"], lambda row: row["true"]
-    ))  # fmt: skip
-    return {"true": true, "found": found, "precision": right / found if found else math.nan,
-            "recall": right / true if true else math.nan}  # fmt: skip
+    true = sum(column(rows, "true"))
+    found = sum(column(rows, "found"))
+    right = sum(row["true"] and row["found"] for row in rows)
+    return {
+        "true": true,
+        "found": found,
+        "precision": right / found if found else math.nan,
+        "recall": right / true if true else math.nan,
+    }
 
 
-def patched(scope: Scope, head: Head, look: Look) -> dict[str, dict[tuple[str, str], float]]:
+def patched(scope: Scope, head: Head, look: Look) -> dict[str, Parts]:
     """Attribution patching and path patching of every writer before the head, another prompt's
     outputs put in.
     """
-    layers = scope.model.layers[: head.layer]
+    run = _run_of(scope, head, look.tokens)
+    other = _run_of(scope, head, look.other)
+    places = list(range(1, 1 + len(look.tokens)))
+    own_split = run.slots(places).stream(head.layer)
+    other_split = other.slots(places).stream(head.layer)
+    writers = [name for piece in own_split for name in piece.writers]
+    changes = named(other_split)[0] - named(own_split)[0]
+    direct, through = _gradients(scope, head, look, run.entered[0][:, 1:])
+    around: Parts = {}
+    along: Parts = {}
+    for writer, change in zip(writers, changes, strict=True):
+        gradient = through[writer.partition("H")[0]]
+        around["both", writer] = float((gradient[0] * change).sum())
+        along["both", writer] = float((direct[0] * change).sum())
+    return {"attribution patching": around, "path patching": along}
+
+
+def _run_of(scope: Scope, head: Head, tokens: Tokens) -> Any:
+    """A prompt, run up to the head's layer."""
+    return PromptRun(scope, " ".join(tokens), last=head.layer, logits=False).run
+
+
+def _gradients(
+    scope: Scope, head: Head, look: Look, embedded: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of the relative logit: by what enters the head's layer, and by each layer's outputs, through
+    all that follows.
+    """
     attention = scope.model.layers[head.layer].self_attn
-    runs = [
-        PromptRun(scope, " ".join(tokens), last=head.layer, logits=False).run
-        for tokens in (look.tokens, look.other)
-    ]
-    split = [run.slots(list(range(1, 1 + len(look.tokens)))).stream(head.layer) for run in runs]
-    writers = [name for piece in split[0] for name in piece.writers]
-    parts = [named(pieces)[0] for pieces in split]
     with torch.enable_grad():
-        x = runs[0].entered[0][:, 1:].clone().requires_grad_()
+        x = embedded.clone().requires_grad_()
         points = {"embedding": x}  # where a writer's output joins the stream
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(scope.model.layers[: head.layer]):
             points[f"L{i}"] = layer.self_attn(x, None)[0]
             points[f"M{i}"] = layer.mlp(x + points[f"L{i}"])
             x = x + points[f"L{i}"] + points[f"M{i}"]
-        q, k = (project(x)[0].unflatten(-1, (-1, attention.head_dim))[:, head.index]
-                for project in (attention.q_proj, attention.k_proj))  # fmt: skip
+        heads = (-1, attention.head_dim)
+        q = attention.q_proj(x)[0].unflatten(-1, heads)[:, head.index]
+        k = attention.k_proj(x)[0].unflatten(-1, heads)[:, head.index]
         logits = k @ q[look.query] * attention.head_dim**-0.5
         others = [i for i in range(1, len(logits)) if i != look.key]
         relative = logits[look.key] - (logits[others].mean() if others else 0)
-        through = torch.autograd.grad(relative, [x, *points.values()], allow_unused=True)
-    direct = through[0]
-    through_of = dict(zip(points, through[1:], strict=True))
-    given = zip(writers, parts[1] - parts[0], strict=True)
-    away = {writer: (through_of[writer.partition("H")[0]], part) for writer, part in given}
-    return {
-        "attribution patching": {
-            ("both", name): float((g[0] * part).sum()) for name, (g, part) in away.items()
-        },
-        "path patching": {
-            ("both", name): float((direct[0] * part).sum()) for name, (_, part) in away.items()
-        },
-    }
+        direct, *through = torch.autograd.grad(relative, [x, *points.values()], allow_unused=True)
+    return direct, dict(zip(points, through, strict=True))
 
 
 def word_rows(scope: Scope, name: str, head: str, look: Look) -> list[Row]:
@@ -223,7 +329,7 @@ def word_rows(scope: Scope, name: str, head: str, look: Look) -> list[Row]:
     program's selector.
     """
     selects, first = SELECTORS[name, head]
-    words = [word for word in programs()[name]["vocabulary"] if word not in (FIRST, PAD)]
+    words = _words_of(name)
     ids = look.tokens
 
     def share(tokens: Tokens) -> float:
@@ -236,11 +342,23 @@ def word_rows(scope: Scope, name: str, head: str, look: Look) -> list[Row]:
 
     rows = []
     for place in range(1, len(ids)):
-        changed = [[*ids[:place], word, *ids[place + 1 :]] for word in words if word != ids[place]]
+        others = [word for word in words if word != ids[place]]
+        changed = [[*ids[:place], word, *ids[place + 1 :]] for word in others]
         left = mean(map(attended, changed)) / attended(ids)
         said = mean(map(share, changed)) / share(ids)
-        rows.append({"program": name, "head": head, "prompt": " ".join(ids), "query": look.query, "key": look.key,
-                     "position": place, "left": left, "cause": left < _LEFT, "program_says": said < _LEFT})  # fmt: skip
+        rows.append(
+            {
+                "program": name,
+                "head": head,
+                "prompt": " ".join(ids),
+                "query": look.query,
+                "key": look.key,
+                "position": place,
+                "left": left,
+                "cause": left < _LEFT,
+                "program_says": said < _LEFT,
+            }
+        )
     return rows
 
 
@@ -248,8 +366,8 @@ def word_rows(scope: Scope, name: str, head: str, look: Look) -> list[Row]:
 def draw(result: Result) -> Files:
     """Precision and recall of every head, by method."""
     rows = result.tables["heads"]
-    methods = distinct(result.tables["heads"], "how")
-    heads = distinct(rows, "program", "head")
+    methods = distinct(rows, "how")
+    heads = [" ".join(head) for head in distinct(rows, "program", "head")]
     drawn = new_figure(9, 3.4)
     hues = colours_of(methods)
     for axis, kind in zip(drawn.subplots(1, 2, sharey=True), ("recall", "precision"), strict=True):
@@ -257,11 +375,6 @@ def draw(result: Result) -> Files:
             places = [place + 0.27 * (1 - i) for place in range(len(heads))]
             values = [value or 0 for value in column(pick(rows, how=how), kind)]
             axis.barh(places, values, height=0.25, label=how, color=hues[how])
-        axis.set(
-            xlabel=kind,
-            xlim=(0, 1.02),
-            yticks=range(len(heads)),
-            yticklabels=[" ".join(head) for head in heads],
-        )
+        axis.set(xlabel=kind, xlim=(0, 1.02), yticks=range(len(heads)), yticklabels=heads)
     drawn.legend(*drawn.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return files_of(result, drawn)

@@ -186,7 +186,7 @@ def toy_retrieval(
     everything: All = False,
     as_json: Json = False,
 ) -> None:
-    """Train heads on payload retrieval, many at once; the same command again resumes a stopped run."""
+    """Train heads on payload retrieval, many at once; the same command resumes a stopped run."""
     from qkscope_papers.lee2026.toy.train import train_retrieval
 
     options: Any = {"grids": grids, "variant": variant, "d_head": d_head, "as_written": as_written}

@@ -1,8 +1,8 @@
-"""Tiny models of every family, a family being transformers' ``model_type``, and the error of their
-traces.
+"""Tiny models of every family, and the error of their traces.
 
-A tiny model is built in milliseconds from its family's default config made small (`small`), and set
-besides as families.toml says: where a family allows it, ``d_head · heads ≠ d_model``.
+A family is transformers' ``model_type``. A tiny model is built in milliseconds from its family's
+default config made small (`small`), and set besides as families.toml says: where a family allows
+it, ``d_head · heads ≠ d_model``.
 
 A family is traced (`trace_error`) if parts sum to the logit: for a query, a key and a head, with
 the true vectors q and k and their parts, ``error = max |Σ_c q_c·k − q·k|, |Σ_c q·k_c − q·k|`` over
@@ -40,9 +40,11 @@ from qkscope.model.tiny_copy import loud_model, small_config
 
 _TABLE = tomllib.loads(files("qkscope_papers").joinpath("families.toml").read_text("utf-8"))
 _HEADS: dict[str, Any] = {
-    "masked": transformers.AutoModelForMaskedLM, "image": transformers.AutoModelForImageClassification,
-    "image_text": transformers.AutoModelForImageTextToText, "sequence": transformers.AutoModelForSeq2SeqLM,
-}  # fmt: skip
+    "masked": transformers.AutoModelForMaskedLM,
+    "image": transformers.AutoModelForImageClassification,
+    "image_text": transformers.AutoModelForImageTextToText,
+    "sequence": transformers.AutoModelForSeq2SeqLM,
+}
 
 
 def _rows() -> dict[str, dict[str, Any]]:
@@ -66,7 +68,8 @@ def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     if family not in FAMILIES:
         close = " or ".join(get_close_matches(family, FAMILIES)) or "llama"
         raise BadInput(
-            f"no tiny model for the family {family!r}: try {close}; `qkscope models --all` names all."
+            f"no tiny model for the family {family!r}: try {close}; `qkscope models --all` names "
+            "all."
         )
     row = FAMILIES[family]
     parts = [_TABLE["parts"][name] for name in row.get("is", ())]

@@ -1,9 +1,8 @@
-"""Figures of the docs and of papers: one look, one colour for each name, PNG for pages and PDF for
-papers.
+"""Figures of the docs and of papers: one look, one colour for each name.
 
-Charts that a page draws are drawn by its scripts alone (``static/``); a figure is what no page
-shows. Figures are made without pyplot's global state, so drawing never opens a window or leaks a
-figure.
+Pages get PNG, papers PDF. Charts that a page draws are drawn by its scripts alone (``static/``); a
+figure is what no page shows. Figures are made without pyplot's global state, so drawing never opens
+a window or leaks a figure.
 
 Colours come from the table in ``static/colours.js``, which draws the page's charts: hues for white
 paper and for dark, chosen so that colour-blind readers tell them apart, and the names that have one
@@ -62,10 +61,19 @@ TARGET = palette()["hues"]["orange"][0]
 REST = palette()["hues"]["pale"][0]
 INK = palette()["hues"]["ink"][0]
 _STYLE: Any = {
-    "font.size": 9, "axes.titlesize": 9.5, "axes.labelsize": 9, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.edgecolor": "#666b75", "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
-    "font.family": "sans-serif", "figure.facecolor": "white",
-}  # fmt: skip
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666b75",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "font.family": "sans-serif",
+    "figure.facecolor": "white",
+}
 
 
 def new_figure(width: float, height: float, **options: Any) -> Figure:
@@ -104,7 +112,7 @@ def paired_bars(axis: Any, first: Sequence[float], then: Sequence[float], key: s
 
 
 def figure_files(figures: Mapping[str, Figure]) -> dict[str, bytes]:
-    """``figures/NAME.png`` and ``.pdf`` of each; no dates inside, so a rerun gives the same bytes."""
+    """``figures/NAME.png`` and ``.pdf`` of each; no dates inside: a rerun gives the same bytes."""
     files = {}
     for name, figure in figures.items():
         for kind, options in (("png", {"dpi": 130}), ("pdf", {"metadata": {"CreationDate": None}})):

@@ -111,7 +111,10 @@ class Progress:
             if steps
             else "done"
         )
-        return f"training: {left} of {total} models running, {at}, {time.monotonic() - self.started:.0f} s"
+        return (
+            f"training: {left} of {total} models running, {at}, "
+            f"{time.monotonic() - self.started:.0f} s"
+        )
 
 
 def train_all(trainers: Sequence[Trainer], workers: int | None = None) -> list[Outcome]:

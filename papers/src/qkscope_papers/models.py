@@ -1,12 +1,12 @@
-"""Which architectures can be looked into: answered by looking into a tiny random model of each,
-never from a list.
+"""Which architectures can be looked into.
 
-Every type of causal model that transformers has is tried, with the lengths that its config names
-made short, so that 37 tokens are beyond them. A family is refused where `Scope` refuses its tiny
-model. The first error is that of the attention, ``max |softmax([cap(scale · q·k) + mask, rest]) −
-eager attention|`` over all heads and queries, of prompts padded on each side that is offered,
-against plain transformers, which is given one prompt at a time. The second is that of the split of
-its logits among writers (`trace_error`). Then `why` is asked about a head, and about all.
+Answered by looking into a tiny random model of each, never from a list. Every type of causal model
+that transformers has is tried, with the lengths that its config names made short, so that 37 tokens
+are beyond them. A family is refused where `Scope` refuses its tiny model. The first error is that
+of the attention, ``max |softmax([cap(scale · q·k) + mask, rest]) − eager attention|`` over all
+heads and queries, of prompts padded on each side that is offered, against plain transformers, which
+is given one prompt at a time. The second is that of the split of its logits among writers
+(`trace_error`). Then `why` is asked about a head, and about all.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def check_family(family: str) -> FamilyRow:
             copy.deepcopy(model),
             {"input_ids": torch.tensor([[5, 6]])} if _reads_text(model) else {},
         )
-    except Exception as failure:  # one family that breaks (or that this transformers lacks) must not hide the others
+    # one family that breaks (or that this transformers lacks) must not hide the others
+    except Exception as failure:
         if family not in FAMILIES:
             raise
         if "model" not in locals() or _reads_text(model):
@@ -211,7 +212,8 @@ def _reported(scope: Scope, family: str, ids: Tensor) -> dict[int, Tensor]:
         found = [found[i] for i in layers]
     if len(found) != len(layers):
         raise ValueError(
-            f"{len(found)} attentions are reported of {len(layers)} layers, so they cannot be compared"
+            f"{len(found)} attentions are reported of {len(layers)} layers, so they cannot be "
+            "compared"
         )
     return dict(zip(layers, found, strict=True))
 
@@ -223,7 +225,10 @@ def _refused(failure: Exception) -> Verdict:
 def _why(failure: Exception) -> str:
     if isinstance(failure, BadInput):
         return str(failure)
-    return f"its tiny model failed with {type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
+    return (
+        f"its tiny model failed with {type(failure).__name__}: "
+        f"{next(iter(str(failure).splitlines()), '')}"
+    )
 
 
 def _limits(scope: Scope) -> Iterator[str]:

@@ -1,6 +1,4 @@
-"""What figures share: rows of tables and small sums over them, the files a drawing gives, and how
-it names things.
-"""
+"""Rows of tables and small sums over them, the files a drawing gives, and names of things."""
 
 from __future__ import annotations
 
@@ -35,6 +33,11 @@ class Estimate(NamedTuple):
     def ends(self) -> dict[str, Any]:
         """The interval, as a claim takes it."""
         return {"low": self.low, "high": self.high}
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """The mean and its interval, as a claim takes them for ours."""
+        return {"ours": self.mean, **self.ends}
 
     def among(self, count: int) -> Estimate:
         """The interval of one of several, widened for its having been chosen among them."""
@@ -75,6 +78,11 @@ def over_key_heads(values: Mapping[str, float], group_size: int) -> Estimate:
         head = Head.parse(name)
         groups.setdefault((head.layer, head.kv(group_size)), []).append(value)
     return over_runs(mean(own) for own in groups.values())
+
+
+def mean_of(rows: Iterable[Mapping[str, Any]], name: str) -> float:
+    """The mean of a column; NaN of nothing."""
+    return mean(column(rows, name))
 
 
 def share_of(flags: Iterable[bool]) -> Estimate:
@@ -131,6 +139,11 @@ def column(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
     return [row[name] for row in rows]
 
 
+def differences(rows: Iterable[Mapping[str, Any]], first: str, second: str) -> list[Any]:
+    """One column less another, row by row."""
+    return [row[first] - row[second] for row in rows]
+
+
 def heat_map(axis: Any, matrix: Any, **look: Any) -> Any:
     """A matrix of values from 0 to 1, cell by cell."""
     usual = {"cmap": "magma_r", "vmin": 0, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
@@ -170,7 +183,7 @@ def scatter_sides(
     colours: Sequence[Any],
     components: slice,
 ) -> None:
-    """Keys and queries of every label, on some of their components; on three, their axes are named."""
+    """Keys and queries of every label, on some of their components; three get named axes."""
     for i, label in enumerate(labels):
         for side, shown, marker, size, alpha in (
             ("key", "keys", "o", 10, 0.4),

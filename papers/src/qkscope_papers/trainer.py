@@ -1,11 +1,11 @@
-"""Train many small models at once: one stack of parameters, one optimiser, each model stopping when
-it is done.
+"""Train many small models at once: each stops when it is done.
 
-Parameters of m models stand side by side in one matrix ``θ ∈ R^{m×p}``; a loss function maps it and
-a batch to m losses that do not touch each other, so ``∂ Σ_i L_i / ∂θ_i = ∂ L_i / ∂θ_i`` and a
-single AdamW step, with a learning rate per row, trains them all as if each were alone. A model
-whose validation loss has stopped improving leaves the stack, which makes the steps of the others
-cheaper; one that diverges leaves it too, and is named.
+There is one stack of parameters and one optimiser. Parameters of m models stand side by side in one
+matrix ``θ ∈ R^{m×p}``; a loss function maps it and a batch to m losses that do not touch each
+other, so ``∂ Σ_i L_i / ∂θ_i = ∂ L_i / ∂θ_i`` and a single AdamW step, with a learning rate per row,
+trains them all as if each were alone. A model whose validation loss has stopped improving leaves
+the stack, which makes the steps of the others cheaper; one that diverges leaves it too, and is
+named.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """What identifies the task, as JSON would have it: a checkpoint of another one is refused."""
+        """What identifies the task, as JSON would have it: checkpoints of another are refused."""
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
         """Memory that the steps use again and again."""
@@ -148,15 +148,13 @@ class Recipe:
             factor = (1 + torch.cos(math.pi * (step - 1) / self.steps)) / 2
         if self.schedule == "quarter cosine":
             factor = torch.cos(math.pi * (step - 1) / (2 * self.steps))
-        first, second = (1 - beta**step for beta in self.betas)
+        first = 1 - self.betas[0] ** step
+        second = 1 - self.betas[1] ** step
         return torch.stack([factor, factor / first, second.sqrt()], dim=1).float()
 
     def about(self) -> dict[str, Any]:
         """As JSON would have it."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in vars(self).items()
-        }
+        return {**vars(self), "betas": list(self.betas)}
 
 
 @dataclass
@@ -180,11 +178,8 @@ class Outcome:
     @property
     def diverged(self) -> list[str]:
         """Names of the models whose loss diverged."""
-        return [
-            name
-            for name, reason in zip(self.names, self.reasons, strict=True)
-            if reason == REASONS[DIVERGED]
-        ]
+        ended = zip(self.names, self.reasons, strict=True)
+        return [name for name, reason in ended if reason == REASONS[DIVERGED]]
 
 
 class Trainer:
@@ -219,11 +214,11 @@ class Trainer:
         self.names = list(task.names)
         m = len(self.names)
         rates = [float(lr)] * m if isinstance(lr, int | float) else [float(rate) for rate in lr]
-        if (
-            m == 0 or len(rates) != m or not all(0 < rate < math.inf for rate in rates)
-        ):  # so nan is refused too
+        usable = all(0 < rate < math.inf for rate in rates)  # so nan is refused too
+        if m == 0 or len(rates) != m or not usable:
             raise BadInput(
-                f"training {m} models needs {m} positive, finite learning rates, but got {rates[:5]}."
+                f"training {m} models needs {m} positive, finite learning rates, but got "
+                f"{rates[:5]}."
             )
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.checkpoint_seconds = checkpoint_seconds
@@ -258,10 +253,8 @@ class Trainer:
         self.active_task = self.task if whole else self.task.select(models)
         self.params = self.final.like(flat.to(device).clone())
         self.grads = self.final.like(torch.zeros_like(self.params.flat))
-        first, second = moments or (
-            torch.zeros_like(self.params.flat),
-            torch.zeros_like(self.params.flat),
-        )
+        zeros = torch.zeros_like(self.params.flat)
+        first, second = moments or (zeros, zeros)
         self.first = first.to(device).clone()
         self.second = second.to(device).clone()
         self.scratch = torch.empty_like(self.params.flat)
@@ -328,32 +321,34 @@ class Trainer:
         verdict[~(losses <= self.recipe.diverged_above * self.initial[rows])] = DIVERGED
         leaving = alive & (verdict != RUNNING)
         rebuilt = bool(leaving.any()) and self._leave(leaving, verdict)
-        if self.checkpoint and (
-            self.done or time.monotonic() - self._saved >= self.checkpoint_seconds
-        ):
+        due = time.monotonic() - self._saved >= self.checkpoint_seconds
+        if self.checkpoint and (self.done or due):
             self.save()
         return rebuilt
 
     def _leave(self, leaving: Tensor, verdict: Tensor) -> bool:
+        """Keep the weights of models that stop here; say whether the stack has been made anew."""
         gone = self.models[leaving]
-        self.final.flat[gone.to(self.final.flat.device)] = self.params.flat[
-            leaving.to(self.task.device)
-        ].to(self.final.flat.device)
-        self.status[gone], self.stopped_at[gone] = verdict[leaving], self.step
+        kept_on = self.final.flat.device
+        stopped = self.params.flat[leaving.to(self.task.device)]
+        self.final.flat[gone.to(kept_on)] = stopped.to(kept_on)
+        self.status[gone] = verdict[leaving]
+        self.stopped_at[gone] = self.step
         for model in gone[self.status[gone] == DIVERGED].tolist():
             log.warning(
-                f"{self.names[model]} diverged at step {self.step} (validation loss {float(self.last[model]):.3g}, "
-                f"{float(self.initial[model]):.3g} before training): it is left out, the others go on; lower its "
-                f"learning rate of {float(self.lr[model]):.3g}."
+                f"{self.names[model]} diverged at step {self.step} (validation loss "
+                f"{float(self.last[model]):.3g}, {float(self.initial[model]):.3g} before "
+                "training): it is left out, the others go on; lower its learning rate of "
+                f"{float(self.lr[model]):.3g}."
             )
         keep = (self.status[self.models] == RUNNING).nonzero()[:, 0]
         if 0 < len(keep) <= self.compact_below * len(self.models):
             where = keep.to(self.task.device)
-            self._load(
-                self.models[keep], self.params.flat[where], (self.first[where], self.second[where])
-            )
+            moments = (self.first[where], self.second[where])
+            self._load(self.models[keep], self.params.flat[where], moments)
             return True
-        self.rates.copy_((self.lr[self.models] * (self.status[self.models] == RUNNING))[:, None])
+        running = self.status[self.models] == RUNNING
+        self.rates.copy_((self.lr[self.models] * running)[:, None])
         return False
 
     def _record(self, losses: Tensor) -> None:
@@ -381,50 +376,68 @@ class Trainer:
 
     def result(self) -> Outcome:
         """Where every model stands."""
-        final = {
-            name: value.clone()
-            for name, value in self.final.like(self._everything()).named().items()
-        }
-        history = (
-            self.final.like(torch.stack(self.history).flatten(0, 1)).named()
-            if self.history
-            else None
-        )
-        kept = history and {
-            name: value.unflatten(0, (len(self.history), -1)) for name, value in history.items()
-        }
-        ended = self.stopped_at.tolist(), [REASONS[code] for code in self.status.tolist()]
-        curves = list(self.curve_steps), torch.stack(self.curves) if self.curves else None
+        final = self.final.like(self._everything()).named()
         return Outcome(
-            self.names, final, *ended, self.initial.tolist(), self.last.tolist(), *curves, kept
+            names=self.names,
+            params={name: value.clone() for name, value in final.items()},
+            stopped_at=self.stopped_at.tolist(),
+            reasons=[REASONS[code] for code in self.status.tolist()],
+            initial_loss=self.initial.tolist(),
+            final_loss=self.last.tolist(),
+            curve_steps=list(self.curve_steps),
+            curves=torch.stack(self.curves) if self.curves else None,
+            history=self._kept_history(),
         )
+
+    def _kept_history(self) -> dict[str, Tensor] | None:
+        """Parameters at every check, where they were kept."""
+        if not self.history:
+            return None
+        checks = len(self.history)
+        flat = torch.stack(self.history).flatten(0, 1)
+        named = self.final.like(flat).named()
+        return {name: value.unflatten(0, (checks, -1)) for name, value in named.items()}
 
     def _everything(self) -> Tensor:
         """Parameters of all models, where they stopped or where they are."""
         everything = self.final.flat.clone()
         going = self.status[self.models] == RUNNING
-        everything[self.models[going]] = self.params.flat[going.to(self.task.device)].to(
-            everything.device
-        )
+        running = self.params.flat[going.to(self.task.device)]
+        everything[self.models[going]] = running.to(everything.device)
         return everything
 
     # ------------------------------------------------------------------ files
 
     def _about(self) -> dict[str, Any]:
         rates = [round(rate, 12) for rate in self.lr.tolist()]
-        return {"task": self.task.about(), "recipe": self.recipe.about(), "seed": self.seed,
-                "learning rates": rates, "device": self.task.device.type}  # fmt: skip
+        return {
+            "task": self.task.about(),
+            "recipe": self.recipe.about(),
+            "seed": self.seed,
+            "learning rates": rates,
+            "device": self.task.device.type,
+        }
 
     def save(self) -> None:
         """Write everything the run needs to go on as if it had not stopped."""
         assert self.checkpoint is not None
         tensors = {
-            "final": self.final.flat, "models": self.models, "params": self.params.flat, "first": self.first,
-            "second": self.second, "status": self.status, "stopped_at": self.stopped_at, "best": self.best,
-            "stale": self.stale, "initial": self.initial, "last": self.last, "generator": self.generator.get_state(),
-            "curve_steps": torch.tensor(self.curve_steps), "curves": torch.stack(self.curves),
+            "final": self.final.flat,
+            "models": self.models,
+            "params": self.params.flat,
+            "first": self.first,
+            "second": self.second,
+            "status": self.status,
+            "stopped_at": self.stopped_at,
+            "best": self.best,
+            "stale": self.stale,
+            "initial": self.initial,
+            "last": self.last,
+            "generator": self.generator.get_state(),
+            "curve_steps": torch.tensor(self.curve_steps),
+            "curves": torch.stack(self.curves),
             **({"history": torch.stack(self.history)} if self.keep_history else {}),
-        }  # fmt: skip
+        }
         manifest = {"about": self._about(), "step": self.step}
         write_tensors(self.checkpoint, "training", tensors, manifest)
         self._saved = time.monotonic()

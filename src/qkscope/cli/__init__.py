@@ -174,7 +174,8 @@ def _run(declared: Command, values: TypedValues) -> None:
         for parameter in inspect.signature(function).parameters:
             if parameter in values and parameter not in (*declared.made, *declared.python):
                 given[parameter] = values[parameter]
-        result = function(**{name: value for name, value in given.items() if value is not None})
+        named = {name: value for name, value in given.items() if value is not None}
+        result = function(**named)
     # an empty answer: another process of torchrun prints it
     if not isinstance(result, Result) or not result.answer:
         return

@@ -97,11 +97,8 @@ def make_task(values: TypedValues) -> Any:
         raise BadInput(f"there is no task {name!r}: take {TASKS} of your own.")
     takes = inspect.signature(makers[name]).parameters
     sizes = [size for size in ("entities", "categories", "length") if size in takes]
-    typed = {
-        sizes[0] if sizes else "size": values["size"],
-        "form": values["form"],
-        "center": values["center"],
-    }
+    size = sizes[0] if sizes else "size"
+    typed = {size: values["size"], "form": values["form"], "center": values["center"]}
     options = {option: value for option, value in typed.items() if value is not None}
     unknown = options.keys() - takes.keys()
     if unknown:
@@ -125,7 +122,8 @@ def task_or_prompt(values: TypedValues) -> Any:
     if texts:
         atlas = shlex.join(["qkscope", "atlas", *texts])
         raise BadInput(
-            f"{texts[0]} is text, and trace takes a task or a prompt: for heads on text use {atlas}."
+            f"{texts[0]} is text, and trace takes a task or a prompt: "
+            f"for heads on text use {atlas}."
         )
     if len(sources) > 1:
         task = next(filter(_is_task, sources), sources[0])

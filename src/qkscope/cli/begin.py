@@ -27,6 +27,8 @@ from qkscope.results.work import verb
 _HEADS = 3  # that are decomposed
 _MOST = 10_000  # prompts: a demo that is stopped keeps nothing
 _REACHES = 0.30  # row accuracy of a head that does the task
+_REACHED = "ours >= 0.3 and ours > 2 * control"  # the rule of a claim that a head does it
+_SINGULAR = ("U", "S", "V", "read", "scale", "c_Q")  # arrays of a basis that are written
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _FIELDS = {
     "schema": ["number"],
@@ -59,16 +61,12 @@ def svd(
     """
     basis = qk.sums.singular_basis(scope, heads)
     rows = basis.table()
-    arrays = {name: getattr(basis, name) for name in ("U", "S", "V", "read", "scale", "c_Q")}
-    ranks = sorted(row["effective_rank"] for row in rows)
-    range_of_ranks = f"{ranks[0]:.1f} to {ranks[-1]:.1f}"
-    return Result(
-        "svd",
-        {"heads": rows},
-        arrays=arrays if out else {},
-        answer=f"QK matrices of {len(rows)} heads: {range_of_ranks} effective dimensions.",
-        **made_with(scope, heads=[row["head"] for row in rows]),
-    )
+    arrays = {name: getattr(basis, name) for name in _SINGULAR} if out else {}
+    ranks = [row["effective_rank"] for row in rows]
+    dimensions = f"{min(ranks):.1f} to {max(ranks):.1f} effective dimensions"
+    answer = f"QK matrices of {len(rows)} heads: {dimensions}."
+    made = made_with(scope, heads=[row["head"] for row in rows])
+    return Result("svd", {"heads": rows}, arrays=arrays, answer=answer, **made)
 
 
 def fetch(name: str) -> None:
@@ -96,7 +94,8 @@ def schema(verb: str) -> None:
     fields = (Column(name, tuple(types)) for name, types in _FIELDS.items())
     result = _object_schema(fields)
     result["properties"]["tables"] = {"type": "object", "properties": tables}
-    about = {"$schema": _DRAFT, "title": f"qkscope {verb} --json", "required": [*_FIELDS, "tables"]}
+    title = f"qkscope {verb} --json"
+    about = {"$schema": _DRAFT, "title": title, "required": [*_FIELDS, "tables"]}
     print_json({**about, **result})
 
 
@@ -142,8 +141,7 @@ def demo(*, out: str | Path = "runs/demo", n: Count = 96) -> Result:
     heads = [str(head) for head in ranking.above(_REACHES, by="row_accuracy")][:_HEADS]
     if not heads:
         heads = [best[0]["head"]]
-    at_chance = min(ranking.top(), key=lambda row: abs(row["accuracy"] - row["chance"]))
-    control = at_chance["head"]
+    control = _at_chance(ranking.top())
     with doing(f"fitting order and lexical features of {', '.join(heads)}"):
         fit = qk.decompose(scope, task, [*heads, control], n, contrasts=["order", "lexical"])
     with doing("swapping them on held-out prompts"):
@@ -151,14 +149,18 @@ def demo(*, out: str | Path = "runs/demo", n: Count = 96) -> Result:
     parts = qk.sums.attribute(scope, PROMPT, heads[0], fit)
     why = qk.why(scope, PROMPT, heads[0], features=fit)
     tables = {"heads": best, **fit.tables, **swaps.tables, **parts.tables, **why.tables}
-    tables["said"] = [{"line": f"Why: {why.answer}"}, *why.tables["said"][:3]]
-    return Result(
-        "demo",
-        tables,
-        _claims(heads[0], control, tables),
-        answer=_answer(heads[0], tables),
-        **made_with(scope, n=n, seed=0),
-    )
+    said = why.tables["said"][:3]
+    tables["said"] = [{"line": f"Why: {why.answer}"}, *said]
+    claims = _claims(heads[0], control, tables)
+    answer = _answer(heads[0], tables)
+    made = made_with(scope, n=n, seed=0)
+    return Result("demo", tables, claims, answer=answer, **made)
+
+
+def _at_chance(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The head whose accuracy is nearest to chance."""
+    nearest = min(rows, key=lambda row: abs(row["accuracy"] - row["chance"]))
+    return str(nearest["head"])
 
 
 def _swaps_of(head: str, tables: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -172,14 +174,15 @@ def _answer(head: str, tables: Mapping[str, Any]) -> str:
     both = swaps["both"]
     lexical = swaps["lexical"]
     random = swaps["random_both"]
-    return (
-        f"{head} finds the box by the word asked for: exchange its lexical feature "
-        f"({lexical['rank']} dimensions) between two boxes, and its attention on the right one "
-        f"falls from {both['orig_before']:.2f} to {lexical['orig_after']:.2f} while the other gets "
-        f"{lexical['target_after']:.2f} (with order as well {both['orig_after']:.2f} and "
-        f"{both['target_after']:.2f}); random subspaces of that size leave "
-        f"{random['orig_after']:.2f}."
+    exchanged = f"exchange its lexical feature ({lexical['rank']} dimensions) between two boxes"
+    effect = (
+        f"its attention on the right one falls from {both['orig_before']:.2f} to "
+        f"{lexical['orig_after']:.2f} while the other gets {lexical['target_after']:.2f}"
     )
+    joint = f"with order as well {both['orig_after']:.2f} and {both['target_after']:.2f}"
+    control = f"random subspaces of that size leave {random['orig_after']:.2f}"
+    asked = f"{head} finds the box by the word asked for"
+    return f"{asked}: {exchanged}, and {effect} ({joint}); {control}."
 
 
 def _claims(head: str, control: str, tables: Mapping[str, Any]) -> list[Claim]:
@@ -187,24 +190,60 @@ def _claims(head: str, control: str, tables: Mapping[str, Any]) -> list[Claim]:
     best = next(row for row in tables["heads"] if row["head"] == head)
     swaps = _swaps_of(head, tables)
     both = swaps["both"]
-    shift_at_two = dict[str, float]()  # of a swap of two dimensions, by how they are chosen
+    two = _shifts_of_two(head, tables)
+    ranks = _lexical_ranks(tables)
+    attends = Claim(
+        f"{head} attends to the right box",
+        paper="at least 30% of prompts",
+        ours=best["low"],
+        control=best["chance"],
+        rule=_REACHED,
+    )
+    moves = Claim(
+        "swapping both features moves the attention to the target; random subspaces do not",
+        paper="the majority",
+        ours=both["target_after"],
+        control=swaps["random_both"]["target_after"],
+        rule=_REACHED,
+    )
+    few = Claim(
+        "two dimensions of the lexical feature move more than two principal components of the keys",
+        paper="",
+        ours=two["lexical"],
+        control=two["key_pca"],
+        rule="ours > control",
+    )
+    all_of_them = Claim(
+        "all its dimensions move more than as many principal components of the keys "
+        "(control: key PCA)",
+        paper="",
+        ours=both["shift"],
+        control=swaps["key_pca_both"]["shift"],
+        rule="ours > control",
+    )
+    ranked = Claim(
+        f"the 99% rank tells {head} from {control}, a head at chance",
+        paper="lexical rank 9-10",
+        ours=ranks[head],
+        control=ranks[control],
+        rule="ours != control",
+    )
+    return [attends, moves, few, all_of_them, ranked]
+
+
+def _shifts_of_two(head: str, tables: Mapping[str, Any]) -> dict[str, float]:
+    """How far a swap of two dimensions shifts a head's attention, by how they are chosen."""
+    shifts = dict[str, float]()
     for row in tables["curve"]:
         if row["head"] == head and row["k"] == 2:
-            shift_at_two[row["method"]] = row["shift"]
+            shifts[row["method"]] = row["shift"]
+    return shifts
+
+
+def _lexical_ranks(tables: Mapping[str, Any]) -> dict[str, float]:
+    """The 99% rank of each head's lexical feature."""
     ranks = dict[str, float]()
     for row in tables["ranks"]:
         if row["contrast"] == "lexical":
             ranks[row["head"]] = float(row["rank_99"])
-    return [
-        Claim(f"{head} attends to the right box", "at least 30% of prompts", best["low"], best["chance"],
-              "ours >= 0.3 and ours > 2 * control"),
-        Claim("swapping both features moves the attention to the target; random subspaces do not", "the majority",
-              both["target_after"], swaps["random_both"]["target_after"],
-              "ours >= 0.3 and ours > 2 * control"),
-        Claim("two dimensions of the lexical feature move more than two principal components of the keys", "",
-              shift_at_two["lexical"], shift_at_two["key_pca"], "ours > control"),
-        Claim("all its dimensions move more than as many principal components of the keys (control: key PCA)", "",
-              both["shift"], swaps["key_pca_both"]["shift"], "ours > control"),
-        Claim(f"the 99% rank tells {head} from {control}, a head at chance", "lexical rank 9-10",
-              ranks[head], ranks[control], "ours != control"),
-    ]  # fmt: skip
+    return ranks

@@ -1,4 +1,4 @@
-"""``qkscope mcp``: the tools of `qkscope.cli.tools` by the Model Context Protocol, on stdin and stdout.
+"""``qkscope mcp``: the tools of `qkscope.cli.tools` by the Model Context Protocol, on stdio.
 
 The model is loaded once, before the first question, and stays; one question runs at a time. A
 refusal is a reply marked as an error, whose text is one sentence. Nothing is written, no file is
@@ -114,7 +114,7 @@ def _declared(name: str) -> Any:
 def _called(
     session: Session, name: str, given: Mapping[str, Any], seconds: float, stopped: Event
 ) -> Any:
-    """What a call answers; a refusal is its sentence, and so is a fault, whose details are logged."""
+    """What a call answers: JSON with its lines, or the sentence of a refusal or of a fault."""
     import mcp_types as types
 
     def text(sentence: str) -> list[types.TextContent]:

@@ -31,12 +31,15 @@ def command(verb: str, *arguments: object, **options: object) -> str:
     "qkscope decompose binding --heads L18H6 --out 'my runs' --seed 1"
     """
     declared = COMMANDS.get(verb)
-    known = {option.name: option for option in declared.options} if declared else {}
+    known = {}
+    if declared is not None:
+        known = {option.name: option for option in declared.options}
     words = ["qkscope", verb, *map(str, arguments)]
     for name, value in options.items():
         if value is None or value is False:
             continue
-        texts = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+        values = value if isinstance(value, list) else [value]
+        texts = [str(each) for each in values]
         if declared is None:
             words += [f"--{name}", ",".join(texts)]
         elif name in known and value != known[name].default:
@@ -93,7 +96,7 @@ def _after_why(typed: Typed, result: Result) -> str:
 
 
 def _helpful_head(result: Result) -> str:
-    """A head for the answer: one that looks at the answer or at its rival, rather than at itself."""
+    """A head for the answer: one that looks at the answer or its rival, rather than at itself."""
     rows = result.tables["heads"]
     helpful = [row for row in rows if row["direction"] == "for"][:_MOST_HELPFUL]
     best = min(helpful or rows[:1], key=lambda row: _PLACES.index(row["at"]))
@@ -135,7 +138,8 @@ def _after_prompts(typed: Typed, result: Result) -> str:
 def _after_heads(typed: Typed, result: Result) -> str:
     """Decompose the first heads; where none does the task, try its other form, or the atlas."""
     task = typed["task"]
-    heads = [row["head"] for row in result.table() if row["reaches"]][:2]
+    reaching = [row["head"] for row in result.table() if row["reaches"]]
+    heads = reaching[:2]
     same = _chosen(typed, *_OF_MODEL, "form", "size", "seed", "chat")
     if heads:
         out = Path("runs") / Path(task).stem
@@ -154,13 +158,11 @@ def _after_decompose(typed: Typed, result: Result) -> str:
 def _after_atlas(typed: Typed, result: Result) -> str:
     """Ask why of the strongest look of a head, induction heads first."""
     kinds = {row["head"]: row["kind"] for row in result.tables["heads"]}
-    looks = sorted(
-        result.tables["examples"],
-        key=lambda row: (kinds[row["head"]] != "induction", -row["attention"]),
-    )
+    looks = result.tables["examples"]
     if not looks:
         return command("view", typed["out"])
-    strongest = looks[0]
+    induction = [row for row in looks if kinds[row["head"]] == "induction"]
+    strongest = max(induction or looks, key=lambda row: float(row["attention"]))
     text = "".join(strongest["tokens"][: strongest["query"] + 1])
     return command("why", text, head=strongest["head"], **_chosen(typed, *_OF_MODEL))
 

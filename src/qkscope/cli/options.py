@@ -60,7 +60,9 @@ class Option:
     @property
     def flag(self) -> str:
         """How it is typed: ``--batch-size``."""
-        return self.flags[0] if self.flags else f"--{self.name.replace('_', '-')}"
+        if self.flags:
+            return self.flags[0]
+        return f"--{self.name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ def _view_lines(result: Result, tables: Mapping[str, Any]) -> list[str]:
     if len(view.rows) < view.total:
         more = f"{len(view.rows)} of {view.total} rows; {more}"
     notes = [note for note in (view.note, more) if note]
-    return laid(*views.drawn(view.rows, view.columns, _console().width), *notes)
+    drawn = views.drawn(view.rows, view.columns, _console().width)
+    return laid(*drawn, *notes)
 
 
 def _fitting_lines(sentences: Sequence[str], room: int) -> list[str]:
@@ -122,7 +123,8 @@ def _print_tables(tables: Mapping[str, Any]) -> None:
 def print_json(value: Any) -> None:
     """Print JSON on stdout, with every control character escaped."""
     text = json.dumps(value, indent=1, ensure_ascii=False)
-    typer.echo(_UNSAFE_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
+    escaped = _UNSAFE_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    typer.echo(escaped)
 
 
 # ---------------------------------------------------------------------- lines
@@ -150,7 +152,8 @@ def _console() -> Console:
 
 def _sentence(text: str, style: str = "") -> Text:
     """A sentence with coloured verdicts; it is broken between words, but in no quoted token."""
-    held = _QUOTED_BLANK.sub(lambda match: match[0].replace(" ", _HELD), plain_text(text))
+    plain = plain_text(text)
+    held = _QUOTED_BLANK.sub(lambda match: match[0].replace(" ", _HELD), plain)
     sentence = Text(held, style=style)
     for colour, words in _VERDICTS.items():
         sentence.highlight_regex(rf"(?<=: )({words})\b", colour)

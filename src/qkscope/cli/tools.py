@@ -93,9 +93,8 @@ def why(
     upstream components, with what effect on the next token. Without a head: which heads decide
     the next token.
     """
-    return qk.why(
-        session.scope, _example(session, prompt), head, query, key, versus=versus, seed=seed
-    )
+    example = _example(session, prompt)
+    return qk.why(session.scope, example, head, query, key, versus=versus, seed=seed)
 
 
 @tool
@@ -219,7 +218,7 @@ def input_schema(name: str) -> dict[str, Any]:
 
 
 def _help(name: str, option: str) -> str:
-    """What an input means: as the command of the same name has it, unless tools say it otherwise."""
+    """What an input means: as `_HELP` says, or else as the command of the same name has it."""
     if option in _HELP:
         return _HELP[option]
     declared = COMMANDS.get(name, COMMANDS["why"])
@@ -233,16 +232,16 @@ def output_schema(name: str) -> dict[str, Any]:
     tables = dict[str, Any]()
     for table in TABLES[name]:
         # types stand in words: a client refuses a reply whose types a schema had forgotten
-        rows = {
-            column.name: {"description": ", ".join(column.types)}
-            for column in known[table].columns.values()
-        }
+        rows = {}
+        for column in known[table].columns.values():
+            rows[column.name] = {"description": ", ".join(column.types)}
         items = {"type": "object", "properties": rows}
         tables[table] = {"type": "array", "items": items}
+    text = {"type": "string"}
     counts = {"type": "object", "additionalProperties": {"type": "integer"}}
     properties = {
-        "answer": {"type": "string"},
-        "lines": {"type": "array", "items": {"type": "string"}},
+        "answer": text,
+        "lines": {"type": "array", "items": text},
         "tables": {"type": "object", "properties": tables},
         "rows": counts,
     }
@@ -297,7 +296,7 @@ def call(
 def reply(
     result: Result, tables: tuple[str, ...], more: list[str] | None = None, rows: int = ROWS
 ) -> dict[str, Any]:
-    """A result as JSON: its answer, its lines, the first rows of some tables, and how many there are.
+    """A result as JSON: its answer, its lines, the first rows of some tables, and their counts.
 
     Parameters
     ----------
@@ -308,13 +307,10 @@ def reply(
     """
     asked = _checked_names(result, more or [])
     whole = result.to_json()["tables"]
-    chosen = [name for name in dict.fromkeys((*tables, *asked)) if name in whole]
-    return {
-        "answer": result.answer,
-        "lines": [row["line"] for row in result.tables.get("said", ())],
-        "tables": {name: whole[name][:rows] for name in chosen},
-        "rows": {name: len(table) for name, table in whole.items() if name != "said"},
-    }
+    lines = [row["line"] for row in result.tables.get("said", ())]
+    first = {name: whole[name][:rows] for name in (*tables, *asked) if name in whole}
+    totals = {name: len(table) for name, table in whole.items() if name != "said"}
+    return {"answer": result.answer, "lines": lines, "tables": first, "rows": totals}
 
 
 def _checked_names(result: Result, more: list[str]) -> list[str]:

@@ -33,7 +33,8 @@ MOST_COLUMNS = 6
 MOST_ROWS = 10
 _SHORTEST = 12  # characters that a text keeps, before a column is left out for want of room
 _BETWEEN = 2  # characters between two columns
-_RULE = Box("\n".join(["    ", "    ", " ─  ", *["    "] * 5]) + "\n")  # below the headings alone
+_BLANK = "    \n"
+_RULE = Box(2 * _BLANK + " ─  \n" + 5 * _BLANK)  # a line below the headings alone
 _NO_RIVALS = (
     "oblique",
     "summed",
@@ -96,7 +97,8 @@ def shown(verb: str, tables: Mapping[str, Records], main: str = "") -> View | No
     rows = tables.get(main) or _first_rows(tables)
     if not rows or not known or tables.get("said"):
         return None
-    return _view(rows, TableDefinition(main, {}, ", ".join(f"{name}?" for name in rows[0])))
+    differing = ", ".join(f"{name}?" for name in rows[0])
+    return _view(rows, TableDefinition(main, {}, differing))
 
 
 def _first_rows(tables: Mapping[str, Records]) -> Records:
@@ -172,7 +174,8 @@ class _Column(NamedTuple):
 def _column(heading: str, source: str, rows: Records, digits: int | None) -> _Column:
     """The cells of a column, and whether there are numbers among them."""
     cells = [_cell(source, row, digits) for row in rows]
-    numeric = any(_is_number(row.get(source.rstrip("±"))) for row in rows)
+    name = source.rstrip("±")
+    numeric = any(_is_number(row.get(name)) for row in rows)
     return _Column(heading, cells, numeric)
 
 
@@ -238,11 +241,11 @@ def _cell(source: str, row: Record, digits: int | None = None) -> str:
     """The cell of a row, with its interval or in quotes where the source says so."""
     name = source.removesuffix("±").removesuffix("!r")
     if source.endswith("±"):
-        low, high = (f"{name}_low", f"{name}_high") if f"{name}_low" in row else ("low", "high")
-        values = [row.get(name), row.get(low), row.get(high)]
+        of = f"{name}_" if f"{name}_low" in row else ""
+        values = [row.get(name), row.get(f"{of}low"), row.get(f"{of}high")]
         if all(map(_is_number, values)):
-            value, least, most = map(_short_number, values)
-            return f"{value} [{least}, {most}]"
+            value, low, high = map(_short_number, values)
+            return f"{value} [{low}, {high}]"
     if source.endswith("!r"):
         return repr(row[name])
     return cell(row.get(name), digits)
@@ -250,12 +253,16 @@ def _cell(source: str, row: Record, digits: int | None = None) -> str:
 
 def _short_number(value: Any) -> str:
     """A number of an interval: two decimals, none of large ones, and never -0.00."""
-    return f"{round(value, 2) + 0.0:.2f}" if abs(value) < 100 else f"{value:.0f}"
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{round(value, 2) + 0.0:.2f}"
 
 
 def _is_number(value: Any) -> bool:
     """Whether a value is a number; truth values and NaN are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return not math.isnan(value)
 
 
 # ---------------------------------------------------------------------- which rows
@@ -282,15 +289,16 @@ def _last(rows: Records, column: str) -> Records:
 
 
 def _swapped(rows: Records) -> Records:
-    """The features of every head beside random subspaces and rivals, or as much as there is room for.
+    """The features of every head beside random subspaces and rivals, as far as there is room.
 
     With more rows: the features alone beside the controls of the joint one; the joint feature with
     all its controls; the joint feature beside random subspaces.
     """
-    joint = [row["feature"] for row in rows if row["kind"] == "feature"][-1]
-    places = list(dict.fromkeys((row["head"], row["feature"]) for row in rows))
-    most = [row for row in rows if row["kind"] not in _NO_RIVALS]
-    most.sort(key=lambda row: places.index((row["head"], row["feature"])))
+    features = [row for row in rows if row["kind"] == "feature"]
+    joint = features[-1]["feature"]
+    most: list[Record] = []
+    for same in grouped(rows, lambda row: (row["head"], row["feature"])).values():
+        most += [row for row in same if row["kind"] not in _NO_RIVALS]
     fewer = [row for row in most if row["feature"] == joint or row["kind"] == "feature"]
     of_joint = [row for row in most if row["feature"] == joint]
     for chosen in (most, fewer, of_joint):

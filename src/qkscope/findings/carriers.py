@@ -1,5 +1,4 @@
-"""Who carried the reason: a word is changed, and what few writers wrote in the unchanged run is put
-back.
+"""Who carried the reason: a word is changed, and the parts of few writers are put back unchanged.
 
 A word whose change breaks a head's attention acts through its key or its query. What at most two
 writers left there in the unchanged prompt is put back into this head alone, its norms running: do
@@ -59,13 +58,13 @@ class Restored:
     whole_side: float
 
     def share(self, attention: float, before: float) -> float:
-        """The share of what the change took away that an attention brings back."""
+        """Share of the lost attention that is brought back."""
         lost = before - self.changed
         return (attention - self.changed) / lost if lost > 0 else 0.0
 
 
 class Carriers:
-    """One look of an unchanged run, and words that decide it.
+    """Carriers of the words that decide one look.
 
     Parameters
     ----------
@@ -91,11 +90,15 @@ class Carriers:
         if len(self.names) < 2:  # the first layer reads the embedding alone
             return []
         words = {word.start: word for word in self.because.words}
-        rows = (self._row(words[place]) for place in self._places())
-        return [row for row in rows if row is not None]
+        rows = list[Row]()
+        for place in self._places():
+            row = self._row(words[place])
+            if row is not None:
+                rows.append(row)
+        return rows
 
     def _places(self) -> Sequence[int]:
-        """The two words that are the same, or the strongest up to the key and the strongest behind."""
+        """Places of the two equal words, or of the strongest word up to the key and behind it."""
         same = self.reason.first("same word")
         if same is not None:
             return same.positions
@@ -106,20 +109,26 @@ class Carriers:
         return [*up_to_key[:1], *behind_key[:1]]
 
     def _row(self, word: Word) -> Row | None:
+        """The row of one word; None where its alternatives leave the look as it is."""
         changes = self.because.alternatives(word)[:RUNS]
         runs = [self._changed(change) for change in changes]
         changed = [self._attention(run) for run in runs]
         half = len(runs) // 2
-        lost = self.reason.before - sum(changed) / max(len(changed), 1)
-        if half < 1 or lost < _LOST:
+        if half < 1:
+            return None
+        before = self.reason.before
+        lost = before - sum(changed) / len(changed)
+        if lost < _LOST:
             return None
         whole = {side: [self._whole(run, side) for run in runs] for side in _KEY_FIRST}
         side = max(_KEY_FIRST, key=lambda side: sum(whole[side]))
         writers = self._choose(runs[:half], side, fmean(changed[:half]))
-        tested = self._test(runs[half:], side, writers, fmean(whole[side][half:]))
-        before = self.reason.before
+        whole_side = fmean(whole[side][half:])
+        tested = self._test(runs[half:], side, writers, whole_side)
         share = tested.share(tested.restored, before)
-        controls = [tested.share(control, before) for control in (tested.others, tested.other_run)]
+        of_others = tested.share(tested.others, before)
+        of_other_run = tested.share(tested.other_run, before)
+        shown = is_carried(share, of_others, of_other_run)
         return {
             "head": str(self.head),
             "side": side,
@@ -133,13 +142,11 @@ class Carriers:
             "other_run": tested.other_run,
             "whole_side": tested.whole_side,
             "share": share,
-            "verdict": "shown" if is_carried(share, *controls) else "not shown",
+            "verdict": "shown" if shown else "not shown",
         }
 
     def _choose(self, runs: Sequence[Run], side: Side, left: float) -> list[str]:
-        """The writer that brings back most by itself, and the one that adds most to it, if that is
-        much.
-        """
+        """The writer that brings back most by itself, and a second one if it adds much to it."""
         chosen = list[str]()
         reached = -torch.inf
         for _ in range(2):
@@ -157,18 +164,29 @@ class Carriers:
     ) -> Restored:
         """Put back what some writers, and their controls, wrote in the unchanged run."""
         random_sets = self._random_sets(writers)
-        restored = [float(self._put_back(run, self.run, side, [writers])[0]) for run in runs]
-        others = [float(self._put_back(run, self.run, side, random_sets).mean()) for run in runs]
         next_runs = [*runs[1:], runs[0]]
-        other_run = [
-            float(self._put_back(run, other, side, [writers])[0])
-            for run, other in zip(runs, next_runs, strict=True)
-        ]
-        changed = [self._attention(run) for run in runs]
-        return Restored(fmean(changed), fmean(restored), fmean(others), fmean(other_run), whole)
+        changed = list[float]()
+        restored = list[float]()
+        others = list[float]()
+        other_run = list[float]()
+        for run, next_run in zip(runs, next_runs, strict=True):
+            changed.append(self._attention(run))
+            (with_writers,) = self._put_back(run, self.run, side, [writers])
+            restored.append(float(with_writers))
+            with_others = self._put_back(run, self.run, side, random_sets)
+            others.append(float(with_others.mean()))
+            (from_next_run,) = self._put_back(run, next_run, side, [writers])
+            other_run.append(float(from_next_run))
+        return Restored(
+            changed=fmean(changed),
+            restored=fmean(restored),
+            others=fmean(others),
+            other_run=fmean(other_run),
+            whole_side=whole,
+        )
 
     def _random_sets(self, writers: Sequence[str]) -> list[list[str]]:
-        """As many other writers of the same kinds and layers, drawn again and again."""
+        """Random sets of as many other writers of the same kinds and layers."""
         numbers = [self.names.index(name) for name in writers]
         seeds = [derived_seed(self.seed, "carry", draw) for draw in range(_DRAWS)]
         draws = [draw_alike(numbers, self.writers, seed) for seed in seeds]
@@ -177,49 +195,55 @@ class Carriers:
     # ------------------------------------------------------------------ one changed run
 
     def _changed(self, change: Words) -> Run:
+        """The run of the prompt with a change, recorded where it differs."""
         prompt = self.because.with_change(change)
-        runs = self.because.running(prompt[None], torch.tensor([self.query + 1]))[0]
+        length = torch.tensor([self.query + 1])
+        (runs,) = self.because.running(prompt[None], length)
         runs[self.key] = True
         at = runs.nonzero()[:, 0]
         look = (self.query, self.key)
-        return self.because.again.record(self.run.reader, prompt, look, self.head.layer, at)
+        again = self.because.again
+        return again.record(self.run.reader, prompt, look, self.head.layer, at)
 
     def _look(self, run: Run) -> tuple[int, int]:
-        """Query and key, as a run counts its tokens."""
+        """Query and key of the look, by a run's own count of tokens."""
         if run is self.run:
             return self.query, self.key
         query, key = run.columns[0, :2].tolist()
         return query, key
 
     def _attention(self, run: Run) -> float:
+        """The look's attention in a changed run."""
         query, key = self._look(run)
         prompt = run.row[:1]
-        rows = run.calls[self.head.layer].rows(
-            self.head.index, prompt, torch.full_like(prompt, query)
-        )
+        queries = torch.full_like(prompt, query)
+        rows = run.calls[self.head.layer].rows(self.head.index, prompt, queries)
         return float(rows.attention()[0, 0, key])
 
     def _put_back(
         self, run: Run, source: Run, side: Side, sets: Sequence[Sequence[str]]
     ) -> Float[Tensor, " x"]:
-        """Attention on the key with some writers' parts of another run in this head's key or query."""
+        """Attention on the key with sets of writers' parts, of another run, in its key or query."""
         query, key = self._look(run)
         other_query, other_key = self._look(source)
         at = other_key if side == "key" else other_query
-        parts = [
-            restore(run, source, self.head, query, key, sets[i : i + _SETS], side=side, at=at)
-            for i in range(0, len(sets), _SETS)
-        ]
-        return torch.cat([rows[:, key] for rows in parts])
+        on_key = []
+        for start in range(0, len(sets), _SETS):
+            some = sets[start : start + _SETS]
+            rows = restore(run, source, self.head, query, key, some, side=side, at=at)
+            on_key.append(rows[:, key])
+        return torch.cat(on_key)
 
     def _whole(self, run: Run, side: Side) -> float:
         """Attention on the key with the whole key, or query, of the unchanged run restored."""
         call = self.run.calls[self.head.layer]
         query, key = self._look(run)
+        put: dict[str, Any]
         if side == "query":
-            vector = call.q[0, self.head.index, self.query].float()[None]
-            put: dict[str, Any] = {"q": vector}
+            vector = call.q[0, self.head.index, self.query]
+            put = {"q": vector.float()[None]}
         else:
-            vector = call.k[0, self.run.index(self.head, "k"), self.key].float()[None]
-            put = {"keys": {key: vector}}
+            kv = self.run.index(self.head, "k")
+            vector = call.k[0, kv, self.key]
+            put = {"keys": {key: vector.float()[None]}}
         return float(attention_with(run, self.head, query, **put)[0, key])

@@ -1,4 +1,4 @@
-"""What `decompose` gives: the sums of each contrast, its subspaces with their controls, a folder.
+"""Fits, as `decompose` gives them: sums of each contrast, subspaces with controls, a folder.
 
 A folder holds what was asked (in its manifest), the sums, and a copy of the task's file. Subspaces
 are not stored, but made again from the sums by `load_fit`: they are cheap, and then they cannot
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,14 @@ from qkscope.texts.task import Task
 
 _SHOWN_SPECTRUM = 16  # singular values, at the least
 _NAMED = 4  # heads in a sentence
+_SHARE = "query and key share a feature"
 _KINDS = {
-    "interaction": "query and key share a feature that adds more to the logit than at heads at chance on the task",
-    "not specific": "query and key share a feature, but it adds no more to the logit than at heads at chance",
-    "no reference": f"query and key share a feature, but fewer than {FEWEST} heads are at chance, to hold it against",
-    "mean only": "the keys differ, but no dependence on the query is shown (a weak one can be missed)",
+    "interaction": (f"{_SHARE} that adds more to the logit than at heads at chance on the task"),
+    "not specific": f"{_SHARE}, but it adds no more to the logit than at heads at chance",
+    "no reference": f"{_SHARE}, but fewer than {FEWEST} heads are at chance, to hold it against",
+    "mean only": (
+        "the keys differ, but no dependence on the query is shown (a weak one can be missed)"
+    ),
     "not above null": "nothing is above chance",
 }
 #: What a fit was asked for, as its manifest says it.
@@ -60,7 +63,7 @@ _JOB = (
 
 
 class ContrastSums(Moments):
-    """What the pass of one contrast adds up: its moments, and the baselines' covariances."""
+    """Sums of one contrast's pass: its moments, and the baselines' covariances."""
 
     kind = "sums"
 
@@ -90,7 +93,8 @@ class Fit(Result):
         contrast = which[0]
         head = Head.parse(which[1])
         if (contrast, head) not in self.subspaces:
-            fitted = f"{', '.join(self.contrasts)} at {', '.join(map(str, self.heads))}"
+            contrasts = ", ".join(self.contrasts)
+            fitted = f"{contrasts} at {', '.join(map(str, self.heads))}"
             raise BadInput(f"nothing was fitted for {contrast!r} at {head}: there is {fitted}.")
         return self.subspaces[contrast, head]
 
@@ -113,8 +117,10 @@ class Fit(Result):
         Examples
         --------
         >>> from qkscope import Scope, decompose, tasks
-        >>> fit = decompose(Scope.load("nano:mixed"), tasks.binding(5), "L1H0", 32, replicates=19, progress=False)
-        >>> bool(torch.allclose(torch.linalg.svdvals(fit.delta("lexical", "L1H0")), fit["lexical", "L1H0"].S))
+        >>> scope, task = Scope.load("nano:mixed"), tasks.binding(5)
+        >>> fit = decompose(scope, task, "L1H0", 32, replicates=19, progress=False)
+        >>> delta = fit.delta("lexical", "L1H0")
+        >>> bool(torch.allclose(torch.linalg.svdvals(delta), fit["lexical", "L1H0"].S))
         True
         """
         subspace = self[contrast, head]
@@ -133,10 +139,13 @@ class Fit(Result):
         if contrasts is None or not set(contrasts) <= set(self.sums):
             contrasts = list(self.sums)
         chosen = [self.sums[name] for name in contrasts]
-        cov_q = chosen[0].cov_q.merge(*(sums.cov_q for sums in chosen[1:]))
-        cov_k = chosen[0].cov_k.merge(*(sums.cov_k for sums in chosen[1:]))
+        first, *others = chosen
+        of_queries = first.cov_q.merge(*(sums.cov_q for sums in others))
+        of_keys = first.cov_k.merge(*(sums.cov_k for sums in others))
         index = [self.heads.index(head) for head in heads]
-        return cov_q.matrix()[index].cpu(), cov_k.matrix()[index].cpu()
+        cov_q = of_queries.matrix()[index]
+        cov_k = of_keys.matrix()[index]
+        return cov_q.cpu(), cov_k.cpu()
 
     def write(self, folder: str | Path, *, files: Mapping[str, str | bytes] | None = None) -> Path:
         """Write the folder that `decompose` would have written, for `load_fit` and the later verbs.
@@ -159,7 +168,8 @@ class Fit(Result):
                 source = self.kept_in / source.name
             task_of(job, source.parent)  # refused where the file is gone, or is another by now
             contents[source.name] = source.read_bytes()
-        contents |= {sums_file(name): sums.to_bytes() for name, sums in self.sums.items()}
+        for name, sums in self.sums.items():
+            contents[sums_file(name)] = sums.to_bytes()
         return write_result(self, folder, contents)
 
 
@@ -195,7 +205,8 @@ def load_fit(folder: str | Path, scope: Scope | None = None) -> Any:
     sums = read_sums(folder, job, task, scope.device)
     written = Result.read(folder)
     about = made_from(scope, task, job["space"])
-    fit = fit_of(sums, task, about, rank=job.get("rank", "energy"), center=job.get("center"))
+    rank = job.get("rank", "energy")
+    fit = fit_of(sums, task, about, rank=rank, center=job.get("center"))
     kept: Any = {
         "answer": written.answer,
         "seconds": written.seconds,
@@ -238,10 +249,12 @@ def fit_of(
     }
     if center:
         asked["center"] = dict(center)
+    tables = {"ranks": rows, "spectrum": spectrum}
+    answer = with_notes(_answer(rows), about)
     return Fit(
         f"decompose/{task.name}",
-        {"ranks": rows, "spectrum": spectrum},
-        answer=with_notes(_answer(rows), about),
+        tables,
+        answer=answer,
         model=about["model"],
         seed=first.seed,
         provenance=provenance(**asked),
@@ -267,7 +280,17 @@ def _subspaces(
         of_head = controls[head]
         kept = rank_of(s[i], cut, of_head, float(sizes[i]))
         kept = max(kept, 1)  # one where nothing is, as the verdict says
-        yield Subspace(u[i], s[i], v[i], kept, head, name, of_head, made_of, cov_k[i])
+        yield Subspace(
+            U=u[i],
+            S=s[i],
+            V=v[i],
+            rank=kept,
+            head=head,
+            contrast=name,
+            controls=of_head,
+            about=made_of,
+            cov_k=cov_k[i],
+        )
 
 
 def _rank_row(subspace: Subspace, controls: Controls) -> dict[str, Any]:
@@ -287,52 +310,58 @@ def _rank_row(subspace: Subspace, controls: Controls) -> dict[str, Any]:
 def _spectrum_rows(subspace: Subspace, controls: Controls) -> list[dict[str, Any]]:
     """Singular values beside those of the null: a few more than were kept or detected."""
     shown = max(subspace.rank + 3, controls.detected + 3, _SHOWN_SPECTRUM)
-    values = zip_longest(
-        controls.spectrum[:shown], controls.null_median[:shown], controls.null_high[:shown]
-    )
+    values = zip_longest(controls.spectrum, controls.null_median, controls.null_high)
     rows = []
-    for i, (value, median, high) in enumerate(values):
-        rows.append(
-            {
-                "head": str(subspace.head),
-                "contrast": subspace.contrast,
-                "component": i + 1,
-                "value": value,
-                "null_median": median,
-                "null_high": high,
-                "kept": i < subspace.rank,
-            }
-        )
+    for i, (value, median, high) in enumerate(islice(values, shown)):
+        row = {
+            "head": str(subspace.head),
+            "contrast": subspace.contrast,
+            "component": i + 1,
+            "value": value,
+            "null_median": median,
+            "null_high": high,
+            "kept": i < subspace.rank,
+        }
+        rows.append(row)
     return rows
 
 
 def _answer(rows: list[dict[str, Any]]) -> str:
-    """How many contrasts got which verdict, where, and what could not be tested."""
+    """Say how many contrasts got which verdict, where, and what could not be tested."""
     parts = []
     for verdict, words in _KINDS.items():
         having = [row for row in rows if row["verdict"] == verdict]
         if having:
-            parts.append(f"in {len(having)} {words} ({_places(having)})")
+            places = _places(having)
+            parts.append(f"in {len(having)} {words} ({places})")
     answer = f"{len(rows)} contrasts."
     if parts:
-        answer = f"Of {len(rows)} contrasts, {'; '.join(parts)}."
+        listed = "; ".join(parts)
+        answer = f"Of {len(rows)} contrasts, {listed}."
     tested = [row for row in rows if row["verdict"] != "untested"]
-    if len(tested) < len(rows):
-        why = next(row["reason"] for row in rows if row["reason"]).removeprefix("untested: ")
-        answer += f" {len(rows) - len(tested)} could not be tested ({why})."
-    few = {row["contrast"]: row["units"] for row in tested if row["units"] < FEW_UNITS}
+    untested = len(rows) - len(tested)
+    if untested:
+        reason = next(row["reason"] for row in rows if row["reason"])
+        why = reason.removeprefix("untested: ")
+        answer += f" {untested} could not be tested ({why})."
+    few = {}
+    for row in tested:
+        if row["units"] < FEW_UNITS:
+            few[row["contrast"]] = row["units"]
     for name, n in few.items():
         answer += f" {name} rests on {n} different words or prompts, which is few."
     return answer
 
 
 def _places(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The heads of each contrast, the first few by name."""
+    """List the heads of each contrast, the first few by name."""
     parts = []
     for name in dict.fromkeys(row["contrast"] for row in rows):
         heads = [row["head"] for row in rows if row["contrast"] == name]
-        more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
-        parts.append(f"{name} at {', '.join(heads[:_NAMED])}{more}")
+        listed = ", ".join(heads[:_NAMED])
+        if len(heads) > _NAMED:
+            listed += f" and {len(heads) - _NAMED} more"
+        parts.append(f"{name} at {listed}")
     return "; ".join(parts)
 
 
@@ -349,7 +378,8 @@ def check_job(out: str | Path | None, asked: Mapping[str, Any]) -> None:
     if out is None or not (Path(out) / MANIFEST).exists():
         return
     written = read_job(out)
-    job = json.loads(json.dumps({name: asked[name] for name in asked if name in _JOB}))
+    of_job = {name: asked[name] for name in asked if name in _JOB}
+    job = json.loads(json.dumps(of_job))
     differs = [name for name in job if written[name] != job[name]]
     if differs:
         raise BadInput(
@@ -362,12 +392,14 @@ def read_job(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if (folder / WORK).is_dir() and not (folder / MANIFEST).is_file():
         raise BadInput(
-            f"{folder} is not finished: run the same decompose command again, it goes on from there."
+            f"{folder} is not finished:"
+            " run the same decompose command again, it goes on from there."
         )
     manifest = read_run(folder)
     if not manifest.get("asked", {}).keys() >= set(_JOB):
         raise BadInput(
-            f"{folder} is not a folder that decompose wrote: run qkscope decompose … --out {folder} first."
+            f"{folder} is not a folder that decompose wrote:"
+            f" run qkscope decompose … --out {folder} first."
         )
     return dict(manifest["asked"])
 
@@ -382,13 +414,16 @@ def read_sums(
         path = folder / sums_file(name)
         if not path.is_file():
             raise BadInput(
-                f"{path} is missing, the sums that {folder} is made of: run decompose again to make it."
+                f"{path} is missing, the sums that {folder} is made of:"
+                " run decompose again to make it."
             )
         check_unchanged(folder, path.name, manifest)
         sums[name] = ContrastSums.load(path, device=device)
-        if sums[name].about.get("examples") != units_hash(task.fit(name, job["n"])):
+        drawn = units_hash(task.fit(name, job["n"]))
+        if sums[name].about.get("examples") != drawn:
             raise BadInput(
-                f"{folder} was fitted on other prompts of {name} than are drawn now: fit in another folder."
+                f"{folder} was fitted on other prompts of {name} than are drawn now:"
+                " fit in another folder."
             )
     return sums
 

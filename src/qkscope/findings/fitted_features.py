@@ -30,10 +30,13 @@ def features_of(features: Any, head: Head, scope: Scope) -> tuple[dict[str, Subs
     for name, subspace in features.items():
         if subspace.head not in (None, head):
             raise BadInput(
-                f"feature {name!r} belongs to {subspace.head}, not to {head}: name features of one head."
+                f"feature {name!r} belongs to {subspace.head}, not to {head}:"
+                " name features of one head."
             )
         check_same_model(subspace.about, scope, f"feature {name!r}")
-    spaces: set[Any] = {subspace.about.get("space", "post_rope") for subspace in features.values()}
+    spaces = set[Any]()
+    for subspace in features.values():
+        spaces.add(subspace.about.get("space", "post_rope"))
     if len(spaces) != 1:
         listed = ", ".join(sorted(spaces))
         raise BadInput(

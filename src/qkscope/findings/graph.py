@@ -1,9 +1,9 @@
-"""A logit followed down to the words: who wrote it, what these writers read, and who wrote there.
+"""Graph of a logit down to the words: who wrote it, what these writers read, who wrote there.
 
 One walk, whatever it starts from: the relative attention logit of a head (`trace_graph`), which is
 the sum of its query writers and the sum of its key writers, or the lead of an answer over its rival
-(`qkscope.verbs.why.circuit`), which is the sum of all that is written at the last token. A node is a
-(writer, token), however many ways lead to it, and the directions in which it is asked add up, so
+(`qkscope.verbs.why.circuit`), which is the sum of all that is written at the last token. A node is
+a (writer, token), however many ways lead to it, and the directions in which it is asked add up, so
 that each is followed once, from the last layer down:
 
 - a head splits over the tokens it read, with attention held, and over the writers of what stood
@@ -79,7 +79,7 @@ class Graph(NamedTuple):
 
     @property
     def tables(self) -> dict[str, list[Row]]:
-        """The tables of a result."""
+        """Tables of a result, by name."""
         return {"nodes": self.nodes, "graph": self.edges, "prompt": self.prompt}
 
 
@@ -111,7 +111,8 @@ def trace_graph(one: PromptTrace, depth: int = 2, width: int = 3, smallest: floa
     root |= {"towards": one.key, "attention": float(one.attention[one.key])}
     for side, direction in one.directions.items():
         walk.follow(root, side, one.run.answer(direction), direction.slots, depth)
-    return walk.graph(dict(enumerate(one.attention[: one.asked.query + 1].tolist())))
+    attention = one.attention[: one.asked.query + 1].tolist()
+    return walk.graph(dict(enumerate(attention)))
 
 
 @dataclass
@@ -127,7 +128,7 @@ class _Request:
     level: int = 0
 
     def directions(self) -> tuple[Int[Tensor, " p"], Float[Tensor, "1 p e"]]:
-        """Each slot once, with the sum of the directions there."""
+        """Slots, each once, with the sum of the directions there."""
         slots, place = torch.cat(self.slots).unique(return_inverse=True)
         along = torch.cat(self.along, dim=1)
         sums = along.new_zeros(1, len(slots), along.shape[-1])
@@ -182,16 +183,34 @@ class Walk:
         self._nodes: dict[tuple[str | None, str, int], Row] = {}
 
     def node(self, side: str | None, writer: str, position: int, value: float | None = None) -> Row:
-        """The row of a node, made where it is met first."""
+        """Row of a node, made where the node is met first."""
         key = (side, writer, position)
         if key not in self._nodes:
-            layer = None if writer in (EMBEDDING, self.head) else Writer.parse(writer).block
-            self._nodes[key] = {
-                "head": self.head, "id": len(self._nodes), "side": side, "writer": writer, "layer": layer,
-                "position": position, "token": self.asked.tokens[position], "value": value, "share": None, "rest": None,
-                "towards": None, "attention": None, "look": None,
-            }  # fmt: skip
+            self._nodes[key] = self._new_node(side, writer, position, value)
         return self._nodes[key]
+
+    def _new_node(
+        self, side: str | None, writer: str, position: int, value: float | None = None
+    ) -> Row:
+        """Row of a node that was not met before."""
+        layer = None
+        if writer not in (EMBEDDING, self.head):
+            layer = Writer.parse(writer).block
+        return {
+            "head": self.head,
+            "id": len(self._nodes),
+            "side": side,
+            "writer": writer,
+            "layer": layer,
+            "position": position,
+            "token": self.asked.tokens[position],
+            "value": value,
+            "share": None,
+            "rest": None,
+            "towards": None,
+            "attention": None,
+            "look": None,
+        }
 
     def graph(self, attention: Mapping[int, float | None]) -> Graph:
         """All nodes and edges that were met, with shares of the root, which is the first node.
@@ -205,10 +224,11 @@ class Walk:
         for row in rows:
             if total and row["value"] is not None:
                 row["share"] = row["value"] / total
-        prompt = [
-            {"head": self.head, "position": i, "token": self.asked.tokens[i], "attention": weight}
-            for i, weight in attention.items()
-        ]
+        prompt = list[Row]()
+        for position, weight in attention.items():
+            token = self.asked.tokens[position]
+            about = {"head": self.head, "position": position, "token": token}
+            prompt.append({**about, "attention": weight})
         return Graph(rows, self.edges, prompt, self.error)
 
     def follow(
@@ -233,48 +253,66 @@ class Walk:
         """Every writer's value and the direction to follow it in, all slots together."""
         position = int(slots[0]) - 1 if token is None else token
         for name, values in answer.values.items():
-            yield _Child(name, position, values[0], slots, partial(self._along, answer, name))
+            along = partial(self._along, answer, name)
+            yield _Child(name, position, values[0], slots, along)
 
     def _along(self, answer: Answer, name: str) -> Float[Tensor, "1 p e"] | None:
         """The followed direction, expressed on a writer's output (for a head, before W_O)."""
         head = Writer.parse(name).head
-        return answer.parts.get(name) if head is None else self.run.on_output(answer, head)
+        if head is None:
+            return answer.parts.get(name)
+        return self.run.on_output(answer, head)
 
     def read(self, head: Head, position: int, request: _Request, least: float) -> _HeadRead:
-        """What a head read at its main tokens: those that gave at least so much to its value."""
+        """Read of a head at its main tokens: those that gave at least so much to its value."""
         slots, along = request.directions()
         given = self._given_by_token(head, position, request)
         values = given.tolist()
-        largest = sorted(range(len(values)), key=lambda i: -abs(values[i]))[: self.width]
-        main = [i for i in largest if abs(values[i]) >= least]
+        by_size = sorted(range(len(values)), key=lambda token: -abs(values[token]))
+        main = [token for token in by_size[: self.width] if abs(values[token]) >= least]
         towards = next((token for token in main if token > 0), 0)
         if not main:
             return _HeadRead([], {}, towards)
         children = list[_Child]()
         # of every slot the token at the same distance; the first token is the same to all
-        at = torch.stack([slots - 1 + i - position if i else slots * 0 for i in main])
-        weights = self._attention_at(head, slots, at.clamp(0, len(values) - 1))
+        same_distance = []
+        for token in main:
+            shift = token - position
+            same_distance.append(slots - 1 + shift if token else slots * 0)
+        at = torch.stack(same_distance)
+        last = len(values) - 1
+        weights = self._attention_at(head, slots, at.clamp(0, last))
         for there, weight, token in zip(at, weights, main, strict=True):
-            kept = (there < len(values)) & (there >= min(token, 1))
+            kept = (there <= last) & (there >= min(token, 1))
             turned = weight[kept, None] * along[:, kept]
             onto = self.run.enter(head, "v", there[kept] + 1, turned)
             answer = self.run.answer(onto)
             self.check(values[token], answer.values.values())
             children += self._writers(answer, onto.slots, token)
-        own_row = self.run.attention(head, slots[slots - 1 == position])[0]
-        shown = {token: float(own_row[0, token]) if len(own_row) else 0.0 for token in main}
-        return _HeadRead(children, shown, towards)
+        return _HeadRead(children, self._attention_of(head, slots, position, main), towards)
+
+    def _attention_of(
+        self, head: Head, slots: Int[Tensor, " p"], position: int, tokens: Sequence[int]
+    ) -> dict[int, float]:
+        """A head's attention from a position to some tokens; 0 where it is not among the slots."""
+        at_position = slots[slots - 1 == position]
+        rows = self.run.attention(head, at_position)[0]
+        if not len(rows):
+            return dict.fromkeys(tokens, 0.0)
+        return {token: float(rows[0, token]) for token in tokens}
 
     def _attention_at(
         self, head: Head, slots: Int[Tensor, " p"], tokens: Int[Tensor, "m p"]
     ) -> Float[Tensor, "m p"]:
         """Attention from every slot to one token for each row, some slots at a time."""
-        pieces = zip(slots.split(_SLOTS), tokens.T.split(_SLOTS), strict=True)
-        weights = [self.run.attention(head, some)[0].gather(1, at) for some, at in pieces]
+        weights = []
+        for some, at in zip(slots.split(_SLOTS), tokens.T.split(_SLOTS), strict=True):
+            attention = self.run.attention(head, some)[0]
+            weights.append(attention.gather(1, at))
         return torch.cat(weights).T
 
     def _given_by_token(self, head: Head, position: int, request: _Request) -> Float[Tensor, " t"]:
-        """What a head brought from each token, as the node's own position sees it.
+        """Value that a head brought from each token, as the node's own position sees it.
 
         What other slots read stands at the node's token at the same distance; the first token is
         the first to all, and what has no such token counts nowhere.
@@ -303,25 +341,32 @@ class Walk:
         run = self.run
         layer = writer.layer
         slots, along = request.directions()
-        module = run.reader.blocks[layer].parts[writer.index[0] if writer.index else 0]
+        part = writer.index[0] if writer.index else 0
+        module = run.reader.blocks[layer].parts[part]
         # a part may mix tokens, so that all run, but those of a long prompt
-        length = len(self.asked.tokens)
-        tokens = slots - 1 if length > _AT_ONCE else torch.arange(length).to(slots)
+        tokens = torch.arange(len(self.asked.tokens)).to(slots)
+        if len(tokens) > _AT_ONCE:
+            tokens = slots - 1
         places = torch.searchsorted(tokens, slots - 1)
-        wanted = along.new_zeros(1, len(tokens), along.shape[-1]).index_copy(1, places, along)
-        pulled = [
-            PartLayer(run, layer, some).pull(module, directions)
-            for some, directions in zip(
-                tokens.split(_AT_ONCE), wanted.split(_AT_ONCE, dim=1), strict=True
-            )
-        ]
-        on_stream = torch.cat([piece[0] for piece in pulled], dim=1)[:, places]
-        on_heads = torch.cat([piece[1] for piece in pulled], dim=1)[:, places]
-        missed = torch.cat([piece[2] for piece in pulled], dim=1)[:, places]
-        answer = run.answer(Direction(layer, slots, on_stream, missed))
+        nothing = along.new_zeros(1, len(tokens), along.shape[-1])
+        wanted = nothing.index_copy(1, places, along)
+        on_stream = []
+        on_heads = []
+        missed = []
+        for some, directions in zip(
+            tokens.split(_AT_ONCE), wanted.split(_AT_ONCE, dim=1), strict=True
+        ):
+            stream, heads, miss = PartLayer(run, layer, some).pull(module, directions)
+            on_stream.append(stream)
+            on_heads.append(heads)
+            missed.append(miss)
+        stream_direction = torch.cat(on_stream, dim=1)[:, places]
+        missed_there = torch.cat(missed, dim=1)[:, places]
+        answer = run.answer(Direction(layer, slots, stream_direction, missed_there))
         children = [*self._writers(answer, slots, position)]
         if layer in run.heads:
-            children += self._heads_of_block(layer, position, slots, on_heads)
+            heads_direction = torch.cat(on_heads, dim=1)[:, places]
+            children += self._heads_of_block(layer, position, slots, heads_direction)
         self.check(request.value, [child.values.sum() for child in children])
         return children
 
@@ -330,11 +375,13 @@ class Walk:
     ) -> Iterator[_Child]:
         """The heads of the MLP's own block, which it reads beside the stream."""
         names = self.run.reader.head_names(layer)
-        outputs = self.run.heads[layer][:, slots].unflatten(-1, (len(names), -1))
-        directions = along.unflatten(-1, (len(names), -1))
+        by_head = (len(names), -1)
+        outputs = self.run.heads[layer][:, slots].unflatten(-1, by_head)
+        directions = along.unflatten(-1, by_head)
         for i, name in enumerate(names):
             values = (outputs * directions)[0, :, i].sum(-1)
-            yield _Child(name, position, values, slots, partial(directions.select, 2, i))
+            along_head = partial(directions.select, 2, i)
+            yield _Child(name, position, values, slots, along_head)
 
     def why(self, row: Row, head: Head, key: int) -> None:
         """Follow why a head looked at a token, once for each head.
@@ -344,7 +391,8 @@ class Walk:
         query = row["position"]
         seen = self.run.seen(head, query)
         compared = set(seen) - {0, key}
-        if key == 0 or key not in seen or not compared or row["look"] is not None:
+        was_followed = row["look"] is not None
+        if key == 0 or key not in seen or not compared or was_followed:
             return
         one = PromptTrace(self.run, replace(self.asked, query=query), head, key)
         row |= {"look": one.total, "towards": key, "attention": float(one.attention[key])}
@@ -360,7 +408,9 @@ class Walk:
             total += float(term.double().sum())
             largest = max(largest, float(term.abs().max()))
         missed = abs(total - value)
-        self.error = max(self.error, missed / largest if largest > 0 else missed)
+        if largest > 0:
+            missed /= largest
+        self.error = max(self.error, missed)
 
 
 class _Logit:
@@ -387,7 +437,7 @@ class _Logit:
         level: int,
         attention: Mapping[int, float] | None = None,
     ) -> None:
-        """Add the edges of a node's main writers, at most `width` a token, and one of all the rest."""
+        """Add the edges of a node's main writers, `width` a token at most, and one of the rest."""
         shown = self._largest(children)
         for child, given in shown:
             node = self.walk.node(self.side, child.writer, child.position)
@@ -403,14 +453,14 @@ class _Logit:
 
     def _largest(self, children: Iterable[_Child]) -> list[tuple[_Child, float]]:
         """The main writers at each token, biases aside, with what they give."""
-        by_token: dict[int, list[tuple[_Child, float]]] = {}
+        by_token = defaultdict[int, list[tuple[_Child, float]]](list)
         for child in children:
             given = float(child.values.sum())
-            by_token.setdefault(child.position, []).append((child, given))
+            by_token[child.position].append((child, given))
         shown = []
         for writers in by_token.values():
-            largest = sorted(writers, key=lambda pair: -abs(pair[1]))[: self.walk.width]
-            for child, given in largest:
+            writers.sort(key=lambda pair: -abs(pair[1]))
+            for child, given in writers[: self.walk.width]:
                 if abs(given) >= self.least and child.writer != BIAS:
                     shown.append((child, given))
         return shown
@@ -434,18 +484,25 @@ class _Logit:
         value: float,
         attention: float | None = None,
     ) -> None:
-        self.walk.edges.append({
-            "head": self.walk.head, "source": source, "target": parent["id"], "kind": kind,
-            "of": None if self.of is None else self.of["id"], "attention": attention, "value": value,
+        edge = {
+            "head": self.walk.head,
+            "source": source,
+            "target": parent["id"],
+            "kind": kind,
+            "of": None if self.of is None else self.of["id"],
+            "attention": attention,
+            "value": value,
             "share": value / self.total if self.total else None,
-        })  # fmt: skip
+        }
+        self.walk.edges.append(edge)
 
     def expand(self) -> None:
-        """Follow nodes from the last layer down: then all that ask a node are known before it is."""
+        """Follow nodes from the last layer down, so that all readers of a node come before it."""
         while self.pending:
             writer, position = max(self.pending)
             request = self.pending.pop((writer, position))
-            if request.level >= self.depth or not request.along or abs(request.value) < self.least:
+            is_small = abs(request.value) < self.least
+            if request.level >= self.depth or not request.along or is_small:
                 continue
             row = self.walk.node(self.side, str(writer), position)
             level = request.level + 1
@@ -462,9 +519,14 @@ class _Logit:
 # ---------------------------------------------------------------------- over many prompts
 
 
+def _counters() -> dict[Any, Counter[Any]]:
+    """An empty counter for every key."""
+    return defaultdict(Counter)
+
+
 @dataclass
 class _Sources:
-    """What the writers of one head read, summed over prompts.
+    """Sources of one head's writers: what they read, summed over prompts.
 
     Attributes
     ----------
@@ -474,19 +536,18 @@ class _Sources:
     """
 
     logit: float = 0.0
-    given: dict[tuple[Side, Head], Counter[int | str]] = field(
-        default_factory=lambda: defaultdict(Counter)
-    )
-    tokens: dict[tuple[Side, int | str], Counter[int]] = field(
-        default_factory=lambda: defaultdict(Counter)
-    )
+    given: dict[tuple[Side, Head], Counter[int | str]] = field(default_factory=_counters)
+    tokens: dict[tuple[Side, int | str], Counter[int]] = field(default_factory=_counters)
 
     def add(self, batch: HeadRows, heads: Mapping[Side, Sequence[Head]]) -> None:
         """Add what some heads read in a batch of prompts."""
         run = batch.run
         self.logit += float(batch.logit().double().sum())
         first = run.inputs["attention_mask"][run.row].argmax(dim=1)
-        right = run.columns[:, 1:].gather(1, batch.signs.argmax(dim=1, keepdim=True))[:, 0]
+        query = run.columns[:, 0]
+        keys = run.columns[:, 1:]
+        first_right = batch.signs.argmax(dim=1, keepdim=True)
+        right = keys.gather(1, first_right)[:, 0]
         for side, direction in batch.directions.items():
             answer = run.answer(direction)
             columns = run.columns[:, direction.slots]
@@ -494,7 +555,7 @@ class _Sources:
                 brought = run.brought(head, run.on_output(answer, head))
                 read = run.attention(head, direction.slots) * brought
                 self.given[side, head].update(_by_offset(read, columns, first))
-            self._count_tokens(run, side, run.columns[:, 0] if side == "query" else right)
+            self._count_tokens(run, side, query if side == "query" else right)
 
     def _count_tokens(self, run: Run, side: Side, places: Int[Tensor, " n"]) -> None:
         """Count the tokens of each prompt by their distance from a side's place in it."""
@@ -502,22 +563,25 @@ class _Sources:
         mask = run.inputs["attention_mask"][run.row]
         from_place = places.tolist()
         positions = mask.nonzero().tolist()
-        for (row, column), token in zip(positions, ids[mask.bool()].tolist(), strict=True):
-            self.tokens[side, column - from_place[row]][token] += 1
+        tokens = ids[mask.bool()].tolist()
+        for (row, column), token in zip(positions, tokens, strict=True):
+            offset = column - from_place[row]
+            self.tokens[side, offset][token] += 1
 
     def shares(self, side: Side, head: Head) -> dict[int | str, float]:
-        """By offset what came from there, the largest first; the rest as one."""
+        """Shares of the logit by offset, the largest first; the rest as one."""
         given = self.given[side, head]
-        largest = sorted(given, key=lambda at: -abs(given[at]))[:_SOURCES]
-        shares: dict[int | str, float] = {at: given[at] for at in largest}
-        shares[SOURCE_REST] = sum(value for at, value in given.items() if at not in largest)
+        by_size = sorted(given, key=lambda at: -abs(given[at]))
+        shares: dict[int | str, float] = {at: given[at] for at in by_size[:_SOURCES]}
+        rest = [value for at, value in given.items() if at not in shares]
+        shares[SOURCE_REST] = sum(rest)
         return shares
 
 
 def sources_of(
     batches: Iterable[HeadRows], writers: Mapping[Side, Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Which tokens a head's writers read, over many prompts.
+    """Table of the tokens that a head's writers read, over many prompts.
 
     Parameters
     ----------
@@ -547,13 +611,19 @@ def sources_of(
             often = None
             tokens = sources.tokens.get((side, at))
             if tokens:
-                token, count = tokens.most_common(1)[0]
-                text = token_texts(scope, [token])[0]
+                ((token, count),) = tokens.most_common(1)
+                (text,) = token_texts(scope, [token])
                 often = count / tokens.total()
-            rows.append({
-                "head": str(batch.head), "side": side, "writer": str(writer), "token": text, "frequency": often,
-                "offset": at if isinstance(at, int) else None, "share": value / sources.logit,
-            })  # fmt: skip
+            row = {
+                "head": str(batch.head),
+                "side": side,
+                "writer": str(writer),
+                "token": text,
+                "frequency": often,
+                "offset": at if isinstance(at, int) else None,
+                "share": value / sources.logit,
+            }
+            rows.append(row)
     return rows
 
 
@@ -564,7 +634,8 @@ def _by_offset(
     length = brought.shape[-1]
     tokens = torch.arange(length, device=brought.device)
     offsets = tokens - columns[..., None] + length
-    offsets = torch.where(tokens == first[:, None, None], 2 * length, offsets)
+    is_first = tokens == first[:, None, None]
+    offsets = torch.where(is_first, 2 * length, offsets)
     sums = torch.zeros(2 * length + 1, dtype=torch.float64, device=brought.device)
     sums.index_add_(0, offsets.flatten(), brought.double().flatten())
     *others, at_first = sums.tolist()

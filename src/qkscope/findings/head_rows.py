@@ -42,7 +42,7 @@ _CONDITIONS = {"held": 128, "live": 8}
 
 @dataclass(eq=False)
 class HeadRows:
-    """One head on one batch.
+    """Attention rows of one head on one batch, with its writers.
 
     Parameters
     ----------
@@ -67,10 +67,8 @@ class HeadRows:
     def __post_init__(self) -> None:
         self.scale = float(self.run.calls[self.head.layer].scale)
         self.writers = self.run.reader.writers(self.head.layer)
-        self.slots: dict[Side, list[int]] = {
-            "query": [self.query],
-            "key": list(range(1, self.run.columns.shape[1])),
-        }
+        keys = range(1, self.run.columns.shape[1])
+        self.slots: dict[Side, list[int]] = {"query": [self.query], "key": list(keys)}
 
     @cached_property
     def weights(self) -> Float[Tensor, "n k"]:
@@ -83,10 +81,11 @@ class HeadRows:
         """The model's own query, or its named keys."""
         kind = KINDS[side]
         place = (self.head.layer, self.run.index(self.head, kind))
-        return self.run.vectors([place], kind, self.slots[side])[:, 0]
+        vectors = self.run.vectors([place], kind, self.slots[side])
+        return vectors[:, 0]
 
     def logit(self, q: Tensor | None = None, k: Tensor | None = None) -> Float[Tensor, "*x n"]:
-        """The relative logit of other queries [*x, n, d] and keys [*x, n, k, d], or of the model's."""
+        """Relative logit of other queries [*x, n, d] and keys [*x, n, k, d], or of the model's."""
         q = self.rows.q[:, 0] if q is None else q
         k = self.vectors("key") if k is None else k
         weights = self.weights.to(q)
@@ -99,55 +98,63 @@ class HeadRows:
 
     @cached_property
     def directions(self) -> dict[Side, Direction]:
-        """Directions of the relative logit on the stream, at the query and at the keys that count."""
+        """Directions of the relative logit on the stream, at the query and the keys that count."""
         used = self.weights.any(0).nonzero()[:, 0]
         right_first = self.signs[0, used].argsort(descending=True, stable=True)
         used = used[right_first]
-        _, directions = self.run.ask(
-            self.head, self.query, 1 + used, self.weights[:, used], self.projector
-        )
+        weights = self.weights[:, used]
+        _, directions = self.run.ask(self.head, self.query, 1 + used, weights, self.projector)
         return directions
 
     @cached_property
     def marginals(self) -> dict[Side, Float[Tensor, "n c"]]:
-        """By side, what each writer gives to the relative logit; both sum to it."""
+        """Parts of the relative logit by side and writer; those of a side sum to it."""
         if len(self.signs) > 1 and self.projector is None:
             # writers of a batch stand side by side; those of one prompt would take too much room
             return split_together([self])[self.head]
         marginals = dict[Side, Tensor]()
         for side, direction in self.directions.items():
             values = self.run.answer(direction).values
-            marginals[side] = torch.stack([values[name].sum(1) for name in self.writers], 1)
+            by_writer = [values[name].sum(1) for name in self.writers]
+            marginals[side] = torch.stack(by_writer, 1)
         return marginals
 
     @cached_property
     def pairs(self) -> Float[Tensor, "n c c"]:
-        """What each pair of a query writer and a key writer gives."""
-        q = self.projected(self.read("query")[:, :, 0]) * self.scale
+        """Parts of the relative logit by pair of a query writer and a key writer."""
+        queries = self.read("query")[:, :, 0]
+        q = self.projected(queries) * self.scale
         weighted_keys: Tensor | float = 0.0
         for slots, pieces in self._pieces(self.directions["key"].slots.tolist()):
             keys = self.run.read(self.head, "key", pieces, slots)
-            weights = self.weights[:, [slot - 1 for slot in slots]].to(keys)
+            columns = [slot - 1 for slot in slots]
+            weights = self.weights[:, columns].to(keys)
             weighted_keys = weighted_keys + torch.einsum("ncpd,np->ncd", keys, weights)
         return q @ weighted_keys.mT  # type: ignore[union-attr]
 
     def given(self, pairs: Sequence[tuple[int, int]] = ()) -> Measurement:
-        """The logit and what writers, and some pairs, give to it.
+        """Measure the logit, and what writers and some pairs give to it.
 
         The error says how far the writers of a side miss the logit, beside the largest part.
         """
         total = self.logit()
         values: dict[str, Tensor] = {"total": total}
+        missed_by = []
+        largest_of = []
         for side in SIDES:
-            values[side] = self.marginals[side]
-        missed = torch.stack([(values[side].sum(1) - total).abs() for side in SIDES]).amax(0)
-        largest = torch.stack([values[side].abs().amax(1) for side in SIDES]).amax(0)
+            parts = self.marginals[side]
+            values[side] = parts
+            missed_by.append((parts.sum(1) - total).abs())
+            largest_of.append(parts.abs().amax(1))
         if pairs:
-            values["pairs"] = torch.stack([self.pairs[:, a, b] for a, b in pairs], dim=1)
+            by_pair = [self.pairs[:, query, key] for query, key in pairs]
+            values["pairs"] = torch.stack(by_pair, dim=1)
+        missed = torch.stack(missed_by).amax(0)
+        largest = torch.stack(largest_of).amax(0)
         return Measurement(values, missed / largest.clamp_min(1e-30))
 
     def _pieces(self, slots: list[int]) -> Iterable[tuple[list[int], list[Parts]]]:
-        """What writers left at some slots, a few at a time: a long prompt takes no more room."""
+        """Parts of the stream that writers left, a few slots at a time to save memory."""
         step = max(_PLACES // len(self.signs), _EACH)
         for start in range(0, len(slots), step):
             piece = slots[start : start + step]
@@ -155,17 +162,16 @@ class HeadRows:
 
     def read(self, side: Side) -> Float[Tensor, "n c p d"]:
         """Queries or keys split among writers, as the dot product sees them."""
-        vectors = [
-            self.run.read(self.head, side, parts, slots)
-            for slots, parts in self._pieces(self.slots[side])
-        ]
+        vectors = []
+        for slots, parts in self._pieces(self.slots[side]):
+            vectors.append(self.run.read(self.head, side, parts, slots))
         return torch.cat(vectors, dim=2)
 
     # ------------------------------------------------------------------ parts replaced
 
     @cached_property
     def streams(self) -> dict[Side, Float[Tensor, "n c p d_model"]]:
-        """By side, what each writer but the biases left at its places, in the residual stream."""
+        """Parts of the stream by side: what each writer but the biases left at its places."""
         streams = dict[Side, Tensor]()
         for side, slots in self.slots.items():
             pieces = [named(parts) for _, parts in self._pieces(slots)]
@@ -176,20 +182,21 @@ class HeadRows:
     def rows(self) -> AttentionRows:
         """The model's attention rows, over every token of each prompt."""
         call = self.run.calls[self.head.layer]
-        rows = call.rows(self.head.index, self.run.row, self.run.columns[:, self.query])
+        queries = self.run.columns[:, self.query]
+        rows = call.rows(self.head.index, self.run.row, queries)
         # the mask says where padding ends and the first token stands
         mask = self.run.inputs.get("attention_mask")
         if mask is None:
             return rows
-        return replace(rows, key_mask=mask[self.run.row].bool().to(rows.k.device))
+        of_rows = mask[self.run.row].bool()
+        return replace(rows, key_mask=of_rows.to(rows.k.device))
 
     def measure(
         self, q: Float[Tensor, "x n d"] | None = None, k: Float[Tensor, "x n k d"] | None = None
     ) -> Float[Tensor, "x n m"]:
         """`METRICS` of the rows, with other queries and other named keys."""
-        return metrics(
-            self.rows, self.run.columns[:, self.slots["key"]], self.signs, q, k, self.projector
-        )
+        named = self.run.columns[:, self.slots["key"]]
+        return metrics(self.rows, named, self.signs, q, k, self.projector)
 
     def replaced(
         self,
@@ -217,7 +224,7 @@ class HeadRows:
         often: Tensor,
         norms: str = "held",
     ) -> Iterator[tuple[Float[Tensor, "x n d"], Float[Tensor, "x n k d"]]]:
-        """Queries and keys with some parts taken out of the stream, as often as each condition says.
+        """Queries and keys with parts taken out of the stream, as often as each condition says.
 
         With norms held the parts go through the head's weights first, and are taken out of its
         query and keys; with norms live they are taken out of the stream, which the head then reads.
@@ -231,15 +238,19 @@ class HeadRows:
                 whole[side] = self.vectors(side)
                 parts[side] = read[:, :-1]  # the biases, which are read with them, stay
             else:
-                whole[side] = self.run.hidden([self.head.layer], self.slots[side])[0]
+                (hidden,) = self.run.hidden([self.head.layer], self.slots[side])
+                whole[side] = hidden
                 parts[side] = away[side]
         for times in often.split(_CONDITIONS[norms], dim=1):
             vectors = dict[Side, Tensor]()
             for side, number in zip(SIDES, times, strict=True):
-                lost = number.to(whole[side]) @ parts[side].transpose(0, 1).flatten(1)
-                vectors[side] = whole[side][None] - lost.unflatten(1, whole[side].shape)
+                of_side = whole[side]
+                flat_parts = parts[side].transpose(0, 1).flatten(1)
+                lost = number.to(of_side) @ flat_parts
+                left = of_side[None] - lost.unflatten(1, of_side.shape)
                 if norms == "live":
-                    vectors[side] = self.run.live(self.head, side, vectors[side])
+                    left = self.run.live(self.head, side, left)
+                vectors[side] = left
             yield vectors["query"][:, :, 0], vectors["key"]
 
 
@@ -252,8 +263,8 @@ def split_together(batch: Sequence[HeadRows]) -> dict[Head, dict[Side, Float[Ten
     weights = torch.stack([rows.weights for rows in batch], dim=1)
     of_head = {rows.head: rows for rows in batch}
     for heads, query, key in values_of(batch[0].run, weights, list(of_head)):
-        for i, head in enumerate(heads):
-            of_head[head].marginals = {"query": query[:, i], "key": key[:, i]}
+        for head, of_query, of_key in zip(heads, query.unbind(1), key.unbind(1), strict=True):
+            of_head[head].marginals = {"query": of_query, "key": of_key}
     return {head: rows.marginals for head, rows in of_head.items()}
 
 
@@ -261,7 +272,8 @@ def answer_signs(encoded: Encoding) -> Int[Tensor, "n k"]:
     """+1 for right keys, −1 for others, 0 in slots that are none."""
     if ANSWER not in encoded.labels:
         raise BadInput(
-            "a task is traced by its keys labelled answer, and this one has none: label the right ones."
+            "a task is traced by its keys labelled answer, and this one has none:"
+            " label the right ones."
         )
     return encoded.labels[ANSWER].long().masked_fill(~encoded.places.key_mask, 0)
 
@@ -280,7 +292,7 @@ def join_tables(parts: Iterable[Tables]) -> Tables:
 
 @dataclass(frozen=True)
 class Pass:
-    """How prompts go through a model, batch by batch, and where what is done is kept.
+    """One pass of prompts through a model, batch by batch, and the work that it is kept in.
 
     Parameters
     ----------
@@ -317,14 +329,13 @@ class Pass:
         unit_of = [i for i in indices for _ in units[i]]
         encoded = self.reader.scope.encode(examples, chat=self.chat)
         heads = self.reader.heads
-        signs = answer_signs(encoded)[:, None].expand(-1, len(heads), -1)
+        signs = answer_signs(encoded)
         run = self.reader.record(encoded.inputs, encoded.places, layers=self.layers)
-        seen = run.captured.bias.gather(-1, run.columns[:, None, 1:].expand_as(signs))
+        keys = run.columns[:, None, 1:]
+        keys_of_heads = keys.expand(-1, len(heads), -1)
+        seen = run.captured.bias.gather(-1, keys_of_heads)
         check_visible(encoded, heads, seen, by_some)
-        rows = [
-            HeadRows(run, head, signs[:, i], self.projectors.get(head))
-            for i, head in enumerate(heads)
-        ]
+        rows = [HeadRows(run, head, signs, self.projectors.get(head)) for head in heads]
         return [unit_of[int(example)] for example in encoded.example], rows
 
     def add_up(
@@ -359,20 +370,24 @@ class Pass:
                 split_together(batch)
             # all heads are measured before any is added: a batch is added whole, or not at all
             measured = [measures[rows.head](rows, numbers) for rows in batch]
+            words_of_batch = [asked_for[i] for i in numbers]
             for rows, measurement in zip(batch, measured, strict=True):
                 tally = tallies[rows.head]
-                tally.add([asked_for[i] for i in numbers], measurement)
-                sums.update({f"{rows.head} {name}": total for name, total in tally.sums.items()})
+                tally.add(words_of_batch, measurement)
+                for name_of_sum, total in tally.sums.items():
+                    sums[f"{rows.head} {name_of_sum}"] = total
             return [measurement.kept for measurement in measured]
 
         stage = Stage(name, batches_of(units, self.batch_size), run, sums, merge=merge_sums)
         kept = self.job.run(stage, self.progress, last=last)
-        for name_of_sum, total in sums.items():
-            head, _, name = name_of_sum.partition(" ")
-            tallies[Head.parse(head)].sums[name] = total
+        for address, total in sums.items():
+            head, _, name_of_sum = address.partition(" ")
+            tallies[Head.parse(head)].sums[name_of_sum] = total
         return tallies, [list(column) for column in zip(*kept, strict=True)]
 
 
 def merge_sums(name: str, total: Tensor, piece: Tensor) -> Tensor:
     """Add a piece of the tensor of this name to its total; of errors, keep the largest."""
-    return torch.maximum(total, piece) if name.endswith(" error") else total.add_(piece)
+    if name.endswith(" error"):
+        return torch.maximum(total, piece)
+    return total.add_(piece)

@@ -48,19 +48,18 @@ class AskedPrompt:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What the model is given."""
+        """Inputs of the model."""
         return self.encoded.inputs
 
     @property
     def places(self) -> Places:
         """The query, with every token of the prompt as a key."""
         row = self.encoded.places.row[:1]
-        return Places.everywhere(
-            row, torch.full_like(row, self.query), self.inputs["attention_mask"]
-        )
+        query = torch.full_like(row, self.query)
+        return Places.everywhere(row, query, self.inputs["attention_mask"])
 
     def told(self, prompt: Prompt) -> dict[str, Any]:
-        """What a result says of the prompt."""
+        """Facts about the prompt that a result keeps."""
         shown = prompt if isinstance(prompt, str) else prompt.show(2000)
         return {"prompt": shown, "query": self.query, "tokens": self.tokens}
 
@@ -69,7 +68,8 @@ class AskedPrompt:
         """Tokenise a prompt; without a query its last token asks, or the one marked."""
         if isinstance(prompt, Example) and len(prompt.queries) > 1:
             raise BadInput(
-                f"a prompt is asked about from one query, but {len(prompt.queries)} are marked: mark one."
+                f"a prompt is asked about from one query, but {len(prompt.queries)} are marked:"
+                " mark one."
             )
         asked = cls.first_of(scope, scope.encode([prompt], chat=chat))
         length = len(asked.tokens)
@@ -88,20 +88,20 @@ class AskedPrompt:
     def first_of(cls, scope: Scope, encoded: Encoding) -> AskedPrompt:
         """The first query of a prompt that is tokenised already."""
         ids = encoded.inputs["input_ids"][0].tolist()
-        return cls(encoded, token_texts(scope, ids), int(encoded.places.query[0]))
+        query = int(encoded.places.query[0])
+        return cls(encoded, token_texts(scope, ids), query)
 
 
 def checked_place(place: int, length: int, what: str) -> int:
     """A token's place counted from the start; a negative one is counted from the end."""
     if not -length <= place < length:
-        raise BadInput(
-            f"{what} {place} is out of range: the prompt has {length} tokens, 0 to {length - 1}."
-        )
+        tokens = f"{length} tokens, 0 to {length - 1}"
+        raise BadInput(f"{what} {place} is out of range: the prompt has {tokens}.")
     return place % length
 
 
 class PromptTrace(HeadRows):
-    """One head on one prompt.
+    """Trace of one head on one prompt: its key, what it is compared with, and its writers.
 
     Parameters
     ----------
@@ -137,9 +137,13 @@ class PromptTrace(HeadRows):
         self.others = [i for i in self.seen if i > 0]
         if not self.others:
             raise BadInput(
-                f"{head} sees nothing but the first token from token {asked.query}: name a later query."
+                f"{head} sees nothing but the first token from token {asked.query}:"
+                " name a later query."
             )
-        self.key = self.most_attended(self.others) if key is None else self._checked(key, "key")
+        if key is None:
+            self.key = self.most_attended(self.others)
+        else:
+            self.key = self._checked(key, "key")
         self.against = self._compared_with(versus)
         if self.key in self.against:
             raise BadInput(f"token {self.key} cannot be compared with itself: name another token.")
@@ -169,21 +173,23 @@ class PromptTrace(HeadRows):
         raise BadInput(f"token {place} {why}: name another token.")
 
     def most_attended(self, tokens: Sequence[int], row: Float[Tensor, " t"] | None = None) -> int:
-        """Of some tokens, the one with most attention in the head's row, or in another."""
+        """Token with most attention among some, in the head's row or in another."""
         values = (self.attention if row is None else row).tolist()
         return max(tokens, key=values.__getitem__)
 
     def token(self, i: int) -> str:
         """A token as a sentence names it."""
         text = self.asked.tokens[i]
-        return f"{text!r} (token {i})" if text else f"token {i} (inside a character)"
+        if not text:
+            return f"token {i} (inside a character)"
+        return f"{text!r} (token {i})"
 
     def where(self) -> str:
-        """How much of its attention the head gives to the key, in words."""
+        """Say how much of its attention the head gives to the key."""
         asking = self.asked.tokens[self.asked.query]
-        key = self.asked.tokens[self.key]
+        key = f"{self.asked.tokens[self.key]!r} (token {self.key})"
         share = f"{float(self.attention[self.key]):.0%} of its attention"
-        where = f"{self.head} at {asking!r} gives {share} to {key!r} (token {self.key})"
+        where = f"{self.head} at {asking!r} gives {share} to {key}"
         if not self.attends:
             where += ": it does not attend there, so what follows explains a logit and no attention"
         return f"{where}."
@@ -198,29 +204,33 @@ class PromptTrace(HeadRows):
     def cut(
         self, sets: Sequence[Mapping[Side, Sequence[int]]], norms: Norms = "frozen"
     ) -> Float[Tensor, "x t"]:
-        """Attention rows with the parts of each set of writers, by side, replaced by their means."""
+        """Attention rows with the parts of each set of writers replaced by their means, by side."""
         tokens: dict[Side, int] = {"query": self.asked.query, "key": self.key}
         vectors = dict[Side, Tensor]()
         for side, token in tokens.items():
-            names = [[self.writers[i] for i in chosen.get(side, ())] for chosen in sets]
+            names = list[list[str]]()
+            for chosen in sets:
+                names.append([self.writers[i] for i in chosen.get(side, ())])
             vectors[side] = vectors_with(self.run, self.head, side, token, self._mean, names, norms)
         keys = {self.key: vectors["key"]}
         return attention_with(self.run, self.head, self.asked.query, q=vectors["query"], keys=keys)
 
     def strongest(self, side: Side, size: int) -> list[int]:
-        """The writers that give most to the key's logit, biases aside, each at least `_SECOND` of
-        what the first gives.
+        """The writers that give most to the key's logit, biases aside.
 
-        Those against the key are no reason to look there, and one that gives next to nothing is
-        none either.
+        Each gives at least `_SECOND` of what the first gives: one that gives next to nothing is no
+        reason to look there, and those against the key are none either.
         """
         values = self.marginals[side][0]
         first = first_by(values, size, signed=True)
-        least = max(_SECOND * float(values[first[0]]), 0.0) if first else 0.0
+        if not first:
+            return []
+        most = float(values[first[0]])
+        least = max(_SECOND * most, 0.0)
         return [i for i in first if float(values[i]) > least]
 
     def cut_rows(self, draws: int, seed: int, live: bool = False) -> list[dict[str, Any]]:
-        """Cut the strongest writers, beside random ones of their kind and layers: the table ``cuts``.
+        """Rows of the table ``cuts``: the strongest writers cut, beside random ones alike.
 
         A row for each side and number. With ``live``, rows of one or two writers of a side also say
         what is left where norms are live.
@@ -235,7 +245,8 @@ class PromptTrace(HeadRows):
             random = self._random_like(chosen, size, draws, seed)
             row = self._cut_row(side, size, chosen, random, draws)
             if live and self.free and side != "both" and size <= 2:
-                row["live"] = float(self.cut([chosen], "live")[0, self.key])
+                (live_row,) = self.cut([chosen], "live")
+                row["live"] = float(live_row[self.key])
             rows.append(row)
         return rows
 
@@ -270,18 +281,28 @@ class PromptTrace(HeadRows):
         top = self.most_attended(self.others, row)
         no_mean = not self.free  # there are no other tokens to take a mean over
         return {
-            "head": str(self.head), "side": side, "k": size, "writers": ", ".join(dict.fromkeys(names)),
-            "before": before, "after": after, "control": float(controls.mean()),
-            "control_low": float(controls.min()), "control_high": float(controls.max()), "first": float(row[0]),
-            "top": top, "top_token": self.asked.tokens[top], "draws": draws, "sets": len(controls),
+            "head": str(self.head),
+            "side": side,
+            "k": size,
+            "writers": ", ".join(dict.fromkeys(names)),
+            "before": before,
+            "after": after,
+            "control": float(controls.mean()),
+            "control_low": float(controls.min()),
+            "control_high": float(controls.max()),
+            "first": float(row[0]),
+            "top": top,
+            "top_token": self.asked.tokens[top],
+            "draws": draws,
+            "sets": len(controls),
             "verdict": verdict(before, after, controls, vacuous=no_mean),
-        }  # fmt: skip
+        }
 
     # ------------------------------------------------------------------ tables
 
     @cached_property
     def tally(self) -> Tally:
-        """Sums of what the writers give, without pairs."""
+        """Tally of what the writers give, without pairs."""
         return Tally.of_prompt(self.given())
 
     def neuron_rows(self, named: Sequence[Writer] = ()) -> list[dict[str, Any]]:
@@ -292,23 +313,33 @@ class PromptTrace(HeadRows):
         rows = []
         for side, direction in self.directions.items():
             for neuron, value, slot in first_neurons(self.run, direction, named):
-                share = value / self.total if self.total else None
-                rows.append({
-                    "head": str(self.head), "side": side, "writer": str(neuron), "layer": neuron.layer,
-                    "value": value, "share": share, "position": slot - 1, "token": self.asked.tokens[slot - 1],
-                })  # fmt: skip
+                position = slot - 1
+                row = {
+                    "head": str(self.head),
+                    "side": side,
+                    "writer": str(neuron),
+                    "layer": neuron.layer,
+                    "value": value,
+                    "share": value / self.total if self.total else None,
+                    "position": position,
+                    "token": self.asked.tokens[position],
+                }
+                rows.append(row)
         return rows
 
     def token_rows(self) -> list[dict[str, Any]]:
         """The head's attention to every token it sees, and its logit."""
         query = self.projected(self.rows.q[0, 0])
-        logits = (self.rows.k[0, 0] @ query * self.scale).tolist()
+        products = self.rows.k[0, 0] @ query
+        logits = (products * self.scale).tolist()
         attention = self.attention.tolist()
-        return [
-            {"head": str(self.head), "position": i, "token": self.asked.tokens[i],
-             "attention": attention[i], "logit": logits[i]}
-            for i in self.seen
-        ]  # fmt: skip
+        rows = []
+        for position in self.seen:
+            token = self.asked.tokens[position]
+            row = {"head": str(self.head), "position": position, "token": token}
+            row |= {"attention": attention[position], "logit": logits[position]}
+            rows.append(row)
+        return rows
 
 
 _READERS: WeakKeyDictionary[Scope, tuple[str, Reader]] = WeakKeyDictionary()
@@ -365,5 +396,5 @@ class PromptRun:
         versus: int | None = None,
         projector: Tensor | None = None,
     ) -> PromptTrace:
-        """One head, asked about one token; see `PromptTrace`."""
+        """Trace one head, asked about one token; see `PromptTrace`."""
         return PromptTrace(self.run, self.asked, self.scope.check(head), key, versus, projector)

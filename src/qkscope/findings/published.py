@@ -1,5 +1,4 @@
-"""Which heads look from where to where: published circuits (``published.toml``), and how to find
-such heads elsewhere.
+"""Published circuits (``published.toml``): edges of heads, and how to find such heads elsewhere.
 
 An edge is a head with the roles it connects: ``L9H9 (name mover): END → IO``. A circuit is a list
 of edges. Where none is known for a model, `find_circuit` takes the heads that attend most from one
@@ -53,7 +52,11 @@ class Edge:
 
 def _duties(table: Mapping[str, str]) -> tuple[Duty, ...]:
     """Read ``role = "query > key"`` lines."""
-    return tuple(Duty(role, *way.split(" > ")) for role, way in table.items())
+    duties = []
+    for role, way in table.items():
+        query, key = way.split(" > ")
+        duties.append(Duty(role, query, key))
+    return tuple(duties)
 
 
 def _edges(rows: Iterable[Sequence[str]]) -> list[Edge]:
@@ -61,8 +64,9 @@ def _edges(rows: Iterable[Sequence[str]]) -> list[Edge]:
     edges = []
     for role, way, heads in rows:
         duty = Duty(role, *way.split(" > "))
-        for head in heads.split():
-            edges.append(Edge(Head.parse(f"L{head.replace('.', 'H')}"), duty))
+        for numbers in heads.split():
+            layer, index = numbers.split(".")
+            edges.append(Edge(Head(int(layer), int(index)), duty))
     return edges
 
 
@@ -91,15 +95,16 @@ def parse_edges(heads: str | Head | Sequence[str | Head | Edge], task: Task) -> 
             edges += _parse_list(str(part), task.name)
     if not edges:
         raise BadInput(
-            f"no head was named, or the circuit of another task than {task.name}: write L9H9,L5H5:S2>S1+1."
+            f"no head was named, or the circuit of another task than {task.name}:"
+            " write L9H9,L5H5:S2>S1+1."
         )
-    roles = [*task.test(1)[0][0].roles, QUERY, ANSWER]
+    (prompt, *_), *_ = task.test(1)
+    roles = [*prompt.roles, QUERY, ANSWER]
     for edge in edges:
         for role in (edge.duty.query, edge.duty.key):
             if role not in roles:
-                raise BadInput(
-                    f"{edge} names a role {role!r} that {task.name} does not have: there is {', '.join(roles)}."
-                )
+                unknown = f"{edge} names a role {role!r} that {task.name} does not have"
+                raise BadInput(f"{unknown}: there is {', '.join(roles)}.")
     return list(dict.fromkeys(edges))
 
 
@@ -125,9 +130,11 @@ def _parse(text: str, task: str) -> Edge:
     key = key.strip()
     if not (query and key):
         raise BadInput(f"{text!r} should say from where to where a head looks, like L5H5:S2>S1+1.")
-    known = [duty for duty in DUTIES.get(task, ()) if (duty.query, duty.key) == (query, key)]
-    duty = known[0] if known else Duty(f"{query} to {key}", query, key)
-    return Edge(Head.parse(name), duty)
+    head = Head.parse(name)
+    for duty in DUTIES.get(task, ()):
+        if (duty.query, duty.key) == (query, key):
+            return Edge(head, duty)
+    return Edge(head, Duty(f"{query} to {key}", query, key))
 
 
 def span_of(example: Example, role: str) -> Span | None:
@@ -139,7 +146,8 @@ def span_of(example: Example, role: str) -> Span | None:
         return example.roles[role]
     if role == QUERY:
         return example.queries[0] if example.queries else None
-    return next(key.span for key in example.keys if key.label(ANSWER) > 0)
+    right = [key.span for key in example.keys if key.label(ANSWER) > 0]
+    return right[0]
 
 
 def columns_of_roles(
@@ -158,7 +166,8 @@ def columns_of_roles(
     last = encoded.inputs["input_ids"].shape[1] - 1
     columns = []
     for i, of_roles in enumerate(spans):
-        of_queries = iter(encoded.places.query[encoded.places.row == i].tolist())
+        is_of_example = encoded.places.row == i
+        of_queries = iter(encoded.places.query[is_of_example].tolist())
         columns.append([last if span is None else next(of_queries) for span in of_roles])
     return encoded.inputs, torch.tensor(columns)
 
@@ -166,15 +175,17 @@ def columns_of_roles(
 def rows_from(inputs: dict[str, Tensor], columns: Int[Tensor, "n q"] | int) -> Places:
     """Make one row per example and query column, with every token of the example as a key."""
     mask = inputs["attention_mask"]
-    columns = torch.as_tensor(columns).view(len(inputs["input_ids"]), -1)
-    row = torch.arange(len(columns), device=mask.device).repeat_interleave(columns.shape[1])
+    examples = len(inputs["input_ids"])
+    columns = torch.as_tensor(columns).view(examples, -1)
+    example = torch.arange(examples, device=mask.device)
+    row = example.repeat_interleave(columns.shape[1])
     return Places.everywhere(row, columns.flatten().to(mask.device), mask)
 
 
 def find_circuit(
     scope: Scope, task: Task, n: int = 64, *, top: int = 2, batch_size: int = 32
 ) -> list[Edge]:
-    """For each duty of the task the heads that do it most, on prompts for choosing.
+    """Find the heads that do each duty of the task most, on prompts for choosing.
 
     A head's score is its mean attention from the query role to the key role, less that to the other
     named roles, so that a head which looks at every name is not taken for one that looks at this
@@ -182,8 +193,10 @@ def find_circuit(
     """
     duties = DUTIES.get(task.name, (_ANSWERING,))
     units: list[Unit] = [unit[:1] for unit in task.choose(n)]
+    first = units[0][0]
     queries = list(dict.fromkeys(duty.query for duty in duties))
-    keys = list(dict.fromkeys([*(duty.key for duty in duties), *units[0][0].roles]))
+    duty_keys = [duty.key for duty in duties]
+    keys = list(dict.fromkeys([*duty_keys, *first.roles]))
 
     def run(indices: list[int]) -> Float[Tensor, "n duties h"]:
         examples = [units[i][0] for i in indices]
@@ -191,15 +204,15 @@ def find_circuit(
         of_queries = columns[:, : len(queries)]
         of_keys = columns[:, len(queries) :]
         captured = scope.capture_inputs(inputs, places=rows_from(inputs, of_queries))
-        attention = captured.attention().cpu().unflatten(0, (len(indices), len(queries)))
+        # prompts by queries by heads by tokens
+        by_query = (len(indices), len(queries))
+        attention = captured.attention().cpu().unflatten(0, by_query)
         scores = []
         for duty in duties:
             query = queries.index(duty.query)
-            scores.append(
-                _preference(
-                    attention[:, query], of_keys, keys.index(duty.key), of_queries[:, query]
-                )
-            )
+            key = keys.index(duty.key)
+            of_query = of_queries[:, query]
+            scores.append(_preference(attention[:, query], of_keys, key, of_query))
         return torch.stack(scores, dim=1)
 
     batches = stream(batches_of(units, batch_size), run)
@@ -219,10 +232,14 @@ def _preference(
     of_query: Int[Tensor, " n"],
 ) -> Float[Tensor, "n h"]:
     """Attention on one of the key roles, less the mean on the others that are other tokens."""
-    slots = of_keys[:, None].expand(-1, attention.shape[1], -1)
+    heads = attention.shape[1]
+    slots = of_keys[:, None].expand(-1, heads, -1)
     on_keys = attention.gather(-1, slots)
-    others = (slots != slots[..., key, None]) & (slots != of_query[:, None, None])
-    rest = (on_keys * others).sum(-1) / others.sum(-1).clamp_min(1)
+    is_other_key = slots != slots[..., key, None]
+    is_other_token = slots != of_query[:, None, None]
+    others = is_other_key & is_other_token
+    on_others = (on_keys * others).sum(-1)
+    rest = on_others / others.sum(-1).clamp_min(1)
     return on_keys[..., key] - rest
 
 
@@ -232,7 +249,8 @@ def outside(scope: Scope, edges: Sequence[Edge], count: int, seed: int = 0) -> l
     free = [head for head in scope.heads() if head not in inside]
     generator = torch.Generator().manual_seed(seed)
     # in the order in which each way to look is last named
-    ways = list(dict.fromkeys((edge.duty.query, edge.duty.key) for edge in reversed(edges)))
+    last_named = [(edge.duty.query, edge.duty.key) for edge in reversed(edges)]
+    ways = list(dict.fromkeys(last_named))
     controls = []
     for query, key in reversed(ways):
         drawn = torch.randperm(len(free), generator=generator)[:count].tolist()

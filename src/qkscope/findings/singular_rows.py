@@ -1,4 +1,4 @@
-"""Relative attention over the singular basis of the weights: ``r = ℓ_i − mean_{j≠i} ℓ_j = Σ_m c_m``.
+"""Relative attention over the weights' singular basis: ``r = ℓ_i − mean_{j≠i} ℓ_j = Σ_m c_m``.
 
 Queries and keys are taken in the query's frame, where the split is exact under RoPE too
 (`qkscope.sums.singular`); the mean runs over the other keys that the query sees, so a sliding
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope import Scope
@@ -51,7 +51,8 @@ def singular_basis(
     """
     wanted = scope.parse(heads)
     weights = head_weights(scope, wanted)
-    about = {"weights": scope.weights_hash, "model": scope.name, "dtype": str(scope.model.dtype)}
+    dtype = str(scope.model.dtype)
+    about = {"weights": scope.weights_hash, "model": scope.name, "dtype": dtype}
     rotary = [scope.facts.layers[head.layer].offset is not None for head in wanted]
     tensors = weights.W_Q, weights.W_K, weights.scale, weights.c_Q
     return basis_of_weights(wanted, tensors, rotary, weights.kv_of_head, about)
@@ -79,21 +80,24 @@ class RelativeRows(NamedTuple):
     def values(
         self, draws: int, seed: int, prompts: Sequence[int]
     ) -> dict[str, Float[Tensor, "b h"]]:
-        """How few terms carry each row, beside what rotated bases and random terms would show.
+        """Measures of how few terms carry each row, beside those of rotated bases and random terms.
 
         ``rotated`` turns the two sides' singular vectors independently, ``rotated_shared`` the head
         space as a whole; ``prompts`` are the numbers that address their draws.
         """
         terms = self.terms
-        sigma = self.s.expand_as(terms)
+        # draws by rows by heads by components
         turned = measure.turned_terms(self.query * self.key, self.s, draws, prompts, seed)
+        rotated = measure.sparsity(turned)
+        shared_seed = derived_seed(seed, "shared")
         rotated_shared = measure.shared_sparsity(
-            self.q, self.difference, draws, prompts, derived_seed(seed, "shared")
+            self.q, self.difference, draws, prompts, shared_seed
         )
-        sigma_rotated = measure.rank_correlation(turned.abs(), self.s.expand_as(turned))
+        sigma_rotated = self._sigma_correlation(turned)
+        largest_rotated = measure.largest_place(turned)
         return {
             "sparsity": measure.sparsity(terms),
-            "rotated": measure.sparsity(turned).mean(0),
+            "rotated": rotated.mean(0),
             "rotated_shared": rotated_shared,
             "relative": self.relative,
             "attention": self.attention,
@@ -102,11 +106,15 @@ class RelativeRows(NamedTuple):
             "count_null": measure.null_count(terms, draws=draws, seed=seed),
             "count_tol_null": measure.null_count(terms, TOLERANCE, draws, seed),
             "cancellation": measure.cancellation(terms),
-            "sigma_correlation": measure.rank_correlation(terms.abs(), sigma),
+            "sigma_correlation": self._sigma_correlation(terms),
             "sigma_rotated": sigma_rotated.mean(0),
             "largest": measure.largest_place(terms),
-            "largest_rotated": measure.largest_place(turned).mean(0),
+            "largest_rotated": largest_rotated.mean(0),
         }
+
+    def _sigma_correlation(self, terms: Float[Tensor, "*r b h m"]) -> Float[Tensor, "*r b h"]:
+        """Rank correlation of the terms' sizes with the singular values."""
+        return measure.rank_correlation(terms.abs(), self.s.expand_as(terms))
 
 
 def relative_rows(
@@ -128,30 +136,44 @@ def relative_rows(
     """
     columns = list(range(len(captured.heads)) if heads is None else heads)
     index = basis.index([captured.heads[column] for column in columns])
-    k = captured.k[rows][:, captured.kv_of_head[columns]].double().cpu()
+    key_heads = captured.kv_of_head[columns]
+    k = captured.k[rows][:, key_heads].double().cpu()
     q = captured.q[rows][:, columns].double().cpu()
     scale = captured.scale[columns].double().cpu()[:, None]
     slot = attended.expand(-1, len(columns)).cpu().long()
     seen = captured.bias[rows][:, columns].isfinite().cpu()
-    valid = seen.gather(-1, slot[..., None])[..., 0] & (seen.sum(-1) > 1)
-    compared = torch.where(valid[..., None], seen, torch.ones_like(seen))
+    is_seen = _at_slot(seen, slot)
+    valid = is_seen & (seen.sum(-1) > 1)
+    # what cannot be compared is compared with anything, and unknown
+    is_valid = valid[..., None]
+    compared = torch.where(is_valid, seen, torch.ones_like(seen))
     difference = measure.key_difference(k, slot, compared)
-    difference = difference.masked_fill(~valid[..., None], torch.nan)
+    difference = difference.masked_fill(~is_valid, torch.nan)
     constant = basis.c_Q[index].double()
     s = basis.S[index].double()
     alpha, gamma = singular_coordinates(basis.read[index], q - constant, difference)
-    floor = torch.finfo(torch.float64).eps * s.amax(-1, keepdim=True)
-    unscaled = gamma / s.clamp_min(torch.finfo(s.dtype).tiny)
+    limits = torch.finfo(torch.float64)
+    floor = limits.eps * s.amax(-1, keepdim=True)
+    unscaled = gamma / s.clamp_min(limits.tiny)
+    key_coordinates = torch.where(s > floor, unscaled, 0.0)
     pattern = captured.attention()[rows][:, columns].cpu()
-    attention = pattern.gather(-1, slot[..., None])[..., 0].double()
+    attention = _at_slot(pattern, slot).double()
+    # r, and the part of it that no token decides, of each row and head
+    relative = (q * difference).sum(-1)
+    constant_part = (constant * difference).sum(-1)
     return RelativeRows(
         terms=scale * alpha * gamma,
-        constant=scale[:, 0] * (constant * difference).sum(-1),
-        relative=scale[:, 0] * (q * difference).sum(-1),
+        constant=scale[:, 0] * constant_part,
+        relative=scale[:, 0] * relative,
         attention=attention.masked_fill(~valid, torch.nan),
         query=alpha,
         s=s,
-        key=scale * torch.where(s > floor, unscaled, 0.0),
+        key=scale * key_coordinates,
         q=q,
         difference=scale * difference,
     )
+
+
+def _at_slot(values: Float[Tensor, "b h t"], slot: Int[Tensor, "b h"]) -> Float[Tensor, "b h"]:
+    """Values at the key asked about, of each row."""
+    return values.gather(-1, slot[..., None])[..., 0]

@@ -1,4 +1,4 @@
-"""Which keys change places in a swap, and the attention rows that are edited.
+"""Pairs of keys that change places in a swap, and the attention rows that are edited.
 
 One capture of the held-out prompts serves every condition: the edited rows have a closed form
 (`qkscope.sums.swap_algebra`). Which keys change places is drawn once for every condition and every
@@ -33,7 +33,8 @@ def check_swappable(space: str, downstream: bool = False) -> None:
     """Refuse a space in which attention, and so a swap, cannot be had."""
     if space == "pre_rope":
         raise BadInput(
-            "pre_rope vectors do not give the model's attention: fit in post_rope or query_frame for this."
+            "pre_rope vectors do not give the model's attention:"
+            " fit in post_rope or query_frame for this."
         )
     if downstream and space != "post_rope":
         raise BadInput("a patched run writes post_rope keys: fit in post_rope to swap downstream.")
@@ -54,6 +55,11 @@ class Pairs(NamedTuple):
     target: Int[Tensor, " n"]
     others: tuple[Int[Tensor, " n"], Int[Tensor, " n"]] | None
     cluster: Int[Tensor, " n"]
+
+    def rows_of(self, units: Sequence[int]) -> Int[Tensor, " b"]:
+        """Numbers of the rows of some units, unit by unit."""
+        of_units = [(self.unit == unit).nonzero()[:, 0] for unit in units]
+        return torch.cat(of_units)
 
 
 def draw_pairs(units: Units, batch_size: int = 32, seed: int = 0) -> Pairs:
@@ -83,10 +89,12 @@ def draw_pairs(units: Units, batch_size: int = 32, seed: int = 0) -> Pairs:
     def draw(what: str, beside: Tensor, allowed: Tensor) -> Tensor:
         return draw_targets(beside, allowed, derived_seed(seed, what), unit, member)
 
-    orig = draw("right", torch.full((len(labels),), -1), right)
+    no_key = torch.full((len(labels),), -1)
+    orig = draw("right", no_key, right)
     target = draw("wrong", orig, wrong)
     others = None
-    free = wrong & (torch.arange(labels.shape[1]) != target[:, None])
+    is_target = torch.arange(labels.shape[1]) == target[:, None]
+    free = wrong & ~is_target
     if bool((right.sum(dim=1) > 1).all()):
         others = orig, draw("sham", orig, right)
     elif bool((free.sum(dim=1) > 1).all()):
@@ -111,7 +119,8 @@ def _labels(examples: Sequence[Example]) -> Int[Tensor, "n k"]:
     width = max(len(example.keys) for example in examples)
     labels = torch.zeros(len(examples), width, dtype=torch.long)
     for row, example in enumerate(examples):
-        labels[row, : len(example.keys)] = torch.tensor([key.label(ANSWER) for key in example.keys])
+        of_row = [key.label(ANSWER) for key in example.keys]
+        labels[row, : len(of_row)] = torch.tensor(of_row)
     return labels
 
 
@@ -163,11 +172,19 @@ def capture_rows(
     truth = {}
     for which in parts[0].get("truth", ()):
         reading, _, name = which.partition("/")
-        truth[name, reading] = torch.cat([part["truth"][which] for part in parts])
+        of_parts = [part["truth"][which] for part in parts]
+        truth[name, reading] = torch.cat(of_parts)
     frame = _joined(parts, "frame") if "frame" in parts[0] else None
-    rows = _joined(parts, "rows")
     return SwapRows(
-        rows, pairs.orig, pairs.target, pairs.cluster, heads, pairs.others, answers, truth, frame
+        rows=_joined(parts, "rows"),
+        orig=pairs.orig,
+        target=pairs.target,
+        cluster=pairs.cluster,
+        heads=heads,
+        others=pairs.others,
+        answers=answers,
+        truth=truth,
+        frame=frame,
     )
 
 

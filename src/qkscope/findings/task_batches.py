@@ -32,7 +32,7 @@ from qkscope.texts.task import ASKED, Contrast, Task, Unit
 
 
 def made_from(scope: Scope, task: Task, space: Space = "post_rope") -> dict[str, Any]:
-    """What an analysis was made from, for manifests and for refusing to mix."""
+    """Facts that an analysis was made from, for manifests and for refusing to mix."""
     notes = list(task.notes)
     if task.starts_with_key and not scope.encoder.adds_first:
         notes.append(FIRST_TOKEN)
@@ -90,7 +90,8 @@ def batches_of(units: Sequence[Unit], batch_size: int) -> list[list[int]]:
     """The fixed list of batches: units sorted by length, about ``batch_size`` prompts in each."""
     batches = list[list[int]]()
     room = 0
-    for i in sorted(range(len(units)), key=lambda i: (max(map(len, units[i])), i)):
+    longest = [max(map(len, unit)) for unit in units]
+    for i in sorted(range(len(units)), key=longest.__getitem__):
         room -= len(units[i])
         if room < 0:
             batches.append([])
@@ -115,15 +116,21 @@ def unit_runner(
 ) -> Callable[[list[int]], UnitBatch]:
     """Make the function that captures the units of one batch, by number.
 
-    ``how`` is as in `Scope.capture_inputs`. The heads whose columns are ``asked`` must see every named key.
+    ``how`` is as in `Scope.capture_inputs`. The heads whose columns are ``asked`` must see every
+    named key.
     """
-    looking = list(range(len(heads)) if asked is None else asked)
+    columns = list(range(len(heads)) if asked is None else asked)
+    looking = [heads[column] for column in columns]
 
     def run(indices: list[int]) -> UnitBatch:
-        members = [(i, m) for i in indices for m in range(len(units[i]))]
-        encoded = scope.encode([units[i][m] for i, m in members], chat=chat)
+        examples: list[Example] = []
+        members: list[tuple[int, int]] = []
+        for i in indices:
+            examples += units[i]
+            members += [(i, m) for m in range(len(units[i]))]
+        encoded = scope.encode(examples, chat=chat)
         captured = scope.capture_inputs(encoded, heads=list(heads), **how)
-        check_visible(encoded, [heads[i] for i in looking], captured.bias[:, looking])
+        check_visible(encoded, looking, captured.bias[:, columns])
         of_example = torch.tensor(members, device=captured.example.device)
         unit, member = of_example[captured.example].unbind(1)
         return UnitBatch(captured, unit, member)
@@ -141,22 +148,34 @@ def null_units(
     has the word that it asks for itself; elsewhere what is drawn together stays together. Where all
     prompts have the same word it cannot be what tells them apart, and the prompt is the unit.
     """
-    words = [[_words(unit, contrast, member) for member in range(len(unit))] for unit in units]
+    words = []
+    for unit in units:
+        members = range(len(unit))
+        words.append([_words(unit, contrast, member) for member in members])
     varied = len({of_member for of_unit in words for of_member in of_unit}) > 1
     numbers = []
     for unit, of_unit in zip(units, words, strict=True):
-        texts = tuple(repr(e.text if e.ids is None else e.ids) for e in unit)
-        numbers.append([_hashed(each if varied and each else texts) for each in of_unit])
+        texts = tuple(_raw_text(example) for example in unit)
+        of_members = [of_member if varied and of_member else texts for of_member in of_unit]
+        numbers.append([_hashed(address) for address in of_members])
 
     def number(batch: UnitBatch) -> Int[Tensor, " b"]:
         rows = zip(batch.unit.tolist(), batch.member.tolist(), strict=True)
-        return torch.tensor([numbers[i][m] for i, m in rows], device=batch.unit.device)
+        of_rows = [numbers[i][m] for i, m in rows]
+        return torch.tensor(of_rows, device=batch.unit.device)
 
     return number
 
 
+def _raw_text(example: Example) -> str:
+    """The text of an example as it was given, or its tokens."""
+    if example.ids is None:
+        return repr(example.text)
+    return repr(example.ids)
+
+
 def _hashed(texts: tuple[str, ...]) -> int:
-    """A number for some texts, the same in every process."""
+    """Hash of some texts, the same in every process."""
     text = repr(texts).encode("utf-8", "backslashreplace")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
 
@@ -178,7 +197,7 @@ def _words(unit: Unit, contrast: Contrast, member: int) -> tuple[str, ...]:
 
 
 class ContrastRows(NamedTuple):
-    """The rows of one contrast: queries, keys, labels of the keys (1, −1 or 0), number of the unit."""
+    """The rows of one contrast: queries, keys, labels of keys (1, −1 or 0), number of the unit."""
 
     q: Float[Tensor, "b h d"]
     k: Float[Tensor, "b g k d"]
@@ -199,7 +218,9 @@ def contrast_rows(batch: UnitBatch, contrast: Contrast) -> ContrastRows:
     right = labels > 0
     same_unit = batch.unit[:, None] == batch.unit
     partner = same_unit & (batch.member[:, None] != batch.member)
-    if not bool(((right.sum(dim=1) == 1) & (partner.sum(dim=1) == 1)).all()):
+    has_one_key = right.sum(dim=1) == 1
+    has_one_copy = partner.sum(dim=1) == 1
+    if not bool((has_one_key & has_one_copy).all()):
         raise BadInput(
             f"contrast {contrast.name!r} compares a prompt with one copy: mark one + key in each."
         )
@@ -207,13 +228,17 @@ def contrast_rows(batch: UnitBatch, contrast: Contrast) -> ContrastRows:
     right_key = captured.k[rows, :, right.long().argmax(dim=1)]
     copy_key = right_key[partner.long().argmax(dim=1)]
     keys = torch.stack([right_key, copy_key], dim=2)
-    signs = torch.tensor([[1, -1]], device=labels.device).expand(len(labels), 2)
+    own_and_copy = torch.tensor([[1, -1]], device=labels.device)
+    signs = own_and_copy.expand(len(labels), 2)
     return ContrastRows(captured.q, keys, signs, batch.unit)
 
 
 def cluster_of(unit: Unit, number: int) -> object:
     """Cluster of a unit: the one it names, or its number."""
-    return ("unit", number) if unit[0].cluster == "" else unit[0].cluster
+    named = unit[0].cluster
+    if named == "":
+        return ("unit", number)
+    return named
 
 
 def asked_words(units: Sequence[Unit]) -> list[str]:
@@ -221,8 +246,9 @@ def asked_words(units: Sequence[Unit]) -> list[str]:
 
     They are equal for prompts that ask alike.
     """
-    if all(ASKED in unit[0].roles for unit in units):
-        return [unit[0].piece(unit[0].roles[ASKED]) for unit in units]
+    prompts = [unit[0] for unit in units]
+    if all(ASKED in prompt.roles for prompt in prompts):
+        return [prompt.piece(prompt.roles[ASKED]) for prompt in prompts]
     return [f"prompt {cluster_of(unit, i)}" for i, unit in enumerate(units)]
 
 
@@ -260,8 +286,9 @@ def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:
         often = Counter[str]()
         for number, unit in enumerate(drawn):
             texts = [_text_and_marks(example) for example in unit]
-            joint = joints.setdefault((texts[0], often[texts[0]]), {})
-            often[texts[0]] += 1
+            first = texts[0]
+            joint = joints.setdefault((first, often[first]), {})
+            often[first] += 1
             for member, (text, example) in enumerate(zip(texts, unit, strict=True)):
                 copy = text, texts[:member].count(text)
                 known = joint.get(copy, JointPrompt(example, {}))
@@ -271,7 +298,7 @@ def joined(units: Mapping[str, Sequence[Unit]]) -> list[Joint]:
 
 
 def _text_and_marks(example: Example) -> str:
-    """What tells prompts apart: all but their labels."""
+    """Key that tells prompts apart: all but their labels."""
     spans = [key.span for key in example.keys]
     return repr((example.text, example.ids, example.queries, spans))
 
@@ -289,8 +316,10 @@ def rows_of(batch: UnitBatch, joints: Sequence[Joint], contrast: str) -> UnitBat
     """The rows of a contrast's own prompts, numbered by its own units; None if there are none."""
     rows = []
     numbers = []
-    for row, (i, place) in enumerate(zip(batch.unit.tolist(), batch.member.tolist(), strict=True)):
-        owner = list(joints[i].values())[place].owners.get(contrast)
+    members = zip(batch.unit.tolist(), batch.member.tolist(), strict=True)
+    for row, (number, place) in enumerate(members):
+        prompts = list(joints[number].values())
+        owner = prompts[place].owners.get(contrast)
         if owner is not None:
             rows.append(row)
             numbers.append(owner)

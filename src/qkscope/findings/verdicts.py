@@ -1,4 +1,4 @@
-"""What an answer may say of parts and of cuts.
+"""Verdicts on parts and on cuts: what an answer may say of them.
 
 Nothing of parts that do not sum to their logit; and of a cut only beside enough controls.
 """
@@ -20,7 +20,7 @@ R = TypeVar("R", bound=Result)
 
 #: Different control sets under which nothing is tested.
 FEWEST_SETS = 5
-#: Shares of one side cancel, and the answer says so, where without signs they sum to more than this.
+#: Shares of a side cancel, and the answer says so, where they sum to more than this without signs.
 CANCELS = 3.0
 #: What a change must take away of the attention, for `supported`.
 _TAKEN = 0.25
@@ -41,10 +41,11 @@ def no_sum(head: object, error: float, dtype: object, single: float = _SINGLE) -
     allowed = _HALF if str(dtype).endswith("float16") else single
     if error <= allowed:
         return None
+    missed = f"they miss it by {error:.1g} of the largest part, and {allowed:g} is allowed"
     return (
-        f"The parts of {head} do not sum to its logit (they miss it by {error:.1g} of the largest part, and {allowed:g}"
-        " is allowed), so no writers, shares or cuts of it are given: its query or key is changed here in a way that"
-        " the split does not know; take a shorter prompt, or another head."
+        f"The parts of {head} do not sum to its logit ({missed}), so no writers, shares or cuts of"
+        " it are given: its query or key is changed here in a way that the split does not know;"
+        " take a shorter prompt, or another head."
     )
 
 
@@ -63,8 +64,9 @@ def that_sum(result: R, dtype: object) -> R:
         answer += f" The tables hold the other {len(checks) - len(warnings)} heads."
     tables = dict[str, list[Mapping[str, Any]]]()
     for name, rows in result.tables.items():
-        measured = name in _MEASURED
-        tables[name] = [row for row in rows if measured or row["head"] not in warnings]
+        tables[name] = list(rows)
+        if name not in _MEASURED:
+            tables[name] = [row for row in rows if row["head"] not in warnings]
     return replace(result, answer=answer, tables=tables)
 
 
@@ -75,8 +77,8 @@ def verdict(
 
     ``supported`` or ``not here``; ``unattended`` where there was no attention before. Supported is
     what takes away more than a quarter of it, and more than any of the random changes; with fewer
-    than `FEWEST_SETS` different ones of these it is ``untested``, and ``vacuous`` where nothing could come
-    out otherwise.
+    than `FEWEST_SETS` different ones of these it is ``untested``, and ``vacuous`` where nothing
+    could come out otherwise.
 
     Parameters
     ----------
@@ -86,8 +88,10 @@ def verdict(
 
     >>> import torch
     >>> others = torch.tensor([0.7, 0.8, 0.7, 0.8, 0.9])
-    >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others), verdict(0.01, 0.0, others), verdict(0.8, 0.1, others[:4])
-    ('supported', 'not here', 'unattended', 'untested')
+    >>> verdict(0.8, 0.1, others), verdict(0.8, 0.75, others)
+    ('supported', 'not here')
+    >>> verdict(0.01, 0.0, others), verdict(0.8, 0.1, others[:4])
+    ('unattended', 'untested')
     """
     if before < ATTENDED:
         return "unattended"
@@ -100,38 +104,43 @@ def verdict(
     return "supported" if taken and more_than_random else "not here"
 
 
-# ---------------------------------------------------------------------- sentences of several answers
+# ---------------------------------------------------------------- sentences of several answers
 
 
 def says_right(check: Mapping[str, Any]) -> str:
-    """How much of its attention a head gives to a task's right keys, and how often it prefers them."""
-    return (
-        f"{check['head']} gives {check['attention']:.0%} of its attention to the right key and prefers it to the other"
-        f" named keys in {check['accuracy']:.0%} of {check['n']} prompts."
-    )
+    """Say how much a head attends to a task's right keys, and how often it prefers them."""
+    attends = f"{check['head']} gives {check['attention']:.0%} of its attention to the right key"
+    prompts = f"{check['accuracy']:.0%} of {check['n']} prompts"
+    return f"{attends} and prefers it to the other named keys in {prompts}."
 
 
 def says_cancels(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence, with a blank before it, for each side of one head whose writers' shares cancel."""
+    """Say, with a blank before it, for each side of a head that its writers' shares cancel."""
     sentences = ""
     for side in ("key", "query"):
-        size = sum(abs(row["share"]) for row in rows if row["side"] == side)
+        of_side = [row for row in rows if row["side"] == side]
+        size = sum(abs(row["share"]) for row in of_side)
         if size > CANCELS:
             sentences += (
-                f" Large positive and negative shares of its {side} cancel (without signs they sum to"
-                f" {size:.1f} times the logit): trust cuts, not single shares."
+                f" Large positive and negative shares of its {side} cancel (without signs they sum"
+                f" to {size:.1f} times the logit): trust cuts, not single shares."
             )
     return sentences
 
 
 def written_by(rows: Iterable[Mapping[str, Any]], side: str) -> str:
-    """The first two writers of one side of one head, biases left out, with their shares."""
-    writers = [row for row in rows if row["side"] == side and row["writer"] != BIAS]
-    return " and ".join(f"{row['writer']} ({row['share']:.0%})" for row in writers[:2])
+    """Name the first two writers of one side of a head, biases left out, with their shares."""
+    of_side = [row for row in rows if row["side"] == side]
+    writers = [row for row in of_side if row["writer"] != BIAS]
+    first = []
+    for row in writers[:2]:
+        share = f"{row['share']:.0%}"
+        first.append(f"{row['writer']} ({share})")
+    return " and ".join(first)
 
 
 def controls_of(row: Mapping[str, Any]) -> str:
-    """How many different sets of random writers stand beside a cut or a swap, and of which kind."""
+    """Say how many different sets of random writers stand beside a cut, and of which kind."""
     kinds = "writers"
     if "L" not in row["writers"]:
         kinds = "MLPs"

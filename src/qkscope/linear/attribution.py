@@ -40,7 +40,7 @@ _NEURONS = 10  # that are named, of one side
 
 
 class HeadValues(NamedTuple):
-    """Relative logits of h heads by writer: ``query`` and ``key`` are Float [n, h, c], bias last."""
+    """Relative logits of h heads by writer: ``query`` and ``key`` are [n, h, c], bias last."""
 
     heads: list[Head]
     query: Float[Tensor, "n h c"]
@@ -69,7 +69,8 @@ def values_of(
     by_chunk = []
     for start in range(0, rows, together):
         chunk = slice(start, start + together)
-        by_chunk.append(_values(run.slots(slice(None), chunk), heads, weights[chunk]))
+        some = run.slots(slice(None), chunk)
+        by_chunk.append(_values(some, heads, weights[chunk]))
     for of_layer in zip(*by_chunk, strict=True):
         query = torch.cat([values.query for values in of_layer])
         key = torch.cat([values.key for values in of_layer])
@@ -79,7 +80,9 @@ def values_of(
 def _rows_together(run: Run, heads: Sequence[Head]) -> int:
     """How many rows fit into memory at once, with all their writers and directions."""
     vectors = _writer_count(run, heads) + len(heads)
-    numbers = vectors * run.columns.shape[1] * run.entered[0].shape[-1]
+    places = run.columns.shape[1]
+    width = run.entered[0].shape[-1]
+    numbers = vectors * places * width
     return max(_MAX_BYTES * run.reader.together // (4 * numbers), 1)
 
 
@@ -193,9 +196,9 @@ class _LayerBatch:
         first = 0
         for layer in self.layers:
             of_layer = slice(first, first + len(layer.heads))
-            yield HeadValues(
-                layer.heads, query.by_writer(layer, of_layer), key.by_writer(layer, of_layer)
-            )
+            by_query = query.by_writer(layer, of_layer)
+            by_key = key.by_writer(layer, of_layer)
+            yield HeadValues(layer.heads, by_query, by_key)
             first = of_layer.stop
         self.layers.clear()
 
@@ -219,7 +222,8 @@ def _directions(
     at_query = run.at("query")
     at_keys = run.at("key")
     if side == "query":
-        k = run.vectors([(head.layer, run.index(head, "k")) for head in heads], "k", at_keys)
+        key_heads = [(head.layer, run.index(head, "k")) for head in heads]
+        k = run.vectors(key_heads, "k", at_keys)
         return run.pull(heads, "q", at_query, w[:, :, None] @ k)
     q = run.vectors([(head.layer, head.index) for head in heads], "q", at_query)
     return run.pull(heads, "k", at_keys, q * w[..., None])
@@ -247,8 +251,9 @@ def direct_effect(
         answer = direct_effects(run, along)
         if answer is None:
             return None
-        along_heads = torch.stack([answer.heads[layer][i, 0] for i, layer in enumerate(layers)])
-        (effect,) = torch.autograd.grad((along_heads * written).sum(), along)
+        along_heads = [answer.heads[layer][i, 0] for i, layer in enumerate(layers)]
+        direct = (torch.stack(along_heads) * written).sum()
+        (effect,) = torch.autograd.grad(direct, along)
     return effect.to(run.row.device)
 
 
@@ -261,7 +266,8 @@ def direct_effects(run: Run, along: Float[Tensor, "n v"]) -> Answer | None:
     logits = run.logits
     assert stream is not None
     assert logits is not None
-    cap = getattr(run.reader.scope.model.config.get_text_config(), "final_logit_softcapping", None)
+    config = run.reader.scope.model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
     with torch.enable_grad():
         if cap is not None:
             logits = (logits / cap).atanh() * cap
@@ -276,7 +282,9 @@ def direct_effects(run: Run, along: Float[Tensor, "n v"]) -> Answer | None:
     values = (logits * along).sum(1).detach().to(g)
     constants = values - (g.detach() * x).sum(-1)
     query_slot = torch.zeros(1, dtype=torch.long).to(run.row.device)
-    return run.answer(Direction(len(run.reader.blocks), query_slot, g[:, None], constants[:, None]))
+    behind_all = len(run.reader.blocks)
+    asked = Direction(behind_all, query_slot, g[:, None], constants[:, None])
+    return run.answer(asked)
 
 
 def _is_linear(logits: Float[Tensor, "n v"], stream: Float[Tensor, "b t d_model"]) -> bool:
@@ -289,7 +297,8 @@ def _is_linear(logits: Float[Tensor, "n v"], stream: Float[Tensor, "b t d_model"
     if bend is None:
         return True
     # a soft-cap that is undone rounds
-    return not bool((bend * stream).abs().max() > 1e-2 * g.detach().square().max())
+    allowed = 1e-2 * g.detach().square().max()
+    return not bool((bend * stream).abs().max() > allowed)
 
 
 # ---------------------------------------------------------------------- neurons
@@ -432,7 +441,8 @@ def first_neurons(
             numbers = values.abs().topk(min(_NEURONS, len(values))).indices.tolist()
         for number in numbers:
             neuron = Writer(mlp.layer, "neuron", (*mlp.index, number))
-            rows.append((neuron, float(values[number]), int(slots[number])))
+            value = float(values[number])
+            rows.append((neuron, value, int(slots[number])))
     rows.sort(key=lambda row: -abs(row[1]))
     return rows if named else rows[:_NEURONS]
 
@@ -442,7 +452,10 @@ def check_neurons(run: Run, head: Head, named: Sequence[Writer]) -> list[Writer]
     model = run.reader.scope.name
     parts = _parts(run, head.layer)
     without = [mlp for mlp, part in parts.items() if part not in run.neurons]
-    why = "it adds up experts, or is no MLP: a neuron is one row of what an MLP's last matrix is given"
+    why = (
+        "it adds up experts, or is no MLP: "
+        "a neuron is one row of what an MLP's last matrix is given"
+    )
     if len(without) == len(parts):
         place = without[0] if without else f"what writes before {head}"
         raise BadInput(f"{model} has no neurons to name. {place}: {why}.")

@@ -44,14 +44,9 @@ def batch_key(run: Run, layer: int) -> Hashable | None:
     call = run.calls[layer]
     rotary = call.rotary
     turn = rotary and (rotary.function, id(rotary.cos), rotary.q.shape[-1])
-    return (
-        (call.q.shape, call.k.shape, call.v.shape),
-        call.q.device,
-        form.centres,
-        form.qk_normed,
-        turn,
-        run.reader.scope.facts.layers[layer].offset,
-    )
+    shapes = (call.q.shape, call.k.shape, call.v.shape)
+    offset = run.reader.scope.facts.layers[layer].offset
+    return shapes, call.q.device, form.centres, form.qk_normed, turn, offset
 
 
 class ClosedForm:
@@ -89,7 +84,8 @@ class ClosedForm:
         x = run.hidden(layers, slots)
         W, a, c, eps = self._matrices
         sigma = _norm_scalars(x, eps, form)[layer_of_head].transpose(0, 1)
-        projected = torch.einsum("gnpe,gde->ngpd", x[layer_of_head], W) * sigma + a[:, None]
+        Wx = torch.einsum("gnpe,gde->ngpd", x[layer_of_head], W)
+        projected = Wx * sigma + a[:, None]
 
         true = run.vectors(distinct, kind, slots)
         unrotated = self._turned(true, back=True) - c[:, None]
@@ -98,8 +94,8 @@ class ClosedForm:
             self._s = _best_scalar(unrotated, projected)
         self._factor = sigma * self._s
 
-        error = (projected * self._s - unrotated).abs().amax((0, 2, 3))
-        allowed = tolerance(run.calls[first].q) * true.abs().amax((0, 2, 3))
+        error = _largest(projected * self._s - unrotated)
+        allowed = tolerance(run.calls[first].q) * _largest(true)
         self.wrong: set[int] = set()
         for (layer, _), agrees in zip(distinct, (error <= allowed).tolist(), strict=True):
             if not agrees:
@@ -146,8 +142,14 @@ class ClosedForm:
         """Parts of the stream as parts of one head's vectors; constants go to the last part."""
         W, a, c, _ = self._matrices
         vectors = parts @ W[0].T * self._factor[:, :1]
-        vectors[:, -1] += a[0] * self._s[:, 0] + c[0]
+        constant = a[0] * self._s[:, 0] + c[0]
+        vectors[:, -1] += constant
         return self._turned(vectors)
+
+
+def _largest(vectors: Float[Tensor, "n h p d"]) -> Float[Tensor, " h"]:
+    """The largest number of each head's vectors."""
+    return vectors.abs().amax((0, 2, 3))
 
 
 def _norm_scalars(

@@ -163,7 +163,7 @@ class _Rows:
 
 
 class BlockCall(NamedTuple):
-    """A block, what it was called with, its attention call, and the norm right before it, if any."""
+    """A block, what it was called with, its attention call, and the norm just before it, if any."""
 
     block: nn.Module
     arguments: BlockArguments
@@ -202,8 +202,9 @@ def recorded(scope: Scope, last: int) -> dict[int, BlockCall]:
         block = block_of(scope.model, names[id(call.module)])
         if arguments[block].stream.ndim > 3:
             block = call.module  # of several streams the attention is given one vector
-        norm, _ = norm_outputs.get(id(arguments[block].stream), (None, None))
-        block_calls[layer] = BlockCall(block, arguments[block], call, norm)
+        called = arguments[block]
+        norm, _ = norm_outputs.get(id(called.stream), (None, None))
+        block_calls[layer] = BlockCall(block, called, call, norm)
     return block_calls
 
 
@@ -237,8 +238,9 @@ class Form(NamedTuple):
         self, kind: Projection, heads: Sequence[int]
     ) -> tuple[Float[Tensor, "n d e"], Float[Tensor, "n d"]]:
         """W and a of some heads."""
-        W = torch.cat([self.layer.jacobian(kind, head)[0] for head in heads])
-        return W, self.layer.constants[kind][0, 0, heads]
+        jacobians = [self.layer.jacobian(kind, head)[0] for head in heads]
+        a = self.layer.constants[kind][0, 0, heads]
+        return torch.cat(jacobians), a
 
 
 def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
@@ -248,8 +250,10 @@ def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
     last = _layer_at(scope, number, called, stream.shape[1] - 1)
     family = scope.model.config.model_type
     if not layer.reads("k"):
-        why = "some have no keys of their own but read those of a layer before them; ask for heads of the others"
-        raise BadInput(f"{family} has no weights to read in every layer: {why}.")
+        raise BadInput(
+            f"{family} has no weights to read in every layer: some have no keys of their own but "
+            "read those of a layer before them; ask for heads of the others."
+        )
     qk_norms = set(layer.norms.ran) & set(called.call.module.modules())
 
     x = _probes(number, stream)
@@ -278,16 +282,16 @@ def form_of(scope: Scope, number: int, called: BlockCall) -> Form:
 def _layer_at(scope: Scope, number: int, called: BlockCall, column: int) -> AffineLayer:
     """A layer's own code at one token."""
     row = torch.zeros(1, dtype=torch.long)
-    return AffineLayer(
-        scope, number, called.block, called.arguments, called.call, row, row[None] + column
-    )
+    columns = row[None] + column
+    return AffineLayer(scope, number, called.block, called.arguments, called.call, row, columns)
 
 
 def _probes(number: int, stream: Tensor) -> Float[Tensor, "8 1 1 d_model"]:
     """Random normalised inputs of a layer."""
     generator = torch.Generator().manual_seed(number)
-    draw = torch.randn((8, 1, 1, stream.shape[-1]), generator=generator).to(stream.device)
-    return torch.nn.functional.layer_norm(draw, draw.shape[-1:])
+    width = stream.shape[-1]
+    draw = torch.randn((8, 1, 1, width), generator=generator).to(stream.device)
+    return torch.nn.functional.layer_norm(draw, (width,))
 
 
 def _misfit(

@@ -65,11 +65,11 @@ def tolerance(vectors: Tensor) -> float:
 
 def _float_weights(module: nn.Module) -> dict[str, Tensor]:
     """Parameters in float32, of a module that holds them in another dtype."""
-    return {
-        name: weight.detach().float()
-        for name, weight in module.named_parameters()
-        if weight.dtype != torch.float32
-    }
+    weights = {}
+    for name, weight in module.named_parameters():
+        if weight.dtype != torch.float32:
+            weights[name] = weight.detach().float()
+    return weights
 
 
 class AffineLayer:
@@ -141,7 +141,8 @@ class AffineLayer:
     ) -> dict[Projection, Float[Tensor, "x n p h d"]]:
         """Vectors for other streams at these tokens, with norms live or frozen."""
         together = len(x) if self.alone else 1
-        chunks = [self._push_some(streams, frozen) for streams in x.to(self.x).split(together)]
+        few = x.to(self.x).split(together)
+        chunks = [self._push_some(streams, frozen) for streams in few]
         vectors: dict[Projection, Tensor] = {}
         for kind in PROJECTIONS:
             joined = torch.cat([chunk[kind] for chunk in chunks])
@@ -284,7 +285,8 @@ class AffineLayer:
         together = max(_MAX_NUMBERS // self._vectors[kind].numel(), 1)
         chunks = zip(index.split(together), along.split(together), strict=True)
         pulled = [self._pull_some(kind, chunk, directions) for chunk, directions in chunks]
-        constants = self.constants[kind][:, :, index].permute(2, 0, 1, 3)
+        of_heads = self.constants[kind][:, :, index]
+        constants = of_heads.permute(2, 0, 1, 3)
         return torch.cat(pulled), (along * constants).sum(-1)
 
     def _pull_some(
@@ -354,12 +356,14 @@ class PartLayer:
         self.x = x.detach().float().requires_grad_()
         self.z: Tensor | None = None
         if layer in run.heads:
-            self.z = run.heads[layer][:, 1 + tokens].to(stream.device).requires_grad_()
+            outputs = run.heads[layer][:, 1 + tokens]  # slot 0 is the query
+            self.z = outputs.to(stream.device).requires_grad_()
         self.out: dict[nn.Module, Tensor] = {}
 
         def at_tokens(value: Tensor) -> Tensor:
             """An argument of the block at these tokens; the leaf, if it is the stream."""
-            if value.ndim in (2, 3) and value.shape[1] == stream.shape[1]:
+            by_token = value.ndim in (2, 3) and value.shape[1] == stream.shape[1]
+            if by_token:
                 value = self.x if value is stream else value[:, tokens.to(value.device)]
             return value.float() if value.is_floating_point() else value
 

@@ -72,9 +72,11 @@ class Reader:
         self.layers = sorted({head.layer for head in heads})
         for name, weight in scope.model.named_parameters():
             if not weight.is_floating_point():
-                why = "what writers give is split by gradients, which need numbers with a fraction"
-                stored = f"{name} is stored in {weight.dtype}, and {why}; load the model without quantisation"
-                raise BadInput(f"{scope.name} cannot be traced: {stored}.")
+                raise BadInput(
+                    f"{scope.name} cannot be traced: {name} is stored in {weight.dtype}, and what "
+                    "writers give is split by gradients, which need numbers with a fraction; "
+                    "load the model without quantisation."
+                )
             if weight.is_inference():
                 made = f"{name} was made under torch.inference_mode, where no gradient is taken"
                 raise BadInput(f"{scope.name} cannot be traced: {made}; load the model outside it.")
@@ -106,7 +108,8 @@ class Reader:
     @_cached
     def head_names(self, layer: int) -> list[str]:
         """Names of the heads of a layer."""
-        return [str(Head(layer, i)) for i in range(self.scope.facts.layers[layer].n_heads)]
+        count = self.scope.facts.layers[layer].n_heads
+        return [str(Head(layer, i)) for i in range(count)]
 
     def part_name(self, layer: int, module: nn.Module) -> str:
         """Name of a part besides the heads: ``M17``, numbered if its block has several."""
@@ -128,17 +131,20 @@ class Reader:
         module = self.blocks[layer].output
         assert module is not None
         weight = next(module.parameters())
-        width = weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
+        transposed = type(module).__name__ == "Conv1D"
+        width = weight.shape[0] if transposed else weight.shape[1]
         bias = module(weight.new_zeros(1, width))[0].float()
         unit_vectors = torch.eye(width, dtype=weight.dtype, device=weight.device)
         W = module(unit_vectors).float() - bias
-        by_head = W.unflatten(0, (self.scope.facts.layers[layer].n_heads, -1))
+        count = self.scope.facts.layers[layer].n_heads
+        by_head = W.unflatten(0, (count, -1))
         return by_head.mT.contiguous(), bias
 
     @_cached
     def stacked_outputs(self, layers: tuple[int, ...]) -> Float[Tensor, "l h d e"]:
         """W_O of the heads of layers of one shape."""
-        return torch.stack([self.output_weights(layer)[0].to(self.device) for layer in layers])
+        weights = [self.output_weights(layer)[0] for layer in layers]
+        return torch.stack([W.to(self.device) for W in weights])
 
     def norm(self, module: nn.Module, like: Tensor) -> Norm:
         """A norm's gain, bias and centring, found once by running it."""
@@ -156,7 +162,8 @@ class Reader:
     @_cached
     def form(self, layer: int) -> Form | None:
         """A layer's closed form; None where it has none."""
-        if self.scope.facts.anatomy.own and "pre_rope" in self.scope.facts.layers[layer].refusals:
+        facts = self.scope.facts
+        if facts.anatomy.own and "pre_rope" in facts.layers[layer].refusals:
             return None
         try:
             form = form_of(self.scope, layer, self._block_calls[layer])
@@ -189,10 +196,9 @@ class Reader:
             a.append(constants)
             c.append(form.offsets[kind][numbers])
             eps += [norm.eps for norm in form.norms]
-        eps_by_layer = torch.tensor(eps, device=self.device) if eps else None
-        return Matrices(
-            _joined(W, self.device), _joined(a, self.device), _joined(c, self.device), eps_by_layer
-        )
+        device = self.device
+        eps_by_layer = torch.tensor(eps, device=device) if eps else None
+        return Matrices(_joined(W, device), _joined(a, device), _joined(c, device), eps_by_layer)
 
     def frame(self, head: Head, side: Side) -> Float[Tensor, "d_head d_model"]:
         """The Jacobian of a head's vector at one token of a short prompt, of length 1.

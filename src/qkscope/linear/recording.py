@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 def last_alone(call: Call) -> Call:
     """An attention call with the queries of its last token alone, which stand for those of all."""
-    return replace(call, q=call.q[:, :, -1:].clone().expand_as(call.q))
+    last = call.q[:, :, -1:].clone()
+    return replace(call, q=last.expand_as(call.q))
 
 
 class _Waiting(NamedTuple):
@@ -65,7 +66,9 @@ class Recording:
         self.last_matrices = reader.last if neurons else {}
         self.batch = len(next(iter(inputs.values())))
         # of a prompt that runs alone, the number of tokens up to its query
-        self.query_end = int(places.query[0]) + 1 if len(places.row) == 1 else None
+        self.query_end: int | None = None
+        if len(places.row) == 1:
+            self.query_end = int(places.query[0]) + 1
         self.deepest = max(reader.layers) if last is None else last
         self.end = len(reader.blocks) - 1 if logits else self.deepest
         if deep is True:
@@ -192,11 +195,11 @@ class Recording:
 
     def _was_overwritten(self) -> bool:
         """Whether the model wrote into a tensor that waits."""
-        return any(
-            item.value._version != item.version
-            for together in self.waiting.values()
-            for item in together
-        )
+        for together in self.waiting.values():
+            for item in together:
+                if item.value._version != item.version:
+                    return True
+        return False
 
     def _gather(self) -> None:
         """Pick the places from the tensors that wait."""

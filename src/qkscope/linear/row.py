@@ -19,8 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkscope import BadInput
-from qkscope.heads import Head, Side
-from qkscope.linear.run import KINDS, Parts, Run, named
+from qkscope.heads import BIAS, Head, Side
+from qkscope.linear.run import KINDS, Parts, Run
 
 _SLOTS = 128  # tokens whose writers are held at once: a long prompt takes no more room
 
@@ -28,8 +28,9 @@ Norms = Literal["frozen", "live"]
 
 
 def mean_parts(run: Run, layer: int, tokens: Sequence[int]) -> Float[Tensor, "c d_model"]:
-    """What each writer but the biases left in the stream that enters a layer, on average over some
-    tokens of a prompt.
+    """Each writer's mean part, over some tokens of a prompt, in the stream that enters a layer.
+
+    The biases, which are the same everywhere, are left out.
 
     Parameters
     ----------
@@ -37,20 +38,25 @@ def mean_parts(run: Run, layer: int, tokens: Sequence[int]) -> Float[Tensor, "c 
     layer : that reads it.
     tokens : their places.
     """
-    starts = range(0, len(tokens), _SLOTS)
-    every = _slots(run, tokens)
-    some = (run.slots(every[start : start + _SLOTS]).stream(layer) for start in starts)
-    sums = [
-        [Parts(piece.writers, piece.values.sum(2, keepdim=True)) for piece in pieces]
-        for pieces in some
-    ]
-    return torch.stack([named(pieces)[0, :, 0] for pieces in sums]).sum(0) / len(tokens)
+    slots = _slots(run, tokens)
+    sums = []
+    for start in range(0, len(tokens), _SLOTS):
+        some = run.slots(slots[start : start + _SLOTS])
+        sums.append(_sum_over_places(some.stream(layer)))
+    return torch.stack(sums).sum(0) / len(tokens)
+
+
+def _sum_over_places(pieces: Sequence[Parts]) -> Float[Tensor, "c d_model"]:
+    """One prompt's parts of every writer but the biases, added up over the places."""
+    sums = [piece.values[0].sum(1) for piece in pieces if piece.writers != [BIAS]]
+    return torch.cat(sums)
 
 
 def _slots(run: Run, tokens: Sequence[int]) -> list[int]:
     """The slots of the first row's keys that stand at some tokens."""
-    slots = {column: slot for slot, column in enumerate(run.columns[0].tolist()) if slot}
-    return [slots[token] for token in tokens]
+    columns = run.columns[0].tolist()
+    slot_of = {columns[slot]: slot for slot in range(1, len(columns))}  # slot 0 is the query
+    return [slot_of[token] for token in tokens]
 
 
 @torch.no_grad()
@@ -63,8 +69,7 @@ def vectors_with(
     sets: Sequence[Sequence[str]],
     norms: Norms = "live",
 ) -> Float[Tensor, "x d"]:
-    """A head's query or key at a token, with the parts of some writers replaced: once for each set
-    of them.
+    """A head's query or key at a token with the parts of some writers replaced, set by set.
 
     Parameters
     ----------
@@ -78,24 +83,34 @@ def vectors_with(
     """
     names = run.reader.writers(head.layer)[:-1]
     slots = _slots(run, [token])
-    kind = KINDS[side]
-    for writer in {writer for own in sets for writer in own} - {*names}:
-        raise BadInput(f"{writer} does not write before {head}: name one of an earlier layer.")
+    chosen = _membership(sets, names, head).to(instead)
+    change = instead - mean_parts(run, head.layer, [token])
+    if norms == "frozen":
+        kind = KINDS[side]
+        place = (head.layer, run.index(head, kind))
+        true = run.vectors([place], kind, slots)[0, :, 0]
+        parts = Parts(names, change[None, :, None])
+        read = run.read(head, side, [parts], slots)[0, :-1, 0]  # without the biases
+        return true + chosen @ read
+    stream = run.hidden([head.layer], slots)[0]
+    streams = stream + (chosen @ change)[:, None, None]
+    return run.live(head, side, streams, slots)[:, 0, 0]
+
+
+def _membership(
+    sets: Sequence[Sequence[str]], names: Sequence[str], head: Head
+) -> Float[Tensor, "x c"]:
+    """1 for each writer that is in a set, a row for each set; one that is no writer is refused."""
     numbers = {name: i for i, name in enumerate(names)}
     chosen = torch.zeros(len(sets), len(names))
-    for row, own in enumerate(sets):
-        chosen[row, [numbers[name] for name in own]] = 1
-    chosen = chosen.to(instead)
-    away = instead - mean_parts(run, head.layer, [token])
-    if norms == "frozen":
-        true = run.vectors([(head.layer, run.index(head, kind))], kind, slots)[0, :, 0]
-        return (
-            true
-            + chosen @ run.read(head, side, [Parts(names, away[None, :, None])], slots)[0, :-1, 0]
-        )
-    return run.live(
-        head, side, run.hidden([head.layer], slots)[0] + (chosen @ away)[:, None, None], slots
-    )[:, 0, 0]
+    for row, members in enumerate(sets):
+        for name in members:
+            if name not in numbers:
+                raise BadInput(
+                    f"{name} does not write before {head}: name one of an earlier layer."
+                )
+            chosen[row, numbers[name]] = 1
+    return chosen
 
 
 def attention_with(
@@ -116,13 +131,21 @@ def attention_with(
     q : queries to put there, Float [x, d].
     keys : by token, keys to put there, Float [x, d].
     """
-    count = max(len(vectors) for vectors in (q, *(keys or {}).values()) if vectors is not None)
+    keys = keys or {}
+    given = list(keys.values())
+    if q is not None:
+        given.append(q)
+    count = max(len(vectors) for vectors in given)
     row = run.row[:1].expand(count)
-    rows = run.calls[head.layer].rows(head.index, row, torch.full_like(row, query))
+    queries = torch.full_like(row, query)
+    rows = run.calls[head.layer].rows(head.index, row, queries)
     k = rows.k.clone()
-    for token, own in (keys or {}).items():
-        k[:, 0, token] = own.to(k)
-    return replace(rows, k=k, q=rows.q if q is None else q[:, None].to(k)).attention()[:, 0]
+    for token, vectors in keys.items():
+        k[:, 0, token] = vectors.to(k)
+    changed = replace(rows, k=k)
+    if q is not None:
+        changed = replace(changed, q=q[:, None].to(k))
+    return changed.attention()[:, 0]
 
 
 def restore(
@@ -137,8 +160,7 @@ def restore(
     at: int | None = None,
     norms: Norms = "live",
 ) -> Float[Tensor, "x t"]:
-    """A head's attention in a changed run, with what some writers left in another run put back into
-    it alone.
+    """A head's attention in a changed run, after restoring writers' parts in this head alone.
 
     Parameters
     ----------
@@ -156,13 +178,16 @@ def restore(
     >>> from qkscope import Scope
     >>> from qkscope.findings.prompt_trace import PromptRun
     >>> scope = Scope.load("nano:mixed")
-    >>> runs = [PromptRun(scope, f"hat: O {word}: Z jam:").run for word in ("cat", "jam")]
-    >>> restore(*runs, "L1H0", query=8, key=6, sets=[["embedding", "L0H1"], ["M0"]]).shape
+    >>> changed = PromptRun(scope, "hat: O cat: Z jam:").run
+    >>> source = PromptRun(scope, "hat: O jam: Z jam:").run
+    >>> sets = [["embedding", "L0H1"], ["M0"]]
+    >>> restore(changed, source, "L1H0", query=8, key=6, sets=sets).shape
     torch.Size([2, 9])
     """
     head = Head.parse(head)
     token = key if side == "key" else query
-    instead = mean_parts(source, head.layer, [token if at is None else at])
+    taken_at = token if at is None else at
+    instead = mean_parts(source, head.layer, [taken_at])
     vectors = vectors_with(run, head, side, token, instead, sets, norms)
     if side == "key":
         return attention_with(run, head, query, keys={token: vectors})

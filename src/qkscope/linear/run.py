@@ -147,7 +147,8 @@ class Run:
         for name in _PER_PLACE:
             tensors = getattr(self, name)
             picked[name] = {key: x[rows, some] for key, x in tensors.items()}
-        return replace(self, row=self.row[rows], columns=self.columns[rows, some], **picked)
+        picked["columns"] = self.columns[rows, some]
+        return replace(self, row=self.row[rows], **picked)
 
     def pick(
         self, value: Float[Tensor, "b t *d"], slots: Any = slice(None)
@@ -172,9 +173,7 @@ class Run:
         """A layer's own code at some slots; the last few are kept."""
         key = layer, str(slots)
         if key not in self._layers:
-            while sum(other.columns.numel() for other in self._layers.values()) > _MAX_TOKENS:
-                oldest = next(iter(self._layers))
-                del self._layers[oldest]
+            self._drop_layers()
             self._layers[key] = AffineLayer(
                 self.reader.scope,
                 layer,
@@ -185,6 +184,12 @@ class Run:
                 self.columns[:, slots],
             )
         return self._layers[key]
+
+    def _drop_layers(self) -> None:
+        """Drop the oldest layers whose graphs are kept, while they hold too many tokens."""
+        while sum(other.columns.numel() for other in self._layers.values()) > _MAX_TOKENS:
+            oldest = next(iter(self._layers))
+            del self._layers[oldest]
 
     def index(self, head: Head, kind: Projection) -> int:
         """Number of a head's vectors in its layer: several heads may read the same keys."""
@@ -216,7 +221,8 @@ class Run:
         layers = list(dict.fromkeys(layer for layer, _ in heads))
         of_layers = [getattr(self.calls[layer], kind).transpose(1, 2) for layer in layers]
         picked = self.pick_all(of_layers, slots)
-        layer_index = index_on(picked.device, tuple(layers.index(layer) for layer, _ in heads))
+        number_of = {layer: number for number, layer in enumerate(layers)}
+        layer_index = index_on(picked.device, tuple(number_of[layer] for layer, _ in heads))
         head_index = index_on(picked.device, tuple(number for _, number in heads))
         return picked[layer_index, :, :, head_index].transpose(0, 1)
 
@@ -267,7 +273,9 @@ class Run:
             constants.append(pulled[1])
             order += members
         back = torch.tensor(order).argsort().to(along.device)
-        return torch.cat(directions, dim=1)[:, back], torch.cat(constants, dim=1)[:, back]
+        joined = torch.cat(directions, dim=1)
+        joined_constants = torch.cat(constants, dim=1)
+        return joined[:, back], joined_constants[:, back]
 
     def _pull_alike(
         self, heads: Sequence[Head], kind: Projection, slots: Any, along: Float[Tensor, "n h p d"]
@@ -280,7 +288,8 @@ class Run:
                 return form.pull(along)
             return self.pull(heads, kind, slots, along)  # by the layers' own code from now on
         index = [self.index(head, kind) for head in heads]
-        directions, constants = self.layer(layer, slots).pull(kind, index, along.transpose(0, 1))
+        own_code = self.layer(layer, slots)
+        directions, constants = own_code.pull(kind, index, along.transpose(0, 1))
         return directions.transpose(0, 1).to(along), constants.transpose(0, 1).to(along)
 
     def read(
@@ -350,8 +359,9 @@ class Run:
                 bias = self.reader.output_weights(layer)[1]
                 return [Parts(self.reader.head_names(layer), written), *self._constant(bias)]
             case Part(module):
+                name = self.reader.part_name(layer, module)
                 output = self.part_outputs[module]
-                return [Parts([self.reader.part_name(layer, module)], output[:, None])]
+                return [Parts([name], output[:, None])]
             case Sum(terms):
                 pieces = []
                 for factor, term in terms:
@@ -394,14 +404,16 @@ class Run:
         """A norm in the stream, and what it multiplied each place by, its gain included."""
         x = self.module_inputs[module][:, slots]
         norm = self.reader.norm(module, x)
-        return norm, norm.scalar(x, full_output(module, x)) * norm.gain.to(x)
+        scalar = norm.scalar(x, full_output(module, x))
+        return norm, scalar * norm.gain.to(x)
 
     def _constant(self, bias: Float[Tensor, " d"]) -> list[Parts]:
         """A bias at every place, as the part of `BIAS`; nothing if it is 0."""
         if not self.reader.is_nonzero(bias):
             return []
         shape = *self.row.shape, 1, self.columns.shape[1], -1
-        return [Parts([BIAS], bias.to(self.entered[0]).expand(shape))]
+        everywhere = bias.to(self.entered[0]).expand(shape)
+        return [Parts([BIAS], everywhere)]
 
     # ------------------------------------------------------------------ directions, pulled down
 
@@ -442,7 +454,8 @@ class Run:
         P = projector.to(q)
         weighted_key = torch.einsum("np,npd->nd", weights, k)
         on_query = weighted_key @ P.T * scale
-        on_keys = (q @ P)[:, None] * (weights * scale)[..., None]
+        scaled = weights * scale
+        on_keys = (q @ P)[:, None] * scaled[..., None]
         query_slot = torch.tensor([query], device=keys.device)
         of_query = self.enter(head, "q", query_slot, on_query[:, None])
         of_keys = self.enter(head, "k", keys, on_keys)
@@ -503,7 +516,8 @@ class Run:
             return
         by_head = g.flatten(0, 1) @ W.to(g)
         on_outputs = by_head.transpose(0, 1).unflatten(0, g.shape[:2])
-        outputs = self.heads[layer][:, slots].unflatten(-1, on_outputs.shape[-2:])
+        outputs = self.heads[layer][:, slots]
+        outputs = outputs.unflatten(-1, on_outputs.shape[-2:])
         values = (outputs * on_outputs).sum(-1).unbind(-1)
         for name, value in zip(self.reader.head_names(layer), values, strict=True):
             _add(answer.values, name, value)
@@ -513,7 +527,8 @@ class Run:
     def seen(self, head: Head, query: int) -> list[int]:
         """Tokens of the first row that a head may look at from a token."""
         row = self.row[:1]
-        rows = self.calls[head.layer].rows(head.index, row, torch.full_like(row, query))
+        queries = torch.full_like(row, query)
+        rows = self.calls[head.layer].rows(head.index, row, queries)
         assert rows.bias is not None
         visible = rows.bias[0, 0].isfinite()
         return visible.nonzero()[:, 0].tolist()

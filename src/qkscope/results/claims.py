@@ -6,9 +6,9 @@ not tell, and the claim is a tie.
 
 Every claim has a source. ``stated``: the paper says it, and ``paper`` begins with the place where
 it does. ``implied``: the paper needs it, but does not say it (``paper`` begins with that word).
-``ours``: we ask it (``paper`` is empty). A claim that fails has a reason: ``counter-finding``, unless
-something better is argued beside it in one sentence (``why``). A claim without an interval is open,
-unless it is ``exact``; one that holds says little if its rule is ``lenient``.
+``ours``: we ask it (``paper`` is empty). A claim that fails has a reason: ``counter-finding``,
+unless something better is argued beside it in one sentence (``why``). A claim without an interval
+is open, unless it is ``exact``; one that holds says little if its rule is ``lenient``.
 """
 
 from __future__ import annotations
@@ -122,9 +122,10 @@ class Claim:
         stored["reason"] = row["reason"] or REASONS[0]
         claim = cls(**stored)
         if claim.holds is not row["holds"]:
-            as_stored = f"is stored as {row['holds']}"
+            stored_as = row["holds"]
             raise BadInput(
-                f"the claim {claim.claim!r} {as_stored}, and its rule says {claim.holds}."
+                f"the claim {claim.claim!r} is stored as {stored_as}, "
+                f"and its rule says {claim.holds}."
             )
         return claim
 
@@ -138,7 +139,9 @@ def count_claims(claims: Sequence[Claim]) -> str:
     hold = f"{verdicts.count('holds')} of {len(claims)} claims hold"
     if ties == 0:
         return hold
-    return f"{hold}, 1 is a tie" if ties == 1 else f"{hold}, {ties} are ties"
+    if ties == 1:
+        return f"{hold}, 1 is a tie"
+    return f"{hold}, {ties} are ties"
 
 
 def rule_verdict(
@@ -153,7 +156,8 @@ def rule_verdict(
     """
     places = [ours]
     if low is not None and high is not None and not _missing(low + high):
-        places += [low + (high - low) * i / _STEPS for i in range(_STEPS + 1)]
+        width = high - low
+        places += [low + width * i / _STEPS for i in range(_STEPS + 1)]
     verdicts = {rule_holds(rule, {"ours": value, "control": control}) for value in places}
     return verdicts.pop() if len(verdicts) == 1 else None
 

@@ -124,9 +124,10 @@ def check_unchanged(folder: Path, name: str, manifest: Mapping[str, Any]) -> Non
 def is_unchanged(folder: Path, name: str, manifest: Mapping[str, Any]) -> bool:
     """Whether a file is the one that the manifest lists under this name."""
     path = folder / name
-    if path.is_symlink() or not path.is_file() or name not in manifest.get("files", ()):
+    files = manifest.get("files", {})
+    if path.is_symlink() or not path.is_file() or name not in files:
         return False
-    return sha256(path.read_bytes()) == manifest["files"][name]
+    return sha256(path.read_bytes()) == files[name]
 
 
 def sha256(content: str | bytes) -> str:
@@ -196,7 +197,8 @@ def _exchange_files(
     files = dict(manifest["files"])
     for name, content in data.items():
         files[name] = sha256(content)
-    data[MANIFEST] = _encoded(_as_json({**manifest, "files": dict(sorted(files.items()))}))
+    sorted_files = dict(sorted(files.items()))
+    data[MANIFEST] = _encoded(_as_json({**manifest, "files": sorted_files}))
     try:
         with writing(folder):
             _stage_and_rename(folder, data, old)
@@ -248,7 +250,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Write to a fresh name, then rename: no reader sees half a file, and no link is followed."""
-    part = path.with_name(f"{path.name}{uuid.uuid4().hex[:8]}.part")
+    fresh = uuid.uuid4().hex[:8]
+    part = path.with_name(f"{path.name}{fresh}.part")
     try:
         part.write_bytes(_encoded(content))
         part.replace(path)
@@ -272,7 +275,10 @@ def file_name(name: str) -> str:
     ('a%2Fb', 137)
     """
     quoted = quote(name, safe="")
-    return quoted if len(quoted) <= _LONGEST_NAME else f"{quoted[:120]}-{sha256(quoted)[:16]}"
+    if len(quoted) <= _LONGEST_NAME:
+        return quoted
+    end = sha256(quoted)[:16]
+    return f"{quoted[:120]}-{end}"
 
 
 @contextmanager
@@ -332,7 +338,8 @@ def is_command(text: Any) -> bool:
         parts = shlex.split(text)
     except ValueError:  # a quotation without end
         return False
-    return parts[:1] == ["qkscope"] and text == shlex.join(parts) and text.isprintable()
+    is_ours = parts[:1] == ["qkscope"]
+    return is_ours and text == shlex.join(parts) and text.isprintable()
 
 
 # ---------------------------------------------------------------- files of tensors
@@ -382,7 +389,8 @@ def read_tensors(
             stored_kind = str(header["kind"])
             manifest = dict(header["manifest"])
             about = dict(manifest.get("about") or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            names = file.keys()  # of no dict: it cannot be iterated over
+            tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         raise BadInput(
             f"{path} is damaged or not a qkscope file: make it again, or name another."

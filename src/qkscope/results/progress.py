@@ -92,7 +92,9 @@ def counting(
             done += count
             seconds_each = (time.monotonic() - started) / max(done, 1)
             left = seconds_each * (total - done)
-            rest = f"{timedelta(seconds=round(left))} left" if left else "all done"
+            rest = "all done"
+            if left:
+                rest = f"{timedelta(seconds=round(left))} left"
             name(f"{done:,} of {total:,} {what}, {rest}")
 
         yield advance

@@ -90,7 +90,8 @@ class Result:
         tables = ", ".join(sizes) or "no tables"
         answer = shorten(self.answer, 100, placeholder=" …")
         parts = (self.experiment, self.model, tables, count_claims(self.claims), answer)
-        return f"<{type(self).__name__} {' | '.join(part for part in parts if part)}>"
+        shown = " | ".join(part for part in parts if part)
+        return f"<{type(self).__name__} {shown}>"
 
     def table(self, name: str | None = None) -> list[dict[str, Any]]:
         """The rows of one table.
@@ -120,7 +121,8 @@ class Result:
 
         Examples
         --------
-        >>> Result("demo", {"heads": [{"head": "L1H0", "accuracy": 0.5}]}).to_pandas()  # doctest: +SKIP
+        >>> result = Result("demo", {"heads": [{"head": "L1H0", "accuracy": 0.5}]})
+        >>> result.to_pandas()  # doctest: +SKIP
            head  accuracy
         0  L1H0       0.5
         """
@@ -171,7 +173,10 @@ class Result:
             fields["claims"] = [Claim.from_json(row) for row in stored["claims"]]
             return Result(**fields, provenance=manifest, arrays=_read_arrays(folder))
         except (KeyError, TypeError, ValueError) as error:
-            why = f" ({str(error).rstrip('.')})" if isinstance(error, BadInput) else ""
+            why = ""
+            if isinstance(error, BadInput):
+                reason = str(error).rstrip(".")
+                why = f" ({reason})"
             raise BadInput(
                 f"{folder} is damaged or half-written{why}: run the command that made it again."
             ) from None
@@ -287,28 +292,30 @@ def _stored_provenance(path: Path) -> dict[str, Any]:
         return {"asked": about}
     if not (path / disk.MANIFEST).is_file():
         raise BadInput(
-            f"{path} holds no manifest.json: name a folder or a .safetensors file that qkscope wrote."
+            f"{path} holds no manifest.json: "
+            "name a folder or a .safetensors file that qkscope wrote."
         )
     return disk.read_run_file(path / disk.MANIFEST)
 
 
 def _facts(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that a manifest holds, by name: command, what was asked, versions, threads, files."""
-    versions = stored.get("versions", {})
+    """The facts of a manifest, by name: command, what was asked, versions, threads, files."""
     # a part of a run was made by a command of its own: without --part it makes the whole run
     command = re.sub(r" --part \S+", "", stored.get("command") or "")
-    facts = {
-        "command": command or None,
-        **(stored.get("asked") or {}),
-        **{name: versions.get(name) for name in provenance()["versions"]},
-        "threads": stored.get("threads"),
-        "files": len(stored.get("files") or {}) or None,
-    }
+    facts: dict[str, Any] = {"command": command or None}
+    facts |= stored.get("asked") or {}
+    versions = stored.get("versions", {})
+    for name in provenance()["versions"]:
+        facts[name] = versions.get(name)
+    files = stored.get("files") or {}
+    facts["threads"] = stored.get("threads")
+    facts["files"] = len(files) or None
     return {name: value for name, value in facts.items() if value is not None}
 
 
 def _facts_here(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
     """The same facts now: versions, threads, and how many files are as the run wrote them."""
     here = provenance()
-    unchanged = sum(disk.is_unchanged(path, name, stored) for name in stored.get("files") or {})
+    files = stored.get("files") or {}
+    unchanged = sum(disk.is_unchanged(path, name, stored) for name in files)
     return {**here["versions"], "threads": here["threads"], "files": unchanged}

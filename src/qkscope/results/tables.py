@@ -1,4 +1,4 @@
-"""Output tables: which columns each verb's tables have, of which types, and what is printed of them.
+"""Output tables: the columns of each verb's tables, their types, and what is printed of them.
 
 ``tables.toml`` beside this file is the one place that says it. Schemas, the tables of a terminal,
 the headings of a page and the reference in the docs are read from it.
@@ -144,10 +144,10 @@ def every_table() -> dict[str, dict[str, TableDefinition]]:
 def read_tables(path: Path) -> dict[str, dict[str, TableDefinition]]:
     """Read the tables of another file of this form, by verb."""
     written = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {
-        verb: {name: _read_table(name, fields, {}) for name, fields in tables.items()}
-        for verb, tables in written.items()
-    }
+    known = {}
+    for verb, tables in written.items():
+        known[verb] = {name: _read_table(name, fields, {}) for name, fields in tables.items()}
+    return known
 
 
 def _read_table(name: str, fields: Mapping[str, Any], words: Mapping[str, str]) -> TableDefinition:
@@ -160,7 +160,8 @@ def _read_table(name: str, fields: Mapping[str, Any], words: Mapping[str, str]) 
         column, _, types = written.partition(":")
         column = column.strip()
         if column:
-            columns[column] = Column(column, _types(types.strip()), meanings.get(column, ""))
+            meaning = meanings.get(column, "")
+            columns[column] = Column(column, _types(types.strip()), meaning)
     pick = tuple(fields.get("pick", ["every"]))
     return TableDefinition(name, columns, shown, note, pick, fields.get("of", ""))
 
@@ -190,10 +191,9 @@ def headings_of(shown: str) -> dict[str, str]:
 
 def _meanings(shown: str, note: str) -> dict[str, str]:
     """What columns mean, by the parts of a note that begin with their headings."""
-    columns = {
-        heading.rstrip("?"): source.removesuffix("±").removesuffix("!r")
-        for heading, source in headings_of(shown).items()
-    }
+    columns = dict[str, str]()
+    for heading, source in headings_of(shown).items():
+        columns[heading.rstrip("?")] = source.removesuffix("±").removesuffix("!r")
     meanings = dict[str, str]()
     for part in note.removesuffix(".").split("; "):
         headings, _, meaning = part.partition(": ")

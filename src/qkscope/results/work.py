@@ -2,9 +2,9 @@
 
 The work of a long verb is a fixed list of batches, cut into a fixed list of pieces. A finished
 piece is one file in ``OUT/.work/ASKED``, written to a temporary name and renamed; ASKED is a hash
-of everything that decides the numbers (weights, tokenizer, examples, options, seed, versions), so that
-stale pieces cannot mix. The same command again makes what is missing. Of several processes on one
-folder each makes every n-th piece: torchrun says which, or ``part=(3, 16)``. When all are there
+of everything that decides the numbers (weights, tokenizer, examples, options, seed, versions), so
+that stale pieces cannot mix. The same command again makes what is missing. Of several processes on
+one folder each makes every n-th piece: torchrun says which, or ``part=(3, 16)``. When all are there
 they are added in order, so the numbers do not depend on who made what, bit for bit.
 
 A verb is a public function that returns a `Result`. With ``out`` it writes its folder itself, page
@@ -18,6 +18,7 @@ import functools
 import inspect
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -83,8 +84,9 @@ class Stage:
     @property
     def groups(self) -> list[list[list[int]]]:
         """The batches of each piece: the same for any number of processes."""
-        size = max(-(-len(self.batches) // PIECES), _LEAST)
-        return [self.batches[start : start + size] for start in range(0, len(self.batches), size)]
+        size = max(math.ceil(len(self.batches) / PIECES), _LEAST)
+        starts = range(0, len(self.batches), size)
+        return [self.batches[start : start + size] for start in starts]
 
     def make(self, number: int, advance: Callable[[int], None]) -> dict[str, Any]:
         """Make one piece: what its batches give, and their sums."""
@@ -94,7 +96,7 @@ class Stage:
         return {"values": [self.add(value) for value in values], "sums": dict(self.sums)}
 
     def total(self, pieces: Iterable[Mapping[str, Any]]) -> list[Any]:
-        """Add up the pieces in order; returns what all batches gave, and ``sums`` is their total."""
+        """Add up the pieces in order, into ``sums``; returns what all batches gave."""
         values = list[Any]()
         totals = dict[str, Tensor]()
         for piece in pieces:
@@ -187,7 +189,7 @@ class Work:
     # ------------------------------------------------------------------ pieces
 
     def run(self, stage: Stage, progress: bool | None = None, *, last: bool = False) -> list[Any]:
-        """Make the missing pieces of a stage and add all up; returns what its batches gave, in order.
+        """Make a stage's missing pieces and add all up; returns what its batches gave, in order.
 
         Parameters
         ----------
@@ -246,7 +248,8 @@ class Work:
 
     def _pieces_there(self, stage: Stage) -> int:
         """How many pieces of a stage are finished."""
-        return sum(self._is_there(stage.name, number) for number in range(len(stage.groups)))
+        numbers = range(len(stage.groups))
+        return sum(self._is_there(stage.name, number) for number in numbers)
 
     def _path(self, name: str, number: int) -> Path:
         assert self.folder is not None
@@ -382,9 +385,12 @@ def torchrun_process() -> tuple[int, int] | None:
 
 def torchrun_device(device: str | None) -> str | None:
     """The device of this process: under torchrun each has its own GPU, unless one was named."""
-    if torchrun_process() is None or device not in (None, "cuda") or not torch.cuda.is_available():
+    if torchrun_process() is None or device not in (None, "cuda"):
         return device
-    return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
+    if not torch.cuda.is_available():
+        return device
+    rank = int(os.environ["LOCAL_RANK"])
+    return f"cuda:{rank % torch.cuda.device_count()}"
 
 
 # ---------------------------------------------------------------- the frame of a verb
@@ -454,7 +460,7 @@ def _working(work: Work) -> Iterator[None]:
 
 
 def _write_with_page(result: R, out: Path, work: Work) -> R:
-    """Write a result's folder with its page; returns the result, whose provenance names the work."""
+    """Write a result's folder with its page; the result returned names the work it came from."""
     if work.folder is not None:
         result = replace(result, provenance={**result.provenance, "work": work.folder.name})
     result.write(out, files={disk.PAGE: _page([result])})

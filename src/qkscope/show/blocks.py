@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from qkscope.heads import Head
-from qkscope.results.result import Record, Records, Result, Tables, plain_value
+from qkscope.results.result import Record, Records, Result, Rows, Tables, plain_value
 from qkscope.show import PAGE_NAMES, TABLE_DRAWINGS, Block, counted, drawing, number
 from qkscope.show import reasons as reasons
 
@@ -25,20 +25,28 @@ SCRIPTS: dict[str, list[str]] = PAGE_NAMES["scripts"]
 _TOKEN = ("position", "token", "attention", "logit")
 _SCORES = ("row_accuracy", "accuracy", "ratio", "mass")
 _PANELS = 24
+_UNSEEN = 0.05  # of the attention: below it, a split explains little
 
 
 def blocks_of(result: Result) -> list[Block]:
     """Everything of a result that can be drawn, in the order in which one would tell it."""
     tables = plain_value(result.tables)
-    return [
-        replace(
-            block, options={**block.options, "model": result.model}
-        )  # for the commands that a chart names
-        for name, rows in tables.items()
-        for columns, draw in TABLE_DRAWINGS
-        if rows and columns <= set(rows[0])
-        for block in draw(name, rows, tables)
-    ]
+    blocks = []
+    for name, rows in tables.items():
+        for block in _drawn(name, rows, tables):
+            # the model is for the commands that a chart names
+            options = {**block.options, "model": result.model}
+            blocks.append(replace(block, options=options))
+    return blocks
+
+
+def _drawn(name: str, rows: Records, tables: Tables) -> Iterator[Block]:
+    """The blocks of one table: of every drawing whose columns it has."""
+    if not rows:
+        return
+    for columns, draw in TABLE_DRAWINGS:
+        if columns <= set(rows[0]):
+            yield from draw(name, rows, tables)
 
 
 @drawing("map", "head", "accuracy", "row_accuracy", "chance")
@@ -50,11 +58,11 @@ def _map(block: Block, tables: Tables) -> Iterator[Block]:
     95% intervals and what chance gives.
     """
     heads = [Head.parse(row["head"]) for row in block.rows]
-    grid = (max(head.layer for head in heads) + 1) * (max(head.index for head in heads) + 1)
-    if 2 * len(heads) >= grid:  # a few heads of many are a table, and no map
-        yield replace(
-            block, options={"scores": [score for score in _SCORES if score in block.rows[0]]}
-        )
+    layers = 1 + max(head.layer for head in heads)
+    columns = 1 + max(head.index for head in heads)
+    if 2 * len(heads) >= layers * columns:  # a few heads of many are a table, and no map
+        scores = [score for score in _SCORES if score in block.rows[0]]
+        yield replace(block, options={"scores": scores})
 
 
 @drawing(
@@ -76,22 +84,21 @@ def _swaps(block: Block, tables: Tables) -> Iterator[Block]:
     Below are controls: subspaces of the same size, chosen in other ways. Lines are 95% intervals
     over prompts.
     """
-    yield replace(
-        block, options={"conditions": {row["condition"]: _condition(row) for row in block.rows}}
-    )
+    conditions = {row["condition"]: _condition(row) for row in block.rows}
+    yield replace(block, options={"conditions": conditions})
 
 
 def _condition(row: Record) -> dict[str, Any]:
     """What a condition is called, whether it is a control, and the name whose colour it has."""
     feature = row.get("feature", row["condition"])
     kind = row.get("kind", "feature")
-    other = "{}" if kind == "feature" else f"{{}}, {kind.replace('_', ' ')}"
-    name = PAGE_NAMES["controls"].get(kind, other).format(feature.replace("_", " "))
-    return {
-        "name": name,
-        "control": kind in PAGE_NAMES["controls"],
-        "of": kind if kind in PAGE_NAMES["controls"] else feature,
-    }
+    said = feature.replace("_", " ")
+    control = PAGE_NAMES["controls"].get(kind)
+    if control is not None:
+        return {"name": control.format(said), "control": True, "of": kind}
+    if kind != "feature":
+        said += f", {kind.replace('_', ' ')}"
+    return {"name": said, "control": False, "of": feature}
 
 
 @drawing("curve", "head", "method", "k", "shift", "low", "high", usual="curve")
@@ -105,11 +112,13 @@ def _curve(block: Block, tables: Tables) -> Iterator[Block]:
 
 
 def _parts_of(rows: Records) -> list[str]:
-    return [
-        c
-        for c in rows[0]
-        if c not in _TOKEN and all(isinstance(row.get(c), float | None) for row in rows)
-    ]
+    """The parts that a table of tokens splits the logit in: its other columns of numbers."""
+    parts = []
+    for column in rows[0]:
+        numbers = all(isinstance(row.get(column), float | None) for row in rows)
+        if numbers and column not in _TOKEN:
+            parts.append(column)
+    return parts
 
 
 @drawing("tokens", *_TOKEN, usual="attention")
@@ -120,7 +129,8 @@ def _attention(block: Block, tables: Tables) -> Iterator[Block]:
     """
     if not _parts_of(block.rows):
         keys = {row["key"] for row in tables.get("parts", ())}
-        at = next((row["position"] for row in block.rows if row["position"] in keys), None)
+        positions = [row["position"] for row in block.rows]
+        at = next((position for position in positions if position in keys), None)
         yield replace(block, options={"parts": [], "key": at})
 
 
@@ -144,26 +154,38 @@ def _spectra(block: Block, tables: Tables) -> Iterator[Block]:
     tested. Filled dots were kept. For new words: directions that predict the contrast of words or
     prompts left out of the fit. Centred: what all queries share was subtracted first.
     """
-    facts = {(row["contrast"], row["head"]): row for row in tables.get("ranks", ())}
-    names = list(dict.fromkeys((row["contrast"], row["head"]) for row in block.rows))
-    panels = [_panel(facts[at]) for at in names[:_PANELS] if at in facts]
-    more = f" {len(names) - len(panels)} more are in the table." if len(names) > len(panels) else ""
-    shown = [row for row in block.rows if (row["contrast"], row["head"]) in names[:_PANELS]]
-    if panels:
-        yield replace(block, words=block.words + more, rows=shown, options={"panels": panels})
+    facts = {_spectrum(row): row for row in tables.get("ranks", ())}
+    names = list(dict.fromkeys(_spectrum(row) for row in block.rows))
+    first = names[:_PANELS]
+    panels = [_panel(facts[name]) for name in first if name in facts]
+    if not panels:
+        return
+    words = block.words
+    if len(names) > len(panels):
+        words += f" {len(names) - len(panels)} more are in the table."
+    shown = [row for row in block.rows if _spectrum(row) in first]
+    yield replace(block, words=words, rows=shown, options={"panels": panels})
+
+
+def _spectrum(row: Record) -> tuple[str, str]:
+    """The contrast and the head that a row's direction is of."""
+    return row["contrast"], row["head"]
 
 
 def _panel(facts: Record) -> dict[str, Any]:
     """A contrast at a head, and what is said of its directions."""
-    new = f", {facts['rank_cv']} for new words" if "rank_cv" in facts else ""
-    centred = ", centred" if facts.get("center", "none") != "none" else ""
-    lines = [
-        f"{facts['contrast']} at {facts['head']}",
-        f"{counted(facts['rank'], 'direction')} kept",
-        f"{facts['detected']} above chance{new}",
-        f"{PAGE_NAMES['verdicts'].get(facts['verdict'], facts['verdict'])}{centred}",
-    ]
-    return {"head": facts["head"], "contrast": facts["contrast"], "lines": lines}
+    head = facts["head"]
+    contrast = facts["contrast"]
+    detected = f"{facts['detected']} above chance"
+    if "rank_cv" in facts:
+        detected += f", {facts['rank_cv']} for new words"
+    verdict: str = facts["verdict"]
+    judged = PAGE_NAMES["verdicts"].get(verdict, verdict)
+    if facts.get("center", "none") != "none":
+        judged += ", centred"
+    kept = f"{counted(facts['rank'], 'direction')} kept"
+    lines = [f"{contrast} at {head}", kept, detected, judged]
+    return {"head": head, "contrast": contrast, "lines": lines}
 
 
 # ---------------------------------------------------------------------- writers, and why
@@ -178,38 +200,47 @@ def _graph(block: Block, tables: Tables) -> Iterator[Block]:
     lines lead to why a head looked where it did, which is a logit of its own (main: writers with a
     fifth of it). Point at a node for its numbers; click it to follow it.
     """
+    leads = "said" not in tables  # where nothing is said in words, it comes first
     for head in dict.fromkeys(row["head"] for row in block.rows):
-        nodes = [row for row in tables["nodes"] if row["head"] == head]
-        prompt = [row for row in tables.get("prompt", ()) if row["head"] == head]
-        rows = [row for row in block.rows if row["head"] == head]
-        # words go before it
+        nodes = _rows_of(head, tables["nodes"])
+        prompt = _rows_of(head, tables.get("prompt", ()))
         root = nodes[0]
-        leads = "said" not in tables
-        head = "the answer" if root["attention"] is None else head
-        told = f"The answer leads its rival by {number(root['value'], '.1f')} logits."
-        if root["attention"] is not None:
-            key = next(
-                (row["token"] for row in prompt if row["position"] == root["towards"]), "the key"
-            )
-            unseen = (
-                " That is hardly any attention: what is drawn explains little."
-                if root["attention"] < 0.05
-                else ""
-            )
-            told = (
-                f"{head} gives {key!r} {number(root['attention'], '.0%')} of its attention; its logit over the others"
-                f" is {number(root['value'], '.1f')}.{unseen}"
-            )
-        title = f"{block.title} from {head}"
-        options = {"prompt": prompt, "nodes": nodes}
+        if root["attention"] is None:
+            name = "the answer"
+            told = f"The answer leads its rival by {number(root['value'], '.1f')} logits."
+        else:
+            name = head
+            told = _told_root(head, root, prompt)
         yield replace(
             block,
-            title=title,
+            title=f"{block.title} from {name}",
             words=f"{told} {block.words}",
-            rows=rows,
-            options=options,
+            rows=_rows_of(head, block.rows),
+            options={"prompt": prompt, "nodes": nodes},
             leads=leads,
         )
+
+
+def _rows_of(head: str, rows: Records) -> Records:
+    """A head's rows of a table."""
+    return [row for row in rows if row["head"] == head]
+
+
+def _told_root(head: str, root: Record, prompt: Records) -> str:
+    """What a graph of a head's logit goes back from: its attention on the key, and that logit."""
+    key = "the key"
+    for row in prompt:
+        if row["position"] == root["towards"]:
+            key = row["token"]
+            break
+    attention = number(root["attention"], ".0%")
+    value = number(root["value"], ".1f")
+    told = (
+        f"{head} gives {key!r} {attention} of its attention; its logit over the others is {value}."
+    )
+    if root["attention"] < _UNSEEN:
+        told += " That is hardly any attention: what is drawn explains little."
+    return told
 
 
 @drawing("curve", "by", "replaced", "done", "k", "share", "low", "high")
@@ -220,11 +251,10 @@ def _kept(block: Block, tables: Tables) -> Iterator[Block]:
     (writers at tokens) run and all others take their mean over other prompts. Nodes against the
     answer come last, so a share can exceed 1.
     """
-    rows = [
-        {**row, "head": ""}
-        for row in block.rows
-        if (row["replaced"], row["done"]) == ("mean", "kept") and row["k"]
-    ]
+    rows = []
+    for row in block.rows:
+        if row["replaced"] == "mean" and row["done"] == "kept" and row["k"]:
+            rows.append({**row, "head": ""})
     yield replace(block, rows=rows, options=PAGE_NAMES["nodes"])
 
 
@@ -265,15 +295,23 @@ def _kept_edges(block: Block, tables: Tables) -> Iterator[Block]:
 
 
 def _edges(block: Block, tables: Tables, which: tuple[str, str], axis: str) -> Iterator[Block]:
-    before = ", ".join(
-        f"{row['head']} {number(row['accuracy'], '.0%')}" for row in tables.get("check", ())
+    """A curve of edges of one side that were cut or kept, norms held."""
+    before = []
+    for check in tables.get("check", ()):
+        accuracy = number(check["accuracy"], ".0%")
+        before.append(f"{check['head']} {accuracy}")
+    words = (
+        f"{block.words} Before: {', '.join(before)}. "
+        "Writers were chosen on other words, by each rule; 95% intervals by word."
     )
-    words = f"{block.words} Before: {before}. Writers were chosen on other words, by each rule; 95% intervals by word."
-    rows = [
-        row for row in block.rows if (row["side"], row["kind"], row["norms"]) == (*which, "held")
-    ]
-    rows = [{**row, "by": "resample"} if row["replaced"] != "mean" else row
-            for row in rows if row["replaced"] == "mean" or row["by"] == "share"]  # fmt: skip
+    rows = []
+    for row in block.rows:
+        if (row["side"], row["kind"]) != which or row["norms"] != "held":
+            continue
+        if row["replaced"] == "mean":
+            rows.append(row)
+        elif row["by"] == "share":  # another prompt's parts, beside the mean
+            rows.append({**row, "by": "resample"})
     if rows:
         yield replace(block, words=words, rows=rows, options={**PAGE_NAMES["edges"], "axis": axis})
 
@@ -288,31 +326,26 @@ def _features(block: Block, tables: Tables) -> Iterator[Block]:
     """
     for check in tables["check"]:
         head = check["head"]
-        logit = check["logit"]
-        pairs = {
-            f"{row['query_feature']} × {row['key_feature']}": row["value"]
-            for row in tables["feature_pairs"]
-            if row["head"] == head
-        }
-        inside = logit * next(row["explained"] for row in tables["copies"] if row["head"] == head)
-        pairs |= {
-            "other pairs of features": inside - sum(pairs.values()),
-            "with error, bias, after": logit - inside,
-        }
-        rows = [
-            {
-                "head": head,
-                "by": "pairs",
-                "side": "both",
-                "part": part,
-                "value": value,
-                "share": value / logit,
-            }
-            for part, value in pairs.items()
-        ]
-        rows += [{**row, "by": "dictionary"} for row in block.rows if row["head"] == head]
+        rows = _pair_rows(head, check["logit"], tables)
+        rows += [{**row, "by": "dictionary"} for row in _rows_of(head, block.rows)]
         title = f"What matched at {head}, in features"
         yield replace(block, title=title, rows=rows, options={"ways": PAGE_NAMES["dictionary"]})
+
+
+def _pair_rows(head: str, logit: float, tables: Tables) -> Rows:
+    """A head's logit split among pairs of features, what other pairs give, and all the rest."""
+    parts = {}
+    for row in _rows_of(head, tables["feature_pairs"]):
+        parts[f"{row['query_feature']} × {row['key_feature']}"] = row["value"]
+    copies = _rows_of(head, tables["copies"])
+    inside = logit * copies[0]["explained"]
+    parts["other pairs of features"] = inside - sum(parts.values())
+    parts["with error, bias, after"] = logit - inside
+    rows = []
+    for part, value in parts.items():
+        row = {"head": head, "by": "pairs", "side": "both", "part": part}
+        rows.append({**row, "value": value, "share": value / logit})
+    return rows
 
 
 @drawing("curve", "head", "side", "edge", "k", "kind", "after", "low", "high")
@@ -324,7 +357,8 @@ def _feature_edges(block: Block, tables: Tables) -> Iterator[Block]:
     random rows, with the codes of other features or other tokens) show what any dictionary would
     do. Lines: 95% intervals by word; for copies, the lowest and the highest draw.
     """
-    rows = [row for row in block.rows if (row["side"], row["edge"]) == ("key", "ablated")]
+    of_the_key = [row for row in block.rows if row["side"] == "key"]
+    rows = [row for row in of_the_key if row["edge"] == "ablated"]
     yield replace(block, rows=rows, options=PAGE_NAMES["feature_edges"])
 
 
@@ -343,12 +377,8 @@ def _parts(block: Block, tables: Tables) -> Iterator[Block]:
     the MLP of a layer (M0). Rest: all parts that are not named.
     """
     there = {f"{row['by']} {row['side']}" for row in block.rows}
-    yield replace(
-        block,
-        options={
-            "ways": {way: words for way, words in PAGE_NAMES["splits"].items() if way in there}
-        },
-    )
+    ways = {way: words for way, words in PAGE_NAMES["splits"].items() if way in there}
+    yield replace(block, options={"ways": ways})
 
 
 @drawing(
@@ -373,16 +403,19 @@ def _cuts(block: Block, tables: Tables) -> Iterator[Block]:
     Unattended: there was under 5% to begin with.
     """
     sides = {"both": "cut from both", "key": "cut from the key", "query": "cut from the query"}
-    yield replace(
-        block, rows=[{**row, "done": sides[row["side"]], **_beside(row)} for row in block.rows]
-    )
+    rows = []
+    for row in block.rows:
+        rows.append({**row, "done": sides[row["side"]], "beside": _beside(row)})
+    yield replace(block, rows=rows)
 
 
-def _beside(row: Record) -> dict[str, str]:
+def _beside(row: Record) -> str:
     """The words for what random changes left."""
+    if row["control_high"] is None:
+        return ""
     low = number(row["control_low"], ".0%")
     high = number(row["control_high"], ".0%")
-    return {"beside": "" if row["control_high"] is None else f"control {low} to {high}"}
+    return f"control {low} to {high}"
 
 
 @drawing("decide", "head", "key", "token", "probability", "difference", "direction", leads=True)
@@ -410,11 +443,11 @@ def _changes(block: Block, tables: Tables) -> Iterator[Block]:
     of the layer ablated, or with that key hidden; for an MLP, those of other layers), the line the
     attention before. Supported: it falls by more than a quarter, and further than with any control.
     """
-    told = {"done": "", "band": "controls"}
-    yield replace(
-        block,
-        rows=[{**row, "writers": row["changes"], **told, **_beside(row)} for row in block.rows],
-    )
+    rows = []
+    for row in block.rows:
+        told = {"writers": row["changes"], "done": "", "band": "controls", "beside": _beside(row)}
+        rows.append({**row, **told})
+    yield replace(block, rows=rows)
 
 
 @drawing("output", "token", "before", "after")
@@ -423,8 +456,7 @@ def _next_tokens(block: Block, tables: Tables) -> Iterator[Block]:
 
     Probability of the next token, before and with these changes.
     """
-    rows = [
-        {**row, "without_key": row["after"], "without_other": None, "direct": None}
-        for row in block.rows
-    ]
+    rows = []
+    for row in block.rows:
+        rows.append({**row, "without_key": row["after"], "without_other": None, "direct": None})
     yield replace(block, rows=rows, options={"after": "with the changes"})

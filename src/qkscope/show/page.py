@@ -19,8 +19,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,60 @@ _GROWS = (
     "this.style.height=Math.min(e.data,5000)+'px'})"
 )
 _NAMED = 6  # runs that a refusal names
-_HEAD = re.compile(
-    r"\bL\d+H\d+\b(?! is a head)"
-)  # where words explain what a name like it means, they speak of none
+# where words explain what a name like it means ("L18H6 is a head"), they speak of no head
+_HEAD = re.compile(r"\bL\d+H\d+\b(?! is a head)")
 _PROMPTS = ("tokens", "graph")  # blocks that show a prompt
 _SOUGHT = ("decide", "map", "atlas")  # blocks whose script finds a head
+
+
+@dataclass
+class _Shown:
+    """A block on a page.
+
+    Parameters
+    ----------
+    block : what is drawn.
+    data : of the block, as JSON that its script reads.
+    mentioned : the heads that its rows name.
+    heads : those whose place it is: a link to one of them leads here.
+    id : by which a link names the block, if it can.
+    """
+
+    block: Block
+    data: Markup
+    mentioned: list[str]
+    heads: list[str] = field(default_factory=list)
+    id: str = ""
+
+
+@dataclass
+class _PageTable:
+    """A table written out.
+
+    Parameters
+    ----------
+    rows : the first of its rows.
+    total : how many there are.
+    columns : whether each holds numbers, by name.
+    words : what each says, by name, of a table that its verb defines.
+    places : heads whose place is a row, by the number of the row.
+    """
+
+    rows: Records
+    total: int
+    columns: dict[str, bool]
+    words: Mapping[str, str]
+    places: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Section:
+    """A result on a page: its blocks, its tables by name, and its claims."""
+
+    result: Result
+    blocks: list[_Shown]
+    tables: dict[str, _PageTable]
+    claims: list[dict[str, Any]]
 
 
 @checked_call
@@ -79,7 +128,8 @@ def write_report(
     """
     path = Path(path)
     of_a_run = path.name == PAGE and bool(read_run(path.parent))
-    if path.suffix != ".html" or (not of_a_run and os.path.lexists(path) and not drawn_here(path)):
+    in_the_way = not of_a_run and os.path.lexists(path)
+    if path.suffix != ".html" or (in_the_way and not drawn_here(path)):
         raise BadInput(
             f"{path} is no page that qkscope drew here: name a new file that ends in .html."
         )
@@ -107,8 +157,9 @@ def remembered(page: str) -> str:
     with suppress(OSError):
         notes = cache_dir("pages", "drawn.txt")
         notes.parent.mkdir(parents=True, exist_ok=True)
+        drawn = hashlib.sha256(page.encode("utf-8", "backslashreplace"))
         with notes.open("a", encoding="ascii") as file:
-            file.write(hashlib.sha256(page.encode("utf-8", "backslashreplace")).hexdigest() + "\n")
+            file.write(drawn.hexdigest() + "\n")
     return page
 
 
@@ -128,9 +179,8 @@ def widget_html(result: Result) -> str:
     them.
     """
     inside = _render([result], {}, "", bare=True)
-    kept = (
-        inside.replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#39;")
-    )  # quotes are half of a table
+    # double quotes are half of a table: the attribute stands in single ones
+    kept = inside.replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#39;")
     height = 160 + 520 * len(blocks_of(result))
     frame = Markup(
         '<iframe sandbox="allow-scripts" title="{}" onload="{}" srcdoc=\'{}\' style="{}"></iframe>'
@@ -144,30 +194,34 @@ def _render(
 ) -> str:
     sections = [_section(result) for result in results]
     _name_places(sections)
-    blocks = [block for section in sections for block, _ in section["blocks"]]
-    drawn = {
-        block.table for block in blocks
-    }  # a picture that is called after one of these tables shows the same
-    shown = {
-        name: base64.b64encode(data).decode()
-        for name, data in pictures.items()
-        if name not in drawn
-    }
+    blocks = [shown.block for section in sections for shown in section.blocks]
     held = count_claims([claim for result in results for claim in result.claims])
-    given = {
-        "title": title or results[0].experiment,
-        "lead": results[0],
-        "charts": bool(blocks or shown),
-        "bare": bare,
-    }
-    told = {"sections": sections, "held": held, "pictures": shown, "about": _about(results)}
-    return render("page.html", scripts_of(blocks), ["page.css"], **given, **told)
+    drawn = {block.table for block in blocks}
+    encoded = {}
+    for name, data in pictures.items():
+        if name not in drawn:  # a picture that is called after a table shows the same
+            encoded[name] = base64.b64encode(data).decode()
+    return render(
+        "page.html",
+        scripts_of(blocks),
+        ["page.css"],
+        title=title or results[0].experiment,
+        lead=results[0],
+        charts=bool(blocks or encoded),
+        bare=bare,
+        sections=sections,
+        held=held,
+        pictures=encoded,
+        about=_about(results),
+    )
 
 
 def scripts_of(blocks: Sequence[Block]) -> list[str]:
     """The scripts that draw these blocks, in the order in which they are to run."""
-    own = (name for block in blocks for name in SCRIPTS.get(block.kind, [f"{block.kind}.js"]))
-    return [*dict.fromkeys(["base.js", "colours.js", *own, "page.js"])]
+    scripts = ["base.js", "colours.js"]
+    for block in blocks:
+        scripts += SCRIPTS.get(block.kind, [f"{block.kind}.js"])
+    return [*dict.fromkeys(scripts), "page.js"]
 
 
 def render(template: str, scripts: Sequence[str], styles: Sequence[str], **given: Any) -> str:
@@ -175,73 +229,82 @@ def render(template: str, scripts: Sequence[str], styles: Sequence[str], **given
     that it may run.
     """
     texts = [asset(name) for name in scripts]
-    sums = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in texts
-    )
+    allowed = " ".join(_policy_hash(text) for text in texts)
     policy = (
-        f"default-src 'none'; script-src {sums}; style-src 'unsafe-inline'; img-src data: blob:"
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
     )
     style = Markup("".join(asset(name) for name in styles))
     code = [Markup(text) for text in texts]
-    return (
-        _templates()
-        .get_template(template)
-        .render(style=style, scripts=code, policy=policy, **given)
-    )
+    page = _templates().get_template(template)
+    return page.render(style=style, scripts=code, policy=policy, **given)
 
 
-def _section(result: Result) -> dict[str, Any]:
+def _policy_hash(script: str) -> str:
+    """A script as a content policy names it."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _section(result: Result) -> _Section:
     """A result's blocks, each with its data as JSON, and its tables."""
+    verb = result.experiment.partition("/")[0]
+    defined = every_table().get(verb, {})
     tables = {}
-    defined = every_table().get(result.experiment.partition("/")[0], {})
     for name, rows in plain_value(result.tables).items():
-        columns = {
-            column: isinstance(value, int | float)
-            for row in reversed(rows)
-            for column, value in row.items()
-        }
-        ordered = {column: columns[column] for row in rows for column in row}
         if rows:
-            tables[name] = {
-                "rows": rows[:_ROWS],
-                "total": len(rows),
-                "columns": ordered,
-                "words": defined[name].words if name in defined else {},
-                "places": {},
-            }
-    shown = [(block, {"data": script_json(block.to_json())}) for block in blocks_of(result)]
-    return {
-        "result": result,
-        "blocks": shown,
-        "tables": tables,
-        "claims": [claim.to_json() for claim in result.claims],
-    }
+            words = defined[name].words if name in defined else {}
+            tables[name] = _PageTable(rows[:_ROWS], len(rows), _columns(rows), words)
+    shown = []
+    for block in blocks_of(result):
+        data = script_json(block.to_json())
+        shown.append(_Shown(block, data, heads_in(block.rows)))
+    claims = [claim.to_json() for claim in result.claims]
+    return _Section(result, shown, tables, claims)
+
+
+def _columns(rows: Records) -> dict[str, bool]:
+    """Every column of some rows, in their order, and whether its first value is a number."""
+    numbers: dict[str, bool] = {}
+    for row in rows:
+        for column, value in row.items():
+            numbers.setdefault(column, isinstance(value, int | float))
+    return numbers
 
 
 def script_json(value: Any) -> Markup:
     """JSON that may stand inside a script element: no character of it can end the element."""
     text = json.dumps(plain_value(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+    for character in "&<>":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
 
 
 def _about(results: Sequence[Result]) -> dict[str, Any]:
-    """What made the page: the command, then the facts that all results share, then each manifest."""
+    """What made the page: the command, the facts that all results share, and each manifest."""
     first = results[0]
-    made = results[0].provenance
+    made = first.provenance
+    versions = made.get("versions", {})
+    seconds = sum(result.seconds for result in results)
     facts = {
-        "command": made.get("command"), "model": first.model, "preset": first.preset, "seed": first.seed,
-        "seconds": round(sum(result.seconds for result in results), 1), "threads": made.get("threads"),
-        "versions": ", ".join(f"{name} {number}" for name, number in made.get("versions", {}).items()),
-    }  # fmt: skip
-    manifests = {
-        result.experiment: json.dumps(plain_value(result.provenance), indent=1, ensure_ascii=False)
-        for result in results
-        if result.provenance
+        "command": made.get("command"),
+        "model": first.model,
+        "preset": first.preset,
+        "seed": first.seed,
+        "seconds": round(seconds, 1),
+        "threads": made.get("threads"),
+        "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
     }
-    return {
-        "facts": {name: value for name, value in facts.items() if value not in (None, "")},
-        "manifests": manifests,
-    }
+    known = {name: value for name, value in facts.items() if value not in (None, "")}
+    manifests = {}
+    for result in results:
+        if result.provenance:
+            manifests[result.experiment] = _indented(result.provenance)
+    return {"facts": known, "manifests": manifests}
+
+
+def _indented(manifest: Mapping[str, Any]) -> str:
+    """A manifest as JSON that people read."""
+    return json.dumps(plain_value(manifest), indent=1, ensure_ascii=False)
 
 
 # ---------------------------------------------------------------------- what a link can name
@@ -250,43 +313,55 @@ def _about(results: Sequence[Result]) -> dict[str, Any]:
 def heads_in(rows: Records) -> list[str]:
     """The heads that rows are of, and those that their lines name.
 
-    >>> heads_in([{"head": "L2H0"}, {"line": "L1H1 looks at Mary, for what L0H3 wrote."}, {"head": None}])
+    >>> said = {"line": "L1H1 looks at Mary, for what L0H3 wrote."}
+    >>> heads_in([{"head": "L2H0"}, said, {"head": None}])
     ['L2H0', 'L1H1', 'L0H3']
     """
-    texts = (str(row.get(column, "")) for row in rows for column in ("head", "line"))
-    return list(dict.fromkeys(head for text in texts for head in _HEAD.findall(text)))
+    heads: dict[str, None] = {}
+    for row in rows:
+        for column in ("head", "line"):
+            named = _HEAD.findall(str(row.get(column, "")))
+            heads |= dict.fromkeys(named)
+    return list(heads)
 
 
-def _name_places(sections: Sequence[dict[str, Any]]) -> None:
-    """Let links name a head (``#L18H6``), a claim (``#claim-3``) and a prompt (``#prompt-1``).
+def _name_places(sections: Sequence[_Section]) -> None:
+    """Let links name a head (``#L18H6``), a claim (``#claim-3``) and a prompt (``#prompt-1``)."""
+    blocks = [shown for section in sections for shown in section.blocks]
+    prompts = [shown for shown in blocks if shown.block.kind in _PROMPTS]
+    for i, shown in enumerate(prompts, 1):
+        shown.id = f"prompt-{i}"
+    claims = [claim for section in sections for claim in section.claims]
+    for i, claim in enumerate(claims, 1):
+        claim["id"] = f"claim-{i}"
+    named = _place_heads(blocks)
+    tables = [table for section in sections for table in section.tables.values()]
+    _name_rows(tables, named)
 
-    A head's place is the block that names fewest heads; one that no block names has a row of a
-    table. Charts of all heads have too many to write out: their scripts find the one that a link
-    names.
+
+def _place_heads(blocks: Sequence[_Shown]) -> set[str]:
+    """Give each head its place: the block that names fewest heads; returns all that have one.
+
+    Charts of all heads have too many to write out: their scripts find the one that a link names.
     """
-    blocks = [
-        (block, shown, heads_in(block.rows))
-        for section in sections
-        for block, shown in section["blocks"]
-    ]
-    place: dict[str, int] = {}
-    for block, _, heads in sorted(blocks, key=lambda each: len(each[2])):
-        place |= {head: id(block) for head in heads if head not in place}
-    prompts = count(1)
-    claims = count(1)
-    for block, shown, heads in blocks:
-        shown["heads"] = [
-            head for head in heads if place[head] == id(block) and block.kind not in _SOUGHT
-        ]
-        shown["id"] = f"prompt-{next(prompts)}" if block.kind in _PROMPTS else ""
-    for section in sections:
-        for claim in section["claims"]:
-            claim["id"] = f"claim-{next(claims)}"
-        for table in section["tables"].values():
-            for i, row in enumerate(table["rows"]):
-                head = str(row.get("head", ""))
-                if _HEAD.fullmatch(head) and head not in place:
-                    place[head], table["places"][i] = i, head
+    place: dict[str, _Shown] = {}
+    for shown in sorted(blocks, key=lambda shown: len(shown.mentioned)):
+        for head in shown.mentioned:
+            place.setdefault(head, shown)
+    for shown in blocks:
+        if shown.block.kind not in _SOUGHT:
+            shown.heads = [head for head in shown.mentioned if place[head] is shown]
+    return set(place)
+
+
+def _name_rows(tables: Sequence[_PageTable], named: set[str]) -> None:
+    """Give each head that has no place yet the first row that is of it; adds them to the named."""
+    for table in tables:
+        for i, row in enumerate(table.rows):
+            head = str(row.get("head", ""))
+            if _HEAD.fullmatch(head) and head not in named:
+                named.add(head)
+                table.places[i] = head
 
 
 # ---------------------------------------------------------------------- the page of a folder
@@ -299,28 +374,34 @@ def page_of(folder: str | Path) -> Path:
     A page that came with a folder could hold anybody's scripts. What is not whole is refused.
     """
     folder = Path(folder)
-    inside = (
-        sorted(path.parent for path in folder.glob("*/**/results.json")) if folder.is_dir() else []
-    )
-    if inside and not (folder / RESULTS).exists():
-        some = ", ".join(str(path) for path in inside[:_NAMED]) + (
-            ", …" if len(inside) > _NAMED else ""
-        )
-        raise BadInput(f"{folder} holds {len(inside)} runs: name one of {some}.")
+    if not (folder / RESULTS).exists():
+        _refuse_several(folder)
     result = Result.read(folder)
     page = folder / PAGE
     if drawn_here(page):
         return page
     if page.exists():
         log.info(
-            "%s was not drawn here, or has changed since: the page is drawn anew from the folder's data.",
+            "%s was not drawn here, or has changed since: "
+            "the page is drawn anew from the folder's data.",
             page,
         )
-    name = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    place = str(folder.resolve()).encode("utf-8", "surrogateescape")
+    name = hashlib.sha256(place).hexdigest()[:16]
     with drawn_from(folder):
-        return write_report(
-            cache_dir("pages", f"{name}.html"), result, pictures=pictures_of(folder)
-        )
+        anew = cache_dir("pages", f"{name}.html")
+        return write_report(anew, result, pictures=pictures_of(folder))
+
+
+def _refuse_several(folder: Path) -> None:
+    """Refuse a folder that is no run itself, but holds some."""
+    runs = sorted(path.parent for path in folder.glob("*/**/results.json"))
+    if not runs:
+        return
+    some = ", ".join(str(run) for run in runs[:_NAMED])
+    if len(runs) > _NAMED:
+        some += ", …"
+    raise BadInput(f"{folder} holds {len(runs)} runs: name one of {some}.")
 
 
 @contextmanager
@@ -338,18 +419,17 @@ def drawn_from(folder: Path) -> Iterator[None]:
 
 def pictures_of(folder: Path) -> dict[str, bytes]:
     """The folder's own figures, and nothing that a link there points to."""
-    files = [
-        path
-        for path in sorted(folder.glob("figures/*.png"))
-        if path.is_file() and not path.is_symlink()
-    ]
-    return {
-        path.stem: path.read_bytes() for path in files if path.read_bytes().startswith(b"\x89PNG")
-    }
+    pictures = {}
+    for path in sorted(folder.glob("figures/*.png")):
+        if path.is_symlink() or not path.is_file():
+            continue
+        data = path.read_bytes()
+        if data.startswith(b"\x89PNG"):
+            pictures[path.stem] = data
+    return pictures
 
 
-# ---------------------------------------------------------------------- scripts, styles and
-# templates
+# ---------------------------------------------------------------------- scripts, styles, templates
 
 
 @cache

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from qkscope.heads import Head
-from qkscope.results.result import Tables
+from qkscope.results.result import Record, Tables
 from qkscope.show import PAGE_NAMES, Block, drawing, number
 from qkscope.text import grouped
+
+_CAUSES = {"yes": "shown", "open": "open"}
+"""The verdict that a page colours, by whether a word is a cause."""
+"""What the map of heads says of a head's score."""
 
 
 def family_of(kind: str) -> str:
@@ -31,21 +36,19 @@ def _atlas(block: Block, tables: Tables) -> Iterator[Block]:
     perplexity with the rule in the head's place. Click a head on the map, a kind to see its heads
     alone, a column to sort, a line to open it.
     """
-    counts = Counter(family_of(row["kind"]) for row in block.rows)
+    kinds = {row["head"]: family_of(row["kind"]) for row in block.rows}
+    counts = Counter(kinds.values())
+    families = {}
+    for family, text in PAGE_NAMES["families"].items():
+        if counts[family]:
+            families[family] = [text, counts[family]]
     rows = []
     for row in block.rows:
         head = Head.parse(row["head"])
         rows.append({**row, "layer": head.layer, "index": head.index})
-    options = {
-        "families": {
-            family: [text, counts[family]]
-            for family, text in PAGE_NAMES["families"].items()
-            if counts[family]
-        },
-        "of": {row["head"]: family_of(row["kind"]) for row in block.rows},
-        "beside": {row["head"]: dict(row) for row in tables.get("baselines", ())},
-        "looks": grouped(tables.get("examples", ()), lambda row: row["head"]),
-    }
+    beside = {row["head"]: dict(row) for row in tables.get("baselines", ())}
+    looks = grouped(tables.get("examples", ()), lambda row: row["head"])
+    options = {"families": families, "of": kinds, "beside": beside, "looks": looks}
     yield replace(block, rows=rows, options=options)
 
 
@@ -70,15 +73,21 @@ def _words(block: Block, tables: Tables) -> Iterator[Block]:
     line the attention before. A word is a cause (shown) if the whole band is below half of that,
     and open if the band straddles half.
     """
-    verdicts = {"yes": "shown", "open": "open"}
-    shown = [
-        {**row, "writers": f"{row['text'].strip() or row['text']!r} (token {row['position']})", "band": "90% interval",
-         "done": f"replaced by {row['words']} others", "control_low": row["low"],
-         "control_high": min(row["high"], 1.0), "beside": f"attention goes to {row['goes_to']!r}",
-         "verdict": verdicts.get(row["cause"], "no")}
-        for row in block.rows
-    ]  # fmt: skip
-    yield replace(block, rows=shown)
+    yield replace(block, rows=[_word_row(row) for row in block.rows])
+
+
+def _word_row(row: Record) -> dict[str, Any]:
+    """A word's row, with what the chart of tests calls its columns."""
+    shown = dict(row)
+    text = row["text"].strip() or row["text"]
+    shown["writers"] = f"{text!r} (token {row['position']})"
+    shown["band"] = "90% interval"
+    shown["done"] = f"replaced by {row['words']} others"
+    shown["control_low"] = row["low"]
+    shown["control_high"] = min(row["high"], 1.0)
+    shown["beside"] = f"attention goes to {row['goes_to']!r}"
+    shown["verdict"] = _CAUSES.get(row["cause"], "no")
+    return shown
 
 
 @drawing(
@@ -102,11 +111,19 @@ def _carriers(block: Block, tables: Tables) -> Iterator[Block]:
     the line is the attention before. Shown: at least half of what was lost comes back, and at most
     a tenth with other writers, or with these writers from another replacement.
     """
-    shown = [
-        {**row, "done": f"restored in the {row['side']}, {row['text'].strip()} (token {row['position']}) replaced",
-         "after": row["restored"], "control_low": min(row["changed"], row["others"]), "band": "replaced, to control",
-         "control_high": max(row["changed"], row["others"]),
-         "beside": f"replaced {number(row['changed'], '.0%')}, control {number(row['others'], '.0%')}"}
-        for row in block.rows
-    ]  # fmt: skip
-    yield replace(block, rows=shown)
+    yield replace(block, rows=[_carrier_row(row) for row in block.rows])
+
+
+def _carrier_row(row: Record) -> dict[str, Any]:
+    """Carriers of a word, with what the chart of tests calls their columns."""
+    shown = dict(row)
+    word = f"{row['text'].strip()} (token {row['position']})"
+    changed = row["changed"]
+    others = row["others"]
+    shown["done"] = f"restored in the {row['side']}, {word} replaced"
+    shown["after"] = row["restored"]
+    shown["control_low"] = min(changed, others)
+    shown["band"] = "replaced, to control"
+    shown["control_high"] = max(changed, others)
+    shown["beside"] = f"replaced {number(changed, '.0%')}, control {number(others, '.0%')}"
+    return shown

@@ -33,13 +33,17 @@ from qkscope.show.session import Session, features_result, read_features
 
 log = logging.getLogger(__name__)
 
-_FILES = {path.name for kind in ("css", "js") for path in STATIC.glob(f"*.{kind}")}
+_FILES = {path.name for path in [*STATIC.glob("*.css"), *STATIC.glob("*.js")]}
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_DEFAULT = "smollm2-135m"  # the model that is looked into where none is named
 _LARGEST = 1 << 20  # bytes of a question
 _NOTHING = "There is nothing at this address: open the one that qkscope view printed."
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -84,7 +88,8 @@ def view(
     """
     if live == (folder is not None):
         raise BadInput(
-            "name a run folder to view, or ask for the live page of a model; a folder can be its fit."
+            "name a run folder to view, or ask for the live page of a model; "
+            "a folder can be its fit."
         )
     if not live and (fit is not None or model is not None or port):
         raise BadInput("model, fit and port are for the live page: ask for it, or leave them out.")
@@ -96,16 +101,22 @@ def view(
         say(url)
         show(url)
         return url
-    # a folder without features is refused before a model is loaded
-    fitted = None if fit is None else features_result(fit).model
-    scope = Scope.load((fitted or "smollm2-135m") if model is None else model)
-    session = Session(scope, None if fit is None else read_features(fit, scope), str(fit or ""))
+    session = _session(model, fit)
     with Server(session, port) as server, suppress(KeyboardInterrupt):  # how one stops it
         say(server.url)
         show(server.url)
         while True:  # Ctrl-C may reach a thread that answers: it is seen when this one wakes
             time.sleep(0.2)
     return server.url
+
+
+def _session(model: str | None, fit: str | Path | None) -> Session:
+    """Load what is looked into; a folder without features is refused before a model is loaded."""
+    if fit is None:
+        return Session(Scope.load(_DEFAULT if model is None else model))
+    fitted = features_result(fit).model or _DEFAULT
+    scope = Scope.load(fitted if model is None else model)
+    return Session(scope, read_features(fit, scope), str(fit))
 
 
 class Server(ThreadingHTTPServer):
@@ -133,9 +144,9 @@ class Server(ThreadingHTTPServer):
             session.patterns,
             session.save,
         )
-        self.questions: Mapping[str, Callable[..., dict[str, Any]]] = {
-            f"api/{question.__name__}": question for question in questions
-        }
+        self.questions: dict[str, Callable[..., dict[str, Any]]] = {}
+        for question in questions:
+            self.questions[f"api/{question.__name__}"] = question
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
@@ -206,7 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.server.session.describe()
         if name and name not in _FILES:
             raise _Refusal(404, _NOTHING)
-        return asset(name or "live.html").encode(), _TYPES[Path(name or "live.html").suffix]
+        file = name or "live.html"
+        return asset(file).encode(), _TYPES[Path(file).suffix]
 
     def _post(self, name: str) -> Any:
         if self.unread > _LARGEST:
@@ -238,11 +250,13 @@ class _Handler(BaseHTTPRequestHandler):
         """The path behind the secret, if the request may be answered."""
         host = self.headers.get("Host", "")
         origin = self.headers.get("Origin")
-        if host not in self.server.hosts or (origin is not None and origin != f"http://{host}"):
+        foreign = origin is not None and origin != f"http://{host}"
+        if foreign or host not in self.server.hosts:
             raise _Refusal(403, "This page is served to this machine only.")
         path = self.path.split("?", 1)[0]
         secret = self.server.path
-        if not hmac.compare_digest(path[: len(secret)].encode(), secret.encode()):
+        start = path[: len(secret)]
+        if not hmac.compare_digest(start.encode(), secret.encode()):
             raise _Refusal(404, _NOTHING)
         return path[len(secret) :]
 
@@ -272,7 +286,11 @@ class _Handler(BaseHTTPRequestHandler):
         if status != 200 and self.command == "GET":
             page = f"<!doctype html><title>qkscope</title><p>{escape(value['error'])}</p>"
             value = (page.encode(), "text/html")
-        body, kind = value if isinstance(value, tuple) else (_line(value), "application/json")
+        if isinstance(value, tuple):
+            body, kind = value
+        else:
+            body = _line(value)
+            kind = "application/json"
         headers = {"Content-Length": str(len(body))}
         if self.unread:
             self.close_connection = True
@@ -284,7 +302,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._discard()
 
     def _discard(self) -> None:
-        """Read what a refused request goes on sending, a little: else it may not hear the refusal."""
+        """Read a little of what a refused request goes on sending, so that it hears the refusal."""
         left = min(self.unread, 2 * _LARGEST)
         if left:
             self.wfile.flush()

@@ -24,11 +24,11 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -80,8 +80,13 @@ _LONG = 2.0
 Tell = Callable[[dict[str, Any]], None]
 Changes = Sequence[str]
 Reply = dict[str, Any]
-Call = tuple[str, tuple[Any, ...]]
-"""A method of `Scope` that changes the model for a block, and its arguments."""
+
+
+class Call(NamedTuple):
+    """A method of `Scope` that changes the model for a block, and its arguments."""
+
+    method: str
+    given: tuple[Any, ...]
 
 
 def read_features(folder: str | Path, scope: Scope) -> Result:
@@ -122,7 +127,8 @@ class Session:
     def __init__(self, scope: Scope, known: Result | None = None, folder: str = "") -> None:
         if scope.tokenizer is None:
             raise BadInput(
-                f"{scope.name} has no tokenizer, so that no prompt can be typed: add one to its folder."
+                f"{scope.name} has no tokenizer, so that no prompt can be typed: "
+                "add one to its folder."
             )
         self.scope = scope
         self.heads = list(scope.heads())
@@ -131,13 +137,11 @@ class Session:
         if isinstance(known, Fit):
             check_swappable(known.space, downstream=True)
             names = default_features(known.contrasts)
-            self.features = {
-                str(head): {name: known[name, head] for name in names} for head in known.heads
-            }
+            for head in known.heads:
+                self.features[str(head)] = {name: known[name, head] for name in names}
         tables = {} if known is None else known.tables
-        self.about = {
-            row["head"]: row for row in tables.get("heads", ()) if "rule" in row
-        }  # by head its rule, with more
+        # by head its rule, with more
+        self.about = {row["head"]: row for row in tables.get("heads", ()) if "rule" in row}
         self.texts = grouped(tables.get("examples", ()), lambda row: row["head"])
         self.tell: Tell = lambda early: None
         self.doing: Callable[[int], str] = str
@@ -164,33 +168,44 @@ class Session:
         def layer(number: int, *_: Any) -> None:
             nonlocal last
             now = time.monotonic()
-            far = f", layer {number + 1} of {self.scope.n_layers}" if now - begun > _LONG else ""
-            early, last = (
-                ({"doing": self.doing(runs) + far}, now) if now - last > _EVERY else ({}, last)
-            )
+            early: dict[str, Any] = {}
+            if now - last > _EVERY:
+                last = now
+                early["doing"] = self.doing(runs)
+                if now - begun > _LONG:
+                    early["doing"] += f", layer {number + 1} of {self.scope.n_layers}"
             tell(early)
 
         self.tell = tell
         self.doing = lambda runs: f"{counted(runs, 'run')} of the model"
-        lists = [part for part in self.scope.model.modules() if isinstance(part, nn.ModuleList)]
-        blocks = next((part for part in lists if len(part) == self.scope.n_layers), ())
-        hooks = [self.scope.model.base_model.register_forward_pre_hook(step, with_kwargs=True)]
+        base = self.scope.model.base_model
+        hooks = [base.register_forward_pre_hook(step, with_kwargs=True)]
         try:
-            hooks += [
-                block.register_forward_pre_hook(partial(layer, i)) for i, block in enumerate(blocks)
-            ]
+            for i, block in enumerate(self._blocks()):
+                hooks.append(block.register_forward_pre_hook(partial(layer, i)))
             with cleared(hooks):
                 yield
         finally:
             self.tell = lambda early: None
 
+    def _blocks(self) -> Sequence[nn.Module]:
+        """The model's list of blocks; empty where no list has one for each layer."""
+        for part in self.scope.model.modules():
+            if isinstance(part, nn.ModuleList) and len(part) == self.scope.n_layers:
+                return cast(Sequence[nn.Module], part)
+        return ()
+
     def describe(self) -> dict[str, Any]:
         """The model, its heads, and what is known of them already."""
+        names = {head: row["kind"] for head, row in self.about.items()}
         return {
-            "model": self.scope.name, "heads": [str(head) for head in self.heads], "examples": EXAMPLES,
-            "fitted": list(self.features), "folder": self.folder,
-            "names": {head: row["kind"] for head, row in self.about.items()},
-        }  # fmt: skip
+            "model": self.scope.name,
+            "heads": [str(head) for head in self.heads],
+            "examples": EXAMPLES,
+            "fitted": list(self.features),
+            "folder": self.folder,
+            "names": names,
+        }
 
     def look(
         self, prompt: str, query: int | None = None, versus: str | None = None
@@ -202,31 +217,35 @@ class Session:
         probe = self.ask(question)
         asked = probe.asked
         output = question.output(probe)
-        seen = {
-            "tokens": asked.tokens,
-            "query": asked.query,
-            "attention": _bytes(self.rows(output)[:, : asked.query + 1]),
-        }
+        attention = self.rows(output)[:, : asked.query + 1]
+        seen = {"tokens": asked.tokens, "query": asked.query, "attention": _bytes(attention)}
 
         def following(reads: Callable[[int], str]) -> dict[str, Any]:
-            best = [*output.chances.topk(TOKENS).indices.tolist(), output.rival]
-            told = [
-                {"token": reads(i), "id": i, "probability": float(output.chances[i])} for i in best
-            ]
+            best = output.chances.topk(TOKENS).indices.tolist()
+            told = []
+            for i in [*best, output.rival]:
+                probability = float(output.chances[i])
+                told.append({"token": reads(i), "id": i, "probability": probability})
             return {"next": told[:-1], "rival": told[-1], "difference": output.difference}
 
         self.tell({"early": {**seen, **following(output.token)}})
-        self.doing = lambda runs: f"{min(runs, len(self.heads))} of {len(self.heads)} heads tried"
+        heads = len(self.heads)
+        self.doing = lambda runs: f"{min(runs, heads)} of {heads} heads tried"
         result = answer_question(question, probe).to_json()
         last = len(asked.tokens) - 1
-        says = self.scope.generate(prompt, _GOES_ON) if asked.query == last < _SMALL else ""
-        return {**seen, **following(lambda i: output.name(i)[0]), "result": result, "says": says}
+        says: Tensor | str = ""
+        if asked.query == last < _SMALL:
+            says = self.scope.generate(prompt, _GOES_ON)
+        named = following(lambda i: output.name(i)[0])
+        return {**seen, **named, "result": result, "says": says}
 
     def rows(self, output: Output) -> Float[Tensor, "h t"]:
         """Every head's attention from the token that asks."""
-        return torch.cat(
-            [output.again.row(output.asked.query, head).attention()[0].cpu() for head in self.heads]
-        )
+        rows = []
+        for head in self.heads:
+            row = output.again.row(output.asked.query, head)
+            rows.append(row.attention()[0].cpu())
+        return torch.cat(rows)
 
     def why(
         self, prompt: str, query: int, head: str, key: int | None = None, versus: str | None = None
@@ -236,10 +255,14 @@ class Session:
         """
         trace = self._trace(prompt, query, head, key)
         result = self._kept_answer(prompt, trace.asked.query, head, trace.key, versus)
-        about = self.about.get(str(trace.head))
-        texts = self.texts.get(str(trace.head), [])
-        on_text = {"texts": texts[:_TEXTS], "about": f"On text: {about['rule']}." if about else ""}
-        return {**_shown(result), **_where(trace), **on_text}
+        return {**_shown(result), **_where(trace), **self._on_text(trace.head)}
+
+    def _on_text(self, head: Head) -> Reply:
+        """What an atlas knows of a head: its rule, and where it looks in a few texts."""
+        known = self.about.get(str(head))
+        about = "" if known is None else f"On text: {known['rule']}."
+        texts = self.texts.get(str(head), [])
+        return {"texts": texts[:_TEXTS], "about": about}
 
     def circuit(self, prompt: str, query: int, versus: str | None = None) -> Reply:
         """The circuit from a prompt's answer back to its words."""
@@ -279,7 +302,7 @@ class Session:
         changes: Changes,
         versus: str | None = None,
     ) -> Result:
-        """What some changes do to a head's attention and to the next token, beside other changes."""
+        """What changes do to a head's attention and to the next token, beside other changes."""
         trace = self._trace(prompt, query, head, key)
         return WhatIf(self, prompt, trace, changes, versus).result()[0]
 
@@ -290,7 +313,8 @@ class Session:
             raise BadInput(
                 f"a whole pattern is drawn of at most {_SQUARE} tokens: ask about a shorter prompt."
             )
-        return {"patterns": {head: _pattern(probe.run, self.scope.check(head)) for head in heads}}
+        patterns = {head: _pattern(probe.run, self.scope.check(head)) for head in heads}
+        return {"patterns": patterns}
 
     def save(
         self,
@@ -312,14 +336,16 @@ class Session:
             "model": self.scope.name,
         }
         options = [f"--{name}={value}" for name, value in asked.items() if value is not None]
-        told = {**result.provenance, "command": shlex.join(["qkscope", "why", prompt, *options])}
-        changed = [WhatIf(self, prompt, trace, changes, versus).result()[0]] if changes else []
+        command = shlex.join(["qkscope", "why", prompt, *options])
+        results = [replace(result, provenance={**result.provenance, "command": command})]
+        if changes:
+            what_if = WhatIf(self, prompt, trace, changes, versus)
+            results.append(what_if.result()[0])
         title = f"{trace.head} → {trace.asked.tokens[trace.key].strip()}"
-        html = report_html([replace(result, provenance=told), *changed], title=title)
+        html = report_html(results, title=title)
         return {"html": html, "name": f"why-{trace.head}.html"}
 
-    # ------------------------------------------------------------------ runs and answers, the last
-    # few kept
+    # ---------------------------------------------------------------------- runs and answers kept
 
     def ask(self, question: Question) -> PromptRun:
         """Run the prompt of a question, which was typed; a run of the last few is kept."""
@@ -328,11 +354,10 @@ class Session:
         if not prompt.strip():
             raise BadInput("the prompt is empty: type a few words.")
         asked = AskedPrompt.of(self.scope, prompt, question.place(question.query), chat=False)
-        limit = (
-            getattr(self.scope.model.config.get_text_config(), "max_position_embeddings", None)
-            or _LONGEST
-        )
-        if len(asked.tokens) > (longest := min(_LONGEST, limit)):
+        config = self.scope.model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or _LONGEST
+        longest = min(_LONGEST, limit)
+        if len(asked.tokens) > longest:
             raise BadInput(
                 f"the prompt has {len(asked.tokens)} tokens: at most {longest} are looked at here."
             )
@@ -358,7 +383,9 @@ class Session:
 def _where(trace: PromptTrace) -> dict[str, Any]:
     """A head's row of attention, and the token it is asked about."""
     query = trace.asked.query
-    pattern = _pattern(trace.run, trace.head) if len(trace.asked.tokens) <= _SMALL else None
+    pattern = None
+    if len(trace.asked.tokens) <= _SMALL:
+        pattern = _pattern(trace.run, trace.head)
     row = trace.attention[: query + 1].tolist()
     return {
         "head": str(trace.head),
@@ -370,7 +397,9 @@ def _where(trace: PromptTrace) -> dict[str, Any]:
 
 
 def _pattern(run: Run, head: Head) -> str:
-    return _bytes(run.calls[head.layer].attention([head.index])[0, 0])
+    """A head's whole attention pattern, a byte each."""
+    pattern = run.calls[head.layer].attention([head.index])
+    return _bytes(pattern[0, 0])
 
 
 def _shown(result: Result) -> dict[str, Any]:
@@ -380,9 +409,27 @@ def _shown(result: Result) -> dict[str, Any]:
 
 def _bytes(attention: Float[Tensor, "h t"]) -> str:
     """A byte for each number, as the page reads them."""
-    return base64.b64encode(
-        (attention * 255).round().to(torch.uint8).cpu().numpy().tobytes()
-    ).decode()
+    rounded = (attention * 255).round().to(torch.uint8)
+    data = rounded.cpu().numpy().tobytes()
+    return base64.b64encode(data).decode()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What a run with changes gives.
+
+    Parameters
+    ----------
+    rows : every head's attention from the query token.
+    logits : of the next token.
+    """
+
+    rows: Float[Tensor, "h t"]
+    logits: Float[Tensor, " v"]
+
+    def lead(self, token: int, rival: int) -> float:
+        """How far one token's logit stands above another's."""
+        return float(self.logits[token] - self.logits[rival])
 
 
 class WhatIf:
@@ -417,120 +464,169 @@ class WhatIf:
     def _parse(self, text: str) -> str:
         """Take up one change; returns it as a sentence names it."""
         found = _CHANGE.fullmatch(text)
-        tokens = self.trace.asked.tokens
-        match [] if found is None else [group for group in found.groups() if group is not None]:
+        groups = () if found is None else found.groups()
+        match [group for group in groups if group is not None]:
             case ["ablate", writer]:
-                self.calls.append(("ablate", (writer,)))
-                return f"{writer} ablated"
+                return self._ablate(writer)
             case ["hide", head, key, query]:
-                self.calls.append(("hide", (head, int(key), int(query))))
-                return (
-                    f"{''.join(tokens[int(key) : int(key) + 1])!r} (token {key}) hidden from {head}"
-                )
+                return self._hide(head, int(key), int(query))
             case ["replace", place, other]:
-                at = int(place)
-                ids = self.scope.tokenizer(other, add_special_tokens=False)["input_ids"]
-                size = 1 + sum(
-                    1 for _ in takewhile(operator.not_, tokens[at + 1 :])
-                )  # pieces of one character
-                if len(ids) != size:
-                    sizes = f"{other!r} is {counted(len(ids), 'token')} here, and what it replaces is {size}"
-                    raise BadInput(
-                        f"{sizes}: take a word of as many, so that nothing moves, or change the prompt."
-                    )
-                self.calls += [
-                    ("replace", (at + i, other if size == 1 else ids[i])) for i in range(size)
-                ]
-                return f"{''.join(tokens[at : at + 1])!r} (token {at}) replaced by {other!r}"
+                return self._replace(int(place), other)
         raise BadInput(f"a change is ablate, hide or replace, but got {text[:60]!r}.")
+
+    def _ablate(self, writer: str) -> str:
+        self.calls.append(Call("ablate", (writer,)))
+        return f"{writer} ablated"
+
+    def _hide(self, head: str, key: int, query: int) -> str:
+        self.calls.append(Call("hide", (head, key, query)))
+        return f"{self._text(key)!r} (token {key}) hidden from {head}"
+
+    def _replace(self, place: int, other: str) -> str:
+        """Put a word in the place of a token, or of all the pieces of one character."""
+        ids = self.scope.tokenizer(other, add_special_tokens=False)["input_ids"]
+        pieces = takewhile(operator.not_, self.trace.asked.tokens[place + 1 :])
+        size = 1 + len(list(pieces))
+        if len(ids) != size:
+            raise BadInput(
+                f"{other!r} is {counted(len(ids), 'token')} here, and what it replaces is {size}: "
+                "take a word of as many, so that nothing moves, or change the prompt."
+            )
+        given = [other] if size == 1 else ids
+        for i, token in enumerate(given):
+            self.calls.append(Call("replace", (place + i, token)))
+        return f"{self._text(place)!r} (token {place}) replaced by {other!r}"
+
+    def _text(self, place: int) -> str:
+        """The text of a token; empty beyond the end of the prompt, which the model refuses."""
+        return "".join(self.trace.asked.tokens[place : place + 1])
 
     def result(self) -> tuple[Result, Float[Tensor, "h t"]]:
         """What changes do to the row and to the next token, beside others; and every head's row."""
+        changed = self._run(self.calls)
+        others = [self._run(calls) for calls in self._alike()]
+        row = {**self._look_row(changed, others), **self._answer_row(changed, others)}
+        tables = {"changes": [row], "next": self._next_tokens(changed)}
+        told = made_with(
+            self.scope,
+            tokenizer=self.scope.tokenizer_hash,
+            head=str(self.trace.head),
+            query=self.trace.asked.query,
+            key=self.trace.key,
+            changes=self.texts,
+        )
+        return Result("what if", tables, answer=self._sentence(row), **told), changed.rows
+
+    def _look_row(self, changed: _Reading, others: Sequence[_Reading]) -> dict[str, Any]:
+        """The head's attention on the key before and after the changes, and what others leave."""
         trace = self.trace
-        key = self.trace.key
-        output = self.output
         place = self.session.heads.index(trace.head)
+        before = float(trace.attention[trace.key])
+        after = float(changed.rows[place, trace.key])
+        left = [float(other.rows[place, trace.key]) for other in others]
+        judged = None
+        if left and not self._changes_head():
+            judged = verdict(before, after, torch.tensor(left))
+        return {
+            "head": str(trace.head),
+            "changes": "; ".join(self.words),
+            "before": before,
+            "after": after,
+            "control_low": min(left, default=None),
+            "control_high": max(left, default=None),
+            "sets": len(left),
+            "verdict": judged,
+        }
+
+    def _changes_head(self) -> bool:
+        """Whether a change is of the head itself, so that others in its place say nothing."""
+        head = str(self.trace.head)
+        return any(call.given[0] == head for call in self.calls)
+
+    def _answer_row(self, changed: _Reading, others: Sequence[_Reading]) -> dict[str, Any]:
+        """The next token against its rival before and after the changes, and what others leave."""
+        output = self.output
         best = output.best
         rival = output.rival
-        (rows, logits), *others = [self._run(calls) for calls in (self.calls, *self._alike())]
-        left = [float(each[place, key]) for each, _ in others]
-        apart = [
-            float(each[best] - each[rival]) for each in (logits, *(other for _, other in others))
-        ]
-        before = float(trace.attention[key])
-        after = float(rows[place, key])
-        old = output.chances
-        new = logits.softmax(-1)
-        own = any(
-            given[0] == str(trace.head) for _, given in self.calls
-        )  # says nothing of where it looks by itself
-        made = {
-            "head": str(trace.head), "changes": "; ".join(self.words), "before": before, "after": after,
-            "control_low": min(left, default=None), "control_high": max(left, default=None), "sets": len(left),
-            "verdict": verdict(before, after, torch.tensor(left)) if left and not own else None,
-            "answer": output.name(best)[0], "rival": output.name(rival)[0],
-            "difference": output.difference, "difference_after": apart[0],
-            "difference_low": min(apart[1:], default=None), "difference_high": max(apart[1:], default=None),
-            "probability": float(old[best]), "probability_after": float(new[best]),
-        }  # fmt: skip
-        shown = dict.fromkeys(
-            [*(i for each in (old, new) for i in each.topk(TOKENS).indices.tolist()), rival]
-        )
-        said = [
-            {"token": output.token(i), "before": float(old[i]), "after": float(new[i])}
-            for i in shown
-        ]
-        asked = {
-            "head": str(trace.head),
-            "query": trace.asked.query,
-            "key": key,
-            "changes": self.texts,
+        leads = [other.lead(best, rival) for other in others]
+        chances = changed.logits.softmax(-1)
+        return {
+            "answer": output.name(best)[0],
+            "rival": output.name(rival)[0],
+            "difference": output.difference,
+            "difference_after": changed.lead(best, rival),
+            "difference_low": min(leads, default=None),
+            "difference_high": max(leads, default=None),
+            "probability": float(output.chances[best]),
+            "probability_after": float(chances[best]),
         }
-        told = made_with(self.scope, tokenizer=self.scope.tokenizer_hash, **asked)
-        return Result(
-            "what if", {"changes": [made], "next": said}, answer=self._sentence(made), **told
-        ), rows
+
+    def _next_tokens(self, changed: _Reading) -> list[dict[str, Any]]:
+        """The likely next tokens before and after the changes, and the rival."""
+        before = self.output.chances
+        after = changed.logits.softmax(-1)
+        likely = before.topk(TOKENS).indices.tolist()
+        likely += after.topk(TOKENS).indices.tolist()
+        rows = []
+        for i in dict.fromkeys([*likely, self.output.rival]):
+            row = {"token": self.output.token(i), "before": float(before[i])}
+            rows.append({**row, "after": float(after[i])})
+        return rows
 
     def _sentence(self, row: Mapping[str, Any]) -> str:
+        return f"With {row['changes']}: {self._look_words(row)}. {self._answer_words(row)}."
+
+    def _look_words(self, row: Mapping[str, Any]) -> str:
+        """What the changes do to the head's attention, beside the control where it is judged."""
+        token = self.trace.token(self.trace.key)
+        words = f"attention of {row['head']} on {token}"
+        words += f" goes from {row['before']:.0%} to {row['after']:.0%}"
+        if not row["verdict"]:
+            return words
         low = row["control_low"]
         high = row["control_high"]
-        seen = f" (control: {low:.0%} to {high:.0%}): {row['verdict']}" if row["verdict"] else ""
+        return f"{words} (control: {low:.0%} to {high:.0%}): {row['verdict']}"
+
+    def _answer_words(self, row: Mapping[str, Any]) -> str:
+        """What the changes do to the next token, beside the control where there is one."""
+        before = row["difference"]
+        after = row["difference_after"]
+        words = f"{row['answer']!r} goes from {row['probability']:.1%}"
+        words += f" to {row['probability_after']:.1%},"
+        words += f" its logit over {row['rival']!r} from {before:.1f} to {after:.1f}"
+        if not row["sets"]:
+            return words
         low = row["difference_low"]
         high = row["difference_high"]
-        beside = (
-            f" (control: {low:.1f} to {high:.1f}, {row['sets']} others in its place)"
-            if row["sets"]
-            else ""
-        )
-        return (
-            f"With {row['changes']}: attention of {row['head']} on {self.trace.token(self.trace.key)} goes from "
-            f"{row['before']:.0%} to {row['after']:.0%}{seen}. {row['answer']!r} goes from {row['probability']:.1%} to "
-            f"{row['probability_after']:.1%}, its logit over {row['rival']!r} from {row['difference']:.1f} to "
-            f"{row['difference_after']:.1f}{beside}."
-        )
+        return f"{words} (control: {low:.1f} to {high:.1f}, {row['sets']} others in its place)"
 
-    def _run(self, calls: Sequence[Call]) -> tuple[Float[Tensor, "h t"], Float[Tensor, " v"]]:
+    def _run(self, calls: Sequence[Call]) -> _Reading:
         """Every head's row and the next token's logits, with such changes in force."""
         with ExitStack() as stack:
-            for name, given in calls:
-                stack.enter_context(getattr(self.scope, name)(*given))
+            for call in calls:
+                change = getattr(self.scope, call.method)
+                stack.enter_context(change(*call.given))
             probe = PromptRun(self.scope, self.prompt, self.trace.asked.query, last=0)
             output = Output(probe.run, probe.asked)
-            return self.session.rows(output), output.logits
+            return _Reading(self.session.rows(output), output.logits)
 
     def _alike(self) -> Iterator[list[Call]]:
         """The control: the same change at another head of the layer, or at the MLP of another
-        layer.
+        layer; of several changes the first that is no word's.
         """
-        for at, (name, (writer, *rest)) in [
-            each for each in enumerate(self.calls) if each[1][0] != "replace"
-        ][:1]:
-            mine = Writer.parse(writer)
-            near = sorted(range(self.scope.n_layers), key=lambda layer: abs(layer - mine.layer))[1:]
-            others = [
-                str(head)
-                for head in self.session.heads
-                if head.layer == mine.layer and head != mine.head
-            ]
-            for other in (others if mine.head else [f"M{layer}" for layer in near])[:_OTHERS]:
-                yield [*self.calls[:at], (name, (other, *rest)), *self.calls[at + 1 :]]
+        at = next((i for i, call in enumerate(self.calls) if call.method != "replace"), None)
+        if at is None:
+            return
+        method, (writer, *rest) = self.calls[at]
+        others = self._others(Writer.parse(writer))
+        for other in others[:_OTHERS]:
+            instead = Call(method, (other, *rest))
+            yield [*self.calls[:at], instead, *self.calls[at + 1 :]]
+
+    def _others(self, writer: Writer) -> list[str]:
+        """The other heads of a head's layer, or the MLPs of other layers, the nearest first."""
+        if writer.head:
+            heads = [head for head in self.session.heads if head.layer == writer.layer]
+            return [str(head) for head in heads if head != writer.head]
+        layers = sorted(range(self.scope.n_layers), key=lambda layer: abs(layer - writer.layer))
+        return [f"M{layer}" for layer in layers[1:]]

@@ -1,4 +1,4 @@
-"""Bases: SVDs that are checked, and what several bases are to each other.
+"""Bases: verified SVDs and QRs, projectors, and the angles between several bases.
 
 The fast driver of the SVD has been silently wrong on real heads, so every result is multiplied out.
 A head's ``Ω = W_Qᵀ W_K`` is d_model × d_model but of rank ≤ d_head, so it is never formed: with
@@ -30,6 +30,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -69,7 +70,8 @@ def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> Factors:
             columns = turn.view_as(matrix) @ columns
         sizes = columns[..., :n].norm(dim=-1)
         tiny = torch.finfo(torch.float64).tiny
-        units = columns[..., :n] / sizes[..., None].clamp_min(tiny)
+        lengths = sizes[..., None].clamp_min(tiny)
+        units = columns[..., :n] / lengths
         cosines = (units @ units.mT).tril(-1)
         if bool(cosines.abs().max() <= _DONE):
             break
@@ -81,7 +83,7 @@ def jacobi_svd(matrix: Float[Tensor, "b n n"]) -> Factors:
 
 
 def _round_places(n: int) -> Int[Tensor, " e"]:
-    """Where the cosines and sines of a tournament's round stand in a flat n × n matrix.
+    """Places of a tournament round's cosines and sines in a flat n × n matrix.
 
     Column i meets i + n/2, then all but the first move on by one place.
     """
@@ -103,7 +105,9 @@ def _round_entries(columns: Float[Tensor, "b n n"]) -> Float[Tensor, "b e"]:
     squares = products.diagonal(dim1=-2, dim2=-1)
     met = products.diagonal(half, dim1=-2, dim2=-1)
     first, second = squares.chunk(2, dim=-1)
-    angle = torch.atan(2 * met / (first - second)).nan_to_num_() / 2
+    # 0 / 0: two columns that are 0 are not turned
+    twice_angle = torch.atan(2 * met / (first - second)).nan_to_num_()
+    angle = twice_angle / 2
     cos = angle.cos()
     sin = angle.sin()
     return torch.cat([cos, sin, -sin, cos], dim=1)
@@ -129,10 +133,13 @@ def gram_qr(w: Float[Tensor, "b d m"]) -> tuple[Float[Tensor, "b m d"], Float[Te
         q = inverse @ q
         r = lower.mT @ r
     q = q.mT
-    not_orthonormal = (q.mT @ q - eye).abs().amax(dim=(1, 2))
+    off_identity = q.mT @ q - eye
+    off_w = (q @ r).mT - w
+    not_orthonormal = off_identity.abs().amax(dim=(1, 2))
     size = w.abs().amax(dim=(1, 2))
-    missed = ((q @ r).mT - w).abs().amax(dim=(1, 2)) / size
-    rounding = 64 * torch.finfo(torch.float64).eps * max(w.shape[1:])
+    missed = off_w.abs().amax(dim=(1, 2)) / size
+    eps = torch.finfo(torch.float64).eps
+    rounding = 64 * eps * max(w.shape[1:])
     is_good = (not_orthonormal <= rounding) & (missed <= rounding)
     for i in (~is_good).nonzero()[:, 0].tolist():
         q[i], r[i] = torch.linalg.qr(w[i].mT)
@@ -150,7 +157,8 @@ def checked_svd(matrix: Float[Tensor, "*n a b"]) -> Factors:
     matrix = matrix.to(torch.float64)
     if not bool(torch.isfinite(matrix).all()):
         raise BadInput(
-            "a matrix with NaN or infinite entries has no singular vectors: check the sums behind it."
+            "a matrix with NaN or infinite entries has no singular vectors:"
+            " check the sums behind it."
         )
     u, s, v = _fast_svd(matrix)
     for index in _failures(matrix, u, s, v):
@@ -185,7 +193,8 @@ def energy_rank(
     counts as 0.
     """
     rounding = ROUNDING * torch.as_tensor(size).to(s)
-    held = s.where(s > rounding, 0.0).double().square().cumsum(dim=-1)
+    above_rounding = s.where(s > rounding, 0.0).double()
+    held = above_rounding.square().cumsum(dim=-1)
     total = held[..., -1:]
     too_few = (held < energy * total) & (total > 0)
     rank = too_few.sum(dim=-1) + (total[..., 0] > 0)
@@ -200,8 +209,11 @@ def _failures(matrix: Tensor, u: Tensor, s: Tensor, v: Tensor) -> list[tuple[int
     tolerance = 64 * limits.eps * max(matrix.shape[-2:])
     eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
     size = s[..., :1, None].clamp_min(limits.tiny)
-    residual = ((u * s[..., None, :]) @ v.mT - matrix) / size
-    deviations = (residual, u.mT @ u - eye, v.mT @ v - eye)
+    rebuilt = (u * s[..., None, :]) @ v.mT
+    residual = (rebuilt - matrix) / size
+    u_deviation = u.mT @ u - eye
+    v_deviation = v.mT @ v - eye
+    deviations = (residual, u_deviation, v_deviation)
     largest = [deviation.abs().amax(dim=(-2, -1)) for deviation in deviations]
     # NaN is a failure too
     is_good = torch.stack(largest).amax(dim=0) <= tolerance
@@ -213,8 +225,13 @@ def _robust_svd(matrix: Float[Tensor, "a b"]) -> Factors:
     from scipy.linalg import svd
 
     u, s, vh = svd(matrix.cpu().numpy(), full_matrices=False, lapack_driver="gesvd")
-    factors = [torch.from_numpy(x.copy()).to(matrix.device) for x in (u, s, vh.T)]
-    return factors[0], factors[1], factors[2]
+    device = matrix.device
+    return _on_device(u, device), _on_device(s, device), _on_device(vh.T, device)
+
+
+def _on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy of a numpy array as a tensor on a device."""
+    return torch.from_numpy(array.copy()).to(device)
 
 
 @checked_call
@@ -248,7 +265,7 @@ def thin_svd(
 
 
 def heads_at_once(w_q: Float[Tensor, "h d_head d_model"]) -> int:
-    """How many heads `thin_svd` is best given together.
+    """Number of heads that `thin_svd` is best given together.
 
     A GPU takes as long for a few as for all, so what fits it.
     """
@@ -279,7 +296,7 @@ class Projector(NamedTuple):
         return is_there.sum(dim=-1)
 
     def matrix(self) -> Float[Tensor, "*n d d"]:
-        """``P`` itself, for small d."""
+        """The projector ``P`` as a d × d matrix, for small d."""
         return self.left @ self.right.mT
 
     def cut(self, k: int | Sequence[int]) -> Projector:
@@ -304,7 +321,7 @@ class Projector(NamedTuple):
 
     @classmethod
     def stack(cls, projectors: Sequence[Projector]) -> Projector:
-        """One per head, padded with zero columns to a common rank."""
+        """Stack one projector per head, padded with zero columns to a common rank."""
         width = max(projector.left.shape[-1] for projector in projectors)
         lefts = []
         rights = []

@@ -1,4 +1,4 @@
-"""What a rank is worth: the same number under the null, and how much of it is only the mean.
+"""Controls of a rank: the same number under the null, and how much of it is only the mean.
 
 A contrast of averages has a rank whatever the head does, so each ΔC is tested component by
 component. The j-th singular value is compared with the largest one of null replicates from which
@@ -54,7 +54,7 @@ _UNITS_A_DIRECTION = 4
 
 
 class Gain(NamedTuple):
-    """What a head's query-centred ΔC gives to the + key's logit.
+    """Gain: what a head's query-centred ΔC adds to the + key's logit.
 
     ``scale`` is the head's factor of q·k; ``at_chance`` whether it is at chance on the task.
     """
@@ -106,7 +106,8 @@ def rank_above(
         rest = turned[:, j:, j:]
         # The largest singular value, from the eigenvalues of the square: four times as fast as an
         # SVD.
-        largest = torch.linalg.eigvalsh(rest.mT @ rest)[..., -1].clamp_min(0).sqrt()
+        squares = torch.linalg.eigvalsh(rest.mT @ rest)
+        largest = squares[..., -1].clamp_min(0).sqrt()
         medians.append(float(largest.median()))
         highs.append(float(largest.quantile(0.95)))
         beyond_rounding = float(s[j]) > ROUNDING * largest_of_all
@@ -125,7 +126,7 @@ def rank_above(
 
 @dataclass(frozen=True)
 class Controls:
-    """What stands beside a rank; ``p_*`` are of the whole matrix.
+    """Controls beside the rank of one ΔC; ``p_*`` are of the whole matrix.
 
     ``spectrum``, ``null_median`` and ``null_high`` are all of the matrix that ``center`` gives, and
     so are the detected directions: ``rank_null`` where it is ``none``, else ``interaction_rank``
@@ -162,26 +163,28 @@ class Controls:
         return self.rank_null if self.center == "none" else self.interaction_rank
 
     def lines(self) -> list[str]:
-        """The controls in words, one per line."""
-        few = ", which are few" if self.units < FEW_UNITS else ""
-        lines = [
+        """Lines that say the controls in words."""
+        difference = (
             f"99% rank {self.rank_99}; {self.rank_null} detected against the {self.null} null"
-            f" (p {self.p_difference:.3g}, {self.replicates} replicates)",
-            f"query-centred: 99% rank {self.rank_99_centred}; {self.interaction_rank} detected against the"
-            f" interaction null (p {self.p_interaction:.3g})",
-            f"predict units left out: {self.rank_cv}; {self.units} units{few}; means {self.mean_dominance:.3f} of it",
-        ]
+            f" (p {self.p_difference:.3g}, {self.replicates} replicates)"
+        )
+        interaction = (
+            f"query-centred: 99% rank {self.rank_99_centred}; {self.interaction_rank} detected"
+            f" against the interaction null (p {self.p_interaction:.3g})"
+        )
+        few = ", which are few" if self.units < FEW_UNITS else ""
+        predicts = f"predict units left out: {self.rank_cv}; {self.units} units{few}"
+        lines = [difference, interaction, f"{predicts}; means {self.mean_dominance:.3f} of it"]
         if self.reference:
-            lines.append(
-                f"gives {self.gain:.2g} logits, more than {self.percentile:.0%} of {self.reference} heads at chance"
-            )
+            heads = f"{self.percentile:.0%} of {self.reference} heads at chance"
+            lines.append(f"gives {self.gain:.2g} logits, more than {heads}")
         if self.reason:
             lines.append(self.reason)
         return lines
 
 
 class _Deltas(NamedTuple):
-    """ΔC of all heads, as it is and query-centred, and the sizes of what it is a difference of.
+    """ΔC of all heads, raw and query-centred, and the sizes of the averages it is a difference of.
 
     ``one_null``: the two are equal, so that one null serves both tests.
     """
@@ -193,12 +196,13 @@ class _Deltas(NamedTuple):
 
     @classmethod
     def of(cls, moments: Moments, contrast: str) -> _Deltas:
-        """The matrices of one contrast."""
+        """Compute the matrices of one contrast."""
         whole = moments.delta(contrast, "none")
         centred = moments.delta(contrast, "query")
         sizes = moments.sizes(contrast)
         apart = (centred - whole).abs().amax(dim=(1, 2))
-        return cls(whole, centred, sizes, bool((apart <= ROUNDING * sizes).all()))
+        are_equal = apart <= ROUNDING * sizes
+        return cls(whole, centred, sizes, one_null=bool(are_equal.all()))
 
 
 class _Tests(NamedTuple):
@@ -248,7 +252,8 @@ def run_controls(
     units, _ = moments.unit_count(contrast)
     tests = _run_tests(moments, contrast, deltas, units)
     coarsest = 0.5 ** max(units - 1, 0)
-    floor = max(coarsest, 1 / (moments.replicates * len(moments.heads) + 1))
+    compared = moments.replicates * len(moments.heads)
+    floor = max(coarsest, 1 / (compared + 1))
     p_interaction = _p_interaction(tests, floor)
     p_difference = p_interaction
     if not deltas.one_null:
@@ -256,23 +261,31 @@ def run_controls(
     differs = _calls(tests.difference, p_difference, floor)
     depends = _calls(tests.interaction, p_interaction, floor)
     reason = _too_few(moments, units, units_are_the_floor=coarsest >= floor)
-    cv_ranks = _cv_ranks(moments, contrast, deltas, center, gains or {})
+    gains = gains or {}
+    cv_ranks = _cv_ranks(moments, contrast, deltas, center, gains)
+    null = "interaction" if deltas.one_null else "sign flip"
     controls = {}
     for i, head in enumerate(moments.heads):
-        gain = (gains or {}).get(str(head), _NO_GAIN).logit
-        reference = _reference(gains or {}, head)
+        gain = gains.get(str(head), _NO_GAIN).logit
+        reference = _reference(gains, head)
         beside = _beside_reference(gain, reference)
         verdict = _verdict(differs[i], depends[i], center != "none", beside)
         spectrum = torch.linalg.svdvals(deltas.whole[i])
         centred_spectrum = torch.linalg.svdvals(deltas.centred[i])
         size = float(deltas.sizes[i])
-        shown = tests.difference[i] if center == "none" else tests.interaction[i]
-        shown_spectrum = spectrum if center == "none" else centred_spectrum
+        difference = tests.difference[i]
+        interaction = tests.interaction[i]
+        shown = interaction
+        shown_spectrum = centred_spectrum
+        if center == "none":
+            shown = difference
+            shown_spectrum = spectrum
+        weaker = (reference < gain).double()
         controls[head] = Controls(
             rank_99=int(energy_rank(spectrum, size=size)),
-            rank_null=_detected(tests.difference[i], differs[i]),
+            rank_null=_detected(difference, differs[i]),
             rank_99_centred=int(energy_rank(centred_spectrum, size=size)),
-            interaction_rank=_detected(tests.interaction[i], depends[i]),
+            interaction_rank=_detected(interaction, depends[i]),
             rank_cv=cv_ranks[i],
             mean_dominance=_mean_dominance(spectrum, centred_spectrum),
             p_difference=p_difference[i],
@@ -284,10 +297,10 @@ def run_controls(
             null_high=shown.null_high,
             units=units,
             replicates=moments.replicates,
-            null="interaction" if deltas.one_null else "sign flip",
+            null=null,
             reason=reason if verdict == "untested" else "",
             gain=gain,
-            percentile=float((reference < gain).double().mean()),
+            percentile=float(weaker.mean()),
             reference=len(reference),
         )
     return controls
@@ -328,14 +341,15 @@ def _calls(tests: Sequence[RankTest], p_values: Sequence[float], floor: float) -
         if calls[i] or not test.statistics:
             continue
         # as far above its null as can be
-        best = [*p_values[:i], floor, *p_values[i + 1 :]]
+        best = list(p_values)
+        best[i] = floor
         if false_discovery(best)[i] > LEVEL:
             calls[i] = None
     return calls
 
 
 def _too_few(moments: Moments, units: int, units_are_the_floor: bool) -> str:
-    """Say what there is too little of for a test."""
+    """Name what there is too little of for a test: units or replicates."""
     few = f"{moments.replicates} replicates"
     if units_are_the_floor:
         few = f"{units} independent units (different words, or prompts)"
@@ -378,7 +392,7 @@ def _reference(gains: Mapping[str, Gain], head: Head) -> Float[Tensor, " n"]:
 
 
 def _beside_reference(gain: float, reference: Float[Tensor, " n"]) -> ContrastVerdict:
-    """What an interaction is called beside the heads at chance."""
+    """Verdict on an interaction beside the heads at chance."""
     if len(reference) < FEWEST:
         return "no reference"
     if p_value(reference, gain) <= LEVEL:
@@ -389,7 +403,7 @@ def _beside_reference(gain: float, reference: Float[Tensor, " n"]) -> ContrastVe
 def _verdict(
     differs: bool | None, depends: bool | None, centred: bool, beside: ContrastVerdict
 ) -> ContrastVerdict:
-    """What the tests say, None being a test that could not have shown anything.
+    """Verdict of the two tests; None is a test that could not have shown anything.
 
     ``beside`` is what an interaction is called beside its reference.
     """
@@ -412,7 +426,7 @@ def _detected(test: RankTest, significant: bool | None) -> int:
 
 
 def _mean_dominance(spectrum: Float[Tensor, " m"], centred: Float[Tensor, " m"]) -> float:
-    """Share of ‖ΔC‖² that goes with the part every query sees alike."""
+    """Share of ‖ΔC‖² in the part that every query sees alike."""
     energy = float(spectrum.square().sum())
     left = float(centred.square().sum())
     if not energy:

@@ -1,4 +1,4 @@
-"""How many directions of ΔC predict units that took no part in finding them.
+"""Cross-validated rank: how many directions of ΔC predict units that took no part in finding them.
 
 The sums are kept in folds of units (of words, where words are the unit). Each fold f is left out in
 turn: the others give singular vectors ``U, S, V``, and the fold says how well the first r of them
@@ -49,8 +49,10 @@ def cross_validated_rank(folds: _Folds, center: Center, sizes: Float[Tensor, " h
     for fold in folds:
         rest = whole - fold
         if _has_both_signs(fold) and _has_both_signs(rest):
-            share = _weights(fold).sum(dim=1) / _weights(whole).sum(dim=1)
-            gains.append(_gains(fold, rest, center, sizes) * share[:, None])
+            in_fold = _weights(fold).sum(dim=1)
+            share = in_fold / _weights(whole).sum(dim=1)
+            gain = _gains(fold, rest, center, sizes)
+            gains.append(gain * share[:, None])
     if len(gains) < _FEWEST_FOLDS:
         return ["untested"] * len(sizes)
     # heads by number of components, from 0 on
@@ -62,7 +64,7 @@ def cross_validated_rank(folds: _Folds, center: Center, sizes: Float[Tensor, " h
 
 
 def _weights(sums: Float[Tensor, "*n a 2 a"]) -> Float[Tensor, "*n 2"]:
-    """Pair weight of + and of −."""
+    """Total weight of the + pairs and of the − pairs."""
     return sums[..., -1, :, -1]
 
 
@@ -76,13 +78,16 @@ def _gains(
     center: Center,
     sizes: Float[Tensor, " h"],
 ) -> Float[Tensor, "h m"]:
-    """How much of the fold's ‖ΔC‖² the first 1, 2, … components of the rest take out."""
+    """Share of the fold's ‖ΔC‖² that the first 1, 2, … components of the rest explain."""
     # the mean query and key of the other folds, with the weights of the fold that was left out
-    conditional = rest / rest[:, -1:, :, -1:]
-    reference = conditional * _weights(fold)[:, None, :, None]
+    rest_weights = rest[:, -1:, :, -1:]
+    conditional = rest / rest_weights
+    fold_weights = _weights(fold)[:, None, :, None]
     u, s, v = checked_svd(centred_delta(rest, center))
-    s = s.where(s > ROUNDING * sizes[:, None], 0.0)
-    turned = u.mT @ centred_delta(fold, center, reference=reference) @ v
+    rounding = ROUNDING * sizes[:, None]
+    s = s.where(s > rounding, 0.0)
+    delta = centred_delta(fold, center, reference=conditional * fold_weights)
+    turned = u.mT @ delta @ v
     held = turned.diagonal(dim1=-2, dim2=-1)
     gain = (2 * held - s) * s
     return gain.cumsum(dim=1)
@@ -103,11 +108,14 @@ def plant(
     deltas = centred_delta(folds, center)
     mean = centred_delta(folds.sum(dim=0), center)
     generator = torch.Generator().manual_seed(0)
-    rank = max(int(energy_rank(torch.linalg.svdvals(mean))), 1)
+    spectrum = torch.linalg.svdvals(mean)
+    rank = max(int(energy_rank(spectrum)), 1)
     drawn = torch.randn(PLANTS, len(mean), rank, generator=generator, dtype=mean.dtype)
     basis, _ = torch.linalg.qr(drawn)
     feature = basis @ basis.mT * size / rank
-    signs = torch.randint(2, (len(folds), PLANTS, 1, 1), generator=generator) * 2 - 1
+    # 0 or 1, for each fold and feature
+    coins = torch.randint(2, (len(folds), PLANTS, 1, 1), generator=generator)
+    signs = coins * 2 - 1
     # a fold is a part of the mean, so it differs less from it than from the truth
     correction = (len(folds) / (len(folds) - 1)) ** 0.5
     noise = signs * (deltas - mean)[:, None] * correction

@@ -92,7 +92,8 @@ def split_query(
         splits = [_split_in_order(q, bases, order) for order in permutations(bases)]
         parts = {}
         for name in bases:
-            parts[name] = torch.stack([split_off[name] for split_off in splits]).mean(dim=0)
+            of_orders = [split_off[name] for split_off in splits]
+            parts[name] = torch.stack(of_orders).mean(dim=0)
     else:
         parts = _split_in_order(q, bases, tuple(bases))
     return {**parts, RESIDUAL: q - sum(parts.values())}
@@ -133,7 +134,8 @@ def attribute_logits(
     """Logits ``scale · K q`` (before soft-cap and mask) and their split among query-side bases.
 
     >>> q, k = torch.randn(4), torch.randn(3, 4)
-    >>> list(attribute_logits(q, k, 0.5, {"order": torch.eye(4)[:, :1], "lexical": torch.eye(4)[:, 1:3]}).parts)
+    >>> bases = {"order": torch.eye(4)[:, :1], "lexical": torch.eye(4)[:, 1:3]}
+    >>> list(attribute_logits(q, k, 0.5, bases).parts)
     ['order', 'lexical', 'residual']
     """
     parts = {}
@@ -184,17 +186,19 @@ def split_rows(
     rows = []
     for i, key in enumerate(keys):
         for name, values in columns.items():
-            rows.append(
-                {
-                    "head": str(head),
-                    "query": query,
-                    "key": key,
-                    "part": name,
-                    "side": side,
-                    "value": values[i],
-                    "share": values[i] / whole[i] if whole[i] else float("nan"),
-                }
-            )
+            share = float("nan")
+            if whole[i]:
+                share = values[i] / whole[i]
+            row = {
+                "head": str(head),
+                "query": query,
+                "key": key,
+                "part": name,
+                "side": side,
+                "value": values[i],
+                "share": share,
+            }
+            rows.append(row)
     return rows
 
 
@@ -212,8 +216,9 @@ def carried(delta: Float[Tensor, "d d"], read: Tensor, write: Tensor) -> Float[T
 def overlap(basis: Float[Tensor, "d r"], images: Float[Tensor, "*n d k"]) -> Float[Tensor, "*n"]:
     """Share of a subspace in the span of some images: mean squared cosine of principal angles."""
     span, _ = torch.linalg.qr(images)
-    squared_cosines = (span.mT @ basis).square().sum((-2, -1))
-    return squared_cosines / basis.shape[-1]
+    cosines = span.mT @ basis
+    squares = cosines.square().sum((-2, -1))
+    return squares / basis.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -250,18 +255,19 @@ class Alignment:
     def table(self) -> list[dict[str, Any]]:
         """One row per singular vector, those that carry most first."""
         shares = self.carried / self.total if self.total else self.carried
+        columns = {
+            "sigma": self.sigma,
+            "carried": self.carried,
+            "share": shares,
+            "query": self.query,
+            "key": self.key,
+        }
         table = []
         for j in self.carried.argsort(descending=True).tolist():
-            table.append(
-                {
-                    "vector": j,
-                    "sigma": float(self.sigma[j]),
-                    "carried": float(self.carried[j]),
-                    "share": float(shares[j]),
-                    "query": float(self.query[j]),
-                    "key": float(self.key[j]),
-                }
-            )
+            row = {"vector": j}
+            for name, values in columns.items():
+                row[name] = float(values[j])
+            table.append(row)
         return table
 
     def row(self) -> dict[str, Any]:
@@ -276,7 +282,7 @@ class Alignment:
         }
 
     def _controls(self, measure: str, form: str) -> str:
-        """A measure of every control that was run, for people."""
+        """One measure of every control that was run, in words."""
         shown = []
         for kind, name in _CONTROLS.items():
             value = self.numbers.get(f"{measure}_{kind}")
@@ -284,17 +290,35 @@ class Alignment:
                 shown.append(f"{name} {value:{form}}")
         return ", ".join(shown)
 
-    def __repr__(self) -> str:
-        """For people: how many vectors, how close, against what; and the first few vectors."""
+    def _carriers_line(self) -> str:
+        """How many vectors carry the feature, beside the controls."""
+        feature = self.contrast or "the feature"
+        place = f"{feature} at {self.head}, rank {self.rank}"
+        count = f"{self.numbers['vectors']:.0f}"
+        some = f"{count} of {len(self.sigma)} singular vectors"
+        controls = self._controls("vectors", ".1f")
+        return f"{place}: {some} carry {CARRIED:.0%} of it ({controls})."
+
+    def _span_line(self) -> str:
+        """How much of the feature the best vectors span on either side, beside the controls."""
+        query_controls = self._controls("query", ".0%")
+        key_controls = self._controls("key", ".0%")
+        query = f"{self.numbers['query']:.0%} of it in query space ({query_controls})"
+        key = f"{self.numbers['key']:.0%} in key space ({key_controls})"
+        return f"The best {self.rank} span {query} and {key}."
+
+    def _block_line(self) -> str:
+        """How sparse the leading vectors are, beside the same ones turned among themselves."""
         n = self.numbers
-        lines = [
-            f"{self.contrast or 'the feature'} at {self.head}, rank {self.rank}: {n['vectors']:.0f} of "
-            f"{len(self.sigma)} singular vectors carry {CARRIED:.0%} of it ({self._controls('vectors', '.1f')}).",
-            f"The best {self.rank} span {n['query']:.0%} of it in query space ({self._controls('query', '.0%')}) and "
-            f"{n['key']:.0%} in key space ({self._controls('key', '.0%')}).",
-            f"In the order of σ the leading {n['block']:.0f} carry it, with sparsity {n['sparsity']:.2f}; turned among "
-            f"themselves with {n['sparsity_block']:.2f} (p = {n['p_block']:.2f} that turned ones are as sparse).",
-        ]
+        leading = f"In the order of σ the leading {n['block']:.0f} carry it"
+        sparse = f"with sparsity {n['sparsity']:.2f}"
+        turned = f"turned among themselves with {n['sparsity_block']:.2f}"
+        p = f"p = {n['p_block']:.2f} that turned ones are as sparse"
+        return f"{leading}, {sparse}; {turned} ({p})."
+
+    def __repr__(self) -> str:
+        """Describe in words how many vectors carry the feature, and list the first few."""
+        lines = [self._carriers_line(), self._span_line(), self._block_line()]
         if self.caveat:
             lines.append(self.caveat)
         lines.append(" vector    sigma    share  |cos| query  |cos| key")
@@ -325,9 +349,13 @@ class _Images(NamedTuple):
     read: Float[Tensor, "*n d m"]
     write: Float[Tensor, "*n d m"]
 
+    def turned(self, rotations: Float[Tensor, "r m m"]) -> _Images:
+        """The images of the vectors turned among themselves, by each rotation."""
+        return _Images(self.read @ rotations, self.write @ rotations)
+
 
 class _Measures(NamedTuple):
-    """What is compared between bases: of one basis, or of many."""
+    """Measures that are compared between bases: of one basis, or of many."""
 
     vectors: Float[Tensor, "*n"]
     sparsity: Float[Tensor, "*n"]
@@ -354,7 +382,8 @@ def alignment(
     --------
     >>> import qkscope as qk
     >>> scope = qk.Scope.load("nano:mixed")
-    >>> feature = qk.sums.Subspace.from_delta(torch.eye(24), rank=3, head="L1H3", about={"space": "query_frame"})
+    >>> about = {"space": "query_frame"}
+    >>> feature = qk.sums.Subspace.from_delta(torch.eye(24), rank=3, head="L1H3", about=about)
     >>> found = qk.sums.alignment(qk.sums.singular_basis(scope, "L1H3"), feature, draws=10)
     >>> round(float(found.carried.sum()), 3) == round(found.total, 3)
     True
@@ -371,8 +400,10 @@ def alignment(
     controls = _control_bases(images, block, draws, seed)
     numbers = _numbers(feature, images, controls, len(block), subspace.cov_k)
     first = leading[: subspace.rank]
-    numbers["query_leading"] = float(overlap(feature.query, images.read[:, first]))
-    numbers["key_leading"] = float(overlap(feature.key, images.write[:, first]))
+    leading_read = images.read[:, first]
+    leading_write = images.write[:, first]
+    numbers["query_leading"] = float(overlap(feature.query, leading_read))
+    numbers["key_leading"] = float(overlap(feature.key, leading_write))
     space = str(subspace.about.get("space", "post_rope"))
     caveat = ""
     if vectors.rotary and space == "post_rope":
@@ -400,7 +431,8 @@ def _check_same_weights(subspace: Subspace, basis: SingularBasis) -> None:
     factored = basis.about.get("weights")
     if fitted is not None and factored is not None and fitted != factored:
         raise BadInput(
-            "the feature and the singular basis come from different weights: load the same model for both."
+            "the feature and the singular basis come from different weights:"
+            " load the same model for both."
         )
 
 
@@ -411,7 +443,7 @@ def _cosines(images: Float[Tensor, "d m"], basis: Float[Tensor, "d r"]) -> Float
 
 
 def _leading_block(shares: Float[Tensor, " m"], leading: Tensor) -> Tensor:
-    """As many leading vectors as carry the feature; all of them where they never do."""
+    """The fewest leading vectors that carry the feature; all of them where they never do."""
     reached = shares[leading].cumsum(0) >= CARRIED * shares.sum()
     if not bool(reached.any()):
         return leading
@@ -432,9 +464,9 @@ def _control_bases(images: _Images, block: Tensor, draws: int, seed: int) -> dic
     turned = random_rotations(len(block), draws, derived_seed(seed, "block"))
     within[:, block[:, None], block] = turned
     return {
-        "rotated": _Images(images.read @ rotations, images.write @ rotations),
+        "rotated": images.turned(rotations),
         "random": _Images(axes, axes),
-        "block": _Images(images.read @ within, images.write @ within),
+        "block": images.turned(within),
     }
 
 
@@ -445,7 +477,7 @@ def _numbers(
     block_size: int,
     cov_k: Float[Tensor, "d d"] | None,
 ) -> dict[str, float]:
-    """The measures of the singular vectors and of the controls, and how often these do as well."""
+    """Measures of the singular vectors and of the controls, and how often controls do as well."""
     observed = _means(_measure(feature, images))
     numbers = dict(observed)
     for name, bases in controls.items():
@@ -461,7 +493,8 @@ def _numbers(
             numbers[f"p_key_{name}"] = p_value(measures.key, observed["key"])
     if cov_k is not None:
         _, _, axes = checked_svd(cov_k.double().cpu())
-        for measure, mean in _means(_measure(feature, _Images(axes, axes))).items():
+        of_axes = _measure(feature, _Images(axes, axes))
+        for measure, mean in _means(of_axes).items():
             numbers[f"{measure}_key_pca"] = mean
     return numbers
 
@@ -471,14 +504,19 @@ def _measure(feature: _Feature, images: _Images) -> _Measures:
     parts = carried(feature.delta, *images)
     rank = feature.query.shape[-1]
     best = parts.argsort(-1, descending=True)[..., None, :rank]
+    best_read = torch.take_along_dim(images.read, best, -1)
+    best_write = torch.take_along_dim(images.write, best, -1)
     return _Measures(
         vectors=reconstruction_count(parts, CARRIED),
         sparsity=sparsity(parts),
-        query=overlap(feature.query, torch.take_along_dim(images.read, best, -1)),
-        key=overlap(feature.key, torch.take_along_dim(images.write, best, -1)),
+        query=overlap(feature.query, best_read),
+        key=overlap(feature.key, best_write),
     )
 
 
 def _means(measures: _Measures) -> dict[str, float]:
     """Mean of each measure over draws, those without a value left out."""
-    return {name: float(values.nanmean()) for name, values in measures._asdict().items()}
+    means = {}
+    for name, values in measures._asdict().items():
+        means[name] = float(values.nanmean())
+    return means

@@ -32,7 +32,7 @@ NUMBERS = ("logit", "pairs", "gross", *(f"held_{count}" for count in PAIR_COUNTS
 
 
 class FeatureTerms(NamedTuple):
-    """One relative logit: every part of the query with every part of the weighted keys.
+    """Terms of one relative logit: every part of the query with every part of the weighted keys.
 
     Parameters
     ----------
@@ -71,7 +71,8 @@ class FeatureTerms(NamedTuple):
         query_ids = ids[0]
         key_ids = ids[1:].mT
         is_active = query_ids >= 0
-        query_parts = torch.cat([q[:slots][is_active], q[slots:]]).double()
+        active = q[:slots][is_active]
+        query_parts = torch.cat([active, q[slots:]]).double()
         weighted = weights.double()[:, None] * keys.double()
         takes_part = (key_ids >= 0) & (weights != 0)
         numbers, row = key_ids[takes_part].unique(return_inverse=True)
@@ -83,15 +84,19 @@ class FeatureTerms(NamedTuple):
     @property
     def pairs(self) -> Float[Tensor, "a b"]:
         """Terms of a feature of the query with a feature of the key."""
-        return self.values[: len(self.query), : len(self.key)]
+        queries = len(self.query)
+        keys = len(self.key)
+        return self.values[:queries, :keys]
 
     def marginals(self) -> dict[str, dict[int | str, float]]:
         """By side, what each feature (by number) and other part gives; both sum to the logit."""
         query_parts = [*self.query.tolist(), *self.rest]
         key_parts = [*self.key.tolist(), *self.rest]
+        of_query = self.values.sum(1).tolist()
+        of_key = self.values.sum(0).tolist()
         return {
-            "query": dict(zip(query_parts, self.values.sum(1).tolist(), strict=True)),
-            "key": dict(zip(key_parts, self.values.sum(0).tolist(), strict=True)),
+            "query": dict(zip(query_parts, of_query, strict=True)),
+            "key": dict(zip(key_parts, of_key, strict=True)),
         }
 
     def largest(self, count: int, signed: bool = False) -> list[tuple[int, int, float]]:
@@ -105,7 +110,9 @@ class FeatureTerms(NamedTuple):
         for place in scores.flatten().topk(most).indices.tolist():
             row, column = divmod(place, len(self.key))
             value = float(self.pairs[row, column])
-            chosen.append((int(self.query[row]), int(self.key[column]), value))
+            query_feature = int(self.query[row])
+            key_feature = int(self.key[column])
+            chosen.append((query_feature, key_feature, value))
         return chosen
 
     def first(self, count: int) -> list[list[int]]:
@@ -113,12 +120,15 @@ class FeatureTerms(NamedTuple):
 
         Where fewer give more than 0, the list is filled up with −1.
         """
-        pairs = [[g, f] for g, f, value in self.largest(count, signed=True) if value > 0]
+        pairs = []
+        for query_feature, key_feature, value in self.largest(count, signed=True):
+            if value > 0:
+                pairs.append([query_feature, key_feature])
         missing = count - len(pairs)
         return pairs + [[-1, -1]] * missing
 
     def numbers(self) -> Float[Tensor, " m"]:
-        """`NUMBERS`: what is compared with dictionaries without meaning."""
+        """Values of `NUMBERS`, which are compared with meaningless dictionaries."""
         sizes = self.pairs.flatten().abs().sort(descending=True).values
         gross = self.values.abs().sum()
         largest = torch.stack([sizes[:count].sum() for count in PAIR_COUNTS])

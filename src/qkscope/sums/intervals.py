@@ -1,4 +1,4 @@
-"""How sure a mean is: intervals that resample whole units, and whether neighbours are alike.
+"""Intervals of means that resample whole units, and a test of whether neighbours are alike.
 
 A unit is a prompt, or all prompts that share a word or are copies: what one draw of the data
 brings. The bootstrap draws as many units as there are, with replacement, and takes the mean of
@@ -63,7 +63,7 @@ def clustered_bootstrap(
 def _sum_by(
     group: Int[Tensor, " n"], values: Float[Tensor, "*shape"], groups: int, dim: int = 0
 ) -> Tensor:
-    """Sum values along one axis by the group that each belongs to."""
+    """Sums of values along one axis, by the group that each belongs to."""
     shape = list(values.shape)
     shape[dim] = groups
     return values.new_zeros(shape).index_add(dim, group, values)
@@ -78,7 +78,8 @@ def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
     share = hits / n
     shrink = 1 + z * z / n
     middle = (share + z * z / (2 * n)) / shrink
-    variance = (share * (1 - share) + z * z / (4 * n)) / n
+    spread = share * (1 - share)
+    variance = (spread + z * z / (4 * n)) / n
     half = z * variance**0.5 / shrink
     low = max(middle - half, 0.0)
     high = min(middle + half, 1.0)
@@ -110,13 +111,16 @@ def lag_one(
     count = len(numbers)
     gram = torch.zeros(count, count, dtype=torch.float64)
     for head in range(q.shape[1]):
-        gram += _unit_gram(q[:, head], keys[:, head], place, count)
+        head_queries = q[:, head]
+        gram += _unit_gram(head_queries, keys[:, head], place, count)
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.arange(count)]
     for _ in range(_RANDOM_ORDERS):
         orders.append(torch.randperm(count, generator=generator))
     order = torch.stack(orders)
-    neighbours = gram[order[:, :-1], order[:, 1:]].sum(1)
+    unit_before = order[:, :-1]
+    unit_after = order[:, 1:]
+    neighbours = gram[unit_before, unit_after].sum(1)
     observed = neighbours[0]
     reached = float((neighbours >= observed).sum())
     return float(observed / gram.trace()), reached / len(orders)
@@ -126,8 +130,12 @@ def _unit_gram(
     q: Float[Tensor, "b d"], keys: Float[Tensor, "b d"], place: Int[Tensor, " b"], count: int
 ) -> Float[Tensor, "u u"]:
     """Products of the units' centred ``Σ q kᵀ`` at one head, scaled to trace 1."""
-    products = (q @ q.T).double() * (keys @ keys.T).double()
-    gram = _sum_by(place, _sum_by(place, products, count), count, dim=1)
-    centred = gram - gram.mean(0) - gram.mean(1, keepdim=True) + gram.mean()
+    # ⟨q_i k_iᵀ, q_j k_jᵀ⟩ = (q_i · q_j)(k_i · k_j)
+    query_products = (q @ q.T).double()
+    key_products = (keys @ keys.T).double()
+    by_row = _sum_by(place, query_products * key_products, count)
+    gram = _sum_by(place, by_row, count, dim=1)
+    row_means = gram.mean(1, keepdim=True)
+    centred = gram - gram.mean(0) - row_means + gram.mean()
     tiny = torch.finfo(torch.float64).tiny
     return centred / centred.trace().clamp_min(tiny)

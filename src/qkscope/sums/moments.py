@@ -1,4 +1,4 @@
-"""Sums that stream: batches, pieces and machines add up to the same numbers, to rounding.
+"""Streaming sums: batches, pieces and machines add up to the same numbers, to rounding.
 
 An accumulator is tensors that grow by addition, and a manifest that says what they are sums of; a
 file holds both.
@@ -56,7 +56,8 @@ class Covariance:
     """
 
     def __init__(self, columns: int, d_head: int, device: torch.device | str = "cpu") -> None:
-        self.sums = torch.zeros(columns, d_head + 1, d_head + 1, dtype=torch.float64, device=device)
+        a = d_head + 1
+        self.sums = torch.zeros(columns, a, a, dtype=torch.float64, device=device)
 
     def update(self, x: Float[Tensor, "n c d"]) -> None:
         """Add n vectors per column."""
@@ -68,11 +69,13 @@ class Covariance:
         count = self.sums[:, -1:, -1:]
         if bool((count < 2).any()):
             raise BadInput("a covariance needs at least two vectors: fit on more prompts.")
-        mean = self.sums[:, :-1, -1:] / count
-        return self.sums[:, :-1, :-1] / count - mean @ mean.mT
+        averages = self.sums / count
+        mean = averages[:, :-1, -1:]
+        mean_products = averages[:, :-1, :-1]
+        return mean_products - mean @ mean.mT
 
     def merge(self, *others: Covariance) -> Covariance:
-        """The covariance of all their vectors."""
+        """Merge with others: the covariance of all their vectors."""
         merged = deepcopy(self)
         merged.sums += sum(other.sums for other in others)
         return merged
@@ -99,7 +102,8 @@ class Moments:
     Examples
     --------
     >>> moments = Moments(["L0H0", "L0H1"], ["order"], d_head=4, group_size=2)
-    >>> q, k = torch.randn(8, 2, 4), torch.randn(8, 1, 3, 4)  # 8 prompts; 2 heads; 1 key head, 3 keys each
+    >>> q = torch.randn(8, 2, 4)  # 8 prompts; 2 heads
+    >>> k = torch.randn(8, 1, 3, 4)  # 1 key head, 3 keys each
     >>> moments.update(q, k, {"order": torch.tensor([[1, -1, 0]]).expand(8, 3)})
     >>> moments.delta("order").shape
     torch.Size([2, 4, 4])
@@ -129,11 +133,10 @@ class Moments:
         readers = [(head.layer, head.kv(group_size)) for head in self.heads]
         self.key_heads = list(dict.fromkeys(readers))
         self._kv_of_head = [self.key_heads.index(reader) for reader in readers]
-        shapes = self._shapes()
         new = functools.partial(torch.zeros, dtype=torch.float64, device=device)
-        self.state = {
-            name: {contrast: new(shape) for contrast in contrasts} for name, shape in shapes.items()
-        }
+        self.state: dict[str, dict[str, Tensor]] = {}
+        for name, shape in self._shapes().items():
+            self.state[name] = {contrast: new(shape) for contrast in contrasts}
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the sums of one contrast, by name.
@@ -177,7 +180,8 @@ class Moments:
         keys = k.to(torch.float64)
         for contrast, label in labels.items():
             sums = self._key_sums(q, keys, label.to(keys.device), prompts)
-            _add_outer(self.state["sums"][contrast], queries, sums.flatten(2), self._kv_of_head)
+            state = self.state["sums"][contrast]
+            _add_outer(state, queries, sums.flatten(2), self._kv_of_head)
             if prompts is not None and self.replicates:
                 self._add_nulls(contrast, queries, sums, prompts.to(keys.device))
 
@@ -204,16 +208,20 @@ class Moments:
         self, side: str, vectors: Float[Tensor, "b c *k d"], prompts: Tensor | None
     ) -> None:
         """Refuse vectors that are NaN or infinite, naming the first."""
-        bad = (~torch.isfinite(vectors)).any(dim=-1).nonzero().tolist()
+        is_finite = torch.isfinite(vectors).all(dim=-1)
+        bad = (~is_finite).nonzero().tolist()
         if not bad:
             return
         row, column, *slot = bad[0]
-        head = self.heads[column if side == "query" else self._kv_of_head.index(column)]
-        example = f"{row if prompts is None else int(prompts[row])}"
+        if side == "key":
+            column = self._kv_of_head.index(column)
+        if prompts is not None:
+            row = int(prompts[row])
+        vector = f"the {side} of {self.heads[column]} at example {row}"
         if slot:
-            example += f", key {slot[0]}"
+            vector += f", key {slot[0]}"
         advice = "check the model's dtype (float16 can overflow; try bfloat16 or float32)"
-        raise BadInput(f"the {side} of {head} at example {example} is NaN or infinite: {advice}.")
+        raise BadInput(f"{vector} is NaN or infinite: {advice}.")
 
     def _add_nulls(
         self,
@@ -248,11 +256,14 @@ class Moments:
         """Add one batch to the replicates: the same sums, each unit's with a random sign."""
         replicate = torch.arange(self.replicates, device=unit.device)[:, None]
         width = scaled.shape[-1] - 1
-        row_bytes = scaled[0, ..., :width].numel() * self.replicates * scaled.element_size()
+        numbers = scaled[0, ..., :width].numel() * self.replicates
+        row_bytes = numbers * scaled.element_size()
         rows_at_once = max(_AT_ONCE // max(row_bytes, 1), 1)
         for rows in torch.arange(len(unit), device=unit.device).split(rows_at_once):
-            signs = draw_signs(self.seed, 0, replicate, unit[rows]).T.to(scaled.dtype)
-            flipped = scaled[rows, :, None] * signs[:, None, :, None, None]
+            signs = draw_signs(self.seed, 0, replicate, unit[rows]).T
+            # rows by key heads by replicates by ± by a + 1
+            sign = signs.to(scaled.dtype)[:, None, :, None, None]
+            flipped = scaled[rows, :, None] * sign
             # head by head: the replicates of all heads at once would not fit in memory
             for i, kv in enumerate(self._kv_of_head):
                 one_head = slice(i, i + 1)
@@ -266,7 +277,8 @@ class Moments:
         ----------
         contrast : its name.
         """
-        return self.state["sums"][contrast][:, -1, :, -1]
+        sums = self.state["sums"][contrast]
+        return sums[:, -1, :, -1]
 
     def delta(self, contrast: str, center: Center = "none") -> Float[Tensor, "h d d"]:
         """ΔC of every head, rows in query space and columns in key space.
@@ -280,7 +292,7 @@ class Moments:
         return centred_delta(self._filled(contrast), center)
 
     def sizes(self, contrast: str) -> Float[Tensor, " h"]:
-        """Size of the two averages that ΔC is the difference of: what it is rounded by.
+        """Size of the two averages that ΔC is the difference of, which sets its rounding.
 
         Parameters
         ----------
@@ -288,8 +300,9 @@ class Moments:
         """
         sums = self._filled(contrast)
         count = sums[:, -1:, :, -1:]
-        averages = (sums / count)[:, :-1, :, :-1]
-        norms = torch.linalg.matrix_norm(averages.transpose(1, 2), ord=2)
+        averages = sums / count
+        products = averages[:, :-1, :, :-1].transpose(1, 2)
+        norms = torch.linalg.matrix_norm(products, ord=2)
         return norms.amax(dim=1)
 
     def flipped_nulls(self, contrast: str, head: Head | str) -> Float[Tensor, "r d d"]:
@@ -312,7 +325,7 @@ class Moments:
     def interaction_nulls(
         self, contrast: str, head: Head | str
     ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "r d d"]]:
-        """What the scale of rows makes of a difference of means at one head, and the replicates.
+        """Part of ΔC that the rows' scale makes of a difference of means, and its replicates.
 
         The replicates hold that part too.
 
@@ -330,7 +343,7 @@ class Moments:
         )
 
     def unit_count(self, contrast: str) -> tuple[int, float]:
-        """How many random units went in, and how many equally large ones they are worth.
+        """Number of random units added, and of equally large ones that they are worth.
 
         Parameters
         ----------
@@ -342,7 +355,8 @@ class Moments:
         # (exact while they are few)
         empty = max(_BUCKETS - filled, 1)
         count = round(-_BUCKETS * math.log(empty / _BUCKETS))
-        equally_large = float(rows.sum() ** 2 / rows.square().sum().clamp_min(1e-300))
+        squares = rows.square().sum().clamp_min(1e-300)
+        equally_large = float(rows.sum() ** 2 / squares)
         return count, equally_large * count / max(filled, 1)
 
     def _filled(self, contrast: str) -> Float[Tensor, "h a 2 a"]:
@@ -350,7 +364,8 @@ class Moments:
         missing = (self.count(contrast) <= 0).nonzero().tolist()
         if missing:
             head, sign = missing[0]
-            pairs = f"{('positive', 'negative')[sign]} pairs for {self.heads[head]}"
+            kind = "negative" if sign else "positive"
+            pairs = f"{kind} pairs for {self.heads[head]}"
             raise BadInput(f"contrast {contrast!r} has no {pairs}: it needs both + and − keys.")
         return self.state["sums"][contrast]
 
@@ -390,9 +405,8 @@ class Moments:
         tensors, manifest = read_tensors(path, cls.kind)
         damaged = cls._first_damaged(tensors, manifest)
         if damaged is not None:
-            raise BadInput(
-                f"{path} is damaged: {damaged} is missing or of another shape or type: make it again."
-            )
+            problem = f"{damaged} is missing or of another shape or type"
+            raise BadInput(f"{path} is damaged: {problem}: make it again.")
         moments = cls(**manifest, device=device)
         for name, value in moments.tensors().items():
             value.copy_(tensors[name])
@@ -402,7 +416,7 @@ class Moments:
     def _first_damaged(
         cls, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
     ) -> str | None:
-        """Name of what a manifest promises and the tensors do not hold; None if all is well."""
+        """Name of the first tensor that is promised and missing; None if all is well."""
         try:
             # on tensors without memory, as a manifest may promise anything
             promised = cls(**manifest, device="meta").tensors()
@@ -410,7 +424,9 @@ class Moments:
             return "its manifest"
         for name, expected in promised.items():
             value = tensors.get(name)
-            if value is None or value.shape != expected.shape or value.dtype != expected.dtype:
+            if value is None:
+                return name
+            if (value.shape, value.dtype) != (expected.shape, expected.dtype):
                 return name
         return None
 
@@ -435,6 +451,8 @@ def _add_outer(
         # the queries of a group stand side by side and meet their shared keys in one product
         stacked = queries.unflatten(1, (groups, group_size)).flatten(2)
         by_group = flat.view(groups, -1, keys.shape[2])
-        by_group.baddbmm_(stacked.permute(1, 2, 0), keys.transpose(0, 1))
+        left = stacked.permute(1, 2, 0)
+        by_group.baddbmm_(left, keys.transpose(0, 1))
     else:
-        flat += queries.permute(1, 2, 0) @ keys.transpose(0, 1)[kv_of_head]
+        keys_of_heads = keys.transpose(0, 1)[kv_of_head]
+        flat += queries.permute(1, 2, 0) @ keys_of_heads

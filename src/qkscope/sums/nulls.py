@@ -1,4 +1,4 @@
-"""What chance would have given: null replicates of ΔC, and p-values.
+"""Null replicates of ΔC, and p-values.
 
 Each row of data is a query and the label-weighted sums of its keys, ``s± = Σ_j w_j [k_j; 1]`` over
 the keys labelled ±. A null changes only those sums, so replicates stream beside the data and
@@ -63,12 +63,13 @@ def centred_delta(
     # halfway between the mean queries of the two conditions: d × 1
     mean_queries = (reference / count)[..., :-1, :, -1:]
     mean_query = mean_queries.mean(dim=-2)
-    centred = delta[..., :-1, :] - mean_query * delta[..., -1:, :]
+    mean_keys = delta[..., -1:, :]
+    centred = delta[..., :-1, :] - mean_query * mean_keys
     return centred[..., :-1]
 
 
 def _difference(signed: Float[Tensor, "*n 2 x"]) -> Float[Tensor, "*n x"]:
-    """What belongs to + less what belongs to −."""
+    """Difference of what belongs to + and what belongs to −."""
     plus, minus = signed.unbind(dim=-2)
     return plus - minus
 
@@ -101,7 +102,8 @@ def row_scale(sums: Float[Tensor, "b g 2 a"]) -> Float[Tensor, "b g 2 1"]:
     makes of a difference of means is told from an interaction.
     """
     size = mean_difference(sums).norm(dim=-1)
-    return size[..., None, None] * sums[..., -1:]
+    weights = sums[..., -1:]
+    return size[..., None, None] * weights
 
 
 def interaction_deltas(
@@ -144,7 +146,7 @@ def _scaled_difference(
 def _interaction_part(
     sums: Float[Tensor, "*n a 2 a+1"], observed: Float[Tensor, "a 2 a+1"], means_differ: bool
 ) -> Float[Tensor, "*n d d"]:
-    """What rows with these signs add to ΔC beyond the means ``q̄`` and ``m±`` of the observed sums.
+    """Part of ΔC that rows with these signs add beyond the observed means ``q̄`` and ``m±``.
 
     Where the means do not differ, both conditions have the mean of the two.
     """
@@ -156,7 +158,9 @@ def _interaction_part(
     if not means_differ:
         mean_key = mean_key.mean(dim=0)
     # Σ (q − q̄) [s; w; a]ᵀ
-    centred = sums[..., :-1, :, :] - mean_query[:, None, None] * sums[..., -1:, :, :]
+    of_queries = sums[..., :-1, :, :]
+    of_rows = sums[..., -1:, :, :]
+    centred = of_queries - mean_query[:, None, None] * of_rows
     keys, _, scales = centred.split([d, 1, 1], dim=-1)
     return _difference((keys - scales * mean_key) / count)
 
@@ -193,7 +197,8 @@ def _largest_z(statistics: Sequence[Statistic]) -> tuple[float, Float[Tensor, " 
         return 0.0, torch.zeros(0)
     observed = torch.tensor([value for value, _ in statistics], dtype=torch.float64)
     null = torch.tensor([replicates for _, replicates in statistics], dtype=torch.float64)
-    spread = null.std(dim=1, correction=0).maximum(1e-12 * observed.abs() + _TINY)
+    rounding = 1e-12 * observed.abs() + _TINY
+    spread = null.std(dim=1, correction=0).maximum(rounding)
     z = (observed - null.mean(dim=1)) / spread
     # mean and spread of the other replicates, for each replicate
     others = max(null.shape[1] - 1, 1)

@@ -68,29 +68,41 @@ def metrics(
     """
     # padding stands before the first token, or behind the prompt
     first = rows.present().int().argmax(1)[:, None]
-    keys = rows.k[:, 0].gather(1, named[..., None].expand(-1, -1, rows.d_head))
-    q = rows.q[None, :, 0] if q is None else q
-    is_first = (named == first)[..., None]
-    k = keys[None] if k is None else torch.where(is_first, keys, k)
+    all_keys = rows.k[:, 0]
+    keys_at = named[..., None].expand(-1, -1, rows.d_head)
+    keys = all_keys.gather(1, keys_at)
+    if q is None:
+        q = rows.q[None, :, 0]
+    if k is None:
+        k = keys[None]
+    else:
+        is_first = (named == first)[..., None]
+        k = torch.where(is_first, keys, k)
     scale = float(torch.as_tensor(rows.scale).flatten()[0])
-    all_products = torch.einsum("xnd,ntd->nxt", q, rows.k[:, 0]) * scale
+    all_products = torch.einsum("xnd,ntd->nxt", q, all_keys) * scale
     at_named = torch.einsum("xnd,xnkd->nxk", q, k) * scale
     takes_part = signs[:, None] != 0
     columns = named[:, None].expand_as(at_named)
     products = _replaced(all_products, columns, at_named, takes_part)
     attention = rows.attention(products)
-    logits = rows.logits(products).gather(-1, columns).masked_fill(~takes_part, -torch.inf)
+    named_logits = rows.logits(products).gather(-1, columns)
+    logits = named_logits.masked_fill(~takes_part, -torch.inf)
     if P is not None:
-        at_named = torch.einsum("xnd,xnkd->nxk", q @ P.to(q), k) * scale
+        projected = q @ P.to(q)
+        at_named = torch.einsum("xnd,xnkd->nxk", projected, k) * scale
     is_right = (signs > 0)[:, None]
-    first_column = first[:, None].expand(-1, attention.shape[1], 1)
+    times = attention.shape[1]
+    first_column = first[:, None].expand(-1, times, 1)
     largest = logits.argmax(-1, keepdim=True)
     weights = relative_weights(signs)[:, None].to(q)
+    on_named = attention.gather(-1, columns)
+    among_named = soft(logits)
+    is_largest_right = is_right.expand_as(logits).gather(-1, largest)[..., 0]
     measures = {
-        "attention": (attention.gather(-1, columns) * is_right).sum(-1),
+        "attention": (on_named * is_right).sum(-1),
         "first": attention.gather(-1, first_column)[..., 0],
-        "among": (soft(logits) * is_right).sum(-1),
-        "accuracy": is_right.expand_as(logits).gather(-1, largest)[..., 0].to(q),
+        "among": (among_named * is_right).sum(-1),
+        "accuracy": is_largest_right.to(q),
         "logit": (at_named * weights).sum(-1),
     }
     by_name = [measures[name] for name in METRICS]
@@ -107,7 +119,8 @@ def _replaced(
     # padded slots may point at a named key's column: they write to one beyond, which is cut off
     beyond = products.shape[-1]
     targets = columns.masked_fill(~takes_part, beyond)
-    return pad(products, (0, 1)).scatter(-1, targets, values)[..., :-1]
+    replaced = pad(products, (0, 1)).scatter(-1, targets, values)
+    return replaced[..., :-1]
 
 
 # ---------------------------------------------------------------------- sums by word, and tables
@@ -116,7 +129,7 @@ def _replaced(
 
 
 class Measurement(NamedTuple):
-    """What every prompt of a batch gives.
+    """Values of every prompt of a batch.
 
     Values by name, how far parts miss their sum, and which prompts count.
     """
@@ -154,13 +167,15 @@ class Tally:
         used = torch.ones(len(words), dtype=torch.bool)
         if measurement.used is not None:
             used = measurement.used.cpu()
-        places = torch.tensor([self._place[word] for word in words])[used]
+        place_of_prompt = [self._place[word] for word in words]
+        places = torch.tensor(place_of_prompt)[used]
         values = {**measurement.values, "count": torch.ones(len(words))}
         for name, value in values.items():
             if name not in self.sums:
                 shape = (len(self.words), *value.shape[1:])
                 self.sums[name] = torch.zeros(shape, dtype=torch.float64)
-            self.sums[name].index_add_(0, places, value.cpu().double()[used])
+            added = value.cpu().double()[used]
+            self.sums[name].index_add_(0, places, added)
         error = self.sums.setdefault("error", torch.zeros(1, dtype=torch.float64))
         if measurement.error is not None and used.any():
             missed = measurement.error.cpu()[used]
@@ -168,16 +183,16 @@ class Tally:
 
     @property
     def error(self) -> float:
-        """How far parts were from summing, at most."""
+        """Largest error of a sum of parts."""
         return float(self.sums["error"])
 
     @property
     def rows(self) -> int:
-        """How many prompts there were."""
+        """Number of prompts."""
         return int(self.sums["count"].sum())
 
     def mean(self, name: Any) -> Float[Tensor, "*v"]:
-        """The mean over all prompts."""
+        """Mean over all prompts."""
         return self.sums[name].sum(0) / self.rows
 
     def interval(
@@ -196,11 +211,11 @@ class Tally:
         return clustered_bootstrap(means[rows], rows)
 
     def ends(self, name: str, columns: Any = slice(None)) -> list[list[float | None]]:
-        """The ends of intervals as tables have them: None where there are none."""
-        ends: list[list[float | None]] = [end.tolist() for end in self.interval(name, columns)]
+        """Ends of intervals for a table: None where there is no interval."""
+        low, high = self.interval(name, columns)
         if len(self.words) > 1:
-            return ends
-        return [[None] * len(end) for end in ends]
+            return [low.tolist(), high.tolist()]
+        return [[None] * len(low), [None] * len(high)]
 
     def writer_rows(
         self, head: Head, names: Sequence[str], count: int | None = None
@@ -214,17 +229,16 @@ class Tally:
             lows, highs = self.ends(side, order)
             for i, low, high in zip(order, lows, highs, strict=True):
                 value = float(values[i])
-                table.append(
-                    {
-                        "head": str(head),
-                        "side": side,
-                        "writer": names[i],
-                        "value": value,
-                        "share": value / total if total else None,
-                        "low": low,
-                        "high": high,
-                    }
-                )
+                row = {
+                    "head": str(head),
+                    "side": side,
+                    "writer": names[i],
+                    "value": value,
+                    "share": value / total if total else None,
+                    "low": low,
+                    "high": high,
+                }
+                table.append(row)
         return table
 
     def pair_rows(
@@ -235,16 +249,15 @@ class Tally:
         lows, highs = self.ends("pairs")
         table = []
         for (query, key), value, low, high in zip(pairs, values, lows, highs, strict=True):
-            table.append(
-                {
-                    "head": str(head),
-                    "query_writer": names[query],
-                    "key_writer": names[key],
-                    "value": value,
-                    "low": low,
-                    "high": high,
-                }
-            )
+            row = {
+                "head": str(head),
+                "query_writer": names[query],
+                "key_writer": names[key],
+                "value": value,
+                "low": low,
+                "high": high,
+            }
+            table.append(row)
         return table
 
     def check_row(self, head: Head, **more: Any) -> dict[str, Any]:
@@ -254,7 +267,8 @@ class Tally:
         share is negative, 3 where the negative ones take back half of what the positive ones give.
         """
         total = float(self.mean("total"))
-        gross = max(float(self.mean(side).abs().sum()) for side in SIDES)
+        sizes = [self.mean(side).abs().sum() for side in SIDES]
+        gross = max(float(size) for size in sizes)
         cancels = gross / abs(total) if total else float("inf")
         return {
             "head": str(head),
@@ -280,7 +294,8 @@ def strongest_pairs(pairs: Float[Tensor, "c c"]) -> list[tuple[int, int]]:
 def first_by(scores: Float[Tensor, " c"], size: int, signed: bool = False) -> list[int]:
     """The writers with the largest scores, by size or signed; not the biases, which are last.
 
-    >>> first_by(torch.tensor([1.0, -3.0, 2.0, 9.0]), 2), first_by(torch.tensor([1.0, -3.0, 2.0, 9.0]), 2, signed=True)
+    >>> scores = torch.tensor([1.0, -3.0, 2.0, 9.0])
+    >>> first_by(scores, 2), first_by(scores, 2, signed=True)
     ([1, 2], [2, 0])
     """
     of_writers = scores[:-1]
@@ -292,7 +307,7 @@ def first_by(scores: Float[Tensor, " c"], size: int, signed: bool = False) -> li
 def draw_alike(
     chosen: Sequence[int], writers: Sequence[Writer], seed: int, least: int = 1
 ) -> list[int]:
-    """Other writers at random, one for each chosen, of its kind and layer or of the nearest.
+    """Draw other writers, one for each chosen, of its kind and layer or of the nearest.
 
     A layer has many heads and one MLP, so that for an MLP those of the nearest layers stand in, and
     for a head where there are fewer than ``least`` others.
@@ -304,7 +319,8 @@ def draw_alike(
     generator = torch.Generator().manual_seed(seed)
     drawn: list[int] = []
     for index in chosen:
-        free = [c for c in range(len(writers)) if c not in chosen and c not in drawn]
+        taken = {*chosen, *drawn}
+        free = [c for c in range(len(writers)) if c not in taken]
         if not free:
             break
         alike = _alike(writers[index], free, writers, least)
@@ -314,7 +330,7 @@ def draw_alike(
 
 
 def _alike(writer: Writer, free: Sequence[int], writers: Sequence[Writer], least: int) -> list[int]:
-    """Free writers that may stand in for one: of its kind, if any is, and of near layers."""
+    """Free writers that may stand in for another: of its kind, if any is, and of near layers."""
     same_kind = [c for c in free if writers[c].kind == writer.kind] or free
     count = least if writer.kind == "head" else _NEAREST
     distances = [abs(writers[c].layer - writer.layer) for c in same_kind]
@@ -332,6 +348,6 @@ def different(draws: Iterable[Mapping[str, list[int]]]) -> list[Mapping[str, lis
     """
     sets = {}
     for draw in draws:
-        members = tuple((side, *sorted(writers)) for side, writers in draw.items())
-        sets[members] = draw
+        members = [(side, *sorted(writers)) for side, writers in draw.items()]
+        sets[tuple(members)] = draw
     return list(sets.values())

@@ -110,7 +110,7 @@ class SingularBasis:
         return f"SingularBasis({names}: {self.S.shape[-1]} vectors each)"
 
     def index(self, heads: Sequence[Head]) -> list[int]:
-        """Where some heads stand in this basis.
+        """Places of some heads in this basis.
 
         Parameters
         ----------
@@ -119,32 +119,36 @@ class SingularBasis:
         for head in heads:
             if head not in self.heads:
                 raise BadInput(
-                    f"{head} is not in this singular basis: make it with singular_basis(scope, ['{head}'])."
+                    f"{head} is not in this singular basis:"
+                    f" make it with singular_basis(scope, ['{head}'])."
                 )
         return [self.heads.index(head) for head in heads]
 
     def __getitem__(self, head: str | Head) -> HeadBasis:
         (i,) = self.index([Head.parse(head)])
-        return HeadBasis(self.U[i], self.S[i], self.V[i], self.read[i], self.rotary[i])
+        return HeadBasis(
+            U=self.U[i], S=self.S[i], V=self.V[i], read=self.read[i], rotary=self.rotary[i]
+        )
 
     def table(self) -> list[dict[str, Any]]:
         """One row per head: its spectrum in four numbers, and how well the factors multiply out."""
         energy = self.S.double().square()
         share = energy / energy.sum(-1, keepdim=True)
-        entropy = -(share * share.clamp_min(1e-300).log()).sum(-1)
+        logarithm = share.clamp_min(1e-300).log()
+        entropy = -(share * logarithm).sum(-1)
         table = []
         for i, head in enumerate(self.heads):
-            table.append(
-                {
-                    "head": str(head),
-                    "top": float(self.S[i, 0]),
-                    "median": float(self.S[i].median()),
-                    "last": float(self.S[i, -1]),
-                    "effective_rank": float(torch.exp(entropy[i])),
-                    "rotary": self.rotary[i],
-                    "error": float(self.error[i]),
-                }
-            )
+            spectrum = self.S[i]
+            row = {
+                "head": str(head),
+                "top": float(spectrum[0]),
+                "median": float(spectrum.median()),
+                "last": float(spectrum[-1]),
+                "effective_rank": float(torch.exp(entropy[i])),
+                "rotary": self.rotary[i],
+                "error": float(self.error[i]),
+            }
+            table.append(row)
         return table
 
 
@@ -172,22 +176,34 @@ def basis_of_weights(
     generator = torch.Generator().manual_seed(0)
     probes = torch.randn(w_k.shape[-1], _PROBES, generator=generator, dtype=torch.float64)
     parts = []
-    for batch in torch.arange(len(heads), device=w_q.device).split(heads_at_once(w_q)):
+    numbers = torch.arange(len(heads), device=w_q.device)
+    for batch in numbers.split(heads_at_once(w_q)):
         used, kv = kv_of_head[batch].unique(return_inverse=True)
         u, s, v = thin_svd(w_q[batch], w_k[used], kv)
         q = w_q[batch].to(u)
-        error = _probe_error((u, s, v), q, w_k[used].to(u), kv, probes.to(u))
+        keys = w_k[used].to(u)
+        error = _probe_error((u, s, v), q, keys, kv, probes.to(u))
         results = [u.float(), s, v.float(), q @ u, error]
         parts.append([x.cpu() for x in results])
     U, S, V, read, error = map(torch.cat, zip(*parts, strict=True))
     if bool((error > 1e-6).any()):
         worst = heads[int(error.argmax())]
-        problem = f"{worst} do not multiply out to its weights (error {float(error.max()):.1e})"
+        largest = float(error.max())
+        problem = f"{worst} do not multiply out to its weights (error {largest:.1e})"
         raise BadInput(
             f"the singular vectors of {problem}: look for numbers that are not finite among them."
         )
     return SingularBasis(
-        tuple(heads), U, S, V, read, scale.cpu(), c_q.cpu(), error, tuple(rotary), about or {}
+        heads=tuple(heads),
+        U=U,
+        S=S,
+        V=V,
+        read=read,
+        scale=scale.cpu(),
+        c_Q=c_q.cpu(),
+        error=error,
+        rotary=tuple(rotary),
+        about=about or {},
     )
 
 
@@ -204,7 +220,8 @@ def _probe_error(
     rebuilt = u @ (s[..., None] * (v.mT @ probes))
     error = (rebuilt - true).flatten(1).norm(dim=-1)
     size = true.flatten(1).norm(dim=-1)
-    return error / size.clamp_min(torch.finfo(torch.float64).tiny)
+    tiny = torch.finfo(torch.float64).tiny
+    return error / size.clamp_min(tiny)
 
 
 def dual(read: Float[Tensor, "*h d m"]) -> Float[Tensor, "*h d m"]:
@@ -226,7 +243,9 @@ def singular_coordinates(
 def components(read: Float[Tensor, "d m"], chosen: Sequence[int] | Tensor) -> Projector:
     """Oblique projector on keys that keeps chosen components of a logit: ``P = Σ_j n_j m_jᵀ``."""
     index = torch.as_tensor(chosen)
-    return Projector(dual(read)[:, index], read.double()[:, index])
+    duals = dual(read)[:, index]
+    images = read.double()[:, index]
+    return Projector(duals, images)
 
 
 # ---------------------------------------------------------------------- relative attention
@@ -250,8 +269,9 @@ def key_difference(
     >>> key_difference(torch.tensor([[5.0], [1.0], [3.0]]), torch.tensor(0))
     tensor([3.])
     """
+    *shape, width = keys.shape
     if mask is None:
-        mask = torch.ones(keys.shape[:-1], dtype=torch.bool, device=keys.device)
+        mask = torch.ones(shape, dtype=torch.bool, device=keys.device)
     index = attended[..., None].to(torch.int64)
     others = mask.scatter(-1, index, False)
     if not bool(others.any(-1).all()):
@@ -261,7 +281,7 @@ def key_difference(
     weight = (others / others.sum(-1, keepdim=True)).to(keys)
     other_keys = keys.masked_fill(~others[..., None], 0.0)
     mean = (weight[..., None] * other_keys).sum(-2)
-    columns = index[..., None].expand(*index.shape, keys.shape[-1])
+    columns = index[..., None].expand(*index.shape, width)
     attended_key = keys.gather(-2, columns).squeeze(-2)
     return attended_key - mean
 
@@ -274,7 +294,9 @@ def sparsity(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
     >>> sparsity(torch.tensor([[1.0, -1.0, 1.0, 1.0], [0.0, 0.0, 3.0, 0.0]]))
     tensor([1.0000, 0.2500])
     """
-    return terms.abs().mean(-1).square() / terms.square().mean(-1)
+    mean_size = terms.abs().mean(-1)
+    mean_square = terms.square().mean(-1)
+    return mean_size.square() / mean_square
 
 
 def reconstruction_count(
@@ -293,8 +315,10 @@ def reconstruction_count(
     # all terms
     rounding = 8 * torch.finfo(terms.dtype).eps
     slack = rounding * terms.abs().sum(-1, keepdim=True)
-    count = (reached < tolerance * total - slack).sum(-1) + 1
-    return torch.where(total.squeeze(-1) > 0, count.to(terms), torch.nan)
+    aim = tolerance * total - slack
+    count = (reached < aim).sum(-1) + 1
+    is_positive = total.squeeze(-1) > 0
+    return torch.where(is_positive, count.to(terms), torch.nan)
 
 
 def cancellation(terms: Float[Tensor, "*b m"]) -> Float[Tensor, "*b"]:
@@ -337,11 +361,13 @@ def null_count(
 ) -> Tensor:
     """Mean reconstruction count of random terms with the same sum and the same norm."""
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn((draws, *terms.shape), generator=generator, dtype=torch.float64).to(terms)
+    shape = (draws, *terms.shape)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(terms)
     noise = noise - noise.mean(-1, keepdim=True)
     mean = terms.mean(-1, keepdim=True)
     spread = (terms - mean).norm(dim=-1, keepdim=True)
-    size = noise.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(terms.dtype).tiny)
+    tiny = torch.finfo(terms.dtype).tiny
+    size = noise.norm(dim=-1, keepdim=True).clamp_min(tiny)
     random = mean + noise / size * spread
     return reconstruction_count(random, tolerance).mean(0)
 
@@ -358,7 +384,8 @@ def rotated_terms(
     Spectrum and rank stay, the directions do not. They rotate within the head's own subspaces, the
     strictest form: only which direction meets which is lost.
     """
-    rotations = random_rotations(s.shape[-1], 2 * draws, seed).to(query)
+    rank = s.shape[-1]
+    rotations = random_rotations(rank, 2 * draws, seed).to(query)
     of_query, of_key = rotations.chunk(2)
     q = torch.einsum("...m,rmn->r...n", query, of_query)
     k = torch.einsum("...m,rmn->r...n", difference, of_key)
@@ -409,7 +436,8 @@ def shared_sparsity(
 
     Every logit stays: a pair of vectors goes to a uniform pair at the same angle.
     """
-    first, second = normalize(_gaussian_pairs(q, draws, prompts, seed), dim=-1)
+    pairs = _gaussian_pairs(q, draws, prompts, seed)
+    first, second = normalize(pairs, dim=-1)
     along = (second * first).sum(-1, keepdim=True) * first
     across = normalize(second - along, dim=-1)
     cosine = cosine_similarity(q, difference, dim=-1)[..., None]
@@ -424,7 +452,8 @@ def _gaussian_pairs(
     """Gaussian vectors, addressed by seed and prompt: batches do not change them."""
     drawn = []
     for prompt in prompts:
-        digest = hashlib.sha256(f"{seed}/{prompt}".encode()).digest()
+        name = f"{seed}/{prompt}"
+        digest = hashlib.sha256(name.encode()).digest()
         address = int.from_bytes(digest[:8], "big") >> 1
         generator = torch.Generator().manual_seed(address)
         shape = (2, draws, *like.shape[1:])

@@ -46,7 +46,8 @@ class Subspace:
     Examples
     --------
     >>> import torch
-    >>> feature = Subspace.from_delta(torch.diag(torch.tensor([3.0, 2.0, 0.0])), head="L3H1", contrast="order")
+    >>> delta = torch.diag(torch.tensor([3.0, 2.0, 0.0]))
+    >>> feature = Subspace.from_delta(delta, head="L3H1", contrast="order")
     >>> feature
     Subspace(order at L3H1, rank 2 of 3)
     >>> feature.project(torch.ones(3))
@@ -69,7 +70,8 @@ class Subspace:
         self._check_orthonormal("V", self.V, where)
         s = self.S
         is_finite = bool(((s >= 0) & s.isfinite()).all())
-        is_rising = bool((s.diff() > _ORTHONORMAL * s[:1]).any())
+        tolerance = _ORTHONORMAL * s[:1]
+        is_rising = bool((s.diff() > tolerance).any())
         if not is_finite or is_rising:
             raise BadInput(
                 f"singular values{where} are finite, at least 0 and in falling order: give S so."
@@ -91,8 +93,10 @@ class Subspace:
             )
 
     def __repr__(self) -> str:
-        verdict = "" if self.controls is None else f", {self.controls.verdict}"
-        return f"Subspace({self._title}, rank {self.rank} of {self.d_head}{verdict})"
+        rank = f"rank {self.rank} of {self.d_head}"
+        if self.controls is not None:
+            rank += f", {self.controls.verdict}"
+        return f"Subspace({self._title}, {rank})"
 
     @property
     def _title(self) -> str:
@@ -194,7 +198,8 @@ class Subspace:
         Examples
         --------
         >>> import torch
-        >>> feature = Subspace.from_delta(torch.diag(torch.tensor([3.0, 2.0, 0.0])), head="L3H1", contrast="order")
+        >>> delta = torch.diag(torch.tensor([3.0, 2.0, 0.0]))
+        >>> feature = Subspace.from_delta(delta, head="L3H1", contrast="order")
         >>> hook = feature.as_hook("swap", 0, 1, group_size=1)
         >>> hook.name
         'blocks.3.attn.hook_rot_k'
@@ -215,17 +220,26 @@ class Subspace:
         lines = self._summary_head()
         energy = self.S.square()
         share = energy / energy.sum()
-        shown = min(max(self.rank + 2, 5), self.S.shape[0])
+        wanted = max(self.rank + 2, 5)
+        shown = min(wanted, len(self.S))
         for i in range(shown):
             cumulative = share[: i + 1].sum()
-            line = f"  {i + 1:2d}  {self.S[i]:14.5g}  {share[i]:12.4f}  {cumulative:10.4f}"
-            if self.controls is not None:
-                null = self.controls.null_high
-                line += f"  {null[i]:9.5g}" if i < len(null) else "          -"
+            line = f"  {i + 1:2d}  {self.S[i]:14.5g}"
+            line += f"  {share[i]:12.4f}  {cumulative:10.4f}"
+            line += self._null_cell(i)
             if i < self.rank:
                 line += "  |"
             lines.append(line)
         return "\n".join(lines)
+
+    def _null_cell(self, component: int) -> str:
+        """Cell of the summary's last column: 95% of the null's components are smaller."""
+        if self.controls is None:
+            return ""
+        null = self.controls.null_high
+        if component < len(null):
+            return f"  {null[component]:9.5g}"
+        return "          -"
 
     def _summary_head(self) -> list[str]:
         """Lines above the spectrum: the rank, the controls, and the columns' names."""
@@ -233,8 +247,10 @@ class Subspace:
         columns = "   #  singular value  energy share  cumulative"
         if self.controls is None:
             return [title, columns]
-        controls = [f"  {line}" for line in self.controls.lines()]
-        return [f"{title} - {self.controls.verdict}", *controls, f"{columns}  null, 95%"]
+        lines = [f"{title} - {self.controls.verdict}"]
+        for line in self.controls.lines():
+            lines.append(f"  {line}")
+        return [*lines, f"{columns}  null, 95%"]
 
 
 def rank_of(

@@ -21,7 +21,7 @@ it is near: ``½ Σ |a − a_true|``, with all tokens that are not named as one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,9 +50,9 @@ _ATTENTION = ("orig_before", "target_before", "orig_after", "target_after")
 
 
 class Condition(NamedTuple):
-    """What is swapped: a feature, or by its ``kind`` another version or a baseline of its size.
+    """Condition of a swap: a feature, or by its ``kind`` another version or a baseline of its size.
 
-    >>> [Condition("order").name, Condition("order", "oblique").name, Condition("order", "random").name]
+    >>> [Condition("order", kind).name for kind in ("feature", "oblique", "random")]
     ['order', 'order_oblique', 'random_order']
     """
 
@@ -61,10 +61,12 @@ class Condition(NamedTuple):
 
     @property
     def name(self) -> str:
-        """One name for both; not unique, as a feature may be called anything."""
+        """Name of feature and kind together; not unique, as a feature may be called anything."""
         if self.kind == "feature":
             return self.feature
-        parts = (self.feature, self.kind) if self.kind in _VERSIONS else (self.kind, self.feature)
+        parts = [self.kind, self.feature]
+        if self.kind in _VERSIONS:
+            parts = [self.feature, self.kind]
         return "_".join(part for part in parts if part)
 
 
@@ -124,8 +126,8 @@ class SwapEffect(NamedTuple):
 
         With the means m of ``moved`` and g of ``gap``, a row gives
         ``m/g + (moved − gap · m/g) / g``: the mean is ``m/g``, and an interval of it knows that the
-        denominator was measured too. It adds up to 1 over subspaces that make up the head; NaN where
-        the head does not clearly prefer ``orig``.
+        denominator was measured too. It adds up to 1 over subspaces that make up the head; NaN
+        where the head does not clearly prefer ``orig``.
         """
         gap = self.gap.double()
         moved = self.moved.double().mean(dim=0)
@@ -154,7 +156,9 @@ def total_variation(
     tensor(0.4000)
     """
     difference = one - other
-    return (difference.abs().sum(-1) + difference.sum(-1).abs()) / 2
+    on_named = difference.abs().sum(-1)
+    elsewhere = difference.sum(-1).abs()
+    return (on_named + elsewhere) / 2
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,7 @@ class SwapRows:
 
         Both stand there with their intervals.
         """
-        table: dict[tuple[str, str, str], dict[str, Any]] = {}
+        table = dict[tuple[str, str, str], dict[str, Any]]()
         for (feature, reading), true in self.truth.items():
             tested = true.isfinite().flatten(1).all(1)
             if not bool(tested.any()):
@@ -291,7 +295,8 @@ class SwapRows:
         both = torch.stack([distance, beside - distance], dim=1)
         low, high = clustered_bootstrap(both, self.cluster[tested], seed=seed)
         # by measure and end, condition, head
-        numbers = torch.stack([both.mean(0), low, high], dim=1).flatten(0, 1)
+        ends = torch.stack([both.mean(0), low, high], dim=1)
+        numbers = ends.flatten(0, 1)
         measures = (reading, reading.replace("distance", "nearer"))
         names = [f"{measure}{end}" for measure in measures for end in _ENDS]
         table = []
@@ -304,26 +309,28 @@ class SwapRows:
     ) -> Rows:
         """How much more one condition shifts than another on the same rows, with the interval."""
         shifts = {}
-        for condition in dict.fromkeys(condition for pair in pairs for condition in pair):
-            shifts[condition] = self.swap(effects[condition]).shift.double()
+        for pair in pairs:
+            for condition in pair:
+                if condition not in shifts:
+                    shifts[condition] = self.swap(effects[condition]).shift.double()
         differences = [shifts[first] - shifts[second] for first, second in pairs]
         values = torch.stack(differences, dim=-1)
-        mean = values.mean(0)
         low, high = clustered_bootstrap(values, self.cluster, seed=seed)
+        # heads by pairs by mean and ends
+        numbers = torch.stack([values.mean(0), low, high], dim=-1)
         table = []
-        for column, head in enumerate(self.heads):
-            for i, (first, second) in enumerate(pairs):
-                table.append(
-                    {
-                        "head": str(head),
-                        "one": first.name,
-                        "other": second.name,
-                        "difference": float(mean[column, i]),
-                        "low": float(low[column, i]),
-                        "high": float(high[column, i]),
-                        "n": len(values),
-                    }
-                )
+        for of_head, head in zip(numbers.tolist(), self.heads, strict=True):
+            for (first, second), (mean, least, most) in zip(pairs, of_head, strict=True):
+                row = {
+                    "head": str(head),
+                    "one": first.name,
+                    "other": second.name,
+                    "difference": mean,
+                    "low": least,
+                    "high": most,
+                    "n": len(values),
+                }
+                table.append(row)
         return table
 
     def curve(
@@ -340,34 +347,39 @@ class SwapRows:
         pairs = {}
         for method, baseline in (against or {}).items():
             pairs[_condition(method)] = _condition(baseline)
-        gains = [f"{name}{end}" for name in ("gain", "carried", "carried_gain") for end in _ENDS]
         table = []
         for k in sizes:
-            effects = {_condition(name): self.swap(method(k)) for name, method in methods.items()}
+            effects = {}
+            for name, method in methods.items():
+                effects[_condition(name)] = self.swap(method(k))
             for row in swap_table(effects, self.heads, self.cluster, against=pairs, seed=seed):
-                table.append(
-                    {
-                        "head": row["head"],
-                        "method": row["condition"],
-                        "feature": row["feature"],
-                        "kind": row["kind"],
-                        "k": k,
-                        **{name: row[name] for name in _ATTENTION},
-                        "shift": row["shift"],
-                        "low": row["shift_low"],
-                        "high": row["shift_high"],
-                        **{name: row[name] for name in gains},
-                        "n": row["n"],
-                    }
-                )
+                table.append(_curve_row(row, k))
         return table
 
 
 def _condition(name: str | Condition) -> Condition:
-    """A condition itself, or a method by its name."""
+    """Parse a condition: itself, or a method by its name."""
     if isinstance(name, str):
         return Condition("", name)
     return name
+
+
+def _curve_row(row: Mapping[str, Any], k: int) -> dict[str, Any]:
+    """Row of a curve over sizes, from the row of `swap_table` at one size."""
+    gains = [f"{name}{end}" for name in ("gain", "carried", "carried_gain") for end in _ENDS]
+    return {
+        "head": row["head"],
+        "method": row["condition"],
+        "feature": row["feature"],
+        "kind": row["kind"],
+        "k": k,
+        **{name: row[name] for name in _ATTENTION},
+        "shift": row["shift"],
+        "low": row["shift_low"],
+        "high": row["shift_high"],
+        **{name: row[name] for name in gains},
+        "n": row["n"],
+    }
 
 
 def swap_attention(
@@ -404,7 +416,11 @@ def swap_attention(
         target_after.append(_at_slot(after, wanted))
         flipped.append(had_most & has_most)
         flipped_named.append(had_most_named & has_most_named)
-        moved.append((_at_slot(change, wanted) - _at_slot(change, watched)) / 2)
+        towards_wanted = _at_slot(change, wanted) - _at_slot(change, watched)
+        moved.append(towards_wanted / 2)
+    rank = projector.rank
+    if projector.left.ndim == 4:
+        rank = rank[0]
     return SwapEffect(
         orig_before=_at_slot(attention, watched),
         target_before=_at_slot(attention, wanted),
@@ -412,7 +428,7 @@ def swap_attention(
         target_after=torch.stack(target_after),
         flipped=torch.stack(flipped),
         flipped_named=torch.stack(flipped_named),
-        rank=projector.rank[0] if projector.left.ndim == 4 else projector.rank,
+        rank=rank,
         d_head=rows.d_head,
         gap=_at_slot(before, watched) - _at_slot(before, wanted),
         moved=torch.stack(moved),
@@ -425,7 +441,7 @@ def _at_slot(values: Float[Tensor, "n h k"], slot: Slots) -> Float[Tensor, "n h"
 
 
 def _is_slot(keys: int, slot: Slots) -> Bool[Tensor, "n 1 k"]:
-    """Which of a row's keys is the one in its slot."""
+    """Mask of the key in each row's slot."""
     slots = torch.arange(keys, device=slot.device)
     return (slots == slot[:, None])[:, None]
 
@@ -433,7 +449,7 @@ def _is_slot(keys: int, slot: Slots) -> Bool[Tensor, "n 1 k"]:
 def key_changes(
     rows: AttentionRows, orig: Slots, target: Slots, projector: Projector
 ) -> Iterator[Tensor]:
-    """What a swap of two keys adds to the products (n h k), draw by draw.
+    """Changes that a swap of two keys makes to the products (n h k), draw by draw.
 
     Memory then holds one copy of the rows.
     """
@@ -451,7 +467,8 @@ def key_changes(
     at_orig = _is_slot(keys, orig)
     at_target = _is_slot(keys, target)
     for move in moves:
-        yield move[..., None] * at_orig - move[..., None] * at_target
+        at_key = move[..., None]
+        yield at_key * at_orig - at_key * at_target
 
 
 def draw_targets(orig: Slots, allowed: Bool[Tensor, "n k"], *address: int | Slots) -> Slots:
@@ -464,12 +481,15 @@ def draw_targets(orig: Slots, allowed: Bool[Tensor, "n k"], *address: int | Slot
     free = allowed & (slots != orig[:, None])
     stuck = (~free.any(dim=1)).nonzero()
     if len(stuck):
+        row = int(stuck[0])
         raise BadInput(
-            f"row {int(stuck[0])} has no other key to swap with: give each example at least two keys."
+            f"row {row} has no other key to swap with: give each example at least two keys."
         )
     parts = []
     for part in address:
-        parts.append(part[:, None].to(slots.device) if isinstance(part, Tensor) else part)
+        if isinstance(part, Tensor):
+            part = part[:, None].to(slots.device)
+        parts.append(part)
     lowest = torch.iinfo(torch.int64).min
     return draw_bits(*parts, slots).masked_fill(~free, lowest).argmax(dim=1)
 
@@ -494,37 +514,48 @@ def swap_table(
     base = [names.index(pairs.get(name, name)) for name in names]
     shown = _shown_names(names)
     # rows by conditions by heads
-    shifts = torch.stack([effect.shift.double() for effect in effects.values()], dim=1)
-    carries = torch.stack([effect.carried.double() for effect in effects.values()], dim=1)
-    leaves = torch.stack([effect.left.double() for effect in effects.values()], dim=1)
+    shifts = _side_by_side(effect.shift for effect in effects.values())
+    carries = _side_by_side(effect.carried for effect in effects.values())
+    leaves = _side_by_side(effect.left for effect in effects.values())
     table = []
     for column, head in enumerate(heads):
         shift = shifts[..., column]
         carried = carries[..., column]
-        measures = [shift, shift - shift[:, base], carried, carried - carried[:, base]]
-        values = torch.stack([*measures, leaves[..., column]], dim=1)
+        gain = shift - shift[:, base]
+        carried_gain = carried - carried[:, base]
+        left = leaves[..., column]
+        values = torch.stack([shift, gain, carried, carried_gain, left], dim=1)
         low, high = clustered_bootstrap(values, prompts, seed=seed)
         # measures by ends by conditions
         ends = torch.stack([values.mean(0), low, high], dim=1)
         for i, (name, effect) in enumerate(effects.items()):
             condition = _condition(name)
-            table.append(
-                {
-                    "head": str(head),
-                    "condition": shown[name],
-                    "feature": condition.feature,
-                    "kind": condition.kind,
-                    "rank": int(effect.rank[column]),
-                    **_mean_attention(effect, column),
-                    **_measured(ends[..., i], has_baseline=name in pairs),
-                    "flip": float(effect.flipped[..., column].double().mean()),
-                    "flip_named": float(effect.flipped_named[..., column].double().mean()),
-                    "n": len(prompts),
-                    "draws": effect.orig_after.shape[0],
-                    "vacuous": bool(effect.vacuous[column]),
-                }
-            )
+            row = {
+                "head": str(head),
+                "condition": shown[name],
+                "feature": condition.feature,
+                "kind": condition.kind,
+                "rank": int(effect.rank[column]),
+                **_mean_attention(effect, column),
+                **_measured(ends[..., i], has_baseline=name in pairs),
+                "flip": _share(effect.flipped[..., column]),
+                "flip_named": _share(effect.flipped_named[..., column]),
+                "n": len(prompts),
+                "draws": effect.orig_after.shape[0],
+                "vacuous": bool(effect.vacuous[column]),
+            }
+            table.append(row)
     return table
+
+
+def _side_by_side(measures: Iterable[Tensor]) -> Float[Tensor, "n c h"]:
+    """Stack one measure of every condition, in float64."""
+    return torch.stack([measure.double() for measure in measures], dim=1)
+
+
+def _share(is_so: Bool[Tensor, "*n"]) -> float:
+    """Share of the draws and rows where it is so."""
+    return float(is_so.double().mean())
 
 
 def _shown_names(names: Sequence[Any]) -> dict[Any, str]:

@@ -128,8 +128,9 @@ def trained(rows: SwapRows, feature: str, ranks: Sequence[int], seed: int = 0) -
         stream = derived_seed(seed, "trained", head.layer, head.index)
         starts.append(random_bases(attention_rows.d_head, max(ranks), 1, stream)[0])
     columns = torch.stack(starts).to(attention_rows.q).requires_grad_()
-    kept = torch.arange(max(ranks)) < torch.tensor(ranks)[:, None]
-    kept = kept[:, None].to(columns)
+    # which columns each head keeps
+    within_rank = torch.arange(max(ranks)) < torch.tensor(ranks)[:, None]
+    kept = within_rank[:, None].to(columns)
 
     def basis() -> Float[Tensor, "h d r"]:
         """An orthonormal basis of each head, zero beyond its rank."""
@@ -161,7 +162,7 @@ def beside_truth(
     singular: SingularBasis | None,
     seed: int = 0,
 ) -> dict[Condition, Projector]:
-    """What else is held against the truth of each feature.
+    """Other swaps that are held against the truth of each feature.
 
     Of its size: a trained subspace, and the components of Ω. Of none: the whole key, and nothing at
     all.
@@ -173,7 +174,9 @@ def beside_truth(
     singular : the singular vectors of the heads, where they can be had.
     seed : as in `trained`.
     """
-    eye = torch.eye(rows.rows.d_head, dtype=torch.float64).repeat(len(rows.heads), 1, 1)
+    eye = torch.eye(rows.rows.d_head, dtype=torch.float64)
+    whole_key = eye.repeat(len(rows.heads), 1, 1)
+    no_direction = 0 * whole_key[..., :1]
     swaps = {}
     for condition, projector in conditions.items():
         feature = condition.feature
@@ -185,8 +188,8 @@ def beside_truth(
             swaps[Condition(feature, "trained")] = trained(rows, feature, ranks, seed)
         if singular is not None:
             swaps[Condition(feature, "omega_svd")] = omega_svd(singular, rows.heads)(ranks)
-        swaps[Condition(feature, "whole")] = Projector.orthogonal(eye)
-        swaps[Condition(feature, "nothing")] = Projector.orthogonal(0 * eye[..., :1])
+        swaps[Condition(feature, "whole")] = Projector.orthogonal(whole_key)
+        swaps[Condition(feature, "nothing")] = Projector.orthogonal(no_direction)
     return swaps
 
 
@@ -218,6 +221,11 @@ def oblique(features: Sequence[HeadBases]) -> tuple[list[Projector], list[float 
         numbers.append(number)
     by_feature = [Projector.stack(projectors) for projectors in zip(*sets, strict=True)]
     return by_feature, numbers
+
+
+def _side_by_side(bases: Sequence[Float[Tensor, "d r"]]) -> Float[Tensor, "d s"]:
+    """Join the directions of several bases, in float64."""
+    return torch.cat([basis.double() for basis in bases], dim=-1)
 
 
 def joint_name(features: Sequence[str]) -> str:
@@ -257,7 +265,7 @@ def conditions(
     numbers: list[float | None] = [None] * len(by_head)
     if len(features) > 1:
         # the sum of their projectors: no projector itself, unless the features are orthogonal
-        side_by_side = [torch.cat([b.double() for b in bases], dim=-1) for bases in by_head]
+        side_by_side = [_side_by_side(bases) for bases in by_head]
         swaps[Condition(together, "summed")] = _orthogonal(side_by_side)
         projectors, numbers = oblique(separate)
         for feature, projector in zip(features, projectors, strict=True):

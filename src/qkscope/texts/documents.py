@@ -215,7 +215,10 @@ def _cut(documents: Sequence[Document]) -> list[Document]:
             sections.append(Document(f"{document.name}, section {number}", text))
     if len(sections) > len(documents):
         files = "1 file is" if len(documents) == 1 else f"{len(documents)} files are"
-        says = "%s too few to split by document: cut into %d sections, each taken for a text of its own."
+        says = (
+            "%s too few to split by document: "
+            "cut into %d sections, each taken for a text of its own."
+        )
         log.warning(says, files, len(sections))
     return sections
 

@@ -1,8 +1,8 @@
 """Sides of a text that share no text: to choose on, to fit on, to test on.
 
-Text that was written once must not stand on two sides. So documents that share much text (a tenth or
-more of the runs of eight tokens of the smaller one) are one group, each group is assigned to a side
-at random, and a passage that still shares a run with another side is left out. Grouping by any
+Text that was written once must not stand on two sides. So documents that share much text (a tenth
+or more of the runs of eight tokens of the smaller one) are one group, each group is assigned to a
+side at random, and a passage that still shares a run with another side is left out. Grouping by any
 shared run would not do: "Changed in version 3." and the like tie three quarters of Python's topics
 together, and a greeting ties a folder of addresses. In the end no eight tokens in a row stand on
 two sides.
@@ -87,7 +87,8 @@ def split(
     >>> {side: len(of_side) for side, of_side in passages.items()}
     {'choose': 15, 'fit': 30, 'test': 15}
     """
-    needed = math.ceil(_EACH * sum(sides.values()) / min(sides.values()))
+    shares = sides.values()
+    needed = math.ceil(_EACH * sum(shares) / min(shares))
     if len(documents) < needed:
         raise BadInput(
             f"a split needs {needed} documents or more, but got {len(documents)}: give more."
@@ -194,12 +195,14 @@ def _draw_sides(sizes: Mapping[int, int], sides: Mapping[str, float], seed: int)
     whole = {side: share * unit for side, share in sides.items()}
     room = dict(whole)
     side_of: dict[int, str] = {}
-    for group, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+    for group in sorted(sizes, key=lambda group: (-sizes[group], group)):
+        size = sizes[group]
         fits = [side for side in sides if size <= min(room[side], _LARGE * whole[side])]
         if not fits:
             fits = [max(sides, key=lambda side: room[side])]
         rng = seeded(derived_seed(seed, "side", group))
-        (side,) = rng.choices(fits, [max(room[side], 1e-9) for side in fits])
+        weights = [max(room[side], 1e-9) for side in fits]
+        (side,) = rng.choices(fits, weights)
         side_of[group] = side
         room[side] -= size
     return side_of
@@ -219,12 +222,13 @@ def _apart(
         of_side = passages[side]
         runs, owner = _runs([_tensor(passage.ids) for passage in of_side])
         shares = set(owner[torch.isin(runs, taken)].tolist())
-        kept[side] = tuple(passage for i, passage in enumerate(of_side) if i not in shares)
-        if not kept[side]:
+        apart = [passage for i, passage in enumerate(of_side) if i not in shares]
+        kept[side] = tuple(apart)
+        if not apart:
             raise BadInput(
                 f"nothing is left for {side} that stands on no other side: give more text."
             )
-        left, _ = _runs([_tensor(passage.ids) for passage in kept[side]])
+        left, _ = _runs([_tensor(passage.ids) for passage in apart])
         taken = torch.cat([taken, left.unique()])
         dropped += len(shares)
     if dropped:

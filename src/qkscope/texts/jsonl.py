@@ -24,7 +24,7 @@ unit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -103,8 +103,9 @@ def from_jsonl(
     --------
     >>> import json, tempfile
     >>> keys = [{"text": "O", "labels": {"mine": -1}}, {"text": "Z", "labels": {"mine": 1}}]
+    >>> line = json.dumps({"prompt": "hat O, jam Z. The jam:", "keys": keys})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "mine.jsonl").write_text(json.dumps({"prompt": "hat O, jam Z. The jam:", "keys": keys}))
+    ...     _ = Path(folder, "mine.jsonl").write_text(line)
     ...     task = from_jsonl(f"{folder}/mine.jsonl")
     >>> list(task.contrasts)
     ['mine']
@@ -132,22 +133,24 @@ def from_jsonl(
                 f"{path} has no example for {use} with {needed}: add lines, or set their use."
             )
         if n > len(units):
-            _warn_once(
-                f"{path} holds {len(units)} examples to {use}, fewer than {n}: taking all.", digest
-            )
+            fewer = f"{path} holds {len(units)} examples to {use}, fewer than {n}"
+            _warn_once(f"{fewer}: taking all.", digest)
         return units[:n]
 
-    for contrast in contrasts:
-        _check_signs(contrast, groups)
+    described = {}
+    for name in contrasts:
+        _check_signs(name, groups)
+        described[name] = Contrast(name, "as labelled", center=center)
+    starts_with_key = any(_starts_with_key(line.example) for line in lines)
     return Task(
         name="jsonl",
-        contrasts={name: Contrast(name, "as labelled", center=center) for name in contrasts},
+        contrasts=described,
         draw=draw,
         seed=seed,
         chat=chat,
         asked={"file": str(path), "hash": digest, "center": center, "chat": chat},
         notes=_notes(groups),
-        starts_with_key=not chat and any(_starts_with_key(line.example) for line in lines),
+        starts_with_key=starts_with_key and not chat,
     )
 
 
@@ -175,9 +178,11 @@ def _notes(groups: Sequence[Sequence[_Line]]) -> tuple[str, ...]:
     copies = len(groups) - len(prompts)
     if not copies:
         return ()
-    return (
-        f"{copies} of the file's {len(groups)} examples repeat the prompt of another: copies count as one.",
+    note = (
+        f"{copies} of the file's {len(groups)} examples repeat the prompt of another: "
+        "copies count as one."
     )
+    return (note,)
 
 
 def _starts_with_key(example: Example) -> bool:
@@ -205,7 +210,7 @@ def _with_places(lines: Sequence[_Line], seed: int) -> list[_Line]:
     prompts: dict[int, set[str]] = {}
     for cluster, line in zip(clusters, lines, strict=True):
         prompts.setdefault(cluster, set()).add(str(line.example.text))
-    names = {cluster: sha256("\0".join(sorted(texts)))[:16] for cluster, texts in prompts.items()}
+    names = {cluster: _name(texts) for cluster, texts in prompts.items()}
     uses = _named_uses(lines, clusters)
     unnamed = [cluster for cluster in names if cluster not in uses]
     unnamed.sort(key=lambda cluster: sha256(f"{seed}/{names[cluster]}"))
@@ -216,6 +221,12 @@ def _with_places(lines: Sequence[_Line], seed: int) -> list[_Line]:
         example = replace(line.example, cluster=names[cluster])
         placed.append(line._replace(use=uses[cluster], example=example))
     return placed
+
+
+def _name(prompts: Iterable[str]) -> str:
+    """The name of a cluster: a hash of its prompts."""
+    together = "\0".join(sorted(prompts))
+    return sha256(together)[:16]
 
 
 def _clusters(lines: Sequence[_Line]) -> list[int]:
@@ -238,21 +249,27 @@ def _named_uses(lines: Sequence[_Line], clusters: Sequence[int]) -> dict[int, Us
             continue
         before = first.setdefault(cluster, line)
         if before.use != line.use:
-            other = f"{before.example.where.rpartition(', ')[2]}, which is for {before.use}"
-            both = f"{line.example.where} is for {line.use}, but its prompt is that of {other}"
+            other = before.example.where.rpartition(", ")[2]
             raise BadInput(
-                f"{both}: what is tested must be new, so take one of them out, or give both the same use."
+                f"{line.example.where} is for {line.use}, but its prompt is that of {other}, which "
+                f"is for {before.use}: what is tested must be new, so take one of them out, or "
+                "give both the same use."
             )
         uses[cluster] = line.use
     return uses
 
 
 def _with_answer(example: Example, contrasts: Sequence[str]) -> Example:
-    """The example with keys labelled `ANSWER`: as the first contrast that labels them, if not so."""
+    """The example with its keys labelled `ANSWER`: as the first contrast that labels any."""
     if any(ANSWER in key.labels for key in example.keys):
         return example
-    first = next(name for name in contrasts if any(key.label(name) for key in example.keys))
-    keys = [Key(key.span, {**key.labels, ANSWER: key.label(first)}) for key in example.keys]
+    labelled: set[str] = set()
+    for key in example.keys:
+        labelled |= {name for name in contrasts if key.label(name)}
+    first = next(name for name in contrasts if name in labelled)
+    keys = []
+    for key in example.keys:
+        keys.append(Key(key.span, {**key.labels, ANSWER: key.label(first)}))
     return replace(example, keys=tuple(keys))
 
 
@@ -267,7 +284,8 @@ def _check_signs(contrast: str, groups: Sequence[Sequence[_Line]]) -> None:
             present = "+ but no −" if 1 in signs else "− but no +"
             lacking = f"{unit[0].example.where} has {present} keys of {contrast!r}"
             raise BadInput(
-                f"{lacking}: label both in every line, or put the two lines of each pair into one group."
+                f"{lacking}: label both in every line, "
+                "or put the two lines of each pair into one group."
             )
 
 
@@ -306,9 +324,9 @@ def _line(text: str, where: str, marked: bool) -> _Line:
         places = [where]
         for part in wrong["loc"]:
             places.append(str(part + 1) if isinstance(part, int) else part)
-        raise BadInput(
-            f"{', '.join(places)}: {wrong['msg']}, but got {describe(wrong['input'])}."
-        ) from None
+        place = ", ".join(places)
+        got = describe(wrong["input"])
+        raise BadInput(f"{place}: {wrong['msg']}, but got {got}.") from None
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
 
@@ -324,22 +342,24 @@ def _parsed(line: LineSchema, where: str, marked: bool) -> _Line:
     answers = _answers(line.get("answers"))
     example = Example(prompt, None, queries, keys, answers=answers, where=where)
     right = line.get("answer") or (answers.right if answers else ())
-    group = line.get("group")
-    return _Line(
-        example=example,
-        group=f"line {where}" if group is None else f"group {group}",
-        use=line.get("use"),
-        right=(right,) if isinstance(right, str) else tuple(right),
-    )
+    if isinstance(right, str):
+        right = (right,)
+    group = f"line {where}"
+    if line.get("group") is not None:
+        group = f"group {line.get('group')}"
+    return _Line(example=example, group=group, use=line.get("use"), right=tuple(right))
 
 
 def _keys(prompt: str, pieces: Sequence[PieceSchema], marked: bool) -> tuple[Key, ...]:
-    keys = tuple(Key(_span(prompt, piece), piece.get("labels", {})) for piece in pieces)
+    """The keys that a line names; none twice, and one labelled where marks are needed."""
+    keys = []
+    for piece in pieces:
+        keys.append(Key(_span(prompt, piece), piece.get("labels", {})))
     if len({key.span for key in keys}) < len(keys):
         raise BadInput("a piece of the prompt is named twice as a key: name each piece once.")
-    if marked and not any(sign for key in keys for sign in key.labels.values()):
+    if marked and not any(any(key.labels.values()) for key in keys):
         raise BadInput("no key is labelled: give at least one key a label of 1 or -1.")
-    return keys
+    return tuple(keys)
 
 
 def _answers(answers: AnswersSchema | None) -> Answers | None:

@@ -61,17 +61,21 @@ from qkscope.texts.task import (
     rewritten,
     seeded,
 )
-from qkscope.texts.word_pools import BOXES, CATEGORIES, FORMS, OBJECTS, checked_words, pools
+from qkscope.texts.word_pools import (
+    BOXES,
+    CATEGORIES,
+    FILLER,
+    FORMS,
+    OBJECTS,
+    checked_words,
+    pools,
+)
 
 #: Of a prompt: before the word, between word and label, after the label, the question about a word.
 LINES = FORMS["binding"]
 #: Of a prompt: before the list, before an item, after an item, the question.
 LISTS = FORMS["filter"]
 POOLED = "category"  # the contrast that pools all categories
-FILLER = (
-    "so", "well", "then", "now", "just", "again", "also", "once", "here", "there", "still", "yet",
-    "soon",
-)  # fmt: skip
 
 _CHAT = "Which box is the {} in?\nAnswer: Box"  # appendix E; in a chat the model's turn follows it
 # as in the paper; not in LISTS, whose words the nano models know
@@ -118,7 +122,8 @@ def binding(
     labels_of_boxes = checked_words(boxes, "boxes")
     if len(labels_of_boxes) <= entities:
         raise BadInput(
-            f"{entities} entities and a counterfactual need {entities + 1} boxes, but got {len(labels_of_boxes)}."
+            f"{entities} entities and a counterfactual need {entities + 1} boxes, "
+            f"but got {len(labels_of_boxes)}."
         )
     split = pools(words, seed, "binding words", least=entities + 1)
     disjoint = lexical == "own_query"
@@ -274,7 +279,8 @@ class _Wording:
             word_of = partner if "lexical" in features else slot
             box_of = partner if "box" in features else slot
             pieces[words[place]] = example.piece(words[word_of])
-            pieces[example.keys[place].span] = example.piece(example.keys[box_of].span)
+            box = example.keys[box_of].span
+            pieces[example.keys[place].span] = example.piece(box)
         moved = {one: other, other: one} if "order" in features else None
         return rewritten(example, pieces, moved)
 
@@ -282,9 +288,10 @@ class _Wording:
         """Where the word of a box stands; None if none of the words stands before it."""
         start, _ = example.keys[slot].span
         ahead = str(example.text)[:start]
-        matches = [
-            word for word in self.words if ahead.endswith(f"{self.before}{word}{self.between}")
-        ]
+        matches = []
+        for word in self.words:
+            if ahead.endswith(f"{self.before}{word}{self.between}"):
+                matches.append(word)
         if not matches:
             return None
         end = start - len(self.between)
@@ -335,7 +342,8 @@ def filter_task(
             draft = Draft().write(start)
             for i, (word, name) in enumerate(chosen):
                 is_last = i + 1 == len(chosen)
-                draft.write(before).key(word, **labels(1 if name == wanted else -1, contrast))
+                sign: Sign = 1 if name == wanted else -1
+                draft.write(before).key(word, **labels(sign, contrast))
                 draft.write("." if is_last and form != "bullets" else after)
             draft.write(question.format(wanted))
             yield (draft.example(cluster=cluster),)
@@ -382,7 +390,8 @@ def _category_names(
         names = list(words)[:categories]
         if len(names) != categories:
             raise BadInput(
-                f"there are word lists for {len(words)} categories, but {categories} were asked for."
+                f"there are word lists for {len(words)} categories, "
+                f"but {categories} were asked for."
             )
     else:
         names = list(dict.fromkeys(categories))
@@ -463,7 +472,8 @@ def _repeated(listed: Sequence[str], place: int, contrast: str, cluster: int) ->
     draft = Draft().write("Words:")
     for i, word in enumerate(listed):
         draft.write(" ")
-        draft.key(word, **labels(1 if i == place + 1 else -1, contrast, ("word",)))
+        sign: Sign = 1 if i == place + 1 else -1
+        draft.key(word, **labels(sign, contrast, ("word",)))
         if i == place:
             draft.role("PREV")
         elif i == place + 1:

@@ -43,7 +43,7 @@ from itertools import count
 from typing import Literal, NamedTuple
 
 from qkscope.checking import Seed, checked_call
-from qkscope.examples import Answers, Draft, Example
+from qkscope.examples import Answers, Draft, Example, Sign
 from qkscope.texts.task import ANSWER, Contrast, Task, Unit, Use, from_walk, labels, rewritten
 from qkscope.texts.word_pools import (
     EVENTS,
@@ -112,7 +112,8 @@ def ioi(form: Order = "both", seed: Seed = 0, *, chat: bool = False) -> Task:
         first = example.keys[one].span
         second = example.keys[other].span
         roles = example.roles
-        if "name" not in features or {first, second} != {roles.get("IO"), roles.get("S1")}:
+        names = {roles.get("IO"), roles.get("S1")}
+        if "name" not in features or {first, second} != names:
             return None
         return rewritten(example, {first: example.piece(second), second: example.piece(first)})
 
@@ -169,7 +170,8 @@ def _add_name(draft: Draft, names: _Names, slot: str, contrast: str) -> str:
     else:
         role = "IO" if is_answer else "S1"
     marked = ANSWER if role == "S2" else contrast  # the second mention is in no contrast
-    draft.key(name, **labels(1 if is_answer else -1, marked, ("name",))).role(role)
+    sign: Sign = 1 if is_answer else -1
+    draft.key(name, **labels(sign, marked, ("name",))).role(role)
     return role
 
 
@@ -203,9 +205,8 @@ def greater_than(seed: Seed = 0, *, chat: bool = False) -> Task:
         for cluster in count():
             event = rng.choice(happened[use])
             century = rng.choice(CENTURIES)
-            unit = tuple(
-                _war(event, century, year, contrast, cluster) for year in rng.sample(ends[use], 2)
-            )
+            years = rng.sample(ends[use], 2)
+            unit = tuple(_war(event, century, year, contrast, cluster) for year in years)
             yield unit if contrast == "year" else unit[:1]
 
     contrasts = (
@@ -220,13 +221,15 @@ def _war(event: str, century: str, year: str, contrast: str, cluster: int) -> Ex
     draft = Draft().write(f"The {event} lasted from the year ")
     draft.key(century, **labels(-1, contrast, ("year",))).role("XX")
     # the key is the tens, which is the token of all of YY where digits are read in twos
-    draft.key(year[0], **labels(1, contrast)).write(year[1]).role("YY", 2)
+    tens = year[0]
+    ones = year[1]
+    draft.key(tens, **labels(1, contrast)).write(ones).role("YY", 2)
     draft.write(" to the year ").write(century).role("END")
     # a year of the same decade is no answer: its first digit, where digits are read one by one, is
     # also that of years before
-    tens = int(year[0])
-    later = tuple(f"{n:02d}" for n in range(100) if n // 10 > tens)
-    earlier = tuple(f"{n:02d}" for n in range(100) if n // 10 < tens)
+    decade = 10 * int(tens)
+    later = tuple(f"{n:02d}" for n in range(decade + 10, 100))
+    earlier = tuple(f"{n:02d}" for n in range(decade))
     return draft.example(cluster, Answers(later, earlier))
 
 

@@ -9,13 +9,14 @@ from importlib.resources import files
 from qkscope.errors import BadInput
 from qkscope.texts.task import USES, Use, seeded
 
-_LISTS = tomllib.loads(files("qkscope.texts").joinpath("word_pools.toml").read_text("utf-8"))
+_FILE = files("qkscope.texts").joinpath("word_pools.toml")
+_LISTS = tomllib.loads(_FILE.read_text("utf-8"))
 
 #: Forms of the prompts of tasks, by task and form.
 FORMS: dict[str, dict[str, list[str]]] = _LISTS["forms"]
-CATEGORIES: dict[str, list[str]] = {
-    name: words.split() for name, words in _LISTS["categories"].items()
-}
+CATEGORIES: dict[str, list[str]] = {}
+for _category, _members in _LISTS["categories"].items():
+    CATEGORIES[_category] = _members.split()
 FIVE = tuple(CATEGORIES)[:5]
 
 
@@ -25,6 +26,7 @@ def _words(name: str) -> tuple[str, ...]:
 
 OBJECTS = _words("objects")
 BOXES = _words("boxes")
+FILLER = _words("filler")
 MEN = _words("men")
 WOMEN = _words("women")
 THINGS = _words("things")
@@ -40,10 +42,9 @@ def pools(words: Sequence[str], seed: int, what: str, least: int) -> dict[Use, l
     seeded(seed, "pools", what).shuffle(unique)
     size = len(unique) // len(USES)
     if size < least:
-        lacking = f"{what}: {least} words are needed for each of choosing, fitting and testing"
-        raise BadInput(
-            f"{lacking}, but {len(unique)} leave {size}: give {least * len(USES)} or more."
-        )
+        needed = f"{least} words are needed for each of choosing, fitting and testing"
+        more = f"give {least * len(USES)} or more"
+        raise BadInput(f"{what}: {needed}, but {len(unique)} leave {size}: {more}.")
     pool_of: dict[Use, list[str]] = {}
     for number, use in enumerate(USES):
         start = number * size

@@ -78,10 +78,12 @@ def attribute(
     query = question.query
     # what features share goes to the smaller
     ordered = dict(sorted(chosen.items(), key=lambda item: item[1].rank))
-    bases = {part_name(name): subspace.basis("query") for name, subspace in ordered.items()}
-    ranks = {part_name(name): subspace.rank for name, subspace in ordered.items()}
+    named = {part_name(name): subspace for name, subspace in ordered.items()}
+    bases = {name: subspace.basis("query") for name, subspace in named.items()}
+    ranks = {name: subspace.rank for name, subspace in named.items()}
     q = captured.q[0, 0]
-    k = captured.k[0, captured.kv_of_head[0], : query + 1]
+    kv = captured.kv_of_head[0]
+    k = captured.k[0, kv, : query + 1]
     scale = float(captured.scale[0])
     parts = attribute_logits(q, k, scale, bases, split)
     reverse = attribute_logits(q, k, scale, dict(reversed(bases.items())))
@@ -89,18 +91,19 @@ def attribute(
     rows = _token_rows(question.tokens[: query + 1], attention, parts)
     best = max(rows, key=lambda row: row["attention"])
     bias = float(captured.bias[0, 0, best["position"]])
-    overlap = [
-        {"one": one, "other": other, "cosine": cosine}
-        for (one, other), cosine in parts.overlap.items()
-    ]
+    overlap = []
+    for (one, other), cosine in parts.overlap.items():
+        overlap.append({"one": one, "other": other, "cosine": cosine})
+    keys = range(query + 1)
     tables = {
         "tokens": rows,
         "summary": _summary(parts, reverse, ranks),
         "overlap": overlap,
-        "split": split_rows(head, query, range(query + 1), parts.logits, parts.parts, "query"),
+        "split": split_rows(head, query, keys, parts.logits, parts.parts, "query"),
     }
-    about = {**question.told(prompt), "head": str(head), "split": split, "space": space}
     answer = _answer(head, best, list(parts.parts), bias)
+    about = question.told(prompt)
+    about |= {"head": str(head), "split": split, "space": space}
     return Result("explain", tables, answer=answer, **made_with(scope, **about))
 
 
@@ -131,25 +134,24 @@ def _summary(
     """The share of each part, also with features taken in the reverse order."""
     rows = []
     for name, part in parts.parts.items():
-        rows.append(
-            {
-                "feature": name,
-                "rank": ranks.get(name),
-                "variance_share": _share(part, parts.logits),
-                "reverse_order": _share(reverse.parts[name], parts.logits),
-            }
-        )
+        row = {
+            "feature": name,
+            "rank": ranks.get(name),
+            "variance_share": _share(part, parts.logits),
+            "reverse_order": _share(reverse.parts[name], parts.logits),
+        }
+        rows.append(row)
     return rows
 
 
 def _answer(head: Head, best: Mapping[str, Any], parts: Sequence[str], bias: float) -> str:
-    """The token that gets most attention, and what its logit is made of."""
+    """Say which token gets most attention, and what its logit is made of."""
     terms = ", ".join(f"{name} {best[name]:.2f}" for name in parts)
-    distance = f", and {bias:+.2f} for the distance" if bias else ""
-    return (
-        f"{head} gives {best['attention']:.2f} of its attention to {best['token']!r} (token {best['position']}): "
-        f"logit {best['logit']:.2f} = {terms}{distance}."
-    )
+    if bias:
+        terms += f", and {bias:+.2f} for the distance"
+    token = f"{best['token']!r} (token {best['position']})"
+    attends = f"{head} gives {best['attention']:.2f} of its attention to {token}"
+    return f"{attends}: logit {best['logit']:.2f} = {terms}."
 
 
 def _share(part: Tensor, logits: Tensor) -> float:
@@ -160,4 +162,7 @@ def _share(part: Tensor, logits: Tensor) -> float:
     """
     varies = logits - logits.mean()
     total = float((varies * varies).sum())
-    return float(((part - part.mean()) * varies).sum()) / total if total > 0 else 0.0
+    if not total > 0:
+        return 0.0
+    part_varies = part - part.mean()
+    return float((part_varies * varies).sum()) / total

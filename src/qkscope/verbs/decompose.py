@@ -91,8 +91,8 @@ def decompose(
     batch_size : prompts that run together.
     replicates : of each null; they are pooled over heads, so that 199 do for any number of them.
     seed : of the nulls.
-    out : folder for the sums and the results, which `load_fit` reads; a run that died there is taken up
-        where it stopped, and a folder of another job is refused.
+    out : folder for the sums and the results, which `load_fit` reads; a run that died there is
+        taken up where it stopped, and a folder of another job is refused.
     part : ``(i, n)``: make every n-th piece of the work into ``out``, which n processes share; the
         last of them adds all up, and the others return a fit without subspaces. Under torchrun each
         process is a part by itself.
@@ -102,7 +102,8 @@ def decompose(
     --------
     >>> from qkscope import Scope, decompose, tasks
     >>> scope = Scope.load("nano:mixed")
-    >>> fit = decompose(scope, tasks.binding(5), "L1H0", 32, contrasts=["lexical"], replicates=19, progress=False)
+    >>> quick = {"replicates": 19, "progress": False}
+    >>> fit = decompose(scope, tasks.binding(5), "L1H0", 32, contrasts=["lexical"], **quick)
     >>> fit["lexical", "L1H0"].U.shape == (scope.d_head, scope.d_head)
     True
     >>> [(row["head"], row["contrast"]) for row in fit.table()]
@@ -139,17 +140,15 @@ def decompose(
     else:
         run = ContrastPass(scope, task, chosen, units, replicates, seed)
         terms = run.over_prompts(work, space, batch_size, progress)
-        warnings = [neighbours_warning(task, name, terms[name], seed) for name in names]
-        notes = [*about.get("notes", ()), *filter(None, warnings)]
+        notes = list(about.get("notes", ()))
+        for name in names:
+            warning = neighbours_warning(task, name, terms[name], seed)
+            if warning:
+                notes.append(warning)
         sums = run.sums
         for name in names:
-            sums[name].about = {
-                **about,
-                "n": n,
-                "batch_size": batch_size,
-                "examples": hashes[name],
-                "gains": run.gains(name),
-            }
+            run_of = {"n": n, "batch_size": batch_size, "examples": hashes[name]}
+            sums[name].about = {**about, **run_of, "gains": run.gains(name)}
     if notes:
         about = {**about, "notes": notes}
     fit = fit_of(sums, task, about, rank=rank, center=center)
@@ -160,9 +159,8 @@ def _check_fitted(what: str, given: Iterable[str], names: Sequence[str]) -> None
     """Refuse an option for a contrast that is not fitted."""
     for name in given:
         if name not in names:
-            raise BadInput(
-                f"{what} is given for {name!r}, which is not fitted: there is {', '.join(names)}."
-            )
+            fitted = ", ".join(names)
+            raise BadInput(f"{what} is given for {name!r}, which is not fitted: there is {fitted}.")
 
 
 def _check_rank(rank: Rank, d_head: int) -> None:
@@ -185,7 +183,7 @@ def _is_finished(out: str | Path | None, contrasts: Sequence[str]) -> bool:
 
 
 class ContrastPass:
-    """One pass over the prompts of some contrasts, and what it adds up.
+    """One pass over the prompts of some contrasts, and the sums that it fills.
 
     Attributes
     ----------
@@ -208,25 +206,25 @@ class ContrastPass:
         self.all_heads = scope.heads()
         self.columns = [self.all_heads.index(head) for head in heads]
         common: Any = {"group_size": scope.group_size, "device": scope.device}
-        self.sums = {
-            name: ContrastSums(
-                heads, [name], scope.d_head, replicates=replicates, seed=seed, **common
-            )
-            for name in units
-        }
+        nulls: Any = {"replicates": replicates, "seed": seed}
         self.reference = Moments(self.all_heads, list(units), scope.d_head, **common)
-        scores = torch.zeros(4, len(self.all_heads), dtype=torch.float64, device=scope.device)
+        shape = (4, len(self.all_heads))
+        scores = torch.zeros(shape, dtype=torch.float64, device=scope.device)
         self.reference.state["scores"] = {name: scores.clone() for name in units}
         self._joints = prompts.joined(units)
-        self._null_units = {
-            name: prompts.null_units(drawn, task.contrasts[name]) for name, drawn in units.items()
-        }
+        self.sums: dict[str, ContrastSums] = {}
+        self._null_units = {}
+        for name, drawn in units.items():
+            self.sums[name] = ContrastSums(heads, [name], scope.d_head, **nulls, **common)
+            self._null_units[name] = prompts.null_units(drawn, task.contrasts[name])
 
     def over_prompts(
         self, work: Work, space: Space, batch_size: int, progress: bool | None
     ) -> dict[str, list[dict[str, Tensor]]]:
         """Run every prompt once; what units add to ΔC comes back, by contrast and batch."""
-        together = [tuple(prompt for prompt, _ in joint.values()) for joint in self._joints]
+        together = []
+        for joint in self._joints:
+            together.append(tuple(prompt for prompt, _ in joint.values()))
         run = prompts.unit_runner(
             self.scope,
             together,
@@ -240,7 +238,10 @@ class ContrastPass:
         batches = prompts.batches_of(together, batch_size)
         stage = Stage(names[0], batches, run, self._state(), self.add)
         values = work.run(stage, progress, last=True)
-        return {name: [terms[name] for terms in values if name in terms] for name in names}
+        by_contrast = {}
+        for name in names:
+            by_contrast[name] = [terms[name] for terms in values if name in terms]
+        return by_contrast
 
     def _state(self) -> dict[str, Tensor]:
         """All sums by name, sharing memory."""
@@ -279,8 +280,11 @@ class ContrastPass:
         q = rows.q[:, self.columns]
         key_heads = [self.reference.key_heads.index(key_head) for key_head in sums.key_heads]
         numbers = self._null_units[name](batch)
-        sums.update(q, rows.k[:, key_heads], {name: rows.labels}, prompts=numbers)
-        keys = captured.k[:, captured.kv_of_head[self.columns]].transpose(1, 2)
+        k = rows.k[:, key_heads]
+        sums.update(q, k, {name: rows.labels}, prompts=numbers)
+        read_heads = captured.kv_of_head[self.columns]
+        # prompts by tokens by heads by d
+        keys = captured.k[:, read_heads].transpose(1, 2)
         sums.cov_q.update(captured.q[:, self.columns])
         sums.cov_k.update(keys[captured.key_mask])
 
@@ -290,31 +294,31 @@ class ContrastPass:
         keys = rows.k[:, captured.kv_of_head[columns]].double()
         difference = mean_difference(key_sums(rows.labels, keys))
         first = rows.unit < _UNITS
-        return {
-            "q": rows.q[:, columns][first].cpu(),
-            "difference": difference[first].cpu(),
-            "unit": rows.unit[first].cpu(),
-        }
+        terms = {"q": rows.q[:, columns], "difference": difference, "unit": rows.unit}
+        return {name: values[first].cpu() for name, values in terms.items()}
 
     def gains(self, contrast: str) -> dict[str, Gain]:
-        """What each head's query-centred ΔC adds to the + key's logit; whether it is at chance."""
+        """Gain of each head's query-centred ΔC in the + key's logit, and if it is at chance."""
         delta = self.reference.delta(contrast, "query")
-        logits = delta.diagonal(dim1=-2, dim2=-1).sum(dim=-1).abs().tolist()
+        trace = delta.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+        logits = trace.abs().tolist()
         right, chance, scale, rows = self.reference.state["scores"][contrast]
         accuracies = (right / rows).tolist()
         chances = (chance / rows).tolist()
         scales = (scale / rows).tolist()
         units = enumerate(self.units[contrast])
-        trials = len({prompts.cluster_of(unit, i) for i, unit in units})  # copies are one trial
+        clusters = {prompts.cluster_of(unit, i) for i, unit in units}
+        trials = len(clusters)  # copies are one trial
         gains = {}
         for i, head in enumerate(self.reference.heads):
             low, high = wilson(accuracies[i] * trials, trials)
-            gains[str(head)] = Gain(logits[i], scales[i], low <= chances[i] <= high)
+            at_chance = low <= chances[i] <= high
+            gains[str(head)] = Gain(logits[i], scales[i], at_chance)
         return gains
 
 
 def _scores(captured: Capture) -> Float[Tensor, "4 h"]:
-    """Summed over rows: heads right among the named keys, chance, scale, and 1.
+    """Sums over rows, by head: right among the named keys, chance, scale, and 1.
 
     Right is NaN where a named key is out of sight, and where vectors do not give the model's
     attention.
@@ -323,13 +327,18 @@ def _scores(captured: Capture) -> Float[Tensor, "4 h"]:
     named = labels != 0
     right = labels > 0
     logits = replace(captured, space="post_rope").rows().logits()
-    likeliest = logits.masked_fill(~named[:, None], -torch.inf).argmax(dim=-1)
+    is_named = named[:, None]
+    named_logits = logits.masked_fill(~is_named, -torch.inf)
+    likeliest = named_logits.argmax(dim=-1)
     hits = right.gather(1, likeliest).double()
-    unseen = (captured.bias == -torch.inf) & named[:, None]
-    hits[unseen.any(dim=-1) | (captured.space == "pre_rope")] = torch.nan
-    chance = (right.sum(dim=1) / named.sum(dim=1))[:, None].expand_as(hits)
+    unseen = (captured.bias == -torch.inf) & is_named
+    is_unknown = unseen.any(dim=-1) | (captured.space == "pre_rope")
+    hits[is_unknown] = torch.nan
+    chance_of_row = right.sum(dim=1) / named.sum(dim=1)
+    chance = chance_of_row[:, None].expand_as(hits)
     scale = captured.scale.expand_as(hits)
-    return torch.stack([hits, chance, scale, torch.ones_like(hits)]).sum(dim=1)
+    count = torch.ones_like(hits)
+    return torch.stack([hits, chance, scale, count]).sum(dim=1)
 
 
 def neighbours_warning(
@@ -349,8 +358,9 @@ def neighbours_warning(
     correlation, p = lag_one(q, difference, unit, seed=seed)
     if p > ALIKE:
         return ""
+    alike = f"Neighbouring prompts of {task.asked['file']} are alike in {contrast}"
+    measured = f"correlation {correlation:.2f} with the next one, p = {p:.2g}"
     return (
-        f"Neighbouring prompts of {task.asked['file']} are alike in {contrast} (correlation {correlation:.2f} with the"
-        f" next one, p = {p:.2g}), so they are not independent, and the p-values are too small: give prompts of one"
-        ' text the same "group".'
+        f"{alike} ({measured}), so they are not independent, and the p-values are too small:"
+        ' give prompts of one text the same "group".'
     )

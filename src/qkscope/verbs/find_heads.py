@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkscope import Result, Scope
+from qkscope import Example, Result, Scope
 from qkscope.checking import Count, Share, checked_class
 from qkscope.findings.task_batches import batches_of, clusters_of, made_from, made_with, with_notes
 from qkscope.heads import Head
@@ -34,15 +34,17 @@ Score = Literal["accuracy", "row_accuracy", "ratio", "mass"]
 
 @checked_class
 class Ranking(Result):
-    """Heads, best first."""
+    """Ranking of heads, best first."""
 
     def above(self, threshold: Share = THRESHOLD, by: Score = "accuracy") -> list[Head]:
         """Heads whose score is at least the threshold, best first; there may be none."""
-        return [Head.parse(row["head"]) for row in self.top(by) if row[by] >= threshold]
+        reaching = [row for row in self.top(by) if row[by] >= threshold]
+        return [Head.parse(row["head"]) for row in reaching]
 
     def top(self, by: Score = "accuracy") -> list[dict[str, Any]]:
         """All rows, best first by this score."""
-        return sorted((dict(row) for row in self.tables["heads"]), key=lambda row: -row[by])
+        rows = [dict(row) for row in self.tables["heads"]]
+        return sorted(rows, key=lambda row: -row[by])
 
 
 @verb("heads")
@@ -87,33 +89,40 @@ def find_heads(
     heads = scope.heads()
 
     def run(indices: list[int]) -> dict[str, Tensor]:
-        members = [(i, example) for i in indices for example in units[i]]
-        encoded = scope.encode([example for _, example in members], chat=task.chat)
+        examples: list[Example] = []
+        unit_of_example: list[int] = []
+        for i in indices:
+            examples += units[i]
+            unit_of_example += [i] * len(units[i])
+        encoded = scope.encode(examples, chat=task.chat)
         captured = scope.capture_inputs(encoded, places=encoded.everywhere())
-        keys = encoded.places.keys[:, None].expand(-1, len(heads), -1)
-        check_visible(encoded, heads, captured.bias.gather(-1, keys), by_some=True)
-        unit_of_example = torch.tensor([i for i, _ in members], device=encoded.example.device)
+        keys = encoded.places.keys[:, None]
+        keys_of_heads = keys.expand(-1, len(heads), -1)
+        bias_at_keys = captured.bias.gather(-1, keys_of_heads)
+        check_visible(encoded, heads, bias_at_keys, by_some=True)
         scores = _scores(encoded, captured.attention())
-        scores["unit"] = unit_of_example[encoded.example]
+        unit = torch.tensor(unit_of_example, device=encoded.example.device)
+        scores["unit"] = unit[encoded.example]
         return {name: score.cpu() for name, score in scores.items()}
 
     work = current_work().begin(
         scope, list(units), verb="heads", batch_size=batch_size, chat=task.chat
     )
-    batches = work.run(Stage("scores", batches_of(units, batch_size), run), progress, last=True)
-    scores = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    stage = Stage("scores", batches_of(units, batch_size), run)
+    batches = work.run(stage, progress, last=True)
+    scores = {}
+    for name in batches[0]:
+        scores[name] = torch.cat([batch[name] for batch in batches])
     rows = _rows(heads, scores, clusters_of(units, scores["unit"]))
     for row in rows:
-        row["reaches"] = row[by] >= threshold and row["accuracy"] > row["chance"]
+        beats_chance = row["accuracy"] > row["chance"]
+        row["reaches"] = row[by] >= threshold and beats_chance
     rows.sort(key=lambda row: -row[by])
     about = made_from(scope, task)
-    return Ranking(
-        f"heads/{task.name}",
-        {"heads": rows},
-        answer=with_notes(_answer(rows, threshold, by), about),
-        seed=task.seed,
-        **made_with(scope, **about, n=n),
-    )
+    answer = with_notes(_answer(rows, threshold, by), about)
+    name = f"heads/{task.name}"
+    about_run = made_with(scope, **about, n=n)
+    return Ranking(name, {"heads": rows}, answer=answer, seed=task.seed, **about_run)
 
 
 def _rows(
@@ -129,14 +138,15 @@ def _rows(
         row_hits = scores["row_hit"][:, i]
         ratios = scores["ratio"][:, i]
         masses = scores["mass"][:, i]
-        ends = wilson(int(hits.sum()) * trials / len(hits), trials)
+        hit_trials = int(hits.sum()) * trials / len(hits)
+        accuracy_low, accuracy_high = wilson(hit_trials, trials)
         row: dict[str, Any] = {
             "head": str(head),
-            "accuracy": float(hits.float().mean()),
-            "low": ends[0],
-            "high": ends[1],
+            "accuracy": _share(hits),
+            "low": accuracy_low,
+            "high": accuracy_high,
             "chance": chance,
-            "row_accuracy": float(row_hits.float().mean()),
+            "row_accuracy": _share(row_hits),
             "ratio": float(ratios.mean()),
             "ratio_low": float(low[i]),
             "ratio_high": float(high[i]),
@@ -147,22 +157,30 @@ def _rows(
     return rows
 
 
+def _share(hits: Bool[Tensor, " n"]) -> float:
+    """Share of rows that hit."""
+    return float(hits.float().mean())
+
+
 def _answer(rows: Sequence[Mapping[str, Any]], threshold: float, by: Score) -> str:
-    """The best head in a sentence, and which head attends to the right key most of all tokens."""
+    """Say which head is best, and which attends to the right key most of all tokens."""
     best = rows[0]
-    first = max(rows, key=lambda row: row["row_accuracy"])
-    whole = f"of all tokens, {first['head']} attends to it most"
-    if first is best:
-        whole = "it attends to it most of all tokens"
-    lead = "" if best[by] >= threshold else f"No head reaches {threshold:.0%}: "
+    reaches = best[by] >= threshold
+    lead = ""
+    if not reaches:
+        lead = f"No head reaches {threshold:.0%}: "
     score = _apart_from(best[by], threshold)
     if by != "accuracy":
         lead += f"{best['head']} is first by {by} ({score}): "
         score = f"{best['accuracy']:.0%}"
-    return (
-        f"{lead}{best['head']} prefers the right key in {score} of {best['n']} prompts (95% interval "
-        f"{best['low']:.0%}-{best['high']:.0%}, chance {best['chance']:.0%}); {whole} in {first['row_accuracy']:.0%}."
-    )
+    prefers = f"{best['head']} prefers the right key in {score} of {best['n']} prompts"
+    interval = f"95% interval {best['low']:.0%}-{best['high']:.0%}"
+    beside = f"{interval}, chance {best['chance']:.0%}"
+    first = max(rows, key=lambda row: row["row_accuracy"])
+    whole = f"of all tokens, {first['head']} attends to it most"
+    if first is best:
+        whole = "it attends to it most of all tokens"
+    return f"{lead}{prefers} ({beside}); {whole} in {first['row_accuracy']:.0%}."
 
 
 def _apart_from(score: float, threshold: float) -> str:
@@ -184,19 +202,20 @@ def _scores(encoded: Encoding, attention: Float[Tensor, "b h t"]) -> dict[str, T
     keys = encoded.places.keys
     candidates = labels != 0
     right = (labels > 0).to(attention.dtype)
-    on_keys = attention.gather(-1, keys[:, None].expand(-1, attention.shape[1], -1))
+    batch, heads, tokens = attention.shape
+    keys_of_heads = keys[:, None].expand(-1, heads, -1)
+    on_keys = attention.gather(-1, keys_of_heads)
     on_candidates = on_keys * candidates[:, None]
-    right_token = attention.new_zeros(attention.shape[0], attention.shape[2])
+    # 1 at the right tokens of a row, b by t
+    right_token = attention.new_zeros(batch, tokens)
     right_token = right_token.scatter_reduce(1, keys, right, "amax")
     mass = on_candidates.sum(dim=-1)
     on_right = (on_candidates * right[:, None]).sum(-1)
-    hit = right.gather(1, on_candidates.argmax(-1)) > 0
+    is_right = right.gather(1, on_candidates.argmax(-1)) > 0
     tiny = torch.finfo(mass.dtype).tiny
-    return {
-        # a head that gives the candidates nothing prefers none of them: argmax would name the first
-        "hit": hit & (mass > 0),
-        "row_hit": right_token.gather(1, attention.argmax(-1)) > 0,
-        "ratio": on_right / mass.clamp_min(tiny),
-        "mass": mass,
-        "chance": right.sum(-1) / candidates.sum(-1),
-    }
+    # a head that gives the candidates nothing prefers none of them: argmax would name the first
+    hit = is_right & (mass > 0)
+    row_hit = right_token.gather(1, attention.argmax(-1)) > 0
+    ratio = on_right / mass.clamp_min(tiny)
+    chance = right.sum(-1) / candidates.sum(-1)
+    return {"hit": hit, "row_hit": row_hit, "ratio": ratio, "mass": mass, "chance": chance}

@@ -68,11 +68,10 @@ _MEANS = (
 @checked_class
 @dataclass(frozen=True)
 class Sparsity(Result):
-    """One row per edge, and every prompt's values in ``arrays`` (``[edges, prompts]``; NaN where
-    there is none).
+    """Sparsity of every edge, a row each, with every prompt's values in ``arrays``.
 
-    Of several checkpoints, those of the last stand under their names, those before it under
-    ``CHECKPOINT/NAME``.
+    Arrays are ``[edges, prompts]``, NaN where there is no value. Of several checkpoints, those of
+    the last stand under their names, those before it under ``CHECKPOINT/NAME``.
     """
 
     edges: tuple[Edge, ...] = field(default=())
@@ -115,7 +114,8 @@ def sparsity(
     --------
     >>> import qkscope as qk
     >>> scope, task = qk.Scope.load("nano:mixed"), qk.tasks.ioi()
-    >>> qk.sparsity(scope, task, "L1H3:END>IO", 4, controls=1, draws=2, progress=False).table()[0]["n"]
+    >>> quick = {"controls": 1, "draws": 2, "progress": False}
+    >>> qk.sparsity(scope, task, "L1H3:END>IO", 4, **quick).table()[0]["n"]
     4
     """
     if heads is None:
@@ -127,14 +127,13 @@ def sparsity(
     for edge in edges:
         scope.check(edge.head)
     edges = [*edges, *outside(scope, edges, controls, seed)]
-    arrays = EdgeMeasurement(scope, task, edges, n, draws, seed).over_prompts(batch_size, progress)
-    rows = [_row(scope.name, edge, e, arrays, seed) for e, edge in enumerate(edges)]
-    about = {
-        **made_from(scope, task, "query_frame"),
-        "n": n,
-        "draws": draws,
-        "edges": list(map(str, edges)),
-    }
+    measurement = EdgeMeasurement(scope, task, edges, n, draws, seed)
+    arrays = measurement.over_prompts(batch_size, progress)
+    rows = []
+    for number, edge in enumerate(edges):
+        rows.append(_row(scope.name, edge, number, arrays, seed))
+    about = made_from(scope, task, "query_frame")
+    about |= {"n": n, "draws": draws, "edges": list(map(str, edges))}
     return Sparsity(
         f"sparsity/{task.name}",
         {"sparsity": rows},
@@ -150,7 +149,13 @@ def _row(
     model: str, edge: Edge, number: int, arrays: Mapping[str, Tensor], seed: int
 ) -> dict[str, Any]:
     """Means over prompts of one edge, with the interval of the difference."""
-    values = {name: array[number] for name, array in arrays.items() if name not in _OF_VECTORS}
+    values = {}
+    for name, array in arrays.items():
+        if name not in _OF_VECTORS:
+            values[name] = array[number]
+    means = {name: float(value.nanmean()) for name, value in values.items()}
+    is_positive = values["relative"] > 0
+    is_measured = values["sparsity"].isfinite()
     gap, low, high = group_difference(arrays, [number], seed=seed)
     return {
         "model": model,
@@ -160,12 +165,12 @@ def _row(
         "from": edge.duty.query,
         "to": edge.duty.key,
         "circuit": edge.circuit,
-        **{name: float(value.nanmean()) for name, value in values.items()},
+        **means,
         "difference": gap,
         "low": low,
         "high": high,
-        "positive": float((values["relative"] > 0).double().mean()),
-        "n": int(values["sparsity"].isfinite().sum()),
+        "positive": float(is_positive.double().mean()),
+        "n": int(is_measured.sum()),
     }
 
 
@@ -193,7 +198,8 @@ class EdgeMeasurement:
         self.keys = list(dict.fromkeys(edge.duty.key for edge in edges))
         self.basis = singular_basis(scope, self.heads)
         self.values: dict[str, Tensor] = {}
-        shape = len(edges), len(self.units), self.basis.S.shape[-1]
+        components = self.basis.S.shape[-1]
+        shape = (len(edges), len(self.units), components)
         self.terms = torch.full(shape, torch.nan, dtype=torch.float64)
         self.turned = torch.full_like(self.terms[:, 0], torch.nan)
 
@@ -201,22 +207,21 @@ class EdgeMeasurement:
         """Measure every prompt; refuse an edge of the circuit that no prompt shows."""
         for _ in stream(batches_of(self.units, batch_size), self.run, progress):
             pass  # kept in `values`, `terms` and `turned`
-        seen = self.terms.isfinite().all(-1).any(1).tolist()
+        is_whole = self.terms.isfinite().all(-1)
+        seen = is_whole.any(1).tolist()
         for edge, is_seen in zip(self.edges, seen, strict=True):
             if edge.circuit and not is_seen:
-                unseen = (
-                    f"in no prompt does {edge.duty.query} see {edge.duty.key} and one token more"
-                )
+                places = f"{edge.duty.query} see {edge.duty.key}"
+                unseen = f"in no prompt does {places} and one token more"
                 raise BadInput(
-                    f"{edge} cannot be measured: {unseen}; heads look back, so name the later place first."
+                    f"{edge} cannot be measured: {unseen};"
+                    " heads look back, so name the later place first."
                 )
         index = self.basis.index([edge.head for edge in self.edges])
-        of_vectors = (
-            self.terms[:, 0],
-            self.turned,
-            self.terms.nanmean(1).nan_to_num(0),
-            self.basis.S[index].double(),
-        )
+        of_first = self.terms[:, 0]
+        means = self.terms.nanmean(1).nan_to_num(0)
+        singular_values = self.basis.S[index].double()
+        of_vectors = (of_first, self.turned, means, singular_values)
         return self.values | dict(zip(_OF_VECTORS, of_vectors, strict=True))
 
     def run(self, indices: list[int]) -> None:
@@ -229,11 +234,17 @@ class EdgeMeasurement:
             inputs, places=places, heads=self.heads, space="query_frame"
         )
         for q, query in enumerate(self.queries):
-            numbers = [e for e, edge in enumerate(self.edges) if edge.duty.query == query]
-            slots = columns[:, [self._column(self.edges[e]) for e in numbers]]
+            numbers = []
+            slots = []
+            heads = []
+            for number, edge in enumerate(self.edges):
+                if edge.duty.query == query:
+                    numbers.append(number)
+                    slots.append(self._column(edge))
+                    heads.append(self.heads.index(edge.head))
             rows = list(range(q, len(places.row), len(self.queries)))
-            heads = [self.heads.index(self.edges[e].head) for e in numbers]
-            split = relative_rows(captured, slots, self.basis, rows, heads)
+            attended = columns[:, slots]
+            split = relative_rows(captured, attended, self.basis, rows, heads)
             self._keep(split, numbers, indices)
 
     def _column(self, edge: Edge) -> int:
@@ -242,16 +253,20 @@ class EdgeMeasurement:
 
     def _keep(self, split: RelativeRows, edges: Sequence[int], prompts: list[int]) -> None:
         """Keep the terms and values of some edges on some prompts."""
-        where = torch.tensor(edges)[:, None], torch.tensor(prompts)
+        row = torch.tensor(edges)[:, None]
+        where = (row, torch.tensor(prompts))
         self.terms[where] = split.terms.transpose(0, 1)
         for name, value in split.values(self.draws, self.seed, prompts).items():
             if name not in self.values:
-                self.values[name] = torch.full_like(self.terms[..., 0], torch.nan)
+                of_prompts = self.terms[..., 0]
+                self.values[name] = torch.full_like(of_prompts, torch.nan)
             self.values[name][where] = value.T
         if 0 in prompts:
             at = prompts.index(0)
-            turned = rotated_terms(split.query[at], split.s, split.key[at], 1, self.seed)
-            self.turned[edges] = turned[0]
+            query = split.query[at]
+            key = split.key[at]
+            (turned,) = rotated_terms(query, split.s, key, 1, self.seed)
+            self.turned[edges] = turned
 
 
 def group_difference(
@@ -266,34 +281,41 @@ def group_difference(
     interval of the change is a paired one.
     """
     index = list(chosen)
-    gap = (arrays["sparsity"] - arrays["rotated"])[index].nanmean(0)
+    of_edges = arrays["sparsity"] - arrays["rotated"]
+    gap = of_edges[index].nanmean(0)
     if baseline is not None:
-        gap = gap - (baseline["sparsity"] - baseline["rotated"])[index].nanmean(0)
+        baseline_gap = baseline["sparsity"] - baseline["rotated"]
+        gap = gap - baseline_gap[index].nanmean(0)
     known = gap[gap.isfinite()]
     if not len(known):
         return float("nan"), float("nan"), float("nan")
-    low, high = clustered_bootstrap(known, torch.arange(len(known)), seed=seed)
+    prompts = torch.arange(len(known))
+    low, high = clustered_bootstrap(known, prompts, seed=seed)
     return float(known.mean()), float(low), float(high)
 
 
 def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The circuit against the rotated basis and against the heads outside, in a sentence."""
+    """Compare the circuit with the rotated basis and with heads outside, in a sentence."""
     inside = [row for row in rows if row["circuit"] is True]
     control = [row for row in rows if row["circuit"] is False]
 
     def mean(of: Sequence[Mapping[str, Any]], name: str) -> float:
-        return float(torch.tensor([row[name] for row in of]).nanmean())
+        values = [row[name] for row in of]
+        return float(torch.tensor(values).nanmean())
 
+    edges = len(inside)
+    heads = len({row["head"] for row in inside})
     below = sum(row["high"] < 0 for row in inside)
-    text = (
-        f"Sparsity is {mean(inside, 'sparsity'):.2f} over {len(inside)} edges of the circuit "
-        f"({len({row['head'] for row in inside})} heads), "
-        f"{mean(inside, 'rotated'):.2f} under rotated singular vectors ({below} of {len(inside)} edges are below "
-        f"theirs, by their 95% intervals); {mean(inside, 'count_tol'):.1f} vectors reach 99% of the relative logit, "
-        f"where random terms need {mean(inside, 'count_tol_null'):.1f}"
-    )
+    circuit = f"{edges} edges of the circuit ({heads} heads)"
+    measured = f"{mean(inside, 'sparsity'):.2f} over {circuit}"
+    rotated = f"{mean(inside, 'rotated'):.2f} under rotated singular vectors"
+    compared = f"{below} of {edges} edges are below theirs, by their 95% intervals"
+    needed = f"{mean(inside, 'count_tol'):.1f} vectors reach 99% of the relative logit"
+    null = f"where random terms need {mean(inside, 'count_tol_null'):.1f}"
+    text = f"Sparsity is {measured}, {rotated} ({compared}); {needed}, {null}"
     if control:
-        text += f"; heads outside the circuit: {mean(control, 'sparsity'):.2f} against {mean(control, 'rotated'):.2f}"
+        text += f"; heads outside the circuit: {mean(control, 'sparsity'):.2f}"
+        text += f" against {mean(control, 'rotated'):.2f}"
     return text + "."
 
 
@@ -306,11 +328,12 @@ def answers_right(scope: Scope, task: Task, n: int, batch_size: int = 32) -> Flo
     right = torch.zeros(len(units), dtype=torch.float64)
 
     def run(indices: list[int]) -> None:
-        encoded = scope.encode([units[i][0] for i in indices], chat=task.chat)
-        logits = scope.capture_inputs(encoded, heads=[Head(0, 0)], rest=False, logits=True).logits
-        assert logits is not None
+        prompts = [units[i][0] for i in indices]
+        encoded = scope.encode(prompts, chat=task.chat)
+        captured = scope.capture_inputs(encoded, heads=[Head(0, 0)], rest=False, logits=True)
+        assert captured.logits is not None
         tokens, signs = answer_tokens(scope.encoder, encoded, task.chat)
-        scores = logits.cpu().gather(1, tokens)
+        scores = captured.logits.cpu().gather(1, tokens)
         best = scores.masked_fill(signs <= 0, -torch.inf).amax(1)
         rival = scores.masked_fill(signs >= 0, -torch.inf).amax(1)
         right[indices] = (best > rival).double()
@@ -336,7 +359,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def step(self) -> int | str | None:
-        """The number in its name (``step1000`` is 1000), or the name; None of a whole model."""
+        """Step in the checkpoint's name (``step1000`` is 1000), or the name, if there is one."""
         numbers = re.findall(r"\d+", self.label)
         return int(numbers[-1]) if numbers else self.label or None
 
@@ -399,7 +422,8 @@ def refuse_copies(model: str, weights: Mapping[str, str]) -> None:
         # with another config they are a copy all the same
         first = seen.setdefault(weights_part(digest), label)
         if first != label:
-            same = f"revisions {first!r} and {label!r} of {model} hold the same weights (hash {digest[:12]})"
+            copies = f"revisions {first!r} and {label!r} of {model}"
+            same = f"{copies} hold the same weights (hash {digest[:12]})"
             raise BadInput(f"{same}: one of them is not the checkpoint it is called; leave it out.")
 
 
@@ -413,10 +437,14 @@ def _over_heads(
     chosen = [i for i, edge in enumerate(edges) if edge.circuit is circuit]
     difference, low, high = group_difference(arrays, chosen)
     change, change_low, change_high = group_difference(arrays, chosen, first)
+    accuracy = None
+    if "right" in arrays:
+        accuracy = float(arrays["right"].mean())
+    means = {name: float(arrays[name][chosen].nanmean()) for name in _MEANS}
     return {
         "circuit": circuit,
-        "accuracy": float(arrays["right"].mean()) if "right" in arrays else None,
-        **{name: float(arrays[name][chosen].nanmean()) for name in _MEANS},
+        "accuracy": accuracy,
+        **means,
         "difference": difference,
         "low": low,
         "high": high,
@@ -464,7 +492,9 @@ def sweep(
     device, dtype : as in `Scope.load`.
     """
     points = checkpoints(model, revisions)
-    edges: Any = model if heads is None and (model, task.name) in CIRCUITS else heads
+    edges: Any = heads
+    if heads is None and (model, task.name) in CIRCUITS:
+        edges = model
     if edges is not None:
         parse_edges(edges, task)  # refused before a model is loaded
     plan = {
@@ -481,13 +511,8 @@ def sweep(
         "dtype": dtype,
     }
     last = points[-1].label
-    work = current_work().open(
-        {
-            **plan,
-            "last": last,
-            "weights": [point.weights for point in points],
-        }
-    )
+    of_points = [point.weights for point in points]
+    work = current_work().open({**plan, "last": last, "weights": of_points})
 
     def measure(point: Checkpoint, edges: Any, controls: int) -> dict[str, Any]:
         scope = Scope.load(point.model, revision=point.revision, device=device, dtype=dtype)
@@ -497,32 +522,43 @@ def sweep(
         arrays = dict(result.arrays)
         if task.name in _COPYING:
             arrays["right"] = answers_right(scope, task, n, batch_size)
+        rows = []
+        for row in result.table():
+            rows.append({**row, "model": model, "step": point.step})
         return {
             "weights": scope.weights_hash,
             "edges": [asdict(edge) for edge in result.edges],
-            "rows": [{**row, "model": model, "step": point.step} for row in result.table()],
+            "rows": rows,
             "arrays": arrays,
         }
 
     pieces: dict[str, Any] = {}
     for point in reversed(points):  # heads are looked for in the last one, and measured in all
         make = partial(measure, point, edges, 0 if pieces else controls)
-        with doing(f"{model} {point.label} ({len(pieces) + 1} of {len(points)})"):
+        count = f"{len(pieces) + 1} of {len(points)}"
+        with doing(f"{model} {point.label} ({count})"):
             piece = work.once(f"checkpoint {point.label}", make)
         pieces[point.label] = piece
-        refuse_copies(model, {label: each["weights"] for label, each in pieces.items()})
+        hashes = {label: each["weights"] for label, each in pieces.items()}
+        refuse_copies(model, hashes)
         edges = [_edge(fields) for fields in piece["edges"]]
-    tables = {"sparsity": [row for point in points for row in pieces[point.label]["rows"]]}
+    rows: list[Any] = []
+    for point in points:
+        rows += pieces[point.label]["rows"]
+    tables = {"sparsity": rows}
     answer = _answer(pieces[last]["rows"])
     if len(points) > 1:
         tables["training"] = _training(points, edges, pieces)
-        answer = f"{_trend(points, tables['training'])} At {last}: {answer[0].lower()}{answer[1:]}"
+        trend = _trend(points, tables["training"])
+        clause = answer[0].lower() + answer[1:]
+        answer = f"{trend} At {last}: {clause}"
     arrays = {}
     for point in points:
         prefix = "" if point.label == last else f"{point.label}/"
         for name, array in pieces[point.label]["arrays"].items():
             arrays[prefix + name] = array
     weights = {point.label: pieces[point.label]["weights"] for point in points}
+    told_edges = [asdict(edge) for edge in edges]
     return Sparsity(
         f"sparsity/{task.name}",
         tables,
@@ -531,13 +567,15 @@ def sweep(
         arrays=arrays,
         model=model,
         seed=seed,
-        provenance=provenance(**plan, edges=[asdict(edge) for edge in edges], weights=weights),
+        provenance=provenance(**plan, edges=told_edges, weights=weights),
     )
 
 
 def _edge(fields: Mapping[str, Any]) -> Edge:
-    """The edge that `asdict` took apart."""
-    return Edge(Head(**fields["head"]), Duty(**fields["duty"]), fields["circuit"])
+    """Make an edge of the fields that `asdict` gave."""
+    head = Head(**fields["head"])
+    duty = Duty(**fields["duty"])
+    return Edge(head, duty, fields["circuit"])
 
 
 def _training(
@@ -558,8 +596,12 @@ def _trend(points: Sequence[Checkpoint], rows: Sequence[Mapping[str, Any]]) -> s
     circuit = [row for row in rows if row["circuit"]]
     before = circuit[0]
     after = circuit[-1]
+    first = points[0].label
+    last = points[-1].label
+    differences = f"{before['difference']:.3f} to {after['difference']:.3f}"
+    interval = f"{after['change_low']:.3f} to {after['change_high']:.3f}"
+    change = f"change {after['change']:.3f}, 95% interval {interval}"
     return (
-        f"From checkpoint {points[0].label} to {points[-1].label}, sparsity minus that of rotated singular vectors goes"
-        f" from {before['difference']:.3f} to {after['difference']:.3f} over the circuit (change {after['change']:.3f},"
-        f" 95% interval {after['change_low']:.3f} to {after['change_high']:.3f})."
+        f"From checkpoint {first} to {last}, sparsity minus that of rotated singular vectors"
+        f" goes from {differences} over the circuit ({change})."
     )

@@ -1,19 +1,20 @@
-"""The bridge: are the subspaces that contrasts find spanned by singular vectors of the weights? No
-paper asks this.
+"""The bridge: are the subspaces that contrasts find spanned by singular vectors?
 
-Heads are found on the binding task, features fitted in the query's frame; `qkscope.sums.alignment` says
-which singular vectors carry them. How much of their swaps the singular vectors alone reproduce is
-seen on held-out prompts, for each number k of dimensions: the first k directions of the contrast;
-the k singular vectors that carry most of it (`singular`, chosen on the prompts the contrast was
-fitted on); the k with the largest singular values (`omega_svd`, from the weights alone); the best k
-of rotated singular vectors, by the same choice (`rotated`); key PCA; and random subspaces. Singular
-vectors are swapped as components of the logit, ``P = Σ n_j m_jᵀ``.
+No paper asks this. Heads are found on the binding task, features fitted in the query's frame;
+`qkscope.sums.alignment` says which singular vectors carry them. How much of their swaps the
+singular vectors alone reproduce is seen on held-out prompts, for each number k of dimensions: the
+first k directions of the contrast; the k singular vectors that carry most of it (`singular`, chosen
+on the prompts the contrast was fitted on); the k with the largest singular values (`omega_svd`,
+from the weights alone); the best k of rotated singular vectors, by the same choice (`rotated`); key
+PCA; and random subspaces. Singular vectors are swapped as components of the logit, ``P = Σ n_j
+m_jᵀ``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -39,7 +40,7 @@ from qkscope.texts.task import Unit
 from qkscope.verbs.decompose import decompose
 from qkscope.verbs.find_heads import find_heads
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Row, over_key_heads, pick
+from qkscope_papers.tables import Row, column, over_key_heads, pick
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ WORK = {
     "default": BridgeWork(128, 256, 192, 4, 20),
     "paper": BridgeWork(256, 1000, 1000, 9, 50),
 }
+BindingForm = Literal["list", "sentence"]
 SIZES = (1, 2, 4, 8, 12, 16)
 _CONTRASTS = ("lexical", "order")
 _VECTORS = 8  # singular vectors of a feature in the table
@@ -69,30 +71,21 @@ def run(settings: Settings) -> Result:
     work = WORK[settings.preset]
     scope = Scope.load(settings.model, device=settings.device)
     # a nano answers lists by looking at the colons, and the other forms by looking at the boxes
-    task = tasks.binding(
-        9, "sentence" if settings.model.startswith("nano:") else "list", settings.seed
-    )
+    form: BindingForm = "sentence" if settings.model.startswith("nano:") else "list"
+    task = tasks.binding(9, form, settings.seed)
     ranking = find_heads(scope, task, work.choose)
-    heads = [row["head"] for row in ranking.top("row_accuracy")[: work.heads]]
-    fit = decompose(
-        scope,
-        task,
-        heads,
-        work.fit,
-        contrasts=list(_CONTRASTS),
-        space="query_frame",
-        seed=settings.seed,
-    )
+    best = ranking.top("row_accuracy")[: work.heads]
+    heads = column(best, "head")
+    asked: Any = {"contrasts": list(_CONTRASTS), "space": "query_frame", "seed": settings.seed}
+    fit = decompose(scope, task, heads, work.fit, **asked)
+    basis = singular_basis(scope, heads)
     units = task.test(work.test)
-    tables, arrays = bridge(
-        scope, fit, singular_basis(scope, heads), units, draws=work.draws, seed=settings.seed
-    )
-    tables["heads"] = ranking.top("row_accuracy")[: work.heads]
+    tables, arrays = bridge(scope, fit, basis, units, draws=work.draws, seed=settings.seed)
+    tables["heads"] = best
     claims = _claims(pick(tables["alignment"], contrast="lexical"), scope.group_size)
     about = {**fit.provenance.get("asked", {}), "test_units": len(units), "draws": work.draws}
-    return settings.result(
-        _answer(tables["alignment"]), tables, claims, arrays, settings.model, about
-    )
+    answer = _answer(tables["alignment"])
+    return settings.result(answer, tables, claims, arrays, settings.model, about)
 
 
 def bridge(
@@ -123,30 +116,23 @@ def bridge(
     """
     if fit.space != "query_frame" and any(basis[head].rotary for head in fit.heads):
         raise BadInput(
-            f"the bridge needs queries and keys in the query's frame, but this fit is in {fit.space}: fit with "
-            "space='query_frame'."
+            "the bridge needs queries and keys in the query's frame, but this fit is in "
+            f"{fit.space}: fit with space='query_frame'."
         )
     rows = capture_rows(scope, units, fit, fit.heads, draw_pairs(units, batch_size, seed))
-    found = [
-        alignment(basis, fit[name, head], seed=seed) for name in fit.contrasts for head in fit.heads
-    ]
     fitting = [k for k in sizes if k <= scope.d_head]
-    curve = [
-        row
-        for name in fit.contrasts
-        for row in _curve(rows, fit, basis, name, fitting, draws, seed)
-    ]
-    vectors = [
-        {"head": str(one.head), "contrast": one.contrast, **row}
-        for one in found
-        for row in one.table()[:_VECTORS]
-    ]
-    tables = {
-        "alignment": [_with_swaps(one, curve) for one in found],
-        "curve": curve,
-        "vectors": vectors,
-    }
-    return tables, {f"carried/{one.contrast}/{one.head}": one.carried for one in found}
+    found: list[Alignment] = []
+    curve: list[Row] = []
+    for name in fit.contrasts:
+        found += [alignment(basis, fit[name, head], seed=seed) for head in fit.heads]
+        curve += _curve(rows, fit, basis, name, fitting, draws, seed)
+    vectors: list[Row] = []
+    for one in found:
+        place = {"head": str(one.head), "contrast": one.contrast}
+        vectors += [place | row for row in one.table()[:_VECTORS]]
+    aligned = [_with_swaps(one, curve) for one in found]
+    arrays = {f"carried/{one.contrast}/{one.head}": one.carried for one in found}
+    return {"alignment": aligned, "curve": curve, "vectors": vectors}, arrays
 
 
 def _curve(
@@ -158,12 +144,14 @@ def _curve(
     draws: int,
     seed: int,
 ) -> list[Row]:
+    """Swaps of one contrast's directions, of singular vectors, and of their nulls, by size."""
     heads = list(fit.heads)
     features = [fit[name, head] for head in heads]
     deltas = torch.stack([_delta(feature) for feature in features])
+    directions = [feature.V.double().cpu() for feature in features]
     cov_k = [feature.cov_k for feature in features if feature.cov_k is not None]  # a fit has it
     known: dict[str | Condition, methods.Method] = {
-        "contrast": methods.leading([feature.V.double().cpu() for feature in features]),
+        "contrast": methods.leading(directions),
         "singular": singular(basis, heads, deltas),
         "omega_svd": methods.omega_svd(basis, heads),
         "rotated": rotated(basis, heads, deltas, draws, seed),
@@ -171,9 +159,8 @@ def _curve(
         "random": methods.random(heads, features[0].d_head, draws, seed),
     }
     against = {"singular": "rotated", "contrast": "rotated", "omega_svd": "random"}
-    return [
-        {"contrast": name, **row} for row in rows.curve(known, sizes, against=against, seed=seed)
-    ]
+    found = rows.curve(known, sizes, against=against, seed=seed)
+    return [{"contrast": name, **row} for row in found]
 
 
 def singular(
@@ -198,24 +185,27 @@ def rotated(
     """Components of rotated singular vectors, those that carry most of ``ΔC`` first; as many draws
     for each head.
     """
-    each = []
+    left = []
+    right = []
     for head, delta in zip(heads, deltas, strict=True):
         read = basis[head].read
-        turns = random_rotations(
-            read.shape[1], draws, derived_seed(seed, "rotated", head.layer, head.index)
-        )
+        own_seed = derived_seed(seed, "rotated", head.layer, head.index)
+        turns = random_rotations(read.shape[1], draws, own_seed)
         m = read.double() @ turns
         n = dual(read) @ turns
-        order = carried(delta, m, n).argsort(-1, descending=True)[:, None].expand_as(m)
-        each.append((n.gather(-1, order), m.gather(-1, order)))
-    left, right = (torch.stack(list(factors), dim=1) for factors in zip(*each, strict=True))
-    return methods.leading(Projector(left, right))
+        first = carried(delta, m, n).argsort(-1, descending=True)
+        order = first[:, None].expand_as(m)
+        left.append(n.gather(-1, order))
+        right.append(m.gather(-1, order))
+    return methods.leading(Projector(torch.stack(left, dim=1), torch.stack(right, dim=1)))
 
 
-def _delta(feature: Subspace) -> Tensor:
+def _delta(feature: Subspace) -> Float[Tensor, "d d"]:
+    """``ΔC`` of a feature, of its rank."""
     u = feature.basis("query").double().cpu()
     v = feature.basis("key").double().cpu()
-    return u @ torch.diag(feature.S[: feature.rank].double().cpu()) @ v.mT
+    values = feature.S[: feature.rank].double().cpu()
+    return u @ torch.diag(values) @ v.mT
 
 
 def _with_swaps(one: Alignment, curve: Sequence[Row]) -> Row:
@@ -223,61 +213,138 @@ def _with_swaps(one: Alignment, curve: Sequence[Row]) -> Row:
     curve).
     """
     own = pick(curve, head=str(one.head), contrast=one.contrast)
-    k = min((row["k"] for row in own if row["k"] >= one.rank), default=max(row["k"] for row in own))
-    at = {row["method"]: row for row in own if row["k"] == k}
+    sizes = column(own, "k")
+    k = min((size for size in sizes if size >= one.rank), default=max(sizes))
+    at = {row["method"]: row for row in pick(own, k=k)}
+    shifts = {f"shift_{method}": row["shift"] for method, row in at.items()}
+    singular_row = at["singular"]
     whole = at["contrast"]["shift"]
     return {
-        **one.row(), "k": k, **{f"shift_{method}": row["shift"] for method, row in at.items()},
-        "gain_singular": at["singular"]["gain"], "gain_singular_low": at["singular"]["gain_low"],
-        "gain_singular_high": at["singular"]["gain_high"],
-        "reproduced": at["singular"]["shift"] / whole if whole > 0 else None,
+        **one.row(),
+        "k": k,
+        **shifts,
+        "gain_singular": singular_row["gain"],
+        "gain_singular_low": singular_row["gain_low"],
+        "gain_singular_high": singular_row["gain_high"],
+        "reproduced": singular_row["shift"] / whole if whole > 0 else None,
         "reproduced_rotated": at["rotated"]["shift"] / whole if whole > 0 else None,
-    }  # fmt: skip
+    }
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A claim as two columns of the table: ours, and its control."""
+
+    claim: str
+    ours: str
+    control: str
+    rule: str
+    why: str = ""
+
+
+_KEYS_KNOW = (
+    "The keys' own axes know the prompts: singular vectors are no special coordinates of this "
+    "feature."
+)
+
+
+_ASKED = [
+    _Asked(
+        "Singular vectors that carry 90% of the lexical feature (control: rotated vectors)",
+        ours="vectors",
+        control="vectors_rotated",
+        rule="ours < 0.5 * control",
+    ),
+    _Asked(
+        "... fewer than principal axes of the keys, which know the prompts and no weights",
+        ours="vectors",
+        control="vectors_key_pca",
+        rule="ours < control",
+        why=_KEYS_KNOW,
+    ),
+    _Asked(
+        "Share of its key subspace in the span of as many singular vectors as its rank (control: "
+        "random axes, chosen alike)",
+        ours="key",
+        control="key_random",
+        rule="ours > 1.5 * control",
+    ),
+    _Asked(
+        "... more than in that of as many principal axes of the keys, chosen alike",
+        ours="key",
+        control="key_key_pca",
+        rule="ours > control",
+        why=_KEYS_KNOW,
+    ),
+    _Asked(
+        "Share of its query subspace (control: random axes, chosen alike)",
+        ours="query",
+        control="query_random",
+        rule="ours > 1.5 * control",
+    ),
+    _Asked(
+        (
+            "Shift of attention when these vectors are swapped (control: rotated vectors, "
+            "chosen alike)"
+        ),
+        ours="shift_singular",
+        control="shift_rotated",
+        rule="ours > 1.5 * control",
+    ),
+    _Asked(
+        "... more than by as many principal components of the keys",
+        ours="shift_singular",
+        control="shift_key_pca",
+        rule="ours > control",
+        why=_KEYS_KNOW,
+    ),
+    _Asked(
+        "... and nine tenths of what the contrast's own directions do",
+        ours="shift_singular",
+        control="shift_contrast",
+        rule="ours > 0.9 * control",
+        why="They span most of the feature, not the whole of it.",
+    ),
+]
 
 
 def _answer(table: Sequence[Row]) -> str:
     """The answer at the head and contrast whose own swap moves most, whatever it is."""
     row = max(table, key=lambda row: row["shift_contrast"])
     return (
-        f"{row['contrast']} at {row['head']} (rank {row['rank']}): {row['vectors']:.0f} singular vectors carry 90% of "
-        f"it where rotated ones need {row['vectors_rotated']:.0f} and principal axes of the keys "
-        f"{row['vectors_key_pca']:.0f}; the best {row['rank']} span {row['key']:.0%} of its keys (key PCA "
-        f"{row['key_key_pca']:.0%}, random axes {row['key_random']:.0%}), and swapping {row['k']} of them shifts "
-        f"attention by {row['shift_singular']:.2f} where the contrast's own {row['k']} directions shift "
-        f"{row['shift_contrast']:.2f}, rotated vectors {row['shift_rotated']:.2f}, key PCA "
-        f"{row['shift_key_pca']:.2f} and random {row['shift_random']:.2f}."
+        f"{row['contrast']} at {row['head']} (rank {row['rank']}): {row['vectors']:.0f} "
+        "singular vectors carry 90% of it where rotated ones need "
+        f"{row['vectors_rotated']:.0f} and principal axes of the keys "
+        f"{row['vectors_key_pca']:.0f}; the best {row['rank']} span {row['key']:.0%} of its "
+        f"keys (key PCA {row['key_key_pca']:.0%}, random axes {row['key_random']:.0%}), and "
+        f"swapping {row['k']} of them shifts attention by {row['shift_singular']:.2f} where "
+        f"the contrast's own {row['k']} directions shift {row['shift_contrast']:.2f}, "
+        f"rotated vectors {row['shift_rotated']:.2f}, key PCA {row['shift_key_pca']:.2f} and "
+        f"random {row['shift_random']:.2f}."
     )
 
 
 def _claims(rows: list[Row], group_size: int) -> list[Claim]:
-    """Of the lexical feature, means over key heads with their intervals; no paper asks this."""
-    known = "The keys' own axes know the prompts: singular vectors are no special coordinates of this feature."
-    part = "They span most of the feature, not the whole of it."
-    asked = [
-        ("Singular vectors that carry 90% of the lexical feature (control: rotated vectors)", "vectors",
-         "vectors_rotated", "ours < 0.5 * control", ""),
-        ("... fewer than principal axes of the keys, which know the prompts and no weights", "vectors",
-         "vectors_key_pca", "ours < control", known),
-        ("Share of its key subspace in the span of as many singular vectors as its rank (control: random axes, chosen "
-         "alike)", "key", "key_random", "ours > 1.5 * control", ""),
-        ("... more than in that of as many principal axes of the keys, chosen alike", "key", "key_key_pca",
-         "ours > control", known),
-        ("Share of its query subspace (control: random axes, chosen alike)", "query", "query_random",
-         "ours > 1.5 * control", ""),
-        ("Shift of attention when these vectors are swapped (control: rotated vectors, chosen alike)",
-         "shift_singular", "shift_rotated", "ours > 1.5 * control", ""),
-        ("... more than by as many principal components of the keys", "shift_singular", "shift_key_pca",
-         "ours > control", known),
-        ("... and nine tenths of what the contrast's own directions do", "shift_singular", "shift_contrast",
-         "ours > 0.9 * control", part),
-    ]  # fmt: skip
+    """Of the lexical feature, means over key heads with their intervals; no paper asks this.
+
+    Heads are paired: the interval is of the difference, moved to where ours stands.
+    """
     claims = []
-    for what, ours, control, rule, why in asked:
-        # heads are paired: the interval is of the difference, moved to where ours stands
-        gaps = [{row["head"]: row[ours] - less * row[control] for row in rows} for less in (0, 1)]
-        mean, gap = (over_key_heads(values, group_size) for values in gaps)
-        other = mean.mean - gap.mean
-        claims.append(
-            Claim(what, "", mean.mean, other, rule, other + gap.low, other + gap.high, why=why)
+    for asked in _ASKED:
+        ours = {row["head"]: row[asked.ours] for row in rows}
+        gaps = {row["head"]: row[asked.ours] - row[asked.control] for row in rows}
+        mean = over_key_heads(ours, group_size).mean
+        gap = over_key_heads(gaps, group_size)
+        other = mean - gap.mean
+        claim = Claim(
+            asked.claim,
+            paper="",
+            ours=mean,
+            control=other,
+            rule=asked.rule,
+            low=other + gap.low,
+            high=other + gap.high,
+            why=asked.why,
         )
+        claims.append(claim)
     return claims

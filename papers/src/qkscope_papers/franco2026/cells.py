@@ -1,9 +1,8 @@
-"""Trained toys for the figures: which ones, with how much work at each preset, all trained in one
-go.
+"""Which trained toys the figures need, with how much work at each preset.
 
-Configurations have names (``default``, ``p=0.141``, ``m=7``), so that a row of a table says which
-one it is about. Where the paper leaves a choice open, the choice stands here or with the figure
-that makes it.
+All are trained in one go. Configurations have names (``default``, ``p=0.141``, ``m=7``), so that a
+row of a table says which one it is about. Where the paper leaves a choice open, the choice stands
+here or with the figure that makes it.
 """
 
 from __future__ import annotations
@@ -70,41 +69,41 @@ def toys_of(tasks: Tasks, *, crowded: bool = False) -> Cells:
     paper, once each.
     """
 
-    def cell(task: Superposition, seed: int, work: ToyWork) -> ToyCell:
-        steps = (
-            work.rope
-            if task.rope
-            else work.many
-            if task.n == MANY.n
-            else work.crowded
-            if crowded
-            else work.steps
-        )
-        return ToyCell(task, seed, steps, work.lr, every=work.every)
-
     def cells(settings: Settings) -> dict[str, list[ToyCell]]:
         work = WORK[settings.preset]
-        return {
-            name: [
-                cell(task, settings.seed + k, work)
-                for k in range(1 if crowded or task.n == MANY.n else work.seeds)
-            ]
-            for name, task in tasks(settings.preset).items()
-        }
+        found = {}
+        for name, task in tasks(settings.preset).items():
+            once = crowded or task.n == MANY.n
+            seeds = range(settings.seed, settings.seed + (1 if once else work.seeds))
+            steps = _steps(task, work, crowded)
+            found[name] = [ToyCell(task, seed, steps, work.lr, every=work.every) for seed in seeds]
+        return found
 
     return cells
+
+
+def _steps(task: Superposition, work: ToyWork, crowded: bool) -> int:
+    """How long a toy of this kind trains."""
+    if task.rope:
+        return work.rope
+    if task.n == MANY.n:
+        return work.many
+    return work.crowded if crowded else work.steps
 
 
 def toys_over(
     field: str, values: Sequence[float], smoke: int = 1, name: str | None = None
 ) -> Cells:
     """The default toy with one setting varied; at preset smoke only some of the values."""
-    return toys_of(
-        lambda preset: {
-            f"{name or field}={value:.3g}": Superposition(**{field: value})  # type: ignore[arg-type]
-            for value in (values[::smoke] if preset == "smoke" else values)
-        }
-    )
+
+    def tasks(preset: str) -> dict[str, Superposition]:
+        varied = {}
+        for value in values[::smoke] if preset == "smoke" else values:
+            setting: dict[str, Any] = {field: value}
+            varied[f"{name or field}={value:.3g}"] = Superposition(**setting)
+        return varied
+
+    return toys_of(tasks)
 
 
 OVER_P = toys_over("p", [50 ** (-k / 6) for k in range(7)], smoke=2)
@@ -145,17 +144,18 @@ def _watched_cells(settings: Settings, task: Superposition, schedule: Schedule) 
 def train(cells: Cells, settings: Settings) -> dict[str, list[ToyRun]]:
     """The trained toys of a figure, by configuration."""
     named = cells(settings)
-    found = iter(_train([cell for own in named.values() for cell in own], settings))
+    every = [cell for own in named.values() for cell in own]
+    found = iter(_train(every, settings))
     return {name: [next(found) for _ in own] for name, own in named.items()}
 
 
 def _train_together(figures: Sequence[Figure], settings: Settings) -> None:
-    """Train everything the figures need in one go: toys side by side cost far less than one by one."""
-    named = [figure.asked["cells"](settings) for figure in figures]
-    _train(
-        list(dict.fromkeys(cell for each in named for cells in each.values() for cell in cells)),
-        settings,
-    )
+    """Train all that the figures need in one go: side by side toys cost far less."""
+    every: dict[ToyCell, None] = {}
+    for figure in figures:
+        for cells in figure.asked["cells"](settings).values():
+            every |= dict.fromkeys(cells)
+    _train(list(every), settings)
 
 
 def _train(cells: Sequence[ToyCell], settings: Settings) -> list[ToyRun]:

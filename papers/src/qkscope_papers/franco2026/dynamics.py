@@ -14,8 +14,9 @@ co-author's draft has them, as claims of ours: nothing says that the paper's fig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from qkscope_papers.tables import (
     distinct,
     files_of,
     mean,
+    mean_of,
     over_seeds,
     pick,
     share_of,
@@ -66,50 +68,46 @@ def run(settings: Settings, cells: Cells) -> Result:
     `READING`.
     """
     toys = train(cells, settings)
-    rows, _ = _along({config: found[:_SEEDS] for config, found in toys.items()}, _SHOWN)
-    onsets = [
-        row
-        for config, found in toys.items()
-        for trained in found
-        for row in onset_rows(config, trained)
-    ]
+    rows: list[Row] = []
+    onsets: list[Row] = []
+    for config, found in toys.items():
+        for trained in found[:_SEEDS]:
+            rows += _along(config, trained, _SHOWN)
+        for trained in found:
+            onsets += onset_rows(config, trained)
     tables = {"alignment": rows, "onsets": onsets}
-    first = toys[READING][0]
-    return settings.result(
-        _answer(onsets),
-        tables,
-        _order_claims(onsets) + _drafted_claims(onsets),
-        across_training(first),
-        about=_about(settings),
-    )
+    claims = _order_claims(onsets) + _drafted_claims(onsets)
+    arrays = across_training(toys[READING][0])
+    return settings.result(_answer(onsets), tables, claims, arrays, about=_about(settings))
 
 
 @toy_figure("fig13", "Alignment over training, by p", OVER_P)
 def run_by_p(settings: Settings, cells: Cells) -> Result:
     """Alignment along training for each p and seed."""
-    rows, onsets = _along(train(cells, settings), WORK[settings.preset].points)
+    points = WORK[settings.preset].points
+    rows: list[Row] = []
+    onsets: list[Row] = []
+    for config, found in train(cells, settings).items():
+        for trained in found:
+            rows += _along(config, trained, points)
+            onsets += onset_rows(config, trained)
     tables = {"alignment": rows, "onsets": onsets}
-    return settings.result(
-        _answer_by_p(onsets), tables, _speed_claims(onsets), about=_about(settings)
-    )
+    claims = _speed_claims(onsets)
+    return settings.result(_answer_by_p(onsets), tables, claims, about=_about(settings))
 
 
 def _about(settings: Settings) -> Row:
     return {"work": vars(WORK[settings.preset]), "stays": STAYS}
 
 
-def _along(toys: Mapping[str, Sequence[ToyRun]], points: int) -> tuple[list[Row], list[Row]]:
-    """Alignment at some of the checkpoints, and when each pair aligned."""
+def _along(config: str, trained: ToyRun, points: int) -> list[Row]:
+    """Alignment at some of a toy's checkpoints."""
     rows: list[Row] = []
-    onsets: list[Row] = []
-    for config, found in toys.items():
-        for trained in found:
-            for check in checkpoints(len(trained.steps), points):
-                step = trained.steps[check]
-                toy = trained.at(check)
-                rows += alignment_rows(config, trained.cell.seed, step, toy, control=check == 0)
-            onsets += onset_rows(config, trained)
-    return rows, onsets
+    for check in checkpoints(len(trained.steps), points):
+        step = trained.steps[check]
+        toy = trained.at(check)
+        rows += alignment_rows(config, trained.cell.seed, step, toy, control=check == 0)
+    return rows
 
 
 def checkpoints(count: int, points: int) -> list[int]:
@@ -121,26 +119,36 @@ def checkpoints(count: int, points: int) -> list[int]:
 
 
 def onset_rows(config: str, trained: ToyRun) -> list[Row]:
-    """For every pair the steps from which it stays aligned and its u_k stays in place (NaN if
-    never).
-    """
+    """The steps from which each pair stays aligned and its u_k stays in place (NaN if never)."""
     pairs = by_logit(trained.cell.task.pairs)
     checks = range(len(trained.steps))
     both = torch.stack([_matched(trained, check) for check in checks])  # checks pairs
-    vectors = torch.stack([trained.at(check).basis().u[:, : len(pairs)] for check in checks])
+    vectors = torch.stack([trained.at(check).basis().u for check in checks])[:, :, : len(pairs)]
     placed = (vectors * vectors[-1]).sum(1).abs()
-    features = trained.weights["W"].double()[:, :, [pair[0] for pair in pairs]]
+    queries = [query for query, _, _ in pairs]
+    features = trained.weights["W"].double()[:, :, queries]
     features = features / features.norm(dim=1, keepdim=True)
     turned = (features * features[-1]).sum(1).abs()
     overlap = (features * features[:, :, :1]).sum(1).abs()  # with the first pair's
-    return [
-        {"config": config, "seed": trained.cell.seed, "pair": f"{pair[0]}-{pair[1]}", "target_logit": pair[2],
-         "learned": _learned(trained, pair), "onset": _stays(both[:, i], trained.steps),
-         "settled": _stays(placed[:, i], trained.steps), "final": float(both[-1, i]),
-         "feature_settled": _stays(turned[:, i], trained.steps), "kept_feature": float(turned[0, i]),
-         "kept_vector": float(placed[0, i]), "overlap_change": float(overlap[-1, i] - overlap[0, i])}
-        for i, pair in enumerate(pairs)
-    ]  # fmt: skip
+    rows = []
+    for i, pair in enumerate(pairs):
+        rows.append(
+            {
+                "config": config,
+                "seed": trained.cell.seed,
+                "pair": f"{pair[0]}-{pair[1]}",
+                "target_logit": pair[2],
+                "learned": _learned(trained, pair),
+                "onset": _stays(both[:, i], trained.steps),
+                "settled": _stays(placed[:, i], trained.steps),
+                "final": float(both[-1, i]),
+                "feature_settled": _stays(turned[:, i], trained.steps),
+                "kept_feature": float(turned[0, i]),
+                "kept_vector": float(placed[0, i]),
+                "overlap_change": float(overlap[-1, i] - overlap[0, i]),
+            }
+        )
+    return rows
 
 
 def _stays(cosine: Float[Tensor, " checks"], steps: Sequence[int]) -> float:
@@ -152,11 +160,12 @@ def _stays(cosine: Float[Tensor, " checks"], steps: Sequence[int]) -> float:
 
 def _learned(trained: ToyRun, pair: Pair) -> float:
     """The first step at which the pair adds half of its target to a logit."""
+    query_feature, key_feature, target = pair
     W = trained.weights["W"].double()
-    scale = trained.cell.task.scale
-    query = trained.weights["W_Q"].double() @ W[:, :, pair[0], None]
-    key = trained.weights["W_K"].double() @ W[:, :, pair[1], None]
-    reached = (scale * (query * key).sum((1, 2)) >= pair[2] / 2).nonzero()
+    query = trained.weights["W_Q"].double() @ W[:, :, query_feature, None]
+    key = trained.weights["W_K"].double() @ W[:, :, key_feature, None]
+    logits = trained.cell.task.scale * (query * key).sum((1, 2))
+    reached = (logits >= target / 2).nonzero()
     return float(trained.steps[int(reached[0])]) if len(reached) else math.nan
 
 
@@ -164,12 +173,11 @@ def _matched(trained: ToyRun, check: int) -> Float[Tensor, " pairs"]:
     """The lower matched cosine of both sides."""
     toy = trained.at(check)
     basis = toy.basis()
+    W = toy.W.double()
     pairs = by_logit(toy.task.pairs)
-    sides = [
-        cosines(toy.W.double()[:, [pair[side] for pair in pairs]], vectors).diagonal()
-        for side, vectors in ((0, basis.u), (1, basis.v))
-    ]
-    return torch.minimum(*sides)
+    query = cosines(W[:, [pair[0] for pair in pairs]], basis.u)
+    key = cosines(W[:, [pair[1] for pair in pairs]], basis.v)
+    return torch.minimum(query.diagonal(), key.diagonal())
 
 
 def across_training(trained: ToyRun) -> dict[str, Tensor]:
@@ -195,15 +203,20 @@ def order_agreement(onsets: Sequence[Row], name: str) -> float:
     all are ties.
     """
     agreed = []
-    for row in onsets:
-        for other in onsets:
-            if (other["config"], other["seed"]) == (row["config"], row["seed"]) and (
-                row["target_logit"] > other["target_logit"]
-            ):
-                first = row[name] if math.isfinite(row[name]) else math.inf
-                second = other[name] if math.isfinite(other[name]) else math.inf
-                agreed += [] if first == second else [float(first < second)]
+    for row, other in product(onsets, onsets):
+        same_toy = (other["config"], other["seed"]) == (row["config"], row["seed"])
+        if not same_toy or row["target_logit"] <= other["target_logit"]:
+            continue
+        first = _or_never(row[name])
+        second = _or_never(other[name])
+        if first != second:
+            agreed.append(float(first < second))
     return mean(agreed) if agreed else math.nan
+
+
+def _or_never(step: float) -> float:
+    """The step, after any other where it never came."""
+    return step if math.isfinite(step) else math.inf
 
 
 def _aligned(onsets: list[Row]) -> Estimate:
@@ -213,71 +226,154 @@ def _aligned(onsets: list[Row]) -> Estimate:
 
 def _drafted_claims(onsets: list[Row]) -> list[Claim]:
     """The claims of figure 3 on toys as a co-author's draft has them: claims of ours."""
-    readings = {READING: f"{READING}, {DRAFTED}", OTHER: f"{OTHER}, {DRAFTED}"}
     drafted = []
-    for ours, name in readings.items():
-        drafted += [row | {"config": ours} for row in pick(onsets, config=name)]
-    return [
-        replace(claim, claim=f"{DRAFTED}: {claim.claim}", paper="", changed="")
-        for claim in _order_claims(drafted)
-    ]
-
-
-def _order_claims(onsets: list[Row]) -> list[Claim]:
-    asked: list[tuple[str, str, Callable[[list[Row]], Estimate], str, str]] = [
-        ("pairs settle on their singular vectors in the order of their target logits (share of comparisons that "
-         "checkpoints tell apart, 0.5 by chance", "Sec. 4, Fig. 3: individually over time, in order of their impact on "
-         "attention loss", lambda rows: over_seeds(rows, lambda own: order_agreement(own, "onset")), "ours > 0.5",
-         "Was decided on the reading of the loss that fits it better, B (0.57 [0.42, 0.72], a tie); before that "
-         ">= 0.75 after 40,000 steps."),
-        (f"all pairs are aligned at the end (share with both |cos| ≥ {STAYS}", "Sec. 4, Fig. 3: at the end of 10,000 "
-         "steps features have aligned", _aligned, "ours >= 1",
-         "Was decided on the reading of the loss that fits it better, B (1, held)."),
-        ("pairs are learned in the order of their target logits (half of the target reached; share of comparisons",
-         "", lambda rows: over_seeds(rows, lambda own: order_agreement(own, "learned")), "ours > 0.5", ""),
-    ]  # fmt: skip
-    own = pick(onsets, config=READING)
-    other = pick(onsets, config=OTHER)
-    first, second, *_ = distinct(own, "pair")
-    asked += [
-        ("the first pair's feature changes less than its singular vector (|cos| of start and end: feature − vector",
-         "Sec. 4, Fig. 3: feature changes little over training, while left singular vector moves", lambda rows:
-         over_seeds(pick(rows, pair=first), lambda r: r[0]["kept_feature"] - r[0]["kept_vector"]), "ours > 0", ""),
-        (f"... it changes little (|cos| of start and end ≥ {STAYS}", "Sec. 4, Fig. 3: feature changes little over "
-         "training", lambda rows: over_seeds(pick(rows, pair=first), lambda r: r[0]["kept_feature"]),
-         f"ours >= {STAYS}", ""),
-        ("the second pair's feature shifts after its singular vector (share of seeds in which it settles no earlier",
-         "Sec. 4, Fig. 3: after which the middle heatmap shows feature abruptly shifting", lambda rows: share_of(
-             r["feature_settled"] >= r["settled"] for r in pick(rows, pair=second)), "ours > 0.5",
-         "Was of all later pairs (none of 60, reading C), whose interval had no width."),
-        ("... and towards orthogonality with the first feature (change of |cos| from start to end", "Sec. 4, Fig. 3: "
-         "shifts toward a position orthogonal", lambda rows: over_seeds(
-             pick(rows, pair=second), lambda r: r[0]["overlap_change"]), "ours < 0", ""),
-    ]  # fmt: skip
-    lost = "The loss is lost in our copy: a reading that is neither of ours may do otherwise."
+    for reading in (READING, OTHER):
+        for row in pick(onsets, config=f"{reading}, {DRAFTED}"):
+            drafted.append(row | {"config": reading})
     claims = []
-    for what, paper, score, rule, changed in asked:
-        found = score(own)
-        claims.append(Claim(f"{what}; mean over seeds, {READING} of the loss; control: {OTHER})", paper, found.mean,
-                            score(other).mean, rule, **found.ends, reason="other setting", why=lost,
-                            changed=changed))  # fmt: skip
+    for claim in _order_claims(drafted):
+        said = f"{DRAFTED}: {claim.claim}"
+        claims.append(replace(claim, claim=said, paper="", changed=""))
     return claims
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What figure 3 is asked of one reading of the loss, and of the other as its control."""
+
+    claim: str
+    paper: str
+    score: Callable[[list[Row]], Estimate]
+    rule: str
+    changed: str = ""
+
+
+def _order_claims(onsets: list[Row]) -> list[Claim]:
+    """Each question on reading C, with reading B as the control."""
+    own = pick(onsets, config=READING)
+    other = pick(onsets, config=OTHER)
+    first, second, *_ = distinct(own, "pair")
+    claims = []
+    for asked in [*_asked_of_all(), *_asked_of_first(first), *_asked_of_second(second)]:
+        found = asked.score(own)
+        claim = Claim(
+            f"{asked.claim}; mean over seeds, {READING} of the loss; control: {OTHER})",
+            paper=asked.paper,
+            **found.measured,
+            control=asked.score(other).mean,
+            rule=asked.rule,
+            reason="other setting",
+            why="The loss is lost in our copy: a reading that is neither of ours may do otherwise.",
+            changed=asked.changed,
+        )
+        claims.append(claim)
+    return claims
+
+
+def _ordered(name: str) -> Callable[[list[Row]], Estimate]:
+    """How far pairs come in the order of their target logits, over seeds."""
+    return lambda rows: over_seeds(rows, lambda own: order_agreement(own, name))
+
+
+def _at_pair(pair: str, score: Callable[[Row], float]) -> Callable[[list[Row]], Estimate]:
+    """A number of one pair, over seeds."""
+    return lambda rows: over_seeds(pick(rows, pair=pair), lambda own: score(own[0]))
+
+
+def _asked_of_all() -> list[_Asked]:
+    settle = _Asked(
+        "pairs settle on their singular vectors in the order of their target logits (share of "
+        "comparisons that checkpoints tell apart, 0.5 by chance",
+        paper="Sec. 4, Fig. 3: individually over time, in order of their impact on attention loss",
+        score=_ordered("onset"),
+        rule="ours > 0.5",
+        changed=(
+            "Was decided on the reading of the loss that fits it better, B (0.57 [0.42, 0.72], a "
+            "tie); before that >= 0.75 after 40,000 steps."
+        ),
+    )
+    end_aligned = _Asked(
+        f"all pairs are aligned at the end (share with both |cos| ≥ {STAYS}",
+        paper="Sec. 4, Fig. 3: at the end of 10,000 steps features have aligned",
+        score=_aligned,
+        rule="ours >= 1",
+        changed="Was decided on the reading of the loss that fits it better, B (1, held).",
+    )
+    learned = _Asked(
+        "pairs are learned in the order of their target logits (half of the target reached; "
+        "share of comparisons",
+        paper="",
+        score=_ordered("learned"),
+        rule="ours > 0.5",
+    )
+    return [settle, end_aligned, learned]
+
+
+def _asked_of_first(pair: str) -> list[_Asked]:
+    less = _Asked(
+        "the first pair's feature changes less than its singular vector (|cos| of start and "
+        "end: feature − vector",
+        paper=(
+            "Sec. 4, Fig. 3: feature changes little over training, while left singular vector moves"
+        ),
+        score=_at_pair(pair, lambda row: row["kept_feature"] - row["kept_vector"]),
+        rule="ours > 0",
+    )
+    little = _Asked(
+        f"... it changes little (|cos| of start and end ≥ {STAYS}",
+        paper="Sec. 4, Fig. 3: feature changes little over training",
+        score=_at_pair(pair, lambda row: row["kept_feature"]),
+        rule=f"ours >= {STAYS}",
+    )
+    return [less, little]
+
+
+def _asked_of_second(pair: str) -> list[_Asked]:
+    def settles_later(rows: list[Row]) -> Estimate:
+        own = pick(rows, pair=pair)
+        return share_of(row["feature_settled"] >= row["settled"] for row in own)
+
+    later = _Asked(
+        "the second pair's feature shifts after its singular vector (share of seeds in which it "
+        "settles no earlier",
+        paper="Sec. 4, Fig. 3: after which the middle heatmap shows feature abruptly shifting",
+        score=settles_later,
+        rule="ours > 0.5",
+        changed="Was of all later pairs (none of 60, reading C), whose interval had no width.",
+    )
+    apart = _Asked(
+        "... and towards orthogonality with the first feature (change of |cos| from start to end",
+        paper="Sec. 4, Fig. 3: shifts toward a position orthogonal",
+        score=_at_pair(pair, lambda row: row["overlap_change"]),
+        rule="ours < 0",
+    )
+    return [later, apart]
+
+
 def _speed_claims(onsets: list[Row]) -> list[Claim]:
-    configs = distinct(onsets, "config")
+    found = over_seeds(onsets, _speed_agreement)
+    earlier = Claim(
+        "alignment comes earlier the more often features are present (share of pairs of p in "
+        "that order, mean over seeds; control: chance)",
+        paper="A.2, Fig. 13: more readily when features are present more often",
+        **found.measured,
+        control=0.5,
+        rule="ours > control",
+        changed=(
+            "It was > 0.75 on the mean over seeds; a second claim said the same after a fifth of "
+            "training."
+        ),
+    )
+    return [earlier]
 
-    def ordered(own: list[Row]) -> float:
-        speed = [mean(_late(r) for r in pick(own, config=config)) for config in configs]
-        return mean(float(a < b) for i, a in enumerate(speed) for b in speed[i + 1 :] if a != b)
 
-    found = over_seeds(onsets, ordered)
-    return [
-        Claim("alignment comes earlier the more often features are present (share of pairs of p in that order, mean "
-              "over seeds; control: chance)", "A.2, Fig. 13: more readily when features are present more often",
-              found.mean, 0.5, "ours > control", found.low, found.high,
-              changed="It was > 0.75 on the mean over seeds; a second claim said the same after a fifth of training."),
-    ]  # fmt: skip
+def _speed_agreement(onsets: list[Row]) -> float:
+    """Share of pairs of configurations in which the first, where p is larger, aligns earlier."""
+    steps = []
+    for config in distinct(onsets, "config"):
+        steps.append(mean(_late(row) for row in pick(onsets, config=config)))
+    agreed = [float(a < b) for a, b in combinations(steps, 2) if a != b]
+    return mean(agreed)
 
 
 def _late(row: Row) -> float:
@@ -289,28 +385,23 @@ def _answer(onsets: list[Row]) -> str:
     said = []
     for config in (READING, OTHER):
         own = pick(onsets, config=config)
-        steps = " ".join(
-            f"{mean(r['onset'] for r in pick(own, pair=pair)):,.0f}"
-            for pair in distinct(own, "pair")
-        )
+        steps = [mean_of(pick(own, pair=pair), "onset") for pair in distinct(own, "pair")]
+        shown = " ".join(f"{step:,.0f}" for step in steps)
         order = over_seeds(own, lambda rows: order_agreement(rows, "onset")).mean
-        aligned = f"{config} of the loss: {_aligned(own).mean:.0%} of pairs align"
         said.append(
-            f"{aligned}, at steps {steps} on average (largest logit first), in that order in {order:.0%}"
+            f"{config} of the loss: {_aligned(own).mean:.0%} of pairs align, at steps {shown} on "
+            f"average (largest logit first), in that order in {order:.0%}"
         )
     return "; ".join(said) + "."
 
 
 def _answer_by_p(onsets: list[Row]) -> str:
-    reached = {
-        config: mean(float(math.isfinite(r["onset"])) for r in pick(onsets, config=config))
-        for config in distinct(onsets, "config")
-    }
-    return (
-        "Share of pairs that align: "
-        + ", ".join(f"{config} {share:.2f}" for config, share in reached.items())
-        + "."
-    )
+    said = []
+    for config in distinct(onsets, "config"):
+        own = pick(onsets, config=config)
+        share = mean(float(math.isfinite(row["onset"])) for row in own)
+        said.append(f"{config} {share:.2f}")
+    return f"Share of pairs that align: {', '.join(said)}."
 
 
 # ---------------------------------------------------------------------- the drawing
@@ -334,26 +425,18 @@ def draw(result: Result) -> Files:
     figure = new_figure(2.7 * len(pairs) + 0.8, 10.4)
     parts: Any = figure.subfigures(2, 1, height_ratios=[3, 1])
     axes = parts[0].subplots(3, len(pairs), squeeze=False, sharex=True, sharey=True)
-    image = None
+    look: Any = {"cmap": "magma_r", "vmin": 0, "vmax": 1, "rasterized": True}
     edges = _edges(steps)
+    image = None
     for line, (kind, label) in zip(axes, _LINES, strict=True):
         for k, axis in enumerate(line):
-            image = axis.pcolormesh(
-                edges,
-                edges,
-                result.arrays[f"{kind}/{k}"].numpy(),
-                cmap="magma_r",
-                vmin=0,
-                vmax=1,
-                rasterized=True,
-            )
-            if kind == "vector":
-                axis.set_title(
-                    f"k = {k + 1}: pair {pairs[k][0]}, logit {pairs[k][1]:g}", fontsize=9
-                )
+            matrix = result.arrays[f"{kind}/{k}"].numpy()
+            image = axis.pcolormesh(edges, edges, matrix, **look)
             _spread(axis, steps[-1], "xy")
             axis.tick_params(labelsize=7)
         line[0].set_ylabel(f"|cos| of {label}\nstep s")
+    for k, (axis, (pair, logit)) in enumerate(zip(axes[0], pairs, strict=True), start=1):
+        axis.set_title(f"k = {k}: pair {pair}, logit {logit:g}", fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("step s'")
         axis.tick_params(axis="x", rotation=45)
@@ -367,35 +450,33 @@ def draw(result: Result) -> Files:
 def _edges(steps: list[int]) -> np.ndarray:
     """Where one checkpoint's cell ends and the next begins: half way on the scale that is shown."""
     roots = np.sqrt(np.array(steps, dtype=float))
-    return np.concatenate([[roots[0]], (roots[1:] + roots[:-1]) / 2, [roots[-1]]]) ** 2
+    between = (roots[1:] + roots[:-1]) / 2
+    return np.concatenate([roots[:1], between, roots[-1:]]) ** 2
 
 
 def _spread(axis: Any, last: int, which: str) -> None:
-    ticks = [round(last * share) for share in (0, 0.0125, 0.05, 0.125, 0.25, 0.5, 1)]
+    """A square-root scale for the axes named, as in ``xy``, up to the last step."""
+    shares = (0, 0.0125, 0.05, 0.125, 0.25, 0.5, 1)
+    ticks = [round(last * share) for share in shares]
+    labels = [f"{tick:,}" for tick in ticks]
+    scale = (lambda x: np.sqrt(np.abs(x)), np.square)
     for name in which:
-        getattr(axis, f"set_{name}scale")(
-            "function", functions=(lambda x: np.sqrt(np.abs(x)), np.square)
-        )
+        getattr(axis, f"set_{name}scale")("function", functions=scale)
         getattr(axis, f"set_{name}lim")(0, last)
-        getattr(axis, f"set_{name}ticks")(ticks, [f"{tick:,}" for tick in ticks])
+        getattr(axis, f"set_{name}ticks")(ticks, labels)
 
 
 def _curves(axis: Any, table: list[Row], pairs: list[tuple[str, float]], config: str) -> None:
+    """Matched |cos| of every pair and seed over the steps; the first seed's line is thick."""
     rows = pick(table, side="query")
     for (pair, logit), colour in zip(pairs, shades(len(pairs)), strict=True):
-        for n, seed in enumerate(distinct(rows, "seed")):
+        look: Any = {"color": colour, "lw": 1.2, "label": f"pair {pair}, logit {logit:g}"}
+        for seed in distinct(rows, "seed"):
             own = pick(rows, pair=pair, seed=seed)
-            label, width = (f"pair {pair}, logit {logit:g}", 1.2) if n == 0 else (None, 0.5)
-            axis.plot(
-                column(own, "step"),
-                column(own, "matched"),
-                "-",
-                color=colour,
-                lw=width,
-                label=label,
-            )
+            axis.plot(column(own, "step"), column(own, "matched"), "-", **look)
+            look = {"color": colour, "lw": 0.5}
     axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random")
-    _spread(axis, max(r["step"] for r in rows), "x")
+    _spread(axis, max(column(rows, "step")), "x")
     axis.set(xlabel="step (thin: other seeds)", ylabel="matched |cos|, query side", ylim=(0, 1.05))
     axis.set_title(f"{config} of the loss", fontsize=9)
     axis.tick_params(axis="x", rotation=45)
@@ -411,9 +492,10 @@ def draw_by_p(result: Result) -> Files:
     axis = figure.subplots()
     for config, colour in zip(configs, shades(len(configs), 0.92), strict=True):
         own = pick(rows, config=config)
-        steps = sorted({r["step"] for r in own})
-        means = [mean(r["matched"] for r in own if r["step"] == step) for step in steps]
-        lows = [min(r["matched"] for r in own if r["step"] == step) for step in steps]
+        steps = sorted(set(column(own, "step")))
+        at = [column(pick(own, step=step), "matched") for step in steps]
+        means = [mean(values) for values in at]
+        lows = [min(values) for values in at]
         axis.plot(steps, means, "-o", color=colour, ms=3, lw=1.4, label=config)
         axis.plot(steps, lows, "-", color=colour, lw=0.6, alpha=0.5)
     axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random")

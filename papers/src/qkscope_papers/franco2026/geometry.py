@@ -1,13 +1,11 @@
-"""Figures 1 and 19: how features arrange themselves without a head, with one pair of interest, and
-with twenty.
+"""Figures 1 and 19: how features arrange themselves with no pair of interest, one, and twenty.
 
 Without a head the paper sees antipodal pairs, one per dimension, and ``W Wᵀ = cI``. With a head the
 features of interest stand orthogonal to all others. In numbers: antipodal pairs (``cos < −0.9``),
-``‖G/c − I‖``, and the largest
-|cos| of a feature of interest with any other feature - beside the same for features that are of no interest, and for
-the untrained dictionary. Features that have vanished, with a norm of 0.002 and the like, point
-nowhere and are left out. Which p the figures without a head have is lost in our copy: all of the
-paper's sweep are run.
+``‖G/c − I‖``, and the largest |cos| of a feature of interest with any other feature - beside the
+same for features that are of no interest, and for the untrained dictionary. Features that have
+vanished, with a norm of 0.002 and the like, point nowhere and are left out. Which p the figures
+without a head have is lost in our copy: all of the paper's sweep are run.
 """
 
 from __future__ import annotations
@@ -35,24 +33,37 @@ from qkscope_papers.franco2026.cells import (
 )
 from qkscope_papers.franco2026.toy.alignment import cosines, gram, isotropy_error
 from qkscope_papers.franco2026.toy.superposition import Superposition, Toy
+from qkscope_papers.franco2026.toy.trained import ToyRun
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Files, Row, figure_name, files_of, mean, over_runs, pick
+from qkscope_papers.tables import (
+    Files,
+    Row,
+    column,
+    figure_name,
+    files_of,
+    mean_of,
+    over_runs,
+    pick,
+)
 
 _ANTIPODAL = -0.9
 _VANISHED = 0.05  # of the largest norm
-NO_HEAD = {f"no head, p={p:.3g}": p for p in (50 ** (-k / 6) for k in range(7))}
-TABLE_1, _SHOWN = list(NO_HEAD)[
-    1:3
-]  # the p of Table 1, and the one after it, which is drawn as well
+_RARER = [50 ** (-k / 6) for k in range(7)]  # the paper's sweep of p
+NO_HEAD = {f"no head, p={p:.3g}": p for p in _RARER}
+TABLE_1 = list(NO_HEAD)[1]  # its p
+_SHOWN = list(NO_HEAD)[2]  # the next one, which is drawn as well
 
 
 def _small(preset: str) -> dict[str, Superposition]:
+    """No head at the p of the sweep, and one pair of interest."""
     kept = (TABLE_1, _SHOWN) if preset == "smoke" else NO_HEAD
-    return {**{name: Superposition(weight=0.0, p=NO_HEAD[name]) for name in kept}, ONE_PAIR: ONE}
+    found = {name: Superposition(weight=0.0, p=NO_HEAD[name]) for name in kept}
+    return found | {ONE_PAIR: ONE}
 
 
 def _all(preset: str) -> dict[str, Superposition]:
-    return {**_small(preset), MANY_PAIRS: MANY}
+    """Those, and twenty pairs of interest."""
+    return _small(preset) | {MANY_PAIRS: MANY}
 
 
 @toy_figure(
@@ -62,35 +73,46 @@ def _all(preset: str) -> dict[str, Superposition]:
 def run(settings: Settings, cells: Cells, isotropic: bool) -> Result:
     """Angles among the features of every configuration, after training and before."""
     toys = train(cells, settings)
-    rows = [
-        geometry_row(config, trained.cell.seed, trained.steps[check], trained.at(check), control)
-        for config, found in toys.items()
-        for trained in found
-        for check, control in ((-1, False), (0, True))
-    ]
+    rows: list[Row] = []
+    for config, found in toys.items():
+        for trained in found:
+            rows.append(_row_at(config, trained, -1))
+            rows.append(_row_at(config, trained, 0))
     arrays: dict[str, Any] = {}
-    for config in (TABLE_1, _SHOWN, *(name for name in toys if name not in NO_HEAD)):
-        toy = toys[config][0].toy
-        unit = toy.W.double() / toy.W.double().norm(dim=0)
-        arrays[f"cosines/{config}"], arrays[f"gram/{config}"] = (
-            (unit.mT @ unit).float(),
-            gram(toy.W).float(),
-        )
+    with_head = [name for name in toys if name not in NO_HEAD]
+    for config in (TABLE_1, _SHOWN, *with_head):
+        features = toys[config][0].toy.W
+        unit = features.double() / features.double().norm(dim=0)
+        arrays[f"cosines/{config}"] = (unit.mT @ unit).float()
+        arrays[f"gram/{config}"] = gram(features).float()
     after = pick(rows, control=False)
     before = pick(rows, control=True)
     by_p = {config: pick(after, config=config) for config in NO_HEAD if config in toys}
-    pairs = ", ".join(f"{_range(own, 'antipodal')} at {config[9:]}" for config, own in by_p.items())
-    one = pick(after, config=ONE_PAIR)
-    answer = (
-        f"Without a head features form antipodal pairs: {pairs} ({len(one)} seeds; the paper: 10, its p is lost). "
-        f"With one pair of interest its features overlap with any other by at most "
-        f"{mean(r['interest_overlap'] for r in one):.3f} (mean over seeds), the others among themselves by "
-        f"{mean(r['other_overlap'] for r in one):.2f}."
-    )
     claims = _isotropy_claims(by_p, after, before) if isotropic else _claims(by_p, after, before)
-    return settings.result(
-        answer, {"geometry": rows}, claims, arrays, about={"work": vars(WORK[settings.preset])}
+    about = {"work": vars(WORK[settings.preset])}
+    return settings.result(_answer(by_p, after), {"geometry": rows}, claims, arrays, about=about)
+
+
+def _answer(by_p: dict[str, list[Row]], after: list[Row]) -> str:
+    pairs = [f"{_range(own, 'antipodal')} at {_p_of(config)}" for config, own in by_p.items()]
+    one = pick(after, config=ONE_PAIR)
+    return (
+        f"Without a head features form antipodal pairs: {', '.join(pairs)} ({len(one)} seeds; the "
+        "paper: 10, its p is lost). With one pair of interest its features overlap with any "
+        f"other by at most {mean_of(one, 'interest_overlap'):.3f} (mean over seeds), the others "
+        f"among themselves by {mean_of(one, 'other_overlap'):.2f}."
     )
+
+
+def _p_of(config: str) -> str:
+    """``p=0.52`` of ``no head, p=0.52``."""
+    return config.removeprefix("no head, ")
+
+
+def _row_at(config: str, trained: ToyRun, check: int) -> Row:
+    """The toy at its last checkpoint, or, as the control, before training."""
+    toy = trained.at(check)
+    return geometry_row(config, trained.cell.seed, trained.steps[check], toy, check == 0)
 
 
 def geometry_row(config: str, seed: int, step: int, toy: Toy, control: bool) -> Row:
@@ -98,26 +120,39 @@ def geometry_row(config: str, seed: int, step: int, toy: Toy, control: bool) -> 
     W = toy.W.double()
     norms = W.norm(dim=0)
     unit = W / norms
+    paired = (unit.mT @ unit < _ANTIPODAL).any(1)
     there = norms >= _VANISHED * norms.max()
-    angles = unit.mT @ unit
-    paired = (angles < _ANTIPODAL).any(1)
-    wanted = (
-        sorted({feature for pair in toy.task.pairs for feature in pair[:2]})
-        if toy.task.weight > 0
-        else []
-    )
-    largest = (cosines(W, W) - torch.eye(toy.task.n, dtype=W.dtype))[:, there].amax(1)
+    eye = torch.eye(toy.task.n, dtype=W.dtype)
+    largest = (cosines(W, W) - eye)[:, there].amax(1)
+    wanted = _of_interest(toy.task)
     other = [i for i in range(toy.task.n) if i not in wanted and there[i]]
     g = gram(W)
     values = torch.linalg.eigvalsh(g)
     return {
-        "config": config, "seed": seed, "step": step, "control": control, "antipodal": int(paired.sum()) // 2,
+        "config": config,
+        "seed": seed,
+        "step": step,
+        "control": control,
+        "antipodal": int(paired.sum()) // 2,
         "vanished": int((~there).sum()),
-        "isotropy_error": isotropy_error(g), "eigen_ratio": float(values[0] / values[-1]),
+        "isotropy_error": isotropy_error(g),
+        "eigen_ratio": float(values[0] / values[-1]),
         "interest_overlap": float(largest[wanted].amax()) if wanted else math.nan,
         "other_overlap": float(largest[other].mean()) if other else math.nan,
-        "rest_isotropy_error": _rest_error(W, wanted, other), "n": toy.task.n, "d": toy.task.d,
-    }  # fmt: skip
+        "rest_isotropy_error": _rest_error(W, wanted, other),
+        "n": toy.task.n,
+        "d": toy.task.d,
+    }
+
+
+def _of_interest(task: Superposition) -> list[int]:
+    """The features of the pairs that the head looks for; none where its loss has no weight."""
+    if task.weight <= 0:
+        return []
+    features = set()
+    for query, key, _ in task.pairs:
+        features |= {query, key}
+    return sorted(features)
 
 
 def _rest_error(W: torch.Tensor, wanted: list[int], other: list[int]) -> float:
@@ -125,69 +160,114 @@ def _rest_error(W: torch.Tensor, wanted: list[int], other: list[int]) -> float:
     if not wanted or len(other) < 2 or len(wanted) >= len(W):
         return math.nan
     inside = torch.linalg.qr(W[:, wanted])[0]
-    left = torch.linalg.svd(torch.eye(len(W), dtype=W.dtype) - inside @ inside.mT)[0][
-        :, : len(W) - len(wanted)
-    ]
+    outside = torch.eye(len(W), dtype=W.dtype) - inside @ inside.mT
+    left = torch.linalg.svd(outside)[0][:, : len(W) - len(wanted)]
     return isotropy_error(gram(left.mT @ W[:, other]))
 
 
-_LOST = "Which p the figure has is lost in our copy; at Table 1's two features share the tenth dimension."
+_LOST = (
+    "Which p the figure has is lost in our copy; at Table 1's two features share the "
+    "tenth dimension."
+)
 _BY_P = "It was asked at p = 0.52 alone, which Table 1 gives for the sweeps of A.2."
 
 
 def _isotropy_claims(
     by_p: dict[str, list[Row]], after: list[Row], before: list[Row]
 ) -> list[Claim]:
-    errors = {config: over_runs(r["isotropy_error"] for r in own) for config, own in by_p.items()}
+    """Figure 19."""
+    errors = {config: over_runs(column(own, "isotropy_error")) for config, own in by_p.items()}
     best = min(errors, key=lambda config: errors[config].mean)
-    untrained = pick(before, config=TABLE_1)
-    one = over_runs(r["isotropy_error"] for r in pick(after, config=ONE_PAIR))
-    rest = over_runs(r["rest_isotropy_error"] for r in pick(after, config=ONE_PAIR))
-    start = mean(r["isotropy_error"] for r in untrained)
-    return [
-        Claim("without a head features are isotropic (‖G/c − I‖, mean over seeds, at the p of the sweep where it is "
-              f"least, {best[9:]}; control: untrained)", "C.1, Fig. 19(a): arranged isotropically", errors[best].mean,
-              start, "ours < 0.1 * control", errors[best].low, errors[best].high, changed=_BY_P),
-        Claim("... also at p = 0.52, that of Table 1", "", errors[TABLE_1].mean, start, "ours < 0.1 * control",
-              errors[TABLE_1].low, errors[TABLE_1].high, "other setting", _LOST),
-        Claim("with one pair of interest features are still approximately isotropic (‖G/c − I‖, mean over seeds; "
-              "control: untrained)", "C.1, Fig. 19(b): approximately isotropically", one.mean, start,
-              "ours < 0.5 * control", one.low, one.high),
-        Claim("... the remaining ones in the space left to them (control: untrained)",
-              "implied by C.1: the requirements can still be met over the remaining features", rest.mean,
-              mean(r["rest_isotropy_error"] for r in pick(before, config=ONE_PAIR)), "ours < 0.2 * control", rest.low,
-              rest.high),
-    ]  # fmt: skip
+    start = mean_of(pick(before, config=TABLE_1), "isotropy_error")
+    one_pair = pick(after, config=ONE_PAIR)
+    one = over_runs(column(one_pair, "isotropy_error"))
+    rest = over_runs(column(one_pair, "rest_isotropy_error"))
+    rest_before = mean_of(pick(before, config=ONE_PAIR), "rest_isotropy_error")
+    isotropic = Claim(
+        "without a head features are isotropic (‖G/c − I‖, mean over seeds, at the p of the "
+        f"sweep where it is least, {_p_of(best)}; control: untrained)",
+        paper="C.1, Fig. 19(a): arranged isotropically",
+        **errors[best].measured,
+        control=start,
+        rule="ours < 0.1 * control",
+        changed=_BY_P,
+    )
+    at_table_1 = Claim(
+        "... also at p = 0.52, that of Table 1",
+        paper="",
+        **errors[TABLE_1].measured,
+        control=start,
+        rule="ours < 0.1 * control",
+        reason="other setting",
+        why=_LOST,
+    )
+    with_one_pair = Claim(
+        "with one pair of interest features are still approximately isotropic (‖G/c − I‖, "
+        "mean over seeds; control: untrained)",
+        paper="C.1, Fig. 19(b): approximately isotropically",
+        **one.measured,
+        control=start,
+        rule="ours < 0.5 * control",
+    )
+    remaining = Claim(
+        "... the remaining ones in the space left to them (control: untrained)",
+        paper=("implied by C.1: the requirements can still be met over the remaining features"),
+        **rest.measured,
+        control=rest_before,
+        rule="ours < 0.2 * control",
+    )
+    return [isotropic, at_table_1, with_one_pair, remaining]
 
 
 def _claims(by_p: dict[str, list[Row]], after: list[Row], before: list[Row]) -> list[Claim]:
-    pairs = {config: over_runs(r["antipodal"] for r in own) for config, own in by_p.items()}
+    """Figure 1."""
+    pairs = {config: over_runs(column(own, "antipodal")) for config, own in by_p.items()}
     best = max(pairs, key=lambda config: pairs[config].mean)
-    start = mean(r["antipodal"] for r in before)
-    claims = [
-        Claim("without a head: ten antipodal pairs in every seed (mean over seeds, at the p of the sweep with most, "
-              f"{best[9:]}; control: untrained)", "Sec. 4, Fig. 1(a): 10 pairs, one per dimension", pairs[best].mean,
-              start, "ours >= 10", **pairs[best].ends, changed=_BY_P),
-        Claim("... also at p = 0.52, that of Table 1", "", pairs[TABLE_1].mean, start, "ours >= 10",
-              **pairs[TABLE_1].ends, reason="other setting", why=_LOST),
-    ]  # fmt: skip
+    start = mean_of(before, "antipodal")
+    ten_pairs = Claim(
+        "without a head: ten antipodal pairs in every seed (mean over seeds, at the p of the "
+        f"sweep with most, {_p_of(best)}; control: untrained)",
+        paper="Sec. 4, Fig. 1(a): 10 pairs, one per dimension",
+        **pairs[best].measured,
+        control=start,
+        rule="ours >= 10",
+        changed=_BY_P,
+    )
+    at_table_1 = Claim(
+        "... also at p = 0.52, that of Table 1",
+        paper="",
+        **pairs[TABLE_1].measured,
+        control=start,
+        rule="ours >= 10",
+        reason="other setting",
+        why=_LOST,
+    )
+    claims = [ten_pairs, at_table_1]
     for config, place in ((ONE_PAIR, "Fig. 1(b)"), (MANY_PAIRS, "Fig. 1(c)")):
-        found = over_runs(r["interest_overlap"] for r in pick(after, config=config))
-        claims.append(Claim(
-            f"{config}: features of interest are orthogonal to all others (largest |cos| with one that has not "
-            "vanished, mean over seeds; control: before training)", f"Sec. 4, {place}: orthogonal to all other "
-            "features", found.mean, mean(r["interest_overlap"] for r in pick(before, config=config)), "ours <= 0.1",
-            found.low, found.high,
-            changed="It was the worst seed (the paper shows one run), and counted features of norm 0.002, which point "
-            "nowhere."))  # fmt: skip
+        found = over_runs(column(pick(after, config=config), "interest_overlap"))
+        orthogonal = Claim(
+            f"{config}: features of interest are orthogonal to all others (largest |cos| with "
+            "one that has not vanished, mean over seeds; control: before training)",
+            paper=f"Sec. 4, {place}: orthogonal to all other features",
+            **found.measured,
+            control=mean_of(pick(before, config=config), "interest_overlap"),
+            rule="ours <= 0.1",
+            changed=(
+                "It was the worst seed (the paper shows one run), and counted features of "
+                "norm 0.002, which point nowhere."
+            ),
+        )
+        claims.append(orthogonal)
     return claims
 
 
 def _range(rows: list[Row], name: str) -> str:
-    values = sorted({row[name] for row in rows})
-    return (
-        "-".join(str(value) for value in dict.fromkeys((values[0], values[-1]))) if values else "?"
-    )
+    """``9-10``, ``10`` where all are alike."""
+    values = sorted(set(column(rows, name)))
+    if not values:
+        return "?"
+    ends = dict.fromkeys((values[0], values[-1]))
+    return "-".join(str(value) for value in ends)
 
 
 # ---------------------------------------------------------------------- the drawing
@@ -197,18 +277,16 @@ def _range(rows: list[Row], name: str) -> str:
 def draw(result: Result) -> Files:
     """A heat map per configuration (the first seed), its numbers above it."""
     kind = "gram" if figure_name(result) == "fig19" else "cosines"
-    panels = {
-        key.split("/", 1)[1]: value
-        for key, value in result.arrays.items()
-        if key.startswith(f"{kind}/")
-    }
-    figure = new_figure(3.3 * len(panels) + 0.5, 3.9)
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (config, matrix) in zip(axes, panels.items(), strict=True):
+    keys = [key for key in result.arrays if key.startswith(f"{kind}/")]
+    figure = new_figure(3.3 * len(keys) + 0.5, 3.9)
+    axes = figure.subplots(1, len(keys), squeeze=False)[0]
+    for axis, key in zip(axes, keys, strict=True):
+        config = key.removeprefix(f"{kind}/")
         row = pick(result.tables["geometry"], config=config, control=False)[0]
-        image = _panel(axis, matrix, f"{config}\n{_facts(row, kind)}", kind)
+        image = _panel(axis, result.arrays[key], f"{config}\n{_facts(row, kind)}", kind)
     label = "cos(f_i, f_j)" if kind == "cosines" else "W Wᵀ / its mean diagonal"
-    figure.colorbar(image, ax=list(axes), shrink=0.7, pad=0.01, ticks=[-1, 0, 1]).set_label(label)
+    bar = figure.colorbar(image, ax=list(axes), shrink=0.7, pad=0.01, ticks=[-1, 0, 1])
+    bar.set_label(label)
     return files_of(result, figure)
 
 
@@ -225,7 +303,8 @@ def _panel(axis: Axes, matrix: Any, title: str, kind: str) -> Any:
     image = axis.imshow(shown.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
     axis.set_title(title, fontsize=8.5)
     what = "dimension" if kind == "gram" else "feature"
-    axis.set(xlabel=what, ylabel=what if axis.get_subplotspec().colspan.start == 0 else "")  # type: ignore[union-attr]
+    first = axis.get_subplotspec().colspan.start == 0  # type: ignore[union-attr]
+    axis.set(xlabel=what, ylabel=what if first else "")
     for side in (axis.xaxis, axis.yaxis):
         side.set_major_locator(MaxNLocator(5, integer=True))
     for spine in axis.spines.values():

@@ -1,11 +1,10 @@
-"""Figure 20: how far a dictionary of features is from isotropic, ``‖E‖`` with ``E = G/c − I``, ``G
-= Dᵀ D``.
+"""Figure 20: how far a dictionary of features is from isotropic.
 
-Rows are scaled to norm 1. The paper does not say c: with ``c = tr G / d`` (= n/d for n rows) ‖E‖
-cannot exceed d − 1; with ``c = 1``, the toy's, it grows with the number of rows. Both are given,
-beside random rows of the same number. A dictionary is an autoencoder's decoder (``--model
-sae.safetensors``; one for each layer, with commas between, gives ‖E‖ by layer) or, as a stand-in, a
-model's token embeddings.
+That is ``‖E‖`` with ``E = G/c − I``, ``G = Dᵀ D``. Rows are scaled to norm 1. The paper does not
+say c: with ``c = tr G / d`` (= n/d for n rows) ‖E‖ cannot exceed d − 1; with ``c = 1``, the toy's,
+it grows with the number of rows. Both are given, beside random rows of the same number. A
+dictionary is an autoencoder's decoder (``--model sae.safetensors``; one for each layer, with commas
+between, gives ‖E‖ by layer) or, as a stand-in, a model's token embeddings.
 """
 
 from __future__ import annotations
@@ -30,43 +29,57 @@ _ROWS = {"smoke": 4096, "default": 1 << 20, "paper": 1 << 20}  # rows of a dicti
 @figure("franco2026", "fig20", "Isotropy of a dictionary", model=EMBEDDED)
 def run(settings: Settings) -> Result:
     """‖E‖ of every dictionary."""
-    names = settings.model.split(",")
-    rows = [
-        {"dictionary": Path(name).name, **isotropy(_dictionary(name, settings), settings.seed)}
-        for name in names
-    ]
-    features = settings.model.endswith(".safetensors")
+    rows = []
+    for name in settings.model.split(","):
+        found = isotropy(_dictionary(name, settings), settings.seed)
+        rows.append({"dictionary": Path(name).name, **found})
     last = rows[-1]
-    claims = [
-        Claim("‖E‖ of a dictionary of autoencoder features, c = tr G / d (control: random rows of the same number and "
-              "width)", "C.2, Fig. 20: 10 to 55 over GPT-2's layers", last["e_trace"] if features else None,
-              last["random"] if features else None, "10 <= ours <= 55", reason="not run here",
-              why="No autoencoder of GPT-2 can be had offline: --model sae.safetensors takes one; c is not said.",
-              changed="Token embeddings stood in for features, and passed at > 2 * control."),
-    ]  # fmt: skip
+    decoded = settings.model.endswith(".safetensors")
+    claim = Claim(
+        "‖E‖ of a dictionary of autoencoder features, c = tr G / d (control: random rows of "
+        "the same number and width)",
+        paper="C.2, Fig. 20: 10 to 55 over GPT-2's layers",
+        ours=last["e_trace"] if decoded else None,
+        control=last["random"] if decoded else None,
+        rule="10 <= ours <= 55",
+        reason="not run here",
+        why=(
+            "No autoencoder of GPT-2 can be had offline: --model sae.safetensors takes one; c "
+            "is not said."
+        ),
+        changed="Token embeddings stood in for features, and passed at > 2 * control.",
+    )
     answer = (
-        f"{last['dictionary']}: ‖E‖ is {last['e_trace']:.1f} at c = tr G / d (random rows {last['random']:.2f}, at most"
-        f" {last['d'] - 1}) and {last['e_one']:.0f} at c = 1; without the mean row {last['e_centred']:.1f}."
+        f"{last['dictionary']}: ‖E‖ is {last['e_trace']:.1f} at c = tr G / d (random rows "
+        f"{last['random']:.2f}, at most {last['d'] - 1}) and {last['e_one']:.0f} at c = 1; "
+        f"without the mean row {last['e_centred']:.1f}."
     )
-    return settings.result(
-        answer, {"isotropy": rows}, claims, {}, settings.model, {"model": settings.model}
-    )
+    about = {"model": settings.model}
+    return settings.result(answer, {"isotropy": rows}, [claim], model=settings.model, about=about)
 
 
 def isotropy(matrix: Float[Tensor, "n d"], seed: int = 0) -> Row:
     """‖E‖ of one dictionary at both scales, without its mean row, and of random rows."""
-    unit = torch.nn.functional.normalize(matrix[matrix.norm(dim=-1) > 0].double(), dim=-1)
-    (n, d), draws = unit.shape, torch.Generator().manual_seed(seed)
-    noise = torch.randn(n, d, generator=draws, dtype=torch.float64)
+    there = matrix[matrix.norm(dim=-1) > 0].double()
+    unit = torch.nn.functional.normalize(there, dim=-1)
+    n, d = unit.shape
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(n, d, generator=generator, dtype=torch.float64)
     return {
-        "n": n, "d": d, "e_trace": _norm(unit, n / d), "e_one": _norm(unit, 1.0), "random": _norm(noise, n / d),
+        "n": n,
+        "d": d,
+        "e_trace": _norm(unit, n / d),
+        "e_one": _norm(unit, 1.0),
+        "random": _norm(noise, n / d),
         "e_centred": _norm(unit - unit.mean(0), n / d),
-    }  # fmt: skip
+    }
 
 
 def _norm(rows: Float[Tensor, "n d"], c: float) -> float:
+    """``‖G/c − I‖`` of the rows, scaled to norm 1."""
     unit = torch.nn.functional.normalize(rows, dim=-1)
-    return float((torch.linalg.eigvalsh(unit.mT @ unit) / c - 1).abs().max())
+    values = torch.linalg.eigvalsh(unit.mT @ unit)
+    return float((values / c - 1).abs().max())
 
 
 def _dictionary(name: str, settings: Settings) -> Float[Tensor, "n d"]:

@@ -1,10 +1,10 @@
-"""Figure 7b: sparsity of relative attention over the training of a language model, for heads of the
-IOI circuit.
+"""Figure 7b: sparsity of relative attention over the training of a language model.
 
-Beside it the rotated bases of the same checkpoint, heads outside the circuit, and how often the
-model answers right. The paper speaks of the sparsity itself and of the rotated one; the difference
-of both is ours. Intervals are over templates, of these heads alone; whether heads of the circuit
-differ from others is asked with heads as units, by dealing out "in the circuit" among them again.
+At the heads of the IOI circuit. Beside it the rotated bases of the same checkpoint, heads outside
+the circuit, and how often the model answers right. The paper speaks of the sparsity itself and of
+the rotated one; the difference of both is ours. Intervals are over templates, of these heads alone;
+whether heads of the circuit differ from others is asked with heads as units, by dealing out "in the
+circuit" among them again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from qkscope_papers.tables import Files, Row, column, files_of, model_name, pick
 
 Values = dict[str, Tensor]
 _END = "at the end"
-MOST = 20_000  # ways to deal labels out that are all tried; of more, so many random ones and the labels as they are
+# ways to deal labels out that are all tried; of more, so many random ones beside the labels
+MOST = 20_000
 
 
 @figure(
@@ -46,20 +47,15 @@ def run(settings: Settings) -> Result:
     """Sparsity at every checkpoint, with its nulls."""
     found = swept(settings)
     periods = _periods(found)
-    units = [{"when": when, **row} for when, (before, after) in periods.items()
-             for row in head_changes(after, found.edges, before)]  # fmt: skip
-    tables = {
-        **{
-            name: found.result.tables[name]
-            for name in ("training", "sparsity")
-            if name in found.result.tables
-        },
-        "heads": units,
-    }
+    units: list[Row] = []
+    for when, (before, after) in periods.items():
+        units += [{"when": when, **row} for row in head_changes(after, found.edges, before)]
+    kept = found.result.tables
+    tables = {name: kept[name] for name in ("training", "sparsity") if name in kept}
+    tables["heads"] = units
     claims = _claims(found, periods, units)
-    return settings.result(
-        found.result.answer, tables, claims, model=settings.model, about=found.about()
-    )
+    about = found.about()
+    return settings.result(found.result.answer, tables, claims, model=settings.model, about=about)
 
 
 def head_changes(
@@ -72,12 +68,23 @@ def head_changes(
 
     With heads as the units a statement is about heads like these, not about these.
     """
-    gap = _gap(arrays).nanmean(1) - (0 if baseline is None else _gap(baseline).nanmean(1))
+    gap = _gap(arrays).nanmean(1)
+    if baseline is not None:
+        gap = gap - _gap(baseline).nanmean(1)
     own: dict[tuple[Head, bool], list[int]] = {}
     for i, edge in enumerate(edges):
         own.setdefault((edge.head, edge.circuit), []).append(i)
-    return [{"head": str(head), "circuit": circuit, "edges": len(index), "value": float(gap[index].nanmean())}
-            for (head, circuit), index in own.items()]  # fmt: skip
+    rows = []
+    for (head, circuit), index in own.items():
+        rows.append(
+            {
+                "head": str(head),
+                "circuit": circuit,
+                "edges": len(index),
+                "value": float(gap[index].nanmean()),
+            }
+        )
+    return rows
 
 
 def _periods(found: Sweep) -> dict[str, tuple[Values | None, Values]]:
@@ -87,58 +94,86 @@ def _periods(found: Sweep) -> dict[str, tuple[Values | None, Values]]:
     periods: dict[str, tuple[Values | None, Values]] = {}
     learned = found.learned()
     if learned is not None:
-        before, after = (found.values[checkpoint.label] for checkpoint in learned)
-        periods[f"while the task is learned (steps {learned[0].step} to {learned[1].step})"] = (
-            before,
-            after,
-        )
+        first, last = learned
+        when = f"while the task is learned (steps {first.step} to {last.step})"
+        periods[when] = (found.values[first.label], found.values[last.label])
     if found.trained:
         periods["over training"] = (found.first, found.last)
-    return {**periods, _END: (None, found.last)}
+    periods[_END] = (None, found.last)
+    return periods
 
 
 def _claims(
     found: Sweep, periods: dict[str, tuple[Values | None, Values]], units: list[Row]
 ) -> list[Claim]:
-    first = found.first
-    last = found.last
-    inside = found.inside
-    reason = found.unlike(PYTHIA)
-    claims: list[Claim] = []
-    if found.trained:
-        plain = found.mean(last["sparsity"] - first["sparsity"], inside)
-        turned = found.mean(last["rotated"] - first["rotated"], inside)
-        claims += [
-            Claim("Sparsity falls over training (change of its mean over the circuit; control: at heads outside)",
-                  "Sec. 5, Fig. 7(b): attention sparsity emerges in Pythia", plain.mean,
-                  found.mean(last["sparsity"] - first["sparsity"], found.outside).mean, "ours < control", plain.low,
-                  plain.high, *reason,
-                  "It was sparsity less that of rotated vectors, which is ours, resampled by prompt."),
-            Claim("Under rotated vectors at least half of the fall is gone (change of the rotated sparsity; control: "
-                  "of the sparsity itself)", "Sec. 5, Fig. 7(b): the decline disappears when the SVD basis is rotated",
-                  turned.mean, plain.mean, "ours > 0.5 * control and control < 0", turned.low, turned.high, reason[0],
-                  f"{reason[1]} Its spectrum sharpens in training, which makes rotated terms unequal too."),
-        ]  # fmt: skip
-    end = found.mean(_gap(last), inside)
-    rotated = found.mean(last["rotated"], inside).mean
-    against = (
-        "counter-finding" if reason[0] == "other setting" else reason[0]
-    )  # the paper claims it of any architecture
-    claims.append(
-        Claim("At the end terms are sparser than over rotated singular vectors (sparsity − rotated; control: at heads "
-              "outside the circuit)", "implied by Sec. 5: sparsity is not attributable to a few large singular values",
-              end.mean, found.mean(_gap(last), found.outside).mean, "ours < 0", end.low, end.high,
-              against, f"{reason[1]} A few singular values are so large that rotated terms are unequal, too "
-              f"({rotated:.2f}; all equal, 1)."))  # fmt: skip
+    claims = _training_claims(found) if found.trained else []
+    claims.append(_end_claim(found))
     for when, (before, after) in periods.items():
         if before is not None:
-            fall = found.mean(_gap(after) - _gap(before), inside)
-            claims.append(Claim(
-                f"Sparsity − rotated falls {when} (control: at heads outside the circuit)", "", fall.mean,
-                found.mean(_gap(after) - _gap(before), found.outside).mean, "ours < 0", fall.low,
-                fall.high))  # fmt: skip
+            claims.append(_change_claim(found, when, _gap(after) - _gap(before)))
         claims.append(_by_heads(when, units, found))
     return claims
+
+
+def _training_claims(found: Sweep) -> list[Claim]:
+    """Of the sparsity itself and of the rotated one, which the paper speaks of."""
+    reason, why = found.unlike(PYTHIA)
+    change = found.last["sparsity"] - found.first["sparsity"]
+    plain = found.mean(change, found.inside)
+    turned = found.mean(found.last["rotated"] - found.first["rotated"], found.inside)
+    falls = Claim(
+        "Sparsity falls over training (change of its mean over the circuit; control: at "
+        "heads outside)",
+        paper="Sec. 5, Fig. 7(b): attention sparsity emerges in Pythia",
+        **plain.measured,
+        control=found.mean(change, found.outside).mean,
+        rule="ours < control",
+        reason=reason,
+        why=why,
+        changed="It was sparsity less that of rotated vectors, which is ours, resampled by prompt.",
+    )
+    half_gone = Claim(
+        "Under rotated vectors at least half of the fall is gone (change of the rotated "
+        "sparsity; control: of the sparsity itself)",
+        paper="Sec. 5, Fig. 7(b): the decline disappears when the SVD basis is rotated",
+        **turned.measured,
+        control=plain.mean,
+        rule="ours > 0.5 * control and control < 0",
+        reason=reason,
+        why=f"{why} Its spectrum sharpens in training, which makes rotated terms unequal too.",
+    )
+    return [falls, half_gone]
+
+
+def _end_claim(found: Sweep) -> Claim:
+    """What the paper claims of any architecture: another one is no other setting."""
+    reason, why = found.unlike(PYTHIA)
+    end = found.mean(_gap(found.last), found.inside)
+    rotated = found.mean(found.last["rotated"], found.inside).mean
+    return Claim(
+        "At the end terms are sparser than over rotated singular vectors (sparsity − "
+        "rotated; control: at heads outside the circuit)",
+        paper="implied by Sec. 5: sparsity is not attributable to a few large singular values",
+        **end.measured,
+        control=found.mean(_gap(found.last), found.outside).mean,
+        rule="ours < 0",
+        reason="counter-finding" if reason == "other setting" else reason,
+        why=(
+            f"{why} A few singular values are so large that rotated terms are unequal, too "
+            f"({rotated:.2f}; all equal, 1)."
+        ),
+    )
+
+
+def _change_claim(found: Sweep, when: str, change: Tensor) -> Claim:
+    fall = found.mean(change, found.inside)
+    return Claim(
+        f"Sparsity − rotated falls {when} (control: at heads outside the circuit)",
+        paper="",
+        **fall.measured,
+        control=found.mean(change, found.outside).mean,
+        rule="ours < 0",
+    )
 
 
 def _gap(values: Mapping[str, Tensor]) -> Tensor:
@@ -148,13 +183,19 @@ def _gap(values: Mapping[str, Tensor]) -> Tensor:
 def _by_heads(when: str, units: list[Row], found: Sweep) -> Claim:
     own = column(pick(units, when=when, circuit=True), "value")
     other = column(pick(units, when=when, circuit=False), "value")
+    reason, _ = found.unlike(PYTHIA)
+    few = len(own) + len(other) < 20
     return Claim(
-        f"More so than at other heads, {when}: share of relabellings of the heads ({len(own)} inside, {len(other)} "
-        "outside) with as low a mean of sparsity − rotated inside (one-sided p; control: the level)", "",
-        relabelled(own, other), 0.05, "ours < control",
-        reason=found.unlike(PYTHIA)[0],
-        why="So few heads leave a difference of this size open." if len(own) + len(other) < 20 else "",
-    )  # fmt: skip
+        f"More so than at other heads, {when}: share of relabellings of the heads "
+        f"({len(own)} inside, {len(other)} outside) with as low a mean of sparsity − rotated "
+        "inside (one-sided p; control: the level)",
+        paper="",
+        ours=relabelled(own, other),
+        control=0.05,
+        rule="ours < control",
+        reason=reason,
+        why="So few heads leave a difference of this size open." if few else "",
+    )
 
 
 def relabelled(inside: Sequence[float], outside: Sequence[float], seed: int = 0) -> float:
@@ -231,97 +272,81 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _over_training(result: Result, rows: Sequence[Row]) -> Figure:
-    inside = pick(rows, circuit=True)
-    outside = pick(rows, circuit=False)
+    """Three panels over training: sparsity, its difference to rotated, the model's answer."""
     figure = new_figure(11.2, 3.7)
     left, middle, right = figure.subplots(1, 3)
-    x = steps_axis(left, [row["step"] for row in inside])
-    lines: list[tuple[Sequence[Row], str, str, str, str]] = [
-        (inside, "sparsity", "circuit", TARGET, "-"), (inside, "rotated", "rotated U and V", REST, "-"),
-        (inside, "rotated_shared", "rotated head space", REST, ":"),
-        (outside, "sparsity", "heads outside", ORIGINAL, "-"),
-        (outside, "rotated", "their rotated", ORIGINAL, ":"),
-    ]  # fmt: skip
-    for own, name, label, colour, style in lines:
-        if own:
-            left.plot(x, smoothed(column(own, name)), style, color=colour, lw=1.6, label=label)
-    left.set(ylim=(0, None), title="sparsity of the terms (1: all equal)")
-    left.legend(frameon=False, fontsize=7.5, loc="lower left")
-    steps_axis(middle, [row["step"] for row in inside])
-    for own, label, colour in ((inside, "circuit", TARGET), (outside, "heads outside", ORIGINAL)):
-        if own:
-            middle.plot(
-                x, [row["difference"] for row in own], "o-", ms=3, color=colour, lw=1.4, label=label
-            )
-            middle.fill_between(
-                x, column(own, "low"), column(own, "high"), color=colour, alpha=0.2, lw=0
-            )
-    middle.axhline(0, color=INK, lw=0.6)
-    middle.set_title("sparsity − rotated, 95% interval")
-    middle.legend(frameon=False, fontsize=8)
-    steps_axis(right, [row["step"] for row in inside])
-    if all(row["accuracy"] is not None for row in inside):
-        right.plot(
-            x, [row["accuracy"] for row in inside], "o-", ms=3, color=_GREEN, label="answers right"
-        )
-        right.axhline(0.5, color=_GREEN, lw=0.7, ls=":")
-    right.plot(
-        x,
-        [row["attention"] for row in inside],
-        "o-",
-        ms=3,
-        color=TARGET,
-        label="attention, circuit",
-    )
-    if outside:
-        right.plot(
-            x,
-            [row["attention"] for row in outside],
-            "o-",
-            ms=3,
-            color=ORIGINAL,
-            label="attention, outside",
-        )
-    right.set(ylim=(0, 1.03), title="what the model does")
-    right.legend(frameon=False, fontsize=8)
-    figure.suptitle(
-        f"{model_name(result)}: relative attention over its singular vectors", fontsize=10
-    )
+    inside = pick(rows, circuit=True)
+    outside = pick(rows, circuit=False)
+    _draw_sparsity(left, inside, outside)
+    _draw_difference(middle, inside, outside)
+    _draw_behaviour(right, inside, outside)
+    title = f"{model_name(result)}: relative attention over its singular vectors"
+    figure.suptitle(title, fontsize=10)
     return figure
 
 
+def _draw_sparsity(axis: Axes, inside: Sequence[Row], outside: Sequence[Row]) -> None:
+    x = steps_axis(axis, column(inside, "step"))
+    lines: list[tuple[Sequence[Row], str, str, str, str]] = [
+        (inside, "sparsity", "circuit", TARGET, "-"),
+        (inside, "rotated", "rotated U and V", REST, "-"),
+        (inside, "rotated_shared", "rotated head space", REST, ":"),
+        (outside, "sparsity", "heads outside", ORIGINAL, "-"),
+        (outside, "rotated", "their rotated", ORIGINAL, ":"),
+    ]
+    for own, name, label, colour, style in lines:
+        if own:
+            axis.plot(x, smoothed(column(own, name)), style, color=colour, lw=1.6, label=label)
+    axis.set(ylim=(0, None), title="sparsity of the terms (1: all equal)")
+    axis.legend(frameon=False, fontsize=7.5, loc="lower left")
+
+
+def _draw_difference(axis: Axes, inside: Sequence[Row], outside: Sequence[Row]) -> None:
+    x = steps_axis(axis, column(inside, "step"))
+    for own, label, colour in ((inside, "circuit", TARGET), (outside, "heads outside", ORIGINAL)):
+        if own:
+            look: Any = {"ms": 3, "color": colour, "lw": 1.4, "label": label}
+            band: Any = {"color": colour, "alpha": 0.2, "lw": 0}
+            axis.plot(x, column(own, "difference"), "o-", **look)
+            axis.fill_between(x, column(own, "low"), column(own, "high"), **band)
+    axis.axhline(0, color=INK, lw=0.6)
+    axis.set_title("sparsity − rotated, 95% interval")
+    axis.legend(frameon=False, fontsize=8)
+
+
+def _draw_behaviour(axis: Axes, inside: Sequence[Row], outside: Sequence[Row]) -> None:
+    """How often the model answers right, where it was asked, and what its heads attend to."""
+    x = steps_axis(axis, column(inside, "step"))
+    accuracy = column(inside, "accuracy")
+    if None not in accuracy:
+        axis.plot(x, accuracy, "o-", ms=3, color=_GREEN, label="answers right")
+        axis.axhline(0.5, color=_GREEN, lw=0.7, ls=":")
+    circuit: Any = {"ms": 3, "color": TARGET, "label": "attention, circuit"}
+    others: Any = {"ms": 3, "color": ORIGINAL, "label": "attention, outside"}
+    axis.plot(x, column(inside, "attention"), "o-", **circuit)
+    if outside:
+        axis.plot(x, column(outside, "attention"), "o-", **others)
+    axis.set(ylim=(0, 1.03), title="what the model does")
+    axis.legend(frameon=False, fontsize=8)
+
+
 def _by_head(result: Result) -> Figure:
+    """A bar for each head, with its nulls."""
     rows = [dict(row) for row in result.tables["sparsity"]]
     figure = new_figure(max(0.34 * len(rows) + 1.5, 5.0), 4.0)
     axis = figure.subplots()
     places = list(range(len(rows)))
-    axis.bar(
-        places,
-        [row["sparsity"] for row in rows],
-        0.62,
-        color=[TARGET if row["circuit"] else ORIGINAL for row in rows],
-    )
-    axis.plot(
-        places,
-        [row["rotated"] for row in rows],
-        "_",
-        ms=11,
-        mew=2,
-        color=INK,
-        label="rotated U and V",
-    )
-    axis.plot(
-        places,
-        column(rows, "rotated_shared"),
-        "_",
-        ms=11,
-        mew=1.5,
-        color=REST,
-        label="rotated head space",
-    )
-    slanted(axis, [f"{row['head']} {row['from']}→{row['to']}" for row in rows], 55, 7.5)
+    colours = [TARGET if row["circuit"] else ORIGINAL for row in rows]
+    rotated: Any = {"ms": 11, "mew": 2, "color": INK, "label": "rotated U and V"}
+    in_head: Any = {"ms": 11, "mew": 1.5, "color": REST, "label": "rotated head space"}
+    shared = column(rows, "rotated_shared")
+    axis.bar(places, column(rows, "sparsity"), 0.62, color=colours)
+    axis.plot(places, column(rows, "rotated"), "_", **rotated)
+    axis.plot(places, shared, "_", **in_head)
+    labels = [f"{row['head']} {row['from']}→{row['to']}" for row in rows]
+    slanted(axis, labels, 55, 7.5)
     axis.set_ylabel("sparsity of the terms")
     axis.legend(frameon=False, loc="upper right", fontsize=8, ncols=2)
-    axis.set_ylim(0, 1.25 * max(row["rotated_shared"] for row in rows))
+    axis.set_ylim(0, 1.25 * max(shared))
     axis.set_title(f"{model_name(result)}: circuit (orange) and heads outside it (blue)")
     return figure

@@ -1,5 +1,4 @@
-"""What figures 7b, 8, 9 and 25 share: one sweep over the checkpoints of a model, its prompts and
-its heads.
+"""One sweep over the checkpoints of a language model, for figures 7b, 8, 9 and 25.
 
 On a nano model all shipped checkpoints, on Pythia-160M its steps on the hub, in a folder of folders
 all of them, else the one checkpoint there is. The sweep lies in the shared folder, so that a figure
@@ -127,7 +126,7 @@ class Sweep:
         return Estimate(float(by_prompt[kept].mean()), float(low), float(high))
 
     def unlike(self, paper: str) -> tuple[str, str]:
-        """Why a statement of the paper may fail here: its reason, and the sentence that argues it."""
+        """Why a statement of the paper may fail here: a reason, and the sentence that argues it."""
         model = str(self.result.model)
         if self.prompts != TEXT and model == paper:
             return "counter-finding", ""

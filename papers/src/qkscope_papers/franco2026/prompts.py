@@ -1,5 +1,4 @@
-"""What the figures of language models are asked on: many prompts of one task, the paper's one
-prompt, natural text.
+"""What language models are asked on: one task's prompts, the paper's prompt, natural text.
 
 Natural text has no indirect objects, but it has tokens that stood before. A prompt ends with such a
 token (``END``); ``PREV`` is the token before it, ``MATCH`` its last earlier place, ``NEXT`` the
@@ -63,7 +62,7 @@ def text_task(encode: Callable[[str], Sequence[int]], seed: int) -> Task:
 
 
 def _repeated(passage: Passage, seed: int) -> Example | None:
-    """The passage up to a token that stood before, drawn among all such; None where there is none."""
+    """The passage up to a token that stood before, drawn among all such; None if there is none."""
     ids = passage.ids
     found = []
     last: dict[int, int] = {}

@@ -1,8 +1,7 @@
-"""Figures 12 and 14-18: alignment against p, λ, n, d_head, context and seeds, from one call of the
-trainer each.
+"""Figures 12 and 14-18: alignment against p, λ, n, d_head, context and seeds.
 
-One sweep has 20 to 35 models: too few to tell a share of 95% from all. ``sweeps`` asks it of all of
-them together.
+Each is one call of the trainer. One sweep has 20 to 35 models: too few to tell a share of 95% from
+all. ``sweeps`` asks it of all of them together.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from qkscope_papers.tables import (
     column,
     distinct,
     files_of,
-    mean,
+    mean_of,
     pick,
     share_of,
 )
@@ -46,27 +45,30 @@ _READINGS = {"default": Superposition(), "reading B": Superposition(reading="B")
 
 
 _OVER = {
-    "p": OVER_P, "λ": toys_over("weight", _WEIGHTS, 3, "λ"), "n": toys_over("n", (10, 15, 20, 25, 30), 2),
-    "d_head": toys_over("d_head", (10, 8, 6, 4)), "context": toys_over("context", _CONTEXTS, 2),
+    "p": OVER_P,
+    "λ": toys_over("weight", _WEIGHTS, 3, "λ"),
+    "n": toys_over("n", (10, 15, 20, 25, 30), 2),
+    "d_head": toys_over("d_head", (10, 8, 6, 4)),
+    "context": toys_over("context", _CONTEXTS, 2),
     "seeds": toys_of(lambda _: _READINGS),
-}  # fmt: skip
+}
 
 
 def _everything(settings: Settings) -> dict[str, list[ToyCell]]:
     """Every toy of the sweeps once, without the rare features of which the paper says that they do
     not align.
+
+    One that several sweeps share goes by its name in the last of them.
     """
-    cells = {
-        cell: name
-        for over in _OVER.values()
-        for name, own in over(settings).items()
-        for cell in own
-    }
-    kept = [cell for cell in cells if cell.task.p > _LEAST_P and cell.task.reading == "C"]
-    return {
-        name: [cell for cell in kept if cells[cell] == name]
-        for name in {cells[cell]: 0 for cell in kept}
-    }
+    names: dict[ToyCell, str] = {}
+    for over in _OVER.values():
+        for name, own in over(settings).items():
+            names |= dict.fromkeys(own, name)
+    cells: dict[str, list[ToyCell]] = {}
+    for cell, name in names.items():
+        if cell.task.p > _LEAST_P and cell.task.reading == "C":
+            cells.setdefault(name, []).append(cell)
+    return cells
 
 
 @toy_figure("fig12", "Alignment against p", _OVER["p"], over="p")
@@ -85,12 +87,12 @@ def run(settings: Settings, cells: Cells, over: str) -> Result:
     rows = before_and_after(toys)
     summary = summarise(rows)
     after = pick(rows, control=False)
-    good = sum(row["seeds_aligned"] for row in summary)
-    total = sum(row["seeds"] for row in summary)
+    good = sum(column(summary, "seeds_aligned"))
+    total = sum(column(summary, "seeds"))
     answer = (
         f"Over {over}: all four pairs reach |cos| {ALIGNED} in {good} of {total} models; mean "
-        f"matched |cos| {mean(r['matched'] for r in after):.3f} (untrained "
-        f"{mean(r['matched'] for r in pick(rows, control=True)):.2f}, best of random "
+        f"matched |cos| {mean_of(after, 'matched'):.3f} (untrained "
+        f"{mean_of(pick(rows, control=True), 'matched'):.2f}, best of random "
         f"{after[0]['best_random']:.2f})."
     )
     tables = {"alignment": rows, "summary": summary}
@@ -114,50 +116,65 @@ def summarise(rows: list[Row]) -> list[Row]:
         after = pick(rows, config=config, control=False)
         before = pick(rows, config=config, control=True)
         seeds = sorted({row["seed"] for row in after})
-        lows = [min(r["matched"] for r in pick(after, seed=seed)) for seed in seeds]
-        table.append({
-            "config": config, "seeds": len(seeds), "seeds_aligned": sum(low >= ALIGNED for low in lows),
-            "matched": mean(r["matched"] for r in after), "least": min(lows), "best": mean(r["best"] for r in after),
-            "untrained": mean(r["matched"] for r in before), "untrained_best": mean(r["best"] for r in before),
-            "best_random": after[0]["best_random"], "steps": max(r["step"] for r in after),
-        })  # fmt: skip
+        lows = [min(column(pick(after, seed=seed), "matched")) for seed in seeds]
+        table.append(
+            {
+                "config": config,
+                "seeds": len(seeds),
+                "seeds_aligned": sum(low >= ALIGNED for low in lows),
+                "matched": mean_of(after, "matched"),
+                "least": min(lows),
+                "best": mean_of(after, "best"),
+                "untrained": mean_of(before, "matched"),
+                "untrained_best": mean_of(before, "best"),
+                "best_random": after[0]["best_random"],
+                "steps": max(column(after, "step")),
+            }
+        )
     return table
 
 
 def _claims(over: str, rows: list[Row], summary: list[Row]) -> list[Claim]:
-    untrained = mean(r["matched"] for r in pick(rows, control=True))
+    """Few models cannot pass by their interval: `_everything` makes the claim of most sweeps."""
+    untrained = mean_of(pick(rows, control=True), "matched")
     if over == "seeds":
-        claims = []
-        for config, named, said in (
-            ("default", "the default", "A.2, Fig. 18: reliably over 5 random seeds"),
-            ("reading B", "reading B of the loss", ""),
-        ):
-            own = pick(summary, config=config)
-            claims.append(
-                _all_align(
-                    f"{named}: all four pairs align in every seed", said, own, untrained, 1.0
-                )
-            )
-        return claims
+        return _seed_claims(summary, untrained)
     if over == "everything":
+        what = "every pair aligns in every setting that is varied"
         said = "Sec. 4, Fig. 12-18: robust over a wide range of model parameters"
-        return [
-            _all_align(
-                "every pair aligns in every setting that is varied", said, summary, untrained
-            )
-        ]
+        return [_all_align(what, said, summary, untrained)]
     if over == "p":
-        common = [row for row in summary if float(row["config"][2:]) > _LEAST_P]
-        rare = [row for row in summary if float(row["config"][2:]) <= _LEAST_P]
-        few = _share(rare)
-        shares = [_share([row]).mean for row in common]
-        return [
-            Claim(f"... and no longer where pairs are too rare, p ≤ 0.038 (share of models with all |cos| ≥ {ALIGNED}; "
-                  "control: the least share at larger p)", "A.2, Fig. 12: 0.038 or less, not often enough", few.mean,
-                  min(shares), "ours < 0.5", **few.ends,
-                  changed="It was p = 0.02 alone, without an interval."),
-        ]  # fmt: skip
-    return []  # so few models cannot pass by their interval: the claim is made of all of them together
+        return [_rare_claim(summary)]
+    return []
+
+
+def _seed_claims(summary: list[Row], untrained: float) -> list[Claim]:
+    default = pick(summary, config="default")
+    other = pick(summary, config="reading B")
+    every = "all four pairs align in every seed"
+    said = "A.2, Fig. 18: reliably over 5 random seeds"
+    return [
+        _all_align(f"the default: {every}", said, default, untrained, share=1.0),
+        _all_align(f"reading B of the loss: {every}", "", other, untrained, share=1.0),
+    ]
+
+
+def _rare_claim(summary: list[Row]) -> Claim:
+    common: list[Row] = []
+    rare: list[Row] = []
+    for row in summary:
+        p = float(row["config"].removeprefix("p="))
+        (common if p > _LEAST_P else rare).append(row)
+    few = _share(rare)
+    return Claim(
+        "... and no longer where pairs are too rare, p ≤ 0.038 (share of models with all "
+        f"|cos| ≥ {ALIGNED}; control: the least share at larger p)",
+        paper="A.2, Fig. 12: 0.038 or less, not often enough",
+        **few.measured,
+        control=min(_share([row]).mean for row in common),
+        rule="ours < 0.5",
+        changed="It was p = 0.02 alone, without an interval.",
+    )
 
 
 def _all_align(
@@ -169,21 +186,33 @@ def _all_align(
     changed: str = "",
 ) -> Claim:
     found = _share(summary)
-    return Claim(f"{what} (share of models with all |cos| ≥ {ALIGNED}; control: the untrained mean |cos|)", said,
-                 found.mean, untrained, f"ours >= {share:g}", **found.ends, changed=changed)  # fmt: skip
+    return Claim(
+        f"{what} (share of models with all |cos| ≥ {ALIGNED}; control: the untrained mean |cos|)",
+        paper=said,
+        **found.measured,
+        control=untrained,
+        rule=f"ours >= {share:g}",
+        changed=changed,
+    )
 
 
 def _share(summary: list[Row]) -> Estimate:
     """Share of models in which all pairs align."""
-    return share_of(i < row["seeds_aligned"] for row in summary for i in range(row["seeds"]))
+    aligned: list[bool] = []
+    for row in summary:
+        aligned += [i < row["seeds_aligned"] for i in range(row["seeds"])]
+    return share_of(aligned)
 
 
 # ---------------------------------------------------------------------- the drawing
 
 _LABELS = {
-    "p": "probability p of a feature", "λ": "weight λ of the head's loss", "n": "features n",
-    "d_head": "width of the head d_head", "context": "keys in the context",
-}  # fmt: skip
+    "p": "probability p of a feature",
+    "λ": "weight λ of the head's loss",
+    "n": "features n",
+    "d_head": "width of the head d_head",
+    "context": "keys in the context",
+}
 
 
 @run.drawing
@@ -196,44 +225,50 @@ def draw(result: Result) -> Files:
     by_seed = not by_value
     figure = new_figure(9.6, 3.7)
     axes = figure.subplots(1, 2, sharey=True)
-    keys: list[Any] = list(
-        dict.fromkeys((r["config"], r["seed"]) if by_seed else r["config"] for r in rows)
-    )
-    for axis, side in zip(axes, ("query", "key"), strict=True):
-        own = pick(rows, side=side)
-        _dots(axis, own, keys, by_seed)
-        readings = [f"{'B' if 'B' in key[0] else 'C'}{key[1]}" for key in keys]
-        axis.set_xticks(
-            range(len(keys)), readings if by_seed else [key.split("=")[1] for key in keys]
-        )
-        axis.set(
-            title=f"{side} features and {'u' if side == 'query' else 'v'}_k", ylim=(-0.03, 1.05)
-        )
+    keys = distinct(rows, "config", "seed") if by_seed else distinct(rows, "config")
+    labels = [_label(key) for key in keys]
+    for axis, side, letter in zip(axes, ("query", "key"), "uv", strict=True):
+        _dots(axis, pick(rows, side=side), keys, by_seed)
+        axis.set_xticks(range(len(keys)), labels)
+        axis.set(title=f"{side} features and {letter}_k", ylim=(-0.03, 1.05))
         axis.set_xlabel("reading of the loss and seed" if by_seed else _LABELS[varied])
     axes[0].set_ylabel("matched |cos|")
     axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return files_of(result, figure)
 
 
+def _label(key: str | tuple[str, int]) -> str:
+    """The value of ``p=0.14``, or the reading and seed of ``("reading B", 3)``, B3."""
+    if isinstance(key, str):
+        return key.split("=")[1]
+    config, seed = key
+    return f"{'B' if 'B' in config else 'C'}{seed}"
+
+
 def _dots(axis: Any, rows: Sequence[Any], keys: Sequence[Any], by_seed: bool) -> None:
+    """Matched |cos| of every pair, side by side, over its controls."""
     pairs = distinct(rows, "pair")
+    middle = (len(pairs) - 1) / 2
     for i, (pair, shade) in enumerate(zip(pairs, shades(len(pairs)), strict=True)):
-        shift = (i - (len(pairs) - 1) / 2) * 0.13
         for control in (True, False):
             own = pick(rows, pair=pair, control=control)
-            x = [
-                keys.index((r["config"], r["seed"]) if by_seed else r["config"]) + shift
-                for r in own
-            ]
-            logit = f"{own[0]['target_logit']:g}" if own else ""
-            label = ("untrained" if i == 0 else None) if control else f"pair {pair}, logit {logit}"
-            size, marker, colour = (12, "x", REST) if control else (20, "o", shade)
-            look: Any = {
-                "s": size,
-                "marker": marker,
-                "color": colour,
-                "linewidths": 0.8,
-                "label": label,
-            }
+            places = _places(own, keys, by_seed)
+            x = [place + (i - middle) * 0.13 for place in places]
+            look: Any = {"linewidths": 0.8}
+            if control:
+                look |= {"s": 12, "marker": "x", "color": REST}
+                look["label"] = "untrained" if i == 0 else None
+            else:
+                logit = f"{own[0]['target_logit']:g}" if own else ""
+                look |= {"s": 20, "marker": "o", "color": shade}
+                look["label"] = f"pair {pair}, logit {logit}"
             axis.scatter(x, column(own, "matched"), **look)
     axis.axhline(rows[0]["best_random"], color=INK, lw=0.9, ls=":", label="best of random, mean")
+
+
+def _places(rows: Sequence[Any], keys: Sequence[Any], by_seed: bool) -> list[int]:
+    """Where the configuration of each row stands on the axis."""
+    named = column(rows, "config")
+    if by_seed:
+        return [keys.index(key) for key in zip(named, column(rows, "seed"), strict=True)]
+    return [keys.index(key) for key in named]

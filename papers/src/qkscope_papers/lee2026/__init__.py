@@ -1,7 +1,7 @@
-"""Lee et al. 2026, *Decomposing Query-Key Feature Interactions Using Contrastive Covariances*,
-arXiv 2602.04752.
+"""Lee et al. 2026, *Decomposing Query-Key Feature Interactions*, arXiv 2602.04752.
 
-In come settings; out goes each figure's `Result` and its drawing. Files in reading order:
+In full: *Decomposing Query-Key Feature Interactions Using Contrastive Covariances*. In come
+settings; out goes each figure's `Result` and its drawing. Files in reading order:
 
 - Toys, in ``toy/``, trained for all figures at once by `cells`: `ranks` (Figs. 2, 11), `geometry`
   (3, 12), `swaps` (4, 14, 15), `interactions` (5, 13), `closed_form` (appendix B).

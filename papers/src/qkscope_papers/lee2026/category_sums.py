@@ -1,8 +1,8 @@
 """Categories as the released script sums them: is a rank of 1 built in?
 
-The text defines ``ΔC = E[q kᵀ | +] − E[q kᵀ | −]``, averages over pairs. The released category script
-divides the sums over items by the number of *prompts*: with a asked and b other items in a prompt it
-computes ``a E⁺ − b E⁻``. Where b is larger than a, most of that is the mean,
+The text defines ``ΔC = E[q kᵀ | +] − E[q kᵀ | −]``, averages over pairs. The released category
+script divides the sums over items by the number of *prompts*: with a asked and b other items in a
+prompt it computes ``a E⁺ − b E⁻``. Where b is larger than a, most of that is the mean,
 
     a E⁺ − b E⁻ = a ΔC − (b − a) E⁻,        E⁻ ≈ q̄ k̄ᵀ,
 
@@ -91,16 +91,18 @@ def category_sums(fit: Fit, category: str, head: Head) -> CategorySums:
 
 
 def definition_rows(sums: CategorySums) -> list[Row]:
-    """A row for each definition: the 99% rank, and |cos| of its first key direction with the mean key."""
+    """A row for each definition: 99% rank, |cos| of its first key direction and the mean key."""
     rows = []
     for definition in DEFINITIONS:
         _, values, right = torch.linalg.svd(getattr(sums, definition))
         cosine = torch.cosine_similarity(right[0], sums.mean_key, dim=0).abs()
-        rows.append({
-            "definition": definition,
-            "rank_99": int(energy_rank(values)),
-            "cosine": float(cosine),
-        })  # fmt: skip
+        rows.append(
+            {
+                "definition": definition,
+                "rank_99": int(energy_rank(values)),
+                "cosine": float(cosine),
+            }
+        )
     return rows
 
 
@@ -120,13 +122,13 @@ def _claims(rows: list[Row], group_size: int) -> list[Claim]:
     text = _over_heads(rows, "text", max, group_size)
     return [
         Claim(
-            "by the released script's sums the first key direction of every category is the mean key "
-            "(least |cos| of five categories, mean over key heads; control: the largest by the text's)",
-            "",
-            released.mean,
-            text.mean,
-            "ours > 0.95 and control < 0.7",
-            **released.ends,
+            "by the released script's sums the first key direction of every category is the "
+            "mean key (least |cos| of five categories, mean over key heads; control: the "
+            "largest by the text's)",
+            paper="",
+            **released.measured,
+            control=text.mean,
+            rule="ours > 0.95 and control < 0.7",
         )
     ]
 

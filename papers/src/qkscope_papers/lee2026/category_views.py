@@ -32,6 +32,7 @@ from qkscope_papers.lee2026.points import (
     capture_points,
     ends_of,
     nearest_hits,
+    principal,
     share_of,
     view,
 )

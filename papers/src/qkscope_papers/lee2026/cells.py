@@ -1,9 +1,8 @@
-"""Trained heads for the figures of the toy: which ones, with how much work at each preset, all
-trained in one go.
+"""Which trained heads the figures of the toy need, with how much work at each preset.
 
-Grids can be asked for in two scales (`SCALES`): ``as-released``, those of the authors' code (maps
-A, B / √r and A_y / √d, noise 0.01), which reproduce the paper's accuracies, and ``as-written``,
-standard Gaussian maps and noise as the paper's text has them.
+All are trained in one go. Grids can be asked for in two scales (`SCALES`): ``as-released``, those
+of the authors' code (maps A, B / √r and A_y / √d, noise 0.01), which reproduce the paper's
+accuracies, and ``as-written``, standard Gaussian maps and noise as the paper's text has them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ class HeadWork:
     replicates: int  # of the sign-flip null
     contexts: int  # for accuracy and ceilings
     swaps: int
-    seeds: int = 1  # heads of each cell; in grids their pairs and contexts are shared out among them, swaps everywhere
+    # heads of each cell; in grids they share out pairs and contexts among them, swaps everywhere
+    seeds: int = 1
     ranks: dict[int, tuple[int, ...]] = field(
         default_factory=lambda: dict(GRIDS)
     )  # d_head: the grid's ranks
@@ -43,11 +43,20 @@ class HeadWork:
 WORK = {
     # Enough training to see the point, not to finish: corners of the grids, a high learning rate,
     # 800 steps.
-    "smoke": HeadWork(3e-3, Recipe(steps=800, validate_every=400), 8192, 99, 2048, 2048,
-                      ranks={8: (2, 5), 16: (4, 10)}),
+    "smoke": HeadWork(
+        3e-3,
+        Recipe(steps=800, validate_every=400),
+        8192,
+        99,
+        2048,
+        2048,
+        ranks={8: (2, 5), 16: (4, 10)},
+    ),
     "default": HeadWork(1e-3, Recipe(), 40_960, 199, 10_240, 10_240, 3),
-    "paper": HeadWork(1e-4, Recipe(), 40_960, 199, 20_480, 51_200, 5, {8: GRIDS[8], 16: tuple(range(4, 13))}),
-}  # fmt: skip
+    "paper": HeadWork(
+        1e-4, Recipe(), 40_960, 199, 20_480, 51_200, 5, {8: GRIDS[8], 16: tuple(range(4, 13))}
+    ),
+}
 Cells = Callable[[Settings], list[HeadCell]]
 """The heads that a figure needs, which depend on preset and seed."""
 

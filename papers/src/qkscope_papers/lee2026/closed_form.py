@@ -1,5 +1,4 @@
-"""Appendix B: what ΔC is in closed form, which assumptions that needs, and that attention is high
-where features align.
+"""Appendix B: ΔC in closed form, what that assumes, and attention where features align.
 
 For a latent z of the query and of two keys ``ΔC = W_Q B M Aᵀ W_Kᵀ`` with ``M = E[z_q (z₊ − z₋)ᵀ]``.
 Held as the paper says, M has one block, of the latent that differs. Three ways to draw the two keys
@@ -21,42 +20,50 @@ from qkscope_papers.lee2026.cells import WORK, example_head, toy_figure, train
 from qkscope_papers.lee2026.toy.retrieval import VARIANTS, Retrieval, RetrievalHead
 from qkscope_papers.lee2026.toy.stack import HeadCell
 from qkscope_papers.registry import Settings
-from qkscope_papers.tables import Estimate, Row, mean, over_runs, pick, share_of
+from qkscope_papers.tables import (
+    Estimate,
+    Row,
+    column,
+    differences,
+    mean,
+    mean_of,
+    over_runs,
+    pick,
+    share_of,
+)
 
 SCHEMES = ("held", "anew", "asked")
 _CONTEXTS = 2048
 
 
 def _heads(settings: Settings) -> list[HeadCell]:
-    return [cell for variant in VARIANTS for cell in example_head(variant)(settings)]
+    """The paper's example head, discrete and continuous."""
+    cells: list[HeadCell] = []
+    for variant in VARIANTS:
+        cells += example_head(variant)(settings)
+    return cells
 
 
 @toy_figure("appB", "ΔC in closed form, its assumptions, and alignment against attention", _heads)
 def run(settings: Settings, cells: object) -> Result:
     """Every head of the paper's example, trained and not."""
     n = WORK[settings.preset].contrast_pairs
-    rows = list[Row]()
+    rows: list[Row] = []
     for trained in train(_heads, settings):
-        for control, head in ((False, trained.head), (True, trained.cell.untrained())):
-            row = {
-                "variant": trained.cell.task.variant,
-                "seed": trained.cell.seed,
-                "control": control,
-            }
-            rows.append(
-                row
-                | head_row(head, n, derived_seed(settings.seed, "closed form", trained.cell.seed))
-            )
+        cell = trained.cell
+        seed = derived_seed(settings.seed, "closed form", cell.seed)
+        for control, head in ((False, trained.head), (True, cell.untrained())):
+            place = {"variant": cell.task.variant, "seed": cell.seed, "control": control}
+            rows.append(place | head_row(head, n, seed))
     after = pick(rows, control=False)
-    outside = [f"{mean(r[f'outside_{scheme}'] for r in after):.1%}" for scheme in SCHEMES]
+    held, anew, asked = (f"{mean_of(after, f'outside_{scheme}'):.1%}" for scheme in SCHEMES)
     answer = (
-        f"ΔC is its closed form up to {mean(r['error'] for r in after):.1%} of its norm ({n:,} triplets). Of M there "
-        f"lies outside the block of z1: {outside[0]} with z2 held, {outside[1]} with z2 drawn anew, {outside[2]} where "
-        "+ is the asked key."
+        f"ΔC is its closed form up to {mean_of(after, 'error'):.1%} of its norm ({n:,} "
+        f"triplets). Of M there lies outside the block of z1: {held} with z2 held, "
+        f"{anew} with z2 drawn anew, {asked} where + is the asked key."
     )
-    return settings.result(
-        answer, {"closed_form": rows}, _claims(rows), about={"contrast_pairs": n}
-    )
+    about = {"contrast_pairs": n}
+    return settings.result(answer, {"closed_form": rows}, _claims(rows), about=about)
 
 
 def head_row(head: RetrievalHead, n: int, seed: int) -> Row:
@@ -97,13 +104,14 @@ def head_row(head: RetrievalHead, n: int, seed: int) -> Row:
 def second_moment(task: Retrieval, scheme: str, n: int, seed: int) -> Float[Tensor, "R R"]:
     """``M = E[z_q (z₊ − z₋)ᵀ]`` over n triplets of the first latent, drawn by one of `SCHEMES`."""
     generator = torch.Generator().manual_seed(seed)
-    query, plus, fresh = (task.draw_latents((n,), generator) for _ in range(3))
+    query = task.draw_latents((n,), generator)
+    plus = task.draw_latents((n,), generator)
+    fresh = task.draw_latents((n,), generator)
     first = task.latent_slices()[0]
-    plus = (
-        query.clone()
-        if scheme == "asked"
-        else torch.cat([query[:, first], plus[:, first.stop :]], dim=1)
-    )
+    if scheme == "asked":
+        plus = query.clone()
+    else:
+        plus = torch.cat([query[:, first], plus[:, first.stop :]], dim=1)
     minus = task.draw_other(plus, 0, "strict", generator) if scheme == "held" else fresh
     return query.double().mT @ (plus - minus).double() / n
 
@@ -123,33 +131,58 @@ def _claims(rows: list[Row]) -> list[Claim]:
     before = pick(rows, control=True)
 
     def over(name: str) -> Estimate:
-        return over_runs(row[name] for row in after)
+        return over_runs(column(after, name))
 
     error = over("error")
     outside = over("outside_held")
-    payload = over("payload")
-    ahead = over_runs(row["aligned"] - row["aligned_random"] for row in after)
-    anew, asked = (
-        share_of(row[f"rank_{scheme}"] == row["r1"] for row in after)
-        for scheme in ("anew", "asked")
+    encoded = over("payload")
+    ahead = over_runs(differences(after, "aligned", "aligned_random"))
+    anew = share_of(row["rank_anew"] == row["r1"] for row in after)
+    asked = share_of(row["rank_asked"] == row["r1"] for row in after)
+    closed = Claim(
+        "ΔC is its closed form (relative error, mean over heads; control: with a quarter of "
+        "the triplets)",
+        paper="App. B, Eqs. 1-2: the derivation",
+        **error.measured,
+        control=over("error_quarter").mean,
+        rule="ours < 0.1 and ours < 0.7 * control",
     )
-    return [
-        Claim("ΔC is its closed form (relative error, mean over heads; control: with a quarter of the triplets)",
-              "App. B, Eqs. 1-2: the derivation", error.mean, over("error_quarter").mean,
-              "ours < 0.1 and ours < 0.7 * control", **error.ends),
-        Claim("cross blocks vanish (share of ‖M‖² outside the block of z1; control: + is the asked key)",
-              "App. B, Eqs. 1-2: isolates the contribution of latent variable z1", outside.mean,
-              over("outside_asked").mean, "ours < 0.02 and ours < 0.1 * control", **outside.ends),
-        Claim("keys do not encode the payload (‖W_K A_y‖ / ‖W_K A‖ by column; control: untrained)",
-              "App. B, Eqs. 1-2: assuming W_K A_y ≈ 0", payload.mean, mean(r["payload"] for r in before),
-              "ours < 0.2 * control", **payload.ends),
-        Claim("z2 has to be held fixed: drawn anew in both keys, the rank of ΔC is not r1 (share of heads with r1; "
-              "control: + is the asked key)", "implied by §3: crucially, we hold z2 fixed", anew.mean, asked.mean,
-              "ours < 0.5", **anew.ends,
-              why="z2 of either key is independent of the query's, so that its blocks vanish in the mean whether it is "
-              "held or not: holding it only takes noise away."),
-        Claim("attention is high where features align (rank correlation of attention and the cosine of query and key "
-              "in the latents' span, less that in a random span; control: untrained)", "§1: it is when these features "
-              "in keys and queries align that leads to high attention scores", ahead.mean,
-              mean(r["aligned"] - r["aligned_random"] for r in before), "ours > 0.1", **ahead.ends),
-    ]  # fmt: skip
+    cross_blocks = Claim(
+        "cross blocks vanish (share of ‖M‖² outside the block of z1; control: + is the asked key)",
+        paper="App. B, Eqs. 1-2: isolates the contribution of latent variable z1",
+        **outside.measured,
+        control=over("outside_asked").mean,
+        rule="ours < 0.02 and ours < 0.1 * control",
+    )
+    payload = Claim(
+        "keys do not encode the payload (‖W_K A_y‖ / ‖W_K A‖ by column; control: untrained)",
+        paper="App. B, Eqs. 1-2: assuming W_K A_y ≈ 0",
+        **encoded.measured,
+        control=mean_of(before, "payload"),
+        rule="ours < 0.2 * control",
+    )
+    held_fixed = Claim(
+        "z2 has to be held fixed: drawn anew in both keys, the rank of ΔC is not r1 (share "
+        "of heads with r1; control: + is the asked key)",
+        paper="implied by §3: crucially, we hold z2 fixed",
+        **anew.measured,
+        control=asked.mean,
+        rule="ours < 0.5",
+        why=(
+            "z2 of either key is independent of the query's, so that its blocks vanish in the "
+            "mean whether it is held or not: holding it only takes noise away."
+        ),
+    )
+    where_aligned = Claim(
+        "attention is high where features align (rank correlation of attention and the "
+        "cosine of query and key in the latents' span, less that in a random span; control: "
+        "untrained)",
+        paper=(
+            "§1: it is when these features in keys and queries align that leads to high "
+            "attention scores"
+        ),
+        **ahead.measured,
+        control=mean(differences(before, "aligned", "aligned_random")),
+        rule="ours > 0.1",
+    )
+    return [closed, cross_blocks, payload, held_fixed, where_aligned]

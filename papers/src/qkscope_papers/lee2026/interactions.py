@@ -1,5 +1,4 @@
-"""Figures 5 and 13: ``G = Bᵀ W_Qᵀ W_K A``, how each coordinate of the query's latents meets each
-one of the key's.
+"""Figures 5 and 13: how the query's latents meet the key's, ``G = Bᵀ W_Qᵀ W_K A``.
 
 What the pictures suggest, as numbers: the share of ‖G‖² off the diagonal (superposition), the share
 between different latents, and the asymmetry ``‖G − Gᵀ‖/‖G‖``. The paper reads a strong diagonal as
@@ -49,15 +48,15 @@ def run(settings: Settings, cells: Cells) -> Result:
     arrays = {f"G/{t.cell.slug}": t.head.interactions().float() for t in heads}
     variant = rows[0]["variant"]
     answer = (
-        f"Off-diagonal energy of G ({variant}): at most {_extreme(below, 'off_diagonal', max):.3f} where "
-        f"r1 + r2 < d_head, at least {_extreme(above, 'off_diagonal', min):.3f} where r1 + r2 > d_head; asymmetry "
-        f"{_median(below, 'asymmetry'):.2f} below and {_median(above, 'asymmetry'):.2f} above (untrained "
-        f"{_median(rows, 'untrained_asymmetry'):.2f})."
+        f"Off-diagonal energy of G ({variant}): at most "
+        f"{_extreme(below, 'off_diagonal', max):.3f} where r1 + r2 < d_head, at least "
+        f"{_extreme(above, 'off_diagonal', min):.3f} where r1 + r2 > d_head; asymmetry "
+        f"{_median(below, 'asymmetry'):.2f} below and {_median(above, 'asymmetry'):.2f} "
+        f"above (untrained {_median(rows, 'untrained_asymmetry'):.2f})."
     )
+    claims = _claims(variant, below, above)
     about = {"lr": work.lr, "rotations": _ROTATIONS}
-    return settings.result(
-        answer, {"interactions": rows}, _claims(variant, below, above), arrays, about=about
-    )
+    return settings.result(answer, {"interactions": rows}, claims, arrays, about=about)
 
 
 def interaction_row(trained: HeadRun, seed: int) -> Row:
@@ -65,20 +64,33 @@ def interaction_row(trained: HeadRun, seed: int) -> Row:
     latents.
     """
     cell = trained.cell
-    task = trained.cell.task
+    task = cell.task
     g = trained.head.interactions()
     untrained = cell.untrained().interactions()
-    total = task.total_rank
-    rotated = [
-        off_diagonal(rotate(g, task, derived_seed(seed, 17, draw))) for draw in range(_ROTATIONS)
-    ]
+    rotated = []
+    for draw in range(_ROTATIONS):
+        rotated.append(off_diagonal(rotate(g, task, derived_seed(seed, 17, draw))))
     return {
-        "variant": task.variant, "d_head": cell.d_head, "seed": cell.seed, "r1": task.ranks[0], "r2": task.ranks[1],
-        "where": "below" if total < cell.d_head else "boundary" if total == cell.d_head else "above",
-        "off_diagonal": off_diagonal(g), "rotated": statistics.mean(rotated),
+        "variant": task.variant,
+        "d_head": cell.d_head,
+        "seed": cell.seed,
+        "r1": task.ranks[0],
+        "r2": task.ranks[1],
+        "where": _where(task.total_rank, cell.d_head),
+        "off_diagonal": off_diagonal(g),
+        "rotated": statistics.mean(rotated),
         "untrained": off_diagonal(untrained),
-        "asymmetry": asymmetry(g), "off_asymmetry": off_asymmetry(g), "untrained_asymmetry": asymmetry(untrained),
-    }  # fmt: skip
+        "asymmetry": asymmetry(g),
+        "off_asymmetry": off_asymmetry(g),
+        "untrained_asymmetry": asymmetry(untrained),
+    }
+
+
+def _where(total: int, d_head: int) -> str:
+    """Whether the latents leave room in the head, fill it, or do not fit."""
+    if total == d_head:
+        return "boundary"
+    return "below" if total < d_head else "above"
 
 
 def rotate(g: Float[Tensor, "R R"], task: Retrieval, seed: int) -> Float[Tensor, "R R"]:
@@ -98,44 +110,69 @@ def off_asymmetry(g: Float[Tensor, "R R"]) -> float:
 
 
 def _claims(variant: str, below: list[Row], above: list[Row]) -> list[Claim]:
-
-    def typical(rows: list[Row], name: str) -> Estimate:
-        return over_seeds(rows, lambda own: _median(own, name))
-
-    said = (
-        "§4, Fig. 5" if variant == "continuous" else "implied by §4, Fig. 5"
-    )  # of Fig. 13 F.1 says another thing
-    off = typical(above, "off_diagonal")
-    split = typical(below, "off_diagonal")
-    claims = [
-        Claim("off-diagonal energy tells superposition from room enough (median above d_head; control: median below)",
-              f"{said}: off-diagonal interactions in G", off.mean, split.mean, "ours > 2 * control", **off.ends),
-        Claim("a strong diagonal shows feature splits (median off-diagonal energy below d_head; control: latents "
-              "rotated at random)", f"{said}: feature splits, as indicated by the strong diagonals", split.mean,
-              _median(below, "rotated"), "ours < 0.5 * control", **split.ends,
-              why="Where there is room G is close to a multiple of the identity, which is diagonal in every basis: "
-              "rotating the latents leaves the diagonal about as strong."),
-    ]  # fmt: skip
+    """Of Fig. 13 F.1 says another thing, so that there two are implied only."""
+    said = "§4, Fig. 5" if variant == "continuous" else "implied by §4, Fig. 5"
+    off = _typical(above, "off_diagonal")
+    split = _typical(below, "off_diagonal")
+    tells = Claim(
+        "off-diagonal energy tells superposition from room enough (median above d_head; "
+        "control: median below)",
+        paper=f"{said}: off-diagonal interactions in G",
+        **off.measured,
+        control=split.mean,
+        rule="ours > 2 * control",
+    )
+    splits = Claim(
+        "a strong diagonal shows feature splits (median off-diagonal energy below d_head; "
+        "control: latents rotated at random)",
+        paper=f"{said}: feature splits, as indicated by the strong diagonals",
+        **split.measured,
+        control=_median(below, "rotated"),
+        rule="ours < 0.5 * control",
+        why=(
+            "Where there is room G is close to a multiple of the identity, which is diagonal in "
+            "every basis: rotating the latents leaves the diagonal about as strong."
+        ),
+    )
     if variant == "continuous":
-        found = typical([*below, *above], "asymmetry")
-        claims.append(Claim("interactions are symmetric (median asymmetry; control: untrained)",
-                            "§F.1: symmetry in interactions, in the continuous case", found.mean,
-                            _median(below + above, "untrained_asymmetry"), "ours < 0.2 * control",
-                            **found.ends))  # fmt: skip
-    else:
-        found = typical(above, "off_asymmetry")
-        claims.append(Claim("interactions are not symmetric (median asymmetry of the off-diagonal part above d_head; "
-                            "control: random entries)", "§F.1, Fig. 13: we no longer see symmetry", found.mean, 1.0,
-                            "ours > 0.5 * control", **found.ends))  # fmt: skip
-    return claims
+        return [tells, splits, _symmetry_claim(below + above)]
+    return [tells, splits, _no_symmetry_claim(above)]
+
+
+def _typical(rows: list[Row], name: str) -> Estimate:
+    """The median over cells, with its interval over seeds."""
+    return over_seeds(rows, lambda own: _median(own, name))
+
+
+def _symmetry_claim(rows: list[Row]) -> Claim:
+    found = _typical(rows, "asymmetry")
+    return Claim(
+        "interactions are symmetric (median asymmetry; control: untrained)",
+        paper="§F.1: symmetry in interactions, in the continuous case",
+        **found.measured,
+        control=_median(rows, "untrained_asymmetry"),
+        rule="ours < 0.2 * control",
+    )
+
+
+def _no_symmetry_claim(above: list[Row]) -> Claim:
+    found = _typical(above, "off_asymmetry")
+    return Claim(
+        "interactions are not symmetric (median asymmetry of the off-diagonal part above "
+        "d_head; control: random entries)",
+        paper="§F.1, Fig. 13: we no longer see symmetry",
+        **found.measured,
+        control=1.0,
+        rule="ours > 0.5 * control",
+    )
 
 
 def _median(rows: list[Row], name: str) -> float:
-    return statistics.median(row[name] for row in rows) if rows else math.nan
+    return statistics.median(column(rows, name)) if rows else math.nan
 
 
 def _extreme(rows: list[Row], name: str, pick: Any) -> float:
-    return float(pick(row[name] for row in rows)) if rows else math.nan
+    return float(pick(column(rows, name))) if rows else math.nan
 
 
 # ---------------------------------------------------------------------- the drawing
@@ -145,13 +182,15 @@ _SMOKE = {8: ((2, 2), (2, 5), (5, 5)), 16: ((4, 4), (4, 10), (10, 10))}
 
 
 _ENERGY = (
-    ("off_diagonal", "trained", ORIGINAL), ("rotated", "trained, latents rotated", TARGET),
+    ("off_diagonal", "trained", ORIGINAL),
+    ("rotated", "trained, latents rotated", TARGET),
     ("untrained", "untrained", REST),
-)  # fmt: skip
+)
 _ASYMMETRY = (
-    ("asymmetry", "G", ORIGINAL), ("off_asymmetry", "its off-diagonal part / √2", TARGET),
+    ("asymmetry", "G", ORIGINAL),
+    ("off_asymmetry", "its off-diagonal part / √2", TARGET),
     ("untrained_asymmetry", "untrained", REST),
-)  # fmt: skip
+)
 
 
 @run.drawing
@@ -185,20 +224,18 @@ def draw(result: Result) -> Files:
 
 
 def _heat_map(axis: Axes, result: Result, row: dict[str, Any]) -> Any:
+    """G of one cell, with its ranks and what they leave off the diagonal."""
     prefix = f"G/{row['variant']}-{row['r1']}-{row['r2']}-h{row['d_head']}-"
     g = next(value for name, value in result.arrays.items() if name.startswith(prefix))
-    image = axis.imshow(
-        (g / g.abs().max()).numpy(), cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest"
-    )
-    for place in (axis.axhline, axis.axvline):
-        place(row["r1"] - 0.5, color=INK, lw=0.6)
+    look: Any = {"cmap": "RdBu_r", "vmin": -1, "vmax": 1, "interpolation": "nearest"}
+    image = axis.imshow((g / g.abs().max()).numpy(), **look)
+    axis.axhline(row["r1"] - 0.5, color=INK, lw=0.6)
+    axis.axvline(row["r1"] - 0.5, color=INK, lw=0.6)
     relation = {"below": "<", "boundary": "=", "above": ">"}[row["where"]]
     total = row["r1"] + row["r2"]
+    ranks = f"({row['r1']}, {row['r2']}): {total} {relation} d_head {row['d_head']}"
     facts = f"off-diagonal {row['off_diagonal']:.3f}, asymmetry {row['asymmetry']:.2f}"
-    axis.set_title(
-        f"({row['r1']}, {row['r2']}): {total} {relation} d_head {row['d_head']}\n{facts}",
-        fontsize=8.5,
-    )
+    axis.set_title(f"{ranks}\n{facts}", fontsize=8.5)
     axis.set(xticks=[], yticks=[])
     for spine in axis.spines.values():
         spine.set_visible(True)

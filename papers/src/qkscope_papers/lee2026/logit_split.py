@@ -1,5 +1,4 @@
-"""Figure 10: the attention logits of one prompt, token by token, as order + lexical + what neither
-explains.
+"""Figure 10: one prompt's attention logits, as order + lexical + what neither explains.
 
 One prompt is an anecdote, so the same split is averaged over held-out prompts, in both orders and
 order-free, beside random subspaces of the same ranks. A share is of the variance of the logits over
@@ -24,10 +23,10 @@ from qkscope.sums.feature_split import RESIDUAL, Split, attribute_logits
 from qkscope.verbs.attribute import attribute
 from qkscope_papers.figures import INK, ORIGINAL, colours_of, new_figure
 from qkscope_papers.lee2026.binding_views import FEATURES, binding_points
-from qkscope_papers.lee2026.language import ESTIMATORS, session_of
+from qkscope_papers.lee2026.language import ESTIMATORS, FigureSession, session_of
 from qkscope_papers.lee2026.points import Points, share_of
 from qkscope_papers.registry import Settings, figure
-from qkscope_papers.tables import Files, Row, files_of, model_name, pick
+from qkscope_papers.tables import Files, Row, column, files_of, model_name, pick
 
 _DRAWS = 20
 
@@ -42,30 +41,15 @@ def run(settings: Settings) -> Result:
     points = binding_points(session)
     example = points.units[0][0]
     parts = attribute(session.scope, example, head, fit, chat=session.chat)
-    words = points.key_words(session.binding_task().asked["words"])
-    asked = [row[i] for row, i in zip(words, points.answers().tolist(), strict=True)]
-    cluster = torch.tensor([sorted(set(asked)).index(word) for word in asked])
+    cluster = _answer_words(session, points)
     shares: list[Row] = []
     for estimator in ESTIMATORS:
         own = session.binding_fit(estimator)
         bases = {name: own[name, head].basis("query").cpu() for name in FEATURES}
-        rows = _shares(points, head, bases, cluster, session.seed)
-        shares += [{"estimator": estimator, **row} for row in rows]
+        for row in _shares(points, head, bases, cluster, session.seed):
+            shares.append({"estimator": estimator, **row})
+    theirs, ours = (_by_split(shares, estimator) for estimator in ESTIMATORS)
     tokens = [dict(row) for row in parts.tables["tokens"]]
-    error = max(
-        abs(row["logit"] - sum(row[name] for name in (*FEATURES, RESIDUAL))) for row in tokens
-    )
-    theirs, by = (
-        {row["split"]: row for row in pick(shares, estimator=name)} for name in ESTIMATORS
-    )
-    answer = (
-        f"{parts.answer} Over {len(points.units)} held-out prompts, of the variance of the boxes' logits order "
-        f"carries {by['order first']['order']:.0%}, lexical {by['order first']['lexical']:.0%}, and "
-        f"{by['order first'][RESIDUAL]:.0%} is unexplained (lexical first: order "
-        f"{by['lexical first']['order']:.0%}, lexical {by['lexical first']['lexical']:.0%}; random subspaces of "
-        f"these ranks leave {by['random'][RESIDUAL]:.0%}); as the paper estimates them, order "
-        f"{theirs['order first']['order']:.0%} and lexical {theirs['order first']['lexical']:.0%}."
-    )
     tables = {
         "tokens": tokens,
         "summary": [dict(row) for row in parts.tables["summary"]],
@@ -73,9 +57,44 @@ def run(settings: Settings) -> Result:
         "overlap": [dict(row) for row in parts.tables["overlap"]],
         "prompt": [{"head": str(head), "text": example.text, "keys": len(example.keys)}],
     }
+    claims = _claims(theirs, ours, _sum_error(tokens))
+    answer = f"{parts.answer} {_shares_said(theirs, ours, len(points.units))}"
     about = session.about(form=session.form("binding"), head=str(head))
-    return settings.result(
-        answer, tables, _claims(theirs, by, error), model=session.scope.name, about=about
+    return settings.result(answer, tables, claims, model=session.scope.name, about=about)
+
+
+def _answer_words(session: FigureSession, points: Points) -> Int[Tensor, " n"]:
+    """Which word every prompt asks about, as a number."""
+    words = points.key_words(session.binding_task().asked["words"])
+    asked = [row[i] for row, i in zip(words, points.answers().tolist(), strict=True)]
+    known = sorted(set(asked))
+    return torch.tensor([known.index(word) for word in asked])
+
+
+def _by_split(shares: list[Row], estimator: str) -> dict[str, Row]:
+    return {row["split"]: row for row in pick(shares, estimator=estimator)}
+
+
+def _sum_error(tokens: list[Row]) -> float:
+    """The largest difference of a logit to the sum of its parts."""
+    errors = []
+    for row in tokens:
+        errors.append(abs(row["logit"] - sum(row[name] for name in (*FEATURES, RESIDUAL))))
+    return max(errors)
+
+
+def _shares_said(theirs: dict[str, Row], ours: dict[str, Row], prompts: int) -> str:
+    first = ours["order first"]
+    last = ours["lexical first"]
+    as_paper = theirs["order first"]
+    return (
+        f"Over {prompts} held-out prompts, of the variance of the "
+        f"boxes' logits order carries {first['order']:.0%}, lexical "
+        f"{first['lexical']:.0%}, and {first[RESIDUAL]:.0%} is "
+        f"unexplained (lexical first: order {last['order']:.0%}, lexical "
+        f"{last['lexical']:.0%}; random subspaces of these ranks leave "
+        f"{ours['random'][RESIDUAL]:.0%}); as the paper estimates them, order "
+        f"{as_paper['order']:.0%} and lexical {as_paper['lexical']:.0%}."
     )
 
 
@@ -92,48 +111,57 @@ def _shares(
         found = attribute_logits(q, k, scale, own, how)
         return {name: _share(found.parts[name], found.logits) for name in (*FEATURES, RESIDUAL)}
 
-    def means(parts: dict[str, Tensor]) -> Row:
-        return {name: float(part.mean()) for name, part in parts.items()}
-
     first = split(bases)
     turned = split(dict(reversed(bases.items())))
-    dense = {
-        name: first[name] / basis.shape[1] for name, basis in bases.items()
-    }  # shares per dimension
-    gaps = {
-        "more": share_of(first["lexical"] - first["order"], cluster),  # lexical over order
-        "taken": share_of(
-            first["order"] - turned["order"], cluster
-        ),  # what order gets by being first
-        "left": share_of(first[RESIDUAL], cluster),
-        "denser": share_of(dense["lexical"] - dense["order"], cluster),
-    }
-    told = {
-        f"{name}{end}": x
-        for name, gap in gaps.items()
-        for end, x in zip(("", "_low", "_high"), gap, strict=True)
-    }
+    drawn = [_means(split(_random_like(bases, seed, draw))) for draw in range(_DRAWS)]
+    random = {name: sum(column(drawn, name)) / _DRAWS for name in drawn[0]}
     rows: list[Row] = [
-        {"split": "order first", **means(first), **told},
-        {"split": "lexical first", **means(turned)},
-        {"split": "average", **means(split(bases, "average"))},
+        {"split": "order first", **_means(first), **_gaps(first, turned, bases, cluster)},
+        {"split": "lexical first", **_means(turned)},
+        {"split": "average", **_means(split(bases, "average"))},
+        {"split": "random", **random},
     ]
-    drawn = []
-    for draw in range(_DRAWS):
-        own = {
-            name: random_bases(
-                basis.shape[0], basis.shape[1], 1, derived_seed(seed, "random", draw, i)
-            )[0].to(basis)
-            for i, (name, basis) in enumerate(bases.items())
-        }
-        drawn.append(means(split(own)))
-    rows.append(
-        {"split": "random", **{name: sum(row[name] for row in drawn) / _DRAWS for name in drawn[0]}}
-    )
-    return [
-        {**row, "n": len(q), **{f"{name}_rank": basis.shape[1] for name, basis in bases.items()}}
-        for row in rows
-    ]
+    sizes = {f"{name}_rank": basis.shape[1] for name, basis in bases.items()}
+    return [{**row, "n": len(q), **sizes} for row in rows]
+
+
+def _means(parts: dict[str, Tensor]) -> Row:
+    return {name: float(part.mean()) for name, part in parts.items()}
+
+
+def _gaps(
+    first: dict[str, Tensor],
+    turned: dict[str, Tensor],
+    bases: dict[str, Tensor],
+    cluster: Int[Tensor, " n"],
+) -> Row:
+    """Differences of shares with their intervals: of lexical and order, whole and per dimension; of
+    order by being first; and what is left.
+    """
+    lexical = first["lexical"]
+    order = first["order"]
+    per_lexical = lexical / bases["lexical"].shape[1]
+    per_order = order / bases["order"].shape[1]
+    told: Row = {}
+    for name, values in (
+        ("more", lexical - order),
+        ("taken", order - turned["order"]),
+        ("left", first[RESIDUAL]),
+        ("denser", per_lexical - per_order),
+    ):
+        mean, low, high = share_of(values, cluster)
+        told |= {name: mean, f"{name}_low": low, f"{name}_high": high}
+    return told
+
+
+def _random_like(bases: dict[str, Tensor], seed: int, draw: int) -> dict[str, Tensor]:
+    """Random subspaces of the same sizes."""
+    found = {}
+    for i, (name, basis) in enumerate(bases.items()):
+        own_seed = derived_seed(seed, "random", draw, i)
+        width, size = basis.shape
+        found[name] = random_bases(width, size, 1, own_seed)[0].to(basis)
+    return found
 
 
 def _share(part: Float[Tensor, "n k"], logits: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
@@ -155,28 +183,76 @@ def _share(part: Float[Tensor, "n k"], logits: Float[Tensor, "n k"]) -> Float[Te
 def _claims(theirs: dict[str, Row], ours: dict[str, Row], error: float) -> list[Claim]:
     first = theirs["order first"]
     per_rank = [first[name] / first[f"{name}_rank"] for name in ("lexical", "order")]
-    small: dict[str, Any] = {"reason": "small model", "why": "It is one head of a small model; the paper shows one of "
-                             "an 8B model."}  # fmt: skip
-    return [
-        Claim("the parts sum to the logit (largest error over tokens)", "§5.3, Eq. 13-15: by construction", error,
-              None, "ours < 1e-3"),
-        Claim("the head relies on lexical more than on order (difference of shares, the paper's estimators)",
-              "§5.3, Fig. 10: relies on lexical-IDs more than order-IDs", first["more"], None, "ours > 0",
-              first["more_low"], first["more_high"], **small),
-        Claim("some of the logits is left unexplained (share, the paper's estimators)",
-              "§5.3, Fig. 10: residual logits that are left unexplained", first["left"], None, "ours > 0.01",
-              first["left_low"], first["left_high"], **small),
-        Claim("what overlaps counts towards the first feature (order's share when it is first, less when it is last; "
-              "the paper's estimators)", "§5.3: sensitive to the order, as the overlapping space will count towards "
-              "the first feature", first["taken"], None, "ours > 0", first["taken_low"], first["taken_high"], **small,
-              changed="was 'the order of projecting hardly matters', the opposite of what the paper says."),
-        Claim("per dimension, too, lexical carries more than order (share per dimension; control: order's)", "",
-              per_rank[0], per_rank[1], "ours > control", per_rank[1] + first["denser_low"],
-              per_rank[1] + first["denser_high"]),
-        Claim("the two features explain more than random subspaces of their ranks (share left unexplained, our "
-              "estimators; control: random)", "", ours["order first"]["left"], ours["random"][RESIDUAL],
-              "ours < 0.5 * control", ours["order first"]["left_low"], ours["order first"]["left_high"]),
-    ]  # fmt: skip
+    small: dict[str, Any] = {
+        "reason": "small model",
+        "why": "It is one head of a small model; the paper shows one of an 8B model.",
+    }
+    sums = Claim(
+        "the parts sum to the logit (largest error over tokens)",
+        paper="§5.3, Eq. 13-15: by construction",
+        ours=error,
+        control=None,
+        rule="ours < 1e-3",
+    )
+    lexical_more = Claim(
+        "the head relies on lexical more than on order (difference of shares, the paper's "
+        "estimators)",
+        paper="§5.3, Fig. 10: relies on lexical-IDs more than order-IDs",
+        ours=first["more"],
+        control=None,
+        rule="ours > 0",
+        low=first["more_low"],
+        high=first["more_high"],
+        **small,
+    )
+    unexplained = Claim(
+        "some of the logits is left unexplained (share, the paper's estimators)",
+        paper="§5.3, Fig. 10: residual logits that are left unexplained",
+        ours=first["left"],
+        control=None,
+        rule="ours > 0.01",
+        low=first["left_low"],
+        high=first["left_high"],
+        **small,
+    )
+    overlap = Claim(
+        "what overlaps counts towards the first feature (order's share when it is first, "
+        "less when it is last; the paper's estimators)",
+        paper=(
+            "§5.3: sensitive to the order, as the overlapping space will count towards the "
+            "first feature"
+        ),
+        ours=first["taken"],
+        control=None,
+        rule="ours > 0",
+        low=first["taken_low"],
+        high=first["taken_high"],
+        changed=(
+            "was 'the order of projecting hardly matters', the opposite of what the paper says."
+        ),
+        **small,
+    )
+    per_dimension = Claim(
+        "per dimension, too, lexical carries more than order (share per dimension; control: "
+        "order's)",
+        paper="",
+        ours=per_rank[0],
+        control=per_rank[1],
+        rule="ours > control",
+        low=per_rank[1] + first["denser_low"],
+        high=per_rank[1] + first["denser_high"],
+    )
+    beyond_random = Claim(
+        "the two features explain more than random subspaces of their ranks (share left "
+        "unexplained, our estimators; control: random)",
+        paper="",
+        ours=ours["order first"]["left"],
+        control=ours["random"][RESIDUAL],
+        rule="ours < 0.5 * control",
+        low=ours["order first"]["left_low"],
+        high=ours["order first"]["left_high"],
+    )
+    return [sums, lexical_more, unexplained, overlap, per_dimension, beyond_random]
 
 
 # ---------------------------------------------------------------------- the drawing
@@ -190,34 +266,26 @@ def draw(result: Result) -> Files:
     rows = [dict(row) for row in result.tables["tokens"]]
     # the first token is a sink whose logit dwarfs the others; the page's table has it
     rows = rows[1:] if len(rows) > 2 else rows
-    figure = new_figure(max(9.0, 0.19 * len(rows) + 3.6), 4.9)
-    axes = figure.subplots(
-        2, 2, width_ratios=[max(6.0, 0.19 * len(rows)), 2.6], height_ratios=[3, 1]
-    )
+    width = 0.19 * len(rows)
+    figure = new_figure(max(9.0, width + 3.6), 4.9)
+    sizes: Any = {"width_ratios": [max(6.0, width), 2.6], "height_ratios": [3, 1]}
+    axes = figure.subplots(2, 2, **sizes)
     parts = axes[0][0]
     attention = axes[1][0]
     places = range(len(rows))
     for i, (name, colour) in enumerate(_PARTS):
-        parts.bar(
-            [x + (i - 1) * 0.27 for x in places],
-            [row[name] for row in rows],
-            0.26,
-            color=colour,
-            label=name,
-        )
-    parts.plot(places, [row["logit"] for row in rows], "_", color=INK, ms=7, label="logit")
+        shifted = [x + (i - 1) * 0.27 for x in places]
+        parts.bar(shifted, column(rows, name), 0.26, color=colour, label=name)
+    parts.plot(places, column(rows, "logit"), "_", color=INK, ms=7, label="logit")
     parts.axhline(0, color=INK, lw=0.6)
     parts.set(ylabel="logit", xticks=[])
     parts.legend(frameon=False, ncols=4, fontsize=8, loc="best")
-    head = result.tables["prompt"][0]["head"]
-    parts.set_title(
-        f"{model_name(result)} {head}: logits of one held-out prompt, as its last token sees them"
-    )
-    attention.bar(places, [row["attention"] for row in rows], 0.7, color=ORIGINAL)
+    named = f"{model_name(result)} {result.tables['prompt'][0]['head']}"
+    parts.set_title(f"{named}: logits of one held-out prompt, as its last token sees them")
+    attention.bar(places, column(rows, "attention"), 0.7, color=ORIGINAL)
     attention.set_ylabel("attention")
-    attention.set_xticks(
-        list(places), [_shown(row["token"]) for row in rows], rotation=90, fontsize=6.5
-    )
+    tokens = [_shown(row["token"]) for row in rows]
+    attention.set_xticks(list(places), tokens, rotation=90, fontsize=6.5)
     for axis in (parts, attention):
         axis.set_xlim(-0.8, len(rows) - 0.2)
     _draw_shares(axes[0][1], result)
@@ -230,25 +298,17 @@ def _shown(token: str) -> str:
 
 
 def _draw_shares(axis: Axes, result: Result) -> None:
+    """Each part's share, for every way of splitting; small ones without their number."""
     rows = pick(result.tables["shares"], estimator="ours")
     bottom = [0.0] * len(rows)
     for name, colour in _PARTS:
-        values = [row[name] for row in rows]
+        values = column(rows, name)
+        look: Any = {"color": INK if name == RESIDUAL else "white", "fontsize": 7}
         axis.bar(range(len(rows)), values, 0.7, bottom=bottom, color=colour)
         for x, (value, base) in enumerate(zip(values, bottom, strict=True)):
             if abs(value) >= 0.06:
-                ink = INK if name == RESIDUAL else "white"
-                axis.text(
-                    x,
-                    base + value / 2,
-                    f"{value:.0%}",
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color=ink,
-                )
+                axis.text(x, base + value / 2, f"{value:.0%}", ha="center", va="center", **look)
         bottom = [base + value for base, value in zip(bottom, values, strict=True)]
-    axis.set_xticks(
-        range(len(rows)), [row["split"].replace(" ", "\n") for row in rows], fontsize=7.5
-    )
+    labels = [row["split"].replace(" ", "\n") for row in rows]
+    axis.set_xticks(range(len(rows)), labels, fontsize=7.5)
     axis.set(title=f"share of the boxes' logits,\n{rows[0]['n']} prompts", yticks=[])

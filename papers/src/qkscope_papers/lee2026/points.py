@@ -109,7 +109,7 @@ def principal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n 3"]:
 
 
 def separation(a: Float[Tensor, " n"], b: Float[Tensor, " m"]) -> float:
-    """Chance that a value of one set lies above one of the other, folded: 1/2 is mixed, 1 is apart."""
+    """Chance that a value of one set lies above one of the other, folded: 1/2 mixed, 1 apart."""
     joined = torch.cat([a, b])
     _, inverse, counts = joined.unique(return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]  # ties share their mean rank

@@ -1,5 +1,4 @@
-"""Swaps held against the truth: the feature is exchanged in the input, and edited rows are compared
-with that row.
+"""Swaps held against the truth: edited rows beside those of an exchanged input.
 
 Swaps that move attention need to know where keys vary, which their principal components say as well
 (figures 4 and 9). What the contrast promises is to hold one feature *apart from the others*; the
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkscope import tasks
@@ -45,9 +45,11 @@ from qkscope_papers.tables import (
     Estimate,
     Files,
     Row,
+    column,
     distinct,
     files_of,
     mean,
+    mean_of,
     over_runs,
     pick,
     slanted,
@@ -55,9 +57,16 @@ from qkscope_papers.tables import (
 from qkscope_papers.trainer import Recipe
 
 KINDS = {
-    "feature": "ΔC", "oblique": "ΔC, oblique", "trained": "trained", "key_pca": "key PCA", "cov_qk": "Cov_q Cov_k",
-    "omega_svd": "Ω", "random": "random", "whole": "whole key", "nothing": "nothing done",
-}  # fmt: skip
+    "feature": "ΔC",
+    "oblique": "ΔC, oblique",
+    "trained": "trained",
+    "key_pca": "key PCA",
+    "cov_qk": "Cov_q Cov_k",
+    "omega_svd": "Ω",
+    "random": "random",
+    "whole": "whole key",
+    "nothing": "nothing done",
+}
 # aims of the issue: ΔC's distance as a part of key PCA's
 _THIRD = "1 / 3"
 _DISCRETE = "0.65"
@@ -65,7 +74,7 @@ _DISCRETE = "0.65"
 
 @dataclass(frozen=True)
 class TruthWork:
-    """Counts of one preset; heads are trained as METHODS' spike did, at a high rate for few steps."""
+    """Counts of one preset; heads are trained at a high rate for few steps."""
 
     steps: int
     pairs: int  # (query, +, −) triplets behind a ΔC
@@ -89,7 +98,7 @@ def _means(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
     by = "variant" if "r1" in rows[0] else "task"
     return {
         (panel, feature): {
-            kind: mean(row["distance"] for row in own)
+            kind: mean_of(own, "distance")
             for kind in KINDS
             if (own := pick(shown, **{by: panel}, feature=feature, kind=kind))
         }
@@ -98,10 +107,11 @@ def _means(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def _told(rows: Sequence[Row]) -> str:
-    return " ".join(
-        f"{panel}, {feature}: {', '.join(f'{KINDS[kind]} {value:.2f}' for kind, value in means.items())}."
-        for (panel, feature), means in _means(rows).items()
-    )
+    said = []
+    for (panel, feature), means in _means(rows).items():
+        distances = ", ".join(f"{KINDS[kind]} {value:.2f}" for kind, value in means.items())
+        said.append(f"{panel}, {feature}: {distances}.")
+    return " ".join(said)
 
 
 # ---------------------------------------------------------------------- the toy
@@ -112,50 +122,52 @@ def _told(rows: Sequence[Row]) -> str:
 def run(settings: Settings) -> Result:
     """Distances of each latent's swap, in every cell of the four grids."""
     work = WORK[settings.preset]
-    cells = [
-        cell for v in VARIANTS for d in GRIDS for cell in grid(v, d, work.ranks[d], settings.seed)
-    ]
-    cells = [cell for cell in cells if cell.task.total_rank <= cell.d_head]
+    cells = []
+    for variant in VARIANTS:
+        for d_head in GRIDS:
+            for cell in grid(variant, d_head, work.ranks[d_head], settings.seed):
+                if cell.task.total_rank <= cell.d_head:
+                    cells.append(cell)
     recipe = Recipe(steps=work.steps, validate_every=work.steps // 2)
-    heads = train_heads(
-        cells, settings.shared / "heads", lr=3e-3, recipe=recipe, device=settings.device
+    folder = settings.shared / "heads"
+    heads = train_heads(cells, folder, lr=3e-3, recipe=recipe, device=settings.device)
+    rows: list[Row] = []
+    for each in side_by_side(lambda head: _toy_rows(head, work, settings.seed), heads):
+        rows += each
+    answer = (
+        "Distance to the row with the latent exchanged in the input, r1 + r2 < d_head. "
+        f"{_told(pick(rows, trained=True))}"
     )
-    rows = [
-        row
-        for each in side_by_side(lambda head: _toy_rows(head, work, settings.seed), heads)
-        for row in each
-    ]
-    learned = pick(rows, trained=True)
-    answer = f"Distance to the row with the latent exchanged in the input, r1 + r2 < d_head. {_told(learned)}"
     about = {"steps": work.steps, "contexts": work.contexts, "contrast_pairs": work.pairs}
     return settings.result(answer, {"truth": rows}, _toy_claims(rows), about=about)
 
 
 def _toy_rows(run: HeadRun, work: TruthWork, seed: int) -> list[Row]:
     """Rows of a trained head, and of the same head untrained, which learned nothing."""
-    heads = {True: run.head, False: run.cell.untrained()}
-    return [
-        {"trained": trained, **row}
-        for trained, head in heads.items()
-        for row in _head_rows(head, work, seed)
-    ]
+    rows: list[Row] = []
+    for trained, head in ((True, run.head), (False, run.cell.untrained())):
+        rows += [{"trained": trained, **row} for row in _head_rows(head, work, seed)]
+    return rows
 
 
 def _head_rows(head: RetrievalHead, work: TruthWork, seed: int) -> list[Row]:
+    """Every way of swapping at one head, with its distance to the truth."""
     task = head.encoders.task
-    weights = [
-        head.W_Q[None],
-        head.W_K[None],
-        torch.tensor([head.scale]),
-        torch.zeros(1, head.d_head),
-    ]
+    scale = torch.tensor([head.scale])
+    bias = torch.zeros(1, head.d_head)
+    weights = [head.W_Q[None], head.W_K[None], scale, bias]
     singular = basis_of_weights([Head(0, 0)], weights, [False])
     test = toy_rows(head, work.contexts, derived_seed(seed, "truth"))
     fitted = toy_rows(head, work.contexts // 2, derived_seed(seed, "truth, trained"))
     every = projectors_of(head, work.pairs, seed)[0]
     every |= methods.beside_truth(every, fitted, singular, seed)
-    where = {"variant": task.variant, "d_head": head.d_head, "r1": task.ranks[0], "r2": task.ranks[1],
-             "boundary": task.total_rank == head.d_head}  # fmt: skip
+    where = {
+        "variant": task.variant,
+        "d_head": head.d_head,
+        "r1": task.ranks[0],
+        "r2": task.ranks[1],
+        "boundary": task.total_rank == head.d_head,
+    }
     return [{**where, **row} for row in test.table(every, seed=seed)]
 
 
@@ -168,12 +180,11 @@ def toy_rows(head: RetrievalHead, n: int, seed: int) -> SwapRows:
     allowed = torch.ones_like(contexts.payload, dtype=torch.bool)
     target = draw_targets(contexts.asked, allowed, derived_seed(seed, "target"), count)
     free = allowed.clone()
-    free[count, contexts.asked] = free[count, target] = False
+    free[count, contexts.asked] = False
+    free[count, target] = False
     first = draw_targets(target, free, derived_seed(seed, "first"), count)
-    pairs = {
-        "distance": (contexts.asked, target),
-        "other_distance": (first, draw_targets(first, free, derived_seed(seed, "second"), count)),
-    }
+    second = draw_targets(first, free, derived_seed(seed, "second"), count)
+    pairs = {"distance": (contexts.asked, target), "other_distance": (first, second)}
     q = head.queries(contexts.x_q)[:, None]
     keys = head.keys(contexts.x_k)
 
@@ -181,66 +192,104 @@ def toy_rows(head: RetrievalHead, n: int, seed: int) -> SwapRows:
         return AttentionRows(q, k[:, None], scale=head.scale)
 
     slices = head.encoders.task.latent_slices()
-    truth = dict[tuple[str, str], Tensor]()
+    exchanged = {"z1": slices[:1], "z2": slices[1:], "both": slices}
+    truth: dict[tuple[str, str], Tensor] = {}
     for whose, (one, other) in pairs.items():
-        for name, spans in {"z1": slices[:1], "z2": slices[1:], "both": slices}.items():
-            z = contexts.latents.clone()
-            for span in spans:
-                z[count, one, span], z[count, other, span] = (
-                    z[count, other, span],
-                    z[count, one, span],
-                )
-            truth[name, whose] = row(
-                keys + head.keys((z - contexts.latents) @ head.encoders.A.mT)
-            ).attention()
+        for name, spans in exchanged.items():
+            z = _exchange(contexts.latents, spans, one, other)
+            moved = head.keys((z - contexts.latents) @ head.encoders.A.mT)
+            truth[name, whose] = row(keys + moved).attention()
+    heads = [Head(0, 0)]
     return SwapRows(
-        row(keys), *pairs["distance"], count, [Head(0, 0)], pairs["other_distance"], truth=truth
+        row(keys), *pairs["distance"], count, heads, pairs["other_distance"], truth=truth
     )
+
+
+def _exchange(
+    latents: Float[Tensor, "n T R"],
+    spans: Sequence[slice],
+    one: Int[Tensor, " n"],
+    other: Int[Tensor, " n"],
+) -> Float[Tensor, "n T R"]:
+    """Some columns of two keys in each other's place."""
+    count = torch.arange(len(latents))
+    z = latents.clone()
+    for span in spans:
+        z[count, one, span] = latents[count, other, span]
+        z[count, other, span] = latents[count, one, span]
+    return z
 
 
 def _ratio(rows: Sequence[Row], kind: str) -> Estimate:
     """Distances of one latent by one kind as parts of key PCA's, mean and interval over cells."""
     far: dict[Any, dict[str, list[float]]] = {}
-    for row in (
-        row for row in rows if row["feature"] != "both" and row["kind"] in (kind, "key_pca")
-    ):
-        cell = far.setdefault(tuple(row[name] for name in ("variant", "d_head", "r1", "r2")), {})
-        cell.setdefault(row["kind"], []).append(row["distance"])
+    for row in rows:
+        if row["feature"] == "both" or row["kind"] not in (kind, "key_pca"):
+            continue
+        key = (row["variant"], row["d_head"], row["r1"], row["r2"])
+        far.setdefault(key, {}).setdefault(row["kind"], []).append(row["distance"])
     return over_runs(mean(cell.get(kind, ())) / mean(cell["key_pca"]) for cell in far.values())
 
 
 def _toy_claims(rows: list[Row]) -> list[Claim]:
-    claims = []
     untrained = pick(rows, trained=False, boundary=False)
-    rows = pick(rows, trained=True)
-    inside = pick(rows, boundary=False)
-    edge = pick(rows, boundary=True)
+    inside = pick(rows, trained=True, boundary=False)
+    edge = pick(rows, trained=True, boundary=True)
+    claims = []
     for variant, bound in (("continuous", _THIRD), ("discrete", _DISCRETE)):
         own = pick(inside, variant=variant)
-        part = _ratio(pick(inside, variant=variant), "feature")
         nothing = _ratio(pick(untrained, variant=variant), "feature")
-        alone = [row for row in own if row["feature"] != "both"]
-        other = over_runs(row["other_nearer"] for row in pick(alone, kind="feature"))
-        claims += [
-            Claim(f"{variant}: one latent swapped by ΔC is at most {bound} as far from the truth as by key PCA (mean "
-                  "of cells with r1 + r2 < d_head; control: untrained)", "", part.mean, nothing.mean,
-                  f"ours <= {bound}", **part.ends),
-            Claim(f"{variant}: it is nearer too where the query asks for another key (difference of distances, mean of "
-                  "cells and latents; control: random's)", "", other.mean,
-                  mean(row["other_nearer"] for row in pick(alone, kind="random")), "ours > 0", **other.ends),
-        ]  # fmt: skip
+        claims += _variant_claims(variant, bound, own, nothing)
     whole = _ratio(edge, "feature")
     oblique = _ratio(inside, "oblique")
-    trained = _ratio(inside, "trained")
-    return [
-        *claims,
-        Claim("at the boundary r1 + r2 = d_head ΔC is nearer than key PCA (part of its distance; control: random)", "",
-              whole.mean, _ratio(edge, "random").mean, "ours < 1", **whole.ends),
-        Claim("the oblique projector is at most a tenth as far as key PCA (control: the orthogonal one)", "",
-              oblique.mean, _ratio(inside, "feature").mean, "ours <= 0.1", **oblique.ends),
-        Claim("ΔC is no farther than a subspace trained for it (part of key PCA's distance; control: trained)", "",
-              _ratio(inside, "feature").mean, trained.mean, "ours <= control + 0.05", **_ratio(inside, "feature").ends),
-    ]  # fmt: skip
+    feature = _ratio(inside, "feature")
+    at_boundary = Claim(
+        "at the boundary r1 + r2 = d_head ΔC is nearer than key PCA (part of its distance; "
+        "control: random)",
+        paper="",
+        **whole.measured,
+        control=_ratio(edge, "random").mean,
+        rule="ours < 1",
+    )
+    oblique_near = Claim(
+        "the oblique projector is at most a tenth as far as key PCA (control: the orthogonal one)",
+        paper="",
+        **oblique.measured,
+        control=feature.mean,
+        rule="ours <= 0.1",
+    )
+    as_trained = Claim(
+        "ΔC is no farther than a subspace trained for it (part of key PCA's distance; "
+        "control: trained)",
+        paper="",
+        **feature.measured,
+        control=_ratio(inside, "trained").mean,
+        rule="ours <= control + 0.05",
+    )
+    return [*claims, at_boundary, oblique_near, as_trained]
+
+
+def _variant_claims(variant: str, bound: str, rows: list[Row], untrained: Estimate) -> list[Claim]:
+    part = _ratio(rows, "feature")
+    alone = [row for row in rows if row["feature"] != "both"]
+    other = over_runs(column(pick(alone, kind="feature"), "other_nearer"))
+    nearer = Claim(
+        f"{variant}: one latent swapped by ΔC is at most {bound} as far from the truth as by "
+        "key PCA (mean of cells with r1 + r2 < d_head; control: untrained)",
+        paper="",
+        **part.measured,
+        control=untrained.mean,
+        rule=f"ours <= {bound}",
+    )
+    elsewhere = Claim(
+        f"{variant}: it is nearer too where the query asks for another key (difference of "
+        "distances, mean of cells and latents; control: random's)",
+        paper="",
+        **other.measured,
+        control=mean_of(pick(alone, kind="random"), "other_nearer"),
+        rule="ours > 0",
+    )
+    return [nearer, elsewhere]
 
 
 # ---------------------------------------------------------------------- language models
@@ -266,7 +315,10 @@ def run_model(settings: Settings) -> Result:
             session.scope, units, fit, heads, features=features, seed=settings.seed, **options
         )
         rows += [{"task": name, **row} for row in found.table()]
-    answer = f"Distance to the row with the feature exchanged in the text, mean of the heads. {_told(rows)}"
+    answer = (
+        "Distance to the row with the feature exchanged in the text, mean of the heads. "
+        f"{_told(rows)}"
+    )
     about = session.about(prompts=work.prompts)
     return settings.result(
         answer, {"truth": rows}, _model_claims(rows), model=session.scope.name, about=about
@@ -307,10 +359,17 @@ def _model_claims(rows: list[Row]) -> list[Claim]:
     for name, feature in distinct([row for row in rows if row["tested"]], "task", "feature"):
         own = pick(rows, task=name, feature=feature)
         near = _nearer(pick(own, kind="feature"))
-        far = mean(row["distance"] for row in pick(own, kind="key_pca"))
-        claims.append(Claim(f"{name}: {feature} by ΔC is nearer to the truth than by key PCA of its size (by more "
-                            "than .01, mean of the heads; control: key PCA's distance)", "", near.mean, far,
-                            "ours > 0.01", **near.ends))  # fmt: skip
+        far = mean_of(pick(own, kind="key_pca"), "distance")
+        claims.append(
+            Claim(
+                f"{name}: {feature} by ΔC is nearer to the truth than by key PCA of its size (by "
+                "more than .01, mean of the heads; control: key PCA's distance)",
+                paper="",
+                **near.measured,
+                control=far,
+                rule="ours > 0.01",
+            )
+        )
     binding = pick(rows, task="binding")
     alike = {
         head: min(
@@ -325,9 +384,16 @@ def _model_claims(rows: list[Row]) -> list[Claim]:
     )  # chosen by what nothing done leaves, which no method decides
     for feature in ("order", "lexical"):
         near = _nearer(pick(binding, head=head, feature=feature, kind="feature"))
-        claims.append(Claim(f"where two features matter most alike ({feature} at the head that both exchanges move "
-                            "most; control: distance with nothing done), ΔC is nearer than key PCA", "", near.mean,
-                            alike[head], "ours > 0.01", **near.ends))  # fmt: skip
+        claims.append(
+            Claim(
+                f"where two features matter most alike ({feature} at the head that both exchanges "
+                "move most; control: distance with nothing done), ΔC is nearer than key PCA",
+                paper="",
+                **near.measured,
+                control=alike[head],
+                rule="ours > 0.01",
+            )
+        )
     return claims
 
 

@@ -39,8 +39,9 @@ def draw_accuracy(result: Result) -> Files:
         for axis in axes[:, 0]:
             axis.set_ylabel("accuracy")
         figure.supxlabel(
-            f"Solid: the likeliest of all tokens is right (first question of {rows[0]['n']} test prompts; band: 95% "
-            "interval). Dotted: a right candidate is likelier than the others. Grey, dashed: chance among candidates."
+            f"Solid: the likeliest of all tokens is right (first question of {rows[0]['n']} test "
+            "prompts; band: 95% interval). Dotted: a right candidate is likelier than the "
+            "others. Grey, dashed: chance among candidates."
             + (
                 "\nFrom the vertical line on, all forms of binding are trained."
                 if since >= 0

@@ -1,5 +1,4 @@
-"""How well a nano model answers: the first question of the tasks' own test prompts, and nothing
-easier.
+"""How well a nano model answers the first question of the tasks' own test prompts.
 
 Right is a prompt after which the likeliest of *all* tokens is a right key's. ``choice`` asks less:
 whether a right key's token is likelier than the other candidates', whose chance level is the share
@@ -78,6 +77,10 @@ class Exam:
         low, high = wilson(count, n)
         chance = float((self.right.sum(dim=1) / self.candidates.sum(dim=1)).mean())
         return {
-            "accuracy": count / n, "low": low, "high": high, "choice": float(choice.float().mean()), "chance": chance,
+            "accuracy": count / n,
+            "low": low,
+            "high": high,
+            "choice": float(choice.float().mean()),
+            "chance": chance,
             "n": n,
-        }  # fmt: skip
+        }

@@ -1,5 +1,4 @@
-r"""What the nano models read: one token per word, mark or line break, and the tasks' own texts by
-the thousand.
+r"""What the nano models read: one token per word, mark or line break, and the tasks' own texts.
 
 The vocabulary is the words that tasks are made of. Blanks separate words and are no tokens; a text
 begins with ``<s>``, on which heads can rest. Decoding puts blanks back where the tasks have them,
@@ -47,23 +46,18 @@ _TOKEN = r"\n|\w+|[^\w\s]"
 @cache
 def vocabulary() -> tuple[str, ...]:
     """Every token: the special ones, marks, then the words of the tasks' lists and texts."""
-    texts = [
-        re.sub(r"\{\w*\}", " ", " ".join(parts)) for parts in (*LINES.values(), *LISTS.values())
-    ]
-    texts += [re.sub(r"\{\w*\}", " ", template) for template in TEMPLATES]
-    texts += ["Words:", *(word for filler in FILLER for word in (filler, filler.capitalize()))]
-    texts += [
-        *OBJECTS,
-        *BOXES,
-        *FIRST_NAMES,
-        *THINGS,
-        *PLACES,
-        *FIVE,
-        *(w for own in CATEGORIES.values() for w in own),
-    ]
-    found = sorted({token for text in texts for token in re.findall(_TOKEN, text)})
-    marks = [token for token in found if not token[0].isalnum()]
-    return (*SPECIAL, *marks, *(token for token in found if token[0].isalnum()))
+    templates = [" ".join(parts) for parts in (*LINES.values(), *LISTS.values())]
+    texts = [re.sub(r"\{\w*\}", " ", template) for template in (*templates, *TEMPLATES)]
+    texts += ["Words:", *FILLER, *(filler.capitalize() for filler in FILLER)]
+    texts += [*OBJECTS, *BOXES, *FIRST_NAMES, *THINGS, *PLACES, *FIVE]
+    for words in CATEGORIES.values():
+        texts += words
+    found: set[str] = set()
+    for text in texts:
+        found.update(re.findall(_TOKEN, text))
+    marks = sorted(token for token in found if not token[0].isalnum())
+    words = sorted(token for token in found if token[0].isalnum())
+    return (*SPECIAL, *marks, *words)
 
 
 @cache
@@ -81,12 +75,10 @@ def nano_tokenizer() -> Any:
     ids = word_ids()
     rules = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     rules.pre_tokenizer = pre_tokenizers.Split(Regex(_TOKEN), "removed", invert=True)
-    rules.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, ids[BOS])]
-    )
-    words = decoders.WordPiece(
-        prefix="##", cleanup=True
-    )  # a blank before each word, none before . , ?
+    first = [(BOS, ids[BOS])]
+    rules.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=first)
+    # a blank before each word, none before . , ?
+    words = decoders.WordPiece(prefix="##", cleanup=True)
     colon = decoders.Replace(" :", ":")
     end = decoders.Replace(" \n", "\n")
     start = decoders.Replace("\n ", "\n")
@@ -128,10 +120,14 @@ class SlotTexts:
         length = max(len(ids) for ids, _ in found)
         padded = [ids + [word_ids()[PAD]] * (length - len(ids)) for ids, _ in found]
         self.ids = torch.tensor(padded, device=device)
-        where = [[place for slot in slots for place in places[slot]] for _, places in found]
+        where = []
+        for _, places in found:
+            where.append([place for slot in slots for place in places[slot]])
         self.where = torch.tensor(where, device=device)
         # a slot may come twice in a text: its value goes to both places
-        columns = [i for i, slot in enumerate(slots) for _ in found[0][1][slot]]
+        columns: list[int] = []
+        for i, slot in enumerate(slots):
+            columns += [i] * len(found[0][1][slot])
         self.column = torch.tensor(columns, device=device)
         self.asked = torch.tensor([slots[i].startswith("answer") for i in columns], device=device)
 
@@ -140,28 +136,28 @@ class SlotTexts:
         given.
         """
         text = torch.zeros_like(values[:, 0]) if text is None else text
-        ids = self.ids[text]
         where = self.where[text]
-        asked = torch.zeros_like(ids, dtype=torch.bool).scatter(
-            1, where, self.asked.expand_as(where)
-        )
-        return TextRows(ids.scatter(1, where, values[:, self.column]), asked)
+        ids = self.ids[text].scatter(1, where, values[:, self.column])
+        nothing = torch.zeros_like(ids, dtype=torch.bool)
+        return TextRows(ids, nothing.scatter(1, where, self.asked.expand_as(where)))
 
 
 def _tokenised(tokenizer: Any, text: str) -> tuple[list[int], dict[str, list[int]]]:
     """Ids, and the tokens of each slot."""
-    written, starts = "", {}  # type: str, dict[str, list[int]]
+    written = ""
+    starts: dict[str, list[int]] = {}
     for i, piece in enumerate(re.split(r"\{(\w+)\}", text)):
-        if i % 2:
+        is_slot = i % 2 == 1
+        if is_slot:
             starts.setdefault(piece, []).append(len(written))
-        written += _ANY_WORD if i % 2 else piece
+        written += _ANY_WORD if is_slot else piece
     encoded = tokenizer(written, return_offsets_mapping=True)
-    token_at = {
-        start: i for i, (start, stop) in enumerate(encoded["offset_mapping"]) if stop > start
-    }
-    return encoded["input_ids"], {
-        slot: [token_at[start] for start in own] for slot, own in starts.items()
-    }
+    token_at: dict[int, int] = {}
+    for i, (start, stop) in enumerate(encoded["offset_mapping"]):
+        if stop > start:
+            token_at[start] = i
+    places = {slot: [token_at[start] for start in own] for slot, own in starts.items()}
+    return encoded["input_ids"], places
 
 
 def stacked(groups: Sequence[TextRows]) -> TextRows:
@@ -169,12 +165,13 @@ def stacked(groups: Sequence[TextRows]) -> TextRows:
     it.
     """
     length = max(rows.ids.shape[1] for rows in groups)
-    pad = torch.nn.functional.pad
-    ids = [pad(rows.ids, (0, length - rows.ids.shape[1]), value=word_ids()[PAD]) for rows in groups]
-    return TextRows(
-        torch.cat(ids),
-        torch.cat([pad(rows.asked, (0, length - rows.asked.shape[1])) for rows in groups]),
-    )
+    ids = []
+    asked = []
+    for rows in groups:
+        missing = (0, length - rows.ids.shape[1])
+        ids.append(torch.nn.functional.pad(rows.ids, missing, value=word_ids()[PAD]))
+        asked.append(torch.nn.functional.pad(rows.asked, missing))
+    return TextRows(torch.cat(ids), torch.cat(asked))
 
 
 class Texts:
@@ -203,12 +200,12 @@ class Texts:
         """Lists of things, and one of the asked category, whichever, as the answer."""
         items = torch.cat([self._some(CATEGORIES[name], n, _ITEMS, draw) for name in FIVE], dim=1)
         wanted = _below(len(FIVE), n, draw)
-        answer = items.gather(1, wanted[:, None] * _ITEMS + _below(_ITEMS, n, draw)[:, None])
+        chosen = wanted * _ITEMS + _below(_ITEMS, n, draw)
+        answer = items.gather(1, chosen[:, None])
         shuffled = items.gather(1, _orders(n, items.shape[1], draw))
+        category = self._ids(FIVE)[wanted][:, None]
         text, slots = _filter_text(form)
-        return self._filled(
-            [text], slots, torch.cat([shuffled, self._ids(FIVE)[wanted][:, None], answer], dim=1)
-        )
+        return self._filled([text], slots, torch.cat([shuffled, category, answer], dim=1))
 
     def ioi(self, n: int, draw: torch.Generator) -> TextRows:
         """Two people, one of them named twice; the other is the answer."""
@@ -279,14 +276,15 @@ def _coin(n: int, draw: torch.Generator) -> Bool[Tensor, " n"]:
 
 
 def _binding_text(form: str, entities: int, questions: int) -> tuple[str, list[str]]:
-    """A context with questions and answers, and its slots: words, boxes, words asked for, answers."""
+    """A context with questions and answers, and its slots: words, boxes, asked words, answers."""
     before, between, after, question = LINES[form]
     context = "".join(f"{before}{{word{i}}}{between}{{box{i}}}{after}" for i in range(entities))
-    turns = (question.format(f"{{asked{i}}}") + f" {{answer{i}}}" for i in range(questions))
+    turns = [question.format(f"{{asked{i}}}") + f" {{answer{i}}}" for i in range(questions)]
     counts = {"word": entities, "box": entities, "asked": questions, "answer": questions}
-    return context + _BETWEEN[form].join(turns), [
-        f"{slot}{i}" for slot, count in counts.items() for i in range(count)
-    ]
+    slots: list[str] = []
+    for slot, count in counts.items():
+        slots += [f"{slot}{i}" for i in range(count)]
+    return context + _BETWEEN[form].join(turns), slots
 
 
 def _filter_text(form: str) -> tuple[str, list[str]]:
@@ -295,8 +293,5 @@ def _filter_text(form: str) -> tuple[str, list[str]]:
     slots = [f"item{i}" for i in range(_ITEMS * len(FIVE))]
     ends = [after] * (len(slots) - 1) + [after if form == "bullets" else "."]
     items = "".join(f"{before}{{{slot}}}{end}" for slot, end in zip(slots, ends, strict=True))
-    return start + items + question.format("{category}") + " {answer}", [
-        *slots,
-        "category",
-        "answer",
-    ]
+    text = start + items + question.format("{category}") + " {answer}"
+    return text, [*slots, "category", "answer"]

@@ -1,11 +1,10 @@
-"""``train_nano``: a small Llama (RoPE, grouped keys) on the tasks' own texts, with every checkpoint
-kept and scored.
+"""``train_nano``: a small Llama on the tasks' own texts, with every checkpoint kept and scored.
 
-Binding has a long plateau when only answers are trained. Two things carry over it: half of the
-first batches are repeated words, which make induction heads, and each list is asked about several
-times. When binding in lists is solved, the other forms join. Step t's batch is drawn from a
-generator seeded by (seed, t), so a run that was stopped goes on bit for bit with no generator to
-restore.
+It has RoPE and grouped keys. Binding has a long plateau when only answers are trained. Two things
+carry over it: half of the first batches are repeated words, which make induction heads, and each
+list is asked about several times. When binding in lists is solved, the other forms join. Step t's
+batch is drawn from a generator seeded by (seed, t), so a run that was stopped goes on bit for bit
+with no generator to restore.
 
 A checkpoint is a folder as transformers writes it, its weights rounded to float16; accuracies are
 those of the rounded weights.
@@ -18,7 +17,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -91,9 +90,13 @@ class NanoRecipe:
     last: float = 0.25
     shares_first: Shares = (("repeats", 8), ("binding/list", 8), ("filter", 2), ("ioi", 2))
     shares_then: Shares = (
-        ("repeats", 3), ("binding/list", 3), ("binding/sentence", 4), ("binding/question", 4), ("filter", 3),
+        ("repeats", 3),
+        ("binding/list", 3),
+        ("binding/sentence", 4),
+        ("binding/question", 4),
+        ("filter", 3),
         ("ioi", 3),
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -101,9 +104,9 @@ class NanoRecipe:
 
     def about(self) -> dict[str, Any]:
         """As JSON would have it; without the number of steps, so that a run can be made longer."""
-        return json.loads(
-            json.dumps({name: value for name, value in asdict(self).items() if name != "steps"})
-        )
+        fields = asdict(self)
+        del fields["steps"]
+        return json.loads(json.dumps(fields))
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0: a rise, a plateau, a fall to a tenth."""
@@ -143,10 +146,9 @@ def train_nano(
     device : where to train, as ``cpu`` or ``cuda``.
     show : told the result before it is written.
     """
-    changed: dict[str, Any] = {"steps": steps, "check_every": check_every, "lr": lr}
-    recipe = replace(
-        PRESETS[preset], **{name: value for name, value in changed.items() if value is not None}
-    )
+    asked: dict[str, Any] = {"steps": steps, "check_every": check_every, "lr": lr}
+    changed = {name: value for name, value in asked.items() if value is not None}
+    recipe = replace(PRESETS[preset], **changed)
     found = check_device(device)
     out = check_folder(out, "train/nano")
     with kept_if_stopped(out, (out / STATE).exists):
@@ -155,32 +157,43 @@ def train_nano(
         curve = trainer.run()
         seconds = time.perf_counter() - start
         final = {row["task"]: row for row in curve if row["step"] == recipe.steps}
-        missed = [name for name in CLAIMED if final[name]["accuracy"] < 0.95]
-        says = "{}: the likeliest token is right in 95% of test prompts"
+        about = {**recipe.about(), "steps": recipe.steps}
         result = Result(
             experiment="train/nano",
-            answer=f"After {recipe.steps:,} steps the model answers the first question of "
-            f"{len(CLAIMED) - len(missed)} of {len(CLAIMED)} tasks in 95% of prompts or more"
-            + (f" (not {', '.join(missed)})." if missed else "."),
-            claims=[
-                Claim(says.format(name), "", row["accuracy"], row["chance"], "ours >= 0.95")
-                for name, row in final.items()
-            ],
+            answer=_answer(recipe.steps, final),
+            claims=[_accuracy_claim(name, row) for name, row in final.items()],
             tables={"accuracy": curve, "parts": [{"all_forms_from": trainer.all_forms_from}]},
             preset=preset,
             seed=seed,
             seconds=seconds,
-            provenance=provenance(
-                recipe={**recipe.about(), "steps": recipe.steps}, seed=seed, device=device
-            ),
+            provenance=provenance(recipe=about, seed=seed, device=device),
         )
         show(result)
-        from qkscope_papers.nano.drawing import (
-            draw_accuracy,
-        )  # matplotlib: a bad call need not wait for it
+        # matplotlib: a bad call need not wait for it
+        from qkscope_papers.nano.drawing import draw_accuracy
 
         write_result(result, out, draw_accuracy(result), keep=rf"{STATE}|\d+/.*")
     return result
+
+
+def _answer(steps: int, final: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many of the claimed tasks are solved, and which are not."""
+    missed = [name for name in CLAIMED if final[name]["accuracy"] < 0.95]
+    but = f" (not {', '.join(missed)})" if missed else ""
+    return (
+        f"After {steps:,} steps the model answers the first question of "
+        f"{len(CLAIMED) - len(missed)} of {len(CLAIMED)} tasks in 95% of prompts or more{but}."
+    )
+
+
+def _accuracy_claim(name: str, row: Mapping[str, Any]) -> Claim:
+    return Claim(
+        f"{name}: the likeliest token is right in 95% of test prompts",
+        paper="",
+        ours=row["accuracy"],
+        control=row["chance"],
+        rule="ours >= 0.95",
+    )
 
 
 class NanoTrainer:
@@ -244,18 +257,16 @@ class NanoTrainer:
         seed = derived_seed(self.seed, 2, step)
         draw = torch.Generator(device=self.device).manual_seed(seed)
         sizes = torch.Generator().manual_seed(seed)
-        ranges = ((2, 11), (4, 25), (0, 2))
-        entities, length, titled = (
-            int(torch.randint(*limits, (), generator=sizes)) for limits in ranges
-        )
+        entities = int(torch.randint(2, 11, (), generator=sizes))
+        length = int(torch.randint(4, 25, (), generator=sizes))
+        titled = bool(torch.randint(0, 2, (), generator=sizes))
+        list_form = ("list", "bullets", "question")[step % 3]
         shares = self.recipe.shares_then if self.all_forms_from >= 0 else self.recipe.shares_first
         total = sum(share for _, share in shares)
         kinds: dict[str, Callable[[int, str], TextRows]] = {
-            "repeats": lambda n, form: self.texts.repeats(n, length, bool(titled), draw),
+            "repeats": lambda n, form: self.texts.repeats(n, length, titled, draw),
             "binding": lambda n, form: self.texts.binding(n, form, entities, draw),
-            "filter": lambda n, form: self.texts.filter(
-                n, ("list", "bullets", "question")[step % 3], draw
-            ),
+            "filter": lambda n, form: self.texts.filter(n, list_form, draw),
             "ioi": lambda n, form: self.texts.ioi(n, draw),
         }
         groups = []
@@ -290,37 +301,33 @@ class NanoTrainer:
         wanted = asked[:, 1:]
         weight = (wanted / wanted.sum(dim=1, keepdim=True))[wanted]
         logits = self.model.lm_head(hidden[wanted])
-        return (
-            torch.nn.functional.cross_entropy(logits, ids[:, 1:][wanted], reduction="none") * weight
-        ).sum() / rows
+        right = ids[:, 1:][wanted]
+        losses = torch.nn.functional.cross_entropy(logits, right, reduction="none")
+        return (losses * weight).sum() / rows
 
     # ------------------------------------------------------------------ between steps
 
     def _check(self, loss: float | None) -> None:
-        """Score the rounded weights, keep them as a checkpoint, and decide which texts come next."""
+        """Score the rounded weights, keep them as a checkpoint, decide which texts come next."""
         if loss is not None and not math.isfinite(loss):
             raise BadInput(
-                f"the loss is {loss} at step {self.step}: lower the learning rate of {self.recipe.lr:g}."
+                f"the loss is {loss} at step {self.step}: lower the learning rate of "
+                f"{self.recipe.lr:g}."
             )
         rounded = copy.deepcopy(self.model).half().float()
         scores = {name: exam.score(rounded) for name, exam in self.exams.items()}
-        self.curve += [
-            {"step": self.step, "task": name, **row, "loss": loss} for name, row in scores.items()
-        ]
+        for name, row in scores.items():
+            self.curve.append({"step": self.step, "task": name, **row, "loss": loss})
         if self.all_forms_from < 0 and scores["binding/list"]["accuracy"] >= self.recipe.solved:
             self.all_forms_from = self.step
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.named.items():
-            for part, value in {
-                "weight": parameter,
-                **self.optimizer.state.get(parameter, {}),
-            }.items():
+            parts = {"weight": parameter, **self.optimizer.state.get(parameter, {})}
+            for part, value in parts.items():
                 tensors[f"{part}/{name}"] = value
         about = {"step": self.step, "all_forms_from": self.all_forms_from, "curve": self.curve}
-        checkpoint = {
-            f"{self.step}/{name}": data
-            for name, data in _model_files(rounded, self.tokenizer).items()
-        }
+        files = _model_files(rounded, self.tokenizer)
+        checkpoint = {f"{self.step}/{name}": data for name, data in files.items()}
         state = tensor_bytes(_KIND, tensors, {"about": self._about(), **about})
         add_to_run(self.out, {**checkpoint, STATE: state}, "train/nano")
 
@@ -336,9 +343,12 @@ class NanoTrainer:
         self.step = manifest["step"]
         self.curve = manifest["curve"]
         self.all_forms_from = manifest["all_forms_from"]
-        if self.step > (asked := self.recipe.steps):
-            already = f"{self.out} has been trained for {self.step} steps already"
-            raise BadInput(f"{already}, more than the {asked} asked for: name another folder.")
+        asked = self.recipe.steps
+        if self.step > asked:
+            raise BadInput(
+                f"{self.out} has been trained for {self.step} steps already, more than the {asked} "
+                "asked for: name another folder."
+            )
         for key, value in tensors.items():
             part, _, name = key.partition("/")
             if part == "weight":
@@ -353,11 +363,20 @@ def _new_model(recipe: NanoRecipe, seed: int) -> Any:
 
     ids = word_ids()
     config = LlamaConfig(
-        vocab_size=len(vocabulary()), hidden_size=recipe.width, intermediate_size=recipe.mlp, dtype="float32",
-        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, num_key_value_heads=recipe.kv_heads,
-        max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=recipe.init,
-        bos_token_id=ids[BOS], eos_token_id=None, pad_token_id=ids[PAD],
-    )  # fmt: skip
+        vocab_size=len(vocabulary()),
+        hidden_size=recipe.width,
+        intermediate_size=recipe.mlp,
+        dtype="float32",
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=recipe.init,
+        bos_token_id=ids[BOS],
+        eos_token_id=None,
+        pad_token_id=ids[PAD],
+    )
     model = LlamaForCausalLM(config)
     draw = torch.Generator().manual_seed(derived_seed(seed, 1))
     with torch.no_grad():
@@ -374,7 +393,7 @@ def _model_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-    weights = {
-        name: value.detach().half().cpu().contiguous() for name, value in model.named_parameters()
-    }
+    weights = {}
+    for name, value in model.named_parameters():
+        weights[name] = value.detach().half().cpu().contiguous()
     return {**files, "model.safetensors": save(weights, {"format": "pt"})}

@@ -1,4 +1,4 @@
-"""What features do: they are exchanged between keys, and attention and answers are watched.
+"""Causal test of features: exchange them between keys, and watch attention and answers.
 
 - ``swap``: the verb: features change places between two keys; where the attention goes
 - ``features``: what is swapped at which heads

@@ -1,4 +1,4 @@
-"""What a swap does to the model's answer: edited keys are written, and the model runs on.
+"""Effect of a swap on the model's answer: edited keys are written, and the model runs on.
 
 Candidates for the answer are those that an example names (`Example.answers`: " is" and " are"), or
 else the key tokens themselves (the box labels, the list's items); a result says which. For each
@@ -50,22 +50,27 @@ def patched_runner(
     for example in pairs.examples:
         if len(example.queries) > 1:
             raise BadInput(
-                f"a patched run answers one query per example, but there are more in {example.show(80)}."
+                "a patched run answers one query per example,"
+                f" but there are more in {example.show(80)}."
             )
     first_layer = min(head.layer for head in what.heads)
+    last_head = scope.heads()[-1:]
 
     def run(indices: list[int]) -> tuple[Capture, AnswerLogits]:
         examples = [example for i in indices for example in units[i]]
         encoded = scope.encode(examples, chat=what.fit.chat)
         batch = Batch(scope, encoded, what.heads, first_layer)
-        check_visible(encoded, what.heads, batch.before.bias)
-        rows = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices])
+        before = batch.before
+        check_visible(encoded, what.heads, before.bias)
+        rows = pairs.rows_of(indices)
         edits = []
         for projector in projectors.values():
-            edits.append([_edit(batch.before, head, projector, pairs, rows) for head in what.heads])
+            edits.append([_edit(before, head, projector, pairs, rows) for head in what.heads])
         candidates = Candidates.of(scope, encoded, what.fit.chat, pairs, rows)
-        runs = [batch.before, *batch.run(edits, scope.heads()[-1:])]
-        return batch.before, torch.stack([candidates.answers(each.logits) for each in runs])
+        answers = [candidates.answers(before.logits)]
+        for after in batch.run(edits, last_head):
+            answers.append(candidates.answers(after.logits))
+        return before, torch.stack(answers)
 
     return run
 
@@ -81,16 +86,21 @@ def _edit(
     factors = []
     for factor in projector:
         if factor.ndim == 4:
-            factors.append(factor[rows % len(factor), column])
+            of_rows = factor[rows % len(factor), column]
         else:
-            factors.append(factor[column].expand(len(rows), -1, -1))
+            of_rows = factor[column].expand(len(rows), -1, -1)
+        factors.append(of_rows)
     keys = before.k[:, before.kv_of_head[column]]
     places = before.key_positions
     orig = pairs.orig[rows].to(keys.device)
     target = pairs.target[rows].to(keys.device)
     n = torch.arange(len(rows), device=keys.device)
-    swapped = swapped_keys(keys[n, orig, None], keys[n, target, None], Projector(*factors))
-    at = torch.stack([places[n, orig], places[n, target]], dim=1)
+    orig_keys = keys[n, orig, None]
+    target_keys = keys[n, target, None]
+    swapped = swapped_keys(orig_keys, target_keys, Projector(*factors))
+    orig_at = places[n, orig]
+    target_at = places[n, target]
+    at = torch.stack([orig_at, target_at], dim=1)
     return Edit.keys(head, at, torch.cat(swapped, dim=1))
 
 
@@ -106,18 +116,22 @@ class Candidates(NamedTuple):
     def of(
         cls, scope: Scope, encoded: Encoding, chat: bool, pairs: Pairs, rows: Int[Tensor, " b"]
     ) -> Candidates:
-        """Those of some rows: named answers, or else the keys themselves."""
+        """Candidates of some rows: named answers, or else the keys themselves."""
         tokens, signs = answer_tokens(scope.encoder, encoded, chat)
         examples = [pairs.examples[row] for row in rows.tolist()]
         named = torch.tensor([example.answers is not None for example in examples])
+        # right answers stand before wrong ones
+        first_wrong = (signs > 0).sum(1)
         right = torch.where(named, 0, pairs.orig[rows])
-        wrong = torch.where(named, (signs > 0).sum(1), pairs.target[rows])
+        wrong = torch.where(named, first_wrong, pairs.target[rows])
         return cls(tokens, signs, right[:, None], wrong[:, None])
 
     def answers(self, logits: Float[Tensor, "b v"] | None) -> Float[Tensor, "b 4"]:
-        """What `AnswerLogits` has of one run."""
+        """`AnswerLogits` of one run."""
         assert logits is not None  # they were asked for
-        scores = logits.cpu().gather(1, self.tokens).masked_fill(self.signs == 0, -torch.inf)
+        is_empty = self.signs == 0
+        of_tokens = logits.cpu().gather(1, self.tokens)
+        scores = of_tokens.masked_fill(is_empty, -torch.inf)
         best = scores.argmax(1, keepdim=True)
         right = scores.gather(1, self.right)
         wrong = scores.gather(1, self.wrong)
@@ -131,18 +145,19 @@ def answer_rows(
     """The table ``downstream``: a row for each kind of swap."""
     before, *after = values
     table = Rows()
+    heads = ",".join(map(str, what.heads))
     for kind, swapped in zip(kinds, after, strict=True):
-        table.append(
-            {
-                "heads": ",".join(map(str, what.heads)),
-                "condition": Condition(what.joint, kind).name,
-                "feature": what.joint,
-                "kind": kind,
-                **_change(before, swapped, pairs),
-                "n": len(swapped),
-                "draws": min(draws, len(swapped)) if kind == "random" else 1,
-            }
-        )
+        n = len(swapped)
+        row = {
+            "heads": heads,
+            "condition": Condition(what.joint, kind).name,
+            "feature": what.joint,
+            "kind": kind,
+            **_change(before, swapped, pairs),
+            "n": n,
+            "draws": min(draws, n) if kind == "random" else 1,
+        }
+        table.append(row)
     return table
 
 
@@ -150,21 +165,23 @@ def _change(
     before: Float[Tensor, "n 4"], after: Float[Tensor, "n 4"], pairs: Pairs
 ) -> dict[str, float]:
     """How often the answer is right and the target, and how far right is ahead of the target."""
-    lead_before = before[:, 0] - before[:, 1]
-    lead_after = after[:, 0] - after[:, 1]
+    right_before, wrong_before, is_right_before, is_target_before = before.unbind(1)
+    right_after, wrong_after, is_right_after, is_target_after = after.unbind(1)
+    lead_before = right_before - wrong_before
+    lead_after = right_after - wrong_after
     fell = lead_before - lead_after
     low, high = clustered_bootstrap(fell, pairs.cluster)
-    return {
-        "accuracy_before": float(before[:, 2].mean()),
-        "accuracy_after": float(after[:, 2].mean()),
-        "target_before": float(before[:, 3].mean()),
-        "target_after": float(after[:, 3].mean()),
-        "logit_difference_before": float(lead_before.mean()),
-        "logit_difference_after": float(lead_after.mean()),
-        "fell": float(fell.mean()),
-        "low": float(low),
-        "high": float(high),
+    means = {
+        "accuracy_before": is_right_before,
+        "accuracy_after": is_right_after,
+        "target_before": is_target_before,
+        "target_after": is_target_after,
+        "logit_difference_before": lead_before,
+        "logit_difference_after": lead_after,
+        "fell": fell,
     }
+    row = {name: float(values.mean()) for name, values in means.items()}
+    return {**row, "low": float(low), "high": float(high)}
 
 
 def answers_read(examples: Sequence[Example]) -> str:
@@ -175,7 +192,8 @@ def answers_read(examples: Sequence[Example]) -> str:
         if example.answers:
             named |= dict.fromkeys((*example.answers.right, *example.answers.wrong))
         else:
-            keys |= dict.fromkeys(str(example.piece(key.span)) for key in example.keys)
+            for key in example.keys:
+                keys[str(example.piece(key.span))] = None
     parts = []
     if named:
         parts.append(f"the answers that are named ({_listed(list(named))})")
@@ -191,9 +209,9 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def answer_sentence(row: Mapping[str, Any], read: str) -> str:
-    """The first row of ``downstream`` in words."""
-    return (
-        f"Swapping {row['feature']} in {row['heads']} takes the model's answer, read among {read}, from "
-        f"{row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}, and to the target in "
-        f"{row['target_after']:.0%} (before: {row['target_before']:.0%})."
-    )
+    """Say the first row of ``downstream`` in words."""
+    swapping = f"Swapping {row['feature']} in {row['heads']}"
+    right = f"from {row['accuracy_before']:.0%} right to {row['accuracy_after']:.0%}"
+    target = f"{row['target_after']:.0%} (before: {row['target_before']:.0%})"
+    answer = f"the model's answer, read among {read}"
+    return f"{swapping} takes {answer}, {right}, and to the target in {target}."

@@ -61,19 +61,20 @@ class Features(NamedTuple):
         names = [*fitted, *given]
         if not names:
             raise BadInput(
-                "there is nothing to swap: give a fit, as decompose gives, or subspaces of your own."
+                "there is nothing to swap:"
+                " give a fit, as decompose gives, or subspaces of your own."
             )
         if len(set(names)) < len(names):
-            raise BadInput(
-                f"features are different contrasts of {', '.join(fit.contrasts)}, but got {names}."
-            )
+            contrasts = ", ".join(fit.contrasts)
+            raise BadInput(f"features are different contrasts of {contrasts}, but got {names}.")
         if heads is None:
             heads = list(fit.heads) or _heads_of(given)
         chosen = parse_heads(heads)
         known = {(name, head): fit[name, head] for name in fitted for head in chosen}
         for name, each in given.items():
             for head in chosen:
-                known[name, head] = _subspace(name, each, scope.check(head), scope.d_head)
+                at = scope.check(head)
+                known[name, head] = _subspace(name, each, at, scope.d_head)
         check_swappable(fit.space)
         check_same_model(fit.provenance.get("asked", {}), scope, "this fit")
         return cls(chosen, known, fit, names, methods.joint_name(names))
@@ -81,7 +82,9 @@ class Features(NamedTuple):
     @property
     def has_covariances(self) -> bool:
         """Whether the fit says how queries and keys vary at all these heads."""
-        return bool(self.fit.sums) and set(self.heads) <= set(self.fit.heads)
+        if not self.fit.sums:
+            return False
+        return set(self.heads) <= set(self.fit.heads)
 
     def conditions(
         self, draws: int, seed: int
@@ -165,27 +168,29 @@ def _subspace(
     if isinstance(given, Mapping):
         by_head = {Head.parse(at): each for at, each in given.items()}
         if head not in by_head:
-            raise BadInput(
-                f"subspace {name!r} is not given at {head}: there is {', '.join(map(str, by_head))}."
-            )
+            given_at = ", ".join(map(str, by_head))
+            raise BadInput(f"subspace {name!r} is not given at {head}: there is {given_at}.")
         given = by_head[head]
     subspace = _of_basis(name, given, head, d_head) if isinstance(given, Tensor) else given
     if subspace.d_head != d_head or subspace.head not in (None, head):
         size = f"has {subspace.d_head} dimensions at {subspace.head or head}"
-        raise BadInput(f"subspace {name!r} {size}, but is swapped at {head}, which has {d_head}.")
+        place = f"{head}, which has {d_head}"
+        raise BadInput(f"subspace {name!r} {size}, but is swapped at {place}.")
     return subspace
+
+
+def _are_independent(columns: Tensor) -> bool:
+    """Whether these are the columns of a finite matrix, none a combination of the others."""
+    if columns.ndim != 2 or not bool(columns.isfinite().all()):
+        return False
+    return int(torch.linalg.matrix_rank(columns)) == columns.shape[-1]
 
 
 def _of_basis(name: str, given: Tensor, head: Head, d_head: int) -> Subspace:
     """The span of independent columns as a subspace with an orthonormal basis."""
     columns = given.detach().cpu().double()
     rank = given.shape[-1]
-    independent = (
-        columns.ndim == 2
-        and bool(columns.isfinite().all())
-        and int(torch.linalg.matrix_rank(columns)) == rank
-    )
-    if not independent:
+    if not _are_independent(columns):
         raise BadInput(
             f"subspace {name!r} should be a basis of shape ({d_head}, r) with independent columns."
         )

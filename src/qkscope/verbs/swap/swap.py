@@ -133,9 +133,9 @@ def swap(
             raise BadInput(
                 "the answer is read with the features of a fit swapped: give one, and no subspaces."
             )
-        written = {
-            kind: projectors[Condition(chosen.joint, kind)] for kind in methods.SHOWN_METHODS
-        }
+        written = {}
+        for kind in methods.SHOWN_METHODS:
+            written[kind] = projectors[Condition(chosen.joint, kind)]
         patched = patched_runner(scope, units, chosen, pairs, written)
         # a fit of the same name may have been made anew
         asked |= {"draws": draws, "seed": seed, "projectors": _hash(written.values())}
@@ -150,12 +150,14 @@ def swap(
     by_size = chosen.methods(draws, seed) if sizes else {}
     comparisons = chosen.comparisons(projectors, by_size, sizes)
     paired = rows.paired(comparisons.pairs, comparisons.projectors, seed=seed)
-    tables: dict[str, list[dict[str, Any]]] = {"swap": table, "paired": paired}
+    tables: dict[str, Any] = {"swap": table, "paired": paired}
     if sizes:
         controls = {name: "random" for name in by_size if name != "random"}
         tables["curve"] = rows.curve(by_size, sizes, controls, seed)
-    answer = _answer(table, chosen, truth, alone=len(pairs.cluster.unique()) < 2)
-    about = {**fitted.provenance.get("asked", {}), "test_units": len(units), "draws": draws}
+    clusters = len(pairs.cluster.unique())
+    answer = _answer(table, chosen, truth, alone=clusters < 2)
+    about = dict(fitted.provenance.get("asked", {}))
+    about |= {"test_units": len(units), "draws": draws}
     if rows.answers is not None:
         read = answers_read(pairs.examples)
         tables["downstream"] = answer_rows(rows.answers, written, chosen, pairs, draws)
@@ -210,14 +212,18 @@ def _answer(
             by_kind[row["kind"]] = row
     row = by_kind["feature"]
     random = by_kind["random"]
-    size = "1 dimension" if row["rank"] == 1 else f"{row['rank']} dimensions"
+    rank = row["rank"]
+    size = "1 dimension" if rank == 1 else f"{rank} dimensions"
+    on_right = f"{row['orig_before']:.2f} to {row['orig_after']:.2f}"
+    on_target = f"{row['target_before']:.2f} to {row['target_after']:.2f}"
+    control = f"random subspaces of the same size leave {random['orig_after']:.2f}"
     answer = (
-        f"Swapping {chosen.joint} at {row['head']} ({size}) takes its attention on the right key from "
-        f"{row['orig_before']:.2f} to {row['orig_after']:.2f} and on the target from {row['target_before']:.2f} to "
-        f"{row['target_after']:.2f}; random subspaces of the same size leave {random['orig_after']:.2f}."
+        f"Swapping {chosen.joint} at {first} ({size}) takes its attention on the right key"
+        f" from {on_right} and on the target from {on_target}; {control}."
     )
     if truth:
-        answer += f" {truth_sentence(table, row['head'], [*chosen.names, chosen.joint])}"
+        features = [*chosen.names, chosen.joint]
+        answer += f" {truth_sentence(table, row['head'], features)}"
     if not chosen.has_covariances:
         answer += " Key PCA and Cov_q Cov_k need a fit of these heads, and are left out."
     if alone:

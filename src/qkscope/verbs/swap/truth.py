@@ -52,14 +52,17 @@ _NAMES = {
 
 def exchanging_task(fit: Fit | None) -> Task:
     """The task of a fit, if it can exchange features in its text."""
-    job: Mapping[str, Any] = {} if fit is None else fit.provenance.get("asked", {})
+    job: Mapping[str, Any] = {}
+    if fit is not None:
+        job = fit.provenance.get("asked", {})
     name = job.get("task", "a swap without a fit")
     task = None
     if name in tasks.BUILT_IN:
         task = tasks.BUILT_IN[name](seed=job["task_seed"], **job["asked"])
     if task is None or task.exchange is None:
         raise BadInput(
-            f"{name} cannot exchange a feature in its text: fit binding, filter or ioi to ask for the truth."
+            f"{name} cannot exchange a feature in its text:"
+            " fit binding, filter or ioi to ask for the truth."
         )
     return task
 
@@ -89,7 +92,7 @@ def truth_runner(
     assert exchange is not None  # as `exchanging_task` gave it
 
     def run(indices: list[int], before: Capture) -> dict[str, Any]:
-        rows = torch.cat([(pairs.unit == i).nonzero()[:, 0] for i in indices]).tolist()
+        rows = pairs.rows_of(indices).tolist()
         examples = [pairs.examples[row] for row in rows]
         encoded = scope.encode(examples, chat=what.fit.chat)
         truth = {}
@@ -103,7 +106,8 @@ def truth_runner(
                 met = replace(other.rows, q=before.q)
                 truth[f"{which.reading}/{name}"] = other.attention(met, width)
                 if which.text_reading is not None:
-                    truth[f"{which.text_reading}/{name}"] = other.attention(other.rows, width)
+                    of_text = other.attention(other.rows, width)
+                    truth[f"{which.text_reading}/{name}"] = of_text
         parts: dict[str, Any] = {"truth": truth}
         if takes_frame:
             frame = scope.capture_inputs(encoded, heads=what.heads, space="query_frame")
@@ -137,22 +141,26 @@ class OtherTexts(NamedTuple):
             encoded, places=encoded.everywhere(), heads=what.heads, space=what.fit.space
         )
         places = encoded.places
-        exchanged = torch.tensor([text is not None for text in texts]).to(places.key_mask.device)
+        is_exchanged = [text is not None for text in texts]
+        exchanged = torch.tensor(is_exchanged).to(places.key_mask.device)
         tested = exchanged & _same_places(usual, encoded)
         return cls(captured.rows(), places.keys, places.key_mask, tested)
 
     def attention(self, rows: AttentionRows, width: int) -> Float[Tensor, "b h k"]:
         """Attention of these rows on the named keys, in ``width`` columns; NaN where untested."""
         attention = rows.attention()
-        columns = self.keys[:, None].expand(-1, attention.shape[1], -1)
-        on_keys = attention.gather(-1, columns).masked_fill(~self.key_mask[:, None], 0.0)
+        heads = attention.shape[1]
+        columns = self.keys[:, None].expand(-1, heads, -1)
+        is_padding = ~self.key_mask[:, None]
+        on_keys = attention.gather(-1, columns).masked_fill(is_padding, 0.0)
         padded = pad(on_keys, (0, width - on_keys.shape[-1]))
         return padded.where(self.tested[:, None, None], torch.nan).cpu()
 
 
 def _refused(scope: Scope, what: Features) -> bool:
     """Whether the components of Ω cannot be swapped: that takes the query's frame."""
-    return any("query_frame" in scope.facts.layers[head.layer].refusals for head in what.heads)
+    layers = [scope.facts.layers[head.layer] for head in what.heads]
+    return any("query_frame" in layer.refusals for layer in layers)
 
 
 def _same_places(one: Encoding, other: Encoding) -> Bool[Tensor, " b"]:
@@ -177,7 +185,7 @@ def more_conditions(
     n: int,
     seed: int,
 ) -> dict[Condition, Projector]:
-    """What is held against the truth beside the usual conditions.
+    """Conditions that are held against the truth beside the usual ones.
 
     Subspaces are trained on words of the fit, with twice as many prompts as are tested.
     """
@@ -193,7 +201,7 @@ def more_conditions(
 
 
 def truth_sentence(table: Iterable[Mapping[str, Any]], head: str, names: Sequence[str]) -> str:
-    """Which conditions are nearest to the truth at one head, beside key PCA."""
+    """Say which conditions are nearest to the truth at one head, beside key PCA."""
     rows = [row for row in table if row["head"] == head]
     sentences = []
     for name in dict.fromkeys(names):
@@ -203,24 +211,29 @@ def truth_sentence(table: Iterable[Mapping[str, Any]], head: str, names: Sequenc
 
 
 def _nearest(name: str, head: str, by_kind: Mapping[str, Mapping[str, Any]]) -> str:
-    """Which condition is nearest to the truth of one feature."""
+    """Say which condition is nearest to the truth of one feature."""
     ours = by_kind["feature"]
     if not ours["tested"]:
         return f"{name} cannot be exchanged in these texts, and is untested."
-    distance = {kind: row["distance"] for kind, row in by_kind.items() if row["tested"]}
-    best = min((kind for kind in _NAMES if kind in distance), key=distance.__getitem__)
+    distance = {}
+    for kind, row in by_kind.items():
+        if row["tested"]:
+            distance[kind] = row["distance"]
+    named = [kind for kind in _NAMES if kind in distance]
+    best = min(named, key=distance.__getitem__)
     beside = ""
     if "key_pca" in distance:
         low = ours["nearer_low"]
         high = ours["nearer_high"]
         verdict = _verdict(low, high)
-        beside = f", key PCA's {distance['key_pca']:.2f} ({verdict}: {ours['nearer']:.2f} [{low:.2f}, {high:.2f}])"
-    return (
-        f"With {name} exchanged in the text, the row that ΔC gives {head} is"
-        f" {distance['feature']:.2f} from the true one{beside}; nearest is {_NAMES[best]},"
-        f" {distance[best]:.2f}; nothing done {distance['nothing']:.2f}, the whole key"
-        f" {distance['whole']:.2f} ({ours['tested']} prompts)."
-    )
+        interval = f"[{low:.2f}, {high:.2f}]"
+        nearer = f"{verdict}: {ours['nearer']:.2f} {interval}"
+        beside = f", key PCA's {distance['key_pca']:.2f} ({nearer})"
+    given = f"the row that ΔC gives {head} is {distance['feature']:.2f} from the true one"
+    nearest = f"nearest is {_NAMES[best]}, {distance[best]:.2f}"
+    extremes = f"nothing done {distance['nothing']:.2f}, the whole key {distance['whole']:.2f}"
+    prompts = f"{ours['tested']} prompts"
+    return f"With {name} exchanged in the text, {given}{beside}; {nearest}; {extremes} ({prompts})."
 
 
 def _verdict(low: float, high: float) -> str:

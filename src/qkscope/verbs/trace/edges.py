@@ -69,13 +69,17 @@ class Choice(NamedTuple):
 def choose_writers(how: Pass, units: Sequence[Unit]) -> dict[Head, Choice]:
     """Score every head's writers in one pass over the prompts for choosing."""
     generator = torch.Generator().manual_seed(derived_seed(how.seed, "banked"))
-    banked = set(torch.randperm(len(units), generator=generator)[:_BANK].tolist())
+    order = torch.randperm(len(units), generator=generator)
+    banked = set(order[:_BANK].tolist())
     scores = dict[Head, Callable[[HeadRows, list[int]], Measurement]]()
     for head in how.reader.heads:
         frames = {side: how.reader.frame(head, side) for side in SIDES}
         scores[head] = partial(_scores, how.seed, banked, frames)
     tallies, kept = how.add_up("choosing", units, scores, [""] * len(units))
-    return {head: _choice(tallies[head], bank) for head, bank in zip(scores, kept, strict=True)}
+    choices = {}
+    for head, bank in zip(scores, kept, strict=True):
+        choices[head] = _choice(tallies[head], bank)
+    return choices
 
 
 def _scores(
@@ -95,19 +99,23 @@ def _scores(
 
 
 def _side_sums(rows: HeadRows, side: Side, frame: Tensor) -> dict[str, Float[Tensor, "n *v"]]:
-    """Sums over the places of one side, from which means, variances and patching scores are made."""
+    """Sums over the places of one side, which give means, variances and patching scores."""
     stream = rows.streams[side].double()
     shown = _shown(rows, side).double()
     share = shown / shown.sum(1, keepdim=True).clamp_min(1)
     framed = stream @ frame.to(stream).T  # tokens are turned differently: one frame for all
-    apart = framed - torch.einsum("np,ncpd->ncd", share, framed)[:, :, None]
+    mean = torch.einsum("np,ncpd->ncd", share, framed)
+    apart = framed - mean[:, :, None]
+    # squared lengths, n c p
+    square = framed.square().sum(-1)
+    square_apart = apart.square().sum(-1)
     gradient = _gradient(rows, side)
     return {
         "count": shown.sum(1),
         "value": rows.marginals[side],
         "framed": torch.einsum("np,ncpd->ncd", shown, framed),
-        "square": torch.einsum("np,ncp->nc", shown, framed.square().sum(-1)),
-        "within": torch.einsum("np,ncp->nc", share, apart.square().sum(-1)),
+        "square": torch.einsum("np,ncp->nc", shown, square),
+        "within": torch.einsum("np,ncp->nc", share, square_apart),
         "stream": torch.einsum("np,ncpd->ncd", shown, stream),
         "along": torch.einsum("npd,ncpd->nc", gradient, stream),
         "gradient": gradient.sum(1),
@@ -116,7 +124,8 @@ def _side_sums(rows: HeadRows, side: Side, frame: Tensor) -> dict[str, Float[Ten
 
 def _gradient(rows: HeadRows, side: Side) -> Float[Tensor, "n p d_model"]:
     """Gradient of the relative logit on the stream of one side, norms live, the other side held."""
-    x = rows.run.hidden([rows.head.layer], rows.slots[side])[0].clone().requires_grad_()
+    (hidden,) = rows.run.hidden([rows.head.layer], rows.slots[side])
+    x = hidden.clone().requires_grad_()
     with torch.enable_grad():
         vectors = rows.run.live(rows.head, side, x[None])
         if side == "query":
@@ -130,10 +139,12 @@ def _banked(rows: HeadRows, address: int) -> dict[Side, Float[Tensor, "n c d_mod
     """What writers left at each prompt's query, and at one of its named keys, drawn."""
     generator = torch.Generator().manual_seed(address)
     named = _shown(rows, "key").float().cpu()
-    slots = torch.multinomial(named, 1, generator=generator)[:, 0].to(rows.signs.device)
+    drawn = torch.multinomial(named, 1, generator=generator)[:, 0]
+    slots = drawn.to(rows.signs.device)
     prompts = torch.arange(len(slots), device=slots.device)
+    queries = rows.streams["query"][:, :, 0]
     keys = rows.streams["key"][prompts, :, slots]
-    return {"query": rows.streams["query"][:, :, 0].cpu(), "key": keys.cpu()}
+    return {"query": queries.cpu(), "key": keys.cpu()}
 
 
 def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choice:
@@ -147,19 +158,23 @@ def _choice(tally: Tally, bank: Sequence[Mapping[Side, Tensor] | None]) -> Choic
         framed = tally.mean(f"{side} framed") / count
         variance = tally.mean(f"{side} within")
         if side == "query":  # one a prompt: it varies between prompts alone
-            variance = tally.mean(f"{side} square") / count - framed.square().sum(-1)
+            mean_square = tally.mean(f"{side} square") / count
+            variance = mean_square - framed.square().sum(-1)
         along = tally.mean(f"{side} along")
         patching = along - stream @ tally.mean(f"{side} gradient")
         mean[side] = stream.float()
-        scores["share", side] = scores["signed", side] = tally.mean(f"{side} value")
+        value = tally.mean(f"{side} value")
+        scores["share", side] = value
+        scores["signed", side] = value
         scores["variance", side] = pad(variance, (0, 1))
         scores["patching", side] = pad(patching, (0, 1))
-        banked[side] = torch.cat([piece[side] for piece in bank if piece])[:_BANK]
+        pieces = [piece[side] for piece in bank if piece]
+        banked[side] = torch.cat(pieces)[:_BANK]
     return Choice(mean, banked, scores, tally.mean("pairs").float())
 
 
 def _shown(rows: HeadRows, side: Side) -> Int[Tensor, "n p"]:
-    """1 at every place of a side that counts: of keys, those named, the first token last of all.
+    """Mask of the places of a side that count: of keys, those named, the first token last of all.
 
     The first token counts only where no other key is named.
     """
@@ -167,7 +182,9 @@ def _shown(rows: HeadRows, side: Side) -> Int[Tensor, "n p"]:
         return torch.ones_like(rows.signs[:, :1])
     named = rows.signs != 0
     first = rows.rows.present().int().argmax(1)
-    later = named & (rows.run.columns[:, 1:] != first[:, None])
+    keys = rows.run.columns[:, 1:]
+    is_later = keys != first[:, None]
+    later = named & is_later
     return torch.where(later.any(1, keepdim=True), later, named).long()
 
 
@@ -194,22 +211,20 @@ class CutEdge(NamedTuple):
 
 
 def all_edges(writers: int) -> list[CutEdge]:
-    """Every condition for so many writers.
+    """Conditions that a head with so many writers is tested in.
 
     Each order at the mean and at another prompt's parts, the share with live norms too, and random
     writers.
     """
-    ways = [
-        *product(EDGE_ORDERS, ("mean", "resample"), ("held",)),
-        ("share", "mean", "live"),
-        (RANDOM, "mean", "held"),
-    ]
+    ways = list(product(EDGE_ORDERS, ("mean", "resample"), ("held",)))
+    ways.append(("share", "mean", "live"))
+    ways.append((RANDOM, "mean", "held"))
     sizes = [k for k in EDGE_COUNTS if k < writers - 1]
+    sides_and_kinds = list(product(("key", "query", "both"), ("cut", "keep")))
     edges = list[CutEdge]()
-    for (by, replaced, norms), side, kind in product(
-        ways, ("key", "query", "both"), ("cut", "keep")
-    ):
-        edges += [CutEdge(side, kind, by, replaced, norms, k) for k in sizes]
+    for by, replaced, norms in ways:
+        for side, kind in sides_and_kinds:
+            edges += [CutEdge(side, kind, by, replaced, norms, k) for k in sizes]
     return edges
 
 
@@ -228,7 +243,8 @@ def edge_masks(
     writers : all but the last, the biases.
     seed : of the random writers.
     """
-    masks = torch.zeros(2, len(edges), len(writers) + 1, dtype=torch.bool)
+    parts = len(writers) + 1
+    masks = torch.zeros(2, len(edges), parts, dtype=torch.bool)
     for row, (edge, draw) in enumerate(edges):
         for number, side in enumerate(SIDES):
             if edge.side not in (side, "both"):
@@ -248,7 +264,7 @@ def _chosen(
     seed: int,
     draw: int,
 ) -> list[int]:
-    """The writers that a condition names on one side, by number."""
+    """Numbers of the writers that a condition names on one side."""
     if edge.by != RANDOM:
         return first_by(scores[edge.by, side], edge.k, signed=edge.by == "signed")
     alike = first_by(scores["share", side], edge.k)
@@ -276,7 +292,8 @@ class EdgeTest:
                 cells.append(number)
         self.cell_of = torch.tensor(cells)
         address = derived_seed(seed, str(head))
-        self.masks = edge_masks(self.edges, chosen.scores, parse_writers(writers[:-1]), address)
+        parsed = parse_writers(writers[:-1])
+        self.masks = edge_masks(self.edges, chosen.scores, parsed, address)
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
         """Writers, pairs and every condition; ``numbers`` address other prompts."""
@@ -288,7 +305,8 @@ class EdgeTest:
             same_way = torch.tensor([way == (replaced, norms) for way in ways])
             instead = self.instead(rows, numbers if replaced == "resample" else None)
             vectors = rows.replaced(instead, self.masks[:, same_way], norms)
-            measured[same_way] = torch.cat([rows.measure(q, k).cpu() for q, k in vectors])
+            pieces = [rows.measure(q, k).cpu() for q, k in vectors]
+            measured[same_way] = torch.cat(pieces)
         cells = whole.new_zeros(len(self.cells), *whole.shape)
         cells.index_add_(0, self.cell_of, measured)
         cells /= torch.bincount(self.cell_of)[:, None, None]
@@ -298,32 +316,38 @@ class EdgeTest:
     def instead(
         self, rows: HeadRows, numbers: list[int] | None = None
     ) -> dict[Side, Float[Tensor, "*n c p d_model"]]:
-        """What parts of the stream are replaced by, by side.
+        """Replacements of the writers' parts of the stream, by side.
 
         Their means; with the numbers of prompts, the parts of prompts of the bank, drawn.
         """
         device = rows.signs.device
+        parts = dict[Side, Tensor]()
         if numbers is None:
-            return {side: self.chosen.mean[side].to(device)[None, :, None] for side in SIDES}
+            for side in SIDES:
+                mean = self.chosen.mean[side].to(device)
+                parts[side] = mean[None, :, None]
+            return parts
         bank = self.chosen.bank
         address = torch.tensor(numbers)[:, None]
         slots = torch.arange(1 + rows.signs.shape[1])
         bits = draw_bits(derived_seed(self.seed, "resample"), address, slots)
         donors = bits % len(bank["query"])
-        parts = dict[Side, Tensor]()
         for side in SIDES:
-            given = bank[side][donors[:, rows.run.at(side)]]
+            donors_of_side = donors[:, rows.run.at(side)]
+            given = bank[side][donors_of_side]
             parts[side] = given.transpose(1, 2).to(device)
         return parts
 
     def tables(self, tally: Tally) -> Tables:
         """Rows of ``writers``, ``pairs``, ``edges`` and ``check``."""
         whole = tally.mean("whole").tolist()
+        # all but the logit, which the row has already
+        measured = dict(zip(METRICS[:-1], whole, strict=False))
         return {
             "writers": tally.writer_rows(self.head, self.writers),
             "pairs": tally.pair_rows(self.head, self.writers, self.pairs),
             "edges": self._edge_rows(tally),
-            "check": [tally.check_row(self.head, **dict(zip(METRICS[:-1], whole, strict=False)))],
+            "check": [tally.check_row(self.head, **measured)],
         }
 
     def _edge_rows(self, tally: Tally) -> list[dict[str, Any]]:
@@ -335,11 +359,19 @@ class EdgeTest:
         high = highest[:, _ACCURACY].tolist()
         rows = []
         for number, edge in enumerate(self.cells):
-            *measured, logit = values[number]
+            *looks, logit = values[number]
+            measured = dict(zip(METRICS, looks, strict=False))
             kept = logit / total
-            rows.append({
-                "head": str(self.head), **edge._asdict(), **dict(zip(METRICS, measured, strict=False)),
-                "logit_kept": kept, "overshoots": kept > OVERSHOOT, "low": low[number], "high": high[number],
-                "n": tally.rows, "draws": self.draws if edge.by == RANDOM else 1,
-            })  # fmt: skip
+            row = {
+                "head": str(self.head),
+                **edge._asdict(),
+                **measured,
+                "logit_kept": kept,
+                "overshoots": kept > OVERSHOOT,
+                "low": low[number],
+                "high": high[number],
+                "n": tally.rows,
+                "draws": self.draws if edge.by == RANDOM else 1,
+            }
+            rows.append(row)
         return rows

@@ -1,4 +1,4 @@
-"""A dictionary's features instead of writers: pairs that a logit lies in, beside meaningless copies.
+"""A dictionary's features instead of writers: the pairs of a logit, beside meaningless copies.
 
 Features, the dictionary's error, what layers after it added and the biases are parts of the stream
 like any other, and go through the head's norms, weights and rotation as writers do. A transcoder
@@ -13,7 +13,7 @@ the first pairs of every copy.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -44,6 +44,8 @@ CUT_PAIRS = (1, 2, 5, 10)
 PAIR_CUTS = tuple(product(("key", "query", "both"), ("ablated", "restored"), CUT_PAIRS))
 _AT_ONCE = 2**26  # numbers of a stream that are held at once
 _AT = {name: place for place, name in enumerate(NUMBERS)}
+#: Which of `NUMBERS` each column of the table ``copies`` shows.
+_COLUMNS = {"explained": "pairs", "first": "held_1", "ten": "held_10"}
 _LOOKS = ("attention", "first", "accuracy")
 _ATTENTION = METRICS.index("attention")
 _ABOUT = ("active_query", "active_key", "lost", "whole", *_LOOKS)
@@ -56,13 +58,12 @@ _CALLED = {
 
 
 def check_dictionary(scope: Scope, heads: Sequence[Head], dictionary: Dictionary) -> None:
-    """Refuse a dictionary of another width than the model, or one that stands behind what a head
-    reads.
-    """
+    """Refuse a dictionary of another width than the model, or of what a head does not read."""
     embedded = scope.model.get_input_embeddings().weight.shape[-1]
     width = getattr(scope.model.config.get_text_config(), "hidden_size", embedded)
-    if dictionary.decoder.shape[1] != width:
-        wide = f"has width {dictionary.decoder.shape[1]}, and the residual stream of {scope.name} has {width}"
+    described = dictionary.decoder.shape[1]
+    if described != width:
+        wide = f"has width {described}, and the residual stream of {scope.name} has {width}"
         raise BadInput(f"{dictionary.name} {wide}: take a dictionary of this model.")
     inside = dictionary.splits != "stream"
     for head in heads:
@@ -88,7 +89,7 @@ class FeatureSplit:
     def __init__(self, rows: HeadRows, dictionary: Dictionary) -> None:
         self.rows = rows
         self.dictionary = dictionary
-        self.stream = rows.run.hidden([rows.head.layer], slice(None))[0]
+        (self.stream,) = rows.run.hidden([rows.head.layer], slice(None))
         # what the features describe, and what their encoder is given
         if dictionary.splits == "stream":
             self.target = rows.run.entered[dictionary.layer]
@@ -104,7 +105,7 @@ class FeatureSplit:
         self.rest = rest_of(dictionary, rows.head)
 
     def _written(self) -> Float[Tensor, "n p d"]:
-        """What the MLP of the dictionary's layer left in the stream that the head reads."""
+        """Output of the dictionary's MLP, as it stands in the stream that the head reads."""
         writer = str(Writer(self.dictionary.layer, "mlp"))
         if writer not in self.rows.writers:
             raise BadInput(
@@ -112,7 +113,8 @@ class FeatureSplit:
             )
         place = self.rows.writers.index(writer)
         # the query stands before the keys
-        return torch.cat([self.rows.streams[side][:, place] for side in SIDES], dim=1)
+        written = [self.rows.streams[side][:, place] for side in SIDES]
+        return torch.cat(written, dim=1)
 
     def null(self, kind: str, seed: int) -> Coded:
         """Codes of a copy without meaning."""
@@ -123,17 +125,20 @@ class FeatureSplit:
         coded = self.coded if coded is None else coded
         rows = self.rows
         prompts, slots, width = self.x.shape
-        step = max(_AT_ONCE // (prompts * coded.ids.shape[-1] * width), 1)
-        q = rows.projected(self._read(coded, "query", [0])[:, :, 0])
-        keys = [
-            self._read(coded, "key", list(range(start, min(start + step, slots))))
-            for start in range(1, slots, step)
-        ]
+        at_one_slot = prompts * coded.ids.shape[-1] * width
+        step = max(_AT_ONCE // at_one_slot, 1)
+        queries = self._read(coded, "query", [0])
+        q = rows.projected(queries[:, :, 0])
+        keys = list[Tensor]()
+        for start in range(1, slots, step):
+            places = range(start, min(start + step, slots))
+            keys.append(self._read(coded, "key", list(places)))
         k = torch.cat(keys, dim=2)
         terms = list[FeatureTerms]()
         for i, ids in enumerate(coded.ids):
             weights = rows.weights[i].to(q).double() * rows.scale
-            terms.append(FeatureTerms.of(ids, q[i], k[i], weights, *self.rest))
+            of_prompt = FeatureTerms.of(ids, q[i], k[i], weights, *self.rest)
+            terms.append(of_prompt)
         return terms
 
     def _read(self, coded: Coded, side: Side, places: list[int]) -> Float[Tensor, "n c p d"]:
@@ -141,16 +146,19 @@ class FeatureSplit:
         coded = coded.at(places)
         target = self.target[:, places]
         features = coded.parts().transpose(1, 2)
+        error = target - features.sum(1) - coded.bias - coded.skip
         others = self.stream[:, places] - target
         rest = {
-            ERROR: target - features.sum(1) - coded.bias - coded.skip,
+            ERROR: error,
             SKIP: coded.skip,
             AFTER: others,
             OTHERS: others,
             BIAS: coded.bias.expand_as(target),
         }
         pieces = [Parts(["feature"], features)]
-        pieces += [Parts([name], rest[name][:, None]) for name in self.rest]
+        for name in self.rest:
+            vectors = rest[name]
+            pieces.append(Parts([name], vectors[:, None]))
         return self.rows.run.read(self.rows.head, side, pieces, places)
 
     # ------------------------------------------------------------------ cut
@@ -160,12 +168,12 @@ class FeatureSplit:
         rows = self.rows
         first = [term.first(CUT_PAIRS[-1]) for term in terms]
         pairs = torch.tensor(first, device=rows.signs.device)  # [n, pairs, side]
-        compared = (rows.signs < 0).to(self.x)
-        usual = compared / (rows.signs < 0).sum(1, keepdim=True).clamp_min(1)
-        away = {
-            side: self._away(coded, side, pairs[..., number], usual)
-            for number, side in enumerate(SIDES)
-        }
+        is_compared = rows.signs < 0
+        count = is_compared.sum(1, keepdim=True).clamp_min(1)
+        usual = is_compared.to(self.x) / count
+        away = dict[Side, Tensor]()
+        for side, chosen in zip(SIDES, pairs.unbind(-1), strict=True):
+            away[side] = self._away(coded, side, chosen, usual)
         vectors = rows.without(away, _times())
         measured = torch.cat([rows.measure(q, k) for q, k in vectors])
         return measured[..., _ATTENTION].mT
@@ -173,7 +181,7 @@ class FeatureSplit:
     def _away(
         self, coded: Coded, side: Side, chosen: Int[Tensor, "n pairs"], usual: Float[Tensor, "n k"]
     ) -> Float[Tensor, "n c p d_model"]:
-        """What taking parts to their mean takes out of the stream: of the first pairs, and of all.
+        """Difference of the stream's parts from their mean: of the first pairs, and of all.
 
         Parameters
         ----------
@@ -182,20 +190,24 @@ class FeatureSplit:
         """
         rows = self.rows
         slots = rows.slots[side]
-        in_an_earlier_pair = (chosen[:, :, None] == chosen[:, None]).tril(-1).any(-1)
+        is_same = chosen[:, :, None] == chosen[:, None]
+        in_an_earlier_pair = is_same.tril(-1).any(-1)
         counted = ~(in_an_earlier_pair | (chosen < 0))
+        # how active each feature is at the places of this side, and at the keys, n p pairs
         amounts = coded.at(slots).amounts(chosen)
-        mean_amounts = torch.einsum(
-            "nk,nkc->nc", usual, coded.at(rows.slots["key"]).amounts(chosen)
-        )
+        at_keys = coded.at(rows.slots["key"]).amounts(chosen)
+        mean_amounts = torch.einsum("nk,nkc->nc", usual, at_keys)
         apart = (amounts - mean_amounts[:, None]) * counted[:, None]
-        features = apart[..., None] * coded.directions(chosen)[:, None]
+        directions = coded.directions(chosen)
+        features = apart[..., None] * directions[:, None]
         sizes = torch.tensor(CUT_PAIRS) - 1
         of_pairs = features.cumsum(2)[:, :, sizes]
         mean = torch.einsum("nk,nkd->nd", usual, self.stream[:, 1:])
-        of_all = (self.stream[:, slots] - mean[:, None])[:, :, None]
-        changed = rows.signs > 0 if side == "key" else torch.ones_like(rows.signs[:, :1])
-        parts = torch.cat([of_pairs, of_all], dim=2)
+        of_all = self.stream[:, slots] - mean[:, None]
+        changed = torch.ones_like(rows.signs[:, :1])
+        if side == "key":
+            changed = rows.signs > 0
+        parts = torch.cat([of_pairs, of_all[:, :, None]], dim=2)
         return (parts * changed[..., None, None]).transpose(1, 2)
 
 
@@ -204,8 +216,11 @@ def _times() -> Float[Tensor, "2 x c"]:
 
     To restore, all is taken out and the features are put back.
     """
-    ablated = torch.eye(len(CUT_PAIRS), len(CUT_PAIRS) + 1)
-    restored = -ablated + torch.eye(len(CUT_PAIRS) + 1)[-1]
+    # one column for each number of pairs, and the last for all
+    columns = len(CUT_PAIRS) + 1
+    ablated = torch.eye(len(CUT_PAIRS), columns)
+    take_out_all = torch.eye(columns)[-1]
+    restored = -ablated + take_out_all
     ways = torch.cat([ablated, restored])
     none = torch.zeros_like(ways)
     query = torch.cat([none, ways, ways])
@@ -224,9 +239,13 @@ class Chosen:
 
 def rest_of(dictionary: Dictionary, head: Head) -> tuple[str, ...]:
     """Parts of what a head reads that are no features."""
-    if dictionary.splits == "stream":
-        return (ERROR, AFTER, BIAS) if dictionary.layer < head.layer else (ERROR, BIAS)
-    return (ERROR, OTHERS, BIAS) if dictionary.skip is None else (ERROR, SKIP, OTHERS, BIAS)
+    if dictionary.splits != "stream":
+        if dictionary.skip is None:
+            return (ERROR, OTHERS, BIAS)
+        return (ERROR, SKIP, OTHERS, BIAS)
+    if dictionary.layer < head.layer:
+        return (ERROR, AFTER, BIAS)
+    return (ERROR, BIAS)
 
 
 def choose_features(how: Pass, units: Sequence[Unit], dictionary: Dictionary) -> dict[Head, Chosen]:
@@ -250,25 +269,28 @@ def choose_features(how: Pass, units: Sequence[Unit], dictionary: Dictionary) ->
 
 def largest(terms: Sequence[FeatureTerms]) -> Chosen:
     """The pairs, and the features of the query and of the key, that give most on average."""
-    pairs = Counter[Any]()
-    features: dict[Side, Counter[Any]] = {side: Counter() for side in SIDES}
+    pairs = defaultdict[tuple[int, int], float](float)
+    features = {side: defaultdict[int, float](float) for side in SIDES}
     for term in terms:
-        pairs.update({(g, f): value for g, f, value in term.largest(term.pairs.numel())})
+        for query_feature, key_feature, value in term.largest(term.pairs.numel()):
+            pairs[query_feature, key_feature] += value
         marginals = term.marginals()
         for side in SIDES:
-            values = marginals[side].items()
-            features[side].update({part: value for part, value in values if isinstance(part, int)})
-    return Chosen(_strongest(pairs), _strongest(features["query"]), _strongest(features["key"]))
+            for part, value in marginals[side].items():
+                if isinstance(part, int):
+                    features[side][part] += value
+    query = _strongest(features["query"])
+    key = _strongest(features["key"])
+    return Chosen(_strongest(pairs), query, key)
 
 
-def _strongest(sums: Counter[Any]) -> list[Any]:
-    """Those that give most, whatever their sign."""
+def _strongest(sums: Mapping[Any, float]) -> list[Any]:
+    """Names with the largest sums, whatever their sign."""
     return sorted(sums, key=lambda name: -abs(sums[name]))[:SHOWN_PAIRS]
 
 
 class FeatureTest:
-    """Chosen pairs and features of one head, and what they give in each prompt, beside copies
-    without meaning.
+    """What chosen pairs and features of one head give in each prompt, beside meaningless copies.
 
     Parameters
     ----------
@@ -293,24 +315,26 @@ class FeatureTest:
         }
 
     def measure(self, rows: HeadRows, numbers: list[int]) -> Measurement:
-        """Parts of the logit, `NUMBERS` and `PAIR_CUTS` of the dictionary and its copies, and the codes."""
+        """Measure parts of the logit, and `NUMBERS` and `PAIR_CUTS` of dictionary and copies."""
         split = FeatureSplit(rows, self.dictionary)
         terms = split.terms()
-        by_copy = [terms]
+        compared = [_numbers(terms)]
         edges = [split.edges(split.coded, terms)]
         for copy in self._copies_of(split, numbers):
-            by_copy.append(split.terms(copy))
-            edges.append(split.edges(copy, by_copy[-1]))
-        compared = [torch.stack([term.numbers() for term in copy]) for copy in by_copy]
+            of_copy = split.terms(copy)
+            compared.append(_numbers(of_copy))
+            edges.append(split.edges(copy, of_copy))
+        given = [self.given(term) for term in terms]
         values = {
-            "values": torch.stack([self.given(term) for term in terms]),
+            "values": torch.stack(given),
             "numbers": torch.stack(compared, dim=1),
             "edges": torch.stack(edges, dim=1),
             "about": _about(rows, split),
         }
         sums = torch.tensor([float(term.values.sum()) for term in terms])
         missed = sums - rows.logit().cpu()
-        return Measurement(values, missed.abs() / torch.tensor(list(map(_largest_part, terms))))
+        sizes = torch.tensor([_largest_part(term) for term in terms])
+        return Measurement(values, missed.abs() / sizes)
 
     def _copies_of(self, split: FeatureSplit, numbers: list[int]) -> Iterator[Coded]:
         """Codes of every copy without meaning; numbers of prompts address copies of tokens."""
@@ -318,16 +342,19 @@ class FeatureTest:
             for draw in range(self.draws):
                 # the others are dictionaries, the same for all prompts
                 where = numbers[:1] if kind == "tokens" else ()
-                yield split.null(kind, derived_seed(self.seed, "dictionary", kind, draw, *where))
+                seed = derived_seed(self.seed, "dictionary", kind, draw, *where)
+                yield split.null(kind, seed)
 
     def given(self, terms: FeatureTerms) -> Float[Tensor, " v"]:
-        """What pairs give in one prompt; of each side features, the rest, and all other features."""
+        """Values of pairs in one prompt; by side, of features, the rest, and all others."""
         row_of = {int(feature): i for i, feature in enumerate(terms.query)}
         column_of = {int(feature): i for i, feature in enumerate(terms.key)}
         given = list[float]()
-        for g, f in self.pairs:
-            both = g in row_of and f in column_of
-            given.append(float(terms.pairs[row_of[g], column_of[f]]) if both else 0.0)
+        for query_feature, key_feature in self.pairs:
+            value = 0.0
+            if query_feature in row_of and key_feature in column_of:
+                value = float(terms.pairs[row_of[query_feature], column_of[key_feature]])
+            given.append(value)
         marginals = terms.marginals()
         for side in SIDES:
             values = marginals[side]
@@ -340,24 +367,33 @@ class FeatureTest:
         numbers = tally.mean("numbers")
         check = self._check(tally, numbers[0])
         pairs, parts = self._parts(tally, check["logit"])
+        pairs.sort(key=lambda row: -abs(row["value"]))
+        interval = tally.interval("numbers", [0])
         return {
-            "feature_pairs": sorted(pairs, key=lambda row: -abs(row["value"])),
+            "feature_pairs": pairs,
             "features": parts,
-            "copies": self._copies(numbers, tally.interval("numbers", [0])),
+            "copies": self._copies(numbers, interval),
             "feature_edges": self._edges(check["attention"], tally),
             "check": [check],
         }
 
     def _check(self, tally: Tally, numbers: Float[Tensor, " m"]) -> dict[str, Any]:
-        """The logit, how far its parts miss it, and what the codes are like."""
+        """Row of the table ``check``: the logit, its parts' error, and facts about the codes."""
         about = dict(zip(_ABOUT, tally.mean("about").tolist(), strict=True))
         logit = float(numbers[0])
+        gross = float(numbers[_AT["gross"]])
+        looks = {name: about[name] for name in _LOOKS}
         return {
-            "head": str(self.head), "sum_error": tally.error, "logit": logit,
-            "cancels": float(numbers[_AT["gross"]]) / abs(logit), **{name: about[name] for name in _LOOKS},
-            "active_query": about["active_query"], "active_key": about["active_key"],
-            "lost": about["lost"] / about["whole"], "n": tally.rows,
-        }  # fmt: skip
+            "head": str(self.head),
+            "sum_error": tally.error,
+            "logit": logit,
+            "cancels": gross / abs(logit),
+            **looks,
+            "active_query": about["active_query"],
+            "active_key": about["active_key"],
+            "lost": about["lost"] / about["whole"],
+            "n": tally.rows,
+        }
 
     def _parts(
         self, tally: Tally, logit: float
@@ -366,50 +402,63 @@ class FeatureTest:
         head = str(self.head)
         lows, highs = tally.interval("values")
         columns = [ends.tolist() for ends in (tally.mean("values"), lows, highs)]
-        numbers = (
-            {"value": value, "share": value / logit, "low": low, "high": high}
-            for value, low, high in zip(*columns, strict=True)
-        )
-        pairs = [
-            {"head": head, "query_feature": self._name(g), "key_feature": self._name(f), **next(numbers)}
-            for g, f in self.pairs
-        ]  # fmt: skip
-        parts = [
-            {"head": head, "side": side, "part": self._name(part), **next(numbers)}
-            for side in SIDES
-            for part in (*self.parts[side], OTHER_FEATURES)
-        ]
+        measured = list[dict[str, Any]]()
+        for value, low, high in zip(*columns, strict=True):
+            share = value / logit
+            measured.append({"value": value, "share": share, "low": low, "high": high})
+        numbers = iter(measured)
+        pairs = list[dict[str, Any]]()
+        for g, f in self.pairs:
+            features = {"query_feature": self._name(g), "key_feature": self._name(f)}
+            pairs.append({"head": head, **features, **next(numbers)})
+        parts = list[dict[str, Any]]()
+        for side in SIDES:
+            for part in (*self.parts[side], OTHER_FEATURES):
+                about = {"head": head, "side": side, "part": self._name(part)}
+                parts.append({**about, **next(numbers)})
         return pairs, parts
 
     def _name(self, part: int | str) -> str:
         """What a part is called: a feature by its number, and by its MLP where it splits one."""
         if isinstance(part, str):
             return part
-        return (
-            f"f{part}"
-            if self.dictionary.splits == "stream"
-            else f"M{self.dictionary.layer}.f{part}"
-        )
+        if self.dictionary.splits == "stream":
+            return f"f{part}"
+        return f"M{self.dictionary.layer}.f{part}"
 
     def _edges(self, before: float, tally: Tally) -> list[dict[str, Any]]:
-        """What cutting the features of the first pairs leaves; of copies the lowest and highest."""
+        """Rows of the first pairs' features cut or restored; of copies the lowest and highest."""
         means = tally.mean("edges")
         lows, highs = tally.interval("edges", [0])
         rows = []
         for place, (side, edge, size) in enumerate(PAIR_CUTS):
-            after, *copies = means[:, place].split([1, *[self.draws] * len(NULLS)])
-            judged = _judge(edge, before, after, torch.cat(copies))
+            after, *copies = self._by_copy(means[:, place])
             about = {"head": str(self.head), "side": side, "edge": edge, "k": size}
-            rows.append({
-                **about, "kind": "dictionary", "before": before, "after": float(after.mean()),
-                "low": float(lows[0, place]), "high": float(highs[0, place]), "verdict": judged,
-            })  # fmt: skip
+            ours = {
+                "kind": "dictionary",
+                "before": before,
+                "after": float(after.mean()),
+                "low": float(lows[0, place]),
+                "high": float(highs[0, place]),
+                "verdict": _judge(edge, before, after, torch.cat(copies)),
+            }
+            rows.append({**about, **ours})
             for kind, values in zip(NULLS, copies, strict=True):
-                rows.append({
-                    **about, "kind": kind, "before": before, "after": float(values.mean()),
-                    "low": float(values.min()), "high": float(values.max()), "verdict": None,
-                })  # fmt: skip
+                of_copy = {
+                    "kind": kind,
+                    "before": before,
+                    "after": float(values.mean()),
+                    "low": float(values.min()),
+                    "high": float(values.max()),
+                    "verdict": None,
+                }
+                rows.append({**about, **of_copy})
         return rows
+
+    def _by_copy(self, values: Float[Tensor, "x *m"]) -> Sequence[Tensor]:
+        """Values of the dictionary, and of the draws of each kind of copy."""
+        draws = [self.draws] * len(NULLS)
+        return values.split([1, *draws])
 
     def _copies(
         self, numbers: Float[Tensor, "x m"], interval: tuple[Tensor, Tensor]
@@ -418,32 +467,42 @@ class FeatureTest:
 
         The dictionary has its interval over words, a null the lowest and highest of its draws.
         """
-        ours, *nulls = numbers.split([1, *[self.draws] * len(NULLS)])
+        ours, *nulls = self._by_copy(numbers)
         logit = ours[0, 0]
         low, high = interval
         columns = _shares(ours, (low[0], high[0]), logit)
-        rows = [
-            {"head": str(self.head), "kind": "dictionary", **columns, "below": None, "draws": 1}
-        ]
+        about = {"head": str(self.head), "kind": "dictionary"}
+        rows = [{**about, **columns, "below": None, "draws": 1}]
         held = _AT["held_10"]
+        our_share = ours[0, held]
         for kind, draws in zip(NULLS, nulls, strict=True):
             columns = _shares(draws, (draws.amin(0), draws.amax(0)), logit)
-            below = bool(draws[:, held].max() < ours[0, held])
+            below = bool(draws[:, held].max() < our_share)
             about = {"head": str(self.head), "kind": kind}
             rows.append({**about, **columns, "below": below, "draws": len(draws)})
         return rows
 
 
+def _numbers(terms: Sequence[FeatureTerms]) -> Float[Tensor, "n m"]:
+    """`NUMBERS` of every prompt."""
+    return torch.stack([term.numbers() for term in terms])
+
+
 def _about(rows: HeadRows, split: FeatureSplit) -> Float[Tensor, "n a"]:
-    """`_ABOUT` of every prompt: how many features are active, what is lost, where the head looks."""
+    """`_ABOUT` of every prompt: how many features are active, what is lost, what is attended to."""
     coded = split.coded
     weight = split.there.double()
     active = coded.active.double()
-    at_keys = (active * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp_min(1)
+    active_keys = (active * weight)[:, 1:].sum(1)
+    keys = weight[:, 1:].sum(1).clamp_min(1)
+    at_keys = active_keys / keys
     described = split.target - coded.bias
     missing = described - coded.parts().sum(-2) - coded.skip
-    lost = (missing.double().square().sum(-1) * weight).sum(1)
-    whole = (described.double().square().sum(-1) * weight).sum(1)
+    # squared lengths, n p, summed over the places that count
+    missing_square = missing.double().square().sum(-1)
+    described_square = described.double().square().sum(-1)
+    lost = (missing_square * weight).sum(1)
+    whole = (described_square * weight).sum(1)
     measured = rows.measure()[0]
     looks = [measured[:, METRICS.index(name)].double() for name in _LOOKS]
     return torch.stack([active[:, 0], at_keys, lost, whole, *looks], dim=1)
@@ -451,11 +510,12 @@ def _about(rows: HeadRows, split: FeatureSplit) -> Float[Tensor, "n a"]:
 
 def _largest_part(terms: FeatureTerms) -> float:
     """The size of the largest part of either side."""
-    return max(abs(value) for side in terms.marginals().values() for value in side.values())
+    sides = terms.marginals().values()
+    return max(abs(value) for side in sides for value in side.values())
 
 
 def _judge(edge: str, before: float, after: Tensor, copies: Float[Tensor, " x"]) -> str:
-    """The verdict on one cut: of what is left, or with features restored of what is still missing."""
+    """The verdict on a cut: of what is left, or with features restored of what is still missing."""
     if edge == "ablated":
         return verdict(before, float(after), copies)
     return verdict(before, before - float(after), before - copies)
@@ -464,15 +524,11 @@ def _judge(edge: str, before: float, after: Tensor, copies: Float[Tensor, " x"])
 def _shares(
     draws: Float[Tensor, "x m"], ends: tuple[Tensor, Tensor], logit: Tensor
 ) -> dict[str, float]:
-    """How much of the logit pairs explain, and how much of all terms the first and first ten hold."""
+    """How much of the logit pairs explain, and what the first and the first ten hold of all."""
     columns = dict[str, float]()
-    whole: Tensor | int
-    for name, column, whole in (
-        ("explained", "pairs", logit),
-        ("first", "held_1", 1),
-        ("ten", "held_10", 1),
-    ):
-        place = _AT[column]
+    wholes: dict[str, Tensor | int] = {"explained": logit, "first": 1, "ten": 1}
+    for name, whole in wholes.items():
+        place = _AT[_COLUMNS[name]]
         # a logit below 0 turns the ends round
         low, high = sorted(float(end[place] / whole) for end in ends)
         columns[name] = float(draws[:, place].mean() / whole)
@@ -492,13 +548,17 @@ def says_pairs(where: str, tables: Mapping[str, Sequence[Mapping[str, Any]]]) ->
     told = f" These pairs say no more than those of {_or(level)}." if level else ""
     little = ", most of it not" if ours["explained"] < 0.5 else ""
     above = "" if level else ": more than with any copy without meaning"
-    return (
-        f"{where}{told} {_percent(ours['explained'])} of the logit lies in pairs of features{little}"
-        f" ({_says_copies(copies, 'explained')}); the dictionary misses {_percent(check['lost'])} of the stream here,"
-        f" and its error takes part in the rest.{_says_first(tables['feature_pairs'])} The ten largest pairs of a"
-        f" prompt hold {_percent(ours['ten'])} of all that is added, signs left out{above}"
-        f" ({_says_copies(copies, 'ten')}).{_says_edges(tables['feature_edges'])}"
-    )
+    explained = f"{_percent(ours['explained'])} of the logit lies in pairs of features{little}"
+    lost = f"the dictionary misses {_percent(check['lost'])} of the stream here"
+    held = f"{_percent(ours['ten'])} of all that is added, signs left out{above}"
+    sentences = [
+        f" {explained} ({_says_copies(copies, 'explained')});",
+        f" {lost}, and its error takes part in the rest.",
+        _says_first(tables["feature_pairs"]),
+        f" The ten largest pairs of a prompt hold {held} ({_says_copies(copies, 'ten')}).",
+        _says_edges(tables["feature_edges"]),
+    ]
+    return where + told + "".join(sentences)
 
 
 def _or(names: Sequence[str]) -> str:
@@ -508,38 +568,42 @@ def _or(names: Sequence[str]) -> str:
 
 
 def _says_copies(copies: Sequence[Mapping[str, Any]], name: str) -> str:
-    """The lowest and highest draw of each kind of copy."""
-    ends = [
-        f"{_CALLED[row['kind']]} {_percent(row[f'{name}_low'])} to {_percent(row[f'{name}_high'])}"
-        for row in copies
-    ]
+    """Say the lowest and highest draw of each kind of copy."""
+    ends = []
+    for row in copies:
+        low = _percent(row[f"{name}_low"])
+        high = _percent(row[f"{name}_high"])
+        ends.append(f"{_CALLED[row['kind']]} {low} to {high}")
     return ", ".join(ends)
 
 
 def _says_first(pairs: Sequence[Mapping[str, Any]]) -> str:
-    """The first pair and its share, if there is one."""
+    """Say the first pair and its share, if there is one."""
     if not pairs:
         return ""
     pair = pairs[0]
-    return (
-        f" The first pair is {pair['query_feature']} of the query with {pair['key_feature']} of the key"
-        f" ({_percent(pair['share'])} of the logit)."
-    )
+    features = f"{pair['query_feature']} of the query with {pair['key_feature']} of the key"
+    return f" The first pair is {features} ({_percent(pair['share'])} of the logit)."
 
 
 def _says_edges(edges: Sequence[Mapping[str, Any]]) -> str:
-    """What is left without the first five pairs' features, and what they restore, beside copies."""
-    first_five = [row for row in edges if row["side"] == "key" and row["k"] == 5]
+    """Say what the first five pairs' features leave when cut, and restore, beside copies."""
+    of_key = [row for row in edges if row["side"] == "key"]
+    first_five = [row for row in of_key if row["k"] == 5]
     ours = {row["edge"]: row for row in first_five if row["kind"] == "dictionary"}
     copies = [row for row in first_five if row["kind"] != "dictionary"]
-    low = min(row["low"] for row in copies if row["edge"] == "ablated")
-    high = max(row["high"] for row in copies if row["edge"] == "restored")
+    ablated = [row["low"] for row in copies if row["edge"] == "ablated"]
+    restored = [row["high"] for row in copies if row["edge"] == "restored"]
+    low = min(ablated)
+    high = max(restored)
     cut = ours["ablated"]
     back = ours["restored"]
+    left = f"{cut['after']:.0%} of {cut['before']:.0%} attention is left"
     return (
-        f" With the features of the first five pairs set to their mean in its key {cut['after']:.0%} of"
-        f" {cut['before']:.0%} attention is left (with copies {low:.0%} or more): {cut['verdict']}. Put back alone into"
-        f" a key at its mean they restore {back['after']:.0%} (copies {high:.0%} or less): {back['verdict']}."
+        f" With the features of the first five pairs set to their mean in its key {left}"
+        f" (with copies {low:.0%} or more): {cut['verdict']}."
+        f" Put back alone into a key at its mean they restore {back['after']:.0%}"
+        f" (copies {high:.0%} or less): {back['verdict']}."
     )
 
 

@@ -39,7 +39,8 @@ def null_code(
         rotation = random_rotations(width, 1, seed)[0]
         return dictionary.code(x, rotation.to(x))
     if kind == "random":
-        unit = normalize(torch.randn(features, width, generator=generator), dim=-1).to(x)
+        drawn = torch.randn(features, width, generator=generator)
+        unit = normalize(drawn, dim=-1).to(x)
         described = x if target is None else target
         return _nearest(unit, described - coded.bias - coded.skip, coded)
     if kind == "features":
@@ -48,17 +49,21 @@ def null_code(
         return coded._replace(ids=torch.where(coded.ids >= 0, other, -1))
     order = _other_places(x.shape[:2], there, generator).to(coded.ids.device)
     order = order[..., None].expand_as(coded.ids)
-    return coded._replace(ids=coded.ids.gather(1, order), values=coded.values.gather(1, order))
+    ids = coded.ids.gather(1, order)
+    values = coded.values.gather(1, order)
+    return coded._replace(ids=ids, values=values)
 
 
 def _other_places(
     shape: tuple[int, ...], there: Bool[Tensor, "n p"] | None, generator: torch.Generator
 ) -> Tensor:
-    """For each place another one of its prompt, Int [n, p]; absent places keep theirs."""
+    """Another place of the prompt for each place, Int [n, p]; absent places keep theirs."""
     prompts, places = shape
     order = torch.arange(places).repeat(prompts, 1)
     for row in range(prompts):
-        free = torch.arange(places) if there is None else there[row].cpu().nonzero()[:, 0]
+        free = torch.arange(places)
+        if there is not None:
+            free = there[row].cpu().nonzero()[:, 0]
         free = free[torch.randperm(len(free), generator=generator)]
         order[row, free] = free.roll(1)  # one cycle: no place keeps its own
     return order
@@ -74,4 +79,5 @@ def _nearest(unit: Float[Tensor, "f d"], x: Float[Tensor, "n p d"], coded: Coded
     gram = rows @ rows.mT + torch.diag_embed(ridge)
     products = rows @ x.double()[..., None]
     values = torch.linalg.solve(gram, products)[..., 0].to(x)
-    return Coded(ids.masked_fill(~used, -1), values * used, coded.bias, coded.skip, unit)
+    used_ids = ids.masked_fill(~used, -1)
+    return Coded(used_ids, values * used, coded.bias, coded.skip, unit)

@@ -1,4 +1,4 @@
-"""One prompt: the pairs of a dictionary's features that a head's logit lies in, the largest shown."""
+"""One prompt: the largest pairs of a dictionary's features among which a head's logit is split."""
 
 from __future__ import annotations
 
@@ -36,9 +36,12 @@ def _tables(one: PromptTrace, dictionary: Dictionary, draws: int, seed: int) -> 
     """The tables of one head, measured at the query and the keys that count alone."""
     used = one.weights[0].nonzero()[:, 0]
     run = one.run.slots([0, *(1 + used).tolist()])
-    rows = HeadRows(run, one.head, one.signs[:, used], one.projector)
+    signs = one.signs[:, used]
+    rows = HeadRows(run, one.head, signs, one.projector)
     chosen = largest(FeatureSplit(rows, dictionary).terms())
     test = FeatureTest(one.head, dictionary, chosen, draws, seed)
-    tables = test.tables(Tally.of_prompt(test.measure(rows, [0])))
-    tables["check"][0] |= {"query": one.asked.query, "key": one.key}
+    measurement = test.measure(rows, [0])
+    tables = test.tables(Tally.of_prompt(measurement))
+    (check,) = tables["check"]
+    check |= {"query": one.asked.query, "key": one.key}
     return {**tables, "tokens": one.token_rows()}

@@ -53,36 +53,36 @@ def _tables(one: PromptTrace, depth: int, draws: int, seed: int) -> Tables:
     """The tables of one head on one prompt."""
     pairs = strongest_pairs(one.pairs[0])
     tally = Tally.of_prompt(one.given(pairs))
+    attention = float(one.attention[one.key])
+    first = float(one.attention[0])
     check = tally.check_row(
-        one.head,
-        query=one.asked.query,
-        key=one.key,
-        attention=float(one.attention[one.key]),
-        first=float(one.attention[0]),
+        one.head, query=one.asked.query, key=one.key, attention=attention, first=first
     )
-    return {
+    tables: Tables = {
         "writers": tally.writer_rows(one.head, one.writers),
         "pairs": tally.pair_rows(one.head, one.writers, pairs),
         "cuts": one.cut_rows(draws, seed),
-        **trace_graph(one, depth).tables,
-        "tokens": one.token_rows(),
-        "check": [check],
     }
+    tables |= trace_graph(one, depth).tables
+    return tables | {"tokens": one.token_rows(), "check": [check]}
 
 
 # ---------------------------------------------------------------------- in words
 
 
 def _answer(one: PromptTrace, tables: Tables) -> str:
-    """How much attention the key gets, who wrote it and the query, and what cutting these leaves."""
+    """Say how much attention the key gets, who wrote it and the query, and what cuts leave."""
     if not one.total:
         return (
-            f"{one.where()} The tokens that it is compared with have the same logit, so there is no relative"
-            " logit to split."
+            f"{one.where()} The tokens that it is compared with have the same logit,"
+            " so there is no relative logit to split."
         )
     if not one.attends:
         return one.where()
-    strongest = {(side, one.writers[i]) for side in SIDES for i in one.strongest(side, _NAMED)}
+    strongest = set()
+    for side in SIDES:
+        for number in one.strongest(side, _NAMED):
+            strongest.add((side, one.writers[number]))
     writers = tables["writers"]
     giving = [row for row in writers if (row["side"], row["writer"]) in strongest]
     key = written_by(giving, "key")
@@ -93,22 +93,22 @@ def _answer(one: PromptTrace, tables: Tables) -> str:
 
 
 def _says_cut(cuts: Records) -> str:
-    """What is left with the named key writers cut: two, or one where no second gives much."""
-    few = [row for row in cuts if row["side"] == "key" and row["k"] <= _NAMED]
+    """Say what is left with the named key writers cut: two, or one where no second gives much."""
+    of_key = [row for row in cuts if row["side"] == "key"]
+    few = [row for row in of_key if row["k"] <= _NAMED]
     if not few:
         return ""
     cut = max(few, key=lambda row: row["k"])
-    return (
-        f" With {cut['writers']} cut from the key, the attention there is {cut['after']:.0%}"
-        f" ({controls_of(cut)}: {cut['control']:.0%}): {cut['verdict']}."
-    )
+    left = f"the attention there is {cut['after']:.0%}"
+    control = f"{controls_of(cut)}: {cut['control']:.0%}"
+    return f" With {cut['writers']} cut from the key, {left} ({control}): {cut['verdict']}."
 
 
 def _says_neurons(rows: Records) -> str:
-    """The first neuron of each side, with its share and the token where most of it stands."""
-    first = {row["side"]: row for row in reversed(rows)}
-    told = {
-        side: f"{row['writer']} ({row['share'] or 0:.0%}, at {row['token']!r})"
-        for side, row in first.items()
-    }
+    """Say the first neuron of each side, with its share and the token where most of it stands."""
+    told = {}
+    for row in reversed(rows):  # the first of a side comes last, and stays
+        side = row["side"]
+        share = f"{row['share'] or 0:.0%}"
+        told[side] = f"{row['writer']} ({share}, at {row['token']!r})"
     return f" The first neuron of its key is {told['key']}, of its query {told['query']}."

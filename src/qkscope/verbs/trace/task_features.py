@@ -26,12 +26,16 @@ def task_features(
     """
     how = replace(how, layers=[dictionary.layer])
     chosen = choose_features(how, choosing, dictionary)
-    tests = {
-        head: FeatureTest(head, dictionary, features, draws, how.seed)
-        for head, features in chosen.items()
-    }
+    tests = {}
+    for head, features in chosen.items():
+        tests[head] = FeatureTest(head, dictionary, features, draws, how.seed)
     measures = {head: test.measure for head, test in tests.items()}
     tallies, _ = how.add_up("features", units, measures, last=True)
-    parts = [test.tables(tallies[head]) for head, test in tests.items()]
-    answers = [says_pairs(says_right(tables["check"][0]), tables) for tables in parts]
+    parts = []
+    answers = []
+    for head, test in tests.items():
+        tables = test.tables(tallies[head])
+        (check,) = tables["check"]
+        answers.append(says_pairs(says_right(check), tables))
+        parts.append(tables)
     return " ".join(answers), join_tables(parts)

@@ -6,7 +6,7 @@ Of named heads; of all heads only the first writers of each are given, and nothi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,10 +45,10 @@ def task_writers(
     whole : whether whole heads are taken out of the running model.
     """
     chosen = choose_writers(how, choosing)
-    tests = {
-        head: EdgeTest(head, how.reader.writers(head.layer), chosen[head], how.seed, draws)
-        for head in how.reader.heads
-    }
+    tests = {}
+    for head in how.reader.heads:
+        names = how.reader.writers(head.layer)
+        tests[head] = EdgeTest(head, names, chosen[head], how.seed, draws)
     measures = {head: test.measure for head, test in tests.items()}
     tallies, _ = how.add_up("testing", units, measures, last=True)
     parts = [test.tables(tallies[head]) for head, test in tests.items()]
@@ -57,7 +57,8 @@ def task_writers(
     if whole:
         for head in how.reader.heads:
             run = partial(whole_heads, how, head, chosen[head], choosing, units)
-            parts.append({"whole": how.job.once(f"whole {head}", run)})
+            rows = how.job.once(f"whole {head}", run)
+            parts.append({"whole": rows})
     read = partial(_sources, how, units, chosen, depth)
     parts.append(how.job.once(f"sources {depth}", read))
     return answer, join_tables(parts)
@@ -70,9 +71,10 @@ def first_writers(how: Pass, units: Units) -> tuple[str, Tables]:
     tables: Tables = {"heads": [], "writers": [], "check": []}
     for head, tally in tallies.items():
         rows = tally.writer_rows(head, how.reader.writers(head.layer), _SHOWN + 1)
+        named = [other for other in rows if other["writer"] != BIAS]
         row: dict[str, Any] = {"head": str(head)}
         for side in ("key", "query"):
-            first = [other for other in rows if other["side"] == side and other["writer"] != BIAS]
+            first = [other for other in named if other["side"] == side]
             tables["writers"] += first[:_SHOWN]
             row[f"{side}_writer"] = first[0]["writer"]
             row[f"{side}_share"] = first[0]["share"]
@@ -82,14 +84,17 @@ def first_writers(how: Pass, units: Units) -> tuple[str, Tables]:
         tables["heads"].append(row)
         tables["check"].append(tally.check_row(head))
     common = Counter(row["key_writer"] for row in tables["heads"])
-    frequent = ", ".join(f"{name} of {count}" for name, count in common.most_common(3))
-    return f"First key writers of {common.total()} heads, the most frequent: {frequent}.", tables
+    frequent = [f"{name} of {count}" for name, count in common.most_common(3)]
+    listed = ", ".join(frequent)
+    answer = f"First key writers of {common.total()} heads, the most frequent: {listed}."
+    return answer, tables
 
 
 def _measure_writers(rows: HeadRows, _numbers: list[int]) -> Measurement:
-    """What writers give on each prompt, and the attention on the right keys."""
+    """Measure what writers give on each prompt, and the attention on the right keys."""
     given = rows.given()
-    attention = rows.rows.attention()[:, 0].gather(1, rows.run.columns[:, 1:])
+    columns = rows.run.columns[:, 1:]
+    attention = rows.rows.attention()[:, 0].gather(1, columns)
     on_right = (attention * (rows.signs > 0)).sum(1)
     return given._replace(values={**given.values, "attention": on_right})
 
@@ -98,7 +103,7 @@ def _measure_writers(rows: HeadRows, _numbers: list[int]) -> Measurement:
 
 
 def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], depth: int) -> Tables:
-    """Which tokens the first writers read, on some prompts; and the first prompt's graph."""
+    """Tables of the tokens that first writers read, and of the first prompt's graph."""
     reader = how.reader
     prompts = [unit[:1] for unit in units[:_SOURCES]]
     deep = replace(how, projectors={}, layers=range(max(reader.layers)))
@@ -109,18 +114,23 @@ def _sources(how: Pass, units: Sequence[Unit], chosen: Mapping[Head, Choice], de
         scores = chosen[head].scores
         followed = dict[Side, list[str]]()
         for side in SIDES:
-            followed[side] = [names[c] for c in first_by(scores["share", side], _FOLLOWED)]
-        batches = (
-            deep.rows(prompts, numbers)[1][i]
-            for numbers in torch.arange(len(prompts)).split(_BATCH)
-        )
+            first = first_by(scores["share", side], _FOLLOWED)
+            followed[side] = [names[writer] for writer in first]
+        batches = _rows_of_head(deep, prompts, i)
         graph = trace_graph(traces[i], depth)
         parts.append({"sources": sources_of(batches, followed), **graph.tables})
     return join_tables(parts)
 
 
+def _rows_of_head(how: Pass, prompts: Units, number: int) -> Iterator[HeadRows]:
+    """Rows of one of the heads, by its number, batch after batch of prompts."""
+    for numbers in torch.arange(len(prompts)).split(_BATCH):
+        _, of_heads = how.rows(prompts, numbers)
+        yield of_heads[number]
+
+
 def _first_prompt(how: Pass, unit: Unit) -> list[PromptTrace]:
-    """All heads on one prompt of a task, from its first query to its first right key."""
+    """Traces of all heads on one prompt of a task, from its first query to its first right key."""
     encoded = how.reader.scope.encode(unit, chat=how.chat)
     asked = AskedPrompt.first_of(how.reader.scope, encoded)
     run = how.reader.record(asked.inputs, asked.places, deep=True)
@@ -128,17 +138,18 @@ def _first_prompt(how: Pass, unit: Unit) -> list[PromptTrace]:
     signs = answer_signs(encoded)[0]
     right = keys[signs == 1].tolist()
     others = keys[signs == -1].tolist()
-    return [
-        PromptTrace(run, asked, head, right[0], others, how.projectors.get(head))
-        for head in how.reader.heads
-    ]
+    traces = []
+    for head in how.reader.heads:
+        projector = how.projectors.get(head)
+        traces.append(PromptTrace(run, asked, head, right[0], others, projector))
+    return traces
 
 
 # ---------------------------------------------------------------------- in words
 
 
 def _answer(tables: Tables) -> str:
-    """The answer for one head."""
+    """Answer for one head."""
     (check,) = tables["check"]
     text = says_right(check)
     if check["attention"] < ATTENDED:
@@ -146,14 +157,16 @@ def _answer(tables: Tables) -> str:
         text = f"{check['head']} gives its right key {only}: there is little to trace."
     key = written_by(tables["writers"], "key")
     query = written_by(tables["writers"], "query")
-    text += f" Its key is written by {key}, its query by {query}.{says_cancels(tables['writers'])}"
+    text += f" Its key is written by {key}, its query by {query}."
+    text += says_cancels(tables["writers"])
     cut = _edge(tables, "key", "cut", "share", 2)
     random = _edge(tables, "key", "cut", "random", 2)
     if cut and random:
+        interval = f"95% interval {cut['low']:.0%}-{cut['high']:.0%}"
+        control = f"two other writers of their layers cut: {random['accuracy']:.0%}"
         text += (
-            f" With those two parts cut from its keys, in this head alone and with norms held, it is right in"
-            f" {cut['accuracy']:.0%} (95% interval {cut['low']:.0%}-{cut['high']:.0%}; two other writers of their"
-            f" layers cut: {random['accuracy']:.0%})."
+            " With those two parts cut from its keys, in this head alone and with norms held,"
+            f" it is right in {cut['accuracy']:.0%} ({interval}; {control})."
         )
     at_mean = _edge(tables, "both", "keep", "share", 5, "mean")
     at_others = _edge(tables, "both", "keep", "share", 5, "resample")
@@ -166,26 +179,31 @@ def _answer(tables: Tables) -> str:
 
 
 def _says_kept(row: Record) -> str:
-    """How often the head is right with few writers kept, and how much of the logit they hold."""
+    """Say how often the head is right with few writers kept, and what share they hold."""
     text = f"{row['accuracy']:.0%} right, {row['logit_kept']:.0%} of the logit"
-    return f"{text}, which overshoots" if row["overshoots"] else text
+    if row["overshoots"]:
+        text += ", which overshoots"
+    return text
 
 
 def _in_short(tables: Tables) -> str:
-    """The answer for one head among several: its key's writers, and what is left without them."""
+    """Short answer for one head of several: its key's writers, and what is left without them."""
     (check,) = tables["check"]
-    text = f"{check['head']}: key written by {written_by(tables['writers'], 'key')}"
+    key = written_by(tables["writers"], "key")
+    text = f"{check['head']}: key written by {key}"
     cut = _edge(tables, "key", "cut", "share", 2)
     if cut is not None:
-        text += (
-            f"; cut there, norms held, {cut['accuracy']:.0%} right, before {check['accuracy']:.0%}"
-        )
+        before = f"before {check['accuracy']:.0%}"
+        text += f"; cut there, norms held, {cut['accuracy']:.0%} right, {before}"
     return f"{text}."
 
 
 def _edge(
     tables: Tables, side: str, kind: str, by: str, k: int, replaced: str = "mean"
 ) -> Record | None:
-    """A row of the table ``edges``, norms held."""
+    """Row of the table ``edges``, norms held."""
     wanted = {"side": side, "kind": kind, "by": by, "k": k, "replaced": replaced, "norms": "held"}
-    return next((row for row in tables["edges"] if wanted.items() <= row.items()), None)
+    for row in tables["edges"]:
+        if wanted.items() <= row.items():
+            return row
+    return None

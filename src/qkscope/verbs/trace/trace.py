@@ -36,16 +36,15 @@ from qkscope.verbs.trace.task_writers import first_writers, task_writers
 
 
 class Trace(Result):
-    """Writers of queries and keys with the edges cut and kept, neurons, or pairs of a dictionary's
-    features.
-    """
+    """Trace of queries and keys: writers with edges cut and kept, neurons, or pairs of features."""
 
     @property
     def main(self) -> str:  # type: ignore[override]
-        """The table that answers."""
-        return next(
-            (name for name in ("feature_pairs", "neurons") if name in self.tables), "writers"
-        )
+        """Name of the table that answers."""
+        for name in ("feature_pairs", "neurons"):
+            if name in self.tables:
+                return name
+        return "writers"
 
 
 @verb("trace")
@@ -71,8 +70,7 @@ def trace(
     part: tuple[int, int] | None = None,
     progress: bool | None = None,
 ) -> Trace:
-    """Say which writers made a head's query and keys (QK attribution), and test it by cutting and
-    keeping edges.
+    """Say which writers made a head's query and keys (QK attribution); cut and keep their edges.
 
     Parameters
     ----------
@@ -124,7 +122,8 @@ def trace(
     heads = [each for each in scope.parse(head) if each.layer > 0]
     if not heads:
         raise BadInput(
-            f"{scope.name} has one layer, where only the embedding writes: there is nothing to trace."
+            f"{scope.name} has one layer, where only the embedding writes:"
+            " there is nothing to trace."
         )
     asked: dict[str, Any] = {"heads": [str(each) for each in heads], "draws": draws}
     if dictionary is not None:
@@ -138,17 +137,15 @@ def trace(
     if isinstance(what, Task):
         name = what.name
         about = made_from(scope, what)
-        asked |= {
-            "batch_size": batch_size,
-            "feature": {str(each): float(P.sum()) for each, P in projectors.items()},
-        }
+        sums = {str(each): float(P.sum()) for each, P in projectors.items()}
+        asked |= {"batch_size": batch_size, "feature": sums}
         choosing: Units = () if head == "all" else what.choose(n)
         units = what.test(n)
         work = current_work()
-        work.begin(
-            scope, [list(choosing), list(units)], verb="trace", seed=seed, chat=what.chat, **asked
-        )
-        asked |= {"n": len(units), "whole": whole, "examples": units_hash([*choosing, *units])}
+        prompts = [list(choosing), list(units)]
+        work.begin(scope, prompts, verb="trace", seed=seed, chat=what.chat, **asked)
+        examples = units_hash([*choosing, *units])
+        asked |= {"n": len(units), "whole": whole, "examples": examples}
         reader = Reader(scope, heads)
         how = Pass(reader, what.chat, batch_size, seed, projectors, (), work, progress)
         if head == "all":
@@ -195,11 +192,13 @@ def _check_options(
     for each in () if head == "all" else parse_heads(head):
         if each.layer == 0:
             raise BadInput(
-                f"{each} is in the first layer, where only the embedding writes: trace a later head."
+                f"{each} is in the first layer, where only the embedding writes:"
+                " trace a later head."
             )
     if head == "all" and (feature is not None or dictionary is not None):
         raise BadInput(
-            "a feature or a dictionary is for a task or a prompt, at heads that are named: name them."
+            "a feature or a dictionary is for a task or a prompt, at heads that are named:"
+            " name them."
         )
     if neurons and (dictionary is not None or not is_prompt):
         raise BadInput(
@@ -213,7 +212,7 @@ def _check_options(
 
 
 def _projector(scope: Scope, head: Head, feature: Subspace) -> Tensor:
-    """``U Uᵀ`` of a feature of this head and model, fitted on vectors as the dot product sees them."""
+    """``U Uᵀ`` of a feature of this head, fitted on vectors that the dot product sees."""
     subspaces = {feature.contrast or "to look inside": feature}
     _, space = features_of(subspaces, head, scope)
     if space != "post_rope":
@@ -245,7 +244,7 @@ def _traces(
     versus: int | str | None,
     projectors: Mapping[Head, Tensor],
 ) -> Iterator[PromptTrace]:
-    """Each head on the prompt that has run, made when it is asked for: a split takes room."""
+    """Traces of the heads on the prompt that has run, each made when it is asked for."""
     against = question.place(versus)
     for head in heads:
         projector = projectors.get(head)
@@ -253,7 +252,7 @@ def _traces(
 
 
 def _about_prompt(run: PromptRun) -> dict[str, Any]:
-    """What a result on one prompt was made from."""
+    """Facts that a result on one prompt was made from."""
     scope = run.scope
     return {
         "model": scope.name,

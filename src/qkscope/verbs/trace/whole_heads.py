@@ -39,7 +39,7 @@ _ACCURACY = METRICS.index("accuracy")
 
 
 class Case(NamedTuple):
-    """How many heads are taken out, what MLPs do, and whether the heads are chosen or random."""
+    """Case: how many heads are taken out, what MLPs do, and whether heads are chosen or random."""
 
     size: int
     mlps: str
@@ -81,23 +81,30 @@ class WholeHeads:
         names = parse_writers(self.how.reader.writers(self.head.layer))
         self.writers = [writer for writer in names if writer.head]
         scores = self.chosen.scores
-        size = scores["share", "query"].abs() + scores["share", "key"].abs()
-        order = [names[i] for i in first_by(size, len(names))]
-        self.first = [self.writers.index(writer) for writer in order if writer.head][:_MOST]
+        of_query = scores["share", "query"].abs()
+        of_key = scores["share", "key"].abs()
+        order = [names[i] for i in first_by(of_query + of_key, len(names))]
+        first = [writer for writer in order if writer.head][:_MOST]
+        self.first = [self.writers.index(writer) for writer in first]
         sizes = range(1, len(self.first) + 1)
         self.cases = [Case(size, *way) for size in sizes for way in _WAYS]
 
     @cached_property
     def means(self) -> dict[Head, Float[Tensor, " d"]]:
-        """By head, its mean output over all tokens but the first of the prompts for choosing."""
+        """Mean output of each head over all tokens but the first of the prompts for choosing."""
         examples = [unit[0] for unit in self.choosing[:_MEANS]]
         encoded = self.scope.encode(examples, chat=self.how.chat)
         shown = encoded.inputs["attention_mask"].bool().clone()
-        shown[torch.arange(len(shown)), shown.int().argmax(1)] = False
+        first_token = shown.int().argmax(1)
+        shown[torch.arange(len(shown)), first_token] = False
         sums = summed_outputs(self.scope, encoded.inputs, shown)
         count = shown.sum().cpu()
-        heads = [writer.head for writer in self.writers if writer.head]
-        return {head: (sums[head.layer][head.index] / count).float() for head in heads}
+        means = {}
+        for writer in self.writers:
+            if writer.head:
+                of_head = sums[writer.head.layer][writer.head.index]
+                means[writer.head] = (of_head / count).float()
+        return means
 
     def edits(self, indices: Sequence[int], case: Case) -> list[Edit]:
         """Edits of a batch's outputs: of which head, in which rows, and its mean."""
@@ -109,7 +116,8 @@ class WholeHeads:
         for number, writer in enumerate(self.writers):
             rows = [number in heads for heads in taken]
             if writer.head and any(rows):
-                edits.append(Edit.outputs(writer.head, torch.tensor(rows), self.means[writer.head]))
+                mean = self.means[writer.head]
+                edits.append(Edit.outputs(writer.head, torch.tensor(rows), mean))
         return edits
 
     def _random_like(self, chosen: Sequence[int], prompt: int) -> list[int]:
@@ -123,8 +131,10 @@ class WholeHeads:
         The right answer is the one named, or the right keys' own tokens. Comes back with the number
         of each row's prompt.
         """
-        encoded = self.scope.encode([self.units[i][0] for i in indices], chat=self.how.chat)
+        examples = [self.units[i][0] for i in indices]
+        encoded = self.scope.encode(examples, chat=self.how.chat)
         keys = encoded.places.keys.masked_fill(~encoded.places.key_mask, 0)
+        key_signs = answer_signs(encoded)
         tokens, signs = answer_tokens(self.scope.encoder, encoded, self.how.chat)
         capture = partial(
             self.scope.capture_inputs,
@@ -137,9 +147,10 @@ class WholeHeads:
         def measured(**changes: Any) -> Float[Tensor, "n m"]:
             captured = capture(**changes)
             assert captured.logits is not None
-            of_rows = metrics(captured.rows().of_head(0), keys, answer_signs(encoded))[0].cpu()
-            chances = captured.logits.softmax(-1).cpu().gather(1, tokens) * (signs > 0)
-            return torch.cat([of_rows, chances.sum(1, keepdim=True)], dim=1)
+            of_rows = metrics(captured.rows().of_head(0), keys, key_signs)[0].cpu()
+            chances = captured.logits.softmax(-1).cpu().gather(1, tokens)
+            right = chances * (signs > 0)
+            return torch.cat([of_rows, right.sum(1, keepdim=True)], dim=1)
 
         parts = [part for block in self.how.reader.blocks for part in block.parts]
         with noted(parts) as outputs:
@@ -167,13 +178,25 @@ class WholeHeads:
         before = float(tally.mean(None)[-1])
         values = tally.mean(key).tolist()
         low, high = tally.interval(key)
-        random = case.kind == "random"
-        removed = ", ".join(str(self.writers[number]) for number in self.first[: case.size])
-        if random:
+        if case.kind == "random":
             removed = f"{case.size} others of their layers"
+            draws = tally.rows
+        else:
+            writers = [self.writers[number] for number in self.first[: case.size]]
+            removed = ", ".join(map(str, writers))
+            draws = 1
+        measured = dict(zip(METRICS, values, strict=False))
         return {
-            "head": str(self.head), "removed": removed or "none", "size": case.size, "mlps": case.mlps,
-            "kind": case.kind, **dict(zip(METRICS, values, strict=False)),
-            "low": float(low[_ACCURACY]), "high": float(high[_ACCURACY]), "answer_before": before,
-            "answer": values[-1], "n": tally.rows, "draws": tally.rows if random else 1,
-        }  # fmt: skip
+            "head": str(self.head),
+            "removed": removed or "none",
+            "size": case.size,
+            "mlps": case.mlps,
+            "kind": case.kind,
+            **measured,
+            "low": float(low[_ACCURACY]),
+            "high": float(high[_ACCURACY]),
+            "answer_before": before,
+            "answer": values[-1],
+            "n": tally.rows,
+            "draws": draws,
+        }

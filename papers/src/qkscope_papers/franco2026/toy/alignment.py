@@ -1,5 +1,4 @@
-"""Do singular vectors point along features? Cosines, what chance gives, and what anisotropy does to
-the question.
+"""Do singular vectors point along features? Cosines, chance, and the part of anisotropy.
 
 For a feature f and singular vectors ``u_1 … u_m``: the *matched* cosine is ``|cos(f, u_j)|`` with
 the j it should map to, the *best* one is the maximum over j. A maximum over many is large by

@@ -24,23 +24,38 @@ def alignment_rows(
     """
     basis = toy.basis()
     task = toy.task
+    W = toy.W.double()
     pairs = by_logit([*task.pairs, *(pair[:3] for pair in task.positional)])
     width = len(basis.s)
     chance = random_best(task.d, width).mean
-    query = cosines(toy.W.double()[:, [pair[0] for pair in pairs]], basis.u)
-    key = cosines(toy.W.double()[:, [pair[1] for pair in pairs]], basis.v)
-    matched = [
-        int((query[i] * key[i]).argmax()) if joint else min(i, width - 1) for i in range(len(pairs))
-    ]
+    query_cosines = cosines(W[:, [query for query, _, _ in pairs]], basis.u)
+    key_cosines = cosines(W[:, [key for _, key, _ in pairs]], basis.v)
     norms = toy.W.norm(dim=0)
-    return [
-        {"config": config, "seed": seed, "step": step, "pair": f"{pair[0]}-{pair[1]}", "side": side,
-         "matched": float(found[i, matched[i]]), "best": float(found[i].amax()), "best_random": chance,
-         "singular_value": float(basis.s[matched[i]]), "target_logit": pair[2], "feature_norm": float(norms[feature]),
-         "control": control, "best_index": int(found[i].argmax())}
-        for i, pair in enumerate(pairs)
-        for side, feature, found in (("query", pair[0], query), ("key", pair[1], key))
-    ]  # fmt: skip
+    rows = []
+    for i, (query, key, logit) in enumerate(pairs):
+        matched = min(i, width - 1)
+        if joint:
+            matched = int((query_cosines[i] * key_cosines[i]).argmax())
+        sides = (("query", query, query_cosines[i]), ("key", key, key_cosines[i]))
+        for side, feature, found in sides:
+            rows.append(
+                {
+                    "config": config,
+                    "seed": seed,
+                    "step": step,
+                    "pair": f"{query}-{key}",
+                    "side": side,
+                    "matched": float(found[matched]),
+                    "best": float(found.amax()),
+                    "best_random": chance,
+                    "singular_value": float(basis.s[matched]),
+                    "target_logit": logit,
+                    "feature_norm": float(norms[feature]),
+                    "control": control,
+                    "best_index": int(found.argmax()),
+                }
+            )
+    return rows
 
 
 def before_and_after(toys: Mapping[str, Sequence[ToyRun]], *, joint: bool = False) -> list[Row]:
@@ -48,15 +63,11 @@ def before_and_after(toys: Mapping[str, Sequence[ToyRun]], *, joint: bool = Fals
     rows = []
     for config, found in toys.items():
         for trained in found:
+            seed = trained.cell.seed
             for check, control in ((-1, False), (0, True)):
-                rows += alignment_rows(
-                    config,
-                    trained.cell.seed,
-                    trained.steps[check],
-                    trained.at(check),
-                    control=control,
-                    joint=joint,
-                )
+                toy = trained.at(check)
+                step = trained.steps[check]
+                rows += alignment_rows(config, seed, step, toy, control=control, joint=joint)
     return rows
 
 
@@ -66,16 +77,14 @@ def divergence_and_error(toy: Toy, contexts: int, seed: int) -> tuple[float, flo
     """
     generator = torch.Generator().manual_seed(seed)
     task = toy.task
-    uniform = torch.rand(
-        contexts, 1 + task.context, task.n, generator=generator, dtype=torch.float64
-    )
-    x = task.strengths(uniform)
+    shape = (contexts, 1 + task.context, task.n)
+    x = task.strengths(torch.rand(shape, generator=generator, dtype=torch.float64))
     offsets = None
     if task.rope:
         query = torch.randint(task.context, (contexts, 1), generator=generator)
         offsets = query - torch.arange(task.context)
     target = toy.target_logits(x[:, 0], x[:, 1:], offsets).log_softmax(-1)
     ours = toy.logits(x[:, 0], x[:, 1:], offsets).log_softmax(-1)
-    return float((target.exp() * (target - ours)).sum(-1).mean()), float(
-        (toy.reconstruct(x) - x).square().mean()
-    )
+    divergence = (target.exp() * (target - ours)).sum(-1).mean()
+    error = (toy.reconstruct(x) - x).square().mean()
+    return float(divergence), float(error)

@@ -1,5 +1,4 @@
-"""Features in superposition and one attention head that looks for pairs of them (franco2026,
-section 3).
+"""Features in superposition and one head that looks for pairs of them (section 3).
 
 n features share d < n dimensions: feature i has strength ``x_i = b_i u_i`` (present with
 probability p, then uniform), a token is ``t = W x``, and it is read back as ``x̂ = ReLU(Wᵀ t +
@@ -94,8 +93,8 @@ class Superposition:
         for first, second, logit in (*self.pairs, *(pair[:3] for pair in self.positional)):
             if not (0 <= first < self.n and 0 <= second < self.n and math.isfinite(logit)):
                 raise BadInput(
-                    f"a pair names two of the features 0 to {self.n - 1} and a finite logit, but got "
-                    f"({first}, {second}) with {logit}."
+                    f"a pair names two of the features 0 to {self.n - 1} and a finite logit, but "
+                    f"got ({first}, {second}) with {logit}."
                 )
         if self.rope and self.d_head % 2:
             raise BadInput(
@@ -136,9 +135,14 @@ class Superposition:
     def to_json(self) -> dict[str, Any]:
         """As JSON would have it."""
         values = asdict(self)
-        return {**values, "pairs": [list(pair) for pair in self.pairs],
-                "positional": [list(pair) for pair in self.positional],
-                "dictionary": None if self.dictionary is None else [list(row) for row in self.dictionary]}  # fmt: skip
+        return {
+            **values,
+            "pairs": [list(pair) for pair in self.pairs],
+            "positional": [list(pair) for pair in self.positional],
+            "dictionary": None
+            if self.dictionary is None
+            else [list(row) for row in self.dictionary],
+        }
 
 
 class Basis(NamedTuple):
@@ -197,7 +201,7 @@ class Toy:
         x_k: Float[Tensor, "B T n"],
         offsets: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T"]:
-        """Logits of every key; ``offsets`` (query position − key position) where the head rotates."""
+        """Logits of every key; ``offsets`` (query less key position) where the head rotates."""
         q = self.tokens(x_q) @ self.W_Q.mT.to(x_q)
         k = self.tokens(x_k) @ self.W_K.mT.to(x_k)
         if not self.task.rope:
@@ -233,7 +237,7 @@ def rotated_logits(
     offsets: Int[Tensor, "B T"],
     frequencies: Float[Tensor, " bands"],
 ) -> Float[Tensor, "*m B T"]:
-    """``(R_m q)ᵀ (R_n k)`` by bands: ``cos(θΔ) (q·k) + sin(θΔ) (q×k)`` in each, with ``Δ = m − n``."""
+    """``(R_m q)ᵀ (R_n k)`` by bands: each ``cos(θΔ) (q·k) + sin(θΔ) (q×k)``, ``Δ = m − n``."""
     angle = offsets[..., None] * frequencies  # B T bands
     q_0 = q[..., None, 0::2]
     q_1 = q[..., None, 1::2]
@@ -260,7 +264,7 @@ def isotropic_dictionary(d: int = 10, n: int = 20, wanted: int = 8) -> Float[Ten
 
 
 def distort(dictionary: Float[Tensor, "d n"], epsilon: float, seed: int) -> Float[Tensor, "d n"]:
-    """``(I + (√(1+ε) − 1) v vᵀ) W`` with a random unit v: of ``W Wᵀ = I`` it makes ``I + ε v vᵀ``."""
+    """``(I + (√(1+ε) − 1) v vᵀ) W``, v a random unit: turns ``W Wᵀ = I`` into ``I + ε v vᵀ``."""
     generator = torch.Generator().manual_seed(derived_seed(seed, 22))
     v = torch.randn(len(dictionary), generator=generator, dtype=torch.float64)
     v = v / v.norm()

@@ -1,5 +1,6 @@
-"""``qkscope toy superposition``: train toys, one for each p, λ and seed, and say how far their
-features align.
+"""``qkscope toy superposition``: train toys and say how far their features align.
+
+One for each p, λ and seed.
 """
 
 from __future__ import annotations
@@ -87,8 +88,16 @@ def train_superposition(
                 config, cell.seed, found.steps[check], found.at(check), control=control, joint=rope
             )
         kl, error = divergence_and_error(found.toy, 2048, cell.seed)
-        losses.append({"config": config, "seed": cell.seed, "steps": found.steps[-1], "stopped": found.reason, "kl": kl,
-                       "reconstruction": error})  # fmt: skip
+        losses.append(
+            {
+                "config": config,
+                "seed": cell.seed,
+                "steps": found.steps[-1],
+                "stopped": found.reason,
+                "kl": kl,
+                "reconstruction": error,
+            }
+        )
     asked = {
         "p": list(p),
         "weight": list(weight),
@@ -101,9 +110,9 @@ def train_superposition(
     before = column(pick(rows, control=True), "matched")
     result = Result(
         experiment="toy/superposition",
-        answer=f"{len(trained)} toys, {sum(f.steps[-1] for f in trained):,} model-steps in {seconds:.0f} s; "
-        f"matched |cos| {min(after, default=math.nan):.3f} or more (untrained: "
-        f"{sum(before) / max(len(before), 1):.2f} on average).",
+        answer=f"{len(trained)} toys, {sum(f.steps[-1] for f in trained):,} model-steps in "
+        f"{seconds:.0f} s; matched |cos| {min(after, default=math.nan):.3f} or more "
+        f"(untrained: {sum(before) / max(len(before), 1):.2f} on average).",
         tables={"toys": losses, "alignment": rows},
         seconds=seconds,
         provenance=provenance(**shape, **asked),

@@ -1,5 +1,4 @@
-"""Trained toys of superposition on disk: ask for cells, get toys; what is there is loaded, what is
-not is trained.
+"""Trained toys of superposition on disk: what is there is loaded, the rest is trained.
 
 A toy's file holds its weights at every checkpoint of its training, the first before the first step:
 dynamics and untrained controls come from the same file. Its name holds a hash of everything that
@@ -94,7 +93,7 @@ def train_toys(
 
 
 def stacks(cells: Sequence[ToyCell]) -> list[list[ToyCell]]:
-    """Cells that train side by side: one shape, one length, one seed and so one stream of tokens."""
+    """Cells that train side by side: one shape, length and seed, and so one stream of tokens."""
     ordered = sorted(cells, key=lambda cell: (cell.stack_key(), _slug(cell)))
     return [list(group) for _, group in groupby(ordered, ToyCell.stack_key)]
 

@@ -1,6 +1,6 @@
-"""Payload retrieval: a head that must find the key whose latents a query names, with everything
-about it known.
+"""Payload retrieval: a head that must find the key whose latents a query names.
 
-In reading order: `retrieval` (the task and a head), `stack` (many heads at once), `trained` (heads
-on disk), `ceilings` (the best any head can do), `train` (the verb).
+Everything about it is known. In reading order: `retrieval` (the task and a head), `stack` (many
+heads at once), `trained` (heads on disk), `ceilings` (the best any head can do), `train` (the
+verb).
 """

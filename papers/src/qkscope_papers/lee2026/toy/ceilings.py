@@ -50,7 +50,7 @@ def _draw(task: Retrieval, n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def _accuracy(
     weights: Float[Tensor, "n T"], payload: Int[Tensor, "n T"], asked: Int[Tensor, " n"]
 ) -> float:
-    """Expected accuracy when the payload with the most weight is answered, ties broken by chance."""
+    """Expected accuracy when the payload with most weight is answered, ties broken by chance."""
     votes = torch.zeros(len(asked), int(payload.max()) + 1).scatter_add(1, payload, weights)
     best = votes >= votes.amax(dim=1, keepdim=True) * (1 - 1e-6)
     hit = best.gather(1, payload.gather(1, asked[:, None]))[:, 0]

@@ -1,5 +1,4 @@
-"""Payload retrieval (Lee et al., section 2): a head must find the key that shares the query's
-latents and read it.
+"""Payload retrieval (section 2): find the key that shares the query's latents, and read it.
 
 Keys and queries write the same K latent variables through different maps, and a key also carries a
 payload::
@@ -88,7 +87,8 @@ class Retrieval:
         object.__setattr__(self, "ranks", tuple(int(r) for r in self.ranks))
         if len(self.ranks) < 2 or min(self.ranks) < 1:
             raise BadInput(
-                f"the task needs two or more latent variables of rank 1 or more, but got {self.ranks}."
+                "the task needs two or more latent variables of rank 1 or more, but got "
+                f"{self.ranks}."
             )
         if max(self.ranks) > 48:
             raise BadInput(
@@ -101,9 +101,12 @@ class Retrieval:
         return sum(self.ranks)
 
     def warn_if_crowded(self, d_head: int) -> None:
-        """Say so where the latents cannot fit: superposition is then what to expect, not an error."""
+        """Say so where the latents cannot fit: superposition is then expected, and no error."""
         if self.total_rank > 2 * d_head or self.total_rank > self.d:
-            said = "latents of %d dimensions in d_head %d and d %d: expect superposition and lost ranks."
+            said = (
+                "latents of %d dimensions in d_head %d and d %d: expect superposition and lost "
+                "ranks."
+            )
             log.warning(said, self.total_rank, d_head, self.d)
 
     def latent_slices(self) -> list[slice]:
@@ -113,22 +116,24 @@ class Retrieval:
 
     def encoders(self, seed: int) -> Encoders:
         """Random maps of this task."""
-        generator = torch.Generator().manual_seed(
-            derived_seed(seed, 1, VARIANTS.index(self.variant), *self.ranks)
-        )
+        own_seed = derived_seed(seed, 1, VARIANTS.index(self.variant), *self.ranks)
+        generator = torch.Generator().manual_seed(own_seed)
 
         def drawn(columns: int, scale: float) -> Tensor:
             return scale * torch.randn(self.d, columns, generator=generator)
 
-        scales = [
-            1 / math.sqrt(r) if self.latent_scale is None else self.latent_scale for r in self.ranks
-        ]
-        a, b = (
-            torch.cat([drawn(r, s) for r, s in zip(self.ranks, scales, strict=True)], dim=1)
-            for _ in range(2)
-        )
-        payload_scale = 1 / math.sqrt(self.d) if self.payload_scale is None else self.payload_scale
-        return Encoders(self, a, b, drawn(self.payloads, payload_scale))
+        def of_latents() -> Tensor:
+            parts = []
+            for rank in self.ranks:
+                usual = 1 / math.sqrt(rank)
+                parts.append(drawn(rank, usual if self.latent_scale is None else self.latent_scale))
+            return torch.cat(parts, dim=1)
+
+        a = of_latents()
+        b = of_latents()
+        usual = 1 / math.sqrt(self.d)
+        a_y = drawn(self.payloads, usual if self.payload_scale is None else self.payload_scale)
+        return Encoders(self, a, b, a_y)
 
     def draw_latents(
         self, shape: tuple[int, ...], generator: torch.Generator
@@ -146,9 +151,8 @@ class Retrieval:
         """
         where = self.latent_slices()[variable]
         other = z.clone()
-        if (
-            sampling == "fresh" or self.variant == "continuous"
-        ):  # a fresh Gaussian draw differs with probability one
+        # a fresh Gaussian draw differs with probability one
+        if sampling == "fresh" or self.variant == "continuous":
             other[:, where] = self.draw_latents((len(z),), generator)[:, where]
         else:
             r = self.ranks[variable]
@@ -188,7 +192,8 @@ class Encoders:
         payload = torch.randint(task.payloads, (n, task.keys), generator=generator)
         asked = torch.randint(task.keys, (n,), generator=generator)
         x_k = self._key(z, payload, generator)
-        return Contexts(self._query(z[torch.arange(n), asked], generator), x_k, asked, payload, z)
+        x_q = self._query(z[torch.arange(n), asked], generator)
+        return Contexts(x_q, x_k, asked, payload, z)
 
     def pairs(
         self, variable: int, n: int, seed: int, sampling: Sampling = "strict"
@@ -198,14 +203,14 @@ class Encoders:
         """
         task = self.task
         generator = torch.Generator().manual_seed(derived_seed(seed, 3, variable))
-        wanted, agree = (task.draw_latents((n,), generator) for _ in range(2))
+        wanted = task.draw_latents((n,), generator)
+        agree = task.draw_latents((n,), generator)
         where = task.latent_slices()[variable]
         agree[:, where] = wanted[:, where]
         differ = task.draw_other(agree, variable, sampling, generator)
-        payloads = torch.randint(task.payloads, (2, n), generator=generator)
-        plus, minus = (
-            self._key(z, y, generator) for z, y in zip((agree, differ), payloads, strict=True)
-        )
+        of_plus, of_minus = torch.randint(task.payloads, (2, n), generator=generator)
+        plus = self._key(agree, of_plus, generator)
+        minus = self._key(differ, of_minus, generator)
         return self._query(wanted, generator), plus, minus
 
     def _key(self, z: Tensor, payload: Tensor, generator: torch.Generator) -> Tensor:
@@ -233,13 +238,17 @@ class RetrievalHead:
         if d_head < 1:
             raise BadInput(f"d_head must be at least 1, but got {d_head}.")
         task = encoders.task
-        generator = torch.Generator().manual_seed(
-            derived_seed(seed, 4, VARIANTS.index(task.variant), d_head, *task.ranks)
-        )
-        shapes = [(d_head, task.d)] * 3 + [(task.payloads, d_head)]
-        w_q, w_k, w_v, w_o = (
-            (2 * torch.rand(s, generator=generator) - 1) / math.sqrt(s[1]) for s in shapes
-        )
+        own_seed = derived_seed(seed, 4, VARIANTS.index(task.variant), d_head, *task.ranks)
+        generator = torch.Generator().manual_seed(own_seed)
+
+        def drawn(outputs: int, inputs: int) -> Tensor:
+            uniform = torch.rand((outputs, inputs), generator=generator)
+            return (2 * uniform - 1) / math.sqrt(inputs)
+
+        w_q = drawn(d_head, task.d)
+        w_k = drawn(d_head, task.d)
+        w_v = drawn(d_head, task.d)
+        w_o = drawn(task.payloads, d_head)
         return cls(w_q, w_k, w_v, w_o, encoders)
 
     @property
@@ -267,11 +276,10 @@ class RetrievalHead:
         w_k = self.W_K.double()
         a = self.encoders.A.double()
         b = self.encoders.B.double()
-        return (
-            self.encoders.task.contrast_scale(variable, sampling)
-            * (w_q @ b[:, where])
-            @ (w_k @ a[:, where]).mT
-        )
+        factor = self.encoders.task.contrast_scale(variable, sampling)
+        of_queries = w_q @ b[:, where]
+        of_keys = w_k @ a[:, where]
+        return factor * of_queries @ of_keys.mT
 
     def sampled_delta(
         self, variable: int, n: int, seed: int, sampling: Sampling = "strict"
@@ -300,13 +308,14 @@ class RetrievalHead:
         right = 0
         size = 4096
         for part, start in enumerate(range(0, n, size)):
-            x_q, x_k, asked, payload, _ = self.encoders.contexts(
-                min(size, n - start), derived_seed(seed, 5, part)
-            )
+            count = min(size, n - start)
+            drawn = self.encoders.contexts(count, derived_seed(seed, 5, part))
+            x_q, x_k, asked, payload, _ = drawn
             products = (x_k @ (self.queries(x_q) @ self.W_K)[..., None])[..., 0]
             mixed = ((self.scale * products).softmax(dim=-1)[:, None] @ x_k)[:, 0]
             answer = (mixed @ (self.W_O @ self.W_V).mT).argmax(dim=-1)
-            right += int((answer == payload[torch.arange(len(asked)), asked]).sum())
+            wanted = payload[torch.arange(len(asked)), asked]
+            right += int((answer == wanted).sum())
         return right / n
 
     # ------------------------------------------------------------------ files
@@ -334,8 +343,7 @@ class RetrievalHead:
             raise BadInput(
                 f"{path} holds a head and encoders that do not belong together; make it again."
             )
-        w_q, w_k, w_v, w_o = (tensors[name] for name in WEIGHTS)
-        return cls(w_q, w_k, w_v, w_o, found)
+        return cls(tensors["W_Q"], tensors["W_K"], tensors["W_V"], tensors["W_O"], found)
 
 
 def off_diagonal(g: Float[Tensor, "R R"]) -> float:

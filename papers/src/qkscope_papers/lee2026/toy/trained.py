@@ -1,5 +1,4 @@
-"""Trained retrieval heads on disk: ask for cells, get heads; what is there is loaded, what is not
-is trained.
+"""Trained retrieval heads on disk: what is there is loaded, the rest is trained.
 
 A head's file name holds a hash of everything that made it (task, width, seed, learning rate,
 recipe), so a folder can serve many figures and never hands out a head trained in another way.
