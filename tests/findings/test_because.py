@@ -110,9 +110,7 @@ def test_alternatives_have_as_many_tokens_also_of_the_first_word_and_of_scripts_
     assert {len(ids) for ids in because.others.of(token)} == {1}
 
 
-def test_the_same_word_is_the_reason_of_an_induction_head_and_its_name_is_told_where_it_fits(
-    answer, smollm2
-):
+def test_the_same_word_is_the_reason_of_an_induction_head(answer):
     kinds = {row["kind"]: row for row in reversed(answer.tables["relation"])}
     same = kinds["same word"]
     assert (same["text"], same["positions"], same["verdict"]) == ("jam", "4, 12", "shown")
